@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,12 +17,18 @@ SHAPES = {  # heads, K/V heads, head dimension
     "Qwen3-4B": (32, 8, 128),
     "Llama-3.1-70B": (64, 8, 128),
     "Gemma-3-270M": (4, 1, 256),
+    "Gemma-4-12B": (16, 1, 512),
 }
-WITH_SINKS = {"gpt-oss-20b": (64, 8, 64)}  # targets
+WITH_WINDOWS = {  # targets, and what their layers with a window see
+    "gpt-oss-20b": ((64, 8, 64), ", window of 128 and sinks"),
+    "Gemma-4-12B, windows": ((16, 8, 256), ", window of 1024 in a pool of its own"),
+}
+OWN_POOL = "a pool of its own"
 SIGHTS = {
     ", window and sinks": (300, False),
     ", window before the anchor and sinks": (300, True),
     ", window of 128 and sinks": (128, False),
+    ", window of 1024 in a pool of its own": (1024, False),
 }
 DRAFT_SIGHTS = list(SIGHTS)[:2]
 DTYPES = (torch.bfloat16, torch.float32)
@@ -45,8 +52,8 @@ def cases(device: torch.device) -> list[Case]:
     ]
     sliding = [_case("Qwen3-4B", bs, GAMMA, False, device, sight=sight) for sight in DRAFT_SIGHTS for bs in (1, 64)]
     sliding += [
-        _case(name, bs, GAMMA + 1, True, device, sight=", window of 128 and sinks")
-        for name in WITH_SINKS
+        _case(name, bs, GAMMA + 1, True, device, sight=sight)
+        for name, (_, sight) in WITH_WINDOWS.items()
         for bs in (1, 64)
     ]
     short = [_case(name, bs, GAMMA + 1, True, device, context=SHORT_CONTEXT) for name in SHAPES for bs in (1, 8)]
@@ -65,7 +72,7 @@ def _case(
     context: int = CONTEXT,
     note: str = "",
 ) -> Case:
-    heads, kv_heads, head_dim = (SHAPES | WITH_SINKS)[model]
+    heads, kv_heads, head_dim = SHAPES[model] if model in SHAPES else WITH_WINDOWS[model][0]
     num_rows, num_slots = bs * width, 1 + bs * context
     q, k, v = (
         torch.randn(num_rows, heads + 2 * kv_heads, head_dim, device=device)
@@ -80,9 +87,11 @@ def _case(
     indptr = torch.arange(0, num_rows + 1, width, device=device)
     lens = torch.full((bs,), context, device=device)
     windows = PagedWindows(table, torch.arange(bs, device=device), lens, indptr, width, *SIGHTS.get(sight, ()))
+    if OWN_POOL in sight:
+        windows = replace(windows, translation=torch.randperm(num_slots, device=device))
     is_stored = pool_dtype != dtype
     arguments = (q, None if is_stored else (k, v), (k_pool, v_pool), windows)
-    sinks = torch.zeros(heads, dtype=dtype, device=device) if sight else None
+    sinks = torch.zeros(heads, dtype=dtype, device=device) if "sinks" in sight else None
     how = {"causal": causal, "scale": head_dim**-0.5, "sinks": sinks}
     seen = min(context, windows.sliding_window or context)
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

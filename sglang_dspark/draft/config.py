@@ -45,6 +45,8 @@ class DraftConfig:
         attention_bias: the projections to queries, keys, values and output have biases.
         sink_layers: for each layer whether its heads have attention sinks; empty stands for no layer.
         attention_value_scale: factor of the values in every layer's attention.
+        final_logit_softcapping: bound c of the logits before the Markov bias, which become c * tanh(logits / c); None
+            leaves them as they are.
         num_anchors: training only; carried so that a rewritten config.json still loads in DeepSpec.
         origin: where the values came from, for messages.
     """
@@ -78,6 +80,7 @@ class DraftConfig:
     attention_bias: bool = False
     sink_layers: tuple[bool, ...] = ()
     attention_value_scale: Positive = 1.0
+    final_logit_softcapping: Positive | None = None
     num_anchors: Count | None = None
     origin: str = field(default="DraftConfig", compare=False, repr=False)
 

@@ -63,8 +63,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "GptOssForCausalLM",
         "gpt-oss-20b, gpt-oss-120b",
-        remark="not yet run on a GPU; a server on a CPU refuses it, only tests serve it there; "
-        "`--attention-backend fa3` or `triton`; K/V in one pool",
+        remark=f"{_TESTS_ALONE}; `--attention-backend fa3` or `triton`",
     ),
     Family(
         "Mistral3ForConditionalGeneration",
@@ -81,6 +80,12 @@ FAMILIES: tuple[Family, ...] = (
         "Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
         reads_images=True,
         remark=_TEXT,
+    ),
+    Family(
+        "Gemma4ForConditionalGeneration",
+        "Gemma 4 31B, 26B-A4B, E4B, E2B",
+        reads_images=True,
+        remark=f"{_TEXT}; {_TESTS_ALONE}; `--attention-backend triton`",
     ),
     Family("Qwen3_5ForCausalLM", "Qwen3.5 to 3.8, text", recurrent=True, remark=_TESTS_ALONE),
     Family(
@@ -179,9 +184,8 @@ UNSERVED: tuple[Unserved, ...] = (
         "serve it without --speculative-algorithm",
     ),
     Unserved(
-        "Gemma4ForCausalLM Gemma4ForConditionalGeneration",
-        "layers that see a window of the context have heads of another size than its other layers, and verification "
-        "reads K/V of one layout yet",
+        "Gemma4ForCausalLM Gemma4UnifiedForConditionalGeneration",
+        "it has not been tried, and drafters for the 12B have layers of another kind",
         _DFLASH,
         own_dspark=True,
     ),

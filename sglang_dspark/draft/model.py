@@ -21,6 +21,12 @@ from sglang_dspark.draft.rotary import RotaryEmbedding, rotate
 from sglang_dspark.errors import CheckpointError
 
 
+def base_logits(hidden: Tensor, lm_head: Tensor, config: DraftConfig) -> Tensor:
+    """Return logits ``[T, v]`` of ``hidden [T, d]``, in the dtype of ``lm_head [v, d]``."""
+    logits, cap = F.linear(hidden.to(lm_head.dtype), lm_head), config.final_logit_softcapping
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
 class DraftModel(nn.Module):
     """A drafter of Qwen3 layers. Parameter names are exactly those of a DeepSpec checkpoint.
 
@@ -49,6 +55,7 @@ class DraftModel(nn.Module):
         self.rotary = RotaryEmbedding(config)
         ids = None if config.draft_vocab_size is None else torch.empty(config.draft_vocab_size, dtype=torch.int64)
         self.register_buffer("token_ids", ids, persistent=False)
+        self._embed_scale = 1.0
         self._target_embedding: Tensor | None = None
         self._target_lm_head: Tensor | None = None
         self._context_stack: _ContextStack | None = None
@@ -124,13 +131,13 @@ class DraftModel(nn.Module):
         return normed
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Token ids of any shape -> embeddings ``[..., d]`` in the model's dtype."""
-        return F.embedding(ids, self.embed_weight).to(self.fc.weight.dtype)
+        """Return embeddings ``[..., d]`` of token ids of any shape, in the model's dtype."""
+        embeds = F.embedding(ids, self.embed_weight).to(self.fc.weight.dtype)
+        return embeds if self._embed_scale == 1.0 else embeds * self._embed_scale
 
     def base_logits(self, hidden: Tensor) -> Tensor:
-        """``hidden [T, d]`` (post-norm) -> logits ``[T, v]`` before the Markov bias, in the LM head's dtype."""
-        weight = self.lm_head_weight
-        return F.linear(hidden.to(weight.dtype), weight)
+        """Return logits ``[T, v]`` of ``hidden [T, d]`` (post-norm) before the Markov bias, in the LM head's dtype."""
+        return base_logits(hidden, self.lm_head_weight, self.config)
 
     @property
     def embed_weight(self) -> Tensor:
@@ -144,7 +151,9 @@ class DraftModel(nn.Module):
         own = self.lm_head
         return _present(self._target_lm_head if own is None else own.weight, "lm_head.weight")
 
-    def bind_target(self, embed_weight: Tensor | None, lm_head_weight: Tensor | None) -> tuple[str, ...]:
+    def bind_target(
+        self, embed_weight: Tensor | None, lm_head_weight: Tensor | None, *, embed_scale: float = 1.0
+    ) -> tuple[str, ...]:
         """Read the target's embedding and LM head wherever the model has no different ones of its own.
 
         An own copy that equals the target's tensor (after a cast to its dtype) is dropped; the target's storage is
@@ -154,6 +163,8 @@ class DraftModel(nn.Module):
             embed_weight: ``[V, d]``, without padding rows; on the model's device. None if the target's cannot be
                 read: the model's own is.
             lm_head_weight: ``[V, d]``, likewise.
+            embed_scale: the factor that the target puts on what it reads of its embedding, as the model then does. An
+                own embedding that differs from the target's is read as it is.
 
         Returns:
             The names, out of ``embed_tokens.weight`` and ``lm_head.weight``, that are now read from the target.
@@ -171,6 +182,7 @@ class DraftModel(nn.Module):
         shared = []
         if embed_weight is not None and (self.embed_tokens is None or _same(self.embed_tokens.weight, embed_weight)):
             self.embed_tokens, self._target_embedding = None, embed_weight.detach()
+            self._embed_scale = embed_scale
             shared.append("embed_tokens.weight")
         if lm_head_weight is not None:
             rows = lm_head_weight if self.token_ids is None else lm_head_weight[self.token_ids]

@@ -21,14 +21,13 @@ from typing import Annotated, Literal
 
 import pydantic
 import torch
-import torch.nn.functional as F
 from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, MarkovWeights
 from torch import Tensor
 
 from sglang_dspark.draft.checked import Index, check
 from sglang_dspark.draft.confidence_head import ConfidenceHead
 from sglang_dspark.draft.markov_head import MarkovHead, VanillaMarkovHead
-from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.draft.model import DraftModel, base_logits
 from sglang_dspark.errors import CheckpointError
 from sglang_dspark.files import atomic_write_text
 
@@ -94,6 +93,7 @@ class ProposalHeads:
         ids = model.token_ids if chosen is None else chosen
         vocabulary = None if ids is None else DraftVocabulary(ids, model.config.vocab_size)
         markov = _markov_weights(model.markov_head, chosen)
+        self._config = model.config
         self._rows = model.lm_head_weight if chosen is None else model.lm_head_weight[chosen]
         self.weights = DraftHeads(markov, _confidence_weights(model.confidence_head), vocabulary)
 
@@ -103,8 +103,8 @@ class ProposalHeads:
         return self.weights.vocabulary
 
     def base_logits(self, hidden: Tensor) -> Tensor:
-        """``hidden [T, d]`` (post-norm) -> logits ``[T, v]`` before the Markov bias, in the LM head's dtype."""
-        return F.linear(hidden.to(self._rows.dtype), self._rows)
+        """Return logits ``[T, v]`` of ``hidden [T, d]`` (post-norm) before the Markov bias, in the LM head's dtype."""
+        return base_logits(hidden, self._rows, self._config)
 
 
 def _markov_weights(head: MarkovHead | None, rows: Tensor | None) -> MarkovWeights | None:

@@ -255,7 +255,9 @@ def load_target(target_dir: str | Path, model: DraftModel) -> Target:
 def lend_target(network: Any, model: DraftModel) -> Target:
     """Check a loaded target against the draft, and lend the draft its embedding and LM head."""
     check_dimensions(model.config, network.config.get_text_config())
-    model.bind_target(network.get_input_embeddings().weight, network.get_output_embeddings().weight)
+    embedding = network.get_input_embeddings()
+    scale = float(getattr(embedding, "embed_scale", 1.0))
+    model.bind_target(embedding.weight, network.get_output_embeddings().weight, embed_scale=scale)
 
     def target(ids: Sequence[int]) -> tuple[Tensor, Tensor]:
         output = network(torch.tensor([ids]), output_hidden_states=True, use_cache=False)

@@ -147,6 +147,16 @@ def test_own_copies_are_compared_in_the_targets_dtype(make_checkpoint):
     assert model.base_logits(torch.ones(1, 24)).dtype == torch.bfloat16
 
 
+def test_an_embedding_of_the_target_is_scaled_as_the_target_does(make_checkpoint):
+    """A copy of it also; another one of the drafter's own is not."""
+    path, token = make_checkpoint(), torch.tensor([5])
+    own = load_file(path / "model.safetensors")[EMBED]
+    for embed, expected in ((own.clone(), own[token] * 8), (own + 1, own[token])):
+        model = load(path)
+        model.bind_target(embed, None, embed_scale=8.0)
+        torch.testing.assert_close(model.embed(token), expected)
+
+
 def test_what_cannot_be_read_of_the_target_stays_the_models_own(make_checkpoint):
     path = make_checkpoint()
     stored = load_file(path / "model.safetensors")

@@ -96,7 +96,8 @@ REFUSED = {
         "attention_mode='mla' is not supported",
     ),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config=.* is not supported"),
-    "softcap": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+    "softcap of no size": ({"final_logit_softcapping": 0.0}, "final_logit_softcapping=0.0"),
+    "softcap of scores": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
     "contradiction": ({"dflash_config": {"block_size": 4}}, "block_size=5 contradicts dflash_config.block_size=4"),
     "no target's layer": ({"target_layer_ids": []}, "target_layer_ids="),
     "rnn in the layout of DFlash": (

@@ -31,6 +31,8 @@ CASES = {
     "DFlash, sinks": (exports.dflash, "DFlash", DFLASH | {"sink_layers": [True, True]}),
     "ModelOpt, sinks in one layer": (exports.modelopt, "ModelOpt", {"sink_layers": [False, True]}),
     "TorchSpec, value scale": (exports.torchspec, "TorchSpec", {"attention_value_scale": 0.7}),
+    "DFlash, softcap": (exports.dflash, "DFlash", DFLASH | {"final_logit_softcapping": 30.0}),
+    "speculators, softcap": (exports.speculators, "speculators", {"final_logit_softcapping": 0.5}),
     "speculators, sinks": (exports.speculators, "speculators", {"sink_layers": [True, True]}),
     "DeepSpec, sinks in one layer": (exports.deepspec, "DeepSpec", {"sink_layers": [True, False]}),
     "speculators": (exports.speculators, "speculators", {}),

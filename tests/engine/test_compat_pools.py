@@ -4,10 +4,16 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+import torch
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.model_executor import pool_configurator
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import SpecAuxHiddenStateConfig
+from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, HybridSWAPoolConfigurator
 
 from sglang_dspark.engine.compat import pools
+from sglang_dspark.engine.compat.arguments import attach
 from sglang_dspark.errors import EngineError
 
 
@@ -16,15 +22,79 @@ def test_wishes_reach_the_one_place_that_is_read():
     assert any("spec_aux_config" in function.__code__.co_names for function in functions)
     runner = SimpleNamespace(spec_aux_config=SpecAuxHiddenStateConfig())
     pools.request_capture(runner, (1, 2))
-    pools.make_room(runner, 3)
     wishes = runner.spec_aux_config
     assert (wishes.dflash_use_aux_hidden_state, wishes.dflash_target_layer_ids) == (True, [1, 2])
-    assert wishes.dflash_draft_num_layers == 3
 
 
 @pytest.mark.parametrize("runner", [SimpleNamespace(), SimpleNamespace(spec_aux_config=SimpleNamespace())])
 def test_wishes_that_nobody_reads_end_the_start(runner):
-    with pytest.raises(EngineError, match=r"has no spec_aux_config\.dflash_draft_num_layers in its SimpleNamespace"):
-        pools.make_room(runner, 3)
-    with pytest.raises(EngineError, match=r"has no spec_aux_config\.dflash_use_aux_hidden_state"):
+    with pytest.raises(EngineError, match=r"has no dflash_use_aux_hidden_state in its"):
         pools.request_capture(runner, (1, 2))
+
+
+LAYERS, HEADS, DIM = 3, 2, 24
+TOKEN = 2 * LAYERS * HEADS * DIM * 2  # bytes of draft K/V in 16 bits
+
+
+def of_layers_with_windows(configurator, monkeypatch):
+    """Return SGLang's size of a token in pools of heads of two sizes."""
+    return HybridSWAPoolConfigurator(configurator)._cell_size
+
+
+def of_layers_alike(configurator, monkeypatch):
+    monkeypatch.setattr(DefaultPoolConfigurator, "_compute_cell_size", lambda self, configurator, layers: 1000)
+    monkeypatch.setattr(pool_configurator, "mambaish_config", lambda config: None)
+    monkeypatch.setattr(pool_configurator, "compute_page_shard_scratch_bytes", lambda *given, **named: 0)
+    return DefaultPoolConfigurator(configurator)._cell_size
+
+
+@pytest.fixture
+def configurator(monkeypatch):
+    """SGLang's, of a target with four layers, three of them with windows."""
+    for name, settings in (
+        ("get_parallel", {"attn_tp_size": 1, "attn_dcp_size": 1}),
+        ("get_schedule", {"swa_full_tokens_ratio": 0.5, "max_total_tokens": 100}),
+        ("get_memory", {"enable_unified_memory": False}),
+    ):
+        monkeypatch.setattr(pool_configurator, name, lambda settings=settings: SimpleNamespace(**settings))
+    monkeypatch.setattr(KVCacheConfigurator, "fused_entry_bytes", lambda self, kind: None)
+    heads = {"head_dim": 32, "v_head_dim": 32, "swa_head_dim": 16, "swa_v_head_dim": 16}
+    made = KVCacheConfigurator.__new__(KVCacheConfigurator)
+    for name, value in {
+        "server_args": SimpleNamespace(),
+        "model_config": SimpleNamespace(
+            attention_arch=AttentionArch.MHA,
+            get_num_kv_heads=lambda *ranks: 2,
+            get_swa_num_kv_heads=lambda *ranks: 4,
+            **heads,
+        ),
+        "model_dtype": torch.bfloat16,
+        "kv_cache_dtype": torch.float8_e4m3fn,
+        "kv_cache_dtype_str": "auto",
+        "dflash_draft_cell_size_per_token": None,
+        "spec_aux_config": SpecAuxHiddenStateConfig(),
+        "spec_algorithm": SimpleNamespace(
+            is_eagle=lambda: False, is_standalone=lambda: False, is_dflash_family=lambda: True
+        ),
+        "is_draft_worker": False,
+        "page_size": 1,
+        "sliding_window_size": 8,
+        "layer_info": SimpleNamespace(
+            full_attention_layer_ids=[3], swa_attention_layer_ids=[0, 1, 2], num_effective_layers=4
+        ),
+    }.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize("token_size", [of_layers_alike, of_layers_with_windows])
+def test_a_token_of_the_pool_has_room_for_its_draft_kv(token_size, configurator, monkeypatch):
+    """In bytes: its layers are not as large as the target's, which may have several kinds."""
+    without = token_size(configurator, monkeypatch)
+    drafter = {"num_hidden_layers": LAYERS, "num_key_value_heads": HEADS, "head_dim": DIM}
+    attach(configurator.server_args, SimpleNamespace(drafter=None))
+    pools.make_room(configurator, pre_model_load_memory=0)
+    assert token_size(configurator, monkeypatch) == without
+    attach(configurator.server_args, SimpleNamespace(drafter=SimpleNamespace(config=SimpleNamespace(**drafter))))
+    pools.make_room(configurator, pre_model_load_memory=0)
+    assert token_size(configurator, monkeypatch) == without + TOKEN

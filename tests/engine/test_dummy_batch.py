@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 from sglang.srt.managers.schedule_batch import set_mamba_track_indices_from_reqs
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 
@@ -40,3 +41,17 @@ def test_its_states_are_padding():
     assert batch.mamba_track_indices.tolist() == [0] * requests
     pool.enable_mamba_extra_buffer = False
     assert dummy.fresh().reqs == []
+
+
+def test_slots_have_rows_in_a_pool_of_windows():
+    """Each another one, as far as there are some; nothing of it stays."""
+    pool = SWAKVPool.__new__(SWAKVPool)
+    pool.size, pool.size_swa = 50, 20
+    translation = torch.cat([torch.zeros(51, dtype=torch.int64), torch.tensor([-1])])
+    pool.register_mapping(translation)
+    table = SimpleNamespace(req_to_token=torch.zeros((4, 30), dtype=torch.int32))
+    runner = SimpleNamespace(device="cpu", token_to_kv_pool=pool, req_to_token_pool=table)
+    with DummyBatch(SimpleNamespace(model_runner=runner), requests=2, context=10, window=4):
+        rows = translation[table.req_to_token[:2, :14].long()]
+        assert len(rows.unique()) == 20 and int(rows.min()) == 1 and int(rows.max()) == 20
+    assert translation.tolist() == [0] * 51 + [-1]

@@ -1,6 +1,5 @@
 """A start under DSPARK: the drafter is read once, and what the scheduler needs travels with SGLang's arguments."""
 
-import json
 import os
 import pickle
 import shutil
@@ -16,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.arg_groups import overrides
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.plugins import load_plugins
-from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang.srt.server_args import prepare_server_args
 
 from sglang_dspark.draft import resolved
 from sglang_dspark.engine.compat import arguments
@@ -36,7 +35,8 @@ def reads(monkeypatch):
     monkeypatch.setattr(resolved, "read", lambda path: (found.append(str(path)), whole(path))[1])
     load_plugins()
     monkeypatch.setattr(hooks, "install", lambda *places: None)
-    monkeypatch.setenv("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")  # or starting would leave it behind
+    for name in ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"):
+        monkeypatch.setenv(name, "0")  # or starting would leave it behind
     return found
 
 
@@ -142,19 +142,6 @@ def test_a_resolution_without_our_hook_ends_the_start():
     """It would go on with the defaults of all options."""
     with pytest.raises(EngineError, match=r"did not call .*ServerArgs\.resolve_once"):
         Launch.of(SimpleNamespace())
-
-
-@pytest.mark.parametrize("windowed", [True, False])
-def test_layers_with_windows_share_the_pool_of_the_others(reads, tmp_path, windowed):
-    """Whichever target SGLang would give a second pool; the scheduler's own configuration of it follows the flag."""
-    shutil.copytree(GOLDEN / "target", tmp_path / "target", copy_function=shutil.copyfile)
-    config = tmp_path / "target" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"is_hybrid_swa": windowed}))
-    made, _ = settled("--model-path", str(tmp_path / "target"))
-    assert made.disable_hybrid_swa_memory == windowed
-    plain = ServerArgs(model_path=str(tmp_path / "target"), device="cpu", attention_backend="torch_native")
-    assert ModelConfig.from_server_args(plain).is_hybrid_swa == windowed
-    assert not ModelConfig.from_server_args(made).is_hybrid_swa
 
 
 def test_the_kernels_of_experts_may_be_chosen(reads):

@@ -10,7 +10,7 @@ from launch_contexts import found_by, launch_context
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.engine.launch import checks
 from sglang_dspark.engine.launch.checks import CHECKS, Check, Moment, refuse
-from sglang_dspark.engine.launch.flag_checks import SINK_BACKENDS
+from sglang_dspark.engine.launch.flag_checks import KNOWN_BY, SINKS
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 
 DRAFT = Path(__file__).parents[1] / "data" / "golden" / "vanilla_g7"
@@ -25,6 +25,7 @@ def text(**fields):
     return {"hf_text_config": SimpleNamespace(original_max_position_embeddings=4096, **fields)}
 
 
+TWO_POOLS = {"is_hybrid_swa": True, "head_dim": 512}
 # The check, a start that it refuses, and what it says of it.
 REFUSED = [
     (
@@ -144,6 +145,16 @@ REFUSED = [
         {"device": "cpu", "prefill": "torch_native", "target": {"has_attention_sinks": True}},
         "on cpu; the target has attention sinks: serve it on a GPU and pass --attention-backend fa3 or triton",
     ),
+    (
+        "attention of prompts",
+        {"device": "cpu", "prefill": "torch_native", "target": TWO_POOLS},
+        "for layers with a window and heads of over 256: serve it on a GPU and pass --attention-backend triton",
+    ),
+    (
+        "attention of prompts",
+        {"prefill": "fa3", "target": TWO_POOLS},
+        "--attention-backend=fa3 on cuda; the target has .*: pass --attention-backend triton",
+    ),
     ("attention of decoding", {"decode": "triton"}, "--decode-attention-backend=triton: .*; drop the flag"),
     (
         "graphs of prefills",
@@ -188,12 +199,19 @@ REFUSED = [
         {"enable_hierarchical_cache": True, "device": "cpu"},
         "--enable-hierarchical-cache on cpu: SGLang copies K/V to host memory with CUDA kernels; drop the flag",
     ),
+    (
+        "prefixes in host memory",
+        {"enable_hierarchical_cache": True, "prefill": "triton", "decode": "triton", "target": TWO_POOLS},
+        "--enable-hierarchical-cache beside a target that has a K/V pool .*; drop the flag, or pass --disable-hybrid",
+    ),
 ]
 
 SERVED = [
     {},
     {"options": {"fallback": "target-only"}},
     {"prefill": "triton", "decode": "triton", "target": {"has_attention_sinks": True}},
+    {"prefill": "triton", "decode": "triton", "target": TWO_POOLS},
+    {"target": {"has_attention_sinks": True, "is_hybrid_swa": True}},
     {"prefill": "flashinfer", "decode": "flashinfer", "cuda_graph_backend_prefill": "breakable"},
     {"kv_cache_dtype": "bfloat16"},
     {"speculative_num_draft_tokens": 8},
@@ -244,7 +262,7 @@ def test_every_check_is_tested():
 
 
 def test_backends_with_sinks_are_served():
-    assert set(SINK_BACKENDS) == {"fa3", "triton"}
+    assert set(KNOWN_BY[SINKS]) == {"fa3", "triton"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -18,7 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dspark.engine.forward import stock_graphs
 from sglang_dspark.engine.forward.verify_attention import PhasedBackend
-from sglang_dspark.engine.launch.flag_checks import SINK_BACKENDS
+from sglang_dspark.engine.launch.flag_checks import KNOWN_BY, SINKS
 from sglang_dspark.engine.scheduler import worker_base
 from sglang_dspark.engine.scheduler.logits_adjuster import LogitsAdjuster
 from sglang_dspark.worker.worker import DSparkWorker
@@ -39,7 +39,7 @@ def test_which_backends_know_attention_sinks(backend, module, name):
     tree = ast.parse((Path(folder) / f"{module}_backend.py").read_text())
     [found] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     [attends] = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "forward_extend"]
-    assert ("sinks" in [argument.arg for argument in attends.args.args]) == (backend in SINK_BACKENDS)
+    assert ("sinks" in [argument.arg for argument in attends.args.args]) == (backend in KNOWN_BY[SINKS])
 
 
 class Spy(AttentionBackend):

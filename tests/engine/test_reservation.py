@@ -42,6 +42,7 @@ class Server:
             req_pool_indices=torch.arange(requests),
             device="cpu",
             hisparse_coordinator=None,
+            maybe_evict_swa=lambda: None,
         )
         self.slots, self.page, self.reservations = slots, page, 0
 
@@ -135,3 +136,22 @@ def test_a_tight_pool_gives_what_the_step_needs_and_no_more():
     for _ in range(20):
         server.step([2] * 4)
     assert all(req.kv.kv_allocated_len == req.kv.kv_committed_len - 2 + 2 * WIDTH for req in server.batch.reqs)
+
+
+class TwoPools:
+    """The part of SGLang's allocator of two pools, and of its cache, that is asked what is left."""
+
+    def __init__(self, full, of_windows):
+        self.full, self.of_windows = full, of_windows
+        self.full_available_size = self.full_evictable_size = lambda: full
+        self.swa_available_size = self.swa_evictable_size = lambda: of_windows
+
+    def supports_swa(self):
+        return True
+
+
+@pytest.mark.parametrize(("full", "of_windows"), [(5, 9), (9, 5)])
+def test_the_pool_that_has_less_decides(full, of_windows):
+    """A stride takes slots of both, and what the cache gives up of one does not help the other."""
+    pools = TwoPools(full, of_windows)
+    assert draft_input._spare(pools, pools) == 10

@@ -15,7 +15,7 @@ WINDOW, CONTEXT = 8, 100
 def runner(*, slots=64, free=64, columns=CONTEXT + 2 * WINDOW, captures=True):
     return SimpleNamespace(
         token_to_kv_pool=SimpleNamespace(size=slots),
-        token_to_kv_pool_allocator=SimpleNamespace(size=free),
+        token_to_kv_pool_allocator=SimpleNamespace(size_full=free),
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros((2, columns), dtype=torch.int32)),
         model_config=SimpleNamespace(
             context_len=CONTEXT, hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingBatch, VerifyRows
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_context import get_forward_context
 
 from sglang_dspark.engine.forward.graphs import copy_logits, static_verify
@@ -17,7 +18,9 @@ ROWS, REQUESTS = 8, 3
 def runner_of(forward):
     """A runner of a model whose forward this is."""
     config, model = SimpleNamespace(model_is_mrope=False), SimpleNamespace(forward=forward)
-    return SimpleNamespace(model=model, model_config=config, attn_backend=None, spec_algorithm=None)
+    return SimpleNamespace(
+        model=model, model_config=config, attn_backend=None, spec_algorithm=None, token_to_kv_pool=None
+    )
 
 
 def buffers():
@@ -50,6 +53,28 @@ def test_without_a_buffer_logits_keep_their_dtype(buffered, cap):
     assert torch.equal(found.float(), logits[:, :5].float())
     assert not buffered or found is buffer
     assert copied(None).dtype == torch.float32
+
+
+def test_every_replay_translates_its_slots():
+    """For layers with a window, whose pool gives other rows to the same slots as time goes by."""
+    seen = []
+
+    def forward(input_ids, positions, batch):
+        seen.append(batch.spec_info.slots_of_windows.tolist())
+        return LogitsProcessorOutput(next_token_logits=None)
+
+    runner = runner_of(forward)
+    runner.token_to_kv_pool = SWAKVPool.__new__(SWAKVPool)
+    translation = torch.arange(100) % 7
+    runner.token_to_kv_pool.register_mapping(translation)
+    step, plan = buffers()
+    run = static_verify(runner, step, plan, torch.zeros(ROWS, 5))
+    for slots in (torch.arange(ROWS), 50 - torch.arange(ROWS)):
+        plan.slots.copy_(slots)
+        run()
+    translation.add_(1)
+    run()
+    assert seen == [[0, 1, 2, 3, 4, 5, 6, 0], [1, 0, 6, 5, 4, 3, 2, 1], [2, 1, 7, 6, 5, 4, 3, 2]]
 
 
 def test_the_number_of_real_rows_is_known_on_the_device():

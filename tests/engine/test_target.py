@@ -66,21 +66,6 @@ def target_of(runner: SimpleNamespace, draft: DraftConfig = DRAFT, group: Any = 
         return Target(runner, draft)
 
 
-@pytest.mark.parametrize(("tp_size", "layers"), [(1, 2), (2, 4), (4, 4)])
-def test_the_draft_cache_is_counted_in_layers_of_one_rank(tp_size, layers):
-    """Two draft layers of two K/V heads each; the target's two heads are divided, and held twice among four ranks."""
-    runner = target_runner()
-    target_of(runner, group=SimpleNamespace(world_size=tp_size))
-    assert runner.spec_aux_config.dflash_draft_num_layers == layers
-
-
-def test_the_draft_cache_does_not_follow_the_targets_dtype():
-    """Two layers of 16 bits beside a target whose layers have eight."""
-    runner = target_runner(dtype=torch.bfloat16, kv_cache_dtype=torch.float8_e4m3fn)
-    target_of(runner)
-    assert runner.spec_aux_config.dflash_draft_num_layers == 4
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_drafter_reads_whole_matrices(tied):
     embedding, head = (torch.randn(2 * ROWS_PER_RANK, DRAFT.hidden_size) for _ in range(2))

@@ -7,6 +7,7 @@ import torch
 from dense import FP32_TOL, dense_attention
 from dspark_kernels import PagedWindows, window_attention_ref
 from sglang.srt.layers.attention import hybrid_attn_backend
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
 from sglang_dspark.engine.forward import verify_attention
@@ -105,6 +106,55 @@ def test_a_layer_with_a_window_sees_as_many_keys_before_a_row(keys_before, sinks
         seen = (ages >= 0) & ((ages <= keys_before) | (keys_before < 0))
         expected = dense_attention(q[start:end], keys, values, seen, sinks)
         torch.testing.assert_close(heads_of(attended)[start:end].double(), expected, **FP32_TOL)
+
+
+@pytest.mark.parametrize("translated", [True, False], ids=["a step", "a dummy forward"])
+def test_a_layer_in_a_pool_of_windows(translated):
+    """Its K/V lie elsewhere than those of other layers, in heads of its own; a later layer reads them again."""
+    torch.manual_seed(2)
+    heads = {
+        "head_num": 1,
+        "head_dim": 16,
+        "swa_head_num": KV_HEADS,
+        "swa_head_dim": HEAD_DIM,
+        "swa_v_head_dim": HEAD_DIM,
+    }
+    backend = CudaVerifyBackend.__new__(CudaVerifyBackend)
+    backend.req_to_token = torch.randperm(30).view(3, 10).int() + 1
+    backend.token_to_kv_pool = pool = SWAKVPool(
+        *(31, 12, 1, torch.float32),
+        **heads,
+        swa_attention_layer_ids=[0],
+        full_attention_layer_ids=[1],
+        device="cpu",
+        enable_alt_stream=False,
+    )
+    for part in (pool.full_kv_pool, pool.swa_kv_pool):
+        part.k_buffer[0].fill_(torch.nan)
+        part.v_buffer[0].fill_(torch.nan)
+    keys, values = (torch.randn(8, KV_HEADS, HEAD_DIM) for _ in range(2))  # of eight positions, five of them stored
+    slots, translation = backend.req_to_token[2, :8].long(), torch.zeros(33, dtype=torch.int64)
+    translation[slots[2:]] = 1 + torch.randperm(12)[:6]  # of what windows have left there is nothing
+    pool.register_mapping(translation)
+    pool.swa_kv_pool.k_buffer[0][translation[slots[2:5]]] = keys[2:5]
+    pool.swa_kv_pool.v_buffer[0][translation[slots[2:5]]] = values[2:5]
+    layout = SimpleNamespace(indptr=torch.tensor([0, 3]), draft_token_num=3)
+    if translated:
+        layout.slots_of_windows = translation[slots[5:]]
+    batch = SimpleNamespace(
+        spec_info=layout,
+        req_pool_indices=torch.tensor([2]),
+        seq_lens=torch.tensor([5]),
+        out_cache_loc=slots[5:],
+    )
+    q, layer = torch.randn(3, HEADS * HEAD_DIM), a_layer(keys_before=3)
+    found = backend.forward_extend(q, keys[5:].flatten(1), values[5:].flatten(1), layer, batch)
+    again = backend.forward_extend(q, None, None, layer, batch, save_kv_cache=False)
+    ages = 5 + torch.arange(3)[:, None] - torch.arange(8)
+    expected = dense_attention(q.view(3, -1, HEAD_DIM), keys, values, (ages >= 0) & (ages <= 3))
+    for attended in (found, again):
+        torch.testing.assert_close(attended.view(3, -1, HEAD_DIM).double(), expected, **FP32_TOL)
+    assert pool.full_kv_pool.k_buffer[0].isnan().all()
 
 
 def test_dummy_forwards_of_sglang_are_attended(monkeypatch):

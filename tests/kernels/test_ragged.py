@@ -45,6 +45,28 @@ def test_ragged_attention_is_causal_from_the_right(key_lens, query_lens, window,
         start += num_queries
 
 
+@pytest.mark.parametrize("window", [None, 1, 6, 64])
+@pytest.mark.parametrize(("key_lens", "query_lens"), RAGGED)
+def test_a_pool_that_numbers_its_rows_itself(key_lens, query_lens, window):
+    """What no query sees has lost its row, and may be NaN."""
+    generator = torch.Generator().manual_seed(sum(key_lens))
+    q = torch.randn(sum(query_lens), 6, 32, generator=generator)
+    pools = [torch.randn(400, 2, 32, generator=generator) for _ in range(2)]
+    table = (1 + torch.randperm(399, generator=generator)).int()[None].expand(9, -1).clone()
+    rows, visible = list(range(len(key_lens))), VisibleKeys(causal=True, sliding_window=window)
+    how = {"heads_per_kv": 3, "dtype": torch.float32}
+    expected = attend_groups(q, *pools, group_contexts(table, rows, key_lens, query_lens, visible, **how), 0.2)
+    firsts = [0 if window is None else max(0, k - n - window + 1) for k, n in zip(key_lens, query_lens, strict=True)]
+    seen = torch.cat([table[row, a:b] for row, a, b in zip(rows, firsts, key_lens, strict=True)]).unique().long()
+    translation, own = torch.zeros(400, dtype=torch.int64), 1 + torch.randperm(len(seen), generator=generator)
+    translation[seen] = own
+    moved = [torch.full((len(seen) + 1, 2, 32), torch.nan) for _ in pools]
+    for pool, of_its_own in zip(pools, moved, strict=True):
+        of_its_own[own] = pool[seen]
+    groups = group_contexts(table, rows, key_lens, query_lens, visible, translation=translation, **how)
+    torch.testing.assert_close(attend_groups(q, *moved, groups, 0.2), expected, **FP32_TOL)
+
+
 @pytest.mark.parametrize("form", [block_attention, block_attention_ref])
 @pytest.mark.parametrize("prefix_lens", [[0], [40, 0, 7], [50, 50], [3, 200, 64, 4]])
 def test_rows_of_a_block_see_their_context_and_all_of_the_block(form, prefix_lens, device):

@@ -122,6 +122,41 @@ def test_kernel_shows_the_same(window, sight, causal, splits, with_sinks, device
     )
 
 
+def in_a_pool_of_its_own(case, device):
+    """Return the case with the rows that are seen in smaller pools, scattered; all others are NaN, row 0 among them."""
+    q, kv, pools, windows = case
+    spans = zip(
+        windows.req_pool_indices.tolist(), windows.prefix_lens.tolist(), windows.indptr.diff().tolist(), strict=True
+    )
+    stored = [
+        (row, windows.first_seen(prefix), prefix + (length if kv is None else 0)) for row, prefix, length in spans
+    ]
+    slots = torch.cat([windows.req_to_token[row, first:last] for row, first, last in stored]).unique().long()
+    own = torch.randperm(len(slots) + 8).to(device)[: len(slots)] + 1
+    translation = torch.zeros(len(pools[0]) + 1, dtype=torch.int64, device=device)
+    translation[slots] = own
+    moved = tuple(torch.full((len(slots) + 9, *pool.shape[1:]), torch.nan).to(pool) for pool in pools)
+    for pool, of_its_own in zip(pools, moved, strict=True):
+        of_its_own.view(torch.uint8)[own] = pool.view(torch.uint8)[slots]
+    return q, kv, moved, replace(windows, translation=translation)
+
+
+@pytest.mark.parametrize(
+    ("window", "sight", "splits", "is_stored", "form"),
+    pairwise(list(WINDOWS), list(SIGHTS), [1, 2, 8], [False, True], [window_attention, window_attention_ref]),
+)
+def test_pools_that_number_their_rows_themselves(window, sight, splits, is_stored, form, device, monkeypatch):
+    """What no row sees need not lie anywhere."""
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
+    prefix_lens, query_lens, shape = WINDOWS[window]
+    q, kv, pools, windows = window_case(prefix_lens, query_lens, shape, device)
+    table = torch.nn.functional.pad(windows.req_to_token, (0, windows.width), value=len(pools[0]) - 1)
+    case = sighted((q, None if is_stored else kv, pools, replace(windows, req_to_token=table)), sight)
+    how = {"causal": True, "scale": shape[2] ** -0.5, "splits": splits}
+    expected = window_attention_ref(*case, **how)
+    torch.testing.assert_close(form(*in_a_pool_of_its_own(case, device), **how), expected, **FP32_TOL)
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 def test_sinks_count_once_whatever_the_context_is_split_into(splits, device, monkeypatch):
     """Every head has its own, in 16 bits here."""

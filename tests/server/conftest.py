@@ -65,6 +65,13 @@ def _tiny(architecture: str, *flags: str, env: Mapping[str, str] | None = None) 
 
 
 OF_BATCHES = {"self_attn": "batch", "mlp": "batch"}
+GEMMA4 = (
+    "Gemma4ForConditionalGeneration",
+    *(() if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")),
+    *("--chunked-prefill-size", "16"),
+)
+# SGLang has no attention for it on a CPU; an activation is compiled otherwise, for half a minute.
+LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 SERVERS: dict[str, Recipe] = {
     # The target alone, and DSPARK with its defaults.
@@ -142,6 +149,10 @@ SERVERS: dict[str, Recipe] = {
     # One family of targets for each of SGLang's methods that return hidden states.
     "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
     "qwen2_5_vl": _tiny("Qwen2_5_VLForConditionalGeneration", "--max-running-requests", "4", env=emulated_graphs()),
+    # Layers with windows have a K/V pool of their own.
+    "gemma4": _tiny(*GEMMA4, env=LITERALLY),
+    "gemma4_graphs": _tiny(*GEMMA4, "--max-running-requests", "4", env=LITERALLY | emulated_graphs()),
+    "gemma4_ranks": _tiny(*GEMMA4, *PARALLEL, env=LITERALLY | TWO_RANKS),
     # Layers that keep recurrent states, in a pool that cannot hold all requests.
     "plain_hybrid": Recipe(
         lambda folder: ("--tokenizer-path", str(TARGET), *LAST_STATES, *CROWDED),

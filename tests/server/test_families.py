@@ -25,6 +25,21 @@ def test_a_mixture_of_experts(qwen3_moe):
     assert_rounds_and_texts(qwen3_moe)
 
 
+def test_two_pools_of_kv(gemma4):
+    """Prompts are encoded in chunks of two windows, and what a window has left is given to others."""
+    assert_rounds_and_texts(gemma4)
+
+
+@pytest.mark.thorough
+def test_two_pools_of_kv_in_replayed_steps(gemma4_graphs):
+    assert_rounds_and_texts(gemma4_graphs, then="auto")
+
+
+@pytest.mark.thorough
+def test_two_pools_of_kv_on_two_ranks(gemma4_ranks):
+    assert_rounds_and_texts(gemma4_ranks)
+
+
 @pytest.mark.thorough
 def test_positions_of_three_coordinates_in_replayed_steps(qwen2_5_vl):
     """Its hidden states come through the method for EAGLE-3."""

@@ -97,9 +97,9 @@ class Form:
         return (*self.plain(folder), *dspark_flags(draft), *self.speculative)
 
 
-# SGLang has no attention with sinks on a CPU; an activation is compiled otherwise, for half a minute.
-SINKS = {} if ON_GPU else {"ATTENTION_SINKS": "1", "TORCHDYNAMO_DISABLE": "1"}
-SINK_FLAGS = () if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")
+# SGLang lacks such attention on a CPU; an activation is compiled otherwise, for half a minute.
+LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1", "TORCHDYNAMO_DISABLE": "1"}
+LITERAL_FLAGS = () if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 RANDOM = {"temperature": 0.5, "flat": 8.0}
 # Of targets whose LM head is the embedding, which says the last token again.
@@ -119,8 +119,11 @@ FORMS = {
     "apertus": Form("ApertusForCausalLM", **RANDOM),
     "qwen2-moe": Form("Qwen2MoeForCausalLM", **RANDOM, env=ROUTED),
     "glm4-moe": Form("Glm4MoeForCausalLM", **RANDOM, env=ROUTED),
-    # In one pool: windows and sinks.
-    "gpt-oss": Form("GptOssForCausalLM", flags=(*SINK_FLAGS, "--disable-hybrid-swa-memory"), **RANDOM, env=SINKS),
+    # Windows and sinks; layers of two kinds, in pools of their own.
+    "gpt-oss": Form("GptOssForCausalLM", flags=LITERAL_FLAGS, **RANDOM, env=LITERALLY),
+    "gemma4": Form(
+        "Gemma4ForConditionalGeneration", flags=LITERAL_FLAGS, flat=TIED_FLAT, env=LITERALLY, plain_env=TEXT
+    ),
     "qwen2.5-vl": Form("Qwen2_5_VLForConditionalGeneration", **RANDOM, plain_env=TEXT),
     "qwen3-vl": Form("Qwen3VLForConditionalGeneration", **RANDOM, plain_env=TEXT),
     "qwen3-vl-moe": Form("Qwen3VLMoeForConditionalGeneration", **RANDOM, env=ROUTED, plain_env=TEXT),

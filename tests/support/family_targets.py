@@ -183,6 +183,43 @@ TINY: dict[str, Tiny] = {
     ),
 }
 
+# Two kinds of layers, the last two of which read the K/V of earlier ones; on those that see everything V is K.
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "sliding_window": 8,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 256,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+    "final_logit_softcapping": 10.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+}
+TINY["Gemma4ForConditionalGeneration"] = Tiny(
+    "Gemma4ForConditionalGeneration",
+    _GEMMA4,
+    chosen=2,
+    vision={
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "position_embedding_size": 64,
+    },
+)
+
 _RECURRENT: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -212,7 +249,7 @@ TINY |= {
     ),
 }
 
-_ROUTER_WEIGHTS = ("gate.weight", "router.weight")
+_ROUTER_WEIGHTS = ("gate.weight", "router.weight", "router.proj.weight")
 
 NUM_TOKENS = 20
 """Of the greedy continuations of ``PROMPTS``."""
@@ -238,6 +275,7 @@ SEEDS: dict[str, int] = {
     "ApertusForCausalLM": 29,
     "Qwen2MoeForCausalLM": 11,
     "GptOssForCausalLM": 24,
+    "Gemma4ForConditionalGeneration": 11,
     "Mistral3ForConditionalGeneration": 12,
     "Qwen2_5_VLForConditionalGeneration": 22,
     "Qwen3VLForConditionalGeneration": 13,
@@ -278,6 +316,8 @@ def write_target(architecture: str, folder: Path) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.3)
+            elif name.endswith("layer_scalar"):
+                buffer.normal_(mean=1.0, std=0.3)
     model.save_pretrained(folder)
     if tiny.transposed:
         _transpose_experts(folder / "model.safetensors")
@@ -330,7 +370,8 @@ def router_margins(model: Any, chosen: int) -> Iterator[list[float]]:
         best = scores.sort(-1, descending=True).values
         margins.append(float((best[:, chosen - 1] - best[:, chosen]).min()))
 
-    routers = [module for name, module in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
+    names = ("mlp.gate", "mlp.router", "router.proj")
+    routers = [module for name, module in model.named_modules() if name.endswith(names)]
     hooks = [router.register_forward_hook(note) for router in routers]
     try:
         yield margins

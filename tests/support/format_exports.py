@@ -86,6 +86,8 @@ def layers(config: Config) -> Config:
         kept |= {"attention_sink_bias": True} if all(sinks) else {}  # tensors tell the layers otherwise
     if (scale := config.get("attention_value_scale", 1.0)) != 1:
         kept["attention_value_scale"] = scale
+    if cap := config.get("final_logit_softcapping"):
+        kept["final_logit_softcapping"] = cap
     return kept | {"layer_types": config["layer_types"], "num_target_layers": config["num_target_layers"]}
 
 

@@ -38,6 +38,7 @@ TARGET = {
     "context_len": 8192,
     "quantization": None,
     "has_attention_sinks": False,
+    "is_hybrid_swa": False,
 }
 HYBRID = {
     "linear_attn_backend": "triton",

@@ -126,6 +126,8 @@ class LiteralDraft:
         tokens, base_logits, logits, confidences = [], [], [], []
         for h in hidden:
             u = self.w["lm_head.weight"] @ h
+            if cap := c.get("final_logit_softcapping"):
+                u = cap * torch.tanh(u / cap)
             bias = torch.zeros_like(u)
             if c["markov_rank"]:
                 bias, state = self.markov(token, h, state)

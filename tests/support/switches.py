@@ -34,6 +34,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True},
     "sinks": {"sink_layers": [False, True]},
     "value scale": {"attention_value_scale": 0.4},
+    "softcap": {"final_logit_softcapping": 0.5},
     "everything": _SLIDING
     | _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
     | {
@@ -43,5 +44,6 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "sink_layers": [True, True],
         "attention_value_scale": 1.6,
+        "final_logit_softcapping": 1.5,
     },
 }

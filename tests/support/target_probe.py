@@ -31,7 +31,7 @@ DATA = Path(__file__).parents[1] / "data" / "golden"
 TAPS = (-1, 0, 2)
 WINDOWS = (3, 1, 4, 2)  # rows of the first request in turn; the others take other turns
 COLUMNS = 128
-SINKS = ("GptOssForCausalLM",)
+ATTENDED_LITERALLY = ("GptOssForCausalLM", "Gemma4ForConditionalGeneration")
 PATCHES = Path(__file__).parents[1] / "server" / "patches"
 
 
@@ -104,14 +104,15 @@ class _Loaded:
 
         from sglang_dspark.draft.families import family_of
         from sglang_dspark.draft.formats import read_content
+        from sglang_dspark.engine.forward.layers import slot_translation
         from sglang_dspark.engine.forward.target import Target
         from sglang_dspark.engine.forward.verify_attention import verify_beside_prompts
         from sglang_dspark.engine.scheduler.hook_handlers import positions_of_text
 
         [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
-        of_sinks: dict[str, Any] = {}
-        if architecture in SINKS and not ON_GPU:
-            of_sinks = {"attention_backend": _sinks_attended(), "moe_runner_backend": "triton"}
+        literal: dict[str, Any] = {}
+        if architecture in ATTENDED_LITERALLY and not ON_GPU:
+            literal = {"attention_backend": _literal_attention(), "moe_runner_backend": "triton"}
         states: dict[str, Any] = {}
         if family_of([architecture]).recurrent:
             states = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
@@ -125,8 +126,7 @@ class _Loaded:
             mem_fraction_static=0.3,
             max_total_tokens=2048,
             max_running_requests=4,
-            disable_hybrid_swa_memory=True,  # as start-up decides
-            **{"attention_backend": "triton" if ON_GPU else "torch_native"} | of_sinks | states,
+            **{"attention_backend": "triton" if ON_GPU else "torch_native"} | literal | states,
         )
         ForwardBatch.compute_spec_mrope_positions = positions_of_text  # a hook of the scheduler's process
         args.resolve_once()
@@ -134,6 +134,9 @@ class _Loaded:
         one_batch._init_process_global_configs()
         wrapped, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
         self.runner = wrapped.torch_runner
+        if slot_translation(self.runner.token_to_kv_pool) is not None:
+            # Otherwise a pool of windows would number its rows as slots are numbered.
+            self.runner.token_to_kv_pool_allocator.swa_attn_allocator.alloc(7)
         hf = self.runner.model_config.hf_text_config
         content = json.loads((DATA / "vanilla_g7" / "config.json").read_text()) | {
             "hidden_size": hf.hidden_size,
@@ -242,10 +245,10 @@ class _Loaded:
         return features.split(lens), output.next_token_logits.split(lens)
 
 
-def _sinks_attended() -> str:
+def _literal_attention() -> str:
     """Name of a backend for prompts that SGLang lacks on a CPU."""
     sys.path.append(str(PATCHES))
-    attention = importlib.import_module("sink_attention")
+    attention = importlib.import_module("literal_attention")
     attention.install(importlib.import_module("sglang.srt.layers.attention.attention_registry"))
     return str(attention.NAME)
 

@@ -57,7 +57,7 @@ def evaluate_in_process(  # noqa: PLR0913 - each is an option of the command
     config = AutoConfig.from_pretrained(target_path).get_text_config()
     check_dimensions(model.config, config)
     target = Target.from_pretrained(target_path, model.config.target_layer_ids, dtype=dtype, device=device)
-    model.bind_target(target.embed_weight, target.lm_head_weight)
+    model.bind_target(target.embed_weight, target.lm_head_weight, embed_scale=target.embed_scale)
     prompt_format = PromptFormat.from_pretrained(target_path, raw=raw, template_kwargs=chat_template_kwargs)
     writer, token_ids = InProcessWriter(target, on_progress=on_written), load_token_ids(draft_path, target.vocab_size)
     has_markov = model.markov_head is not None

@@ -275,7 +275,7 @@ def _train(trainer: Trainer, display: Display) -> None:
 def _evaluate(job: TrainJob, target: Target, texts: Texts, max_tokens: int, display: Display) -> Evaluation:
     """Measure the checkpoint as it was written, not the weights in memory."""
     model = load_draft_model(job.output / DRAFT_DIR, dtype=target.dtype, device=str(target.device))
-    model.bind_target(target.embed_weight, target.lm_head_weight)
+    model.bind_target(target.embed_weight, target.lm_head_weight, embed_scale=target.embed_scale)
     # A round that starts later could be cut short by the end of a text that has no stop token.
     limit = max(1, max_tokens - model.config.gamma - 1)
     token_ids = load_token_ids(job.output / DRAFT_DIR, target.vocab_size)

@@ -87,6 +87,11 @@ class Target:
         return weight
 
     @property
+    def embed_scale(self) -> float:
+        """Return the factor that the model puts on what it reads of its embedding."""
+        return float(getattr(self.model.get_input_embeddings(), "embed_scale", 1.0))
+
+    @property
     def final_norm_weight(self) -> Tensor:
         """Weight ``[d]`` of the final norm; ones where it is not called ``norm``."""
         norm = getattr(self.backbone, "norm", None)

@@ -132,13 +132,14 @@ class Trainer:
 
         self.model = DraftModel(config.draft_config(target.config), own_embedding=False, own_lm_head=False)
         # Weights are drawn on the CPU, so that a seed means the same drafter on every device.
-        self.model.bind_target(target.embed_weight.cpu(), target.lm_head_weight.cpu())
+        self.model.bind_target(target.embed_weight.cpu(), target.lm_head_weight.cpu(), embed_scale=target.embed_scale)
         if state is None:
             initialise(self.model, target, self._some_features(texts), torch.Generator().manual_seed(config.seed))
             if init is not None:
                 init.give(self.model)
         self.model.to(accelerator.device)
-        self.model.bind_target(target.embed_weight.to(accelerator.device), target.lm_head_weight.to(accelerator.device))
+        on_device = (weight.to(accelerator.device) for weight in (target.embed_weight, target.lm_head_weight))
+        self.model.bind_target(*on_device, embed_scale=target.embed_scale)
         lm_head = target.lm_head_weight.to(accelerator.device, config.compute_torch_dtype)
         optimizer = torch.optim.AdamW(_parameter_groups(self.model, config), weight_decay=config.weight_decay)
         warmup = round(config.steps * config.warmup_share)

@@ -23,7 +23,7 @@ class ContextGroup:
     """Requests that are attended in one call, their queries and keys padded to the longest.
 
     Attributes:
-        num_requests, num_queries, num_keys: R, m and n after padding; n counts keys from the pool.
+        num_requests, num_queries, num_keys: R, m and n after padding; n counts keys from the pool that a query sees.
         slots: [R * n] int64 pool rows of the keys.
         queries: [R * m] int64 query rows, padding repeats a row; None if the group is the whole batch unpadded.
         kept: int64 indices among R * m whose outputs are no padding; None with ``queries``.
@@ -100,8 +100,9 @@ def group_contexts(
     heads_per_kv: int,
     dtype: torch.dtype,
     extra_keys: int = 0,
+    translation: torch.Tensor | None = None,
 ) -> list[ContextGroup]:
-    """Lay out the attention of a step, for all layers.
+    """Lay out the attention of a step, for all layers of a kind.
 
     Args:
         req_to_token: pool row of every position of every request.
@@ -112,8 +113,18 @@ def group_contexts(
         heads_per_kv: query heads that share a K/V head.
         dtype: of queries; pools may have another one.
         extra_keys: keys per request beside the pool, which all its queries see.
+        translation: [slots] int64, row of the pool for each slot; None if they are the same. Only slots of what is seen
+            need one.
     """
     starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
+    firsts = [0] * len(rows)
+    if visible.sliding_window is not None:
+        # The oldest key that the first query sees.
+        firsts = [
+            max(0, keys - queries - visible.sliding_window + 1)
+            for keys, queries in zip(key_lens, query_lens, strict=True)
+        ]
+        key_lens = [keys - first for keys, first in zip(key_lens, firsts, strict=True)]
     by_length = sorted(range(len(rows)), key=lambda request: -key_lens[request])
     groups = []
     while by_length:
@@ -135,7 +146,14 @@ def group_contexts(
                 num_requests=len(members),
                 num_queries=m,
                 num_keys=n,
-                slots=_slots(req_to_token, torch.tensor([rows[request] for request in members]), keys, n),
+                slots=_slots(
+                    req_to_token,
+                    torch.tensor([rows[request] for request in members]),
+                    torch.tensor([firsts[request] for request in members]),
+                    keys,
+                    n,
+                    translation,
+                ),
                 queries=rows_of_queries if padded else None,
                 kept=kept,
                 rows=rows_of_queries[kept] if kept is not None and len(members) < len(rows) else None,
@@ -145,12 +163,19 @@ def group_contexts(
     return groups
 
 
-def _slots(req_to_token: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, n: int) -> torch.Tensor:
+def _slots(
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,  # [R]
+    firsts: torch.Tensor,  # [R] position of the first key
+    keys: torch.Tensor,  # [R]
+    n: int,
+    translation: torch.Tensor | None,
+) -> torch.Tensor:
     """[R * n] pool rows; past a request's keys its first one, for no weight makes a foreign NaN vanish."""
-    slots = req_to_token[rows, :n].to(torch.int64)
-    if bool((keys < n).any()):
-        slots = torch.where(torch.arange(n) < keys[:, None], slots, slots[:, :1])
-    return slots.view(-1)
+    steps = torch.arange(n)
+    positions = firsts[:, None] + torch.where(steps < keys[:, None], steps, 0)
+    slots = req_to_token[rows[:, None], positions].to(torch.int64).view(-1)
+    return slots if translation is None else translation[slots]
 
 
 def _mask(

@@ -59,6 +59,8 @@ class PagedWindows:
             which counts as one of them: row i sees positions above ``prefix_lens + i - sliding_window``.
         from_anchor: all rows see what is seen before the first one: the last ``sliding_window`` rows of the context,
             and the window.
+        translation: [slots] int64, row of the pool for each slot; None if they are the same. Only slots of what is seen
+            need one.
     """
 
     req_to_token: torch.Tensor
@@ -68,6 +70,13 @@ class PagedWindows:
     width: int
     sliding_window: int | None = None
     from_anchor: bool = False
+    translation: torch.Tensor | None = None
+
+    def first_seen(self, prefix: int) -> int:
+        """Return the first position that a row of a request with such a context sees."""
+        if self.sliding_window is None:
+            return 0
+        return max(0, prefix - self.sliding_window + (0 if self.from_anchor else 1))
 
 
 def window_attention_ref(
@@ -87,12 +96,16 @@ def window_attention_ref(
         if start == end:
             continue
         prefix, rows = int(windows.prefix_lens[request]), end - start
-        slots = windows.req_to_token[windows.req_pool_indices[request], : prefix + rows].long()
+        first = windows.first_seen(prefix)
+        stored = prefix + (rows if kv is None else 0)
+        slots = windows.req_to_token[windows.req_pool_indices[request], first:stored].long()
+        if windows.translation is not None:
+            slots = windows.translation[slots]
         keys, values = (
-            (cached[slots].to(q.dtype) if x is None else torch.cat([cached[slots[:prefix]].to(q.dtype), x[start:end]]))
+            cached[slots].to(q.dtype) if x is None else torch.cat([cached[slots].to(q.dtype), x[start:end]])
             for cached, x in zip(pool, kv or (None, None), strict=True)
         )
-        visible = _visible(windows, prefix, rows, causal).to(q.device)
+        visible = _visible(windows, prefix, rows, causal)[:, first:].to(q.device)
         mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, float("-inf"))
         if sinks is not None:
             # A key and a value of zeros, whose score the mask gives.
@@ -238,6 +251,7 @@ def _attend(
         windows.req_pool_indices,
         windows.prefix_lens,
         windows.indptr,
+        windows.translation,
         sinks,
         q.stride(0),
         0 if k is None else k.stride(0),
@@ -251,6 +265,7 @@ def _attend(
         CAUSAL=causal,
         SLIDING_WINDOW=windows.sliding_window or 0,
         FROM_ANCHOR=windows.from_anchor,
+        TRANSLATES=windows.translation is not None,
         HAS_SINKS=sinks is not None,
         IS_SPLIT=parts is not None,
         IS_STORED=k is None,

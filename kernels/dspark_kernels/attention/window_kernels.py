@@ -22,11 +22,21 @@ def _attend_tile(q, k, v, visible, row_max, row_sum, acc, scale):
 
 
 @triton.jit
+def _pool_rows(slot_ptrs, translation_ptr, mask, TRANSLATES: tl.constexpr):
+    """Return the rows of the pools [N] int64 at which the slots behind these pointers lie."""
+    slots = tl.load(slot_ptrs, mask=mask, other=0).to(tl.int64)
+    if TRANSLATES:
+        slots = tl.load(translation_ptr + slots, mask=mask, other=0)
+    return slots
+
+
+@triton.jit
 def _attend_context(
     q,
     k_pool_ptr,  # of the K/V head
     v_pool_ptr,
     table,  # slots of the request
+    translation_ptr,
     first,
     last,
     oldest,  # [M] position from which on a row sees, with SLIDES
@@ -36,6 +46,7 @@ def _attend_context(
     acc,
     scale,
     SLIDES: tl.constexpr,
+    TRANSLATES: tl.constexpr,
     SLOT_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -44,7 +55,7 @@ def _attend_context(
     for begin in range(first, last, BLOCK_N):
         positions = begin + tl.arange(0, BLOCK_N)
         visible = positions < last
-        slots = tl.load(table + positions, mask=visible, other=0).to(tl.int64)
+        slots = _pool_rows(table + positions, translation_ptr, visible, TRANSLATES)
         offsets = slots[:, None] * SLOT_SIZE + dims[None, :]
         mask = visible[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(k_pool_ptr + offsets, mask=mask, other=0.0).to(q.dtype)
@@ -130,6 +141,7 @@ def window_attention_kernel(
     req_pool_indices_ptr,
     prefix_lens_ptr,
     indptr_ptr,
+    translation_ptr,  # [slots] int64, None without TRANSLATES
     sinks_ptr,  # [heads], None without HAS_SINKS
     q_stride,
     k_stride,
@@ -143,6 +155,7 @@ def window_attention_kernel(
     CAUSAL: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,  # 0: everything is seen
     FROM_ANCHOR: tl.constexpr,  # the sliding window is that of the anchor for all rows
+    TRANSLATES: tl.constexpr,  # the pools number their rows themselves
     HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_STORED: tl.constexpr,  # the pools hold the window too
@@ -222,6 +235,7 @@ def window_attention_kernel(
             k_pool_ptr,
             v_pool_ptr,
             table,
+            translation_ptr,
             first,
             last,
             oldest,
@@ -231,6 +245,7 @@ def window_attention_kernel(
             acc,
             scale,
             slides,
+            TRANSLATES,
             slot_size,
             HEAD_DIM,
             BLOCK_N,
@@ -238,7 +253,7 @@ def window_attention_kernel(
         if split == 0:
             columns = tl.arange(0, BLOCK_W)
             if IS_STORED:
-                slots = tl.load(table + prefix + columns, mask=columns < length, other=0).to(tl.int64)
+                slots = _pool_rows(table + prefix + columns, translation_ptr, columns < length, TRANSLATES)
                 k_window_ptr, v_window_ptr = k_pool_ptr, v_pool_ptr
                 k_offsets, v_offsets = slots * slot_size, slots * slot_size
             else:

@@ -49,6 +49,8 @@ def switches(config: DraftConfig) -> list[Switch]:
         found.append(Switch("sinks", f"attention sinks in {_layers(layers, config)}"))
     if config.attention_value_scale != 1:
         found.append(Switch("value scale", f"values times {config.attention_value_scale:g}"))
+    if config.final_logit_softcapping is not None:
+        found.append(Switch("softcap", f"logits capped at {config.final_logit_softcapping:g}"))
     return found
 
 
@@ -72,6 +74,7 @@ def new_to(target: Mapping[str, Any], config: DraftConfig) -> list[Switch]:
         "window": layers.get("sliding_window") == config.sliding_window,
         "RoPE": layers.get("rope_scaling") == config.rope_scaling
         and layers.get("partial_rotary_factor", 1.0) == config.partial_rotary_factor,
+        "softcap": target.get("final_logit_softcapping") == config.final_logit_softcapping,
         "bias": bool(target.get("attention_bias")) or target.get("model_type") in _BIASED,
     }
     found = [switch for switch in switches(config) if not has.get(switch.name)]

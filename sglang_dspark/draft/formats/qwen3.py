@@ -17,7 +17,6 @@ SHAPE = (
 
 NEUTRAL: Mapping[str, Any] = {
     "hidden_act": "silu",
-    "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
     "output_multiplier": 1,
     "input_embedding_scale": 1,
@@ -117,7 +116,7 @@ def causal_layers(content: Content) -> None:
 
 
 def extras(content: Content, tensors: Collection[str]) -> None:
-    """Read the attention sinks of each layer, and the factor of its values.
+    """Read the attention sinks of each layer, the factor of its values, and the bound of the logits.
 
     Args:
         tensors: names of the network's tensors in the files; they decide if no key speaks of sinks.
@@ -138,8 +137,9 @@ def extras(content: Content, tensors: Collection[str]) -> None:
     else:
         layers = tuple(bool(of_all or of_kind.get(str(layer_type))) for layer_type in types)
     content.values["sink_layers"] = layers if any(layers) else ()
-    if (scale := content.find(*_spellings(content, "attention_value_scale"))) is not None:
-        content.values["attention_value_scale"] = scale
+    for key in ("attention_value_scale", "final_logit_softcapping"):
+        if (value := content.find(*_spellings(content, key))) is not None:
+            content.values[key] = value
 
 
 def _switched_on(content: Content, key: str) -> bool | None:

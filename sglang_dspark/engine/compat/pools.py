@@ -1,25 +1,26 @@
-"""Ask the target's runner for what a drafter needs: hidden states, and room in the K/V pool."""
+"""Ask SGLang for what a drafter needs: the target's hidden states, and room beside its K/V pools."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_dspark.draft.cache import bytes_per_token
+from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
 
 _RECORD = "spec_aux_config"
 
 
-def _wish(runner: Any, name: str, value: Any) -> None:
+def _wish(owner: Any, name: str, value: Any) -> None:
     # One that SGLang reads elsewhere would go unnoticed until the first prefill, or until the memory is full.
-    wishes = getattr(runner, _RECORD, None)
-    if not hasattr(wishes, name):
+    if not hasattr(owner, name):
         raise EngineError(
-            f"sglang {installed_sglang()} has no {_RECORD}.{name} in its {type(runner).__name__}, where a drafter asks "
+            f"sglang {installed_sglang()} has no {name} in its {type(owner).__name__}, where a drafter asks "
             "for hidden states and for memory; sglang-dspark cannot serve on this release as it is"
         )
-    setattr(wishes, name, value)
+    setattr(owner, name, value)
 
 
 def request_capture(runner: Any, layers: Sequence[int]) -> None:
@@ -28,14 +29,25 @@ def request_capture(runner: Any, layers: Sequence[int]) -> None:
     Raises:
         EngineError: this SGLang reads such wishes elsewhere.
     """
-    _wish(runner, "dflash_use_aux_hidden_state", True)
-    _wish(runner, "dflash_target_layer_ids", list(layers))
+    wishes = getattr(runner, _RECORD, None)
+    _wish(wishes, "dflash_use_aux_hidden_state", True)
+    _wish(wishes, "dflash_target_layer_ids", list(layers))
 
 
-def make_room(runner: Any, num_layers: int) -> None:
-    """Have the K/V pool leave room for so many layers more than the target has, each as large as one of them.
+def make_room(configurator: Any, *, pre_model_load_memory: int) -> None:
+    """Have the target's K/V pools, which are about to be sized, leave room for the drafter's K/V.
+
+    Every slot has a row there, whole on every rank, whatever layers of the target have a pool of their own.
+
+    Args:
+        configurator: SGLang's, of the pools.
+        pre_model_load_memory: as SGLang hands it over.
 
     Raises:
         EngineError: this SGLang reads such wishes elsewhere.
     """
-    _wish(runner, "dflash_draft_num_layers", num_layers)
+    drafter = attached(configurator.server_args).drafter
+    if drafter is not None:
+        _wish(getattr(configurator, _RECORD, None), "dflash_draft_num_layers", drafter.config.num_hidden_layers)
+        size = bytes_per_token(drafter.config, configurator.model_dtype)
+        _wish(configurator, "dflash_draft_cell_size_per_token", size)

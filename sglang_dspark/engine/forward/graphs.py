@@ -24,7 +24,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.forward.adapters import CapturedAdapters
 from sglang_dspark.engine.forward.recurrent_layers import CapturedStates
-from sglang_dspark.engine.forward.verify import DSparkVerifyInput
+from sglang_dspark.engine.forward.verify import DSparkVerifyInput, slots_of_windows
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
 T = TypeVar("T")
@@ -168,6 +168,7 @@ def static_verify(
             set_dp_buffer_len(None, num_tokens, forward_batch.dp_padding_mode.is_max_len(), None)
             set_is_extend_in_batch(False)
             real_tokens.copy_(plan.indptr[-1])
+            layout.slots_of_windows = slots_of_windows(model_runner, plan.slots)
             if adapters is not None:
                 adapters.lay_out(plan)
             if states is not None:

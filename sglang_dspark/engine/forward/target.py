@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_dspark.draft.cache import bytes_per_token
 from sglang_dspark.draft.config import EMBEDDING_TAP, DraftConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.pairing import lacks_own
-from sglang_dspark.engine.compat.pools import make_room, request_capture
+from sglang_dspark.engine.compat.pools import request_capture
 from sglang_dspark.engine.forward.capture import make_capturable, text_model
-from sglang_dspark.engine.forward.layers import kv_heads_of_rank
 from sglang_dspark.engine.sglang_types import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -36,7 +34,6 @@ class Target:
         self._hidden_size = draft.hidden_size
         self._vocab_size = draft.vocab_size
         self._request_capture()
-        self._account_for_draft_cache(draft)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,7 +58,8 @@ class Target:
             head_weight = None if head is None else embed_weight
         else:
             head_weight = self._whole(head)
-        shared = drafter.bind_target(embed_weight, head_weight)
+        scale = getattr(_without_adapters(self.model.get_input_embeddings()), "embed_scale", 1.0)
+        shared = drafter.bind_target(embed_weight, head_weight, embed_scale=float(scale))
         if self._tp_group.world_size > 1:
             read = {w.data_ptr(): w.nbytes for w in (drafter.embed_weight, drafter.lm_head_weight)}
             logger.info("DSPARK: whole embedding and LM head on every rank, %.1f MiB", sum(read.values()) / 2**20)
@@ -118,14 +116,6 @@ class Target:
         runner = self._model_runner
         make_capturable(runner)
         request_capture(runner, self._layer_taps or [0])
-
-    def _account_for_draft_cache(self, draft: DraftConfig) -> None:
-        # SGLang sizes its pool for whole layers beside the target's, each as large as one of them is on this rank. The
-        # drafter's K/V is whole on every rank.
-        runner = self._model_runner
-        config = runner.model_config
-        target_layer = 2 * kv_heads_of_rank(config) * config.head_dim * runner.kv_cache_dtype.itemsize
-        make_room(runner, -(-bytes_per_token(draft, runner.dtype) // target_layer))
 
 
 def _without_adapters(layer: Any) -> Any:

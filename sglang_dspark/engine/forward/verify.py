@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from dspark_kernels import ContextGroup, VisibleKeys, group_contexts
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
-from sglang_dspark.engine.forward.layers import kv_heads_of_rank
+from sglang_dspark.engine.forward.layers import slot_translation
 from sglang_dspark.engine.forward.recurrent_rows import VerifiedRows
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
@@ -24,13 +23,21 @@ class DSparkVerifyInput(DFlashVerifyInput):
 
     Attributes:
         indptr: [bs + 1] int64, first row of each request; what :class:`CudaVerifyBackend` reads.
-        groups: what :class:`CpuVerifyBackend` reads: the layout for layers with such a sliding window, or None.
+        groups: what :class:`CpuVerifyBackend` reads: the layout for layers of a kind.
+        slots_of_windows: [N] int64, where the rows' K/V lie in the pool of layers with a window; None if there is none.
         verified: set by :class:`RecurrentBackend`: what advances the states of recurrent layers.
     """
 
     indptr: torch.Tensor | None = None
-    groups: Callable[[int | None], list[ContextGroup]] | None = None
+    groups: Callable[..., list[ContextGroup]] | None = None
+    slots_of_windows: torch.Tensor | None = None
     verified: VerifiedRows | None = None
+
+
+def slots_of_windows(runner: Any, slots: torch.Tensor) -> torch.Tensor | None:
+    """Return :attr:`DSparkVerifyInput.slots_of_windows` of rows with these slots [N]."""
+    translation = slot_translation(runner.token_to_kv_pool)
+    return None if translation is None else translation[slots]
 
 
 def run_verify(target_worker: Any, decode: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
@@ -42,6 +49,7 @@ def run_verify(target_worker: Any, decode: DecodeBatch, plan: VerifyPlan) -> Tar
         draft_token_num=plan.width,
         capture_hidden_mode=CaptureHiddenMode.FULL,
         indptr=plan.indptr,
+        slots_of_windows=slots_of_windows(target_worker.model_runner, plan.slots),
     )
     if plan.verify_lens.device.type == "cpu":
         verify_input.groups = _context_groups(target_worker.model_runner, decode, plan.verify_lens.tolist())
@@ -61,24 +69,23 @@ def run_verify(target_worker: Any, decode: DecodeBatch, plan: VerifyPlan) -> Tar
     return TargetOutput(output, captured, verify_input.verified)
 
 
-def _context_groups(
-    runner: Any, decode: DecodeBatch, verify_lens: list[int]
-) -> Callable[[int | None], list[ContextGroup]]:
+def _context_groups(runner: Any, decode: DecodeBatch, verify_lens: list[int]) -> Callable[..., list[ContextGroup]]:
     """Return the layout of a step, made once for each kind of layer."""
     query_lens = [verify_len + 1 for verify_len in verify_lens]
-    config = runner.model_config
-    heads = config.num_attention_heads // get_parallel().tp_size  # of this rank, as those of K/V
 
     @cache
-    def groups(sliding_window: int | None) -> list[ContextGroup]:
+    def groups(
+        sliding_window: int | None, translation: torch.Tensor | None, *, heads_per_kv: int
+    ) -> list[ContextGroup]:
         return group_contexts(
             runner.req_to_token_pool.req_to_token,
             decode.req_pool_indices.tolist(),
             [prefix + num for prefix, num in zip(decode.prefix_lens.tolist(), query_lens, strict=True)],
             query_lens,
             VisibleKeys(causal=True, sliding_window=sliding_window),
-            heads_per_kv=heads // kv_heads_of_rank(config),
+            heads_per_kv=heads_per_kv,
             dtype=runner.dtype,
+            translation=translation,
         )
 
     return groups

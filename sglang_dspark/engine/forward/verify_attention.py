@@ -12,12 +12,16 @@ from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sglang_dspark.engine.forward.layers import row_bounds, sliding_window
+from sglang_dspark.engine.forward.layers import row_bounds, sliding_window, translation_of_layer
 from sglang_dspark.engine.forward.recurrent_layers import RecurrentBackend
 from sglang_dspark.errors import ConfigError
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 _READS_E4M3 = (8, 9)
+
+Sight = tuple[int | None, torch.Tensor | None]
+"""What a layer's rows see: keys at most, their own among them, or None for all of them; and the [slots] int64 rows of
+its pool for all slots, or None if they are the same."""
 
 
 class PhasedBackend(HybridAttnBackend):
@@ -57,8 +61,9 @@ class PhasedBackend(HybridAttnBackend):
 class VerifyBackend(AttentionBackend):
     """Attend over the ragged rows of TARGET_VERIFY, as laid out in ``forward_batch.spec_info``, without a plan.
 
-    SGLang's backends verify as many rows for every request. Ours knows neither capped nor scaled scores nor heads of
-    unequal sizes, and the architectures that are served have none of them (``draft.families``).
+    SGLang's backends verify as many rows for every request. Ours does not know capped scores, and the architectures
+    that are served have none (``draft.families``). Layers with a window may have a pool of their own, whose rows have
+    other numbers.
     """
 
     def __init__(self, model_runner: Any) -> None:
@@ -68,8 +73,8 @@ class VerifyBackend(AttentionBackend):
     def forward_extend(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
@@ -78,23 +83,27 @@ class VerifyBackend(AttentionBackend):
         """Write the K/V of one target layer's rows and attend.
 
         Args:
+            k, v: of the rows; None if the layer reads those of an earlier one, whose ``layer_id`` it has.
             sinks: [heads] one more score of each head of this rank, without a value.
         """
-        pool = self.token_to_kv_pool
-        k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        pool, kv = self.token_to_kv_pool, None
+        translation = translation_of_layer(layer, pool)
         # A pool of another dtype holds rounded numbers, divided by the layer's scales if its checkpoint has any.
-        is_rounded = pool.dtype != k.dtype
+        is_rounded = pool.dtype != q.dtype
         k_scale, v_scale = (layer.k_scale_float, layer.v_scale_float) if is_rounded else (None, None)
-        if save_kv_cache:
-            # Divides k and v themselves: these are not read afterwards.
-            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v, k_scale, v_scale)
+        if k is not None and v is not None:
+            kv = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+            if save_kv_cache:
+                where = KVWriteLoc(forward_batch.out_cache_loc, _slots_of_windows(forward_batch, translation))
+                # Divides k and v themselves: these are not read afterwards.
+                pool.set_kv_buffer(layer, where, *kv, k_scale, v_scale)
         attended = self._attend(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            None if is_rounded else (k, v),
+            None if is_rounded else kv,
             (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)),
             layer.scaling * (k_scale or 1.0),
             forward_batch,
-            sliding_window(layer),
+            (sliding_window(layer), translation),
             sinks,
         )
         return (attended if v_scale is None else attended * v_scale).reshape(q.shape)
@@ -107,15 +116,14 @@ class VerifyBackend(AttentionBackend):
         pools: tuple[torch.Tensor, torch.Tensor],
         scale: float,
         forward_batch: Any,
-        window: int | None,
+        sight: Sight,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return [rows, heads, head_dim] of ``queries``.
 
         Args:
-            kv: keys and values of the rows, which the pools hold also; None if only the pools' rounded ones count.
+            kv: keys and values of the rows, which the pools hold also; None if only the pools' count.
             pools: [slots, heads, head_dim] keys and values.
-            window: keys that a row sees at most, its own among them; None if it sees all of them.
         """
 
 
@@ -125,10 +133,11 @@ class CpuVerifyBackend(VerifyBackend):
     decode_attention_backend_str = "grouped SDPA"
 
     def _attend(
-        self, queries: Any, kv: Any, pools: Any, scale: float, forward_batch: Any, window: int | None, sinks: Any
+        self, queries: Any, kv: Any, pools: Any, scale: float, forward_batch: Any, sight: Sight, sinks: Any
     ) -> torch.Tensor:
         keys, values = pools
-        return attend_groups(queries, keys, values, forward_batch.spec_info.groups(window), scale, sinks=sinks)
+        groups = forward_batch.spec_info.groups(*sight, heads_per_kv=queries.shape[1] // keys.shape[1])
+        return attend_groups(queries, keys, values, groups, scale, sinks=sinks)
 
 
 class CudaVerifyBackend(VerifyBackend):
@@ -148,8 +157,9 @@ class CudaVerifyBackend(VerifyBackend):
         return 1
 
     def _attend(
-        self, queries: Any, kv: Any, pools: Any, scale: float, forward_batch: Any, window: int | None, sinks: Any
+        self, queries: Any, kv: Any, pools: Any, scale: float, forward_batch: Any, sight: Sight, sinks: Any
     ) -> torch.Tensor:
+        window, translation = sight
         windows = PagedWindows(
             self.req_to_token,
             forward_batch.req_pool_indices,
@@ -157,8 +167,18 @@ class CudaVerifyBackend(VerifyBackend):
             row_bounds(forward_batch),
             forward_batch.spec_info.draft_token_num,
             sliding_window=window,
+            translation=translation,
         )
         return window_attention(queries, kv, pools, windows, causal=True, scale=scale, sinks=sinks)
+
+
+def _slots_of_windows(forward_batch: Any, translation: torch.Tensor | None) -> torch.Tensor | None:
+    """Return where the rows' K/V lie in the pool of layers with a window; None if the layer is in no such pool."""
+    if translation is None:
+        return None
+    # Translated once for all layers, but for SGLang's dummy forwards.
+    slots: torch.Tensor | None = getattr(forward_batch.spec_info, "slots_of_windows", None)
+    return translation[forward_batch.out_cache_loc] if slots is None else slots
 
 
 def verify_beside_prompts(runner: Any) -> None:

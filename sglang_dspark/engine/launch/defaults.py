@@ -7,7 +7,7 @@ import logging
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 
-from sglang_dspark.engine.sglang_types import ModelConfig, ServerArgs
+from sglang_dspark.engine.sglang_types import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +65,3 @@ def limit_requests(args: ServerArgs, window: int, *, recurrent: bool) -> None:
             "DSPARK: limiting concurrent requests to %d; override with --max-running-requests",
             args.max_running_requests,
         )
-
-
-def use_one_pool(args: ServerArgs, target: ModelConfig) -> None:
-    """Keep the K/V of layers that see a window of the context with that of the others.
-
-    SGLang would give them a second pool, of fewer slots with numbers of their own, which verification does not know.
-    """
-    if target.is_hybrid_swa:
-        args.disable_hybrid_swa_memory = True
-        logger.info("DSPARK: all layers of the target in one K/V pool, as with --disable-hybrid-swa-memory")

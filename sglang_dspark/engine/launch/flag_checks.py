@@ -12,12 +12,13 @@ from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import flag_name
 from sglang_dspark.engine.launch import flag_rules
 from sglang_dspark.engine.launch.context import LaunchContext
-from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.engine.sglang_types import ModelConfig, ServerArgs
 
 PREFILL_BACKENDS = {"cpu": ("torch_native",), "cuda": ("fa3", "flashinfer", "triton")}
 """Attention of prompts, by device. Verification has kernels of its own, which read the K/V pools of all of these."""
-SINK_BACKENDS = ("fa3", "triton")
-"""Those of them that know attention sinks."""
+SINKS, WINDOWS, WIDE_HEADS = "attention sinks", "a K/V pool of its own for layers with a window", "heads of over 256"
+KNOWN_BY = {SINKS: ("fa3", "triton"), WINDOWS: ("fa3", "flashinfer", "triton"), WIDE_HEADS: ("triton",)}
+"""What a target may have, and those of them that know it."""
 LORA_BACKENDS = {"cuda": ("csgmv", "triton"), "cpu": ("torch_native",)}
 """LoRA backends whose kernels compute ragged rows. On a GPU the torch one would read their numbers on the host."""
 HOST_CACHE_DEVICES = ("cuda",)
@@ -187,19 +188,27 @@ def _variable(variable: EnvField, remedy: str) -> str | None:
 
 
 def prefill_attention(context: LaunchContext) -> str | None:
-    """Refuse backends for prompts that do not return hidden states, or know no sinks of a target that has them."""
+    """Refuse backends for prompts that do not return hidden states, or do not know what the target has."""
     if context.args.device not in PREFILL_BACKENDS:
         return None
-    sinks = context.target.has_attention_sinks
-    served = [name for name in PREFILL_BACKENDS[context.args.device] if name in SINK_BACKENDS or not sinks]
-    prefill, _ = attention_backends_of(context.resolved)
+    found = _found_in(context.target)
+
+    def served_on(device: str) -> list[str]:
+        return [name for name in PREFILL_BACKENDS[device] if all(name in KNOWN_BY[what] for what in found)]
+
+    served, (prefill, _) = served_on(context.args.device), attention_backends_of(context.resolved)
     if prefill in served:
         return None
-    remedy = f"pass --attention-backend {' or '.join(served)}"
-    if sinks:
-        on_a_gpu = "" if served else "serve it on a GPU and "
-        remedy = f"the target has attention sinks: {on_a_gpu}pass --attention-backend {' or '.join(SINK_BACKENDS)}"
+    has = f"the target has {' and '.join(found)}: " if found else ""
+    on_a_gpu = "" if served else "serve it on a GPU and "
+    remedy = f"{has}{on_a_gpu}pass --attention-backend {' or '.join(served or served_on('cuda'))}"
     return f"DSPARK cannot run with --attention-backend={prefill} on {context.args.device}; {remedy}"
+
+
+def _found_in(target: ModelConfig) -> list[str]:
+    """Return what the target has out of :data:`KNOWN_BY`."""
+    has = {SINKS: target.has_attention_sinks, WINDOWS: target.is_hybrid_swa, WIDE_HEADS: target.head_dim > 256}
+    return [what for what in KNOWN_BY if has[what]]
 
 
 def decode_attention(context: LaunchContext) -> str | None:
@@ -263,8 +272,15 @@ def adapters_fit(args: ServerArgs) -> None:
 
 
 def host_cache(context: LaunchContext) -> str | None:
-    """Refuse prefixes in host memory where no kernel copies them."""
-    if not context.args.enable_hierarchical_cache or context.args.device in HOST_CACHE_DEVICES:
+    """Refuse prefixes in host memory where no kernel copies them, and of two K/V pools, with which it is not tried."""
+    if not context.args.enable_hierarchical_cache:
+        return None
+    if context.target.is_hybrid_swa:
+        return (
+            f"DSPARK cannot run with --enable-hierarchical-cache beside a target that has {WINDOWS}; drop the flag, or "
+            "pass --disable-hybrid-swa-memory if its heads are alike"
+        )
+    if context.args.device in HOST_CACHE_DEVICES:
         return None
     return (
         f"DSPARK cannot run with --enable-hierarchical-cache on {context.args.device}: SGLang copies K/V to host "

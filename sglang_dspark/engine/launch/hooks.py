@@ -123,6 +123,15 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
+        "room-for-draft-kv",
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.configure",
+        HookType.BEFORE,
+        "compat.pools.make_room",
+        "scheduler",
+        "SGLang reads how much K/V a drafter has from configs of its own drafters",
+        Moment.READY,
+    ),
+    Hook(
         "row-headroom",
         "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
         HookType.AROUND,

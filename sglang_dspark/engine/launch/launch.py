@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 
 from sglang.srt.arg_groups.overrides import model_config_of
+from sglang.srt.environ import envs
 
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.families import family_of
@@ -68,10 +69,11 @@ class Launch(DSparkServer):
         """Fill the fields that size SGLang's buffers, and install the hooks of the front end."""
         args.speculative_draft_model_path = None if self.drafter is None else self.drafter.path
         defaults.size_buffers(args, self.window)
-        target = model_config_of(args)
-        defaults.limit_requests(args, self.window, recurrent=family_of(target.hf_config.architectures).recurrent)
-        defaults.use_one_pool(args, target)
+        family = family_of(model_config_of(args).hf_config.architectures)
+        defaults.limit_requests(args, self.window, recurrent=family.recurrent)
         hooks.install("routes", "front_end")
+        # Gemma's wrapper would add one to positions that are read again for draft K/V.
+        envs.SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION.set(True)
         _end_at_once()
         logger.info(
             "DSPARK: block size %d, policy %s, at most %d drafts verified per request, drafter %s",

@@ -53,7 +53,10 @@ class DSparkDraftInput(DFlashDraftInputV2):
         """Reserve K/V slots for the step ahead and enter them in ``req_to_token``."""
         if not batch.reqs:
             return
+        batch.maybe_evict_swa()
         self.nxt_kv_lens_cpu = torch.tensor(_reserve(batch))
+        for req in batch.reqs:
+            req.decode_batch_idx += 1  # only requests that have decoded are asked for what their windows have left
         # Committed lengths of the host; under overlap the future map replaces them by the published ones.
         committed, _ = kv_lengths(batch.reqs)
         batch.seq_lens_cpu = torch.tensor(committed)
@@ -89,8 +92,7 @@ def _reserve(batch: Any) -> list[int]:
     allocated, reserved, missing = page_aligned_decode_alloc_lens(reqs, reserve=needed, page_size=page)
     if not missing:
         return allocated
-    spare = pool.available_size() + batch.tree_cache.evictable_size()
-    if spare >= (needed + page - 1 + _SPARE_STRIDES * STRIDE) * len(reqs):
+    if _spare(pool, batch.tree_cache) >= (needed + page - 1 + _SPARE_STRIDES * STRIDE) * len(reqs):
         allocated, reserved, missing = page_aligned_decode_alloc_lens(reqs, reserve=needed + STRIDE, page_size=page)
     begins, ends = (torch.tensor(lengths, dtype=torch.int32) for lengths in (allocated, reserved))
     alloc_for_spec_decode(
@@ -106,3 +108,11 @@ def _reserve(batch: Any) -> list[int]:
         batch=batch,
     )
     return reserved
+
+
+def _spare(pool: Any, cache: Any) -> int:
+    """Return the slots that are free, or that the prefix cache would give up."""
+    if not cache.supports_swa():
+        return int(pool.available_size() + cache.evictable_size())
+    full = pool.full_available_size() + cache.full_evictable_size()
+    return int(min(full, pool.swa_available_size() + cache.swa_evictable_size()))

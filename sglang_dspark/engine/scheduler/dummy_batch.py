@@ -9,6 +9,7 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_dspark.engine.forward.layers import slot_translation
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 
 _FIRST_SLOT = 1  # slot 0 is padding
@@ -38,12 +39,19 @@ class DummyBatch:
         slots = torch.arange(columns * self._requests, device=table.device) % (self._num_slots - _FIRST_SLOT)
         rows = torch.arange(self._requests, device=table.device)
         table[rows, :columns] = (slots.view(columns, -1).T + _FIRST_SLOT).to(table.dtype)
+        pool = self._runner.token_to_kv_pool
+        if (translation := slot_translation(pool)) is not None:
+            # Rows of their own, as far as there are some: one for all slots would never leave the cache of a GPU.
+            every = torch.arange(self._num_slots, device=table.device)
+            translation[_FIRST_SLOT + every] = every % pool.size_swa + _FIRST_SLOT
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._runner.req_to_token_pool.req_to_token[: self._requests, : self._context + self._window] = 0
+        if (translation := slot_translation(self._runner.token_to_kv_pool)) is not None:
+            translation[:-1] = 0  # the last entry says -1 of -1
 
     @property
     def _num_slots(self) -> int:

@@ -32,7 +32,7 @@ def check_start(runner: Any, window: int, *, captures: bool) -> None:
 def _problems(runner: Any, window: int, captures: bool) -> Iterator[str]:
     if (resolved := tokens_per_step()) != window:
         yield f"SGLang reserves for {resolved} tokens per request and step, and DSPARK verifies up to {window}"
-    pool, allocator = runner.token_to_kv_pool.size, runner.token_to_kv_pool_allocator.size
+    pool, allocator = runner.token_to_kv_pool.size, runner.token_to_kv_pool_allocator.size_full
     if pool != allocator:
         yield f"the target's K/V pool has {pool} slots and their allocator {allocator}: draft K/V would not fit"
     columns, needed = runner.req_to_token_pool.req_to_token.shape[1], runner.model_config.context_len + 2 * window

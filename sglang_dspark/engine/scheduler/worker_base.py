@@ -120,9 +120,9 @@ class SpecWorkerBase(WorkerFace):
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Make the draft K/V; the target's pool exists."""
         allocator = pools["token_to_kv_pool_allocator"]
-        cache = self.allocate_draft_cache(allocator.size + allocator.page_size)
+        cache = self.allocate_draft_cache(allocator.size_full + allocator.page_size)
         if self.server_args.enable_hierarchical_cache and cache is not None:
-            self.draft_pool = DraftPool(cache, allocator.size, allocator.page_size)
+            self.draft_pool = DraftPool(cache, allocator.size_full, allocator.page_size)
             check_layers(self.draft_pool, allocator.get_kvcache())
 
     def init_attention_backends(self) -> None:

@@ -31,7 +31,7 @@ from dspark_kernels import (
     prepare,
 )
 
-from sglang_dspark.engine.forward.layers import kv_heads_of_rank
+from sglang_dspark.engine.forward.layers import kv_heads_of_layers
 from sglang_dspark.engine.scheduler.batch import read_decode_batch
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 from sglang_dspark.engine.scheduler.logits_adjuster import FIRST_SLOTS
@@ -90,10 +90,10 @@ def warm_up(executor: EagerExecutor, target_worker: Any, max_verify: int, reques
         for requests in of_whole_steps:
             with dummy(requests) as batch:
                 _WarmUpSteps(executor, batch, max_verify).run()
-        kv_heads = kv_heads_of_rank(runner.model_config)
-        of_verification = split_and_whole(most, kv_heads, num_processors(req_to_token.device))
+        processors, kv_heads = num_processors(req_to_token.device), kv_heads_of_layers(runner.model)
+        of_verification = {num for heads in kv_heads for num in split_and_whole(most, heads, processors)}
         for depth in range(1, window):
-            for requests in of_verification:
+            for requests in sorted(of_verification):
                 with dummy(requests) as batch:
                     _WarmUpSteps(executor, batch, max_verify).verify(depth)
         with dummy(min(2, most)) as batch:

@@ -4,10 +4,11 @@ Python imports this module at start-up when its folder is on ``PYTHONPATH``. Wha
 tiers, padding, plans laid out on the device, buffers that a replay overwrites. What is not: capture itself.
 """
 
-from contextlib import ExitStack, contextmanager, nullcontext
+import os
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from patching import complete_cpu, interpret_adapters, patch_worker
+from patching import attend_literally, complete_cpu, interpret_adapters, patch_worker
 
 REQUEST_SLOTS = [1, 2]
 ROWS = (2, 8, 16)  # sizes of captured verifications
@@ -26,7 +27,7 @@ def emulate(module):
     from replays import Emulated
     from waits import watching
 
-    from sglang_dspark.engine.forward.verify_attention import CpuVerifyBackend
+    from sglang_dspark.engine.forward import verify_attention
     from sglang_dspark.worker.executors import captured
 
     def decode(self, batch, publish, original=module.DSparkWorker.decode):
@@ -61,11 +62,11 @@ def emulate(module):
     captured.capturing = capturing
     torch.cuda.mem_get_info = lambda: (0, 0)
     module.DSparkWorker.__init__ = initialise
-    module.PackedCopies = ring_of_the_host
-    module.DSparkWorker.decode = decode
+    module.PackedCopies, module.DSparkWorker.decode = ring_of_the_host, decode
     module.graph_request_slots = lambda runner: REQUEST_SLOTS
-    CpuVerifyBackend._attend = ragged_attention
     module.DSparkWorker.step_times = step_times
+    verify_attention.window_attention = noted_attention
+    verify_attention.CpuVerifyBackend._attend = verify_attention.CudaVerifyBackend._attend
 
 
 def ring_of_the_host(words, device):
@@ -173,23 +174,20 @@ def step_times(self):
     )
 
 
-def ragged_attention(backend, queries, kv, pools, scale, batch, window, sinks):
-    """Attend over verification rows as the CUDA backend does, on the CPU backend's pools."""
+def noted_attention(*given, **how):
+    """Attend over verification rows; an interpreted kernel takes a hundred times as long as its reference."""
     import forms
-    from dspark_kernels import PagedWindows, window_attention
+    from dspark_kernels import window_attention
 
-    layout = batch.spec_info
-    windows = PagedWindows(
-        backend.req_to_token, batch.req_pool_indices, batch.seq_lens, layout.indptr, layout.draft_token_num
-    )
-    given, how = (queries, kv, pools, windows), {"causal": True, "scale": scale}
-    with forms.noted_only() if forms.warming_up() else nullcontext():
-        attended = window_attention(*given, **how)
-    if forms.warming_up():  # an interpreted kernel takes a hundred times as long
-        attended = window_attention.reference(*given, **how)
-    return attended
+    if not forms.warming_up():
+        return window_attention(*given, **how)
+    with forms.noted_only():
+        window_attention(*given, **how)
+    return window_attention.reference(*given, **how)
 
 
 patch_worker(emulate)
 interpret_adapters()
 complete_cpu()
+if "LITERAL_ATTENTION" in os.environ:
+    attend_literally()

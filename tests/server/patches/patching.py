@@ -82,14 +82,14 @@ def serve_text_alone():
     patch_when_imported("sglang.srt.configs.model_config", install)
 
 
-def attend_with_sinks():
-    """Let a server on a CPU serve a target with attention sinks, see ``sink_attention``."""
+def attend_literally():
+    """Let a server on a CPU serve targets whose attention SGLang lacks there, see ``literal_attention``."""
 
     def offer(module):
         module.PREFILL_BACKENDS = {**module.PREFILL_BACKENDS, "cpu": (*module.PREFILL_BACKENDS["cpu"], "intel_amx")}
-        module.SINK_BACKENDS = (*module.SINK_BACKENDS, *module.PREFILL_BACKENDS["cpu"])
+        module.KNOWN_BY = {what: (*names, *module.PREFILL_BACKENDS["cpu"]) for what, names in module.KNOWN_BY.items()}
 
-    patch_when_imported("sglang.srt.layers.attention.attention_registry", late("sink_attention", "install"))
+    patch_when_imported("sglang.srt.layers.attention.attention_registry", late("literal_attention", "install"))
     patch_when_imported("sglang_dspark.engine.launch.flag_checks", offer)
 
 

@@ -7,11 +7,11 @@ Python imports this module at start-up when its folder is on ``PYTHONPATH``.
 
 import os
 
-from patching import attend_with_sinks, complete_cpu, offer_random_lengths, serve_text_alone
+from patching import attend_literally, complete_cpu, offer_random_lengths, serve_text_alone
 
 offer_random_lengths()
 complete_cpu()
-if "ATTENTION_SINKS" in os.environ:
-    attend_with_sinks()
+if "LITERAL_ATTENTION" in os.environ:
+    attend_literally()
 if "TEXT_ALONE" in os.environ:
     serve_text_alone()

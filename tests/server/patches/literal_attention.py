@@ -1,15 +1,18 @@
-"""Attention with windows and sinks on a CPU, where SGLang has none: literal, in float64."""
+"""Attention on a CPU with what SGLang has there with AMX alone: literal, in float64.
+
+Sinks; windows whose K/V have a pool of their own; layers that read the K/V of an earlier one.
+"""
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-NAME = "intel_amx"  # SGLang checks that targets with sinks have one of a few
+NAME = "intel_amx"  # SGLang checks that such targets have one of a few
 WITHOUT_AMX = "torch_native"  # what SGLang takes in its place
 
 
-class SinkAttention(TorchNativeAttnBackend):
-    """That of ``torch_native``, for targets that hand sinks on."""
+class LiteralAttention(TorchNativeAttnBackend):
+    """That of ``torch_native``, which hands sinks on and reads a pool of windows where it writes to it."""
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         """[tokens, heads * hd] of prompts, whose beginnings may lie in the cache."""
@@ -26,11 +29,14 @@ class SinkAttention(TorchNativeAttnBackend):
         """[tokens, heads * hd] of requests; ``lens``: of each, tokens in the cache and new ones."""
         pool = self.token_to_kv_pool
         if save_kv_cache:
-            pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
+            pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), k, v)
         stored = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        has_own_pool = self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]
         queries, attended = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).double(), []
         for row, (cached, new) in zip(batch.req_pool_indices.tolist(), lens, strict=True):
             slots = self.req_to_token_pool.req_to_token[row, : cached + new].long()
+            if has_own_pool:
+                slots = pool.translate_loc_from_full_to_swa(slots)
             own, queries = queries[:new], queries[new:]
             keys, values = (
                 part[slots].double().repeat_interleave(own.shape[1] // part.shape[1], dim=1) for part in stored
@@ -51,4 +57,4 @@ class SinkAttention(TorchNativeAttnBackend):
 def install(module):
     """Put it into SGLang's module of the registry of attention backends, on a machine without a GPU."""
     if not torch.cuda.is_available():
-        module.ATTENTION_BACKENDS[NAME] = module.ATTENTION_BACKENDS[WITHOUT_AMX] = SinkAttention
+        module.ATTENTION_BACKENDS[NAME] = module.ATTENTION_BACKENDS[WITHOUT_AMX] = LiteralAttention
