@@ -32,7 +32,6 @@ class ServerArgs(Protocol):
     max_running_requests: int | None
     min_free_slots_delay: int | None
     disable_hybrid_swa_memory: bool
-    enable_multimodal: bool | None
     enable_hierarchical_cache: bool
     enable_lora: bool | None
     tp_size: int

@@ -24,10 +24,12 @@ class DSparkVerifyInput(DFlashVerifyInput):
 
     Attributes:
         indptr: [bs + 1] int64, first row of each request; what :class:`CudaVerifyBackend` reads.
+        requests: [N] int64, request of each row.
         groups: what :class:`CpuVerifyBackend` reads: the layout for layers with such a sliding window, or None.
     """
 
     indptr: torch.Tensor | None = None
+    requests: torch.Tensor | None = None
     groups: Callable[[int | None], list[ContextGroup]] | None = None
 
 
@@ -40,6 +42,7 @@ def run_verify(target_worker: Any, decode: DecodeBatch, plan: VerifyPlan) -> Tar
         draft_token_num=plan.width,
         capture_hidden_mode=CaptureHiddenMode.FULL,
         indptr=plan.indptr,
+        requests=plan.requests,
     )
     if plan.verify_lens.device.type == "cpu":
         verify_input.groups = _context_groups(target_worker.model_runner, decode, plan.verify_lens.tolist())

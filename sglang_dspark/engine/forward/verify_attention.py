@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_dspark.engine.forward.layers import sliding_window
 from sglang_dspark.engine.forward.recurrent_layers import RecurrentBackend
@@ -163,6 +165,17 @@ class CudaVerifyBackend(VerifyBackend):
             sliding_window=window,
         )
         return window_attention(queries, kv, pools, windows, causal=True, scale=scale, sinks=sinks)
+
+
+def as_without_dspark(runner: Any) -> AbstractContextManager[None]:
+    """Return the context of a prefill: in it a model that asks for the backend of attention gets SGLang's own.
+
+    Some ask for its class, and mask pictures by it.
+    """
+    backend = runner.attn_backend
+    return forward_context(
+        ForwardContext(attn_backend=backend.prefill_backend if isinstance(backend, PhasedBackend) else backend)
+    )
 
 
 def verify_beside_prompts(runner: Any) -> None:

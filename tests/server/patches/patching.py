@@ -45,18 +45,6 @@ def interpret_adapters():
     patch_when_imported("sglang_dspark.engine.launch.flag_checks", offer)
 
 
-def serve_text_alone():
-    """Let a plain server serve a target that reads images, as DSPARK does: its text, without a processor of images."""
-
-    def install(module):
-        def make(self, *args, original=module.ModelConfig.__init__, **options):
-            original(self, *args, **options | {"enable_multimodal": False})
-
-        module.ModelConfig.__init__ = make
-
-    patch_when_imported("sglang.srt.configs.model_config", install)
-
-
 def attend_with_sinks():
     """Let a server on a CPU serve a target with attention sinks, see ``sink_attention``."""
 

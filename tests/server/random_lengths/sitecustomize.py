@@ -7,7 +7,7 @@ Python imports this module at start-up when its folder is on ``PYTHONPATH``.
 
 import os
 
-from patching import attend_with_sinks, complete_cpu, patch_worker, serve_text_alone
+from patching import attend_with_sinks, complete_cpu, patch_worker
 
 
 def offer(module):
@@ -32,5 +32,3 @@ patch_worker(offer)
 complete_cpu()
 if "ATTENTION_SINKS" in os.environ:
     attend_with_sinks()
-if "TEXT_ALONE" in os.environ:
-    serve_text_alone()
