@@ -21,7 +21,7 @@ class Family:
             ``set_dflash_layers_to_capture``; ``eagle3`` is ``set_eagle3_layers_to_capture``, for classes that lack it.
         text: path of the model that reads text inside SGLang's class, if that one also reads images and leaves
             everything about text to it.
-        reads_images: the class also reads images; its text is served.
+        reads_images: the class also reads images; prompts may hold them, but no video and no sound.
         embedding: path of the embedding, if the class has no ``get_input_embeddings``.
         recurrent: some of its layers keep a recurrent state, those of gated delta nets.
         tried: what tests compare with transformers in float32: ``model``, hidden states and greedy texts of SGLang's
@@ -41,8 +41,8 @@ class Family:
 
 
 _NO_WINDOW = "a `sliding_window` has no effect, as in SGLang without DSPARK"
-_TEXT = "text; images answer HTTP 400"
 _TESTS_ALONE = "not yet run on a GPU; refused on a CPU, where only tests serve it"
+_IMAGES = "text and images; video and audio answer HTTP 400"
 
 FAMILIES: tuple[Family, ...] = (
     Family("LlamaForCausalLM", "Llama 2 and 3, SmolLM2"),
@@ -70,22 +70,21 @@ FAMILIES: tuple[Family, ...] = (
         "Mistral Small 3.1 and 3.2, Ministral 3 with images",
         text="language_model",
         reads_images=True,
-        tried=("model",),
-        remark=_TEXT,
+        remark=_IMAGES,
     ),
-    Family("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", capture="eagle3", reads_images=True, remark=_TEXT),
-    Family("Qwen3VLForConditionalGeneration", "Qwen3-VL", capture="eagle3", reads_images=True, remark=_TEXT),
+    Family("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", capture="eagle3", reads_images=True, remark=_IMAGES),
+    Family("Qwen3VLForConditionalGeneration", "Qwen3-VL", capture="eagle3", reads_images=True, remark=_IMAGES),
     Family(
         "Qwen3VLMoeForConditionalGeneration",
         "Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
         reads_images=True,
-        remark=_TEXT,
+        remark=_IMAGES,
     ),
     Family(
         "Gemma4ForConditionalGeneration",
         "Gemma 4 31B, 26B-A4B, E4B, E2B",
         reads_images=True,
-        remark=f"{_TEXT}; {_TESTS_ALONE}; `--attention-backend triton`",
+        remark=f"text and images, images not tried; {_TESTS_ALONE}; `--attention-backend triton`",
     ),
     Family("Qwen3_5ForCausalLM", "Qwen3.5 to 3.8, text", recurrent=True, remark=_TESTS_ALONE),
     Family(
@@ -94,7 +93,7 @@ FAMILIES: tuple[Family, ...] = (
         reads_images=True,
         recurrent=True,
         tried=("model",),
-        remark=f"{_TEXT}; {_TESTS_ALONE}",
+        remark=f"{_IMAGES}; {_TESTS_ALONE}",
     ),
     Family(
         "Qwen3_5MoeForConditionalGeneration",
@@ -102,7 +101,7 @@ FAMILIES: tuple[Family, ...] = (
         reads_images=True,
         recurrent=True,
         tried=("model",),
-        remark=f"{_TEXT}; {_TESTS_ALONE}",
+        remark=f"{_IMAGES}; {_TESTS_ALONE}",
     ),
 )
 

@@ -31,7 +31,6 @@ class ServerArgs(Protocol):
     page_size: int | None
     max_running_requests: int | None
     min_free_slots_delay: int | None
-    enable_multimodal: bool | None
     enable_hierarchical_cache: bool
     enable_lora: bool | None
     tp_size: int

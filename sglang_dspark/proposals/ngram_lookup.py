@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+PICTURE = -1
+"""Stands in a text for each token of a picture, whose ids no vocabulary has."""
+
 _SEGMENT = 1 << 14  # n-grams: a dictionary of about this size is enlarged in well under a millisecond
 
 
@@ -67,7 +70,7 @@ class Prompt:
 
 
 class NgramLookup:
-    """Looks one request's text up in itself, the longest suffix first.
+    """Look one request's text up in itself, the longest suffix first.
 
     A step costs a few dictionary entries per committed token and as many look-ups, whatever the length of the text;
     what a prompt costs is spread over steps by :meth:`prepare`.
@@ -96,7 +99,7 @@ class NgramLookup:
         """Return up to ``max_tokens`` tokens that followed the latest match of the text's longest matching suffix.
 
         If the match runs into the end of the text, copying restarts at its beginning: a text that repeats a period is
-        expected to keep repeating it. Only indexed n-grams are found.
+        expected to keep repeating it. It ends before a picture. Only indexed n-grams are found.
         """
         text = self._text
         for length in self._prompt.lengths:
@@ -107,10 +110,12 @@ class NgramLookup:
                     start = self._prompt.index.find(suffix)
                 if start is not None:
                     period = len(text) - start
-                    return [text[start + position % period] for position in range(max_tokens)]
+                    copied = [text[start + position % period] for position in range(max_tokens)]
+                    return copied[: copied.index(PICTURE)] if PICTURE in copied else copied
         return []
 
 
-def as_bytes(tokens: Sequence[int]) -> bytes:
-    """Return the tokens in the form that :class:`Prompt` takes."""
-    return np.asarray(tokens, dtype=np.int32).tobytes()
+def as_bytes(tokens: Sequence[int], vocab_size: int) -> bytes:
+    """Return the tokens in the form that :class:`Prompt` takes; those behind the vocabulary are of pictures."""
+    ids = np.asarray(tokens, dtype=np.int64)
+    return np.where(ids < vocab_size, ids, PICTURE).astype(np.int32).tobytes()

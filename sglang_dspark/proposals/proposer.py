@@ -12,7 +12,7 @@ from sglang_dspark.speculation import CLASSIFICATION, SUMMARIZATION, RequestOpti
 
 
 class Proposer(Protocol):
-    """Proposes drafts for one request from its committed tokens alone.
+    """Propose drafts for one request from its committed tokens alone.
 
     That keeps sampled requests exact: the draft and its source are fixed before any noise of the step is drawn, so
     the proposal is one-hot at the draft itself.
@@ -29,9 +29,14 @@ class Proposer(Protocol):
 
 
 class Proposers:
-    """Makes proposers; requests with the same prompt or labels share their index."""
+    """Make proposers; requests with the same prompt or labels share their index.
 
-    def __init__(self) -> None:
+    Args:
+        vocab_size: of the target; prompts hold larger ids in the place of pictures.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         self._prompts: WeakValueDictionary[tuple[bytes, int, int], Prompt] = WeakValueDictionary()
         self._tries: WeakValueDictionary[tuple[Tokens, ...], LabelTrie] = WeakValueDictionary()
 
@@ -46,7 +51,7 @@ class Proposers:
             ValueError: the options name no preset.
         """
         if options.preset == SUMMARIZATION:
-            return NgramLookup(self._prompt(as_bytes(prompt), options.min_ngram, options.max_ngram))
+            return NgramLookup(self._prompt(as_bytes(prompt, self._vocab_size), options.min_ngram, options.max_ngram))
         if options.preset == CLASSIFICATION:
             return CandidateLabels(self._trie(options.labels))
         raise ValueError(f"the preset {options.preset!r} proposes nothing")

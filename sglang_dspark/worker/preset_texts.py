@@ -58,18 +58,19 @@ class _Text:
 
 
 class PresetTexts:
-    """Proposes copied drafts for the requests that want them.
+    """Propose copied drafts for the requests that want them.
 
     Presets read tokens on the host. A step with such a request therefore waits until the device has committed the
     tokens of the step before, which SGLang has not seen yet under overlap; steps without one wait for nothing.
 
     Args:
         max_verify: most drafts that the server verifies per request and step.
+        vocab_size: of the target.
     """
 
-    def __init__(self, max_verify: int) -> None:
+    def __init__(self, max_verify: int, vocab_size: int) -> None:
         self._max_verify = max_verify
-        self._proposers = Proposers()
+        self._proposers = Proposers(vocab_size)
         self._texts: dict[str, _Text] = {}
         self._before: tuple[Sequence[Any], torch.Tensor] | None = None
 

@@ -62,7 +62,7 @@ class DSparkWorker(SpecWorkerBase):
         self.eager = EagerExecutor(self.drafter, self.schedule, forward, self.agreement, self.acceptance_profile())
         self.executors = ExecutorSelector(self.eager)
         self.request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.max_verify))
-        self.preset_texts = PresetTexts(self.max_verify)
+        self.preset_texts = PresetTexts(self.max_verify, self.target_worker.model_runner.model_config.vocab_size)
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
 

@@ -3,7 +3,6 @@
 import os
 import pickle
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -175,14 +174,11 @@ def test_all_refusals_are_said_at_once(reads, monkeypatch):
         resolve("--page-size", "2")
 
 
-@pytest.mark.parametrize("flags", [(), ("--enable-multimodal",)])
-def test_a_target_that_reads_images_is_served_as_a_text_model(reads, tmp_path, flags):
-    """Or SGLang would try a picture on it when it starts, and give up over the refusal."""
+def test_a_target_that_reads_images_is_started_as_without_dspark(reads, tmp_path):
     target = written_target("Qwen3VLForConditionalGeneration", tmp_path / "target")
     draft = random_drafter(tmp_path / "draft", "tiny")
-    with pytest.raises(ConfigError, match="--enable-multimodal=True; drop the flag") if flags else nullcontext():
-        made, _ = settled("--model-path", str(target), "--tokenizer-path", str(GOLDEN / "target"), *flags, draft=draft)
-        assert not ModelConfig.from_server_args(made).is_image_understandable_model
+    made, _ = settled("--model-path", str(target), "--tokenizer-path", str(GOLDEN / "target"), draft=draft)
+    assert ModelConfig.from_server_args(made).is_image_understandable_model
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dspark.engine.forward import stock_graphs
-from sglang_dspark.engine.forward.verify_attention import PhasedBackend
+from sglang_dspark.engine.forward.verify_attention import PhasedBackend, as_without_dspark
 from sglang_dspark.engine.launch.flag_checks import KNOWN_BY, SINKS
 from sglang_dspark.engine.scheduler import worker_base
 from sglang_dspark.engine.scheduler.logits_adjuster import LogitsAdjuster
@@ -73,7 +74,7 @@ def test_prompts_go_to_one_backend_and_verification_to_the_other(mode, monkeypat
         prefill_attention_backend_str="stock",
     )
     monkeypatch.setattr(hybrid_attn_backend, "get_spec", lambda: runner.server_args)
-    backend = PhasedBackend(runner, runner.attn_backend, ours)
+    runner.attn_backend = backend = PhasedBackend(runner, runner.attn_backend, ours)
     for forward_mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
         batch = SimpleNamespace(forward_mode=forward_mode)
         backend.init_forward_metadata(batch)
@@ -82,6 +83,9 @@ def test_prompts_go_to_one_backend_and_verification_to_the_other(mode, monkeypat
     assert ours.laid_out == ours.attended == [ForwardMode.TARGET_VERIFY]
     assert not backend.needs_cpu_seq_lens
     assert (backend.prefill_attention_backend_str, backend.decode_attention_backend_str) == ("stock", "spy")
+    # Gemma masks pictures if this one is of the right class.
+    with as_without_dspark(runner):
+        assert get_attn_backend() is stock
 
 
 def capture(monkeypatch, chosen, original, ranks=1):
@@ -165,3 +169,24 @@ def test_the_first_token_of_a_text_counts_for_its_penalties(monkeypatch):
     none = torch.zeros(1, dtype=torch.int64)
     worker.logits_adjuster.adjust([req], logits := torch.zeros(1, 9), none, none, none, torch.arange(2))
     assert logits.tolist() == [[0, 0, 0, 0, -2, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("pictures", [True, False])
+def test_a_drafter_reads_pictures_as_they_are_embedded(pictures, monkeypatch):
+    ids, embedded, states = torch.tensor([3, 4]), torch.randn(2, 3), torch.randn(2, 6)
+    output = SimpleNamespace(mm_input_embeds=embedded if pictures else None, hidden_states=states)
+    result = SimpleNamespace(logits_output=output, next_token_ids=torch.tensor([5]))
+    injected = []
+    worker = object.__new__(DSparkWorker)
+    worker._target_worker = SimpleNamespace(
+        model_runner=SimpleNamespace(attn_backend=None, model_config=SimpleNamespace(model_is_mrope=False)),
+        forward_batch_generation=lambda **given: result,
+    )
+    worker.inject_context = lambda *rows: injected.append(rows)
+    forward = SimpleNamespace(input_ids=ids, positions=torch.arange(2))
+    monkeypatch.setattr(worker_base, "capturing_forward", lambda *given: forward)
+    batch = SimpleNamespace(is_prefill_only=True, seq_lens=torch.tensor([2]), out_cache_loc=torch.tensor([7, 8]))
+    worker._prefill(batch, lambda lens: None)
+    [(rows, captured, *_)] = injected
+    assert rows is (embedded if pictures else ids) and captured is states
+    assert output.mm_input_embeds is None

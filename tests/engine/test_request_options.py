@@ -94,7 +94,7 @@ def test_bad_values_are_refused_by_name(field, named):
 
 def test_labels_arrive_in_both_spellings():
     req = with_labels(Tokenizer(), ["ab"])
-    proposer = Proposers().make(request_options(req), req.origin_input_ids)
+    proposer = Proposers(256).make(request_options(req), req.origin_input_ids)
     proposer.extend([ord(" ")])
     assert proposer.propose(9) == [ord("a"), ord("b")]
     proposer.extend([ord("a")])

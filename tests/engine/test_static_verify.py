@@ -95,3 +95,26 @@ def test_the_number_of_real_rows_is_known_on_the_device():
         run()
     assert [number for number, _ in seen] == [0, 5, 8, 1]
     assert len({place for _, place in seen}) == 1
+
+
+def test_a_replay_reads_the_requests_of_its_step():
+    """And their deltas, which belong to other pictures than when the step was captured."""
+    seen = []
+
+    def forward(input_ids, positions, batch):
+        seen.append(batch.mrope_positions[:, :3].tolist())
+        return LogitsProcessorOutput(next_token_logits=None)
+
+    runner = runner_of(forward)
+    runner.model_config.model_is_mrope, runner.mrope_deltas = True, torch.zeros(6, dtype=torch.int64)
+    step, plan = buffers()
+    plan.requests.zero_()
+    run = static_verify(runner, step, plan, torch.zeros(ROWS, 5))
+    plan.positions[:3], plan.requests[:3] = torch.tensor([40, 41, 8]), torch.tensor([0, 0, 1])
+    slots = torch.tensor([3, 5, 0])
+    step.req_pool_indices.copy_(slots)
+    runner.mrope_deltas[slots[:2]] = torch.tensor([-10, -2])
+    run()
+    runner.mrope_deltas[3] = -20
+    run()
+    assert seen == [[[30, 31, 6]] * 3, [[20, 21, 6]] * 3]

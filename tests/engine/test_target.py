@@ -139,3 +139,6 @@ def test_the_drafter_reads_layers_below_their_adapters():
     target = target_of(target_runner(model=model), with_embedding)
     ids, captured = torch.tensor([5, 6]), torch.zeros(2, 3 * DRAFT.hidden_size)
     assert target.features(ids, captured)[:, : DRAFT.hidden_size].equal(embedding(ids))
+    # Rows of pictures have no ids, and bring what they are embedded as.
+    embedded = torch.randn(2, DRAFT.hidden_size)
+    assert target.features(embedded, captured).equal(torch.cat([embedded, captured], dim=1))

@@ -20,6 +20,7 @@ from golden_server import (
     policy,
     relative_acceptance,
 )
+from picture_targets import data_url, picture, picture_target, place
 from quantised_target import METHODS, quantised_target
 from random_drafter import random_drafter
 from server_pool import EIGHT_BITS
@@ -110,11 +111,13 @@ def test_no_slot_is_lost_by_retractions(served):
     "architecture",
     [f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Mistral3")],
 )
-def test_text_of_a_target_that_reads_images(architecture, tmp_path):
-    """SGLang tries no picture on it when it starts; Qwen's steps, with positions of three coordinates, are replayed."""
-    target, drafter = written_target(architecture, tmp_path / "target"), random_drafter(tmp_path / "draft", "tiny")
-    flags = (*CUDA_FLAGS, "--dtype", "bfloat16", "--tokenizer-path", str(TARGET), *dspark_flags(drafter))
-    bodies = [endless(prompt, ALIKE) for prompt in PROMPTS] * 4
+def test_a_target_that_reads_images(architecture, tmp_path):
+    """SGLang tries a picture on it when it starts; Qwen's steps, with positions of three coordinates, are replayed."""
+    target, drafter = picture_target(architecture, tmp_path / "target"), random_drafter(tmp_path / "draft", "tiny")
+    flags = (*CUDA_FLAGS, "--dtype", "bfloat16", *dspark_flags(drafter))
+    seen = {"text": f"what is {place(architecture)} this", "image_data": [data_url(picture(1, 80, 56))]}
+    reading = {"sampling_params": endless([], ALIKE)["sampling_params"], **seen}
+    bodies = [*(endless(prompt, ALIKE) for prompt in PROMPTS), reading] * 4
     with LaunchedServer(target, *flags, env=ENV) as server:
         with policy(server, "off"):
             expected = output_ids(server, bodies, 1)

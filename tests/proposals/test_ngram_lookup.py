@@ -13,8 +13,11 @@ texts = st.lists(st.integers(0, 3), max_size=40)
 EVERYTHING = 10_000  # more n-grams than any text here has
 
 
+VOCAB_SIZE = 1000
+
+
 def lookup_in(prompt, min_ngram, max_ngram):
-    return NgramLookup(Prompt(as_bytes(prompt), min_ngram, max_ngram))
+    return NgramLookup(Prompt(as_bytes(prompt, VOCAB_SIZE), min_ngram, max_ngram))
 
 
 def proposal(lookup, most):
@@ -78,7 +81,7 @@ def test_the_last_match_counts_in_whichever_dictionary_it_is(monkeypatch):
 
 
 def test_samples_of_a_prompt_share_its_index_and_not_their_outputs():
-    prompt = Prompt(as_bytes([5, 6, 7, 8, 5, 6]), 2, 2)
+    prompt = Prompt(as_bytes([5, 6, 7, 8, 5, 6], VOCAB_SIZE), 2, 2)
     first, second = NgramLookup(prompt), NgramLookup(prompt)
     assert first.prepare(EVERYTHING) > 0
     assert second.prepare(EVERYTHING) == 0
@@ -86,3 +89,13 @@ def test_samples_of_a_prompt_share_its_index_and_not_their_outputs():
     first.prepare(EVERYTHING)
     assert first.propose(2) == [9, 5]
     assert second.propose(2) == [7, 8]
+
+
+def test_copies_end_before_a_picture():
+    """Whose ids have 62 bits; two pictures are alike here."""
+    picture = VOCAB_SIZE + 2**61 + 3
+    lookup = lookup_in([7, 8, 9, picture, picture, 5, 6, 7, 8], 2, 3)
+    lookup.prepare(1000)
+    assert lookup.propose(4) == [9]
+    lookup.extend([9])
+    assert lookup.propose(4) == []

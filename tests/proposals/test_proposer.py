@@ -12,7 +12,7 @@ CLASSES = RequestOptions(preset="classification", labels=((1, 2, 3), (4, 5)))
 
 
 def test_samples_of_a_prompt_share_its_index():
-    proposers = Proposers()
+    proposers = Proposers(256)
     first, second, other = (proposers.make(SUMMARY, prompt) for prompt in ([1, 2, 3], (1, 2, 3), [1, 2, 4]))
     assert first._prompt is second._prompt
     assert other._prompt is not first._prompt
@@ -20,7 +20,7 @@ def test_samples_of_a_prompt_share_its_index():
 
 
 def test_requests_with_equal_labels_share_a_trie():
-    proposers = Proposers()
+    proposers = Proposers(256)
     equal = RequestOptions(preset="classification", labels=((1, 2, 3), (4, 5)))
     first, second = (proposers.make(options, [9]) for options in (CLASSES, equal))
     assert first._trie is second._trie
@@ -30,7 +30,7 @@ def test_requests_with_equal_labels_share_a_trie():
 
 
 def test_nothing_is_kept_for_requests_that_are_gone():
-    proposers = Proposers()
+    proposers = Proposers(256)
     kept = [proposers.make(SUMMARY, [1, 2, 3]), proposers.make(CLASSES, [9])]
     assert len(proposers._prompts) == len(proposers._tries) == 1
     kept.clear()
@@ -40,4 +40,4 @@ def test_nothing_is_kept_for_requests_that_are_gone():
 
 def test_a_request_without_a_preset_has_no_proposer():
     with pytest.raises(ValueError, match="proposes nothing"):
-        Proposers().make(RequestOptions(), [1])
+        Proposers(256).make(RequestOptions(), [1])

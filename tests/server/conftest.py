@@ -17,6 +17,7 @@ from family_targets import written_target
 from golden_server import DSPARK, GUARDED, TARGET, TWO_RANKS, emulated_graphs, own_worker
 from int8_target import int8_target
 from lora_adapters import adapter_flags
+from picture_targets import picture_target
 from random_drafter import damaged_drafter, random_drafter
 from server_pool import ON_GPU, Recipe, ServerPool
 from spoken_target import spoken_target
@@ -60,6 +61,15 @@ def _tiny(architecture: str, *flags: str, env: Mapping[str, str] | None = None) 
     return Recipe(
         lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *tokenizer, *flags),
         model=lambda folder: written_target(architecture, folder / "target"),
+        env=env or {},
+    )
+
+
+def _reading(architecture: str, *flags: str, env: Mapping[str, str] | None = None) -> Recipe:
+    """Return the same, of a target that reads pictures."""
+    return Recipe(
+        lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *flags),
+        model=lambda folder: picture_target(architecture, folder / "target"),
         env=env or {},
     )
 
@@ -148,11 +158,21 @@ SERVERS: dict[str, Recipe] = {
     ),
     # One family of targets for each of SGLang's methods that return hidden states.
     "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
-    "qwen2_5_vl": _tiny("Qwen2_5_VLForConditionalGeneration", "--max-running-requests", "4", env=emulated_graphs()),
     # Layers with windows have a K/V pool of their own.
     "gemma4": _tiny(*GEMMA4, env=LITERALLY),
     "gemma4_graphs": _tiny(*GEMMA4, "--max-running-requests", "4", env=LITERALLY | emulated_graphs()),
     "gemma4_ranks": _tiny(*GEMMA4, *PARALLEL, env=LITERALLY | TWO_RANKS),
+    "qwen2_5_vl": _reading("Qwen2_5_VLForConditionalGeneration", "--max-running-requests", "4", env=emulated_graphs()),
+    # Chunks of prompts end within pictures, and the pool cannot hold all requests.
+    "pictures": _reading(
+        "Qwen3VLForConditionalGeneration",
+        *("--chunked-prefill-size", "16", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01"),
+    ),
+    "plain_pictures": Recipe(
+        lambda folder: ("--disable-overlap-schedule",),
+        model=lambda folder: picture_target("Qwen3VLForConditionalGeneration", folder / "target"),
+    ),
+    "mistral3": _reading("Mistral3ForConditionalGeneration"),
     # Layers that keep recurrent states, in a pool that cannot hold all requests.
     "plain_hybrid": Recipe(
         lambda folder: ("--tokenizer-path", str(TARGET), *LAST_STATES, *CROWDED),

@@ -32,6 +32,7 @@ from golden_server import (
     together,
 )
 from int8_target import OF_ROWS, int8_target
+from picture_targets import picture_target
 from random_drafter import random_drafter
 from server_pool import EIGHT_BITS, ON_GPU, Recipe, ServerPool
 
@@ -59,7 +60,6 @@ class Form:
         flat: temperature at which drafter and target agree often, though they may know nothing of each other.
         pool: slots of K/V, too few for what is asked at once.
         env: of both servers.
-        plain_env: of the plain one, on top of that.
         int8: whether the golden target is quantised. The last bit of a sum decides how an activation is rounded, so a
             text may go on otherwise where tokens are nearly as likely, or after it was encoded again.
     """
@@ -72,7 +72,6 @@ class Form:
     flat: float = 2.0
     pool: int = 640
     env: Mapping[str, str] = field(default_factory=dict)
-    plain_env: Mapping[str, str] = field(default_factory=dict)
     int8: bool = False
 
     @property
@@ -80,16 +79,24 @@ class Form:
         """Return whether prefixes move there."""
         return HOST_MEMORY[0] in self.flags
 
+    @property
+    def reads_images(self) -> bool:
+        """Return whether the target brings a processor, and a tokenizer in it."""
+        return "ForConditionalGeneration" in self.architecture and self.env != LITERALLY
+
     def model(self, folder: Path) -> Path:
         """The target's folder."""
         if self.int8:
             return int8_target(folder, OF_ROWS)
+        if self.reads_images:
+            return picture_target(self.architecture, folder / "target")
         return written_target(self.architecture, folder / "target") if self.architecture else TARGET
 
     def plain(self, folder: Path) -> tuple[str, ...]:
         """Flags of the plain server."""
         pool = ("--max-total-tokens", str(self.pool), "--schedule-conservativeness", "0.01", "--context-length", "256")
-        return (*pool, "--page-size", str(self.page), "--tokenizer-path", str(TARGET), *self.flags)
+        tokenizer = () if self.reads_images else ("--tokenizer-path", str(TARGET))
+        return (*pool, "--page-size", str(self.page), *tokenizer, *self.flags)
 
     def dspark(self, folder: Path) -> tuple[str, ...]:
         """Flags of the one with DSPARK."""
@@ -106,8 +113,6 @@ RANDOM = {"temperature": 0.5, "flat": 8.0}
 TIED_FLAT = 32.0
 # Of experts; grouped routing is compiled otherwise, for half a minute, and a shared expert's gate is a Triton kernel.
 ROUTED = {} if ON_GPU else {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"}
-# A plain server would ask for a processor of images; DSPARK's asks for none.
-TEXT = {"TEXT_ALONE": "1"}
 FORMS = {
     "llama": Form("LlamaForCausalLM", **RANDOM),
     "qwen2": Form("Qwen2ForCausalLM", temperature=1.2, flat=TIED_FLAT),
@@ -121,12 +126,10 @@ FORMS = {
     "glm4-moe": Form("Glm4MoeForCausalLM", **RANDOM, env=ROUTED),
     # Windows and sinks; layers of two kinds, in pools of their own.
     "gpt-oss": Form("GptOssForCausalLM", flags=LITERAL_FLAGS, **RANDOM, env=LITERALLY),
-    "gemma4": Form(
-        "Gemma4ForConditionalGeneration", flags=LITERAL_FLAGS, flat=TIED_FLAT, env=LITERALLY, plain_env=TEXT
-    ),
-    "qwen2.5-vl": Form("Qwen2_5_VLForConditionalGeneration", **RANDOM, plain_env=TEXT),
-    "qwen3-vl": Form("Qwen3VLForConditionalGeneration", **RANDOM, plain_env=TEXT),
-    "qwen3-vl-moe": Form("Qwen3VLMoeForConditionalGeneration", **RANDOM, env=ROUTED, plain_env=TEXT),
+    "gemma4": Form("Gemma4ForConditionalGeneration", flags=LITERAL_FLAGS, flat=TIED_FLAT, env=LITERALLY),
+    "qwen2.5-vl": Form("Qwen2_5_VLForConditionalGeneration", **RANDOM),
+    "qwen3-vl": Form("Qwen3VLForConditionalGeneration", **RANDOM),
+    "qwen3-vl-moe": Form("Qwen3VLMoeForConditionalGeneration", **RANDOM, env=ROUTED),
     "int8": Form(int8=True),
     # Step times of two ranks that share two cores take a minute to measure for more requests and drafts.
     "two-ranks": Form(
@@ -159,7 +162,7 @@ class Pair:
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     recipes = {}
     for name, form in FORMS.items():
-        recipes[f"{name} plain"] = Recipe(form.plain, model=form.model, env={**form.env, **form.plain_env})
+        recipes[f"{name} plain"] = Recipe(form.plain, model=form.model, env=form.env)
         recipes[f"{name} dspark"] = Recipe(form.dspark, model=form.model, env=form.env)
     servers = ServerPool(recipes, tmp_path_factory.mktemp("forms"), most=2)
     try:

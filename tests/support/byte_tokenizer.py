@@ -16,15 +16,19 @@ COMMON = '{}[]":, abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJ_-.'
 CHAT = "{% for message in messages %}{{ message.role[0] }}:{{ message.content }};{% endfor %}a:"
 
 
-def save_byte_tokenizer(folder: Path, vocab_size: int = 256) -> Path:
-    """Write it; returns ``folder``."""
+def save_byte_tokenizer(folder: Path, vocab_size: int = 256, marks: tuple[str, ...] = ()) -> Path:
+    """Write it; return ``folder``.
+
+    Args:
+        marks: special tokens at the end of the vocabulary.
+    """
     common = [letter.replace(" ", "Ġ") for letter in COMMON]
     others = sorted(set(pre_tokenizers.ByteLevel.alphabet()).difference(common))
-    tokens = [*SPECIAL, *common, *others][:vocab_size]
+    tokens = [*[*SPECIAL, *common, *others][: vocab_size - len(marks)], *marks]
     tokenizer = Tokenizer(models.BPE({token: id_ for id_, token in enumerate(tokens)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_special_tokens([*SPECIAL, *marks])
     pad, eos, mask = SPECIAL
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos, mask_token=mask)
     fast.chat_template = CHAT

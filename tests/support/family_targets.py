@@ -160,7 +160,7 @@ TINY: dict[str, Tiny] = {
             "num_hidden_layers": 1,
             "num_attention_heads": 2,
             "head_dim": 16,
-            "image_size": 28,
+            "image_size": 112,
             "patch_size": 14,
         },
     ),

@@ -105,9 +105,9 @@ class _Loaded:
         from sglang_dspark.draft.families import family_of
         from sglang_dspark.draft.formats import read_content
         from sglang_dspark.engine.forward.layers import slot_translation
+        from sglang_dspark.engine.forward.mrope import make_table, place_rows
         from sglang_dspark.engine.forward.target import Target
         from sglang_dspark.engine.forward.verify_attention import verify_beside_prompts
-        from sglang_dspark.engine.scheduler.hook_handlers import positions_of_text
 
         [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
         literal: dict[str, Any] = {}
@@ -128,7 +128,7 @@ class _Loaded:
             max_running_requests=4,
             **{"attention_backend": "triton" if ON_GPU else "torch_native"} | literal | states,
         )
-        ForwardBatch.compute_spec_mrope_positions = positions_of_text  # a hook of the scheduler's process
+        ForwardBatch.compute_spec_mrope_positions = place_rows  # a hook of the scheduler's process
         args.resolve_once()
         one_batch.publish(args, role="scheduler", ranks=one_batch.SpawnRanks(world_rank=0, gpu_id=0))
         one_batch._init_process_global_configs()
@@ -147,6 +147,7 @@ class _Loaded:
         self.target = Target(self.runner, read_content(content, origin="probe").config)
         self.runner.model.set_dflash_layers_to_capture([tap for tap in TAPS if tap >= 0])
         verify_beside_prompts(self.runner)
+        make_table(self.runner)
         self.worker = SimpleNamespace(
             model_runner=self.runner,
             forward_batch_generation=lambda batch, forward_batch, **_: self.runner.forward(forward_batch),

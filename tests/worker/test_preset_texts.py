@@ -14,7 +14,7 @@ from sglang_dspark.proposals.proposer import Proposers
 from sglang_dspark.speculation import Speculation
 from sglang_dspark.worker.preset_texts import UNITS_PER_STEP, PresetTexts
 
-MAX_VERIFY = 4
+MAX_VERIFY, VOCAB_SIZE = 4, 100
 
 
 class Recorder:
@@ -80,7 +80,7 @@ def test_all_that_is_committed_is_known_and_nothing_else(rounds, first):
     with pytest.MonkeyPatch.context() as patch:
         made = []
         patch.setattr(Proposers, "make", lambda proposers, options, prompt: made.append(Recorder(prompt)) or made[-1])
-        texts = PresetTexts(MAX_VERIFY)
+        texts = PresetTexts(MAX_VERIFY, VOCAB_SIZE)
         req, other = request(preset="summarization"), request("plain")
         text = [first]
         for row, event in rounds:
@@ -108,7 +108,7 @@ def test_all_that_is_committed_is_known_and_nothing_else(rounds, first):
 
 
 def test_batches_without_presets_hold_nothing(proposers):
-    texts = PresetTexts(MAX_VERIFY)
+    texts = PresetTexts(MAX_VERIFY, VOCAB_SIZE)
     for options in ({}, {"max_verify": 1}, {"preset": "summarization", "enabled": False}):
         reqs = [request(**options)]
         assert texts.propose(reqs, options_of(reqs), step_of(reqs, [[4]])) is None
@@ -117,7 +117,7 @@ def test_batches_without_presets_hold_nothing(proposers):
 
 
 def test_copies_stay_within_every_bound(proposers):
-    texts = PresetTexts(MAX_VERIFY)
+    texts = PresetTexts(MAX_VERIFY, VOCAB_SIZE)
     summary = {"preset": "summarization"}
     reqs = [request("a", **summary), request("b", **summary, max_draft=2), request("c", **summary, max_verify=3)]
     for req in reqs:
@@ -129,14 +129,14 @@ def test_copies_stay_within_every_bound(proposers):
 
 
 def test_a_server_without_room_for_drafts_asks_no_preset(proposers):
-    texts = PresetTexts(0)
+    texts = PresetTexts(0, VOCAB_SIZE)
     reqs = [request(preset="summarization")]
     assert texts.propose(reqs, options_of(reqs, max_verify=0), step_of(reqs, [[4]])) is None
     assert proposers == []
 
 
 def test_what_a_step_prepares_is_bounded_however_many_ask(proposers):
-    texts = PresetTexts(MAX_VERIFY)
+    texts = PresetTexts(MAX_VERIFY, VOCAB_SIZE)
     reqs = [request(str(index), preset="summarization") for index in range(6)]
     texts.propose(reqs, options_of(reqs), step_of(reqs, [[4]] * 6))
     prepared = [proposer.prepared for proposer in proposers]

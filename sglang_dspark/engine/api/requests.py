@@ -24,8 +24,8 @@ from sglang_dspark.engine.scheduled.launch import ScheduledServer
 from sglang_dspark.engine.sglang_types import ModelConfig, SamplingParams, TokenizerManager
 
 _INT32_MAX, _FLOAT32_MAX = 2**31 - 1, 3.4028234663852886e38
-_MEDIA = ("image_data", "video_data", "audio_data")
 _IGNORED_BY_SGLANG = (("min_p", 0.0), ("sampling_seed", None))
+_UNTRIED_MEDIA = ("video_data", "audio_data")
 _PLACE = re.compile(r"\$\[(\d+)\](?:\[(\d+)\])?")
 
 
@@ -76,10 +76,9 @@ def _not_served(request: GenerateReqInput, parameters: SamplingParams, target: M
     for name in REFUSED_PARAMETERS:
         if (value := getattr(parameters, name)) not in (None, False, 1):
             yield f"DSPARK does not serve sampling_params.{name}={truncate(value)} yet; drop it"
-    # SGLang takes these targets for text models, as it was told to, and would drop images in silence.
-    for name in _MEDIA if family_of(target.hf_config.architectures).reads_images else ():
+    for name in _UNTRIED_MEDIA if family_of(target.hf_config.architectures).reads_images else ():
         if getattr(request, name, None):
-            yield f"DSPARK serves the text of this target, and not {name} yet; use a server without DSPARK"
+            yield f"DSPARK serves text and images of this target, and not {name} yet; use a server without DSPARK"
 
 
 def _not_scheduled(parameters: SamplingParams) -> Iterator[str]:
@@ -99,7 +98,7 @@ def check_types(tokenized: TokenizedGenerateReqInput) -> None:
         ValueError: names the field.
     """
     travelling = copy.copy(tokenized)
-    travelling.time_stats = None  # SGLang's own, and a pickle
+    travelling.time_stats = travelling.mm_inputs = None  # SGLang's own: a pickle, and pictures, which may be large
     try:
         msgpack_decode(msgpack_encode(travelling))
     except msgspec.ValidationError as error:

@@ -23,6 +23,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.forward.adapters import CapturedAdapters
+from sglang_dspark.engine.forward.mrope import place_rows
 from sglang_dspark.engine.forward.recurrent_layers import CapturedStates
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput, slots_of_windows
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
@@ -137,6 +138,7 @@ def static_verify(
         draft_token_num=plan.width,
         capture_hidden_mode=CaptureHiddenMode.FULL,
         indptr=plan.indptr,
+        requests=plan.requests,
     )
     forward_batch = ForwardBatch(
         forward_mode=ForwardMode.TARGET_VERIFY,
@@ -159,8 +161,8 @@ def static_verify(
     )
 
     def run() -> TargetOutput:
-        if model_runner.model_config.model_is_mrope:  # of text, all three of a token's coordinates are its position
-            forward_batch.mrope_positions = plan.positions.repeat(3, 1)
+        if model_runner.model_config.model_is_mrope:
+            place_rows(forward_batch, model_runner)
         dtype = _uncopied_logits() if logits is None else nullcontext()
         # With the batch, from which routing of experts learns how many rows are real.
         context = forward_context(ForwardContext(attn_backend=model_runner.attn_backend), forward_batch=forward_batch)

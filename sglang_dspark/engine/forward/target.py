@@ -98,7 +98,8 @@ class Target:
         """Drafter features of target rows.
 
         Args:
-            input_ids: [n] tokens that went through the target.
+            input_ids: [n] tokens that went through the target, or [n, d] their embeddings where pictures are among
+                them, whose ids no embedding has.
             captured: [n, taps * d] ``logits_output.hidden_states`` of that forward.
 
         Returns:
@@ -107,6 +108,8 @@ class Target:
         captured = captured[:, : len(self._layer_taps) * self._hidden_size]
         if not self._has_embedding_tap:
             return captured
+        if input_ids.is_floating_point():
+            return torch.cat([input_ids, captured], dim=-1)
         embedding = _without_adapters(self.model.get_input_embeddings())
         return torch.cat([embedding(input_ids), captured], dim=-1)
 

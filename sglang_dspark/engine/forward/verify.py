@@ -23,12 +23,14 @@ class DSparkVerifyInput(DFlashVerifyInput):
 
     Attributes:
         indptr: [bs + 1] int64, first row of each request; what :class:`CudaVerifyBackend` reads.
+        requests: [N] int64, request of each row.
         groups: what :class:`CpuVerifyBackend` reads: the layout for layers of a kind.
         slots_of_windows: [N] int64, where the rows' K/V lie in the pool of layers with a window; None if there is none.
         verified: set by :class:`RecurrentBackend`: what advances the states of recurrent layers.
     """
 
     indptr: torch.Tensor | None = None
+    requests: torch.Tensor | None = None
     groups: Callable[..., list[ContextGroup]] | None = None
     slots_of_windows: torch.Tensor | None = None
     verified: VerifiedRows | None = None
@@ -50,6 +52,7 @@ def run_verify(target_worker: Any, decode: DecodeBatch, plan: VerifyPlan) -> Tar
         capture_hidden_mode=CaptureHiddenMode.FULL,
         indptr=plan.indptr,
         slots_of_windows=slots_of_windows(target_worker.model_runner, plan.slots),
+        requests=plan.requests,
     )
     if plan.verify_lens.device.type == "cpu":
         verify_input.groups = _context_groups(target_worker.model_runner, decode, plan.verify_lens.tolist())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_dspark.engine.forward.layers import row_bounds, sliding_window, translation_of_layer
 from sglang_dspark.engine.forward.recurrent_layers import RecurrentBackend
@@ -179,6 +181,17 @@ def _slots_of_windows(forward_batch: Any, translation: torch.Tensor | None) -> t
     # Translated once for all layers, but for SGLang's dummy forwards.
     slots: torch.Tensor | None = getattr(forward_batch.spec_info, "slots_of_windows", None)
     return translation[forward_batch.out_cache_loc] if slots is None else slots
+
+
+def as_without_dspark(runner: Any) -> AbstractContextManager[None]:
+    """Return the context of a prefill: in it a model that asks for the backend of attention gets SGLang's own.
+
+    Some ask for its class, and mask pictures by it.
+    """
+    backend = runner.attn_backend
+    return forward_context(
+        ForwardContext(attn_backend=backend.prefill_backend if isinstance(backend, PhasedBackend) else backend)
+    )
 
 
 def verify_beside_prompts(runner: Any) -> None:

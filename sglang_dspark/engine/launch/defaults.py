@@ -23,9 +23,6 @@ def prepare(args: ServerArgs) -> None:
     args.speculative_draft_model_path = None
     if args.speculative_draft_model_quantization is None:
         args.speculative_draft_model_quantization = "unquant"  # SGLang would take the target's for the drafter's
-    if args.enable_multimodal is None:
-        # SGLang would try a picture on a target that reads images, which is refused, and end the start.
-        args.enable_multimodal = False
     if not (args.attention_backend or args.prefill_attention_backend or args.decode_attention_backend):
         device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if device == "cpu":

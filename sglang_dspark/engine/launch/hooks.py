@@ -213,12 +213,21 @@ HOOKS: tuple[Hook, ...] = (
         "our Prometheus metrics carry the labels of SGLang's, which are known from here on",
     ),
     Hook(
-        "positions-of-text",
+        "positions-of-ragged-rows",
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.compute_spec_mrope_positions",
         HookType.REPLACE,
-        "scheduler.hook_handlers.positions_of_text",
+        "forward.mrope.place_rows",
         "scheduler",
         "if positions have three coordinates, SGLang assumes that a step verifies as many rows for every request",
+        Moment.SOME_TIME,
+    ),
+    Hook(
+        "keep-embeddings",
+        "sglang.srt.managers.mm_utils.prepare_mm_inputs",
+        HookType.AFTER,
+        "forward.capture.keep_embeddings",
+        "scheduler",
+        "the embeddings of prompts with pictures, which a drafter may read, are memory that the target's layers add to",
         Moment.SOME_TIME,
     ),
     Hook(

@@ -70,8 +70,3 @@ def no_kv_copy_kernel(pool: Any) -> None:
 def no_state_snapshots() -> bool:
     """Leave out the pool of states that belong to drafts, as a server does that only encodes prompts."""
     return True
-
-
-def positions_of_text(forward_batch: Any, model_runner: Any, batch: Any, seq_positions: Any = None) -> None:
-    """Give the rows of a verification three equal coordinates: requests with images were refused."""
-    forward_batch.mrope_positions = forward_batch.positions.repeat(3, 1)

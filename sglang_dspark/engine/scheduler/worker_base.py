@@ -16,7 +16,8 @@ from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.compat.worker_face import WorkerFace
 from sglang_dspark.engine.forward.adapters import check_adapters
 from sglang_dspark.engine.forward.capture import capturing_forward
-from sglang_dspark.engine.forward.verify_attention import verify_beside_prompts
+from sglang_dspark.engine.forward.mrope import keep_deltas, make_table
+from sglang_dspark.engine.forward.verify_attention import as_without_dspark, verify_beside_prompts
 from sglang_dspark.engine.hook_checks import Moment, check
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.scheduler import faults, nodes
@@ -66,7 +67,10 @@ class SpecWorkerBase(WorkerFace):
 
     @abstractmethod
     def inject_context(self, input_ids: torch.Tensor, captured: torch.Tensor, positions: Any, slots: Any) -> None:
-        """Write the draft K/V of target rows: [n] ids, [n, taps * d] captured states, [n] positions, [n] slots."""
+        """Write the draft K/V of target rows: [n] ids, [n, taps * d] captured states, [n] positions, [n] slots.
+
+        In place of the ids, the rows' embeddings [n, d] where pictures are among them.
+        """
 
     @abstractmethod
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
@@ -128,6 +132,7 @@ class SpecWorkerBase(WorkerFace):
     def init_attention_backends(self) -> None:
         """Put our attention of verification beside the target's backend, before any graph is captured."""
         verify_beside_prompts(self._target_worker.model_runner)
+        make_table(self._target_worker.model_runner)
 
     def init_cuda_graphs(self) -> None:
         """Prepare to serve; SGLang calls this last, after the target's graphs were captured."""
@@ -180,20 +185,25 @@ class SpecWorkerBase(WorkerFace):
 
     @torch.no_grad()
     def _prefill(self, batch: Any, publish: Publish) -> Any:
-        forward_batch = capturing_forward(batch, self._target_worker.model_runner)
+        runner = self._target_worker.model_runner
+        forward_batch = capturing_forward(batch, runner)
+        keep_deltas(runner, batch)
         # First tokens are ours: SGLang's sampler knows no seeds, no output before a retraction, and no grammar's masks
         # on a CPU.
         draws = not batch.is_prefill_only
-        result = self._target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=draws)
+        with as_without_dspark(runner):
+            result = self._target_worker.forward_batch_generation(
+                batch=None, forward_batch=forward_batch, is_verify=draws
+            )
         if draws:
             self._draw_first(batch, result)
         result.new_seq_lens = batch.seq_lens
         publish(batch.seq_lens)
         # Before the scheduler may hand the prompt to the radix cache: a later prefix hit reuses these draft rows.
-        self.inject_context(
-            forward_batch.input_ids, result.logits_output.hidden_states, forward_batch.positions, batch.out_cache_loc
-        )
-        result.logits_output.hidden_states = None
+        output = result.logits_output
+        rows = forward_batch.input_ids if output.mm_input_embeds is None else output.mm_input_embeds
+        self.inject_context(rows, output.hidden_states, forward_batch.positions, batch.out_cache_loc)
+        output.hidden_states = output.mm_input_embeds = None
         result.next_draft_input = DSparkDraftInput(
             bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens.to(torch.int64)
         )

@@ -70,25 +70,23 @@ def interpret_adapters():
     patch_when_imported("sglang_dspark.engine.launch.flag_checks", offer)
 
 
-def serve_text_alone():
-    """Let a plain server serve a target that reads images, as DSPARK does: its text, without a processor of images."""
-
-    def install(module):
-        def make(self, *args, original=module.ModelConfig.__init__, **options):
-            original(self, *args, **options | {"enable_multimodal": False})
-
-        module.ModelConfig.__init__ = make
-
-    patch_when_imported("sglang.srt.configs.model_config", install)
-
-
 def attend_literally():
-    """Let a server on a CPU serve targets whose attention SGLang lacks there, see ``literal_attention``."""
+    """Let a server on a CPU serve targets whose attention SGLang lacks there, see ``literal_attention``.
+
+    Their text alone: they have no processor of images.
+    """
 
     def offer(module):
         module.PREFILL_BACKENDS = {**module.PREFILL_BACKENDS, "cpu": (*module.PREFILL_BACKENDS["cpu"], "intel_amx")}
         module.KNOWN_BY = {what: (*names, *module.PREFILL_BACKENDS["cpu"]) for what, names in module.KNOWN_BY.items()}
 
+    def serve_text(module):
+        def make(self, *args, original=module.ModelConfig.__init__, **options):
+            original(self, *args, **options | {"enable_multimodal": False})
+
+        module.ModelConfig.__init__ = make
+
+    patch_when_imported("sglang.srt.configs.model_config", serve_text)
     patch_when_imported("sglang.srt.layers.attention.attention_registry", late("literal_attention", "install"))
     patch_when_imported("sglang_dspark.engine.launch.flag_checks", offer)
 

@@ -7,11 +7,9 @@ Python imports this module at start-up when its folder is on ``PYTHONPATH``.
 
 import os
 
-from patching import attend_literally, complete_cpu, offer_random_lengths, serve_text_alone
+from patching import attend_literally, complete_cpu, offer_random_lengths
 
 offer_random_lengths()
 complete_cpu()
 if "LITERAL_ATTENTION" in os.environ:
     attend_literally()
-if "TEXT_ALONE" in os.environ:
-    serve_text_alone()

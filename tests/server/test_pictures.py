@@ -1,0 +1,128 @@
+"""Prompts with pictures behind a real server: texts are those of transformers, whose processor and weights it has."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from golden_server import assert_pool_is_whole, call, generate, policy
+from picture_targets import continued_after_pictures, data_url, picture, place, write_picture_target
+
+NUM_TOKENS, MANY_TOKENS = 20, 60
+WIDE, SQUARE, OTHER = picture(1, 80, 56), picture(2, 120, 120), picture(3, 80, 56)
+# Texts, with a place for each picture.
+PROMPTS = (
+    ("u:what is this PICTURE then;a:", (WIDE,)),
+    ("one PICTURE two PICTURE end", (WIDE, SQUARE)),
+    ("just text here", ()),
+    ("u:what is this PICTURE then;a:", (OTHER,)),
+)
+
+
+@cache
+def read_by_transformers(architecture: str, num_tokens: int) -> list[list[int]]:
+    """Return the greedy continuations of ``PROMPTS``."""
+    with TemporaryDirectory() as folder:
+        model, processor = write_picture_target(architecture, Path(folder))
+    return [
+        continued_after_pictures(model, processor, text.replace("PICTURE", place(architecture)), images, num_tokens)
+        for text, images in PROMPTS
+    ]
+
+
+def architecture_of(server) -> str:
+    folder = Path(server.get_json("/get_model_info")["model_path"])
+    return json.loads((folder / "config.json").read_text())["architectures"][0]
+
+
+def bodies_of(server, num_tokens=NUM_TOKENS, **fields):
+    """Requests of ``PROMPTS``."""
+    parameters = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    mark = place(architecture_of(server))
+    return [
+        {
+            "text": text.replace("PICTURE", mark),
+            "image_data": [data_url(image) for image in images] or None,
+            "sampling_params": parameters,
+            **fields,
+        }
+        for text, images in PROMPTS
+    ]
+
+
+def assert_texts(answers, expected):
+    assert [answer["output_ids"] for answer in answers] == expected
+
+
+def assert_pictures_are_read(server, then):
+    """One by one, then from the cache and together, under ``static`` and under the policy ``then``."""
+    expected, bodies = read_by_transformers(architecture_of(server), NUM_TOKENS), bodies_of(server)
+    assert expected[0] != expected[3]  # of which only the pictures differ
+    with policy(server, "static"):
+        assert_texts(generate(server, bodies, 1), expected)
+    with policy(server, then):
+        again = generate(server, bodies * 3, 4)
+    assert_texts(again, expected * 3)
+    for answer in again:
+        assert answer["meta_info"]["cached_tokens"] >= answer["meta_info"]["prompt_tokens"] - 1
+    assert_pool_is_whole(server)
+
+
+def test_texts_behind_pictures(pictures):
+    """Prompts come in chunks that end within pictures."""
+    assert_pictures_are_read(pictures, "random")
+
+
+def test_retracted_requests_are_read_again(pictures):
+    expected = read_by_transformers(architecture_of(pictures), MANY_TOKENS)
+    answers = generate(pictures, bodies_of(pictures, MANY_TOKENS) * 4, 16)
+    assert_texts(answers, expected * 4)
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+    assert_pool_is_whole(pictures)
+
+
+def test_presets_and_logprobs_of_prompts_with_pictures(pictures):
+    """Whose tokens in the place of pictures have ids that no vocabulary has."""
+    expected = read_by_transformers(architecture_of(pictures), NUM_TOKENS)
+    copying = {"speculation": {"preset": "summarization", "min_ngram": 1, "max_ngram": 2}}
+    assert_texts(generate(pictures, bodies_of(pictures, **copying), 4), expected)
+    answers = generate(pictures, bodies_of(pictures, return_logprob=True, logprob_start_len=0), 4)
+    assert_texts(answers, expected)
+    for answer in answers:
+        assert len(answer["meta_info"]["input_token_logprobs"]) == answer["meta_info"]["prompt_tokens"]
+
+
+def test_a_chat_with_a_picture(pictures):
+    """As OpenAI's clients send it; the chat template puts the picture into its place."""
+    content = [{"type": "image_url", "image_url": {"url": data_url(WIDE)}}, {"type": "text", "text": "what is it"}]
+    parameters = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    body = {"model": "any", "messages": [{"role": "user", "content": content}], **parameters}
+    answer = pictures.post_json("/v1/chat/completions", body)
+    text = f"u:{place(architecture_of(pictures))}what is it;a:"
+    same = {**bodies_of(pictures)[0], "text": text, "image_data": [data_url(WIDE)]}
+    assert answer["choices"][0]["message"]["content"] == pictures.post_json("/generate", same)["text"]
+    status, message = call(pictures, "/generate", body={"text": "x", "video_data": ["x.mp4"]})
+    assert status == 400 and "and not video_data yet" in message
+
+
+@pytest.mark.thorough
+def test_pictures_in_replayed_steps(qwen2_5_vl):
+    assert_pictures_are_read(qwen2_5_vl, "auto")  # emulated servers know no policy of the tests
+
+
+@pytest.mark.thorough
+def test_pictures_without_positions_of_three_coordinates(mistral3):
+    assert_pictures_are_read(mistral3, "random")
+
+
+@pytest.mark.thorough
+def test_a_plain_server_writes_the_same(pictures, plain_pictures):
+    bodies = [
+        {**body, "sampling_params": {**body["sampling_params"], "frequency_penalty": 0.5, "min_new_tokens": 4}}
+        for body in bodies_of(pictures)
+    ]
+    expected, found = (generate(server, bodies, 1) for server in (plain_pictures, pictures))
+    assert_texts(found, [answer["output_ids"] for answer in expected])
