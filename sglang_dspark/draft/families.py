@@ -42,7 +42,7 @@ class Family:
 
 _NO_WINDOW = "a `sliding_window` has no effect, as in SGLang without DSPARK"
 _TEXT = "text; images answer HTTP 400"
-_TESTS_ALONE = "refused on a GPU until captured steps know it, and on a CPU, where only tests serve it"
+_ON_A_CPU = "on a CPU; refused on a GPU until captured steps know it"
 
 FAMILIES: tuple[Family, ...] = (
     Family("LlamaForCausalLM", "Llama 2 and 3, SmolLM2"),
@@ -82,23 +82,23 @@ FAMILIES: tuple[Family, ...] = (
         reads_images=True,
         remark=_TEXT,
     ),
-    Family("Qwen3_5ForCausalLM", "Qwen3.5 to 3.8, text", recurrent=True, remark=_TESTS_ALONE),
+    Family("Qwen3_5ForCausalLM", "Qwen3.5 to 3.8, text", recurrent=True, remark=_ON_A_CPU),
     Family(
         "Qwen3_5ForConditionalGeneration",
         "Qwen3.5, 3.6 and 3.8, dense",
         reads_images=True,
         recurrent=True,
-        tried=("model",),
-        remark=f"{_TEXT}; {_TESTS_ALONE}",
+        remark=f"{_TEXT}; {_ON_A_CPU}",
     ),
     Family(
         "Qwen3_5MoeForConditionalGeneration",
         "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B",
         reads_images=True,
         recurrent=True,
-        tried=("model",),
-        remark=f"{_TEXT}; {_TESTS_ALONE}",
+        remark=f"{_TEXT}; {_ON_A_CPU}",
     ),
+    Family("Qwen3_5MoeForCausalLM", "Qwen3.8-2.4T, text", recurrent=True, remark=_ON_A_CPU),
+    Family("Qwen3NextForCausalLM", "Qwen3-Next, Qwen3-Coder-Next", recurrent=True, remark=_ON_A_CPU),
 )
 
 
@@ -144,7 +144,7 @@ HYBRIDS_INSTEAD = f"{_DFLASH}, and {_OWN_DSPARK}"
 
 UNSERVED: tuple[Unserved, ...] = (
     Unserved(
-        "Qwen3NextForCausalLM Qwen3_5MoeForCausalLM InternS2PreviewForConditionalGeneration",
+        "InternS2PreviewForConditionalGeneration",
         _STATE,
         _DFLASH,
         own_dspark=True,

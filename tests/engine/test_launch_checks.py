@@ -8,7 +8,7 @@ import torch
 from launch_contexts import found_by, launch_context
 
 from sglang_dspark.draft.resolved import ResolvedDrafter
-from sglang_dspark.engine.launch import checks
+from sglang_dspark.engine.launch import checks, model_checks
 from sglang_dspark.engine.launch.checks import CHECKS, Check, Moment, refuse
 from sglang_dspark.engine.launch.flag_checks import SINK_BACKENDS
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
@@ -62,11 +62,6 @@ REFUSED = [
         "recurrent layers",
         {"target": HYBRID},
         "--model-path: .*Qwen3_5ForCausalLM is not served .* on cuda: .*captured steps.* DFLASH .*-engine builtin",
-    ),
-    (
-        "recurrent layers",
-        {"target": HYBRID, "device": "cpu"},
-        "--model-path: .*Qwen3_5ForCausalLM is not served with DSPARK on cpu: .*no kernels.* DFLASH .*-engine builtin",
     ),
     (
         "dimensions of the pair",
@@ -249,6 +244,14 @@ def test_every_check_is_tested():
 
 def test_states_without_snapshots_pass():
     assert found_by("flags beside recurrent layers", start(target=HYBRID, states="no_buffer")) is None
+    assert found_by("flags beside recurrent layers", start(target=HYBRID, device="cpu", tp_size=2)) is None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_are_served_on_a_cpu_whose_convolutions_are_not_packed(monkeypatch, packed):
+    monkeypatch.setattr(model_checks, "cpu_has_amx_support", lambda: packed)
+    found = found_by("recurrent layers", start(target=HYBRID, device="cpu"))
+    assert found.endswith("and run sglang-dspark enable-cpu") if packed else found is None
 
 
 def test_backends_with_sinks_are_served():

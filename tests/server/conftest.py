@@ -18,7 +18,7 @@ from golden_server import DSPARK, GUARDED, TARGET, TWO_RANKS, emulated_graphs
 from int8_target import int8_target
 from lora_adapters import adapter_flags
 from random_drafter import damaged_drafter, random_drafter
-from server_pool import ON_GPU, Recipe, ServerPool
+from server_pool import NO_SNAPSHOTS, ON_GPU, Recipe, ServerPool
 from spoken_target import spoken_target
 from wheel import NOT_OF_THE_FOLDER, python_with_the_wheel
 
@@ -30,10 +30,7 @@ STATIC = ("--speculative-dspark-schedule", "static")
 DRAFT_FREE = (*PLUGIN, "--speculative-dspark-draft-free")
 # A pool that cannot hold the running requests, and a context that they grow out of.
 TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01")
-STATES = (
-    *("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule", "--max-mamba-cache-size", "40"),
-    *("--context-length", "256", "--max-total-tokens", "450", "--schedule-conservativeness", "0.01"),
-)
+STATES = ("--max-mamba-cache-size", "40", "--context-length", "256")
 PARSERS = ("--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1")
 LORA = "csgmv" if ON_GPU else "torch_native"
 # Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.
@@ -123,12 +120,15 @@ SERVERS: dict[str, Recipe] = {
     # One family of targets for each of SGLang's methods that return hidden states.
     "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
     "qwen2_5_vl": _tiny("Qwen2_5_VLForConditionalGeneration", "--max-running-requests", "4", env=emulated_graphs()),
-    # Layers that keep recurrent states, in a pool that cannot hold all requests.
+    # Layers that keep recurrent states.
     "plain_hybrid": Recipe(
-        lambda folder: ("--tokenizer-path", str(TARGET), *STATES),
+        lambda folder: (*_letters(folder), *STATES, *NO_SNAPSHOTS),
         model=lambda folder: written_target("Qwen3_5ForCausalLM", folder / "target"),
     ),
-    "hybrid": _tiny("Qwen3_5ForCausalLM", *STATES),
+    "hybrid": Recipe(
+        lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *_letters(folder), *STATES),
+        model=lambda folder: written_target("Qwen3_5ForCausalLM", folder / "target"),
+    ),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC),
         model=lambda folder: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),

@@ -33,7 +33,7 @@ from golden_server import (
 )
 from int8_target import OF_ROWS, int8_target
 from random_drafter import random_drafter
-from server_pool import EIGHT_BITS, ON_GPU, Recipe, ServerPool
+from server_pool import EIGHT_BITS, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Recipe, ServerPool
 
 from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
 
@@ -62,6 +62,7 @@ class Form:
         plain_env: of the plain one, on top of that.
         int8: whether the golden target is quantised. The last bit of a sum decides how an activation is rounded, so a
             text may go on otherwise where tokens are nearly as likely, or after it was encoded again.
+        recurrent: whether layers keep states, which are cached where a text ended, and nowhere else.
     """
 
     architecture: str = ""
@@ -74,6 +75,7 @@ class Form:
     env: Mapping[str, str] = field(default_factory=dict)
     plain_env: Mapping[str, str] = field(default_factory=dict)
     int8: bool = False
+    recurrent: bool = False
 
     @property
     def host_memory(self) -> bool:
@@ -89,7 +91,8 @@ class Form:
     def plain(self, folder: Path) -> tuple[str, ...]:
         """Flags of the plain server."""
         pool = ("--max-total-tokens", str(self.pool), "--schedule-conservativeness", "0.01", "--context-length", "256")
-        return (*pool, "--page-size", str(self.page), "--tokenizer-path", str(TARGET), *self.flags)
+        states = (*NO_SNAPSHOTS, "--max-mamba-cache-size", "60") if self.recurrent else ()
+        return (*pool, *states, "--page-size", str(self.page), "--tokenizer-path", str(TARGET), *self.flags)
 
     def dspark(self, folder: Path) -> tuple[str, ...]:
         """Flags of the one with DSPARK."""
@@ -104,8 +107,8 @@ FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 RANDOM = {"temperature": 0.5, "flat": 8.0}
 # Of targets whose LM head is the embedding, which says the last token again.
 TIED_FLAT = 32.0
-# Of experts; grouped routing is compiled otherwise, for half a minute, and a shared expert's gate is a Triton kernel.
-ROUTED = {} if ON_GPU else {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"}
+# Of experts; grouped routing is compiled otherwise, for half a minute.
+ROUTED = {} if ON_GPU else {"TORCHDYNAMO_DISABLE": "1"}
 # A plain server would ask for a processor of images; DSPARK's asks for none.
 TEXT = {"TEXT_ALONE": "1"}
 FORMS = {
@@ -124,6 +127,26 @@ FORMS = {
     "qwen2.5-vl": Form("Qwen2_5_VLForConditionalGeneration", **RANDOM, plain_env=TEXT),
     "qwen3-vl": Form("Qwen3VLForConditionalGeneration", **RANDOM, plain_env=TEXT),
     "qwen3-vl-moe": Form("Qwen3VLMoeForConditionalGeneration", **RANDOM, env=ROUTED, plain_env=TEXT),
+    "qwen3.5": Form(
+        "Qwen3_5ForCausalLM", flags=("--chunked-prefill-size", "32"), **RANDOM, recurrent=True, env=WHOLE_WINDOWS
+    ),
+    "qwen3.5-wrapper": Form(
+        "Qwen3_5ForConditionalGeneration", **RANDOM, recurrent=True, env=WHOLE_WINDOWS, plain_env=TEXT
+    ),
+    "qwen3.5-moe": Form("Qwen3_5MoeForCausalLM", **RANDOM, recurrent=True, env=WHOLE_WINDOWS | ROUTED),
+    "qwen3.5-moe-wrapper": Form(
+        "Qwen3_5MoeForConditionalGeneration", **RANDOM, recurrent=True, env=WHOLE_WINDOWS | ROUTED, plain_env=TEXT
+    ),
+    "qwen3-next": Form("Qwen3NextForCausalLM", **RANDOM, recurrent=True, env=WHOLE_WINDOWS | ROUTED),
+    "qwen3.5-two-ranks": Form(
+        "Qwen3_5ForCausalLM",
+        flags=("--tp-size", "2", "--max-running-requests", "4"),
+        speculative=("--speculative-dspark-block-size", "3"),
+        pool=320,
+        **RANDOM,
+        recurrent=True,
+        env=WHOLE_WINDOWS | TWO_RANKS,
+    ),
     "int8": Form(int8=True),
     # Step times of two ranks that share two cores take a minute to measure for more requests and drafts.
     "two-ranks": Form(

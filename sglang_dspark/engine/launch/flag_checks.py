@@ -141,7 +141,7 @@ def beside_recurrent_layers(context: LaunchContext) -> str | None:
     unserved = [flag_rules.flag_of(name) for name in BESIDE_RECURRENT_LAYERS if getattr(args, name)]
     if asked := _asks_for_adapters(args):
         unserved.append(asked)
-    if args.tp_size > 1:
+    if args.tp_size > 1 and args.device != "cpu":
         unserved.append(f"--tp-size={args.tp_size}")
     messages = [
         f"DSPARK cannot run with {flag} beside a target with recurrent layers; drop the flag" for flag in unserved

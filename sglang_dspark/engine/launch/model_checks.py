@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from dspark_kernels import widest_window
+from sglang.srt.utils import cpu_has_amx_support
 
 from sglang_dspark.config import flag_name
 from sglang_dspark.draft.families import HYBRIDS_INSTEAD
@@ -15,7 +16,7 @@ from sglang_dspark.draft.weights import own_tensors
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.support import DEVICES, gpu_refusal
 
-RECURRENT_DEVICES: tuple[str, ...] = ()
+RECURRENT_DEVICES: tuple[str, ...] = ("cpu",)
 """Devices on which targets with recurrent layers are served."""
 
 
@@ -41,13 +42,20 @@ def family(context: LaunchContext) -> None:
 def recurrent_layers(context: LaunchContext) -> str | None:
     """Refuse targets with recurrent layers on devices where their states cannot be advanced."""
     family, found = context.family, context.args.device
-    if not family.recurrent or found in RECURRENT_DEVICES:
+    if not family.recurrent:
         return None
-    missing = "SGLang has no kernels for them" if found == "cpu" else "captured steps cannot advance them yet"
-    return (
+    unserved = (
         f"--model-path: target architecture {family.architecture} is not served with DSPARK on {found}: its layers "
-        f"keep recurrent states, and {missing}; {HYBRIDS_INSTEAD}"
+        "keep recurrent states"
     )
+    if found not in RECURRENT_DEVICES:
+        return f"{unserved}, and captured steps cannot advance them yet; {HYBRIDS_INSTEAD}"
+    if found == "cpu" and cpu_has_amx_support():
+        return (
+            f"{unserved}, and SGLang's kernels for this CPU pack the convolutions before them for AMX; install the "
+            "published sglang-kernel in their place, and run sglang-dspark enable-cpu"
+        )
+    return None
 
 
 def dimensions(context: LaunchContext) -> None:

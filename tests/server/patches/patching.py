@@ -4,6 +4,8 @@ import importlib.abc
 import importlib.util
 import sys
 
+from sglang_dspark import on_cpu
+
 
 class Finder(importlib.abc.MetaPathFinder):
     """Calls ``patch`` with one module right after it was loaded."""
@@ -68,25 +70,12 @@ def attend_with_sinks():
     patch_when_imported("sglang_dspark.engine.launch.flag_checks", offer)
 
 
-def keep_recurrent_states():
-    """Let a server on a CPU serve targets with recurrent layers, see ``recurrent_layers``."""
-
-    def allow(module):
-        module.RECURRENT_DEVICES = ("cpu",)
-
-    # Models look for these functions when they are imported.
-    patch_when_imported("sglang.srt.utils", _late("recurrent_layers", "install"))
-    patch_when_imported("sglang_dspark.engine.launch.model_checks", allow)
-    norm = "sglang.kernels.ops.attention.fla.layernorm_gated"
-    patch_when_imported(norm, _late("recurrent_layers", "install_norm"))
-
-
 def complete_cpu():
     """Have a server on a CPU know the quantisation of ``int8_method``, pages, adapters and caches in host memory.
 
-    Also the recurrent layers of ``recurrent_layers``.
+    Its stand-in of SGLang's kernels is that of this working tree, whichever one the environment was switched by.
     """
-    keep_recurrent_states()
+    on_cpu.watch_imports()
 
     def allow(module):
         module.HOST_CACHE_DEVICES = module.PAGE_DEVICES = ("cpu", "cuda")
