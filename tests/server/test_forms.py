@@ -311,7 +311,8 @@ def test_a_prefix_that_is_found_again_keeps_its_drafts(pair):
         [again] = generate(pair.dspark, [body | {"input_ids": prompt}], 1)
     infos = first["meta_info"], again["meta_info"]
     whole_pages = 79 // pair.form.page * pair.form.page
-    assert (infos[0]["cached_tokens"], infos[1]["cached_tokens"]) == (0, whole_pages)
+    if not pair.form.recurrent:  # states lie where texts ended: test_recurrent_targets.py
+        assert (infos[0]["cached_tokens"], infos[1]["cached_tokens"]) == (0, whole_pages)
     assert first["output_ids"] == again["output_ids"]
     assert infos[0]["spec_accept_length"] == infos[1]["spec_accept_length"]
     drafts = [[entry["draft"] for entry in info["dspark_trace"] if entry is not None] for info in infos]

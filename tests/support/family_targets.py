@@ -247,7 +247,7 @@ SEEDS: dict[str, int] = {
     "Qwen3VLForConditionalGeneration": 13,
     "Qwen3VLMoeForConditionalGeneration": 14,
     "Qwen3NextForCausalLM": 11,
-    "Qwen3_5MoeForCausalLM": 11,
+    "Qwen3_5MoeForCausalLM": 12,
     "Qwen3_5ForCausalLM": 12,
     "Qwen3_5ForConditionalGeneration": 11,
     "Qwen3_5MoeForConditionalGeneration": 11,
