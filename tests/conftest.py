@@ -10,6 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from sglang_dspark import on_cpu
+
+on_cpu.watch_imports()  # the stand-in of this working tree, whichever one the environment was switched by
+
 for name in [name for name in os.environ if name.startswith("SGLANG_DSPARK_") or name == "SGLANG_PLUGINS"]:
     del os.environ[name]
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -43,6 +43,7 @@ class Family:
 _NO_WINDOW = "a `sliding_window` has no effect, as in SGLang without DSPARK"
 _TESTS_ALONE = "not yet run on a GPU; refused on a CPU, where only tests serve it"
 _IMAGES = "text and images; video and audio answer HTTP 400"
+_NO_GPU = "not yet run on a GPU"
 
 FAMILIES: tuple[Family, ...] = (
     Family("LlamaForCausalLM", "Llama 2 and 3, SmolLM2"),
@@ -86,23 +87,23 @@ FAMILIES: tuple[Family, ...] = (
         reads_images=True,
         remark=f"text and images, images not tried; {_TESTS_ALONE}; `--attention-backend triton`",
     ),
-    Family("Qwen3_5ForCausalLM", "Qwen3.5 to 3.8, text", recurrent=True, remark=_TESTS_ALONE),
+    Family("Qwen3_5ForCausalLM", "Qwen3.5 to 3.8, text", recurrent=True, remark=_NO_GPU),
     Family(
         "Qwen3_5ForConditionalGeneration",
         "Qwen3.5, 3.6 and 3.8, dense",
         reads_images=True,
         recurrent=True,
-        tried=("model",),
-        remark=f"{_IMAGES}; {_TESTS_ALONE}",
+        remark=f"{_IMAGES}; {_NO_GPU}",
     ),
     Family(
         "Qwen3_5MoeForConditionalGeneration",
         "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B",
         reads_images=True,
         recurrent=True,
-        tried=("model",),
-        remark=f"{_IMAGES}; {_TESTS_ALONE}",
+        remark=f"{_IMAGES}; {_NO_GPU}",
     ),
+    Family("Qwen3_5MoeForCausalLM", "Qwen3.8-2.4T, text", recurrent=True, remark=_NO_GPU),
+    Family("Qwen3NextForCausalLM", "Qwen3-Next, Qwen3-Coder-Next", recurrent=True, remark=_NO_GPU),
 )
 
 
@@ -148,7 +149,7 @@ HYBRIDS_INSTEAD = f"{_DFLASH}, and {_OWN_DSPARK}"
 
 UNSERVED: tuple[Unserved, ...] = (
     Unserved(
-        "Qwen3NextForCausalLM Qwen3_5MoeForCausalLM InternS2PreviewForConditionalGeneration",
+        "InternS2PreviewForConditionalGeneration",
         _STATE,
         _DFLASH,
         own_dspark=True,

@@ -214,6 +214,18 @@ def test_a_cpu_limits_requests_with_states(given, expected):
     assert args.max_running_requests == expected
 
 
+def test_states_are_kept_as_a_cpu_can(reads, tmp_path):
+    """SGLang would choose snapshots, and end the start by an assertion."""
+    target = ("--model-path", str(written_target("Qwen3_5ForCausalLM", tmp_path / "target")))
+    drafter = random_drafter(tmp_path / "draft", "tiny")
+    for given in ((), ("--mamba-radix-cache-strategy", "no_buffer"), ("--disable-radix-cache",)):
+        made, _ = settled(*target, *given, draft=drafter)
+        assert (made.mamba_radix_cache_strategy, made.disable_overlap_schedule) == ("no_buffer", True)
+    with pytest.raises(ConfigError, match=r"--mamba-radix-cache-strategy=extra_buffer on cpu: .*; drop the flag"):
+        settled(*target, "--mamba-radix-cache-strategy", "extra_buffer", draft=drafter)
+    assert not settled()[0].disable_overlap_schedule
+
+
 def test_the_limit_reaches_the_scheduler(reads, monkeypatch):
     def as_on_a_gpu(args, window, recurrent):
         assert overrides.resolving_view(args).cuda_graph_config.decode.max_bs > 0

@@ -8,7 +8,7 @@ import torch
 from launch_contexts import found_by, launch_context
 
 from sglang_dspark.draft.resolved import ResolvedDrafter
-from sglang_dspark.engine.launch import checks
+from sglang_dspark.engine.launch import checks, model_checks
 from sglang_dspark.engine.launch.checks import CHECKS, Check, Moment, refuse
 from sglang_dspark.engine.launch.flag_checks import KNOWN_BY, SINKS
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
@@ -61,8 +61,8 @@ REFUSED = [
     ),
     (
         "recurrent layers",
-        {"target": HYBRID, "device": "cpu"},
-        "--model-path: .*Qwen3_5ForCausalLM is not served with DSPARK on cpu: .*no kernels.* DFLASH .*-engine builtin",
+        {"target": HYBRID, "device": "npu"},
+        "--model-path: .*Qwen3_5ForCausalLM is not served with DSPARK on npu: .*no kernels.* DFLASH .*-engine builtin",
     ),
     (
         "dimensions of the pair",
@@ -259,6 +259,18 @@ def test_every_check_is_tested():
     names = [check.name for check in CHECKS]
     assert {row[0] for row in REFUSED} | set(ELSEWHERE) == set(names)
     assert len(set(names)) == len(names)
+
+
+def test_states_without_snapshots_pass():
+    assert found_by("flags beside recurrent layers", start(target=HYBRID, states="no_buffer")) is None
+    assert found_by("flags beside recurrent layers", start(target=HYBRID, device="cpu", tp_size=2)) is None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_are_served_on_a_cpu_whose_convolutions_are_not_packed(monkeypatch, packed):
+    monkeypatch.setattr(model_checks, "cpu_has_amx_support", lambda: packed)
+    found = found_by("recurrent layers", start(target=HYBRID, device="cpu"))
+    assert found.endswith("and run sglang-dspark enable-cpu") if packed else found is None
 
 
 def test_backends_with_sinks_are_served():

@@ -19,7 +19,7 @@ from int8_target import int8_target
 from lora_adapters import adapter_flags
 from picture_targets import picture_target
 from random_drafter import damaged_drafter, random_drafter
-from server_pool import ON_GPU, Recipe, ServerPool
+from server_pool import NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Recipe, ServerPool
 from spoken_target import spoken_target
 from wheel import NOT_OF_THE_FOLDER, python_with_the_wheel
 
@@ -31,16 +31,11 @@ STATIC = ("--speculative-dspark-schedule", "static")
 DRAFT_FREE = (*PLUGIN, "--speculative-dspark-draft-free")
 # A pool that cannot hold the running requests, and a context that they grow out of.
 TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01")
-LAST_STATES = (
-    "--mamba-radix-cache-strategy",
-    "no_buffer",
-    "--disable-overlap-schedule",
-    "--max-mamba-cache-size",
-    "40",
-)
-# Of texts, the radix cache gets states from their middle, and steps overlap.
+# Of texts, the radix cache gets states from their middle, and steps overlap, as on a GPU.
+SNAPSHOTS = {"SNAPSHOTS_ON_A_CPU": "1", **WHOLE_WINDOWS}
 MIDDLE_STATES = ("--mamba-track-interval", "64", "--max-mamba-cache-size", "80", "--context-length", "256")
 CROWDED = ("--context-length", "256", "--max-total-tokens", "450", "--schedule-conservativeness", "0.01")
+STATES = ("--max-mamba-cache-size", "40", "--context-length", "256")
 PARSERS = ("--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1")
 LORA = "csgmv" if ON_GPU else "torch_native"
 # Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.
@@ -173,14 +168,20 @@ SERVERS: dict[str, Recipe] = {
         model=lambda folder: picture_target("Qwen3VLForConditionalGeneration", folder / "target"),
     ),
     "mistral3": _reading("Mistral3ForConditionalGeneration"),
-    # Layers that keep recurrent states, in a pool that cannot hold all requests.
+    "hybrid_overlap": _tiny("Qwen3_5ForCausalLM", *MIDDLE_STATES, *CROWDED, env=SNAPSHOTS),
+    "hybrid_graphs": _tiny(
+        "Qwen3_5ForCausalLM", *MIDDLE_STATES, "--max-running-requests", "4", env=SNAPSHOTS | emulated_graphs()
+    ),
+    # Layers that keep recurrent states.
     "plain_hybrid": Recipe(
-        lambda folder: ("--tokenizer-path", str(TARGET), *LAST_STATES, *CROWDED),
+        lambda folder: (*_letters(folder), *STATES, *NO_SNAPSHOTS),
+        model=lambda folder: written_target("Qwen3_5ForCausalLM", folder / "target"),
+        env={"TORCH_COMPILE_DISABLE": "1"},  # its grammars take half a minute otherwise
+    ),
+    "hybrid": Recipe(
+        lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *_letters(folder), *STATES),
         model=lambda folder: written_target("Qwen3_5ForCausalLM", folder / "target"),
     ),
-    "hybrid": _tiny("Qwen3_5ForCausalLM", *LAST_STATES, *CROWDED),
-    "hybrid_overlap": _tiny("Qwen3_5ForCausalLM", *MIDDLE_STATES, *CROWDED),
-    "hybrid_graphs": _tiny("Qwen3_5ForCausalLM", *MIDDLE_STATES, "--max-running-requests", "4", env=emulated_graphs()),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC),
         model=lambda folder: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),

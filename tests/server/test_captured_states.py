@@ -8,7 +8,7 @@ import pytest
 from family_targets import COMMON, continued, write_target
 from golden_server import counting, endless, generate, output_ids, policy
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough]  # start-up refuses such targets on a CPU
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]  # SGLang does not serve it so on a CPU
 
 NUM_TOKENS = 6  # an interpreted step takes a tenth of a second
 

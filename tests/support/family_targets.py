@@ -236,14 +236,18 @@ _RECURRENT: dict[str, Any] = {
         "mrope_interleaved": True,
     },
 }
+_ROUTED = {**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 48}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 TINY |= {
+    "Qwen3NextForCausalLM": Tiny("Qwen3NextForCausalLM", {**_RECURRENT, **_ROUTED, "rope_parameters": _ROPE}, chosen=2),
+    "Qwen3_5MoeForCausalLM": Tiny("Qwen3_5MoeForCausalLM", {**_RECURRENT, **_ROUTED}, chosen=2),
     "Qwen3_5ForCausalLM": Tiny("Qwen3_5ForCausalLM", _RECURRENT),
     "Qwen3_5ForConditionalGeneration": Tiny(
         "Qwen3_5ForConditionalGeneration", _RECURRENT, vision=_QWEN3_VISION | {"deepstack_visual_indexes": []}
     ),
     "Qwen3_5MoeForConditionalGeneration": Tiny(
         "Qwen3_5MoeForConditionalGeneration",
-        {**_RECURRENT, **EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 48},
+        {**_RECURRENT, **_ROUTED},
         chosen=2,
         vision=_QWEN3_VISION | {"deepstack_visual_indexes": []},
     ),
@@ -280,6 +284,8 @@ SEEDS: dict[str, int] = {
     "Qwen2_5_VLForConditionalGeneration": 22,
     "Qwen3VLForConditionalGeneration": 13,
     "Qwen3VLMoeForConditionalGeneration": 14,
+    "Qwen3NextForCausalLM": 11,
+    "Qwen3_5MoeForCausalLM": 12,
     "Qwen3_5ForCausalLM": 12,
     "Qwen3_5ForConditionalGeneration": 11,
     "Qwen3_5MoeForConditionalGeneration": 11,

@@ -23,9 +23,12 @@ ON_GPU = torch.cuda.is_available()
 
 # Prompts are encoded as soon as they fit, whatever their texts will take: a pool that is too small gets full.
 _ADMISSION = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
-# Windows of recurrent layers have 16 bits whatever the model has, and texts then differ by more than near-ties.
-_WINDOWS = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
-_COMMON = {**({} if ON_GPU else CPU_ENV), **sitecustomized(RANDOM_LENGTHS), **_ADMISSION, **_WINDOWS}
+_COMMON = {**({} if ON_GPU else CPU_ENV), **sitecustomized(RANDOM_LENGTHS), **_ADMISSION}
+# Windows of recurrent layers have 16 bits whatever the model has, and a text that is encoded again differs by more than
+# near-ties from one that was decoded.
+WHOLE_WINDOWS = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+NO_SNAPSHOTS = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
+"""What a plain server on a CPU needs for recurrent states; DSPARK decides the same by itself."""
 
 EIGHT_BITS = pytest.mark.skipif(
     not ON_GPU or torch.cuda.get_device_capability() < (8, 9),
@@ -108,8 +111,9 @@ class ServerPool:
         if recipe.forked and not ON_GPU:
             # The warm-up request has been answered by then: asking for another token would take a second.
             env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
-            # Those of two ranks do not change what is imported.
-            imported = {**_COMMON, **{name: recipe.env[name] for name in recipe.env.keys() - TWO_RANKS.keys()}}
+            # Some do not change what is imported.
+            late = TWO_RANKS.keys() | WHOLE_WINDOWS.keys()
+            imported = {**_COMMON, **{name: recipe.env[name] for name in recipe.env.keys() - late}}
             server: LaunchedServer = ForkedServer(imported, recipe.model(folder), *flags, env=env)
         else:
             python = str(recipe.python(folder))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang_dspark import on_cpu
 from sglang_dspark.tools.launch import CPU_ENV
 
 ON_GPU = torch.cuda.is_available()
@@ -80,14 +81,8 @@ class Probe:
 def probing() -> Iterator[Probe]:
     """A probe, while the block runs."""
     command = [sys.executable, __file__]
-    # Grouped routing is compiled otherwise, for half a minute; a shared expert's gate is a Triton kernel everywhere.
-    # Windows of recurrent layers have 16 bits otherwise.
-    emulated = {
-        **CPU_ENV,
-        "TORCHDYNAMO_DISABLE": "1",
-        "TRITON_INTERPRET": "1",
-        "SGLANG_MAMBA_CONV_DTYPE": "float32",
-    }
+    # Grouped routing is compiled otherwise, for half a minute; windows of recurrent layers have 16 bits.
+    emulated = {**CPU_ENV, "TORCHDYNAMO_DISABLE": "1", "SGLANG_MAMBA_CONV_DTYPE": "float32"}
     env = {**os.environ, **({} if ON_GPU else emulated)}
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Probe(process)
@@ -264,16 +259,8 @@ def _answer(order: dict[str, Any]) -> None:
     save_file({name: tensor.float().cpu().clone() for name, tensor in tensors.items()}, folder / "outputs.safetensors")
 
 
-def _keep_recurrent_states() -> None:
-    """Give SGLang the recurrent layers that it lacks on a CPU."""
-    sys.path.append(str(PATCHES))
-    layers = importlib.import_module("recurrent_layers")
-    layers.install()
-    layers.install_norm(importlib.import_module("sglang.kernels.ops.attention.fla.layernorm_gated"))
-
-
 def _answer_orders() -> None:
-    _keep_recurrent_states()
+    on_cpu.watch_imports()  # the stand-in of this working tree
     for name in ("sglang.benchmark.one_batch", "sglang.srt.models.registry", "sglang_dspark.engine.forward.verify"):
         importlib.import_module(name)
     forking = multiprocessing.get_context("fork")

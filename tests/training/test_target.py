@@ -7,7 +7,7 @@ import torch
 from dspark_training.target import Target
 from dspark_training.target_defaults import MaskTokens, default_depth, default_taps
 from dspark_training.writers import InProcessWriter
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Qwen3_5TextConfig
 
 from sglang_dspark.errors import ConfigError
 
@@ -31,6 +31,14 @@ FAMILIES = {
         **SHAPE, rope_parameters=LLAMA3_ROPE | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     ),
     "gpt2": GPT2Config(**GPT2, bos_token_id=0, initializer_range=0.3),
+    "gated delta nets": Qwen3_5TextConfig(
+        **SHAPE,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
 }
 
 
@@ -55,6 +63,15 @@ def test_a_target_of_another_family_is_tapped_and_trained_on(family, config, mak
     trainer.run(reports.append)
     held_out = [report.loss for report in reports if report.held_out]
     assert held_out[-1] < held_out[0]
+
+
+@pytest.mark.parametrize(("family", "less"), [("llama with scaled rope", 0.0), ("gated delta nets", 1.0)])
+def test_factors_of_the_final_norm_are_those_that_it_applies(family, less):
+    """Qwen3.5 stores them less one."""
+    model = AutoModelForCausalLM.from_config(FAMILIES[family])
+    factors = torch.linspace(0.5, 2.0, SHAPE["hidden_size"])
+    model.base_model.norm.weight.data.copy_(factors - less)
+    torch.testing.assert_close(Target(model, (0,)).final_norm_weight(), factors, rtol=1e-5, atol=1e-5)
 
 
 def test_a_target_with_a_soft_cap_is_refused():

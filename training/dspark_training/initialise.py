@@ -59,7 +59,7 @@ def initialise(model: DraftModel, target: Target, features: Tensor, generator: t
             nn.init.zeros_(parameter)
         else:
             nn.init.normal_(parameter, std=_WEIGHT_STD, generator=generator)
-    model.norm.weight.copy_(target.final_norm_weight * _NORM_SHARE)
+    model.norm.weight.copy_(target.final_norm_weight() * _NORM_SHARE)
     # The median over rows: the first token of a text has channels a thousand times as large as any other's.
     scale = features.float().abs().median(dim=0).values.clamp(min=1e-3)
     model.fc.weight.normal_(std=model.fc.in_features**-0.5, generator=generator).div_(scale)

@@ -189,7 +189,7 @@ def _load_target(job: TrainJob, taps: tuple[int, ...], device: torch.device, dis
 
 def _say_if_not_served(config: Any, display: Display) -> None:
     architectures = config.architectures or [config.model_type]
-    served = [family.architecture for family in FAMILIES if not family.recurrent]
+    served = [family.architecture for family in FAMILIES]
     if not set(architectures) & set(served):
         display.say(
             f"{', '.join(architectures)} is not among the targets that this release serves with DSPARK "

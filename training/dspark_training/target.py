@@ -91,12 +91,18 @@ class Target:
         """Return the factor that the model puts on what it reads of its embedding."""
         return float(getattr(self.model.get_input_embeddings(), "embed_scale", 1.0))
 
-    @property
+    @torch.no_grad()
     def final_norm_weight(self) -> Tensor:
-        """Weight ``[d]`` of the final norm; ones where it is not called ``norm``."""
-        norm = getattr(self.backbone, "norm", None)
-        weight = getattr(norm, "weight", None)
-        return torch.ones(self.hidden_size) if weight is None else weight
+        """Return the factors ``[d]`` of the final norm; ones where it is not called ``norm``.
+
+        Some families store them less one, so they are read off what the norm does to a vector of mean 0 and variance 1.
+        """
+        norm: Any = getattr(self.backbone, "norm", None)
+        if getattr(norm, "weight", None) is None:
+            return torch.ones(self.hidden_size)
+        signs = torch.ones(self.hidden_size, dtype=self.dtype, device=self.device)
+        signs[1::2] = -1.0
+        return norm(signs) * signs
 
     @torch.no_grad()
     def forward(self, ids: Tensor) -> TargetStates:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
-from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
+from sglang_dspark.draft.families import FAMILIES
 from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,24 @@ def prepare(args: ServerArgs) -> None:
             "--sampling-backend=%s has no effect: DSPARK draws all tokens from the distribution of the pytorch backend",
             args.sampling_backend,
         )
+
+
+def states_on_a_cpu(args: ServerArgs, architectures: Sequence[str]) -> None:
+    """On a CPU, keep states of recurrent layers without the snapshots that SGLang would choose, and so without overlap.
+
+    Raises:
+        ConfigError: the operator asks for snapshots.
+    """
+    recurrent = any(family.recurrent and family.architecture in architectures for family in FAMILIES)
+    if not recurrent or resolving_view(args).device != "cpu":
+        return
+    strategy = args.mamba_radix_cache_strategy
+    if strategy not in ("auto", "no_buffer"):
+        raise ConfigError(
+            f"DSPARK cannot run with --mamba-radix-cache-strategy={strategy} on cpu: SGLang takes snapshots of "
+            "recurrent states with kernels of a GPU; drop the flag"
+        )
+    declare_resolution(args, "dspark", mamba_radix_cache_strategy="no_buffer", disable_overlap_schedule=True)
 
 
 def size_buffers(args: ServerArgs, window: int) -> None:

@@ -143,8 +143,6 @@ def beside_recurrent_layers(context: LaunchContext) -> str | None:
     unserved = [flag_rules.flag_of(name) for name in BESIDE_RECURRENT_LAYERS if getattr(args, name)]
     if asked := _asks_for_adapters(args):
         unserved.append(asked)
-    if args.tp_size > 1:
-        unserved.append(f"--tp-size={args.tp_size}")
     remedies = dict.fromkeys(unserved, "drop the flag")
     prefill = resolved.linear_attn_prefill_backend or resolved.linear_attn_backend
     if prefill != "triton":

@@ -53,6 +53,15 @@ HOOKS: tuple[Hook, ...] = (
         "what SGLang would decide otherwise is decided before, and undone where the target decodes alone",
     ),
     Hook(
+        "states-on-a-cpu",
+        "sglang.srt.arg_groups.model_hook.handle_mamba_radix_cache",
+        HookType.AROUND,
+        "launch.resolution.resolve_states",
+        "flags",
+        "for targets with recurrent layers SGLang chooses snapshots of states, and then finds that a CPU has none",
+        Moment.SOME_TIME,
+    ),
+    Hook(
         "serve-adapters",
         "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",
         HookType.REPLACE,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from dspark_kernels import widest_window
+from sglang.srt.utils import cpu_has_amx_support
 
 from sglang_dspark.config import flag_name
 from sglang_dspark.draft.families import HYBRIDS_INSTEAD
@@ -15,7 +16,7 @@ from sglang_dspark.draft.weights import own_tensors
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.support import DEVICES, gpu_refusal
 
-RECURRENT_DEVICES: tuple[str, ...] = ("cuda",)
+RECURRENT_DEVICES: tuple[str, ...] = ("cpu", "cuda")
 """Devices on which targets with recurrent layers are served."""
 
 
@@ -41,12 +42,20 @@ def family(context: LaunchContext) -> None:
 def recurrent_layers(context: LaunchContext) -> str | None:
     """Refuse targets with recurrent layers on devices for which SGLang has no kernels of such layers."""
     family, found = context.family, context.args.device
-    if not family.recurrent or found in RECURRENT_DEVICES:
+    if not family.recurrent:
         return None
-    return (
+    unserved = (
         f"--model-path: target architecture {family.architecture} is not served with DSPARK on {found}: its layers "
-        f"keep recurrent states, and SGLang has no kernels for them; {HYBRIDS_INSTEAD}"
+        "keep recurrent states"
     )
+    if found not in RECURRENT_DEVICES:
+        return f"{unserved}, and SGLang has no kernels for them; {HYBRIDS_INSTEAD}"
+    if found == "cpu" and cpu_has_amx_support():
+        return (
+            f"{unserved}, and SGLang's kernels for this CPU pack the convolutions before them for AMX; install the "
+            "published sglang-kernel in their place, and run sglang-dspark enable-cpu"
+        )
+    return None
 
 
 def dimensions(context: LaunchContext) -> None:

@@ -13,7 +13,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dspark.config import ENV_PREFIX, DSparkConfig, add_flags, flag_dest, flag_name, flag_texts, option_text
 from sglang_dspark.engine import support
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.launch import hooks
+from sglang_dspark.engine.launch import defaults, hooks
 from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.engine.launch_state import TargetOnly
 from sglang_dspark.engine.scheduled.launch import ScheduledServer
@@ -79,6 +79,17 @@ def resolve_once(original: Callable[..., None], args: Any) -> None:
 def schedule_own_worker(algorithm: Any, server_args: Any) -> None:
     """Hook SGLang's own worker, in the scheduler that is about to make it."""
     hooks.install("any_worker", "scheduled")
+
+
+def resolve_states(original: Callable[..., None], args: Any, hf_config: Any) -> None:
+    """Resolve how states of recurrent layers are cached; on a CPU with DSPARK as SGLang can there.
+
+    Raises:
+        ConfigError: the operator asks for what it cannot.
+    """
+    if isinstance(arguments.attached(args), Launch):
+        defaults.states_on_a_cpu(args, hf_config.architectures)
+    original(args, hf_config)
 
 
 def _texts_of_fields(args: Any) -> dict[str, str | None]:

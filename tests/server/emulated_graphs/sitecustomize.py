@@ -8,7 +8,7 @@ import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from patching import attend_literally, complete_cpu, interpret_adapters, patch_worker
+from patching import attend_literally, complete_cpu, interpret_adapters, keep_states_of_texts, patch_worker
 
 REQUEST_SLOTS = [1, 2]
 ROWS = (2, 8, 16)  # sizes of captured verifications
@@ -189,5 +189,7 @@ def noted_attention(*given, **how):
 patch_worker(emulate)
 interpret_adapters()
 complete_cpu()
+if "SNAPSHOTS_ON_A_CPU" in os.environ:
+    keep_states_of_texts()
 if "LITERAL_ATTENTION" in os.environ:
     attend_literally()

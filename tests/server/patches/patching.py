@@ -4,6 +4,8 @@ import importlib.abc
 import importlib.util
 import sys
 
+from sglang_dspark import on_cpu
+
 
 class Finder(importlib.abc.MetaPathFinder):
     """Calls ``patch`` with one module right after it was loaded."""
@@ -91,29 +93,25 @@ def attend_literally():
     patch_when_imported("sglang_dspark.engine.launch.flag_checks", offer)
 
 
-def keep_recurrent_states():
-    """Let a server on a CPU serve targets with recurrent layers, see ``recurrent_layers``."""
+def keep_states_of_texts():
+    """Let a server on a CPU keep states from the middle of texts, as on a GPU, where steps overlap."""
 
-    def allow(module):
-        module.RECURRENT_DEVICES = ("cpu",)
-
-    def keep_states_of_texts(module):
+    def lift(module):
         module._platform_supports_mamba_cache_extra_buffer = lambda: True
 
-    patch_when_imported("sglang.srt.arg_groups.mamba_hook", keep_states_of_texts)
-    # Models look for these functions when they are imported.
-    patch_when_imported("sglang.srt.utils", late("recurrent_layers", "install"))
-    patch_when_imported("sglang_dspark.engine.launch.model_checks", allow)
-    norm = "sglang.kernels.ops.attention.fla.layernorm_gated"
-    patch_when_imported(norm, late("recurrent_layers", "install_norm"))
+    def leave(module):
+        module.states_on_a_cpu = lambda args, architectures: None
+
+    patch_when_imported("sglang.srt.arg_groups.mamba_hook", lift)
+    patch_when_imported("sglang_dspark.engine.launch.defaults", leave)
 
 
 def complete_cpu():
     """Have a server on a CPU know the quantisation of ``int8_method``, pages, adapters and caches in host memory.
 
-    Also the recurrent layers of ``recurrent_layers``.
+    Its stand-in of SGLang's kernels is that of this working tree, whichever one the environment was switched by.
     """
-    keep_recurrent_states()
+    on_cpu.watch_imports()
 
     def allow(module):
         module.HOST_CACHE_DEVICES = module.PAGE_DEVICES = ("cpu", "cuda")

@@ -1,7 +1,8 @@
 """Stand in for SGLang's kernel package, which is built for CUDA alone, where there is no GPU.
 
-SGLang imports its names ending in ``_cpu`` as soon as it starts on a CPU. Servers with DSPARK call the one that is
-defined here; the others belong to other speculative algorithms.
+SGLang imports its names ending in ``_cpu`` as soon as it starts on a CPU. Servers with DSPARK call those that are
+defined here; the others belong to other speculative algorithms. Layers with a gated delta net are computed in plain
+torch: sums, states and gates are float32.
 """
 
 from __future__ import annotations
@@ -9,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from . import mamba, operators
+
 __version__ = "0"
+
+for _module in (mamba, operators):
+    for _name, _function in vars(_module).items():
+        if _name.endswith("_cpu"):
+            setattr(torch.ops.sgl_kernel, _name, _function)
 
 
 def assign_req_to_token_pool_cpu(
