@@ -177,7 +177,6 @@ REFUSED = [
             ("--enable-hierarchical-cache", {"enable_hierarchical_cache": True}),
             ("--enable-linear-replayssm-spec", {"enable_linear_replayssm_spec": True}),
             ("--enable-lora", {"enable_lora": True}),
-            ("--tp-size=2", {"tp_size": 2}),
         )
     ),
     *(
