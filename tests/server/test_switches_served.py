@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden_replay import load_target
 from golden_server import CASES, TARGET, assert_pool_is_whole, counting, endless, generate, rounds_of
 from literal_draft import LiteralDraft
 from sampled_text import ALPHA, DEPTH, PROMPT, sample
@@ -20,7 +21,6 @@ from switches import SWITCHES
 from target_distribution import Cell, TargetDistribution, p_value
 
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.tools.golden import load_target
 from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
 
 # A drafter for the golden target, small enough for the loops of the literal one.

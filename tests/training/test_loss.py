@@ -11,9 +11,9 @@ from dspark_training.anchors import collate, sample_anchors
 from dspark_training.loss import LossWeights, draft_loss
 from dspark_training.loss_vocabulary import LossVocabulary, VocabularySlice
 from dspark_training.texts import stored_states
+from reference_decoding import attend_dense
 
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.draft.reference import attend_dense
 
 WHOLE = VocabularySlice(None, None, None)
 WEIGHTS = LossWeights(ce=0.3, l1=0.9, confidence=0.7, position_decay=3.0)

@@ -7,9 +7,9 @@ from dspark_training import replay as replay_module
 from dspark_training.block_forward import block_hidden
 from dspark_training.replay import replay
 from dspark_training.texts import ComputedStates, Text, stored_states
+from reference_decoding import decode_greedy
 
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
-from sglang_dspark.draft.reference import decode_greedy
 
 pytestmark = pytest.mark.slow
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingBatch
 from dspark_kernels.dispatch import kernels_anywhere
+from reference_decoding import ContextKV, draft_block
 
 from sglang_dspark.draft.formats import read_config
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
-from sglang_dspark.draft.reference import ContextKV, draft_block
 from sglang_dspark.draft.rope import RopeScaling
 from sglang_dspark.step.state import DecodeBatch
 from sglang_dspark.worker.drafter import Drafter

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from sglang_dspark.draft.model import DraftModel
     from sglang_dspark.draft.resolved import ResolvedDrafter
     from sglang_dspark.engine.launch.context import LaunchContext
-    from sglang_dspark.tools.golden import GoldenReport
 
 
 def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
@@ -197,30 +196,3 @@ def _read_target_embeddings(target_dir: Path) -> tuple[torch.Tensor, torch.Tenso
         )
     # The head is absent where it is tied to the embedding.
     return found["embed_tokens"], found.get("lm_head", found["embed_tokens"])
-
-
-def check_golden(target_dir: Path, draft_dir: Path, golden_dir: Path) -> Iterator[Finding]:
-    """Replay golden vectors through the model code; one finding per mismatch."""
-    from transformers.utils.logging import disable_progress_bar
-
-    from sglang_dspark.tools.golden import replay
-
-    disable_progress_bar()
-    try:
-        report = replay(target_dir, draft_dir, golden_dir)
-    except DSparkError as error:
-        yield Finding("fail", "golden", str(error))
-        return
-    yield Finding("ok" if report.ok else "fail", "golden", _summary(report))
-    for mismatch in report.mismatches:
-        yield Finding("fail", "golden", str(mismatch))
-
-
-def _summary(report: GoldenReport) -> str:
-    text = f"{sum(report.checked.values())} comparisons, {len(report.mismatches)} mismatches"
-    if report.accept_lengths:
-        text += f"; accept length {sum(report.accept_lengths) / len(report.accept_lengths):.2f}"
-    if report.max_abs_error:
-        path, error = max(report.max_abs_error.items(), key=lambda entry: entry[1])
-        text += f"; largest difference {error:.1e} ({path})"
-    return text

@@ -46,7 +46,7 @@ def edit_tensors(folder: Path, edit) -> None:
 
 @pytest.mark.slow
 def test_a_good_installation_and_the_golden_pair(run, target, draft):
-    result = run("doctor", "--target", target, "--draft", draft, "--golden", draft)
+    result = run("doctor", "--target", target, "--draft", draft)
     assert result.exit_code == 0, result.output
     assert f"sglang         {support.installed_sglang()}" in result.output
     assert "DSPARK and its flags are known to SGLang in this process" in result.output
@@ -58,7 +58,6 @@ def test_a_good_installation_and_the_golden_pair(run, target, draft):
     assert "passed: device, target family, " in result.output
     assert "the server also checks, with its flags: fallback of nodes" in result.output
     assert "read from the target: embed_tokens.weight, lm_head.weight" in result.output
-    assert ", 0 mismatches; accept length" in result.output
     assert f"DSPARK --speculative-draft-model-path {draft}" in result.output
 
 
@@ -162,18 +161,6 @@ def test_a_tensor_with_a_nan(run, target, broken):
     assert "NaN or infinite values in norm.weight" in result.output
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_sglang")
-def test_every_golden_mismatch_is_listed(run, target, broken, draft):
-    edit_tensors(broken, lambda tensors: tensors["markov_head.markov_w2.weight"].zero_())
-    result = run("doctor", "--target", target, "--draft", broken, "--golden", draft)
-    assert result.exit_code == 1
-    lines = [line for line in result.output.splitlines() if line.startswith("fail")]
-    assert len(lines) > 2
-    assert f"{len(lines) - 1} mismatches" in lines[0]
-    assert any("taught.draft (case 0 round" in line and "expected [" in line for line in lines)
-
-
 @pytest.mark.usefixtures("without_sglang")
 def test_an_own_embedding_is_not_called_shared(run, target, broken):
     edit_tensors(broken, lambda tensors: tensors["embed_tokens.weight"].mul_(2))
@@ -256,14 +243,10 @@ def test_the_user_lets_sglang_load_other_plugins_only(monkeypatch):
     assert "add dspark" in registration.remedy
 
 
-def test_options_that_need_each_other(run, target):
-    for arguments, says in (
-        (("--target", target), "give both or neither"),
-        (("--golden", target), "--golden needs --target and --draft"),
-    ):
-        result = run("doctor", *arguments)
-        assert result.exit_code == 2
-        assert says in result.output
+def test_a_target_alone_is_refused(run, target):
+    result = run("doctor", "--target", target)
+    assert result.exit_code == 2
+    assert "give both or neither" in result.output
 
 
 @pytest.mark.usefixtures("without_sglang")

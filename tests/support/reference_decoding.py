@@ -1,6 +1,6 @@
 """Speculative decoding of one request, spelled out: slow, dense, no paging and no batching.
 
-The yardstick for the worker, the kernels and the golden replay: context K/V, block draft and acceptance stand alone,
+The yardstick for the worker, the trainer and the golden vectors: context K/V, block draft and acceptance stand alone,
 and :func:`decode_greedy` puts them together.
 """
 
