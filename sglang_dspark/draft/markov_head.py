@@ -33,22 +33,6 @@ class MarkovHead(nn.Module):
     def latent(self, w1_embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """``w1_embedding [..., r]``, ``hidden [..., d]`` -> ``(u [..., r], new state)``; bias = ``markov_w2(u)``."""
 
-    def step(self, prev_tokens: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One slot of the sequential walk.
-
-        Args:
-            prev_tokens: ``[bs]`` int64, the anchor for slot 0, else the token drafted in the slot before.
-            hidden: ``[bs, d]`` post-norm backbone hidden of this slot.
-            state: what :meth:`initial_state` or the previous step returned.
-
-        Returns:
-            ``(bias [bs, v], w1_embedding [bs, r], new_state)`` in the model's dtype; the embedding feeds the confidence
-            head.
-        """
-        w1_embedding = self.markov_w1(prev_tokens)
-        latent, new_state = self.latent(w1_embedding, hidden, state)
-        return self.markov_w2(latent), w1_embedding, new_state
-
 
 class VanillaMarkovHead(MarkovHead):
     """Eq. 4: the bias depends on the previous token alone."""

@@ -127,11 +127,6 @@ class DraftModel(nn.Module):
         """Token ids of any shape -> embeddings ``[..., d]`` in the model's dtype."""
         return F.embedding(ids, self.embed_weight).to(self.fc.weight.dtype)
 
-    def base_logits(self, hidden: Tensor) -> Tensor:
-        """``hidden [T, d]`` (post-norm) -> logits ``[T, v]`` before the Markov bias, in the LM head's dtype."""
-        weight = self.lm_head_weight
-        return F.linear(hidden.to(weight.dtype), weight)
-
     @property
     def embed_weight(self) -> Tensor:
         """``[V, d]``, the model's own embedding or the target's."""
