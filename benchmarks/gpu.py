@@ -7,7 +7,7 @@ r"""Run all that needs an NVIDIA GPU, in the order in which a short time on one 
 The parts are commands of this folder, one after another, each part with a limit; those that run unasked have 39 minutes
 together. What fails or takes too long stops nothing else. RESULTS gets a folder and a log of each part, and
 ``order.json``: commands, seconds, and how it ended. A part that has ended well is not run again with the same code and
-arguments on the same machine. What another run has left behind is put aside.
+arguments on the same machine; a sweep that was stopped goes on. What other code or arguments have made is put aside.
 
 Plain servers run as SGLang configures itself. With ``--builtin`` SGLang's own DSPARK is measured as well; of the random
 pair it keeps as many drafts as ours, by SGLang's own simulation.
@@ -108,12 +108,14 @@ class Part:
         minutes: after which they are stopped.
         commands: made from the setting.
         unasked: whether the part runs when none is named.
+        resumes: whether a part that was stopped goes on with what it has left behind.
     """
 
     question: str
     minutes: float
     commands: Callable[[Setting], Commands]
     unasked: bool = True
+    resumes: bool = False
 
 
 def start(setting: Setting) -> Commands:
@@ -195,6 +197,15 @@ def kernels(setting: Setting) -> Commands:
     return [[*_script("kernels/run.py"), "--quick", "--output", str(setting.output / "kernels.json")], tests]
 
 
+def turns(setting: Setting) -> Commands:
+    """Let policies take turns of a few steps on the same texts."""
+    users, rounds, tokens = ("1", "1", "200") if setting.rehearses else ("1,4,16,64", "10", "2000")
+    configs = ("auto", *(f"static:{length}" for length in ((3,) if setting.rehearses else range(1, 6))))
+    words = [*_each("--config", configs), "--concurrency", users, "--rounds", rounds, "--seconds", "0.05"]
+    words += ["--max-tokens", tokens, *([] if setting.rehearses else [f"--server-flags={SMALL}"])]
+    return [setting.run("policy_turns.py", *setting.pair, *words, output="turns")]
+
+
 def tests(setting: Setting) -> Commands:
     """Run all tests that wait for a GPU."""
     # Without one they are not even collected.
@@ -203,12 +214,13 @@ def tests(setting: Setting) -> Commands:
 
 PARTS: Mapping[str, Part] = {
     "start": Part("does a server start that is told nothing but its pair?", 4, start),
-    "ttft": Part("does the first token come as soon as with SGLang alone?", 6, ttft),
+    "ttft": Part("does the first token come as soon as with SGLang alone?", 6, ttft, resumes=True),
     "identity": Part("are the texts the target's?", 5, identity),
-    "sweep": Part("is it faster than SGLang at every load?", 5, sweep),
+    "sweep": Part("is it faster than SGLang at every load?", 5, sweep, resumes=True),
     "trace": Part("what is a step made of?", 3, trace),
-    "shape": Part("and with a target of 8 billion parameters?", 12, shape),
+    "shape": Part("and with a target of 8 billion parameters?", 12, shape, resumes=True),
     "kernels": Part("are the kernels right, and how fast?", 4, kernels),
+    "turns": Part("which policy decodes fastest?", 15, turns, unasked=False),
     "tests": Part("does everything else run that was written for a GPU?", 30, tests, unasked=False),
 }
 
@@ -314,8 +326,9 @@ def main(
         if same and before["status"] == "ok":
             console.print(f"{name}: done before")
             continue
-        _put_aside(folder)
-        folder.mkdir()
+        if not (same and part.resumes):
+            _put_aside(folder)
+        folder.mkdir(exist_ok=True)
         minutes = part.minutes * (PATIENCE if rehearse else 1)
         console.print(f"{name}: {part.question} At most {minutes:g} minutes.")
         # Before it runs: what is ended from outside goes on all the same.

@@ -58,15 +58,16 @@ def paired_ratios(frame: pd.DataFrame, metric: str, baselines: dict[str, str]) -
     Rounds in which one of the two has no value are left out (a sweep that was cut short).
 
     Returns:
-        Columns ``config, baseline, load, round, ratio``.
+        Columns ``config, baseline, load, round, ratio``, and ``batch`` where the rows say which texts a round had.
 
     Raises:
         ConfigError: the sweep has no such figure, or it is not above 0 everywhere (goodput may be 0), so that geometric
             means of its ratios mean nothing.
     """
     _check_metric(frame, metric)
-    cells = frame[["config", "load", "round", metric]].assign(baseline=frame["config"].map(baselines))
-    references = cells.rename(columns={"config": "of", metric: "reference"}).drop(columns="baseline")
+    texts = ["batch"] if "batch" in frame else []
+    cells = frame[["config", "load", "round", *texts, metric]].assign(baseline=frame["config"].map(baselines))
+    references = cells.rename(columns={"config": "of", metric: "reference"}).drop(columns=["baseline", *texts])
     pairs = cells[cells["config"] != cells["baseline"]].merge(
         references, left_on=["baseline", "load", "round"], right_on=["of", "load", "round"]
     )
@@ -75,7 +76,7 @@ def paired_ratios(frame: pd.DataFrame, metric: str, baselines: dict[str, str]) -
             f"--metric {metric} is 0 or less in some rounds; ratios to nothing mean nothing, see the table"
         )
     pairs["ratio"] = pairs[metric] / pairs["reference"]
-    return pairs.dropna(subset=["ratio"])[["config", "baseline", "load", "round", "ratio"]]
+    return pairs.dropna(subset=["ratio"])[["config", "baseline", "load", "round", *texts, "ratio"]]
 
 
 def _check_metric(frame: pd.DataFrame, metric: str) -> None:
@@ -112,10 +113,13 @@ def ratios_to_each(frame: pd.DataFrame, metric: str, label: str) -> pd.DataFrame
 def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
     """Return the geometric mean and spread of the ratios of every configuration and load.
 
+    Where several rounds had the same batch of texts, their mean counts as one observation: what a policy gains depends
+    on the texts, so rounds that repeat them are not independent.
+
     Returns:
-        Columns ``config, baseline, load, rounds, ratio, low, high, smallest, largest, above``. ``low`` and ``high``
-        bound the t interval of the mean and are NaN below :data:`MIN_ROUNDS` rounds; ``above`` counts rounds with a
-        ratio above 1.
+        Columns ``config, baseline, load, rounds, batches, ratio, low, high, smallest, largest, above``. ``low`` and
+        ``high`` bound the t interval of the mean and are NaN below :data:`MIN_ROUNDS` batches; ``above`` counts rounds
+        with a ratio above 1.
     """
     records = []
     # Configurations in the order of the first load everywhere, although they ran in another one at each.
@@ -124,6 +128,8 @@ def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
     for (load, config, baseline), group in pairs.groupby(["load", "config", "baseline"], observed=True):
         ratios = group["ratio"].to_numpy()
         logs = np.log(ratios)
+        if "batch" in group:
+            logs = pd.Series(logs).groupby(group["batch"].to_numpy()).mean().to_numpy()
         low, high = _interval(logs)
         records.append(
             {
@@ -131,6 +137,7 @@ def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
                 "baseline": baseline,
                 "load": load,
                 "rounds": len(ratios),
+                "batches": len(logs),
                 "ratio": float(np.exp(logs.mean())),
                 "low": low,
                 "high": high,

@@ -17,28 +17,47 @@ DSPARK configurations with equal flags share one server, which is told its polic
 started once. All configurations run one after another on the same prompts (and arrivals) before the next load and then
 the next round, so that drift of the machine meets all of them alike; idle servers are suspended. RESULTS gets
 ``sweep.csv`` (one row per configuration, load and round), ``requests.jsonl`` (every answer with its times),
-``agreement.json`` (texts identical to the baseline's) and ``provenance.json``. Read the results with paired_ratio.py
-and report.py.
+``agreement.json`` (texts identical to the baseline's) and ``provenance.json``. Run again after an interruption, it goes
+on where it stopped. Read the results with paired_ratio.py and report.py.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import click
 from msgspec import Meta
+from paired_ratio import frame_baselines, paired_ratios, ratio_table, summarise
 from rich.console import Console
+from rich.table import Table
 from serving.client import Sampling
 from serving.configurations import GRAMMAR, parse_configurations
+from serving.results import read_sweep
+from serving.resume import MIX, REPLACE, RESUME
 from serving.row import Sla
 from serving.schedule import DEFAULT_CONCURRENCY, USERS, loads
 from serving.sweep import PROMPTS_PER_USER, Sweep, run_sweep
 
 from sglang_dspark.errors import DSparkError
 from sglang_dspark.tools.cli.numbers import Numbers
+
+SHOWN = ("output_tok_s", "loaded_tok_s", "server_cpu_ms_per_tok")
+"""Metrics whose ratios are printed at the end of a sweep."""
+
+
+def _agreement_table(agreements: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="texts identical to the baseline's (a baseline: to its own at the first load)")
+    for name in ("config", "load", "baseline", "load", "identical"):
+        table.add_column(name)
+    for entry in agreements:
+        names = (entry[name] for name in ("config", "load", "baseline", "baseline_load"))
+        table.add_row(*names, f"{entry['identical']}/{entry['compared']}")
+    return table
+
 
 _RATES = Numbers(Annotated[float, Meta(gt=0, lt=1e6, description="must be above 0")], distinct=True)
 
@@ -90,7 +109,14 @@ _RATES = Numbers(Annotated[float, Meta(gt=0, lt=1e6, description="must be above 
 @click.option("--request-timeout", default=600.0, show_default=True, type=click.FloatRange(1), help="Seconds.")
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
 @click.option("--server-flags", default="", help="Further arguments of every server, as one text.")
-@click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="New folder.")
+@click.option(
+    "--existing",
+    default=RESUME,
+    show_default=True,
+    type=click.Choice([RESUME, MIX, REPLACE]),
+    help="Results in --output: go on if commit, flags and prompts are the same; go on in any case; start over.",
+)
+@click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
 def main(**options: Any) -> None:
     """Command line; see the module."""
     # Texts and labels may look like markup.
@@ -99,9 +125,17 @@ def main(**options: Any) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     output = options["output"]
     try:
-        run_sweep(_sweep(options), output, console)
+        agreements = run_sweep(_sweep(options), output, options["existing"], console)
+        frame = read_sweep(output / "sweep.csv")
+        metrics = [metric for metric in SHOWN if (known := frame[metric].dropna()).any() and (known > 0).all()]
+        summaries = {metric: summarise(paired_ratios(frame, metric, frame_baselines(frame))) for metric in metrics}
     except DSparkError as error:
         raise click.ClickException(str(error)) from error
+    if agreements:
+        console.print(_agreement_table(agreements))
+    for metric, summary in summaries.items():
+        if not summary.empty:
+            console.print(ratio_table(summary, metric))
     console.print(f"Tables and a figure: python benchmarks/report.py {output}", highlight=False)
 
 

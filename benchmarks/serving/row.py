@@ -232,10 +232,12 @@ class RowWriter:
     """Write ``sweep.csv`` row by row, so that a sweep that is cut short keeps what it measured."""
 
     def __init__(self, path: Path) -> None:
-        """Open a new file and write its header."""
-        self._file = path.open("w", newline="", encoding="utf-8")
+        """Open the file for appending; a new one gets its header."""
+        is_new = not path.exists() or path.stat().st_size == 0
+        self._file = path.open("a", newline="", encoding="utf-8")
         self._writer = csv.DictWriter(self._file, COLUMNS, lineterminator="\n")
-        self._writer.writeheader()
+        if is_new:
+            self._writer.writeheader()
 
     def __enter__(self) -> Self:
         return self

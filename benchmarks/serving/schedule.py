@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -38,6 +38,10 @@ class Load:
         return load_label(self.concurrency, self.rate)
 
 
+CellKey = tuple[str, Load, int]
+"""Label of the configuration, load, round."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """One measurement: a configuration at a load in a round.
@@ -50,6 +54,11 @@ class Cell:
     load: Load
     round: int
     position: int
+
+    @property
+    def key(self) -> CellKey:
+        """Return what tells the cell from every other of its sweep."""
+        return self.configuration.label, self.load, self.round
 
     @property
     def is_warm_up(self) -> bool:
@@ -71,6 +80,14 @@ def interleave(configurations: Sequence[Configuration], loads: Sequence[Load], n
             order = random.Random(f"{SEED}, round {round_index}, {load}").sample(configurations, len(configurations))
             cells += [Cell(c, load, round_index, position) for position, c in enumerate(order)]
     return cells
+
+
+def still_to_measure(cells: Sequence[Cell], measured: Container[CellKey]) -> list[Cell]:
+    """Return the cells that have no row yet, after the warm-up of every configuration and load among them."""
+    open_cells = [cell for cell in cells if not cell.is_warm_up and cell.key not in measured]
+    warmed = {(cell.configuration.label, cell.load) for cell in open_cells}
+    warm_ups = [cell for cell in cells if cell.is_warm_up and (cell.configuration.label, cell.load) in warmed]
+    return [*warm_ups, *open_cells]
 
 
 def load_label(concurrency: int | None, rate: float | None) -> str:

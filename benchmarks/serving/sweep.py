@@ -20,8 +20,10 @@ from serving.counters import CpuTime, read_accept_length, read_counters
 from serving.fleet import Fleet
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
 from serving.request_log import RequestLog
+from serving.results import read_sweep
+from serving.resume import prepare_output
 from serving.row import Observation, Origin, RowWriter, Sla, SweepRow, make_row
-from serving.schedule import Cell, Load, interleave, poisson_arrivals
+from serving.schedule import Cell, Load, interleave, poisson_arrivals, still_to_measure
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools import provenance
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
@@ -66,12 +68,12 @@ class Sweep:
     sla: Sla
     server_flags: tuple[str, ...]
 
-    def servers(self) -> dict[str, LaunchedServer]:
-        """Return the servers of the configurations by label, not started yet."""
+    def servers(self, labels: set[str]) -> dict[str, LaunchedServer]:
+        """Return the servers of some configurations by label, not started yet."""
         # Configurations that differ in their policy alone share a server.
         shared: dict[object, LaunchedServer] = {}
         by_label = {}
-        for configuration in self.configurations:
+        for configuration in (c for c in self.configurations if c.label in labels):
             process = (self.flags(configuration), *configuration.environment.items())
             if process not in shared:
                 shared[process] = self._launched(configuration)
@@ -160,40 +162,51 @@ class Sweep:
         return "--max-running-requests", str(limit)
 
 
-def run_sweep(sweep: Sweep, output: Path, console: Console) -> None:
-    """Measure, and write the files that sweep_concurrency.py lists.
+def run_sweep(sweep: Sweep, output: Path, existing: str, console: Console) -> list[dict[str, Any]]:
+    """Measure what ``output`` does not hold yet, and write the files that sweep_concurrency.py lists.
+
+    Args:
+        existing: see :func:`serving.resume.prepare_output`.
+
+    Returns:
+        Counts of :func:`identical_texts`; none unless decoding was greedy.
 
     Raises:
-        ConfigError: options or prompts cannot work, or ``output`` holds a sweep.
+        ConfigError: options, prompts or earlier results cannot work.
         LaunchError: a server did not start, failed a request or died.
     """
-    table = output / "sweep.csv"
-    if table.exists() and table.read_text(encoding="utf-8").count("\n") > 1:
-        raise ConfigError(f"--output {output} holds a sweep already; name another folder, or remove that one")
     prompts = load_mixed_prompts(sweep.prompts_paths)
     # Before the servers start: the tree may change while they run.
     origin = sweep.origin()
-    record, servers = sweep.describe(origin), sweep.servers()
-    output.mkdir(parents=True, exist_ok=True)
+    measured, record = prepare_output(output, sweep.describe(origin), existing)
+    cells = still_to_measure(sweep.cells(), measured)
+    if measured:
+        open_cells = sum(not cell.is_warm_up for cell in cells)
+        console.print(f"{len(measured)} cells are measured already, {open_cells} are left", highlight=False)
+    servers = sweep.servers({cell.configuration.label for cell in cells})
     provenance.write_json(output / "provenance.json", record)
     with (
-        RequestLog(output / "requests.jsonl") as log,
-        RowWriter(table) as rows,
+        RequestLog(output / "requests.jsonl", measured) as log,
+        RowWriter(output / "sweep.csv") as rows,
         _progress(console) as progress,
     ):
         progress.add_task("starting servers", total=None)
         say = partial(progress.console.print, highlight=False)
         with Fleet(servers, lambda label: say(f"starting {label}")) as fleet:
-            for cell, row, replies in _measure_all(sweep, sweep.cells(), prompts, fleet, origin, progress):
+            for cell, row, replies in _measure_all(sweep, cells, prompts, fleet, origin, progress):
+                # The row last: it says that the cell is complete.
                 log.write(cell, replies)
                 rows.write(row)
                 say(_line(row, cell.load))
-    baselines = choose_baselines([(c.label, c.policy, c.dtype) for c in sweep.configurations])
+    # Of the file: earlier runs may have measured other configurations.
+    served = read_sweep(output / "sweep.csv")[["config", "policy", "dtype"]].drop_duplicates()
+    baselines = choose_baselines(list(served.itertuples(index=False, name=None)))
     greedy = sweep.sampling.temperature == 0
     agreements = identical_texts(output / "requests.jsonl", baselines) if greedy else []
     provenance.write_json(output / "agreement.json", {"agreements": agreements})
     record["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
     provenance.write_json(output / "provenance.json", record)
+    return agreements
 
 
 def _measure_all(

@@ -74,9 +74,9 @@ def test_sglangs_own_keeps_as_many_drafts_as_ours(tmp_path):
 def run(tmp_path, monkeypatch):
     """Run the tool with parts that are Python texts and their minutes; returns its result and ``order.json``."""
 
-    def run(*words, **texts):
+    def run(*words, resumes=False, **texts):
         parts = {
-            name: Part("?", minutes, lambda setting, text=text: commands(text, setting))
+            name: Part("?", minutes, lambda setting, text=text: commands(text, setting), resumes=resumes)
             for name, (text, minutes) in texts.items()
         }
         monkeypatch.setattr(gpu, "PARTS", parts)
@@ -122,17 +122,34 @@ def test_a_rehearsal_stands_for_nothing_else(run, tmp_path):
     assert left == [".", "rehearsal."]
 
 
-def test_what_a_stopped_part_has_left_behind_is_put_aside(run, tmp_path):
+@pytest.mark.parametrize("resumes", [True, False])
+def test_what_a_stopped_part_has_left_behind(run, tmp_path, resumes):
+    """Sweeps go on with it; in the way of other tools it would be."""
     leave = "import sys; open(sys.argv[2] + '/left', 'a').write('x'); raise SystemExit(1)"
     for _ in range(2):
-        run(part=(leave, 1))
-    assert (tmp_path / "part" / "left").read_text() == (tmp_path / "part.1" / "left").read_text() == "x"
+        run(resumes=resumes, part=(leave, 1))
+    assert (tmp_path / "part" / "left").read_text() == ("xx" if resumes else "x")
+    assert (tmp_path / "part.1" / "left").exists() != resumes
+
+
+def test_a_sweep_goes_on_after_the_tool_was_ended_from_outside(run, tmp_path, monkeypatch):
+    def ended(*args):
+        (tmp_path / "part" / "left").write_text("x")
+        raise SystemExit(143)
+
+    measured, run_part = ("import sys; open(sys.argv[2] + '/left', 'a').write('y')", 1), gpu.run_part
+    monkeypatch.setattr(gpu, "run_part", ended)
+    _, parts = run(resumes=True, part=measured)
+    assert parts["part"]["status"] == "running"
+    monkeypatch.setattr(gpu, "run_part", run_part)
+    assert run(resumes=True, part=measured)[0].exit_code == 0
+    assert (tmp_path / "part" / "left").read_text() == "xy"
 
 
 def test_other_arguments_are_measured_anew_and_nothing_is_lost(run, tmp_path):
     leave = "import sys; open(sys.argv[2] + '/left', 'a').write('{}')"
     for letter in "ab":
-        run(part=(leave.format(letter), 1))
+        run(resumes=True, part=(leave.format(letter), 1))
     assert (tmp_path / "part" / "left").read_text() == "b"
     assert (tmp_path / "part.1" / "left").read_text() == "a"
 

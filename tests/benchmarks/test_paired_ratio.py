@@ -5,7 +5,9 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 from paired_ratio import frame_baselines, main, paired_ratios, ratios_to_each, summarise
+from policy_turns import prompt_batches
 from scipy.stats import ttest_1samp
+from serving.prompts import Prompt
 from serving.results import complete, read_sweep
 
 from sglang_dspark.errors import ConfigError
@@ -116,3 +118,34 @@ def test_one_configuration_against_each_of_the_others():
     for label, part in (("none", frame), ("auto", frame[frame["config"] == "auto"])):
         with pytest.raises(ConfigError, match=label):
             ratios_to_each(part, "output_tok_s", label)
+
+
+def test_rounds_that_repeat_their_texts_count_once():
+    """Eight rounds over four batches: the interval is that of four means, wider than one of eight rounds."""
+    batches = [0, 1, 2, 3, 0, 1, 2, 3]
+    logs = np.log([1.0, 1.2, 0.9, 1.5, 1.02, 1.22, 0.92, 1.52])
+    pairs = pd.DataFrame({"config": "a", "baseline": "s", "load": "1 user", "round": range(8), "ratio": np.exp(logs)})
+    (clustered,) = summarise(pairs.assign(batch=batches)).itertuples()
+    (independent,) = summarise(pairs).itertuples()
+    interval = ttest_1samp((logs[:4] + logs[4:]) / 2, 0).confidence_interval(0.95)
+    assert (clustered.low, clustered.high) == pytest.approx((np.exp(interval.low), np.exp(interval.high)))
+    assert clustered.ratio == pytest.approx(independent.ratio)
+    assert (clustered.rounds, clustered.batches, independent.batches) == (8, 4, 8)
+    assert clustered.low < independent.low and clustered.high > independent.high
+
+
+def test_batches_of_a_file_reach_the_summary():
+    frame = sweep([1.1] * 6).assign(batch=lambda rows: rows["round"] % 3)
+    (row,) = summarise(ratios_of(frame)).itertuples()
+    assert (row.rounds, row.batches) == (6, 3)
+
+
+def test_batches_of_prompts_do_not_overlap():
+    prompts = [Prompt(index, str(index)) for index in range(11)]
+    batches = prompt_batches(prompts, 4)
+    assert [len(batch) for batch in batches] == [4, 4]
+    assert len({prompt.index for batch in batches for prompt in batch}) == 8
+    assert batches == prompt_batches(prompts, 4)
+    assert sorted(prompt.index for batch in prompt_batches(prompts, 1) for prompt in batch) == list(range(11))
+    with pytest.raises(ConfigError, match="raise --num-prompts"):
+        prompt_batches(prompts, 12)

@@ -115,7 +115,7 @@ def test_sweep_writes_every_cell(sweep):
     assert len(agreements) == 3 and all(a["identical"] == a["compared"] == 8 for a in agreements)
     record = json.loads((output / "provenance.json").read_text())
     assert record["finished"] and record["commit"] == frame["commit"][0]
-    assert "static:3@bfloat16" in result.output and "report.py" in result.output
+    assert "static:3@bfloat16" in result.output and "output_tok_s: ratio" in result.output
     assert len(FakeServer.pids) == 2 and not any(psutil.pid_exists(pid) for pid in FakeServer.pids)
 
 
@@ -205,10 +205,89 @@ def test_open_loop_has_rows_of_its_own(sweep, monkeypatch):
     assert "80 req/s" in result.output and "within the SLA" in result.output
 
 
-def test_a_folder_that_holds_a_sweep_is_left_alone(sweep):
-    _, output = sweep(*TWO, "--concurrency", "1", "--rounds", "1")
+def test_interrupted_sweep_goes_on_where_it_stopped(sweep):
+    options = (*TWO, "--concurrency", "1,2", "--rounds", "2")
+    _, output = sweep(*options)
+    everything, path = cells_of(output), output / "sweep.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:4], lines[4][:30]]))  # three rows, and one that was being written
+    before, FakeServer.policies[:] = lines[1:4], []
+    result, _ = sweep(*options)
+    assert result.exit_code == 0, result.output
+    assert "3 cells are measured already, 5 are left" in result.output
+    assert path.read_text().splitlines(keepends=True)[1:4] == before
+    assert cells_of(output) == everything
+    requests = [json.loads(line) for line in (output / "requests.jsonl").read_text().splitlines()]
+    keys = [(r["config"], r["concurrency"], r["round"], r["slot"]) for r in requests]
+    assert len(keys) == len(set(keys)) == 2 * 2 * (2 + 4)
+    agreements = json.loads((output / "agreement.json").read_text())["agreements"]
+    assert all(a["identical"] == a["compared"] for a in agreements) and {a["compared"] for a in agreements} == {4, 8}
+    record = json.loads((output / "provenance.json").read_text())
+    assert len(record["earlier_runs"]) == 1 and record["earlier_runs"][0]["differences"] == []
+
+
+def test_finished_sweep_starts_no_server_and_can_be_extended(sweep):
+    options = ("--config", "plain", "--num-prompts", "2", "--concurrency", "1")
+    _, output = sweep(*options, "--rounds", "1")
+    FakeServer.pids.clear()
+    result, _ = sweep(*options, "--rounds", "1")
+    assert result.exit_code == 0 and FakeServer.pids == []
+    result, _ = sweep("--config", "again=plain", *options, "--rounds", "2")
+    assert result.exit_code == 0, result.output
+    result, _ = sweep("--config", "third=plain", *options[2:], "--rounds", "1")
+    assert result.exit_code == 0, result.output
+    agreements = json.loads((output / "agreement.json").read_text())["agreements"]
+    assert {a["config"] for a in agreements} == {"again", "third"}  # those of earlier runs as well
+    assert sorted(cells_of(output)) == [(name, 1, 0, n) for name in ("again", "plain@bfloat16") for n in (0, 1)] + [
+        ("third", 1, 0, 0)
+    ]
+    record = json.loads((output / "provenance.json").read_text())
+    assert set(record["configurations"]) == {"again", "plain@bfloat16", "third"} and len(record["earlier_runs"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (("--max-tokens", "7"), "sampling"),
+        (("--server-flags", "--page-size 1"), "plain@bfloat16"),
+        (("--sla-tpot-ms", "5"), "sla"),
+    ],
+)
+def test_other_terms_are_not_mixed_unless_told_to(sweep, change, named):
+    options = ("--config", "plain", "--num-prompts", "2", "--concurrency", "1", "--rounds", "1")
+    _, output = sweep(*options)
     before = (output / "sweep.csv").read_text()
     FakeServer.pids.clear()
-    result, _ = sweep(*TWO, "--concurrency", "1", "--rounds", "1")
-    assert result.exit_code == 1 and "holds a sweep already; name another folder, or remove" in result.output
+    result, _ = sweep(*options, *change, "--rounds", "2")
+    assert result.exit_code == 1 and named in result.output and "--existing replace" in result.output
     assert (output / "sweep.csv").read_text() == before and FakeServer.pids == []
+    result, _ = sweep(*options, *change, "--rounds", "2", "--existing", "mix")
+    assert result.exit_code == 0, result.output
+    assert (output / "sweep.csv").read_text().startswith(before) and len(cells_of(output)) == 2
+    (earlier,) = json.loads((output / "provenance.json").read_text())["earlier_runs"]
+    assert named in earlier["differences"][0]
+    result, _ = sweep(*options, *change, "--existing", "replace")
+    assert result.exit_code == 0 and len(cells_of(output)) == 1
+
+
+def test_more_users_than_the_servers_admitted_are_other_terms(sweep):
+    options = ("--config", "plain", "--num-prompts", "1", "--rounds", "1")
+    sweep(*options, "--concurrency", "1")
+    assert sweep(*options, "--concurrency", "1,2")[0].exit_code == 0
+    result, _ = sweep(*options, "--concurrency", "1,17")
+    assert result.exit_code == 1 and "cpu_flags" in result.output
+
+
+def test_other_commit_is_not_mixed(sweep, monkeypatch):
+    options = ("--config", "plain", "--num-prompts", "2", "--concurrency", "1", "--rounds", "1")
+    sweep(*options)
+    monkeypatch.setattr(provenance, "commit", lambda: "another")
+    result, _ = sweep(*options, "--rounds", "2")
+    assert result.exit_code == 1 and "commit" in result.output and "another now" in result.output
+
+
+def test_results_of_an_older_release_are_left_alone(sweep):
+    _, output = sweep(*TWO, "--concurrency", "1", "--rounds", "1")
+    (output / "sweep.csv").write_text("policy,concurrency,round\nplain,1,0\n")
+    result, _ = sweep(*TWO, "--concurrency", "1", "--rounds", "1")
+    assert result.exit_code == 1 and "other columns" in result.output

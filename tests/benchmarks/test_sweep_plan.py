@@ -14,7 +14,7 @@ from serving.configurations import (
     parse_configurations,
 )
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
-from serving.schedule import WARM_UP_ROUND, Load, interleave, loads, poisson_arrivals
+from serving.schedule import WARM_UP_ROUND, Load, interleave, loads, poisson_arrivals, still_to_measure
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.launch import dspark_flags
@@ -170,6 +170,17 @@ def test_poisson_arrivals_have_the_rate_and_the_spread_of_the_process():
 
 def test_arrivals_repeat_for_equal_seeds_only():
     assert poisson_arrivals(2.0, 9, (0, 1)) == poisson_arrivals(2.0, 9, (0, 1)) != poisson_arrivals(2.0, 9, (1, 1))
+
+
+def test_interrupted_sweep_measures_the_rest_after_its_warm_up():
+    cells = interleave([PLAIN, STATIC], loads([1, 8], []), 2)
+    done = {cell.key for cell in cells if cell.round == 0 or cell.load == Load(1) or cell.configuration == PLAIN}
+    rest = still_to_measure(cells, done)
+    assert [(c.configuration.label, c.load.concurrency, c.round) for c in rest] == [
+        ("static", 8, WARM_UP_ROUND),
+        ("static", 8, 1),
+    ]
+    assert still_to_measure(cells, {cell.key for cell in cells}) == []
 
 
 def test_a_sweep_of_nothing_is_refused():

@@ -157,6 +157,17 @@ def test_files_of_older_releases_are_completed_from_their_counts():
     assert "goodput_tok_s" not in frame
 
 
+def test_log_keeps_complete_cells_only_when_a_sweep_goes_on(tmp_path):
+    path, cut_short = tmp_path / "requests.jsonl", replace(CELL, round=6)
+    with RequestLog(path) as log:
+        log.write(CELL, REPLIES)
+        log.write(cut_short, REPLIES)
+    with path.open("a") as file:
+        file.write('{"config": "s3", "conc')
+    with RequestLog(path, {CELL.key}):
+        assert [json.loads(line)["round"] for line in path.read_text().splitlines()] == [5, 5]
+
+
 def test_counts_are_pooled_over_rounds_and_times_are_medians():
     """A round of 90 decode rounds says more about accept length than one of 10."""
     rows = pd.DataFrame(
