@@ -120,21 +120,17 @@ class DSparkConfig:
                     f"{flag_name(name)}={value} belongs to the policy {schedule}, but the policy is {self.schedule}; "
                     f"pass {flag_name('schedule')} {schedule} or drop the flag"
                 )
-        if self.draft_free and self.schedule not in ("auto", "off"):
-            raise ConfigError(
-                f"{flag_name('schedule')}={self.schedule} chooses among the drafts of a drafter, and "
-                f"{flag_name('draft_free')} serves without one; pass auto or off, or serve a drafter"
-            )
-        if self.draft_free and self.confidence_sts_path is not None:
-            raise ConfigError(
-                f"{flag_name('confidence_sts_path')}={self.confidence_sts_path} calibrates a drafter, and "
-                f"{flag_name('draft_free')} serves without one; drop one of the flags"
-            )
-        if self.draft_free and self.simulate_acceptance is not None:
-            raise ConfigError(
-                f"{flag_name('simulate_acceptance')} stands in for a drafter's quality, and {flag_name('draft_free')} "
-                "serves without one; drop one of the flags"
-            )
+        of_drafters = {
+            "schedule": None if self.schedule in ("auto", "off") else self.schedule,
+            "confidence_sts_path": self.confidence_sts_path,
+            "simulate_acceptance": self.simulate_acceptance,
+        }
+        for name, value in of_drafters.items():
+            if self.draft_free and value is not None:
+                raise ConfigError(
+                    f"{flag_name(name)}={value} needs a drafter, and {flag_name('draft_free')} serves without one; "
+                    "drop one of the flags"
+                )
         if self.schedule == "threshold" and self.confidence_threshold is None:
             raise ConfigError(f"{flag_name('schedule')}=threshold needs {flag_name('confidence_threshold')}, e.g. 0.5")
 
@@ -228,32 +224,19 @@ class DSparkConfig:
         return (*profile, *[profile[-1]] * (gamma - len(profile)))
 
     def max_verify(self, gamma: int) -> int:
-        """Return the most drafts that a step verifies per request.
+        """Return the most drafts that a step verifies per request; under ``static``, every step verifies so many.
 
         Raises:
             ConfigError: ``verify_len`` exceeds ``gamma``.
         """
-        match self.schedule:
-            case "static":
-                return self.static_verify_len(gamma)
-            case "off":
-                return 0
-        return gamma
-
-    def static_verify_len(self, gamma: int) -> int:
-        """Return the drafts verified per request and step under the policy ``static``.
-
-        Raises:
-            ConfigError: ``verify_len`` exceeds ``gamma``.
-        """
-        if self.verify_len is None:
-            return gamma
-        if self.verify_len > gamma:
+        if self.schedule == "off":
+            return 0
+        if self.verify_len is not None and self.verify_len > gamma:
             raise ConfigError(
                 f"{flag_name('verify_len')}={self.verify_len} exceeds the {gamma} drafts of a block; "
                 f"pass a value from 0 to {gamma}"
             )
-        return self.verify_len
+        return gamma if self.verify_len is None else self.verify_len
 
 
 _TYPES = field_types(DSparkConfig)

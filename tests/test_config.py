@@ -36,7 +36,7 @@ def test_serving_without_a_drafter():
     assert config.draft_free
     assert config.max_verify(config.gamma(None)) == 12
     assert not resolve("--speculative-dspark-draft-free", "off").draft_free
-    with pytest.raises(ConfigError, match="chooses among the drafts of a drafter"):
+    with pytest.raises(ConfigError, match="schedule=static needs a drafter"):
         config.with_policy({"policy": "static"})
 
 
@@ -59,17 +59,17 @@ def test_verify_nothing_is_legal():
         (
             [*STATIC, "--speculative-dspark-draft-free"],
             {},
-            "--speculative-dspark-schedule=static chooses among the drafts",
+            "--speculative-dspark-schedule=static needs a drafter",
         ),
         (
             ["--speculative-dspark-draft-free", "--speculative-dspark-confidence-sts-path", "x"],
             {},
-            "calibrates a drafter",
+            "confidence-sts-path=x needs a drafter",
         ),
         (
             ["--speculative-dspark-draft-free", "--speculative-dspark-simulate-acceptance", "0.5"],
             {},
-            "stands in for a drafter's quality",
+            r"simulate-acceptance=\(0.5,\) needs a drafter",
         ),
         (["--speculative-dspark-simulate-acceptance", "0.9,1.5"], {}, "acceptance='0.9,1.5': must lie in"),
         (["--speculative-dspark-draft-free", "yes"], {}, "draft-free='yes': must be on or off"),

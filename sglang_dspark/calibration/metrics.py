@@ -45,17 +45,33 @@ class ReliabilityBins:
         return float(spread.sum() / self.counts.sum())
 
 
-def reliability_bins(predicted: Floats, observed: Bools, num_bins: int = ECE_BINS) -> ReliabilityBins:
-    """Sort predictions into bins: ``floor(p * num_bins)``, 1 into the last.
+@dataclass(frozen=True)
+class Errors:
+    """How far predictions are from the outcomes; ``auc`` is None when all or none came true."""
+
+    ece: float
+    ece_noise: float
+    auc: float | None
+    brier: float
+
+
+def errors(predicted: Floats, observed: Bools) -> Errors:
+    """Return the errors of predictions [n], n >= 1, whose outcomes are ``observed`` [n]."""
+    bins = reliability_bins(predicted, observed)
+    return Errors(bins.ece, bins.ece_noise, auc(predicted, observed), brier(predicted, observed))
+
+
+def reliability_bins(predicted: Floats, observed: Bools) -> ReliabilityBins:
+    """Sort predictions into 20 bins: ``floor(p * 20)``, 1 into the last.
 
     Args:
         predicted: [n] probabilities, n >= 1.
         observed: [n] whether the predicted event happened.
     """
-    bins = _bin(predicted, num_bins)
-    counts = np.bincount(bins, minlength=num_bins)
+    bins = _bin(predicted, ECE_BINS)
+    counts = np.bincount(bins, minlength=ECE_BINS)
     used = counts > 0
-    sums = [np.bincount(bins, weights=values, minlength=num_bins) for values in (predicted, observed)]
+    sums = [np.bincount(bins, weights=values, minlength=ECE_BINS) for values in (predicted, observed)]
     predicted_mean, observed_mean = (total[used] / counts[used] for total in sums)
     return ReliabilityBins(predicted_mean, observed_mean, counts[used].astype(np.float64))
 

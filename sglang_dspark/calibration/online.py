@@ -65,7 +65,8 @@ class OnlineCalibration:
         self._new_rounds = self._new_steps = 0
         self._refit_rounds = FIRST_REFIT_ROUNDS
         self._pairs = PositionWindow(gamma, WINDOW_PAIRS, num_fields=2)
-        self._history = _RoundHistory(gamma, REPORT_ROUNDS)
+        # Of the last rounds: conditional acceptance as predicted, drafts verified and accepted.
+        self._history: list[Any] = [np.zeros((0, gamma)), np.zeros(0, np.int64), np.zeros(0, np.int64)]
 
     @property
     def scale(self) -> Floats:
@@ -106,7 +107,7 @@ class OnlineCalibration:
         before the outcome.
         """
         self._absorb()
-        predicted, verified, accepted = self._history.rounds()
+        predicted, verified, accepted = self._history
         positions = np.arange(self._gamma)
         outcomes = survived(accepted, self._gamma)
         tested = reached(verified, accepted, self._gamma)
@@ -130,7 +131,8 @@ class OnlineCalibration:
         usable = np.isfinite(logits).all(axis=1) & (verified > 0)
         if not usable.all():
             logits, verified, accepted = logits[usable], verified[usable], accepted[usable]
-        self._history.append(sigmoid(self._map(logits)), verified, accepted)
+        added = sigmoid(self._map(logits)), verified, accepted
+        self._history = [np.concatenate(pair)[-REPORT_ROUNDS:] for pair in zip(self._history, added, strict=True)]
         tested = reached(verified, accepted, self._gamma)
         self._pairs.append(tested, logits, survived(accepted, self._gamma))
 
@@ -155,29 +157,6 @@ def fit_once(logits: Floats, accepted: Ints) -> LogisticMap:
     pairs.append(tested, logits, survived(accepted, gamma))
     start, (window_logits, outcomes) = LogisticMap(np.ones(gamma), np.zeros(gamma)), pairs.values
     return start.refined(start.scale, window_logits, outcomes, pairs.filled, FIT_STEPS)
-
-
-class _RoundHistory:
-    """The last rounds with the conditional acceptance that was predicted for them."""
-
-    def __init__(self, gamma: int, capacity: int) -> None:
-        self._predicted = np.zeros((capacity, gamma), dtype=np.float32)
-        self._verified = np.zeros(capacity, dtype=np.int64)
-        self._accepted = np.zeros(capacity, dtype=np.int64)
-        self._seen = 0
-
-    def append(self, predicted: Floats, verified: Ints, accepted: Ints) -> None:
-        capacity = len(self._verified)
-        slots = np.arange(self._seen, self._seen + len(verified))[-capacity:] % capacity
-        self._predicted[slots] = predicted[-capacity:]
-        self._verified[slots] = verified[-capacity:]
-        self._accepted[slots] = accepted[-capacity:]
-        self._seen += len(verified)
-
-    def rounds(self) -> tuple[Floats, Ints, Ints]:
-        """Predicted [n, gamma], verified [n] and accepted [n], in no particular order."""
-        filled = min(self._seen, len(self._verified))
-        return self._predicted[:filled], self._verified[:filled], self._accepted[:filled]
 
 
 def _ece_by_position(predicted: Floats, outcomes: Bools, mask: Bools) -> list[float | None]:

@@ -20,33 +20,27 @@ versions of SGLang.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
+import msgspec
 import numpy as np
 from msgspec import Meta
 
 from sglang_dspark.calibration.metrics import ece
 from sglang_dspark.calibration.survival import Bools, Floats, Ints, sigmoid, survived
-from sglang_dspark.declared import field_types, validate
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.files import atomic_write_text
+from sglang_dspark.files import atomic_write
 from sglang_dspark.hub import checkpoint_name
 
-VERSION = 1
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.05, 20.0
+Temperature = Annotated[float, Meta(ge=0.05, le=20.0)]
 """What a file may hold; beyond, a head is a constant or a step, and its file a mistake."""
 
 GRID_LIMIT = 4.0
 GRID_STEPS = 100
 TIE = 1e-12
 """ECEs closer than this are equal: sums in another order differ by as much."""
-
-Numbers = Annotated[tuple[float, ...], Meta(description="must be a list of numbers")]
 
 
 def fit_sts(logits: Floats, accepted: Ints) -> Floats:
@@ -93,18 +87,19 @@ def _grid() -> Floats:
     return np.exp(np.concatenate([[0.0], np.stack([steps, -steps], axis=1).ravel()]))
 
 
-@dataclass(frozen=True)
-class StsCalibration:
+class StsCalibration(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="version", tag=1
+):
     """Temperatures with their origin; the fields are the keys of the file, see the module."""
 
-    temperatures: Numbers
+    temperatures: tuple[Temperature, ...]
     target: str | None = None
     draft: str | None = None
     dataset: str = ""
-    num_samples: Annotated[int, Meta(ge=0, description="must be a whole number")] = 0
-    ece_before: Numbers = ()
-    ece_after: Numbers = ()
-    ece_shifted: Numbers = ()
+    num_samples: Annotated[int, Meta(ge=0)] = 0
+    ece_before: tuple[float, ...] = ()
+    ece_after: tuple[float, ...] = ()
+    ece_shifted: tuple[float, ...] = ()
 
     def save(self, path: Path) -> None:
         """Write the file.
@@ -112,9 +107,9 @@ class StsCalibration:
         Raises:
             ConfigError: it cannot be written.
         """
-        known = {key: value for key, value in asdict(self).items() if value is not None}
         try:
-            atomic_write_text(path, json.dumps({"version": VERSION, **known}, indent=2) + "\n")
+            with atomic_write(path) as partial:
+                partial.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
         except OSError as error:
             raise ConfigError(
                 f"{path}: cannot be written ({error.strerror}); name a file in a folder of yours"
@@ -132,67 +127,24 @@ class StsCalibration:
         Raises:
             ConfigError: the file is missing, malformed, or made for another block size or pair.
         """
-        document = _read_object(path)
-        version = document.pop("version", None)
-        if version is None and "temperatures" in document:
+        try:
+            document = msgspec.json.decode(path.read_bytes())
+            calibration = msgspec.convert(document, cls)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(f"{path}: {error}; make one with python -m sglang_dspark calibrate") from error
+        if "version" not in document:
             raise ConfigError(
-                f"{path} has temperatures and no version, as files for SGLang's own DSPARK do; calibrate for this one "
-                "with python -m sglang_dspark calibrate"
+                f"{path} has no version, as files for SGLang's own DSPARK; calibrate for this one with python -m "
+                "sglang_dspark calibrate"
             )
-        if version != VERSION:
-            raise _error(path, "version", version, f"this release reads {VERSION}; calibrate again")
-        unknown = sorted(document.keys() - _TYPES.keys())
-        if unknown:
-            raise _error(path, unknown[0], document[unknown[0]], "not a key of this file; remove it")
-        values: dict[str, Any] = {"temperatures": ()}
-        for key, value in document.items():
-            try:
-                values[key] = validate(value, _TYPES[key])
-            except ValueError as error:
-                raise _error(path, key, value, f"{error}; calibrate again") from error
-        calibration = cls(**values)
-        _check_temperatures(path, calibration.temperatures, gamma)
-        _check_name(path, "target", calibration.target, target)
-        _check_name(path, "draft", calibration.draft, draft)
+        if (count := len(calibration.temperatures)) != gamma:
+            raise ConfigError(
+                f"{path}: {count} temperatures for blocks of {gamma} drafts; calibrate with this drafter and block size"
+            )
+        for key, measured, served in (("target", calibration.target, target), ("draft", calibration.draft, draft)):
+            if measured and served and checkpoint_name(measured).lower() != checkpoint_name(served).lower():
+                raise ConfigError(
+                    f"{path}: {key}={measured!r:.80}: but {served!r} is served; calibrate this pair, or remove the key "
+                    "if they are the same weights"
+                )
         return calibration
-
-
-_TYPES = field_types(StsCalibration)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; make one with python -m sglang_dspark calibrate") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error}); make one with python -m sglang_dspark calibrate") from error
-    if not isinstance(document, dict):
-        raise ConfigError(
-            f"{path} holds {document!r:.60}, not an object; make one with python -m sglang_dspark calibrate"
-        )
-    return document
-
-
-def _check_temperatures(path: Path, values: Sequence[float], gamma: int) -> None:
-    if len(values) != gamma:
-        remedy = f"{len(values)} temperatures for blocks of {gamma} drafts; calibrate with this drafter and block size"
-        raise _error(path, "temperatures", list(values), remedy)
-    for index, value in enumerate(values):
-        if not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:  # NaN is not, either
-            remedy = f"must be from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}; calibrate again"
-            raise _error(path, f"temperatures[{index}]", value, remedy)
-
-
-def _check_name(path: Path, key: str, measured: str | None, served: str | None) -> None:
-    if (
-        measured is not None
-        and served is not None
-        and checkpoint_name(measured).lower() != checkpoint_name(served).lower()
-    ):
-        remedy = f"but {served!r} is served; calibrate this pair, or remove the key if they are the same weights"
-        raise _error(path, key, measured, remedy)
-
-
-def _error(path: Path, key: str, value: Any, remedy: str) -> ConfigError:
-    return ConfigError(f"{path}: {key}={value!r:.80}: {remedy}")

@@ -2,66 +2,49 @@
 
 from __future__ import annotations
 
-import functools
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-import pydantic
+from msgspec import Meta, ValidationError, convert
 
 from sglang_dspark.errors import CheckpointError
 
 REMEDY = "take the config.json that belongs to the checkpoint"
 
-Count = Annotated[int, pydantic.Field(ge=1)]
+Count = Annotated[int, Meta(ge=1)]
 """An integer of at least 1."""
-Index = Annotated[int, pydantic.Field(ge=0)]
+Index = Annotated[int, Meta(ge=0)]
 """An integer of at least 0."""
-Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 """A finite number above 0."""
 
 
-def check(
-    cls: type,
-    values: Mapping[str, Any],
-    *,
-    origin: str,
-    names: Mapping[str, str] | None = None,
-    remedy: str = REMEDY,
-) -> None:
+def check(cls: type, values: Mapping[str, Any], *, origin: str, names: Mapping[str, str] | None = None) -> None:
     """Check values for the fields of the dataclass ``cls``.
 
     Args:
         values: by field; a field that has a default may be left out.
         origin: the file that they are from; it opens the message.
         names: of the keys in that file, if they are not those of the fields.
-        remedy: closes the message.
 
     Raises:
         CheckpointError: one message that names every missing key, and every unfit key with its value.
     """
-    try:
-        _schema(cls).model_validate(dict(values))
-    except pydantic.ValidationError as error:
-        problems = []
-        for problem in error.errors(include_url=False):
-            field = str(problem["loc"][0])
-            name = (names or {}).get(field, field)
-            if problem["type"] == "missing":
-                problems.append(f"key {name!r} is missing")
-            else:
-                expected = problem["msg"].removeprefix("Input should be ")
-                problems.append(f"{name}={values[field]!r} should be {expected}")
-        raise CheckpointError(f"{origin}: {'; '.join(dict.fromkeys(problems))}: {remedy}") from error
-
-
-@functools.cache
-def _schema(cls: type) -> type[pydantic.BaseModel]:
-    """Return the dataclass as pydantic sees it: no conversion of types, no other fields."""
-    hints = get_type_hints(cls, include_extras=True)
-    columns: dict[str, Any] = {}
+    kinds, problems = get_type_hints(cls, include_extras=True), []
     for field in fields(cls):
-        required = field.default is MISSING and field.default_factory is MISSING
-        columns[field.name] = (hints[field.name], ... if required else pydantic.Field(default=None))
-    settings = pydantic.ConfigDict(strict=True, extra="forbid")
-    return pydantic.create_model(cls.__name__, __config__=settings, **columns)
+        name = (names or {}).get(field.name, field.name)
+        if field.name not in values:
+            if field.default is MISSING:
+                problems.append(f"key {name!r} is missing")
+            continue
+        value, kind = values[field.name], kinds[field.name]
+        try:
+            convert(value, kind)
+        except ValidationError as error:
+            literal = next((part for part in (kind, *get_args(kind)) if get_origin(part) is Literal), None)
+            expected = error if literal is None else f"Expected one of {', '.join(get_args(literal))}"
+            problems.append(f"{name}={value!r}: {expected}")
+    if problems:
+        raise CheckpointError(f"{origin}: {'; '.join(dict.fromkeys(problems))}: {REMEDY}")

@@ -33,7 +33,7 @@ class ConfidenceHead(nn.Module):
         features = hidden.float()
         if self.with_markov:
             if w1_embedding is None:
-                raise ValueError("this confidence head reads Markov embeddings: pass MarkovHead.step's w1_embedding")
+                raise ValueError("this confidence head reads Markov embeddings: pass those of the tokens before")
             features = torch.cat((features, w1_embedding.float()), dim=-1)
         with torch.autocast(features.device.type, enabled=False):
             return F.linear(features, self.proj.weight.float(), self.proj.bias.float()).squeeze(-1)

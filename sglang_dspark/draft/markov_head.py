@@ -33,27 +33,6 @@ class MarkovHead(nn.Module):
     def latent(self, w1_embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """``w1_embedding [..., r]``, ``hidden [..., d]`` -> ``(u [..., r], new state)``; bias = ``markov_w2(u)``."""
 
-    def step(self, prev_tokens: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One slot of the sequential walk.
-
-        Args:
-            prev_tokens: ``[bs]`` int64, the anchor for slot 0, else the token drafted in the slot before.
-            hidden: ``[bs, d]`` post-norm backbone hidden of this slot.
-            state: what :meth:`initial_state` or the previous step returned.
-
-        Returns:
-            ``(bias [bs, v], w1_embedding [bs, r], new_state)`` in the model's dtype; the embedding feeds the confidence
-            head.
-        """
-        w1_embedding = self.markov_w1(prev_tokens)
-        latent, new_state = self.latent(w1_embedding, hidden, state)
-        return self.markov_w2(latent), w1_embedding, new_state
-
-    def block_bias(self, prev_tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Teacher-forced biases of whole blocks: ``prev_tokens [B, g]``, ``hidden [B, g, d]`` -> ``[B, g, v]``."""
-        latent, _ = self.latent(self.markov_w1(prev_tokens), hidden, None)
-        return self.markov_w2(latent)
-
 
 class VanillaMarkovHead(MarkovHead):
     """Eq. 4: the bias depends on the previous token alone."""
@@ -94,16 +73,6 @@ class RnnMarkovHead(MarkovHead):
         gate, candidate, output = self.joint_proj(torch.cat((state, w1_embedding, hidden), dim=-1)).chunk(3, dim=-1)
         gate = torch.sigmoid(gate)
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
-
-    def block_bias(self, prev_tokens: Tensor, hidden: Tensor) -> Tensor:
-        """See :meth:`MarkovHead.block_bias`; unrolls the recurrence over the block."""
-        w1_embedding = self.markov_w1(prev_tokens)
-        state = self.initial_state(prev_tokens.shape[0], hidden.device, hidden.dtype)
-        latents = []
-        for slot in range(prev_tokens.shape[1]):
-            latent, state = self.latent(w1_embedding[:, slot], hidden[:, slot], state)
-            latents.append(latent)
-        return self.markov_w2(torch.stack(latents, dim=1))
 
 
 _HEADS: dict[str, type[MarkovHead]] = {"vanilla": VanillaMarkovHead, "gated": GatedMarkovHead, "rnn": RnnMarkovHead}

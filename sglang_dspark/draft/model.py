@@ -135,10 +135,6 @@ class DraftModel(nn.Module):
         embeds = F.embedding(ids, self.embed_weight).to(self.fc.weight.dtype)
         return embeds if self._embed_scale == 1.0 else embeds * self._embed_scale
 
-    def base_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits ``[T, v]`` of ``hidden [T, d]`` (post-norm) before the Markov bias, in the LM head's dtype."""
-        return base_logits(hidden, self.lm_head_weight, self.config)
-
     @property
     def embed_weight(self) -> Tensor:
         """``[V, d]``, the model's own embedding or the target's."""

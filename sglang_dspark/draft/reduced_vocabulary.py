@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import pydantic
+import msgspec
 import torch
 from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, MarkovWeights
 from torch import Tensor
 
-from sglang_dspark.draft.checked import Index, check
 from sglang_dspark.draft.confidence_head import ConfidenceHead
 from sglang_dspark.draft.markov_head import MarkovHead, VanillaMarkovHead
 from sglang_dspark.draft.model import DraftModel, base_logits
@@ -36,12 +34,11 @@ VERSION = 1
 _REMEDY = "remove the file to draft from all tokens, or take the checkpoint's own"
 
 
-@dataclass(frozen=True)
-class _Vocabulary:
+class _Vocabulary(msgspec.Struct):
     """The content of the file."""
 
     version: Literal[1]
-    token_ids: Annotated[list[Index], pydantic.Field(min_length=1)]
+    token_ids: list[int]
 
 
 def load_token_ids(folder: str | Path, vocab_size: int) -> list[int] | None:
@@ -54,14 +51,10 @@ def load_token_ids(folder: str | Path, vocab_size: int) -> list[int] | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error!r}); {_REMEDY}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds a {type(content).__name__}, not an object; {_REMEDY}")
-    check(_Vocabulary, content, origin=str(path), remedy=_REMEDY)
-    ids: list[int] = content["token_ids"]
-    if any(later <= earlier for earlier, later in pairwise(ids)) or ids[-1] >= vocab_size:
+        ids = msgspec.json.decode(path.read_bytes(), type=_Vocabulary).token_ids
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{path}: {error}; {_REMEDY}") from error
+    if not ids or ids[0] < 0 or ids[-1] >= vocab_size or any(later <= earlier for earlier, later in pairwise(ids)):
         raise CheckpointError(f"{path}: token_ids must ascend within [0, {vocab_size - 1}], without repeats; {_REMEDY}")
     return ids
 

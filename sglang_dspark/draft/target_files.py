@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sglang_dspark.draft.formats.stored import FLOATS, StoredTensors, has_tensors
 
-PREFIXES = {
+_PREFIXES = {
     "embed_tokens": ("model.embed_tokens.", "model.language_model.embed_tokens.", "language_model.model.embed_tokens."),
     "lm_head": ("lm_head.", "language_model.lm_head."),
 }
@@ -36,7 +36,7 @@ def quantised_layers(folder: Path, *, tied: bool) -> Sequence[str]:
         return [
             layer
             for layer, source in layers.items()
-            if any(_is_quantised(stored, prefix) for prefix in PREFIXES[source])
+            if any(_is_quantised(stored, prefix) for prefix in _PREFIXES[source])
         ]
 
 

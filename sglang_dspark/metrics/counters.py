@@ -107,11 +107,6 @@ class Counters:
         return Sums(np.array(self._loads), self._predicted.sums())
 
     @property
-    def accept_length(self) -> float | None:
-        """Return the mean tokens per round since the start, bonus included; None before the first round."""
-        return self._total().accept_length
-
-    @property
     def looks_miswired(self) -> bool:
         """Return whether enough drafts were verified to say that the drafter does not predict this target."""
         return self._drafter_rounds()[0] >= LOW_ACCEPT_ROUNDS and self.drafter_accept_length < LOW_ACCEPT_LENGTH

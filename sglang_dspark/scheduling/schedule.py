@@ -121,7 +121,7 @@ class Schedule:
             )
         match options.schedule:
             case "static":
-                return FixedPolicy(options.static_verify_len(self.max_verify))
+                return FixedPolicy(options.max_verify(self.max_verify))
             case "off":
                 return FixedPolicy(0, "off")
             case "auto" if options.draft_free:

@@ -77,9 +77,10 @@ def measure(  # noqa: PLR0913 - what is measured, and how long it may take
         return clock() - started
 
     requests = list(requests)
-    samples: dict[tuple[int, int, int, str], list[float]] = {}
+    shape = (len(requests), len(drafts), len(contexts))
+    samples = {kind: np.zeros((MAX_PASSES, *shape)) for kind in ("draft", "verify")}  # 0 for no drafts
     for done in range(MAX_PASSES):
-        for count, (c, context) in itertools.product(list(requests), enumerate(contexts)):
+        for (r, count), (c, context) in itertools.product(list(enumerate(requests)), enumerate(contexts)):
             # Two are the least that a slope can be had from.
             if done == 0 and count not in requests[:2] and spent() > limit_s / 2:
                 requests = [n for n in requests if n < count]
@@ -89,14 +90,14 @@ def measure(  # noqa: PLR0913 - what is measured, and how long it may take
                 for kind, step in (("draft", steps.draft), ("verify", steps.verify)):
                     if num_drafts > 0 or kind == "verify":
                         elapsed = _time(steps, partial(step, num_drafts), clock, warm_up=done == 0)
-                        samples.setdefault((count, d, c, kind), []).append(elapsed)
+                        samples[kind][done, r, d, c] = elapsed
         if progress is not None:
             progress(done + 1, MAX_PASSES, spent())
         # The first pass runs everything twice.
         next_ends = spent() * (1 + 1 / (done + 2))
         if next_ends > limit_s and (done + 1 >= MIN_PASSES or spent() > limit_s):
             break
-    times = _medians(samples, requests, len(drafts), len(contexts))
+    times = {kind: np.median(taken[: done + 1, : len(requests)], axis=0) for kind, taken in samples.items()}
     if monotone:
         # Drafting nothing takes no time by definition, so the drafts' axis of `draft` starts at one.
         times = {"draft": times["draft"], "verify": _lower_to_larger(times["verify"])}
@@ -110,17 +111,6 @@ def measure(  # noqa: PLR0913 - what is measured, and how long it may take
         verify_ms=times["verify"],
         tiers=list(tiers),
     )
-
-
-def _medians(
-    samples: Mapping[tuple[int, int, int, str], Sequence[float]], requests: Sequence[int], drafts: int, contexts: int
-) -> dict[str, NDArray[np.float64]]:
-    """Return [requests, drafts, contexts] medians of ``draft`` and ``verify``; 0 for cells that were not timed."""
-    times = {kind: np.zeros((len(requests), drafts, contexts)) for kind in ("draft", "verify")}
-    for (count, d, c, kind), values in samples.items():
-        if count in requests:
-            times[kind][requests.index(count), d, c] = np.median(values)
-    return times
 
 
 def _lower_to_larger(values: NDArray[np.float64]) -> NDArray[np.float64]:

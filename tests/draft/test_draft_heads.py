@@ -1,9 +1,12 @@
 """Markov and confidence heads alone: teacher forcing equals stepping, the rnn's old-state rule, inputs and dtypes."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
+from dspark_training.block_forward import block_latents
+from reference_decoding import markov_step
 
 from sglang_dspark.draft.confidence_head import ConfidenceHead
 from sglang_dspark.draft.formats import read_content
@@ -19,6 +22,11 @@ def build(config, head):
     return build_markov_head(dataclasses.replace(config, markov_head_type=head))
 
 
+def block_bias(markov, prev_tokens, hidden):
+    """Return the biases of whole blocks as the trainer computes them."""
+    return markov.markov_w2(block_latents(SimpleNamespace(markov_head=markov), prev_tokens, hidden)[0])
+
+
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
 def test_teacher_forcing_equals_walking_the_block(config, head):
     markov = build(config, head)
@@ -26,11 +34,11 @@ def test_teacher_forcing_equals_walking_the_block(config, head):
     state = markov.initial_state(3, torch.device("cpu"), torch.float32)
     biases = []
     for slot in range(6):
-        bias, w1_embedding, state = markov.step(prev_tokens[:, slot], hidden[:, slot], state)
+        bias, w1_embedding, state = markov_step(markov, prev_tokens[:, slot], hidden[:, slot], state)
         assert bias.shape == (3, 19)
         assert torch.equal(w1_embedding, markov.markov_w1.weight[prev_tokens[:, slot]])
         biases.append(bias)
-    torch.testing.assert_close(markov.block_bias(prev_tokens, hidden), torch.stack(biases, dim=1))
+    torch.testing.assert_close(block_bias(markov, prev_tokens, hidden), torch.stack(biases, dim=1))
 
 
 def test_only_the_rnn_remembers(config):
@@ -38,7 +46,7 @@ def test_only_the_rnn_remembers(config):
     tokens, other = torch.tensor([[5, 1, 2, 3]]), torch.tensor([[6, 1, 2, 3]])
     for head, remembers in (("vanilla", False), ("gated", False), ("rnn", True)):
         markov = build(config, head)
-        later = (markov.block_bias(tokens, hidden) - markov.block_bias(other, hidden))[:, 1:].abs().max()
+        later = (block_bias(markov, tokens, hidden) - block_bias(markov, other, hidden))[:, 1:].abs().max()
         assert (later > 1e-6) == remembers
 
 
@@ -46,23 +54,23 @@ def test_the_rnn_output_reads_the_old_state(config):
     """A bias computed from the new state would depend on the candidate branch."""
     markov = build(config, "rnn")
     hidden, state = torch.randn(2, 24), torch.randn(2, 7)
-    bias, _, new_state = markov.step(torch.tensor([1, 2]), hidden, state)
+    bias, _, new_state = markov_step(markov, torch.tensor([1, 2]), hidden, state)
     with torch.no_grad():
         markov.joint_proj.bias[7:14] += 3.0  # candidate rows
-    changed, _, changed_state = markov.step(torch.tensor([1, 2]), hidden, state)
+    changed, _, changed_state = markov_step(markov, torch.tensor([1, 2]), hidden, state)
     assert torch.equal(bias, changed)
     assert (new_state - changed_state).abs().max() > 0.1
 
 
 def test_the_rnn_state_is_required(config):
     with pytest.raises(ValueError, match="initial_state"):
-        build(config, "rnn").step(torch.tensor([1]), torch.randn(1, 24), None)
+        markov_step(build(config, "rnn"), torch.tensor([1]), torch.randn(1, 24), None)
 
 
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
 def test_block_bias_trains_every_parameter(config, head):
     markov = build(config, head)
-    markov.block_bias(torch.randint(19, (2, 5)), torch.randn(2, 5, 24)).square().sum().backward()
+    block_bias(markov, torch.randint(19, (2, 5)), torch.randn(2, 5, 24)).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in markov.parameters())
 
 
@@ -85,7 +93,7 @@ def test_confidence_input_is_hidden_then_embedding(config):
         head.proj.bias.fill_(0.25)
     embedding = torch.randn(2, 5, 7)
     torch.testing.assert_close(head(torch.randn(2, 5, 24), embedding), embedding[..., 0] + 0.25)
-    with pytest.raises(ValueError, match="w1_embedding"):
+    with pytest.raises(ValueError, match="reads Markov embeddings"):
         head(torch.randn(2, 24), None)
 
 

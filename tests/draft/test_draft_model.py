@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 from literal_draft import LiteralDraft
+from reference_decoding import ContextKV, draft_block
 
-from sglang_dspark.draft.reference import ContextKV, draft_block
 from sglang_dspark.draft.weights import load_draft_model
 
 TOLERANCE = 2e-4  # float32 against float64 on logits of size ~10; a wrong formula is off by more than 0.1

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from reference_decoding import accept_greedy, decode_greedy
 
-from sglang_dspark.draft.reference import accept_greedy, decode_greedy
 from sglang_dspark.draft.weights import load_draft_model
 
 VOCAB = 19

@@ -118,12 +118,11 @@ def test_without_own_embeddings_the_target_must_be_bound(make_checkpoint):
     with pytest.raises(CheckpointError, match=r"no embed_tokens.weight: bind the target's"):
         model.embed(torch.tensor([1]))
     with pytest.raises(CheckpointError, match=r"no lm_head.weight: bind the target's"):
-        model.base_logits(torch.ones(1, 24))
+        _ = model.lm_head_weight
     embed, lm_head = torch.randn(19, 24), torch.randn(19, 24)
     assert model.bind_target(embed, lm_head) == (EMBED, LM_HEAD)
     assert torch.equal(model.embed(torch.tensor([4, 4, 0])), embed[[4, 4, 0]])
-    hidden = torch.randn(3, 24)
-    torch.testing.assert_close(model.base_logits(hidden), hidden @ lm_head.T)
+    assert torch.equal(model.lm_head_weight, lm_head)
 
 
 def test_equal_own_copies_are_dropped_and_different_ones_kept(make_checkpoint):
@@ -144,7 +143,7 @@ def test_own_copies_are_compared_in_the_targets_dtype(make_checkpoint):
     embed, lm_head = stored[EMBED].bfloat16(), stored[LM_HEAD].bfloat16()
     assert model.bind_target(embed, lm_head) == (EMBED, LM_HEAD)
     assert model.embed(torch.tensor([1])).dtype == torch.float32
-    assert model.base_logits(torch.ones(1, 24)).dtype == torch.bfloat16
+    assert model.lm_head_weight.dtype == torch.bfloat16
 
 
 def test_an_embedding_of_the_target_is_scaled_as_the_target_does(make_checkpoint):
@@ -242,4 +241,4 @@ def test_random_weights_of_a_shape(make_checkpoint, head):
         assert tensor.isfinite().all() and tensor.abs().max() > 0
     embedding = torch.randn(config.vocab_size, config.hidden_size)
     first.bind_target(embedding, embedding)
-    assert first.base_logits(torch.randn(3, config.hidden_size)).shape == (3, config.vocab_size)
+    assert first.lm_head_weight.shape == (config.vocab_size, config.hidden_size)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from canonical_drafter import config_json, proposed_tokens, random_tensors
 from format_exports import BARE_CONFIDENCE, DFLASH, WINDOW, YARN
+from reference_decoding import ContextKV, draft_block
 
 from sglang_dspark.draft.formats import read
-from sglang_dspark.draft.reference import ContextKV, draft_block
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import CheckpointError
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from reference_decoding import ContextKV, attend_dense
 
-from sglang_dspark.draft.reference import ContextKV, attend_dense
 from sglang_dspark.draft.weights import load_draft_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on the CPU Triton's interpreter runs the kernels

@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_dspark.draft.formats import read_content
-from sglang_dspark.draft.formats.description import describe, new_to, switches
+from sglang_dspark.draft.formats.description import describe, switches
 
 QWEN3_8B = {
     "attention_bias": False,
@@ -260,42 +260,3 @@ def test_switches_are_named():
     assert ("causality", "causal block in all layers") in {
         (switch.name, switch.words) for switch in switches(read_content(content, origin="").config)
     }
-
-
-NEW = {
-    "nothing": (QWEN3_8B, {}, []),
-    "the layout": (QWEN3_8B, {"sample_from_anchor": False}, ["7 slots of which the anchor's does not predict"]),
-    "another base of RoPE": (
-        QWEN3_8B | {"rope_theta": 10000},
-        {},
-        ["RoPE of base 1e+06, the target's is 10000"],
-    ),
-    "the base of transformers 5": ({**QWEN3_8B, "rope_theta": None, "rope_parameters": {"rope_theta": 1e6}}, {}, []),
-    "scaled RoPE": (QWEN3_8B, {"rope_scaling": YARN}, ["RoPE of type yarn, factor 4"]),
-    "RoPE scaled in both": (QWEN3_8B | {"rope_scaling": YARN}, {"rope_scaling": YARN}, []),
-    "RoPE scaled otherwise": (
-        QWEN3_8B | {"rope_scaling": YARN | {"factor": 2.0}},
-        {"rope_scaling": YARN},
-        ["RoPE of type yarn, factor 4"],
-    ),
-    "biases": (QWEN3_8B, {"attention_bias": True}, ["biases in the attention"]),
-    "biases in both": (QWEN3_8B | {"attention_bias": True}, {"attention_bias": True}, []),
-    "biases that go without saying": (QWEN3_8B | {"model_type": "qwen2"}, {"attention_bias": True}, []),
-    "windows": (
-        QWEN3_8B,
-        {"layer_types": ["sliding_attention"] * 5, "sliding_window": 512, "is_causal": False},
-        ["window of 512 rows that slides along with the slots in all layers"],
-    ),
-    "windows in both": (
-        QWEN3_8B | {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 512},
-        {"layer_types": ["sliding_attention"] * 5, "sliding_window": 512, "is_causal": False},
-        [],
-    ),
-}
-
-
-@pytest.mark.parametrize(("target", "changes", "words"), NEW.values(), ids=NEW.keys())
-def test_what_is_new_to_a_pair(target, changes, words):
-    target = target | {"num_hidden_layers": 36, "layer_types": None}
-    config = read_content(SPECFORGE | changes, origin="config.json").config
-    assert [switch.words for switch in new_to(target, config)] == words

@@ -10,6 +10,7 @@ from dspark_kernels import (
     SamplingBatch,
     draft_block_ref,
 )
+from reference_decoding import markov_step
 
 from sglang_dspark.draft.reduced_vocabulary import FILE, ProposalHeads, load_token_ids, save_token_ids
 from sglang_dspark.draft.weights import load_draft_model
@@ -37,7 +38,7 @@ def test_heads_give_the_same_numbers_for_their_tokens(model):
     torch.testing.assert_close(part.base_logits(hidden), whole.base_logits(hidden)[:, IDS])
     bias, part_bias = (MarkovWalk(heads.weights.markov, hidden[:, None]).bias(tokens) for heads in (whole, part))
     torch.testing.assert_close(part_bias, bias[:, IDS])
-    expected, _, _ = model.markov_head.step(tokens, hidden, None)
+    expected, _, _ = markov_step(model.markov_head, tokens, hidden, None)
     assert torch.equal(bias, expected)
 
 

@@ -5,6 +5,7 @@ import torch
 from draft_heads import as_weights, draft_heads
 from dspark_kernels import DraftHeads, MarkovWeights, Purpose, draft_block_ref, target_probs
 from literal import Request, batch_of, literal_distribution, literal_draw, literal_uniform
+from reference_decoding import markov_step
 
 VOCAB, HIDDEN = 37, 6
 RULES = {
@@ -56,7 +57,7 @@ class Case:
             hidden = self.hidden[r : r + 1, k]
             logits, embedding = self.base[r, k].float(), None
             if self.markov:
-                bias, embedding, state = self.markov.step(previous, hidden, state)
+                bias, embedding, state = markov_step(self.markov, previous, hidden, state)
                 logits = logits + bias[0].float()
             confidences.append(self.confidence(hidden, embedding).item())
             tokens.append(literal_draw(logits, request, literal_uniform(self.keys, request, k, Purpose.DRAFT), k))

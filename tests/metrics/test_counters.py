@@ -142,5 +142,5 @@ def test_rounds_without_drafts_say_nothing_about_the_drafter():
     counters = Counters(gamma=7)
     for _ in range(2 * LOW_ACCEPT_ROUNDS):
         record(counters, [0], [0], [0])
-    assert counters.accept_length == 1.0
+    assert counters.sums().total().accept_length == 1.0
     assert not counters.looks_miswired

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden_replay import load_target
 from golden_server import (
     CASES,
     TARGET,
@@ -18,10 +19,9 @@ from golden_server import (
     policy,
     rounds_of,
 )
+from reference_decoding import decode_greedy
 
-from sglang_dspark.draft.reference import decode_greedy
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.tools.golden import load_target
 
 PROMPT = CASES[1]["prompt_ids"]
 

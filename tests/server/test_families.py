@@ -13,11 +13,11 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 from family_targets import NUM_TOKENS, PROMPTS, write_target
+from golden_replay import lend_target
 from golden_server import assert_pool_is_whole, assert_rounds_of_reference, endless, generate, policy
+from reference_decoding import decode_greedy
 
-from sglang_dspark.draft.reference import decode_greedy
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.tools.golden import lend_target
 
 
 @pytest.mark.thorough

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sglang_dspark.draft.reference import Decoded
+from reference_decoding import Decoded
+
 from sglang_dspark.tools.http_client import open_directly
 from sglang_dspark.tools.launch import CPU_ENV, LaunchedServer, dspark_flags
 

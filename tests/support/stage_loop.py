@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 from dspark_kernels import Adjustment, AdjustmentTable, RoundKeys, SamplingBatch, adjust
+from golden_replay import Golden, load_golden, load_target
+from reference_decoding import Target
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
-from sglang_dspark.draft.reference import Target
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import Copies, DecodeBatch, StepHooks, StepOutcome, TargetOutput, VerifyPlan
-from sglang_dspark.tools.golden import Golden, load_golden, load_target
 from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.executors.eager import EagerExecutor
 
@@ -81,7 +81,7 @@ class StageLoop:
 
     @cached_property
     def golden(self) -> Golden:
-        return load_golden(DRAFT, self.drafter.config)
+        return load_golden(DRAFT)
 
     @torch.no_grad()
     def serve(

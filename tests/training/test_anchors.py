@@ -1,7 +1,7 @@
 import torch
 from dspark_training.anchors import collate, sample_anchors
 from dspark_training.block_forward import block_hidden, context_kv
-from dspark_training.texts import StoredText, stored_states
+from dspark_training.texts import StoredText, states_of
 
 
 def make_row(row_len: int, prompt_len: int) -> StoredText:
@@ -33,7 +33,7 @@ def test_short_answers_give_fewer_anchors():
 def test_batch_reads_labels_and_target_states_at_the_right_positions():
     rows = [make_row(20, 8), make_row(11, 6)]
     anchors = [torch.tensor([8, 15, 18]), torch.tensor([9])]
-    batch = collate(rows, anchors, stored_states(rows), 4)
+    batch = collate(rows, anchors, states_of(None, rows), 4)
     assert batch.supervised.tolist() == [
         [[True] * 4, [True] * 4, [True, False, False, False]],
         [[True, False, False, False], [False] * 4, [False] * 4],
@@ -47,7 +47,7 @@ def test_batch_reads_labels_and_target_states_at_the_right_positions():
 
 
 def test_a_block_sees_the_context_before_its_anchor_and_nothing_else(target, rows, random_drafter):
-    features = stored_states(rows[:1]).features
+    features = states_of(target, rows[:1]).features
     anchors = torch.tensor([[6, 10, 15]])
     ids = rows[0].input_ids[anchors]
 

@@ -1,15 +1,13 @@
-"""Both forms of attention over the blocks of many anchors, against one query at a time in plain torch."""
+"""Attention over the blocks of many anchors, against one query at a time in plain torch."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from dspark_training import attention
-from dspark_training.attention import ChunkedAttention, FlexAttention, anchored_attention
-from torch._dynamo.utils import counters
+from dspark_training.attention import ChunkedAttention
 
 from sglang_dspark.draft.formats import read_config
 
@@ -89,39 +87,6 @@ def test_chunks_equal_the_literal_form_with_their_gradients(chunk, config, tenso
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-5)
 
 
-@torch.no_grad()
-def test_the_mask_of_flex_attention_equals_the_literal_form(config, tensors):
-    """Uncompiled and forward only: on a CPU torch has no more of it. tests/gpu/ has the kernel with its gradients."""
-    attend = FlexAttention(*tensors[:2], ANCHORS, config, compiled=False)
-    for layer in range(LAYERS):
-        expected = literal(config, layer, *tensors)
-        torch.testing.assert_close(attend(layer, *tensors[2:]), expected, **TOLERANCE)
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@torch.no_grad()
-def test_flex_attention_compiles_and_takes_texts_of_any_length():
-    """For a CPU too, forward only; after a second length no further one is compiled for."""
-    torch.set_num_threads(1)  # with two, torch's own kernel for CPUs ends the process
-    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": LAYERS}
-    config = replace(read_config(GOLDEN), **({"layer_types": (), "block_size": SLOTS} | sizes | SLIDING))
-    torch.manual_seed(0)
-    compiled = []
-    for length in (13, 200, 333):
-        anchors = torch.stack([torch.randperm(length - 1)[:11].sort().values for _ in range(2)])
-        context = [torch.randn(LAYERS, 2, length, 2, 16) for _ in range(2)]
-        rows = [torch.randn(2 * 11 * SLOTS, heads, 16) for heads in (6, 2, 2)]
-        before = counters["stats"]["unique_graphs"]
-        found, expected = (
-            make(*context, anchors, config) for make in (partial(FlexAttention, compiled=True), ChunkedAttention)
-        )
-        for layer in range(LAYERS):
-            torch.testing.assert_close(found(layer, *rows, None), expected(layer, *rows, None), **TOLERANCE)
-        compiled.append(counters["stats"]["unique_graphs"] - before)
-    assert compiled[0] > 0 and compiled[2] == 0
-
-
 def test_a_chunk_bounds_what_is_held(config, tensors, monkeypatch):
     """Autograd keeps no scores of several chunks, and no softmax sees more than a chunk."""
     sizes = []
@@ -136,23 +101,8 @@ def test_a_chunk_bounds_what_is_held(config, tensors, monkeypatch):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
         found = learnable(tensors)
-        mixed = anchored_attention(*found[:2], ANCHORS, config)(0, *found[2:])
+        mixed = ChunkedAttention(*found[:2], ANCHORS, config)(0, *found[2:])
     mixed.sum().backward()
     assert len(sizes) == 2 * 3  # five anchors, two at a time, forward and again backward
     assert max(sizes) <= 2500
     assert max(kept) <= max(x.numel() for x in tensors if x is not None)
-
-
-def test_a_kernel_of_many_forms_is_compiled_for_each(monkeypatch):
-    """Torch would give up after eight, and compute the matrix of all scores."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(attention.dynamo, "recompile_limit", 8)
-    attention._compiled.cache_clear()
-
-    def compiled(x, form):
-        return x + len(form) if torch.compiler.is_compiling() else x - 1
-
-    one = torch.ones(1)
-    forms = ["f" * length for length in range(1, 21)]
-    assert [float(attention._compiled(compiled)(one, form)) for form in forms] == [1 + len(form) for form in forms]
-    attention._compiled.cache_clear()

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from dspark_training.block_forward import block_hidden, context_kv
+from reference_decoding import ContextKV, draft_block
 
 from sglang_dspark.draft.formats import read_config
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.draft.reference import ContextKV, draft_block
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "vanilla_g7"
 SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from dspark_training.initial_drafter import InitialDrafter, initial_config, shape_of
 from dspark_training.target import Target
+from dspark_training.texts import Text
 from dspark_training.trainer import DRAFT_DIR
 
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids
@@ -40,11 +41,12 @@ def test_what_has_another_shape_is_drawn_and_named(finished, make_trainer, targe
     assert f"drawn: {named}" in account
 
 
-def test_the_projection_of_other_taps_is_drawn(finished, make_trainer, target, config, tmp_path):
+def test_the_projection_of_other_taps_is_drawn(finished, make_trainer, target, config, rows):
     """Other taps, as many, have the same shape but the weights of other layers."""
     taps = (0, 1)
     other = replace(config, **shape_of(finished.config) | {"target_layer_ids": taps})
-    trainer = make_trainer(other, target=Target(target.model, taps), states_of=None, init=finished)
+    bare = [Text(row.input_ids, row.prompt_len) for row in rows]  # without the states of the first taps
+    trainer = make_trainer(other, texts=bare, held_out=bare, target=Target(target.model, taps), init=finished)
     assert trainer.model.fc.weight.shape == finished.tensors["fc.weight"].shape
     assert not torch.equal(trainer.model.fc.weight, finished.tensors["fc.weight"])
     assert finished.account(trainer.model).endswith("drawn: fc.weight")

@@ -10,10 +10,10 @@ from dspark_training import loss as loss_module
 from dspark_training.anchors import collate, sample_anchors
 from dspark_training.loss import LossWeights, draft_loss
 from dspark_training.loss_vocabulary import LossVocabulary, VocabularySlice
-from dspark_training.texts import stored_states
+from dspark_training.texts import states_of
+from reference_decoding import attend_dense, markov_step
 
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.draft.reference import attend_dense
 
 WHOLE = VocabularySlice(None, None, None)
 WEIGHTS = LossWeights(ce=0.3, l1=0.9, confidence=0.7, position_decay=3.0)
@@ -43,7 +43,9 @@ def literal_loss(model: DraftModel, rows, anchors, lm_head: torch.Tensor, weight
             state = model.markov_head.initial_state(1, hidden.device, hidden.dtype)
             losses = []
             for j in range(min(gamma, len(row.input_ids) - 1 - t)):
-                bias, w1, state = model.markov_head.step(row.input_ids[t + j : t + j + 1], hidden[j : j + 1], state)
+                bias, w1, state = markov_step(
+                    model.markov_head, row.input_ids[t + j : t + j + 1], hidden[j : j + 1], state
+                )
                 p_draft = torch.softmax(hidden[j] @ lm_head.T + bias[0], dim=-1)
                 p_target = torch.softmax(row.last_hidden[t + j].double() @ lm_head.T, dim=-1)
                 l1 = (p_draft - p_target).abs().sum()
@@ -64,7 +66,7 @@ def test_loss_and_gradients_equal_the_literal_objective(head, target, rows, conf
     model = make_drafter(replace(config, markov_head_type=head, confidence_head_with_markov=head != "gated"))
     generator = torch.Generator().manual_seed(0)
     anchors = [sample_anchors(row, 5, generator) for row in rows]
-    output = loss_of_step(model, collate(rows, anchors, stored_states(rows), 4), WHOLE, target, WEIGHTS)
+    output = loss_of_step(model, collate(rows, anchors, states_of(target, rows), 4), WHOLE, target, WEIGHTS)
     output.loss.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -79,7 +81,9 @@ def test_loss_and_gradients_equal_the_literal_objective(head, target, rows, conf
 
 def test_a_slice_that_holds_every_token_changes_nothing(target, rows, config, make_drafter):
     model = make_drafter(config)
-    batch = collate(rows, [torch.tensor([row.prompt_len, row.prompt_len + 9]) for row in rows], stored_states(rows), 4)
+    batch = collate(
+        rows, [torch.tensor([row.prompt_len, row.prompt_len + 9]) for row in rows], states_of(target, rows), 4
+    )
     whole = loss_of_step(model, batch, WHOLE, target, WEIGHTS)
     every = LossVocabulary(torch.arange(64), 40, 24).draw(torch.Generator(), torch.device("cpu"))
     sliced = loss_of_step(model, batch, every, target, WEIGHTS)
@@ -104,7 +108,7 @@ def test_sampled_tokens_stand_for_all_that_are_left_out():
 
 def test_labels_outside_the_slice_carry_no_cross_entropy(target, rows, config, make_drafter):
     model = make_drafter(config)
-    batch = collate(rows[:1], [torch.tensor([rows[0].prompt_len])], stored_states(rows[:1]), 4)
+    batch = collate(rows[:1], [torch.tensor([rows[0].prompt_len])], states_of(target, rows[:1]), 4)
     labels = set(batch.labels.flatten().tolist())
     ids = torch.tensor([token for token in range(64) if token not in labels])
     index = torch.full((64,), -1)

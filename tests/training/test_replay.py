@@ -6,10 +6,10 @@ from dspark_kernels import MarkovWalk
 from dspark_training import replay as replay_module
 from dspark_training.block_forward import block_hidden
 from dspark_training.replay import replay
-from dspark_training.texts import ComputedStates, Text, stored_states
+from dspark_training.texts import Text
+from reference_decoding import decode_greedy
 
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
-from sglang_dspark.draft.reference import decode_greedy
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def test_greedy_replay_equals_the_literal_decoding_loop(target, rows, half_train
         committed += round(decoded.accept_length * len(decoded.rounds))
         for one in decoded.rounds:
             accepted[: one.accepted] += 1
-    report = replay(half_trained, target, rows, ComputedStates(target), temperature=0, max_new_tokens=NEW_TOKENS)
+    report = replay(half_trained, target, rows, temperature=0, max_new_tokens=NEW_TOKENS)
     assert (report.num_rounds, report.num_committed) == (rounds, committed)
     assert report.survival == pytest.approx((accepted / rounds).tolist())
     assert 1.1 < report.accept_length < 4.9
@@ -61,10 +61,7 @@ def test_sampled_replay_accepts_with_the_probability_of_speculative_sampling(tar
     p_draft = torch.softmax(decoded.rounds[0].block.logits[0], dim=-1)
     label = row.input_ids[row.prompt_len + 1]
     expected = min(1.0, float(p_draft[label] / p_target[row.prompt_len, label]))
-    reports = [
-        replay(half_trained, target, [row], stored_states, temperature=1, max_new_tokens=1, seed=seed)
-        for seed in range(600)
-    ]
+    reports = [replay(half_trained, target, [row], temperature=1, max_new_tokens=1, seed=seed) for seed in range(600)]
     observed = sum(report.survival[0] for report in reports) / len(reports)
     assert all(report.num_rounds == 1 for report in reports)
     # Four standard deviations of a mean of 600 coins.
@@ -98,7 +95,7 @@ def test_a_drafter_with_a_part_of_the_vocabulary_is_judged_by_what_it_proposes(t
     written = torch.cat([row.input_ids[row.prompt_len :] for row in rows]).bincount(minlength=64)
     token_ids = sorted(written.argsort(descending=True)[:24].tolist())
     judged = {
-        name: replay(half_trained, target, rows, stored_states, temperature=0, max_new_tokens=NEW_TOKENS, **options)
+        name: replay(half_trained, target, rows, temperature=0, max_new_tokens=NEW_TOKENS, **options)
         for name, options in {
             "part": {"token_ids": token_ids},
             "all": {},
@@ -117,9 +114,7 @@ def test_a_token_that_is_never_proposed_is_never_accepted_at_temperature_1(targe
     label = int(rows[0].input_ids[rows[0].prompt_len + 1])
     others = [token for token in range(64) if token != label]
     for seed in range(20):
-        report = replay(
-            half_trained, target, rows[:1], stored_states, temperature=1, max_new_tokens=1, seed=seed, token_ids=others
-        )
+        report = replay(half_trained, target, rows[:1], temperature=1, max_new_tokens=1, seed=seed, token_ids=others)
         assert report.survival[0] == 0
 
 

@@ -6,7 +6,6 @@ import torch
 from dspark_training.replay import replay
 from dspark_training.report import StepReport, Sums
 from dspark_training.settings import TrainConfig
-from dspark_training.texts import stored_states
 from dspark_training.trainer import DRAFT_DIR, LOG_FILE, answer_counts
 
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids
@@ -26,14 +25,14 @@ def test_a_drafter_learns_a_small_corpus_by_heart(target, rows, config, make_tra
     texts = rows[:3]
     overfit = replace(config, steps=250, learning_rate=1e-2, batch_rows=3, anchors_per_row=20, checkpoint_every=250)
     trainer = make_trainer(overfit, texts=texts, held_out=texts)
-    untrained = replay(trainer.model, target, texts, stored_states, temperature=0, max_new_tokens=18)
+    untrained = replay(trainer.model, target, texts, temperature=0, max_new_tokens=18)
     trainer.run()
-    learned = replay(trainer.model, target, texts, stored_states, temperature=0, max_new_tokens=18)
+    learned = replay(trainer.model, target, texts, temperature=0, max_new_tokens=18)
     assert untrained.accept_length < 2.5
     assert min(learned.survival) > 0.9
     stored = load_draft_model(tmp_path / DRAFT_DIR, dtype=torch.float32, device="cpu")
     stored.bind_target(target.embed_weight, target.lm_head_weight)
-    assert replay(stored, target, texts, stored_states, temperature=0, max_new_tokens=18).accept_length > 4
+    assert replay(stored, target, texts, temperature=0, max_new_tokens=18).accept_length > 4
 
 
 def test_a_run_goes_on_from_its_last_checkpoint(make_trainer, tmp_path):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from dspark_kernels import StepRequests
+from reference_decoding import attend_dense, block_mask
 
-from sglang_dspark.draft.reference import attend_dense, block_mask
 from sglang_dspark.draft.visibility import Visibility
 from sglang_dspark.worker.draft_attention import partial_attention
 

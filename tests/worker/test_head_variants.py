@@ -3,9 +3,8 @@
 import pytest
 from golden_server import CASES
 from random_drafter import VARIANTS, random_drafter
+from reference_decoding import decode_greedy
 from stage_loop import StageLoop
-
-from sglang_dspark.draft.reference import decode_greedy
 
 NUM_TOKENS = 8
 

@@ -2,55 +2,37 @@
 
 A row of a block sees what its layer shows of the context strictly before its anchor and of its own block, nothing else.
 Scores of all blocks take ``A * slots * heads * (S + slots)`` elements in each layer: 15 GB in float32 for one text of
-4096 tokens, 512 anchors and the heads of Qwen3-8B. Neither form here holds them at once.
+4096 tokens, 512 anchors and the heads of Qwen3-8B, so they are never held at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch._dynamo import config as dynamo
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from sglang_dspark.draft.backbone import Attend
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.visibility import Visibility
 
 CHUNK_SCORES = 2**24
 """Scores that `ChunkedAttention` holds at a time: 64 MiB in float32."""
 
-# Lengths of texts are a variable of the kernel, but some are not: one text or several, one tile of keys or several, and
-# each kind of layer. Nine forms were counted in steps of random sizes, and torch gives up after eight.
-_MOST_FORMS = 64
-
-
-def anchored_attention(
-    k_ctx: Tensor,  # [L, bs, S, kv_heads, head_dim]
-    v_ctx: Tensor,  # [L, bs, S, kv_heads, head_dim]
-    anchors: Tensor,  # [bs, A], ascending in a row but for unused ones at its end, which are 0
-    config: DraftConfig,
-) -> Attend:
-    """The ``attend`` callable of `DraftModel.forward_block` for blocks at `anchors`."""
-    # torch has a backward pass of flex_attention for GPUs alone. Without one, compiling it for every shape of a replay
-    # takes longer than the replay.
-    if k_ctx.is_cuda and torch.is_grad_enabled():
-        return FlexAttention(k_ctx, v_ctx, anchors, config, compiled=True)
-    return ChunkedAttention(k_ctx, v_ctx, anchors, config)
-
 
 class ChunkedAttention:
     """Dense attention of a few anchors at a time, whose scores are computed again in the backward pass.
 
-    Scores against the context and against the block are computed apart and share one softmax, so no block is ever
-    scored against another one. What fits one chunk keeps its scores: computing them again would cost time for nothing.
+    It is the ``attend`` callable of `DraftModel.forward_block`. Scores against the context and against the block are
+    computed apart and share one softmax, so no block is ever scored against another one. What fits one chunk keeps its
+    scores: computing them again would cost time for nothing.
     """
 
-    def __init__(self, k_ctx: Tensor, v_ctx: Tensor, anchors: Tensor, config: DraftConfig) -> None:
+    def __init__(
+        self,
+        k_ctx: Tensor,  # [L, bs, S, kv_heads, head_dim]
+        v_ctx: Tensor,  # [L, bs, S, kv_heads, head_dim]
+        anchors: Tensor,  # [bs, A], ascending in a row but for unused ones at its end, which are 0
+        config: DraftConfig,
+    ) -> None:
         self._k_ctx = k_ctx.permute(0, 1, 3, 2, 4)  # [L, bs, kv_heads, S, head_dim]
         self._v_ctx = v_ctx.permute(0, 1, 3, 2, 4)
         self._anchors = anchors
@@ -129,82 +111,3 @@ def _attend_dense(
     probs = torch.cat(scores, dim=-1).softmax(dim=-1, dtype=torch.float32).to(v.dtype)
     ctx_probs, block_probs = probs.split([part.shape[-1] for part in scores], dim=-1)[:2]
     return (ctx_probs.flatten(2, 3) @ v_ctx).unflatten(2, (num_anchors, -1)) + block_probs @ v
-
-
-class FlexAttention:
-    """torch's flex_attention over the rows of the context and behind them the rows of all blocks.
-
-    Its block mask skips every tile of 128 x 128 scores of which nothing is seen.
-
-    Args:
-        compiled: into one kernel; otherwise torch computes all scores, which shows that mask and layout are right.
-    """
-
-    def __init__(self, k_ctx: Tensor, v_ctx: Tensor, anchors: Tensor, config: DraftConfig, *, compiled: bool) -> None:
-        self._k_ctx, self._v_ctx, self._config = k_ctx, v_ctx, config
-        self._blocks = anchors.shape
-        attend: Callable[..., Any] = flex_attention
-        self._attend = _compiled(attend) if compiled else attend
-        masks = {
-            seen: _block_mask(seen, anchors, config.block_size, k_ctx.shape[2], compiled)
-            for seen in set(config.visibilities)
-        }
-        self._masks = [masks[seen] for seen in config.visibilities]
-
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,  # [bs * A * slots, heads, head_dim]
-        k: Tensor,  # [bs * A * slots, kv_heads, head_dim]
-        v: Tensor,  # [bs * A * slots, kv_heads, head_dim]
-        sinks: Tensor | None,  # [heads]
-    ) -> Tensor:
-        bs = self._blocks[0]
-        # Norms and rotation leave q and k in float32 under autocast.
-        queries = q.unflatten(0, (bs, -1)).transpose(1, 2).to(v.dtype)
-        keys, values = (
-            torch.cat([ctx[layer].to(v.dtype), x.unflatten(0, (bs, -1)).to(v.dtype)], dim=1).transpose(1, 2)
-            for ctx, x in ((self._k_ctx, k), (self._v_ctx, v))
-        )
-        found = self._attend(
-            queries,
-            keys,
-            values,
-            block_mask=self._masks[layer],
-            scale=self._config.attention_scale,
-            enable_gqa=True,
-            return_aux=None if sinks is None else AuxRequest(lse=True),
-        )
-        mixed: Tensor = found
-        if sinks is not None:
-            # What a sink takes of the weights, from the logarithm of their sum without it.
-            mixed, auxiliary = found
-            mixed = mixed * torch.sigmoid(auxiliary.lse - sinks[:, None]).to(mixed.dtype)[..., None]
-        return mixed.transpose(1, 2).reshape(q.shape)
-
-
-def _block_mask(visibility: Visibility, anchors: Tensor, block_size: int, ctx_len: int, compiled: bool) -> BlockMask:
-    """Return which of ``ctx_len + A * block_size`` keys each of ``A * block_size`` queries sees."""
-    bs, num_anchors = anchors.shape
-    block_table = visibility.sees_block(torch.arange(block_size, device=anchors.device))
-
-    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        block, slot = query // block_size, query % block_size
-        age = anchors[row, block] - key
-        context = (key < ctx_len) & (age > 0) & visibility.sees_context(age, slot)
-        drafted = (key - ctx_len).clamp(min=0)
-        own = (key >= ctx_len) & (drafted // block_size == block) & block_table[slot, drafted % block_size]
-        return context | own
-
-    queries = num_anchors * block_size
-    # Compiled, the mask of single elements is never written out.
-    create = _compiled(create_block_mask) if compiled else create_block_mask
-    mask: BlockMask = create(seen, bs, None, queries, ctx_len + queries, device=str(anchors.device))
-    return mask
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    dynamo.recompile_limit = max(_MOST_FORMS, dynamo.recompile_limit)
-    # Beyond that limit it fails, where it would silently compute all scores.
-    return torch.compile(function, fullgraph=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dspark_training.attention import anchored_attention
+from dspark_training.attention import ChunkedAttention
 from sglang_dspark.draft.model import DraftModel
 
 
@@ -29,7 +29,7 @@ def block_hidden(
     ids = torch.full((*anchors.shape, config.block_size), config.mask_token_id, device=anchors.device)
     ids[..., 0] = anchor_ids
     positions = anchors[..., None] + torch.arange(config.block_size, device=anchors.device)
-    attend = anchored_attention(k_ctx, v_ctx, anchors, config)
+    attend = ChunkedAttention(k_ctx, v_ctx, anchors, config)
     hidden = model.forward_block(model.embed(ids.flatten()), positions.flatten(), attend)
     return hidden.view(*ids.shape, -1)[..., config.first_slot :, :]
 

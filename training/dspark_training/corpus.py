@@ -21,6 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from dspark_training.conversations import read_conversations
@@ -91,7 +92,7 @@ class TextFolder:
         self.path, self.plan = path, plan
         self._prompts = path / "prompts.jsonl"
         if self._prompts.exists():
-            self.plan = TextPlan.read(path / "settings.json")
+            self.plan = msgspec.json.decode((path / "settings.json").read_bytes(), type=TextPlan)
             for name in sorted(given):
                 ours, theirs = getattr(plan, name), getattr(self.plan, name)
                 if ours != theirs:

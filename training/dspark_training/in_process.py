@@ -11,7 +11,7 @@ import torch
 from dspark_training.prompt_format import PromptFormat
 from dspark_training.replay import replay
 from dspark_training.target import Target
-from dspark_training.texts import keep_states, stored_states
+from dspark_training.texts import keep_states
 from dspark_training.writers import InProcessWriter
 from sglang_dspark.draft.pairing import check_dimensions
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids
@@ -76,7 +76,6 @@ def evaluate_in_process(  # noqa: PLR0913 - each is an option of the command
                 model,
                 target,
                 stored,
-                stored_states,
                 temperature=temperature,
                 max_new_tokens=max_tokens,
                 seed=seed,

@@ -21,7 +21,7 @@ from dspark_training.report import StepReport
 from dspark_training.settings import TextPlan, TrainConfig
 from dspark_training.target import Target, check_tap_ids, stop_ids_of
 from dspark_training.target_defaults import MaskTokens, default_depth, default_taps
-from dspark_training.texts import ComputedStates, StatesOf, Text, keep_states, padded_ids, stored_states
+from dspark_training.texts import Text, keep_states, padded_ids, states_of
 from dspark_training.trainer import DRAFT_DIR, Trainer, answer_counts, refuse_finished
 from dspark_training.writers import InProcessWriter, ServerWriter
 from sglang_dspark.draft.config import DraftConfig
@@ -113,15 +113,13 @@ def train(job: TrainJob, display: Display, accelerator: Accelerator) -> Evaluati
     display.say(f"{len(texts.train)} texts with {tokens} answer tokens to train on")
     config = _train_config(job, target, taps, prompt_format, texts, like)
     train_texts, held_out = texts.train, texts.greedy + texts.sampled
-    states: StatesOf = ComputedStates(target)
     if job.store_states:
         display.say("running the target over the texts")
-        states = stored_states
         train_texts, held_out = (
             keep_states(target, part, batch_tokens=_STATES_BATCH_TOKENS) for part in (train_texts, held_out)
         )
     init = None if job.init is None else InitialDrafter.load(job.init)
-    trainer = Trainer(config, target, train_texts, held_out, job.output, accelerator, states, init)
+    trainer = Trainer(config, target, train_texts, held_out, job.output, accelerator, init)
     _describe(trainer, init, display)
     _train(trainer, display)
     # The others have nothing to wait for: they measure the same.
@@ -204,7 +202,7 @@ def _check_agreement(target: Target, greedy: Sequence[Text], folder: Path) -> No
         ConfigError: too many of their tokens are not the target's first choice.
     """
     texts = greedy[:_CHECKED_TEXTS]
-    states = ComputedStates(target)(texts)
+    states = states_of(target, texts)
     agreed = total = 0
     for text, ids, hidden in zip(texts, padded_ids(texts).to(target.device), states.last_hidden, strict=True):
         answer = slice(text.prompt_len, len(text.input_ids))
@@ -282,9 +280,6 @@ def _evaluate(job: TrainJob, target: Target, texts: Texts, max_tokens: int, disp
     reports = []
     for number, (part, temperature) in enumerate(((texts.greedy, 0.0), (texts.sampled, 1.0))):
         display.progress("measuring", number, 2)
-        states = ComputedStates(target)
-        reports.append(
-            replay(model, target, part, states, temperature=temperature, max_new_tokens=limit, token_ids=token_ids)
-        )
+        reports.append(replay(model, target, part, temperature=temperature, max_new_tokens=limit, token_ids=token_ids))
     display.progress("measuring", 2, 2)
     return Evaluation(*reports)

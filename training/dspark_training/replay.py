@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dspark_training.block_forward import block_hidden, context_kv
 from dspark_training.target import Target, TargetStates
-from dspark_training.texts import StatesOf, Text
+from dspark_training.texts import Text, states_of
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 
@@ -54,11 +54,10 @@ class AcceptanceReport:
 
 
 @torch.no_grad()
-def replay(  # noqa: PLR0913 - each is an option of the command
+def replay(
     model: DraftModel,
     target: Target,
     texts: Sequence[Text],
-    states: StatesOf,
     *,
     temperature: float,
     max_new_tokens: int,
@@ -71,7 +70,6 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     Args:
         model: bound to the target's embedding and LM head, in the dtype to judge.
         texts: answers written by the target at this same temperature, 0 or 1.
-        states: of the texts.
         temperature: 0 compares argmaxes, 1 draws acceptances.
         max_new_tokens: no round starts at or after this many answer tokens.
         token_ids: the tokens that are proposed, ascending; None proposes all, as a drafter without a
@@ -85,7 +83,7 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     histogram = torch.zeros(model.config.gamma + 1, dtype=torch.long)
     num_committed = 0
     for batch in _batches(texts):
-        rounds = _Rounds(model, heads, target, batch, states(batch), temperature, generator)
+        rounds = _Rounds(model, heads, target, batch, states_of(target, batch), temperature, generator)
         while (accepted := rounds.advance(max_new_tokens)) is not None:
             histogram += torch.bincount(accepted, minlength=len(histogram))
         num_committed += rounds.num_committed

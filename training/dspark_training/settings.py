@@ -5,9 +5,7 @@ The command takes its options from here, so this module does without torch.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
@@ -50,15 +48,6 @@ class TextPlan:
     def answered_turns(self) -> int | None:
         """Return how many turns of a conversation are answered at most; None = all. Plain text has but one."""
         return 1 if self.raw else self.max_turns
-
-    @classmethod
-    def read(cls, path: Path) -> TextPlan:
-        """Return the plan of a ``settings.json``."""
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
-        }
-        return cls(**values)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -32,27 +32,15 @@ class StoredText(Text):
     last_hidden: Tensor  # [S - 1, d]
 
 
-StatesOf = Callable[[Sequence[Text]], TargetStates]
-"""Gives the target's states of some texts, padded on the right: ``[bs, S, ...]``, on any device, in any dtype. What
-stands at the last token of a text and in its padding is arbitrary."""
+def states_of(target: Target, rows: Sequence[Text]) -> TargetStates:
+    """Return the target's states of texts, those that they bring along or else those of a forward pass.
 
-
-class ComputedStates:
-    """Runs the target over the rows each time it is asked: nothing but token ids has to be kept."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-
-    def __call__(self, rows: Sequence[Text]) -> TargetStates:
-        return self._target.forward(to_device(padded_ids(rows), self._target.device))
-
-
-def stored_states(rows: Sequence[Text]) -> TargetStates:
-    """The states that were kept with the rows, which all have to be `StoredText`."""
-    width = max(len(row.input_ids) for row in rows)
+    What stands at the last token of a text and in its padding on the right is arbitrary.
+    """
     stored = [row for row in rows if isinstance(row, StoredText)]
     if len(stored) < len(rows):
-        raise TypeError("rows without states: use ComputedStates")
+        return target.forward(to_device(padded_ids(rows), target.device))
+    width = max(len(row.input_ids) for row in rows)
 
     def padded(states: list[Tensor]) -> Tensor:
         # The states of a row may end one token early, so the longest row alone does not give the width.
@@ -74,12 +62,11 @@ def keep_states(target: Target, rows: Sequence[Text], *, batch_tokens: int) -> l
     options: dict[str, Any] = {"dtype": target.dtype, "device": target.device}
     features = torch.empty(starts[-1], width, **options)
     last_hidden = torch.empty(starts[-1], target.hidden_size, **options)
-    states_of = ComputedStates(target)
     order = sorted(range(len(rows)), key=lens.__getitem__, reverse=True)
     done = 0
     while done < len(rows):
         batch = order[done : done + max(1, batch_tokens // (lens[order[done]] + 1))]
-        states = states_of([rows[i] for i in batch])
+        states = states_of(target, [rows[i] for i in batch])
         for i, row_features, row_hidden in zip(batch, states.features, states.last_hidden, strict=True):
             part = slice(starts[i], starts[i + 1])
             features[part] = row_features[: lens[i]]

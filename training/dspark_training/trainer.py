@@ -27,7 +27,7 @@ from dspark_training.loss_vocabulary import LossVocabulary, VocabularySlice
 from dspark_training.report import StepReport, Sums
 from dspark_training.settings import TrainConfig
 from dspark_training.target import Target, TargetStates
-from dspark_training.texts import ComputedStates, StatesOf, Text
+from dspark_training.texts import Text, states_of
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.draft.weights import save_draft_model
@@ -85,7 +85,6 @@ class Trainer:
     Args:
         texts: to train on.
         held_out: to measure on.
-        states_of: gives the target's states of texts; default: runs the target, batch by batch.
         init: a drafter to start from: tensors that fit in name and shape are taken, others drawn.
 
     Raises:
@@ -101,7 +100,6 @@ class Trainer:
         held_out: Sequence[Text],
         out_dir: Path,
         accelerator: Accelerator,
-        states_of: StatesOf | None = None,
         init: InitialDrafter | None = None,
     ) -> None:
         if target.tap_ids != tuple(config.target_layer_ids):
@@ -110,7 +108,6 @@ class Trainer:
             )
         self.config, self.out_dir, self.progress = config, out_dir, Progress()
         self._target, self._accelerator = target, accelerator
-        self._states_of = states_of or ComputedStates(target)
         counts = answer_counts(texts, target.vocab_size)
         self._vocabulary = LossVocabulary(counts, config.loss_vocab, config.loss_vocab_sampled)
         self._token_ids = _proposed_tokens(config, counts, init)
@@ -219,7 +216,7 @@ class Trainer:
     def _collate(self, drawn: _Drawn) -> AnchorBatch:
         """Put the target's states beside texts and anchors."""
         texts, anchors = drawn
-        states = self._states_of(texts)
+        states = states_of(self._target, texts)
         device, dtype = self._accelerator.device, self.config.compute_torch_dtype
         states = TargetStates(states.features.to(device, dtype), states.last_hidden.to(device, dtype))
         return collate(texts, anchors, states, self.model.config.gamma)
@@ -227,7 +224,7 @@ class Trainer:
     def _some_features(self, texts: Sequence[Text]) -> Tensor:
         """Tapped features ``[n, m * d]`` of the first texts, on the CPU."""
         first = texts[:_INIT_TEXTS]
-        features = self._states_of(first).features
+        features = states_of(self._target, first).features
         return torch.cat([f[: len(text.input_ids) - 1] for f, text in zip(features, first, strict=True)]).cpu()
 
     def _new_sums(self) -> Sums:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.formats import qwen3, rotation
-from sglang_dspark.draft.formats.content import Content
 from sglang_dspark.draft.formats.reading import Reading
-from sglang_dspark.errors import CheckpointError
-
-_BIASED = {"qwen2", "qwen2_moe"}  # kinds of targets whose attention has biases without a key that says so
 
 
 @dataclass(frozen=True)
@@ -51,35 +45,6 @@ def switches(config: DraftConfig) -> list[Switch]:
         found.append(Switch("value scale", f"values times {config.attention_value_scale:g}"))
     if config.final_logit_softcapping is not None:
         found.append(Switch("softcap", f"logits capped at {config.final_logit_softcapping:g}"))
-    return found
-
-
-def new_to(target: Mapping[str, Any], config: DraftConfig) -> list[Switch]:
-    """Return the switches that the target's own layers lack, and a base of RoPE that is not the target's.
-
-    What a target has no counterpart of, such as a layout of slots, is always new to it.
-
-    Args:
-        target: content of its text configuration.
-    """
-    content = Content(target, "the target's config.json")
-    content.values["num_hidden_layers"] = target.get("num_hidden_layers")
-    try:
-        qwen3.attention(content)
-        rotation.rope(content)
-    except CheckpointError:
-        return switches(config)  # its layers differ in RoPE, which no drafter's do
-    layers = content.values
-    has = {
-        "window": layers.get("sliding_window") == config.sliding_window,
-        "RoPE": layers.get("rope_scaling") == config.rope_scaling
-        and layers.get("partial_rotary_factor", 1.0) == config.partial_rotary_factor,
-        "softcap": target.get("final_logit_softcapping") == config.final_logit_softcapping,
-        "bias": bool(target.get("attention_bias")) or target.get("model_type") in _BIASED,
-    }
-    found = [switch for switch in switches(config) if not has.get(switch.name)]
-    if (theta := layers.get("rope_theta", config.rope_theta)) != config.rope_theta:
-        found.append(Switch("RoPE", f"RoPE of base {config.rope_theta:g}, the target's is {theta:g}"))
     return found
 
 

@@ -20,11 +20,11 @@ here, or the first channels are paired up among each other, as Hugging Face's ``
 _READ = ("rope_theta", "rope_type", "type", "rotary_pairs", "rope_dim", *PART_OF_HEAD.keys)
 
 
-def rope(content: Content, name: FormatName | None = None, *, kind: str | None = None) -> bool:
+def rope(content: Content, name: FormatName, *, kind: str | None = None) -> bool:
     """Read the rotary embedding.
 
     Args:
-        name: of the format; None for a target's file, whose part of a head is meant.
+        name: of the format.
         kind: of attention, whose set counts if ``rope_parameters`` has one per kind; None takes the kinds that occur.
 
     Returns:
@@ -158,10 +158,10 @@ def _of_type(content: Content, keys: _RopeKeys, rope_type: str, *, said: bool) -
     return given
 
 
-def _doubt_scaling(content: Content, keys: _RopeKeys, scaling: RopeScaling, name: FormatName | None) -> None:
+def _doubt_scaling(content: Content, keys: _RopeKeys, scaling: RopeScaling, name: FormatName) -> None:
     """Note what a stretched embedding was perhaps not trained with."""
     place = next(keys.places[key] for key in ("rope_type", "type") if key in keys.places)
-    if name and (words := DOUBTFUL.get((name, "rope_type"))):
+    if words := DOUBTFUL.get((name, "rope_type")):
         content.remark(place, scaling.rope_type, words.format(rope_type=place), doubtful=True)
     longest, original = content.values.get("max_position_embeddings"), scaling.original_max_position_embeddings
     if scaling.rope_type != "yarn" or original is None or type(longest) is not int or scaling.factor is None:
@@ -178,7 +178,7 @@ def _doubt_scaling(content: Content, keys: _RopeKeys, scaling: RopeScaling, name
         )
 
 
-def _read_part(content: Content, keys: _RopeKeys, name: FormatName | None) -> bool:
+def _read_part(content: Content, keys: _RopeKeys, name: FormatName) -> bool:
     """Read which part of a head rotates: the whole one, unless the file says that a part is meant."""
     pairs, channels = keys.agreed("rotary_pairs"), keys.inner.get("rope_dim")
     share, head_dim = "partial_rotary_factor", content.values.get("head_dim")
@@ -192,7 +192,7 @@ def _read_part(content: Content, keys: _RopeKeys, name: FormatName | None) -> bo
                 f"{content.origin}: rope_dim={channels!r} should be at most head_dim={head_dim}: {REMEDY}"
             )
         content.values[share] = channels / head_dim
-    elif pairs is not None or name is None:
+    elif pairs is not None:
         if (value := keys.agreed(share)) is not None:
             content.values[share] = value
         return bool(pairs == WHOLE_HEAD)
@@ -200,7 +200,7 @@ def _read_part(content: Content, keys: _RopeKeys, name: FormatName | None) -> bo
         for place, value in keys.everywhere(key).items():
             if value in (1, head_dim):
                 continue
-            words = DOUBTFUL.get((name, key)) if name and channels is None else None
+            words = DOUBTFUL.get((name, key)) if channels is None else None
             answer = place.replace(key, "rotary_pairs")
             content.remark(
                 place,

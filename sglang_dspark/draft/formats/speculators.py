@@ -43,29 +43,6 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 _DRAFT_VOCAB_SIZE = 32000
 
-# Layers are stored as what differs from the defaults of their class.
-_CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "qwen3": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-    },
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-    },
-}
 _ROPE_THETA = 10_000.0
 
 _SILENT = (
@@ -104,11 +81,18 @@ def read(content: Content) -> Reading:
 
 
 def _class_defaults(content: Content) -> dict[str, Any]:
+    """Return the sizes of the layers' class in transformers: what differs from its defaults is stored alone."""
+    from transformers import CONFIG_MAPPING
+
     name = content.find(f"{_LAYERS}model_type", default="qwen3")
-    defaults = dict(_CLASS_DEFAULTS.get(str(name), {}))
+    if name not in ("qwen3", "llama"):
+        return {}
+    layers = CONFIG_MAPPING[name]()
+    defaults = {key: getattr(layers, key) for key in qwen3.SHAPE}
     if name == "llama":
-        heads = content.find(f"{_LAYERS}num_attention_heads", default=defaults["num_attention_heads"])
-        width = content.find(f"{_LAYERS}hidden_size", default=defaults["hidden_size"])
+        heads, width = (
+            content.find(_LAYERS + key, default=defaults[key]) for key in ("num_attention_heads", "hidden_size")
+        )
         defaults["num_key_value_heads"] = heads
         if type(heads) is int and type(width) is int and heads > 0:
             defaults["head_dim"] = width // heads

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from sglang_dspark.tools.calibrate.trace_client import TraceClient
+    from sglang_dspark.tools.evaluation.trace_client import TraceClient
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 
@@ -78,7 +78,7 @@ def refuse_without_template(options: Mapping[str, Any]) -> None:
 
 def trace_client(options: Mapping[str, Any]) -> TraceClient:
     """Return the client that asks the server of ``--url`` as the options say."""
-    from sglang_dspark.tools.calibrate.trace_client import TraceClient
+    from sglang_dspark.tools.evaluation.trace_client import TraceClient
 
     names = ("max_tokens", "temperature", "raw", "chat_template_kwargs", "api_key")
     return TraceClient((options["url"] or DEFAULT_URL).rstrip("/"), **{name: options[name] for name in names})

@@ -13,8 +13,8 @@ from sglang_dspark.tools.cli.outputs import OutputFile, new_table, progress_bars
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sglang_dspark.calibration.survival import Floats
-    from sglang_dspark.tools.calibrate.held_out import PositionErrors
+    from sglang_dspark.calibration.metrics import Errors
+    from sglang_dspark.calibration.survival import Bools, Floats
 
 _SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
 
@@ -30,9 +30,9 @@ def calibrate(prompts: Path, held_out: float, output: Path, **options: Any) -> N
     """Fit the temperatures of a drafter's confidence head to a running server (Sequential Temperature Scaling).
 
     The command asks the server the prompts, compares how often each draft survived verification with what the head
-    predicted, and writes a file for --speculative-dspark-confidence-sts-path. Only rounds that verify the whole block
-    count: the server has to run with --speculative-dspark-schedule static. Errors are measured on prompts that were
-    not fitted.
+    predicted, and writes a file for --speculative-dspark-confidence-sts-path. Rounds have to verify the whole block:
+    the server has to run with --speculative-dspark-schedule static. Errors are measured on prompts that were not
+    fitted.
     """
     refuse_without_template(options)
 
@@ -40,8 +40,8 @@ def calibrate(prompts: Path, held_out: float, output: Path, **options: Any) -> N
 
     from sglang_dspark.calibration.online import fit_once
     from sglang_dspark.calibration.sts import StsCalibration, fit_sts
-    from sglang_dspark.tools.calibrate.held_out import held_out_errors
-    from sglang_dspark.tools.calibrate.traces import BlockRounds
+    from sglang_dspark.errors import ConfigError
+    from sglang_dspark.tools.evaluation.measured_set import MeasuredSet
     from sglang_dspark.tools.prompts import read_prompts
 
     console = Console(highlight=False)
@@ -49,13 +49,21 @@ def calibrate(prompts: Path, held_out: float, output: Path, **options: Any) -> N
     (target, drafter), gamma = client.pair(), client.block_size()
     with progress_bars(console, {"prompts": len(texts)}) as (advance,):
         answers = client.ask_all(texts, options["concurrency"], advance)
-    rounds = BlockRounds.from_traces([answer.trace for answer in answers], gamma)
-    fit, test = rounds.split(len(texts), held_out)
+    rounds = MeasuredSet.from_answers(prompts.name, answers, gamma)
+    if rounds.logits is None:
+        raise ConfigError(
+            f"--url {client.url}: the drafter has no confidence head, so there is nothing to calibrate; serve one that "
+            "has (python -m sglang_dspark doctor says what a drafter has)"
+        )
+    test = rounds.held_out(held_out)
+    fit_logits, fit_accepted = rounds.logits[~test], rounds.accepted[~test]
     with console.status("fitting temperatures"):
-        temperatures = fit_sts(fit.logits, fit.accepted)
-    positions = held_out_errors(test, temperatures, fit_once(fit.logits, fit.accepted))
-    console.print(_table(temperatures, positions))
-    fitted = f"fitted to {len(fit.logits)} rounds, measured on {len(test.logits)} rounds of other prompts"
+        temperatures, shifted = fit_sts(fit_logits, fit_accepted), fit_once(fit_logits, fit_accepted)
+    logits, outcomes = rounds.logits[test], rounds.outcomes[test]
+    before, after, with_shift = (_errors(z, outcomes) for z in (logits, logits / temperatures, shifted(logits)))
+    pairs = [len(outcomes), *outcomes.sum(axis=0)[:-1].tolist()]
+    console.print(_table(temperatures, pairs, before, after, with_shift))
+    fitted = f"fitted to {len(fit_logits)} rounds, measured on {len(logits)} rounds of other prompts"
     console.print(
         f"Prefix survival, {fitted}. pairs: rounds that tested the draft; shifted: with a scale and a shift per "
         "position, as a server calibrates itself while it runs; noise: about the ECE of perfect predictions on as many "
@@ -66,26 +74,36 @@ def calibrate(prompts: Path, held_out: float, output: Path, **options: Any) -> N
         target=target,
         draft=drafter,
         dataset=prompts.name,
-        num_samples=len(fit.logits),
-        ece_before=tuple(position.ece_before for position in positions),
-        ece_after=tuple(position.ece_after for position in positions),
-        ece_shifted=tuple(position.ece_shifted for position in positions),
+        num_samples=len(fit_logits),
+        ece_before=tuple(position.ece for position in before),
+        ece_after=tuple(position.ece for position in after),
+        ece_shifted=tuple(position.ece for position in with_shift),
     ).save(output)
     console.print(f"\n--speculative-dspark-confidence-sts-path {output}", soft_wrap=True)
 
 
-def _table(temperatures: Floats, positions: list[PositionErrors]) -> Table:
+def _errors(logits: Floats, outcomes: Bools) -> list[Errors]:
+    """Return the errors of the survivals that logits [n, gamma] predict, by position."""
+    from sglang_dspark.calibration.metrics import errors
+    from sglang_dspark.calibration.survival import prefix_survival, sigmoid
+
+    return [errors(*column) for column in zip(prefix_survival(sigmoid(logits)).T, outcomes.T, strict=True)]
+
+
+def _table(
+    temperatures: Floats, pairs: list[int], before: list[Errors], after: list[Errors], shifted: list[Errors]
+) -> Table:
     headings = ("draft", "pairs", "T", "ECE\nbefore", "ECE\nafter", "ECE\nshifted", "ECE\nnoise", "AUC")
     table = new_table(*headings, "Brier\nbefore", "Brier\nafter")
-    for draft, (temperature, errors) in enumerate(zip(temperatures, positions, strict=True), start=1):
-        eces = (errors.ece_before, errors.ece_after, errors.ece_shifted, errors.ece_noise)
+    rows = zip(temperatures, pairs, before, after, shifted, strict=True)
+    for draft, (temperature, num_pairs, raw, scaled, moved) in enumerate(rows, start=1):
         table.add_row(
             str(draft),
-            str(errors.pairs),
+            str(num_pairs),
             f"{temperature:.3f}",
-            *(f"{ece:.2%}" for ece in eces),
-            "-" if errors.auc is None else f"{errors.auc:.3f}",
-            f"{errors.brier_before:.4f}",
-            f"{errors.brier_after:.4f}",
+            *(f"{ece:.2%}" for ece in (raw.ece, scaled.ece, moved.ece, scaled.ece_noise)),
+            "-" if scaled.auc is None else f"{scaled.auc:.3f}",
+            f"{raw.brier:.4f}",
+            f"{scaled.brier:.4f}",
         )
     return table

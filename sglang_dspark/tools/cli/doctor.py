@@ -13,24 +13,20 @@ from sglang_dspark.tools.cli.checkpoint import Checkpoint
 if TYPE_CHECKING:
     from sglang_dspark.tools.doctor.finding import Finding
 
-_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[bold red]fail[/]"}
 
 
 @click.command(short_help="Say whether this installation can serve, and whether a drafter fits a target.")
 @click.option("--target", type=Checkpoint(), help="The target model.")
 @click.option("--draft", type=Checkpoint(), help="Its drafter.")
-@click.option("--golden", type=_FOLDER, help="Folder of golden vectors to replay through target and drafter.")
 @click.option("--hooks", is_flag=True, help="Also look at every function of SGLang that is patched, and say why it is.")
-def doctor(target: Path | None, draft: Path | None, golden: Path | None, hooks: bool) -> None:
+def doctor(target: Path | None, draft: Path | None, hooks: bool) -> None:
     """Say whether this installation can serve, and whether a drafter fits a target.
 
     Ends with exit status 1 when something stands in the way.
     """
     if (target is None) != (draft is None):
         raise click.UsageError("--target and --draft belong together: give both or neither")
-    if golden is not None and target is None:
-        raise click.UsageError("--golden needs --target and --draft")
 
     from rich.console import Console
     from rich.table import Table
@@ -41,7 +37,7 @@ def doctor(target: Path | None, draft: Path | None, golden: Path | None, hooks: 
     table = Table.grid(padding=(0, 2))
     findings = []
     with console.status("importing SGLang and looking around"):
-        for finding in _diagnose(target, draft, golden, hooks=hooks):
+        for finding in _diagnose(target, draft, hooks=hooks):
             findings.append(finding)
             table.add_row(_MARKS[finding.status], finding.subject, _text(finding))
     console.print(table)
@@ -69,7 +65,7 @@ def _command(target: Path, draft: Path) -> Iterator[object]:
         yield "--device cpu"
 
 
-def _diagnose(target: Path | None, draft: Path | None, golden: Path | None, *, hooks: bool) -> Iterator[Finding]:
+def _diagnose(target: Path | None, draft: Path | None, *, hooks: bool) -> Iterator[Finding]:
     from sglang_dspark.tools.doctor.installation import check_device, check_hooks, check_plugin, check_versions
 
     yield from check_versions()
@@ -78,11 +74,9 @@ def _diagnose(target: Path | None, draft: Path | None, golden: Path | None, *, h
         yield from check_hooks()
     yield from check_device()
     if target is not None and draft is not None:
-        from sglang_dspark.tools.doctor.models import check_golden, check_pair
+        from sglang_dspark.tools.doctor.models import check_pair
 
         yield from check_pair(target, draft)
-        if golden is not None:
-            yield from check_golden(target, draft, golden)
 
 
 def _text(finding: Finding) -> str:

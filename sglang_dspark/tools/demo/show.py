@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain, product
 from pathlib import Path
 from statistics import median
 from textwrap import shorten
+from typing import Any
 
 import torch
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
-from rich.table import Table
 
 from sglang_dspark.errors import DSparkError
-from sglang_dspark.tools.demo.contest import (
-    AUTO,
-    MODES,
-    OFF,
-    PLAIN,
-    Answers,
-    Contest,
-    accept_length,
-    answers_of,
-    has_chat_template,
-    ratios,
-    schedule,
-)
+from sglang_dspark.tools.cli.outputs import new_table
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
 
 PROMPTS = (
@@ -36,13 +27,40 @@ PROMPTS = (
     "Natalia sold 48 clips in April and half as many in May. How many clips did she sell in total? Think step by step.",
     "Explain in simple words why the sky is blue.",
 )
+WARM_UP_PROMPT, WARM_UP_TOKENS = "Count from one to twenty.", 8
+"""What a server answers, and throws away, before each answer that counts."""
 # The table of step times then has the load that the demo meets, and is measured in seconds.
 ONE_AT_A_TIME = ("--max-running-requests", "1")
 GPU_FLAGS = ("--mem-fraction-static", "0.4")
+PLAIN, OFF, AUTO = "plain SGLang", "plugin, off", "plugin, auto"
+POLICIES = {PLAIN: None, OFF: "off", AUTO: "auto"}
+"""Way of decoding -> policy of the server with DSPARK; None: the server without the plugin."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One complete answer.
+
+    Attributes:
+        tokens_per_s: the speed that the user sees, prefill included.
+        num_rounds: decode rounds, that is target forwards after the prefill; 0 without DSPARK.
+        num_committed: tokens that these rounds gained.
+    """
+
+    text: str
+    tokens_per_s: float
+    num_rounds: int
+    num_committed: int
+
+
+Answers = list[list[Answer]]
+"""[prompts][rounds] of one way of decoding."""
 
 
 class Demo:
     """One comparison of plain SGLang, the plugin without speculation, and the plugin with it.
+
+    Between its turns a server is suspended: an idle one may take the other's cores.
 
     Args:
         log_dir: folder of the servers' logs.
@@ -63,6 +81,7 @@ class Demo:
         self._console, self._target, self._draft, self._log_dir = console, target, draft, log_dir
         self._prompts, self._max_tokens, self._rounds = prompts or PROMPTS, max_tokens, rounds
         self._on_gpu = torch.cuda.is_available()
+        self._chat = has_chat_template(target)
         self._flags = (*(GPU_FLAGS if self._on_gpu else CPU_FLAGS), *ONE_AT_A_TIME, "--dtype", dtype)
         device = torch.cuda.get_device_name() if self._on_gpu else f"CPU, {torch.get_num_threads()} threads"
         console.print(f"target   {target}\ndrafter  {draft}\non       {device}, {dtype}", soft_wrap=True)
@@ -77,14 +96,13 @@ class Demo:
         with ExitStack() as stack:
             plain = self._serve(stack, "plain", ())
             dspark = self._serve(stack, "dspark", dspark_flags(self._draft))
-            contest = Contest(plain, dspark, self._max_tokens, chat=has_chat_template(self._target))
             try:
-                answers = self._measure(contest)
+                answers = self._measure({PLAIN: plain, OFF: dspark, AUTO: dspark})
             except OSError as error:
                 raise DSparkError(f"the server did not answer: {error}; its log is in {self._log_dir}") from error
-        for index, prompt in enumerate(self._prompts):
+        for prompt, (answer, *_) in zip(self._prompts, answers[PLAIN], strict=True):
             self._console.print(f"\n[cyan]> {escape(prompt)}[/]")
-            self._console.out(answers_of(answers, PLAIN, index)[0].text.strip())
+            self._console.out(answer.text.strip())
         self._print_speeds(answers)
         self._print_prompts(answers)
 
@@ -106,56 +124,113 @@ class Demo:
         )
         return server
 
-    def _measure(self, contest: Contest) -> Answers:
-        for mode in MODES:  # first answers, which are slower
-            contest.ask(self._prompts[0], mode)
-        turns = list(schedule(len(self._prompts), self._rounds))
-        asked = track(turns, "asking the servers in turns", console=self._console, transient=True)
-        return {turn: contest.ask(self._prompts[turn.prompt], turn.mode) for turn in asked}
+    def _measure(self, servers: dict[str, LaunchedServer]) -> dict[str, Answers]:
+        """Ask every prompt in every round, each way right after the others, so that drift of the machine meets all.
 
-    def _print_speeds(self, answers: Answers) -> None:
-        table = Table(box=SIMPLE)
-        for heading in ("", "tokens per second", "", "times as fast"):
-            table.add_column(heading, no_wrap=True)
+        Their order is shuffled: a fixed one would let each way always follow the same other one.
+        """
+        for way, server in servers.items():  # first answers, which are slower
+            self._ask(server, self._prompts[0], POLICIES[way])
+        shuffle = random.Random(0)
+        answers: dict[str, Answers] = {way: [[] for _ in self._prompts] for way in servers}
+        turns = list(product(range(self._rounds), range(len(self._prompts))))
+        for _, prompt in track(turns, "asking the servers in turns", console=self._console, transient=True):
+            for way in shuffle.sample(list(servers), len(servers)):
+                answers[way][prompt].append(self._ask(servers[way], self._prompts[prompt], POLICIES[way]))
+        return answers
+
+    def _ask(self, server: LaunchedServer, prompt: str, policy: str | None) -> Answer:
+        """Wake the server, throw one answer away, and measure the greedy one to the prompt.
+
+        Raises:
+            OSError: the server refused a request or has died.
+        """
+        server.resume()
+        if policy is not None:
+            server.post_json("/dspark/policy", {"policy": policy})
+        self._complete(server, WARM_UP_PROMPT, WARM_UP_TOKENS)
+        server.flush_cache()
+        before, start = _counters(server, policy), time.perf_counter()
+        answer = self._complete(server, prompt, self._max_tokens)
+        seconds, after = time.perf_counter() - start, _counters(server, policy)
+        server.suspend()
+        [choice] = answer["choices"]
+        text = (choice["message"]["content"] if self._chat else choice["text"]) or ""
+        rounds, committed = (now - then for now, then in zip(after, before, strict=True))
+        return Answer(text, answer["usage"]["completion_tokens"] / seconds, rounds, committed)
+
+    def _complete(self, server: LaunchedServer, prompt: str, max_tokens: int) -> Any:
+        options = {"model": "default", "max_tokens": max_tokens, "temperature": 0.0}
+        if self._chat:
+            messages = [{"role": "user", "content": prompt}]
+            return server.post_json("/v1/chat/completions", {"messages": messages, **options})
+        return server.post_json("/v1/completions", {"prompt": prompt, **options})
+
+    def _print_speeds(self, answers: dict[str, Answers]) -> None:
+        headings = ("", "tokens per second", "", "times as fast")
+        table = new_table(*headings, left=headings)
         compared = {OFF: ("off / plain", PLAIN), AUTO: ("auto / off", OFF)}
-        for mode in MODES:
-            speed = _with_range([answer.tokens_per_second for answer in answers_of(answers, mode)], 1)
-            name, base = compared.get(mode, ("", mode))
-            table.add_row(mode.name, speed, name, _with_range(ratios(answers, mode, base), 2) if name else "")
+        for way, given in answers.items():
+            name, base = compared.get(way, ("", way))
+            ratios = _with_range(_ratios(given, answers[base]), 2) if name else ""
+            table.add_row(way, _with_range([answer.tokens_per_s for answer in chain(*given)], 1), name, ratios)
         self._console.print(table)
         own = "own steps" if self._on_gpu else "own CPU attention"
-        length = accept_length(answers_of(answers, AUTO))
         self._console.print(
-            f"off / plain is the plugin's {own}, without a drafter; auto / off is speculation: {length:.2f} tokens per "
-            f"step.\nMedians of {len(answers) // len(MODES)} answers each (prompts: {len(self._prompts)}, rounds: "
-            f"{self._rounds}), in brackets their range. One greedy request at a time. A ratio pairs answers to the "
-            "same prompt in the same round. Servers take turns in shuffled order; other busy programs spread ratios."
+            f"off / plain is the plugin's {own}, without a drafter; auto / off is speculation: "
+            f"{_accept_length(answers[AUTO]):.2f} tokens per step.\nMedians of {self._rounds * len(self._prompts)} "
+            f"answers each (prompts: {len(self._prompts)}, rounds: {self._rounds}), in brackets their range. One "
+            "greedy request at a time. A ratio pairs answers to the same prompt in the same round. Servers take turns "
+            "in shuffled order; other busy programs spread ratios."
         )
 
-    def _print_prompts(self, answers: Answers) -> None:
-        table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-        for heading in ("prompt", "plain", "off", "auto", "auto / off", "per step", "same text"):
-            table.add_column(heading, no_wrap=True)
-        for index, prompt in enumerate(self._prompts):
-            given = [answers_of(answers, mode, index) for mode in MODES]
-            same = len({answer.text for one in given for answer in one}) == 1
+    def _print_prompts(self, answers: dict[str, Answers]) -> None:
+        table = new_table("prompt", "plain", "off", "auto", "auto / off", "per step", "same text", left=["prompt"])
+        for prompt, plain, off, auto in zip(self._prompts, *answers.values(), strict=True):
+            texts = [answer.text for answer in (*plain, *off, *auto)]
+            different = next((text for text in texts if text != texts[0]), None)
             table.add_row(
                 escape(shorten(prompt, 22, placeholder="...")),
-                *(f"{median(answer.tokens_per_second for answer in one):.1f}" for one in given),
-                f"{median(ratios(answers, AUTO, OFF, index)):.2f}",
-                f"{accept_length(given[-1]):.2f}",
-                "[green]yes[/]" if same else "[yellow]no[/]",
+                *(f"{median(answer.tokens_per_s for answer in given):.1f}" for given in (plain, off, auto)),
+                f"{median(_ratios([auto], [off])):.2f}",
+                f"{_accept_length([auto]):.2f}",
+                "[green]yes[/]" if different is None else "[yellow]no[/]",
             )
-            if not same:
-                self._print_difference([answer.text for one in given for answer in one])
+            if different is not None:
+                self._print_difference(texts[0], different)
         self._console.print(table)
 
-    def _print_difference(self, texts: Sequence[str]) -> None:
-        first, other = texts[0], next(text for text in texts if text != texts[0])
-        at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(map(len, texts)))
+    def _print_difference(self, first: str, other: str) -> None:
+        lengths = len(first), len(other)
+        at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(lengths))
         shown = slice(max(0, at - 40), at + 40)
         self._console.print(f"[yellow]texts differ from character {at}:[/]")
         self._console.out(f"...{first[shown]!r}\n...{other[shown]!r}")
+
+
+def has_chat_template(target_dir: Path) -> bool:
+    """Return whether the target has a chat template; a base model only continues text."""
+    settings = target_dir / "tokenizer_config.json"
+    in_settings = settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")
+    return in_settings or (target_dir / "chat_template.jinja").is_file()
+
+
+def _counters(server: LaunchedServer, policy: str | None) -> tuple[int, int]:
+    """Return rounds and committed tokens since the server started; zeros without the plugin."""
+    stats = {} if policy is None else server.get_json("/dspark/stats")
+    return stats.get("rounds", 0), stats.get("committed_tokens", 0)
+
+
+def _ratios(faster: Answers, slower: Answers) -> list[float]:
+    """Return how many times as fast one way answered as another: the same prompt in the same round makes a pair."""
+    pairs = zip(chain(*faster), chain(*slower), strict=True)
+    return [left.tokens_per_s / right.tokens_per_s for left, right in pairs]
+
+
+def _accept_length(answers: Answers) -> float:
+    """Return the tokens per decode round over all answers of DSPARK, bonus token included; NaN without a round."""
+    num_rounds = sum(answer.num_rounds for answer in chain(*answers))
+    return sum(answer.num_committed for answer in chain(*answers)) / num_rounds if num_rounds else float("nan")
 
 
 def _with_range(values: Sequence[float], digits: int) -> str:

@@ -6,7 +6,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 
 from sglang_dspark import __version__, on_cpu
 from sglang_dspark.config import flag_name
@@ -17,11 +17,11 @@ from sglang_dspark.tools.doctor.finding import Finding, one_line
 
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_VALUE = "sglang_dspark.plugin:register"
-PINNED_BY_SGLANG = ("torch", "triton", "transformers")
+PACKAGES = ("torch", "triton", "transformers")
 
 
 def check_versions() -> Iterator[Finding]:
-    """Check Python, SGLang, and the packages that SGLang pins or that DSPARK relies on."""
+    """Check Python, SGLang, and the packages that both rely on."""
     yield Finding("ok", "python", f"{platform.python_version()} ({sys.executable})")
     yield Finding("ok", "sglang-dspark", __version__)
     try:
@@ -30,33 +30,11 @@ def check_versions() -> Iterator[Finding]:
         yield Finding("ok", "sglang", sglang_version)
     except EngineError as error:
         yield Finding("fail", "sglang", str(error))
-    wanted = _wanted_by_sglang()
-    for name in PINNED_BY_SGLANG:
-        yield _check_package(name, wanted.get(name, ""))
-
-
-def _wanted_by_sglang() -> dict[str, str]:
-    """Return the version specifiers that the installed SGLang requires, by package; none if it is missing."""
-    from packaging.requirements import Requirement
-
-    try:
-        parsed = [Requirement(line) for line in requires("sglang") or ()]
-    except PackageNotFoundError:
-        return {}
-    return {need.name: str(need.specifier) for need in parsed if need.marker is None or need.marker.evaluate()}
-
-
-def _check_package(name: str, specifier: str) -> Finding:
-    from packaging.specifiers import SpecifierSet
-
-    wish = f"{name}{specifier}"
-    try:
-        found = version(name)
-    except PackageNotFoundError:
-        return Finding("fail", name, "not installed", f"pip install '{wish}'")
-    if not SpecifierSet(specifier).contains(found, prereleases=True):
-        return Finding("fail", name, f"{found}, but this sglang needs {specifier}", f"pip install '{wish}'")
-    return Finding("ok", name, found)
+    for name in PACKAGES:
+        try:
+            yield Finding("ok", name, version(name))
+        except PackageNotFoundError:
+            yield Finding("fail", name, "not installed", support.INSTALL_SGLANG)
 
 
 def check_plugin() -> Iterator[Finding]:

@@ -11,20 +11,15 @@ from sglang_dspark.errors import CheckpointError, DSparkError
 from sglang_dspark.tools.doctor.finding import Finding, failed, one_line
 
 if TYPE_CHECKING:
-    import torch
-
     from sglang_dspark.draft.config import DraftConfig
-    from sglang_dspark.draft.formats.description import Switch
     from sglang_dspark.draft.model import DraftModel
     from sglang_dspark.draft.resolved import ResolvedDrafter
     from sglang_dspark.engine.launch.context import LaunchContext
-    from sglang_dspark.tools.golden import GoldenReport
 
 
 def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
     """Check a target and its drafter: the checks of a start, then tensors and memory. Stops when one of them fails."""
     from sglang_dspark.draft.families import family_of
-    from sglang_dspark.draft.formats.description import new_to
     from sglang_dspark.draft.resolved import ResolvedDrafter
     from sglang_dspark.draft.weights import load_draft_model
 
@@ -48,13 +43,11 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
         yield Finding("ok", "target", _describe_target(architectures, context.text_config))
         if remark := family_of(architectures).remark:
             yield Finding("note", "target", remark)
-        yield from _switches(drafter.config, new_to(context.text_config.to_dict(), drafter.config))
+        yield _switches(drafter.config)
         model = load_draft_model(draft_dir, dtype=target.dtype, device="cpu")
         num_tensors = sum(1 for _ in model.parameters())
         _check_finite(model)
-        shared = _bind(model, target_dir, context)
         yield Finding("ok", "tensors", f"{num_tensors} tensors, all expected, all finite; {_describe_memory(model)}")
-        yield Finding("ok", "shared", f"read from the target: {', '.join(shared) or 'nothing'}")
     except DSparkError as error:
         yield Finding("fail", "pair", str(error))
 
@@ -114,18 +107,12 @@ def _launch_checks(context: LaunchContext) -> Iterator[Finding]:
     yield Finding("ok", "start-up", f"passed: {passed}", f"the server also checks, with its flags: {others}")
 
 
-def _switches(draft: DraftConfig, new: Sequence[Switch]) -> Iterator[Finding]:
-    """Yield what the drafter's network does beside DeepSpec's, and which of it the target's layers do not."""
+def _switches(draft: DraftConfig) -> Finding:
+    """Return what the drafter's network does beside DeepSpec's."""
     from sglang_dspark.draft.formats.description import switches
 
-    found = switches(draft)
-    yield Finding(
-        "ok", "switches", "; ".join(f"{s.name}: {s.words}" for s in found) or "none: the network is DeepSpec's"
-    )
-    if new:
-        words = "; ".join(f"{switch.name}: {switch.words}" for switch in new)
-        remedy = "right if the drafter was trained so; otherwise few drafts are accepted, and the text is still right"
-        yield Finding("note", "switches", f"new to this pair, because the target does not have them: {words}", remedy)
+    found = "; ".join(f"{switch.name}: {switch.words}" for switch in switches(draft))
+    return Finding("ok", "switches", found or "none: the network is DeepSpec's")
 
 
 def _describe_target(architectures: Sequence[str], target: Any) -> str:
@@ -144,7 +131,7 @@ def _describe_memory(model: DraftModel) -> str:
     dtype = model.fc.weight.dtype
     per_token = bytes_per_token(model.config, dtype)
     return (
-        f"{count:,} parameters beside the target's ({size_mib:,.1f} MiB as {str(dtype).removeprefix('torch.')}), "
+        f"{count:,} parameters ({size_mib:,.1f} MiB as {str(dtype).removeprefix('torch.')}), "
         f"draft K/V {per_token:,} bytes per token"
     )
 
@@ -157,70 +144,3 @@ def _check_finite(model: DraftModel) -> None:
         raise CheckpointError(
             f"{model.config.origin}: NaN or infinite values in {', '.join(broken)}; take an intact checkpoint"
         )
-
-
-def _bind(model: DraftModel, target_dir: Path, context: LaunchContext) -> tuple[str, ...]:
-    """Let ``model`` read what it can of the target, and return the names of the tensors that it shares."""
-    from sglang_dspark.draft.pairing import lacks_own
-    from sglang_dspark.draft.target_files import quantised_layers
-
-    quantised = quantised_layers(target_dir, tied=context.text_config.tie_word_embeddings)
-    for layer in quantised:
-        if getattr(model, layer) is None:
-            raise lacks_own(model.config, layer, "is quantised")
-    weights = dict(zip(("embed_tokens", "lm_head"), _read_target_embeddings(target_dir), strict=True))
-    # In the server's dtype: a float32 embedding equals the drafter's copy only after the same rounding.
-    return model.bind_target(
-        *(None if layer in quantised else weight.to(context.target.dtype) for layer, weight in weights.items())
-    )
-
-
-def _read_target_embeddings(target_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(embedding, LM head)`` of the target, each ``[V, d]``; the same tensor twice if they are tied."""
-    from safetensors import SafetensorError, safe_open
-
-    from sglang_dspark.draft.target_files import PREFIXES
-
-    layers = {f"{prefix}weight": layer for layer, prefixes in PREFIXES.items() for prefix in prefixes}
-    found = {}
-    for file in sorted(target_dir.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in layers.keys() & set(tensors.keys()):
-                    found[layers[name]] = tensors.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file}: cannot be read ({error}); download the target again") from error
-    if "embed_tokens" not in found:
-        raise CheckpointError(
-            f"{target_dir}: no safetensors file holds {PREFIXES['embed_tokens'][0]}weight; give a complete target as "
-            "safetensors"
-        )
-    # The head is absent where it is tied to the embedding.
-    return found["embed_tokens"], found.get("lm_head", found["embed_tokens"])
-
-
-def check_golden(target_dir: Path, draft_dir: Path, golden_dir: Path) -> Iterator[Finding]:
-    """Replay golden vectors through the model code; one finding per mismatch."""
-    from transformers.utils.logging import disable_progress_bar
-
-    from sglang_dspark.tools.golden import replay
-
-    disable_progress_bar()
-    try:
-        report = replay(target_dir, draft_dir, golden_dir)
-    except DSparkError as error:
-        yield Finding("fail", "golden", str(error))
-        return
-    yield Finding("ok" if report.ok else "fail", "golden", _summary(report))
-    for mismatch in report.mismatches:
-        yield Finding("fail", "golden", str(mismatch))
-
-
-def _summary(report: GoldenReport) -> str:
-    text = f"{sum(report.checked.values())} comparisons, {len(report.mismatches)} mismatches"
-    if report.accept_lengths:
-        text += f"; accept length {sum(report.accept_lengths) / len(report.accept_lengths):.2f}"
-    if report.max_abs_error:
-        path, error = max(report.max_abs_error.items(), key=lambda entry: entry[1])
-        text += f"; largest difference {error:.1e} ({path})"
-    return text

@@ -1,1 +1,1 @@
-"""Evaluate a drafter on sets of prompts: DeepSpec's accept-length protocol, on a running server or in process."""
+"""Rounds of a running server, and what they say of a drafter: DeepSpec's accept-length protocol, calibration."""

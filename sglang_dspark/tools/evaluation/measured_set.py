@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import numpy as np
 
-from sglang_dspark.calibration.metrics import auc, brier, reliability_bins
+from sglang_dspark.calibration.metrics import errors
 from sglang_dspark.calibration.survival import Bools, Floats, Ints, prefix_survival, sigmoid, survived
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.calibrate.trace_client import Answer
-from sglang_dspark.tools.calibrate.traces import round_confidence
+from sglang_dspark.tools.evaluation.trace_client import Answer
 from sglang_dspark.tools.simulator.blocks import RecordedBlocks
 
 THRESHOLDS = tuple(step / 10 for step in range(11))
@@ -69,7 +68,7 @@ class MeasuredSet:
         if cut:
             raise ConfigError(
                 f"{name}: {cut} of {len(rounds)} rounds did not verify a whole block of drafts, so that the "
-                "accept length is the schedule's as much as the drafter's; start the server with "
+                "figures are the schedule's as much as the drafter's; start the server with "
                 "--speculative-dspark-schedule static and without --speculative-dspark-verify-len, or switch it with "
                 'POST /dspark/policy {"policy": "static"}'
             )
@@ -83,7 +82,7 @@ class MeasuredSet:
             proposed=counts[:, 0],
             accepted=counts[:, 1],
             committed=counts[:, 2],
-            logits=np.array([round_confidence(entry) for _, _, entry in rounds]) if has_head else None,
+            logits=np.array([entry["confidence"] for _, _, entry in rounds]) if has_head else None,
             answer=np.array([index for index, _, _ in rounds]),
         )
 
@@ -126,6 +125,27 @@ class MeasuredSet:
         tested = np.minimum(self.proposed, self.accepted + 1)[:, None] > np.arange(self.gamma)
         return _shares(self.outcomes.sum(0), tested.sum(0))
 
+    def held_out(self, share: float) -> Bools:
+        """Return [n] whether a round is held out: those of whole answers, evenly spread, always the same ones.
+
+        Rounds of one answer resemble each other, so a split within an answer would test on what was fitted.
+
+        Args:
+            share: of the answers to hold out, between 0 and 1.
+
+        Raises:
+            ConfigError: one of the parts has no rounds.
+        """
+        quota = np.floor(np.arange(self.num_answers + 1) * share)
+        held_out: Bools = (np.diff(quota) > 0)[self.answer]
+        for part, rounds in (("fit", ~held_out), ("held-out", held_out)):
+            if not rounds.any():
+                raise ConfigError(
+                    f"--held-out {share:g} of {self.num_answers} prompts leaves no round in the {part} part; give more "
+                    "prompts or another share"
+                )
+        return held_out
+
     def thresholds(self) -> list[dict[str, float]]:
         """Apply the policy ``threshold`` to these rounds: what it verifies, and what is accepted, by threshold.
 
@@ -163,18 +183,9 @@ class MeasuredSet:
         rows: list[dict[str, float | None]] = []
         for k, (predicted, observed) in enumerate(zip(self.predicted.T, self.outcomes.T, strict=True)):
             asked = self.proposed > k
-            bins = reliability_bins(predicted[asked], observed[asked])
-            rows.append(
-                {
-                    "position": k + 1,
-                    "ece": bins.ece,
-                    "ece_noise": bins.ece_noise,
-                    "auc": auc(predicted[asked], observed[asked]),
-                    "brier": brier(predicted[asked], observed[asked]),
-                    "predicted_mean": float(predicted[asked].mean()),
-                    "observed_mean": float(observed[asked].mean()),
-                }
-            )
+            means = {"predicted_mean": predicted[asked].mean(), "observed_mean": observed[asked].mean()}
+            found = asdict(errors(predicted[asked], observed[asked])) | {name: float(m) for name, m in means.items()}
+            rows.append({"position": k + 1, **found})
         return rows
 
     def to_dict(self) -> dict[str, Any]:

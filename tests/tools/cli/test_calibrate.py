@@ -101,7 +101,7 @@ def test_the_same_answers_give_the_same_file(calibrate, tmp_path):
     ("state", "says"),
     [
         ({"verified": GAMMA - 1}, "start the server with --speculative-dspark-schedule static"),
-        ({"drafted": GAMMA - 1, "verified": GAMMA - 1}, "verified its whole block of drafts"),
+        ({"drafted": GAMMA - 1, "verified": GAMMA - 1}, "did not verify a whole block of drafts"),
         ({"verified": GAMMA - 1}, 'POST /dspark/policy {"policy": "static"}'),
         ({"has_head": False}, "the drafter has no confidence head"),
         ({"has_traces": False}, "no answer has a dspark_trace; serve with the sglang-dspark plugin"),

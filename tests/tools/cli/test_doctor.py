@@ -46,7 +46,7 @@ def edit_tensors(folder: Path, edit) -> None:
 
 @pytest.mark.slow
 def test_a_good_installation_and_the_golden_pair(run, target, draft):
-    result = run("doctor", "--target", target, "--draft", draft, "--golden", draft)
+    result = run("doctor", "--target", target, "--draft", draft)
     assert result.exit_code == 0, result.output
     assert f"sglang         {support.installed_sglang()}" in result.output
     assert "DSPARK and its flags are known to SGLang in this process" in result.output
@@ -57,8 +57,6 @@ def test_a_good_installation_and_the_golden_pair(run, target, draft):
     assert "Qwen3ForCausalLM: hidden size 128, vocabulary 256, 6 layers" in result.output
     assert "passed: device, target family, " in result.output
     assert "the server also checks, with its flags: fallback of nodes" in result.output
-    assert "read from the target: embed_tokens.weight, lm_head.weight" in result.output
-    assert ", 0 mismatches; accept length" in result.output
     assert f"DSPARK --speculative-draft-model-path {draft}" in result.output
 
 
@@ -113,17 +111,15 @@ def test_a_drafter_of_another_target(run, target, broken):
 
 
 @pytest.mark.usefixtures("without_sglang")
-def test_switches_and_which_of_them_are_new_to_the_pair(run, target, draft, tmp_path):
+def test_switches_of_the_network(run, target, draft, tmp_path):
     result = run("doctor", "--target", target, "--draft", draft)
     assert "none: the network is DeepSpec's" in result.output
-    assert "new to this pair" not in result.output
     result = run("doctor", "--target", target, "--draft", random_drafter(tmp_path, "every-switch"))
     assert result.exit_code == 0, result.output
     for words in (
         "layout: 6 slots of which the anchor's does not predict; window: window of 5 rows that slides along with",
         "reduced vocabulary: heads for 60 of 256 tokens; RoPE: RoPE of type yarn, factor 4; bias: biases in the",
         "sinks: attention sinks in layers 1, 2; value scale: values times 0.7",
-        "new to this pair, because the target does not have them: layout",
     ):
         assert words in result.output
 
@@ -143,7 +139,6 @@ def test_a_target_that_reads_images(run, tmp_path):
     target = written_target("Mistral3ForConditionalGeneration", tmp_path / "target")
     result = run("doctor", "--target", target, "--draft", random_drafter(tmp_path / "draft", "tiny"))
     assert "Mistral3ForConditionalGeneration: hidden size 64, vocabulary 256, 5 layers" in result.output
-    assert "read from the target: embed_tokens.weight, lm_head.weight" in result.output
 
 
 @pytest.mark.usefixtures("without_sglang")
@@ -160,43 +155,6 @@ def test_a_tensor_with_a_nan(run, target, broken):
     result = run("doctor", "--target", target, "--draft", broken)
     assert result.exit_code == 1
     assert "NaN or infinite values in norm.weight" in result.output
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_sglang")
-def test_every_golden_mismatch_is_listed(run, target, broken, draft):
-    edit_tensors(broken, lambda tensors: tensors["markov_head.markov_w2.weight"].zero_())
-    result = run("doctor", "--target", target, "--draft", broken, "--golden", draft)
-    assert result.exit_code == 1
-    lines = [line for line in result.output.splitlines() if line.startswith("fail")]
-    assert len(lines) > 2
-    assert f"{len(lines) - 1} mismatches" in lines[0]
-    assert any("taught.draft (case 0 round" in line and "expected [" in line for line in lines)
-
-
-@pytest.mark.usefixtures("without_sglang")
-def test_an_own_embedding_is_not_called_shared(run, target, broken):
-    edit_tensors(broken, lambda tensors: tensors["embed_tokens.weight"].mul_(2))
-    result = run("doctor", "--target", target, "--draft", broken)
-    assert result.exit_code == 0, result.output
-    assert "read from the target: lm_head.weight" in result.output
-
-
-@pytest.mark.usefixtures("without_sglang")
-def test_a_quantised_head_is_not_called_shared(run, target, draft, broken, tmp_path):
-    quantised = Path(shutil.copytree(target, tmp_path / "target", copy_function=shutil.copyfile))
-    edit_config(quantised, tie_word_embeddings=False)
-    edit_tensors(
-        quantised, lambda tensors: tensors.update({"lm_head.qweight": torch.zeros(16, 256, dtype=torch.int32)})
-    )
-    result = run("doctor", "--target", quantised, "--draft", draft)
-    assert result.exit_code == 0, result.output
-    assert "read from the target: embed_tokens.weight" in result.output
-    assert "embed_tokens.weight, lm_head.weight" not in result.output
-    edit_tensors(broken, lambda tensors: tensors.pop("lm_head.weight"))
-    result = run("doctor", "--target", quantised, "--draft", broken)
-    assert result.exit_code == 1
-    assert "no lm_head.weight of its own, and the target's lm_head is quantised" in result.output
 
 
 @pytest.mark.parametrize(
@@ -219,21 +177,10 @@ def test_sglang_missing(run, monkeypatch):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(support, "version", missing)
-    monkeypatch.setattr(installation, "requires", missing)
     result = run("doctor")
     assert result.exit_code == 1
     assert 'sglang is not installed; run: pip install "sglang>=0.5.23,<0.5.24"' in result.output
     assert "torch" in result.output
-
-
-@pytest.mark.usefixtures("without_sglang")
-def test_a_dependency_that_sglang_does_not_want(run, monkeypatch):
-    monkeypatch.setattr(installation, "requires", lambda name: ["torch==1.0", "numpy", 'triton==0; extra == "x"'])
-    result = run("doctor")
-    assert result.exit_code == 1
-    assert "but this sglang needs ==1.0" in result.output
-    assert "pip install 'torch==1.0'" in result.output
-    assert result.output.count("fail") == 2  # the line and the summary
 
 
 def test_the_entry_point_is_gone(monkeypatch):
@@ -256,14 +203,10 @@ def test_the_user_lets_sglang_load_other_plugins_only(monkeypatch):
     assert "add dspark" in registration.remedy
 
 
-def test_options_that_need_each_other(run, target):
-    for arguments, says in (
-        (("--target", target), "give both or neither"),
-        (("--golden", target), "--golden needs --target and --draft"),
-    ):
-        result = run("doctor", *arguments)
-        assert result.exit_code == 2
-        assert says in result.output
+def test_a_target_alone_is_refused(run, target):
+    result = run("doctor", "--target", target)
+    assert result.exit_code == 2
+    assert "give both or neither" in result.output
 
 
 @pytest.mark.usefixtures("without_sglang")

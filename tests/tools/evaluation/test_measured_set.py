@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.calibrate.trace_client import Answer
 from sglang_dspark.tools.evaluation.measured_set import MeasuredSet, recorded_blocks
+from sglang_dspark.tools.evaluation.trace_client import Answer
 
 GAMMA = 3
 SURE, UNSURE = 3.0, -3.0
@@ -49,6 +49,23 @@ def test_a_stop_token_that_the_target_adds_is_a_bonus_token():
 def test_an_answer_that_is_cut_by_its_length_counts_its_last_round_in_full():
     measured = measured_set("set", [answer([3], num_tokens=2)])
     assert measured.accept_length == 4
+
+
+@pytest.mark.parametrize(("num_answers", "share"), [(2, 0.5), (10, 0.3), (97, 0.25), (4, 0.9)])
+def test_whole_answers_are_held_out_all_over_the_set(num_answers, share):
+    measured = measured_set("set", [answer([0, 1, 2, 0, 1])] * num_answers)
+    test = measured.held_out(share)
+    fitted, held_out = set(measured.answer[~test]), set(measured.answer[test])
+    assert not fitted & held_out
+    assert len(held_out) == pytest.approx(share * num_answers, abs=1)
+    assert len(held_out) < 10 or np.diff(sorted(held_out)).max() <= 1 / share + 1
+
+
+def test_a_split_without_rounds_on_one_side():
+    with pytest.raises(ConfigError, match=r"--held-out 0.3 of 2 prompts leaves no round in the held-out part"):
+        measured_set("set", [answer([1])] * 2).held_out(0.3)
+    with pytest.raises(ConfigError, match="in the fit part"):
+        measured_set("set", [answer([]), answer([1])]).held_out(0.5)
 
 
 def test_thresholds_cut_before_the_first_unsure_draft():

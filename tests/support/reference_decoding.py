@@ -1,6 +1,6 @@
 """Speculative decoding of one request, spelled out: slow, dense, no paging and no batching.
 
-The yardstick for the worker, the kernels and the golden replay: context K/V, block draft and acceptance stand alone,
+The yardstick for the worker, the trainer and the golden vectors: context K/V, block draft and acceptance stand alone,
 and :func:`decode_greedy` puts them together.
 """
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.draft.markov_head import MarkovHead
+from sglang_dspark.draft.model import DraftModel, base_logits
 from sglang_dspark.draft.visibility import Visibility
 
 Target = Callable[[Sequence[int]], tuple[Tensor, Tensor]]
@@ -77,6 +78,21 @@ def block_mask(visibility: Visibility, context_len: int, num_slots: int) -> Tens
     return torch.cat((visibility.sees_context(ages, slots[:, None]), visibility.sees_block(slots)), dim=1)
 
 
+def markov_step(
+    head: MarkovHead, prev_tokens: Tensor, hidden: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return ``(bias [bs, v], w1_embedding [bs, r], new state)`` of one slot of the sequential walk.
+
+    Args:
+        prev_tokens: ``[bs]`` int64, the anchor for slot 0, else the token drafted in the slot before.
+        hidden: ``[bs, d]`` post-norm backbone hidden of this slot.
+        state: of :meth:`MarkovHead.initial_state` or the slot before.
+    """
+    w1_embedding = head.markov_w1(prev_tokens)
+    latent, new_state = head.latent(w1_embedding, hidden, state)
+    return head.markov_w2(latent), w1_embedding, new_state
+
+
 def choose_greedy(logits: Tensor) -> int:
     """``[V]`` -> the first index of the largest logit."""
     return int(logits.argmax())
@@ -93,15 +109,15 @@ def draft_block(
     """
     config, device = model.config, context.k.device
     hidden = _block_hidden(model, context, anchor)
-    base_logits = model.base_logits(hidden)
+    logits_of_slots = base_logits(hidden, model.lm_head_weight, config)
     state = model.markov_head.initial_state(1, device, hidden.dtype) if model.markov_head is not None else None
     tokens: list[int] = []
     logits, confidences = [], []
     for draft in range(config.gamma):
         prev_token = torch.tensor([tokens[-1] if tokens else anchor], device=device)
-        draft_logits, w1_embedding = base_logits[draft], None
+        draft_logits, w1_embedding = logits_of_slots[draft], None
         if model.markov_head is not None:
-            bias, w1_embedding, state = model.markov_head.step(prev_token, hidden[draft : draft + 1], state)
+            bias, w1_embedding, state = markov_step(model.markov_head, prev_token, hidden[draft : draft + 1], state)
             draft_logits = draft_logits + bias[0]
         if model.confidence_head is not None:
             confidences.append(model.confidence_head(hidden[draft : draft + 1], w1_embedding))
@@ -109,7 +125,7 @@ def draft_block(
         chosen = choose(draft_logits)
         tokens.append(chosen if model.token_ids is None else int(model.token_ids[chosen]))
     return ReferenceBlock(
-        tokens, hidden, base_logits, torch.stack(logits), torch.cat(confidences) if confidences else None
+        tokens, hidden, logits_of_slots, torch.stack(logits), torch.cat(confidences) if confidences else None
     )
 
 

@@ -1,4 +1,4 @@
-"""Asks a running DSPARK server and keeps the traces of its rounds."""
+"""Ask a running DSPARK server and keep the traces of its rounds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hub import checkpoint_name
-from sglang_dspark.tools.calibrate.traces import Trace
 from sglang_dspark.tools.http_client import JsonClient
 
 TIMEOUT_S = 600.0
+
+Trace = Sequence[dict[str, Any] | None]
+"""``meta_info["dspark_trace"]`` of an answer: one entry per output token, a round or null."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Traces of a running server, and the calibration fitted to them."""
