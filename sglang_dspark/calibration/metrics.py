@@ -47,7 +47,7 @@ class ReliabilityBins:
 
 @dataclass(frozen=True)
 class Errors:
-    """How far predictions are from the outcomes; ``auc`` is None when all or none came true."""
+    """Compare predictions with outcomes; ``auc`` is None when all or none came true."""
 
     ece: float
     ece_noise: float

@@ -19,7 +19,7 @@ ALONE = SimpleNamespace(adopt=lambda *tensors: None)
 
 
 def proposal(logits):
-    """What the worker drafts: the block's tokens, and its confidences."""
+    """Return what the worker drafts: the block's tokens, and its confidences."""
     from sglang.srt.speculative.dspark_components.dspark_draft import DraftBlockResult, DraftProposal
 
     bs, gamma = logits.shape

@@ -62,7 +62,7 @@ def test_golden_traces(scheduled):
 
 
 def test_limits_of_requests_hold(scheduled):
-    """In one batch; what they may not verify is left to others."""
+    """They are those of one batch; what they may not verify is left to others."""
     bodies = [
         greedy(case["prompt_ids"], 64, speculation={"max_verify": i % 4, "trace": True}) for i, case in enumerate(CASES)
     ]

@@ -19,7 +19,7 @@ def model(tmp_path_factory):
 
 
 def texts_of(model, bodies):
-    """What transformers writes."""
+    """Return what transformers writes."""
     lengths = [body["sampling_params"]["max_new_tokens"] for body in bodies]
     return [continued(model, body["input_ids"], num)[-num:] for body, num in zip(bodies, lengths, strict=True)]
 
@@ -58,7 +58,7 @@ def test_turns_begin_at_a_state_from_the_middle(hybrid_overlap, model):
 
 
 def test_retraction(hybrid_overlap, model):
-    """States are made anew from what the cache still has."""
+    """States are made again from what the cache still has."""
     bodies = bodies_of(10, 60)
     with policy(hybrid_overlap, "random"):
         answers = generate(hybrid_overlap, bodies, 10)

@@ -39,7 +39,7 @@ class StatePools:
 
 @dataclass(frozen=True)
 class RecordedRows:
-    """What the rows of a verification bring to its recurrent layers, until the commit.
+    """Hold what the rows of a verification bring to its recurrent layers, until the commit.
 
     Attributes:
         inputs: [L, N, C] of the convolutions.
@@ -78,7 +78,7 @@ class RecordedRows:
 
 @dataclass(frozen=True)
 class Tracks:
-    """Where the radix cache gets states from the middle of a text.
+    """Name the slots at which the radix cache gets states from the middle of a text.
 
     Attributes:
         slots: [bs] int64, a second slot of each request; below 0 none is stored.

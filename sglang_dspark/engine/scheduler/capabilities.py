@@ -17,7 +17,7 @@ from sglang_dspark.speculation import OF_PRESETS, Speculation
 
 @dataclass(frozen=True)
 class Decoding:
-    """How a server decodes.
+    """Say how a server decodes.
 
     Attributes:
         reason: why by this path.

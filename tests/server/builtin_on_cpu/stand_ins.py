@@ -1,4 +1,4 @@
-"""What SGLang's own DSPARK lacks on a CPU."""
+"""Stand in for what SGLang's own DSPARK lacks on a CPU."""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
