@@ -112,13 +112,6 @@ READ = {
         "DeepSpec",
         f"7 drafts per block, {OURS}, {FULL_HEADS}",
     ),
-    "DeepSpec's baselines": (
-        QWEN3_8B
-        | {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "markov_rank": 0, "enable_confidence_head": False}
-        | TAPS,
-        "DeepSpec",
-        f"7 drafts per block, {OURS}, {BARE}",
-    ),
     "SpecForge": (SPECFORGE, "SpecForge", f"7 drafts per block, {OURS}, {FULL_HEADS}"),
     "SpecForge, causal, no confidence": (
         SPECFORGE
@@ -129,11 +122,6 @@ READ = {
         },
         "SpecForge",
         f"16 drafts per block, {OURS}, vanilla Markov head of rank 256, no confidence head, causal block in all layers",
-    ),
-    "SpecForge, reduced vocabulary": (
-        SPECFORGE | {"draft_vocab_size": 32000},
-        "SpecForge",
-        f"7 drafts per block, {OURS}, {FULL_HEADS}, heads for 32000 of 151936 tokens",
     ),
     "SpecForge, YaRN, two sections": (
         {key: value for key, value in SPECFORGE.items() if key not in ("rope_scaling", "rope_theta")}
@@ -152,11 +140,6 @@ READ = {
     ),
     "DFlash": (
         QWEN3_8B | DFLASH | {"block_size": 16, "dflash_config": TAPS},
-        "DFlash",
-        f"15 drafts per block, {OURS}, {BARE}, 16 slots of which the anchor's does not predict",
-    ),
-    "DFlash, block size nested": (
-        QWEN3_8B | DFLASH | {"dflash_config": TAPS | {"block_size": 16}, "tie_word_embeddings": True},
         "DFlash",
         f"15 drafts per block, {OURS}, {BARE}, 16 slots of which the anchor's does not predict",
     ),

@@ -48,11 +48,6 @@ REFUSED = [
         {"moe_a2a_backend": "flashinfer_megamoe"},
         "--moe-a2a-backend=flashinfer_megamoe, .*; drop the flag",
     ),
-    (
-        "kernels of experts",
-        {"moe_runner_backend": "flashinfer_megamoe"},
-        "--moe-runner-backend=flashinfer_megamoe, .*; drop the flag",
-    ),
     ("device", {"device": "npu"}, "--device=npu; pass cpu or cuda, or --speculative-dspark-engine builtin"),
     (
         "target family",
@@ -85,11 +80,6 @@ REFUSED = [
         "--context-length=8192: beyond 4096 tokens .*; pass --context-length 4088 or less",
     ),
     (
-        "context of the target's RoPE",
-        {"target": text(rope_scaling={"type": "longrope"})},
-        "--context-length=8192: beyond 4096 tokens .*; pass --context-length 4088 or less",
-    ),
-    (
         "rows of attention",
         {"options": FREE | {"block_size": 256}},
         "--speculative-dspark-block-size=256 needs 257 rows of attention .* leave room for 128; pass 127 or less",
@@ -119,11 +109,6 @@ REFUSED = [
         "dtype of K/V",
         {"kv_cache_dtype": "bfloat16", "target": {"dtype": torch.float16}},
         "--kv-cache-dtype=bfloat16 beside a target in torch.float16: .*; pass auto, or --dtype bfloat16",
-    ),
-    (
-        "dtype of K/V",
-        {"kv_cache_dtype": "bf16", "target": {"dtype": torch.float32}},
-        "--kv-cache-dtype=bf16 beside a target in torch.float32: .*; pass auto, or --dtype bfloat16",
     ),
     (
         "attention of prompts",

@@ -75,12 +75,7 @@ def test_requests_that_share_their_custom_params_are_each_checked():
     ("field", "named"),
     [
         ("x", "speculation must be an object, not 'x'"),
-        ('"x"', "speculation must be an object, not 'x'"),
-        ("[]", r"speculation must be an object, not \[\]"),
-        (1, "speculation must be an object, not 1"),
         ('{"max_verify": -1}', "speculation.max_verify must be an integer from 0 to 65535, not -1"),
-        ('{"max_verify": NaN}', "speculation.max_verify must be an integer"),
-        ({"trace": {}}, "speculation.trace must be true or false"),
         ('{"labels": [[7, 8]]}', "speculation.labels is not a known option"),
         ({"confidence_threshold": 0.5}, "speculation.confidence_threshold needs a drafter with a confidence head"),
         ({"preset": "classification", "candidates": ["a"]}, "speculation.candidates needs a tokenizer"),

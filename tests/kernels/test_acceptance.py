@@ -21,7 +21,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_equals_the_reference(device, shape, dtype):
     bs, gamma, vocab_size = shape
@@ -29,14 +29,6 @@ def test_greedy_equals_the_reference(device, shape, dtype):
     expected = reference(case)
     assert_same(case.accept(verify_lens=case.verify_lens.int(), indptr=case.indptr.int()), expected)
     assert torch.equal(case.accept().new_seq_lens, torch.arange(bs, device=device) * 10 + expected.accept_lens + 1)
-
-
-def test_greedy_cases_keep_drafts_at_every_depth(device):
-    case = make_case(device, [0.0] * 17, 5, 23)
-    outcomes = set(zip(case.verify_lens.tolist(), case.accept().accept_lens.tolist(), strict=True))
-    assert (0, 0) in outcomes
-    assert any(verified == kept > 1 for verified, kept in outcomes)
-    assert len({kept for verified, kept in outcomes if kept < verified}) >= 2
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -93,13 +85,6 @@ def test_sampled_equals_the_race_in_float64(device, shape, dtype):
         assert torch.equal(accepted.accept_lens, reference(case).accept_lens)
 
 
-def test_sampled_cases_reach_every_outcome(device):
-    case = make_case(device, [1.0] * 17, 5, 23)
-    outcomes = set(zip(case.verify_lens.tolist(), case.accept().accept_lens.tolist(), strict=True))
-    assert any(verified == kept > 1 for verified, kept in outcomes)
-    assert len({kept for verified, kept in outcomes if kept < verified}) >= 3
-
-
 @pytest.mark.parametrize("reduced", [False, True])
 def test_copied_tokens_are_one_hot_proposals(device, reduced):
     case = make_case(device, [1.0] * 9, 4, 23, reduced=reduced, verify_lens=[4] * 9)
@@ -111,17 +96,6 @@ def test_copied_tokens_are_one_hot_proposals(device, reduced):
     all_copied = case.accept()
     assert check_sampled(case, all_copied, range(9)) >= 8
     assert_same(case.accept(distribution=None, copied=None), all_copied)
-
-
-def test_a_request_does_not_see_its_batch(device):
-    temperatures = [0.0, 1.0, 0.0, 0.7, 1.3]
-    case = make_case(device, temperatures, 5, 111)
-    together = case.accept()
-    greedy = case.accept(rows=rows_of([0.0] * 5, device))
-    for r, temperature in enumerate(temperatures):
-        if temperature == 0:
-            assert torch.equal(together.out_tokens[r], greedy.out_tokens[r])
-    assert check_sampled(case, together, [1, 3, 4]) == 3
 
 
 def test_greedy_requests_ignore_the_distribution(device):
@@ -202,6 +176,7 @@ def test_another_vocabulary_is_refused(device):
         case.accept(distribution=narrow)
 
 
+@pytest.mark.thorough
 def test_emitted_tokens_follow_the_target_distribution(device):
     """One slot, by kinds: plain steps, drafts of a reduced vocabulary, copied tokens."""
     vocab_size, bs = 6, 30_000 if device.type == "cuda" else 180  # the interpreter takes 30 ms per request

@@ -195,14 +195,6 @@ def test_rows_that_are_no_distribution_are_kept_whole(device):
     assert last.tolist() == [200] * 4
 
 
-def test_a_row_does_not_see_its_batch(device):
-    logits = (torch.randn(len(COMBINATIONS), 1111, generator=torch.Generator().manual_seed(3)) * 3).to(device)
-    together = cut(logits, rows_of(COMBINATIONS, device))
-    for row in (1, 4, 10):
-        alone = cut(logits[row : row + 1].contiguous(), rows_of(COMBINATIONS[row : row + 1], device))
-        assert all(torch.equal(part[row : row + 1], one) for part, one in zip(together, alone, strict=True))
-
-
 @pytest.mark.parametrize("tied", [(150, 10), (10, 150), (1, 3)])
 def test_what_is_just_below_min_p_goes(device, tied):
     """More tokens than are collected at once, of two weights less than a thousandth below the floor."""

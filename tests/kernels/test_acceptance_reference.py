@@ -110,26 +110,6 @@ def test_padding_rows_and_fillers_change_nothing(kind, padding):
     assert torch.equal(accepted.out_tokens, expected.out_tokens)
 
 
-def test_a_request_does_not_see_its_batch():
-    """Greedy rows among sampled ones, seeded rows among greedy ones: alone or together, the same outcome."""
-    case = Case("mixed", 13, 5, 41, seed=3)
-    together = case.accept()
-    for r in range(13):
-        rows, keys = batch_of([case.requests[r]], 99, 3)
-        block = DraftBlock(case.drafts[r : r + 1], case.draft_probs[r : r + 1])
-        windows = Windows(case.verify_lens[r : r + 1], torch.tensor([0, len(case.target_rows[r])]))
-        alone = accept_ref(block, windows, case.target_rows[r], keys.positions, rows, keys)
-        assert torch.equal(alone.out_tokens[0], together.out_tokens[r])
-
-
-def test_full_blocks_and_plain_steps():
-    for verify_lens in ([5] * 7, [0] * 7):
-        case = Case("mixed", 7, 5, 41, seed=4, verify_lens=verify_lens)
-        accepted = case.accept()
-        for r in range(7):
-            assert_outcome(accepted, r, case.literal(r))
-
-
 def test_a_block_without_drafts_is_a_plain_step():
     case = Case("mixed", 7, 5, 41, seed=4, verify_lens=[0] * 7)
     nothing = torch.empty(7, 0, dtype=torch.long)
@@ -165,12 +145,6 @@ def test_a_vanished_residual_falls_back_to_the_target(monkeypatch):
     assert probs[accepted.bonus_tokens[0]] > 0
 
 
-def test_integer_widths_of_the_verify_lengths_do_not_matter():
-    case = Case("mixed", 7, 4, 23, seed=2)
-    accepted = case.accept(verify_lens=case.verify_lens.int(), indptr=case.indptr.int())
-    assert torch.equal(accepted.out_tokens, case.accept().out_tokens)
-
-
 def test_the_accelerators_route_gives_the_same_outcome(monkeypatch):
     case = Case("mixed", 13, 5, 41, seed=5)
     expected = case.accept()
@@ -182,16 +156,3 @@ def test_another_vocabulary_is_refused():
     case = Case("sampled", 3, 4, 23, seed=0)
     with pytest.raises(ValueError, match=r"\(3, 4, 22\).*\(3, 4, 23\)"):
         case.accept(draft_probs=case.draft_probs[..., :22])
-
-
-def test_inputs_are_left_alone():
-    case = Case("mixed", 7, 4, 23, seed=6)
-    before = [tensor.clone() for tensor in (case.drafts, case.verify_lens, case.logits, case.indptr, case.draft_probs)]
-    case.accept(copied=torch.ones(7, 4, dtype=torch.bool))
-    after = (case.drafts, case.verify_lens, case.logits, case.indptr, case.draft_probs)
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-def test_greedy_batches_need_no_draft_probabilities():
-    case = Case("greedy", 5, 4, 23, seed=7)
-    assert torch.equal(case.accept(draft_probs=None).out_tokens, case.accept().out_tokens)

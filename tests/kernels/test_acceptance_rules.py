@@ -119,24 +119,6 @@ def test_all_rules_in_one_batch(device):
     assert accepted.out_tokens[-2:].tolist() == [[0, -1, -1, -1, -1]] * 2
 
 
-@pytest.mark.parametrize("r", [2, 3, 5])
-def test_a_request_does_not_see_its_batch(device, r):
-    case = rules_case(device, ALL, 3, 111, verify_lens=[3] * len(ALL))
-    together = case.accept()
-    alone = Case(
-        case.drafts[r : r + 1],
-        case.verify_lens[r : r + 1],
-        case.logits[int(case.indptr[r]) : int(case.indptr[r + 1])],
-        case.indptr[:2],
-        type(case.distribution)(
-            case.distribution.scores[r : r + 1], case.distribution.log_norms[r : r + 1], case.distribution.columns
-        ),
-        SamplingBatch.from_lists(*([value] for value in ALL[r]), device),
-        case.keys.take(torch.tensor([r], device=device)),
-    ).accept()
-    assert torch.equal(alone.out_tokens[0], together.out_tokens[r])
-
-
 def test_neutral_filters_and_nobodys_seeds_change_nothing(device):
     """A CUDA graph that is captured for whatever comes reads rules as tensors."""
     case = make_case(device, [0.0, 1.0, 0.7], 4, 111)
@@ -155,6 +137,7 @@ def test_rows_that_are_no_distribution_give_some_token(device):
     assert ((accepted.bonus_tokens >= 0) & (accepted.bonus_tokens < 200)).all()
 
 
+@pytest.mark.thorough
 def test_emitted_tokens_follow_the_filtered_distribution(device):
     """Drafts of a flat distribution, of which many are not possible."""
     vocab_size, bs = 8, 30_000 if device.type == "cuda" else 40  # the interpreter takes 120 ms per request

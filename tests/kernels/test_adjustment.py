@@ -7,16 +7,10 @@ import torch
 from dspark_kernels import (
     Adjustment,
     AdjustmentTable,
-    DraftBlock,
-    RoundKeys,
-    SamplingBatch,
-    Windows,
-    accept_ref,
     adjust,
     adjust_ref,
 )
-from literal import Request, literal_adjust, literal_distribution
-from scipy import stats
+from literal import literal_adjust
 
 RTOL = 2e-6  # float32 against float64; a logit passes four roundings
 
@@ -78,7 +72,7 @@ class Verification:
         return torch.tensor([*adjusted, *rows], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("vocab_size", "bs"), [(7, 1), (50, 9), (2500, 3)])
 @pytest.mark.parametrize("form", [adjust_ref, adjust])
 def test_rows_equal_the_literal_loop(form, vocab_size, bs, seed, device):
@@ -120,51 +114,3 @@ def test_output_that_was_counted_equals_output_that_was_given():
         fresh.count(case.slots, tokens)
     assert torch.equal(fresh.counts, case.table.counts)
     assert torch.equal(fresh.num_outputs, case.table.num_outputs)
-
-
-def test_distribution_of_sampled_text_under_penalties():
-    """Rows adjusted along the drafts give the very distribution of decoding one token at a time.
-
-    The target is one row of logits, so a text of three tokens has 4 ** 3 outcomes with known probabilities; the drafts
-    are uniform, hence mostly wrong and often repeating.
-    """
-    vocab_size, gamma, trials = 4, 2, 40_000
-    base = [0.3, -0.2, 0.9, 0.1]
-    adjustment = Adjustment(
-        frequency=0.6, presence=0.4, repetition=1.7, min_new_tokens=3, stop_token_ids=[3], logit_bias={1: 0.8}
-    )
-    output = [2, 0]
-    table = AdjustmentTable.empty(1, vocab_size, "cpu")
-    table.set(0, adjustment, output)
-    window = gamma + 1
-    drafts = torch.randint(vocab_size, (trials, gamma), generator=torch.Generator().manual_seed(1))
-    tokens = torch.cat([torch.zeros(trials, 1, dtype=torch.int64), drafts], dim=1)
-    row = torch.arange(trials * window)
-    indptr = torch.arange(0, trials * window + 1, window)
-    logits = torch.tensor(base).repeat(trials * window, 1)
-    slots = torch.zeros(trials, dtype=torch.int64)
-    adjust_ref(logits, table, slots, row // window, row % window, tokens.view(-1), indptr)
-    neutral = [1.0] * trials, [-1] * trials, [1.0] * trials, [0.0] * trials, [None] * trials
-    rows, keys = SamplingBatch.from_lists(*neutral), RoundKeys(9, 0, torch.arange(trials), torch.zeros(trials).long())
-    proposal = torch.full((trials, gamma, vocab_size), 1 / vocab_size)
-    block, windows = DraftBlock(drafts, proposal), Windows(torch.full((trials,), gamma), indptr)
-    emitted = accept_ref(block, windows, logits, keys.positions, rows, keys).out_tokens
-
-    def distribution(seen):
-        return torch.tensor(
-            literal_distribution(torch.tensor(literal_adjust(base, adjustment, seen)), Request()), dtype=torch.float64
-        )
-
-    first = torch.bincount(emitted[:, 0], minlength=vocab_size).double()
-    expected = distribution(output)
-    assert expected[3] == 0 and first[3] == 0  # ends the text, which is too short
-    assert stats.chisquare(first[:3], expected[:3] * trials).pvalue > 1e-4
-    for token in range(3):
-        second = emitted[(emitted[:, 0] == token) & (emitted[:, 1] >= 0), 1]
-        observed = torch.bincount(second, minlength=vocab_size).double()
-        assert observed.sum() > 1000
-        assert stats.chisquare(observed, distribution([*output, token]) * len(second)).pvalue > 1e-4
-    third = emitted[(emitted[:, :2] == 2).all(-1) & (emitted[:, 2] >= 0), 2]
-    observed = torch.bincount(third, minlength=vocab_size).double()
-    assert observed.sum() > 300
-    assert stats.chisquare(observed, distribution([*output, 2, 2]) * len(third)).pvalue > 1e-4

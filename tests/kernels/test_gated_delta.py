@@ -87,29 +87,6 @@ def test_commit_equals_its_reference(layers, device):
 
 
 @BOTH
-def test_verification_and_commit_equal_the_accepted_rows_alone(forms, device):
-    verify, commit = forms
-    made = Rows(device)
-    lens, slots, accepted = [3, 1, 5], [2, 5, 1], [2, 1, 4]
-    q, inputs, gates = made.delta(sum(lens), (1, 2), (6, 3))
-    states, rows = made.rand(6, 2, 3, 6), made.state_rows(lens, slots)
-    out = verify(q, inputs, gates, states, rows)
-    left, tracked = states[None].clone(), 3
-    tracks = ([-1, 0, 2], [3, 3, tracked])
-    commit(part(inputs, None), part(gates, None), left, replayed(rows, accepted, tracks))
-    for first, length, slot in zip(rows.indptr.tolist(), accepted, slots, strict=False):
-        alone, kept = made.state_rows([length], [slot]), slice(first, first + length)
-        expected = states[None].clone()
-        found = verify(q[kept], part(inputs, kept), gates, states, alone)
-        assert torch.equal(found, out[kept])
-        after_two = replayed(alone, [length], ([2], [tracked]) if slot == 1 else None)
-        commit(part(part(inputs, kept), None), part(gates, None), expected, after_two)
-        assert torch.equal(left[0, slot], expected[0, slot])
-    assert torch.equal(left[0, tracked], expected[0, tracked])
-    assert torch.equal(left[0, [0, 4]], states[[0, 4]])
-
-
-@BOTH
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.float16], ids=str)
 def test_several_rows_equal_as_many_decode_steps(forms, pool_dtype, device):
     """Also where a decode rounds the state that it stores."""
@@ -180,16 +157,6 @@ def of_all_rows(rows):
 def test_a_fault_of_the_commit_is_seen(fault):
     speculative, plain = states_after(FORMS[0], served(20, 3, 5), fault)
     assert not torch.allclose(speculative, plain, atol=1e-2)
-
-
-@BOTH
-def test_a_verification_between_commits_leaves_no_trace(forms, device):
-    verify, _ = forms
-    made = Rows(device)
-    given, states, rows = made.delta(4, (1, 1), (4, 2)), made.rand(3, 1, 2, 4), made.state_rows([1, 3], [2, 1])
-    before = states.clone()
-    first = verify(*given, states, rows)
-    assert torch.equal(verify(*given, states, rows), first) and torch.equal(states, before)
 
 
 @BOTH

@@ -10,7 +10,6 @@ import pytest
 import torch
 from dspark_kernels import (
     DraftHeads,
-    Purpose,
     RoundKeys,
     SamplingBatch,
     Windows,
@@ -93,7 +92,3 @@ def test_no_counter_occurs_twice_while_serving(monkeypatch):
         indptr = torch.arange(bs + 1) * (gamma + 1)
         accept_ref(block, Windows(torch.full((bs,), gamma), indptr), logits, keys.positions, rows, keys)
     assert len(used) == len(set(used)) == 3 * bs + 9 * bs * (gamma + gamma + 1)
-
-
-def test_purposes_have_distinct_numbers():
-    assert len({int(purpose) for purpose in Purpose}) == len(Purpose)

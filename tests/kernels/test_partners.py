@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 
 import dspark_kernels
-import pytest
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "kernels" / "dspark_kernels"
@@ -67,34 +66,6 @@ def missing_partners(path, source):
 def test_every_kernel_has_its_partners():
     assert len(stems()) > 12
     assert {path.name: lacking for path, source in stems().items() if (lacking := missing_partners(path, source))} == {}
-
-
-@pytest.mark.parametrize(
-    ("stem", "change", "lacking"),
-    [
-        ("drafting/nobody.py", lambda source: source, "test_nobody.py"),
-        ("sampling/parameters.py", lambda source: source, "bench_parameters.py"),
-        ("drafting/swiglu.py", lambda source: source.replace("@on_kernels(silu_mul_ref)\n", ""), "on_kernels"),
-        (
-            "drafting/swiglu.py",
-            lambda source: source.replace("def silu_mul_ref(", "def _torch("),
-            "silu_mul_ref beside",
-        ),
-        (
-            "drafting/swiglu.py",
-            lambda source: source.replace("silu_mul(", "other(").replace("(silu_mul_", "(other_"),
-            "other in",
-        ),
-    ],
-)
-def test_a_missing_partner_is_named(stem, change, lacking):
-    source = change((KERNELS / "drafting" / "swiglu.py").read_text())
-    assert any(lacking in name for name in missing_partners(KERNELS / stem, source))
-
-
-def test_parts_are_found():
-    assert stem_of(KERNELS / "acceptance" / "acceptance_race.py").name == "acceptance.py"
-    assert stem_of(KERNELS / "drafting" / "walk.py").name == "walk.py"
 
 
 def test_no_module_is_hidden_by_a_function_of_the_package():

@@ -20,6 +20,7 @@ from dspark_kernels import (
 from dspark_kernels.drafting import walk
 from dspark_kernels.sampling import noise
 from dspark_kernels.sampling.noise_device import race_noise, unit_exponential
+from pairwise import pairwise
 from raced_walk import raced_walk
 from scipy import stats
 
@@ -103,9 +104,10 @@ OTHER = DraftVocabulary(torch.arange(3), 150)
 MIXED, GREEDY = (0.0, 0.8, 1.3), (0.0,)
 
 
-@pytest.mark.parametrize("temperatures", [GREEDY, MIXED], ids=["greedy", "mixed"])
-@pytest.mark.parametrize("head_type", ["vanilla", "gated", "rnn", None])
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(
+    ("head_type", "dtype", "temperatures"),
+    pairwise(["vanilla", "gated", "rnn", None], [torch.float32, HALF], [GREEDY, MIXED]),
+)
 def test_every_head_type(device, head_type, dtype, temperatures):
     Case(device, head_type=head_type, dtype=dtype, temperatures=temperatures).check()
 
@@ -229,6 +231,7 @@ def test_the_noise_is_precise_from_end_to_end(device):
     torch.testing.assert_close(found.double(), expected, atol=0, rtol=NOISE_RTOL)
 
 
+@pytest.mark.thorough
 def test_sampled_tokens_follow_their_scores(device):
     """1280 draws from one distribution by five launches, in a chi-square; two independent slots at a time."""
     v, bs = 11, 128
@@ -275,9 +278,10 @@ def test_no_counter_serves_twice(monkeypatch):
     assert len(used) == len(set(used)) == 6 * 4 * (3 + 3 * 3)
 
 
-@pytest.mark.parametrize("any_sampled", [True, False], ids=["mixed", "seeded"])
-@pytest.mark.parametrize("token_ids", [None, range(1, 150, 3)], ids=["all", "reduced"])
-@pytest.mark.parametrize("head_type", ["vanilla", "rnn", None])
+@pytest.mark.parametrize(
+    ("head_type", "token_ids", "any_sampled"),
+    pairwise(["vanilla", "rnn", None], [None, range(1, 150, 3)], [True, False]),
+)
 def test_seeded_requests_draw_with_their_own_noise(device, head_type, token_ids, any_sampled):
     """Seeded requests share a batch with greedy ones, and with sampled ones or without."""
     case = Case(device, bs=6, head_type=head_type, temperatures=MIXED).propose(token_ids)

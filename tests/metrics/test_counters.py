@@ -60,19 +60,6 @@ def test_figures():
     assert counters.steps_by_policy == {"auto": 2, "static": 1}
 
 
-def test_waste_is_what_the_two_lengths_say():
-    """The share of verified drafts that were not accepted, from verify length k and accept length tau."""
-    rng = np.random.default_rng(0)
-    counters = Counters(gamma=7)
-    for _ in range(50):
-        verified = rng.integers(0, 8, size=9)
-        record(counters, [7] * 9, verified.tolist(), rng.integers(0, verified + 1).tolist())
-    report = counters.sums().report()
-    k, tau = report["verify_length"], report["accept_length"]
-    assert report["wasted_verify_fraction"] == pytest.approx((k - (tau - 1)) / k)
-    assert report["wasted_tokens"] == report["verified_tokens"] - report["accepted_tokens"]
-
-
 def test_figures_by_position_equal_a_count_draft_by_draft():
     rng = np.random.default_rng(1)
     counters = Counters(gamma=4)

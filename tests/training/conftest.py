@@ -54,7 +54,7 @@ def rows(target: Target) -> list[StoredText]:
     return keep_states(target, texts, batch_tokens=1000)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def config() -> TrainConfig:
     return TrainConfig(
         target_layer_ids=TAP_IDS,
@@ -90,17 +90,23 @@ def random_drafter(make_drafter: Callable[[TrainConfig], DraftModel], config: Tr
     return make_drafter(config)
 
 
-@pytest.fixture
-def make_trainer(target: Target, rows: list[StoredText], config: TrainConfig, tmp_path: Path) -> Callable[..., Trainer]:
-    """Makes a trainer of the six texts, which are also held out, in ``tmp_path`` or a folder in it."""
+@pytest.fixture(scope="session")
+def trainer_in(target: Target, rows: list[StoredText], config: TrainConfig) -> Callable[..., Trainer]:
+    """Makes a trainer of the six texts, which are also held out, in a folder."""
 
     def make(
-        config: TrainConfig = config, *, texts=rows, held_out=rows, folder=".", target=target, **options
+        folder: Path, config: TrainConfig = config, *, texts=rows, held_out=rows, target=target, **options
     ) -> Trainer:
         precision = "bf16" if config.compute_dtype == "bfloat16" else "no"
         accelerator = Accelerator(
             cpu=True, mixed_precision=precision, gradient_accumulation_steps=config.gradient_accumulation
         )
-        return Trainer(config, target, texts, held_out, tmp_path / folder, accelerator, **options)
+        return Trainer(config, target, texts, held_out, folder, accelerator, **options)
 
     return make
+
+
+@pytest.fixture
+def make_trainer(trainer_in: Callable[..., Trainer], tmp_path: Path) -> Callable[..., Trainer]:
+    """Makes one in ``tmp_path`` or a folder in it."""
+    return lambda *config, folder=".", **options: trainer_in(tmp_path / folder, *config, **options)

@@ -200,11 +200,3 @@ def test_a_target_that_is_not_there_or_has_no_chat_template(train):
     assert (result.exit_code, "its tokenizer has no chat template; give --raw" in result.output) == (1, True)
     # What was refused left nothing behind that a second try would have to agree with.
     assert train("run", "--raw", target=GOLDEN).exit_code == 0
-
-
-def test_help_has_a_section_for_each_configuration():
-    lines = CliRunner().invoke(main, ["train", "--help"]).output.splitlines()
-    headings = [line.rstrip(":") for line in lines if re.fullmatch(r"[A-Z][a-z ]+:", line)]
-    assert headings == ["Options", "Texts", "Drafter and training", "Loss"]
-    flags = [line.split()[0] for line in lines[lines.index("Loss:") :] if line.startswith("  --")]
-    assert flags == ["--ce-weight", "--tv-weight", "--confidence-weight", "--position-decay"]

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from dspark_kernels import MarkovWalk
 from dspark_training import replay as replay_module
 from dspark_training.block_forward import block_hidden
@@ -16,11 +17,11 @@ pytestmark = pytest.mark.slow
 NEW_TOKENS = 14
 
 
-@pytest.fixture
-def half_trained(make_trainer, config):
+@pytest.fixture(scope="module")
+def half_trained(trainer_in, config, tmp_path_factory):
     """A drafter that is right often, but far from always."""
-    config = replace(config, steps=60, checkpoint_every=60)
-    return make_trainer(config).run()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return trainer_in(tmp_path_factory.mktemp("half"), replace(config, steps=60, checkpoint_every=60)).run()
 
 
 @pytest.mark.slow

@@ -130,16 +130,3 @@ def test_nobody_answers(calibrate):
     assert result.exit_code == 1
     assert "--url http://127.0.0.1:9: " in result.output
     assert "check that a DSPARK server is running there" in result.output
-
-
-def test_a_folder_that_does_not_exist_is_refused_at_the_start(calibrate, server, tmp_path):
-    result = calibrate("--output", tmp_path / "none" / "sts.json")
-    assert (result.exit_code, "there is no folder" in result.output) == (1, True)
-    assert server.requests == []
-
-
-@pytest.mark.parametrize("share", ["0", "1", "-0.5"])
-def test_a_share_that_leaves_one_side_empty(calibrate, share):
-    result = calibrate("--held-out", share)
-    assert result.exit_code == 2
-    assert "0<x<1" in result.output

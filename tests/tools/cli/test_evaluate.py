@@ -8,10 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from step_tables import write_table
 from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH, TraceServer
 
-from sglang_dspark.tools.cli import outputs
 from sglang_dspark.tools.simulator.blocks import RecordedBlocks
 
 NUM_PROMPTS = 20
@@ -144,17 +142,6 @@ def test_in_process_the_chat_template_gets_its_arguments(run, sets, target, draf
     assert result.exit_code == 0, result.output
 
 
-def test_recorded_rounds_go_into_the_simulator(run, server, sets, tmp_path):
-    assert run("evaluate", "--url", server.url, *sets, "--blocks", tmp_path / "blocks.jsonl").exit_code == 0
-    table = write_table(tmp_path, GAMMA)
-    result = run(
-        "simulate", "--table", table, "--blocks", tmp_path / "blocks.jsonl", "--users", 2, "--policies", "static"
-    )
-    assert result.exit_code == 0, result.output
-    (row,) = [line.split() for line in result.output.splitlines() if line.split()[:1] == ["static"]]
-    assert float(row[6]) == pytest.approx(sum(true_acceptance() ** k for k in range(GAMMA + 1)), rel=0.06)
-
-
 def test_a_drafter_without_a_confidence_head(run, server, sets):
     server.has_head = False
     result = run("evaluate", "--url", server.url, *sets, "--limit", 5)
@@ -176,13 +163,6 @@ def test_servers_that_cannot_be_evaluated(run, server, sets, state, says):
     result = run("evaluate", "--url", server.url, *sets)
     assert result.exit_code == 1
     assert says in result.output
-
-
-def test_a_figure_that_cannot_be_drawn_is_refused_at_the_start(run, server, sets, tmp_path, monkeypatch):
-    monkeypatch.setattr(outputs, "find_spec", lambda name: None)
-    result = run("evaluate", "--url", server.url, *sets, "--plot", tmp_path / "plot.png")
-    assert (result.exit_code, "pip install '.[bench]' in the repository" in result.output) == (1, True)
-    assert server.requests == []
 
 
 def test_in_process_with_and_without_the_markov_head(run, sets, target, draft, tmp_path):

@@ -34,27 +34,3 @@ def test_tables_fit_a_hundred_columns(has_head):
     assert f"{measured[3].conditional[GAMMA - 1]:.3f}" in shown
     if has_head:
         assert all(f"{row['verified']:.2f}" in shown for row in measured[1].thresholds())
-
-
-@pytest.mark.parametrize(
-    ("rounds", "has_head", "words"),
-    [(400, True, []), (400, False, ["no confidence head"] * 2), (2, True, ["fewer than 20 rounds in every bin"])],
-)
-def test_empty_panels_say_why(rounds, has_head, words):
-    pytest.importorskip("matplotlib")
-    from sglang_dspark.tools.evaluation.figure import evaluation_figure
-
-    figure = evaluation_figure([measured_set("math", rounds, has_head=has_head)], "a pair")
-    found = [text.get_text() for axes in figure.axes[2:] for text in axes.texts]
-    assert [text for text in found if text.startswith(("no ", "fewer "))] == words
-
-
-def test_the_caption_fits_the_figure():
-    pytest.importorskip("matplotlib")
-    from sglang_dspark.tools.evaluation.figure import evaluation_figure
-
-    figure = evaluation_figure([measured_set("math")], "a target with a rather long name " * 12)
-    figure.draw_without_rendering()
-    [caption] = [text for text in figure.texts if "rather long" in text.get_text()]
-    extent = caption.get_window_extent()
-    assert extent.x0 >= 0 and extent.x1 <= figure.bbox.x1

@@ -25,8 +25,6 @@ from sglang_dspark.tools.simulator.workload import Lengths
 
 pytestmark = pytest.mark.slow
 
-WIDTHS = (360, 1280)
-
 
 @pytest.fixture(scope="module")
 def model_page():
@@ -156,13 +154,3 @@ def test_lanes_show_the_chosen_policy(shown):
     assert counts[0][:2] == [0, 0]
     assert min(count[2] for count in counts) > 0
     assert counts[1][0] > 0 and counts[1][1] > 0
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_it_fits_the_width(shown, width, tmp_path):
-    metrics = {"width": width, "height": 1400, "deviceScaleFactor": 1, "mobile": False}
-    shown.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    shown.execute_script("dispatchEvent(new Event('resize'))")
-    assert shown.execute_script("return document.documentElement.scrollWidth") <= width
-    assert shown.save_screenshot(str(tmp_path / "page.png"))
-    assert shown.execute_script("return document.querySelectorAll('#chart polyline').length") == 3
