@@ -135,7 +135,12 @@ FORMS = {
     ),
     "qwen3.5-moe": Form("Qwen3_5MoeForCausalLM", **RANDOM, recurrent=True, env=WHOLE_WINDOWS | ROUTED),
     "qwen3.5-moe-wrapper": Form(
-        "Qwen3_5MoeForConditionalGeneration", **RANDOM, recurrent=True, env=WHOLE_WINDOWS | ROUTED, plain_env=TEXT
+        "Qwen3_5MoeForConditionalGeneration",
+        **RANDOM,
+        pool=440,  # some of its texts are short
+        recurrent=True,
+        env=WHOLE_WINDOWS | ROUTED,
+        plain_env=TEXT,
     ),
     "qwen3-next": Form("Qwen3NextForCausalLM", **RANDOM, recurrent=True, env=WHOLE_WINDOWS | ROUTED),
     "qwen3.5-two-ranks": Form(
