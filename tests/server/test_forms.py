@@ -139,7 +139,11 @@ FORMS = {
     "qwen3.5-wrapper": Form("Qwen3_5ForConditionalGeneration", **RANDOM, recurrent=True, env=WHOLE_WINDOWS),
     "qwen3.5-moe": Form("Qwen3_5MoeForCausalLM", **RANDOM, recurrent=True, env=WHOLE_WINDOWS | ROUTED),
     "qwen3.5-moe-wrapper": Form(
-        "Qwen3_5MoeForConditionalGeneration", **RANDOM, recurrent=True, env=WHOLE_WINDOWS | ROUTED
+        "Qwen3_5MoeForConditionalGeneration",
+        **RANDOM,
+        pool=440,  # some of its texts are short
+        recurrent=True,
+        env=WHOLE_WINDOWS | ROUTED,
     ),
     "qwen3-next": Form("Qwen3NextForCausalLM", **RANDOM, recurrent=True, env=WHOLE_WINDOWS | ROUTED),
     "qwen3.5-two-ranks": Form(

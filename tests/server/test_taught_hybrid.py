@@ -58,6 +58,7 @@ def test_texts_are_those_of_the_plain_server_in_fewer_steps(folder, server_pool,
     with server("dspark", *dspark_flags(folder / "run" / "draft")) as dspark:
         assert dspark.get_json("/dspark/stats")["policy"] == "auto"
         assert output_ids(dspark, bodies, 4) == expected
+        assert dspark.get_json("/dspark/stats")["accept_length"] > 1.2
         with policy(dspark, "static"):
             answers = generate(dspark, bodies, 4)
     assert [answer["output_ids"] for answer in answers] == expected

@@ -294,7 +294,7 @@ SEEDS: dict[str, int] = {
 
 
 def write_target(architecture: str, folder: Path) -> Any:
-    """Write one of ``TINY`` into ``folder``; the model of transformers, float32."""
+    """Write one of ``TINY`` into ``folder``, and return the model of transformers, float32."""
     tiny = TINY[architecture]
     cls = getattr(transformers, tiny.model)
     text = {**COMMON, **tiny.config}
@@ -339,7 +339,7 @@ def _transpose_experts(file: Path) -> None:
 
 
 def written_target(architecture: str, folder: Path) -> Path:
-    """``folder``, with one of ``TINY`` in it."""
+    """Return ``folder``, with one of ``TINY`` in it."""
     write_target(architecture, folder)
     return folder
 

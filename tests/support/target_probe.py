@@ -79,7 +79,7 @@ class Probe:
 
 @contextmanager
 def probing() -> Iterator[Probe]:
-    """A probe, while the block runs."""
+    """Yield a probe, while the block runs."""
     command = [sys.executable, __file__]
     # Grouped routing is compiled otherwise, for half a minute; windows of recurrent layers have 16 bits.
     emulated = {**CPU_ENV, "TORCHDYNAMO_DISABLE": "1", "SGLANG_MAMBA_CONV_DTYPE": "float32"}

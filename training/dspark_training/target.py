@@ -76,13 +76,13 @@ class Target:
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """Weight of the LM head, ``[V, d]``."""
+        """Return the weight of the LM head, ``[V, d]``."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
     @property
     def embed_weight(self) -> Tensor:
-        """Weight of the embedding, ``[V, d]``."""
+        """Return the weight of the embedding, ``[V, d]``."""
         weight: Tensor = self.model.get_input_embeddings().weight
         return weight
 
@@ -119,7 +119,7 @@ class Target:
 
     @torch.no_grad()
     def logits(self, last_hidden: Tensor) -> Tensor:
-        """Float32 logits ``[..., V]`` of last hidden states ``[..., d]``."""
+        """Return float32 logits ``[..., V]`` of last hidden states ``[..., d]``."""
         return nn.functional.linear(last_hidden, self.lm_head_weight).float()
 
     @torch.no_grad()
@@ -142,7 +142,7 @@ class Target:
 
 
 def stop_ids_of(path: str | Path) -> frozenset[int]:
-    """Token ids that end an answer, of a checkpoint directory or a model of the Hugging Face hub."""
+    """Return the token ids that end an answer, of a checkpoint directory or a model of the Hugging Face hub."""
     from transformers import AutoConfig
 
     try:
@@ -153,7 +153,7 @@ def stop_ids_of(path: str | Path) -> frozenset[int]:
 
 
 def stop_ids(eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
-    """Token ids that end an answer, from the ``eos_token_id`` of a generation configuration."""
+    """Return the token ids that end an answer, from the ``eos_token_id`` of a generation configuration."""
     if eos_token_id is None:
         return frozenset()
     return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
