@@ -293,7 +293,7 @@ def _transpose_experts(file: Path) -> None:
 
 
 def written_target(architecture: str, folder: Path) -> Path:
-    """``folder``, with one of ``TINY`` in it."""
+    """Return ``folder``, with one of ``TINY`` in it."""
     write_target(architecture, folder)
     return folder
 
