@@ -28,7 +28,9 @@ from sglang_dspark.worker.draft_attention import block_attend
 logger = logging.getLogger(__name__)
 
 Features = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""[n, m * d] what the drafter reads of target rows, given their ids [n] and captured states [n, taps * d]."""
+"""Return [n, m * d], what the drafter reads of target rows.
+
+Given are their ids [n], or their embeddings [n, d], and captured states [n, taps * d]."""
 
 
 class Drafter:
@@ -163,6 +165,7 @@ class Drafter:
         """Write the K/V of target rows: [n] ids, [n, taps * d] captured states, [n] positions, [n] slots.
 
         Args:
+            input_ids: or embeddings [n, d], see :meth:`Target.features`.
             rows: which of them count; None for all.
         """
         self.cache.inject(self.model, self._features(input_ids, captured), positions, slots, rows)

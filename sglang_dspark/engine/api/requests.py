@@ -1,4 +1,4 @@
-"""Refuses requests that ask for what DSPARK does not serve, or that the scheduler would not survive."""
+"""Refuse requests that ask for what DSPARK does not serve, or that the scheduler would not survive."""
 
 from __future__ import annotations
 

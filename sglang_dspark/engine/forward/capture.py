@@ -1,4 +1,4 @@
-"""Asks SGLang's model of a target for hidden states and for its embedding, whatever its class calls that."""
+"""Ask SGLang's model of a target for hidden states and for its embedding, whatever its class calls that."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class Target:
-    """Handle to the loaded target of one rank.
+    """Hold the loaded target of one rank.
 
     Attributes:
-        model: SGLang's model, of text where it reads images, too.
+        model: SGLang's model, of text if it reads images, too.
     """
 
     def __init__(self, model_runner: ModelRunner, draft: DraftConfig) -> None:
@@ -41,7 +41,7 @@ class Target:
         return self._model_runner.dtype
 
     def share_with(self, drafter: DraftModel) -> tuple[str, ...]:
-        """Let the drafter read the target's embedding and LM head; returns the names of the shared tensors.
+        """Let the drafter read the target's embedding and LM head; return the names of the shared tensors.
 
         A layer that is quantised or packed cannot be read: then the drafter's own is used.
 
@@ -66,7 +66,7 @@ class Target:
         return shared
 
     def _readable(self, name: str, drafter: DraftModel) -> torch.Tensor | None:
-        """[rows of this rank, d] weight of a layer; None where it is in a form that only the target can read.
+        """Return the [rows of this rank, d] weight of a layer; None if it is in a form that only the target can read.
 
         Raises:
             CheckpointError: in that case, if the drafter has no tensor of its own.
@@ -90,15 +90,15 @@ class Target:
         return floats and weight.dim() == 2 and weight.shape[0] >= rows and weight.shape[1] == self._hidden_size
 
     def _whole(self, part: torch.Tensor) -> torch.Tensor:
-        """[V, d] weight whose rows the ranks hold in equal parts, padding at the very end."""
+        """Return the [V, d] weight whose rows the ranks hold in equal parts, padding at the very end."""
         gathered: torch.Tensor = self._tp_group.all_gather(part.data, dim=0)
         return gathered[: self._vocab_size]
 
     def features(self, input_ids: torch.Tensor, captured: torch.Tensor) -> torch.Tensor:
-        """Drafter features of target rows.
+        """Return drafter features of target rows.
 
         Args:
-            input_ids: [n] tokens that went through the target, or [n, d] their embeddings where pictures are among
+            input_ids: [n] tokens that went through the target, or [n, d] their embeddings if pictures are among
                 them, whose ids no embedding has.
             captured: [n, taps * d] ``logits_output.hidden_states`` of that forward.
 
@@ -122,5 +122,5 @@ class Target:
 
 
 def _without_adapters(layer: Any) -> Any:
-    """The layer below the one that a server with LoRA adapters puts around it."""
+    """Return the layer below the one that a server with LoRA adapters puts around it."""
     return getattr(layer, "base_layer", layer)

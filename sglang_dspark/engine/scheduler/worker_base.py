@@ -69,7 +69,7 @@ class SpecWorkerBase(WorkerFace):
     def inject_context(self, input_ids: torch.Tensor, captured: torch.Tensor, positions: Any, slots: Any) -> None:
         """Write the draft K/V of target rows: [n] ids, [n, taps * d] captured states, [n] positions, [n] slots.
 
-        In place of the ids, the rows' embeddings [n, d] where pictures are among them.
+        In place of the ids come embeddings [n, d] of the rows if pictures are among them.
         """
 
     @abstractmethod
