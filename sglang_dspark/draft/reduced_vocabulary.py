@@ -43,7 +43,7 @@ class _Vocabulary(msgspec.Struct):
 
 
 def load_token_ids(folder: str | Path, vocab_size: int) -> list[int] | None:
-    """Token ids that the drafter in ``folder`` proposes, ascending; None without the file.
+    """Return the token ids that the drafter in ``folder`` proposes, ascending; None without the file.
 
     Raises:
         CheckpointError: the file is damaged or does not belong to a vocabulary of this size.
@@ -96,7 +96,7 @@ class ProposalHeads:
         return self.weights.vocabulary
 
     def base_logits(self, hidden: Tensor) -> Tensor:
-        """``hidden [T, d]`` (post-norm) -> logits ``[T, v]`` before the Markov bias, in the LM head's dtype."""
+        """Return logits ``[T, v]`` of ``hidden [T, d]`` (post-norm) before the Markov bias, in the LM head's dtype."""
         return F.linear(hidden.to(self._rows.dtype), self._rows)
 
 
