@@ -31,12 +31,12 @@ class ReliabilityBins:
 
     @property
     def ece(self) -> float:
-        """Expected calibration error ``sum_b n_b / n |predicted_b - observed_b|`` (Naeini et al. 2015)."""
+        """Return the expected calibration error ``sum_b n_b / n |predicted_b - observed_b|`` (Naeini et al. 2015)."""
         return float(self.counts @ np.abs(self.predicted - self.observed) / self.counts.sum())
 
     @property
     def ece_noise(self) -> float:
-        """About the ECE that perfect predictions would show with this many outcomes.
+        """Return about the ECE that perfect predictions would show with this many outcomes.
 
         The mean of a bin's ``n_b`` coins of probability ``p_b`` is off by ``sqrt(2 p_b (1 - p_b) / (pi n_b))`` on
         average (normal approximation).
@@ -77,17 +77,17 @@ def reliability_bins(predicted: Floats, observed: Bools) -> ReliabilityBins:
 
 
 def ece(predicted: Floats, observed: Bools) -> float:
-    """Expected calibration error of predictions [n], n >= 1, with 20 equal-width bins."""
+    """Return the expected calibration error of predictions [n], n >= 1, with 20 equal-width bins."""
     return reliability_bins(predicted, observed).ece
 
 
 def brier(predicted: Floats, observed: Bools) -> float:
-    """Mean squared error of predictions [n], n >= 1."""
+    """Return the mean squared error of predictions [n], n >= 1."""
     return float(np.mean(np.square(predicted - observed)))
 
 
 def auc(predicted: Floats, observed: Bools) -> float | None:
-    """Area under the ROC curve of predictions [n], from a histogram of 1000 bins with half credit for ties.
+    """Return the area under the ROC curve of predictions [n], by a histogram of 1000 bins, ties with half credit.
 
     That is the probability that an event that happened was given more than one that did not. None when all or none
     happened.

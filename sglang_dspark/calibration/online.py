@@ -99,7 +99,7 @@ class OnlineCalibration:
             self._refit()
 
     def report(self) -> dict[str, Any]:
-        """JSON form.
+        """Return the JSON form.
 
         ``pairs``: outcomes seen by position. ``survival_ece`` and ``conditional_ece``: calibration error by position
         over the last rounds (``rounds``), of survival and of conditional acceptance as they were predicted when each
@@ -145,7 +145,7 @@ class OnlineCalibration:
 
 
 def fit_once(logits: Floats, accepted: Ints) -> LogisticMap:
-    """The map that :class:`OnlineCalibration` would tend to, fitted to all rounds at once.
+    """Return the map that :class:`OnlineCalibration` would tend to, fitted to all rounds at once.
 
     Args:
         logits: [n, gamma] raw logits of rounds whose whole block was verified.

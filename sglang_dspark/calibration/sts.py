@@ -44,7 +44,7 @@ TIE = 1e-12
 
 
 def fit_sts(logits: Floats, accepted: Ints) -> Floats:
-    """One temperature per position, fitted in order with the earlier ones frozen.
+    """Fit one temperature per position, in order, with the earlier ones frozen.
 
     ``T_k = argmin_T ECE(prod_{i<k} sigmoid(z_i / T_i) * sigmoid(z_k / T), prefix accepted through k)`` over 201
     log-spaced temperatures from 1/4 to 4. Of equal ones the nearest to 1 wins, then the larger. The paper leaves grid,
@@ -82,7 +82,7 @@ def _best(survival: Floats, logits: Floats, outcomes: Bools, grid: Floats) -> in
 
 
 def _grid() -> Floats:
-    """Temperatures by distance from 1, of equally distant ones the larger first."""
+    """Return temperatures by distance from 1, of equally distant ones the larger first."""
     steps = np.arange(1, GRID_STEPS + 1) * (math.log(GRID_LIMIT) / GRID_STEPS)
     return np.exp(np.concatenate([[0.0], np.stack([steps, -steps], axis=1).ravel()]))
 

@@ -26,12 +26,12 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(config.markov_rank, config.num_proposed, bias=False)
 
     def initial_state(self, bs: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        """State before the first slot of a block: ``[bs, r]`` zeros for rnn, None for the stateless heads."""
+        """Return the state before a block's first slot: ``[bs, r]`` zeros for rnn, None for the stateless heads."""
         return None
 
     @abstractmethod
     def latent(self, w1_embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """``w1_embedding [..., r]``, ``hidden [..., d]`` -> ``(u [..., r], new state)``; bias = ``markov_w2(u)``."""
+        """Return ``(u [..., r], new state)`` by ``w1_embedding [..., r], hidden [..., d]``; bias = ``markov_w2(u)``."""
 
 
 class VanillaMarkovHead(MarkovHead):
@@ -63,7 +63,7 @@ class RnnMarkovHead(MarkovHead):
         self.joint_proj = nn.Linear(2 * config.markov_rank + config.hidden_size, 3 * config.markov_rank)
 
     def initial_state(self, bs: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        """``[bs, r]`` zeros."""
+        """Return ``[bs, r]`` zeros."""
         return torch.zeros(bs, self.rank, device=device, dtype=dtype)
 
     def latent(self, w1_embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -63,15 +63,15 @@ class DraftModel(nn.Module):
 
     @property
     def decoder_layers(self) -> list[DecoderLayer]:
-        """``layers`` with its element type."""
+        """Return ``layers`` with its element type."""
         return [cast(DecoderLayer, layer) for layer in self.layers]
 
     def project_context(self, features: Tensor) -> Tensor:
-        """Target features ``[n, m * d]`` (raw taps, ascending layers on the last axis) -> ``H_ctx [n, d]`` (Eq. 2)."""
+        """Project target features ``[n, m * d]`` (raw taps, ascending layers) to ``H_ctx [n, d]`` (Eq. 2)."""
         return self.hidden_norm(self.fc(features))
 
     def context_kv(self, h_ctx: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V that the context rows contribute to every layer (Eq. 3).
+        """Return the K and V that the context rows contribute to every layer (Eq. 3).
 
         ``input_layernorm`` does not touch context rows; K gets the layer's k_norm and RoPE, V neither. All layers are
         projected in one GEMM.
@@ -90,13 +90,17 @@ class DraftModel(nn.Module):
         return rotate(k, *self.rotary(positions)), v
 
     def context_projection(self, h_ctx: Tensor) -> Tensor:
-        """``h_ctx [n, d]`` -> K before V of every layer, ``[n, L * 2 * kv_heads * hd]``, neither normed nor rotated."""
+        """Return K before V of every layer for ``h_ctx [n, d]``, not yet normed or rotated.
+
+        Returns:
+            ``[n, L * 2 * kv_heads * hd]``.
+        """
         stack = self._context_stack or self._stack_context_weights()
         return F.linear(h_ctx, stack.weight, stack.bias)
 
     @property
     def context_k_norm(self) -> Tensor:
-        """``[L, hd]`` weights of the norm that every layer applies to K."""
+        """Return ``[L, hd]`` weights of the norm that every layer applies to K."""
         return (self._context_stack or self._stack_context_weights()).k_norm
 
     def forward_block(self, embeds: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -116,7 +120,7 @@ class DraftModel(nn.Module):
         return Dispatched(self.forward_block_fused, self.forward_block_plain)(embeds, positions, attend)
 
     def forward_block_plain(self, embeds: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """:meth:`forward_block` module by module."""
+        """Run :meth:`forward_block` module by module."""
         cos, sin = self.rotary(positions)
         hidden = embeds
         for index, layer in enumerate(self.layers):
@@ -124,7 +128,7 @@ class DraftModel(nn.Module):
         return self.norm(hidden)
 
     def forward_block_fused(self, embeds: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """:meth:`forward_block` of a frozen model with its Triton kernels; v reaches ``attend`` with rows apart."""
+        """Run :meth:`forward_block` of a frozen model with Triton kernels; v reaches ``attend`` with rows apart."""
         hidden, normed = embeds, self.decoder_layers[0].input_layernorm(embeds)
         for index, layer in enumerate(self._fused_layers):
             hidden, normed = layer.forward(index, hidden, normed, positions, self.rotary.inv_freq, attend)
@@ -137,13 +141,13 @@ class DraftModel(nn.Module):
 
     @property
     def embed_weight(self) -> Tensor:
-        """``[V, d]``, the model's own embedding or the target's."""
+        """Return ``[V, d]``, the model's own embedding or the target's."""
         own = self.embed_tokens
         return _present(self._target_embedding if own is None else own.weight, "embed_tokens.weight")
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """``[v, d]``, the model's own LM head or the target's rows."""
+        """Return ``[v, d]``, the model's own LM head or the target's rows."""
         own = self.lm_head
         return _present(self._target_lm_head if own is None else own.weight, "lm_head.weight")
 

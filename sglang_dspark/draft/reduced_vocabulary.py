@@ -42,7 +42,7 @@ class _Vocabulary(msgspec.Struct):
 
 
 def load_token_ids(folder: str | Path, vocab_size: int) -> list[int] | None:
-    """Token ids that the drafter in ``folder`` proposes, ascending; None without the file.
+    """Return the token ids that the drafter in ``folder`` proposes, ascending; None without the file.
 
     Raises:
         CheckpointError: the file is damaged or does not belong to a vocabulary of this size.

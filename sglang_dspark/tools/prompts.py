@@ -5,38 +5,34 @@ A row is one of these, and of conversations only the turns of the user are read:
 - ``{"turns": [text, ...]}``
 - ``{"messages": [{"role": "user", "content": text}, ...]}``
 - ``{"conversations": [{"from": "human", "value": text}, ...]}`` (ShareGPT), or with role and content; the key may be
-  ``conversation``
+  ``conversation``, or there is none around the list
 - ``{"prompt": text}``, or with such a list instead of the text
 
-A text may be a list of parts ``{"type": "text", "text": text}``, and a list may be written as JSON in a cell of a
-table. Of a row with several of these forms the first one that says something is read: data sets repeat the first turn
-of a conversation as its prompt.
+A text may be a list of parts ``{"type": "text", "text": text}``. A list may be written as text in a cell of a table, or
+as an object of columns, and so may the whole file. Of a row with several of these forms the first one that says
+something is read: data sets repeat the first turn of a conversation as its prompt.
 """
 
 from __future__ import annotations
 
-import csv
-import io
+import ast
 import json
 import logging
 import random
 from collections.abc import Iterable
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.files import lines_of
+from sglang_dspark.tools.tables import Row, read_rows, rows_of_columns
 
 logger = logging.getLogger(__name__)
 
 Turns = tuple[str, ...]
 """The user's turns of a conversation, at least one."""
-Row = tuple[str, Any]
-"""The place of a row, such as ``--prompts file:3``, and what it holds."""
 
 KEYS = ("turns", "messages", "conversations", "conversation", "prompt")
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-"""Of files that hold rows; a file with another suffix is taken for JSONL or JSON."""
 _USERS = ("user", "human")
 _FORMS = '{"turns": [text, ...]}, {"prompt": text}, {"messages": [...]} or {"conversations": [...]}'
 
@@ -50,40 +46,13 @@ def read_prompts(path: Path, limit: int | None = None, shuffle_seed: int | None 
             are shuffled with this seed, and the first ones stay.
 
     Raises:
-        ConfigError: as :func:`read_rows` and :func:`conversations_of`.
+        ConfigError: as :func:`conversations_of`, or the file cannot be read.
     """
     texts = [turns[0] for turns in conversations_of(read_rows(path), str(path))]
     if shuffle_seed is not None and limit is not None and len(texts) > limit:
         random.Random(shuffle_seed).shuffle(texts)
         texts = texts[:limit]
     return list(dict.fromkeys(texts))[:limit]
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Read the rows of a JSONL, JSON, CSV, TSV or parquet file. A mark of byte order is passed over.
-
-    Raises:
-        ConfigError: the file or one of its lines cannot be read.
-    """
-    place, kind = f"--prompts {path}", path.suffix.lower()
-    try:
-        if kind == ".parquet":
-            return _numbered(_parquet(path), place)
-        text = path.read_text(encoding="utf-8-sig")
-        if kind in (".csv", ".tsv"):
-            return _csv(text, "\t" if kind == ".tsv" else ",", place)
-    except (OSError, ValueError, csv.Error) as error:
-        raise ConfigError(
-            f"{place}: cannot be read ({error}); give a JSONL, JSON, CSV, TSV or parquet file in UTF-8"
-        ) from error
-    except ImportError as error:
-        raise ConfigError(
-            f'{place}: parquet files need pyarrow; pip install "sglang-dspark[train]", or export the rows as JSONL'
-        ) from error
-    if text.lstrip().startswith("["):
-        return _numbered(_json(text, place), place)
-    lines = [(f"{place}:{number}", line) for number, line in enumerate(lines_of(text), start=1) if line.strip()]
-    return [(where, _json(line, where)) for where, line in lines]
 
 
 def conversations_of(rows: Iterable[Row], source: str) -> list[Turns]:
@@ -97,7 +66,7 @@ def conversations_of(rows: Iterable[Row], source: str) -> list[Turns]:
     """
     found: list[Turns] = []
     silent: list[str] = []
-    for where, row in rows:
+    for where, row in _unfolded(rows):
         if turns := _user_turns(row, where):
             found.append(turns)
         else:
@@ -117,42 +86,80 @@ def conversations_of(rows: Iterable[Row], source: str) -> list[Turns]:
     return found
 
 
+def _unfolded(rows: Iterable[Row]) -> Iterable[Row]:
+    """Return the rows of an object of columns if the file is one, and one row of messages if the rows are these."""
+    rows = iter(rows)
+    first = list(islice(rows, 2))
+    if len(first) == 1 and _texts_of(first[0][1]) is None:
+        where, table = first[0]
+        unfolded = rows_of_columns(table) or []
+        if any(_is_message(row) or _texts_of(row) is not None for row in unfolded):
+            first = [(f"{where}, row {number}", row) for number, row in enumerate(unfolded, start=1)]
+    if not first or not _is_message(first[0][1]):
+        return chain(first, rows)
+    every = [*first, *rows]
+    is_conversation = all(_is_message(row) for _, row in every)
+    return [(every[0][0], [row for _, row in every])] if is_conversation else every
+
+
 def _user_turns(row: Any, where: str) -> Turns:
     """Return an empty tuple if no user says anything."""
-    keys = [key for key in KEYS if key in row] if isinstance(row, dict) else []
-    found = [turns for key in keys if (turns := _turns_under(key, row[key])) is not None]
-    if not found:
+    texts = _texts_of(row)
+    if texts is None:
         raise ConfigError(f"{where}: {str(row)[:60]!r} has no text; write {_FORMS}")
-    return next(filter(None, found), ())
+    return tuple(text for text in texts if text.strip())
 
 
-def _turns_under(key: str, cell: Any) -> Turns | None:
-    """Return the turns that a key of a row holds; None if it has none of the forms."""
-    if not cell:
-        return ()
-    value = _decoded(cell) if isinstance(cell, str) else cell
-    if isinstance(value, list) and all(_is_message(item) for item in value):
-        said = [message for message in value if _speaker(message).lower() in _USERS]
-        texts = [_joined(one.get("value") if one.get("content") is None else one["content"]) for one in said]
-    elif key == "turns" and isinstance(value, list):
-        texts = [_joined(turn) for turn in value]
-    elif key == "prompt":
-        texts = [cell if isinstance(cell, str) else _joined(value)]
-    else:
+def _texts_of(row: Any) -> list[str] | None:
+    """Return what is in the places of the user's turns; None if the row has none of the forms."""
+    if row is None:
+        return []
+    if isinstance(row, list):
+        return _strings(_said_by_users(row))
+    if not isinstance(row, dict):
         return None
-    return tuple(text for text in texts if text.strip()) if all(isinstance(text, str) for text in texts) else None
+    read = [texts for key in KEYS if key in row and (texts := _strings(_said_under(key, row[key]))) is not None]
+    return next((texts for texts in read if any(text.strip() for text in texts)), read[0] if read else None)
 
 
-def _decoded(cell: str) -> Any:
-    """Return the list that a cell of a table holds as JSON, or else the cell."""
-    try:
-        return json.loads(cell)
-    except ValueError:
-        return cell
+def _strings(texts: list[Any] | None) -> list[str] | None:
+    return texts if texts is not None and all(isinstance(text, str) for text in texts) else None
+
+
+def _said_under(key: str, cell: Any) -> list[Any] | None:
+    if not cell:
+        return []
+    value = _decoded(cell, by_python=key != "prompt") if isinstance(cell, str) else cell
+    rows = rows_of_columns(value)
+    value = value if rows is None else rows
+    if (said := _said_by_users(value)) is not None:
+        return said
+    if key == "turns" and isinstance(value, list | tuple):
+        return [_joined(turn) for turn in value]
+    if key == "prompt":
+        return [cell if isinstance(cell, str) else _joined(value)]
+    return None
+
+
+def _decoded(cell: str, *, by_python: bool) -> Any:
+    """Return the list or object that a cell of a table holds as JSON or, as pandas writes it, in Python's notation."""
+    for decode in (json.loads, ast.literal_eval) if by_python else (json.loads,):
+        try:
+            return decode(cell.strip())
+        except (ValueError, SyntaxError):
+            continue
+    return cell
+
+
+def _said_by_users(messages: Any) -> list[Any] | None:
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        return None
+    users = [message for message in messages if _speaker(message).lower() in _USERS]
+    return [_joined(user.get("value") if user.get("content") is None else user["content"]) for user in users]
 
 
 def _is_message(item: Any) -> bool:
-    return isinstance(item, dict) and isinstance(_speaker(item), str)
+    return isinstance(item, dict) and isinstance(_speaker(item), str) and not item.keys() & set(KEYS)
 
 
 def _speaker(message: dict[str, Any]) -> Any:
@@ -161,34 +168,9 @@ def _speaker(message: dict[str, Any]) -> Any:
 
 def _joined(content: Any) -> Any:
     """Return the text of a turn that may be null or written in parts, if all of these are text."""
-    if content is None:
+    parts = rows_of_columns(content) or content
+    if parts is None:
         return ""
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        return "".join(part["text"] for part in content)
+    if isinstance(parts, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        return "".join(part["text"] for part in parts)
     return content
-
-
-def _numbered(rows: list[Any], place: str) -> list[Row]:
-    return [(f"{place}, row {number}", row) for number, row in enumerate(rows, start=1)]
-
-
-def _parquet(path: Path) -> list[Any]:
-    from pyarrow import parquet
-
-    rows: list[Any] = parquet.read_table(path).to_pylist()
-    return rows
-
-
-def _csv(text: str, delimiter: str, place: str) -> list[Row]:
-    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a conversation may be longer than the usual limit
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    return [(f"{place}:{reader.line_num}", row) for row in reader]
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"{where} is not JSON ({error}); write one object per line, or one array of objects"
-        ) from error

@@ -90,7 +90,7 @@ def _attend_dense(
     v_ctx: Tensor,  # [bs, kv_heads, S, head_dim]
     sinks: Tensor | None,  # [heads]
 ) -> Tensor:
-    """Mixed values ``[bs, kv_heads, A, slots * group, head_dim]``."""
+    """Return mixed values ``[bs, kv_heads, A, slots * group, head_dim]``."""
     num_anchors, num_rows = grouped.shape[2:4]
     slots = torch.arange(k.shape[3], device=k.device)
     group = num_rows // len(slots)

@@ -10,7 +10,7 @@ from sglang_dspark.draft.model import DraftModel
 
 
 def context_kv(model: DraftModel, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Draft keys and values of whole texts: ``[bs, S, m * d]`` -> two ``[L, bs, S, kv_heads, head_dim]``."""
+    """Return draft keys and values of texts: ``[bs, S, m * d]`` -> two ``[L, bs, S, kv_heads, head_dim]``."""
     bs, width = features.shape[:2]
     positions = torch.arange(width, device=features.device).repeat(bs)
     k, v = model.context_kv(model.project_context(features.flatten(0, 1)), positions)

@@ -279,5 +279,5 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _shown(value: object) -> str:
-    """The options of the command line."""
+    """Return a value as the command line has it."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -39,7 +39,7 @@ class AcceptanceReport:
 
     @property
     def accept_length(self) -> float:
-        """Mean committed tokens per round, correction or bonus token included."""
+        """Return the mean committed tokens per round, correction or bonus token included."""
         return self.num_committed / max(self.num_rounds, 1)
 
     @property
@@ -93,7 +93,7 @@ def replay(
 
 
 def _batches(texts: Sequence[Text]) -> Iterator[Sequence[Text]]:
-    """``texts`` in their order, in batches that memory is bounded for."""
+    """Yield ``texts`` in their order, in batches that memory is bounded for."""
     start, longest = 0, 0
     for end, text in enumerate(texts):
         longest = max(longest, len(text.input_ids))
@@ -130,7 +130,7 @@ class _Rounds:
         self.num_committed = 0
 
     def advance(self, max_new_tokens: int) -> Tensor | None:
-        """One round of every text that is not at its end: accepted drafts ``[n]``, None when all are."""
+        """Run one round of every text that is not at its end: accepted drafts ``[n]``, None when all are."""
         limits = torch.tensor([text.prompt_len + max_new_tokens for text in self._texts]).minimum(self._ends)
         rows = (self._anchors < limits).nonzero().flatten()
         if not len(rows):
@@ -152,7 +152,7 @@ class _Rounds:
         return accepted
 
     def _accepted(self, rows: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Accepted drafts ``[n]`` of blocks with ``hidden [n, gamma, d]`` after anchors ``ids [n]``."""
+        """Return accepted drafts ``[n]`` of blocks with ``hidden [n, gamma, d]`` after anchors ``ids [n]``."""
         positions = self._anchors[rows][:, None] + torch.arange(1, self._model.config.gamma + 1)  # [n, gamma]
         ends = self._ends[rows][:, None]
         inside, positions = positions <= ends, positions.minimum(ends)
@@ -170,7 +170,7 @@ class _Rounds:
 
 
 def _draft_greedy(heads: ProposalHeads, hidden: Tensor, anchor_ids: Tensor) -> Tensor:
-    """The drafts ``[n, gamma]`` of blocks with ``hidden [n, gamma, d]``."""
+    """Return the drafts ``[n, gamma]`` of blocks with ``hidden [n, gamma, d]``."""
     drafts = [anchor_ids]
     for logits in _walk(heads, hidden, drafts):
         choice = logits.argmax(-1)
@@ -179,7 +179,7 @@ def _draft_greedy(heads: ProposalHeads, hidden: Tensor, anchor_ids: Tensor) -> T
 
 
 def _label_probs(heads: ProposalHeads, hidden: Tensor, anchor_ids: Tensor, labels: Tensor) -> Tensor:
-    """Draft probabilities ``[n, gamma]`` of `labels`, each given the labels before it; 0 for those not proposed."""
+    """Return draft probabilities ``[n, gamma]`` of `labels`, each given those before it; 0 if not proposed."""
     probs = []
     for slot, logits in enumerate(_walk(heads, hidden, [anchor_ids, *labels.unbind(1)])):
         whole = logits if heads.vocabulary is None else heads.vocabulary.spread(logits)
@@ -188,7 +188,7 @@ def _label_probs(heads: ProposalHeads, hidden: Tensor, anchor_ids: Tensor, label
 
 
 def _walk(heads: ProposalHeads, hidden: Tensor, tokens: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Logits ``[n, v]`` slot by slot, each given ``tokens[slot]``, which may be added while the walk goes on."""
+    """Yield logits ``[n, v]`` slot by slot, each given ``tokens[slot]``, which may be added while the walk goes on."""
     base_logits = heads.base_logits(hidden)
     if heads.weights.markov is None:
         yield from base_logits.unbind(1)

@@ -51,7 +51,7 @@ def states_of(target: Target, rows: Sequence[Text]) -> TargetStates:
 
 
 def keep_states(target: Target, rows: Sequence[Text], *, batch_tokens: int) -> list[Text]:
-    """`rows` with the target's states, which stay on its device: a step of training then never runs the target.
+    """Return `rows` with the target's states, which stay on its device: no step of training runs the target then.
 
     Args:
         batch_tokens: tokens that go through the target together, padding included.
@@ -77,7 +77,7 @@ def keep_states(target: Target, rows: Sequence[Text], *, batch_tokens: int) -> l
 
 
 def padded_ids(rows: Sequence[Text]) -> Tensor:
-    """Token ids ``[bs, S]``, 0 as padding on the right."""
+    """Return token ids ``[bs, S]``, 0 as padding on the right."""
     ids = torch.zeros(len(rows), max(len(row.input_ids) for row in rows), dtype=torch.long)
     for padded_row, row in zip(ids, rows, strict=True):
         padded_row[: len(row.input_ids)] = row.input_ids

@@ -222,7 +222,7 @@ class Trainer:
         return collate(texts, anchors, states, self.model.config.gamma)
 
     def _some_features(self, texts: Sequence[Text]) -> Tensor:
-        """Tapped features ``[n, m * d]`` of the first texts, on the CPU."""
+        """Return tapped features ``[n, m * d]`` of the first texts, on the CPU."""
         first = texts[:_INIT_TEXTS]
         features = states_of(self._target, first).features
         return torch.cat([f[: len(text.input_ids) - 1] for f, text in zip(features, first, strict=True)]).cpu()
@@ -232,7 +232,7 @@ class Trainer:
 
     @torch.no_grad()
     def _measure(self) -> Sums:
-        """Sums over the held-out texts on the whole vocabulary, with the same anchors every time."""
+        """Return sums over the held-out texts on the whole vocabulary, with the same anchors every time."""
         sums = self._new_sums()
         for start in range(0, len(self._held_out), self.config.batch_rows):
             texts, anchors = zip(*self._held_out[start : start + self.config.batch_rows], strict=True)
