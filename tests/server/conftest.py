@@ -133,7 +133,6 @@ SERVERS: dict[str, Recipe] = {
     # Layers with windows have a K/V pool of their own.
     "gemma4": _tiny(*GEMMA4, env=LITERALLY),
     "gemma4_graphs": _tiny(*GEMMA4, "--max-running-requests", "4", env=LITERALLY | emulated_graphs()),
-    "gemma4_ranks": _tiny(*GEMMA4, *PARALLEL, env=LITERALLY | TWO_RANKS),
     # Layers that keep recurrent states, in a pool that cannot hold all requests.
     "plain_hybrid": Recipe(
         lambda folder: ("--tokenizer-path", str(TARGET), *STATES),

@@ -122,7 +122,12 @@ FORMS = {
     # Windows and sinks; layers of two kinds, in pools of their own.
     "gpt-oss": Form("GptOssForCausalLM", flags=LITERAL_FLAGS, **RANDOM, env=LITERALLY),
     "gemma4": Form(
-        "Gemma4ForConditionalGeneration", flags=LITERAL_FLAGS, flat=TIED_FLAT, env=LITERALLY, plain_env=TEXT
+        "Gemma4ForConditionalGeneration",
+        flags=LITERAL_FLAGS,
+        temperature=3.0,
+        flat=TIED_FLAT,
+        env=LITERALLY,
+        plain_env=TEXT,
     ),
     "qwen2.5-vl": Form("Qwen2_5_VLForConditionalGeneration", **RANDOM, plain_env=TEXT),
     "qwen3-vl": Form("Qwen3VLForConditionalGeneration", **RANDOM, plain_env=TEXT),
