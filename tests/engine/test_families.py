@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from family_targets import NUM_TOKENS, PROMPTS, TINY, continued, outputs_of, router_margins, write_target
+from family_targets import (
+    GEMMA4_EXPERTS,
+    NUM_TOKENS,
+    PROMPTS,
+    TINY,
+    continued,
+    outputs_of,
+    router_margins,
+    write_target,
+)
 from target_probe import ON_GPU, TAPS, Text, probing
 
 from sglang_dspark.draft.families import FAMILIES
@@ -26,7 +35,7 @@ def probe():
     "architecture",
     [
         pytest.param(name, marks=[pytest.mark.thorough] if TINY[name].vision and name not in READERS else [])
-        for name in (family.architecture for family in FAMILIES)
+        for name in (*(family.architecture for family in FAMILIES), GEMMA4_EXPERTS)
     ],
 )
 def test_states_and_greedy_texts(probe, architecture, tmp_path):

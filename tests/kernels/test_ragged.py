@@ -63,7 +63,8 @@ def test_a_pool_that_numbers_its_rows_itself(key_lens, query_lens, window):
     moved = [torch.full((len(seen) + 1, 2, 32), torch.nan) for _ in pools]
     for pool, of_its_own in zip(pools, moved, strict=True):
         of_its_own[own] = pool[seen]
-    groups = group_contexts(table, rows, key_lens, query_lens, visible, translation=translation, **how)
+    translated = visible._replace(translation=translation)
+    groups = group_contexts(table, rows, key_lens, query_lens, translated, **how)
     torch.testing.assert_close(attend_groups(q, *moved, groups, 0.2), expected, **FP32_TOL)
 
 

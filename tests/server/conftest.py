@@ -156,7 +156,6 @@ SERVERS: dict[str, Recipe] = {
     # Layers with windows have a K/V pool of their own.
     "gemma4": _tiny(*GEMMA4, env=LITERALLY),
     "gemma4_graphs": _tiny(*GEMMA4, "--max-running-requests", "4", env=LITERALLY | emulated_graphs()),
-    "gemma4_ranks": _tiny(*GEMMA4, *PARALLEL, env=LITERALLY | TWO_RANKS),
     "qwen2_5_vl": _reading("Qwen2_5_VLForConditionalGeneration", "--max-running-requests", "4", env=emulated_graphs()),
     # Chunks of prompts end within pictures, and the pool cannot hold all requests.
     "pictures": _reading(

@@ -36,11 +36,6 @@ def test_two_pools_of_kv_in_replayed_steps(gemma4_graphs):
 
 
 @pytest.mark.thorough
-def test_two_pools_of_kv_on_two_ranks(gemma4_ranks):
-    assert_rounds_and_texts(gemma4_ranks)
-
-
-@pytest.mark.thorough
 def test_positions_of_three_coordinates_in_replayed_steps(qwen2_5_vl):
     """Its hidden states come through the method for EAGLE-3."""
     assert_rounds_and_texts(qwen2_5_vl, then="auto")  # emulated servers know no policy of the tests

@@ -129,7 +129,9 @@ FORMS = {
     "glm4-moe": Form("Glm4MoeForCausalLM", **RANDOM, env=ROUTED),
     # Windows and sinks; layers of two kinds, in pools of their own.
     "gpt-oss": Form("GptOssForCausalLM", flags=LITERAL_FLAGS, **RANDOM, env=LITERALLY),
-    "gemma4": Form("Gemma4ForConditionalGeneration", flags=LITERAL_FLAGS, flat=TIED_FLAT, env=LITERALLY),
+    "gemma4": Form(
+        "Gemma4ForConditionalGeneration", flags=LITERAL_FLAGS, temperature=3.0, flat=TIED_FLAT, env=LITERALLY
+    ),
     "qwen2.5-vl": Form("Qwen2_5_VLForConditionalGeneration", **RANDOM),
     "qwen3-vl": Form("Qwen3VLForConditionalGeneration", **RANDOM),
     "qwen3-vl-moe": Form("Qwen3VLMoeForConditionalGeneration", **RANDOM, env=ROUTED),

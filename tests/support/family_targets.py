@@ -9,7 +9,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +185,7 @@ TINY: dict[str, Tiny] = {
 
 # Two kinds of layers, the last two of which read the K/V of earlier ones; on those that see everything V is K.
 _GEMMA4: dict[str, Any] = {
-    "num_hidden_layers": 6,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
     "num_kv_shared_layers": 2,
     "use_double_wide_mlp": True,
     "sliding_window": 8,
@@ -197,10 +196,6 @@ _GEMMA4: dict[str, Any] = {
     "attention_k_eq_v": True,
     "hidden_size_per_layer_input": 12,
     "vocab_size_per_layer_input": 256,
-    "enable_moe_block": True,
-    "num_experts": 8,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 32,
     "final_logit_softcapping": 10.0,
     "tie_word_embeddings": True,
     "bos_token_id": 2,
@@ -208,7 +203,6 @@ _GEMMA4: dict[str, Any] = {
 TINY["Gemma4ForConditionalGeneration"] = Tiny(
     "Gemma4ForConditionalGeneration",
     _GEMMA4,
-    chosen=2,
     vision={
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -218,6 +212,12 @@ TINY["Gemma4ForConditionalGeneration"] = Tiny(
         "head_dim": 16,
         "position_embedding_size": 64,
     },
+)
+GEMMA4_EXPERTS = "Gemma 4 with experts"
+TINY[GEMMA4_EXPERTS] = replace(
+    TINY["Gemma4ForConditionalGeneration"],
+    config={**_GEMMA4, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+    chosen=2,
 )
 
 _RECURRENT: dict[str, Any] = {
@@ -280,6 +280,7 @@ SEEDS: dict[str, int] = {
     "Qwen2MoeForCausalLM": 11,
     "GptOssForCausalLM": 24,
     "Gemma4ForConditionalGeneration": 11,
+    GEMMA4_EXPERTS: 11,
     "Mistral3ForConditionalGeneration": 12,
     "Qwen2_5_VLForConditionalGeneration": 22,
     "Qwen3VLForConditionalGeneration": 13,
@@ -304,32 +305,39 @@ def write_target(architecture: str, folder: Path) -> Any:
     config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(SEEDS[architecture])
     model = cls(config).float().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("sinks"):
-                parameter.normal_(std=2.0).copy_(parameter.bfloat16())  # what SGLang keeps of them
-            elif name.endswith("A_log"):
-                parameter.uniform_(-2.0, 0.5)  # some heads remember long, some do not
-            elif name.endswith("conv1d.weight"):
-                parameter.normal_(std=0.5)
-            elif parameter.ndim == 1:
-                parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
-            else:
-                parameter.normal_(std=tiny.router_std if name.endswith(_ROUTER_WEIGHTS) else 0.15)
-        for module in model.modules():
-            if type(module).__name__ == "XIELUActivation":  # computed in 16 bits everywhere
-                module.bfloat16()
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_(std=0.3)
-            elif name.endswith("layer_scalar"):
-                buffer.normal_(mean=1.0, std=0.3)
+    _draw(model, tiny, text["hidden_size"])
     model.save_pretrained(folder)
     if tiny.transposed:
         _transpose_experts(folder / "model.safetensors")
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "float32"} | dict(tiny.written)))
     return model
+
+
+@torch.no_grad()
+def _draw(model: Any, tiny: Tiny, hidden_size: int) -> None:
+    """Draw the weights and buffers of a model."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.normal_(std=2.0).copy_(parameter.bfloat16())  # what SGLang keeps of them
+        elif name.endswith("router.scale"):
+            parameter.fill_(hidden_size**0.5)  # its factor becomes 1: SGLang leaves it out on a CPU
+        elif name.endswith("A_log"):
+            parameter.uniform_(-2.0, 0.5)  # some heads remember long, some do not
+        elif name.endswith("conv1d.weight"):
+            parameter.normal_(std=0.5)
+        elif parameter.ndim == 1:
+            parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
+        else:
+            parameter.normal_(std=tiny.router_std if name.endswith(_ROUTER_WEIGHTS) else 0.15)
+    for module in model.modules():
+        if type(module).__name__ == "XIELUActivation":  # computed in 16 bits everywhere
+            module.bfloat16()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.3)
+        elif name.endswith("layer_scalar"):
+            buffer.normal_(mean=1.0, std=0.3)
 
 
 def _transpose_experts(file: Path) -> None:

@@ -84,10 +84,16 @@ class VisibleKeys(NamedTuple):
     Attributes:
         causal: queries are the last positions among the keys and see no later key; otherwise all see all.
         sliding_window: keys that a query sees at most, its own among them, with ``causal``; None for all of them.
+        translation: [slots] int64, row of the pool for each slot of a key that is seen; None if they are the same.
     """
 
     causal: bool
     sliding_window: int | None = None
+    translation: torch.Tensor | None = None
+
+    def first_seen(self, keys: int, queries: int) -> int:
+        """Return the oldest of ``keys`` keys that the first of the last ``queries`` ones sees."""
+        return 0 if self.sliding_window is None else max(0, keys - queries - self.sliding_window + 1)
 
 
 def group_contexts(
@@ -100,7 +106,6 @@ def group_contexts(
     heads_per_kv: int,
     dtype: torch.dtype,
     extra_keys: int = 0,
-    translation: torch.Tensor | None = None,
 ) -> list[ContextGroup]:
     """Lay out the attention of a step, for all layers of a kind.
 
@@ -113,18 +118,10 @@ def group_contexts(
         heads_per_kv: query heads that share a K/V head.
         dtype: of queries; pools may have another one.
         extra_keys: keys per request beside the pool, which all its queries see.
-        translation: [slots] int64, row of the pool for each slot; None if they are the same. Only slots of what is seen
-            need one.
     """
     starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
-    firsts = [0] * len(rows)
-    if visible.sliding_window is not None:
-        # The oldest key that the first query sees.
-        firsts = [
-            max(0, keys - queries - visible.sliding_window + 1)
-            for keys, queries in zip(key_lens, query_lens, strict=True)
-        ]
-        key_lens = [keys - first for keys, first in zip(key_lens, firsts, strict=True)]
+    firsts = [visible.first_seen(*lens) for lens in zip(key_lens, query_lens, strict=True)]
+    key_lens = [keys - first for keys, first in zip(key_lens, firsts, strict=True)]
     by_length = sorted(range(len(rows)), key=lambda request: -key_lens[request])
     groups = []
     while by_length:
@@ -152,7 +149,7 @@ def group_contexts(
                     torch.tensor([firsts[request] for request in members]),
                     keys,
                     n,
-                    translation,
+                    visible.translation,
                 ),
                 queries=rows_of_queries if padded else None,
                 kept=kept,
@@ -188,7 +185,7 @@ def _mask(
     extra_keys: int,
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    causal, sliding_window = visible
+    causal, sliding_window, _ = visible
     sees_all_before = sliding_window is None or n <= sliding_window
     if bool((keys == n).all()) and (m == 1 or not causal) and sees_all_before:
         return None

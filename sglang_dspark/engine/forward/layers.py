@@ -20,9 +20,12 @@ def row_bounds(forward_batch: Any) -> torch.Tensor:
 
     The dummy forwards by which SGLang tunes experts verify as many rows for every request.
     """
-    layout, rows = forward_batch.spec_info, forward_batch.input_ids
+    layout = forward_batch.spec_info
     indptr: torch.Tensor | None = getattr(layout, "indptr", None)
-    return torch.arange(0, len(rows) + 1, layout.draft_token_num, device=rows.device) if indptr is None else indptr
+    if indptr is not None:
+        return indptr
+    rows = forward_batch.input_ids
+    return torch.arange(0, len(rows) + 1, layout.draft_token_num, device=rows.device)
 
 
 def slot_translation(pool: Any) -> torch.Tensor | None:

@@ -85,10 +85,9 @@ def _context_groups(runner: Any, decode: DecodeBatch, verify_lens: list[int]) ->
             decode.req_pool_indices.tolist(),
             [prefix + num for prefix, num in zip(decode.prefix_lens.tolist(), query_lens, strict=True)],
             query_lens,
-            VisibleKeys(causal=True, sliding_window=sliding_window),
+            VisibleKeys(causal=True, sliding_window=sliding_window, translation=translation),
             heads_per_kv=heads_per_kv,
             dtype=runner.dtype,
-            translation=translation,
         )
 
     return groups
