@@ -19,11 +19,14 @@ def kv_heads_of_rank(model_config: Any) -> int:
     return int(model_config.get_num_kv_heads(get_parallel().tp_size))
 
 
-def row_bounds(forward_batch: Any) -> torch.Tensor:
+def row_bounds(layout: Any, rows: torch.Tensor) -> torch.Tensor:
     """Return [bs + 1] int, the first row of each request of a verification.
 
     The dummy forwards by which SGLang tunes experts verify as many rows for every request.
+
+    Args:
+        layout: ``spec_info`` of the batch.
+        rows: [N, ...] anything of its rows.
     """
-    layout, rows = forward_batch.spec_info, forward_batch.input_ids
     indptr: torch.Tensor | None = getattr(layout, "indptr", None)
     return torch.arange(0, len(rows) + 1, layout.draft_token_num, device=rows.device) if indptr is None else indptr
