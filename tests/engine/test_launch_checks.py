@@ -206,7 +206,8 @@ SERVED = [
     {"page_size": 64},
     {"tp_size": 2, "hybrid": {"mamba_radix_cache_strategy": "extra_buffer_lazy"}},
     {"target": HYBRID, "hybrid": {"mamba_track_interval": 16}},
-    {"target": HYBRID, "hybrid": {"mamba_radix_cache_strategy": "no_buffer", "linear_attn_prefill_backend": "triton"}},
+    {"target": HYBRID, "hybrid": {"mamba_radix_cache_strategy": "no_buffer", "mamba_track_interval": 1}},
+    {"target": HYBRID, "hybrid": {"linear_attn_backend": "cutedsl", "linear_attn_prefill_backend": "triton"}},
     {"options": FREE | {"block_size": 127}},
     {"target": {"context_len": 4088, **text(rope_parameters=LONGROPE)}},
 ]

@@ -15,17 +15,17 @@ def sliding_window(layer: Any) -> int | None:
     return int(layer.sliding_window_size) + 1 if layer.sliding_window_size >= 0 else None
 
 
-def row_bounds(forward_batch: Any) -> torch.Tensor:
+def row_bounds(layout: Any, rows: torch.Tensor) -> torch.Tensor:
     """Return [bs + 1] int, the first row of each request of a verification.
 
     The dummy forwards by which SGLang tunes experts verify as many rows for every request.
+
+    Args:
+        layout: ``spec_info`` of the batch.
+        rows: [N, ...] anything of its rows.
     """
-    layout = forward_batch.spec_info
     indptr: torch.Tensor | None = getattr(layout, "indptr", None)
-    if indptr is not None:
-        return indptr
-    rows = forward_batch.input_ids
-    return torch.arange(0, len(rows) + 1, layout.draft_token_num, device=rows.device)
+    return torch.arange(0, len(rows) + 1, layout.draft_token_num, device=rows.device) if indptr is None else indptr
 
 
 def slot_translation(pool: Any) -> torch.Tensor | None:

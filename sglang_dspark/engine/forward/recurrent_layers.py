@@ -65,7 +65,8 @@ class RecurrentBackend:
             self._prompts.init_forward_metadata(forward_batch)
             return
         layout, pools = forward_batch.spec_info, self.pools
-        rows = StateRows(row_bounds(forward_batch), self._slots(forward_batch.req_pool_indices))
+        bounds = row_bounds(layout, forward_batch.input_ids)
+        rows = StateRows(bounds, self._slots(forward_batch.req_pool_indices))
         recorded = self._recorded_rows(len(forward_batch.input_ids))
         layout.verified = VerifiedRows(rows, pools, recorded, self._tracks(forward_batch))
 

@@ -166,7 +166,7 @@ class CudaVerifyBackend(VerifyBackend):
             self.req_to_token,
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
-            row_bounds(forward_batch),
+            row_bounds(forward_batch.spec_info, queries),
             forward_batch.spec_info.draft_token_num,
             sliding_window=window,
             translation=translation,

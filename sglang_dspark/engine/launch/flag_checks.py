@@ -147,10 +147,11 @@ def beside_recurrent_layers(context: LaunchContext) -> str | None:
     prefill = resolved.linear_attn_prefill_backend or resolved.linear_attn_backend
     if prefill != "triton":
         remedies[f"--linear-attn-prefill-backend={prefill}"] = "pass triton: states of other kernels are not tried"
-    if resolved.mamba_radix_cache_strategy == "extra_buffer_lazy":
+    strategy = resolved.mamba_radix_cache_strategy
+    if strategy == "extra_buffer_lazy":
         remedies["--mamba-radix-cache-strategy=extra_buffer_lazy"] = "pass extra_buffer"
     # Under overlap two steps may pass before SGLang takes the state that the first of them has left.
-    if resolved.mamba_track_interval < least:
+    if strategy == "extra_buffer" and resolved.mamba_track_interval < least:
         remedies[f"--mamba-track-interval={resolved.mamba_track_interval}"] = f"pass {least} or more"
     messages = [
         f"DSPARK cannot run with {flag} beside a target with recurrent layers; {remedy}"
