@@ -143,7 +143,7 @@ FORMS = {
     "qwen3.5-moe-wrapper": Form(
         "Qwen3_5MoeForConditionalGeneration",
         **RANDOM,
-        pool=440,  # some of its texts are short
+        pool=270,  # half of its texts are short
         recurrent=True,
         env=WHOLE_WINDOWS | ROUTED,
     ),
