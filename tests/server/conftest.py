@@ -155,6 +155,7 @@ SERVERS: dict[str, Recipe] = {
         model=lambda folder: written_target("Qwen3_5ForCausalLM", folder / "target"),
     ),
     "hybrid": _tiny("Qwen3_5ForCausalLM", *STATES),
+    "hybrid_pictures": _reading("Qwen3_5ForConditionalGeneration", *STATES),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC),
         model=lambda folder: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),
