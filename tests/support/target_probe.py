@@ -225,6 +225,7 @@ class _Loaded:
         plan = SimpleNamespace(
             verify_lens=torch.tensor(sizes, device=DEVICE),
             indptr=torch.tensor([0, *accumulate(size + 1 for size in sizes)], device=DEVICE),
+            requests=torch.arange(len(sizes), device=DEVICE).repeat_interleave(torch.tensor(sizes, device=DEVICE) + 1),
             input_ids=torch.tensor(ids, device=DEVICE),
             positions=torch.tensor(positions, device=DEVICE),
             slots=torch.cat(slots),
