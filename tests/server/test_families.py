@@ -25,6 +25,7 @@ def test_a_mixture_of_experts(qwen3_moe):
     assert_rounds_and_texts(qwen3_moe)
 
 
+@pytest.mark.thorough
 def test_two_pools_of_kv(gemma4):
     """Prompts are encoded in chunks of two windows, and what a window has left is given to others."""
     assert_rounds_and_texts(gemma4)

@@ -9,36 +9,26 @@ from __future__ import annotations
 
 import http.client
 import json
-import random
 
 import pytest
-from family_targets import COMMON
-from golden_server import assert_pool_is_whole, counting, endless, generate, greedy, output_ids, policy
+from golden_server import assert_pool_is_whole, beginning_alike, counting, endless, generate, greedy, output_ids, policy
 
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 32
 
 
-def bodies_of(num, num_tokens=NUM_TOKENS):
-    """Greedy requests with prompts of 2 to 60 tokens, some of which begin alike."""
-    draw = random.Random(7)
-    shared = draw.choices(range(2, COMMON["vocab_size"]), k=25)
-    prompts = [draw.choices(range(2, COMMON["vocab_size"]), k=draw.randint(2, 35)) for _ in range(num)]
-    return [endless(shared + prompt if i % 3 == 0 else prompt, num_tokens) for i, prompt in enumerate(prompts)]
-
-
 @pytest.fixture
 def expected(plain_hybrid):
     """Greedy continuations of six requests."""
-    return output_ids(plain_hybrid, bodies_of(6), 2)
+    return output_ids(plain_hybrid, beginning_alike(6), 2)
 
 
 @pytest.mark.parametrize("name", ["static", "random"])
 def test_rejected_drafts(hybrid, expected, name):
     """All at once, and then few at a time: next to no draft of a random drafter is right."""
     hybrid.flush_cache()
-    bodies = bodies_of(6)
+    bodies = beginning_alike(6)
     with policy(hybrid, name), counting(hybrid) as grown:
         assert output_ids(hybrid, bodies, 6) == expected
         assert output_ids(hybrid, bodies, 2) == expected
@@ -49,7 +39,7 @@ def test_rejected_drafts(hybrid, expected, name):
 def test_accepted_drafts(hybrid, plain_hybrid, name):
     """Texts of three tokens, which go on as they did before more often than not."""
     only = {"logit_bias": {str(token): 60 for token in (17, 40, 99)}}
-    bodies = [greedy(body["input_ids"], NUM_TOKENS, only) for body in bodies_of(6)]
+    bodies = [greedy(body["input_ids"], NUM_TOKENS, only) for body in beginning_alike(6)]
     copying = [{**body, "speculation": {"preset": "summarization", "min_ngram": 1}} for body in bodies]
     with policy(hybrid, name), counting(hybrid) as grown:
         assert output_ids(hybrid, copying, 6) == output_ids(plain_hybrid, bodies, 6)
@@ -59,7 +49,7 @@ def test_accepted_drafts(hybrid, plain_hybrid, name):
 
 def test_turns_begin_where_others_ended(hybrid, plain_hybrid):
     """The cached state is that of the text that ended, whether a step brought more tokens than that or not."""
-    bodies = bodies_of(4)
+    bodies = beginning_alike(4)
     texts = output_ids(plain_hybrid, bodies, 1)
     for server in (hybrid, plain_hybrid):
         server.flush_cache()
@@ -83,7 +73,7 @@ def test_turns_begin_where_others_ended(hybrid, plain_hybrid):
 def test_grammars_and_log_probabilities(hybrid, plain_hybrid):
     bodies = [
         greedy(body["input_ids"], 24, {"regex": "([a-h]{3}[0-9],){2,5}x"}, return_logprob=True, top_logprobs_num=2)
-        for body in bodies_of(4)
+        for body in beginning_alike(4)
     ]
     with policy(hybrid, "static"):
         found, expected = generate(hybrid, bodies, 4), generate(plain_hybrid, bodies, 4)
@@ -103,7 +93,7 @@ def flat(logprobs):
 
 def test_clients_that_go_away(hybrid, expected):
     """Their slots go to others, which start from zeros."""
-    bodies = bodies_of(6)
+    bodies = beginning_alike(6)
     host = hybrid.url.removeprefix("http://")
     with policy(hybrid, "random"):
         for body in bodies[:4]:

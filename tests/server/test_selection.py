@@ -56,7 +56,7 @@ CASES = {
     ),
     "neither": Case(
         [*DSPARK, "--speculative-dspark-engine", "auto"],
-        "ConfigError: --speculative-dspark-engine='auto': must be one of plugin, builtin",
+        "ConfigError: --speculative-dspark-engine='auto': must be one of plugin, scheduled, builtin",
     ),
     "both": Case(
         [*PAIR, "--speculative-algorithm", "DSPARK_PLUGIN", "--speculative-dspark-engine", "builtin"],

@@ -6,8 +6,7 @@ import random
 
 import pytest
 from family_targets import COMMON, continued, write_target
-from golden_server import assert_pool_is_whole, counting, endless, generate, greedy, output_ids, policy
-from test_recurrent_targets import bodies_of
+from golden_server import assert_pool_is_whole, beginning_alike, counting, endless, generate, greedy, output_ids, policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]  # SGLang does not serve it so on a CPU
 
@@ -28,7 +27,7 @@ def texts_of(model, bodies):
 def test_rejected_drafts(hybrid_overlap, model, name):
     """All at once, and then few at a time: next to no draft of a random drafter is right."""
     hybrid_overlap.flush_cache()
-    bodies = bodies_of(6)
+    bodies = beginning_alike(6)
     expected = texts_of(model, bodies)
     with policy(hybrid_overlap, name), counting(hybrid_overlap) as grown:
         assert output_ids(hybrid_overlap, bodies, 6) == expected
@@ -59,7 +58,7 @@ def test_turns_begin_at_a_state_from_the_middle(hybrid_overlap, model):
 
 def test_retraction(hybrid_overlap, model):
     """States are made again from what the cache still has."""
-    bodies = bodies_of(10, 60)
+    bodies = beginning_alike(10, 60)
     with policy(hybrid_overlap, "random"):
         answers = generate(hybrid_overlap, bodies, 10)
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0

@@ -25,6 +25,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 TARGET, DRAFT = GOLDEN / "target", GOLDEN / "vanilla_g7"
 CASES: list[dict[str, Any]] = json.loads((DRAFT / "golden.json").read_text())["cases"]
 VOCAB = range(3, 60)  # ids that the golden target's training text used
+TINY_VOCAB = range(2, 256)  # ids of the tiny targets of ``family_targets``
 EMULATION = SERVER_TESTS / "emulated_graphs"
 RANDOM_LENGTHS = SERVER_TESTS / "random_lengths"
 BUILTIN_ON_CPU = SERVER_TESTS / "builtin_on_cpu"
@@ -157,6 +158,14 @@ def endless(input_ids: list[int], max_new_tokens: int, **fields: Any) -> dict[st
     """Return the body of a greedy request that stops for its length alone."""
     parameters = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
     return {"input_ids": input_ids, "sampling_params": parameters, **fields}
+
+
+def beginning_alike(num: int, num_tokens: int = 32) -> list[dict[str, Any]]:
+    """Return greedy requests to a tiny target with prompts of 2 to 60 tokens; every third begins with the same 25."""
+    draw = random.Random(7)
+    shared = draw.choices(TINY_VOCAB, k=25)
+    prompts = [draw.choices(TINY_VOCAB, k=draw.randint(2, 35)) for _ in range(num)]
+    return [endless(shared + prompt if i % 3 == 0 else prompt, num_tokens) for i, prompt in enumerate(prompts)]
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (
