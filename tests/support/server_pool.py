@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,15 @@ class ServerPool:
             server = self._started(self._recipes[name], folder)
         self._servers[name] = server
         return server
+
+    @contextmanager
+    def lent(self, recipe: Recipe, folder: Path) -> Iterator[LaunchedServer]:
+        """Yield a server that no other test asks for, in an empty folder; it ends with the ``with`` block."""
+        server = self._started(recipe, folder)
+        try:
+            yield server
+        finally:
+            server.stop()
 
     def printed_by(self, script: str, argument: Any) -> list[Any]:
         """Return the JSON strings that a script prints, one to a line, in a process of its own on a CPU.
