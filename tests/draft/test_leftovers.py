@@ -8,6 +8,7 @@ import format_exports as exports
 import pytest
 from click.testing import CliRunner
 from format_exports import DFLASH, WINDOW, content_of
+from golden_replay import replay
 
 from sglang_dspark.draft.formats import read, read_content
 from sglang_dspark.draft.formats.leftovers import LAYERS, PART_OF_HEAD, ROPE
@@ -245,6 +246,15 @@ def copied(golden_dir, tmp_path):
         return folder
 
     return copied
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [QWEN3_5, {"draft_vocab_size": 256}], ids=["Qwen3.5", "the size of the vocabulary"])
+def test_a_drafter_with_copied_keys_is_the_golden_one(golden_dir, copied, keys):
+    """Every recorded draft is drafted again."""
+    report = replay(golden_dir / "target", copied(**keys))
+    assert report.checked["draft"] == 61
+    assert report.mismatches == []
 
 
 def test_log_doctor_and_convert_say_what_was_ignored(copied, tmp_path, caplog):
