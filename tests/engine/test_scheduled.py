@@ -34,7 +34,7 @@ def forecast(logits, bs, depth):
 
 def laid_out(decision, logits):
     step = ScheduledStep(decision, len(logits), CAPTURED)
-    step.propose(lambda: proposal(logits), torch.arange(len(logits)))
+    step.propose(lambda: proposal(logits), torch.arange(len(logits)), None)
     return step, step.lay_out(SimpleNamespace(predict=forecast), ALONE)
 
 
@@ -61,7 +61,7 @@ def test_the_budget_goes_to_the_drafts_that_survive():
 def test_the_worker_is_not_told_confidences():
     """Its planner would choose by them, and its relay copy them to the host."""
     step = ScheduledStep(StepDecision(7, TopK(5)), 2, CAPTURED)
-    told = step.propose(lambda: proposal(torch.zeros(2, 7)), torch.zeros(2, dtype=torch.int64))
+    told = step.propose(lambda: proposal(torch.zeros(2, 7)), torch.zeros(2, dtype=torch.int64), None)
     assert told.confidence is told.confidence_raw is None
 
 
@@ -69,15 +69,16 @@ def test_a_plain_step_drafts_nothing():
     def draft():
         raise AssertionError("a forward")
 
-    step = ScheduledStep(PLAIN, 2, CAPTURED)
-    told = step.propose(draft, torch.tensor([4, 5]))
+    step, sampling = ScheduledStep(PLAIN, 2, CAPTURED), SimpleNamespace(top_ks=torch.tensor([1, 40]))
+    told = step.propose(draft, torch.tensor([4, 5]), sampling)
+    assert told.draft_block.greedy_mask.tolist() == [True, False]  # of a batch, some may be sampled
     assert told.draft_block_ids[:, 0].tolist() == [4, 5]
     assert told.draft_block.draft_tokens.shape == (2, 7)
     assert step.lay_out(SimpleNamespace(), ALONE).verify_lens.tolist() == [1, 1]
 
 
 def test_beyond_the_captured_requests_blocks_are_verified_whole():
-    assert [CAPTURED.hold(requests) for requests in (1, 4, 5)] == [True, True, False]
+    assert [CAPTURED.fit(requests) for requests in (1, 4, 5)] == [True, True, False]
     step, layout = laid_out(StepDecision(7, FixedLength()), torch.zeros(5, 7))
     assert layout is None
     assert (step.verify_lens.tolist(), step.num_rows) == ([7] * 5, 40)
@@ -103,7 +104,13 @@ def served(**found):
     """A worker that is served, but for what is found."""
     backend = SimpleNamespace(supports_ragged_verify_graph=True, decode_attention_backend_str="fa3")
     runner = {"mrope": False, "engram": None, "graphs": object(), "backend": backend} | found
-    args = {"enable_lora": False, "enable_dp_attention": False, "nnodes": 1}
+    args = {
+        "enable_lora": False,
+        "enable_dp_attention": False,
+        "nnodes": 1,
+        "pp_size": 1,
+        "disaggregation_mode": "null",
+    }
     return SimpleNamespace(
         device="cuda",
         server_args=SimpleNamespace(**{name: found.get(name, value) for name, value in args.items()}),
@@ -129,6 +136,8 @@ UNIFORM = SimpleNamespace(supports_ragged_verify_graph=False, decode_attention_b
         ({"enable_lora": True}, "adapters"),
         ({"enable_dp_attention": True}, "data parallelism"),
         ({"nnodes": 2}, "nodes"),
+        ({"pp_size": 2}, "pipeline"),
+        ({"disaggregation_mode": "prefill", "graphs": None}, "prefill and decode"),
     ],
 )
 def test_what_it_would_verify_wrongly_is_refused(found, named, monkeypatch):

@@ -12,6 +12,7 @@ from golden_server import (
     endless,
     generate,
     greedy,
+    in_background,
     mixed_bodies,
     output_ids,
     policy,
@@ -125,6 +126,18 @@ def test_distribution_of_sampled_text(scheduled):
         drawn = sample(scheduled, {"temperature": HOT}, num_samples)
     assert p_value(drawn, distribution(HOT, num_samples)) > ALPHA
     assert p_value(drawn, distribution(0.92 * HOT, num_samples)) < ALPHA
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["off", "random"])
+def test_greedy_and_sampled_requests_share_steps(scheduled, name):
+    texts: list[list[int]] = []
+    with policy(scheduled, name):
+        thread = in_background(lambda: texts.extend(output_ids(scheduled, GOLDEN * 6, 4)))
+        drawn = sample(scheduled, {"temperature": HOT}, 512)
+        thread.join()
+    assert texts == TEXTS * 6
+    assert p_value(drawn, distribution(HOT, 512)) > ALPHA
 
 
 @pytest.mark.thorough

@@ -186,8 +186,8 @@ def _mask(
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
     causal, sliding_window, _ = visible
-    sees_all_before = sliding_window is None or n <= sliding_window
-    if bool((keys == n).all()) and (m == 1 or not causal) and sees_all_before:
+    # Of a single row, the keys are those of its window.
+    if bool((keys == n).all()) and (m == 1 or not causal):
         return None
     # Query i of a request with k keys and q queries stands at position k - q + i. Padded queries see all its keys.
     last = keys[:, None] - 1

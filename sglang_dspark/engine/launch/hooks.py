@@ -191,7 +191,7 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats",
         HookType.AROUND,
         "scheduler.hook_handlers.report_verified",
-        "scheduler",
+        "any_worker",
         "SGLang assumes that every draft is verified, and understates the acceptance in its log and its metrics",
         Moment.SOME_TIME,  # behind the first result, and not worth the end of a server
     ),

@@ -32,7 +32,7 @@ class CapturedRows:
             return cls(window)
         return cls(window, tuple(graphs.capture_num_tokens), int(graphs.max_bs))
 
-    def hold(self, requests: int) -> bool:
+    def fit(self, requests: int) -> bool:
         """Return whether so many requests may verify as many rows as they like."""
         return not self.tiers or (requests <= self.requests and requests * self.window <= self.tiers[-1])
 

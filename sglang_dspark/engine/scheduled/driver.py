@@ -75,9 +75,10 @@ class ScheduledWorker:
         self._started = True
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
 
-    def whole_blocks(self, requests: int) -> ScheduledStep:
-        """Return a step that drafts and verifies all that it can."""
-        return ScheduledStep(StepDecision(self.gamma, FixedLength()), requests, self.rows)
+    def whole_blocks(self, requests: int, context: float = 0.0) -> ScheduledStep:
+        """Return a step that drafts and verifies all that it can, of texts of ``context`` tokens on average."""
+        decision = StepDecision(self.gamma, FixedLength(), with_confidence=False, context=context)
+        return ScheduledStep(decision, requests, self.rows)
 
     def run(self, decode: Callable[[], Any], batch: Any) -> Any:
         """Decide, run the worker's own step, and return its result with a record of what it did.
@@ -90,31 +91,36 @@ class ScheduledWorker:
             return decode()  # a step that is measured
         reqs = batch.reqs
         options = self._request_options.read(reqs)
-        self._step = step = self._chosen(reqs, options)
+        self._step = step = self._chosen(batch, options)
         span = self._timer.begin()
         result = decode()
+        # Views of a graph's buffers, which the next step overwrites: our copies to the host come before these.
+        result.accept_lens, result.next_token_ids = result.accept_lens.clone(), result.next_token_ids.clone()
         self.schedule.end_step(step.decision, len(reqs), step.num_rows)
         result.dspark_record, result.dspark_span = self._record(batch, options, step), span
         span.end()
         return result
 
-    def _chosen(self, reqs: Sequence[Any], options: BatchOptions) -> ScheduledStep:
+    def _chosen(self, batch: Any, options: BatchOptions) -> ScheduledStep:
+        reqs = batch.reqs
         context = sum(kv_lengths(reqs)[0]) / len(reqs)
         rids = [req.rid for req in reqs]
-        decision = self.schedule.choose(rids, context, options.limits, traced=options.traced)
+        # A grammar has made the host wait for the step before.
+        awaited = self.device.type == "cuda" and bool(batch.has_grammar)
+        decision = self.schedule.choose(rids, context, options.limits, traced=options.traced, awaited=awaited)
         self.reporting.record_time()
         decision = self.agreement.share(decision)
-        if not self.rows.hold(len(reqs)):
-            return self.whole_blocks(len(reqs))
+        if not self.rows.fit(len(reqs)):
+            return self.whole_blocks(len(reqs), context)
         return ScheduledStep(decision, len(reqs), self.rows)
 
     def set_step(self, step: ScheduledStep) -> None:
         """Have the worker run this step next, to measure it."""
         self._step = step
 
-    def propose(self, draft: Callable[[], Any], anchors: torch.Tensor) -> Any:
+    def propose(self, draft: Callable[[], Any], anchors: torch.Tensor, sampling: Any) -> Any:
         """Return the proposal of the step under way, see :meth:`ScheduledStep.propose`."""
-        return self._step.propose(draft, anchors)
+        return self._step.propose(draft, anchors, sampling)
 
     def lay_out(self) -> Any:
         """Return the rows that the step under way verifies, see :meth:`ScheduledStep.lay_out`."""

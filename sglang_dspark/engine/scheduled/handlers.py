@@ -1,4 +1,4 @@
-"""Handles the hooks on SGLang's own DSPARK; ``launch/hooks.py`` says where each stands and why."""
+"""Handles the hooks on SGLang's own DSPARK; ``hooks.py`` says where each stands and why."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def before_prefill(worker: Any, *args: Any, **kwargs: Any) -> None:
     schedule_of(worker).before_other_work()
 
 
-def propose(original: Callable[..., Any], proposer: Any, *, draft_input: Any, **given: Any) -> Any:
+def propose(original: Callable[..., Any], proposer: Any, *, draft_input: Any, sampling_info: Any, **given: Any) -> Any:
     """Draft, or not."""
-    draft = partial(original, proposer, draft_input=draft_input, **given)
-    return schedule_of(proposer).propose(draft, draft_input.bonus_tokens)
+    draft = partial(original, proposer, draft_input=draft_input, sampling_info=sampling_info, **given)
+    return schedule_of(proposer).propose(draft, draft_input.bonus_tokens, sampling_info)
 
 
 def lay_out(planner: Any, **given: Any) -> Any:

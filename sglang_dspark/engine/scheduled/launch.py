@@ -45,7 +45,9 @@ class ScheduledServer:
                 )
         mode = os.environ.setdefault(_MODE, _RAGGED)  # SGLang reads it in every process
         if mode != _RAGGED:
-            raise ConfigError(f"{_MODE}={mode} verifies whole blocks; unset it for {flag_name('engine')} scheduled")
+            raise ConfigError(
+                f"{_MODE}={mode} asks for another verification than {flag_name('engine')} scheduled; unset it"
+            )
         # SGLang would read them in forms of its own.
         for name in ("sps_table_path", "confidence_sts_path"):
             setattr(args, flag_dest(name), None)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch
 from dspark_kernels import DraftBlock
-from sglang.srt.speculative.dspark_components.dspark_draft import DraftBlockResult, DraftProposal
+from sglang.srt.speculative.dspark_components.dspark_draft import DraftBlockResult, DraftProposal, resolve_greedy_mask
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_dspark.engine.scheduled.captured_rows import CapturedRows
@@ -46,7 +46,7 @@ class ScheduledStep:
         self._requests, self._fillers = requests, fillers
         self._logits: torch.Tensor | None = None
 
-    def propose(self, draft: Callable[[], Any], anchors: torch.Tensor) -> Any:
+    def propose(self, draft: Callable[[], Any], anchors: torch.Tensor, sampling: Any) -> Any:
         """Return the worker's proposal; one that costs no forward if the step drafts nothing.
 
         The worker is not told the confidences: it would choose by them, and copy them to the host.
@@ -54,9 +54,10 @@ class ScheduledStep:
         Args:
             draft: drafts whole blocks.
             anchors: [bs] int64, the last token of every request.
+            sampling: SGLang's ``SamplingBatchInfo``; None if all requests are greedy.
         """
         if self.decision.draft_len == 0 or self._fillers is not None:
-            proposal = self._nothing(anchors)
+            proposal = self._nothing(anchors, sampling)
         else:
             proposal = draft()
             # Of a graph's buffers, which the next step overwrites.
@@ -65,7 +66,7 @@ class ScheduledStep:
         self.block = torch.cat([anchors.view(-1, 1), proposal.draft_block.draft_tokens], dim=1)
         return proposal
 
-    def _nothing(self, anchors: torch.Tensor) -> DraftProposal:
+    def _nothing(self, anchors: torch.Tensor, sampling: Any) -> DraftProposal:
         """Return tokens that nothing has drawn. Fixed beforehand, they are one-hot drafts, and exact if verified."""
         bs, gamma, device = self._requests, self.rows.window - 1, anchors.device
         tokens = self._fillers
@@ -74,7 +75,7 @@ class ScheduledStep:
         block = DraftBlockResult(
             draft_tokens=tokens,
             corrected_logits=None,
-            greedy_mask=torch.ones(bs, dtype=torch.bool, device=device),
+            greedy_mask=resolve_greedy_mask(bs=bs, sampling_info=sampling, device=device),
             temperatures=torch.ones(bs, device=device),
             greedy_draft=True,
         )
@@ -88,7 +89,7 @@ class ScheduledStep:
             agreement: has all ranks take rank 0's lengths.
         """
         bs = self._requests
-        if not self.rows.hold(bs):
+        if not self.rows.fit(bs):
             self.verify_lens = torch.full((bs,), self.rows.window - 1, device=self.block.device)
             return None
         self.verify_lens = self.decision.select(self._drafts(forecast)).verify_lens

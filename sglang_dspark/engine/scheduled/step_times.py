@@ -49,6 +49,11 @@ class MeasuredSteps:
         self._driver, self._dummy = driver, dummy
         self._tokens = dummy.tokens(driver.gamma + 1)[:, 1:].contiguous()
         self.queues = driver.device.type == "cuda"
+        # Served steps have no lengths on the host then, and with them the worker would wait for the device.
+        on_host = (
+            driver.server_args.disable_overlap_schedule or driver.worker.model_runner.attn_backend.needs_cpu_seq_lens
+        )
+        self._lengths_on_device = self.queues and not on_host
         self.wait: Callable[[], None] = torch.cuda.synchronize if self.queues else lambda: None
 
     def draft(self, depth: int) -> None:
@@ -78,4 +83,6 @@ class MeasuredSteps:
         self._driver.set_step(ScheduledStep(decision, len(self._tokens), self._driver.rows, self._tokens))
         batch = self._dummy.fresh()
         batch.forward_iter = 0  # which the worker's own observers read
+        if self._lengths_on_device:
+            batch.seq_lens_cpu = batch.seq_lens_sum = None
         self._driver.worker._forward_decode(batch, None)
