@@ -79,6 +79,7 @@ def test_a_plain_step_drafts_nothing():
 
 def test_beyond_the_captured_requests_blocks_are_verified_whole():
     assert [CAPTURED.fit(requests) for requests in (1, 4, 5)] == [True, True, False]
+    assert not CapturedRows(window=8, tiers=(8, 64), requests=4).fit(5)  # there are slots for four alone
     step, layout = laid_out(StepDecision(7, FixedLength()), torch.zeros(5, 7))
     assert layout is None
     assert (step.verify_lens.tolist(), step.num_rows) == ([7] * 5, 40)
