@@ -144,9 +144,6 @@ _DFLASH, _EAGLE3, _EAGLE, _OWN_LAYER, _NGRAM = (
 )
 _OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine builtin"
 
-HYBRIDS_INSTEAD = f"{_DFLASH}, and {_OWN_DSPARK}"
-"""How targets of the ``recurrent`` families are served where DSPARK does not."""
-
 UNSERVED: tuple[Unserved, ...] = (
     Unserved(
         "InternS2PreviewForConditionalGeneration",

@@ -9,15 +9,11 @@ from dspark_kernels import widest_window
 from sglang.srt.utils import cpu_has_amx_support
 
 from sglang_dspark.config import flag_name
-from sglang_dspark.draft.families import HYBRIDS_INSTEAD
 from sglang_dspark.draft.pairing import check_dimensions, lacks_own
 from sglang_dspark.draft.target_files import quantised_layers
 from sglang_dspark.draft.weights import own_tensors
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.support import DEVICES, gpu_refusal
-
-RECURRENT_DEVICES: tuple[str, ...] = ("cpu", "cuda")
-"""Devices on which targets with recurrent layers are served."""
 
 
 def device(context: LaunchContext) -> str | None:
@@ -40,22 +36,15 @@ def family(context: LaunchContext) -> None:
 
 
 def recurrent_layers(context: LaunchContext) -> str | None:
-    """Refuse targets with recurrent layers on devices for which SGLang has no kernels of such layers."""
+    """Refuse targets with recurrent layers on a CPU whose kernels keep the layers before them in another layout."""
     family, found = context.family, context.args.device
-    if not family.recurrent:
+    if not family.recurrent or found != "cpu" or not cpu_has_amx_support():
         return None
-    unserved = (
+    return (
         f"--model-path: target architecture {family.architecture} is not served with DSPARK on {found}: its layers "
-        "keep recurrent states"
+        "keep recurrent states, and SGLang's kernels for this CPU pack the convolutions before them for AMX; install "
+        "the published sglang-kernel in their place, and run sglang-dspark enable-cpu"
     )
-    if found not in RECURRENT_DEVICES:
-        return f"{unserved}, and SGLang has no kernels for them; {HYBRIDS_INSTEAD}"
-    if found == "cpu" and cpu_has_amx_support():
-        return (
-            f"{unserved}, and SGLang's kernels for this CPU pack the convolutions before them for AMX; install the "
-            "published sglang-kernel in their place, and run sglang-dspark enable-cpu"
-        )
-    return None
 
 
 def dimensions(context: LaunchContext) -> None:
