@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from sglang_dspark.calibration.logistic import LogisticMap
 from sglang_dspark.calibration.metrics import ece
 from sglang_dspark.calibration.position_window import PositionWindow
+from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.calibration.survival import Bools, Floats, Ints, prefix_survival, reached, sigmoid, survived
 from sglang_dspark.errors import ConfigError
 
@@ -43,6 +45,16 @@ class OnlineCalibration:
         shift: [gamma] float64, likewise.
         num_refits: how often they were replaced.
     """
+
+    @classmethod
+    def from_file(cls, path: str | None, gamma: int, max_verify: int) -> OnlineCalibration:
+        """Begin with the temperatures of a file, for blocks of ``gamma`` drafts; without one, with 1.
+
+        Raises:
+            ConfigError: the file cannot be used.
+        """
+        temperatures = None if path is None else StsCalibration.load(Path(path), gamma).temperatures[:max_verify]
+        return cls(max_verify, temperatures)
 
     def __init__(self, gamma: int, initial: Sequence[float] | None = None) -> None:
         """Start without observations.

@@ -82,9 +82,17 @@ class Reporting:
         """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
         Metrics(self._counters, self._history, self._state, self._max_running_requests, labels).start()
 
-    def until_now(self) -> dict[str, Any]:
-        """JSON: what was counted since the start."""
-        return {"uptime_s": self._history.uptime_s, **self._counters.sums().total().counts()}
+    def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Verify by another policy from the next step on; return the JSON answer of ``POST /dspark/policy``.
+
+        Raises:
+            ConfigError: this server cannot run the policy.
+        """
+        self._schedule.switch(fields)
+        policy = self._schedule.policy
+        logger.info("DSPARK: policy %s from now on", policy.name)
+        until_now = {"uptime_s": self._history.uptime_s, **self._counters.sums().total().counts()}
+        return {"policy": policy.name, "schedule": policy.report(), "until_now": until_now}
 
     def _state(self) -> tuple[str, bool]:
         """Return the name of the policy, and whether speculation rests."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from dspark_kernels import AcceptResult, CommitRows, DraftBlock, draft_block, prepare
 
 from sglang_dspark.calibration.online import OnlineCalibration
-from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig
@@ -111,10 +109,7 @@ class Drafter:
         """Return the calibration of the confidence head; None without one."""
         if self.model.confidence_head is None:
             return None
-        path, temperatures = options.confidence_sts_path, None
-        if path is not None:
-            temperatures = StsCalibration.load(Path(path), self.gamma).temperatures[:max_verify]
-        return OnlineCalibration(max_verify, temperatures)
+        return OnlineCalibration.from_file(options.confidence_sts_path, self.gamma, max_verify)
 
     def propose(
         self,

@@ -249,7 +249,4 @@ class DSparkWorker(SpecWorkerBase):
         self.reporting.export_metrics(labels)
 
     def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:
-        self.schedule.switch(fields)
-        policy = self.schedule.policy
-        logger.info("DSPARK: policy %s from now on", policy.name)
-        return {"policy": policy.name, "schedule": policy.report(), "until_now": self.reporting.until_now()}
+        return self.reporting.switch_policy(fields)

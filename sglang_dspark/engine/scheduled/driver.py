@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.calibration.online import OnlineCalibration
-from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.scheduled.captured_rows import CapturedRows
@@ -57,17 +55,12 @@ class ScheduledWorker:
         runner = self.target_worker.model_runner
         self.rows = CapturedRows.of(runner, self.gamma + 1)
         lag = int(self.device.type == "cuda" and not self.server_args.disable_overlap_schedule)
-        self.schedule = Schedule(self.options, self.gamma, self._calibration(), self.device, lag)
+        calibration = OnlineCalibration.from_file(self.options.confidence_sts_path, self.gamma, self.gamma)
+        self.schedule = Schedule(self.options, self.gamma, calibration, self.device, lag)
         self.reporting = Reporting(self.schedule, self.gamma, int(runner.max_running_requests))
         self._request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma))
         self._timer = DeviceTimer(self.device)
         self._step, self._started = self.whole_blocks(0), False
-
-    def _calibration(self) -> OnlineCalibration:
-        path, temperatures = self.options.confidence_sts_path, None
-        if path is not None:
-            temperatures = StsCalibration.load(Path(path), self.gamma).temperatures
-        return OnlineCalibration(self.gamma, temperatures)
 
     def start(self, table: SpsTable | None) -> None:
         """Let the configured policy decide from now on, by measured step times if it needs them."""
@@ -84,7 +77,7 @@ class ScheduledWorker:
         """Decide, run the worker's own step, and return its result with a record of what it did.
 
         Args:
-            decode: the worker's step, which asks :attr:`step` for its drafts and its rows.
+            decode: the worker's step, which comes back here for its drafts and its rows.
             batch: SGLang's.
         """
         if not self._started:
@@ -180,10 +173,7 @@ class ScheduledWorker:
         Raises:
             ConfigError: this server cannot run the policy.
         """
-        self.schedule.switch(fields)
-        policy = self.schedule.policy
-        logger.info("DSPARK: policy %s from now on", policy.name)
-        return {"policy": policy.name, "schedule": policy.report(), "until_now": self.reporting.until_now()}
+        return self.reporting.switch_policy(fields)
 
     def capabilities(self) -> dict[str, Any]:
         """Return the JSON of ``GET /dspark/capabilities``."""
