@@ -242,6 +242,7 @@ class DSparkWorker(SpecWorkerBase):
             f"selected by --speculative-algorithm, and {drafting}",
             self.drafter.gamma,
             cuda_graphs=self.executors.captured is not None,
+            fit=self.reporting.fit,
         )
         return capabilities(self.server_args, self.target_worker.model_runner, self.schedule, described, decoding)
 
