@@ -85,7 +85,13 @@ FAMILIES: tuple[Family, ...] = (
         "Gemma4ForConditionalGeneration",
         "Gemma 4 31B, 26B-A4B, E4B, E2B",
         reads_images=True,
-        remark=f"text and images, images not tried; {_TESTS_ALONE}; `--attention-backend triton`",
+        remark=f"{_IMAGES}; {_TESTS_ALONE}; `--attention-backend triton`",
+    ),
+    Family(
+        "Gemma4UnifiedForConditionalGeneration",
+        "Gemma 4 12B",
+        reads_images=True,
+        remark=f"{_IMAGES}; {_TESTS_ALONE}; `--attention-backend triton`",
     ),
     Family("Qwen3_5ForCausalLM", "Qwen3.5 to 3.8, text", recurrent=True, remark=_NO_GPU),
     Family(
@@ -115,13 +121,15 @@ class Unserved:
         names: of their architectures, as config.json has them, separated by spaces.
         reason: what is missing for them.
         instead: how they are served.
-        own_dspark: whether SGLang's own DSPARK does as well, with a drafter for them.
+        engine: value of ``--speculative-dspark-engine`` with which SGLang's own DSPARK may serve them as well, with a
+            drafter for them: ``scheduled`` if its attention verifies other numbers of rows for each request, otherwise
+            ``builtin``, in whole blocks. None if it does not know them.
     """
 
     names: str
     reason: str
     instead: str
-    own_dspark: bool = False
+    engine: Literal["scheduled", "builtin"] | None = None
 
     @property
     def architectures(self) -> list[str]:
@@ -129,7 +137,9 @@ class Unserved:
         return self.names.split()
 
 
-_STATE = "some of its layers keep a recurrent state, which verification cannot take back yet"
+_STATE = "its layers of {} keep a recurrent state, which verification cannot take back yet"
+_KDA, _MAMBA2 = _STATE.format("Kimi delta attention (KDA)"), _STATE.format("Mamba 2")
+_CONVOLUTIONS = _STATE.format("short convolutions")
 _LATENT = "it attends over latent K/V (MLA), for which verification has no kernel yet"
 
 _DFLASH, _EAGLE3, _EAGLE, _OWN_LAYER, _NGRAM = (
@@ -142,37 +152,41 @@ _DFLASH, _EAGLE3, _EAGLE, _OWN_LAYER, _NGRAM = (
         ("NGRAM", "without a drafter"),
     )
 )
-_OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine builtin"
+_OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine"
 
 UNSERVED: tuple[Unserved, ...] = (
     Unserved(
-        "InternS2PreviewForConditionalGeneration",
-        _STATE,
+        "InternS2PreviewForConditionalGeneration Qwen4ExpForConditionalGeneration",
+        "its gated delta nets have not been tried",
         _DFLASH,
-        own_dspark=True,
+        engine="builtin",
     ),
     Unserved(
-        "NemotronHForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM KimiLinearForCausalLM",
-        _STATE,
+        "KimiLinearForCausalLM KimiK3ForConditionalGeneration KimiK3LinearForCausalLM BailingMoeV3ForCausalLM",
+        _KDA,
         _NGRAM,
-        own_dspark=True,
+        engine="scheduled",
     ),
+    Unserved("Glm5NextForConditionalGeneration", _KDA, _NGRAM, engine="builtin"),
+    Unserved("NemotronHForCausalLM NemotronHPuzzleForCausalLM", _MAMBA2, _NGRAM, engine="builtin"),
+    Unserved("FalconH1ForCausalLM GraniteMoeHybridForCausalLM", _MAMBA2, _NGRAM),
     Unserved(
-        "FalconH1ForCausalLM GraniteMoeHybridForCausalLM JetNemotronForCausalLM ZayaForCausalLM "
-        "BailingMoeV2_5ForCausalLM",
-        _STATE,
-        _NGRAM,
+        "Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration", _CONVOLUTIONS, _NGRAM, engine="builtin"
     ),
+    Unserved("InklingForConditionalGeneration", _CONVOLUTIONS, _NGRAM, engine="scheduled"),
+    Unserved("ZayaForCausalLM", _STATE.format("convolutions before attention"), _NGRAM),
+    Unserved("BailingMoeV2_5ForCausalLM", _STATE.format("lightning attention"), _NGRAM),
+    Unserved("JetNemotronForCausalLM", _STATE.format("gated delta nets with dynamic convolutions"), _NGRAM),
     Unserved(
-        "DeepseekV3ForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM Glm4MoeLiteForCausalLM "
-        "GlmMoeDsaForCausalLM",
+        "DeepseekV3ForCausalLM DeepseekV4ForCausalLM Glm4MoeLiteForCausalLM",
         _LATENT,
         _OWN_LAYER,
-        own_dspark=True,
+        engine="scheduled",
     ),
+    Unserved("DeepseekV32ForCausalLM GlmMoeDsaForCausalLM", _LATENT, _OWN_LAYER, engine="builtin"),
     Unserved("LongcatFlashForCausalLM", _LATENT, _OWN_LAYER),
-    Unserved("DeepseekV2ForCausalLM KimiK25ForConditionalGeneration", _LATENT, _EAGLE3, own_dspark=True),
-    Unserved("MistralLarge3ForCausalLM", _LATENT, _EAGLE, own_dspark=True),
+    Unserved("DeepseekV2ForCausalLM KimiK25ForConditionalGeneration", _LATENT, _EAGLE3, engine="scheduled"),
+    Unserved("MistralLarge3ForCausalLM", _LATENT, _EAGLE, engine="scheduled"),
     Unserved("KimiVLForConditionalGeneration MiniCPM3ForCausalLM", _LATENT, _NGRAM),
     Unserved(
         "Gemma3ForCausalLM Gemma3ForConditionalGeneration",
@@ -181,16 +195,15 @@ UNSERVED: tuple[Unserved, ...] = (
         "serve it without --speculative-algorithm",
     ),
     Unserved(
-        "Gemma4ForCausalLM Gemma4UnifiedForConditionalGeneration",
-        "it has not been tried, and drafters for the 12B have layers of another kind",
-        _DFLASH,
-        own_dspark=True,
+        "Gemma4ForCausalLM",
+        "without the wrapper for images SGLang does not read the sizes of its heads",
+        "serve a checkpoint of Gemma4ForConditionalGeneration",
     ),
     Unserved(
         "LagunaForCausalLM",
         "its layers have unequal numbers of heads, with which verification is not tried yet",
         _EAGLE3,
-        own_dspark=True,
+        engine="scheduled",
     ),
     Unserved(
         "Llama4ForConditionalGeneration Llama4ForCausalLM",
@@ -217,9 +230,9 @@ def family_of(architectures: Sequence[str] | None) -> Family:
         if set(unserved.architectures) & set(names):
             raise UnservedError(
                 f"--model-path: target architecture {names} is not served with DSPARK: {unserved.reason}; "
-                f"{unserved.instead}{f', and {_OWN_DSPARK}' if unserved.own_dspark else ''}"
+                f"{unserved.instead}{f', and {_OWN_DSPARK} {unserved.engine}' if unserved.engine else ''}"
             )
     raise UnservedError(
         f"--model-path: target architecture {names} is not served with DSPARK; "
-        f"served are {', '.join(family.architecture for family in FAMILIES)}; perhaps {_OWN_DSPARK}"
+        f"served are {', '.join(family.architecture for family in FAMILIES)}; perhaps {_OWN_DSPARK} builtin"
     )

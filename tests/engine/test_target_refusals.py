@@ -10,7 +10,7 @@ import pytest
 from sglang_dspark.draft.families import FAMILIES, UNSERVED, family_of
 from sglang_dspark.errors import UnservedError
 
-BUILT_IN = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine builtin"
+OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine"
 
 
 @cache
@@ -31,7 +31,7 @@ def captures(architecture):
 
 
 def test_an_unknown_target_is_told_of_sglangs_own():
-    with pytest.raises(UnservedError, match=f"perhaps {BUILT_IN}"):
+    with pytest.raises(UnservedError, match=f"perhaps {OWN_DSPARK} builtin"):
         family_of(["NoSuchForCausalLM"])
 
 
@@ -41,6 +41,32 @@ def test_who_serves_what_dspark_does_not(unserved):
         with pytest.raises(UnservedError) as caught:
             family_of([architecture])
         assert unserved.instead in str(caught.value) and unserved.reason in str(caught.value)
-        assert (BUILT_IN in str(caught.value)) == unserved.own_dspark <= captures(architecture)
+        assert (OWN_DSPARK in str(caught.value)) == bool(unserved.engine) <= captures(architecture)
+        assert unserved.engine is None or str(caught.value).endswith(f"{OWN_DSPARK} {unserved.engine}")
     assert not unserved.reason.endswith(".")  # one sentence, with the remedy
     assert not {family.architecture for family in FAMILIES} & set(unserved.architectures)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "recurrence", "engine"),
+    [
+        ("KimiLinearForCausalLM", "Kimi delta attention (KDA)", "scheduled"),
+        ("NemotronHForCausalLM", "Mamba 2", "builtin"),
+        ("Lfm2MoeForCausalLM", "short convolutions", "builtin"),
+    ],
+)
+def test_a_recurrence_is_named_with_the_engine_that_serves_it(architecture, recurrence, engine):
+    with pytest.raises(UnservedError) as caught:
+        family_of([architecture])
+    assert f"its layers of {recurrence} keep a recurrent state" in str(caught.value)
+    assert str(caught.value).endswith(f"--speculative-dspark-engine {engine}")
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_ragged"), [("kda", True), ("gdn", False), ("short_conv", False), ("lightning", False)]
+)
+def test_recurrences_that_sglangs_own_worker_verifies_raggedly(backend, is_ragged):
+    """What the messages say of ``scheduled`` and ``builtin``."""
+    [folder] = find_spec("sglang.srt.layers.attention.linear").submodule_search_locations
+    text = (Path(folder) / f"{backend}_backend.py").read_text(encoding="utf-8")
+    assert ("supports_ragged_verify_graph: bool = True" in text) == is_ragged
