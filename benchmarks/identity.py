@@ -76,7 +76,7 @@ SCENARIOS = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """What texts are compared with.
+    """Compare texts with those of the target alone.
 
     Attributes:
         prompts: token ids.

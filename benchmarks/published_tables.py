@@ -1,4 +1,4 @@
-"""Where would ``auto`` have been in other engines' tables? The simulator, on step times that follow from them.
+"""Simulates ``auto`` on step times that follow from other engines' published tables: where would it have been?
 
     python benchmarks/published_tables.py --output benchmarks/results/published.json
 

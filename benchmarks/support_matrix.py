@@ -1,4 +1,4 @@
-"""Which pairs were measured on which device at which load, and with what result; see docs/support.md."""
+"""Says which pairs were measured on which device at which load, and with what result; see docs/support.md."""
 
 from __future__ import annotations
 

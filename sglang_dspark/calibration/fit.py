@@ -1,4 +1,4 @@
-"""Does a drafter fit its target? Its first drafts say so, beside what its own confidence promises, and chance."""
+"""Judges whether a drafter fits its target by its first drafts, beside what its own confidence promises, and chance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Z = 3.0
 
 
 class Verdict(StrEnum):
-    """Whether a drafter fits."""
+    """Name what is known of the fit of a drafter."""
 
     UNKNOWN = "unknown"
     FITS = "fits"
@@ -31,7 +31,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Fit:
-    """What is known of a drafter's first drafts, those at position 0 of a block.
+    """Hold what is known of a drafter's first drafts, those at position 0 of a block.
 
     Attributes:
         first_drafts: verified.

@@ -77,7 +77,7 @@ POLICY_GAUGES = {"policy": "1 for the policy in force, by label `policy`."}
 
 
 class State(NamedTuple):
-    """What a server says of the moment: its policy, whether speculation rests, whether the drafter fits."""
+    """Say what holds at the moment: the policy, whether speculation rests, whether the drafter fits."""
 
     policy: str
     parked: bool

@@ -1,4 +1,4 @@
-"""What an answer is expected to be, token by token (preset ``replay``)."""
+"""Copies drafts from a text that the answer is expected to be (preset ``replay``)."""
 
 from __future__ import annotations
 

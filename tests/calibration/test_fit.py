@@ -1,4 +1,4 @@
-"""Whether a drafter fits: by how many of its first drafts are accepted, beside chance and its own promise."""
+"""A drafter fits or not, by how many of its first drafts are accepted, beside chance and its own promise."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_nothing_is_said_of_few_drafts():
 
 
 def test_the_interval_holds():
-    """Of drafters that are as good as chance, one in a thousand looks worse than its interval allows."""
+    """One in a thousand drafters that are as good as chance looks worse than its interval allows."""
     accepted = np.random.default_rng(0).binomial(200, CHANCE, size=20_000)
     missed = np.mean([Fit(200, int(count)).most < CHANCE for count in accepted])
     assert missed < 0.003

@@ -97,7 +97,7 @@ def test_capabilities(dspark):
 
 
 def test_a_drafter_that_does_not_fit_is_loud(long_block, dspark):
-    """Its weights are random. Of the golden pair nobody is warned, whatever the tests have asked of it."""
+    """Its weights are random. The golden pair causes no warning, whatever the tests have asked of it."""
     output_ids(long_block, [greedy(prompt, 24) for prompt in PROMPTS], 8)
     output_ids(dspark, [greedy(prompt, 24) for prompt in PROMPTS], 8)
     for server, verdict in ((long_block, "misfit"), (dspark, "fits")):
