@@ -7,11 +7,11 @@ from sglang_dspark.draft.window import DraftWindow
 
 
 def served(window):
-    """Texts and traces of the golden prompts."""
+    """Texts and traces of two golden prompts."""
     loop = StageLoop(schedule="static")
     loop.drafter.window = window
-    prompts = [case.prompt_ids for case in loop.golden.cases]
-    return loop.serve(prompts, 32), loop.traces
+    prompts = [case.prompt_ids for case in loop.golden.cases[:2]]
+    return loop.serve(prompts, 10), loop.traces
 
 
 @pytest.fixture(scope="module")
