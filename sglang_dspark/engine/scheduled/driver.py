@@ -193,6 +193,7 @@ class ScheduledWorker:
             "SGLang's own worker drafts and verifies, by the schedule of sglang-dspark",
             self.gamma,
             cuda_graphs=bool(self.rows.tiers),
+            fit=self.reporting.fit,
             presets=False,
         )
         return capabilities(self.server_args, self.target_worker.model_runner, self.schedule, drafter, decoding)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_dspark.calibration.fit import Fit, Verdict
 from sglang_dspark.errors import CheckpointError, DSparkError
 from sglang_dspark.tools.doctor.finding import Finding, failed, one_line
 
@@ -50,6 +51,24 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
         yield Finding("ok", "tensors", f"{num_tensors} tensors, all expected, all finite; {_describe_memory(model)}")
     except DSparkError as error:
         yield Finding("fail", "pair", str(error))
+
+
+def judge_drafts(replayed: Mapping[str, Any]) -> Finding:
+    """Judge a drafter as a server does.
+
+    Args:
+        replayed: what came of its drafts along answers of the target, as ``evaluate`` measures it in process.
+    """
+    rounds = replayed["num_rounds"]
+    fit = Fit(rounds, round(rounds * replayed["survival"][0]))
+    found = f"{fit.sentence}, accept length {replayed['accept_length']:.2f}"
+    match fit.verdict:
+        case Verdict.MISFIT:
+            return Finding("fail", "drafts", str(fit.warning))
+        case Verdict.UNKNOWN:
+            return Finding("note", "drafts", found, "too few to say whether the drafter fits: give more prompts")
+        case Verdict.FITS:
+            return Finding("ok", "drafts", found)
 
 
 def _is_drafter(folder: Path) -> bool:
