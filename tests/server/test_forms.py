@@ -116,7 +116,7 @@ FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 RANDOM = {"temperature": 0.5, "flat": 8.0}
 # Of targets whose LM head is the embedding, which says the last token again.
 TIED_FLAT = 32.0
-OF_GEMMA = {"temperature": 3.0, "flat": TIED_FLAT}
+GEMMA4_12B = {"temperature": 4.0, "flat": TIED_FLAT, "drafter": "gemma"}
 # Of experts; grouped routing is compiled otherwise, for half a minute.
 ROUTED = {} if ON_GPU else {"TORCHDYNAMO_DISABLE": "1"}
 FORMS = {
@@ -132,19 +132,10 @@ FORMS = {
     "glm4-moe": Form("Glm4MoeForCausalLM", **RANDOM, env=ROUTED),
     # Windows and sinks; layers of two kinds, in pools of their own.
     "gpt-oss": Form("GptOssForCausalLM", flags=LITERAL_FLAGS, **RANDOM, env=LITERALLY),
-    "gemma4": Form("Gemma4ForConditionalGeneration", flags=LITERAL_FLAGS, **OF_GEMMA, env=LITERALLY),
-    "gemma4-12b": Form(
-        "Gemma4UnifiedForConditionalGeneration", flags=LITERAL_FLAGS, **OF_GEMMA, drafter="gemma", env=LITERALLY
+    "gemma4": Form(
+        "Gemma4ForConditionalGeneration", flags=LITERAL_FLAGS, temperature=3.0, flat=TIED_FLAT, env=LITERALLY
     ),
-    "gemma4-two-ranks": Form(
-        "Gemma4UnifiedForConditionalGeneration",
-        flags=(*LITERAL_FLAGS, "--tp-size", "2", "--max-running-requests", "4"),
-        speculative=("--speculative-dspark-block-size", "3"),
-        pool=320,
-        **OF_GEMMA,
-        drafter="gemma",
-        env=LITERALLY | TWO_RANKS,
-    ),
+    "gemma4-12b": Form("Gemma4UnifiedForConditionalGeneration", flags=LITERAL_FLAGS, **GEMMA4_12B, env=LITERALLY),
     "qwen2.5-vl": Form("Qwen2_5_VLForConditionalGeneration", **RANDOM),
     "qwen3-vl": Form("Qwen3VLForConditionalGeneration", **RANDOM),
     "qwen3-vl-moe": Form("Qwen3VLMoeForConditionalGeneration", **RANDOM, env=ROUTED),
