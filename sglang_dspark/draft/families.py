@@ -113,12 +113,14 @@ class Unserved:
 
     Attributes:
         names: of their architectures, as config.json has them, separated by spaces.
+        models: published models of these classes.
         reason: what is missing for them.
         instead: how they are served.
         own_dspark: whether SGLang's own DSPARK does as well, with a drafter for them.
     """
 
     names: str
+    models: str
     reason: str
     instead: str
     own_dspark: bool = False
@@ -142,17 +144,19 @@ _DFLASH, _EAGLE3, _EAGLE, _OWN_LAYER, _NGRAM = (
         ("NGRAM", "without a drafter"),
     )
 )
-_OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine builtin"
+_OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine auto"
 
 UNSERVED: tuple[Unserved, ...] = (
     Unserved(
         "InternS2PreviewForConditionalGeneration",
+        "Intern-S2 preview",
         _STATE,
         _DFLASH,
         own_dspark=True,
     ),
     Unserved(
         "NemotronHForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM KimiLinearForCausalLM",
+        "Nemotron-H, LFM2, Kimi Linear",
         _STATE,
         _NGRAM,
         own_dspark=True,
@@ -160,44 +164,67 @@ UNSERVED: tuple[Unserved, ...] = (
     Unserved(
         "FalconH1ForCausalLM GraniteMoeHybridForCausalLM JetNemotronForCausalLM ZayaForCausalLM "
         "BailingMoeV2_5ForCausalLM",
+        "Falcon-H1, Granite 4 hybrids, Jet-Nemotron, Zaya, Ling 2.5",
         _STATE,
         _NGRAM,
     ),
     Unserved(
         "DeepseekV3ForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM Glm4MoeLiteForCausalLM "
         "GlmMoeDsaForCausalLM",
+        "DeepSeek V3, V3.2 and V4, Kimi K2, GLM-4.7-Flash, GLM-5",
         _LATENT,
         _OWN_LAYER,
         own_dspark=True,
     ),
-    Unserved("LongcatFlashForCausalLM", _LATENT, _OWN_LAYER),
-    Unserved("DeepseekV2ForCausalLM KimiK25ForConditionalGeneration", _LATENT, _EAGLE3, own_dspark=True),
-    Unserved("MistralLarge3ForCausalLM", _LATENT, _EAGLE, own_dspark=True),
-    Unserved("KimiVLForConditionalGeneration MiniCPM3ForCausalLM", _LATENT, _NGRAM),
+    Unserved("LongcatFlashForCausalLM", "LongCat-Flash", _LATENT, _OWN_LAYER),
+    Unserved(
+        "DeepseekV2ForCausalLM KimiK25ForConditionalGeneration",
+        "DeepSeek V2, Kimi K2.5",
+        _LATENT,
+        _EAGLE3,
+        own_dspark=True,
+    ),
+    Unserved("MistralLarge3ForCausalLM", "Mistral Large 3", _LATENT, _EAGLE, own_dspark=True),
+    Unserved("KimiVLForConditionalGeneration MiniCPM3ForCausalLM", "Kimi-VL, MiniCPM 3", _LATENT, _NGRAM),
     Unserved(
         "Gemma3ForCausalLM Gemma3ForConditionalGeneration",
+        "Gemma 3",
         "SGLang returns hidden states of its layers that are not summed up, from which drafts would hardly ever be "
         "right",
         "serve it without --speculative-algorithm",
     ),
     Unserved(
         "Gemma4ForCausalLM Gemma4UnifiedForConditionalGeneration",
+        "Gemma 4 12B, Gemma 4 without a wrapper for images",
         "it has not been tried, and drafters for the 12B have layers of another kind",
         _DFLASH,
         own_dspark=True,
     ),
     Unserved(
         "LagunaForCausalLM",
+        "Laguna",
         "its layers have unequal numbers of heads, with which verification is not tried yet",
         _EAGLE3,
         own_dspark=True,
     ),
     Unserved(
         "Llama4ForConditionalGeneration Llama4ForCausalLM",
+        "Llama 4",
         "three of four layers see a chunk of the context only, and verification would show them all of it",
         _EAGLE3,
     ),
 )
+
+
+def left_to_sglang(architectures: Sequence[str] | None) -> str | None:
+    """Return why a target is left to SGLang's own DSPARK; None if ours serves it, or SGLang's does not either."""
+    names = set(architectures or ())
+    if any(family.architecture in names for family in FAMILIES):
+        return None
+    for unserved in UNSERVED:
+        if names & set(unserved.architectures):
+            return unserved.reason if unserved.own_dspark else None
+    return "it is of no class that ours knows"
 
 
 def family_of(architectures: Sequence[str] | None) -> Family:

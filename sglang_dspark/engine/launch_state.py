@@ -22,6 +22,7 @@ class DSparkServer:
     drafter: ResolvedDrafter | None
     dummy_draft: bool
 
+    engine = "plugin"
     presets = True
 
     @property

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dspark.draft.families import FAMILIES, UNSERVED, family_of
+from sglang_dspark.draft.families import FAMILIES, UNSERVED, family_of, left_to_sglang
 from sglang_dspark.errors import UnservedError
 
-BUILT_IN = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine builtin"
+BUILT_IN = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine auto"
 
 
 @cache
@@ -33,6 +33,8 @@ def captures(architecture):
 def test_an_unknown_target_is_told_of_sglangs_own():
     with pytest.raises(UnservedError, match=f"perhaps {BUILT_IN}"):
         family_of(["NoSuchForCausalLM"])
+    assert left_to_sglang(["NoSuchForCausalLM"]) == left_to_sglang(None) == "it is of no class that ours knows"
+    assert left_to_sglang(["LlamaForCausalLM"]) is None
 
 
 @pytest.mark.parametrize("unserved", UNSERVED, ids=lambda unserved: unserved.architectures[0])
@@ -42,5 +44,6 @@ def test_who_serves_what_dspark_does_not(unserved):
             family_of([architecture])
         assert unserved.instead in str(caught.value) and unserved.reason in str(caught.value)
         assert (BUILT_IN in str(caught.value)) == unserved.own_dspark <= captures(architecture)
+        assert left_to_sglang([architecture]) == (unserved.reason if unserved.own_dspark else None)
     assert not unserved.reason.endswith(".")  # one sentence, with the remedy
     assert not {family.architecture for family in FAMILIES} & set(unserved.architectures)
