@@ -2,6 +2,8 @@
 PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3,$(shell $(python) -c 'print("$(python)")' 2>/dev/null)))
 VENV := .venv
 RUN := $(VENV)/bin/python
+# What is not kept compiled is compiled by every process anew: a minute for each server.
+unexport PYTHONDONTWRITEBYTECODE
 
 # What `make evidence` measures: the bundled pair, unless TARGET and DRAFT name another one.
 SMOLLM2 := $(HOME)/.cache/sglang-dspark/smollm2-135m-instruct

@@ -85,7 +85,13 @@ FAMILIES: tuple[Family, ...] = (
         "Gemma4ForConditionalGeneration",
         "Gemma 4 31B, 26B-A4B, E4B, E2B",
         reads_images=True,
-        remark=f"text and images, images not tried; {_TESTS_ALONE}; `--attention-backend triton`",
+        remark=f"{_IMAGES}; {_TESTS_ALONE}; `--attention-backend triton`",
+    ),
+    Family(
+        "Gemma4UnifiedForConditionalGeneration",
+        "Gemma 4 12B",
+        reads_images=True,
+        remark=f"{_IMAGES}; {_TESTS_ALONE}; `--attention-backend triton`",
     ),
     Family("Qwen3_5ForCausalLM", "Qwen3.5 to 3.8, text", recurrent=True, remark=_NO_GPU),
     Family(
@@ -116,14 +122,15 @@ class Unserved:
         models: published models of these classes.
         reason: what is missing for them.
         instead: how they are served.
-        own_dspark: whether SGLang's own DSPARK does as well, with a drafter for them.
+        own_dspark: how SGLang's own DSPARK may verify them, with a drafter for them: ``by request`` if its layers take
+            other numbers of rows for each request, otherwise ``alike``. None if it does not know them.
     """
 
     names: str
     models: str
     reason: str
     instead: str
-    own_dspark: bool = False
+    own_dspark: Literal["by request", "alike"] | None = None
 
     @property
     def architectures(self) -> list[str]:
@@ -131,7 +138,9 @@ class Unserved:
         return self.names.split()
 
 
-_STATE = "some of its layers keep a recurrent state, which verification cannot take back yet"
+_STATE = "its layers of {} keep a recurrent state, which verification cannot take back yet"
+_KDA, _MAMBA2 = _STATE.format("Kimi delta attention (KDA)"), _STATE.format("Mamba 2")
+_CONVOLUTIONS = _STATE.format("short convolutions")
 _LATENT = "it attends over latent K/V (MLA), for which verification has no kernel yet"
 
 _DFLASH, _EAGLE3, _EAGLE, _OWN_LAYER, _NGRAM = (
@@ -148,33 +157,44 @@ _OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it:
 
 UNSERVED: tuple[Unserved, ...] = (
     Unserved(
-        "InternS2PreviewForConditionalGeneration",
-        "Intern-S2 preview",
-        _STATE,
+        "InternS2PreviewForConditionalGeneration Qwen4ExpForConditionalGeneration",
+        "Intern-S2 preview, Qwen4 preview",
+        "its gated delta nets have not been tried",
         _DFLASH,
-        own_dspark=True,
+        own_dspark="alike",
     ),
     Unserved(
-        "NemotronHForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM KimiLinearForCausalLM",
-        "Nemotron-H, LFM2, Kimi Linear",
-        _STATE,
+        "KimiLinearForCausalLM KimiK3ForConditionalGeneration KimiK3LinearForCausalLM BailingMoeV3ForCausalLM",
+        "Kimi Linear, Kimi K3, Ling 3",
+        _KDA,
         _NGRAM,
-        own_dspark=True,
+        own_dspark="by request",
     ),
+    Unserved("Glm5NextForConditionalGeneration", "GLM-5 Next", _KDA, _NGRAM, own_dspark="alike"),
+    Unserved("NemotronHForCausalLM NemotronHPuzzleForCausalLM", "Nemotron-H", _MAMBA2, _NGRAM, own_dspark="alike"),
+    Unserved("FalconH1ForCausalLM GraniteMoeHybridForCausalLM", "Falcon-H1, Granite 4 hybrids", _MAMBA2, _NGRAM),
     Unserved(
-        "FalconH1ForCausalLM GraniteMoeHybridForCausalLM JetNemotronForCausalLM ZayaForCausalLM "
-        "BailingMoeV2_5ForCausalLM",
-        "Falcon-H1, Granite 4 hybrids, Jet-Nemotron, Zaya, Ling 2.5",
-        _STATE,
+        "Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration",
+        "LFM2",
+        _CONVOLUTIONS,
         _NGRAM,
+        own_dspark="alike",
+    ),
+    Unserved("InklingForConditionalGeneration", "Inkling", _CONVOLUTIONS, _NGRAM, own_dspark="alike"),
+    Unserved("ZayaForCausalLM", "Zaya", _STATE.format("convolutions before attention"), _NGRAM),
+    Unserved("BailingMoeV2_5ForCausalLM", "Ling 2.5", _STATE.format("lightning attention"), _NGRAM),
+    Unserved(
+        "JetNemotronForCausalLM", "Jet-Nemotron", _STATE.format("gated delta nets with dynamic convolutions"), _NGRAM
     ),
     Unserved(
-        "DeepseekV3ForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM Glm4MoeLiteForCausalLM "
-        "GlmMoeDsaForCausalLM",
-        "DeepSeek V3, V3.2 and V4, Kimi K2, GLM-4.7-Flash, GLM-5",
+        "DeepseekV3ForCausalLM DeepseekV4ForCausalLM Glm4MoeLiteForCausalLM",
+        "DeepSeek V3 and V4, Kimi K2, GLM-4.7-Flash",
         _LATENT,
         _OWN_LAYER,
-        own_dspark=True,
+        own_dspark="by request",
+    ),
+    Unserved(
+        "DeepseekV32ForCausalLM GlmMoeDsaForCausalLM", "DeepSeek V3.2, GLM-5", _LATENT, _OWN_LAYER, own_dspark="alike"
     ),
     Unserved("LongcatFlashForCausalLM", "LongCat-Flash", _LATENT, _OWN_LAYER),
     Unserved(
@@ -182,9 +202,9 @@ UNSERVED: tuple[Unserved, ...] = (
         "DeepSeek V2, Kimi K2.5",
         _LATENT,
         _EAGLE3,
-        own_dspark=True,
+        own_dspark="by request",
     ),
-    Unserved("MistralLarge3ForCausalLM", "Mistral Large 3", _LATENT, _EAGLE, own_dspark=True),
+    Unserved("MistralLarge3ForCausalLM", "Mistral Large 3", _LATENT, _EAGLE, own_dspark="by request"),
     Unserved("KimiVLForConditionalGeneration MiniCPM3ForCausalLM", "Kimi-VL, MiniCPM 3", _LATENT, _NGRAM),
     Unserved(
         "Gemma3ForCausalLM Gemma3ForConditionalGeneration",
@@ -194,18 +214,17 @@ UNSERVED: tuple[Unserved, ...] = (
         "serve it without --speculative-algorithm",
     ),
     Unserved(
-        "Gemma4ForCausalLM Gemma4UnifiedForConditionalGeneration",
-        "Gemma 4 12B, Gemma 4 without a wrapper for images",
-        "it has not been tried, and drafters for the 12B have layers of another kind",
-        _DFLASH,
-        own_dspark=True,
+        "Gemma4ForCausalLM",
+        "Gemma 4 without the wrapper for images",
+        "without the wrapper for images SGLang does not read the sizes of its heads",
+        "serve a checkpoint of Gemma4ForConditionalGeneration",
     ),
     Unserved(
         "LagunaForCausalLM",
         "Laguna",
         "its layers have unequal numbers of heads, with which verification is not tried yet",
         _EAGLE3,
-        own_dspark=True,
+        own_dspark="by request",
     ),
     Unserved(
         "Llama4ForConditionalGeneration Llama4ForCausalLM",

@@ -63,6 +63,7 @@ class Form:
         int8: whether the golden target is quantised. The last bit of a sum decides how an activation is rounded, so a
             text may go on otherwise where tokens are nearly as likely, or after it was encoded again.
         recurrent: whether layers keep states, which are cached where a text ended, and nowhere else.
+        drafter: of ``random_drafter``, for a tiny target.
     """
 
     architecture: str = ""
@@ -75,6 +76,7 @@ class Form:
     env: Mapping[str, str] = field(default_factory=dict)
     int8: bool = False
     recurrent: bool = False
+    drafter: str = "tiny"
 
     @property
     def host_memory(self) -> bool:
@@ -84,7 +86,7 @@ class Form:
     @property
     def reads_images(self) -> bool:
         """Return whether the target brings a processor, and a tokenizer in it."""
-        return "ForConditionalGeneration" in self.architecture and self.env != LITERALLY
+        return "ForConditionalGeneration" in self.architecture and not LITERALLY.items() <= self.env.items()
 
     def model(self, folder: Path) -> Path:
         """The target's folder."""
@@ -103,7 +105,7 @@ class Form:
 
     def dspark(self, folder: Path) -> tuple[str, ...]:
         """Flags of the one with DSPARK."""
-        draft = random_drafter(folder / "draft", "tiny") if self.architecture else DRAFT
+        draft = random_drafter(folder / "draft", self.drafter) if self.architecture else DRAFT
         return (*self.plain(folder), *dspark_flags(draft), *self.speculative)
 
 
@@ -114,6 +116,7 @@ FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 RANDOM = {"temperature": 0.5, "flat": 8.0}
 # Of targets whose LM head is the embedding, which says the last token again.
 TIED_FLAT = 32.0
+OF_GEMMA = {"temperature": 3.0, "flat": TIED_FLAT}
 # Of experts; grouped routing is compiled otherwise, for half a minute.
 ROUTED = {} if ON_GPU else {"TORCHDYNAMO_DISABLE": "1"}
 FORMS = {
@@ -129,8 +132,18 @@ FORMS = {
     "glm4-moe": Form("Glm4MoeForCausalLM", **RANDOM, env=ROUTED),
     # Windows and sinks; layers of two kinds, in pools of their own.
     "gpt-oss": Form("GptOssForCausalLM", flags=LITERAL_FLAGS, **RANDOM, env=LITERALLY),
-    "gemma4": Form(
-        "Gemma4ForConditionalGeneration", flags=LITERAL_FLAGS, temperature=3.0, flat=TIED_FLAT, env=LITERALLY
+    "gemma4": Form("Gemma4ForConditionalGeneration", flags=LITERAL_FLAGS, **OF_GEMMA, env=LITERALLY),
+    "gemma4-12b": Form(
+        "Gemma4UnifiedForConditionalGeneration", flags=LITERAL_FLAGS, **OF_GEMMA, drafter="gemma", env=LITERALLY
+    ),
+    "gemma4-two-ranks": Form(
+        "Gemma4UnifiedForConditionalGeneration",
+        flags=(*LITERAL_FLAGS, "--tp-size", "2", "--max-running-requests", "4"),
+        speculative=("--speculative-dspark-block-size", "3"),
+        pool=320,
+        **OF_GEMMA,
+        drafter="gemma",
+        env=LITERALLY | TWO_RANKS,
     ),
     "qwen2.5-vl": Form("Qwen2_5_VLForConditionalGeneration", **RANDOM),
     "qwen3-vl": Form("Qwen3VLForConditionalGeneration", **RANDOM),

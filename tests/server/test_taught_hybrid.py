@@ -18,6 +18,7 @@ from sglang_dspark.tools.launch import dspark_flags
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 NUM_TOKENS = 48
+NARROWLY = 0.25  # of log-probabilities: four steps of a logit of 8 in 16 bits
 STATES = ("--max-mamba-cache-size", "40", "--context-length", "256")
 TRAINING = (
     *("--raw", "--max-tokens", "48", "--held-out", "16", "--block-size", "5", "--rank", "32"),
@@ -44,23 +45,56 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_texts_are_those_of_the_plain_server_in_fewer_steps(folder, server_pool, tmp_path):
-    tokenizer, draw = PreTrainedTokenizerFast.from_pretrained(folder / "target"), random.Random(2)
-    bodies = [endless(tokenizer(begun(draw))["input_ids"], NUM_TOKENS) for _ in range(12)]
+@pytest.fixture
+def lend(folder, server_pool, tmp_path):
+    """``lend(name, *flags)``: a server of the target, while the block runs."""
 
-    def server(name, *flags):
+    def lend(name, *flags):
         (tmp_path / name).mkdir()
         return server_pool.lent(Recipe(lambda _: (*STATES, *flags), model=lambda _: folder / "target"), tmp_path / name)
 
-    with server("plain", *NO_SNAPSHOTS) as plain:
+    return lend
+
+
+@pytest.fixture
+def bodies(folder):
+    tokenizer, draw = PreTrainedTokenizerFast.from_pretrained(folder / "target"), random.Random(2)
+    return [endless(tokenizer(begun(draw))["input_ids"], NUM_TOKENS) for _ in range(12)]
+
+
+def accept_length(answers):
+    steps = [NUM_TOKENS / answer["meta_info"]["spec_accept_length"] for answer in answers]
+    return NUM_TOKENS * len(answers) / sum(steps)
+
+
+def test_texts_are_those_of_the_plain_server_in_fewer_steps(folder, lend, bodies):
+    with lend("plain", *NO_SNAPSHOTS) as plain:
         expected = output_ids(plain, bodies, 4)
     assert len(set(map(tuple, expected))) > 6
-    with server("dspark", *dspark_flags(folder / "run" / "draft")) as dspark:
+    with lend("dspark", *dspark_flags(folder / "run" / "draft")) as dspark:
         assert dspark.get_json("/dspark/stats")["policy"] == "auto"
         assert output_ids(dspark, bodies, 4) == expected
         assert dspark.get_json("/dspark/stats")["accept_length"] > 1.2
         with policy(dspark, "static"):
             answers = generate(dspark, bodies, 4)
     assert [answer["output_ids"] for answer in answers] == expected
-    steps = [NUM_TOKENS / answer["meta_info"]["spec_accept_length"] for answer in answers]
-    assert NUM_TOKENS * len(answers) / sum(steps) > 1.5
+    assert accept_length(answers) > 1.5
+
+
+def test_in_16_bits_every_token_is_the_plain_servers_choice_or_as_likely(folder, lend, bodies):
+    """Where a word begins, several are nearly as likely, and rounding decides."""
+    flags = ("--dtype", "bfloat16", *dspark_flags(folder / "run" / "draft"))
+    with lend("dspark", *flags) as dspark, policy(dspark, "static"):
+        answers = generate(dspark, bodies, 4)
+    assert accept_length(answers) > 1.5
+    whole = [
+        {**endless([*body["input_ids"], *answer["output_ids"]], 1), "return_logprob": True, "top_logprobs_num": 1}
+        | {"logprob_start_len": len(body["input_ids"]) - 1}
+        for body, answer in zip(bodies, answers, strict=True)
+    ]
+    with lend("plain", "--dtype", "bfloat16", *NO_SNAPSHOTS) as plain:
+        read = [answer["meta_info"] for answer in generate(plain, whole, 4)]
+    chosen, best = ([row for text in read for row in text[f"input_{kind}_logprobs"][1:]] for kind in ("token", "top"))
+    assert len(chosen) == NUM_TOKENS * len(bodies)
+    behind = [top[0][0] - token[0] for token, top in zip(chosen, best, strict=True)]
+    assert max(behind) < NARROWLY and sum(gap == 0 for gap in behind) > 0.95 * len(behind)

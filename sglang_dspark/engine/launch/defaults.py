@@ -78,8 +78,6 @@ def limit_requests(args: ServerArgs, window: int, *, recurrent: bool) -> None:
     """
     if args.max_running_requests is None and (args.device == "cuda" or recurrent):
         of_graphs = resolving_view(args).cuda_graph_config.decode.max_bs if args.device == "cuda" else MIN_REQUESTS
-        args.max_running_requests = max(MIN_REQUESTS, min(of_graphs, MAX_STEP_TOKENS // window))
-        logger.info(
-            "DSPARK: limiting concurrent requests to %d; override with --max-running-requests",
-            args.max_running_requests,
-        )
+        limit = max(MIN_REQUESTS, min(of_graphs, MAX_STEP_TOKENS // window))
+        declare_resolution(args, "dspark", max_running_requests=limit)
+        logger.info("DSPARK: limiting concurrent requests to %d; override with --max-running-requests", limit)

@@ -17,6 +17,7 @@ from sglang_dspark.engine.compat.worker_face import WorkerFace
 from sglang_dspark.engine.forward.adapters import check_adapters
 from sglang_dspark.engine.forward.capture import capturing_forward
 from sglang_dspark.engine.forward.mrope import keep_deltas, make_table
+from sglang_dspark.engine.forward.recurrent_layers import check_room
 from sglang_dspark.engine.forward.verify_attention import as_without_dspark, verify_beside_prompts
 from sglang_dspark.engine.hook_checks import Moment, check
 from sglang_dspark.engine.launch_state import DSparkServer
@@ -55,6 +56,7 @@ class SpecWorkerBase(WorkerFace):
         super().__init__(target_worker)
         check_adapters(target_worker.model_runner)
         self.server_args = resolving_view(server_args)
+        self._asked_requests: int | None = server_args.max_running_requests
         ranks = get_parallel().tp_group
         self.agreement = Agreement(ranks)
         if not self.agreement.leads:
@@ -106,6 +108,7 @@ class SpecWorkerBase(WorkerFace):
     def init_attention_backends(self) -> None:
         """Put our attention of verification beside the target's backend, before any graph is captured."""
         verify_beside_prompts(self._target_worker.model_runner)
+        check_room(self._target_worker.model_runner, self._asked_requests)
         make_table(self._target_worker.model_runner)
 
     def init_cuda_graphs(self) -> None:
