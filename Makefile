@@ -83,6 +83,8 @@ evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(RUN) benchmarks/mutants.py
 	$(RUN) benchmarks/kernels/compile_for.py --output $(RESULTS)/compiled.json
 	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/identity.json
+	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --only user --dtype bfloat16 \
+		--output $(RESULTS)/identity_bfloat16.json
 	$(RUN) benchmarks/kits.py $(PAIR) --output $(RESULTS)/kits.json
 	$(RUN) benchmarks/soak.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/soak.json
 	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/sweep \

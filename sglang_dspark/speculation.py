@@ -13,23 +13,25 @@ from sglang_dspark.declared import field_types, int_range, truncate, validate
 KEY = "dspark"
 """Of ``custom_params``, which SGLang carries to the scheduler."""
 
-Preset = Literal["none", "summarization", "classification"]
+Preset = Literal["none", "summarization", "classification", "replay"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
-NO_PRESET, SUMMARIZATION, CLASSIFICATION = PRESETS
+NO_PRESET, SUMMARIZATION, CLASSIFICATION, REPLAY = PRESETS
 
 _MOST_DRAFTS = 65535
 # Every n-gram length costs an index entry per token of the prompt.
 _MOST_NGRAM_LENGTHS = 8
 _MOST_CANDIDATES = 1000
 _LONGEST_CANDIDATE = 200  # bytes
+_LONGEST_RECORDED = 32768
 _LONGEST_CANDIDATES = 32768  # bytes in all: the front end serves no other request while it tokenizes them
 
 # Which presets read a key; given without one of them, it would have no effect.
 _READERS = {
     "min_ngram": (SUMMARIZATION,),
     "max_ngram": (SUMMARIZATION,),
-    "max_draft": (SUMMARIZATION, CLASSIFICATION),
+    "max_draft": (SUMMARIZATION, CLASSIFICATION, REPLAY),
     "candidates": (CLASSIFICATION,),
+    "recorded": (REPLAY,),
 }
 OF_PRESETS = ("preset", *_READERS)
 """Keys that concern presets."""
@@ -45,6 +47,14 @@ Labels = Annotated[
         description=f"must be a list of 1 to {_MOST_CANDIDATES} strings that are not blank",
     ),
 ]
+Recorded = Annotated[
+    tuple[Annotated[int, Meta(ge=0)], ...],
+    Meta(
+        min_length=1,
+        max_length=_LONGEST_RECORDED,
+        description=f"must be a list of 1 to {_LONGEST_RECORDED} token ids",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -57,10 +67,11 @@ class Speculation:
         confidence_threshold: verify the drafts before the first one whose raw confidence is below this; None verifies
             whatever the policy says.
         preset: where drafts come from before the drafter is asked: the text itself (summarization), the labels of
-            ``candidates`` (classification), or nowhere.
+            ``candidates`` (classification), the text of ``recorded`` (replay), or nowhere.
         min_ngram, max_ngram: lengths of the suffix that summarization looks up, the longest first.
         max_draft: most drafts that the preset proposes per step; None leaves it to the server.
         candidates: labels that the answer may consist of.
+        recorded: token ids that the answer is expected to be.
         trace: return the decode rounds in ``meta_info["dspark_trace"]``, one entry per output token: the round at the
             first token that it committed, null elsewhere.
     """
@@ -73,6 +84,7 @@ class Speculation:
     max_ngram: Ngram = 5
     max_draft: Annotated[int, int_range(1, _MOST_DRAFTS)] | None = None
     candidates: Labels = ()
+    recorded: Recorded = ()
     trace: bool = False
 
     @classmethod
@@ -123,6 +135,8 @@ class Speculation:
             raise ValueError(
                 'speculation.candidates is missing: the preset classification needs the labels, e.g. ["yes", "no"]'
             )
+        if self.preset == REPLAY and not self.recorded:
+            raise ValueError("speculation.recorded is missing: the preset replay needs the token ids of the answer")
 
     def for_scheduler(self, labels: tuple[tuple[int, ...], ...]) -> RequestOptions:
         """Return what the scheduler reads of these options.
@@ -138,6 +152,7 @@ class Speculation:
             max_ngram=self.max_ngram,
             max_draft=self.max_draft,
             labels=labels,
+            recorded=self.recorded,
             trace=self.trace,
         )
 
@@ -148,7 +163,7 @@ class RequestOptions(Struct, frozen=True, omit_defaults=True):
     Attributes:
         max_verify: most drafts verified for it per step, 0 if speculation is off; None leaves it to the server.
         confidence_threshold: as in :class:`Speculation`; 0 for none.
-        preset, min_ngram, max_ngram, max_draft, trace: as in :class:`Speculation`.
+        preset, min_ngram, max_ngram, max_draft, recorded, trace: as in :class:`Speculation`.
         labels: tokens of every spelling of every candidate.
     """
 
@@ -159,6 +174,7 @@ class RequestOptions(Struct, frozen=True, omit_defaults=True):
     max_ngram: int = 5
     max_draft: int | None = None
     labels: tuple[tuple[int, ...], ...] = ()
+    recorded: tuple[int, ...] = ()
     trace: bool = False
 
     def verify_limit(self, max_verify: int) -> int:

@@ -482,7 +482,8 @@ async function poll() {
   }
   remember(fresh.history);
   lostSince = null;
-  notice("");
+  const warning = stats.drafter_fit.warning;
+  notice(warning ? `${warning[0].toUpperCase()}${warning.slice(1)}.` : "");
   state("live");
   chips();
   draw();

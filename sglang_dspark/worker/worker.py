@@ -215,5 +215,6 @@ class DSparkWorker(SpecWorkerBase):
             f"selected by --speculative-algorithm, and {drafting}",
             self.drafter.gamma,
             cuda_graphs=self.executors.captured is not None,
+            fit=self.reporting.fit,
         )
         return capabilities(self.server_args, self.target_worker.model_runner, self.schedule, described, decoding)

@@ -174,6 +174,11 @@ class ScheduledWorker:
             "confidence_head": self.has_head,
             "vocab_size": config.vocab_size,
         }
-        graphs = self.target_worker.model_runner.decode_cuda_graph_runner
-        decoding = Decoding(self.settled.reason, self.gamma, cuda_graphs=graphs is not None, presets=False)
+        decoding = Decoding(
+            self.settled.reason,
+            self.gamma,
+            cuda_graphs=self.target_worker.model_runner.decode_cuda_graph_runner is not None,
+            fit=self.reporting.fit,
+            presets=False,
+        )
         return capabilities(self.server_args, self.target_worker.model_runner, self.schedule, drafter, decoding)

@@ -24,6 +24,9 @@ _OURS = HookSource("dspark", "sglang-dspark")
 
 _GRAPHS = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
 
+_OPENAI = (("chat", "OpenAIServingChat", "chat"), ("completions", "OpenAIServingCompletion", "completion"))
+"""SGLang's module, class and name of what serves the OpenAI routes."""
+
 _installed: set[str] = set()
 
 
@@ -97,6 +100,15 @@ HOOKS: tuple[Hook, ...] = (
         "SGLang assumes that every draft is verified, and understates the acceptance of requests",
     ),
     Hook(
+        "report-on-spans",
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_to_span_attrs",
+        HookType.AFTER,
+        "api.request_counts.add_to_span",
+        "front_end",
+        "the span of a request (--enable-trace) says nothing of its drafts",
+        Moment.SOME_TIME,
+    ),
+    Hook(
         "seed-samples",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
         HookType.BEFORE,
@@ -112,6 +124,30 @@ HOOKS: tuple[Hook, ...] = (
         "api.streams.stream_tokens",
         "front_end",
         "parsers of tool calls and reasoning, and Ollama's routes, expect messages of one token, not of a step",
+    ),
+    *(
+        Hook(
+            f"acceptance-of-{route}s",
+            f"sglang.srt.entrypoints.openai.serving_{module}.{serving}._build_{route}_response",
+            HookType.AFTER,
+            "api.acceptance.add_acceptance",
+            "front_end",
+            "SGLang has no place for what benchmarks read of the drafts of one request",
+            Moment.SOME_TIME,
+        )
+        for module, serving, route in _OPENAI
+    ),
+    *(
+        Hook(
+            f"acceptance-of-{route}-streams",
+            f"sglang.srt.entrypoints.openai.serving_{module}.{serving}._generate_{route}_stream",
+            HookType.AROUND,
+            "api.acceptance.stream_with_acceptance",
+            "front_end",
+            "SGLang has no place for what benchmarks read of the drafts of one request",
+            Moment.SOME_TIME,
+        )
+        for module, serving, route in _OPENAI
     ),
     Hook(
         "mount-routes",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sglang_dspark.calibration.fit import Fit
 from sglang_dspark.config import POLICY_NAMES, DSparkConfig
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.forward.graphs import has_prefill_graphs
@@ -24,12 +25,14 @@ class Decoding:
         reason: why by this path.
         gamma: drafts of a block.
         cuda_graphs: whether steps are replayed from CUDA graphs.
+        fit: whether the drafter fits, as far as requests have shown.
         presets: whether requests may have presets.
     """
 
     reason: str
     gamma: int
     cuda_graphs: bool
+    fit: Fit
     presets: bool = True
 
 
@@ -64,6 +67,7 @@ def capabilities(
             "context_length": model.context_len,
         },
         "drafter": drafter,
+        "drafter_fit": None if drafter is None else decoding.fit.report(),
         "simulated_acceptance": options.acceptance_profile(decoding.gamma),
         "block_size": decoding.gamma,
         "max_verify": schedule.max_verify,

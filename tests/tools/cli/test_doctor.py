@@ -61,6 +61,28 @@ def test_a_good_installation_and_the_golden_pair(run, target, draft):
     assert f"DSPARK --speculative-draft-model-path {draft}" in result.output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("random", "says"), [(False, "ok     drafts"), (True, "fail   drafts")])
+def test_prompts_show_whether_the_drafter_predicts_the_target(run, target, draft, tmp_path, random, says):
+    if random:
+        edit_tensors(broken := shutil.copytree(draft, tmp_path / "draft", copy_function=shutil.copyfile), _randomise)
+        draft = broken
+    prompts = tmp_path / "prompts.jsonl"
+    texts = ("if the dog is red then", "the dark cloud sees the", "the large stone finds", "a red lamp .")
+    prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
+    result = run("doctor", "--target", target, "--draft", draft, "--prompts", prompts)
+    assert result.exit_code == random, result.output
+    assert says in result.output
+    assert ("hardly predicts this target" in " ".join(result.output.split())) == random
+
+
+def _randomise(tensors):
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2:
+            tensors[name] = torch.randn(tensor.shape, generator=generator) * tensor.std()
+
+
 @pytest.mark.usefixtures("without_sglang")
 def test_a_cpu_without_the_stand_in(run, monkeypatch):
     monkeypatch.setattr(installation.on_cpu, "stands_in", lambda: True)
