@@ -88,7 +88,7 @@ def _resolve_dspark(original: Callable[..., None], args: Any, config: DSparkConf
         Launch.before(args, config)
         original(args)
     except (ConfigError, CheckpointError) as error:
-        why = None if config.engine == "plugin" else why_own_worker(LaunchContext.of(args, config))
+        why = None if config.engine == "plugin" else _why_own_worker(args, config)
         if why is None:
             raise
         arguments.restore(args, written)
@@ -96,6 +96,14 @@ def _resolve_dspark(original: Callable[..., None], args: Any, config: DSparkConf
             _resolve_own_worker(original, args, config, f"ours does not serve {why}")
         except ValueError as other:
             raise UnservedError(f"{error}\nSGLang's own worker does not serve it either: {other}") from other
+
+
+def _why_own_worker(args: Any, config: DSparkConfig) -> str | None:
+    """Return why SGLang's own worker may serve what ours does not; None if that is not so, or the target unreadable."""
+    try:
+        return why_own_worker(LaunchContext.of(args, config))
+    except (OSError, ValueError):
+        return None
 
 
 def _resolve_own_worker(original: Callable[..., None], args: Any, config: DSparkConfig, because: str) -> None:
