@@ -71,7 +71,8 @@ class DSparkWorker(SpecWorkerBase):
         drafter, runner = self.settled.drafter, self.target_worker.model_runner
         if drafter is None:
             return NoDrafter(self.options)
-        return Drafter.load(drafter, self.options, runner, self.device, dummy=self.settled.dummy_draft)
+        dummy, window = self.settled.dummy_draft, self.settled.draft_window
+        return Drafter.load(drafter, self.options, runner, self.device, dummy=dummy, window=window)
 
     def acceptance_profile(self) -> torch.Tensor | None:
         """Return [gamma] float64 probabilities by which drafts are kept whatever the target says; None to ask it."""

@@ -85,11 +85,11 @@ SERVERS: dict[str, Recipe] = {
     # The target alone, and DSPARK with its defaults.
     "plain": Recipe(),
     "dspark": Recipe(lambda folder: DSPARK),
-    # Every scheduling of SGLang that is not the default, K/V in pages, and a part of the drafter's block.
+    # Every scheduling of SGLang that is not the default, K/V in pages, and a part of the drafter's block and context.
     "corner": Recipe(
         lambda folder: (
             *(*DSPARK, "--disable-overlap-schedule", "--chunked-prefill-size", "64", "--page-size", "16"),
-            *("--speculative-dspark-block-size", "3"),
+            *("--speculative-dspark-block-size", "3", "--speculative-draft-window-size", "12"),
         )
     ),
     "tight": Recipe(lambda folder: (*DSPARK, *TIGHT, "--chunked-prefill-size", "64")),
