@@ -11,6 +11,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import httpx2
 import openai
 import pytest
 from golden_server import call, counting, greedy
@@ -37,7 +38,7 @@ def openai_client(server: LaunchedServer) -> openai.OpenAI:
 
 
 def anthropic_client(server: LaunchedServer) -> anthropic.Anthropic:
-    client = httpx.Client(trust_env=False)
+    client = httpx2.Client(trust_env=False)
     return anthropic.Anthropic(base_url=server.url, api_key="unused", http_client=client, max_retries=0)
 
 
@@ -51,8 +52,10 @@ def chat(server: LaunchedServer, stream: bool, **extra: Any) -> str:
 
 
 def response(server: LaunchedServer, stream: bool, **extra: Any) -> str:
-    how = {"model": "m", "max_output_tokens": 24, "temperature": 0, "extra_body": extra, "stream": stream}
-    answer = openai_client(server).responses.create(input=PROMPT, **how)
+    client = openai_client(server)
+    [model] = client.models.list()
+    how = {"model": model.id, "max_output_tokens": 24, "temperature": 0, "extra_body": extra, "stream": stream}
+    answer = client.responses.create(input=PROMPT, **how)
     if not stream:
         return answer.output_text
     return "".join(event.delta for event in answer if event.type == "response.output_text.delta")

@@ -188,8 +188,9 @@ def _read_part(content: Content, keys: _RopeKeys, name: FormatName, *, spans_hea
     share, head_dim = "partial_rotary_factor", content.values.get("head_dim")
     served = (WHOLE_HEAD,) if spans_head else (WHOLE_HEAD, LEADING)
     if pairs not in (None, *served):
-        words = " or ".join(map(repr, served))
-        raise CheckpointError(f"{content.origin}: rotary_pairs={pairs!r} should be {words}: {REMEDY}")
+        raise CheckpointError(
+            f"{content.origin}: rotary_pairs={pairs!r} should be {' or '.join(map(repr, served))}: {REMEDY}"
+        )
     if spans_head:
         pairs = WHOLE_HEAD
     if channels is not None:  # SGLang's key for what was trained

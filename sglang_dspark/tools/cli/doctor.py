@@ -13,7 +13,7 @@ from sglang_dspark.tools.cli.checkpoint import Checkpoint
 if TYPE_CHECKING:
     from sglang_dspark.tools.doctor.finding import Finding
 
-_NUM_PROMPTS = 8
+_NUM_PROMPTS, _ANSWER_TOKENS = 8, 64
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[bold red]fail[/]"}
 
 
@@ -83,14 +83,26 @@ def _diagnose(target: Path | None, draft: Path | None, prompts: Path | None, *, 
     yield from check_device()
     if target is not None and draft is not None:
         from sglang_dspark.tools.doctor.finding import failed
-        from sglang_dspark.tools.doctor.models import check_drafts, check_pair
+        from sglang_dspark.tools.doctor.models import check_pair
 
         findings = list(check_pair(target, draft))
         yield from findings
         if prompts is not None and not failed(findings):
-            from sglang_dspark.tools.prompts import read_prompts
+            yield _try_drafts(target, draft, prompts)
 
-            yield from check_drafts(target, draft, read_prompts(prompts, _NUM_PROMPTS))
+
+def _try_drafts(target: Path, draft: Path, prompts: Path) -> Finding:
+    """Have the target write short answers in this process, and replay the drafter along them."""
+    from dspark_training.in_process import evaluate_in_process
+    from transformers import AutoTokenizer
+
+    from sglang_dspark.tools.doctor.models import judge_drafts
+    from sglang_dspark.tools.prompts import read_prompts
+
+    raw = AutoTokenizer.from_pretrained(target).chat_template is None
+    sets = {"prompts": read_prompts(prompts, _NUM_PROMPTS)}
+    served, *_ = evaluate_in_process(target, draft, sets, temperature=0, max_tokens=_ANSWER_TOKENS, raw=raw)
+    return judge_drafts(served)
 
 
 def _text(finding: Finding) -> str:

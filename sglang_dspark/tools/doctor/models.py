@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from sglang_dspark.draft.model import DraftModel
     from sglang_dspark.draft.resolved import ResolvedDrafter
     from sglang_dspark.engine.launch.context import LaunchContext
-
-_ANSWER_TOKENS = 64
 
 
 def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
@@ -80,28 +78,22 @@ def _left_to_sglang(target_dir: Path) -> Finding | None:
     return Finding("fail", "engine", found, "SGLang's own worker, which may serve it, needs a GPU")
 
 
-def check_drafts(target_dir: Path, draft_dir: Path, prompts: Sequence[str]) -> Iterator[Finding]:
-    """Write short answers with the target in this process, and judge the drafter along them, as a server does."""
-    try:
-        from dspark_training.in_process import evaluate_in_process
-    except ImportError as error:
-        yield Finding("fail", "drafts", f"--prompts: {error}", 'pip install "sglang-dspark[train]"')
-        return
-    from transformers import AutoTokenizer
+def judge_drafts(replayed: Mapping[str, Any]) -> Finding:
+    """Judge a drafter as a server does.
 
-    raw = AutoTokenizer.from_pretrained(target_dir).chat_template is None
-    served, *_ = evaluate_in_process(
-        target_dir, draft_dir, {"prompts": prompts}, temperature=0, max_tokens=_ANSWER_TOKENS, raw=raw
-    )
-    fit = Fit(served["num_rounds"], round(served["num_rounds"] * served["survival"][0]))
-    found = f"{fit.sentence}, accept length {served['accept_length']:.2f}"
+    Args:
+        replayed: what came of its drafts along answers of the target, as ``evaluate`` measures it in process.
+    """
+    rounds = replayed["num_rounds"]
+    fit = Fit(rounds, round(rounds * replayed["survival"][0]))
+    found = f"{fit.sentence}, accept length {replayed['accept_length']:.2f}"
     match fit.verdict:
         case Verdict.MISFIT:
-            yield Finding("fail", "drafts", str(fit.warning))
+            return Finding("fail", "drafts", str(fit.warning))
         case Verdict.UNKNOWN:
-            yield Finding("note", "drafts", found, "too few to say whether the drafter fits: give more prompts")
+            return Finding("note", "drafts", found, "too few to say whether the drafter fits: give more prompts")
         case Verdict.FITS:
-            yield Finding("ok", "drafts", found)
+            return Finding("ok", "drafts", found)
 
 
 def _is_drafter(folder: Path) -> bool:
