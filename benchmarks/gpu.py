@@ -46,7 +46,10 @@ SERVED = "--max-running-requests 64 --cuda-graph-max-bs-decode 64"
 SMALL = f"{SERVED} --mem-fraction-static 0.25 --max-total-tokens 65536"
 LARGE = f"{SERVED} --mem-fraction-static 0.8 --max-total-tokens 160000 --load-format dummy"
 POLICIES = ("plain", "off", "auto", "static:5")
-SCHEDULED = "scheduled=auto SGLANG_DSPARK_ENGINE=scheduled"
+SCHEDULED = (
+    "scheduled=auto SGLANG_DSPARK_ENGINE=scheduled",  # each request its own number of drafts, where SGLang can do that
+    "widths=auto SGLANG_DSPARK_ENGINE=scheduled SGLANG_RAGGED_VERIFY_MODE=static",
+)
 # Of a shape, by tokens of context, which are letters: users, and what a sweep is told. A short answer to a long prompt
 # would show its prefill, and 64 of these would not fit.
 CONTEXTS: Mapping[int, tuple[str, Mapping[str, int]]] = {
@@ -158,7 +161,7 @@ def sweep(setting: Setting) -> Commands:
     """Measure the pair at 1 to 64 users, answers of natural length, against SGLang as it configures itself."""
     configs, numbers = (*POLICIES, *setting.builtin()), {"num_prompts": 12, "max_tokens": 256, "rounds": 4}
     if setting.with_builtin:
-        configs += (SCHEDULED,)
+        configs += SCHEDULED
     return [setting.sweep("", setting.pair, configs, "1,4,16,64", SMALL, **numbers), _report(setting.output)]
 
 

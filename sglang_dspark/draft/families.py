@@ -119,17 +119,18 @@ class Unserved:
 
     Attributes:
         names: of their architectures, as config.json has them, separated by spaces.
+        models: published models of these classes.
         reason: what is missing for them.
         instead: how they are served.
-        engine: value of ``--speculative-dspark-engine`` with which SGLang's own DSPARK may serve them as well, with a
-            drafter for them: ``scheduled`` if its attention verifies other numbers of rows for each request, otherwise
-            ``builtin``, in whole blocks. None if it does not know them.
+        own_dspark: how SGLang's own DSPARK may verify them, with a drafter for them: ``by request`` if its layers take
+            other numbers of rows for each request, otherwise ``alike``. None if it does not know them.
     """
 
     names: str
+    models: str
     reason: str
     instead: str
-    engine: Literal["scheduled", "builtin"] | None = None
+    own_dspark: Literal["by request", "alike"] | None = None
 
     @property
     def architectures(self) -> list[str]:
@@ -152,65 +153,97 @@ _DFLASH, _EAGLE3, _EAGLE, _OWN_LAYER, _NGRAM = (
         ("NGRAM", "without a drafter"),
     )
 )
-_OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine"
+_OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine auto"
 
 UNSERVED: tuple[Unserved, ...] = (
     Unserved(
         "InternS2PreviewForConditionalGeneration Qwen4ExpForConditionalGeneration",
+        "Intern-S2 preview, Qwen4 preview",
         "its gated delta nets have not been tried",
         _DFLASH,
-        engine="builtin",
+        own_dspark="alike",
     ),
     Unserved(
         "KimiLinearForCausalLM KimiK3ForConditionalGeneration KimiK3LinearForCausalLM BailingMoeV3ForCausalLM",
+        "Kimi Linear, Kimi K3, Ling 3",
         _KDA,
         _NGRAM,
-        engine="scheduled",
+        own_dspark="by request",
     ),
-    Unserved("Glm5NextForConditionalGeneration", _KDA, _NGRAM, engine="builtin"),
-    Unserved("NemotronHForCausalLM NemotronHPuzzleForCausalLM", _MAMBA2, _NGRAM, engine="builtin"),
-    Unserved("FalconH1ForCausalLM GraniteMoeHybridForCausalLM", _MAMBA2, _NGRAM),
+    Unserved("Glm5NextForConditionalGeneration", "GLM-5 Next", _KDA, _NGRAM, own_dspark="alike"),
+    Unserved("NemotronHForCausalLM NemotronHPuzzleForCausalLM", "Nemotron-H", _MAMBA2, _NGRAM, own_dspark="alike"),
+    Unserved("FalconH1ForCausalLM GraniteMoeHybridForCausalLM", "Falcon-H1, Granite 4 hybrids", _MAMBA2, _NGRAM),
     Unserved(
-        "Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration", _CONVOLUTIONS, _NGRAM, engine="builtin"
+        "Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration",
+        "LFM2",
+        _CONVOLUTIONS,
+        _NGRAM,
+        own_dspark="alike",
     ),
-    Unserved("InklingForConditionalGeneration", _CONVOLUTIONS, _NGRAM, engine="scheduled"),
-    Unserved("ZayaForCausalLM", _STATE.format("convolutions before attention"), _NGRAM),
-    Unserved("BailingMoeV2_5ForCausalLM", _STATE.format("lightning attention"), _NGRAM),
-    Unserved("JetNemotronForCausalLM", _STATE.format("gated delta nets with dynamic convolutions"), _NGRAM),
+    Unserved("InklingForConditionalGeneration", "Inkling", _CONVOLUTIONS, _NGRAM, own_dspark="alike"),
+    Unserved("ZayaForCausalLM", "Zaya", _STATE.format("convolutions before attention"), _NGRAM),
+    Unserved("BailingMoeV2_5ForCausalLM", "Ling 2.5", _STATE.format("lightning attention"), _NGRAM),
+    Unserved(
+        "JetNemotronForCausalLM", "Jet-Nemotron", _STATE.format("gated delta nets with dynamic convolutions"), _NGRAM
+    ),
     Unserved(
         "DeepseekV3ForCausalLM DeepseekV4ForCausalLM Glm4MoeLiteForCausalLM",
+        "DeepSeek V3 and V4, Kimi K2, GLM-4.7-Flash",
         _LATENT,
         _OWN_LAYER,
-        engine="scheduled",
+        own_dspark="by request",
     ),
-    Unserved("DeepseekV32ForCausalLM GlmMoeDsaForCausalLM", _LATENT, _OWN_LAYER, engine="builtin"),
-    Unserved("LongcatFlashForCausalLM", _LATENT, _OWN_LAYER),
-    Unserved("DeepseekV2ForCausalLM KimiK25ForConditionalGeneration", _LATENT, _EAGLE3, engine="scheduled"),
-    Unserved("MistralLarge3ForCausalLM", _LATENT, _EAGLE, engine="scheduled"),
-    Unserved("KimiVLForConditionalGeneration MiniCPM3ForCausalLM", _LATENT, _NGRAM),
+    Unserved(
+        "DeepseekV32ForCausalLM GlmMoeDsaForCausalLM", "DeepSeek V3.2, GLM-5", _LATENT, _OWN_LAYER, own_dspark="alike"
+    ),
+    Unserved("LongcatFlashForCausalLM", "LongCat-Flash", _LATENT, _OWN_LAYER),
+    Unserved(
+        "DeepseekV2ForCausalLM KimiK25ForConditionalGeneration",
+        "DeepSeek V2, Kimi K2.5",
+        _LATENT,
+        _EAGLE3,
+        own_dspark="by request",
+    ),
+    Unserved("MistralLarge3ForCausalLM", "Mistral Large 3", _LATENT, _EAGLE, own_dspark="by request"),
+    Unserved("KimiVLForConditionalGeneration MiniCPM3ForCausalLM", "Kimi-VL, MiniCPM 3", _LATENT, _NGRAM),
     Unserved(
         "Gemma3ForCausalLM Gemma3ForConditionalGeneration",
+        "Gemma 3",
         "SGLang returns hidden states of its layers that are not summed up, from which drafts would hardly ever be "
         "right",
         "serve it without --speculative-algorithm",
     ),
     Unserved(
         "Gemma4ForCausalLM",
+        "Gemma 4 without the wrapper for images",
         "without the wrapper for images SGLang does not read the sizes of its heads",
         "serve a checkpoint of Gemma4ForConditionalGeneration",
     ),
     Unserved(
         "LagunaForCausalLM",
+        "Laguna",
         "its layers have unequal numbers of heads, with which verification is not tried yet",
         _EAGLE3,
-        engine="scheduled",
+        own_dspark="by request",
     ),
     Unserved(
         "Llama4ForConditionalGeneration Llama4ForCausalLM",
+        "Llama 4",
         "three of four layers see a chunk of the context only, and verification would show them all of it",
         _EAGLE3,
     ),
 )
+
+
+def left_to_sglang(architectures: Sequence[str] | None) -> str | None:
+    """Return why a target is left to SGLang's own DSPARK; None if ours serves it, or SGLang's does not either."""
+    names = set(architectures or ())
+    if any(family.architecture in names for family in FAMILIES):
+        return None
+    for unserved in UNSERVED:
+        if names & set(unserved.architectures):
+            return unserved.reason if unserved.own_dspark else None
+    return "it is of no class that ours knows"
 
 
 def family_of(architectures: Sequence[str] | None) -> Family:
@@ -230,9 +263,9 @@ def family_of(architectures: Sequence[str] | None) -> Family:
         if set(unserved.architectures) & set(names):
             raise UnservedError(
                 f"--model-path: target architecture {names} is not served with DSPARK: {unserved.reason}; "
-                f"{unserved.instead}{f', and {_OWN_DSPARK} {unserved.engine}' if unserved.engine else ''}"
+                f"{unserved.instead}{f', and {_OWN_DSPARK}' if unserved.own_dspark else ''}"
             )
     raise UnservedError(
         f"--model-path: target architecture {names} is not served with DSPARK; "
-        f"served are {', '.join(family.architecture for family in FAMILIES)}; perhaps {_OWN_DSPARK} builtin"
+        f"served are {', '.join(family.architecture for family in FAMILIES)}; perhaps {_OWN_DSPARK}"
     )

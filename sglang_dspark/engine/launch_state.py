@@ -25,6 +25,7 @@ class DSparkServer:
     dummy_draft: bool
     draft_window: DraftWindow | None = None
 
+    engine = "plugin"
     presets = True
 
     @property

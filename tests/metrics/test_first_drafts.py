@@ -1,12 +1,15 @@
 """Which drafts a drafter is judged by."""
 
 import math
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sglang_dspark.calibration.fit import MOST
+from sglang_dspark.calibration.fit import MOST, Fit
 from sglang_dspark.metrics.first_drafts import FirstDrafts
+from sglang_dspark.metrics.reporting import Reporting
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.record import StepRecord
@@ -43,3 +46,13 @@ def test_the_verdict_on_the_first_drafts_stays():
     fit = drafts.fit
     drafts.record(record([1] * 64), list(range(64)), [0] * 64)
     assert drafts.fit == fit
+
+
+@pytest.mark.parametrize(("accepted", "warnings"), [(2, 1), (150, 0)])
+def test_a_drafter_that_does_not_fit_is_named_in_the_log_once(caplog, accepted, warnings):
+    reporting = Reporting.__new__(Reporting)
+    reporting._first_drafts = SimpleNamespace(fit=Fit(200, accepted, 0.6))
+    reporting._warned, reporting._logged_at = False, time.monotonic()
+    for _ in range(3):
+        reporting.log()
+    assert sum("hardly predicts this target" in record.message for record in caplog.records) == warnings

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from byte_tokenizer import save_byte_tokenizer
 from family_targets import written_target
-from golden_server import DSPARK, GUARDED, TARGET, TWO_RANKS, emulated_graphs, own_worker
+from golden_server import DSPARK, GUARDED, TARGET, TWO_RANKS, emulated_graphs, of_sglang_alone, own_worker
 from int8_target import int8_target
 from lora_adapters import adapter_flags
 from picture_targets import picture_target
@@ -111,15 +111,24 @@ SERVERS: dict[str, Recipe] = {
     "plain_parsers": Recipe(lambda folder: PARSERS, model=spoken_target),
     "parsers": Recipe(lambda folder: (*DSPARK, *STATIC, *PARSERS), model=spoken_target),
     # SGLang's own DSPARK, by our schedule and as it comes.
-    "scheduled": Recipe(lambda folder: DSPARK, env=own_worker("scheduled")),
+    "scheduled": Recipe(lambda folder: DSPARK, env=own_worker("scheduled", "compact")),
     "scheduled_corner": Recipe(
         lambda folder: (
             *(*DSPARK, "--disable-overlap-schedule", "--chunked-prefill-size", "64"),
             *("--max-total-tokens", "600", "--schedule-conservativeness", "0.01"),
         ),
-        env=own_worker("scheduled"),
+        env=own_worker("scheduled", "compact"),
     ),
     "scheduled_parallel": Recipe(
+        lambda folder: (*DSPARK, *PARALLEL), env={**own_worker("scheduled", "compact"), **TWO_RANKS}, forked=False
+    ),
+    # One length for the batch, taken because our worker refuses the target. In a pool that cannot hold all requests.
+    "widths": Recipe(
+        lambda folder: (*DSPARK, "--max-total-tokens", "600", "--schedule-conservativeness", "0.01"),
+        env=own_worker("auto"),
+        model=of_sglang_alone,
+    ),
+    "widths_parallel": Recipe(
         lambda folder: (*DSPARK, *PARALLEL), env={**own_worker("scheduled"), **TWO_RANKS}, forked=False
     ),
     "builtin": Recipe(lambda folder: DSPARK, env=own_worker("builtin")),

@@ -174,13 +174,6 @@ def test_the_page_of_a_silent_server(dspark, page):
     assert not page.driver.find_element(By.ID, "notice").is_displayed()
 
 
-def test_the_page_names_a_drafter_that_does_not_fit(long_block, page):
-    output_ids(long_block, [greedy([5 + i, 9, 7], 24) for i in range(8)], 8)
-    page.open(long_block)
-    page.wait_for_state("live")
-    assert "The drafter hardly predicts this target" in page.text("notice")
-
-
 def test_the_page_asks_for_the_key(guarded, page):
     page.open(guarded)
     page.wait_for_state("locked")

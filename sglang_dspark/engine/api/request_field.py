@@ -44,7 +44,7 @@ def settle(manager: TokenizerManager, parameters: SamplingParams) -> None:
     if field.preset != NO_PRESET and not server.presets:
         raise ValueError(
             f'speculation.preset="{field.preset}" is not served by SGLang\'s own worker; drop the key, or start the '
-            "server with --speculative-dspark-engine plugin"
+            "server with --speculative-dspark-engine plugin if that serves the target"
         )
     if field.confidence_threshold is not None and not server.has_confidence_head:
         raise ValueError(

@@ -11,9 +11,9 @@ import logging
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
+from sglang_dspark.engine.builtin.hooks import SCHEDULED_HOOKS
 from sglang_dspark.engine.hook_checks import Moment, expect_called
 from sglang_dspark.engine.launch.hook import Hook, Where
-from sglang_dspark.engine.scheduled.hooks import SCHEDULED_HOOKS
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
 

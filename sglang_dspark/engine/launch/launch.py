@@ -37,7 +37,7 @@ class Launch(DSparkServer):
         Raises:
             ConfigError, CheckpointError: options that cannot work, or no usable drafter.
         """
-        refuse(LaunchContext(args, DSparkServer(config, drafter=None, dummy_draft=False)), Moment.OPTIONS)
+        refuse(LaunchContext.of(args, config), Moment.OPTIONS)
         dummy = (args.speculative_draft_load_format or args.load_format) == "dummy"
         drafter = find_drafter(args, config, dummy=dummy)
         arguments.attach(args, cls(config, drafter, dummy, defaults.take_draft_window(args)))

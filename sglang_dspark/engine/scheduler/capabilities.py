@@ -47,12 +47,13 @@ def capabilities(
         drafter: what is known of its checkpoint; None if none is served.
         decoding: how the server decodes.
     """
-    options: DSparkConfig = attached(server_args).config
+    server = attached(server_args)
+    options: DSparkConfig = server.config
     model, on_gpu = model_runner.model_config, model_runner.device == "cuda"
     has_head = schedule.forecast.calibration is not None
     return {
         "effective_decode_path": "dspark",
-        "engine": options.engine,
+        "engine": server.engine,
         "reason": decoding.reason,
         "versions": versions(),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",

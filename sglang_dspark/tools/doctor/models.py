@@ -24,12 +24,17 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
     from sglang_dspark.draft.resolved import ResolvedDrafter
     from sglang_dspark.draft.weights import load_draft_model
 
+    is_drafter = _is_drafter(target_dir)
+    if not is_drafter and (left := _left_to_sglang(target_dir)) is not None:
+        yield left
+        return
     try:
         drafter = ResolvedDrafter.read(draft_dir)
     except DSparkError as error:
-        yield Finding("fail", "drafter", f"--draft: {error}", _of_swapped(target_dir))
+        swapped = f"--target={target_dir} is a drafter: the two are swapped" if is_drafter else ""
+        yield Finding("fail", "drafter", f"--draft: {error}", swapped)
         return
-    if _is_drafter(target_dir):
+    if is_drafter:
         yield Finding("fail", "target", f"--target={target_dir} is a drafter", "give the model that it was trained for")
         return
     try:
@@ -41,6 +46,7 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
             return
         target = context.target
         architectures = target.hf_config.architectures
+        yield Finding("ok", "engine", "plugin: our worker serves the target")
         yield Finding("ok", "target", _describe_target(architectures, context.text_config))
         if remark := family_of(architectures).remark:
             yield Finding("note", "target", remark)
@@ -51,6 +57,25 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
         yield Finding("ok", "tensors", f"{num_tensors} tensors, all expected, all finite; {_describe_memory(model)}")
     except DSparkError as error:
         yield Finding("fail", "pair", str(error))
+
+
+def _left_to_sglang(target_dir: Path) -> Finding | None:
+    """Return that SGLang's own worker would serve the target, which looks at the drafter itself; None if ours would."""
+    import torch
+
+    try:
+        with warnings.catch_warnings(action="ignore"):  # SGLang warns on import of what this machine does not have
+            from sglang_dspark.engine.launch.diagnosis import why_own_worker
+
+            why = why_own_worker(target_dir)
+    except (ImportError, OSError, ValueError):
+        return None  # said below
+    if why is None:
+        return None
+    found = f"scheduled: ours does not serve {why}"
+    if torch.cuda.is_available():
+        return Finding("note", "engine", found, "SGLang's own worker serves it by our schedule, and checks the drafter")
+    return Finding("fail", "engine", found, "SGLang's own worker, which may serve it, needs a GPU")
 
 
 def judge_drafts(replayed: Mapping[str, Any]) -> Finding:
@@ -79,10 +104,6 @@ def _is_drafter(folder: Path) -> bool:
     except DSparkError:
         return False
     return True
-
-
-def _of_swapped(target_dir: Path) -> str:
-    return f"--target={target_dir} is a drafter: the two are swapped" if _is_drafter(target_dir) else ""
 
 
 def _describe_drafter(drafter: ResolvedDrafter) -> Iterator[Finding]:
