@@ -91,7 +91,7 @@ FAMILIES: tuple[Family, ...] = (
         "Gemma4UnifiedForConditionalGeneration",
         "Gemma 4 12B",
         reads_images=True,
-        remark=f"{_IMAGES}; {_TESTS_ALONE}; `--attention-backend triton`",
+        remark=f"text and images, images not tried; {_TESTS_ALONE}; `--attention-backend triton`",
     ),
     Family("Qwen3_5ForCausalLM", "Qwen3.5 to 3.8, text", recurrent=True, remark=_NO_GPU),
     Family(

@@ -60,19 +60,21 @@ def _tiny(architecture: str, *flags: str, env: Mapping[str, str] | None = None) 
     )
 
 
-def _reading(architecture: str, *flags: str, drafter: str = "tiny", env: Mapping[str, str] | None = None) -> Recipe:
+def _reading(architecture: str, *flags: str, env: Mapping[str, str] | None = None) -> Recipe:
     """Return the same, of a target that reads pictures."""
     return Recipe(
-        lambda folder: (*dspark_flags(random_drafter(folder / "draft", drafter)), *flags),
+        lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *flags),
         model=lambda folder: picture_target(architecture, folder / "target"),
         env=env or {},
     )
 
 
 OF_BATCHES = {"self_attn": "batch", "mlp": "batch"}
-GEMMA4, GEMMA4_12B = "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"
-CHUNKS = ("--chunked-prefill-size", "16")
-OF_GEMMA4 = () if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")
+GEMMA4 = (
+    "Gemma4ForConditionalGeneration",
+    *(() if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")),
+    *("--chunked-prefill-size", "16"),
+)
 # SGLang has no attention for it on a CPU; an activation is compiled otherwise, for half a minute.
 LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1", "TORCHDYNAMO_DISABLE": "1"}
 
@@ -161,15 +163,8 @@ SERVERS: dict[str, Recipe] = {
     # One family of targets for each of SGLang's methods that return hidden states.
     "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
     # Layers with windows have a K/V pool of their own.
-    "gemma4": _tiny(GEMMA4, *OF_GEMMA4, *CHUNKS, env=LITERALLY),
-    "gemma4_graphs": _tiny(
-        *(GEMMA4, *OF_GEMMA4, *CHUNKS, "--max-running-requests", "4"), env=LITERALLY | emulated_graphs()
-    ),
-    # A drafter with Gemma's layers; a picture's tokens see each other.
-    "plain_gemma4_12b": Recipe(
-        lambda folder: OF_GEMMA4, model=lambda folder: picture_target(GEMMA4_12B, folder / "target"), env=LITERALLY
-    ),
-    "gemma4_12b": _reading(GEMMA4_12B, *OF_GEMMA4, drafter="gemma", env=LITERALLY),
+    "gemma4": _tiny(*GEMMA4, env=LITERALLY),
+    "gemma4_graphs": _tiny(*GEMMA4, "--max-running-requests", "4", env=LITERALLY | emulated_graphs()),
     "qwen2_5_vl": _reading("Qwen2_5_VLForConditionalGeneration", "--max-running-requests", "4", env=emulated_graphs()),
     # Chunks of prompts end within pictures, and the pool cannot hold all requests.
     "pictures": _reading(
