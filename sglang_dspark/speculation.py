@@ -13,9 +13,11 @@ from sglang_dspark.declared import field_types, int_range, truncate, validate
 KEY = "dspark"
 """Of ``custom_params``, which SGLang carries to the scheduler."""
 
-Preset = Literal["none", "summarization", "classification"]
+Preset = Literal["auto", "none", "summarization", "classification"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
-NO_PRESET, SUMMARIZATION, CLASSIFICATION = PRESETS
+AUTO, NO_PRESET, SUMMARIZATION, CLASSIFICATION = PRESETS
+COPYING: tuple[Preset, ...] = (SUMMARIZATION, CLASSIFICATION)
+"""Presets whose drafts are tried before the drafter is asked."""
 
 _MOST_DRAFTS = 65535
 # Every n-gram length costs an index entry per token of the prompt.
@@ -28,7 +30,7 @@ _LONGEST_CANDIDATES = 32768  # bytes in all: the front end serves no other reque
 _READERS = {
     "min_ngram": (SUMMARIZATION,),
     "max_ngram": (SUMMARIZATION,),
-    "max_draft": (SUMMARIZATION, CLASSIFICATION),
+    "max_draft": COPYING,
     "candidates": (CLASSIFICATION,),
 }
 OF_PRESETS = ("preset", *_READERS)
@@ -56,8 +58,9 @@ class Speculation:
         max_verify: most drafts verified for it per step; None leaves it to the server.
         confidence_threshold: verify the drafts before the first one whose raw confidence is below this; None verifies
             whatever the policy says.
-        preset: where drafts come from before the drafter is asked: the text itself (summarization), the labels of
-            ``candidates`` (classification), or nowhere.
+        preset: where drafts come from: the drafter, beside which candidates from the text compete (auto); the drafter
+            alone (none); or before it is asked the text itself (summarization), or the labels of ``candidates``
+            (classification).
         min_ngram, max_ngram: lengths of the suffix that summarization looks up, the longest first.
         max_draft: most drafts that the preset proposes per step; None leaves it to the server.
         candidates: labels that the answer may consist of.
@@ -68,7 +71,7 @@ class Speculation:
     enabled: bool = True
     max_verify: Annotated[int, int_range(0, _MOST_DRAFTS)] | None = None
     confidence_threshold: Probability | None = None
-    preset: Preset = "none"
+    preset: Preset = "auto"
     min_ngram: Ngram = 3
     max_ngram: Ngram = 5
     max_draft: Annotated[int, int_range(1, _MOST_DRAFTS)] | None = None
@@ -154,7 +157,7 @@ class RequestOptions(Struct, frozen=True, omit_defaults=True):
 
     max_verify: int | None = None
     confidence_threshold: float = 0.0
-    preset: Preset = NO_PRESET
+    preset: Preset = AUTO
     min_ngram: int = 3
     max_ngram: int = 5
     max_draft: int | None = None

@@ -58,7 +58,7 @@ class ScheduledWorker:
         calibration = OnlineCalibration.from_file(self.options.confidence_sts_path, self.gamma, self.gamma)
         self.schedule = Schedule(self.options, self.gamma, calibration, self.device, lag)
         self.reporting = Reporting(self.schedule, self.gamma, int(runner.max_running_requests))
-        self._request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma))
+        self._request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma, device=self.device))
         self._timer = DeviceTimer(self.device)
         self._step, self._started = self.whole_blocks(0), False
 
