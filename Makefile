@@ -2,6 +2,8 @@
 PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3,$(shell $(python) -c 'print("$(python)")' 2>/dev/null)))
 VENV := .venv
 RUN := $(VENV)/bin/python
+# What is not kept compiled is compiled by every process anew: a minute for each server.
+unexport PYTHONDONTWRITEBYTECODE
 
 # What `make evidence` measures: the bundled pair, unless TARGET and DRAFT name another one.
 SMOLLM2 := $(HOME)/.cache/sglang-dspark/smollm2-135m-instruct
@@ -81,6 +83,8 @@ evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(RUN) benchmarks/mutants.py
 	$(RUN) benchmarks/kernels/compile_for.py --output $(RESULTS)/compiled.json
 	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/identity.json
+	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --only user --dtype bfloat16 \
+		--output $(RESULTS)/identity_bfloat16.json
 	$(RUN) benchmarks/kits.py $(PAIR) --output $(RESULTS)/kits.json
 	$(RUN) benchmarks/soak.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/soak.json
 	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/sweep \

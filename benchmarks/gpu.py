@@ -4,7 +4,7 @@ r"""Run all that needs an NVIDIA GPU, in the order in which a short time on one 
     python benchmarks/gpu.py ... --only ttft,sweep --builtin
     python benchmarks/gpu.py ... --rehearse
 
-The parts are commands of this folder, one after another, each part with a limit; those that run unasked have 39 minutes
+The parts are commands of this folder, one after another, each part with a limit; those that run unasked have 43 minutes
 together. What fails or takes too long stops nothing else. RESULTS gets a folder and a log of each part, and
 ``order.json``: commands, seconds, and how it ended. A part that has ended well is not run again with the same code and
 arguments on the same machine; a sweep that was stopped goes on. What other code or arguments have made is put aside.
@@ -46,7 +46,10 @@ SERVED = "--max-running-requests 64 --cuda-graph-max-bs-decode 64"
 SMALL = f"{SERVED} --mem-fraction-static 0.25 --max-total-tokens 65536"
 LARGE = f"{SERVED} --mem-fraction-static 0.8 --max-total-tokens 160000 --load-format dummy"
 POLICIES = ("plain", "off", "auto", "static:5")
-SCHEDULED = "scheduled=auto SGLANG_DSPARK_ENGINE=scheduled"
+SCHEDULED = (
+    "scheduled=auto SGLANG_DSPARK_ENGINE=scheduled",  # each request its own number of drafts, where SGLang can do that
+    "widths=auto SGLANG_DSPARK_ENGINE=scheduled SGLANG_RAGGED_VERIFY_MODE=static",
+)
 # Of a shape, by tokens of context, which are letters: users, and what a sweep is told. A short answer to a long prompt
 # would show its prefill, and 64 of these would not fit.
 CONTEXTS: Mapping[int, tuple[str, Mapping[str, int]]] = {
@@ -158,8 +161,17 @@ def sweep(setting: Setting) -> Commands:
     """Measure the pair at 1 to 64 users, answers of natural length, against SGLang as it configures itself."""
     configs, numbers = (*POLICIES, *setting.builtin()), {"num_prompts": 12, "max_tokens": 256, "rounds": 4}
     if setting.with_builtin:
-        configs += (SCHEDULED,)
+        configs += SCHEDULED
     return [setting.sweep("", setting.pair, configs, "1,4,16,64", SMALL, **numbers), _report(setting.output)]
+
+
+def oracle(setting: Setting) -> Commands:
+    """Measure drafts that are always right and cost nothing: what is left is the engine's."""
+    numbers = {"num_prompts": 8, "max_tokens": 256, "rounds": 2}
+    return [
+        setting.sweep("", setting.pair, ("plain", "auto", "oracle"), "1,8,64", SMALL, **numbers),
+        _report(setting.output),
+    ]
 
 
 def trace(setting: Setting) -> Commands:
@@ -220,6 +232,7 @@ PARTS: Mapping[str, Part] = {
     "ttft": Part("does the first token come as soon as with SGLang alone?", 6, ttft, resumes=True),
     "identity": Part("are the texts the target's?", 5, identity),
     "sweep": Part("is it faster than SGLang at every load?", 5, sweep, resumes=True),
+    "oracle": Part("what could it do with drafts that are always right?", 4, oracle, resumes=True),
     "trace": Part("what is a step made of?", 3, trace),
     "shape": Part("and with a target of 8 billion parameters?", 12, shape, resumes=True),
     "kernels": Part("are the kernels right, and how fast?", 4, kernels),

@@ -6,9 +6,10 @@ r"""Measure plain serving and DSPARK policies side by side, at several loads, on
 
 A configuration is ``[NAME=]POLICY[:ARGUMENT][@DTYPE] [VARIABLE=VALUE ...] [SERVER FLAGS]``: ``static:3@float32``,
 ``"small=static:5 --speculative-dspark-block-size 5"``; POLICY is ``plain``, a DSPARK schedule, ``dflash`` (SGLang's
-own algorithm, on CUDA, with ``--dflash-draft``), or ``builtin`` (SGLang's own DSPARK, on CUDA; ``builtin:compact`` with
-a table of its own among the flags). The same one under two names (``--config plain --config again=plain``) shows how
-much of a difference is noise.
+own algorithm, on CUDA, with ``--dflash-draft``), ``builtin`` (SGLang's own DSPARK, on CUDA; ``builtin:compact`` with
+a table of its own among the flags), or ``oracle:N`` (N drafts per step that replay what the server has answered before,
+always right: what the engine can do, whatever the drafter). The same one under two names (``--config plain --config
+again=plain``) shows how much of a difference is noise.
 
 A load is a number of users who wait for their answers (``--concurrency``, closed loop), or requests per second that
 arrive as a Poisson process whatever the server does (``--rate``, open loop).

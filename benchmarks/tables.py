@@ -17,14 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pandas as pd
+import support_matrix
 from paired_ratio import MIN_ROUNDS, frame_baselines, interval_text, paired_ratios, ratios_to_each, summarise
 from serving.results import config_name, over_rounds, read_sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DRAFTER = ROOT / "sglang_dspark" / "drafters" / "smollm2-135m-instruct" / "README.md"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "scheduling.md", DRAFTER)
+DOCS = ROOT / "docs"
+DOCUMENTS = (
+    ROOT / "README.md",
+    DRAFTER,
+    *(DOCS / f"{name}.md" for name in ("performance", "scheduling", "simulation", "support")),
+)
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 WIDTH = 140
 WHOLE = "all parts"
@@ -204,6 +211,32 @@ def adversarial() -> str:
     return _section(("case", *frame.columns, "before, at worst"), rows, note)
 
 
+def support() -> str:
+    """Return the support matrix."""
+    return markdown_table(support_matrix.HEADER, list(support_matrix.rows(RESULTS)))
+
+
+def published() -> str:
+    """Return where ``auto`` would have been in other engines' tables."""
+    content = _content("published.json")
+    frame = pd.DataFrame(content["rows"])
+    rows = []
+    for (source, users), cases in frame.groupby(["source", "users"], sort=False):
+        knows, mean = (cases[cases["head"] == head].iloc[0] for head in ("each draft", "the mean alone"))
+        plain = "-" if pd.isna(knows["published_plain"]) else f"{knows['published_plain']:,.0f}"
+        told = [f"{knows[f'published_{name}']:,.0f}" for name in ("fixed", "adaptive")]
+        published = knows["published_adaptive"] / np.nanmax([knows["published_fixed"], knows["published_plain"]])
+        ours = [f"{case['auto'] / max(case['fixed'], case['plain']):.2f}" for case in (knows, mean)]
+        rows.append([str(source), str(users), plain, *told, f"{published:.2f}", *ours, f"{knows['verified']:.1f}"])
+    header = ("table", "users", "plain", "fixed", "adaptive", "its gain", "ours", "ours, mean alone", "drafts of ours")
+    note = (
+        "Plain, fixed and adaptive: published tokens per second. Gains are over the better of plain and fixed; ours: "
+        f"`auto` in the simulation, answers of {content['answer_tokens']} tokens, with a confidence head that knows "
+        "each draft's acceptance, or the mean alone ([published.json](published.json))."
+    )
+    return _section(header, rows, note)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "sweep": lambda: speeds("sweep"),
     "h200_sweep": lambda: speeds("h200/sweep"),
@@ -214,6 +247,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "accept_lengths": accept_lengths,
     "ablation": ablation,
     "adversarial": adversarial,
+    "published": published,
+    "support": support,
 }
 
 

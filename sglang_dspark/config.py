@@ -87,11 +87,11 @@ class DSparkConfig:
         read=_on_or_off,
         bare="on",
     )
-    engine: Literal["plugin", "scheduled", "builtin"] = _option(
+    engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(
         "Whose worker decodes for `--speculative-algorithm DSPARK`: `plugin` is this one; `scheduled` is SGLang's own, "
-        "on a GPU, which drafts and verifies as much as our policies decide; `builtin` is SGLang's own as it comes, "
-        "without the other flags of this group.",
-        default="plugin",
+        "on a GPU, which drafts and verifies as much as our policies decide; `auto` is the first of these two that "
+        "serves the target; `builtin` is SGLang's own as it comes, without the other flags of this group.",
+        default="auto",
     )
     untested_sglang: Switch = _option(
         "Serve on a release of SGLang that the plugin's tests have not passed on. The flag needs no value; the "

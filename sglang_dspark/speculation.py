@@ -13,10 +13,10 @@ from sglang_dspark.declared import field_types, int_range, truncate, validate
 KEY = "dspark"
 """Of ``custom_params``, which SGLang carries to the scheduler."""
 
-Preset = Literal["auto", "none", "summarization", "classification"]
+Preset = Literal["auto", "none", "summarization", "classification", "replay"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
-AUTO, NO_PRESET, SUMMARIZATION, CLASSIFICATION = PRESETS
-COPYING: tuple[Preset, ...] = (SUMMARIZATION, CLASSIFICATION)
+AUTO, NO_PRESET, SUMMARIZATION, CLASSIFICATION, REPLAY = PRESETS
+COPYING: tuple[Preset, ...] = (SUMMARIZATION, CLASSIFICATION, REPLAY)
 """Presets whose drafts are tried before the drafter is asked."""
 
 _MOST_DRAFTS = 65535
@@ -24,6 +24,7 @@ _MOST_DRAFTS = 65535
 _MOST_NGRAM_LENGTHS = 8
 _MOST_CANDIDATES = 1000
 _LONGEST_CANDIDATE = 200  # bytes
+_LONGEST_RECORDED = 32768
 _LONGEST_CANDIDATES = 32768  # bytes in all: the front end serves no other request while it tokenizes them
 
 # Which presets read a key; given without one of them, it would have no effect.
@@ -32,6 +33,7 @@ _READERS = {
     "max_ngram": (SUMMARIZATION,),
     "max_draft": COPYING,
     "candidates": (CLASSIFICATION,),
+    "recorded": (REPLAY,),
 }
 OF_PRESETS = ("preset", *_READERS)
 """Keys that concern presets."""
@@ -47,6 +49,14 @@ Labels = Annotated[
         description=f"must be a list of 1 to {_MOST_CANDIDATES} strings that are not blank",
     ),
 ]
+Recorded = Annotated[
+    tuple[Annotated[int, Meta(ge=0)], ...],
+    Meta(
+        min_length=1,
+        max_length=_LONGEST_RECORDED,
+        description=f"must be a list of 1 to {_LONGEST_RECORDED} token ids",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -59,11 +69,12 @@ class Speculation:
         confidence_threshold: verify the drafts before the first one whose raw confidence is below this; None verifies
             whatever the policy says.
         preset: where drafts come from: the drafter, beside which candidates from the text compete (auto); the drafter
-            alone (none); or before it is asked the text itself (summarization), or the labels of ``candidates``
-            (classification).
+            alone (none); or before it is asked the text itself (summarization), the labels of ``candidates``
+            (classification), or the text of ``recorded`` (replay).
         min_ngram, max_ngram: lengths of the suffix that summarization looks up, the longest first.
         max_draft: most drafts that the preset proposes per step; None leaves it to the server.
         candidates: labels that the answer may consist of.
+        recorded: token ids that the answer is expected to be.
         trace: return the decode rounds in ``meta_info["dspark_trace"]``, one entry per output token: the round at the
             first token that it committed, null elsewhere.
     """
@@ -76,6 +87,7 @@ class Speculation:
     max_ngram: Ngram = 5
     max_draft: Annotated[int, int_range(1, _MOST_DRAFTS)] | None = None
     candidates: Labels = ()
+    recorded: Recorded = ()
     trace: bool = False
 
     @classmethod
@@ -126,6 +138,8 @@ class Speculation:
             raise ValueError(
                 'speculation.candidates is missing: the preset classification needs the labels, e.g. ["yes", "no"]'
             )
+        if self.preset == REPLAY and not self.recorded:
+            raise ValueError("speculation.recorded is missing: the preset replay needs the token ids of the answer")
 
     def for_scheduler(self, labels: tuple[tuple[int, ...], ...]) -> RequestOptions:
         """Return what the scheduler reads of these options.
@@ -141,6 +155,7 @@ class Speculation:
             max_ngram=self.max_ngram,
             max_draft=self.max_draft,
             labels=labels,
+            recorded=self.recorded,
             trace=self.trace,
         )
 
@@ -151,7 +166,7 @@ class RequestOptions(Struct, frozen=True, omit_defaults=True):
     Attributes:
         max_verify: most drafts verified for it per step, 0 if speculation is off; None leaves it to the server.
         confidence_threshold: as in :class:`Speculation`; 0 for none.
-        preset, min_ngram, max_ngram, max_draft, trace: as in :class:`Speculation`.
+        preset, min_ngram, max_ngram, max_draft, recorded, trace: as in :class:`Speculation`.
         labels: tokens of every spelling of every candidate.
     """
 
@@ -162,6 +177,7 @@ class RequestOptions(Struct, frozen=True, omit_defaults=True):
     max_ngram: int = 5
     max_draft: int | None = None
     labels: tuple[tuple[int, ...], ...] = ()
+    recorded: tuple[int, ...] = ()
     trace: bool = False
 
     def verify_limit(self, max_verify: int) -> int:

@@ -137,9 +137,10 @@ def test_kernels_import_only_torch_and_triton():
 
 
 def test_only_commands_know_the_trainer():
-    """``train`` is a name in the table of commands, and ``evaluate`` replays with the trainer; no server imports it."""
+    """``train`` is a name in the table of commands; ``evaluate`` and ``doctor`` replay. No server imports it."""
     knowing = {in_package(path) for path in python_files(PACKAGE, KERNELS) if "dspark_training" in path.read_text()}
-    assert knowing == {"sglang_dspark/tools/cli/__init__.py", "sglang_dspark/tools/cli/evaluate.py"}
+    commands = ("__init__", "doctor", "evaluate")
+    assert knowing == {f"sglang_dspark/tools/cli/{name}.py" for name in commands}
 
 
 def test_modules_stay_small():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dspark.config import ENV_PREFIX, DSparkConfig, default_text, flag_name
-from sglang_dspark.draft.families import FAMILIES
+from sglang_dspark.draft.families import FAMILIES, UNSERVED
 from sglang_dspark.draft.formats.leftovers import LAYERS, PART_OF_HEAD, ROPE
 from sglang_dspark.speculation import Speculation
 from sglang_dspark.tools.cli import COMMANDS
@@ -57,6 +57,16 @@ def family_rows() -> list[str]:
 def test_the_table_of_targets_equals_the_list_of_families():
     table = SERVED.split("| target |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
     expected = family_rows()
+    assert table == expected, "write these rows into docs/compatibility.md:\n" + "\n".join(expected)
+
+
+def test_the_table_of_unserved_targets_equals_the_list():
+    table = SERVED.split("| targets that ours refuses |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    expected = [
+        f"| {each.models} | {', '.join(f'`{name}`' for name in each.architectures)} | {each.reason} | "
+        f"{each.own_dspark or 'no'} |"
+        for each in UNSERVED
+    ]
     assert table == expected, "write these rows into docs/compatibility.md:\n" + "\n".join(expected)
 
 

@@ -34,6 +34,8 @@ def good_fields(draw):
     required = {"preset": st.just(preset)}
     if preset in COPYING:
         optional["max_draft"] = st.integers(1, 65535)
+    if preset == "replay":
+        required["recorded"] = st.lists(st.integers(0, 200_000), min_size=1, max_size=9)
     if preset == "classification":
         required["candidates"] = st.lists(labels, min_size=1, max_size=4)
     value = draw(st.fixed_dictionaries(required, optional=optional))
@@ -47,7 +49,7 @@ def good_fields(draw):
 def test_good_fields_are_taken_over_and_reach_the_scheduler(value):
     field = Speculation.parse(json.loads(json.dumps(value)))
     for key, entry in value.items():
-        assert getattr(field, key) == (tuple(entry) if key == "candidates" else entry)
+        assert getattr(field, key) == (tuple(entry) if key in ("candidates", "recorded") else entry)
     options = field.for_scheduler(((1, 2), (3,)))
     assert msgspec.json.decode(msgspec.json.encode(options), type=RequestOptions) == options
     for key in {*value} & {"preset", "min_ngram", "max_ngram", "max_draft", "trace", "confidence_threshold"}:
@@ -94,7 +96,10 @@ def test_whatever_comes_is_parsed_or_refused_by_name(value):
         ({"preset": "summary"}, "speculation.preset must be one of auto, none, summarization, .*, not 'summary'"),
         ({"min_ngram": 3}, 'speculation.min_ngram belongs to the preset summarization, but speculation.preset is "a'),
         ({"preset": "classification", "candidates": ["a"], "max_ngram": 4}, "speculation.max_ngram belongs to"),
-        ({"max_draft": 3}, "speculation.max_draft belongs to the preset summarization or classification"),
+        ({"max_draft": 3}, "speculation.max_draft belongs to the preset summarization or classification or replay"),
+        ({"preset": "replay"}, "speculation.recorded is missing: the preset replay needs the token ids of the answer"),
+        ({"preset": "replay", "recorded": [-1]}, "speculation.recorded must be a list of 1 to 32768 token ids"),
+        ({"recorded": [3]}, "speculation.recorded belongs to the preset replay"),
         ({"preset": "summarization", "max_draft": 0}, "speculation.max_draft must be an integer from 1"),
         ({"preset": "summarization", "min_ngram": 6}, "speculation.min_ngram=6 exceeds speculation.max_ngram=5"),
         ({"preset": "summarization", "min_ngram": 1, "max_ngram": 9}, ".*max_ngram=9 are more than 8 lengths"),

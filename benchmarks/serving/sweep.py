@@ -18,6 +18,7 @@ from serving.client import Reply, Sampling, ask_all
 from serving.configurations import OF_SGLANG, Configuration, choose_baselines
 from serving.counters import CpuTime, read_accept_length, read_counters
 from serving.fleet import Fleet
+from serving.oracle import check_oracle, recorded_drafts
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
 from serving.request_log import RequestLog
 from serving.results import read_sweep
@@ -86,6 +87,7 @@ class Sweep:
         Raises:
             ConfigError: it cannot run.
         """
+        check_oracle(configuration, self.sampling)
         if configuration.policy in OF_SGLANG and self.device == "cpu":
             raise ConfigError(
                 f"--config {configuration.label}: SGLang's own {configuration.policy} does not run on a CPU (its cache"
@@ -237,12 +239,24 @@ def _measure(
     with fleet.awake(configuration.label) as server:
         if configuration.policy_fields is not None:
             server.post_json("/dspark/policy", configuration.policy_fields)
+        drafts = None
+        if configuration.is_oracle:
+            at_once = cell.load.concurrency or PROMPTS_PER_USER
+            drafts = recorded_drafts(server, configuration, prompts, sweep.sampling, at_once)
         _settle(server, sweep.sampling, cell.load.concurrency or 1)
         counts_before, cpu_before = read_counters(server, configuration), CpuTime.read(server.pid)
         users, rate, arrivals_s = cell.load.concurrency, cell.load.rate, None
         if rate is not None:
             arrivals_s = poisson_arrivals(rate, len(prompts), seed=(cell.round + 1, round(1e6 * rate)))
-        replies = ask_all(server.url, prompts, sweep.sampling, users=users, arrivals_s=arrivals_s, on_reply=on_reply)
+        replies = ask_all(
+            server.url,
+            prompts,
+            sweep.sampling,
+            users=users,
+            arrivals_s=arrivals_s,
+            speculation=drafts,
+            on_reply=on_reply,
+        )
         cpu_time = CpuTime.read(server.pid) - cpu_before
         counts_after, accept_length = read_counters(server, configuration), read_accept_length(server, configuration)
     counts = None

@@ -382,6 +382,7 @@ function drawFacts() {
   ]);
   facts("facts-server", [
     ["target", `${target.architecture}, ${capabilities.dtype}`],
+    ...(target.recurrence ? [["recurrent layers", target.recurrence]] : []),
     ["device", capabilities.device + (features.tensor_parallel_size > 1 ? ` × ${features.tensor_parallel_size}` : "")],
     ["prompts", features.prefill_attention + (features.prefill_cuda_graphs ? ", in CUDA graphs" : "")],
     ["decoding", features.decode_attention + (features.cuda_graphs ? ", in CUDA graphs" : "")],
@@ -481,7 +482,8 @@ async function poll() {
   }
   remember(fresh.history);
   lostSince = null;
-  notice("");
+  const warning = stats.drafter_fit.warning;
+  notice(warning ? `${warning[0].toUpperCase()}${warning.slice(1)}.` : "");
   state("live");
   chips();
   draw();

@@ -1,4 +1,4 @@
-"""The draft backbone's decoder layers: Qwen3 blocks whose attention is left to the caller.
+"""The draft backbone's decoder layers: Qwen3 blocks whose attention is left to the caller (Gemma 4's: ``gemma.py``).
 
 The attention kernel and the K/V memory belong to the caller (paged pool when serving, packed blocks when
 training), so a layer only projects, normalises and rotates, and hands q, k, v of the block rows to an :data:`Attend`
@@ -59,6 +59,11 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
         self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads)) if has_sinks else None
 
+    @property
+    def context_projections(self) -> tuple[nn.Linear, ...]:
+        """Return what projects context rows."""
+        return self.k_proj, self.v_proj
+
     def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """``hidden [T, d]`` (normalised) -> ``[T, d]``."""
         heads = (-1, self.head_dim)
@@ -75,14 +80,15 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+    """``down(activation(gate(x)) * up(x))``; SwiGLU by default."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
         super().__init__()
+        self._activation = activation
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[T, d] -> [T, d]``."""
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return self.down_proj(self._activation(self.gate_proj(hidden)) * self.up_proj(hidden))

@@ -12,7 +12,9 @@ from sglang_dspark.draft.rope import RopeScaling, rotary_dim, score_factor
 from sglang_dspark.draft.visibility import Visibility
 from sglang_dspark.errors import CheckpointError
 
-ARCHITECTURE = "Qwen3DSparkModel"
+BackboneName = Literal["qwen3", "gemma4"]
+ARCHITECTURES: dict[BackboneName, str] = {"qwen3": "Qwen3DSparkModel", "gemma4": "Gemma4DSparkModel"}
+"""DeepSpec's classes by the layers of their backbone."""
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 MARKOV_HEAD_TYPES: tuple[MarkovHeadType, ...] = get_args(MarkovHeadType)
 EMBEDDING_TAP = -1
@@ -27,6 +29,8 @@ class DraftConfig:
     Sizes and lengths are counts of elements or tokens.
 
     Attributes:
+        backbone: whose layers it has.
+        attention_k_eq_v: values are the keys before their norm and rotation, as in Gemma 4.
         block_size: input slots of a block: the anchor, and masks after it.
         sample_from_anchor: the anchor's slot predicts too, so that a block has as many drafts as slots. Otherwise (the
             layout of DFlash, 1 + N slots) its output is not used and the other slots predict.
@@ -69,6 +73,8 @@ class DraftConfig:
     markov_head_type: MarkovHeadType | None
     enable_confidence_head: bool
     confidence_head_with_markov: bool
+    backbone: BackboneName = "qwen3"
+    attention_k_eq_v: bool = False
     sample_from_anchor: bool = True
     draft_vocab_size: Count | None = None
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
@@ -116,7 +122,13 @@ class DraftConfig:
     @property
     def attention_scale(self) -> float:
         """Return what the products of queries and keys are multiplied with."""
-        return float(self.head_dim**-0.5) * score_factor(self.rope_scaling)
+        factor = score_factor(self.rope_scaling)
+        return factor if self.backbone == "gemma4" else float(self.head_dim**-0.5) * factor
+
+    @property
+    def embed_scale(self) -> float | None:
+        """Return the factor of the slots' embeddings, before it is rounded to their dtype; None for the target's."""
+        return float(self.hidden_size**0.5) if self.backbone == "gemma4" else None
 
     @property
     def visibilities(self) -> tuple[Visibility, ...]:
@@ -139,22 +151,16 @@ class DraftConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return config.json in DeepSpec's form; keys that DeepSpec lacks are written only if they say something."""
-        rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
-        if self.rope_scaling is not None:
-            rope |= self.rope_scaling.to_dict()
-        if self.partial_rotary_factor != 1.0:
-            rope |= {"partial_rotary_factor": self.partial_rotary_factor, "rotary_pairs": "whole_head"}
         content: dict[str, Any] = {
-            "architectures": [ARCHITECTURE],
-            "model_type": "qwen3",
+            "architectures": [ARCHITECTURES[self.backbone]],
             "tie_word_embeddings": False,
             "attention_bias": self.attention_bias,
             "attention_dropout": 0.0,
-            "hidden_act": "silu",
             "layer_types": list(self.layer_types or (FULL,) * self.num_hidden_layers),
-            "rope_parameters": rope,
+            **self._keys_of_backbone(),
         }
-        apart = {"rope_theta", "rope_scaling", "partial_rotary_factor", "layer_types", "causal_layers", "origin"}
+        apart = {"rope_theta", "rope_scaling", "partial_rotary_factor", "layer_types", "causal_layers"}
+        apart |= {"backbone", "origin"}
         if not self.markov_rank:
             apart.add("markov_head_type")
         if not self.enable_confidence_head:
@@ -169,6 +175,22 @@ class DraftConfig:
         if self.sliding_window is not None:
             content["use_sliding_window"] = True
         return content
+
+    def _keys_of_backbone(self) -> dict[str, Any]:
+        rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
+        if self.rope_scaling is not None:
+            rope |= self.rope_scaling.to_dict()
+        if self.partial_rotary_factor != 1.0:
+            rope |= {"partial_rotary_factor": self.partial_rotary_factor, "rotary_pairs": "whole_head"}
+        if self.backbone == "qwen3":
+            return {"model_type": "qwen3", "hidden_act": "silu", "rope_parameters": rope}
+        return {
+            "model_type": "gemma4_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "global_head_dim": self.head_dim,
+            **({"num_global_key_value_heads": self.num_key_value_heads} if self.attention_k_eq_v else {}),
+            "rope_parameters": {FULL: rope},
+        }
 
 
 def _check_rules(config: DraftConfig) -> None:
@@ -190,6 +212,7 @@ def _check_rules(config: DraftConfig) -> None:
     _check_taps(config, fail)
     _check_heads(config, fail)
     _check_layers(config, fail)
+    _check_backbone(config, fail)
     rotated = rotary_dim(config.head_dim, config.partial_rotary_factor)
     if config.partial_rotary_factor > 1 or rotated < 2 or rotated % 2:
         raise fail("partial_rotary_factor", f"rotates {rotated} of head_dim={config.head_dim} channels")
@@ -227,3 +250,14 @@ def _check_layers(config: DraftConfig, fail: Any) -> None:
             raise fail(key, f"must have one entry per layer, num_hidden_layers={config.num_hidden_layers}")
     if SLIDING in config.layer_types and config.sliding_window is None:
         raise fail("sliding_window", "must give the width of the sliding_attention layers in layer_types")
+
+
+def _check_backbone(config: DraftConfig, fail: Any) -> None:
+    if config.backbone == "qwen3":
+        if config.attention_k_eq_v:
+            raise fail("attention_k_eq_v", "needs Gemma 4's layers")
+        return
+    neutral = {"attention_bias": False, "sink_layers": (), "attention_value_scale": 1, "sliding_window": None}
+    for key, value in neutral.items():
+        if getattr(config, key) != value:
+            raise fail(key, "is not supported in Gemma 4's layers")

@@ -87,6 +87,12 @@ FAMILIES: tuple[Family, ...] = (
         reads_images=True,
         remark=f"text and images, images not tried; {_TESTS_ALONE}; `--attention-backend triton`",
     ),
+    Family(
+        "Gemma4UnifiedForConditionalGeneration",
+        "Gemma 4 12B",
+        reads_images=True,
+        remark=f"{_IMAGES}; {_TESTS_ALONE}; `--attention-backend triton`",
+    ),
     Family("Qwen3_5ForCausalLM", "Qwen3.5 to 3.8, text", recurrent=True, remark=_NO_GPU),
     Family(
         "Qwen3_5ForConditionalGeneration",
@@ -113,15 +119,18 @@ class Unserved:
 
     Attributes:
         names: of their architectures, as config.json has them, separated by spaces.
+        models: published models of these classes.
         reason: what is missing for them.
         instead: how they are served.
-        own_dspark: whether SGLang's own DSPARK does as well, with a drafter for them.
+        own_dspark: how SGLang's own DSPARK may verify them, with a drafter for them: ``by request`` if its layers take
+            other numbers of rows for each request, otherwise ``alike``. None if it does not know them.
     """
 
     names: str
+    models: str
     reason: str
     instead: str
-    own_dspark: bool = False
+    own_dspark: Literal["by request", "alike"] | None = None
 
     @property
     def architectures(self) -> list[str]:
@@ -129,7 +138,9 @@ class Unserved:
         return self.names.split()
 
 
-_STATE = "some of its layers keep a recurrent state, which verification cannot take back yet"
+_STATE = "its layers of {} keep a recurrent state, which verification cannot take back yet"
+_KDA, _MAMBA2 = _STATE.format("Kimi delta attention (KDA)"), _STATE.format("Mamba 2")
+_CONVOLUTIONS = _STATE.format("short convolutions")
 _LATENT = "it attends over latent K/V (MLA), for which verification has no kernel yet"
 
 _DFLASH, _EAGLE3, _EAGLE, _OWN_LAYER, _NGRAM = (
@@ -142,62 +153,97 @@ _DFLASH, _EAGLE3, _EAGLE, _OWN_LAYER, _NGRAM = (
         ("NGRAM", "without a drafter"),
     )
 )
-_OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine builtin"
+_OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine auto"
 
 UNSERVED: tuple[Unserved, ...] = (
     Unserved(
-        "InternS2PreviewForConditionalGeneration",
-        _STATE,
+        "InternS2PreviewForConditionalGeneration Qwen4ExpForConditionalGeneration",
+        "Intern-S2 preview, Qwen4 preview",
+        "its gated delta nets have not been tried",
         _DFLASH,
-        own_dspark=True,
+        own_dspark="alike",
     ),
     Unserved(
-        "NemotronHForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM KimiLinearForCausalLM",
-        _STATE,
+        "KimiLinearForCausalLM KimiK3ForConditionalGeneration KimiK3LinearForCausalLM BailingMoeV3ForCausalLM",
+        "Kimi Linear, Kimi K3, Ling 3",
+        _KDA,
         _NGRAM,
-        own_dspark=True,
+        own_dspark="by request",
     ),
+    Unserved("Glm5NextForConditionalGeneration", "GLM-5 Next", _KDA, _NGRAM, own_dspark="alike"),
+    Unserved("NemotronHForCausalLM NemotronHPuzzleForCausalLM", "Nemotron-H", _MAMBA2, _NGRAM, own_dspark="alike"),
+    Unserved("FalconH1ForCausalLM GraniteMoeHybridForCausalLM", "Falcon-H1, Granite 4 hybrids", _MAMBA2, _NGRAM),
     Unserved(
-        "FalconH1ForCausalLM GraniteMoeHybridForCausalLM JetNemotronForCausalLM ZayaForCausalLM "
-        "BailingMoeV2_5ForCausalLM",
-        _STATE,
+        "Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration",
+        "LFM2",
+        _CONVOLUTIONS,
         _NGRAM,
+        own_dspark="alike",
+    ),
+    Unserved("InklingForConditionalGeneration", "Inkling", _CONVOLUTIONS, _NGRAM, own_dspark="alike"),
+    Unserved("ZayaForCausalLM", "Zaya", _STATE.format("convolutions before attention"), _NGRAM),
+    Unserved("BailingMoeV2_5ForCausalLM", "Ling 2.5", _STATE.format("lightning attention"), _NGRAM),
+    Unserved(
+        "JetNemotronForCausalLM", "Jet-Nemotron", _STATE.format("gated delta nets with dynamic convolutions"), _NGRAM
     ),
     Unserved(
-        "DeepseekV3ForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM Glm4MoeLiteForCausalLM "
-        "GlmMoeDsaForCausalLM",
+        "DeepseekV3ForCausalLM DeepseekV4ForCausalLM Glm4MoeLiteForCausalLM",
+        "DeepSeek V3 and V4, Kimi K2, GLM-4.7-Flash",
         _LATENT,
         _OWN_LAYER,
-        own_dspark=True,
+        own_dspark="by request",
     ),
-    Unserved("LongcatFlashForCausalLM", _LATENT, _OWN_LAYER),
-    Unserved("DeepseekV2ForCausalLM KimiK25ForConditionalGeneration", _LATENT, _EAGLE3, own_dspark=True),
-    Unserved("MistralLarge3ForCausalLM", _LATENT, _EAGLE, own_dspark=True),
-    Unserved("KimiVLForConditionalGeneration MiniCPM3ForCausalLM", _LATENT, _NGRAM),
+    Unserved(
+        "DeepseekV32ForCausalLM GlmMoeDsaForCausalLM", "DeepSeek V3.2, GLM-5", _LATENT, _OWN_LAYER, own_dspark="alike"
+    ),
+    Unserved("LongcatFlashForCausalLM", "LongCat-Flash", _LATENT, _OWN_LAYER),
+    Unserved(
+        "DeepseekV2ForCausalLM KimiK25ForConditionalGeneration",
+        "DeepSeek V2, Kimi K2.5",
+        _LATENT,
+        _EAGLE3,
+        own_dspark="by request",
+    ),
+    Unserved("MistralLarge3ForCausalLM", "Mistral Large 3", _LATENT, _EAGLE, own_dspark="by request"),
+    Unserved("KimiVLForConditionalGeneration MiniCPM3ForCausalLM", "Kimi-VL, MiniCPM 3", _LATENT, _NGRAM),
     Unserved(
         "Gemma3ForCausalLM Gemma3ForConditionalGeneration",
+        "Gemma 3",
         "SGLang returns hidden states of its layers that are not summed up, from which drafts would hardly ever be "
         "right",
         "serve it without --speculative-algorithm",
     ),
     Unserved(
-        "Gemma4ForCausalLM Gemma4UnifiedForConditionalGeneration",
-        "it has not been tried, and drafters for the 12B have layers of another kind",
-        _DFLASH,
-        own_dspark=True,
+        "Gemma4ForCausalLM",
+        "Gemma 4 without the wrapper for images",
+        "without the wrapper for images SGLang does not read the sizes of its heads",
+        "serve a checkpoint of Gemma4ForConditionalGeneration",
     ),
     Unserved(
         "LagunaForCausalLM",
+        "Laguna",
         "its layers have unequal numbers of heads, with which verification is not tried yet",
         _EAGLE3,
-        own_dspark=True,
+        own_dspark="by request",
     ),
     Unserved(
         "Llama4ForConditionalGeneration Llama4ForCausalLM",
+        "Llama 4",
         "three of four layers see a chunk of the context only, and verification would show them all of it",
         _EAGLE3,
     ),
 )
+
+
+def left_to_sglang(architectures: Sequence[str] | None) -> str | None:
+    """Return why a target is left to SGLang's own DSPARK; None if ours serves it, or SGLang's does not either."""
+    names = set(architectures or ())
+    if any(family.architecture in names for family in FAMILIES):
+        return None
+    for unserved in UNSERVED:
+        if names & set(unserved.architectures):
+            return unserved.reason if unserved.own_dspark else None
+    return "it is of no class that ours knows"
 
 
 def family_of(architectures: Sequence[str] | None) -> Family:

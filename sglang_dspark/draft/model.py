@@ -5,6 +5,7 @@ proposed (V or fewer), r Markov rank, n context rows, T block rows of all reques
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,6 +17,7 @@ from sglang_dspark.draft.backbone import Attend, DecoderLayer
 from sglang_dspark.draft.confidence_head import ConfidenceHead
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.fused_layer import FusedLayer
+from sglang_dspark.draft.gemma import GemmaDecoderLayer, with_normed_values
 from sglang_dspark.draft.markov_head import MarkovHead, build_markov_head
 from sglang_dspark.draft.rotary import RotaryEmbedding, rotate
 from sglang_dspark.errors import CheckpointError
@@ -28,7 +30,7 @@ def base_logits(hidden: Tensor, lm_head: Tensor, config: DraftConfig) -> Tensor:
 
 
 class DraftModel(nn.Module):
-    """A drafter of Qwen3 layers. Parameter names are exactly those of a DeepSpec checkpoint.
+    """A drafter of Qwen3 or Gemma 4 layers. Parameter names are exactly those of a DeepSpec checkpoint.
 
     The attention of :meth:`forward_block` and all K/V memory are the caller's. Embedding and LM head are the model's
     own (``own_embedding``, ``own_lm_head``) or the target's, see :meth:`bind_target`.
@@ -48,7 +50,10 @@ class DraftModel(nn.Module):
         self.lm_head = nn.Linear(d, config.num_proposed, bias=False) if own_lm_head else None
         self.fc = nn.Linear(config.num_taps * d, d, bias=False)
         self.hidden_norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DecoderLayer(config, has_sinks=has_sinks) for has_sinks in config.sinks)
+        self.layers = nn.ModuleList(
+            GemmaDecoderLayer(config) if config.backbone == "gemma4" else DecoderLayer(config, has_sinks=has_sinks)
+            for has_sinks in config.sinks
+        )
         self.norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
         self.markov_head: MarkovHead | None = build_markov_head(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
@@ -62,9 +67,9 @@ class DraftModel(nn.Module):
         self._fused_layers: list[FusedLayer] = []
 
     @property
-    def decoder_layers(self) -> list[DecoderLayer]:
-        """Return ``layers`` with its element type."""
-        return [cast(DecoderLayer, layer) for layer in self.layers]
+    def decoder_layers(self) -> list[DecoderLayer | GemmaDecoderLayer]:
+        """Return ``layers`` with their types."""
+        return [cast("DecoderLayer | GemmaDecoderLayer", layer) for layer in self.layers]
 
     def project_context(self, features: Tensor) -> Tensor:
         """Project target features ``[n, m * d]`` (raw taps, ascending layers) to ``H_ctx [n, d]`` (Eq. 2)."""
@@ -73,8 +78,8 @@ class DraftModel(nn.Module):
     def context_kv(self, h_ctx: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the K and V that the context rows contribute to every layer (Eq. 3).
 
-        ``input_layernorm`` does not touch context rows; K gets the layer's k_norm and RoPE, V neither. All layers are
-        projected in one GEMM.
+        ``input_layernorm`` does not touch context rows; K gets the layer's k_norm and RoPE, V neither (Gemma's has a
+        norm without weights). All layers are projected in one GEMM.
 
         Args:
             h_ctx: ``[n, d]`` from :meth:`project_context`.
@@ -90,13 +95,14 @@ class DraftModel(nn.Module):
         return rotate(k, *self.rotary(positions)), v
 
     def context_projection(self, h_ctx: Tensor) -> Tensor:
-        """Return K before V of every layer for ``h_ctx [n, d]``, not yet normed or rotated.
+        """Return K before V of every layer for ``h_ctx [n, d]``: K not yet normed or rotated, V as it is stored.
 
         Returns:
             ``[n, L * 2 * kv_heads * hd]``.
         """
         stack = self._context_stack or self._stack_context_weights()
-        return F.linear(h_ctx, stack.weight, stack.bias)
+        projected = F.linear(h_ctx, stack.weight, stack.bias)
+        return with_normed_values(projected, self.config) if self.config.backbone == "gemma4" else projected
 
     @property
     def context_k_norm(self) -> Tensor:
@@ -136,8 +142,9 @@ class DraftModel(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return embeddings ``[..., d]`` of token ids of any shape, in the model's dtype."""
-        embeds = F.embedding(ids, self.embed_weight).to(self.fc.weight.dtype)
-        return embeds if self._embed_scale == 1.0 else embeds * self._embed_scale
+        embeds, own_scale = F.embedding(ids, self.embed_weight).to(self.fc.weight.dtype), self.config.embed_scale
+        scale = self._embed_scale if own_scale is None else _rounded(own_scale, embeds.dtype)
+        return embeds if scale == 1.0 else embeds * scale
 
     @property
     def embed_weight(self) -> Tensor:
@@ -164,7 +171,8 @@ class DraftModel(nn.Module):
                 read: the model's own is.
             lm_head_weight: ``[V, d]``, likewise.
             embed_scale: the factor that the target puts on what it reads of its embedding, as the model then does. An
-                own embedding that differs from the target's is read as it is.
+                own embedding that differs from the target's is read as it is. Gemma's layers have a factor of their
+                own, whatever they read.
 
         Returns:
             The names, out of ``embed_tokens.weight`` and ``lm_head.weight``, that are now read from the target.
@@ -200,23 +208,24 @@ class DraftModel(nn.Module):
         """
         self.requires_grad_(False).eval()
         stack = self._stack_context_weights()
-        per_layer = stack.weight.view(len(self.layers), 2, -1, self.config.hidden_size)
-        for layer, (k_weight, v_weight), k_norm_weight in zip(
-            self.decoder_layers, per_layer, stack.k_norm, strict=True
-        ):
-            layer.self_attn.k_proj.weight.data = k_weight
-            layer.self_attn.v_proj.weight.data = v_weight
+        per_layer = stack.weight.unflatten(0, (len(self.layers), -1))
+        for layer, weight, k_norm_weight in zip(self.decoder_layers, per_layer, stack.k_norm, strict=True):
+            projections = layer.self_attn.context_projections
+            for projection, part in zip(projections, weight.chunk(len(projections)), strict=True):
+                projection.weight.data = part
             layer.self_attn.k_norm.weight.data = k_norm_weight
-        self._context_stack = stack
-        biases: Any = [None] * len(self.layers) if stack.bias is None else stack.bias.view(len(self.layers), -1)
-        next_norms = [*(layer.input_layernorm for layer in self.decoder_layers[1:]), self.norm]
-        self._fused_layers = [
-            FusedLayer.build(layer, kv_weight.flatten(0, 1), kv_bias, next_norm, self.config.rms_norm_eps)
-            for layer, kv_weight, kv_bias, next_norm in zip(
-                self.decoder_layers, per_layer, biases, next_norms, strict=True
-            )
-        ]
+        self._context_stack, self._fused_layers = stack, self._fuse(stack, per_layer)
         return self
+
+    def _fuse(self, stack: "_ContextStack", per_layer: Tensor) -> list[FusedLayer]:
+        """Return the layers in fewer launches; none of Gemma 4's, for which there are no such kernels."""
+        layers = [layer for layer in self.decoder_layers if isinstance(layer, DecoderLayer)]
+        biases: Any = [None] * len(layers) if stack.bias is None else stack.bias.view(len(layers), -1)
+        next_norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
+        return [
+            FusedLayer.build(layer, kv_weight, kv_bias, next_norm, self.config.rms_norm_eps)
+            for layer, kv_weight, kv_bias, next_norm in zip(layers, per_layer, biases, next_norms, strict=False)
+        ]
 
     def requires_grad_(self, requires_grad: bool = True) -> "DraftModel":
         """Switch gradients as in torch; a frozen model that is to be trained again loses its constant stacks."""
@@ -226,7 +235,7 @@ class DraftModel(nn.Module):
 
     def _stack_context_weights(self) -> "_ContextStack":
         attentions = [layer.self_attn for layer in self.decoder_layers]
-        projections = [projection for a in attentions for projection in (a.k_proj, a.v_proj)]
+        projections = [projection for attention in attentions for projection in attention.context_projections]
         biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
         return _ContextStack(
             torch.cat([projection.weight for projection in projections]),
@@ -247,9 +256,15 @@ class DraftModel(nn.Module):
 class _ContextStack(NamedTuple):
     """Weights of all layers that context rows meet, in the order layer, K before V."""
 
-    weight: Tensor  # [L * 2 * kv_heads * hd, d]
+    weight: Tensor  # [L * 2 * kv_heads * hd, d], half of the rows if values are projected as keys are
     bias: Tensor | None  # [L * 2 * kv_heads * hd]
     k_norm: Tensor  # [L, hd]
+
+
+@cache
+def _rounded(scale: float, dtype: torch.dtype) -> float:
+    """Return the scale as trainers cast it: in bfloat16, Gemma 4 12B's is 62, not 61.97."""
+    return torch.tensor(scale, dtype=dtype).item()
 
 
 def _same(own: Tensor, target: Tensor) -> bool:

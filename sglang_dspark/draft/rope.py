@@ -13,14 +13,18 @@ from typing import Literal
 from sglang_dspark.draft.checked import Count, Positive, check
 from sglang_dspark.errors import CheckpointError
 
-_NEEDED = {
+_NEEDED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "proportional": (),
 }
-_YARN_OPTIONS = (
-    "original_max_position_embeddings beta_fast beta_slow attention_factor mscale mscale_all_dim truncate"
-).split()
+_OPTIONS = {
+    "yarn": tuple(
+        "original_max_position_embeddings beta_fast beta_slow attention_factor mscale mscale_all_dim truncate".split()
+    ),
+    "proportional": ("factor",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +33,10 @@ class RopeScaling:
 
     ``factor`` is the ratio of the new context length to ``original_max_position_embeddings``, the one of the training.
     ``attention_factor``, ``mscale`` and ``mscale_all_dim`` say what YaRN multiplies the attention's scores with.
+    ``proportional`` is Gemma 4's: the pairs that rotate do so as they would if all of the head did.
     """
 
-    rope_type: Literal["linear", "llama3", "yarn"]
+    rope_type: Literal["linear", "llama3", "yarn", "proportional"]
     factor: Positive | None = None
     original_max_position_embeddings: Count | None = None
     low_freq_factor: Positive | None = None
@@ -67,7 +72,7 @@ ALL_KEYS = tuple(field.name for field in fields(RopeScaling) if field.name not i
 def keys_of(rope_type: str) -> tuple[str, ...]:
     """Return the keys that this type reads beside the base; those of every type if it is not known."""
     if rope_type in ("default", *_NEEDED):
-        return (*_NEEDED.get(rope_type, ()), *(_YARN_OPTIONS if rope_type == "yarn" else ()))
+        return (*_NEEDED.get(rope_type, ()), *_OPTIONS.get(rope_type, ()))
     return ALL_KEYS
 
 
@@ -89,11 +94,12 @@ def inverse_frequencies(
         max_position_embeddings: YaRN's original context length if ``scaling`` gives none.
     """
     rotated = rotary_dim(head_dim, partial_rotary_factor)
-    plain = [theta ** (-2 * i / rotated) for i in range(rotated // 2)]
+    spread = head_dim if scaling is not None and scaling.rope_type == "proportional" else rotated
+    plain = [theta ** (-2 * i / spread) for i in range(rotated // 2)]
     if scaling is None:
         stretched = plain
-    elif scaling.rope_type == "linear":
-        stretched = [frequency / _given(scaling.factor) for frequency in plain]
+    elif scaling.rope_type in ("linear", "proportional"):
+        stretched = [frequency / (scaling.factor or 1.0) for frequency in plain]
     elif scaling.rope_type == "llama3":
         stretched = [_llama3(frequency, scaling) for frequency in plain]
     else:

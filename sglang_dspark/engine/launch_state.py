@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.resolved import ResolvedDrafter
+from sglang_dspark.draft.window import DraftWindow
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,15 @@ class DSparkServer:
         config: our options.
         drafter: None if none is served.
         dummy_draft: whether its weights are random.
+        draft_window: of the context, that the drafter sees; None for all that its layers see.
     """
 
     config: DSparkConfig
     drafter: ResolvedDrafter | None
     dummy_draft: bool
+    draft_window: DraftWindow | None = None
 
+    engine = "plugin"
     presets = True
 
     @property

@@ -47,6 +47,8 @@ class ServerArgs(Protocol):
     speculative_draft_model_revision: str | None
     speculative_draft_model_quantization: str | None
     speculative_draft_load_format: str | None
+    speculative_draft_window_size: int | None
+    speculative_draft_sink_size: int | None
 
 
 class ModelConfig(Protocol):

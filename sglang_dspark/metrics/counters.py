@@ -25,15 +25,9 @@ from sglang_dspark.metrics.sums import (
     TEXT_PROPOSED,
     TEXT_VERIFIED,
     TIMED_STEPS,
-    Figures,
     Sums,
     load_of,
 )
-
-LOW_ACCEPT_LENGTH = 1.15
-"""Mean tokens per round below which a drafter is as good as noise. A drafter with a wrong convention (taps off by
-one, anchor misplaced) reaches about 1.1; a weak but sound one is above 1.3."""
-LOW_ACCEPT_ROUNDS = 2000
 
 
 class Counters:
@@ -115,27 +109,8 @@ class Counters:
         """Return a copy of all sums up to now."""
         return Sums(np.array(self._loads), self._predicted.sums())
 
-    @property
-    def looks_miswired(self) -> bool:
-        """Return whether enough drafts were verified to say that the drafter does not predict this target."""
-        return self._drafter_rounds()[0] >= LOW_ACCEPT_ROUNDS and self.drafter_accept_length < LOW_ACCEPT_LENGTH
-
-    @property
-    def drafter_accept_length(self) -> float:
-        """Return the mean tokens per round in which drafts of the drafter were verified; 1 before the first."""
-        rounds, accepted = self._drafter_rounds()
-        return (accepted + rounds) / rounds if rounds else 1.0
-
-    def _drafter_rounds(self) -> tuple[int, int]:
-        """Rounds in which drafts of the drafter were verified, and how many of the drafts were kept."""
-        positions = self._total().positions()
-        return int(positions[0, 0]), int(positions[2].sum())
-
-    def _total(self) -> Figures:
-        return self.sums().total()
-
     def __str__(self) -> str:
-        total = self._total()
+        total = self.sums().total()
         counts, length = total.counts(), total.accept_length
         return (
             f"drafted {counts['drafted_tokens']}, verified {total.verified}, accepted {total.accepted}, "

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglang_dspark.calibration.fit import Verdict
 from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.metrics.counters import Counters
 from sglang_dspark.metrics.history import History
@@ -65,6 +66,7 @@ GAUGES = {
     "occupancy": "Requests per decode step over the most that may run, last minute.",
     "parked_share": "Share of decode steps while speculation rested, last minute.",
     "parked": "1 while speculation rests because plain steps are faster.",
+    "drafter_misfit": "1 if the drafter's first drafts say that it does not fit the target, NaN before they can.",
     "measured_step_seconds": "Mean time of a decode step, last minute.",
     "predicted_step_seconds": "What was expected of the same steps, last minute.",
 }
@@ -77,12 +79,20 @@ POSITION_GAUGES = {
 POLICY_GAUGES = {"policy": "1 for the policy in force, by label `policy`."}
 
 
+class State(NamedTuple):
+    """Say what holds at the moment: the policy, whether speculation rests, whether the drafter fits."""
+
+    policy: str
+    parked: bool
+    fit: Verdict = Verdict.UNKNOWN
+
+
 class Metrics:
     """Keeps Prometheus metrics equal to the counters.
 
     Args:
         counters, history: what is exported.
-        state: name of the policy and whether the server is parked; called from another thread.
+        state: of the server; called from another thread.
         max_running_requests: requests that a step may have.
         labels: on every metric.
         registry: of prometheus_client; None means its default one, which SGLang exports from all its processes.
@@ -92,7 +102,7 @@ class Metrics:
         self,
         counters: Counters,
         history: History,
-        state: Callable[[], tuple[str, bool]],
+        state: Callable[[], State],
         max_running_requests: int,
         labels: Mapping[str, Any],
         registry: CollectorRegistry | None = None,
@@ -164,12 +174,13 @@ class Metrics:
             yield "policy_steps_total", steps, {"policy": policy}
 
     def _levels(self) -> Iterator[tuple[str, float | None, dict[str, str]]]:
-        recent, (policy, parked) = self._history.snapshot().recent_report(), self._state()
+        recent, state = self._history.snapshot().recent_report(), self._state()
         running = recent["running_requests"]
         levels = recent | {
             "tokens_per_second": recent["tokens_per_s"],
             "occupancy": None if running is None else running / self._max_running_requests,
-            "parked": float(parked),
+            "parked": float(state.parked),
+            "drafter_misfit": None if state.fit is Verdict.UNKNOWN else float(state.fit is Verdict.MISFIT),
         }
         for step in ("measured_step", "predicted_step"):
             milliseconds = recent[f"{step}_ms"]
@@ -180,4 +191,4 @@ class Metrics:
             for position, value in enumerate(recent[name]):
                 yield name, value, {"position": str(position)}
         for known in POLICY_NAMES:
-            yield "policy", float(known == policy), {"policy": known}
+            yield "policy", float(known == state.policy), {"policy": known}

@@ -6,9 +6,11 @@ import logging
 import time
 from typing import Any
 
+from sglang_dspark.calibration.fit import Fit
 from sglang_dspark.metrics.counters import Counters
+from sglang_dspark.metrics.first_drafts import FirstDrafts
 from sglang_dspark.metrics.history import History
-from sglang_dspark.metrics.prometheus import Metrics
+from sglang_dspark.metrics.prometheus import Metrics, State
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.record import StepRecord
 
@@ -29,6 +31,7 @@ class Reporting:
     def __init__(self, schedule: Schedule, gamma: int, max_running_requests: int) -> None:
         self._schedule, self._gamma, self._max_running_requests = schedule, gamma, max_running_requests
         self._counters = Counters(gamma, schedule.forecast.predicted)
+        self._first_drafts = FirstDrafts()
         self._history = History(self._counters)
         self._logged_at = time.monotonic()
         self._warned = False
@@ -46,6 +49,7 @@ class Reporting:
             accept_lens: drafts accepted, of these.
         """
         self._history.tick()
+        self._first_drafts.record(rounds, running, accept_lens)
         self._counters.record(
             [rounds.drafted[request] for request in running],
             [rounds.verified[request] for request in running],
@@ -58,23 +62,23 @@ class Reporting:
 
     def log(self) -> None:
         """Write a line now and then, and once that a drafter does not fit its target."""
-        now = time.monotonic()
-        if now - self._logged_at < _LOG_INTERVAL_S:
-            return
-        self._logged_at = now
-        logger.info("DSPARK: %s", self._counters)
-        if self._counters.looks_miswired and not self._warned:
+        if not self._warned and (warning := self.fit.warning) is not None:
             self._warned = True
-            logger.warning(
-                "DSPARK: the accept length stays at %.2f. The drafter hardly predicts this target: was it trained for "
-                "it, and does its config.json follow its format (numbers of the tapped layers, whether the anchor's "
-                "slot predicts)? Output stays exact but decoding is slower than without speculation.",
-                self._counters.drafter_accept_length,
-            )
+            logger.warning("DSPARK: %s", warning)
+        now = time.monotonic()
+        if now - self._logged_at >= _LOG_INTERVAL_S:
+            self._logged_at = now
+            logger.info("DSPARK: %s", self._counters)
+
+    @property
+    def fit(self) -> Fit:
+        """Return whether the drafter fits, as far as its first drafts say."""
+        return self._first_drafts.fit
 
     def report(self, history_s: int = 0) -> dict[str, Any]:
         """Return the parts of ``GET /dspark/stats``, see ``full_report``; ``history_s``: seconds to list one by one."""
-        known = {"block_size": self._gamma, "max_running_requests": self._max_running_requests}
+        known: dict[str, Any] = {"block_size": self._gamma, "max_running_requests": self._max_running_requests}
+        known["drafter_fit"] = self.fit.report()
         # The schedule first: it learns from what it has only noted so far.
         known |= self._schedule.report()
         return {"known": known, "snapshot": self._history.snapshot(history_s).packed()}
@@ -95,6 +99,5 @@ class Reporting:
         until_now = {"uptime_s": self._history.uptime_s, **self._counters.sums().total().counts()}
         return {"policy": policy.name, "schedule": policy.report(), "until_now": until_now}
 
-    def _state(self) -> tuple[str, bool]:
-        """Return the name of the policy, and whether speculation rests."""
-        return self._schedule.policy.name, self._schedule.parked
+    def _state(self) -> State:
+        return State(self._schedule.policy.name, self._schedule.parked, self.fit.verdict)

@@ -8,7 +8,8 @@ from weakref import WeakValueDictionary
 
 from sglang_dspark.proposals.candidate_labels import CandidateLabels, LabelTrie, Tokens
 from sglang_dspark.proposals.ngram_lookup import NgramLookup, Prompt, as_bytes
-from sglang_dspark.speculation import CLASSIFICATION, SUMMARIZATION, RequestOptions
+from sglang_dspark.proposals.recorded_text import RecordedText
+from sglang_dspark.speculation import CLASSIFICATION, REPLAY, SUMMARIZATION, RequestOptions
 
 
 class Proposer(Protocol):
@@ -54,6 +55,8 @@ class Proposers:
             return NgramLookup(self._prompt(as_bytes(prompt, self._vocab_size), options.min_ngram, options.max_ngram))
         if options.preset == CLASSIFICATION:
             return CandidateLabels(self._trie(options.labels))
+        if options.preset == REPLAY:
+            return RecordedText(options.recorded)
         raise ValueError(f"the preset {options.preset!r} proposes nothing")
 
     def _prompt(self, tokens: bytes, min_ngram: int, max_ngram: int) -> Prompt:

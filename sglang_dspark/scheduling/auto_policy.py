@@ -42,11 +42,13 @@ class AutoPolicy(Policy):
     Attributes:
         times, survivals: what it knows; both are fed from outside.
         fixed_draft_shape: whether a step that drafts for one request drafts for all, as CUDA graphs do.
+        uniform: whether all requests verify as many drafts.
     """
 
     times: StepTimes
     survivals: LaggedSurvivals
     fixed_draft_shape: bool = False
+    uniform: bool = False
     name: str = "auto"
     needs_confidence: bool = True
     parked: bool = False
@@ -84,9 +86,12 @@ class AutoPolicy(Policy):
         self._steps += 1
         made, steps = self._evaluations.get(requests, (0, None))
         if steps is None or self._steps - made >= UPDATE_STEPS:
-            steps = evaluate_steps(self.times, self.survivals, requests, context)
+            steps = self._evaluated(requests, context)
             self._evaluations[requests] = self._steps, steps
         return steps
+
+    def _evaluated(self, requests: int, context: float) -> Evaluation:
+        return evaluate_steps(self.times, self.survivals, requests, context, uniform=self.uniform)
 
     def min_acceptance(self, requests: int, depth: int, context: float) -> float:
         """Return the accepted drafts per round that pay for drafting a request: those of a plain step's throughput.
@@ -129,10 +134,14 @@ class AutoPolicy(Policy):
         return self._explore(best, requests, context)
 
     def _probe(self, best: Candidate, requests: int, context: float) -> StepDecision:
-        """Draft and verify one request in full, each in its turn."""
+        """Draft and verify one request in full, each in its turn; all of them if all verify as many drafts."""
         self._probes += 1
         gamma, probed = self.times.table.gamma, self._probes % requests
-        if self.parked:
+        if self.uniform:
+            weight = PARKED_PROBE_WEIGHT if self.parked else 1
+            decision = StepDecision(gamma, TopK(requests * gamma), weight=weight)
+            ms = self.times.single_ms(requests, requests * gamma, gamma, context)
+        elif self.parked:
             # A lone request is the whole batch, whose step time can be used. If all are drafted in any case, the
             # survivals of all are known.
             drafted = (probed,) if requests > 1 and not self.fixed_draft_shape else None
@@ -177,7 +186,7 @@ class AutoPolicy(Policy):
         optimistic = np.exp(OPTIMISM * self.times.stddev(requests, drafts(best)))
         rates = {
             step: step.tokens_per_ms * optimistic[drafts(step)]
-            for step in evaluate_steps(self.times, self.survivals, requests, context).by_drafts
+            for step in self._evaluated(requests, context).by_drafts
             if drafts(step) != drafts(best)
         }
         alternative = max(rates, key=lambda step: rates[step], default=None)

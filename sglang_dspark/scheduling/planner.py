@@ -6,6 +6,7 @@ the output exact, see docs/scheduling.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +44,8 @@ class Evaluation:
 
     Attributes:
         plain: the step that drafts nothing and commits one token per request.
-        by_drafts: the fastest step for each number of drafts per request, from 0, the plain step, to gamma.
+        by_drafts: the fastest step for each number of drafts per request that can be verified, from 0, the plain step,
+            to gamma.
         best: the fastest speculative step.
     """
 
@@ -52,11 +54,14 @@ class Evaluation:
     best: Candidate
 
 
-def evaluate_steps(times: StepTimes, survivals: LaggedSurvivals, requests: int, context: float) -> Evaluation:
+def evaluate_steps(
+    times: StepTimes, survivals: LaggedSurvivals, requests: int, context: float, *, uniform: bool = False
+) -> Evaluation:
     """Evaluate every step that ``requests`` requests can take: (R + gain) / T over all depths and token counts.
 
     Args:
         context: mean context tokens per request.
+        uniform: whether all requests verify as many drafts, each of them its whole block.
     """
     load = times.load(requests)
     all_ms = times.step_ms(requests, context)
@@ -64,13 +69,18 @@ def evaluate_steps(times: StepTimes, survivals: LaggedSurvivals, requests: int, 
     ms = all_ms.take(survivals.depths, axis=0)  # [depths, n], as the next two
     committed = requests + survivals.gains(requests)[:, load.budgets]
     rates: NDArray[np.float64] = committed / ms
+    depths: Sequence[int] = range(1, times.table.gamma + 1)
+    if uniform:
+        depths = survivals.depths
+        whole = requests * (1 + np.array(depths))[:, None]
+        rates = np.where(load.num_tokens == whole, rates, 0.0)
 
     def candidate(row: int, column: int) -> Candidate:
         return Candidate(
             survivals.depths[row], int(load.num_tokens[column]), float(ms[row, column]), float(committed[row, column])
         )
 
-    columns = [load.column(drafts) for drafts in range(1, times.table.gamma + 1)]
+    columns = [load.column(drafts) for drafts in depths]
     return Evaluation(
         plain=plain,
         by_drafts=[plain, *(candidate(int(rates[:, column].argmax()), column) for column in columns)],

@@ -40,6 +40,7 @@ class Schedule:
         policy: the policy in force.
         fixed_draft_shape: whether all requests are drafted to the full depth in any case, as in CUDA graphs: then there
             is nothing to gain from shallow blocks, or from leaving some of several requests out.
+        lengths: drafts per request that a step may verify, if all requests have to verify as many; None otherwise.
         forecast: how likely drafts are to survive.
         times: how long steps take; None without a table.
     """
@@ -59,22 +60,30 @@ class Schedule:
         self._on_cpu = device.type == "cpu"
         self._clock = StepClock(lag, synchronous=self._on_cpu)
         self.fixed_draft_shape = False
+        self.lengths: tuple[int, ...] | None = None
         self.policy: Policy = FixedPolicy(0, "off")
         self._auto: AutoPolicy | None = None  # keeps what it decided while another policy is in force
 
-    def start(self, table: SpsTable | None, *, fixed_draft_shape: bool = False) -> None:
+    def start(
+        self, table: SpsTable | None, *, fixed_draft_shape: bool = False, lengths: tuple[int, ...] | None = None
+    ) -> None:
         """Begin with the configured policy. Without a drafter, ``auto`` drafts nothing and only presets copy drafts.
 
         Args:
             table: measured step times; None if the policy needs none.
-            fixed_draft_shape: see the attribute.
+            fixed_draft_shape, lengths: see the attributes.
         """
-        self.fixed_draft_shape = fixed_draft_shape
+        self.fixed_draft_shape, self.lengths = fixed_draft_shape, lengths
         if table is not None:
-            self.times = StepTimes(table, overlapped=self._clock.overlapped, padded=self._on_cpu)
-            depths = (table.gamma,) if self.fixed_draft_shape else draft_depths(table.draft_ms)
+            padded = self._on_cpu and lengths is None
+            self.times = StepTimes(table, overlapped=self._clock.overlapped, padded=padded)
+            depths = lengths
+            if depths is None:
+                depths = (table.gamma,) if self.fixed_draft_shape else draft_depths(table.draft_ms)
             self.forecast.lagged = LaggedSurvivals(self.max_verify, depths)
-            self._auto = AutoPolicy(self.times, self.forecast.lagged, self.fixed_draft_shape)
+            self._auto = AutoPolicy(
+                self.times, self.forecast.lagged, self.fixed_draft_shape, uniform=lengths is not None
+            )
         self.policy = self._make_policy(self.options)
 
     @property
@@ -131,6 +140,11 @@ class Schedule:
                     raise ConfigError("policy='threshold' needs a drafter with a confidence head; use auto or static")
                 assert options.confidence_threshold is not None, "checked with the options"
                 return ThresholdPolicy(self.max_verify, options.confidence_threshold)
+            case "early-stop" if self.lengths is not None:
+                raise ConfigError(
+                    "policy='early-stop' gives each request a length of its own, and this server verifies as many "
+                    "drafts of all; use auto or static"
+                )
         if self._auto is None or self.times is None:
             raise ConfigError(
                 f"policy={options.schedule!r} needs measured step times, which this server has not taken; start it "

@@ -49,6 +49,13 @@ class StepDecision:
         """Return how many drafts are verified, at most if requests have bounds; None if only the device knows."""
         return self.selection.max_drafts(requests * self.draft_len)
 
+    def longest(self, requests: int) -> int:
+        """Return the most drafts that one request may verify, as far as the host knows."""
+        drafts, most = self.max_drafts(requests), self.draft_len
+        if self.limits is not None:
+            most = max(self.limits.max_verify)
+        return most if drafts is None else min(most, drafts)
+
     def is_fixed(self, requests: int) -> bool:
         """Return whether every request verifies its whole block, whatever the confidences."""
         if self.limits is not None or self.draft_requests is not None:

@@ -21,20 +21,18 @@ from sglang_dspark.draft.backbone import Attend
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.visibility import Visibility
-from sglang_dspark.step.state import DecodeBatch
+from sglang_dspark.draft.window import DraftWindow
 
 
-def block_attend(cache: DraftCache, step: DecodeBatch, num_slots: int, config: DraftConfig) -> Attend:
-    """The callback of :meth:`DraftModel.forward_block` for this step, whose blocks have ``num_slots`` rows."""
+def block_attend(cache: DraftCache, requests: StepRequests, num_slots: int, config: DraftConfig) -> Attend:
+    """The callback of :meth:`DraftModel.forward_block` for these requests, whose blocks have ``num_slots`` rows."""
     heads_per_kv, scale = config.num_attention_heads // config.num_key_value_heads, config.attention_scale
 
     def attention(visibility: Visibility) -> BlockAttention:
         if visibility.is_full:
-            return block_attention(
-                step.requests, num_slots, heads_per_kv=heads_per_kv, dtype=cache.k.dtype, scale=scale
-            )
+            return block_attention(requests, num_slots, heads_per_kv=heads_per_kv, dtype=cache.k.dtype, scale=scale)
         return partial_attention(
-            step.requests, num_slots, visibility, heads_per_kv=heads_per_kv, dtype=cache.k.dtype, scale=scale
+            requests, num_slots, visibility, heads_per_kv=heads_per_kv, dtype=cache.k.dtype, scale=scale
         )
 
     attentions = {visibility: attention(visibility) for visibility in set(config.visibilities)}
@@ -58,7 +56,7 @@ def partial_attention_ref(
     scale: float,
 ) -> BlockAttention:
     """The same as :func:`partial_attention` in plain torch. Reads lengths on the host."""
-    near = _within_reach(requests, visibility.reach)
+    near = requests if visibility.reach is None else DraftWindow(visibility.reach, sinks=0).of(requests)
     groups = block_groups(near, num_slots, heads_per_kv=heads_per_kv, dtype=dtype)
     if visibility.slides or visibility.causal:
         groups = [_masked(group, visibility, near.prefix_lens, num_slots, heads_per_kv, dtype) for group in groups]
@@ -89,21 +87,6 @@ def partial_attention(
     windows = block_windows(requests, num_slots, sliding_window=visibility.window, from_anchor=visibility.from_anchor)
     return lambda q, k, v, pool, sinks: window_attention(
         q, (k, v), pool, windows, causal=visibility.causal, scale=scale, sinks=sinks
-    )
-
-
-def _within_reach(requests: StepRequests, reach: int | None) -> StepRequests:
-    """The same requests with the last ``reach`` rows of their contexts alone, all of them for None."""
-    if reach is None:
-        return requests
-    device, last = requests.anchors.device, requests.req_to_token.shape[1] - 1
-    reach = min(reach, last + 1)
-    columns = (requests.prefix_lens - reach).clamp(min=0)[:, None] + torch.arange(reach, device=device)
-    return replace(
-        requests,
-        req_to_token=requests.req_to_token[requests.req_pool_indices[:, None], columns.clamp(max=last)],
-        req_pool_indices=torch.arange(len(requests), device=device),
-        prefix_lens=requests.prefix_lens.clamp(max=reach),
     )
 
 

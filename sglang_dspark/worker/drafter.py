@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, Self
 
 import torch
@@ -19,6 +20,7 @@ from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import load_draft_model, random_draft_model
+from sglang_dspark.draft.window import DraftWindow
 from sglang_dspark.engine.forward.target import Target
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 from sglang_dspark.worker.draft_attention import block_attend
@@ -40,10 +42,12 @@ class Drafter:
         heads: what proposes tokens from its hidden states.
         gamma: drafts of a block, at most the checkpoint's.
         features: of target rows.
+        window: see the attribute.
 
     Attributes:
         num_slots: rows of a block in the network: its drafts, and the anchor where that does not predict.
         cache: K/V of the context; made by :meth:`allocate`.
+        window: of the context, that the network sees; None for all that its layers see.
     """
 
     cache: DraftCache
@@ -58,11 +62,12 @@ class Drafter:
         gamma: int,
         device: torch.device,
         features: Features,
+        window: DraftWindow | None = None,
     ) -> None:
         self.config, self.model, self.heads, self.gamma = config, model, heads, gamma
         self.num_slots = config.first_slot + gamma
         self.mask_token_id = config.mask_token_id
-        self._device, self._features = device, features
+        self._device, self._features, self.window = device, features, window
 
     @classmethod
     def load(
@@ -73,11 +78,13 @@ class Drafter:
         device: torch.device,
         *,
         dummy: bool,
+        window: DraftWindow | None,
     ) -> Self:
         """Load a checkpoint beside the target of ``model_runner``.
 
         Args:
             dummy: take random weights of its shape.
+            window: of the context, that the network sees; None for all that its layers see.
         """
         path, config = resolved.path, resolved.config
         log_remarks(path, resolved.reading)
@@ -97,7 +104,7 @@ class Drafter:
             ", ".join(shared) or "nothing",
         )
         gamma = options.gamma(config.gamma)
-        return cls(config, model, heads, gamma=gamma, device=device, features=target.features)
+        return cls(config, model, heads, gamma=gamma, device=device, features=target.features, window=window)
 
     def allocate(self, num_slots: int, dtype: torch.dtype) -> DraftCache:
         """Make the pool of K/V slots."""
@@ -127,7 +134,8 @@ class Drafter:
         """
         bs, model, first = len(step), self.model, self.config.first_slot
         ids, positions = layout or self._lay_out(step)
-        attend = block_attend(self.cache, step, self.num_slots, self.config)
+        requests = step.requests if self.window is None else self.window.of(step.requests)
+        attend = block_attend(self.cache, requests, self.num_slots, self.config)
         hidden = model.forward_block(model.embed(ids.view(-1)), positions.view(-1), attend).view(bs, self.num_slots, -1)
         # The backbone needs the whole block (its slots see each other), the heads only what may be verified. Two
         # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
@@ -187,6 +195,7 @@ class Drafter:
             "markov_rank": config.markov_rank,
             "confidence_head": config.enable_confidence_head,
             "vocab_size": config.vocab_size if vocabulary is None else len(vocabulary.token_ids),
+            "window": None if self.window is None else asdict(self.window),
         }
 
 

@@ -20,12 +20,12 @@ from sglang_dspark.engine.scheduler.batch import (
 )
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.capabilities import Decoding, capabilities, in_one_line
-from sglang_dspark.engine.scheduler.draft_input import kv_lengths
 from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.engine.scheduler.logits_adjuster import StepAdjuster
 from sglang_dspark.engine.scheduler.measure_steps import Stepper
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
+from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.metrics.reporting import Reporting
 from sglang_dspark.scheduling.schedule import Schedule
@@ -34,7 +34,7 @@ from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import Copies, DecodeBatch, StepHooks, StepOutcome, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, StepHooks, StepOutcome, VerifyPlan
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.executors.captured import CapturedSteps
 from sglang_dspark.worker.executors.eager import EagerExecutor
@@ -71,7 +71,8 @@ class DSparkWorker(SpecWorkerBase):
         drafter, runner = self.settled.drafter, self.target_worker.model_runner
         if drafter is None:
             return NoDrafter(self.options)
-        return Drafter.load(drafter, self.options, runner, self.device, dummy=self.settled.dummy_draft)
+        dummy, window = self.settled.dummy_draft, self.settled.draft_window
+        return Drafter.load(drafter, self.options, runner, self.device, dummy=dummy, window=window)
 
     def acceptance_profile(self) -> torch.Tensor | None:
         """Return [gamma] float64 probabilities by which drafts are kept whatever the target says; None to ask it."""
@@ -87,6 +88,7 @@ class DSparkWorker(SpecWorkerBase):
     def prepare_to_serve(self) -> None:
         runner = self.target_worker.model_runner
         self.reporting = Reporting(self.schedule, self.drafter.gamma, int(runner.max_running_requests))
+        self.control = StepControl(self.schedule, self.agreement, self.reporting, self.on_gpu)
         words = most_words(int(runner.req_to_token_pool.size), self.max_verify, self.drafter.gamma)
         self.copies = PackedCopies(words, self.device)
         if self.on_gpu:
@@ -151,7 +153,7 @@ class DSparkWorker(SpecWorkerBase):
         options, adjuster = self.request_options.read(batch.reqs), self.logits_adjuster.of_step(batch)
         step = self.read(batch, options, adjusted=adjuster.any)
         copies = self.preset_texts.propose(batch.reqs, options, step) if self.schedule.speculates else None
-        decision = self.choose(batch, options, copies)
+        decision = self.control.choose(batch, options, () if copies is None else copies.lens)
         span = self.timer.begin()
         executor = self.executors.select(step, decision)
         outcome = executor.run(step, decision, copies, self.hooks(adjuster, publish))
@@ -175,20 +177,6 @@ class DSparkWorker(SpecWorkerBase):
             adjusted=adjusted,
             least_match=options.least_match,
         )
-
-    def choose(self, batch: Any, options: BatchOptions, copies: Copies | None) -> StepDecision:
-        """Return how deep to draft and how much to verify, and what is known by now of the steps before."""
-        # Presets and grammars have made the host wait for the step before, and cost it time for each row.
-        awaited = self.on_gpu and bool(options.presets or batch.has_grammar)
-        # Of the host: under overlap it does not know yet what the step under way commits.
-        context = sum(kv_lengths(batch.reqs)[0]) / len(batch.reqs)
-        copied = () if copies is None else copies.lens
-        requests = [req.rid for req in batch.reqs]
-        decision = self.schedule.choose(
-            requests, context, options.limits, copied, traced=options.traced, awaited=awaited
-        )
-        self.reporting.record_time()
-        return self.agreement.share(decision)
 
     def hooks(self, adjuster: StepAdjuster, publish: Publish) -> StepHooks:
         """Return what happens between the stages of a step."""
@@ -226,20 +214,6 @@ class DSparkWorker(SpecWorkerBase):
     def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
         self.drafter.remember(tokens, slots)
 
-    def before_other_work(self) -> None:
-        self.schedule.invalidate()
-
-    def on_rounds(self, rounds: StepRecord, running: list[int], accept_lens: list[int]) -> None:
-        self.reporting.record(rounds, running, accept_lens)
-        self.schedule.observe(rounds, running, accept_lens)
-        self.reporting.log()
-
-    def on_times(self, device_ms: float, waited_ms: float) -> None:
-        self.schedule.processed(device_ms, waited_ms)
-
-    def report(self, history_s: int = 0) -> dict[str, Any]:
-        return self.reporting.report(history_s)
-
     def capabilities(self) -> dict[str, Any]:
         described = self.drafter.describe(self.server_args.speculative_draft_model_path)
         drafting = "requests with a preset speculate" if described is None else "the drafter fits the target"
@@ -247,11 +221,6 @@ class DSparkWorker(SpecWorkerBase):
             f"selected by --speculative-algorithm, and {drafting}",
             self.drafter.gamma,
             cuda_graphs=self.executors.captured is not None,
+            fit=self.reporting.fit,
         )
         return capabilities(self.server_args, self.target_worker.model_runner, self.schedule, described, decoding)
-
-    def export_metrics(self, labels: dict[str, Any]) -> None:
-        self.reporting.export_metrics(labels)
-
-    def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:
-        return self.reporting.switch_policy(fields)

@@ -55,6 +55,9 @@ VARIANTS = {
     "some pairs rotate": {
         "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "rotary_pairs": "whole_head"}
     },
+    "proportional RoPE": {
+        "rope_parameters": {"rope_theta": 500.0, "rope_type": "proportional", "partial_rotary_factor": 0.5}
+    },
     "biases": {"attention_bias": True},
     "depth unknown": {"num_target_layers": None},
     "no vocabulary in common with defaults": {"vocab_size": 151936, "mask_token_id": 151669},
@@ -184,6 +187,10 @@ def test_all_unfit_keys_are_named_at_once(make_config):
             {"partial_rotary_factor": 0.5, "rotary_pairs": "halves"},
             "rotary_pairs='halves' should be",
         ),
+        (
+            {"rope_type": "proportional", "rotary_pairs": "leading", "partial_rotary_factor": 0.5},
+            "rotary_pairs='leading' should be 'whole_head'",
+        ),
         ({"rope_dim": 12}, "rope_dim=12 should be at most head_dim=8"),
         ({"sliding_attention": {"rope_theta": 1.0}}, "is not one set for the layers of kind full_attention"),
     ],
@@ -193,7 +200,7 @@ def test_unfit_rope_is_refused(make_config, rope, message):
         read(make_config(rope_parameters={"rope_theta": 500.0, **rope}))
 
 
-@pytest.mark.parametrize("architectures", [["Gemma4DSparkModel"], ["Qwen3ForCausalLM"], [], "Qwen3DSparkModel", None])
+@pytest.mark.parametrize("architectures", [["Glm5_2DSparkModel"], ["Qwen3ForCausalLM"], [], "Qwen3DSparkModel", None])
 def test_other_architectures_are_told_what_is_supported(make_config, architectures):
     with pytest.raises(CheckpointError) as error:
         read(make_config(architectures=architectures))

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from canonical_drafter import GEMMA
 from literal_draft import LiteralDraft
 from reference_decoding import ContextKV, draft_block
 
@@ -49,6 +50,9 @@ CASES = {
         "attention_bias": True,
         "sink_layers": [True, True],
     },
+    "Gemma's layers": GEMMA,
+    "Gemma's layers, own values": GEMMA | {"attention_k_eq_v": False, "final_logit_softcapping": ...},
+    "proportional": rope(rope_type="proportional", partial_rotary_factor=0.5, factor=2.0),
     "YaRN": rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, head_dim=16),
     "YaRN, own factors": rope(
         rope_type="yarn", factor=8.0, mscale=0.7, mscale_all_dim=0.3, beta_fast=4.0, truncate=False

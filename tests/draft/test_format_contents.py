@@ -84,7 +84,7 @@ REFUSED = {
     "speculators of another kind": ({"speculators_model_type": "xpress"}, "speculators_model_type='xpress'.*refiner"),
     "MLA": ({"model_type": "k3_dspark"}, "model_type='k3_dspark' is not supported: its attention is latent"),
     "fused": ({"dspark_target_layer_ids": [40]}, "a drafter inside its target"),
-    "Gemma": ({"architectures": ["Gemma4DSparkModel"]}, "architectures=.'Gemma4DSparkModel'.*layers are Gemma's"),
+    "Qwen's keys for Gemma's layers": ({"architectures": ["Gemma4DSparkModel"]}, "key 'global_head_dim' is missing"),
     "MiniMax": ({"architectures": ["DSparkMiniMaxDraftModel"]}, "MiniMax"),
     "Muse": ({"architectures": ["MuseSparkDSparkModel"]}, "Muse Spark"),
     "Laguna": ({"architectures": ["DFlashLagunaForCausalLM"]}, "Laguna"),

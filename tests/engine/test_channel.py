@@ -34,7 +34,7 @@ class Manager:
 
     def reply(self, question):
         refused = question["fields"].get("policy") == "bad"
-        found = {"refusal": "no such policy"} if refused else {"answer": question}
+        found = {"refusal": "no such policy"} if refused else {"answer": question | question["fields"]}
         reply = SimpleNamespace(internal_state={KEY: found})
         self.get_internal_state_communicator.handle_recv(reply)
 

@@ -181,6 +181,16 @@ def test_a_target_that_reads_images_is_started_as_without_dspark(reads, tmp_path
     assert ModelConfig.from_server_args(made).is_image_understandable_model
 
 
+def limit_of(monkeypatch, device, given, max_verify, recurrent):
+    """Requests at a time, with what an operator has given."""
+    declared = {"max_running_requests": given}
+    monkeypatch.setattr(defaults, "declare_resolution", lambda args, source, **fields: declared.update(fields))
+    args = SimpleNamespace(device=device, max_running_requests=given)
+    defaults.limit_requests(args, max_verify + 1, recurrent=recurrent)
+    assert args.max_running_requests == given
+    return declared["max_running_requests"]
+
+
 @pytest.mark.parametrize(
     ("device", "given", "of_graphs", "max_verify", "expected"),
     [
@@ -202,16 +212,12 @@ def test_a_gpu_admits_as_many_requests_as_graphs_are_captured_for(
     """SGLang would admit thousands, for all of which start-up holds memory."""
     graphs = SimpleNamespace(decode=SimpleNamespace(max_bs=of_graphs))
     monkeypatch.setattr(defaults, "resolving_view", lambda args: SimpleNamespace(cuda_graph_config=graphs))
-    args = SimpleNamespace(device=device, max_running_requests=given)
-    defaults.limit_requests(args, max_verify + 1, recurrent=False)
-    assert args.max_running_requests == expected
+    assert limit_of(monkeypatch, device, given, max_verify, recurrent=False) == expected
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, defaults.MIN_REQUESTS), (5, 5)])
-def test_a_cpu_limits_requests_with_states(given, expected):
-    args = SimpleNamespace(device="cpu", max_running_requests=given)
-    defaults.limit_requests(args, 8, recurrent=True)
-    assert args.max_running_requests == expected
+def test_a_cpu_limits_requests_with_states(monkeypatch, given, expected):
+    assert limit_of(monkeypatch, "cpu", given, 7, recurrent=True) == expected
 
 
 def test_states_are_kept_as_a_cpu_can(reads, tmp_path):
@@ -229,7 +235,7 @@ def test_states_are_kept_as_a_cpu_can(reads, tmp_path):
 def test_the_limit_reaches_the_scheduler(reads, monkeypatch):
     def as_on_a_gpu(args, window, recurrent):
         assert overrides.resolving_view(args).cuda_graph_config.decode.max_bs > 0
-        args.max_running_requests = 77
+        overrides.declare_resolution(args, "dspark", max_running_requests=77)
 
     monkeypatch.setattr(defaults, "limit_requests", as_on_a_gpu)
     made, _ = settled()

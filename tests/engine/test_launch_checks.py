@@ -39,6 +39,26 @@ REFUSED = [
         "--speculative-draft-model-path=x names a drafter, and .*-draft-free serves without one; drop one of the flags",
     ),
     (
+        "window of the drafter",
+        {"speculative_draft_window_size": 0},
+        "--speculative-draft-window-size=0 leaves nothing of a context; pass 1 or more",
+    ),
+    (
+        "window of the drafter",
+        {"speculative_draft_window_size": 9, "speculative_draft_sink_size": -1},
+        "--speculative-draft-sink-size=-1 is no number of tokens; pass 0 or more",
+    ),
+    (
+        "window of the drafter",
+        {"speculative_draft_sink_size": 4},
+        "--speculative-draft-sink-size=4 needs --speculative-draft-window-size",
+    ),
+    (
+        "window of the drafter",
+        {"speculative_draft_window_size": 9, "options": FREE},
+        "--speculative-draft-window-size=9 belongs to a drafter, and .*-draft-free serves without one",
+    ),
+    (
         "form of draft weights",
         {"speculative_draft_load_format": "gguf"},
         "--speculative-draft-load-format=gguf: .*; drop the flag, or pass dummy",
@@ -204,6 +224,7 @@ SERVED = [
     {"lora_paths": [], "lora_backend": "ascend"},
     {"enable_hierarchical_cache": True},
     {"page_size": 64},
+    {"speculative_draft_window_size": 1, "speculative_draft_sink_size": 0},
     {"tp_size": 2, "hybrid": {"mamba_radix_cache_strategy": "extra_buffer_lazy"}},
     {"target": HYBRID, "hybrid": {"mamba_track_interval": 16}},
     {"target": HYBRID, "hybrid": {"mamba_radix_cache_strategy": "no_buffer", "mamba_track_interval": 1}},

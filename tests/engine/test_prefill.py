@@ -144,7 +144,7 @@ def test_a_prompt_waits_for_what_comes_back_from_host_memory(is_prefill, monkeyp
 
     worker = object.__new__(DSparkWorker)
     worker._target_worker = SimpleNamespace(model_runner=None, set_hicache_consumer=awaited.append)
-    worker.before_other_work = lambda: None
+    worker.schedule = SimpleNamespace(invalidate=lambda: None)
     worker.decode = forward
     monkeypatch.setattr(worker_base, "capturing_forward", forward)
     mode = SimpleNamespace(is_extend=lambda: is_prefill, is_idle=lambda: False)

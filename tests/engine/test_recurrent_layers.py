@@ -8,7 +8,8 @@ from dspark_kernels import StateRows, causal_conv_rows, kernels_anywhere
 from recorded_graph import RecordedGraph
 
 from sglang_dspark.engine.forward import recurrent_layers
-from sglang_dspark.engine.forward.recurrent_layers import CapturedStates, RecurrentBackend
+from sglang_dspark.engine.forward.recurrent_layers import CapturedStates, RecurrentBackend, check_room, recurrence
+from sglang_dspark.errors import ConfigError
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WIDTH, LAYERS = 2, 4, 5, 3, 4, 2
 KEYS, VALUES = KEY_HEADS * KEY_DIM, VALUE_HEADS * VALUE_DIM
@@ -281,3 +282,36 @@ def test_prompts_are_sglangs():
     assert asked == [prompt]
     assert backend.forward_extend(None, prompt, "rows", None, None) == "rows"
     assert backend.mamba_chunk_size == 64
+
+
+class GDNAttnBackend:
+    """SGLang's, by its name."""
+
+    req_to_token_pool = pool(0, torch.float32)
+
+
+def test_a_shortage_of_states_ends_the_start():
+    """A default may be lowered, a number that was asked for may not."""
+    backend = RecurrentBackend(GDNAttnBackend(), torch.float32)
+    runner = SimpleNamespace(
+        attn_backend=SimpleNamespace(linear_attn_backend=backend),
+        max_running_requests=3,
+        token_to_kv_pool=SimpleNamespace(size=1000),
+    )
+    for asked in (None, 2, 3):
+        check_room(runner, asked)
+    with pytest.raises(
+        ConfigError,
+        match=r"^--max-running-requests=4: there is room for 13 recurrent states of 0.00 MB.*"
+        r" pass --max-running-requests 3 or less, or make room with --mamba-full-memory-ratio",
+    ):
+        check_room(runner, 4)
+    runner.token_to_kv_pool.size = 6  # tokens are short, and SGLang says so
+    check_room(runner, 4)
+    check_room(SimpleNamespace(attn_backend=None, max_running_requests=3), 4)
+
+
+def test_the_recurrence_is_named():
+    ours = RecurrentBackend(GDNAttnBackend(), torch.float32)
+    for backend, name in ((ours, "GDN"), (GDNAttnBackend(), "GDN"), (None, None)):
+        assert recurrence(SimpleNamespace(linear_attn_backend=backend)) == name

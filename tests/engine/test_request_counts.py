@@ -4,20 +4,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dspark.engine.api.request_counts import report
+from sglang_dspark.engine.api.request_counts import add_to_span, note_policy, report
 from sglang_dspark.engine.scheduler.hook_handlers import clip_reasoning_tokens
 
 
-def meta_info(*, rounds, drafted, rows, accepted, **of_sglang):
-    """Return the report of the second request of a batch; the ``rows`` of its verifications include the anchors."""
-    found = dict(of_sglang)
-    outputs = SimpleNamespace(
+def outputs(*, rounds, drafted, rows, accepted):
+    """Return a batch whose second request has these counts; the ``rows`` of its verifications include the anchors."""
+    return SimpleNamespace(
         spec_verify_ct=[9, rounds],
         spec_num_block_accept_tokens=[9, drafted],
         spec_num_cap_tokens=[9, rows],
         spec_num_correct_drafts=[9, accepted],
     )
-    report(None, None, found, outputs, 1)
+
+
+def meta_info(*, rounds, drafted, rows, accepted, **of_sglang):
+    """Return the report of such a request."""
+    found = dict(of_sglang)
+    report(None, None, found, outputs(rounds=rounds, drafted=drafted, rows=rows, accepted=accepted), 1)
     return found
 
 
@@ -44,6 +48,32 @@ def test_a_request_without_a_step_says_nothing():
     embeddings = {}
     report(None, None, embeddings, SimpleNamespace(), 0)
     assert embeddings == {}
+
+
+def test_a_span_says_what_became_of_the_drafts():
+    server = SimpleNamespace(config=SimpleNamespace(policy="auto"))
+    manager = SimpleNamespace(server_args=SimpleNamespace(_dspark=server))
+    counts = outputs(rounds=4, drafted=20, rows=12, accepted=6)
+    span = {"gen_ai.request.id": "a"}
+    add_to_span(span, manager, None, counts, 1)
+    assert span == {
+        "gen_ai.request.id": "a",
+        "dspark.rounds": 4,
+        "dspark.accept_length": 2.5,
+        "dspark.verified_tokens": 8,
+        "dspark.wasted_tokens": 2,
+        "dspark.policy": "auto",
+    }
+    note_policy(manager, "static")
+    add_to_span(span, manager, None, counts, 1)
+    assert span["dspark.policy"] == "static"
+
+
+def test_spans_of_other_requests_and_without_tracing_stay_as_they_are():
+    embeddings, untraced = {"gen_ai.request.id": "a"}, {}
+    add_to_span(embeddings, None, None, SimpleNamespace(), 1)
+    add_to_span(untraced, None, None, outputs(rounds=4, drafted=20, rows=12, accepted=6), 1)
+    assert (embeddings, untraced) == ({"gen_ai.request.id": "a"}, {})
 
 
 @pytest.mark.parametrize(("counted", "expected"), [(3, 3), (4, 4), (9, 4)])

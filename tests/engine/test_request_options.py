@@ -7,7 +7,7 @@ import torch
 from dspark_kernels import LEAST_MATCH, MOST_MATCH
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.api.request_field import MAX_LABEL_TOKENS, settle
+from sglang_dspark.engine.api.request_field import ASKED, MAX_LABEL_TOKENS, settle
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.scheduler.request_options import BatchOptions, request_options
 from sglang_dspark.proposals.proposer import Proposers
@@ -56,6 +56,17 @@ def test_values_that_ask_for_nothing_leave_no_trace(field):
     req = settled({"dspark": field, "mine": 1})
     assert req.sampling_params.custom_params == {"mine": 1}
     assert request_options(req) == RequestOptions()
+
+
+@pytest.mark.parametrize("custom_params", [None, {}, {"mine": 1}, {"dspark": {"max_verify": 7}}])
+def test_the_field_of_a_body_wins_over_what_the_body_carries_itself(custom_params):
+    before = ASKED.set('{"max_verify": 2}')
+    try:
+        req = settled(custom_params)
+    finally:
+        ASKED.reset(before)
+    assert request_options(req) == RequestOptions(max_verify=2)
+    assert ("mine" in req.sampling_params.custom_params) == ("mine" in (custom_params or {}))
 
 
 @pytest.mark.parametrize("custom_params", [None, {}, {"mine": {"max_verify": 2}}])

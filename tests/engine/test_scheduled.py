@@ -1,15 +1,18 @@
 """SGLang's own DSPARK under our schedule, without a server: rows, steps, and what is refused at start-up."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.scheduled.captured_rows import CapturedRows
-from sglang_dspark.engine.scheduled.launch import ScheduledServer
-from sglang_dspark.engine.scheduled.served import refuse_unserved
-from sglang_dspark.engine.scheduled.step import ScheduledStep
+from sglang_dspark.engine.builtin import launch, lengths
+from sglang_dspark.engine.builtin.captured_rows import CapturedRows
+from sglang_dspark.engine.builtin.launch import MODE, ScheduledServer
+from sglang_dspark.engine.builtin.served import refuse_unserved
+from sglang_dspark.engine.builtin.step import ScheduledStep
+from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
@@ -41,11 +44,12 @@ def laid_out(decision, logits):
 def test_rows_are_padded_to_the_next_tier():
     """On the device: nothing of a captured layout is known to the host."""
     lens = torch.tensor([1, 4, 6])
-    layout = CAPTURED.lay_out(lens, 11)
+    layout, rows = CAPTURED.lay_out(lens, 11)
+    assert rows == 16
     assert (layout.graph_num_tokens, layout.verify_lens_cpu) == (16, None)
     assert layout.qo_indptr_device.tolist() == [0, 1, 5, 11]
-    assert CAPTURED.lay_out(lens, None).graph_num_tokens == 32
-    assert CapturedRows(window=8).lay_out(lens, 11).graph_num_tokens == 11
+    assert CAPTURED.lay_out(lens, None)[1] == 32
+    assert CapturedRows(window=8).lay_out(lens, 11)[1] == 11
 
 
 def test_the_budget_goes_to_the_drafts_that_survive():
@@ -92,13 +96,106 @@ def test_beyond_the_captured_requests_blocks_are_verified_whole():
 )
 def test_options_of_our_own_worker_are_refused(options, named):
     with pytest.raises(ConfigError, match=named):
-        ScheduledServer.before(SimpleNamespace(), DSparkConfig(engine="scheduled", **options))
+        ScheduledServer.before(SimpleNamespace(), DSparkConfig(engine="scheduled", **options), "")
 
 
-def test_a_mode_of_whole_blocks_is_refused(monkeypatch):
-    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "static")
-    with pytest.raises(ConfigError, match="SGLANG_RAGGED_VERIFY_MODE=static"):
-        ScheduledServer.before(SimpleNamespace(), DSparkConfig(engine="scheduled"))
+def settled(**options):
+    """The server as its scheduler finds it, of arguments that SGLang has resolved."""
+    args = SimpleNamespace()
+    ScheduledServer.before(args, DSparkConfig(engine="scheduled", **options), "asked")
+    ScheduledServer.settle(args)
+    return attached(args)
+
+
+def test_how_much_is_verified_is_decided_once_and_told_to_the_worker(monkeypatch):
+    reasons = iter([None, "its layers"])
+    monkeypatch.setattr(launch, "why_one_length", lambda args: next(reasons))
+    monkeypatch.delenv(MODE, raising=False)
+    each, all_ = settled(), settled()
+    assert (each.by_request, each.has_confidence_head, all_.by_request, all_.has_confidence_head) == (
+        *(True, True),
+        *(False, False),
+    )
+    assert each.reason.endswith("asked; each request verifies its own number of drafts")
+    assert all_.reason.endswith("asked; all verify as many drafts (its layers)")
+    for server, mode in ((each, "compact"), (all_, "static")):
+        server.set_mode()
+        assert os.environ[MODE] == mode
+
+
+def test_the_operator_may_say_how_much_is_verified(monkeypatch):
+    monkeypatch.setattr(launch, "why_one_length", None)
+    for mode, by_request in (("compact", True), ("static", False)):
+        monkeypatch.setenv(MODE, mode)
+        assert settled().by_request is by_request
+    monkeypatch.setenv(MODE, "cap-accept")
+    with pytest.raises(ConfigError, match=f"{MODE}=cap-accept"):
+        settled()
+
+
+def test_temperatures_need_a_confidence_head(monkeypatch):
+    monkeypatch.setenv(MODE, "static")
+    with pytest.raises(ConfigError, match="confidence-sts-path=temperatures"):
+        settled(confidence_sts_path="temperatures")
+
+
+SERVED = {
+    "attention_backend": "fa3",
+    "prefill_attention_backend": None,
+    "decode_attention_backend": None,
+    "speculative_attention_mode": "prefill",
+    "cuda_graph_config": SimpleNamespace(decode=SimpleNamespace(backend="full")),
+    "enable_lora": False,
+    "mla": False,
+    "head": True,
+    "recurrent": None,
+    "kda": None,
+    "sparse": False,
+    "engram": (),
+    "mrope": False,
+    "sm100": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        ({}, None),
+        ({"attention_backend": "triton"}, "attention backend triton"),
+        ({"attention_backend": "flashinfer"}, "attention backend flashinfer"),
+        ({"attention_backend": "flashinfer", "mla": True}, None),
+        ({"attention_backend": "trtllm_mha"}, "attention backend trtllm_mha"),
+        ({"attention_backend": "trtllm_mha", "sm100": True}, None),
+        ({"decode_attention_backend": "triton"}, None),  # it verifies nothing
+        ({"decode_attention_backend": "triton", "speculative_attention_mode": "decode"}, "triton"),
+        ({"cuda_graph_config": SimpleNamespace(decode=SimpleNamespace(backend="disabled"))}, "CUDA graphs"),
+        ({"recurrent": object()}, "recurrent layers"),
+        ({"recurrent": object(), "kda": object()}, None),
+        ({"sparse": True}, "sparse attention"),
+        ({"engram": (3,)}, "n-gram"),
+        ({"mrope": True}, "three coordinates"),
+        ({"enable_lora": True}, "adapters"),
+        ({"head": False}, "no confidence head"),
+    ],
+)
+def test_where_all_requests_verify_as_many_drafts(found, why, monkeypatch):
+    args = SimpleNamespace(**SERVED | found)
+    target = SimpleNamespace(
+        hf_config=None, hf_text_config=SimpleNamespace(engram_layer_ids=args.engram), model_is_mrope=args.mrope
+    )
+    for name, value in {
+        "resolved_view": args,
+        "model_config_of": target,
+        "use_mla_backend": args.mla,
+        "mambaish_config": args.recurrent,
+        "hybrid_kda_config": args.kda,
+        "is_minimax_sparse": args.sparse,
+        "get_platform": SimpleNamespace(is_sm100=args.sm100),
+        "_has_head": args.head,
+    }.items():
+        monkeypatch.setattr(lengths, name, lambda *_, value=value: value)
+    said = lengths.why_one_length(args)
+    assert said is None if why is None else why in said
 
 
 def served(**found):
@@ -108,6 +205,8 @@ def served(**found):
     args = {
         "enable_lora": False,
         "enable_dp_attention": False,
+        "enable_two_batch_overlap": False,
+        "enable_pdmux": False,
         "nnodes": 1,
         "pp_size": 1,
         "disaggregation_mode": "null",
@@ -125,24 +224,42 @@ def served(**found):
 
 
 UNIFORM = SimpleNamespace(supports_ragged_verify_graph=False, decode_attention_backend_str="triton")
+OF_ROWS = (
+    ({"backend": UNIFORM}, "triton"),
+    ({"graphs": None}, "--disable-cuda-graph"),
+    ({"mrope": True}, "three coordinates"),
+    ({"engram": object()}, "n-gram"),
+)
 
 
 @pytest.mark.parametrize(
     ("found", "named"),
     [
-        ({"backend": UNIFORM}, "triton"),
-        ({"graphs": None}, "--disable-cuda-graph"),
-        ({"mrope": True}, "three coordinates"),
-        ({"engram": object()}, "n-gram"),
+        *OF_ROWS,
         ({"enable_lora": True}, "adapters"),
         ({"enable_dp_attention": True}, "data parallelism"),
+        ({"enable_two_batch_overlap": True}, "two-batch"),
+        ({"enable_pdmux": True}, "PD multiplexing"),
         ({"nnodes": 2}, "nodes"),
         ({"pp_size": 2}, "pipeline"),
         ({"disaggregation_mode": "prefill", "graphs": None}, "prefill and decode"),
     ],
 )
 def test_what_it_would_verify_wrongly_is_refused(found, named, monkeypatch):
-    monkeypatch.setattr("sglang_dspark.engine.scheduled.served.resolving_view", lambda args: args)
-    refuse_unserved(served())
-    with pytest.raises(ConfigError, match=named):
-        refuse_unserved(served(**found))
+    monkeypatch.setattr("sglang_dspark.engine.builtin.served.resolving_view", lambda args: args)
+    for by_request in (True, False):
+        refuse_unserved(served(), by_request=by_request)
+        if by_request or (found, named) not in OF_ROWS:
+            with pytest.raises(ConfigError, match=named):
+                refuse_unserved(served(**found), by_request=by_request)
+        else:
+            refuse_unserved(served(**found), by_request=by_request)
+
+
+@pytest.mark.parametrize("name", ["SGLANG_DSPARK_DEFER_CONTEXT_KV", "SGLANG_OPT_DSV41_TARGET_METADATA_EARLY"])
+def test_what_a_step_hands_to_the_next_is_refused_at_several_widths(name, monkeypatch):
+    monkeypatch.setattr("sglang_dspark.engine.builtin.served.resolving_view", lambda args: args)
+    monkeypatch.setenv(name, "1")
+    refuse_unserved(served(), by_request=True)
+    with pytest.raises(ConfigError, match=name):
+        refuse_unserved(served(), by_request=False)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dspark.draft.families import FAMILIES, UNSERVED, family_of
+from sglang_dspark.draft.families import FAMILIES, UNSERVED, family_of, left_to_sglang
 from sglang_dspark.errors import UnservedError
 
-BUILT_IN = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine builtin"
+OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine auto"
 
 
 @cache
@@ -31,8 +31,10 @@ def captures(architecture):
 
 
 def test_an_unknown_target_is_told_of_sglangs_own():
-    with pytest.raises(UnservedError, match=f"perhaps {BUILT_IN}"):
+    with pytest.raises(UnservedError, match=f"perhaps {OWN_DSPARK}"):
         family_of(["NoSuchForCausalLM"])
+    assert left_to_sglang(["NoSuchForCausalLM"]) == left_to_sglang(None) == "it is of no class that ours knows"
+    assert left_to_sglang(["LlamaForCausalLM"]) is None
 
 
 @pytest.mark.parametrize("unserved", UNSERVED, ids=lambda unserved: unserved.architectures[0])
@@ -41,6 +43,30 @@ def test_who_serves_what_dspark_does_not(unserved):
         with pytest.raises(UnservedError) as caught:
             family_of([architecture])
         assert unserved.instead in str(caught.value) and unserved.reason in str(caught.value)
-        assert (BUILT_IN in str(caught.value)) == unserved.own_dspark <= captures(architecture)
+        assert str(caught.value).endswith(OWN_DSPARK) == bool(unserved.own_dspark) <= captures(architecture)
+        assert left_to_sglang([architecture]) == (unserved.reason if unserved.own_dspark else None)
     assert not unserved.reason.endswith(".")  # one sentence, with the remedy
     assert not {family.architecture for family in FAMILIES} & set(unserved.architectures)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "recurrence"),
+    [
+        ("KimiLinearForCausalLM", "Kimi delta attention (KDA)"),
+        ("NemotronHForCausalLM", "Mamba 2"),
+        ("Lfm2MoeForCausalLM", "short convolutions"),
+    ],
+)
+def test_a_recurrence_is_named(architecture, recurrence):
+    with pytest.raises(UnservedError, match=re.escape(f"its layers of {recurrence} keep a recurrent state")):
+        family_of([architecture])
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_ragged"), [("kda", True), ("gdn", False), ("short_conv", False), ("lightning", False)]
+)
+def test_recurrences_that_sglangs_own_worker_verifies_raggedly(backend, is_ragged):
+    """What the list says of SGLang's own worker."""
+    [folder] = find_spec("sglang.srt.layers.attention.linear").submodule_search_locations
+    text = (Path(folder) / f"{backend}_backend.py").read_text(encoding="utf-8")
+    assert ("supports_ragged_verify_graph: bool = True" in text) == is_ragged

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from sglang_dspark.calibration.fit import Verdict
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
 from sglang_dspark.metrics.counters import Counters
 from sglang_dspark.metrics.history import History
-from sglang_dspark.metrics.prometheus import Metrics
+from sglang_dspark.metrics.prometheus import Metrics, State
 
 GRAFANA = Path(__file__).parents[2] / "docker" / "grafana" / "dspark.json"
 LABELS = {"model_name": "m", "tp_rank": 0}
@@ -23,7 +24,7 @@ class Exporter:
     def __init__(self):
         self.predicted = PredictedSurvival(3)
         self.counters = Counters(3, self.predicted)
-        self.state = ("auto", False)
+        self.state = State("auto", parked=False)
         self.registry = CollectorRegistry()
         history = History(self.counters)
         self.metrics = Metrics(self.counters, history, lambda: self.state, 16, LABELS, self.registry)
@@ -66,17 +67,22 @@ def test_counters_follow_and_never_fall(exporter):
     exporter.metrics.update()
     assert exporter.value("steps_total", load="4") == 1
     exporter.counters.record([3, 3, 3], [1, 1, 1], [0, 0, 0], policy="auto")
-    exporter.state = ("static", True)
+    exporter.state = State("static", parked=True, fit=Verdict.MISFIT)
     exporter.metrics.update()
     assert exporter.value("steps_total", load="4") == 2
     assert exporter.value("policy", policy="static") == exporter.value("parked") == 1
     assert exporter.value("policy", policy="auto") == 0
+    assert exporter.value("drafter_misfit") == 1
+    exporter.state = State("static", parked=True, fit=Verdict.FITS)
+    exporter.metrics.update()
+    assert exporter.value("drafter_misfit") == 0
 
 
 def test_what_was_not_seen_is_a_gap():
     idle = Exporter()
     idle.metrics.update()
     assert math.isnan(idle.value("accept_length"))
+    assert math.isnan(idle.value("drafter_misfit"))
     assert math.isnan(idle.value("survival", position="2"))
     assert idle.value("tokens_per_second") == 0
 

@@ -41,3 +41,22 @@ def test_nothing_is_kept_for_requests_that_are_gone():
 def test_a_request_without_a_preset_has_no_proposer():
     with pytest.raises(ValueError, match="proposes nothing"):
         Proposers(256).make(RequestOptions(), [1])
+
+
+def test_a_recorded_text_is_proposed_as_long_as_the_output_follows_it():
+    text = Proposers(256).make(RequestOptions(preset="replay", recorded=(5, 6, 7, 8, 9)), [1, 2])
+    assert text.propose(2) == [5, 6]
+    text.extend([5, 6, 7])
+    assert text.propose(7) == [8, 9]
+    text.extend([8, 4])
+    assert text.propose(7) == []
+    text.extend([9])
+    assert text.propose(7) == []
+
+
+def test_an_output_that_is_longer_than_the_recorded_text_has_no_proposal():
+    text = Proposers(256).make(RequestOptions(preset="replay", recorded=(5, 6)), [1])
+    text.extend([5, 6])
+    assert text.propose(3) == []
+    text.extend([7])
+    assert text.propose(3) == []

@@ -144,6 +144,22 @@ def test_a_probe_of_graphs_shows_all_requests():
     assert probes[0] == StepDecision(GAMMA, TopK(GAMMA, probe_request=1), weight=PARKED_PROBE_WEIGHT)
 
 
+@pytest.mark.parametrize(
+    ("table", "confidence", "usual", "weight"),
+    [(break_even(BAD, advantage=-0.6), BAD, 0, PARKED_PROBE_WEIGHT), (compute_bound(), GOOD, 3, 1)],
+    ids=["parked", "speculating"],
+)
+def test_where_all_verify_as_many_drafts_a_probe_is_a_whole_step(table, confidence, usual, weight):
+    """And every other choice is a plain step, or one length of the given ones for all."""
+    policy = make_policy(table, confidence, depths=(1, 3, GAMMA))
+    policy.fixed_draft_shape = policy.uniform = True
+    made = [(policy.choose(32, CONTEXT), policy.probing) for _ in range(4000)]
+    assert all(decision.is_fixed(32) for decision, _ in made)
+    assert {decision.draft_len for decision, probing in made if not probing} == {usual}
+    probes = {decision for decision, probing in made if probing and decision.draft_len == GAMMA}
+    assert probes == {replace(whole(32), weight=weight)}
+
+
 def test_probes_of_a_parked_server_get_rarer_the_more_they_cost():
     def steps_between(extra_ms):
         policy = make_policy(costly_drafts(extra_ms), BAD)

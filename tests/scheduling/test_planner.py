@@ -109,3 +109,18 @@ def test_a_busy_machine_does_not_change_the_choice():
     best, chosen = (evaluate_steps(times, survivals, 8, 300.0).best for times in (calm, busy))
     assert chosen.tokens_per_ms == pytest.approx(best.tokens_per_ms, rel=0.02)
     assert rate(calm, survivals, 8, chosen.num_tokens, chosen.depth, 300.0) > 0.99 * best.tokens_per_ms
+
+
+@pytest.mark.parametrize("requests", [1, 3, 20])
+def test_where_all_verify_as_many_drafts_the_best_length_is_the_best_of_all(requests):
+    lengths = (1, 3, GAMMA)
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        times, survivals = knowledge(rng, random_table(rng, contexts=(64,)), lengths)
+        rates = {d: rate(times, survivals, requests, requests * (1 + d), d, 64.0) for d in lengths}
+        steps = evaluate_steps(times, survivals, requests, 64.0, uniform=True)
+        assert [(step.depth, step.num_tokens) for step in steps.by_drafts] == [
+            (drafts, requests * (1 + drafts)) for drafts in (0, *lengths)
+        ]
+        assert [step.tokens_per_ms for step in steps.by_drafts[1:]] == pytest.approx(list(rates.values()))
+        assert steps.best.depth == max(rates, key=rates.__getitem__)

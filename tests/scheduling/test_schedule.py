@@ -71,6 +71,14 @@ def test_policies_that_cannot_be_had_leave_the_old_one(options, fields, complain
     assert made.policy is before
 
 
+def test_early_stop_needs_a_length_of_each_request():
+    made = schedule()
+    made.start(table(), fixed_draft_shape=True, lengths=(1, GAMMA))
+    assert made.forecast.lagged.depths == (1, GAMMA)
+    assert "as many drafts of all" in made.why_not("early-stop")
+    assert made.why_not("static") is made.why_not("auto") is None
+
+
 def test_what_a_launched_step_reads_outlives_two_renewals():
     """One for statistics that are asked for, one with the result of the step before."""
     made = schedule(with_head=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from byte_tokenizer import save_byte_tokenizer
 from family_targets import written_target
-from golden_server import DSPARK, GUARDED, TARGET, TWO_RANKS, emulated_graphs, own_worker
+from golden_server import DSPARK, GUARDED, TARGET, TWO_RANKS, emulated_graphs, of_sglang_alone, own_worker
 from int8_target import int8_target
 from lora_adapters import adapter_flags
 from picture_targets import picture_target
@@ -60,21 +60,19 @@ def _tiny(architecture: str, *flags: str, env: Mapping[str, str] | None = None) 
     )
 
 
-def _reading(architecture: str, *flags: str, env: Mapping[str, str] | None = None) -> Recipe:
+def _reading(architecture: str, *flags: str, drafter: str = "tiny", env: Mapping[str, str] | None = None) -> Recipe:
     """Return the same, of a target that reads pictures."""
     return Recipe(
-        lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *flags),
+        lambda folder: (*dspark_flags(random_drafter(folder / "draft", drafter)), *flags),
         model=lambda folder: picture_target(architecture, folder / "target"),
         env=env or {},
     )
 
 
 OF_BATCHES = {"self_attn": "batch", "mlp": "batch"}
-GEMMA4 = (
-    "Gemma4ForConditionalGeneration",
-    *(() if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")),
-    *("--chunked-prefill-size", "16"),
-)
+GEMMA4, GEMMA4_12B = "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"
+CHUNKS = ("--chunked-prefill-size", "16")
+OF_GEMMA4 = () if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")
 # SGLang has no attention for it on a CPU; an activation is compiled otherwise, for half a minute.
 LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1", "TORCHDYNAMO_DISABLE": "1"}
 
@@ -82,11 +80,11 @@ SERVERS: dict[str, Recipe] = {
     # The target alone, and DSPARK with its defaults.
     "plain": Recipe(),
     "dspark": Recipe(lambda folder: DSPARK),
-    # Every scheduling of SGLang that is not the default, K/V in pages, and a part of the drafter's block.
+    # Every scheduling of SGLang that is not the default, K/V in pages, and a part of the drafter's block and context.
     "corner": Recipe(
         lambda folder: (
             *(*DSPARK, "--disable-overlap-schedule", "--chunked-prefill-size", "64", "--page-size", "16"),
-            *("--speculative-dspark-block-size", "3"),
+            *("--speculative-dspark-block-size", "3", "--speculative-draft-window-size", "12"),
         )
     ),
     "tight": Recipe(lambda folder: (*DSPARK, *TIGHT, "--chunked-prefill-size", "64")),
@@ -111,15 +109,24 @@ SERVERS: dict[str, Recipe] = {
     "plain_parsers": Recipe(lambda folder: PARSERS, model=spoken_target),
     "parsers": Recipe(lambda folder: (*DSPARK, *STATIC, *PARSERS), model=spoken_target),
     # SGLang's own DSPARK, by our schedule and as it comes.
-    "scheduled": Recipe(lambda folder: DSPARK, env=own_worker("scheduled")),
+    "scheduled": Recipe(lambda folder: DSPARK, env=own_worker("scheduled", "compact")),
     "scheduled_corner": Recipe(
         lambda folder: (
             *(*DSPARK, "--disable-overlap-schedule", "--chunked-prefill-size", "64"),
             *("--max-total-tokens", "600", "--schedule-conservativeness", "0.01"),
         ),
-        env=own_worker("scheduled"),
+        env=own_worker("scheduled", "compact"),
     ),
     "scheduled_parallel": Recipe(
+        lambda folder: (*DSPARK, *PARALLEL), env={**own_worker("scheduled", "compact"), **TWO_RANKS}, forked=False
+    ),
+    # One length for the batch, taken because our worker refuses the target. In a pool that cannot hold all requests.
+    "widths": Recipe(
+        lambda folder: (*DSPARK, "--max-total-tokens", "600", "--schedule-conservativeness", "0.01"),
+        env=own_worker("auto"),
+        model=of_sglang_alone,
+    ),
+    "widths_parallel": Recipe(
         lambda folder: (*DSPARK, *PARALLEL), env={**own_worker("scheduled"), **TWO_RANKS}, forked=False
     ),
     "builtin": Recipe(lambda folder: DSPARK, env=own_worker("builtin")),
@@ -154,8 +161,15 @@ SERVERS: dict[str, Recipe] = {
     # One family of targets for each of SGLang's methods that return hidden states.
     "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
     # Layers with windows have a K/V pool of their own.
-    "gemma4": _tiny(*GEMMA4, env=LITERALLY),
-    "gemma4_graphs": _tiny(*GEMMA4, "--max-running-requests", "4", env=LITERALLY | emulated_graphs()),
+    "gemma4": _tiny(GEMMA4, *OF_GEMMA4, *CHUNKS, env=LITERALLY),
+    "gemma4_graphs": _tiny(
+        *(GEMMA4, *OF_GEMMA4, *CHUNKS, "--max-running-requests", "4"), env=LITERALLY | emulated_graphs()
+    ),
+    # A drafter with Gemma's layers; a picture's tokens see each other.
+    "plain_gemma4_12b": Recipe(
+        lambda folder: OF_GEMMA4, model=lambda folder: picture_target(GEMMA4_12B, folder / "target"), env=LITERALLY
+    ),
+    "gemma4_12b": _reading(GEMMA4_12B, *OF_GEMMA4, drafter="gemma", env=LITERALLY),
     "qwen2_5_vl": _reading("Qwen2_5_VLForConditionalGeneration", "--max-running-requests", "4", env=emulated_graphs()),
     # Chunks of prompts end within pictures, and the pool cannot hold all requests.
     "pictures": _reading(

@@ -53,6 +53,22 @@ def test_every_token_is_the_targets_choice(smollm2):
         assert largest_gap(model, tokenizer(chat(prompt)).input_ids, text) < NEAR_TIE
 
 
+HARD = [
+    "qzxv 83#jf &&k2 w0wq ptlk 9981 zzkq",
+    "Переведи на русский: the cat sat on the mat.",
+    "0x4f 0x1c 0x99 0xab 0x00 0x7e 0x13",
+    "Nenne drei Städte in Österreich und eine in der Schweiz.",
+]
+
+
+def test_hard_prompts_raise_no_alarm(smollm2):
+    """Noise, other languages and numbers, also sampled hot: the drafter was trained on nothing of it."""
+    for temperature in (0, 1.5):
+        parameters = {"temperature": temperature, "max_new_tokens": 3 * MAX_TOKENS, "ignore_eos": True}
+        smollm2.post_json("/generate", {"text": [chat(prompt) for prompt in HARD], "sampling_params": parameters})
+    assert smollm2.get_json("/dspark/stats")["drafter_fit"]["verdict"] == "fits"
+
+
 @torch.inference_mode()
 def largest_gap(model: Any, prompt: list[int], output: list[int]) -> float:
     """Return the largest gap between the best logit and that of the chosen token."""

@@ -64,6 +64,7 @@ class Form:
         int8: whether the golden target is quantised. The last bit of a sum decides how an activation is rounded, so a
             text may go on otherwise where tokens are nearly as likely, or after it was encoded again.
         recurrent: whether layers keep states, which are cached where a text ended, and nowhere else.
+        drafter: of ``random_drafter``, for a tiny target.
     """
 
     architecture: str = ""
@@ -76,6 +77,7 @@ class Form:
     env: Mapping[str, str] = field(default_factory=dict)
     int8: bool = False
     recurrent: bool = False
+    drafter: str = "tiny"
 
     @property
     def host_memory(self) -> bool:
@@ -85,7 +87,7 @@ class Form:
     @property
     def reads_images(self) -> bool:
         """Return whether the target brings a processor, and a tokenizer in it."""
-        return "ForConditionalGeneration" in self.architecture and self.env != LITERALLY
+        return "ForConditionalGeneration" in self.architecture and not LITERALLY.items() <= self.env.items()
 
     def model(self, folder: Path) -> Path:
         """The target's folder."""
@@ -104,7 +106,7 @@ class Form:
 
     def dspark(self, folder: Path) -> tuple[str, ...]:
         """Flags of the one with DSPARK."""
-        draft = random_drafter(folder / "draft", "tiny") if self.architecture else DRAFT
+        draft = random_drafter(folder / "draft", self.drafter) if self.architecture else DRAFT
         return (*self.plain(folder), *dspark_flags(draft), *self.speculative)
 
 
@@ -115,6 +117,7 @@ FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 RANDOM = {"temperature": 0.5, "flat": 8.0}
 # Of targets whose LM head is the embedding, which says the last token again.
 TIED_FLAT = 32.0
+GEMMA4_12B = {"temperature": 4.0, "flat": TIED_FLAT, "drafter": "gemma"}
 # Of experts; grouped routing is compiled otherwise, for half a minute.
 ROUTED = {} if ON_GPU else {"TORCHDYNAMO_DISABLE": "1"}
 FORMS = {
@@ -133,6 +136,7 @@ FORMS = {
     "gemma4": Form(
         "Gemma4ForConditionalGeneration", flags=LITERAL_FLAGS, temperature=3.0, flat=TIED_FLAT, env=LITERALLY
     ),
+    "gemma4-12b": Form("Gemma4UnifiedForConditionalGeneration", flags=LITERAL_FLAGS, **GEMMA4_12B, env=LITERALLY),
     "qwen2.5-vl": Form("Qwen2_5_VLForConditionalGeneration", **RANDOM),
     "qwen3-vl": Form("Qwen3VLForConditionalGeneration", **RANDOM),
     "qwen3-vl-moe": Form("Qwen3VLMoeForConditionalGeneration", **RANDOM, env=ROUTED),

@@ -59,6 +59,7 @@ def test_text_equals_the_target_alone(dspark, plain):
 
 def test_text_without_overlap_with_chunked_prefill_in_pages_and_a_short_block(corner, plain):
     """The target's own text depends on none of them in float32."""
+    assert corner.get_json("/dspark/capabilities")["drafter"]["window"] == {"size": 12, "sinks": 4}
     check_text(corner, plain)
 
 

@@ -101,12 +101,16 @@ OLLAMA = {
 
 
 @pytest.mark.parametrize("route", OLLAMA)
-def test_ollama_loses_no_more_than_on_a_plain_server(plain_parsers, parsers, route):
+def test_ollama_loses_no_more_than_the_last_token(plain_parsers, parsers, route):
+    # A stream of the plain server loses more when two of its tokens happen to share the last message.
     asked, text_of = OLLAMA[route]
-    body = {"model": "m", "options": {"temperature": 0, "num_predict": 12}, **asked}
-    expected, found = ["".join(map(text_of, events(server, route, body))) for server in (plain_parsers, parsers)]
+
+    def body(num_predict):
+        return {"model": "m", "options": {"temperature": 0, "num_predict": num_predict}, **asked}
+
+    expected = text_of(plain_parsers.post_json(route, body(11) | {"stream": False}))
     assert expected.strip()
-    assert found == expected
+    assert "".join(map(text_of, events(parsers, route, body(12)))) == expected
 
 
 @pytest.mark.parametrize("minimum", [0, 11, 12])

@@ -117,16 +117,25 @@ def test_pictures_in_replayed_steps(qwen2_5_vl):
     assert_pictures_are_read(qwen2_5_vl, "auto")  # emulated servers know no policy of the tests
 
 
+def assert_pictures_are_read_as_plain(server, plain, then):
+    """SGLang reads some of them otherwise than transformers."""
+    bodies = bodies_of(server)
+    expected = [answer["output_ids"] for answer in generate(plain, bodies, 1)]
+    assert expected[0] != expected[3]
+    with policy(server, "static"):
+        assert_texts(generate(server, bodies, 1), expected)
+    with policy(server, then):
+        assert_texts(generate(server, bodies * 3, 4), expected * 3)
+
+
 @pytest.mark.thorough
 def test_pictures_without_positions_of_three_coordinates(mistral3, plain_mistral3):
-    """SGLang reads some of them otherwise than transformers."""
-    bodies = bodies_of(mistral3)
-    expected = [answer["output_ids"] for answer in generate(plain_mistral3, bodies, 1)]
-    assert expected[0] != expected[3]
-    with policy(mistral3, "static"):
-        assert_texts(generate(mistral3, bodies, 1), expected)
-    with policy(mistral3, "random"):
-        assert_texts(generate(mistral3, bodies * 3, 4), expected * 3)
+    assert_pictures_are_read_as_plain(mistral3, plain_mistral3, "random")
+
+
+@pytest.mark.thorough
+def test_pictures_whose_tokens_see_each_other(gemma4_12b, plain_gemma4_12b):
+    assert_pictures_are_read_as_plain(gemma4_12b, plain_gemma4_12b, "random")
 
 
 @pytest.mark.thorough

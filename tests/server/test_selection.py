@@ -12,10 +12,13 @@ PAIR = [*BASE, "--speculative-draft-model-path", str(DRAFT)]
 DSPARK = [*PAIR, "--speculative-algorithm", "DSPARK"]
 BUILT_IN = [*DSPARK, "--speculative-dspark-engine", "builtin"]
 BLOCK = ["--speculative-dspark-block-size", "3"]
+OF_ANOTHER_CLASS = ["--json-model-override-args", '{"architectures": ["BaichuanForCausalLM"]}']
 OTHER_TARGET = ["--json-model-override-args", '{"vocab_size": 300}']
 
 SERVED = "plugin: 8 tokens, auto, cpu"
-OF_SGLANG = "ValueError: DSpark speculative decoding only supports CUDA"
+WHY = "DSpark speculative decoding only supports CUDA"
+OF_SGLANG = f"ValueError: {WHY}"
+REFUSED = "--model-path: target architecture ['BaichuanForCausalLM'] is not served with DSPARK; served are "
 # Arguments made by a program, in place of flags.
 OFFLINE = {
     "model_path": str(TARGET),
@@ -54,9 +57,25 @@ CASES = {
     "flag before variable": Case(
         [*DSPARK, "--speculative-dspark-engine", "plugin"], SERVED, {"SGLANG_DSPARK_ENGINE": "builtin"}
     ),
+    "the first that serves": Case([*DSPARK, "--speculative-dspark-engine", "auto"], SERVED),
+    "SGLang's by our schedule": Case([*DSPARK, "--speculative-dspark-engine", "scheduled"], OF_SGLANG),
     "neither": Case(
-        [*DSPARK, "--speculative-dspark-engine", "auto"],
-        "ConfigError: --speculative-dspark-engine='auto': must be one of plugin, scheduled, builtin",
+        [*DSPARK, "--speculative-dspark-engine", "ours"],
+        "ConfigError: --speculative-dspark-engine='ours': must be one of auto, plugin, scheduled, builtin",
+    ),
+    "a target that SGLang's may serve": Case([*DSPARK, *OF_ANOTHER_CLASS], f"UnservedError: {REFUSED}"),
+    "the same for the plugin alone": Case(
+        [*DSPARK, *OF_ANOTHER_CLASS, "--speculative-dspark-engine", "plugin"], f"UnservedError: {REFUSED}"
+    ),
+    "the same by the plugin's name": Case(
+        [*PAIR, *OF_ANOTHER_CLASS, "--speculative-algorithm", "DSPARK_PLUGIN"], f"UnservedError: {REFUSED}"
+    ),
+    "a target that neither serves": Case(
+        [*DSPARK, "--json-model-override-args", '{"architectures": ["Llama4ForCausalLM"]}'],
+        "UnservedError: --model-path: target architecture ['Llama4ForCausalLM'] is not served with DSPARK",
+    ),
+    "the target alone, for want of both": Case(
+        [*DSPARK, *OF_ANOTHER_CLASS, "--speculative-dspark-fallback", "target-only"], f"target only: {REFUSED}"
     ),
     "both": Case(
         [*PAIR, "--speculative-algorithm", "DSPARK_PLUGIN", "--speculative-dspark-engine", "builtin"],
@@ -129,3 +148,10 @@ def outcomes(server_pool):
 @pytest.mark.parametrize("name", CASES)
 def test_engine_of_a_server(outcomes, name):
     assert outcomes[name].startswith(CASES[name].outcome)
+
+
+def test_auto_says_why_neither_serves(outcomes):
+    """SGLang's own is tried where its DSPARK may serve the target, and nowhere else."""
+    either = f"SGLang's own worker does not serve it either: {WHY}"
+    tried = {name for name, found in outcomes.items() if either in found}
+    assert tried == {"a target that SGLang's may serve", "the target alone, for want of both"}

@@ -10,6 +10,7 @@ from golden_server import (
     OPTIONS,
     TARGET,
     VOCAB,
+    call,
     counting,
     generate,
     greedy,
@@ -111,6 +112,24 @@ def test_classification_proposes_the_rest_of_a_label(dspark):
     partly = [entry for entry in rounds[:-1] if entry["accepted"] < len(entry["draft"])]
     assert whole
     assert partly
+
+
+@pytest.mark.parametrize("most", [7, 3])
+def test_a_recorded_answer_is_always_right(dspark, most):
+    body = greedy(CASES[0]["prompt_ids"], 64)
+    with policy(dspark, "static", verify_len=0):
+        text, rounds = traced(dspark, body, preset="replay", recorded=CASES[0]["output_ids"][:64], max_draft=most)
+        wrong, others = traced(dspark, body, preset="replay", recorded=[9, *CASES[0]["output_ids"]])
+    assert text == wrong == CASES[0]["output_ids"][:64]
+    assert [entry["accepted"] for entry in rounds[:-1]] == [most] * (len(rounds) - 1)
+    assert not any(entry["verified"] for entry in others)
+
+
+def test_recorded_ids_are_tokens(dspark):
+    status, text = call(
+        dspark, "/generate", body=greedy([5, 6], 4, speculation={"preset": "replay", "recorded": [999]})
+    )
+    assert (status, "speculation.recorded holds 999, which is no token id" in text) == (400, True)
 
 
 def test_copies_are_counted_apart(dspark):

@@ -37,6 +37,38 @@ def config_json(**overrides: Any) -> dict[str, Any]:
     return {key: value for key, value in content.items() if value is not ...}
 
 
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma4DSparkModel"],
+    "model_type": "gemma4_unified_text",
+    "hidden_act": ...,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+    },
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "use_bidirectional_attention": "vision",
+    "target_model_type": "gemma4_unified",
+    "target_text_model_type": "gemma4_unified_text",
+}
+"""Keys of a drafter with Gemma 4's layers, over a copy of its target's; heads of sliding layers have another size."""
+
+
+def heads_of(config: dict[str, Any]) -> tuple[int, int, bool]:
+    """Channels of a head, K/V heads, and whether values have a projection of their own."""
+    if "Gemma4DSparkModel" not in config["architectures"]:
+        return config["head_dim"], config["num_key_value_heads"], True
+    shared = config["attention_k_eq_v"]
+    kv_heads = config["num_global_key_value_heads" if shared else "num_key_value_heads"]
+    return config["global_head_dim"], kv_heads, not shared
+
+
 def proposed_tokens(number: int) -> list[int]:
     """Ids of a reduced vocabulary, with holes."""
     return [2 * i + (i > 2) for i in range(number)]
@@ -44,8 +76,9 @@ def proposed_tokens(number: int) -> list[int]:
 
 def random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     """Every tensor that DeepSpec stores for this config, float32, large enough that each one matters."""
-    d, inner, vocab, hd = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size", "head_dim"))
-    q, kv = config["num_attention_heads"] * hd, config["num_key_value_heads"] * hd
+    d, inner, vocab = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size"))
+    hd, kv_heads, has_values = heads_of(config)
+    q, kv = config["num_attention_heads"] * hd, kv_heads * hd
     rank, proposed = config["markov_rank"], config.get("draft_vocab_size") or vocab
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (vocab, d),
@@ -68,6 +101,11 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]
             f"layers.{i}.mlp.up_proj.weight": (inner, d),
             f"layers.{i}.mlp.down_proj.weight": (d, inner),
         }
+        if not has_values:
+            del shapes[f"layers.{i}.self_attn.v_proj.weight"]
+        if "Gemma4DSparkModel" in config["architectures"]:
+            norms = (f"layers.{i}.{when}_feedforward_layernorm.weight" for when in ("pre", "post"))
+            shapes |= {**dict.fromkeys(norms, (d,)), f"layers.{i}.layer_scalar": (1,)}
         if config["attention_bias"]:
             widths = {"q_proj": q, "k_proj": kv, "v_proj": kv, "o_proj": d}
             shapes |= {f"layers.{i}.self_attn.{name}.bias": (width,) for name, width in widths.items()}

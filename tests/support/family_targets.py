@@ -46,6 +46,7 @@ class Tiny:
         vision: configuration of what reads images.
         router_std: of the routers' weights.
         transposed: whether published checkpoints have the experts of a layer in one tensor, transposed.
+        suppressed: tokens that are never written, whatever their logits.
     """
 
     model: str
@@ -55,6 +56,7 @@ class Tiny:
     vision: Mapping[str, Any] | None = None
     router_std: float = 1.0
     transposed: bool = False
+    suppressed: tuple[int, ...] = ()
 
 
 _MROPE = {
@@ -220,6 +222,22 @@ TINY[GEMMA4_EXPERTS] = replace(
     chosen=2,
 )
 
+# The 12B reads pictures without an encoder; it never writes the marks of their end and of sounds' ends.
+_PATCHES = {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 64, "mm_posemb_size": 64, "output_proj_dims": 64}
+_ENDS = (251, 254)
+TINY["Gemma4UnifiedForConditionalGeneration"] = Tiny(
+    "Gemma4UnifiedForConditionalGeneration",
+    {**_GEMMA4, "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0},
+    {
+        "vision_config": {**_PATCHES, "model_patch_size": 8, "model_type": "gemma4_unified_vision"},
+        "eoi_token_id": _ENDS[0],
+        "eoa_token_id": _ENDS[1],
+        "eoa_token_index": _ENDS[1],
+    },
+    vision=_PATCHES,
+    suppressed=_ENDS,
+)
+
 _RECURRENT: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -281,6 +299,7 @@ SEEDS: dict[str, int] = {
     "GptOssForCausalLM": 24,
     "Gemma4ForConditionalGeneration": 11,
     GEMMA4_EXPERTS: 11,
+    "Gemma4UnifiedForConditionalGeneration": 11,
     "Mistral3ForConditionalGeneration": 12,
     "Qwen2_5_VLForConditionalGeneration": 22,
     "Qwen3VLForConditionalGeneration": 13,
@@ -311,7 +330,13 @@ def write_target(architecture: str, folder: Path) -> Any:
         _transpose_experts(folder / "model.safetensors")
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "float32"} | dict(tiny.written)))
+    if tiny.suppressed:
+        model.register_forward_hook(lambda module, given, output: _suppress(output.logits, tiny.suppressed))
     return model
+
+
+def _suppress(logits: torch.Tensor, tokens: Sequence[int]) -> None:
+    logits[..., list(tokens)] = torch.finfo(logits.dtype).min
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import threading
 import time
 import urllib.error
@@ -64,9 +65,30 @@ def emulated_graphs() -> dict[str, str]:
     return {**CPU_ENV, **sitecustomized(EMULATION), "TRITON_INTERPRET": "1"}
 
 
-def own_worker(engine: str) -> dict[str, str]:
-    """Return the environment of a server that decodes with SGLang's own DSPARK; ``engine``: scheduled or builtin."""
-    return {**CPU_ENV, **sitecustomized(BUILTIN_ON_CPU), "SGLANG_DSPARK_ENGINE": engine}
+LATE = ("SGLANG_DSPARK_ENGINE", "SGLANG_RAGGED_VERIFY_MODE")
+"""Variables of :func:`own_worker` that do not change what is imported."""
+
+
+def own_worker(engine: str, mode: str = "static") -> dict[str, str]:
+    """Return the environment of a server that decodes with SGLang's own DSPARK.
+
+    Args:
+        engine: ``scheduled``, ``builtin``, or ``auto`` for :func:`of_sglang_alone`.
+        mode: ``compact`` lets requests verify different numbers of drafts.
+    """
+    variables = dict(zip(LATE, (engine, mode), strict=True))
+    if engine == "auto":
+        del variables["SGLANG_RAGGED_VERIFY_MODE"]
+    return {**CPU_ENV, **sitecustomized(BUILTIN_ON_CPU), **variables}
+
+
+def of_sglang_alone(folder: Path) -> Path:
+    """Return the golden target under the name of an architecture that our worker does not serve, see ``stand_ins``."""
+    path = folder / "target"
+    shutil.copytree(TARGET, path, dirs_exist_ok=True)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["OfSglangAloneForCausalLM"]}))
+    return path
 
 
 def generate(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int) -> list[dict[str, Any]]:

@@ -31,6 +31,8 @@ ARGS = {
     "speculative_num_draft_tokens": None,
     "speculative_draft_model_path": None,
     "speculative_draft_load_format": None,
+    "speculative_draft_window_size": None,
+    "speculative_draft_sink_size": None,
 }
 TARGET = {
     "dtype": torch.bfloat16,

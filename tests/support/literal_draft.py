@@ -4,6 +4,7 @@ import json
 import math
 
 import torch
+from canonical_drafter import heads_of
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -18,20 +19,24 @@ class LiteralDraft:
         self.token_ids = list(range(self.config["vocab_size"]))
         if "draft_vocab_size" in self.config:
             self.token_ids = json.loads((path / "draft_vocabulary.json").read_text())["token_ids"]
+        self.is_gemma = "Gemma4DSparkModel" in self.config["architectures"]
+        self.head_dim, self.kv_heads, self.has_values = heads_of(self.config)
         self.angles, self.score_factor = self.rotation()
 
     def rotation(self):
-        """Angle per position of each channel pair, by transformers, and what YaRN multiplies the scores with."""
-        c, rope = self.config, self.config["rope_parameters"]
-        head_dim, rotated = c["head_dim"], int(c["head_dim"] * rope.get("partial_rotary_factor", 1.0))
+        """Angle per position of each channel pair, by transformers, and what the scores are multiplied with."""
+        c, rope, head_dim = self.config, self.config["rope_parameters"], self.head_dim
+        rope = rope.get("full_attention", rope)
+        rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
         if rope.get("rope_type", "default") == "default":
             angles, factor = [rope["rope_theta"] ** (-2 * i / rotated) for i in range(rotated // 2)], 1.0
         else:
-            names = ("hidden_size", "head_dim", "num_attention_heads", "max_position_embeddings")
-            hugging_face = LlamaConfig(**{name: c[name] for name in names}, rope_parameters=rope)
+            names = ("hidden_size", "num_attention_heads", "max_position_embeddings")
+            hugging_face = LlamaConfig(**{name: c[name] for name in names}, head_dim=head_dim, rope_parameters=rope)
             inv_freq, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hugging_face, "cpu")
             angles = inv_freq.double().tolist()
-        return angles + [0.0] * (head_dim // 2 - len(angles)), factor**2
+        scale = 1.0 if self.is_gemma else head_dim**-0.5
+        return angles + [0.0] * (head_dim // 2 - len(angles)), scale * factor**2
 
     def sees(self, layer, slot, position, context_len):
         """Return whether a slot sees the row at this position, which is of the context or of the block."""
@@ -47,8 +52,9 @@ class LiteralDraft:
             return position >= context_len - c["sliding_window"]
         return position > own_position - c["sliding_window"]
 
-    def rms_norm(self, x, name):
-        return x / torch.sqrt((x * x).mean() + self.config["rms_norm_eps"]) * self.w[name]
+    def rms_norm(self, x, name=None):
+        normed = x / torch.sqrt((x * x).mean() + self.config["rms_norm_eps"])
+        return normed if name is None else normed * self.w[name]
 
     def rope(self, x, position):
         half = x.shape[0] // 2
@@ -66,14 +72,38 @@ class LiteralDraft:
 
     def heads(self, x, name, norm, position):
         """Project a row, split it into heads, and normalise and rotate each one when ``norm`` is given."""
-        rows = self.project(x, name.removesuffix(".weight")).split(self.config["head_dim"])
+        rows = self.project(x, name.removesuffix(".weight")).split(self.head_dim)
         return rows if norm is None else [self.rope(self.rms_norm(row, norm), position) for row in rows]
+
+    def values(self, x, attn):
+        """Those of Gemma are projected as its keys are, in some drafters, and have a norm without weights."""
+        rows = self.heads(x, attn + ("v_proj.weight" if self.has_values else "k_proj.weight"), None, None)
+        return [self.rms_norm(row) for row in rows] if self.is_gemma else rows
+
+    def embedded(self, token):
+        row = self.w["embed_tokens.weight"][token]
+        return row * math.sqrt(len(row)) if self.is_gemma else row
+
+    def add_attended(self, row, out, p):
+        return row + (self.rms_norm(out, p + "post_attention_layernorm.weight") if self.is_gemma else out)
+
+    def with_mlp(self, row, p):
+        """The row behind the second half of a layer."""
+        before = "pre_feedforward" if self.is_gemma else "post_attention"
+        x = self.rms_norm(row, f"{p}{before}_layernorm.weight")
+        gate, up = (self.w[f"{p}mlp.{name}_proj.weight"] @ x for name in ("gate", "up"))
+        if not self.is_gemma:
+            return row + self.w[p + "mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        out = self.w[p + "mlp.down_proj.weight"] @ (gate * (1 + torch.tanh(inner)) / 2 * up)
+        out = self.rms_norm(out, p + "post_feedforward_layernorm.weight")
+        return (row + out) * self.w[p + "layer_scalar"]
 
     def block_hidden(self, features, anchor):
         c, w = self.config, self.w
         t = len(features)
         context = [self.rms_norm(w["fc.weight"] @ row, "hidden_norm.weight") for row in features]
-        rows = [w["embed_tokens.weight"][token] for token in [anchor] + [c["mask_token_id"]] * (c["block_size"] - 1)]
+        rows = [self.embedded(token) for token in [anchor] + [c["mask_token_id"]] * (c["block_size"] - 1)]
         for i in range(c["num_hidden_layers"]):
             p = f"layers.{i}."
             normed = [self.rms_norm(row, p + "input_layernorm.weight") for row in rows]
@@ -81,24 +111,21 @@ class LiteralDraft:
             keys, values = [], []
             for position, row in enumerate(context + normed):
                 keys.append(self.heads(row, attn + "k_proj.weight", attn + "k_norm.weight", position))
-                values.append(self.heads(row, attn + "v_proj.weight", None, position))
+                values.append(self.values(row, attn))
             for j, row in enumerate(normed):
                 queries = self.heads(row, attn + "q_proj.weight", attn + "q_norm.weight", t + j)
                 mixed = []
                 for head, query in enumerate(queries):
-                    kv_head = head // (c["num_attention_heads"] // c["num_key_value_heads"])
+                    kv_head = head // (c["num_attention_heads"] // self.kv_heads)
                     seen = [s for s in range(len(keys)) if self.sees(i, j, s, t)]
-                    scores = torch.stack([query @ keys[s][kv_head] for s in seen]) / math.sqrt(c["head_dim"])
+                    scores = torch.stack([query @ keys[s][kv_head] for s in seen])
                     weights = (scores * self.score_factor).exp()
                     sinks = w.get(attn + "attention_sink_bias")
                     total = weights.sum() + (0 if sinks is None else sinks[head].exp())
                     mix = sum(weight * values[s][kv_head] for weight, s in zip(weights, seen, strict=True)) / total
                     mixed.append(mix * c.get("attention_value_scale", 1.0))
-                rows[j] = rows[j] + self.project(torch.cat(mixed), attn + "o_proj")
-                x = self.rms_norm(rows[j], p + "post_attention_layernorm.weight")
-                gate = w[p + "mlp.gate_proj.weight"] @ x
-                up = w[p + "mlp.up_proj.weight"] @ x
-                rows[j] = rows[j] + w[p + "mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+                attended = self.add_attended(rows[j], self.project(torch.cat(mixed), attn + "o_proj"), p)
+                rows[j] = self.with_mlp(attended, p)
         first = 0 if c.get("sample_from_anchor", True) else 1
         return [self.rms_norm(row, "norm.weight") for row in rows[first:]]
 

@@ -24,6 +24,15 @@ QWEN = {
 }
 """What Qwen's prompts have around pictures and in their place, by the fields of config.json that say so."""
 PIXTRAL = {"image_token_index": "[IMG]", "image_break_token_id": "[IMG_BREAK]", "image_end_token_id": "[IMG_END]"}
+GEMMA = {
+    "boi_token_id": "<|image>",
+    "image_token_id": "<|image|>",
+    "eoi_token_id": "<image|>",
+    "boa_token_id": "<|audio>",
+    "audio_token_id": "<|audio|>",
+    "eoa_token_index": "<audio|>",
+    "video_token_id": "<|video|>",
+}
 CHAT = (
     "{% for message in messages %}{{ message.role[0] }}:"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
@@ -34,13 +43,19 @@ CHAT = (
 
 def place(architecture: str) -> str:
     """Return what stands for a picture in prompts of a target."""
-    return "[IMG]" if "Mistral" in architecture else "<|vision_start|><|image_pad|><|vision_end|>"
+    places = {PIXTRAL["image_token_index"]: "Mistral", GEMMA["image_token_id"]: "Gemma"}
+    found = (mark for mark, family in places.items() if family in architecture)
+    return next(found, "<|vision_start|><|image_pad|><|vision_end|>")
+
+
+def _marks(architecture: str) -> dict[str, str]:
+    return PIXTRAL if "Mistral" in architecture else GEMMA if "Gemma" in architecture else QWEN
 
 
 def write_picture_target(architecture: str, folder: Path) -> tuple[Any, Any]:
     """Write one of ``family_targets.TINY`` and its processor; return the model and the processor of transformers."""
     model = write_target(architecture, folder)
-    marks = PIXTRAL if "Mistral" in architecture else QWEN
+    marks = _marks(architecture)
     # The last tokens of the vocabulary.
     ids = {name: COMMON["vocab_size"] - len(marks) + i for i, name in enumerate(marks)}
     for config in (model.config, model.model.config):
@@ -49,7 +64,11 @@ def write_picture_target(architecture: str, folder: Path) -> tuple[Any, Any]:
     model.generation_config.eos_token_id = None
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | ids))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(save_byte_tokenizer(folder, marks=tuple(marks.values())))
+    named = {name.removesuffix("_id").replace("_index", ""): mark for name, mark in marks.items()}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        save_byte_tokenizer(folder, marks=tuple(marks.values())),
+        **({"extra_special_tokens": named} if marks is GEMMA else {}),
+    )
     processor = _processor(architecture, model.config, tokenizer)
     processor.chat_template = CHAT.replace("PLACE", place(architecture))
     processor.save_pretrained(folder)
@@ -65,6 +84,15 @@ def _processor(architecture: str, config: Any, tokenizer: Any) -> Any:
         merged = config.spatial_merge_size
         return transformers.PixtralProcessor(
             image_processor, tokenizer, patch_size=vision.patch_size, spatial_merge_size=merged
+        )
+    if "Gemma" in architecture:
+        kind = "Gemma4Unified" if "Unified" in architecture else "Gemma4"
+        patches = {"patch_size": vision.patch_size, "pooling_kernel_size": vision.pooling_kernel_size}
+        return getattr(transformers, f"{kind}Processor")(
+            getattr(transformers, f"{kind}AudioFeatureExtractor")(),
+            getattr(transformers, f"{kind}ImageProcessor")(**patches, max_soft_tokens=70),
+            tokenizer,
+            getattr(transformers, f"{kind}VideoProcessor")(**patches, max_soft_tokens=70),
         )
     sizes = {
         "patch_size": vision.patch_size,

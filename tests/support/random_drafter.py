@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from canonical_drafter import GEMMA
 from golden_server import DRAFT
 
 from sglang_dspark.draft.formats import read_content
@@ -52,15 +53,14 @@ VARIANTS = {
     },
 }
 # Of the targets of family_targets.
-OF_TINY_TARGETS = {
-    "tiny": {
-        "hidden_size": 64,
-        "num_target_layers": 5,
-        "target_layer_ids": [-1, 0, 2],
-        "block_size": 4,
-        "num_hidden_layers": 1,
-    },
+TINY = {
+    "hidden_size": 64,
+    "num_target_layers": 5,
+    "target_layer_ids": [-1, 0, 2],
+    "block_size": 4,
+    "num_hidden_layers": 1,
 }
+OF_TINY_TARGETS = {"tiny": TINY, "gemma": GEMMA | TINY | {"hidden_act": None, "num_hidden_layers": 2}}
 
 
 def random_drafter(folder: Path, variant: str) -> Path:

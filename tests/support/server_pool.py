@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from forked_server import Forked, ForkedServer
-from golden_server import RANDOM_LENGTHS, TARGET, TWO_RANKS, sitecustomized
+from golden_server import LATE, RANDOM_LENGTHS, TARGET, TWO_RANKS, sitecustomized
 
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer
 
@@ -122,7 +122,7 @@ class ServerPool:
             # The warm-up request has been answered by then: asking for another token would take a second.
             env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
             # Some do not change what is imported.
-            late = TWO_RANKS.keys() | WHOLE_WINDOWS.keys()
+            late = {*TWO_RANKS, *WHOLE_WINDOWS, *LATE}
             imported = {**_COMMON, **{name: recipe.env[name] for name in recipe.env.keys() - late}}
             server: LaunchedServer = ForkedServer(imported, recipe.model(folder), *flags, env=env)
         else:

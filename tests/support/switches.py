@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from canonical_drafter import GEMMA
+
 _SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3}
 _HEADLESS = {"markov_rank": 0, "markov_head_type": ..., "confidence_head_with_markov": ...}
 
@@ -30,6 +32,9 @@ SWITCHES: dict[str, dict[str, Any]] = {
         high_freq_factor=4.0,
         original_max_position_embeddings=64,
     ),
+    "proportional RoPE": _rope(rope_type="proportional", partial_rotary_factor=0.5),
+    "Gemma's layers": GEMMA,
+    "Gemma's layers, values of their own": GEMMA | {"attention_k_eq_v": False, "causal_layers": [True, False]},
     "some pairs rotate": _rope(partial_rotary_factor=0.5, rotary_pairs="whole_head"),
     "biases": {"attention_bias": True},
     "sinks": {"sink_layers": [False, True]},

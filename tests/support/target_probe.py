@@ -32,7 +32,9 @@ DATA = Path(__file__).parents[1] / "data" / "golden"
 TAPS = (-1, 0, 2)
 WINDOWS = (3, 1, 4, 2)  # rows of the first request in turn; the others take other turns
 COLUMNS = 128
-ATTENDED_LITERALLY = ("GptOssForCausalLM", "Gemma4ForConditionalGeneration")
+ATTENDED_LITERALLY = (
+    *("GptOssForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
+)
 PATCHES = Path(__file__).parents[1] / "server" / "patches"
 
 

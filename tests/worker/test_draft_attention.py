@@ -6,6 +6,7 @@ from dspark_kernels import StepRequests
 from reference_decoding import attend_dense, block_mask
 
 from sglang_dspark.draft.visibility import Visibility
+from sglang_dspark.draft.window import DraftWindow
 from sglang_dspark.worker.draft_attention import partial_attention
 
 SLOTS, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 2, 16
@@ -82,3 +83,22 @@ def test_a_layout_for_kernels_reads_no_length():
         partial_attention.kernel(step_of("meta"), SLOTS, visibility, **how)
     with pytest.raises((RuntimeError, NotImplementedError)):
         partial_attention.reference(step_of("meta"), SLOTS, KINDS["window from the slot"], **how)
+
+
+WINDOWS = {"sinks": (5, 2), "no sink": (5, 0), "one row": (1, 0), "all of most": (25, 4), "wider than any": (40, 3)}
+
+
+@pytest.mark.parametrize(("size", "sinks"), WINDOWS.values(), ids=WINDOWS.keys())
+def test_a_window_has_the_first_and_the_last_rows(size, sinks):
+    requests = step_of("cpu")
+    seen = DraftWindow(size, sinks).of(requests)
+    for request, prefix in enumerate(PREFIXES):
+        rows = requests.req_to_token[requests.req_pool_indices[request], :prefix].tolist()
+        expected = rows if prefix <= size + sinks else rows[:sinks] + rows[prefix - size :]
+        found = seen.req_to_token[seen.req_pool_indices[request], : seen.prefix_lens[request]].tolist()
+        assert found == expected
+    assert torch.equal(seen.anchors, requests.anchors)
+
+
+def test_a_window_reads_no_length_on_the_host():
+    DraftWindow(5, 2).of(step_of("meta"))

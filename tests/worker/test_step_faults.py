@@ -48,7 +48,8 @@ class WorkerLoop(StageLoop):
         worker.logits_adjuster = SimpleNamespace(of_step=lambda batch: adjuster)
         worker.preset_texts = SimpleNamespace(propose=nothing, took=nothing)
         worker.check_logits = None
-        worker.choose = lambda batch, options, copies: StepDecision(self.gamma, FixedLength())
+        decision = StepDecision(self.gamma, FixedLength())
+        worker.control = SimpleNamespace(choose=lambda batch, options, copied: decision)
         worker.read = lambda batch, adjusted: self._batch(worker.step)
 
     def _step(self, number):

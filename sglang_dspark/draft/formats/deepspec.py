@@ -1,13 +1,14 @@
 """The format of DeepSpec, which is the canonical one: its keys are required, and taps ascend.
 
-NeMo AutoModel writes the same for Qwen3 targets, dense or not, and Ling's class is another name of it. Files that were
-rewritten from SpecForge's format keep taps and mask in ``dflash_config``. Keys that DeepSpec lacks, such as
-``sample_from_anchor``, are written by :meth:`DraftConfig.to_dict`.
+NeMo AutoModel writes the same for Qwen3 targets, dense or not, and Ling's class is another name of it. Drafters for
+Gemma 4 12B have a class of their own, with Gemma's layers. Files that were rewritten from SpecForge's format keep taps
+and mask in ``dflash_config``. Keys that DeepSpec lacks, such as ``sample_from_anchor``, are written by
+:meth:`DraftConfig.to_dict`.
 """
 
 from __future__ import annotations
 
-from sglang_dspark.draft.formats import qwen3, rotation
+from sglang_dspark.draft.formats import gemma4, qwen3, rotation
 from sglang_dspark.draft.formats.content import Content, Table
 from sglang_dspark.draft.formats.reading import Reading, finish, heads, own_embedding
 from sglang_dspark.draft.formats.tensors import TensorRules
@@ -31,7 +32,8 @@ _SILENT = (
 def read(content: Content) -> Reading:
     """Read a file that has to say everything; tensors decide nothing about the heads."""
     rules = TensorRules()
-    qwen3.shape(content)
+    layers = gemma4 if gemma4.describes(content) else qwen3
+    layers.shape(content)
     own_embedding(content)
     content.skip(*_SILENT)
     content.collect(_TABLE)

@@ -20,6 +20,9 @@ class Switch:
 def switches(config: DraftConfig) -> list[Switch]:
     """Return what the network does that DeepSpec's does not; empty for one of DeepSpec's."""
     found = []
+    if config.backbone == "gemma4":
+        shared = ", whose values are the keys" if config.attention_k_eq_v else ""
+        found.append(Switch("layers", f"layers of Gemma 4{shared}"))
     if not config.sample_from_anchor:
         found.append(Switch("layout", f"{config.block_size} slots of which the anchor's does not predict"))
     seen = list(enumerate(config.visibilities))
@@ -33,7 +36,7 @@ def switches(config: DraftConfig) -> list[Switch]:
         words = f"heads for {config.draft_vocab_size} of {config.vocab_size} tokens"
         found.append(Switch("reduced vocabulary", words))
     if config.rope_scaling is not None:
-        words = f"RoPE of type {config.rope_scaling.rope_type}, factor {config.rope_scaling.factor:g}"
+        words = f"RoPE of type {config.rope_scaling.rope_type}, factor {config.rope_scaling.factor or 1:g}"
         found.append(Switch("RoPE", words))
     if config.partial_rotary_factor != 1:
         found.append(Switch("RoPE", f"RoPE of {config.partial_rotary_factor:g} of the channel pairs"))

@@ -6,7 +6,7 @@ transformers, which read few of these keys: the others stand in the file and had
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from sglang_dspark.draft.formats.content import Content
@@ -82,7 +82,7 @@ LAYERS: tuple[LeftOver, ...] = (
     ),
     LeftOver(
         "use_qk_norm qk_norm attention_k_eq_v global_head_dim num_global_key_value_heads hidden_size_per_layer_input "
-        "vocab_size_per_layer_input use_double_wide_mlp use_bidirectional_attention hidden_activation mlp_bias",
+        "use_double_wide_mlp hidden_activation mlp_bias",
         "the norms and projections of the drafter are Qwen3's",
     ),
     LeftOver(
@@ -93,7 +93,7 @@ LAYERS: tuple[LeftOver, ...] = (
         "text_config vision_config audio_config image_token_id video_token_id audio_token_id image_token_index "
         "video_token_index vision_start_token_id vision_end_token_id boi_token_id eoi_token_id boa_token_id "
         "eoa_token_id boi_token_index eoi_token_index eoa_token_index mm_tokens_per_image vision_soft_tokens_per_image "
-        "spatial_merge_size language_model_only use_mrope",
+        "spatial_merge_size language_model_only use_mrope use_bidirectional_attention vocab_size_per_layer_input",
         "it describes the target, and the drafter reads text alone",
     ),
 )
@@ -114,9 +114,11 @@ DOUBTFUL: Mapping[tuple[FormatName, str], str] = {
 """Format and key -> what is made of a key that the format leaves ambiguous, and what to do."""
 
 
-def pass_over(content: Content) -> None:
-    """Note the keys beside the layers that are left over from the target."""
+def pass_over(content: Content, read: Collection[str]) -> None:
+    """Note the keys beside the layers that are left over from the target, but for those that are ``read``."""
     for kind in LAYERS:
         for key in kind.keys:
+            if key in read:
+                continue
             for name in dict.fromkeys((content.section + key, key)):
                 content.ignore(name, kind.reason)

@@ -36,25 +36,33 @@ SILENT = (
 ).split()
 """Keys that say nothing about the network."""
 
-_PLAIN_TENSORS = (".weight", ".bias", ".attention_sink_bias", DRAFT_TO_TARGET, IS_DRAFTED)
+_PLAIN_TENSORS = (".weight", ".bias", ".attention_sink_bias", ".layer_scalar", DRAFT_TO_TARGET, IS_DRAFTED)
 _SINKS_OF_KIND = {FULL: "add_full_attention_sink_bias", SLIDING: "add_swa_attention_sink_bias"}
 _MAX_WINDOW_LAYERS = 28  # the class's default: layers before this one have full attention
 
 
-def shape(content: Content, defaults: Mapping[str, Any] | None = None) -> None:
+def shape(
+    content: Content,
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    neutral: Mapping[str, Any] = NEUTRAL,
+    keys: Mapping[str, str] | None = None,
+) -> None:
     """Read the sizes of the layers, and whether their attention has biases.
 
     Args:
         defaults: of keys that may be absent.
+        neutral: as :data:`NEUTRAL`, of layers of another kind.
+        keys: of fields that such layers have under another name.
     """
-    section = content.section
-    for key, served in NEUTRAL.items():
+    section, keys = content.section, keys or {}
+    for key, served in neutral.items():
         for name in _spellings(content, key):
             content.require(name, served)
     _check_quantisation(content)
     content.skip(*SILENT, *(section + key for key in SILENT))
-    leftovers.pass_over(content)
-    table = {field: (section + field,) for field in (*SHAPE, "attention_bias")}
+    leftovers.pass_over(content, read={*neutral, *keys.values()})
+    table = {field: (section + keys.get(field, field),) for field in (*SHAPE, "attention_bias")}
     content.collect(table, {"attention_bias": False, **(defaults or {})})
     biases = any(name.endswith("_proj.bias") and ".self_attn." in name for name in content.shapes)
     if content.shapes and not biases and content.values["attention_bias"] is True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from sglang_dspark.draft.config import ARCHITECTURES
 from sglang_dspark.draft.families import FAMILIES
 from sglang_dspark.errors import CheckpointError
 
@@ -12,14 +13,13 @@ FormatName = Literal["DeepSpec", "SpecForge", "ModelOpt", "speculators", "TorchS
 
 SERVED = (
     "formats that load are DeepSpec (also NeMo and Ling), SpecForge, ModelOpt, speculators (dspark and dflash), DFlash "
-    "and TorchSpec, of drafters with Qwen3 layers"
+    "and TorchSpec, of drafters with Qwen3 layers, and DeepSpec with Gemma 4's"
 )
 
 _TARGETS = {family.architecture for family in FAMILIES}
-_DEEPSPEC = {"Qwen3DSparkModel", "LingDSparkModel", "Qwen3OmniDSparkModel"}
+_DEEPSPEC = {*ARCHITECTURES.values(), "LingDSparkModel", "Qwen3OmniDSparkModel"}
 
 _OWN_CLASSES = {
-    "Gemma4DSparkModel": "its layers are Gemma's",
     "K3DSparkModel": "its attention is latent (MLA)",
     "KimiK3DSparkModel": "its attention is latent (MLA)",
     "DeepseekV4DSparkModel": "its layers are DeepSeek V4's",

@@ -47,7 +47,7 @@ def rope(content: Content, name: FormatName, *, kind: str | None = None) -> bool
         scaling = RopeScaling(rope_type=rope_type, origin=origin, **given)  # type: ignore[arg-type]  # it checks
         content.values["rope_scaling"] = scaling
         _doubt_scaling(content, keys, scaling, name)
-    return _read_part(content, keys, name)
+    return _read_part(content, keys, name, spans_head=rope_type == "proportional")
 
 
 def pairs_are_neighbours(content: Content) -> bool:
@@ -178,14 +178,21 @@ def _doubt_scaling(content: Content, keys: _RopeKeys, scaling: RopeScaling, name
         )
 
 
-def _read_part(content: Content, keys: _RopeKeys, name: FormatName) -> bool:
-    """Read which part of a head rotates: the whole one, unless the file says that a part is meant."""
+def _read_part(content: Content, keys: _RopeKeys, name: FormatName, *, spans_head: bool) -> bool:
+    """Read which part of a head rotates: the whole one, unless the file says that a part is meant.
+
+    Args:
+        spans_head: the type of RoPE itself pairs the halves of the head, and means a part.
+    """
     pairs, channels = keys.agreed("rotary_pairs"), keys.inner.get("rope_dim")
     share, head_dim = "partial_rotary_factor", content.values.get("head_dim")
-    if pairs not in (None, WHOLE_HEAD, LEADING):
+    served = (WHOLE_HEAD,) if spans_head else (WHOLE_HEAD, LEADING)
+    if pairs not in (None, *served):
         raise CheckpointError(
-            f"{content.origin}: rotary_pairs={pairs!r} should be {WHOLE_HEAD!r} or {LEADING!r}: {REMEDY}"
+            f"{content.origin}: rotary_pairs={pairs!r} should be {' or '.join(map(repr, served))}: {REMEDY}"
         )
+    if spans_head:
+        pairs = WHOLE_HEAD
     if channels is not None:  # SGLang's key for what was trained
         if type(channels) is not int or type(head_dim) is not int or not 0 < channels <= head_dim:
             raise CheckpointError(

@@ -119,9 +119,9 @@ def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
 def _answer_of(worker: Any, question: str, fields: dict[str, Any]) -> Any:
     match question:
         case "stats":
-            return worker.report(min(max(fields["history_s"], 0), HISTORY_S))
+            return worker.reporting.report(min(max(fields["history_s"], 0), HISTORY_S))
         case "policy":
-            return worker.switch_policy(fields)
+            return worker.reporting.switch_policy(fields)
         case "capabilities":
             return worker.capabilities()
     raise ConfigError(f"{question}: no question that the scheduler answers")

@@ -11,16 +11,16 @@ from starlette.requests import ClientDisconnect, Request
 
 from sglang_dspark.engine.api import routes
 from sglang_dspark.engine.api.metric_names import UnescapedNames
+from sglang_dspark.engine.api.request_field import ASKED
 from sglang_dspark.engine.api.served_requests import is_refused
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.launch_state import TargetOnly
 from sglang_dspark.engine.sglang_types import ServerArgs
-from sglang_dspark.speculation import KEY
 
 FIELD = "speculation"
 _MAY_HOLD_FIELD = re.compile(rb"speculation|\\u00[67]|\0")
 """The field as it is, with a letter of it escaped, or in an encoding of several bytes per letter."""
-ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
+ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
 def mount(server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
@@ -40,10 +40,10 @@ def mount(server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
 
 
 class SpeculationMiddleware:
-    """Moves ``speculation`` of a request body, as JSON text, into ``custom_params``, which SGLang carries on.
+    """Keeps ``speculation`` of a request body for the requests that SGLang makes of it.
 
-    It is checked where SGLang makes the request (:mod:`~sglang_dspark.engine.api.request_field`): SGLang itself ignores
-    unknown fields of a body silently. Bodies without the field pass through untouched.
+    SGLang ignores unknown fields of a body silently, and some of its routes make a body of another route out of theirs.
+    The field is checked where SGLang makes the request (:mod:`~sglang_dspark.engine.api.request_field`).
 
     Args:
         app: what it wraps.
@@ -62,12 +62,15 @@ class SpeculationMiddleware:
             await self.app(scope, receive, send)
             return
         try:
-            body = _moved(await Request(scope, receive).body(), path)
+            body = await Request(scope, receive).body()
         except ClientDisconnect:
             return
-        headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
-        scope = dict(scope, headers=[*headers, (b"content-length", str(len(body)).encode())])
-        await self.app(scope, _replay(body, receive), send)
+        # Tasks that this request starts see it, too; those of other requests do not.
+        before = ASKED.set(_field_of(body))
+        try:
+            await self.app(scope, _replay(body, receive), send)
+        finally:
+            ASKED.reset(before)
 
 
 def _replay(body: bytes, receive: Any) -> Any:
@@ -79,31 +82,12 @@ def _replay(body: bytes, receive: Any) -> Any:
     return replay
 
 
-def _moved(body: bytes, path: str) -> bytes:
-    """Return the body with ``speculation`` moved; the same bytes if it has none, or cannot be read."""
+def _field_of(body: bytes) -> str | None:
+    """Return the field as JSON text; None if the body has none, or cannot be read."""
     if not _MAY_HOLD_FIELD.search(body):
-        return body
+        return None
     try:
         document = json.loads(body)
-        if not isinstance(document, dict) or FIELD not in document:
-            return body
-        text = json.dumps(document.pop(FIELD))
-        carriers = [document]
-        if path == "/generate":
-            if document.get("sampling_params") is None:
-                document["sampling_params"] = {}
-            parameters = document["sampling_params"]
-            carriers = parameters if isinstance(parameters, list) else [parameters]
-        for carrier in carriers:
-            _put(carrier, text)
-        return json.dumps(document).encode()
+        return json.dumps(document[FIELD]) if isinstance(document, dict) and FIELD in document else None
     except (ValueError, RecursionError):
-        return body  # not JSON, or nested too deeply: SGLang's own parser answers, which has less room still
-
-
-def _put(carrier: Any, text: str) -> None:
-    """Add the field to the ``custom_params`` of ``carrier``. What is no object is refused as such later on."""
-    if isinstance(carrier, dict):
-        custom_params = carrier.get("custom_params")
-        if custom_params is None or isinstance(custom_params, dict):
-            carrier["custom_params"] = {**(custom_params or {}), KEY: text}
+        return None  # not JSON, or nested too deeply: SGLang's own parser answers, which has less room still

@@ -1,4 +1,4 @@
-"""Report how many drafts a request had, in the ``meta_info`` of its answer.
+"""Report how many drafts a request had, in the ``meta_info`` of its answer and on its span.
 
 SGLang carries the counts of every request to its answer. It takes the drafts of every step to be as many as a step may
 have, so what follows from the real number is corrected here.
@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_dspark.engine.compat.arguments import attached
+
+_POLICY = "dspark_policy"
+
 
 def report(result: None, manager: Any, meta_info: dict[str, Any], recv_obj: Any, i: int) -> None:
     """Add ``dspark`` to the ``meta_info`` of an ended request, and correct SGLang's figures there.
@@ -16,18 +20,48 @@ def report(result: None, manager: Any, meta_info: dict[str, Any], recv_obj: Any,
         recv_obj: a batch of SGLang's outputs; ``DSparkBatchResult`` says what it counts.
         i: index of the request in it.
     """
+    counts = _counts(recv_obj, i)
+    if counts is None:
+        return
+    meta_info["dspark"] = counts
+    meta_info.pop("spec_block_accept_length", None)  # if SGLang has carried the proposed drafts under its name
+    if "spec_accept_rate" in meta_info:
+        verified = counts["verified_tokens"]
+        meta_info["spec_accept_rate"] = counts["accepted_tokens"] / verified if verified else 0.0
+        meta_info["spec_num_proposed_drafts"] = verified
+
+
+def add_to_span(attributes: dict[str, Any], manager: Any, state: Any, recv_obj: Any, i: int) -> None:
+    """Add what became of the drafts of an ended request to the attributes of its span (``--enable-trace``).
+
+    Args:
+        recv_obj, i: as in :func:`report`.
+    """
+    counts = _counts(recv_obj, i)
+    if counts is None or not attributes:
+        return
+    policy = getattr(manager, _POLICY, None) or attached(manager.server_args).config.policy
+    wasted = counts["verified_tokens"] - counts["accepted_tokens"]
+    told = {name: counts[name] for name in ("rounds", "accept_length", "verified_tokens")}
+    found = told | {"wasted_tokens": wasted, "policy": policy}
+    attributes |= {f"dspark.{name}": value for name, value in found.items()}
+
+
+def note_policy(manager: Any, policy: str) -> None:
+    """Remember the policy that the scheduler has switched to."""
+    setattr(manager, _POLICY, policy)
+
+
+def _counts(recv_obj: Any, i: int) -> dict[str, Any] | None:
+    """Return the counts of a request; None if it took part in no decode step."""
     rounds = recv_obj.spec_verify_ct[i] if getattr(recv_obj, "spec_verify_ct", None) else 0
     if not rounds:
-        return
-    verified, accepted = recv_obj.spec_num_cap_tokens[i] - rounds, recv_obj.spec_num_correct_drafts[i]
-    meta_info["dspark"] = {
+        return None
+    accepted = recv_obj.spec_num_correct_drafts[i]
+    return {
         "rounds": rounds,
         "drafted_tokens": recv_obj.spec_num_block_accept_tokens[i],
-        "verified_tokens": verified,
+        "verified_tokens": recv_obj.spec_num_cap_tokens[i] - rounds,
         "accepted_tokens": accepted,
         "accept_length": (accepted + rounds) / rounds,
     }
-    meta_info.pop("spec_block_accept_length", None)  # if SGLang has carried the proposed drafts under its name
-    if "spec_accept_rate" in meta_info:
-        meta_info["spec_accept_rate"] = accepted / verified if verified else 0.0
-        meta_info["spec_num_proposed_drafts"] = verified

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -15,38 +16,43 @@ from sglang_dspark.engine.sglang_types import SamplingParams, TokenizerManager
 from sglang_dspark.proposals.candidate_labels import spellings
 from sglang_dspark.speculation import CLASSIFICATION, COPYING, KEY, RequestOptions, Speculation
 
+ASKED: ContextVar[str | None] = ContextVar("speculation", default=None)
+"""The field of the HTTP request that is being answered, as JSON text; None if there is none."""
 MAX_LABEL_TOKENS = 16384
 """Of all labels of a request: the scheduler takes milliseconds to read them, once for equal labels."""
 
 
 def settle(manager: TokenizerManager, parameters: SamplingParams) -> None:
-    """Replace the field among ``custom_params`` by the checked options that the scheduler reads.
+    """Put the checked options that the scheduler reads among ``custom_params``.
 
     Args:
         manager: SGLang's ``TokenizerManager``.
         parameters: the request's own ``SamplingParams``. Its ``custom_params`` may belong to several requests: they
-            are replaced and not changed. Our key holds what a client has sent: the field as JSON text, where
-            :class:`~sglang_dspark.engine.api.http.SpeculationMiddleware` has moved it there, or an object.
+            are replaced and not changed. Our key among them holds what a program asks for; :data:`ASKED` wins over it.
 
     Raises:
         ValueError: names the key, its value and the remedy.
     """
-    custom_params = parameters.custom_params
-    if not isinstance(custom_params, Mapping) or KEY not in custom_params:
+    custom_params, asked = parameters.custom_params, ASKED.get()
+    if custom_params is None and asked is not None:
+        custom_params = {}
+    if not isinstance(custom_params, Mapping) or (asked is None and KEY not in custom_params):
         return
     kept = {key: value for key, value in custom_params.items() if key != KEY}
-    field = _parsed(custom_params[KEY])
+    field = _parsed(custom_params[KEY] if asked is None else asked)
     server = attached(manager.server_args)
     if field.preset in COPYING and not server.presets:
         raise ValueError(
             f'speculation.preset="{field.preset}" is not served by SGLang\'s own worker; drop the key, or start the '
-            "server with --speculative-dspark-engine plugin"
+            "server with --speculative-dspark-engine plugin if that serves the target"
         )
     if field.confidence_threshold is not None and not server.has_confidence_head:
         raise ValueError(
             "speculation.confidence_threshold needs a drafter with a confidence head, which this server does not have; "
             "use speculation.max_verify or drop the key"
         )
+    if field.recorded:
+        _check_recorded(field.recorded, manager.model_config.vocab_size)
     options = field.for_scheduler(_labels(manager.tokenizer, field))
     if options != RequestOptions():
         # A scalar: values of custom_params that are deeper than a flat list do not reach the scheduler.
@@ -62,6 +68,13 @@ def _parsed(given: Any) -> Speculation:
         return Speculation.parse(given)
     except RecursionError:
         raise ValueError("speculation is nested too deeply; its values are scalars and one list of strings") from None
+
+
+def _check_recorded(recorded: Sequence[int], vocab_size: int) -> None:
+    if (largest := max(recorded)) >= vocab_size:
+        raise ValueError(
+            f"speculation.recorded holds {largest}, which is no token id; pass integers below {vocab_size}"
+        )
 
 
 def _labels(tokenizer: Any, field: Speculation) -> tuple[tuple[int, ...], ...]:

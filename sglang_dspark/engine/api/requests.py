@@ -19,8 +19,8 @@ from sglang_dspark.declared import truncate
 from sglang_dspark.draft.families import family_of
 from sglang_dspark.engine.api import request_field
 from sglang_dspark.engine.api.served_requests import REFUSED_FIELDS, REFUSED_PARAMETERS
+from sglang_dspark.engine.builtin.launch import ScheduledServer
 from sglang_dspark.engine.compat.arguments import attached
-from sglang_dspark.engine.scheduled.launch import ScheduledServer
 from sglang_dspark.engine.sglang_types import ModelConfig, SamplingParams, TokenizerManager
 
 _INT32_MAX, _FLOAT32_MAX = 2**31 - 1, 3.4028234663852886e38
@@ -87,7 +87,7 @@ def _not_scheduled(parameters: SamplingParams) -> Iterator[str]:
         if (value := getattr(parameters, name)) != neutral:
             yield (
                 f"SGLang's own DSPARK ignores sampling_params.{name}={truncate(value)}; drop it, or start the server "
-                "with --speculative-dspark-engine plugin"
+                "with --speculative-dspark-engine plugin if that serves the target"
             )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from sglang_dspark.engine.api.acceptance import note
 from sglang_dspark.engine.hook_checks import Moment, check
 
 # Token ids before a window of text: some tokenizers decode the first token of a text otherwise. SGLang's number.
@@ -32,7 +33,7 @@ async def stream_tokens(
     Raises:
         EngineError: see :func:`~sglang_dspark.engine.hook_checks.check`.
     """
-    answers = _checked(original(manager, obj=obj, state=state, request=request))
+    answers = _checked(original(manager, obj=obj, state=state, request=request), obj)
     arguments = manager.server_args
     one_by_one = getattr(obj, "stream", False) and manager.tokenizer is not None
     if not one_by_one or (obj.sampling_params.get("stream_interval") or arguments.stream_interval) > 1:
@@ -46,15 +47,17 @@ async def stream_tokens(
             yield message
 
 
-async def _checked(answers: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
-    """Yield the answers, and look for our hooks before the last one.
+async def _checked(answers: AsyncIterator[dict[str, Any]], request: Any) -> AsyncIterator[dict[str, Any]]:
+    """Yield the answers; before the last one, look for our hooks and keep its counts.
 
     A request that is aborted while it waits ends without most of what SGLang does with an answer.
     """
     async for answer in answers:
-        reason = (answer.get("meta_info") or {}).get("finish_reason")
-        if reason is not None and reason["type"] != "abort":
-            check(Moment.ANSWERED)
+        meta_info = answer.get("meta_info") or {}
+        if (reason := meta_info.get("finish_reason")) is not None:
+            note(request, meta_info)
+            if reason["type"] != "abort":
+                check(Moment.ANSWERED)
         yield answer
 
 

@@ -32,26 +32,35 @@ class RecurrentBackend:
     supports_packed_verify = False  # its models would hand over what the convolution is yet to be given
 
     def __init__(self, prompts: Any, dtype: torch.dtype, track_interval: int | None = None) -> None:
-        self._prompts, self._pool = prompts, prompts.req_to_token_pool
+        self.prompts, self._pool = prompts, prompts.req_to_token_pool
         self._dtype, self.track_interval = dtype, track_interval
         self._recorded: RecordedRows | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._prompts, name)
+        return getattr(self.prompts, name)
 
     @classmethod
     def beside(cls, prompts: Any, runner: Any) -> RecurrentBackend:
         """Return ours of the target's runner, and log what its states take."""
         interval = int(mamba_track_grid(runner.page_size)) if get_exec().mamba.enable_mamba_extra_buffer else None
         backend = cls(prompts, runner.dtype, interval)
-        slots = backend.pools.states.shape[1] - 1  # the first is padding
         logger.info(
             "DSPARK: %d slots of recurrent states of %.2f MB each, for %d requests at a time and the prefix cache",
-            slots,
-            backend.pools.nbytes / (slots + 1) / 2**20,
+            backend.num_states,
+            backend.state_mb,
             runner.max_running_requests,
         )
         return backend
+
+    @property
+    def num_states(self) -> int:
+        """Return how many states there are, beside the first, which is padding."""
+        return int(self.pools.states.shape[1]) - 1
+
+    @property
+    def state_mb(self) -> float:
+        """Return what a state takes, with the windows of its convolutions."""
+        return float(self.pools.nbytes / (self.num_states + 1) / 2**20)
 
     @property
     def pools(self) -> StatePools:
@@ -62,7 +71,7 @@ class RecurrentBackend:
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare a forward; for the layers and the commit of a verification, in ``spec_info.verified``."""
         if not forward_batch.forward_mode.is_target_verify():
-            self._prompts.init_forward_metadata(forward_batch)
+            self.prompts.init_forward_metadata(forward_batch)
             return
         layout, pools = forward_batch.spec_info, self.pools
         bounds = row_bounds(layout, forward_batch.input_ids)
@@ -113,7 +122,7 @@ class RecurrentBackend:
             b: [tokens, HV], of the strength of the update.
         """
         if not forward_batch.forward_mode.is_target_verify():
-            return self._prompts.forward_extend(
+            return self.prompts.forward_extend(
                 layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs
             )
         verified: VerifiedRows = forward_batch.spec_info.verified
@@ -156,7 +165,39 @@ class CapturedStates:
             self._track_slots[: len(batch.mamba_track_indices)] = batch.mamba_track_indices
 
 
+def check_room(runner: Any, asked: int | None) -> None:
+    """Refuse to serve fewer requests at a time than an operator has asked for, where states are what is short.
+
+    Args:
+        runner: the target's ``ModelRunner``, whose pools exist.
+        asked: ``--max-running-requests``, if it was given.
+
+    Raises:
+        ConfigError: with the number that fits, and the flags that make room.
+    """
+    backend, fit = recurrent_backend(runner), runner.max_running_requests
+    if backend is None or asked is None or fit >= min(asked, runner.token_to_kv_pool.size // 2):
+        return
+    raise ConfigError(
+        f"--max-running-requests={asked}: there is room for {backend.num_states} recurrent states of "
+        f"{backend.state_mb:.2f} MB, which {fit} requests at a time and the prefix cache need; pass "
+        f"--max-running-requests {fit} or less, or make room with --mamba-full-memory-ratio, --max-mamba-cache-size or "
+        "--mamba-ssm-dtype bfloat16"
+    )
+
+
 def recurrent_backend(runner: Any) -> RecurrentBackend | None:
     """Return ours of the target's runner; None if its layers keep no states."""
     backend = getattr(runner.attn_backend, "linear_attn_backend", None)
     return backend if isinstance(backend, RecurrentBackend) else None
+
+
+def recurrence(attention: Any) -> str | None:
+    """Return SGLang's name of the recurrence that a target's layers keep states of, such as GDN or KDA; None if none.
+
+    Args:
+        attention: backend of the target.
+    """
+    backend = getattr(attention, "linear_attn_backend", None)
+    backend = backend.prompts if isinstance(backend, RecurrentBackend) else backend
+    return None if backend is None else type(backend).__name__.removesuffix("AttnBackend")

@@ -67,6 +67,7 @@ def refuse(context: LaunchContext, *moments: Moment) -> None:
 CHECKS: tuple[Check, ...] = (
     Check("fallback of nodes", Moment.OPTIONS, flag_checks.fallback_of_nodes),
     Check("drafter beside draft-free", Moment.OPTIONS, flag_checks.drafter_beside_draft_free),
+    Check("window of the drafter", Moment.OPTIONS, flag_checks.draft_window),
     Check("form of draft weights", Moment.OPTIONS, flag_checks.draft_load_format),
     Check("kernels of experts", Moment.OPTIONS, flag_checks.expert_kernels),
     Check("device", Moment.MODELS, model_checks.device, unserved=True),

@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
+from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.families import Family, family_of
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.sglang_types import ModelConfig, ServerArgs
@@ -24,6 +25,11 @@ class LaunchContext:
 
     args: ServerArgs
     server: DSparkServer
+
+    @classmethod
+    def of(cls, args: ServerArgs, config: DSparkConfig) -> LaunchContext:
+        """Return what is known before the drafter is."""
+        return cls(args, DSparkServer(config, drafter=None, dummy_draft=False))
 
     @cached_property
     def resolved(self) -> ServerArgs:

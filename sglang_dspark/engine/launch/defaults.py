@@ -9,6 +9,7 @@ import torch
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
 from sglang_dspark.draft.families import FAMILIES
+from sglang_dspark.draft.window import DraftWindow
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.errors import ConfigError
 
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 MIN_REQUESTS = 48
 # Tokens of the largest step, of 256 requests with blocks of 7; what start-up holds grows with them.
 MAX_STEP_TOKENS = 2048
+# First tokens that a windowed drafter sees: attention rests on them (StreamingLLM, Xiao et al. 2024, has four).
+DRAFT_SINKS = 4
 
 
 def prepare(args: ServerArgs) -> None:
@@ -35,6 +38,13 @@ def prepare(args: ServerArgs) -> None:
             "--sampling-backend=%s has no effect: DSPARK draws all tokens from the distribution of the pytorch backend",
             args.sampling_backend,
         )
+
+
+def take_draft_window(args: ServerArgs) -> DraftWindow | None:
+    """Return the part of a context that the drafter shall see, which SGLang would say has no effect."""
+    size, sinks = args.speculative_draft_window_size, args.speculative_draft_sink_size
+    args.speculative_draft_window_size = args.speculative_draft_sink_size = None
+    return None if size is None else DraftWindow(size, DRAFT_SINKS if sinks is None else sinks)
 
 
 def states_on_a_cpu(args: ServerArgs, architectures: Sequence[str]) -> None:
@@ -78,8 +88,6 @@ def limit_requests(args: ServerArgs, window: int, *, recurrent: bool) -> None:
     """
     if args.max_running_requests is None and (args.device == "cuda" or recurrent):
         of_graphs = resolving_view(args).cuda_graph_config.decode.max_bs if args.device == "cuda" else MIN_REQUESTS
-        args.max_running_requests = max(MIN_REQUESTS, min(of_graphs, MAX_STEP_TOKENS // window))
-        logger.info(
-            "DSPARK: limiting concurrent requests to %d; override with --max-running-requests",
-            args.max_running_requests,
-        )
+        limit = max(MIN_REQUESTS, min(of_graphs, MAX_STEP_TOKENS // window))
+        declare_resolution(args, "dspark", max_running_requests=limit)
+        logger.info("DSPARK: limiting concurrent requests to %d; override with --max-running-requests", limit)

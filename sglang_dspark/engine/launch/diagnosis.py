@@ -14,6 +14,7 @@ from sglang.srt.speculative.spec_registry import get_spec
 
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.resolved import ResolvedDrafter
+from sglang_dspark.engine.launch import model_checks
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.hook import Hook
 from sglang_dspark.engine.launch.hooks import HOOKS
@@ -48,6 +49,12 @@ def hooks() -> Iterator[tuple[Hook, str | None]]:
             yield hook, str(error)
         else:
             yield hook, None
+
+
+def why_own_worker(target: Path) -> str | None:
+    """Return why a server on this machine would take SGLang's own worker for a target; None if it takes ours."""
+    args = ServerArgs(model_path=str(target), device="cuda" if torch.cuda.is_available() else "cpu")
+    return model_checks.why_own_worker(LaunchContext.of(args, DSparkConfig()))
 
 
 def launch_without_flags(target: Path, drafter: ResolvedDrafter) -> LaunchContext:

@@ -57,6 +57,25 @@ def drafter_beside_draft_free(context: LaunchContext) -> str | None:
     )
 
 
+def draft_window(context: LaunchContext) -> str | None:
+    """Refuse a window of the drafter's context that is none."""
+    size, sinks = (getattr(context.args, f"speculative_draft_{name}_size") for name in ("window", "sink"))
+    if size is None and sinks is None:
+        return None
+    given = f"--speculative-draft-sink-size={sinks}" if size is None else f"--speculative-draft-window-size={size}"
+    if context.server.config.draft_free:
+        return f"{given} belongs to a drafter, and {flag_name('draft_free')} serves without one; drop one of the flags"
+    if size is None:
+        return (
+            f"{given} needs --speculative-draft-window-size: without a window the drafter sees the first tokens anyway"
+        )
+    if size < 1:
+        return f"{given} leaves nothing of a context; pass 1 or more, or drop the flag"
+    if sinks is not None and sinks < 0:
+        return f"--speculative-draft-sink-size={sinks} is no number of tokens; pass 0 or more, or drop the flag"
+    return None
+
+
 def draft_load_format(context: LaunchContext) -> str | None:
     """Refuse forms of weights that drafters do not have."""
     given = context.args.speculative_draft_load_format

@@ -133,8 +133,6 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule(
         "speculative_draft_attention_backend", (None,), "drop the flag: the drafter has attention kernels of its own"
     ),
-    FlagRule("speculative_draft_window_size", (None,)),
-    FlagRule("speculative_draft_sink_size", (None,)),
     FlagRule(
         "speculative_draft_kv_cache_dtype", (None,), "drop the flag: the drafter's K/V has the dtype of the weights"
     ),

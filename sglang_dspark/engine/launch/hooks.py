@@ -11,9 +11,9 @@ import logging
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
+from sglang_dspark.engine.builtin.hooks import SCHEDULED_HOOKS
 from sglang_dspark.engine.hook_checks import Moment, expect_called
 from sglang_dspark.engine.launch.hook import Hook, Where
-from sglang_dspark.engine.scheduled.hooks import SCHEDULED_HOOKS
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
 
@@ -23,6 +23,9 @@ _OURS = HookSource("dspark", "sglang-dspark")
 """What SGLang's log says of our hooks; most are registered when its plugins have been loaded."""
 
 _GRAPHS = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
+
+_OPENAI = (("chat", "OpenAIServingChat", "chat"), ("completions", "OpenAIServingCompletion", "completion"))
+"""SGLang's module, class and name of what serves the OpenAI routes."""
 
 _installed: set[str] = set()
 
@@ -97,6 +100,15 @@ HOOKS: tuple[Hook, ...] = (
         "SGLang assumes that every draft is verified, and understates the acceptance of requests",
     ),
     Hook(
+        "report-on-spans",
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_to_span_attrs",
+        HookType.AFTER,
+        "api.request_counts.add_to_span",
+        "front_end",
+        "the span of a request (--enable-trace) says nothing of its drafts",
+        Moment.SOME_TIME,
+    ),
+    Hook(
         "seed-samples",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
         HookType.BEFORE,
@@ -112,6 +124,30 @@ HOOKS: tuple[Hook, ...] = (
         "api.streams.stream_tokens",
         "front_end",
         "parsers of tool calls and reasoning, and Ollama's routes, expect messages of one token, not of a step",
+    ),
+    *(
+        Hook(
+            f"acceptance-of-{route}s",
+            f"sglang.srt.entrypoints.openai.serving_{module}.{serving}._build_{route}_response",
+            HookType.AFTER,
+            "api.acceptance.add_acceptance",
+            "front_end",
+            "SGLang has no place for what benchmarks read of the drafts of one request",
+            Moment.SOME_TIME,
+        )
+        for module, serving, route in _OPENAI
+    ),
+    *(
+        Hook(
+            f"acceptance-of-{route}-streams",
+            f"sglang.srt.entrypoints.openai.serving_{module}.{serving}._generate_{route}_stream",
+            HookType.AROUND,
+            "api.acceptance.stream_with_acceptance",
+            "front_end",
+            "SGLang has no place for what benchmarks read of the drafts of one request",
+            Moment.SOME_TIME,
+        )
+        for module, serving, route in _OPENAI
     ),
     Hook(
         "mount-routes",

@@ -37,9 +37,10 @@ class Launch(DSparkServer):
         Raises:
             ConfigError, CheckpointError: options that cannot work, or no usable drafter.
         """
-        refuse(LaunchContext(args, DSparkServer(config, drafter=None, dummy_draft=False)), Moment.OPTIONS)
+        refuse(LaunchContext.of(args, config), Moment.OPTIONS)
         dummy = (args.speculative_draft_load_format or args.load_format) == "dummy"
-        arguments.attach(args, cls(config, find_drafter(args, config, dummy=dummy), dummy))
+        drafter = find_drafter(args, config, dummy=dummy)
+        arguments.attach(args, cls(config, drafter, dummy, defaults.take_draft_window(args)))
         defaults.prepare(args)
 
     @classmethod
@@ -68,6 +69,9 @@ class Launch(DSparkServer):
     def after(self, args: ServerArgs) -> None:
         """Fill the fields that size SGLang's buffers, and install the hooks of the front end."""
         args.speculative_draft_model_path = None if self.drafter is None else self.drafter.path
+        if self.draft_window is not None:
+            args.speculative_draft_window_size = self.draft_window.size
+            args.speculative_draft_sink_size = self.draft_window.sinks
         defaults.size_buffers(args, self.window)
         family = family_of(model_config_of(args).hf_config.architectures)
         defaults.limit_requests(args, self.window, recurrent=family.recurrent)

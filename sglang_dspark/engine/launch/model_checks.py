@@ -9,6 +9,7 @@ from dspark_kernels import widest_window
 from sglang.srt.utils import cpu_has_amx_support
 
 from sglang_dspark.config import flag_name
+from sglang_dspark.draft.families import left_to_sglang
 from sglang_dspark.draft.pairing import check_dimensions, lacks_own
 from sglang_dspark.draft.target_files import quantised_layers
 from sglang_dspark.draft.weights import own_tensors
@@ -33,6 +34,18 @@ def device(context: LaunchContext) -> str | None:
 def family(context: LaunchContext) -> None:
     """Refuse targets of classes that are not served."""
     _ = context.text_config
+
+
+def why_own_worker(context: LaunchContext) -> str | None:
+    """Return why our worker leaves a device or target to SGLang's own, which may serve it.
+
+    Returns:
+        None if ours serves both, or neither worker does.
+    """
+    architectures = context.target.hf_config.architectures
+    if reason := left_to_sglang(architectures):
+        return f"{', '.join(architectures)}: {reason}"
+    return device(context)
 
 
 def recurrent_layers(context: LaunchContext) -> str | None:

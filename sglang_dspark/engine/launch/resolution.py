@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from sglang.srt.arg_groups.arg_utils import record_fields
@@ -12,11 +12,13 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dspark.config import ENV_PREFIX, DSparkConfig, add_flags, flag_dest, flag_name, flag_texts, option_text
 from sglang_dspark.engine import support
+from sglang_dspark.engine.builtin.launch import ScheduledServer
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.launch import defaults, hooks
+from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.launch import Launch
+from sglang_dspark.engine.launch.model_checks import why_own_worker
 from sglang_dspark.engine.launch_state import TargetOnly
-from sglang_dspark.engine.scheduled.launch import ScheduledServer
 from sglang_dspark.engine.support import ALGORITHM, COMMON_NAME
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 
@@ -59,16 +61,11 @@ def resolve_once(original: Callable[..., None], args: Any) -> None:
         return
     config = DSparkConfig.resolve(texts, foreign=arguments.variables_of_sglang(ENV_PREFIX))
     support.check_sglang_version(support.installed_sglang(), untested=config.untested_sglang)
-    if config.engine == "scheduled":
-        ScheduledServer.before(args, config)
-        original(args)
-        hooks.install("routes", "front_end", "own_worker")
-        return
-    args.speculative_algorithm = ALGORITHM
+    if args.speculative_algorithm.upper() == ALGORITHM:
+        config = replace(config, engine="plugin")
     written = arguments.snapshot(args)
     try:
-        Launch.before(args, config)
-        original(args)
+        _resolve_dspark(original, args, config, written)
     except (CheckpointError, UnservedError) as error:
         if config.fallback != "target-only":
             raise
@@ -76,8 +73,51 @@ def resolve_once(original: Callable[..., None], args: Any) -> None:
         _resolve_target_only(original, args, str(error))
 
 
+def _resolve_dspark(original: Callable[..., None], args: Any, config: DSparkConfig, written: Any) -> None:
+    """Resolve the arguments for the worker that is asked for, or that serves the pair.
+
+    Raises:
+        UnservedError: none does.
+        ConfigError, CheckpointError: options, or the drafter, cannot be served.
+    """
+    if config.engine == "scheduled":
+        _resolve_own_worker(original, args, config, f"{flag_name('engine')} asks for it")
+        return
+    args.speculative_algorithm = ALGORITHM
+    try:
+        Launch.before(args, config)
+        original(args)
+    except (ConfigError, CheckpointError) as error:
+        why = None if config.engine == "plugin" else _why_own_worker(args, config)
+        if why is None:
+            raise
+        arguments.restore(args, written)
+        try:
+            _resolve_own_worker(original, args, config, f"ours does not serve {why}")
+        except ValueError as other:
+            raise UnservedError(f"{error}\nSGLang's own worker does not serve it either: {other}") from other
+
+
+def _why_own_worker(args: Any, config: DSparkConfig) -> str | None:
+    """Return why SGLang's own worker may serve what ours does not; None if that is not so, or the target unreadable."""
+    try:
+        return why_own_worker(LaunchContext.of(args, config))
+    except (OSError, ValueError):
+        return None
+
+
+def _resolve_own_worker(original: Callable[..., None], args: Any, config: DSparkConfig, because: str) -> None:
+    args.speculative_algorithm = COMMON_NAME
+    ScheduledServer.before(args, config, because)
+    original(args)
+    ScheduledServer.settle(args)
+    hooks.install("routes", "front_end", "own_worker")
+    logger.info("DSPARK: %s", arguments.attached(args).reason)
+
+
 def schedule_own_worker(algorithm: Any, server_args: Any) -> None:
     """Hook SGLang's own worker, in the scheduler that is about to make it."""
+    arguments.attached(server_args).set_mode()
     hooks.install("any_worker", "scheduled")
 
 

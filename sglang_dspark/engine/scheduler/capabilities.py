@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from sglang_dspark.calibration.fit import Fit
 from sglang_dspark.config import POLICY_NAMES, DSparkConfig
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.forward.graphs import has_prefill_graphs
+from sglang_dspark.engine.forward.recurrent_layers import recurrence
 from sglang_dspark.engine.support import versions
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.speculation import OF_PRESETS, Speculation
@@ -23,12 +25,14 @@ class Decoding:
         reason: why by this path.
         gamma: drafts of a block.
         cuda_graphs: whether steps are replayed from CUDA graphs.
+        fit: whether the drafter fits, as far as requests have shown.
         presets: whether requests may have presets.
     """
 
     reason: str
     gamma: int
     cuda_graphs: bool
+    fit: Fit
     presets: bool = True
 
 
@@ -43,12 +47,13 @@ def capabilities(
         drafter: what is known of its checkpoint; None if none is served.
         decoding: how the server decodes.
     """
-    options: DSparkConfig = attached(server_args).config
+    server = attached(server_args)
+    options: DSparkConfig = server.config
     model, on_gpu = model_runner.model_config, model_runner.device == "cuda"
     has_head = schedule.forecast.calibration is not None
     return {
         "effective_decode_path": "dspark",
-        "engine": options.engine,
+        "engine": server.engine,
         "reason": decoding.reason,
         "versions": versions(),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -57,10 +62,12 @@ def capabilities(
             "path": server_args.model_path,
             "name": server_args.served_model_name,
             "architecture": (model.hf_config.architectures or [None])[0],
+            "recurrence": recurrence(model_runner.attn_backend),
             "vocab_size": model.hf_text_config.vocab_size,
             "context_length": model.context_len,
         },
         "drafter": drafter,
+        "drafter_fit": None if drafter is None else decoding.fit.report(),
         "simulated_acceptance": options.acceptance_profile(decoding.gamma),
         "block_size": decoding.gamma,
         "max_verify": schedule.max_verify,

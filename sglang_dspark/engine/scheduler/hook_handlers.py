@@ -52,14 +52,14 @@ def report_verified(original: Callable[..., None], reporter: Any, *args: Any, **
 
 def pause(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Tell the worker that no step is under way."""
-    decoder_of(scheduler).before_other_work()
+    decoder_of(scheduler).schedule.invalidate()
 
 
 def export_metrics(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Add our Prometheus metrics to SGLang's."""
     context = scheduler.metrics_collector_context
     if context.current_scheduler_metrics_enabled:
-        decoder_of(scheduler).export_metrics(context.collector.labels)
+        decoder_of(scheduler).reporting.export_metrics(context.collector.labels)
 
 
 def no_kv_copy_kernel(pool: Any) -> None:

@@ -157,6 +157,7 @@ _TIMED_ARGUMENTS = (
     *("fp8_gemm_runner_backend", "fp4_gemm_runner_backend", "bf16_gemm_backend", "enable_fp32_lm_head", "ep_size"),
     *("flashinfer_allreduce_fusion_backend", "enable_symm_mem", "enable_torch_symm_mem", "enable_nccl_nvls"),
     *("enable_mscclpp", "enable_fused_moe_sum_all_reduce"),
+    *("speculative_draft_window_size", "speculative_draft_sink_size"),
 )
 # Of a configuration: where it was read from, by which release of transformers, and what SGLang adds to it.
 _NOT_OF_THE_SHAPE = ("_name_or_path", "transformers_version", "context_len", "encoder_only", "language_only")

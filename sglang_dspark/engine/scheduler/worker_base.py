@@ -17,6 +17,7 @@ from sglang_dspark.engine.compat.worker_face import WorkerFace
 from sglang_dspark.engine.forward.adapters import check_adapters
 from sglang_dspark.engine.forward.capture import capturing_forward
 from sglang_dspark.engine.forward.mrope import keep_deltas, make_table
+from sglang_dspark.engine.forward.recurrent_layers import check_room
 from sglang_dspark.engine.forward.verify_attention import as_without_dspark, verify_beside_prompts
 from sglang_dspark.engine.hook_checks import Moment, check
 from sglang_dspark.engine.launch_state import DSparkServer
@@ -25,8 +26,6 @@ from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import (
     DSparkBatchResult,
     SamplingReader,
-    is_running,
-    record_traces,
     round_keys,
 )
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
@@ -34,7 +33,8 @@ from sglang_dspark.engine.scheduler.draft_pool import DraftPool, check_layers
 from sglang_dspark.engine.scheduler.logits_adjuster import LogitsAdjuster, nan_check
 from sglang_dspark.engine.scheduler.logprobs import with_logprobs
 from sglang_dspark.engine.scheduler.start_check import check_start
-from sglang_dspark.step.record import StepRecord
+from sglang_dspark.engine.scheduler.step_control import StepControl
+from sglang_dspark.scheduling.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +42,21 @@ Publish = Callable[[torch.Tensor], None]
 
 
 class SpecWorkerBase(WorkerFace):
-    """Implement SGLang's Spec V2 worker interface; what is left to the subclass is abstract below."""
+    """Implement SGLang's Spec V2 worker interface; what is left to the subclass is abstract below.
+
+    Attributes:
+        schedule: made with the worker.
+        control: of its steps; made when it is prepared to serve.
+    """
+
+    schedule: Schedule
+    control: StepControl
 
     def __init__(self, *, server_args: Any, target_worker: Any, **_given: Any) -> None:
         super().__init__(target_worker)
         check_adapters(target_worker.model_runner)
         self.server_args = resolving_view(server_args)
+        self._asked_requests: int | None = server_args.max_running_requests
         ranks = get_parallel().tp_group
         self.agreement = Agreement(ranks)
         if not self.agreement.leads:
@@ -89,41 +98,8 @@ class SpecWorkerBase(WorkerFace):
         """Capture, measure and warm up what a step needs; no request has arrived yet."""
 
     @abstractmethod
-    def before_other_work(self) -> None:
-        """Take note that what comes next is not a decode step."""
-
-    @abstractmethod
-    def on_rounds(self, rounds: StepRecord, running: list[int], accept_lens: list[int]) -> None:
-        """Take note of a step, whose tensors have reached the host.
-
-        Args:
-            running: requests of the step that it was meant for.
-            accept_lens: drafts accepted, of these.
-        """
-
-    @abstractmethod
-    def on_times(self, device_ms: float, waited_ms: float) -> None:
-        """Take note of what a step took the device, and of how long the host has waited for it."""
-
-    @abstractmethod
-    def report(self, history_s: int = 0) -> dict[str, Any]:
-        """Return what ``GET /dspark/stats`` is made of, see ``full_report``; ``history_s``: seconds to list singly."""
-
-    @abstractmethod
     def capabilities(self) -> dict[str, Any]:
         """Return the JSON of ``GET /dspark/capabilities``."""
-
-    @abstractmethod
-    def export_metrics(self, labels: dict[str, Any]) -> None:
-        """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
-
-    @abstractmethod
-    def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Verify by another policy from the next step on; return the JSON answer of ``POST /dspark/policy``.
-
-        Raises:
-            ConfigError: this server cannot run the policy.
-        """
 
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Make the draft K/V; the target's pool exists."""
@@ -136,6 +112,7 @@ class SpecWorkerBase(WorkerFace):
     def init_attention_backends(self) -> None:
         """Put our attention of verification beside the target's backend, before any graph is captured."""
         verify_beside_prompts(self._target_worker.model_runner)
+        check_room(self._target_worker.model_runner, self._asked_requests)
         make_table(self._target_worker.model_runner)
 
     def init_cuda_graphs(self) -> None:
@@ -156,14 +133,7 @@ class SpecWorkerBase(WorkerFace):
         """
         check(Moment.ANSWERED)
         if isinstance(result, DSparkBatchResult) and result.rounds is not None:
-            if (times_ms := result.times_ms) is not None:
-                self.on_times(*times_ms)
-            committed = result.accept_lens.tolist()
-            # Under overlap a request that has just ended takes part in one more step, whose tokens are dropped.
-            running = [index for index, req in enumerate(batch.reqs) if is_running(req)]
-            if running:
-                self.on_rounds(result.rounds, running, [committed[index] - 1 for index in running])
-            record_traces(batch.reqs, result.rounds, committed)
+            self.control.observe(batch.reqs, result.rounds, result.accept_lens.tolist(), result.times_ms)
 
     def forward_batch_generation(self, batch: Any, on_publish: Publish | None = None, **_unused: Any) -> Any:
         """Run one batch of the scheduler: a prefill, a decode step, or nothing.
@@ -184,7 +154,7 @@ class SpecWorkerBase(WorkerFace):
         is_prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
         if not is_prefill and not batch.forward_mode.is_idle():
             return self.decode(batch, publish)
-        self.before_other_work()
+        self.schedule.invalidate()  # what comes next is not a decode step
         return self._prefill(batch, publish) if is_prefill else self._idle(publish)
 
     @torch.no_grad()

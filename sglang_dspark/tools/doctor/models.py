@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_dspark.calibration.fit import Fit, Verdict
 from sglang_dspark.errors import CheckpointError, DSparkError
 from sglang_dspark.tools.doctor.finding import Finding, failed, one_line
 
@@ -23,12 +24,17 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
     from sglang_dspark.draft.resolved import ResolvedDrafter
     from sglang_dspark.draft.weights import load_draft_model
 
+    is_drafter = _is_drafter(target_dir)
+    if not is_drafter and (left := _left_to_sglang(target_dir)) is not None:
+        yield left
+        return
     try:
         drafter = ResolvedDrafter.read(draft_dir)
     except DSparkError as error:
-        yield Finding("fail", "drafter", f"--draft: {error}", _of_swapped(target_dir))
+        swapped = f"--target={target_dir} is a drafter: the two are swapped" if is_drafter else ""
+        yield Finding("fail", "drafter", f"--draft: {error}", swapped)
         return
-    if _is_drafter(target_dir):
+    if is_drafter:
         yield Finding("fail", "target", f"--target={target_dir} is a drafter", "give the model that it was trained for")
         return
     try:
@@ -40,6 +46,7 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
             return
         target = context.target
         architectures = target.hf_config.architectures
+        yield Finding("ok", "engine", "plugin: our worker serves the target")
         yield Finding("ok", "target", _describe_target(architectures, context.text_config))
         if remark := family_of(architectures).remark:
             yield Finding("note", "target", remark)
@@ -52,6 +59,43 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
         yield Finding("fail", "pair", str(error))
 
 
+def _left_to_sglang(target_dir: Path) -> Finding | None:
+    """Return that SGLang's own worker would serve the target, which looks at the drafter itself; None if ours would."""
+    import torch
+
+    try:
+        with warnings.catch_warnings(action="ignore"):  # SGLang warns on import of what this machine does not have
+            from sglang_dspark.engine.launch.diagnosis import why_own_worker
+
+            why = why_own_worker(target_dir)
+    except (ImportError, OSError, ValueError):
+        return None  # said below
+    if why is None:
+        return None
+    found = f"scheduled: ours does not serve {why}"
+    if torch.cuda.is_available():
+        return Finding("note", "engine", found, "SGLang's own worker serves it by our schedule, and checks the drafter")
+    return Finding("fail", "engine", found, "SGLang's own worker, which may serve it, needs a GPU")
+
+
+def judge_drafts(replayed: Mapping[str, Any]) -> Finding:
+    """Judge a drafter as a server does.
+
+    Args:
+        replayed: what came of its drafts along answers of the target, as ``evaluate`` measures it in process.
+    """
+    rounds = replayed["num_rounds"]
+    fit = Fit(rounds, round(rounds * replayed["survival"][0]))
+    found = f"{fit.sentence}, accept length {replayed['accept_length']:.2f}"
+    match fit.verdict:
+        case Verdict.MISFIT:
+            return Finding("fail", "drafts", str(fit.warning))
+        case Verdict.UNKNOWN:
+            return Finding("note", "drafts", found, "too few to say whether the drafter fits: give more prompts")
+        case Verdict.FITS:
+            return Finding("ok", "drafts", found)
+
+
 def _is_drafter(folder: Path) -> bool:
     from sglang_dspark.draft.resolved import ResolvedDrafter
 
@@ -60,10 +104,6 @@ def _is_drafter(folder: Path) -> bool:
     except DSparkError:
         return False
     return True
-
-
-def _of_swapped(target_dir: Path) -> str:
-    return f"--target={target_dir} is a drafter: the two are swapped" if _is_drafter(target_dir) else ""
 
 
 def _describe_drafter(drafter: ResolvedDrafter) -> Iterator[Finding]:

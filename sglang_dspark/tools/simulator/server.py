@@ -48,10 +48,19 @@ class SimulatedServer:
         costs: how long things take, and what the schedule is told of it. It has to find out about the rest.
         blocks: where drafts come from.
         options: the policy.
+        lengths: drafts per request that a step may verify, if all requests have to verify as many.
         seed: of everything random.
     """
 
-    def __init__(self, costs: Costs, blocks: BlockSource, options: DSparkConfig, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        blocks: BlockSource,
+        options: DSparkConfig,
+        *,
+        lengths: tuple[int, ...] | None = None,
+        seed: int = 0,
+    ) -> None:
         gamma = costs.table.gamma
         if blocks.gamma < gamma:
             raise ConfigError(
@@ -62,7 +71,8 @@ class SimulatedServer:
         has_head = blocks.draw([0], np.random.default_rng(0))[0] is not None
         calibration = OnlineCalibration(gamma) if has_head else None
         self.schedule = Schedule(options, gamma, calibration, _CPU)
-        self.schedule.start(costs.believed or costs.table, fixed_draft_shape=bool(costs.table.tiers))
+        whole_blocks = bool(costs.table.tiers) or lengths is not None
+        self.schedule.start(costs.believed or costs.table, fixed_draft_shape=whole_blocks, lengths=lengths)
         self._workloads = 0
         # The step behind, as the schedule is to learn of its time; a prefill in between makes it unmeasurable.
         self._timed: tuple[StepKind, float] | None = None

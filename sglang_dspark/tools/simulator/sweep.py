@@ -58,6 +58,7 @@ class Conditions:
     prompt: Lengths
     output: Lengths
     num_requests: int | None = None
+    lengths: tuple[int, ...] | None = None
 
     def workload(self, users: int) -> Workload:
         """Return so many requests as :attr:`num_requests` says, or enough for every user."""
@@ -78,7 +79,7 @@ class Point:
 def simulate_point(conditions: Conditions, policy: str, users: int) -> Point:
     """Warm the schedule up, as a server that has been running, and measure."""
     workload = conditions.workload(users)
-    server = SimulatedServer(conditions.costs, conditions.blocks, parse_policy(policy))
+    server = SimulatedServer(conditions.costs, conditions.blocks, parse_policy(policy), lengths=conditions.lengths)
     if not policy.startswith(("static", "off")):
         server.serve(replace(workload, num_requests=-(-workload.num_requests // 2)))
     outcome = server.serve(workload)

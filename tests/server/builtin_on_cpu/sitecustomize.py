@@ -11,6 +11,7 @@ for name, function in (
     ("sglang.srt.arg_groups.speculative_hook", "accept_a_cpu"),
     ("sglang.srt.layers.attention.attention_registry", "verify_with_torch"),
     ("sglang.srt.mem_cache.memory_pool", "copy_no_kv"),
+    ("sglang.srt.models.registry", "serve_by_another_name"),
     ("sglang.srt.speculative.dspark_components.dspark_worker_v2", "ignore_streams"),
     ("sglang.kernels.ops.speculative.cache_locs", "find_slots"),
     ("sglang.kernels.ops.speculative.reject_sampling", "sample_with_torch"),

@@ -88,6 +88,12 @@ def copy_no_kv(module):
     module.MHATokenToKVPool._init_kv_copy_and_warmup = lambda self: None
 
 
+def serve_by_another_name(module):
+    """Serve a target that our own worker does not know."""
+    registry = module.ModelRegistry
+    registry.models["OfSglangAloneForCausalLM"] = registry.models["Qwen3ForCausalLM"]
+
+
 def ignore_streams(module):
     """Let a step keep tensors alive for a stream, which a CPU has none of."""
     torch.Tensor.record_stream = lambda self, stream: None

@@ -1,7 +1,10 @@
 """Attention on a CPU with what SGLang has there with AMX alone: literal, in float64.
 
-Sinks; windows whose K/V have a pool of their own; layers that read the K/V of an earlier one.
+Sinks; windows whose K/V have a pool of their own; layers that read the K/V of an earlier one; pictures whose tokens see
+each other.
 """
+
+from types import SimpleNamespace
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -13,6 +16,13 @@ WITHOUT_AMX = "torch_native"  # what SGLang takes in its place
 
 class LiteralAttention(TorchNativeAttnBackend):
     """That of ``torch_native``, which hands sinks on and reads a pool of windows where it writes to it."""
+
+    fa_impl_ver = 4  # Gemma tells such a backend where pictures lie, by [tokens, 2] first and last positions
+
+    def init_forward_metadata(self, forward_batch):
+        """No pictures, until the model has looked at the batch."""
+        super().init_forward_metadata(forward_batch)
+        self.forward_metadata = SimpleNamespace(image_token_ranges=None)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         """[tokens, heads * hd] of prompts, whose beginnings may lie in the cache."""
@@ -33,11 +43,14 @@ class LiteralAttention(TorchNativeAttnBackend):
         stored = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         has_own_pool = self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]
         queries, attended = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).double(), []
+        pictures = self.forward_metadata.image_token_ranges
+        pictures = torch.full((len(queries), 2), -1) if pictures is None else pictures
         for row, (cached, new) in zip(batch.req_pool_indices.tolist(), lens, strict=True):
             slots = self.req_to_token_pool.req_to_token[row, : cached + new].long()
             if has_own_pool:
                 slots = pool.translate_loc_from_full_to_swa(slots)
             own, queries = queries[:new], queries[new:]
+            pictured, pictures = pictures[:new, :, None], pictures[new:]
             keys, values = (
                 part[slots].double().repeat_interleave(own.shape[1] // part.shape[1], dim=1) for part in stored
             )
@@ -45,6 +58,8 @@ class LiteralAttention(TorchNativeAttnBackend):
             hidden = ages < 0
             if layer.sliding_window_size >= 0:
                 hidden |= ages > layer.sliding_window_size
+            keys_at = torch.arange(cached + new)
+            hidden &= ~((pictured[:, 0] <= keys_at) & (keys_at <= pictured[:, 1]))
             scores = torch.einsum("thd,shd->hts", own, keys) * layer.scaling
             scores = scores.masked_fill(hidden, float("-inf"))
             if sinks is not None:

@@ -41,25 +41,23 @@ def patch_worker(patch):
 def offer_random_lengths():
     """Let ``POST /dspark/policy`` take ``{"policy": "random"}`` too, and the step times be known soon."""
 
-    def offer(decoder, most):
+    def offer(module):
         from random_policy import RandomPolicy
 
-        def switch_policy(self, fields, original=decoder.switch_policy):
+        def switch_policy(self, fields, original=module.Reporting.switch_policy):
             if fields != {"policy": "random"}:
                 return original(self, fields)
-            self.schedule.policy = RandomPolicy(most(self))
+            self._schedule.policy = RandomPolicy(self._schedule.max_verify)
             return {"policy": "random"}
 
-        decoder.switch_policy = switch_policy
+        module.Reporting.switch_policy = switch_policy
 
     def measure_briefly(module):
         from sglang_dspark.scheduling import sps_profiler
 
         sps_profiler.MAX_PASSES, module._CONTEXTS, module.LIMIT_S["cpu"] = 1, (64,), 6.0
 
-    patch_worker(lambda module: offer(module.DSparkWorker, lambda worker: worker.max_verify))
-    driver = "sglang_dspark.engine.scheduled.driver"
-    patch_when_imported(driver, lambda module: offer(module.ScheduledWorker, lambda worker: worker.gamma))
+    patch_when_imported("sglang_dspark.metrics.reporting", offer)
     patch_when_imported("sglang_dspark.engine.scheduler.measure_steps", measure_briefly)
 
 

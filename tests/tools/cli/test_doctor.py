@@ -55,9 +55,32 @@ def test_a_good_installation_and_the_golden_pair(run, target, draft):
         in result.output
     )
     assert "Qwen3ForCausalLM: hidden size 128, vocabulary 256, 6 layers" in result.output
+    assert "plugin: our worker serves the target" in result.output
     assert "passed: device, target family, " in result.output
     assert "the server also checks, with its flags: fallback of nodes" in result.output
     assert f"DSPARK --speculative-draft-model-path {draft}" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("random", "says"), [(False, "ok     drafts"), (True, "fail   drafts")])
+def test_prompts_show_whether_the_drafter_predicts_the_target(run, target, draft, tmp_path, random, says):
+    if random:
+        edit_tensors(broken := shutil.copytree(draft, tmp_path / "draft", copy_function=shutil.copyfile), _randomise)
+        draft = broken
+    prompts = tmp_path / "prompts.jsonl"
+    texts = ("if the dog is red then", "the dark cloud sees the", "the large stone finds", "a red lamp .")
+    prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
+    result = run("doctor", "--target", target, "--draft", draft, "--prompts", prompts)
+    assert result.exit_code == random, result.output
+    assert says in result.output
+    assert ("hardly predicts this target" in " ".join(result.output.split())) == random
+
+
+def _randomise(tensors):
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2:
+            tensors[name] = torch.randn(tensor.shape, generator=generator) * tensor.std()
 
 
 @pytest.mark.usefixtures("without_sglang")
@@ -125,12 +148,23 @@ def test_switches_of_the_network(run, target, draft, tmp_path):
 
 
 @pytest.mark.usefixtures("without_sglang")
-def test_a_target_family_that_is_not_served(run, target, draft, tmp_path):
+@pytest.mark.parametrize(
+    ("architecture", "on_gpu", "says"),
+    [
+        ("GPT2LMHeadModel", False, "fail engine scheduled: ours does not serve GPT2LMHeadModel: it is of no class"),
+        ("GPT2LMHeadModel", True, "note engine scheduled: ours does not serve GPT2LMHeadModel: it is of no class"),
+        ("Llama4ForCausalLM", False, "target architecture ['Llama4ForCausalLM'] is not served with DSPARK"),
+    ],
+)
+def test_a_target_family_that_is_not_served(run, target, draft, tmp_path, monkeypatch, architecture, on_gpu, says):
+    """SGLang's own worker may serve some."""
     other = Path(shutil.copytree(target, tmp_path / "target", copy_function=shutil.copyfile))
-    edit_config(other, architectures=["GPT2LMHeadModel"])
+    edit_config(other, architectures=[architecture])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(installation, "check_device", lambda: iter(()))
     result = run("doctor", "--target", other, "--draft", draft)
-    assert result.exit_code == 1
-    assert "target architecture ['GPT2LMHeadModel'] is not served" in result.output
+    assert says in " ".join(result.output.split())
+    assert result.exit_code == (0 if says.startswith("note") else 1)
 
 
 @pytest.mark.usefixtures("without_sglang")

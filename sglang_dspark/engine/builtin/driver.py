@@ -13,15 +13,17 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.engine.builtin.captured_rows import CapturedRows
+from sglang_dspark.engine.builtin.launch import ScheduledServer
+from sglang_dspark.engine.builtin.lengths import has_narrow_rows
+from sglang_dspark.engine.builtin.step import Rows, ScheduledStep
+from sglang_dspark.engine.builtin.widths import Widths
 from sglang_dspark.engine.compat.arguments import attached
-from sglang_dspark.engine.scheduled.captured_rows import CapturedRows
-from sglang_dspark.engine.scheduled.step import ScheduledStep
 from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.batch import is_running, record_traces
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.capabilities import Decoding, capabilities, in_one_line
-from sglang_dspark.engine.scheduler.draft_input import kv_lengths
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
+from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.metrics.reporting import Reporting
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -36,9 +38,9 @@ logger = logging.getLogger(__name__)
 class ScheduledWorker:
     """The steps of SGLang's own worker under our schedule.
 
-    The worker drafts whole blocks or nothing, and verifies as many drafts of every request as it is told. That follows
-    from outcomes of earlier steps and from confidences that do not know the draft in question, as with our own worker,
-    so the texts stay the target's.
+    The worker drafts whole blocks or nothing, and verifies as many drafts as it is told, of each request or of all.
+    That follows from outcomes of earlier steps and from confidences that do not know the draft in question, as with our
+    own worker, so the texts stay the target's.
 
     Args:
         worker: SGLang's ``DSparkWorkerV2``, ready to serve.
@@ -47,24 +49,39 @@ class ScheduledWorker:
     def __init__(self, worker: Any) -> None:
         self.worker, self.target_worker = worker, worker.target_worker
         self.server_args = resolving_view(worker.server_args)
-        self.options: DSparkConfig = attached(worker.server_args).config
+        self.settled: ScheduledServer = attached(worker.server_args)
+        self.options: DSparkConfig = self.settled.config
         self.device, self.gamma = torch.device(worker.device), int(worker.gamma)
         self.agreement = Agreement(get_parallel().tp_group)
         if not self.agreement.leads:
             logging.getLogger("sglang_dspark").setLevel(logging.WARNING)
         runner = self.target_worker.model_runner
-        self.rows = CapturedRows.of(runner, self.gamma + 1)
+        self.rows = self._rows()
         lag = int(self.device.type == "cuda" and not self.server_args.disable_overlap_schedule)
-        calibration = OnlineCalibration.from_file(self.options.confidence_sts_path, self.gamma, self.gamma)
+        calibration = None
+        if self.has_head:
+            calibration = OnlineCalibration.from_file(self.options.confidence_sts_path, self.gamma, self.gamma)
         self.schedule = Schedule(self.options, self.gamma, calibration, self.device, lag)
         self.reporting = Reporting(self.schedule, self.gamma, int(runner.max_running_requests))
+        self.control = StepControl(self.schedule, self.agreement, self.reporting, self.device.type == "cuda")
         self._request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma, device=self.device))
         self._timer = DeviceTimer(self.device)
         self._step, self._started = self.whole_blocks(0), False
 
+    def _rows(self) -> Rows:
+        if self.settled.by_request:
+            return CapturedRows.of(self.target_worker.model_runner, self.gamma + 1)
+        target = self.target_worker.model_runner.model_config
+        return Widths(self.worker, self.agreement, narrow=has_narrow_rows(self.worker.server_args, target))
+
+    @property
+    def has_head(self) -> bool:
+        """Return whether the worker has a confidence head; with one length for all it is not built."""
+        return self.worker.draft_model.confidence_head is not None
+
     def start(self, table: SpsTable | None) -> None:
         """Let the configured policy decide from now on, by measured step times if it needs them."""
-        self.schedule.start(table, fixed_draft_shape=True)
+        self.schedule.start(table, fixed_draft_shape=True, lengths=self.rows.lengths)
         self._started = True
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
 
@@ -80,8 +97,12 @@ class ScheduledWorker:
             decode: the worker's step, which comes back here for its drafts and its rows.
             batch: SGLang's.
         """
-        if not self._started:
-            return decode()  # a step that is measured
+        try:
+            return self._run(decode, batch) if self._started else decode()  # a step that is measured
+        finally:
+            self.rows.release()
+
+    def _run(self, decode: Callable[[], Any], batch: Any) -> Any:
         reqs = batch.reqs
         options = self._request_options.read(reqs)
         self._step = step = self._chosen(batch, options)
@@ -95,17 +116,10 @@ class ScheduledWorker:
         return result
 
     def _chosen(self, batch: Any, options: BatchOptions) -> ScheduledStep:
-        reqs = batch.reqs
-        context = sum(kv_lengths(reqs)[0]) / len(reqs)
-        rids = [req.rid for req in reqs]
-        # A grammar has made the host wait for the step before.
-        awaited = self.device.type == "cuda" and bool(batch.has_grammar)
-        decision = self.schedule.choose(rids, context, options.limits, traced=options.traced, awaited=awaited)
-        self.reporting.record_time()
-        decision = self.agreement.share(decision)
-        if not self.rows.fit(len(reqs)):
-            return self.whole_blocks(len(reqs), context)
-        return ScheduledStep(decision, len(reqs), self.rows)
+        decision, requests = self.control.choose(batch, options), len(batch.reqs)
+        if not self.rows.fit(requests):
+            return self.whole_blocks(requests, decision.context)
+        return ScheduledStep(decision, requests, self.rows)
 
     def set_step(self, step: ScheduledStep) -> None:
         """Have the worker run this step next, to measure it."""
@@ -142,38 +156,9 @@ class ScheduledWorker:
         Args:
             reqs: of its step, whose tokens SGLang has taken.
         """
-        record: StepRecord = result.dspark_record
-        span, copied = result.dspark_span, result.copy_done
-        if span.ms is not None:
-            self.schedule.processed(span.ms, getattr(copied, "waited_ms", 0.0))
-        committed = result.accept_lens.tolist()
-        running = [index for index, req in enumerate(reqs) if is_running(req)]
-        if running:
-            accepted = [committed[index] - 1 for index in running]
-            self.reporting.record(record, running, accepted)
-            self.schedule.observe(record, running, accepted)
-            self.reporting.log()
-        record_traces(reqs, record, committed)
-
-    def before_other_work(self) -> None:
-        """Take note that what comes next is not a decode step."""
-        self.schedule.invalidate()
-
-    def report(self, history_s: int = 0) -> dict[str, Any]:
-        """Return what ``GET /dspark/stats`` is made of."""
-        return self.reporting.report(history_s)
-
-    def export_metrics(self, labels: dict[str, Any]) -> None:
-        """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
-        self.reporting.export_metrics(labels)
-
-    def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Verify by another policy from the next step on; return the JSON answer of ``POST /dspark/policy``.
-
-        Raises:
-            ConfigError: this server cannot run the policy.
-        """
-        return self.reporting.switch_policy(fields)
+        device_ms, waited_ms = result.dspark_span.ms, getattr(result.copy_done, "waited_ms", 0.0)
+        times_ms = None if device_ms is None else (device_ms, waited_ms)
+        self.control.observe(reqs, result.dspark_record, result.accept_lens.tolist(), times_ms)
 
     def capabilities(self) -> dict[str, Any]:
         """Return the JSON of ``GET /dspark/capabilities``."""
@@ -186,13 +171,14 @@ class ScheduledWorker:
             "target_layer_ids": list(getattr(text, "target_layer_ids", None) or ()),
             "markov_head_type": type(head).__name__,
             "markov_rank": int(getattr(text, "markov_rank", 0)),
-            "confidence_head": True,
+            "confidence_head": self.has_head,
             "vocab_size": config.vocab_size,
         }
         decoding = Decoding(
-            "SGLang's own worker drafts and verifies, by the schedule of sglang-dspark",
+            self.settled.reason,
             self.gamma,
-            cuda_graphs=bool(self.rows.tiers),
+            cuda_graphs=self.target_worker.model_runner.decode_cuda_graph_runner is not None,
+            fit=self.reporting.fit,
             presets=False,
         )
         return capabilities(self.server_args, self.target_worker.model_runner, self.schedule, drafter, decoding)

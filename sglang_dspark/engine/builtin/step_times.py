@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
 
-from sglang_dspark.engine.scheduled.driver import ScheduledWorker
-from sglang_dspark.engine.scheduled.step import ScheduledStep
+from sglang_dspark.engine.builtin.driver import ScheduledWorker
+from sglang_dspark.engine.builtin.step import ScheduledStep
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 from sglang_dspark.engine.scheduler.measure_steps import Stepper
 from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
@@ -32,7 +32,7 @@ def step_times(driver: ScheduledWorker) -> SpsTable | None:
         driver.server_args,
         block_size=driver.gamma,
         max_verify=driver.gamma,
-        cuda_graphs=f"SGLang's own: {','.join(map(str, driver.rows.tiers))}",
+        cuda_graphs=f"SGLang's own, {driver.rows.digest}",
     )
     return load_or_measure(stepper, driver.options, key)
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from sglang.srt.utils.common import async_d2h
 
+from sglang_dspark.engine.builtin.driver import ScheduledWorker
+from sglang_dspark.engine.builtin.served import refuse_unserved
+from sglang_dspark.engine.builtin.step_times import step_times
+from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.compat.decoder import attach_schedule, schedule_of
 from sglang_dspark.engine.hook_checks import Moment, check
-from sglang_dspark.engine.scheduled.driver import ScheduledWorker
-from sglang_dspark.engine.scheduled.served import refuse_unserved
-from sglang_dspark.engine.scheduled.step_times import step_times
 from sglang_dspark.step.device_time import AwaitedEvent
 
 
@@ -23,10 +24,10 @@ def start(result: None, worker: Any) -> None:
     Raises:
         ConfigError: it would verify ragged rows wrongly.
     """
-    refuse_unserved(worker)
-    driver = ScheduledWorker(worker)
-    attach_schedule(driver, worker, worker._proposer, worker._verify_planner)
+    refuse_unserved(worker, by_request=attached(worker.server_args).by_request)
     with torch.no_grad():
+        driver = ScheduledWorker(worker)
+        attach_schedule(driver, worker, worker._proposer, worker._verify_planner)
         driver.start(step_times(driver))
     check(Moment.READY)
 
@@ -39,7 +40,7 @@ def decode(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **
 
 def before_prefill(worker: Any, *args: Any, **kwargs: Any) -> None:
     """Take note that what comes next is not a decode step."""
-    schedule_of(worker).before_other_work()
+    schedule_of(worker).schedule.invalidate()
 
 
 def propose(original: Callable[..., Any], proposer: Any, *, draft_input: Any, sampling_info: Any, **given: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -11,12 +11,46 @@ from dspark_kernels import DraftBlock
 from sglang.srt.speculative.dspark_components.dspark_draft import DraftBlockResult, DraftProposal, resolve_greedy_mask
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
-from sglang_dspark.engine.scheduled.captured_rows import CapturedRows
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.state import DraftOutput
+
+
+class Rows(Protocol):
+    """The rows that the worker's verifications may have.
+
+    Attributes:
+        window: of a request at most, its anchor included.
+        tiers: of captured forwards, if rows are padded to the next of them.
+        lengths: drafts per request that a step may verify if all requests verify as many; None lets each have its own.
+        digest: what step times depend on.
+    """
+
+    @property
+    def window(self) -> int: ...
+
+    @property
+    def tiers(self) -> Sequence[int]: ...
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None: ...
+
+    @property
+    def digest(self) -> str: ...
+
+    def fit(self, requests: int) -> bool:
+        """Return whether a step of so many requests may verify less than all."""
+
+    def take(self, proposal: Any, decision: StepDecision, requests: int) -> Any:
+        """Return what is verified of a proposal."""
+
+    def lay_out(self, lens: torch.Tensor, total: int | None) -> tuple[RaggedVerifyLayout | None, int]:
+        """Return the layout of ``lens`` [bs] rows per request, None for all that was taken, and the rows computed."""
+
+    def release(self) -> None:
+        """End a step."""
 
 
 class ScheduledStep:
@@ -32,18 +66,15 @@ class ScheduledStep:
         verify_lens: [bs] int64 drafts verified per request.
         num_rows: of the verification, padding included.
         confidence: in the drafts; None if the decision needs none.
-        block: [bs, 1 + gamma] anchors and drafts.
     """
 
-    def __init__(
-        self, decision: StepDecision, requests: int, rows: CapturedRows, fillers: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, decision: StepDecision, requests: int, rows: Rows, fillers: torch.Tensor | None = None) -> None:
         self.decision, self.rows = decision, rows
         self.verify_lens: torch.Tensor | None = None
         self.num_rows = requests * rows.window
         self.confidence: Confidence | None = None
-        self.block = torch.empty(0)
         self._requests, self._fillers = requests, fillers
+        self._anchors = self._drafts = torch.empty(0)
         self._logits: torch.Tensor | None = None
 
     def propose(self, draft: Callable[[], Any], anchors: torch.Tensor, sampling: Any) -> Any:
@@ -60,11 +91,17 @@ class ScheduledStep:
             proposal = self._nothing(anchors, sampling)
         else:
             proposal = draft()
-            # Of a graph's buffers, which the next step overwrites.
-            self._logits = proposal.confidence_raw.float().clone()
+            if proposal.confidence_raw is not None:
+                # Of a graph's buffers, which the next step overwrites.
+                self._logits = proposal.confidence_raw.float().clone()
             proposal = msgspec.structs.replace(proposal, confidence=None, confidence_raw=None)
-        self.block = torch.cat([anchors.view(-1, 1), proposal.draft_block.draft_tokens], dim=1)
-        return proposal
+        self._anchors, self._drafts = anchors, proposal.draft_block.draft_tokens
+        return self.rows.take(proposal, self.decision, self._requests)
+
+    @property
+    def block(self) -> torch.Tensor:
+        """Return [bs, 1 + gamma] anchors and drafts."""
+        return torch.cat([self._anchors.view(-1, 1), self._drafts], dim=1)
 
     def _nothing(self, anchors: torch.Tensor, sampling: Any) -> DraftProposal:
         """Return tokens that nothing has drawn. Fixed beforehand, they are one-hot drafts, and exact if verified."""
@@ -82,7 +119,7 @@ class ScheduledStep:
         return DraftProposal(draft_block_ids=torch.cat([anchors.view(-1, 1), tokens[:, 1:]], dim=1), draft_block=block)
 
     def lay_out(self, forecast: Forecast, agreement: Agreement) -> RaggedVerifyLayout | None:
-        """Return the rows of the verification; None has the worker verify whole blocks.
+        """Return the rows of the verification; None has the worker verify all that it was given.
 
         Args:
             forecast: turns logits of the confidence head into survivals.
@@ -90,22 +127,19 @@ class ScheduledStep:
         """
         bs = self._requests
         if not self.rows.fit(bs):
-            self.verify_lens = torch.full((bs,), self.rows.window - 1, device=self.block.device)
+            self.verify_lens = torch.full((bs,), self.rows.window - 1, device=self._drafts.device)
             return None
-        self.verify_lens = self.decision.select(self._drafts(forecast)).verify_lens
+        self.verify_lens = self.decision.select(self._selectable(forecast)).verify_lens
         agreement.adopt(self.verify_lens)
         drafts = self.decision.max_drafts(bs)
-        layout = self.rows.lay_out(self.verify_lens + 1, None if drafts is None else bs + drafts)
-        self.num_rows = layout.graph_num_tokens
+        layout, self.num_rows = self.rows.lay_out(self.verify_lens + 1, None if drafts is None else bs + drafts)
         return layout
 
-    def _drafts(self, forecast: Forecast) -> DraftOutput:
+    def _selectable(self, forecast: Forecast) -> DraftOutput:
         """Return the drafts as our selections take them."""
         bs, depth = self._requests, self.decision.draft_len
-        tokens, logits = self.block[:, 1 : 1 + depth], None
-        if self._logits is not None:
-            logits = self._logits[:, :depth]
-            if self.decision.with_confidence:
-                self.confidence = forecast.predict(logits, bs, depth)
-        block = DraftBlock(tokens, confidence_logits=logits)
+        logits = None if self._logits is None else self._logits[:, :depth]
+        if depth and self.decision.with_confidence and self._fillers is None:
+            self.confidence = forecast.predict(logits, bs, depth)
+        block = DraftBlock(self._drafts[:, :depth], confidence_logits=logits)
         return DraftOutput(block, self.confidence, self.decision.draft_lens(bs))

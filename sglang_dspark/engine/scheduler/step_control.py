@@ -1,0 +1,76 @@
+"""Decides the steps of a worker, ours or SGLang's own, and learns from what comes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.scheduler.batch import is_running, record_traces
+from sglang_dspark.engine.scheduler.draft_input import kv_lengths
+from sglang_dspark.engine.scheduler.request_options import BatchOptions
+from sglang_dspark.metrics.reporting import Reporting
+from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.record import StepRecord
+
+
+@dataclass(frozen=True)
+class StepControl:
+    """The schedule of a worker between SGLang's batches and their results.
+
+    Attributes:
+        schedule: of the server.
+        agreement: of its ranks.
+        reporting: of what steps do.
+        on_gpu: whether host and device work side by side.
+    """
+
+    schedule: Schedule
+    agreement: Agreement
+    reporting: Reporting
+    on_gpu: bool
+
+    def choose(self, batch: Any, options: BatchOptions, copied: Sequence[int] = ()) -> StepDecision:
+        """Return how deep to draft and how much to verify, by what is known by now of the steps before.
+
+        All ranks of the server get rank 0's decision.
+
+        Args:
+            batch: SGLang's.
+            options: of its requests.
+            copied: drafts that a preset copies, per request; empty if no preset does.
+        """
+        # Presets and grammars have made the host wait for the step before, and cost it time for each row.
+        awaited = self.on_gpu and bool(options.presets or batch.has_grammar)
+        # Of the host: under overlap it does not know yet what the step under way commits.
+        context = sum(kv_lengths(batch.reqs)[0]) / len(batch.reqs)
+        requests = [req.rid for req in batch.reqs]
+        decision = self.schedule.choose(
+            requests, context, options.limits, copied, traced=options.traced, awaited=awaited
+        )
+        self.reporting.record_time()
+        return self.agreement.share(decision)
+
+    def observe(
+        self, reqs: Sequence[Any], rounds: StepRecord, committed: list[int], times_ms: tuple[float, float] | None
+    ) -> None:
+        """Learn from a step whose result has reached the host.
+
+        Args:
+            reqs: SGLang's requests of the step, which have taken its tokens.
+            rounds: the step.
+            committed: tokens committed per request, bonus included.
+            times_ms: what the step took the device, and how long the host has waited for it; None if it is not known.
+        """
+        if times_ms is not None:
+            self.schedule.processed(*times_ms)
+        # Under overlap a request that has just ended takes part in one more step, whose tokens are dropped.
+        running = [index for index, req in enumerate(reqs) if is_running(req)]
+        if running:
+            accepted = [committed[index] - 1 for index in running]
+            self.reporting.record(rounds, running, accepted)
+            self.schedule.observe(rounds, running, accepted)
+            self.reporting.log()
+        record_traces(reqs, rounds, committed)

@@ -1,0 +1,222 @@
+"""What clients and benchmarks do: official packages on three routes, streams, tools, several turns, counts of drafts.
+
+Every text is that of the plain server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anthropic
+import httpx
+import httpx2
+import openai
+import pytest
+from golden_server import call, counting, greedy
+from spoken_target import TOOL_CALL
+
+from sglang_dspark.tools.launch import LaunchedServer
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "the dog sees the cat"
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+NO_ARGUMENTS = {"type": "object", "properties": {}}
+TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": NO_ARGUMENTS}}]
+
+
+def openai_client(server: LaunchedServer) -> openai.OpenAI:
+    client = httpx.Client(trust_env=False)
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="unused", http_client=client, max_retries=0)
+
+
+def anthropic_client(server: LaunchedServer) -> anthropic.Anthropic:
+    client = httpx2.Client(trust_env=False)
+    return anthropic.Anthropic(base_url=server.url, api_key="unused", http_client=client, max_retries=0)
+
+
+def chat(server: LaunchedServer, stream: bool, **extra: Any) -> str:
+    messages = [{"role": "user", "content": PROMPT}]
+    how = {"model": "m", "max_tokens": 24, "temperature": 0, "extra_body": extra, "stream": stream}
+    answer = openai_client(server).chat.completions.create(messages=messages, **how)
+    if not stream:
+        return answer.choices[0].message.content
+    return "".join(choice.delta.content or "" for chunk in answer for choice in chunk.choices)
+
+
+def response(server: LaunchedServer, stream: bool, **extra: Any) -> str:
+    client = openai_client(server)
+    [model] = client.models.list()
+    how = {"model": model.id, "max_output_tokens": 24, "temperature": 0, "extra_body": extra, "stream": stream}
+    answer = client.responses.create(input=PROMPT, **how)
+    if not stream:
+        return answer.output_text
+    return "".join(event.delta for event in answer if event.type == "response.output_text.delta")
+
+
+def message(server: LaunchedServer, stream: bool, **extra: Any) -> str:
+    how = {"model": "m", "max_tokens": 24, "extra_body": {"temperature": 0, **extra}}
+    messages = [{"role": "user", "content": PROMPT}]
+    if not stream:
+        blocks = anthropic_client(server).messages.create(messages=messages, **how).content
+        return "".join(block.text for block in blocks if block.type == "text")
+    with anthropic_client(server).messages.stream(messages=messages, **how) as answer:
+        return "".join(answer.text_stream)
+
+
+ROUTES: dict[str, Callable[..., str]] = {
+    "/v1/chat/completions": chat,
+    "/v1/responses": response,
+    "/v1/messages": message,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_texts_are_those_of_the_plain_server(letters, plain_letters, route, stream):
+    expected = ROUTES[route](plain_letters, stream)
+    assert expected
+    assert ROUTES[route](letters, stream) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_field_speculation_reaches_every_route(letters, plain_letters, route, stream):
+    with counting(letters) as counts:
+        text = ROUTES[route](letters, stream, speculation={"enabled": False})
+    assert counts["rounds"] > 0
+    assert counts["verified_tokens"] == 0
+    assert text == ROUTES[route](plain_letters, stream)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_bad_field_is_refused_on_every_route(letters, route):
+    with pytest.raises((openai.APIStatusError, anthropic.APIStatusError), match=r"speculation\.max_verify") as refusal:
+        ROUTES[route](letters, False, speculation={"max_verify": -1})
+    assert refusal.value.status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/responses"])
+def test_structured_output(letters, plain_letters, route, stream):
+    named = {"type": "json_schema", "name": "person", "schema": PERSON}
+    asked: dict[str, Any] = {"text": {"format": named}, "max_output_tokens": 60}
+    if route == "/v1/chat/completions":
+        asked = {"response_format": {"type": "json_schema", "json_schema": named}, "max_tokens": 60}
+    found = ROUTES[route](letters, stream, **asked)
+    assert set(json.loads(found)) == {"name", "age"}
+    assert found == ROUTES[route](plain_letters, stream, **asked)
+
+
+Turn = tuple[str, list[tuple[str, str]]]
+"""Text, and names and arguments of the tools that were called."""
+
+
+def openai_agent(server: LaunchedServer, turns: int) -> list[Turn]:
+    """Call tools and answer their calls; without one, go on asking."""
+    messages: list[Any] = [{"role": "user", "content": PROMPT}]
+    transcript: list[Turn] = []
+    for turn in range(turns):
+        # After these tokens the target writes a call.
+        extra = {"separate_reasoning": False} | ({"input_ids": TOOL_CALL} if turn == 0 else {})
+        asked = {"model": "m", "temperature": 0, "max_tokens": 7 if turn == 0 else 24, "tools": TOOLS}
+        answer = openai_client(server).chat.completions.create(messages=messages, extra_body=extra, **asked)
+        said = answer.choices[0].message
+        calls = said.tool_calls or []
+        transcript.append((said.content or "", [(call.function.name, call.function.arguments) for call in calls]))
+        kept = {"tool_calls": [call.model_dump() for call in calls]} if calls else {}
+        messages.append({"role": "assistant", "content": said.content or "", **kept})
+        messages += _answers(calls) or [{"role": "user", "content": f"and the lamp {turn}"}]
+    return transcript
+
+
+def _answers(calls: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{"role": "tool", "tool_call_id": call.id, "content": "the red lamp"} for call in calls]
+
+
+def anthropic_agent(server: LaunchedServer, turns: int) -> list[Turn]:
+    """Talk for so many turns, with tools and a system text."""
+    tools = [{"name": "get_time", "description": "Tell the time.", "input_schema": NO_ARGUMENTS}]
+    messages: list[Any] = [{"role": "user", "content": PROMPT}]
+    transcript: list[Turn] = []
+    for turn in range(turns):
+        answer = anthropic_client(server).messages.create(
+            model="m",
+            max_tokens=24,
+            system="the dog",
+            messages=messages,
+            tools=tools,
+            extra_body={"temperature": 0},
+        )
+        text = "".join(block.text for block in answer.content if block.type == "text")
+        calls = [block for block in answer.content if block.type == "tool_use"]
+        transcript.append((text, [(call.name, json.dumps(call.input)) for call in calls]))
+        messages.append({"role": "assistant", "content": [block.model_dump() for block in answer.content] or "the"})
+        results = [{"type": "tool_result", "tool_use_id": call.id, "content": "the red lamp"} for call in calls]
+        messages.append({"role": "user", "content": results or f"and the lamp {turn}"})
+    return transcript
+
+
+def test_an_agent_with_tools_has_the_transcript_of_the_plain_server(parsers, plain_parsers):
+    with counting(parsers) as counts:
+        transcript = openai_agent(parsers, turns=4)
+    assert transcript == openai_agent(plain_parsers, turns=4)
+    assert transcript[0][1] == [("get_time", "{}")]
+    assert counts["accepted_tokens"] > 0
+
+
+def test_an_agent_of_anthropics_client_has_the_transcript_of_the_plain_server(parsers, plain_parsers):
+    transcript = anthropic_agent(parsers, turns=4)
+    assert transcript == anthropic_agent(plain_parsers, turns=4)
+    assert any(text for text, _ in transcript)
+
+
+@pytest.mark.parametrize("stream", [None, {}, {"include_usage": True}], ids=["whole", "stream", "stream with usage"])
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_openai_answers_carry_what_aiperf_reads(letters, route, stream):
+    prompt = {"prompt": PROMPT} if route == "/v1/completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+    body = {"model": "m", "max_tokens": 24, "temperature": 0, "ignore_eos": True, **prompt}
+    body |= {} if stream is None else {"stream": True, "stream_options": stream}
+    text = call(letters, route, body=body)[1]
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")] or [json.loads(text)]
+    found = events[-1]["metrics"]["speculative_decoding"]
+    assert all("metrics" not in event for event in events[:-1])
+    accepted, steps = found["num_accepted_draft_tokens"], found["num_spec_steps"]
+    histogram = found["acceptance_histogram"]
+    assert sum(histogram) == steps
+    assert sum(count * number for count, number in enumerate(histogram)) == accepted <= found["num_draft_tokens"]
+    assert found["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
+    # The first token is the prefill's; the last step may commit more than the answer has room for.
+    assert 23 <= accepted + steps <= 23 + found["num_spec_tokens"] == 30
+    if stream:
+        assert events[-1]["choices"] == []
+        assert events[-1]["usage"]["completion_tokens"] == 24
+
+
+def test_several_samples_have_no_counts_of_one(letters):
+    answer = letters.post_json("/v1/completions", {"model": "m", "prompt": PROMPT, "max_tokens": 4, "n": 2})
+    assert "metrics" not in answer
+
+
+def test_what_sglangs_benchmark_prints(letters):
+    """It reads the meta_info of answers, and the mean over all requests in what the server says of itself."""
+    body = greedy([5, 9, 6, 7], 60, {"ignore_eos": True})
+    answer = letters.post_json("/generate", body)["meta_info"]
+    counts = answer["dspark"]
+    rounds = counts["rounds"]
+    assert answer["spec_accept_length"] == pytest.approx(60 / rounds)
+    assert answer["spec_cap_length"] == pytest.approx((counts["verified_tokens"] + rounds) / rounds)
+    rows = answer["spec_cap_lens_histogram"]
+    weighted = sum(count * number for count, number in enumerate(rows))
+    assert (sum(rows), weighted) == (rounds, counts["verified_tokens"] + rounds)
+    assert answer["spec_verify_ct"] == sum(answer["spec_correct_drafts_histogram"]) == rounds
+    [state] = letters.get_json("/server_info")["internal_states"]
+    # Its mean is over whole intervals of the log.
+    assert state["avg_spec_accept_length"] == pytest.approx(letters.get_json("/dspark/stats")["accept_length"], rel=0.3)
