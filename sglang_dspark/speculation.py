@@ -13,9 +13,11 @@ from sglang_dspark.declared import field_types, int_range, truncate, validate
 KEY = "dspark"
 """Of ``custom_params``, which SGLang carries to the scheduler."""
 
-Preset = Literal["none", "summarization", "classification", "replay"]
+Preset = Literal["auto", "none", "summarization", "classification", "replay"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
-NO_PRESET, SUMMARIZATION, CLASSIFICATION, REPLAY = PRESETS
+AUTO, NO_PRESET, SUMMARIZATION, CLASSIFICATION, REPLAY = PRESETS
+COPYING: tuple[Preset, ...] = (SUMMARIZATION, CLASSIFICATION, REPLAY)
+"""Presets whose drafts are tried before the drafter is asked."""
 
 _MOST_DRAFTS = 65535
 # Every n-gram length costs an index entry per token of the prompt.
@@ -29,7 +31,7 @@ _LONGEST_CANDIDATES = 32768  # bytes in all: the front end serves no other reque
 _READERS = {
     "min_ngram": (SUMMARIZATION,),
     "max_ngram": (SUMMARIZATION,),
-    "max_draft": (SUMMARIZATION, CLASSIFICATION, REPLAY),
+    "max_draft": COPYING,
     "candidates": (CLASSIFICATION,),
     "recorded": (REPLAY,),
 }
@@ -66,8 +68,9 @@ class Speculation:
         max_verify: most drafts verified for it per step; None leaves it to the server.
         confidence_threshold: verify the drafts before the first one whose raw confidence is below this; None verifies
             whatever the policy says.
-        preset: where drafts come from before the drafter is asked: the text itself (summarization), the labels of
-            ``candidates`` (classification), the text of ``recorded`` (replay), or nowhere.
+        preset: where drafts come from: the drafter, beside which candidates from the text compete (auto); the drafter
+            alone (none); or before it is asked the text itself (summarization), the labels of ``candidates``
+            (classification), or the text of ``recorded`` (replay).
         min_ngram, max_ngram: lengths of the suffix that summarization looks up, the longest first.
         max_draft: most drafts that the preset proposes per step; None leaves it to the server.
         candidates: labels that the answer may consist of.
@@ -79,7 +82,7 @@ class Speculation:
     enabled: bool = True
     max_verify: Annotated[int, int_range(0, _MOST_DRAFTS)] | None = None
     confidence_threshold: Probability | None = None
-    preset: Preset = "none"
+    preset: Preset = "auto"
     min_ngram: Ngram = 3
     max_ngram: Ngram = 5
     max_draft: Annotated[int, int_range(1, _MOST_DRAFTS)] | None = None
@@ -169,7 +172,7 @@ class RequestOptions(Struct, frozen=True, omit_defaults=True):
 
     max_verify: int | None = None
     confidence_threshold: float = 0.0
-    preset: Preset = NO_PRESET
+    preset: Preset = AUTO
     min_ngram: int = 3
     max_ngram: int = 5
     max_draft: int | None = None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dspark.speculation import PRESETS, RequestOptions, Speculation
+from sglang_dspark.speculation import COPYING, PRESETS, RequestOptions, Speculation
 
 KEYS = [option.name for option in fields(Speculation)]
 
@@ -32,7 +32,7 @@ def good_fields(draw):
         "confidence_threshold": st.floats(0, 1) | st.integers(0, 1),
     }
     required = {"preset": st.just(preset)}
-    if preset != "none":
+    if preset in COPYING:
         optional["max_draft"] = st.integers(1, 65535)
     if preset == "replay":
         required["recorded"] = st.lists(st.integers(0, 200_000), min_size=1, max_size=9)
@@ -58,7 +58,7 @@ def test_good_fields_are_taken_over_and_reach_the_scheduler(value):
 
 
 @pytest.mark.parametrize(
-    "value", [None, {}, {"trace": False}, {"enabled": True, "preset": "none", "confidence_threshold": 0}]
+    "value", [None, {}, {"trace": False}, {"enabled": True, "preset": "auto", "confidence_threshold": 0}]
 )
 def test_values_that_ask_for_nothing(value):
     assert Speculation.parse(value).for_scheduler(()) == RequestOptions()
@@ -93,8 +93,8 @@ def test_whatever_comes_is_parsed_or_refused_by_name(value):
         ({"max_verify": 2**70}, "speculation.max_verify must be an integer"),
         ({"confidence_threshold": 1.5}, "speculation.confidence_threshold must be a number from 0 to 1, not 1.5"),
         ({"confidence_threshold": float("nan")}, "speculation.confidence_threshold must be a number from 0 to 1"),
-        ({"preset": "summary"}, "speculation.preset must be one of none, summarization, classification, replay, not"),
-        ({"min_ngram": 3}, 'speculation.min_ngram belongs to the preset summarization, but speculation.preset is "n'),
+        ({"preset": "summary"}, "speculation.preset must be one of auto, none, summarization, .*, not 'summary'"),
+        ({"min_ngram": 3}, 'speculation.min_ngram belongs to the preset summarization, but speculation.preset is "a'),
         ({"preset": "classification", "candidates": ["a"], "max_ngram": 4}, "speculation.max_ngram belongs to"),
         ({"max_draft": 3}, "speculation.max_draft belongs to the preset summarization or classification or replay"),
         ({"preset": "replay"}, "speculation.recorded is missing: the preset replay needs the token ids of the answer"),

@@ -1,4 +1,4 @@
-"""The walk through a draft block: vanilla Markov head of rank 256, confidence head, 7 slots, bfloat16.
+"""The walk through a draft block: vanilla Markov head of rank 256, confidence head, candidates, 7 slots, bfloat16.
 
 The reference is the torch walk that serves without kernels. W2 counts once per slot: the next slot cannot begin before
 this one has its token, and a real vocabulary's W2 does not stay in L2 (that of 49152 tokens might).
@@ -10,6 +10,8 @@ from functools import partial
 
 import torch
 from dspark_kernels import (
+    MOST_MATCH,
+    Candidates,
     ConfidenceWeights,
     DraftHeads,
     MarkovWeights,
@@ -42,7 +44,10 @@ def _case(bs: int, v: int, heads: DraftHeads, sampled: bool, seeded: int = 0) ->
     seeds = [7] * seeded + [None] * (bs - seeded)
     rows = SamplingBatch.from_lists([float(sampled)] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, seeds, device)
     keys = RoundKeys(1, torch.zeros((), dtype=torch.int64, device=device), anchors, anchors)
-    arguments = (base_logits, hidden, anchors, heads, rows, keys)
+    chains = torch.randint(v, (bs, 2 + GAMMA + 1), device=device)
+    chains[:, 0], chains[:, 1] = MOST_MATCH, 0
+    candidates = Candidates(chains, torch.ones(2, MOST_MATCH + 1, GAMMA, device=device))
+    arguments = (base_logits, hidden, anchors, heads, rows, keys, candidates)
     logits = bs * GAMMA * v
     num_bytes = GAMMA * w2.nbytes + base_logits.nbytes + hidden.nbytes + 4 * GAMMA * v * (bs - seeded) * sampled
     return Case(

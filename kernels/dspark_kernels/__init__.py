@@ -29,6 +29,7 @@ from dspark_kernels.attention.window import (
     window_attention_ref,
 )
 from dspark_kernels.dispatch import Dispatched, kernels_anywhere, on_kernels, runs_kernels
+from dspark_kernels.drafting.candidates import Candidates
 from dspark_kernels.drafting.confidence import block_confidence, block_confidence_ref
 from dspark_kernels.drafting.draft_distribution import DraftDistribution
 from dspark_kernels.drafting.drafted_block import DraftBlock
@@ -41,6 +42,7 @@ from dspark_kernels.drafting.heads import (
     MarkovWeights,
 )
 from dspark_kernels.drafting.residual import add_norm, add_norm_ref
+from dspark_kernels.drafting.suffix_match import LEAST_MATCH, MOST_MATCH, suffix_match, suffix_match_ref
 from dspark_kernels.drafting.swiglu import silu_mul, silu_mul_ref
 from dspark_kernels.drafting.walk import draft_block
 from dspark_kernels.drafting.walk_reference import draft_block_ref
@@ -76,10 +78,13 @@ from dspark_kernels.transfers import to_device
 
 __all__ = [
     "FORCED",
+    "LEAST_MATCH",
+    "MOST_MATCH",
     "AcceptResult",
     "Adjustment",
     "AdjustmentTable",
     "BlockAttention",
+    "Candidates",
     "CommitRows",
     "ConfidenceWeights",
     "ContextGroup",
@@ -161,6 +166,8 @@ __all__ = [
     "silu_mul",
     "silu_mul_ref",
     "simulated_accept",
+    "suffix_match",
+    "suffix_match_ref",
     "target_probs",
     "to_device",
     "uniform",

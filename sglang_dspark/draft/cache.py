@@ -16,17 +16,19 @@ class DraftCache:
 
     Attributes:
         k, v: [L, slots, kv_heads, hd] in the model's dtype.
+        tokens: [slots] int64 tokens whose K/V the slots hold, -1 for parts of pictures.
     """
 
     def __init__(self, config: DraftConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (config.num_hidden_layers, num_slots, config.num_key_value_heads, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.tokens = torch.full((num_slots,), -1, device=device)
 
     @property
     def num_bytes(self) -> int:
         """Return the memory of the pool in bytes."""
-        return 2 * self.k.numel() * self.k.element_size()
+        return self.k.nbytes + self.v.nbytes + self.tokens.nbytes
 
     def inject(
         self,
@@ -47,7 +49,12 @@ class DraftCache:
         norm = drafter.context_k_norm, drafter.config.rms_norm_eps
         kv_inject(projected, *norm, drafter.rotary.inv_freq, positions, slots, (self.k, self.v), rows)
 
+    def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store which tokens [n] the slots [n] hold."""
+        self.tokens[slots] = tokens
+
 
 def bytes_per_token(config: DraftConfig, dtype: torch.dtype) -> int:
     """Return the pool memory of one token in bytes."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    return kv + torch.int64.itemsize

@@ -21,6 +21,9 @@ from sglang_dspark.metrics.sums import (
     PLAIN_STEPS,
     PREDICTED_MS,
     STEPS,
+    TEXT_ACCEPTED,
+    TEXT_PROPOSED,
+    TEXT_VERIFIED,
     TIMED_STEPS,
     Sums,
     load_of,
@@ -54,6 +57,7 @@ class Counters:
         policy: str,
         parked: bool = False,
         copied_lens: Sequence[int] | None = None,
+        followed_lens: Sequence[int] | None = None,
     ) -> None:
         """Add one step.
 
@@ -64,6 +68,7 @@ class Counters:
             policy: name of the policy that chose the step.
             parked: whether speculation rested when the step was chosen.
             copied_lens: drafts that presets proposed per request, 0 if the drafter was asked; None for none.
+            followed_lens: leading drafts per request that go on with a chain of its own text; None for none.
         """
         row, width = self._loads[load_of(len(verify_lens))], self._width
         by_verified, by_accepted, by_rejected = range(NUM_SCALARS, NUM_SCALARS + 3 * width, width)
@@ -78,6 +83,10 @@ class Counters:
             row[by_verified] += len(verify_lens)
             row[by_accepted] += len(verify_lens)
             return
+        for followed, verified, accepted in zip(followed_lens or (), verify_lens, accept_lens, strict=False):
+            row[TEXT_PROPOSED] += followed
+            row[TEXT_VERIFIED] += min(followed, verified)
+            row[TEXT_ACCEPTED] += min(followed, accepted)
         for request, (verified, accepted) in enumerate(zip(verify_lens, accept_lens, strict=True)):
             if copied_lens is None or not copied_lens[request]:
                 row[by_verified + verified] += 1

@@ -57,6 +57,7 @@ class Reporting:
             policy=rounds.policy,
             parked=rounds.parked,
             copied_lens=[rounds.copied[request] for request in running],
+            followed_lens=[rounds.followed[request] for request in running],
         )
 
     def log(self) -> None:

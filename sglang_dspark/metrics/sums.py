@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 STEPS, PLAIN_STEPS, PARKED_STEPS, DRAFTED, TIMED_STEPS, MEASURED_MS, PREDICTED_MS = range(7)
-COPIED, COPIED_ROUNDS, COPIED_VERIFIED, COPIED_ACCEPTED, NUM_SCALARS = range(7, 12)
+COPIED, COPIED_ROUNDS, COPIED_VERIFIED, COPIED_ACCEPTED = range(7, 11)
+TEXT_PROPOSED, TEXT_VERIFIED, TEXT_ACCEPTED, NUM_SCALARS = range(11, 15)
 """Columns of :attr:`Sums.loads` before those that count rounds by outcome."""
 NUM_LOADS = 16
 
@@ -106,6 +107,9 @@ class Figures:
             "drafted_tokens": int(self._row[DRAFTED]),
             "copied_tokens": int(self._row[COPIED]),
             "copied_accepted_tokens": int(self._row[COPIED_ACCEPTED]),
+            "text_proposed_tokens": int(self._row[TEXT_PROPOSED]),
+            "text_verified_tokens": int(self._row[TEXT_VERIFIED]),
+            "text_accepted_tokens": int(self._row[TEXT_ACCEPTED]),
             "verified_tokens": self.verified,
             "accepted_tokens": self.accepted,
             "wasted_tokens": self.verified - self.accepted,

@@ -6,9 +6,11 @@ from collections import deque
 
 import numpy as np
 import torch
-from dspark_kernels import to_device
+from dspark_kernels import MOST_MATCH, to_device
 from numpy.typing import NDArray
 
+from sglang_dspark.calibration.chain_weights import ChainWeights
+from sglang_dspark.calibration.logistic import LogisticMap
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
 from sglang_dspark.calibration.survival import prefix_survival, sigmoid
@@ -36,6 +38,7 @@ class Forecast:
     Attributes:
         coefficients: [2, max_verify] float32, scale and shift of the calibration; without a confidence head, acceptance
             by position in row 0.
+        weights: [2, MOST_MATCH + 1, max_verify] float32, of :class:`dspark_kernels.Candidates`.
         positions: acceptance by position.
         predicted: survivals as they were predicted, beside the outcomes.
         acceptance: expected accepted drafts of every request.
@@ -56,8 +59,9 @@ class Forecast:
         self._steps = 0  # since the calibration was shown anything
         self._predictions = np.empty((2, 0, max_verify))  # the last rounds: logits, and survivals as predicted
         self._num_refits = 0
-        self.coefficients = self._copy_coefficients()
-        self._earlier_coefficients: deque[torch.Tensor] = deque(maxlen=2)
+        self._chains = ChainWeights(MOST_MATCH + max_verify)
+        self._earlier: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=2)
+        self.coefficients, self.weights = self._copy_coefficients(), self._copy_weights()
 
     @property
     def is_tried(self) -> bool:
@@ -129,9 +133,11 @@ class Forecast:
         pending, self._pending = self._pending, []
         if not pending:
             return
+        if chained := [step for step in pending if step.rounds.chains is not None]:
+            self._chains.observe(*map(np.concatenate, zip(*(step.chains() for step in chained), strict=True)))
         self.positions.observe(*repeat_by_weight(pending, *verified_and_accepted(pending)))
         predicted = [step for step in pending if step.rounds.confidence is not None]
-        if self.calibration is None:
+        if self.calibration is None or chained:
             self._renew_coefficients()
         if not predicted:
             return
@@ -190,8 +196,8 @@ class Forecast:
 
         Behind one forward they are renewed twice if statistics are asked for just before a result is read.
         """
-        self._earlier_coefficients.append(self.coefficients)
-        self.coefficients = self._copy_coefficients()
+        self._earlier.append((self.coefficients, self.weights))
+        self.coefficients, self.weights = self._copy_coefficients(), self._copy_weights()
 
     def _copy_coefficients(self) -> torch.Tensor:
         if self.calibration is None:
@@ -199,3 +205,9 @@ class Forecast:
         else:
             host = torch.from_numpy(np.stack([self.calibration.scale, self.calibration.shift])).float()
         return to_device(host, self._device)
+
+    def _copy_weights(self) -> torch.Tensor:
+        unmapped = LogisticMap(np.ones(self._max_verify), np.zeros(self._max_verify))
+        fitted = self.calibration or unmapped
+        table = self._chains.table(MOST_MATCH + 1, fitted.scale, fitted.shift)
+        return to_device(torch.from_numpy(table).float(), self._device)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from dspark_kernels import Candidates
 from numpy.typing import NDArray
 
 from sglang_dspark.step.record import StepRecord
@@ -36,6 +37,17 @@ class StepFeedback:
             padded[0, :, :depth] = confidence.logits.numpy()[self.rows]
         padded[1, :, :depth] = confidence.survival.numpy()[self.rows]
         return padded
+
+    def chains(self) -> list[NDArray[np.int64]]:
+        """Return of the requests, [n] each, what :meth:`ChainWeights.observe` learns from."""
+        assert self.rounds.chains is not None
+        assert self.rounds.committed is not None
+        matched, _, candidates = Candidates.parts(self.rounds.chains.numpy()[self.rows])
+        committed = self.rounds.committed.numpy()[self.rows]
+        width = min(candidates.shape[1], committed.shape[1])
+        seen = np.minimum(np.asarray(self.accept_lens) + 1, width)
+        right = (candidates[:, :width] == committed[:, :width]).cumprod(1).sum(1)
+        return [matched, np.minimum(right, seen), seen]
 
     @property
     def rows(self) -> slice | list[int]:

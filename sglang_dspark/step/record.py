@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from dspark_kernels import Candidates
 
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
@@ -24,6 +25,8 @@ class StepRecord:
         confidence: as in :class:`~.state.DraftOutput`.
         traced: [bs, 2 + depth] int64: context length, anchor and drafts; None when no request wants a trace.
         copied: drafts that a preset proposed, per request; those requests count as not drafted.
+        chains: [bs, 2 + m] int64 of :class:`dspark_kernels.Candidates`; None without.
+        committed: [bs, width] int64 tokens that the step committed, -1 behind them; on the host from the start.
         policy, parked: name of the policy that chose, and whether it let speculation rest.
     """
 
@@ -34,6 +37,8 @@ class StepRecord:
     confidence: Confidence | None
     traced: torch.Tensor | None
     copied: Sequence[int]
+    chains: torch.Tensor | None = None
+    committed: torch.Tensor | None = None
     policy: str = "auto"
     parked: bool = False
 
@@ -43,16 +48,31 @@ class StepRecord:
         lens: list[int] = self.verify_lens.tolist()
         return lens
 
+    @cached_property
+    def followed(self) -> list[int]:
+        """Return the leading drafts of each request that go on with its chain, once they are on the host."""
+        if self.chains is None:
+            return [0] * len(self.requests)
+        followed: list[int] = Candidates.parts(self.chains)[1].tolist()
+        return followed
+
     @property
     def tensors(self) -> list[torch.Tensor | None]:
-        """Return lengths, traces, logits and survivals."""
+        """Return lengths, traces, chains, logits and survivals."""
         confidence = self.confidence
         scores = (None, None) if confidence is None else (confidence.logits, confidence.survival)
-        return [self.verify_lens, self.traced, *scores]
+        return [self.verify_lens, self.traced, self.chains, *scores]
 
-    def of(self, tensors: Sequence[torch.Tensor | None]) -> StepRecord:
-        """Return the same record with other :attr:`tensors`."""
-        verify_lens, traced, logits, survival = tensors
+    def of(self, tensors: Sequence[torch.Tensor | None], committed: torch.Tensor | None = None) -> StepRecord:
+        """Return the same record with other :attr:`tensors`, and what the step committed."""
+        verify_lens, traced, chains, logits, survival = tensors
         assert verify_lens is not None, "every step verifies"
         confidence = None if survival is None else Confidence(logits, survival)
-        return replace(self, verify_lens=verify_lens, traced=traced, confidence=confidence)
+        return replace(
+            self,
+            verify_lens=verify_lens,
+            traced=traced,
+            chains=chains,
+            committed=committed,
+            confidence=confidence,
+        )

@@ -27,6 +27,7 @@ class DecodeBatch:
     req_to_token: torch.Tensor  # [rows, columns] int32, K/V slot of every position of every request
     rows: SamplingBatch
     keys: RoundKeys
+    least_match: torch.Tensor | None = None  # [bs] int64, see suffix_match
     keeps_logits: bool = False  # whether the target's logits are adjusted before acceptance, or read after it
     batch: Any = None  # SGLang's, as its forward takes it
     rows_of: Callable[[Sequence[int]], SamplingBatch] | None = None  # of some of the requests
@@ -50,6 +51,7 @@ class DecodeBatch:
             req_to_token=self.req_to_token,
             rows=self.rows_of(requests),
             keys=self.keys.take(index),
+            least_match=None if self.least_match is None else self.least_match[index],
             keeps_logits=self.keeps_logits,
         )
         return part, index

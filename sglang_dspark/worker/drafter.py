@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, Self
 
 import torch
-from dspark_kernels import AcceptResult, CommitRows, DraftBlock, draft_block, prepare
+from dspark_kernels import AcceptResult, Candidates, CommitRows, DraftBlock, draft_block, prepare, suffix_match
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
@@ -123,11 +123,13 @@ class Drafter:
         step: DecodeBatch,
         depth: int,
         with_confidence: bool,
+        weights: torch.Tensor,
         layout: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> DraftBlock:
         """Run the network over the blocks of all requests of ``step`` and sample their first ``depth`` drafts.
 
         Args:
+            weights: of candidates from the requests' own texts, see :class:`Candidates`.
             layout: ids and positions [bs, num_slots] of the blocks, where they are laid out already.
         """
         bs, model, first = len(step), self.model, self.config.first_slot
@@ -138,6 +140,8 @@ class Drafter:
         # The backbone needs the whole block (its slots see each other), the heads only what may be verified. Two
         # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
         hidden = hidden[:, first : first + depth].reshape(bs * depth, -1)
+        # One more than slots: the token behind a block shows how good candidates are, too.
+        chains = suffix_match(step.requests, self.cache.tokens, depth + 1, step.least_match)
         return draft_block(
             self.heads.base_logits(hidden).view(bs, depth, -1),
             hidden.view(bs, depth, -1),
@@ -145,6 +149,7 @@ class Drafter:
             self.heads.weights,
             step.rows,
             step.keys,
+            Candidates(chains, weights),
             with_confidence=with_confidence,
         )
 
@@ -154,8 +159,13 @@ class Drafter:
 
     def commit(self, plan: VerifyPlan, accepted: AcceptResult, captured: torch.Tensor) -> None:
         """Write the K/V of the anchor and the accepted drafts of every request."""
+        self.cache.remember(plan.input_ids, plan.slots)
         kept, rows = CommitRows(plan.columns, plan.requests, accepted.accept_lens).narrowed()
         self.inject(plan.input_ids[kept], captured[kept], plan.positions[kept], plan.slots[kept], rows)
+
+    def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keep tokens [n] of requests' texts with their slots [n]; those of pictures have ids of no vocabulary."""
+        self.cache.remember(torch.where(tokens < self.config.vocab_size, tokens, -1), slots)
 
     def inject(
         self,
@@ -223,6 +233,9 @@ class NoDrafter:
 
     def commit(self, plan: VerifyPlan, accepted: AcceptResult, captured: torch.Tensor) -> None:
         """Write nothing: the target's K/V is all there is."""
+
+    def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keep nothing: presets read the requests themselves."""
 
     def inject(self, *rows: Any) -> None:
         """Write nothing: there is no K/V."""

@@ -61,7 +61,7 @@ class DSparkWorker(SpecWorkerBase):
         forward = partial(run_verify, self.target_worker)
         self.eager = EagerExecutor(self.drafter, self.schedule, forward, self.agreement, self.acceptance_profile())
         self.executors = ExecutorSelector(self.eager)
-        self.request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.max_verify))
+        self.request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.max_verify, device=self.device))
         self.preset_texts = PresetTexts(self.max_verify, self.target_worker.model_runner.model_config.vocab_size)
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
@@ -151,7 +151,7 @@ class DSparkWorker(SpecWorkerBase):
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit."""
         options, adjuster = self.request_options.read(batch.reqs), self.logits_adjuster.of_step(batch)
-        step = self.read(batch, adjusted=adjuster.any)
+        step = self.read(batch, options, adjusted=adjuster.any)
         copies = self.preset_texts.propose(batch.reqs, options, step) if self.schedule.speculates else None
         decision = self.control.choose(batch, options, () if copies is None else copies.lens)
         span = self.timer.begin()
@@ -165,7 +165,7 @@ class DSparkWorker(SpecWorkerBase):
         span.end()
         return result
 
-    def read(self, batch: Any, *, adjusted: bool) -> DecodeBatch:
+    def read(self, batch: Any, options: BatchOptions, *, adjusted: bool) -> DecodeBatch:
         """Read the step ahead out of SGLang's batch."""
         reqs = batch.reqs
         return read_decode_batch(
@@ -175,6 +175,7 @@ class DSparkWorker(SpecWorkerBase):
             seed=self.target_worker.random_seed,
             step=self.step,
             adjusted=adjusted,
+            least_match=options.least_match,
         )
 
     def hooks(self, adjuster: StepAdjuster, publish: Publish) -> StepHooks:
@@ -200,6 +201,7 @@ class DSparkWorker(SpecWorkerBase):
             confidence=draft.confidence,
             traced=copy_drafts(step, draft.block) if options.traced else None,
             copied=draft.copied or [0] * len(step),
+            chains=draft.block.chains,
             policy=self.schedule.policy.name,
             parked=self.schedule.parked,
         )
@@ -208,6 +210,9 @@ class DSparkWorker(SpecWorkerBase):
         self, input_ids: torch.Tensor, captured: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
         self.drafter.inject(input_ids, captured, positions, slots)
+
+    def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
+        self.drafter.remember(tokens, slots)
 
     def capabilities(self) -> dict[str, Any]:
         described = self.drafter.describe(self.server_args.speculative_draft_model_path)

@@ -15,6 +15,7 @@ from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import StepOutcome, TargetOutput
 
 CPU = torch.device("cpu")
+CHAINS = torch.tensor([[3, 2, 7, 8, 5], [0, 0, -1, -1, -1]])
 
 
 def accepted():
@@ -27,7 +28,7 @@ def accepted():
 
 
 def result(confidence, traced):
-    rounds = StepRecord(["a", "b"], PLAIN, [2, 2], torch.tensor([2, 1]), confidence, traced, [0, 0])
+    rounds = StepRecord(["a", "b"], PLAIN, [2, 2], torch.tensor([2, 1]), confidence, traced, [0, 0], CHAINS)
     batch, span = SimpleNamespace(return_logprob=False), SimpleNamespace(ms=3.0)
     step = SimpleNamespace(rows=SimpleNamespace(filter_params=SimpleNamespace(temperatures=None)))
     target = TargetOutput(LogitsProcessorOutput(next_token_logits=None), None)
@@ -52,6 +53,8 @@ def test_what_arrives_is_what_was_sent(logits, traced):
     assert made.accept_lens.tolist() == [3, 1]  # with the bonus token
     assert made.rounds.verify_lens.tolist() == [2, 1]
     assert made.cap_lens.tolist() == [3, 2] and made.block_accept_lens.tolist() == [2, 2]  # SGLang adds these up
+    assert torch.equal(made.rounds.chains, CHAINS) and made.rounds.followed == [2, 0]
+    assert made.rounds.committed.tolist() == [[7, 8, 9], [4, -1, -1]]
     assert torch.equal(made.rounds.confidence.survival, survival)
     for got, sent in ((made.rounds.confidence.logits, logits), (made.rounds.traced, traced)):
         assert (got is None) == (sent is None)

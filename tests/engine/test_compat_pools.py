@@ -33,7 +33,7 @@ def test_wishes_that_nobody_reads_end_the_start(runner):
 
 
 LAYERS, HEADS, DIM = 3, 2, 24
-TOKEN = 2 * LAYERS * HEADS * DIM * 2  # bytes of draft K/V in 16 bits
+TOKEN = 2 * LAYERS * HEADS * DIM * 2 + 8  # bytes of draft K/V in 16 bits, and of the token itself
 
 
 def of_layers_with_windows(configurator, monkeypatch):

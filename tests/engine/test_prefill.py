@@ -2,6 +2,7 @@
 
 import ast
 import logging
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -176,8 +177,10 @@ def test_a_drafter_reads_pictures_as_they_are_embedded(pictures, monkeypatch):
     ids, embedded, states = torch.tensor([3, 4]), torch.randn(2, 3), torch.randn(2, 6)
     output = SimpleNamespace(mm_input_embeds=embedded if pictures else None, hidden_states=states)
     result = SimpleNamespace(logits_output=output, next_token_ids=torch.tensor([5]))
-    injected = []
+    injected, remembered = [], []
     worker = object.__new__(DSparkWorker)
+    worker.server_args = SimpleNamespace(enable_hierarchical_cache=False)
+    worker.remember = lambda *rows: remembered.append(rows)
     worker._target_worker = SimpleNamespace(
         model_runner=SimpleNamespace(attn_backend=None, model_config=SimpleNamespace(model_is_mrope=False)),
         forward_batch_generation=lambda **given: result,
@@ -189,4 +192,20 @@ def test_a_drafter_reads_pictures_as_they_are_embedded(pictures, monkeypatch):
     worker._prefill(batch, lambda lens: None)
     [(rows, captured, *_)] = injected
     assert rows is (embedded if pictures else ids) and captured is states
+    assert remembered == [(ids, batch.out_cache_loc)]
     assert output.mm_input_embeds is None
+
+
+def test_prefixes_that_may_have_come_back_from_host_memory_are_remembered():
+    """Their slots held other texts before."""
+    worker, remembered = object.__new__(DSparkWorker), []
+    worker.device = torch.device("cpu")
+    worker.remember = lambda tokens, slots: remembered.append((tokens.tolist(), slots.tolist()))
+    reqs = [
+        SimpleNamespace(get_fill_ids=lambda ids=ids: array("q", ids), kv=SimpleNamespace(req_pool_idx=row))
+        for row, ids in ((2, [5, 6, 7]), (0, [8, 9]))
+    ]
+    table = torch.arange(12, dtype=torch.int32).view(3, 4)
+    batch = SimpleNamespace(reqs=reqs, prefix_lens=[2, 0], req_to_token_pool=SimpleNamespace(req_to_token=table))
+    worker._remember_prefixes(batch)
+    assert remembered == [([5, 6], [8, 9])]

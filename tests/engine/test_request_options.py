@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from dspark_kernels import LEAST_MATCH, MOST_MATCH
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.api.request_field import ASKED, MAX_LABEL_TOKENS, settle
@@ -49,7 +51,7 @@ def test_text_of_a_body_and_an_object_of_a_program_are_the_same(field):
     assert request_options(req) == RequestOptions(max_verify=2, trace=True)
 
 
-@pytest.mark.parametrize("field", [None, {}, "null", "{}", '{"trace": false}', {"enabled": True, "preset": "none"}])
+@pytest.mark.parametrize("field", [None, {}, "null", "{}", '{"trace": false}', {"enabled": True, "preset": "auto"}])
 def test_values_that_ask_for_nothing_leave_no_trace(field):
     req = settled({"dspark": field, "mine": 1})
     assert req.sampling_params.custom_params == {"mine": 1}
@@ -136,7 +138,17 @@ def test_options_of_a_request_are_read_once():
 
 def test_a_batch_has_limits_only_if_a_request_asks_for_less():
     usual, traced, short = (settled({"dspark": field}) for field in (None, {"trace": True}, {"max_verify": 2}))
-    assert BatchOptions.of([usual, usual], 7).limits is None
-    both = BatchOptions.of([traced, short], 7)
+    assert batch_options([usual, usual]).limits is None
+    both = batch_options([traced, short])
     assert (both.limits, both.traced, both.presets) == (RequestLimits((7, 2)), True, ())
-    assert BatchOptions.of([usual, short], 2).limits is None
+    assert batch_options([usual, short], max_verify=2).limits is None
+
+
+def test_a_request_may_leave_its_drafts_to_the_drafter():
+    usual, alone = (settled({"dspark": field}) for field in (None, {"preset": "none"}))
+    assert batch_options([usual, usual]).least_match is None
+    assert batch_options([usual, alone]).least_match.tolist() == [LEAST_MATCH, MOST_MATCH + 1]
+
+
+def batch_options(reqs, max_verify=7):
+    return BatchOptions.of(reqs, max_verify, torch.device("cpu"))

@@ -78,6 +78,28 @@ def test_distribution_under_penalties(monkeypatch, policy, penalty):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_distribution_with_candidates(monkeypatch, policy):
+    """Chains of the text's own tokens weigh something in the walk, die in it, and ask for rows."""
+    assert distribution_error(monkeypatch, POLICIES[policy], 2, candidates=True) < TOLERANCE
+
+
+def test_two_requests_with_candidates_share_a_step(monkeypatch):
+    """One draft of two is verified, and its chain speaks for it."""
+    assert distribution_error(monkeypatch, {}, 1, requests=2, choose=half_of, candidates=True) < TOLERANCE
+
+
+def test_distribution_with_candidates_penalties_and_filters(monkeypatch):
+    how = {"candidates": True, "adjustment": PENALTIES["all"], "filters": FILTERS["top-k"]}
+    assert distribution_error(monkeypatch, {}, 2, **how) < TOLERANCE
+
+
+def test_distribution_with_candidates_that_no_column_stands_for(monkeypatch):
+    """Some are copied outright, others are left."""
+    drafter = toy_drafter(SWITCHES["reduced vocabulary, gated"])
+    assert distribution_error(monkeypatch, STATIC, 2, drafter=drafter, candidates=True) < TOLERANCE
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_distribution_with_copied_drafts(monkeypatch, policy):
     """Copied drafts take the place of the drafter's in some steps of a text."""
     found = {len(copies(0, [token])) for token in range(V)}

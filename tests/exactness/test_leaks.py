@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import stage_loop
 import torch
-from dspark_kernels import AdjustmentTable, DraftBlock
+from dspark_kernels import AdjustmentTable, Candidates, DraftBlock
 from dspark_kernels.acceptance import acceptance_reference
+from dspark_kernels.drafting import walk_reference
 from dspark_kernels.sampling.noise import Purpose, RoundKeys
 from enumerated_distribution import PENALTIES, STATIC, THRESHOLD, distribution_error, half_of, one_of_a_block
-from toy_pair import GAMMA, ToyLoop
+from toy_pair import GAMMA, ToyLoop, V
 
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.step import selection
@@ -162,8 +163,59 @@ def forced_by_value(monkeypatch):
     after(monkeypatch, TopK, "_order", change)
 
 
+def candidates_of(block):
+    """Candidates [bs, gamma], and where their chains are alive."""
+    slots = torch.arange(block.tokens.shape[1])
+    return block.chains[:, 2:][:, : len(slots)], block.chains[:, 1:2] >= slots
+
+
+def raised(block, tokens, alive):
+    """The block with a distribution in which ``tokens`` have other odds."""
+    there = torch.nn.functional.one_hot(tokens.clamp_min(0), V) * (alive & (tokens >= 0))[..., None]
+    probs = block.probs * (3.0 * there).exp()
+    return replace(block, probs=probs / probs.sum(-1, keepdim=True))
+
+
+def candidates_where_the_drafter_disagrees(monkeypatch):
+    """A draft that is not its candidate is replaced by it: the choice looks at the draft."""
+
+    def change(block, *_, **__):
+        tokens, alive = candidates_of(block)
+        return replace(block, tokens=torch.where(alive & (tokens >= 0), tokens, block.tokens))
+
+    after(monkeypatch, Drafter, "propose", change)
+
+
+def candidates_boosted_after_the_draw(monkeypatch):
+    monkeypatch.setattr(walk_reference._Offers, "boosted", lambda offers, slot, logits: logits)
+    after(monkeypatch, Drafter, "propose", lambda block, *_, **__: raised(block, *candidates_of(block)))
+
+
+def chains_refreshed_between_draft_and_verification(monkeypatch):
+    def change(block, *_, **__):
+        tokens, alive = candidates_of(block)
+        return raised(block, torch.where(tokens < 0, tokens, (tokens + 1) % V), alive)
+
+    after(monkeypatch, Drafter, "propose", change)
+
+
+def confidence_in_a_candidate_that_was_drawn(monkeypatch):
+    """A slot's confidence knows whether its own draft goes on with the chain."""
+
+    def sure(candidates, logits):
+        slots = torch.arange(logits.shape[1])
+        return torch.where(candidates.chains[:, 1:2] > slots, logits + 3.0, logits - 3.0)
+
+    monkeypatch.setattr(Candidates, "sure", sure)
+
+
 ALL, ONE = PENALTIES["all"], {"schedule": "static", "verify_len": 1}
+CHAINED = {"candidates": True}
 LEAKS = [
+    (candidates_where_the_drafter_disagrees, STATIC, CHAINED),
+    (candidates_boosted_after_the_draw, STATIC, CHAINED),
+    (chains_refreshed_between_draft_and_verification, STATIC, CHAINED),
+    (confidence_in_a_candidate_that_was_drawn, {}, CHAINED | {"requests": 2, "choose": half_of}),
     (penalties_without_the_drafts, STATIC, {"length": 2, "adjustment": ALL}),
     (penalties_of_the_step_before, {"schedule": "off"}, {"length": 2, "adjustment": ALL}),
     (

@@ -6,6 +6,7 @@ import forms
 import pytest
 import torch
 from dspark_kernels import (
+    Candidates,
     DraftBlock,
     DraftDistribution,
     DraftHeads,
@@ -40,9 +41,10 @@ def step(seed, device):
 def draft(device, v=64, depth=4, seed=0):
     rows, keys = step(seed, device)
     base = torch.zeros(BS, depth, v, device=device)
-    draft_block(
-        base, torch.zeros(BS, depth, 4, device=device), keys.positions, DraftHeads(None, None, None), rows, keys
-    )
+    hidden, heads = torch.zeros(BS, depth, 4, device=device), DraftHeads(None, None, None)
+    chains = torch.zeros(BS, depth + 3, dtype=torch.int64, device=device)
+    candidates = Candidates(chains, torch.zeros(2, 9, 8, device=device))
+    draft_block(base, hidden, keys.positions, heads, rows, keys, candidates)
 
 
 def judge(device, v=64, depth=4, seed=0):

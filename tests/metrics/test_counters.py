@@ -37,6 +37,9 @@ def test_figures():
         "drafted_tokens": 12,
         "copied_tokens": 0,
         "copied_accepted_tokens": 0,
+        "text_proposed_tokens": 0,
+        "text_verified_tokens": 0,
+        "text_accepted_tokens": 0,
         "verified_tokens": 8,
         "accepted_tokens": 4,
         "wasted_tokens": 4,
@@ -90,6 +93,14 @@ def test_predicted_survivals_are_compared_on_the_drafts_that_were_verified():
     report = counters.sums().report()
     assert report["predicted_survival"] == [pytest.approx(0.8), 0.5, None]
     assert report["calibration_error"] == [pytest.approx(0.8 - 1.0), 0.5, None]
+
+
+def test_drafts_from_the_text_are_counted_among_the_others():
+    counters = Counters(3)
+    record(counters, [3, 3, 3], [3, 2, 0], [1, 2, 0], followed_lens=[2, 3, 1])
+    report = counters.sums().report()
+    assert [report[f"text_{kind}_tokens"] for kind in ("proposed", "verified", "accepted")] == [6, 4, 3]
+    assert (report["drafted_tokens"], report["verified_tokens"], report["accepted_tokens"]) == (9, 5, 3)
 
 
 def test_copied_drafts_say_nothing_about_the_drafter():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from golden_server import (
     CASES,
+    DRAFTER_ALONE,
     TARGET,
     assert_retracted_unnoticed,
     counting,
@@ -69,7 +70,7 @@ def test_a_cached_prompt_is_that_of_its_adapter(adapters):
     seen = {}
     with policy(adapters, "static"):
         for name in ("red", "green", "red", "green"):
-            [answer] = generate(adapters, [greedy(prompt, 40, lora_path=name, speculation={"trace": True})], 1)
+            [answer] = generate(adapters, [greedy(prompt, 40, lora_path=name, speculation=DRAFTER_ALONE)], 1)
             info = answer["meta_info"]
             drafts = [(entry["draft"], entry["accepted"]) for entry in rounds_of(answer)]
             if name in seen:

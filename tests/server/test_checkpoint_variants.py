@@ -9,6 +9,7 @@ import torch
 from golden_replay import load_target
 from golden_server import (
     CASES,
+    DRAFTER_ALONE,
     TARGET,
     assert_cut_at_the_limit,
     assert_rounds_of_reference,
@@ -37,7 +38,7 @@ def test_plain_dflash_in_the_form_in_which_it_is_published(dflash):
     model = load_draft_model(folder, dtype=torch.float32, device="cpu")
     expected = decode_greedy(model, load_target(TARGET, model), PROMPT, max_new_tokens=12, stop_token_ids=[1])
     with policy(dflash, "static"):
-        [answer] = generate(dflash, [greedy(PROMPT, 12, speculation={"trace": True})], 1)
+        [answer] = generate(dflash, [greedy(PROMPT, 12, speculation=DRAFTER_ALONE)], 1)
     assert len(answer["output_ids"]) == len(expected.output_ids)
     assert_rounds_of_reference(answer, expected)
     assert len({tuple(entry["draft"]) for entry in rounds_of(answer)}) > 1

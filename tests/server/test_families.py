@@ -14,7 +14,7 @@ import pytest
 import torch
 from family_targets import NUM_TOKENS, PROMPTS, write_target
 from golden_replay import lend_target
-from golden_server import assert_pool_is_whole, assert_rounds_of_reference, endless, generate, policy
+from golden_server import DRAFTER_ALONE, assert_pool_is_whole, assert_rounds_of_reference, endless, generate, policy
 from reference_decoding import decode_greedy
 
 from sglang_dspark.draft.weights import load_draft_model
@@ -55,7 +55,7 @@ def assert_rounds_and_texts(server, then="random"):
     model = load_draft_model(folder, dtype=torch.float32, device="cpu")
     target = lend_target(target_of(folder.parent / "target"), model)
     expected = [decode_greedy(model, target, prompt, max_new_tokens=NUM_TOKENS) for prompt in PROMPTS]
-    bodies = [endless(prompt, NUM_TOKENS, speculation={"trace": True}) for prompt in PROMPTS]
+    bodies = [endless(prompt, NUM_TOKENS, speculation=DRAFTER_ALONE) for prompt in PROMPTS]
     with policy(server, "static"):
         answers = generate(server, bodies, len(bodies))
     for answer, one in zip(answers, expected, strict=True):

@@ -19,6 +19,7 @@ import scipy.stats
 from family_targets import COMMON, written_target
 from golden_server import (
     DRAFT,
+    DRAFTER_ALONE,
     TARGET,
     TWO_RANKS,
     VOCAB,
@@ -315,7 +316,7 @@ def test_retracted_requests(pair):
 
 
 def test_a_prefix_that_is_found_again_keeps_its_drafts(pair):
-    [body] = bodies(pair.form, 1, 17, 40, speculation={"trace": True})
+    [body] = bodies(pair.form, 1, 17, 40, speculation=DRAFTER_ALONE)
     prompt = (body["input_ids"] * 80)[:80]
     pair.dspark.flush_cache()
     with policy(pair.dspark, "static"):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from golden_server import (
     CASES,
+    DRAFTER_ALONE,
     assert_pool_is_whole,
     counting,
     endless,
@@ -39,7 +40,7 @@ def test_golden_traces(dspark):
     """Drafts, verified and accepted counts, and text of every golden case."""
     for case in CASES:
         with policy(dspark, "static"):
-            [answer] = generate(dspark, [greedy(case["prompt_ids"], 64, speculation={"trace": True})], 1)
+            [answer] = generate(dspark, [greedy(case["prompt_ids"], 64, speculation=DRAFTER_ALONE)], 1)
         assert answer["output_ids"] == case["output_ids"]
         assert len(answer["meta_info"]["dspark_trace"]) == len(case["output_ids"])
         rounds = rounds_of(answer)

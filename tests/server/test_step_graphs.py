@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from golden_server import DRAFT, generate, greedy, output_ids, policy, rounds_of
+from golden_server import DRAFT, DRAFTER_ALONE, generate, greedy, output_ids, policy, rounds_of
 
 CASES = json.loads((DRAFT / "golden.json").read_text())["cases"][:3]
 TOKENS = 4  # an interpreted step takes a tenth of a second
@@ -29,7 +29,7 @@ def test_steps_are_replayed_from_graphs(graphs):
 
 def test_golden_traces_of_replayed_steps(graphs):
     with policy(graphs, "static"):
-        answers = generate(graphs, bodies(speculation={"trace": True}), 1)
+        answers = generate(graphs, bodies(speculation=DRAFTER_ALONE), 1)
     for answer, case, ids in zip(answers, CASES, expected(), strict=True):
         assert answer["output_ids"] == ids
         rounds = rounds_of(answer)

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from dspark_kernels import Adjustment, SamplingBatch
+import torch
+from dspark_kernels import MOST_MATCH, Adjustment, SamplingBatch
+from dspark_kernels.drafting import suffix_match
 from told_noise import every_run
 from toy_pair import GAMMA, ToyLoop, V, target_distribution
 
@@ -18,6 +20,7 @@ from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selection import FixedLength, TopK
 
 PROMPT, TEMPERATURE = [1, 0], 0.8
+ALL_TOKENS = [0, 1, 2, 1, 0]  # a prompt in which every text finds something
 NO_FILTER = (-1, 1.0, 0.0)
 
 
@@ -39,6 +42,7 @@ def distribution_error(
     copied_after: Callable[[int, Sequence[int]], list[int]] | None = None,
     choose: Callable[[ToyLoop, StepDecision], StepDecision] = lambda loop, decision: decision,
     drafter: DraftModel | None = None,
+    candidates: bool = False,
 ) -> float:
     """Largest error of the probability of a joint text of all requests.
 
@@ -47,23 +51,30 @@ def distribution_error(
         adjustment, copied_after: see :class:`StageLoop`.
         choose: changes what the policy chose.
         drafter: in place of the usual one.
+        candidates: whether what requests' own texts offer weighs something.
     """
     distribution: dict[tuple, float] = defaultdict(float)
-    first = 0
+    first, prompt = 0, ALL_TOKENS if candidates else PROMPT
+    if candidates:
+        monkeypatch.setattr(suffix_match, "LEAST_MATCH", 1)
 
     def serve():
         loop = ToyLoop(table(), drafter, **options)
         loop.filters, loop.adjustment, loop.copied_after = filters, adjustment, copied_after
+        if candidates:
+            loop.chains = True
+            loop.schedule.forecast.weights = candidate_weights()
+            loop.schedule.forecast._copy_weights = candidate_weights  # and nothing is learned
         chosen = loop.schedule.choose
         loop.schedule.choose = lambda *args, **kwargs: choose(loop, chosen(*args, **kwargs))
-        return loop.serve([PROMPT] * requests, 1 + length, temperature=TEMPERATURE)
+        return loop.serve([prompt] * requests, 1 + length, temperature=TEMPERATURE)
 
     for weight, texts in every_run(monkeypatch, serve):
         first = texts[0][0]
         distribution[tuple(tuple(text[1:]) for text in texts)] += weight
     assert sum(distribution.values()) == pytest.approx(1, abs=1e-12)
     rows = SamplingBatch.from_lists([TEMPERATURE], *([value] for value in filters), [None])
-    one = target_distribution(PROMPT, first, length, rows.filter_params, adjustment)
+    one = target_distribution(prompt, first, length, rows.filter_params, adjustment)
     joint = {(): 1.0}
     for _ in range(requests):
         joint = {(*texts, text): p * q for texts, p in joint.items() for text, q in one.items()}
@@ -90,6 +101,13 @@ PENALTIES = {
     "repetition": Adjustment(repetition=1.7),
     "all": Adjustment(frequency=0.4, presence=0.3, repetition=1.3, logit_bias={0: -0.8, 2: 0.5}),
 }
+
+
+def candidate_weights() -> torch.Tensor:
+    """Boosts from nothing to nearly all, and confidences on both sides of the drafter's."""
+    matched = torch.arange(MOST_MATCH + 1.0)
+    boosts, least = 0.4 * matched, torch.where(matched > 0, matched - 1.5, -torch.inf)
+    return torch.stack([boosts, least])[..., None].expand(2, MOST_MATCH + 1, GAMMA).contiguous()
 
 
 def half_of(loop: ToyLoop, decision: StepDecision) -> StepDecision:

@@ -32,6 +32,8 @@ RANDOM_LENGTHS = SERVER_TESTS / "random_lengths"
 BUILTIN_ON_CPU = SERVER_TESTS / "builtin_on_cpu"
 PATCHES = SERVER_TESTS / "patches"
 DSPARK = dspark_flags(DRAFT)
+DRAFTER_ALONE = {"trace": True, "preset": "none"}
+"""Asks for a trace that depends on nothing but the request."""
 
 GUARDED = (
     *DSPARK,
@@ -144,7 +146,7 @@ def assert_rounds_of_reference(answer: dict[str, Any], expected: Decoded) -> Non
 def relative_acceptance(server: LaunchedServer) -> float:
     """Return the drafts that the server accepts per round of the golden cases, divided by those of the traces."""
     expected = [round_["accepted"] for case in CASES for round_ in case["rounds"]]
-    bodies = [greedy(case["prompt_ids"], 48, speculation={"trace": True}) for case in CASES]
+    bodies = [greedy(case["prompt_ids"], 48, speculation=DRAFTER_ALONE) for case in CASES]
     with policy(server, "static"):
         answers = generate(server, bodies, 4)
     accepted = [entry["accepted"] for answer in answers for entry in rounds_of(answer)]

@@ -2,9 +2,10 @@
 
 import torch
 from dspark_kernels import DraftBlock, DraftDistribution, MarkovWalk, Purpose, block_confidence_ref, exponential_at
+from dspark_kernels.drafting.candidates import OUTRIGHT
 
 
-def raced_walk(base_logits, hidden, anchors, heads, rows, keys):
+def raced_walk(base_logits, hidden, anchors, heads, rows, keys, candidates=None):
     """Draft like ``draft_block``; distributions by temperature alone."""
     vocabulary, temperatures = heads.vocabulary, rows.draw_temperatures
     is_drawn = temperatures[:, None] > 0
@@ -15,14 +16,20 @@ def raced_walk(base_logits, hidden, anchors, heads, rows, keys):
         if walk is not None:
             values = values + walk.latent(previous).float() @ heads.markov.w2.float().T
         scores.append(values / temperatures[:, None].masked_fill(~is_drawn, 1.0))
+        outright = torch.zeros_like(anchors) > 0
+        if candidates is not None:
+            scores[-1], outright = raised(scores[-1], candidates, k, vocabulary)
         noise = keys.race(k, Purpose.DRAFT, values.shape[-1])
         if rows.any_seeded:
             tokens = torch.arange(values.shape[-1], device=values.device)
             tokens = tokens if vocabulary is None else vocabulary.token_ids
             own_noise = exponential_at(rows.seeds[:, None], (keys.positions + k)[:, None], tokens)
             noise = torch.where(rows.is_seeded[:, None], own_noise, noise)
-        columns = torch.where(is_drawn, scores[-1] - noise.log(), values.double()).argmax(-1)
+        columns = torch.where(is_drawn, scores[-1] - noise.log(), scores[-1].double()).argmax(-1)
         previous = columns if vocabulary is None else vocabulary.token_ids[columns]
+        if candidates is not None:
+            previous = torch.where(outright, candidates.chains[:, 2 + k], previous)
+            candidates.chains[:, 1] += (candidates.chains[:, 1] == k) & (previous == candidates.chains[:, 2 + k])
         slots.append(previous)
     tokens, distribution = torch.stack(slots, dim=1), None
     if rows.any_sampled:
@@ -32,5 +39,20 @@ def raced_walk(base_logits, hidden, anchors, heads, rows, keys):
         )
     confidence = None
     if heads.confidence is not None:
-        confidence = block_confidence_ref(hidden, anchors, tokens, heads.confidence, heads.w1)
+        confidence = block_confidence_ref(hidden, anchors, tokens, heads.confidence, heads.w1, candidates)
     return DraftBlock(tokens, None, confidence, distribution)
+
+
+def raised(scores, candidates, slot, vocabulary):
+    """Scores with those of live chains' candidates raised, request by request, and which of these have no column."""
+    scores, outright = scores.clone(), torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
+    for request, (matched, followed, *tokens) in enumerate(candidates.chains.tolist()):
+        token, boost = tokens[slot], float(candidates.weights[0, matched, slot])
+        if followed < slot or token < 0:
+            continue
+        column = token if vocabulary is None else int(vocabulary.columns[token])
+        if column >= 0:
+            scores[request, column] += boost
+        else:
+            outright[request] = boost >= OUTRIGHT
+    return scores, outright

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from dspark_kernels import Adjustment, AdjustmentTable, RoundKeys, SamplingBatch, adjust
+from dspark_kernels import MOST_MATCH, Adjustment, AdjustmentTable, RoundKeys, SamplingBatch, adjust
 from golden_replay import Golden, load_golden, load_target
 from reference_decoding import Target
 
@@ -50,6 +50,7 @@ class StageLoop:
         noise_seed: of requests without a seed of their own.
         filters: top-k, top-p and min-p of all requests.
         adjustment: penalties and biases of all requests; None for none.
+        chains: whether candidates from the texts compete with the drafter's own.
         copied_after: the drafts that a preset copies, given the request's number and text; None without a preset.
         texts: committed ids of every request.
         traces: [(start, anchor, drafts, accepted)] of every request.
@@ -77,6 +78,7 @@ class StageLoop:
         self.noise_seed = 1
         self.filters = (-1, 1.0, 0.0)
         self.adjustment: Adjustment | None = None
+        self.chains = False
         self.copied_after: Callable[[int, Sequence[int]], list[int]] | None = None
 
     @cached_property
@@ -101,6 +103,7 @@ class StageLoop:
             logits, features = self.target(prompt)
             slots = self._table[request, : len(prompt)].long()
             self.drafter.inject(torch.tensor(prompt), features, torch.arange(len(prompt)), slots)
+            self.drafter.remember(torch.tensor(prompt), slots)
             self.texts.append([*prompt, int(logits[-1].argmax())])
         self._counted, self._counts = torch.arange(bs), None
         if self.adjustment is not None:
@@ -123,6 +126,7 @@ class StageLoop:
             req_to_token=self._table,
             rows=self._rows(range(bs)),
             rows_of=self._rows,
+            least_match=None if self.chains else torch.full((bs,), MOST_MATCH + 1),
             keys=RoundKeys(seed=self.noise_seed, step=number, request_keys=torch.arange(bs), positions=prefix_lens + 1),
         )
 
@@ -140,7 +144,10 @@ class StageLoop:
         self.schedule.end_step(decision, bs, len(plan.input_ids))
         copied = draft.copied or [0] * bs
         lens = plan.verify_lens[:bs]  # behind them the padding of a graph
-        rounds = StepRecord(names, decision, draft.draft_lens, lens, draft.confidence, None, copied)
+        # The next replay writes to where this step's chains are.
+        chains = None if draft.block.chains is None else draft.block.chains.clone()
+        learned = {"chains": chains, "committed": accepted.out_tokens.clone()}
+        rounds = StepRecord(names, decision, draft.draft_lens, lens, draft.confidence, None, copied, **learned)
         self.schedule.observe(rounds, list(range(bs)), accepted.accept_lens.tolist())
         for request, (text, kept) in enumerate(zip(self.texts, accepted.accept_lens.tolist(), strict=True)):
             drafts = draft.block.tokens[request].tolist()

@@ -81,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
         if prompt == "refuse":
             self.send_error(400, explain="penalties are not served")
             return
-        meta_info = self.server.meta_info(prompt) if body["speculation"] == {"trace": True} else {}
+        meta_info = self.server.meta_info(prompt) if body["speculation"] == {"trace": True, "preset": "none"} else {}
         if chat:
             choice = {"message": {"content": ""}, **({"meta_info": meta_info} if body["return_meta_info"] else {})}
             self._answer({"choices": [choice]})

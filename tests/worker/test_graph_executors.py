@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dspark_kernels import DraftBlock
+from dspark_kernels import MOST_MATCH, DraftBlock
 from golden_server import CASES
 from random_drafter import random_drafter
 from replays import Emulated
@@ -195,9 +195,10 @@ def test_live_policies_and_large_batches_are_launched(monkeypatch):
 
 @pytest.mark.parametrize("seeds", [[1, 2, 3], []], ids=["seeded", "by step"])
 def test_sampled_text_is_that_of_launched_steps(monkeypatch, seeds):
-    """Noise is keyed by request and step, wherever these lie."""
+    """Noise is keyed by request and step, wherever these lie, and what candidates weigh is learned by both."""
     launched = StageLoop(schedule="static")
     loop = GraphLoop(monkeypatch, [4], schedule="static")
+    launched.chains = loop.chains = True
     texts = launched.serve(prompts_of(loop), NUM_TOKENS, temperature=1.0, seeds=seeds)
     assert loop.serve(prompts_of(loop), NUM_TOKENS, temperature=1.0, seeds=seeds) == texts
     assert loop.traces == launched.traces
@@ -235,6 +236,30 @@ def test_what_calibration_has_learned_reaches_replayed_steps(monkeypatch):
         step, executor = staged(loop, decision)
         survival = executor.draft(step, decision).confidence.survival
         torch.testing.assert_close(survival, torch.full((3, 7), conditional).cumprod(1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_candidates_compete_in_replayed_steps(monkeypatch, tmp_path, temperature):
+    """Beside a drafter that knows nothing, chains that weigh all spare steps where the text is in a loop."""
+    folder = random_drafter(tmp_path, "gated")
+    loops = GraphLoop(monkeypatch, [4], schedule="static", draft=folder), StageLoop(schedule="static", draft=folder)
+    prompts, steps = [case["prompt_ids"] for case in CASES[:3]], []
+    for loop in loops:
+        weigh_all(loop)
+    for chains in (True, False):
+        for loop in loops:
+            loop.chains = chains
+        texts = [loop.serve(prompts, 32, temperature) for loop in loops]
+        assert texts[0] == texts[1] and loops[0].traces == loops[1].traces
+        steps.append(len(loops[0].traces[0]))
+    assert all(loops[0].replayed) and (steps[0] < steps[1] or temperature > 0)
+
+
+def weigh_all(loop):
+    """Have chains weigh all there is, whatever is seen."""
+    weights = torch.full((2, MOST_MATCH + 1, loop.gamma), 64.0)
+    weights[:, 0], weights[1] = 0.0, -torch.inf
+    loop.schedule.forecast.weights, loop.schedule.forecast._copy_weights = weights, lambda: weights
 
 
 def test_simulated_acceptance_has_new_noise_in_every_step(monkeypatch):

@@ -42,7 +42,7 @@ def request(rid="r", **options):
 
 
 def options_of(reqs, max_verify=MAX_VERIFY):
-    return BatchOptions.of(reqs, max_verify)
+    return BatchOptions.of(reqs, max_verify, torch.device("cpu"))
 
 
 def step_of(reqs, texts):

@@ -1,4 +1,7 @@
-"""Confidence logits of a drafted block: w . [h_k ; W1[x_{k-1}]] + b in float32 (DSpark, Eq. 7)."""
+"""Confidence logits of a drafted block: w . [h_k ; W1[x_{k-1}]] + b in float32 (DSpark, Eq. 7).
+
+A slot whose chain of candidates is alive has at least the chain's: the head does not know it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ import triton
 import triton.language as tl
 
 from dspark_kernels.dispatch import on_kernels
+from dspark_kernels.drafting.candidates import FOLLOWED, Candidates
 from dspark_kernels.drafting.heads import ConfidenceWeights
 
 _BLOCK_D = 1024
+_FOLLOWED = tl.constexpr(FOLLOWED)
 
 
 def block_confidence_ref(
@@ -19,6 +24,7 @@ def block_confidence_ref(
     tokens: torch.Tensor,  # [bs, gamma] int64
     weights: ConfidenceWeights,
     w1: torch.Tensor | None,  # [V, r]
+    candidates: Candidates | None = None,
 ) -> torch.Tensor:
     """Compute the same as :func:`block_confidence` in plain torch."""
     _check(hidden, weights, w1)
@@ -27,11 +33,12 @@ def block_confidence_ref(
         assert w1 is not None
         previous = torch.cat((anchors[:, None], tokens[:, :-1]), dim=1)
         features = torch.cat((features, F.embedding(previous, w1).float()), dim=-1)
-    return F.linear(features, weights.weight.float()[None], weights.bias.float()).squeeze(-1)
+    logits = F.linear(features, weights.weight.float()[None], weights.bias.float()).squeeze(-1)
+    return logits if candidates is None else candidates.sure(logits)
 
 
 # Depths change from step to step; each would compile the kernel again.
-@triton.jit(do_not_specialize=["gamma"])
+@triton.jit(do_not_specialize=["gamma", "chains_stride", "weights_stride"])
 def _block_confidence_kernel(
     hidden_ptr,
     anchors_ptr,
@@ -40,6 +47,10 @@ def _block_confidence_kernel(
     bias_ptr,
     w1_ptr,
     out_ptr,
+    chains_ptr,  # [bs, chains_stride] int64; None without candidates
+    chains_stride,
+    least_ptr,  # [M + 1, weights_stride] float32
+    weights_stride,
     gamma,
     HIDDEN: tl.constexpr,
     RANK: tl.constexpr,  # 0: no Markov embedding
@@ -63,6 +74,11 @@ def _block_confidence_kernel(
         embedding = tl.load(w1_ptr + previous * RANK + ranks, mask=inside, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + HIDDEN + ranks, mask=inside, other=0.0).to(tl.float32)
         logit += tl.sum(embedding * weight, 0)
+    if chains_ptr is not None:
+        chain = chains_ptr + row // gamma * chains_stride
+        slot = row % gamma
+        least = tl.load(least_ptr + tl.load(chain) * weights_stride + slot)
+        logit = tl.where(tl.load(chain + _FOLLOWED) >= slot, tl.maximum(logit, least), logit)
     tl.store(out_ptr + row, logit)
 
 
@@ -73,6 +89,7 @@ def block_confidence(
     tokens: torch.Tensor,  # [bs, gamma] int64
     weights: ConfidenceWeights,
     w1: torch.Tensor | None,  # [V, r]
+    candidates: Candidates | None = None,
 ) -> torch.Tensor:
     """Compute the raw confidence logits of a whole block in one launch.
 
@@ -82,6 +99,7 @@ def block_confidence(
         tokens: the block's tokens; the last one is not read.
         weights: the head; its length says whether it reads Markov embeddings.
         w1: Markov embeddings; may be None when the head does not read them.
+        candidates: whose chains the block has followed; None for none.
 
     Returns:
         [bs, gamma] float32. No host sync; safe under graph capture.
@@ -100,6 +118,10 @@ def block_confidence(
         weights.bias,
         w1,
         out,
+        None if candidates is None else candidates.chains,
+        0 if candidates is None else candidates.chains.stride(0),
+        None if candidates is None else candidates.weights[1],
+        0 if candidates is None else candidates.weights.stride(1),
         gamma,
         HIDDEN=width,
         RANK=rank,

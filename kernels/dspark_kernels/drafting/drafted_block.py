@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from dspark_kernels.drafting.candidates import Candidates
 from dspark_kernels.drafting.draft_distribution import DraftDistribution
+from dspark_kernels.drafting.heads import DraftVocabulary
+from dspark_kernels.sampling.parameters import SamplingBatch
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class DraftBlock:
         distribution: the same as ``probs`` from the kernels, not written out.
         copied: [bs, gamma] bool, tokens that were not drawn but copied from elsewhere: their proposal is one-hot,
             whatever ``probs`` or ``distribution`` says; None without any.
+        chains: [bs, 2 + m] int64 of :class:`Candidates`; None without.
     """
 
     tokens: torch.Tensor
@@ -30,6 +34,7 @@ class DraftBlock:
     confidence_logits: torch.Tensor | None = None
     distribution: DraftDistribution | None = None
     copied: torch.Tensor | None = None
+    chains: torch.Tensor | None = None
 
     @staticmethod
     def empty(bs: int, device: torch.device | str) -> DraftBlock:
@@ -49,13 +54,24 @@ class DraftBlock:
         tokens = scatter(self.tokens)
         assert tokens is not None
         distribution = None if self.distribution is None else self.distribution.spread(index, bs)
-        return DraftBlock(tokens, scatter(self.probs), scatter(self.confidence_logits), distribution)
+        probs, logits, copied, chains = map(scatter, (self.probs, self.confidence_logits, self.copied, self.chains))
+        return DraftBlock(tokens, probs, logits, distribution, copied, chains)
 
     def first(self, bs: int) -> DraftBlock:
         """Return the first ``bs`` requests; no copy."""
         distribution = None if self.distribution is None else self.distribution.first(bs)
-        probs, logits = (None if part is None else part[:bs] for part in (self.probs, self.confidence_logits))
-        return DraftBlock(self.tokens[:bs], probs, logits, distribution)
+        parts = self.probs, self.confidence_logits, self.copied, self.chains
+        probs, logits, copied, chains = (None if part is None else part[:bs] for part in parts)
+        return DraftBlock(self.tokens[:bs], probs, logits, distribution, copied, chains)
+
+    def with_candidates(
+        self, candidates: Candidates, vocabulary: DraftVocabulary | None, rows: SamplingBatch
+    ) -> DraftBlock:
+        """Return this block, whose walk had candidates: a draft without a column was not drawn."""
+        copied = None
+        if vocabulary is not None and rows.any_sampled:
+            copied = vocabulary.columns[self.tokens] < 0
+        return replace(self, copied=copied, chains=candidates.chains)
 
     def with_copies(self, tokens: torch.Tensor, copied: torch.Tensor) -> DraftBlock:
         """These blocks with other tokens in place of some drafts.
@@ -68,10 +84,14 @@ class DraftBlock:
         wider = max(0, width - gamma)
         pad = torch.nn.functional.pad
         tokens, copied = pad(tokens, (0, max(0, gamma - width))), pad(copied, (0, max(0, gamma - width)))
+        drafts = torch.where(copied, tokens, pad(self.tokens, (0, wider)))
+        if self.copied is not None:
+            copied = copied | pad(self.copied, (0, wider))
         return DraftBlock(
-            tokens=torch.where(copied, tokens, pad(self.tokens, (0, wider))),
+            tokens=drafts,
             probs=None if self.probs is None else pad(self.probs, (0, 0, 0, wider)),
             confidence_logits=None if self.confidence_logits is None else pad(self.confidence_logits, (0, wider)),
             distribution=None if self.distribution is None else self.distribution.widened(wider),
             copied=copied,
+            chains=self.chains,
         )

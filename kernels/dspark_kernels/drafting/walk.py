@@ -20,6 +20,7 @@ import torch
 import triton
 
 from dspark_kernels.dispatch import on_kernels
+from dspark_kernels.drafting.candidates import Candidates
 from dspark_kernels.drafting.confidence import block_confidence
 from dspark_kernels.drafting.draft_distribution import DraftDistribution
 from dspark_kernels.drafting.drafted_block import DraftBlock
@@ -47,6 +48,7 @@ def draft_block(
     heads: DraftHeads,
     rows: SamplingBatch,
     keys: RoundKeys,
+    candidates: Candidates | None = None,
     *,
     with_confidence: bool = True,
 ) -> DraftBlock:
@@ -64,6 +66,7 @@ def draft_block(
         keys: noise keys of this round; slot k is drawn at position ``keys.positions + k``. For kernels,
             ``request_keys`` must lie in [0, 2**32); under graph capture ``step`` must be a tensor, and the seed becomes
             a constant of the graph. The engine's noise is keyed by column, that of a seed by token.
+        candidates: compete with the drafter's own tokens, slot by slot; the walk counts in their chains.
         with_confidence: whether to compute confidence logits, if the drafter has that head.
 
     Returns:
@@ -76,7 +79,7 @@ def draft_block(
     """
     _check(base_logits, heads)
     distribution = _empty_distribution(base_logits, heads.vocabulary) if rows.any_sampled else None
-    launches = _Launches(base_logits, heads, distribution, rows, keys)
+    launches = _Launches(base_logits, heads, distribution, rows, keys, candidates)
     walk = None if heads.markov is None else MarkovWalk(heads.markov, hidden)
     tokens = torch.empty(base_logits.shape[:2], dtype=torch.int64, device=base_logits.device)
     for k in range(base_logits.shape[1]):
@@ -88,8 +91,9 @@ def draft_block(
         launches.choose(k, previous, latents, tokens)
     confidence_logits = None
     if heads.confidence is not None and with_confidence:
-        confidence_logits = block_confidence(hidden, anchors, tokens, heads.confidence, heads.w1)
-    return DraftBlock(tokens, None, confidence_logits, distribution)
+        confidence_logits = block_confidence(hidden, anchors, tokens, heads.confidence, heads.w1, candidates)
+    block = DraftBlock(tokens, None, confidence_logits, distribution)
+    return block if candidates is None else block.with_candidates(candidates, heads.vocabulary, rows)
 
 
 class _Launches:
@@ -102,6 +106,7 @@ class _Launches:
         distribution: DraftDistribution | None,
         rows: SamplingBatch,
         keys: RoundKeys,
+        candidates: Candidates | None,
     ) -> None:
         bs, gamma, v = base_logits.shape
         self._base_logits, self._distribution, self._sizes = base_logits, distribution, (bs, v)
@@ -121,6 +126,7 @@ class _Launches:
             "seeds_ptr": rows.seeds if seeded else None,
             "positions_ptr": keys.positions,
             "is_seeded_ptr": rows.is_seeded.view(torch.uint8) if seeded else None,
+            **_chain_args(candidates, heads.vocabulary),
             "partial_ptr": partials,
             "partial_columns_ptr": torch.empty(shape, dtype=torch.int32, device=device),
             "bs": bs,
@@ -205,6 +211,19 @@ def _empty_distribution(base_logits: torch.Tensor, vocabulary: DraftVocabulary |
     scores = torch.empty(base_logits.shape, dtype=torch.float32, device=base_logits.device)
     log_norms = torch.empty(base_logits.shape[:2], dtype=torch.float32, device=base_logits.device)
     return DraftDistribution(scores, log_norms, None if vocabulary is None else vocabulary.columns)
+
+
+def _chain_args(candidates: Candidates | None, vocabulary: DraftVocabulary | None) -> dict[str, Any]:
+    """Return what a slot reads of the candidates."""
+    chains, weights = (None, None) if candidates is None else (candidates.chains, candidates.weights)
+    return {
+        "chains_ptr": chains,
+        "chains_stride": 0 if chains is None else chains.stride(0),
+        "weights_ptr": weights,
+        "weights_stride": 0 if weights is None else weights.stride(1),
+        "columns_ptr": None if vocabulary is None or chains is None else vocabulary.columns,
+        "CHAINED": chains is not None,
+    }
 
 
 def _check(base_logits: torch.Tensor, heads: DraftHeads) -> None:

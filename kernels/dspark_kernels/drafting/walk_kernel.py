@@ -19,10 +19,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dspark_kernels.drafting.candidates import FIRST, FOLLOWED, OUTRIGHT
 from dspark_kernels.sampling.noise import Purpose
 from dspark_kernels.sampling.noise_device import race_noise, seeded_noise_at
 
 _DRAFT = tl.constexpr(int(Purpose.DRAFT))
+_OUTRIGHT = tl.constexpr(OUTRIGHT)
+_FOLLOWED = tl.constexpr(FOLLOWED)
+_FIRST = tl.constexpr(FIRST)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32: a start for maxima that may be subtracted
 _NO_COLUMN = tl.constexpr(0x7FFFFFFF)
 # Scores of a lower temperature are so large that float32 holds them to no more than 1e-3, and a distribution of such
@@ -46,8 +50,15 @@ def _finish_group(
     tokens_stride,
     log_norms_ptr,
     log_norms_stride,
+    chains,
+    slot,
+    candidates,
+    candidate_columns,
+    boosts,
+    alive,
     REDUCED: tl.constexpr,
     SAMPLED: tl.constexpr,
+    CHAINED: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
@@ -78,6 +89,10 @@ def _finish_group(
     tokens = chosen.to(tl.int64)
     if REDUCED:
         tokens = tl.load(token_ids_ptr + tokens, mask=in_batch, other=0)
+    if CHAINED:
+        outright = alive & (candidates >= 0) & (candidate_columns < 0) & (boosts >= _OUTRIGHT)
+        tokens = tl.where(outright, candidates, tokens)
+        tl.store(chains + _FOLLOWED, slot + 1, mask=alive & (tokens == candidates))
     tl.store(tokens_ptr + rows.to(tl.int64) * tokens_stride, tokens, mask=in_batch)
     if SAMPLED:
         highest = tl.max(tops, 0)
@@ -120,6 +135,41 @@ def _seeded_race(scores, seeds, positions, token_ids_ptr, columns, is_column, RE
 
 
 @triton.jit
+def _candidates(
+    chains,  # [BLOCK_B] pointers
+    weights_ptr,
+    weights_stride,
+    columns_ptr,
+    slot,
+    in_batch,
+    CHAINED: tl.constexpr,
+    REDUCED: tl.constexpr,
+):
+    """Requests' candidates for a slot, their columns (-1 for none), their boosts, and whether their chains are alive.
+
+    Without chains these are only names for what is handed on.
+    """
+    tokens, columns, boosts, alive = chains, chains, chains, in_batch
+    if CHAINED:
+        alive = in_batch & (tl.load(chains + _FOLLOWED, mask=in_batch, other=-1) == slot)
+        matched = tl.load(chains, mask=in_batch, other=0)
+        tokens = tl.load(chains + _FIRST + slot, mask=in_batch, other=-1)
+        boosts = tl.load(weights_ptr + matched * weights_stride + slot, mask=alive, other=0.0)
+        columns = tokens.to(tl.int32)
+        if REDUCED:
+            columns = tl.load(columns_ptr + tokens, mask=in_batch & (tokens >= 0), other=-1)
+    return tokens, columns, boosts, alive
+
+
+@triton.jit
+def _boosted(scores, columns, candidate_columns, boosts, CHAINED: tl.constexpr) -> tl.tensor:
+    """Scores [BLOCK_B, BLOCK_V] of a tile's columns, those of the candidates raised."""
+    if CHAINED:
+        scores += tl.where(columns[None, :] == candidate_columns[:, None], boosts[:, None], 0.0)
+    return scores
+
+
+@triton.jit
 def _leave(best, best_columns, tops, masses, partial_ptr, partial_columns_ptr, own, plane, SAMPLED: tl.constexpr):
     """Write what a program has found, for the one that finishes."""
     value = tl.max(best, 1)
@@ -133,13 +183,14 @@ def _leave(best, best_columns, tops, masses, partial_ptr, partial_columns_ptr, o
 
 _SMALL_POINTERS = [
     *("prev_ptr", "temperatures_ptr", "request_keys_ptr", "step_ptr", "seeds_ptr", "positions_ptr", "is_seeded_ptr"),
-    *("log_norms_ptr", "tokens_ptr"),
+    *("log_norms_ptr", "tokens_ptr", "chains_ptr", "weights_ptr"),
 ]
+_SMALL_STRIDES = ["log_norms_stride", "tokens_stride", "chains_stride", "weights_stride"]
 
 
 # No slot, depth, seed or batch size may cause a compilation of its own, by its value or where its pointers lie.
 @triton.jit(
-    do_not_specialize=["bs", "depth", "prev_stride", "seed", "slot", "log_norms_stride", "tokens_stride"],
+    do_not_specialize=["bs", "depth", "prev_stride", "seed", "slot", *_SMALL_STRIDES],
     do_not_specialize_on_alignment=[*_SMALL_POINTERS, "counters_ptr"],
 )
 def choose_kernel(
@@ -161,6 +212,11 @@ def choose_kernel(
     log_norms_stride,
     tokens_ptr,  # [bs] int64
     tokens_stride,
+    chains_ptr,  # [bs, chains_stride] int64; this and the next are read when CHAINED
+    chains_stride,
+    weights_ptr,  # [M + 1, weights_stride] float32, boosts
+    weights_stride,
+    columns_ptr,  # [V] int32, read when CHAINED and REDUCED
     partial_ptr,  # [3, groups, programs, BLOCK_B] float32: best value, highest score, mass relative to it
     partial_columns_ptr,  # [groups, programs, BLOCK_B] int32
     counters_ptr,  # [groups] int32, zero before the launch
@@ -173,6 +229,7 @@ def choose_kernel(
     REDUCED: tl.constexpr,
     SAMPLED: tl.constexpr,
     SEEDED: tl.constexpr,
+    CHAINED: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -214,6 +271,12 @@ def choose_kernel(
         seeds = tl.load(seeds_ptr + rows, mask=in_batch, other=0)
         positions = tl.load(positions_ptr + rows, mask=in_batch, other=0) + slot
 
+    # Without candidates nothing is read there.
+    chains = (chains_ptr if CHAINED else tokens_ptr) + wide_rows * chains_stride
+    candidates, candidate_columns, boosts, alive = _candidates(
+        chains, weights_ptr, weights_stride, columns_ptr, slot, in_batch, CHAINED, REDUCED
+    )
+
     # Per lane, so that nothing is reduced inside the loop. A lane sees ascending columns: the first of equals stays.
     best = tl.full([BLOCK_B, BLOCK_V], float("-inf"), tl.float32)
     best_columns = tl.zeros([BLOCK_B, BLOCK_V], tl.int32) + (program * BLOCK_V + lanes)[None, :]
@@ -232,8 +295,8 @@ def choose_kernel(
             logits += _bias(latents, in_batch, w2_rows, is_column, RANK, BLOCK_R)
         # A NaN never wins, so that the choice is a column even if all of them are.
         logits = tl.where((logits == logits) & is_column[None, :], logits, float("-inf"))
-        values = logits
-        scores = logits * sharpness[:, None]
+        scores = _boosted(logits * sharpness[:, None], columns, candidate_columns, boosts, CHAINED)
+        values = scores
         if SAMPLED:
             tl.store(
                 scores_ptr + row_starts[:, None] + columns[None, :],
@@ -247,7 +310,7 @@ def choose_kernel(
             tops = tl.where(rises, scores, tops)
             quads = tile * (BLOCK_V // 4) + tl.arange(0, BLOCK_V // 4)
             noise = race_noise(seed, step, request_keys[:, None], slot, _DRAFT, quads[None, :])
-            values = tl.where(is_sampled[:, None], scores - tl.log(noise), logits)
+            values = tl.where(is_sampled[:, None], scores - tl.log(noise), scores)
         if SEEDED:
             raced = _seeded_race(scores, seeds, positions, token_ids_ptr, columns, is_column, REDUCED)
             values = tl.where(is_seeded[:, None], raced, values)
@@ -277,8 +340,15 @@ def choose_kernel(
             tokens_stride,
             log_norms_ptr,
             log_norms_stride,
+            chains,
+            slot,
+            candidates,
+            candidate_columns,
+            boosts,
+            alive,
             REDUCED,
             SAMPLED,
+            CHAINED,
             BLOCK_B,
             BLOCK_P,
         )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import torch
 
+from dspark_kernels.drafting.candidates import OUTRIGHT, Candidates
 from dspark_kernels.drafting.confidence import block_confidence_ref
 from dspark_kernels.drafting.drafted_block import DraftBlock
-from dspark_kernels.drafting.heads import DraftHeads, MarkovWalk
+from dspark_kernels.drafting.heads import DraftHeads, DraftVocabulary, MarkovWalk
 from dspark_kernels.sampling.noise import Purpose, RoundKeys
 from dspark_kernels.sampling.parameters import SamplingBatch
+from dspark_kernels.sampling.target_distribution import reads_are_free
 from dspark_kernels.sampling.token_draw import draw_by_rule
 
 
@@ -23,6 +25,7 @@ def draft_block_ref(
     heads: DraftHeads,
     rows: SamplingBatch,
     keys: RoundKeys,
+    candidates: Candidates | None = None,
     *,
     with_confidence: bool = True,
 ) -> DraftBlock:
@@ -36,11 +39,16 @@ def draft_block_ref(
     gamma, vocabulary = base_logits.shape[1], heads.vocabulary
     uniforms = keys.block_uniform(gamma, Purpose.DRAFT) if rows.any_sampled else None
     walk = None if heads.markov is None else MarkovWalk(heads.markov, hidden)
+    offers = None if candidates is None else _Offers(candidates, vocabulary, rows, gamma)
+    if offers is not None and offers.none:
+        offers = None
     previous, drafted, drawn_from = anchors, [], []
     for k in range(gamma):
         logits = base_logits[:, k]
         if walk is not None:
             logits = logits.float() + walk.bias(previous)  # float32 whatever the bias's dtype
+        if offers is not None:
+            logits = offers.boosted(k, logits)
         if vocabulary is not None and rows.all_greedy:
             previous = vocabulary.token_ids[logits.argmax(-1)]
         else:
@@ -50,13 +58,55 @@ def draft_block_ref(
             previous, sampled_probs = draw_by_rule(whole, rows, slot_uniforms, keys.positions + k)
             if sampled_probs is not None:
                 drawn_from.append(sampled_probs)
+        if offers is not None:
+            previous = offers.drafts(k, previous)
         drafted.append(previous)
     tokens = torch.stack(drafted, dim=1)
+    if candidates is not None:
+        candidates.follow(tokens)
     confidence_logits = None
     if heads.confidence is not None and with_confidence:
-        confidence_logits = block_confidence_ref(hidden, anchors, tokens, heads.confidence, heads.w1)
+        confidence_logits = block_confidence_ref(hidden, anchors, tokens, heads.confidence, heads.w1, candidates)
     probs = _by_request(torch.stack(drawn_from, dim=1), rows) if drawn_from else None
-    return DraftBlock(tokens, probs, confidence_logits)
+    block = DraftBlock(tokens, probs, confidence_logits)
+    return block if candidates is None else block.with_candidates(candidates, vocabulary, rows)
+
+
+class _Offers:
+    """What candidates offer to the walk through a block.
+
+    Args:
+        depth: of the block.
+
+    Attributes:
+        none: whether nothing weighs anything, where the host may see that.
+    """
+
+    def __init__(
+        self, candidates: Candidates, vocabulary: DraftVocabulary | None, rows: SamplingBatch, depth: int
+    ) -> None:
+        matched, _, tokens = candidates.parts(candidates.chains)
+        self._tokens, nats = tokens[:, :depth], candidates.weights[0, matched, :depth]
+        self.none = reads_are_free(nats) and not nats.any()
+        columns = self._tokens if vocabulary is None else vocabulary.columns[self._tokens.clamp_min(0)].long()
+        has_column = (columns >= 0) & (self._tokens >= 0)
+        self._outright = ~has_column & (self._tokens >= 0) & (nats >= OUTRIGHT)
+        self._columns = columns.clamp_min(0)
+        # Nats at the request's temperature, which logits have yet to be divided by.
+        temperatures = rows.draw_temperatures
+        self._boosts = nats.where(has_column, 0.0) * torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+        self._alive = torch.ones_like(matched, dtype=torch.bool)
+
+    def boosted(self, slot: int, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits [bs, v] with those of a slot's candidates raised."""
+        boosts = (self._boosts[:, slot] * self._alive)[:, None].to(logits.dtype)
+        return logits.scatter_add(1, self._columns[:, slot, None], boosts)
+
+    def drafts(self, slot: int, drawn: torch.Tensor) -> torch.Tensor:
+        """Return the drafts [bs] of a slot: those drawn, and candidates that cannot be."""
+        drafts = torch.where(self._outright[:, slot] & self._alive, self._tokens[:, slot], drawn)
+        self._alive = self._alive & (drafts == self._tokens[:, slot])
+        return drafts
 
 
 def _by_request(sampled_probs: torch.Tensor, rows: SamplingBatch) -> torch.Tensor:

@@ -14,7 +14,7 @@ import msgspec
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.sglang_types import SamplingParams, TokenizerManager
 from sglang_dspark.proposals.candidate_labels import spellings
-from sglang_dspark.speculation import CLASSIFICATION, KEY, NO_PRESET, RequestOptions, Speculation
+from sglang_dspark.speculation import CLASSIFICATION, COPYING, KEY, RequestOptions, Speculation
 
 ASKED: ContextVar[str | None] = ContextVar("speculation", default=None)
 """The field of the HTTP request that is being answered, as JSON text; None if there is none."""
@@ -41,7 +41,7 @@ def settle(manager: TokenizerManager, parameters: SamplingParams) -> None:
     kept = {key: value for key, value in custom_params.items() if key != KEY}
     field = _parsed(custom_params[KEY] if asked is None else asked)
     server = attached(manager.server_args)
-    if field.preset != NO_PRESET and not server.presets:
+    if field.preset in COPYING and not server.presets:
         raise ValueError(
             f'speculation.preset="{field.preset}" is not served by SGLang\'s own worker; drop the key, or start the '
             "server with --speculative-dspark-engine plugin if that serves the target"

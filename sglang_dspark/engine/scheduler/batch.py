@@ -63,6 +63,7 @@ def read_decode_batch(
     step: int,
     rows_of: Callable[[Sequence[int]], SamplingBatch] | None = None,
     adjusted: bool = False,
+    least_match: torch.Tensor | None = None,
 ) -> DecodeBatch:
     """Read the tensors of a decode step out of a ``ScheduleBatch``.
 
@@ -70,6 +71,7 @@ def read_decode_batch(
         rows: sampling parameters of all requests.
         rows_of: returns those of some, by their indices; None if steps draft for all.
         adjusted: whether its logits are.
+        least_match: as in :class:`DecodeBatch`.
     """
     prefix_lens = batch.seq_lens.to(torch.int64)
     return DecodeBatch(
@@ -82,6 +84,7 @@ def read_decode_batch(
         rows_of=rows_of,
         # Positions matter to requests with a seed: the others spare the device an addition.
         keys=round_keys(batch, prefix_lens + 1 if rows.any_seeded else prefix_lens, seed=seed, step=step),
+        least_match=least_match,
         keeps_logits=adjusted or batch.return_logprob,
     )
 
@@ -132,7 +135,8 @@ class DSparkBatchResult(GenerationBatchResult):
         self.next_token_ids, accept_lens, *tensors = Packed(packed.flat.clone(), packed.shapes).read()
         self.accept_lens = accept_lens + 1  # SGLang counts the bonus token too
         parts = iter(tensors)
-        self.rounds = self.rounds.of([None if tensor is None else next(parts) for tensor in self.rounds.tensors])
+        found = [None if tensor is None else next(parts) for tensor in self.rounds.tensors]
+        self.rounds = self.rounds.of(found, self.next_token_ids.view(len(accept_lens), -1))
         self.cap_lens, self.block_accept_lens = self.rounds.verify_lens + 1, torch.tensor(self.rounds.drafted)
 
 
@@ -175,9 +179,9 @@ def decode_result(
 def most_words(requests: int, max_verify: int, gamma: int) -> int:
     """Return the words of 32 bits that :func:`decode_result` packs for so many requests at most."""
     # By request, in 64 bits: tokens with a bonus, what is accepted and what is verified; a trace of context, anchor and
-    # drafts. In 32: logits and survivals.
+    # drafts; a chain of candidates. In 32: logits and survivals.
     window = max_verify + 1
-    return requests * (2 * (window + 2) + 2 * (window + 1) + 2 * gamma)
+    return requests * (2 * (window + 2) + 2 * (window + 1) + 2 * (window + 2) + 2 * gamma)
 
 
 def is_running(req: Any) -> bool:
@@ -204,8 +208,9 @@ def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Seque
     logits = None if rounds.confidence is None else rounds.confidence.logits
     confidences = [None] * len(reqs) if logits is None else logits.tolist()
     lens = rounds.verify_lens.tolist()
-    columns = (rounds.traced.tolist(), rounds.drafted, rounds.copied, confidences, lens, committed_lens)
-    for req, (start, anchor, *draft), depth, copied, confidence, verified, committed in zip(
+    kinds = (rounds.drafted, rounds.copied, rounds.followed)
+    columns = (rounds.traced.tolist(), *kinds, confidences, lens, committed_lens)
+    for req, (start, anchor, *draft), depth, copied, followed, confidence, verified, committed in zip(
         reqs, *columns, strict=True
     ):
         if not request_options(req).trace or not is_running(req):
@@ -220,6 +225,7 @@ def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Seque
                 "anchor": anchor,
                 "draft": draft[: copied or depth],
                 "copied": copied > 0,
+                "from_text": followed,
                 "confidence": None if confidence is None or copied else confidence[:depth],
                 "verified": verified,
                 "accepted": committed - 1,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from dspark_kernels import draw
+from dspark_kernels import draw, to_device
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.runtime_context import get_parallel
 
@@ -80,6 +80,10 @@ class SpecWorkerBase(WorkerFace):
 
         In place of the ids come embeddings [n, d] of the rows if pictures are among them.
         """
+
+    @abstractmethod
+    def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keep tokens [n] of requests' texts with their slots [n], to draft from them."""
 
     @abstractmethod
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
@@ -173,11 +177,22 @@ class SpecWorkerBase(WorkerFace):
         output = result.logits_output
         rows = forward_batch.input_ids if output.mm_input_embeds is None else output.mm_input_embeds
         self.inject_context(rows, output.hidden_states, forward_batch.positions, batch.out_cache_loc)
+        self.remember(forward_batch.input_ids, batch.out_cache_loc)
+        if self.server_args.enable_hierarchical_cache:
+            self._remember_prefixes(batch)
         output.hidden_states = output.mm_input_embeds = None
         result.next_draft_input = DSparkDraftInput(
             bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens.to(torch.int64)
         )
         return result
+
+    def _remember_prefixes(self, batch: Any) -> None:
+        """Keep the tokens of cached prefixes: what comes back from host memory has slots of other texts."""
+        table = batch.req_to_token_pool.req_to_token
+        for req, length in zip(batch.reqs, batch.prefix_lens, strict=True):
+            if length > 0:
+                tokens = torch.tensor(req.get_fill_ids()[:length])
+                self.remember(to_device(tokens, self.device), table[req.kv.req_pool_idx, :length])
 
     def _draw_first(self, batch: Any, result: Any) -> None:
         """Draw the token after each prompt, and after a retraction the next one, into ``result``."""

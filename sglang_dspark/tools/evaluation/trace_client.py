@@ -104,7 +104,8 @@ class TraceClient:
         return done
 
     def _ask(self, prompt: str) -> Answer:
-        options = {"speculation": {"trace": True}}
+        # What is measured, and calibrated, is the drafter.
+        options = {"speculation": {"trace": True, "preset": "none"}}
         if self.raw:
             parameters = {"max_new_tokens": self.max_tokens, "temperature": self.temperature}
             answer = self._request("/generate", {"text": prompt, "sampling_params": parameters, **options})

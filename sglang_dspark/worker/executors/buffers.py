@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 from dspark_kernels import (
+    LEAST_MATCH,
     DraftBlock,
     PlanNumbers,
     PreparedStep,
@@ -40,6 +41,7 @@ class StepBuffers:
     Attributes:
         prepared: the staged step.
         coefficients: of the calibration of confidences.
+        weights: of candidates.
         drafts: [slots, depth] int64.
         confidence: returns the confidences of so many requests; the next draft overwrites them.
         rows: of the plan.
@@ -50,11 +52,13 @@ class StepBuffers:
         self._req_to_token, self._seed = req_to_token, seed
         slots, device = tiers.requests[-1], req_to_token.device
         self.prepared = _zeroed(PreparedStep.empty(slots, self._drafter.num_slots, device))
+        self._least_match = torch.full((slots,), LEAST_MATCH, device=device)
         self._step_number = torch.zeros((), dtype=torch.int64, device=device)
         self._temperatures = torch.zeros(slots, device=device)
-        self.coefficients = self._forecast.coefficients.clone()
+        self.coefficients, self.weights = self._forecast.coefficients.clone(), self._forecast.weights.clone()
         self._copied_coefficients = self._forecast.coefficients
         self.drafts = torch.zeros((slots, depth), dtype=torch.int64, device=device)
+        self._asked = False  # whether the last step's requests had their own
         scores = torch.zeros((2, slots, depth), device=device)
         self._scores = Confidence(None if self._forecast.calibration is None else scores[0], scores[1])
         self.confidence = cache(self._scores.first)
@@ -64,6 +68,11 @@ class StepBuffers:
         """Copy a step, and what a captured plan does with its drafts; None if that plan is not read."""
         drafter = self._drafter
         prepare(step.requests, drafter.num_slots, drafter.mask_token_id, self.prepared, numbers or PlanNumbers())
+        if step.least_match is not None:
+            self._least_match[: len(step)] = step.least_match
+        elif self._asked:
+            self._least_match.fill_(LEAST_MATCH)
+        self._asked = step.least_match is not None
 
     def stage_noise(self, step: DecodeBatch, slots: int) -> None:
         """Copy what a captured draft of sampled requests is drawn with."""
@@ -73,10 +82,11 @@ class StepBuffers:
         self._step_number.fill_(step.keys.step)
 
     def stage_coefficients(self) -> None:
-        """Copy what calibration has learned since the last call."""
+        """Copy what was learned from outcomes since the last call."""
         latest = self._forecast.coefficients
         if self._copied_coefficients is not latest:
             self.coefficients.copy_(latest)
+            self.weights.copy_(self._forecast.weights)
             self._copied_coefficients = latest
 
     def keep(self, block: DraftBlock, confidence: Confidence | None) -> None:
@@ -101,6 +111,7 @@ class StepBuffers:
             prefix_lens=requests.prefix_lens,
             req_pool_indices=requests.req_pool_indices,
             req_to_token=requests.req_to_token,
+            least_match=self._least_match[:slots],
             rows=SamplingBatch.by_temperature(slots, temperatures, self._req_to_token.device),
             # The kernels key their noise by slot; positions matter to seeded requests only.
             keys=RoundKeys(self._seed, self._step_number, requests.req_pool_indices, requests.prefix_lens),

@@ -107,7 +107,7 @@ class CapturedSteps:
         step, requests, prepared = buffers.step(slots, sampled=sampled), buffers.requests(slots), buffers.prepared
 
         def run() -> DraftBlock:
-            block = drafter.propose(step, self._depth, with_confidence=True, layout=prepared.block(slots))
+            block = drafter.propose(step, self._depth, True, buffers.weights, prepared.block(slots))
             confidence = forecast.predict(block.confidence_logits, slots, self._depth, buffers.coefficients)
             buffers.keep(block, confidence)
             # For every tier of rows: which one verifies, the host has yet to choose.

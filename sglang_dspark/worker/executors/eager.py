@@ -68,17 +68,17 @@ class EagerExecutor:
 
     def draft(self, step: DecodeBatch, decision: StepDecision) -> DraftOutput:
         """Propose a block for the requests that the decision names; nothing for a plain step."""
-        bs, depth = len(step), decision.draft_len
+        bs, depth, forecast = len(step), decision.draft_len, self.schedule.forecast
         if depth == 0:
             return DraftOutput.nothing(bs, step.anchors.device)
         if decision.draft_requests is None:
-            block = self.drafter.propose(step, depth, decision.with_confidence)
+            block = self.drafter.propose(step, depth, decision.with_confidence, forecast.weights)
         else:
             part, index = step.drafting(decision.draft_requests)
-            block = self.drafter.propose(part, depth, decision.with_confidence).spread(index, bs)
+            block = self.drafter.propose(part, depth, decision.with_confidence, forecast.weights).spread(index, bs)
         confidence = None
         if decision.with_confidence:
-            confidence = self.schedule.forecast.predict(block.confidence_logits, bs, depth)
+            confidence = forecast.predict(block.confidence_logits, bs, depth)
         return DraftOutput(block, confidence, decision.draft_lens(bs))
 
     def plan(self, step: DecodeBatch, draft: DraftOutput, decision: StepDecision) -> VerifyPlan:

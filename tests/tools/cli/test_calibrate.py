@@ -67,7 +67,7 @@ def test_what_the_server_is_asked(calibrate, server):
         "max_tokens": 64,
         "temperature": 0.7,
         "return_meta_info": True,
-        "speculation": {"trace": True},
+        "speculation": {"trace": True, "preset": "none"},
     }
     assert {body["messages"][0]["content"] for _, _, body in server.requests} == {f"prompt {i}" for i in range(20)}
 

@@ -1,0 +1,88 @@
+"""Candidates from requests' own texts: the kernels and their torch form against a search in lists."""
+
+import pytest
+import torch
+from dspark_kernels import LEAST_MATCH, MOST_MATCH, StepRequests, suffix_match, suffix_match_ref
+from dspark_kernels.drafting import suffix_match as module
+
+FORMS = [suffix_match, suffix_match_ref]
+
+
+def literal(text, num_candidates):
+    """Matched tokens and candidates of one text, by the definition."""
+    for matched in range(MOST_MATCH, LEAST_MATCH - 1, -1):
+        for start in range(len(text) - 1, matched - 1, -1):
+            suffix = text[len(text) - matched :]
+            if text[start - matched : start] == suffix and min(suffix) >= 0:
+                period = len(text) - start
+                return [matched, 0] + [text[start + place % period] for place in range(num_candidates)]
+    return [0, 0] + [-1] * num_candidates
+
+
+def case_of(texts, device, index_dtype=torch.int64, seed=0):
+    """Requests with these texts, whose slots lie anywhere; what no text has is poison."""
+    generator, most = torch.Generator().manual_seed(seed), max(map(len, texts))
+    slots = 1 + torch.randperm(len(texts) * most, generator=generator).view(len(texts), most)
+    slot_tokens = torch.full((len(texts) * most + 1,), 1)
+    table = torch.zeros((len(texts) + 3, most), dtype=torch.int32)
+    rows = torch.randperm(len(table), generator=generator)[: len(texts)]
+    for row, text, of_text in zip(rows.tolist(), texts, slots, strict=True):
+        slot_tokens[of_text[: len(text) - 1]] = torch.tensor(text[:-1], dtype=torch.int64)
+        table[row] = of_text
+    requests = StepRequests(
+        anchors=torch.tensor([text[-1] for text in texts], device=device),
+        prefix_lens=torch.tensor([len(text) - 1 for text in texts], device=device, dtype=index_dtype),
+        req_pool_indices=rows.to(device, index_dtype),
+        req_to_token=table.to(device),
+    )
+    return requests, slot_tokens.to(device)
+
+
+def texts_of(bs, most, seed):
+    """Texts of few different tokens, so that much repeats, with parts of pictures in them."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, most + 1, (bs,), generator=generator).tolist()
+    texts = [torch.randint(3, (length,), generator=generator).tolist() for length in lengths]
+    return [[-1 if place % 37 == 36 else token for place, token in enumerate(text[:-1])] + text[-1:] for text in texts]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("bs", "most", "num_candidates"), [(1, 1, 1), (5, 90, 8), (3, 300, 2), (17, 40, 17)])
+def test_what_followed_the_longest_and_latest_match(device, form, bs, most, num_candidates):
+    texts = texts_of(bs, most, seed=bs)
+    found = form(*case_of(texts, device, torch.int32 if bs == 5 else torch.int64), num_candidates)
+    assert found.tolist() == [literal(text, num_candidates) for text in texts]
+    assert bs < 5 or {0, LEAST_MATCH} < {row[0] for row in found.tolist()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ([1, 2, 3], [0, 0, -1, -1, -1]),
+        ([5, 1, 2, 3, 4, 6, 1, 2, 3], [3, 0, 4, 6, 1]),
+        ([1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 9, 1, 2, 3], [3, 0, 5, 0, 9]),
+        ([7, 1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 7, 1, 2, 3], [4, 0, 4, 0, 1]),
+        ([1, 2, 1, 2, 1, 2], [4, 0, 1, 2, 1]),
+        ([8, 8, 8, 8, 8], [4, 0, 8, 8, 8]),
+        ([1, 2, 3, -1, 4, 1, 2, 3], [3, 0, -1, 4, 1]),
+        ([-1, 2, 3, 6, 4, -1, 2, 3], [0, 0, -1, -1, -1]),
+    ],
+    ids=["nothing", "copy", "latest", "longest", "period", "one token", "picture", "behind pictures"],
+)
+def test_by_hand(device, form, text, expected):
+    assert form(*case_of([text], device), 3).tolist() == [expected]
+
+
+def test_tiles_and_programs_share_a_text(device, monkeypatch):
+    """Every program has several tiles, and the last of equals lies in any of them."""
+    monkeypatch.setattr(module, "_TILE", 16)
+    texts = [texts_of(1, 200, seed)[0] for seed in range(9)]
+    for text in texts:
+        assert suffix_match(*case_of([text], device), 4).tolist() == [literal(text, 4)]
+
+
+def test_slots_of_a_graph_without_a_request_have_no_chain(device):
+    requests, slot_tokens = case_of([[1, 2, 3, 4, 1, 2, 3], [1]], device)
+    for form in FORMS:
+        assert form(requests, slot_tokens, 2).tolist() == [[3, 0, 4, 1], [0, 0, -1, -1]]
