@@ -92,6 +92,15 @@ def block_attention(form, case):
     return [attend(q, k, v, pool, None)[:8]]
 
 
+def suffix_match(form, case):
+    table, rows, lens, _ = attention_case(case)
+    anchors = torch.tensor([3, 4, 0], device=case.device)
+    tokens = torch.arange(40) % 5
+    if case.fill is not None:
+        tokens[[0, 21, 37, 38, 39]] = GARBAGE  # slots of nobody's
+    return [form(StepRequests(anchors, lens, rows, table), tokens.to(case.device), 6)[:2]]
+
+
 def kv_inject(form, case):
     """Rows 0, 1 and 3 are committed, 2 is a rejected draft; behind them the tier's padding."""
     pools = tuple(torch.zeros(2, 9, 2, 8, device=case.device) for _ in range(2))
@@ -270,6 +279,7 @@ def commit_conv_windows(form, case):
 CASES = [
     window_attention,
     block_attention,
+    suffix_match,
     kv_inject,
     qk_norm_rope,
     add_norm,

@@ -35,7 +35,7 @@ TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-con
 SNAPSHOTS = {"SNAPSHOTS_ON_A_CPU": "1", **WHOLE_WINDOWS}
 MIDDLE_STATES = ("--mamba-track-interval", "64", "--max-mamba-cache-size", "80", "--context-length", "256")
 CROWDED = ("--context-length", "256", "--max-total-tokens", "450", "--schedule-conservativeness", "0.01")
-STATES = ("--max-mamba-cache-size", "40", "--context-length", "256")
+STATES = ("--max-mamba-cache-size", "48", "--context-length", "256")
 PARSERS = ("--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1")
 LORA = "csgmv" if ON_GPU else "torch_native"
 # Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.

@@ -155,7 +155,7 @@ def anthropic_agent(server: LaunchedServer, turns: int) -> list[Turn]:
             tools=tools,
             extra_body={"temperature": 0},
         )
-        text = "".join(block.text for block in answer.content if block.type == "text")
+        text = "".join(getattr(block, block.type) for block in answer.content if block.type in ("text", "thinking"))
         calls = [block for block in answer.content if block.type == "tool_use"]
         transcript.append((text, [(call.name, json.dumps(call.input)) for call in calls]))
         messages.append({"role": "assistant", "content": [block.model_dump() for block in answer.content] or "the"})
