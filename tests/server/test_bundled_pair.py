@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -61,6 +62,7 @@ HARD = [
 ]
 
 
+@pytest.mark.thorough
 def test_hard_prompts_raise_no_alarm(smollm2):
     """Noise, other languages and numbers, also sampled hot: the drafter was trained on nothing of it."""
     for temperature in (0, 1.5):

@@ -69,7 +69,11 @@ def test_prompts_show_whether_the_drafter_predicts_the_target(run, target, draft
         edit_tensors(broken := shutil.copytree(draft, tmp_path / "draft", copy_function=shutil.copyfile), _randomise)
         draft = broken
     prompts = tmp_path / "prompts.jsonl"
-    texts = ("if the dog is red then", "the dark cloud sees the", "the large stone finds", "a red lamp .")
+    texts = [
+        f"{start} {end}"
+        for start in ("if the dog", "the dark cloud", "the stone", "a red lamp")
+        for end in ("is", "sees")
+    ]
     prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
     result = run("doctor", "--target", target, "--draft", draft, "--prompts", prompts)
     assert result.exit_code == random, result.output
