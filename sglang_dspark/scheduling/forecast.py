@@ -137,10 +137,12 @@ class Forecast:
             self._chains.observe(*map(np.concatenate, zip(*(step.chains() for step in chained), strict=True)))
         self.positions.observe(*repeat_by_weight(pending, *verified_and_accepted(pending)))
         predicted = [step for step in pending if step.rounds.confidence is not None]
-        if self.calibration is None or chained:
+        renewed = self._learn_survivals(predicted) if predicted else self.calibration is None
+        if renewed or chained:
             self._renew_coefficients()
-        if not predicted:
-            return
+
+    def _learn_survivals(self, predicted: list[StepFeedback]) -> bool:
+        """Learn from outcomes that were predicted, and return whether the same logits mean something else now."""
         # Depths differ where policies cut blocks short.
         logits, survival = np.concatenate([step.confidence(self._max_verify) for step in predicted], axis=1)
         self.predicted.observe(survival, *verified_and_accepted(predicted))
@@ -152,6 +154,7 @@ class Forecast:
             times = [-(-step.rounds.decision.weight // len(step.requests)) for step in predicted for _ in step.requests]
             predictions = np.repeat(np.stack([logits, survival]), times, axis=1)
             self._observe_survivals(self.lagged, predictions, renewed)
+        return renewed
 
     def _calibrate(
         self, calibration: OnlineCalibration, feedback: list[StepFeedback], logits: NDArray[np.float64]
@@ -169,7 +172,6 @@ class Forecast:
         if calibration.num_refits == self._num_refits:
             return False
         self._num_refits = calibration.num_refits
-        self._renew_coefficients()
         return True
 
     def _observe_survivals(self, lagged: LaggedSurvivals, predictions: NDArray[np.float64], renewed: bool) -> None:

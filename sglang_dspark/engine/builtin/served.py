@@ -24,15 +24,12 @@ def refuse_unserved(worker: Any, *, by_request: bool) -> None:
         ConfigError: with what is not served and the remedy.
     """
     args = resolving_view(worker.server_args)
-    for what, found in _unserved(args).items():
+    unserved = _unserved(args) | ({} if by_request else _unserved_widths(worker, args))
+    for what, found in unserved.items():
         if found:
             raise ConfigError(f"{flag_name('engine')} scheduled does not serve {what}; drop it, {_INSTEAD}")
-    if not by_request:
-        for what, found in _unserved_widths(worker, args).items():
-            if found:
-                raise ConfigError(f"{flag_name('engine')} scheduled does not serve {what}; drop it, {_INSTEAD}")
-        return
-    for what, found in _unserved_rows(worker, args).items():
+    ragged = _unserved_rows(worker, args) if by_request else {}
+    for what, found in ragged.items():
         if found:
             raise ConfigError(
                 f"{flag_name('engine')} scheduled cannot verify different numbers of drafts with {what}; set "
