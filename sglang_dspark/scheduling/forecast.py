@@ -36,9 +36,8 @@ class Forecast:
         device: where confidences live.
 
     Attributes:
-        coefficients: [2, max_verify] float32, scale and shift of the calibration; without a confidence head, acceptance
-            by position in row 0.
-        weights: [2, MOST_MATCH + 1, max_verify] float32, of :class:`dspark_kernels.Candidates`.
+        learned: [2 + 2 * (MOST_MATCH + 1), max_verify] float32, what :func:`split_learned` takes apart, in one tensor so
+            that one copy renews it.
         positions: acceptance by position.
         predicted: survivals as they were predicted, beside the outcomes.
         acceptance: expected accepted drafts of every request.
@@ -60,8 +59,18 @@ class Forecast:
         self._predictions = np.empty((2, 0, max_verify))  # the last rounds: logits, and survivals as predicted
         self._num_refits = 0
         self._chains = ChainWeights(MOST_MATCH + max_verify)
-        self._earlier: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=2)
-        self.coefficients, self.weights = self._copy_coefficients(), self._copy_weights()
+        self._earlier: deque[torch.Tensor] = deque(maxlen=2)
+        self.learned = self._copy_learned()
+
+    @property
+    def coefficients(self) -> torch.Tensor:
+        """Return [2, max_verify], the first part of :attr:`learned`."""
+        return split_learned(self.learned)[0]
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """Return [2, MOST_MATCH + 1, max_verify], the other part of :attr:`learned`."""
+        return split_learned(self.learned)[1]
 
     @property
     def is_tried(self) -> bool:
@@ -75,7 +84,7 @@ class Forecast:
 
         Args:
             logits: [bs, depth] of the confidence head; None without one.
-            coefficients: the attribute's copy in a CUDA graph; None reads the attribute.
+            coefficients: the property's copy in a CUDA graph; None reads the property.
         """
         scale, shift = (self.coefficients if coefficients is None else coefficients)[:, :depth]
         conditional = scale.expand(bs, depth) if logits is None else torch.sigmoid(logits * scale + shift)
@@ -139,7 +148,7 @@ class Forecast:
         predicted = [step for step in pending if step.rounds.confidence is not None]
         renewed = self._learn_survivals(predicted) if predicted else self.calibration is None
         if renewed or chained:
-            self._renew_coefficients()
+            self.renew()
 
     def _learn_survivals(self, predicted: list[StepFeedback]) -> bool:
         """Learn from outcomes that were predicted, and return whether the same logits mean something else now."""
@@ -193,23 +202,27 @@ class Forecast:
         # A broken head's NaN was predicted to be rejected, and stays that.
         return np.where(np.isnan(logits), survival, again)
 
-    def _renew_coefficients(self) -> None:
-        """Replace the coefficients, and keep those before: a forward that was launched may not have read them yet.
+    def renew(self) -> None:
+        """Replace what was learned, and keep what was before: a forward that was launched may not have read it yet.
 
-        Behind one forward they are renewed twice if statistics are asked for just before a result is read.
+        Behind one forward it is renewed twice if statistics are asked for just before a result is read.
         """
-        self._earlier.append((self.coefficients, self.weights))
-        self.coefficients, self.weights = self._copy_coefficients(), self._copy_weights()
+        self._earlier.append(self.learned)
+        self.learned = self._copy_learned()
 
-    def _copy_coefficients(self) -> torch.Tensor:
-        if self.calibration is None:
-            host = torch.from_numpy(np.stack([self.positions.conditional(), np.zeros(self._max_verify)])).float()
-        else:
-            host = torch.from_numpy(np.stack([self.calibration.scale, self.calibration.shift])).float()
-        return to_device(host, self._device)
+    def _copy_learned(self) -> torch.Tensor:
+        nothing = np.zeros(self._max_verify)
+        fitted = self.calibration or LogisticMap(nothing + 1, nothing)
+        weights = self._chains.table(MOST_MATCH + 1, fitted.scale, fitted.shift)
+        scale = self.positions.conditional() if self.calibration is None else fitted.scale
+        rows = np.concatenate([[scale, fitted.shift], *weights])
+        return to_device(torch.from_numpy(rows).float(), self._device)
 
-    def _copy_weights(self) -> torch.Tensor:
-        unmapped = LogisticMap(np.ones(self._max_verify), np.zeros(self._max_verify))
-        fitted = self.calibration or unmapped
-        table = self._chains.table(MOST_MATCH + 1, fitted.scale, fitted.shift)
-        return to_device(torch.from_numpy(table).float(), self._device)
+
+def split_learned(learned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two views of :attr:`Forecast.learned`.
+
+    The first is [2, max_verify], scale and shift of the calibration; without a confidence head, acceptance by position
+    in row 0. The second is [2, MOST_MATCH + 1, max_verify], the weights of :class:`dspark_kernels.Candidates`.
+    """
+    return learned[:2], learned[2:].view(2, MOST_MATCH + 1, learned.shape[1])

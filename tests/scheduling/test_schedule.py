@@ -82,12 +82,12 @@ def test_early_stop_needs_a_length_of_each_request():
 def test_what_a_launched_step_reads_outlives_two_renewals():
     """One for statistics that are asked for, one with the result of the step before."""
     made = schedule(with_head=False)
-    read = weakref.ref(made.forecast.coefficients)
+    read = weakref.ref(made.forecast.learned)
     for _ in range(2):
         made.observe(rounds(StepDecision(GAMMA, FixedLength()), [GAMMA], [GAMMA]), [0], [1])
-        before = made.forecast.coefficients
+        before = made.forecast.learned
         made.report()
-        assert made.forecast.coefficients is not before
+        assert made.forecast.learned is not before
     del before
     assert read() is not None
 

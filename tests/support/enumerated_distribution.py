@@ -63,8 +63,9 @@ def distribution_error(
         loop.filters, loop.adjustment, loop.copied_after = filters, adjustment, copied_after
         if candidates:
             loop.chains = True
-            loop.schedule.forecast.weights = candidate_weights()
-            loop.schedule.forecast._copy_weights = candidate_weights  # and nothing is learned
+            # And nothing is learned.
+            loop.schedule.forecast._chains.table = lambda *args: candidate_weights().numpy()
+            loop.schedule.forecast.renew()
         chosen = loop.schedule.choose
         loop.schedule.choose = lambda *args, **kwargs: choose(loop, chosen(*args, **kwargs))
         return loop.serve([prompt] * requests, 1 + length, temperature=TEMPERATURE)

@@ -232,7 +232,8 @@ def test_what_calibration_has_learned_reaches_replayed_steps(monkeypatch):
     loop.serve(prompts_of(loop), 2)
     for conditional in (0.5, 0.25):
         logit = torch.tensor(conditional).logit()
-        loop.schedule.forecast.coefficients = torch.stack([torch.zeros(7), logit.expand(7)])
+        forecast = loop.schedule.forecast
+        forecast.learned = torch.cat([torch.zeros(1, 7), logit.expand(1, 7), forecast.learned[2:]])
         step, executor = staged(loop, decision)
         survival = executor.draft(step, decision).confidence.survival
         torch.testing.assert_close(survival, torch.full((3, 7), conditional).cumprod(1))
@@ -259,7 +260,8 @@ def weigh_all(loop):
     """Have chains weigh all there is, whatever is seen."""
     weights = torch.full((2, MOST_MATCH + 1, loop.gamma), 64.0)
     weights[:, 0], weights[1] = 0.0, -torch.inf
-    loop.schedule.forecast.weights, loop.schedule.forecast._copy_weights = weights, lambda: weights
+    loop.schedule.forecast._chains.table = lambda *args: weights.numpy()
+    loop.schedule.forecast.renew()
 
 
 def test_simulated_acceptance_has_new_noise_in_every_step(monkeypatch):

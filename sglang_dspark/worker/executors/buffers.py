@@ -18,6 +18,7 @@ from dspark_kernels import (
     prepare,
 )
 
+from sglang_dspark.scheduling.forecast import split_learned
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 from sglang_dspark.worker.executors.eager import EagerExecutor
@@ -55,8 +56,9 @@ class StepBuffers:
         self._least_match = torch.full((slots,), LEAST_MATCH, device=device)
         self._step_number = torch.zeros((), dtype=torch.int64, device=device)
         self._temperatures = torch.zeros(slots, device=device)
-        self.coefficients, self.weights = self._forecast.coefficients.clone(), self._forecast.weights.clone()
-        self._copied_coefficients = self._forecast.coefficients
+        self._copied = self._forecast.learned
+        self._learned = self._copied.clone()
+        self.coefficients, self.weights = split_learned(self._learned)
         self.drafts = torch.zeros((slots, depth), dtype=torch.int64, device=device)
         self._asked = False  # whether the last step's requests had their own
         scores = torch.zeros((2, slots, depth), device=device)
@@ -81,13 +83,11 @@ class StepBuffers:
         self._temperatures[requests:slots] = 0
         self._step_number.fill_(step.keys.step)
 
-    def stage_coefficients(self) -> None:
+    def stage_learned(self) -> None:
         """Copy what was learned from outcomes since the last call."""
-        latest = self._forecast.coefficients
-        if self._copied_coefficients is not latest:
-            self.coefficients.copy_(latest)
-            self.weights.copy_(self._forecast.weights)
-            self._copied_coefficients = latest
+        if self._copied is not self._forecast.learned:
+            self._copied = self._forecast.learned
+            self._learned.copy_(self._copied)
 
     def keep(self, block: DraftBlock, confidence: Confidence | None) -> None:
         """Copy a draft of the first requests."""

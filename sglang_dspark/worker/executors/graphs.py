@@ -83,7 +83,7 @@ class GraphExecutor(EagerExecutor):
         sampled = step.rows.any_sampled
         if sampled:
             self._buffers.stage_noise(step, slots)
-        self._buffers.stage_coefficients()
+        self._buffers.stage_learned()
         self._captured.drafts[slots, sampled].replay()
         return self._block_of(slots, sampled, len(step))
 
