@@ -30,7 +30,8 @@ DOCS = ROOT / "docs"
 DOCUMENTS = (
     ROOT / "README.md",
     DRAFTER,
-    *(DOCS / f"{name}.md" for name in ("performance", "scheduling", "simulation", "support")),
+    ROOT / "benchmarks" / "README.md",
+    *(DOCS / f"{name}.md" for name in ("performance", "scheduling", "support")),
 )
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 WIDTH = 140
