@@ -36,8 +36,8 @@ class Forecast:
         device: where confidences live.
 
     Attributes:
-        learned: [2 + 2 * (MOST_MATCH + 1), max_verify] float32, what :func:`split_learned` takes apart, in one tensor so
-            that one copy renews it.
+        learned: [2 + 2 * (MOST_MATCH + 1), max_verify] float32, what :func:`split_learned` takes apart, in one tensor
+            so that one copy renews it.
         positions: acceptance by position.
         predicted: survivals as they were predicted, beside the outcomes.
         acceptance: expected accepted drafts of every request.
