@@ -104,6 +104,14 @@ _RATES = Numbers(Annotated[float, Meta(gt=0, lt=1e6, description="must be above 
     help=f"Prompts per round, at least; {PROMPTS_PER_USER} per user, if that is more.",
 )
 @click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(1), help="Longest answer.")
+@click.option(
+    "--spread",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0, 1, max_open=True),
+    help="Draw each prompt's longest answer so far above or below --max-tokens, as a share of it: with --ignore-eos, "
+    "requests then end apart, as they do in the field.",
+)
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
 @click.option("--ignore-eos", is_flag=True, help="Answers of --max-tokens tokens: no tail of a few long ones.")
 @click.option("--raw-prompts", is_flag=True, help="Send the text as it is, without the chat template.")
@@ -159,6 +167,7 @@ def _sweep(options: dict[str, Any]) -> Sweep:
             max_tokens=options["max_tokens"],
             temperature=options["temperature"],
             ignore_eos=options["ignore_eos"],
+            spread=options["spread"],
             raw=options["raw_prompts"],
             timeout_s=options["request_timeout"],
         ),

@@ -27,7 +27,7 @@ DRAFT_FREE_BLOCK_SIZE = 7
 PolicyName = Literal["auto", "early-stop", "static", "threshold", "off"]
 POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 Probability = Annotated[float, Meta(ge=0, le=1, description="must lie in [0, 1]")]
-Profile = Annotated[tuple[Probability, ...], Meta(description="must lie in [0, 1], each of them")]
+Profile = Annotated[tuple[Probability, ...], Meta(description="must all lie in [0, 1]")]
 Switch = Annotated[bool, Meta(description="must be on or off")]
 
 
@@ -54,7 +54,7 @@ class DSparkConfig:
     """Hold the resolved options of one server; :func:`default_text` says what None means."""
 
     schedule: PolicyName = _option(
-        "Verify policy. `auto` follows measured step times and the drafter's confidence, and does not speculate where "
+        "Verify policy. `auto` follows measured step times and the drafter's confidence, and does not speculate while "
         "that would be slower; `early-stop` is Algorithm 1 of the DSpark paper; `static` verifies the same number of "
         "drafts in every step; `threshold` verifies up to the first draft of low confidence; `off` drafts nothing.",
         default="auto",
@@ -77,8 +77,8 @@ class DSparkConfig:
         read=_on_or_off,
     )
     sps_table_path: str | None = _option(
-        "Table of measured step times: loaded when the file exists, else measured at start-up and written there, under "
-        "the policies `auto` and `early-stop`. Without the flag it is kept below ~/.cache/sglang-dspark.",
+        "Table of measured step times: loaded if the file exists, otherwise measured at start-up and written there, "
+        "under the policies `auto` and `early-stop`. Without the flag it is kept below ~/.cache/sglang-dspark.",
     )
     draft_free: Switch = _option(
         "Serve without a drafter: requests with a preset speculate, others decode plainly. The flag needs no value; "

@@ -71,7 +71,7 @@ def test_verify_nothing_is_legal():
             {},
             r"simulate-acceptance=\(0.5,\) needs a drafter",
         ),
-        (["--speculative-dspark-simulate-acceptance", "0.9,1.5"], {}, "acceptance='0.9,1.5': must lie in"),
+        (["--speculative-dspark-simulate-acceptance", "0.9,1.5"], {}, "acceptance='0.9,1.5': must all lie in"),
         (["--speculative-dspark-draft-free", "yes"], {}, "draft-free='yes': must be on or off"),
         ([], {"SGLANG_DSPARK_VERIFY_LEN": "many"}, "SGLANG_DSPARK_VERIFY_LEN='many'"),
         ([], {"SGLANG_DSPARK_VERIFYLEN": "3"}, "unknown environment variable SGLANG_DSPARK_VERIFYLEN"),

@@ -8,15 +8,14 @@ import pytest
 
 from sglang_dspark.config import ENV_PREFIX, DSparkConfig, default_text, flag_name
 from sglang_dspark.draft.families import FAMILIES, UNSERVED
-from sglang_dspark.draft.formats.leftovers import LAYERS, PART_OF_HEAD, ROPE
 from sglang_dspark.speculation import Speculation
 from sglang_dspark.tools.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
-DRAFTERS = (ROOT / "docs" / "drafters.md").read_text()
 SERVED = (ROOT / "docs" / "compatibility.md").read_text()
+BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text()
 MAP = (ROOT / "docs" / "architecture.md").read_text()
 README_LINES, README_WORDS = 120, 900
 
@@ -70,16 +69,8 @@ def test_the_table_of_unserved_targets_equals_the_list():
     assert table == expected, "write these rows into docs/compatibility.md:\n" + "\n".join(expected)
 
 
-def test_the_table_of_left_over_keys_equals_the_list():
-    table = DRAFTERS.split("| left over |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
-    expected = [
-        f"| {', '.join(f'`{key}`' for key in kind.keys)} | {kind.reason} |" for kind in (PART_OF_HEAD, ROPE, *LAYERS)
-    ]
-    assert table == expected, "write these rows into docs/drafters.md:\n" + "\n".join(expected)
-
-
 def test_every_test_that_waits_for_a_gpu_is_named():
-    named = re.findall(r"^\|.*`(tests/gpu/\w+\.py)` \|$", SERVED, re.MULTILINE)
+    named = re.findall(r"^\|.*`(tests/gpu/\w+\.py)` \|$", BENCHMARKS, re.MULTILINE)
     assert sorted(named) == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
 
 

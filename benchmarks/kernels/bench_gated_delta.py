@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def verified_bytes(self) -> int:
-        """Return the bytes of what verification reads and writes for a row of one layer: q and the output besides."""
+        """Return the bytes of what verification reads and writes for a row of one layer, q and the output included."""
         return self.replayed_bytes + 2 * (self.key_heads + self.value_heads) * self.head_dim
 
     def replay_bytes(self, rows: int, accepted: int) -> int:

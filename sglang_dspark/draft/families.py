@@ -42,7 +42,7 @@ class Family:
 
 _NO_WINDOW = "a `sliding_window` has no effect, as in SGLang without DSPARK"
 _TESTS_ALONE = "not yet run on a GPU; refused on a CPU, where only tests serve it"
-_IMAGES = "text and images; video and audio answer HTTP 400"
+_IMAGES = "text and images"
 _NO_GPU = "not yet run on a GPU"
 
 FAMILIES: tuple[Family, ...] = (
@@ -138,10 +138,10 @@ class Unserved:
         return self.names.split()
 
 
-_STATE = "its layers of {} keep a recurrent state, which verification cannot take back yet"
+_STATE = "its layers of {} keep a recurrent state"
 _KDA, _MAMBA2 = _STATE.format("Kimi delta attention (KDA)"), _STATE.format("Mamba 2")
 _CONVOLUTIONS = _STATE.format("short convolutions")
-_LATENT = "it attends over latent K/V (MLA), for which verification has no kernel yet"
+_LATENT = "its attention is latent (MLA)"
 
 _DFLASH, _EAGLE3, _EAGLE, _OWN_LAYER, _NGRAM = (
     f"SGLang's own --speculative-algorithm {name} serves it {how}"
@@ -229,7 +229,7 @@ UNSERVED: tuple[Unserved, ...] = (
     Unserved(
         "Llama4ForConditionalGeneration Llama4ForCausalLM",
         "Llama 4",
-        "three of four layers see a chunk of the context only, and verification would show them all of it",
+        "three of every four layers see only a chunk of the context, and verification would show them all of it",
         _EAGLE3,
     ),
 )
@@ -243,7 +243,7 @@ def left_to_sglang(architectures: Sequence[str] | None) -> str | None:
     for unserved in UNSERVED:
         if names & set(unserved.architectures):
             return unserved.reason if unserved.own_dspark else None
-    return "it is of no class that ours knows"
+    return "this plugin does not know its architecture"
 
 
 def family_of(architectures: Sequence[str] | None) -> Family:

@@ -34,26 +34,26 @@ LOAD_COUNTERS = {
     "request_steps_total": "Requests, summed over the decode steps.",
     "drafted_tokens_total": "Draft tokens that the drafter proposed.",
     "copied_tokens_total": "Draft tokens that presets copied; they count as verified and accepted, not as drafted.",
-    "copied_accepted_tokens_total": "Those of them that the target kept.",
+    "copied_accepted_tokens_total": "Copied draft tokens that the target kept.",
     "text_proposed_tokens_total": "Draft tokens that go on with a passage of the request's own text.",
-    "text_verified_tokens_total": "Those of them that went through the target.",
-    "text_accepted_tokens_total": "Those of them that the target kept.",
+    "text_verified_tokens_total": "Draft tokens from the request's own text that went through the target.",
+    "text_accepted_tokens_total": "Draft tokens from the request's own text that the target kept.",
     "verified_tokens_total": "Draft tokens that went through the target.",
     "accepted_tokens_total": "Draft tokens that the target kept.",
     "wasted_tokens_total": "Draft tokens that were verified and not kept.",
     "committed_tokens_total": "Tokens gained: accepted drafts and one correction or bonus token per request and step.",
-    "timed_steps_total": "Decode steps whose time was taken.",
+    "timed_steps_total": "Decode steps that were timed.",
     "step_seconds_measured_total": "Their time.",
-    "step_seconds_predicted_total": "What was expected of them; stays 0 without measured step times.",
+    "step_seconds_predicted_total": "Predicted time of the timed decode steps; stays 0 without measured step times.",
 }
 """By label ``load``: most requests of a step, a power of two."""
 POSITION_COUNTERS = {
     "position_verified_total": "Draft tokens that went through the target.",
-    "position_tested_total": "Those of them whose predecessors in the block were all kept.",
-    "position_accepted_total": "Those of them that were kept.",
+    "position_tested_total": "Verified draft tokens whose predecessors in the block were all kept.",
+    "position_accepted_total": "Draft tokens that the target kept.",
     "position_predicted_total": "Verified draft tokens whose survival was predicted.",
     "position_predicted_survival_total": "The sum of these predictions.",
-    "position_predicted_survivors_total": "Those of them that survived.",
+    "position_predicted_survivors_total": "Draft tokens with a predicted survival that survived.",
 }
 """By label ``position``: index in the block, 0 first."""
 POLICY_COUNTERS = {"policy_steps_total": "Decode steps chosen by the policy."}
@@ -63,16 +63,16 @@ GAUGES = {
     "verify_length": "Drafts verified per request and step, last minute.",
     "wasted_verify_fraction": "Share of verified drafts that were not kept, last minute.",
     "running_requests": "Requests per decode step, last minute.",
-    "occupancy": "Requests per decode step over the most that may run, last minute.",
+    "occupancy": "Requests per decode step as a share of those that may run, last minute.",
     "parked_share": "Share of decode steps while speculation rested, last minute.",
     "parked": "1 while speculation rests because plain steps are faster.",
     "drafter_misfit": "1 if the drafter's first drafts say that it does not fit the target, NaN before they can.",
     "measured_step_seconds": "Mean time of a decode step, last minute.",
-    "predicted_step_seconds": "What was expected of the same steps, last minute.",
+    "predicted_step_seconds": "Predicted mean time of the same steps, last minute.",
 }
 POSITION_GAUGES = {
     "survival": "Share of verified drafts that were kept, and with them all before, last minute.",
-    "conditional_acceptance": "The same of drafts whose predecessors were kept.",
+    "conditional_acceptance": "Share of verified drafts that were kept, of those whose predecessors were, last minute.",
     "predicted_survival": "Mean predicted survival of verified drafts, last minute.",
     "calibration_error": "Predicted survival less the observed one, same drafts, last minute.",
 }

@@ -137,8 +137,8 @@ class Schedule:
                 return ThresholdPolicy(self.max_verify, options.confidence_threshold)
             case "early-stop" if self.lengths is not None:
                 raise ConfigError(
-                    "policy='early-stop' gives each request a length of its own, and this server verifies as many "
-                    "drafts of all; use auto or static"
+                    "policy='early-stop' gives each request a length of its own, and this server verifies the "
+                    "same number for all; use auto or static"
                 )
         if self._auto is None or self.times is None:
             raise ConfigError(

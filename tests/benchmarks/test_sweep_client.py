@@ -2,7 +2,7 @@
 
 import pytest
 from fake_engine import FakeEngine, served
-from serving.client import ReplyError, Sampling, ask_all
+from serving.client import ReplyError, Sampling, ask_all, request_body
 from serving.prompts import Prompt
 
 PROMPTS = [Prompt(index, f"prompt {index}") for index in range(7)]
@@ -55,3 +55,11 @@ def test_wait_of_a_late_client_counts_as_time_to_first_token():
     with served(FakeEngine()) as url:
         replies = ask_all(url, PROMPTS, GREEDY, arrivals_s=[0.0] * len(PROMPTS))
     assert len({reply.sent_s for reply in replies}) == 1
+
+
+def test_spread_answers_have_lengths_of_their_prompts():
+    sampling = Sampling(max_tokens=100, temperature=0, spread=0.5)
+    asked = [request_body(Prompt(index, "a"), sampling)["max_tokens"] for index in range(200)]
+    assert asked == [request_body(Prompt(index, "b"), sampling)["max_tokens"] for index in range(200)]
+    assert 50 <= min(asked) < 60 and 140 < max(asked) <= 150
+    assert 95 < sum(asked) / len(asked) < 105

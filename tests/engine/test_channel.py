@@ -142,7 +142,7 @@ def test_no_more_wait_than_can_be_answered():
             *(asked.ask("policy", {"policy": f"p{i}"}) for i in range(2 * MAX_WAITING)), return_exceptions=True
         )
         assert {type(answer) for answer in answers} == {BusyError}
-        assert sum("questions wait" in str(answer) for answer in answers) == MAX_WAITING
+        assert sum("questions already wait" in str(answer) for answer in answers) == MAX_WAITING
 
     asyncio.run(run())
 

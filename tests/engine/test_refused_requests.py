@@ -182,5 +182,5 @@ def test_stop_tokens_that_cannot_come_are_left_out(given, left):
 def test_a_stop_regex_that_does_not_compile_is_named(monkeypatch, pattern):
     parse = partial(parse_stop_regex, sampling_params.get_max_seq_length)
     monkeypatch.setattr(sampling_params, "get_max_seq_length", parse)
-    with pytest.raises(ValueError, match=r"stop_regex is no regular expression: .+; mend or drop it"):
+    with pytest.raises(ValueError, match=r"stop_regex is not a regular expression: .+; correct or drop it"):
         SamplingParams(stop_regex=pattern).normalize(None)

@@ -117,7 +117,7 @@ def test_how_much_is_verified_is_decided_once_and_told_to_the_worker(monkeypatch
         *(False, False),
     )
     assert each.reason.endswith("asked; each request verifies its own number of drafts")
-    assert all_.reason.endswith("asked; all verify as many drafts (its layers)")
+    assert all_.reason.endswith("asked; all requests verify the same number of drafts (its layers)")
     for server, mode in ((each, "compact"), (all_, "static")):
         server.set_mode()
         assert os.environ[MODE] == mode
@@ -242,7 +242,7 @@ OF_ROWS = (
         ({"enable_pdmux": True}, "PD multiplexing"),
         ({"nnodes": 2}, "nodes"),
         ({"pp_size": 2}, "pipeline"),
-        ({"disaggregation_mode": "prefill", "graphs": None}, "prefill and decode"),
+        ({"disaggregation_mode": "prefill", "graphs": None}, "prefill-decode"),
     ],
 )
 def test_what_it_would_verify_wrongly_is_refused(found, named, monkeypatch):

@@ -33,7 +33,7 @@ def captures(architecture):
 def test_an_unknown_target_is_told_of_sglangs_own():
     with pytest.raises(UnservedError, match=f"perhaps {OWN_DSPARK}"):
         family_of(["NoSuchForCausalLM"])
-    assert left_to_sglang(["NoSuchForCausalLM"]) == left_to_sglang(None) == "it is of no class that ours knows"
+    assert left_to_sglang(["NoSuchForCausalLM"]) == left_to_sglang(None) == "this plugin does not know its architecture"
     assert left_to_sglang(["LlamaForCausalLM"]) is None
 
 

@@ -39,8 +39,12 @@ def decoded(q, inputs, gates, states, slot):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_delta_rule_equals_a_plain_decode_to_the_bit(dtype, device):
-    """Outputs of verified rows, and the states that a commit of all rows leaves."""
+def test_the_delta_rule_equals_a_plain_decode(dtype, device):
+    """Outputs of verified rows, and the states that a commit of all rows leaves; to the bit where nothing is fused.
+
+    The assembler of a GPU fuses the products and sums of the two kernels differently.
+    """
+    tolerance = {"rtol": 0, "atol": 0} if device.type == "cpu" else {}
     made = Rows(device, dtype)
     q, inputs, gates = made.delta(sum(LENS), HEADS, DIMS)
     states, rows = made.rand(6, HEADS[1], *DIMS[::-1], dtype=torch.float32), made.state_rows(LENS, SLOTS, torch.int32)
@@ -50,8 +54,8 @@ def test_the_delta_rule_equals_a_plain_decode_to_the_bit(dtype, device):
         if length:
             at = slice(first, first + length)
             found = decoded(q[at], part(inputs, at), gates, states, rows.slots[request : request + 1])
-            assert torch.equal(found, out[at])
-    assert torch.equal(pools[0], states)
+            torch.testing.assert_close(found, out[at], **tolerance)
+    torch.testing.assert_close(pools[0], states, **tolerance)
 
 
 def test_the_delta_rule_equals_stock_verification(device):

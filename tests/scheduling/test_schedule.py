@@ -74,7 +74,7 @@ def test_early_stop_needs_a_length_of_each_request():
     made = schedule()
     made.start(table(), fixed_draft_shape=True, lengths=(1, GAMMA))
     assert made.forecast.lagged.depths == (1, GAMMA)
-    assert "as many drafts of all" in made.why_not("early-stop")
+    assert "same number for all" in made.why_not("early-stop")
     assert made.why_not("static") is made.why_not("auto") is None
 
 

@@ -146,4 +146,4 @@ def test_a_stop_regex_that_does_not_compile_is_refused(parsers, route):
         body = {"text": "the", "sampling_params": {"stop_regex": "("}}
     status, answer = call(parsers, route, body=body)
     assert status == 400
-    assert "stop_regex is no regular expression" in answer
+    assert "stop_regex is not a regular expression" in answer

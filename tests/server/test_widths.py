@@ -32,7 +32,7 @@ def test_why_it_runs(widths):
     found = widths.get_json("/dspark/capabilities")
     assert found["engine"] == "scheduled"
     assert "OfSglangAloneForCausalLM" in found["reason"]
-    assert "all verify as many drafts (the attention backend torch_native" in found["reason"]
+    assert "all requests verify the same number of drafts (the attention backend torch_native" in found["reason"]
     assert found["reason"] in widths.log_path.read_text()
     available = {name for name, known in found["policies"].items() if known["available"]}
     assert available == {"auto", "static", "off"}

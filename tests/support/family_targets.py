@@ -329,7 +329,9 @@ def write_target(architecture: str, folder: Path) -> Any:
     if tiny.transposed:
         _transpose_experts(folder / "model.safetensors")
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "float32"} | dict(tiny.written)))
+    # SGLang makes some layers in this format, whatever --dtype says.
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": dtype} | dict(tiny.written)))
     if tiny.suppressed:
         model.register_forward_hook(lambda module, given, output: _suppress(output.logits, tiny.suppressed))
     return model

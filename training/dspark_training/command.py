@@ -33,7 +33,7 @@ _PATIENCE = timedelta(days=30)
 
 @click.command(cls=SectionedCommand, short_help="Make a drafter for a target, on text that the target writes itself.")
 @click.option("--target", required=True, help="Folder of the target model, or its name on the Hugging Face hub.")
-@click.option("--output", type=_FOLDER, required=True, help="Folder of everything; the drafter is in OUTPUT/draft.")
+@click.option("--output", type=_FOLDER, required=True, help="Folder of all results; the drafter is in OUTPUT/draft.")
 @click.option("--init", help="Drafter to start from, folder or name on the hub; it also gives the shape.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if there is a GPU, else cpu]")
 @click.option("--log-with", help="Tracker of accelerate, e.g. tensorboard or wandb; has to be installed.")

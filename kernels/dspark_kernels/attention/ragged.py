@@ -138,12 +138,18 @@ def group_contexts(
         first = torch.tensor([starts[request] for request in members])
         rows_of_queries = (first[:, None] + torch.minimum(steps, queries[:, None] - 1)).view(-1)
         kept = (steps < queries[:, None]).view(-1).nonzero().squeeze(1) if padded else None
+        indices = (
+            rows_of_queries if padded else None,
+            kept,
+            rows_of_queries[kept] if kept is not None and len(members) < len(rows) else None,
+        )
+        mask = _mask(keys, queries, n, m, visible, heads_per_kv, extra_keys, dtype)
         groups.append(
             ContextGroup(
-                num_requests=len(members),
-                num_queries=m,
-                num_keys=n,
-                slots=_slots(
+                len(members),
+                m,
+                n,
+                _slots(
                     req_to_token,
                     torch.tensor([rows[request] for request in members]),
                     torch.tensor([firsts[request] for request in members]),
@@ -151,10 +157,8 @@ def group_contexts(
                     n,
                     visible.translation,
                 ),
-                queries=rows_of_queries if padded else None,
-                kept=kept,
-                rows=rows_of_queries[kept] if kept is not None and len(members) < len(rows) else None,
-                mask=_mask(keys, queries, n, m, visible, heads_per_kv, extra_keys, dtype),
+                # The lengths are the host's, and so is what follows from them alone.
+                *(None if part is None else part.to(req_to_token.device) for part in (*indices, mask)),
             )
         )
     return groups

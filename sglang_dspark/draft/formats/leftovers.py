@@ -106,7 +106,7 @@ DOUBTFUL: Mapping[tuple[FormatName, str], str] = {
         "--set {rotary_pairs}='\"leading\"'` writes"
     ),
     ("TorchSpec", "rope_type"): (
-        "is taken at its word, which may be wrong: TorchSpec's own trainer knows plain RoPE alone. Compare accept "
+        "is used, which may be wrong: TorchSpec's own trainer knows plain RoPE alone. Compare accept "
         "lengths with those of plain RoPE, which `python -m sglang_dspark convert --set {rope_type}='\"default\"'` "
         "writes"
     ),

@@ -104,7 +104,7 @@ def attention(content: Content) -> None:
         raise content.refuse(f"{section}layer_types", "should be a list of kinds of attention, one for each layer")
     content.values |= {"layer_types": tuple(types), "sliding_window": window}
     if sliding is False and types is listed:
-        words = "contradicts the sliding layers of layer_types, which are taken at their word: ask who trained it"
+        words = "contradicts the sliding layers of layer_types, which are used: ask the authors of the drafter"
         content.remark(f"{section}use_sliding_window", sliding, words, doubtful=True)
 
 

@@ -171,8 +171,8 @@ def _doubt_scaling(content: Content, keys: _RopeKeys, scaling: RopeScaling, name
         content.remark(
             factor,
             scaling.factor,
-            f"contradicts max_position_embeddings={longest} over original_max_position_embeddings={original}, which is "
-            f"{ratio}, and is taken at its word. transformers 4 took {ratio}: if the drafter was trained with it, "
+            f"is used, though max_position_embeddings={longest} over original_max_position_embeddings={original} is "
+            f"{ratio}. transformers 4 took {ratio}: if the drafter was trained with it, "
             f"`python -m sglang_dspark convert --set {factor}={ratio}` writes that",
             doubtful=True,
         )

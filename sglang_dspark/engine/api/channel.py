@@ -60,7 +60,7 @@ class Channel:
         task = self._unsent.get(key) if question in READ_ONLY else None
         if task is None:
             if len(self._tasks) >= MAX_WAITING:
-                raise BusyError(f"{len(self._tasks)} questions wait for the scheduler already; try again later")
+                raise BusyError(f"{len(self._tasks)} questions already wait for the scheduler; try again later")
             task = asyncio.create_task(self._ask(key, question, fields))
             self._unsent[key] = task
             self._tasks.add(task)
@@ -69,8 +69,8 @@ class Channel:
             reply = await asyncio.wait_for(asyncio.shield(task), self._limit_s)
         except TimeoutError:
             raise BusyError(
-                f"the scheduler has not answered for {self._limit_s:g} s; it may be in a long step, and a question to "
-                "change something may still take effect: try again later"
+                f"the scheduler has not answered for {self._limit_s:g} s; it may be in a long step, and a change "
+                "of the policy may still take effect: try again later"
             ) from None
         if "refusal" in reply:
             raise ConfigError(reply["refusal"])

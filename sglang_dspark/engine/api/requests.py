@@ -65,7 +65,9 @@ def parse_stop_regex(original: Callable[[str], int], pattern: str) -> int:
     try:
         return original(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"sampling_params.stop_regex is no regular expression: {error}; mend or drop it") from error
+        raise ValueError(
+            f"sampling_params.stop_regex is not a regular expression: {error}; correct or drop it"
+        ) from error
 
 
 def _not_served(request: GenerateReqInput, parameters: SamplingParams, target: ModelConfig) -> Iterator[str]:

@@ -85,7 +85,11 @@ class ScheduledServer:
                 f"{flag_name('confidence_sts_path')}={path} calibrates a confidence head, and all requests of a step "
                 f"verify as many drafts without one ({why}); drop the flag"
             )
-        how = "each request verifies its own number of drafts" if by_request else "all verify as many drafts"
+        how = (
+            "each request verifies its own number of drafts"
+            if by_request
+            else "all requests verify the same number of drafts"
+        )
         reason = f"{server.reason}; {how}{f' ({why})' if why else ''}"
         arguments.attach(args, replace(server, reason=reason, by_request=by_request))
 

@@ -52,19 +52,19 @@ def _reasons(args: Any, target: Any) -> Iterator[str]:
     prefill, decode = attention_backends_of(args)
     backend = decode if args.speculative_attention_mode == "decode" else prefill
     if not _is_ragged(backend, args):
-        yield f"the attention backend {backend} takes as many rows of every request"
+        yield f"the attention backend {backend} takes the same number of rows of every request"
     if args.cuda_graph_config.decode.backend == Backend.DISABLED:
         yield "without CUDA graphs of decoding, the host would wait for the numbers in every step"
     if mambaish_config(target) is not None and hybrid_kda_config(target) is None:
-        yield "its recurrent layers take as many rows of every request"
+        yield "its recurrent layers take the same number of rows of every request"
     if is_minimax_sparse(target.hf_config):
-        yield "its sparse attention takes as many rows of every request"
+        yield "its sparse attention takes the same number of rows of every request"
     if getattr(target.hf_text_config, "engram_layer_ids", ()):
-        yield "its n-gram embeddings take as many rows of every request"
+        yield "its n-gram embeddings take the same number of rows of every request"
     if target.model_is_mrope:
         yield "its positions have three coordinates"
     if args.enable_lora:
-        yield "adapters take as many rows of every request"
+        yield "adapters take the same number of rows of every request"
     if not _has_head(args):
         yield "the drafter has no confidence head"
 

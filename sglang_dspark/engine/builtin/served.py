@@ -33,14 +33,14 @@ def refuse_unserved(worker: Any, *, by_request: bool) -> None:
         if found:
             raise ConfigError(
                 f"{flag_name('engine')} scheduled cannot verify different numbers of drafts with {what}; set "
-                f"{MODE}=static for as many drafts of every request, {_INSTEAD}"
+                f"{MODE}=static for the same number of drafts of every request, {_INSTEAD}"
             )
 
 
 def _unserved(args: Any) -> dict[str, bool]:
     """Return what is not served whatever is verified, and whether it is asked for."""
     return {
-        "prefill and decode servers apart": args.disaggregation_mode != "null",
+        "prefill-decode disaggregation": args.disaggregation_mode != "null",
         "pipeline stages": args.pp_size > 1,
         "several nodes": args.nnodes > 1,
         "attention data parallelism": bool(args.enable_dp_attention),

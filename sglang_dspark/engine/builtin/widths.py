@@ -145,7 +145,7 @@ class Widths:
         for rows in narrower_widths(own.rows):
             if own.graphs is not None and self._free_gb() < _SPARE_GB:
                 logger.warning(
-                    "DSPARK: no memory is left for verifications of %d rows per request and more, but for whole "
+                    "DSPARK: no memory is left to capture steps of %d or more rows per request, except for whole "
                     "blocks; pass a smaller --mem-fraction-static",
                     rows,
                 )

@@ -99,11 +99,11 @@ class RecurrentBackend:
             self._recorded = RecordedRows.empty(self.pools, num_rows, self._dtype)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"what {num_rows} rows of a step bring to recurrent layers does not fit into the memory that weights "
+                f"the inputs of {num_rows} rows of a step to recurrent layers do not fit into the memory that weights "
                 f"and pools leave free; lower --max-running-requests or --mem-fraction-static ({error})"
             ) from error
         size_gb = self._recorded.nbytes / 2**30
-        logger.info("DSPARK: %.2f GB for what %d rows bring to recurrent layers", size_gb, num_rows)
+        logger.info("DSPARK: %.2f GB for the inputs of %d rows to recurrent layers", size_gb, num_rows)
 
     def _tracks(self, forward_batch: Any) -> Tracks | None:
         slots = forward_batch.mamba_track_indices

@@ -93,7 +93,7 @@ def _resolve_dspark(original: Callable[..., None], args: Any, config: DSparkConf
             raise
         arguments.restore(args, written)
         try:
-            _resolve_own_worker(original, args, config, f"ours does not serve {why}")
+            _resolve_own_worker(original, args, config, f"the plugin's worker does not serve {why}")
         except ValueError as other:
             raise UnservedError(f"{error}\nSGLang's own worker does not serve it either: {other}") from other
 

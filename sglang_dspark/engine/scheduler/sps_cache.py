@@ -92,7 +92,7 @@ def _cache_folder() -> Path | None:
         found = folder.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
             return folder
-    logger.warning("DSPARK: %s belongs to somebody else, or others may write to it; step times are not kept", folder)
+    logger.warning("DSPARK: %s belongs to another user, or others may write to it; step times are not kept", folder)
     return None
 
 
@@ -144,7 +144,7 @@ def _load(path: Path, key: dict[str, str]) -> SpsTable:
     table = SpsTable.load(path)
     difference = table.mismatch(key)
     if difference is None and str(table.gamma) != key["max_verify"]:
-        difference = f"it has times of up to {table.gamma} drafts, where a step verifies up to {key['max_verify']}"
+        difference = f"it has times of up to {table.gamma} drafts, but a step verifies up to {key['max_verify']}"
     if difference is not None:
         raise ConfigError(f"SPS table {str(path)!r} does not fit this server: {difference}")
     logger.info("DSPARK: step times from %s", path)

@@ -36,7 +36,7 @@ class Setting(click.ParamType):  # type: ignore[type-arg]  # generic in some rel
     "settings",
     type=Setting(),
     multiple=True,
-    help="A key to add to its config.json, where that leaves a question open; may be given several times.",
+    help="A key to add to its config.json, if that leaves a question open; may be given several times.",
 )
 def convert(draft: Path, output: Path, settings: tuple[tuple[str, Any], ...]) -> None:
     """Write a drafter of any format in the canonical one, and say what was changed.

@@ -44,7 +44,7 @@ def doctor(target: Path | None, draft: Path | None, prompts: Path | None, hooks:
     console = Console(highlight=False)
     table = Table.grid(padding=(0, 2))
     findings = []
-    with console.status("importing SGLang and looking around"):
+    with console.status("importing SGLang and running the checks"):
         for finding in _diagnose(target, draft, prompts, hooks=hooks):
             findings.append(finding)
             table.add_row(_MARKS[finding.status], finding.subject, _text(finding))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import click
 
 
-@click.command(short_help="Let SGLang serve on this machine's CPU where there is no GPU.")
+@click.command(short_help="Let SGLang serve on this machine's CPU if there is no GPU.")
 @click.option("--undo", is_flag=True, help="Take it back.")
 def enable_cpu(*, undo: bool) -> None:
-    """Let SGLang serve on this machine's CPU where there is no GPU.
+    """Let SGLang serve on this machine's CPU if there is no GPU.
 
     SGLang's kernel package is built for CUDA alone. This puts a file into the environment by which, whenever no NVIDIA
     driver is found, a small module stands in for that package and SGLang serves on the CPU. With that driver nothing

@@ -67,7 +67,7 @@ def _set_protocol(ctx: click.Context, param: click.Parameter, value: str | None)
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of sampling, in process only."
 )
-@click.option("--output", type=OutputFile(), help="JSON file of everything.")
+@click.option("--output", type=OutputFile(), help="JSON file of all results.")
 @click.option("--csv", "csv_file", type=OutputFile(), help="CSV file with a line per set.")
 @click.option("--plot", type=OutputFile(is_figure=True), help="PNG file of a figure.")
 @click.option("--blocks", "blocks_file", type=OutputFile(), help="File of the rounds, for simulate --blocks.")

@@ -72,7 +72,7 @@ def _left_to_sglang(target_dir: Path) -> Finding | None:
         return None  # said below
     if why is None:
         return None
-    found = f"scheduled: ours does not serve {why}"
+    found = f"scheduled: the plugin's worker does not serve {why}"
     if torch.cuda.is_available():
         return Finding("note", "engine", found, "SGLang's own worker serves it by our schedule, and checks the drafter")
     return Finding("fail", "engine", found, "SGLang's own worker, which may serve it, needs a GPU")

@@ -24,7 +24,7 @@ def watch(module):
             finally:
                 torch.cuda.set_sync_debug_mode("default")
                 for warning in caught:
-                    if "synchroniz" in str(warning.message):
+                    if "called a synchronizing" in str(warning.message):
                         logger.warning("waits for the device: %s:%d", warning.filename, warning.lineno)
 
     module.DSparkWorker.decode = decode

@@ -156,8 +156,16 @@ def test_switches_of_the_network(run, target, draft, tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "on_gpu", "says"),
     [
-        ("GPT2LMHeadModel", False, "fail engine scheduled: ours does not serve GPT2LMHeadModel: it is of no class"),
-        ("GPT2LMHeadModel", True, "note engine scheduled: ours does not serve GPT2LMHeadModel: it is of no class"),
+        (
+            "GPT2LMHeadModel",
+            False,
+            "fail engine scheduled: the plugin's worker does not serve GPT2LMHeadModel: this plugin",
+        ),
+        (
+            "GPT2LMHeadModel",
+            True,
+            "note engine scheduled: the plugin's worker does not serve GPT2LMHeadModel: this plugin",
+        ),
         ("Llama4ForCausalLM", False, "target architecture ['Llama4ForCausalLM'] is not served with DSPARK"),
     ],
 )
