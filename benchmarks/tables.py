@@ -77,6 +77,39 @@ def speeds(folder: str) -> str:
     return _section(header, rows, _origin(what, frame, folder))
 
 
+def shape() -> str:
+    """Return the speeds of Qwen3-8B's shape on an H200: plain, SGLang's own DSPARK, and ``auto``."""
+    rows, sources = [], []
+    for name in ("equal", "apart", "long"):
+        folder = f"h200/qwen3_8b_shape/{name}"
+        frame, asked = _sweep(folder), _content(f"{folder}/provenance.json")["sampling"]
+        told = summarise(ratios_to_each(frame, "output_tok_s", "auto"))
+        told["policy"] = told["baseline"].map(dict(zip(frame["config"], frame["policy"], strict=True)))
+        for users, cells in frame.groupby("concurrency"):
+            by_policy = {policy: over_rounds(part, "output_tok_s") for policy, part in cells.groupby("policy")}
+            beside = told[told["load"] == cells["load"].iloc[0]].set_index("policy")
+            prompt = round(cells["num_prompt_tokens"].sum() / cells["num_requests"].sum())
+            rows.append(
+                [
+                    *(str(prompt), _lengths(asked), str(users)),
+                    *(_speed(by_policy[policy]) for policy in ("plain", "builtin", "auto")),
+                    *(
+                        f"{beside.loc[of, 'ratio']:.2f} ({interval_text(beside.loc[of])})"
+                        for of in ("plain", "builtin")
+                    ),
+                ]
+            )
+        sources.append(f"[{name}]({folder}/sweep.csv)")
+    first = frame.iloc[0]
+    note = (
+        f"Output tokens per second of all users together: Qwen3-8B's shape with random weights, {first['dtype']}, "
+        f"{first['gpu']}, SGLang {_versions(first)['sglang']}; medians of 2 or 3 rounds, ratios as geometric means "
+        f"with the range of the rounds ({', '.join(sources)})."
+    )
+    header = ("prompt", "answer", "users", "plain SGLang", "its DSPARK", "`auto`", "auto / plain", "auto / its DSPARK")
+    return _section(header, rows, note)
+
+
 def fixed_lengths() -> str:
     """Return how fast ``auto`` is beside every fixed length, and how many drafts it verifies, by number of users."""
     frame = _sweep("sweep")
@@ -240,7 +273,7 @@ def published() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "sweep": lambda: speeds("sweep"),
-    "h200_sweep": lambda: speeds("h200/sweep"),
+    "h200_shape": shape,
     "fixed_lengths": fixed_lengths,
     "step_times": step_times,
     "kernels": kernels,
@@ -273,7 +306,7 @@ def _extreme(cases: pd.DataFrame, which: str) -> tuple[str, str]:
 def _origin(what: str, frame: pd.DataFrame, folder: str) -> str:
     """Return a sentence on what was measured, where, and how often."""
     first, rounds = frame.iloc[0], frame["round"].nunique()
-    versions = dict(version.split("=") for version in first["versions"].split())
+    versions = _versions(first)
     hardware = first["gpu"] if isinstance(first["gpu"], str) else first["cpu"]
     spread = "95 % intervals" if rounds >= MIN_ROUNDS else "the range of the rounds"
     commits = ", ".join(sorted({str(commit)[:7] for commit in frame["commit"]}))
@@ -283,6 +316,16 @@ def _origin(what: str, frame: pd.DataFrame, folder: str) -> str:
         f"tokens per answer; medians of {rounds} rounds, ratios as geometric means with {spread} "
         f"([sweep.csv]({folder}/sweep.csv), commit {commits})."
     )
+
+
+def _lengths(sampling: dict[str, Any]) -> str:
+    """Return the tokens of an answer: one number, or the range that prompts draw from."""
+    longest, spread = sampling["max_tokens"], sampling.get("spread", 0)
+    return f"{longest * (1 - spread):.0f} to {longest * (1 + spread):.0f}" if spread else str(longest)
+
+
+def _versions(row: Any) -> dict[str, str]:
+    return dict(version.split("=") for version in row["versions"].split())
 
 
 def _section(header: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
