@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 import time
+from functools import cache
 
 import gpu
 import pytest
@@ -17,6 +18,7 @@ def setting(output, *, rehearses, builtin=False):
     return Setting(pair, output, builtin, rehearses)
 
 
+@cache
 def click_command(script):
     """The command of a script, without running it."""
     spec = importlib.util.spec_from_file_location(f"parsed_{script.stem}", script)

@@ -18,8 +18,12 @@ from target_probe import ON_GPU, TAPS, Text, probing
 
 from sglang_dspark.draft.families import FAMILIES
 
-# Of those that read images, too, and take longest: one, and the one with two K/V pools.
-READERS = ("Qwen2_5_VLForConditionalGeneration", "Gemma4ForConditionalGeneration")
+# One of a kind: a dense target, experts, windows with sinks, two K/V pools, positions of three coordinates and states;
+# both methods that return hidden states.
+QUICK = (
+    *("LlamaForCausalLM", "Qwen2MoeForCausalLM", "GptOssForCausalLM", "Gemma4ForConditionalGeneration"),
+    *("Qwen2_5_VLForConditionalGeneration", "Qwen3_5ForCausalLM"),
+)
 ATOL = 2e-3  # of values of some tens; a neighbouring layer differs by ones
 
 
@@ -34,7 +38,7 @@ def probe():
 @pytest.mark.parametrize(
     "architecture",
     [
-        pytest.param(name, marks=[pytest.mark.thorough] if TINY[name].vision and name not in READERS else [])
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.thorough])
         for name in (*(family.architecture for family in FAMILIES), GEMMA4_EXPERTS)
     ],
 )

@@ -75,8 +75,8 @@ GEMMA4 = (
     *(() if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")),
     *("--chunked-prefill-size", "16"),
 )
-# SGLang has no attention for it on a CPU; an activation is compiled otherwise, for half a minute.
-LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1", "TORCHDYNAMO_DISABLE": "1"}
+# SGLang has no attention for it on a CPU.
+LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1"}
 
 SERVERS: dict[str, Recipe] = {
     # The target alone, and DSPARK with its defaults.
@@ -190,7 +190,6 @@ SERVERS: dict[str, Recipe] = {
     "plain_hybrid": Recipe(
         lambda folder: (*_letters(folder), *STATES, *NO_SNAPSHOTS),
         model=lambda folder: written_target("Qwen3_5ForCausalLM", folder / "target"),
-        env={"TORCH_COMPILE_DISABLE": "1"},  # its grammars take half a minute otherwise
     ),
     "hybrid": Recipe(
         lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *_letters(folder), *STATES),
@@ -198,7 +197,7 @@ SERVERS: dict[str, Recipe] = {
     ),
     "hybrid_pictures": _reading("Qwen3_5ForConditionalGeneration", *STATES),
     "smollm2": Recipe(
-        lambda folder: (*dspark_flags(BUNDLED), *STATIC),
+        lambda folder: (*dspark_flags(BUNDLED), *STATIC, "--max-running-requests", "4"),
         model=lambda folder: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),
     ),
 }

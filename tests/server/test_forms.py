@@ -110,27 +110,25 @@ class Form:
         return (*self.plain(folder), *dspark_flags(draft), *self.speculative)
 
 
-# SGLang lacks such attention on a CPU; an activation is compiled otherwise, for half a minute.
-LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1", "TORCHDYNAMO_DISABLE": "1"}
+# SGLang lacks such attention on a CPU.
+LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1"}
 LITERAL_FLAGS = () if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 RANDOM = {"temperature": 0.5, "flat": 8.0}
 # Of targets whose LM head is the embedding, which says the last token again.
 TIED_FLAT = 32.0
 GEMMA4_12B = {"temperature": 4.0, "flat": TIED_FLAT, "drafter": "gemma"}
-# Of experts; grouped routing is compiled otherwise, for half a minute.
-ROUTED = {} if ON_GPU else {"TORCHDYNAMO_DISABLE": "1"}
 FORMS = {
     "llama": Form("LlamaForCausalLM", **RANDOM),
     "qwen2": Form("Qwen2ForCausalLM", temperature=1.2, flat=TIED_FLAT),
-    "qwen3-moe": Form("Qwen3MoeForCausalLM", **RANDOM, env=ROUTED),
+    "qwen3-moe": Form("Qwen3MoeForCausalLM", **RANDOM),
     "mistral": Form("MistralForCausalLM", **RANDOM),
     "ministral3": Form("Ministral3ForCausalLM", **RANDOM),
     "phi3": Form("Phi3ForCausalLM", **RANDOM),
     "internlm3": Form("InternLM3ForCausalLM", **RANDOM),
     "apertus": Form("ApertusForCausalLM", **RANDOM),
-    "qwen2-moe": Form("Qwen2MoeForCausalLM", **RANDOM, env=ROUTED),
-    "glm4-moe": Form("Glm4MoeForCausalLM", **RANDOM, env=ROUTED),
+    "qwen2-moe": Form("Qwen2MoeForCausalLM", **RANDOM),
+    "glm4-moe": Form("Glm4MoeForCausalLM", **RANDOM),
     # Windows and sinks; layers of two kinds, in pools of their own.
     "gpt-oss": Form("GptOssForCausalLM", flags=LITERAL_FLAGS, **RANDOM, env=LITERALLY),
     "gemma4": Form(
@@ -139,20 +137,20 @@ FORMS = {
     "gemma4-12b": Form("Gemma4UnifiedForConditionalGeneration", flags=LITERAL_FLAGS, **GEMMA4_12B, env=LITERALLY),
     "qwen2.5-vl": Form("Qwen2_5_VLForConditionalGeneration", **RANDOM),
     "qwen3-vl": Form("Qwen3VLForConditionalGeneration", **RANDOM),
-    "qwen3-vl-moe": Form("Qwen3VLMoeForConditionalGeneration", **RANDOM, env=ROUTED),
+    "qwen3-vl-moe": Form("Qwen3VLMoeForConditionalGeneration", **RANDOM),
     "qwen3.5": Form(
         "Qwen3_5ForCausalLM", flags=("--chunked-prefill-size", "32"), **RANDOM, recurrent=True, env=WHOLE_WINDOWS
     ),
     "qwen3.5-wrapper": Form("Qwen3_5ForConditionalGeneration", **RANDOM, recurrent=True, env=WHOLE_WINDOWS),
-    "qwen3.5-moe": Form("Qwen3_5MoeForCausalLM", **RANDOM, recurrent=True, env=WHOLE_WINDOWS | ROUTED),
+    "qwen3.5-moe": Form("Qwen3_5MoeForCausalLM", **RANDOM, recurrent=True, env=WHOLE_WINDOWS),
     "qwen3.5-moe-wrapper": Form(
         "Qwen3_5MoeForConditionalGeneration",
         **RANDOM,
         pool=270,  # half of its texts are short
         recurrent=True,
-        env=WHOLE_WINDOWS | ROUTED,
+        env=WHOLE_WINDOWS,
     ),
-    "qwen3-next": Form("Qwen3NextForCausalLM", **RANDOM, recurrent=True, env=WHOLE_WINDOWS | ROUTED),
+    "qwen3-next": Form("Qwen3NextForCausalLM", **RANDOM, recurrent=True, env=WHOLE_WINDOWS),
     "qwen3.5-two-ranks": Form(
         "Qwen3_5ForCausalLM",
         flags=("--tp-size", "2", "--max-running-requests", "4"),

@@ -128,19 +128,3 @@ def test_abort_in_mid_stream(dspark, plain):
         connection.close()
     assert started == output_ids(plain, bodies, 4)
     assert_pool_is_whole(dspark)
-
-
-def test_parallel_samples(dspark, plain):
-    body = greedy(prompts(1, seed=9)[0], 20, {"n": 3})
-    answers = dspark.post_json("/generate", body)
-    assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in plain.post_json("/generate", body)]
-
-
-def test_stop_inside_an_accepted_block(dspark, plain):
-    """A stop token in the middle of a block ends the text there, and nothing after it is returned."""
-    case = CASES[0]
-    stops = sorted(set(case["output_ids"]))
-    bodies = [greedy(case["prompt_ids"], 64, {"stop_token_ids": [stop]}) for stop in stops]
-    answers, expected = generate(dspark, bodies, 4), generate(plain, bodies, 4)
-    assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in expected]
-    assert [a["meta_info"]["finish_reason"] for a in answers] == [a["meta_info"]["finish_reason"] for a in expected]

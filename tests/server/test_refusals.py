@@ -39,11 +39,10 @@ def test_fields_that_the_scheduler_would_not_survive(dspark, field, named):
     assert named in refused(dspark, "/generate", {"input_ids": [5, 6, 7], **field})
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])  # chats: test_request_features.py
-def test_bad_speculation_field(dspark, path):
-    """Other values: tests/test_speculation_options.py."""
-    body = {"text": "a", "prompt": "a", "model": "m", "speculation": {"max_verify": -1}}
-    assert "speculation.max_verify must be an integer from 0 to 65535, not -1" in refused(dspark, path, body)
+def test_bad_speculation_field(dspark):
+    """Other routes: test_clients.py; other values: tests/test_speculation_options.py."""
+    body = {"text": "a", "speculation": {"max_verify": -1}}
+    assert "speculation.max_verify must be an integer from 0 to 65535, not -1" in refused(dspark, "/generate", body)
 
 
 def test_hostile_custom_params(dspark):

@@ -14,8 +14,6 @@ import urllib.request
 from collections import Counter
 from typing import Any
 
-import httpx
-import openai
 import pytest
 from golden_server import CASES, generate, greedy, output_ids, policy
 from hypothesis import HealthCheck, given, settings
@@ -231,48 +229,6 @@ def test_chats(letters, plain_letters, kind):
         assert_close(*([token["logprob"] for token in c["logprobs"]["content"]] for c in (choice, expected)))
 
 
-SPECULATION: dict[str, dict[str, Any] | None] = {
-    "nothing": None,
-    "disabled": {"enabled": False},
-    "capped": {"max_verify": 2, "trace": True},
-    "preset": {"preset": "summarization", "min_ngram": 1, "max_ngram": 3},
-}
-
-
-@pytest.mark.parametrize(("kind", "stream"), zip(SPECULATION, (True, False, True, False), strict=True))
-def test_the_official_client(letters, plain_letters, kind, stream):
-    """Whatever ``extra_body`` asks of speculation, text, reason and usage are the plain server's."""
-    field = SPECULATION[kind]
-    answer = ask_officially(letters, stream, {} if field is None else {"speculation": field})
-    assert answer == ask_officially(plain_letters, stream, {})
-    assert all(text for text, _, _ in answer)
-
-
-def ask_officially(server: LaunchedServer, stream: bool, extra_body: dict[str, Any]) -> list[tuple[str, Any, int]]:
-    """Text, finish reason and number of tokens of a chat and of a completion."""
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="unused", http_client=httpx.Client(trust_env=False))
-    how: dict[str, Any] = {"model": "m", "max_tokens": 40, "temperature": 0, "extra_body": extra_body}
-    if stream:
-        how |= {"stream": True, "stream_options": {"include_usage": True}}
-    found = []
-    for answer in (
-        client.chat.completions.create(messages=[{"role": "user", "content": "the dog sees the cat"}], **how),
-        client.completions.create(prompt="the dog sees the cat . the dog", **how),
-    ):
-        chunks = list(answer) if stream else [answer]
-        choices = [choice for chunk in chunks for choice in chunk.choices]
-        pieces = [getattr(choice, "delta", None) or getattr(choice, "message", None) or choice for choice in choices]
-        text = "".join(getattr(piece, "content", None) or getattr(piece, "text", None) or "" for piece in pieces)
-        found.append((text, choices[-1].finish_reason, chunks[-1].usage.completion_tokens))
-    return found
-
-
-def test_the_official_client_is_told_what_is_wrong(letters):
-    """The same in a chat."""
-    with pytest.raises(openai.BadRequestError, match=r"speculation\.max_verify"):
-        ask_officially(letters, False, {"speculation": {"max_verify": -1}})
-
-
 def test_prompt_up_to_the_context_limit(letters, plain_letters):
     """The last tokens of the context, with counts and logprobs along the whole prompt."""
     prompt = (PROMPTS[0] * 200)[:1000]
@@ -331,7 +287,7 @@ def test_any_parameters_get_the_status_of_the_plain_server(letters, plain_letter
     codes: Counter[int] = Counter()
     different: list[Any] = []
 
-    @settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(parameters=PARAMETERS, fields=FIELDS)
     def try_one(parameters: dict[str, Any], fields: dict[str, Any]) -> None:
         request = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, **parameters}, **fields}
@@ -345,7 +301,7 @@ def test_any_parameters_get_the_status_of_the_plain_server(letters, plain_letter
     try_one()
     print(f"{codes.total()} requests of random parameters, by status: {dict(codes)}")  # noqa: T201
     assert different == []
-    assert min(codes[200], codes[400]) > 10
+    assert min(codes[200], codes[400]) > 5
     assert output_ids(letters, bodies) == expected
 
 

@@ -90,12 +90,6 @@ def test_seeded_text_does_not_depend_on_load_policy_or_drafter(dspark, corner, d
     assert kept[1] < 0.8 * kept[0]  # a drafter that knows nothing
 
 
-def test_seed_of_the_openai_api(dspark):
-    body = {"model": "m", "prompt": PROMPT, "max_tokens": 30, "temperature": 1.5, "seed": 5}
-    texts = [dspark.post_json("/v1/completions", body | {"seed": seed})["choices"][0]["text"] for seed in (5, 5, 6)]
-    assert texts[0] == texts[1] != texts[2]
-
-
 def test_a_request_id_can_be_used_again_with_other_parameters(dspark, plain):
     """Sampling parameters belong to the request, not to the id that the client chose for it."""
     hot = {"input_ids": PROMPT, "rid": "again", "sampling_params": {"temperature": 3.0, "max_new_tokens": 24}}

@@ -1,4 +1,8 @@
-"""SGLang's own DSPARK under our schedule: its worker, whole, on a CPU with stand-ins for what it lacks there."""
+"""SGLang's own DSPARK under our schedule: its worker, whole, on a CPU with stand-ins for what it lacks there.
+
+``scheduled`` verifies another number of drafts of every request. ``widths`` verifies as many of all, and is what
+``auto`` starts where our worker refuses the target.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from target_distribution import TargetDistribution, p_value
 
 GOLDEN = [greedy(case["prompt_ids"], 64) for case in CASES]
 TEXTS = [case["output_ids"] for case in CASES]
-OPTIONS = ({}, {"enabled": False}, {"max_verify": 1}, {"max_verify": 3}, {"confidence_threshold": 0.8})
+LIMITS = ({}, {"enabled": False}, {"max_verify": 1}, {"max_verify": 3})
 
 
 @pytest.mark.thorough
@@ -34,24 +38,46 @@ def test_it_serves_as_it_comes(builtin):
     assert call(builtin, "/dspark/stats")[0] == 404
 
 
+def check_golden_texts(server, options, name, **fields):
+    """Of requests alone, and of requests that set limits of their own."""
+    with policy(server, name, **fields), counting(server) as grown:
+        assert output_ids(server, GOLDEN, 6) == TEXTS
+        limited = [{**body, "speculation": options[i % len(options)]} for i, body in enumerate(GOLDEN)]
+        assert output_ids(server, limited, 3) == TEXTS
+    assert (grown["verified_tokens"] > 0) == (name != "off")
+
+
 @pytest.mark.parametrize(
     "name", ["auto", "random", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("off", "early-stop"))]
 )
 def test_golden_texts(scheduled, name):
-    """Under every kind of budget, and with requests that set limits of their own."""
-    with policy(scheduled, name), counting(scheduled) as grown:
-        assert output_ids(scheduled, GOLDEN, 6) == TEXTS
-        limited = [{**body, "speculation": OPTIONS[i % len(OPTIONS)]} for i, body in enumerate(GOLDEN)]
-        assert output_ids(scheduled, limited, 2) == TEXTS
-    assert (grown["verified_tokens"] > 0) == (name != "off")
+    """Under every kind of budget."""
+    check_golden_texts(scheduled, (*LIMITS, {"confidence_threshold": 0.8}), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("auto", {}),
+        ("random", {}),
+        *(pytest.param("static", {"verify_len": n}, marks=pytest.mark.thorough) for n in (1, 2, 5)),
+    ],
+)
+def test_golden_texts_at_every_width(widths, name, fields):
+    """Limits cut what is accepted."""
+    check_golden_texts(widths, LIMITS, name, **fields)
+
+
+def traced(server, body, name, **fields):
+    with policy(server, name, **fields):
+        [answer] = generate(server, [{**body, "speculation": {"trace": True}}], 1)
+    return answer, rounds_of(answer)
 
 
 def test_golden_traces(scheduled):
     """Drafts, verified and accepted counts of every golden case, and the counts of its answer."""
-    for case in CASES:
-        with policy(scheduled, "static"):
-            [answer] = generate(scheduled, [greedy(case["prompt_ids"], 64, speculation={"trace": True})], 1)
-        rounds = rounds_of(answer)
+    for case, body in zip(CASES, GOLDEN, strict=True):
+        answer, rounds = traced(scheduled, body, "static")
         assert [(r["start"], r["anchor"], r["draft"]) for r in rounds] == [
             (r["start"], r["anchor"], r["draft"]) for r in case["rounds"]
         ]
@@ -62,35 +88,52 @@ def test_golden_traces(scheduled):
         assert counts["drafted_tokens"] == counts["verified_tokens"] == 7 * len(rounds)
 
 
-def test_limits_of_requests_hold(scheduled):
-    """They are those of one batch; what they may not verify is left to others."""
-    bodies = [
-        greedy(case["prompt_ids"], 64, speculation={"max_verify": i % 4, "trace": True}) for i, case in enumerate(CASES)
-    ]
-    with policy(scheduled, "random"):
-        answers = generate(scheduled, bodies, 6)
+@pytest.mark.parametrize(("fields", "verified"), [({}, 7), ({"verify_len": 3}, 3)])
+def test_golden_traces_of_blocks_that_are_cut_to_the_width(widths, fields, verified):
+    case = CASES[0]
+    _, rounds = traced(widths, GOLDEN[0], "static", **fields)
+    assert {(r["verified"], len(r["draft"])) for r in rounds} == {(verified, verified)}
+    whole = {r["start"]: r for r in case["rounds"]}
+    met = [(r, whole[r["start"]]) for r in rounds[:-1] if r["start"] in whole]
+    assert met
+    assert [r["draft"] for r, _ in met] == [known["draft"][:verified] for _, known in met]
+    assert [r["accepted"] for r, _ in met] == [min(known["accepted"], verified) for _, known in met]
+
+
+def check_limits_and_counts(server, name):
+    """Return what was verified in the rounds of requests with a limit of 0, 1, 2, 3, 0, ...; statistics count them."""
+    bodies = [{**body, "speculation": {"max_verify": i % 4, "trace": True}} for i, body in enumerate(GOLDEN)]
+    with policy(server, name), counting(server) as grown:
+        answers = generate(server, bodies, 6)
     assert [answer["output_ids"] for answer in answers] == TEXTS
-    for i, answer in enumerate(answers):
-        rounds = rounds_of(answer)
-        assert max(r["verified"] for r in rounds) == i % 4
-        assert all(r["accepted"] <= r["verified"] for r in rounds)
-
-
-def test_a_parked_step_drafts_nothing(scheduled):
-    with policy(scheduled, "off"):
-        [answer] = generate(scheduled, [greedy(CASES[0]["prompt_ids"], 16, speculation={"trace": True})], 1)
-    assert answer["output_ids"] == TEXTS[0][:16]
-    assert {(r["verified"], len(r["draft"])) for r in rounds_of(answer)} == {(0, 0)}
-
-
-def test_statistics(scheduled):
-    """They count what traces list."""
-    with policy(scheduled, "random"), counting(scheduled) as grown:
-        answers = generate(scheduled, [{**body, "speculation": {"trace": True}} for body in GOLDEN], 4)
-    rounds = [entry for answer in answers for entry in rounds_of(answer)]
+    traces = [rounds_of(answer) for answer in answers]
+    rounds = [entry for trace in traces for entry in trace]
+    assert all(entry["accepted"] <= entry["verified"] for entry in rounds)
     assert grown["rounds"] == len(rounds)
     assert grown["verified_tokens"] == sum(entry["verified"] for entry in rounds)
     assert grown["accepted_tokens"] <= sum(entry["accepted"] for entry in rounds)
+    return [{entry["verified"] for entry in trace} for trace in traces]
+
+
+def test_limits_of_requests_hold(scheduled):
+    """They are those of one batch; what they may not verify is left to others."""
+    verified = check_limits_and_counts(scheduled, "random")
+    assert [max(lengths) for lengths in verified] == [i % 4 for i in range(len(CASES))]
+
+
+def test_limits_of_requests_hold_at_one_width(widths):
+    """Rows past a limit are computed, and nothing of them is accepted."""
+    assert check_limits_and_counts(widths, "static") == [{i % 4} for i in range(len(CASES))]
+
+
+def test_a_parked_step_drafts_nothing(scheduled, widths):
+    for server in (scheduled, widths):
+        answer, rounds = traced(server, greedy(CASES[0]["prompt_ids"], 16), "off")
+        assert answer["output_ids"] == TEXTS[0][:16]
+        assert {(r["verified"], len(r["draft"])) for r in rounds} == {(0, 0)}
+
+
+def test_what_the_server_says_of_itself(scheduled):
     stats = scheduled.get_json("/dspark/stats")
     assert stats["policy"] == "auto"
     assert stats["schedule"]["step_time"] is not None
@@ -99,18 +142,28 @@ def test_statistics(scheduled):
     assert "preset" not in found["features"]["speculation_fields"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"speculation": {"preset": "summarization"}}, "preset"),
-        ({"sampling_params": {"min_p": 0.1}}, "min_p"),
-        ({"sampling_params": {"sampling_seed": 1}}, "sampling_seed"),
-    ],
-)
-def test_what_it_would_ignore_is_refused(scheduled, fields, name):
-    status, text = call(scheduled, "/generate", body={"input_ids": [5, 6], **fields})
-    assert status == 400
-    assert name in text
+def test_why_one_width_is_verified(widths):
+    """The log and the capabilities say it in one line."""
+    found = widths.get_json("/dspark/capabilities")
+    assert found["engine"] == "scheduled"
+    assert "OfSglangAloneForCausalLM" in found["reason"]
+    assert "all requests verify the same number of drafts (the attention backend torch_native" in found["reason"]
+    assert found["reason"] in widths.log_path.read_text()
+    available = {name for name, known in found["policies"].items() if known["available"]}
+    assert available == {"auto", "static", "off"}
+    assert widths.get_json("/dspark/stats")["calibration"] is None
+
+
+def test_what_would_be_ignored_is_refused(scheduled, widths):
+    for server, fields, name in (
+        (scheduled, {"speculation": {"preset": "summarization"}}, "preset"),
+        (scheduled, {"sampling_params": {"min_p": 0.1}}, "min_p"),
+        (scheduled, {"sampling_params": {"sampling_seed": 1}}, "sampling_seed"),
+        (widths, {"speculation": {"confidence_threshold": 0.5}}, "confidence_threshold"),
+    ):
+        status, text = call(server, "/generate", body={"input_ids": [5, 6], **fields})
+        assert status == 400
+        assert name in text
 
 
 def distribution(temperature, num_samples):
@@ -128,32 +181,62 @@ def test_distribution_of_sampled_text(scheduled):
     assert p_value(drawn, distribution(0.92 * HOT, num_samples)) < ALPHA
 
 
+def check_greedy_and_sampled(server, repeats, num_samples, name, **fields):
+    """Neither shows in the texts of the other."""
+    texts: list[list[int]] = []
+    with policy(server, name, **fields):
+        thread = in_background(lambda: texts.extend(output_ids(server, GOLDEN * repeats, 4)))
+        drawn = sample(server, {"temperature": HOT}, num_samples)
+        thread.join()
+    assert texts == TEXTS * repeats
+    assert p_value(drawn, distribution(HOT, num_samples)) > ALPHA
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["off", "random"])
 def test_greedy_and_sampled_requests_share_steps(scheduled, name):
-    texts: list[list[int]] = []
-    with policy(scheduled, name):
-        thread = in_background(lambda: texts.extend(output_ids(scheduled, GOLDEN * 6, 4)))
-        drawn = sample(scheduled, {"temperature": HOT}, 512)
-        thread.join()
-    assert texts == TEXTS * 6
-    assert p_value(drawn, distribution(HOT, 512)) > ALPHA
+    check_greedy_and_sampled(scheduled, 6, 512, name)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "fields"), [("random", {}), ("off", {}), ("static", {"verify_len": 1})])
+def test_greedy_and_sampled_requests_share_steps_of_one_width(widths, name, fields):
+    check_greedy_and_sampled(widths, 3, 1024, name, **fields)
+
+
+def check_mixed_requests(server, plain):
+    bodies = mixed_bodies(27, seed=1)
+    expected = output_ids(plain, bodies, 16)
+    for name in ("random", "auto"):
+        with policy(server, name):
+            assert output_ids(server, bodies, 16) == expected
+    assert_pool_is_whole(server)
 
 
 @pytest.mark.thorough
 def test_prefix_hits_chunks_and_retraction(scheduled_corner, plain):
-    bodies = mixed_bodies(27, seed=1)
-    expected = output_ids(plain, bodies, 16)
-    for name in ("random", "auto"):
-        with policy(scheduled_corner, name):
-            assert output_ids(scheduled_corner, bodies, 16) == expected
-    assert_pool_is_whole(scheduled_corner)
+    check_mixed_requests(scheduled_corner, plain)
 
 
 @pytest.mark.thorough
-def test_two_ranks_with_clocks_of_their_own(scheduled_parallel):
+def test_prefix_hits_and_retraction_at_one_width(widths, plain):
+    check_mixed_requests(widths, plain)
+
+
+def check_two_ranks(server):
+    """Each has a clock of its own."""
     for name in ("auto", "random", "off"):
-        with policy(scheduled_parallel, name):
-            assert output_ids(scheduled_parallel, GOLDEN, 4) == TEXTS
+        with policy(server, name):
+            assert output_ids(server, GOLDEN, 4) == TEXTS
             long = [endless(prompt, 24) for prompt in prompts(8, seed=2)]
-            assert {len(text) for text in output_ids(scheduled_parallel, long)} == {24}
+            assert {len(text) for text in output_ids(server, long)} == {24}
+
+
+@pytest.mark.thorough
+def test_two_ranks(scheduled_parallel):
+    check_two_ranks(scheduled_parallel)
+
+
+@pytest.mark.thorough
+def test_two_ranks_of_one_width(widths_parallel):
+    check_two_ranks(widths_parallel)

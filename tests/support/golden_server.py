@@ -29,7 +29,6 @@ VOCAB = range(3, 60)  # ids that the golden target's training text used
 TINY_VOCAB = range(2, 256)  # ids of the tiny targets of ``family_targets``
 EMULATION = SERVER_TESTS / "emulated_graphs"
 RANDOM_LENGTHS = SERVER_TESTS / "random_lengths"
-BUILTIN_ON_CPU = SERVER_TESTS / "builtin_on_cpu"
 PATCHES = SERVER_TESTS / "patches"
 DSPARK = dspark_flags(DRAFT)
 DRAFTER_ALONE = {"trace": True, "preset": "none"}
@@ -65,21 +64,21 @@ def emulated_graphs() -> dict[str, str]:
     return {**CPU_ENV, **sitecustomized(EMULATION), "TRITON_INTERPRET": "1"}
 
 
-LATE = ("SGLANG_DSPARK_ENGINE", "SGLANG_RAGGED_VERIFY_MODE")
-"""Variables of :func:`own_worker` that do not change what is imported."""
+LATE = ("SGLANGS_OWN_ON_A_CPU", "SGLANG_DSPARK_ENGINE", "SGLANG_RAGGED_VERIFY_MODE")
+"""Variables of :func:`own_worker`, which do not change what is imported."""
 
 
 def own_worker(engine: str, mode: str = "static") -> dict[str, str]:
-    """Return the environment of a server that decodes with SGLang's own DSPARK.
+    """Return the environment of a CPU server that decodes with SGLang's own DSPARK.
 
     Args:
         engine: ``scheduled``, ``builtin``, or ``auto`` for :func:`of_sglang_alone`.
         mode: ``compact`` lets requests verify different numbers of drafts.
     """
-    variables = dict(zip(LATE, (engine, mode), strict=True))
+    variables = dict(zip(LATE, ("1", engine, mode), strict=True))
     if engine == "auto":
         del variables["SGLANG_RAGGED_VERIFY_MODE"]
-    return {**CPU_ENV, **sitecustomized(BUILTIN_ON_CPU), **variables}
+    return variables
 
 
 def of_sglang_alone(folder: Path) -> Path:

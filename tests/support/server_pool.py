@@ -121,6 +121,8 @@ class ServerPool:
         if recipe.forked and not ON_GPU:
             # The warm-up request has been answered by then: asking for another token would take a second.
             env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+            # SGLang would compile masks of grammars, sampling by seeds, penalties and more for half a minute each.
+            env["TORCH_COMPILE_DISABLE"] = "1"
             # Some do not change what is imported.
             late = {*TWO_RANKS, *WHOLE_WINDOWS, *LATE}
             imported = {**_COMMON, **{name: recipe.env[name] for name in recipe.env.keys() - late}}

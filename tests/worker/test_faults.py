@@ -7,7 +7,7 @@ from stage_loop import StageLoop
 
 from sglang_dspark.scheduling.sps_table import SpsTable
 
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 NAN = float("nan")
 VOCAB_SIZE = 256
 
@@ -34,21 +34,14 @@ POLICIES = [{"schedule": "early-stop"}, {}]
 @pytest.mark.parametrize("options", POLICIES, ids=lambda options: options.get("schedule", "auto"))
 @pytest.mark.parametrize("part", ["drafter", "confidence head"])
 def test_a_broken_drafter_costs_time_and_no_text(options, part):
+    """And nothing is learned from it."""
     loop = StageLoop(table(7), **options)
     model = loop.drafter.model
     for parameter in (model if part == "drafter" else model.confidence_head).parameters():
         parameter.data.fill_(NAN)
     outputs, expected = served(loop)
     assert outputs == expected
-
-
-def test_nothing_is_learned_from_a_broken_confidence_head():
-    loop = StageLoop(table(7))
-    for parameter in loop.drafter.model.confidence_head.parameters():
-        parameter.data.fill_(NAN)
-    served(loop)
-    report = loop.schedule.report()
-    assert set(report["calibration"]["pairs"]) == {0}
+    assert set(loop.schedule.report()["calibration"]["pairs"]) == {0}
 
 
 def test_a_drafter_that_fails_now_and_then_is_learned_from_where_it_does_not():

@@ -7,10 +7,12 @@ Python imports this module at start-up when its folder is on ``PYTHONPATH``.
 
 import os
 
-from patching import attend_literally, complete_cpu, keep_states_of_texts, offer_random_lengths
+from patching import attend_literally, complete_cpu, keep_states_of_texts, offer_random_lengths, serve_sglangs_own
 
 offer_random_lengths()
 complete_cpu()
+if "SGLANG_USE_CPU_ENGINE" in os.environ:
+    serve_sglangs_own()
 if "SNAPSHOTS_ON_A_CPU" in os.environ:
     keep_states_of_texts()
 if "LITERAL_ATTENTION" in os.environ:

@@ -1,5 +1,7 @@
 """Stand in for what SGLang's own DSPARK lacks on a CPU."""
 
+import os
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -22,11 +24,12 @@ def draft_with_torch(module):
 
 
 def accept_a_cpu(module):
-    """Have the check of the arguments believe in a GPU."""
+    """Have the check of the arguments believe in a GPU, on servers with ``SGLANGS_OWN_ON_A_CPU``."""
     view = module.resolving_view
 
     def handle(args, original=module._handle_dspark):
-        module.resolving_view = lambda args: OnGpu(view(args))
+        if "SGLANGS_OWN_ON_A_CPU" in os.environ:
+            module.resolving_view = lambda args: OnGpu(view(args))
         try:
             original(args)
         finally:
