@@ -229,7 +229,7 @@ LEAKS = [
     (confidence_in_a_candidate_that_was_drawn, {}, CHAINED | {"requests": 2, "choose": half_of}),
     (penalties_without_the_drafts, STATIC, {"length": 2, "adjustment": ALL}),
     (penalties_of_the_step_before, {"schedule": "off"}, {"length": 2, "adjustment": ALL}),
-    (copies_weighed_by_the_drafters_distribution, STATIC, {"bounds": [COPYING], "drafter": REDUCED}),
+    (copies_weighed_by_the_drafters_distribution, STATIC, {"bounds": [COPYING], "drafter": REDUCED, "length": 2}),
     (drafts_judged_as_copies, ONE, {}),
     (copies_that_are_never_corrected, {"draft_free": True}, {"bounds": [COPYING]}),
     (distributions_at_another_temperature, STATIC, {}),

@@ -33,7 +33,7 @@ USUAL = (LEAST_MATCH, MOST_MATCH, 1 << 30, 0)
 
 @dataclass(frozen=True)
 class ChainRules:
-    """What requests ask of their chains.
+    """Hold what requests ask of their chains.
 
     Attributes:
         bounds: [bs, 4] int64: tokens that have to match, tokens that are looked for (``MOST_MATCH`` at most),
