@@ -73,7 +73,7 @@ def draft_block_ref(
 
 
 class _Offers:
-    """What candidates offer to the walk through a block.
+    """Hold what candidates offer to the walk through a block.
 
     Args:
         depth: of the block.
