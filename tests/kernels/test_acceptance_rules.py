@@ -74,8 +74,11 @@ def kernels_alone(monkeypatch):
     monkeypatch.setattr(accept, "reference", None)
 
 
-@pytest.mark.parametrize(("bs", "gamma", "vocab_size"), [(1, 0, 2), (9, 4, 111), (2, 2, 4097)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("bs", "gamma", "vocab_size", "dtype"),
+    [(1, 0, 2, torch.float32), (9, 4, 111, torch.float32), (2, 2, 4097, torch.bfloat16)],
+    ids=str,
+)
 def test_filtered_requests_run_the_race_over_what_is_kept(device, bs, gamma, vocab_size, dtype):
     rules = [(QWEN, NUCLEUS, MIN_P)[r % 3] for r in range(bs)]
     case = rules_case(device, rules, gamma, vocab_size, dtype=dtype, reduced=vocab_size == 111)
@@ -92,8 +95,11 @@ def test_copied_tokens_of_filtered_requests(device):
     assert check_sampled(case, case.accept(), range(6)) >= 5
 
 
-@pytest.mark.parametrize(("bs", "gamma", "vocab_size"), [(1, 0, 2), (8, 4, 111), (2, 2, 9001)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("bs", "gamma", "vocab_size", "dtype"),
+    [(1, 0, 2, torch.float32), (8, 4, 111, torch.float32), (2, 2, 9001, torch.bfloat16)],
+    ids=str,
+)
 def test_seeded_requests_equal_the_reference(device, bs, gamma, vocab_size, dtype):
     rules = [(*(SEEDED, SEEDED_QWEN)[r % 2][:4], SEEDED[4] + 2**40 * r) for r in range(bs)]
     case = rules_case(device, rules, gamma, vocab_size, dtype=dtype)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from dspark_kernels import distribution_loss, distribution_loss_ref
+from pairwise import pairwise
 
 
 def case(n, v, dtype, device, *, weighted):
@@ -17,10 +18,12 @@ def case(n, v, dtype, device, *, weighted):
 
 
 # Shapes at, below and above a block, and of several.
-@pytest.mark.parametrize(("n", "v"), [(3, 64), (2, 2048), (2, 2049), (1, 5000)])
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernel_equals_reference(n, v, weighted, dtype, device):
+@pytest.mark.parametrize(
+    ("shape", "weighted", "dtype"),
+    pairwise([(3, 64), (2, 2048), (2, 2049), (1, 5000)], [True, False], [torch.float32, torch.bfloat16]),
+)
+def test_kernel_equals_reference(shape, weighted, dtype, device):
+    n, v = shape
     arguments = case(n, v, dtype, device, weighted=weighted)
     weights = {"ce_weight": 0.3, "tv_weight": 0.9}
     expected = distribution_loss_ref(*(None if t is None else t.clone() for t in arguments), **weights)

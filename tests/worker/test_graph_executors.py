@@ -244,7 +244,8 @@ def test_candidates_compete_in_replayed_steps(monkeypatch, tmp_path, temperature
     """Beside a drafter that knows nothing, chains that weigh all spare steps where the text is in a loop."""
     folder = random_drafter(tmp_path, "gated")
     loops = GraphLoop(monkeypatch, [4], schedule="static", draft=folder), StageLoop(schedule="static", draft=folder)
-    prompts, steps = [case["prompt_ids"] for case in CASES[:3]], []
+    prompts = [case["prompt_ids"] for case in CASES[:3]]
+    steps: list[int] = []
     for loop in loops:
         weigh_all(loop)
     for bounds in ([(3, 5, 7, ASKED_ROWS), USUAL, NO_CHAINS], [NO_CHAINS]):
