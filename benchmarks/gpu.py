@@ -52,8 +52,9 @@ SCHEDULED = (
 )
 # Of a shape, by tokens of context, which are letters: users, and what a sweep is told. A short answer to a long prompt
 # would show its prefill, and 64 of these would not fit.
-CONTEXTS: Mapping[int, tuple[str, Mapping[str, int]]] = {
-    100: ("1,8,64", {"num_prompts": 2, "max_tokens": 128, "rounds": 4}),
+CONTEXTS: Mapping[int, tuple[str, Mapping[str, float]]] = {
+    # Of equal lengths, answers of servers that keep equally many drafts of all requests would end together.
+    100: ("1,8,64", {"num_prompts": 2, "max_tokens": 128, "rounds": 4, "spread": 0.75}),
     4000: ("1,8,32", {"num_prompts": 2, "max_tokens": 256, "rounds": 2}),
 }
 KEPT = ACCEPTANCE["mixed"]
@@ -86,7 +87,7 @@ class Setting:
         return [*_script(script), *words, "--device", device, "--output", str(self.output / output)]
 
     def sweep(
-        self, output: str, what: Sequence[str], configs: Sequence[str], users: str, flags: str, **numbers: int
+        self, output: str, what: Sequence[str], configs: Sequence[str], users: str, flags: str, **numbers: float
     ) -> list[str]:
         """Return a sweep; ``numbers``: prompts, tokens of an answer and rounds, of which a rehearsal has few."""
         if self.rehearses:

@@ -34,7 +34,9 @@ class Entry:
 ENTRIES = (
     Entry("SmolLM2-135M, bundled drafter", "2 CPU cores", "sweep", ("identity.json",)),
     Entry("SmolLM2-135M, bundled drafter", "H200", "h200/sweep"),
-    Entry("Qwen3-8B's shape, drafts kept by chance", "H200", "h200/qwen3_8b_shape/apart"),
+    Entry("Qwen3-8B's shape, answers of 32 to 224 tokens", "H200", "h200/qwen3_8b_shape/apart"),
+    Entry("Qwen3-8B's shape, answers of 128 tokens", "H200", "h200/qwen3_8b_shape/equal"),
+    Entry("Qwen3-8B's shape, prompts of 4000 tokens", "H200", "h200/qwen3_8b_shape/long"),
     Entry("Qwen3-8B, dspark_qwen3_8b_block7", "H100, H200"),
     Entry("Qwen3-4B, dspark_qwen3_4b_block7", "H100, H200"),
     Entry("MiniCPM5-2B, MiniCPM5-2B-DSpark", "H100, H200"),

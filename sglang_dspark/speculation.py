@@ -17,11 +17,9 @@ Preset = Literal["auto", "none", "summarization", "classification", "replay"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 AUTO, NO_PRESET, SUMMARIZATION, CLASSIFICATION, REPLAY = PRESETS
 COPYING: tuple[Preset, ...] = (SUMMARIZATION, CLASSIFICATION, REPLAY)
-"""Presets whose drafts are tried before the drafter is asked."""
+"""Presets that copy drafts, whatever others have been worth."""
 
 _MOST_DRAFTS = 65535
-# Every n-gram length costs an index entry per token of the prompt.
-_MOST_NGRAM_LENGTHS = 8
 _MOST_CANDIDATES = 1000
 _LONGEST_CANDIDATE = 200  # bytes
 _LONGEST_RECORDED = 32768
@@ -39,7 +37,7 @@ OF_PRESETS = ("preset", *_READERS)
 """Keys that concern presets."""
 
 
-Ngram = Annotated[int, int_range(1, 16)]
+Ngram = Annotated[int, int_range(1, 8)]  # as many tokens as a search compares
 Probability = Annotated[float, Meta(ge=0, le=1, description="must be a number from 0 to 1")]
 Labels = Annotated[
     tuple[Annotated[str, Meta(pattern=r"\S")], ...],
@@ -69,10 +67,10 @@ class Speculation:
         confidence_threshold: verify the drafts before the first one whose raw confidence is below this; None verifies
             whatever the policy says.
         preset: where drafts come from: the drafter, beside which candidates from the text compete (auto); the drafter
-            alone (none); or before it is asked the text itself (summarization), the labels of ``candidates``
-            (classification), or the text of ``recorded`` (replay).
+            alone (none); or, where there is something to copy, the text itself (summarization), the labels of
+            ``candidates`` (classification), or the text of ``recorded`` (replay).
         min_ngram, max_ngram: lengths of the suffix that summarization looks up, the longest first.
-        max_draft: most drafts that the preset proposes per step; None leaves it to the server.
+        max_draft: most drafts that are copied per step; None leaves it to the server.
         candidates: labels that the answer may consist of.
         recorded: token ids that the answer is expected to be.
         trace: return the decode rounds in ``meta_info["dspark_trace"]``, one entry per output token: the round at the
@@ -129,11 +127,6 @@ class Speculation:
                 f"speculation.min_ngram={self.min_ngram} exceeds speculation.max_ngram={self.max_ngram}; "
                 "lower the one or raise the other"
             )
-        if self.max_ngram - self.min_ngram >= _MOST_NGRAM_LENGTHS:
-            raise ValueError(
-                f"speculation.min_ngram={self.min_ngram} to speculation.max_ngram={self.max_ngram} are more than "
-                f"{_MOST_NGRAM_LENGTHS} lengths to look up; raise the one or lower the other"
-            )
         if self.preset == CLASSIFICATION and not self.candidates:
             raise ValueError(
                 'speculation.candidates is missing: the preset classification needs the labels, e.g. ["yes", "no"]'
@@ -154,8 +147,7 @@ class Speculation:
             min_ngram=self.min_ngram,
             max_ngram=self.max_ngram,
             max_draft=self.max_draft,
-            labels=labels,
-            recorded=self.recorded,
+            labels=(self.recorded,) if self.recorded else labels,
             trace=self.trace,
         )
 
@@ -166,8 +158,8 @@ class RequestOptions(Struct, frozen=True, omit_defaults=True):
     Attributes:
         max_verify: most drafts verified for it per step, 0 if speculation is off; None leaves it to the server.
         confidence_threshold: as in :class:`Speculation`; 0 for none.
-        preset, min_ngram, max_ngram, max_draft, recorded, trace: as in :class:`Speculation`.
-        labels: tokens of every spelling of every candidate.
+        preset, min_ngram, max_ngram, max_draft, trace: as in :class:`Speculation`.
+        labels: tokens of every spelling of every candidate, or those recorded.
     """
 
     max_verify: int | None = None
@@ -177,17 +169,11 @@ class RequestOptions(Struct, frozen=True, omit_defaults=True):
     max_ngram: int = 5
     max_draft: int | None = None
     labels: tuple[tuple[int, ...], ...] = ()
-    recorded: tuple[int, ...] = ()
     trace: bool = False
 
     def verify_limit(self, max_verify: int) -> int:
         """Return the most drafts verified per step on a server that verifies up to ``max_verify``."""
         return max_verify if self.max_verify is None else min(self.max_verify, max_verify)
-
-    def copy_limit(self, max_verify: int) -> int:
-        """Return the most drafts that the preset may propose per step on such a server."""
-        limit = self.verify_limit(max_verify)
-        return limit if self.max_draft is None else min(self.max_draft, limit)
 
 
 _TYPES = field_types(Speculation)

@@ -67,12 +67,11 @@ class Configuration:
         """Return the body of ``POST /dspark/policy`` for a running server; None without DSPARK."""
         if not self.is_dspark:
             return None
-        if self.is_oracle:  # the drafter proposes nothing, and all that is copied is verified
-            return {"policy": "static", "verify_len": 0}
+        policy = "static" if self.is_oracle else self.policy  # all that is copied is verified
         if not self.argument:
-            return {"policy": self.policy}
-        value = int(self.argument) if self.policy == "static" else float(self.argument)
-        return {"policy": self.policy, "verify_len" if self.policy == "static" else "confidence_threshold": value}
+            return {"policy": policy}
+        value = int(self.argument) if policy == "static" else float(self.argument)
+        return {"policy": policy, "verify_len" if policy == "static" else "confidence_threshold": value}
 
     def server_flags(self, draft: str | None, dflash_draft: str | None = None) -> tuple[str, ...]:
         """Return the arguments of ``sglang.launch_server``; the server is told its policy while it runs.

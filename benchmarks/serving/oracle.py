@@ -1,7 +1,8 @@
 """Drafts that are always right: what the server itself has answered before.
 
-An oracle tells what the engine can do from what the drafter can: its drafts cost nothing and are all accepted, but for
-near-ties in 16 bits, where another batch may choose otherwise.
+An oracle tells what the engine can do from what the drafter can: it costs what the drafter costs, and its drafts are
+accepted, but for the first of a text that repeats itself, and for near-ties in 16 bits, where another batch may choose
+otherwise.
 """
 
 from __future__ import annotations
@@ -42,8 +43,7 @@ def recorded_drafts(
     def ask(prompt: Prompt) -> dict[str, Any]:
         body = request_body(prompt, sampling, {"enabled": False}) | asked
         [recorded] = server.post_json(CHAT_PATH, body)["sglext"]["output_ids"]
-        field = {"preset": "replay", "recorded": recorded}
-        return field if configuration.verify_len is None else field | {"max_draft": configuration.verify_len}
+        return {"preset": "replay", "recorded": recorded}
 
     with ThreadPoolExecutor(users) as pool:
         return dict(zip((prompt.index for prompt in prompts), pool.map(ask, prompts), strict=True))

@@ -29,7 +29,15 @@ from dspark_kernels.attention.window import (
     window_attention_ref,
 )
 from dspark_kernels.dispatch import Dispatched, kernels_anywhere, on_kernels, runs_kernels
-from dspark_kernels.drafting.candidates import Candidates
+from dspark_kernels.drafting.candidates import (
+    ASKED_ROWS,
+    LEAST_MATCH,
+    MOST_MATCH,
+    USUAL,
+    Candidates,
+    ChainRules,
+    usual_bounds,
+)
 from dspark_kernels.drafting.confidence import block_confidence, block_confidence_ref
 from dspark_kernels.drafting.draft_distribution import DraftDistribution
 from dspark_kernels.drafting.drafted_block import DraftBlock
@@ -42,7 +50,7 @@ from dspark_kernels.drafting.heads import (
     MarkovWeights,
 )
 from dspark_kernels.drafting.residual import add_norm, add_norm_ref
-from dspark_kernels.drafting.suffix_match import LEAST_MATCH, MOST_MATCH, suffix_match, suffix_match_ref
+from dspark_kernels.drafting.suffix_match import find_chains, suffix_match, suffix_match_ref
 from dspark_kernels.drafting.swiglu import silu_mul, silu_mul_ref
 from dspark_kernels.drafting.walk import draft_block
 from dspark_kernels.drafting.walk_reference import draft_block_ref
@@ -77,14 +85,17 @@ from dspark_kernels.training.losses import distribution_loss, distribution_loss_
 from dspark_kernels.transfers import to_device
 
 __all__ = [
+    "ASKED_ROWS",
     "FORCED",
     "LEAST_MATCH",
     "MOST_MATCH",
+    "USUAL",
     "AcceptResult",
     "Adjustment",
     "AdjustmentTable",
     "BlockAttention",
     "Candidates",
+    "ChainRules",
     "CommitRows",
     "ConfidenceWeights",
     "ContextGroup",
@@ -137,6 +148,7 @@ __all__ = [
     "draw",
     "exponential",
     "exponential_at",
+    "find_chains",
     "gated_delta",
     "gated_delta_ref",
     "group_contexts",
@@ -171,6 +183,7 @@ __all__ = [
     "target_probs",
     "to_device",
     "uniform",
+    "usual_bounds",
     "widest_window",
     "window_attention",
     "window_attention_ref",

@@ -11,8 +11,9 @@ from sglang_dspark.calibration.predicted_survival import PredictedSurvival
 from sglang_dspark.metrics.sums import (
     COPIED,
     COPIED_ACCEPTED,
-    COPIED_ROUNDS,
-    COPIED_VERIFIED,
+    COPYING_ACCEPTED,
+    COPYING_ROUNDS,
+    COPYING_VERIFIED,
     DRAFTED,
     MEASURED_MS,
     NUM_LOADS,
@@ -67,7 +68,7 @@ class Counters:
             accept_lens: drafts accepted per request (bonus not included).
             policy: name of the policy that chose the step.
             parked: whether speculation rested when the step was chosen.
-            copied_lens: drafts that presets proposed per request, 0 if the drafter was asked; None for none.
+            copied_lens: leading drafts per request that a preset copied; None for none.
             followed_lens: leading drafts per request that go on with a chain of its own text; None for none.
         """
         row, width = self._loads[load_of(len(verify_lens))], self._width
@@ -93,10 +94,11 @@ class Counters:
                 row[by_accepted + accepted] += 1
                 row[by_rejected + accepted] += accepted < verified
                 continue
-            row[COPIED] += copied_lens[request]
-            row[COPIED_ROUNDS] += 1
-            row[COPIED_VERIFIED] += verified
-            row[COPIED_ACCEPTED] += accepted
+            row[COPIED] += min(copied_lens[request], verified)
+            row[COPIED_ACCEPTED] += min(copied_lens[request], accepted)
+            row[COPYING_ROUNDS] += 1
+            row[COPYING_VERIFIED] += verified
+            row[COPYING_ACCEPTED] += accepted
 
     def record_time(self, requests: int, measured_ms: float, predicted_ms: float | None) -> None:
         """Add the time of one step of ``requests`` requests; ``predicted_ms`` was expected before it, None without."""

@@ -50,13 +50,15 @@ class Reporting:
         """
         self._history.tick()
         self._first_drafts.record(rounds, running, accept_lens)
+        copied = [rounds.copied[request] for request in running]
+        drafted = [rounds.drafted[request] for request in running]
         self._counters.record(
-            [rounds.drafted[request] for request in running],
+            [max(0, depth - lead) for depth, lead in zip(drafted, copied, strict=True)],
             [rounds.verified[request] for request in running],
             accept_lens,
             policy=rounds.policy,
             parked=rounds.parked,
-            copied_lens=[rounds.copied[request] for request in running],
+            copied_lens=copied,
             followed_lens=[rounds.followed[request] for request in running],
         )
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 STEPS, PLAIN_STEPS, PARKED_STEPS, DRAFTED, TIMED_STEPS, MEASURED_MS, PREDICTED_MS = range(7)
-COPIED, COPIED_ROUNDS, COPIED_VERIFIED, COPIED_ACCEPTED = range(7, 11)
-TEXT_PROPOSED, TEXT_VERIFIED, TEXT_ACCEPTED, NUM_SCALARS = range(11, 15)
+COPIED, COPIED_ACCEPTED, COPYING_ROUNDS, COPYING_VERIFIED, COPYING_ACCEPTED = range(7, 12)
+TEXT_PROPOSED, TEXT_VERIFIED, TEXT_ACCEPTED, NUM_SCALARS = range(12, 16)
 """Columns of :attr:`Sums.loads` before those that count rounds by outcome."""
 NUM_LOADS = 16
 
@@ -36,7 +36,7 @@ class Sums:
     Attributes:
         loads: [NUM_LOADS, NUM_SCALARS + 3 * (gamma + 1)], by the number of requests in the step. After the scalars,
             the number of rounds by drafts verified, by drafts accepted, and once more by drafts accepted, of the rounds
-            that rejected one; without the rounds of copied drafts, which say nothing about the drafter.
+            that rejected one; without the rounds in which a preset copied, which say nothing about the drafter.
         predicted: [3, n], by position in the block, over the verified drafts whose survival was predicted: their
             number, the sum of the predictions, and how many survived. n is at most gamma.
     """
@@ -79,9 +79,9 @@ class Figures:
         self._verified, self._accepted, self._rejected = row[NUM_SCALARS:].reshape(3, -1)
         self.gamma = len(self._verified) - 1
         lengths = np.arange(self.gamma + 1)
-        self.rounds = int(self._verified.sum() + row[COPIED_ROUNDS])
-        self.verified = int(self._verified @ lengths + row[COPIED_VERIFIED])
-        self.accepted = int(self._accepted @ lengths + row[COPIED_ACCEPTED])
+        self.rounds = int(self._verified.sum() + row[COPYING_ROUNDS])
+        self.verified = int(self._verified @ lengths + row[COPYING_VERIFIED])
+        self.accepted = int(self._accepted @ lengths + row[COPYING_ACCEPTED])
 
     @property
     def steps(self) -> int:

@@ -67,7 +67,7 @@ class Schedule:
     def start(
         self, table: SpsTable | None, *, fixed_draft_shape: bool = False, lengths: tuple[int, ...] | None = None
     ) -> None:
-        """Begin with the configured policy. Without a drafter, ``auto`` drafts nothing and only presets copy drafts.
+        """Begin with the configured policy. Without a drafter, ``auto`` verifies what presets copy.
 
         Args:
             table: measured step times; None if the policy needs none.
@@ -85,11 +85,6 @@ class Schedule:
                 self.times, self.forecast.lagged, self.fixed_draft_shape, uniform=lengths is not None
             )
         self.policy = self._make_policy(self.options)
-
-    @property
-    def speculates(self) -> bool:
-        """Return whether drafts are verified at all, by the drafter or by presets."""
-        return self.options.schedule != "off"
 
     def switch(self, fields: dict[str, Any]) -> None:
         """Take another policy from the next step on.
@@ -117,10 +112,9 @@ class Schedule:
             return str(error)
         return None
 
-    @staticmethod
-    def waits_for_device(policy: str) -> bool:
+    def waits_for_device(self, policy: str) -> bool:
         """Return whether the host has to read something of the step itself before it can verify."""
-        return policy in ("early-stop", "threshold")
+        return policy in ("early-stop", "threshold") or (policy == "auto" and self.options.draft_free)
 
     def _make_policy(self, options: DSparkConfig) -> Policy:
         if self.max_verify == 0 and options.schedule not in ("static", "off"):
@@ -134,7 +128,8 @@ class Schedule:
             case "off":
                 return FixedPolicy(0, "off")
             case "auto" if options.draft_free:
-                return FixedPolicy(0, "auto")
+                # Of a block without a drafter, chains are certain.
+                return ThresholdPolicy(self.max_verify, 0.5, "auto", needs_confidence=False)
             case "threshold":
                 if self.forecast.calibration is None:
                     raise ConfigError("policy='threshold' needs a drafter with a confidence head; use auto or static")
@@ -157,7 +152,6 @@ class Schedule:
         requests: Sequence[str],
         context: float,
         limits: RequestLimits | None = None,
-        copied: Sequence[int] = (),
         *,
         traced: bool = False,
         awaited: bool = False,
@@ -168,14 +162,13 @@ class Schedule:
             requests: ids of the requests.
             context: mean context tokens per request.
             limits: what the requests ask for themselves; None if no request asks for anything.
-            copied: drafts that a preset copies, per request; empty if no preset does.
             traced: whether a request wants to be told the confidences.
             awaited: whether the host of a GPU has waited for the step behind; see :meth:`StepClock.start_step`.
         """
         self._clock.start_step(self.times, awaited=awaited)
         decision = self._choose(requests, context)
         self._clock.decided()
-        decision = decision.within(limits, copied)
+        decision = decision.within(limits)
         with_confidence = traced or decision.has_threshold or self.policy.needs_confidence
         return replace(decision, context=context, with_confidence=with_confidence)
 
@@ -255,8 +248,8 @@ class Schedule:
 def is_of_a_kind(decision: StepDecision, requests: int) -> bool:
     """Return whether the time of a step says how long others like it take.
 
-    It does not if drafts are copied, or only some requests are drafted. By its rows, a parked server's probe of several
-    requests is nearly a plain step; by its time it is not.
+    It does not if only some requests are drafted. By its rows, a parked server's probe of several requests is nearly a
+    plain step; by its time it is not.
     """
     probe = decision.weight > 1 and requests > 1
-    return decision.draft_requests is None and not decision.copied and not probe
+    return decision.draft_requests is None and not probe

@@ -42,12 +42,13 @@ class StepFeedback:
         """Return of the requests, [n] each, what :meth:`ChainWeights.observe` learns from."""
         assert self.rounds.chains is not None
         assert self.rounds.committed is not None
-        matched, _, candidates = Candidates.parts(self.rounds.chains.numpy()[self.rows])
+        rows, _, candidates = Candidates.parts(self.rounds.chains.numpy()[self.rows])
         committed = self.rounds.committed.numpy()[self.rows]
         width = min(candidates.shape[1], committed.shape[1])
-        seen = np.minimum(np.asarray(self.accept_lens) + 1, width)
+        lengths = (candidates[:, :width] >= 0).cumprod(1).sum(1)
+        seen = np.minimum(np.asarray(self.accept_lens) + 1, lengths)
         right = (candidates[:, :width] == committed[:, :width]).cumprod(1).sum(1)
-        return [matched, np.minimum(right, seen), seen]
+        return [rows, np.minimum(right, seen), seen]
 
     @property
     def rows(self) -> slice | list[int]:
@@ -56,9 +57,13 @@ class StepFeedback:
 
 
 def verified_and_accepted(feedback: Sequence[StepFeedback]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the drafts verified and accepted, [n] each, of all requests of all steps."""
+    """Return the drafts verified and accepted, [n] each, of all requests of all steps.
+
+    None are of a round in which a preset copied: it says nothing about the drafter.
+    """
     verified = np.concatenate([step.rounds.verify_lens.numpy()[step.rows] for step in feedback])
-    return verified, np.concatenate([step.accept_lens for step in feedback])
+    drawn = np.concatenate([np.array(step.rounds.copied)[step.rows] == 0 for step in feedback])
+    return verified * drawn, np.concatenate([step.accept_lens for step in feedback]) * drawn
 
 
 def repeat_by_weight(feedback: Sequence[StepFeedback], *columns: NDArray[Any]) -> list[NDArray[Any]]:

@@ -23,8 +23,6 @@ class StepDecision:
         draft_requests: requests that are drafted, ascending; None drafts all.
         weight: rounds that this step's outcome stands for in what is learned.
         limits: what bounds the drafts of single requests, see :meth:`within`; None if nothing does.
-        copied: drafts that a preset copies, per request; empty if no preset does. They are verified whatever their
-            survival would be.
         with_confidence: whether the drafter's confidences are computed.
         context: mean context tokens per request, which the decision was made for. All ranks of a server take rank 0's.
     """
@@ -34,12 +32,11 @@ class StepDecision:
     draft_requests: tuple[int, ...] | None = None
     weight: int = 1
     limits: RequestLimits | None = None
-    copied: tuple[int, ...] = ()
     with_confidence: bool = field(default=True, compare=False)
     context: float = field(default=0.0, compare=False)
 
     def draft_lens(self, requests: int) -> list[int]:
-        """Return the drafts that the drafter proposes for each of the step's requests."""
+        """Return the drafts that are proposed for each of the step's requests."""
         if self.draft_requests is None:
             return [self.draft_len] * requests
         drafted = set(self.draft_requests)
@@ -67,39 +64,32 @@ class StepDecision:
         """Return whether a request asks for a bound by confidence."""
         return self.limits is not None and self.limits.thresholds is not None
 
-    def within(self, limits: RequestLimits | None, copied: Sequence[int] = ()) -> StepDecision:
+    def within(self, limits: RequestLimits | None) -> StepDecision:
         """Return the same step within what single requests ask for.
 
-        Requests that may not verify anything, and those with copied drafts, are not drafted. What a request may not
-        verify is left to others as far as the budget goes; copied drafts come on top of the budget.
+        Requests that may not verify anything are not drafted. What a request may not verify is left to others as far as
+        the budget goes.
 
         Args:
             limits: None if no request asks for any.
-            copied: drafts that a preset copies, per request; empty if no preset does.
         """
-        if limits is None and not copied:
+        if limits is None or self.draft_len == 0:
             return self
-        requests, num_copied = len(copied) if limits is None else len(limits.max_verify), sum(copied)
-        copied = tuple(copied) or (0,) * requests
-        allowed = (self.draft_len,) * requests if limits is None else limits.max_verify
-        candidates = range(requests if self.draft_len else 0) if self.draft_requests is None else self.draft_requests
-        drafted = tuple(r for r in candidates if allowed[r] and not copied[r])
-        if not drafted and not num_copied:
+        allowed = limits.max_verify
+        candidates = range(len(allowed)) if self.draft_requests is None else self.draft_requests
+        drafted = tuple(r for r in candidates if allowed[r])
+        if not drafted:
             return PLAIN
-        draft_len = self.draft_len if drafted else 0
-        max_verify = tuple(copied[r] or (min(allowed[r], draft_len) if r in drafted else 0) for r in range(requests))
-        left = sum(max_verify) - num_copied
-        bounds = None if limits is None else limits.thresholds
+        max_verify = tuple(min(most, self.draft_len) if r in drafted else 0 for r, most in enumerate(allowed))
+        bounds, left = limits.thresholds, sum(max_verify)
         thresholds = bounds if bounds is not None and any(bounds[r] for r in drafted) else None
-        if not num_copied and left == len(candidates) * draft_len and thresholds is None:
+        if left == len(candidates) * self.draft_len and thresholds is None:
             return self
         return replace(
             self,
-            draft_len=draft_len,
-            selection=self.selection.bounded(drafted, left, num_copied),
-            draft_requests=None if len(drafted) == requests else drafted,
+            selection=self.selection.bounded(drafted, left),
+            draft_requests=None if len(drafted) == len(allowed) else drafted,
             limits=RequestLimits(max_verify, thresholds),
-            copied=copied if num_copied else (),
         )
 
     def for_some(self, drafted: Sequence[int], requests: int) -> StepDecision:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from dspark_kernels import Candidates
+from dspark_kernels import ASKED_ROWS, Candidates
 
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
@@ -20,11 +20,10 @@ class StepRecord:
     Attributes:
         requests: ids of the step's requests.
         decision: what the policy had decided.
-        drafted: drafts proposed per request.
+        drafted: drafts proposed per request; none on a server without a drafter.
         verify_lens: [bs] int64, drafts verified per request.
         confidence: as in :class:`~.state.DraftOutput`.
         traced: [bs, 2 + depth] int64: context length, anchor and drafts; None when no request wants a trace.
-        copied: drafts that a preset proposed, per request; those requests count as not drafted.
         chains: [bs, 2 + m] int64 of :class:`dspark_kernels.Candidates`; None without.
         committed: [bs, width] int64 tokens that the step committed, -1 behind them; on the host from the start.
         policy, parked: name of the policy that chose, and whether it let speculation rest.
@@ -36,7 +35,6 @@ class StepRecord:
     verify_lens: torch.Tensor
     confidence: Confidence | None
     traced: torch.Tensor | None
-    copied: Sequence[int]
     chains: torch.Tensor | None = None
     committed: torch.Tensor | None = None
     policy: str = "auto"
@@ -48,13 +46,24 @@ class StepRecord:
         lens: list[int] = self.verify_lens.tolist()
         return lens
 
-    @cached_property
+    @property
     def followed(self) -> list[int]:
-        """Return the leading drafts of each request that go on with its chain, once they are on the host."""
+        """Return the leading drafts of each request that go on with a chain which competed with the drafter."""
+        return self._leading[0]
+
+    @property
+    def copied(self) -> list[int]:
+        """Return the leading drafts of each request that go on with a chain which a preset has asked for."""
+        return self._leading[1]
+
+    @cached_property
+    def _leading(self) -> list[list[int]]:
+        """[2, bs], once chains are on the host."""
         if self.chains is None:
-            return [0] * len(self.requests)
-        followed: list[int] = Candidates.parts(self.chains)[1].tolist()
-        return followed
+            return [[0] * len(self.requests)] * 2
+        rows, followed, _ = Candidates.parts(self.chains)
+        is_asked = rows >= ASKED_ROWS
+        return [(followed * kind).tolist() for kind in (~is_asked, is_asked)]
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:

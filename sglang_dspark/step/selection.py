@@ -40,13 +40,12 @@ class Selection(ABC):
         """Return how many of ``drafts`` proposed drafts are verified at most; None if only the device knows."""
 
     @abstractmethod
-    def bounded(self, drafted: Sequence[int], num_drafts: int, num_copied: int = 0) -> Selection:
+    def bounded(self, drafted: Sequence[int], num_drafts: int) -> Selection:
         """Return the rule for a step in which some requests have bounds.
 
         Args:
             drafted: requests that are drafted.
-            num_drafts: drafts of the drafter that may be verified in all.
-            num_copied: copied drafts, which are verified also.
+            num_drafts: drafts that may be verified in all.
         """
 
     @abstractmethod
@@ -69,8 +68,8 @@ class FixedLength(Selection):
     def max_drafts(self, drafts: int) -> int:
         return drafts
 
-    def bounded(self, drafted: Sequence[int], num_drafts: int, num_copied: int = 0) -> Selection:
-        return TopK(num_drafts + num_copied)
+    def bounded(self, drafted: Sequence[int], num_drafts: int) -> Selection:
+        return TopK(num_drafts)
 
     def select(self, draft: DraftOutput, limits: RequestLimits | None) -> SelectedDrafts:
         raise AssertionError("whole blocks need no selection, and bounded ones have another rule")
@@ -90,25 +89,19 @@ class TopK(Selection):
     def max_drafts(self, drafts: int) -> int:
         return self.budget
 
-    def bounded(self, drafted: Sequence[int], num_drafts: int, num_copied: int = 0) -> Selection:
-        return TopK(
-            min(self.budget, num_drafts) + num_copied, self.probe_request if self.probe_request in drafted else None
-        )
+    def bounded(self, drafted: Sequence[int], num_drafts: int) -> Selection:
+        return TopK(min(self.budget, num_drafts), self.probe_request if self.probe_request in drafted else None)
 
     def select(self, draft: DraftOutput, limits: RequestLimits | None) -> SelectedDrafts:
-        order = self._order(draft)
-        if limits is not None:
-            order = _Bounds.of(limits, draft).apply(order)
+        most = None if limits is None else _most(limits, draft)
         row_count_known = limits is None or limits.thresholds is None
-        return TopDrafts(order, self.budget, row_count_known)
+        return TopDrafts(_up_to(most, self._order(draft)), self.budget, row_count_known)
 
     def _order(self, draft: DraftOutput) -> torch.Tensor:
-        """Return [bs, width of the block] what drafts rank by."""
-        bs, width, device = len(draft), draft.width, draft.device
+        """Return [bs, depth] what drafts rank by."""
+        tokens, device = draft.block.tokens, draft.device
         # A policy without confidences ranks drafts only to keep them within limits, which leave no decision.
-        survival = torch.ones((bs, width), device=device) if draft.confidence is None else draft.survival
-        if survival.shape[1] < width:
-            survival = torch.nn.functional.pad(survival, (0, width - survival.shape[1]), value=_EXCLUDED)
+        survival = torch.ones(tokens.shape, device=device) if draft.confidence is None else draft.survival
         if left_out := [request for request, length in enumerate(draft.draft_lens) if length == 0]:
             survival = survival.index_fill(0, host_index(left_out, device), _EXCLUDED)
         if self.probe_request is not None:
@@ -126,8 +119,8 @@ class _LiveRule(Selection):
     def max_drafts(self, drafts: int) -> None:
         return None
 
-    def bounded(self, drafted: Sequence[int], num_drafts: int, num_copied: int = 0) -> Selection:
-        return self if drafted else TopK(num_copied)
+    def bounded(self, drafted: Sequence[int], num_drafts: int) -> Selection:
+        return self
 
 
 @dataclass(frozen=True)
@@ -142,11 +135,9 @@ class EarlyStop(_LiveRule):
 
     def select(self, draft: DraftOutput, limits: RequestLimits | None) -> SelectedDrafts:
         """Return the lengths of :func:`early_stop`, which reads the survivals on the host."""
-        bounds = None if limits is None else _Bounds.of(limits, draft)
-        survival = draft.survival if bounds is None else bounds.drafted(draft.survival)
+        survival = _up_to(None if limits is None else _most(limits, draft), draft.survival)
         lens = early_stop(survival.double().cpu().numpy(), np.array(self.step_ms))
-        found = torch.tensor(lens, device=survival.device)
-        return DeviceLens(found if bounds is None else bounds.cut(found))
+        return DeviceLens(torch.tensor(lens, device=survival.device))
 
 
 @dataclass(frozen=True)
@@ -157,44 +148,24 @@ class Threshold(_LiveRule):
 
     def select(self, draft: DraftOutput, limits: RequestLimits | None) -> SelectedDrafts:
         lens = above_threshold(draft.raw_confidence, self.confidence)
-        return DeviceLens(lens if limits is None else _Bounds.of(limits, draft).cut(lens))
+        return DeviceLens(lens if limits is None else torch.minimum(lens, _most(limits, draft)))
 
 
-@dataclass(frozen=True)
-class _Bounds:
-    """Limits of a step's requests as they turn out for its drafts.
+def _most(limits: RequestLimits, draft: DraftOutput) -> torch.Tensor:
+    """Return [bs] int64 leading drafts of a block that may be verified by ``limits`` cut to what the step drafts."""
+    most = host_index(limits.max_verify, draft.device)
+    if limits.thresholds is None:
+        return most
+    bounds = host_floats(limits.thresholds, draft.device)[:, None]
+    return torch.minimum(most, above_threshold(draft.raw_confidence, bounds))
 
-    Attributes:
-        most: [bs] int64 leading drafts of a block that may be verified; of copied drafts, all are.
-        copied: [bs] bool, whether the drafts are a preset's and not the drafter's.
-    """
 
-    most: torch.Tensor
-    copied: torch.Tensor
-
-    @classmethod
-    def of(cls, limits: RequestLimits, draft: DraftOutput) -> _Bounds:
-        """Apply ``limits``, which :meth:`StepDecision.within` has cut to what the step drafts, to the drafts."""
-        device = draft.device
-        most, num_copied = host_index((limits.max_verify, draft.copied or [0] * len(draft)), device)
-        copied = num_copied > 0
-        if limits.thresholds is not None:
-            sure = above_threshold(draft.raw_confidence, host_floats(limits.thresholds, device)[:, None])
-            most = torch.where(copied, most, torch.minimum(most, sure))
-        return cls(most, copied)
-
-    def cut(self, lens: torch.Tensor) -> torch.Tensor:
-        """Return the lengths [bs] of a rule that knows no bounds, within these."""
-        return torch.where(self.copied, self.most, torch.minimum(lens, self.most))
-
-    def apply(self, survival: torch.Tensor) -> torch.Tensor:
-        """Return [bs, width] what drafts rank by: copied ones come first, those past the bounds never."""
-        slots = torch.arange(survival.shape[1], device=survival.device)
-        return survival.masked_fill(self.copied[:, None], FORCED).masked_fill(slots >= self.most[:, None], _EXCLUDED)
-
-    def drafted(self, survival: torch.Tensor) -> torch.Tensor:
-        """Return [bs, draft_len] survivals of the drafter's drafts within the bounds, negative ones elsewhere."""
-        return self.apply(survival).masked_fill(self.copied[:, None], _EXCLUDED)
+def _up_to(most: torch.Tensor | None, survival: torch.Tensor) -> torch.Tensor:
+    """Return [bs, depth] what drafts rank by; those past the first ``most`` [bs] of a block never are verified."""
+    if most is None:
+        return survival
+    slots = torch.arange(survival.shape[1], device=survival.device)
+    return survival.masked_fill(slots >= most[:, None], _EXCLUDED)
 
 
 def early_stop(survival: NDArray[np.float64], step_ms: NDArray[np.float64]) -> list[int]:

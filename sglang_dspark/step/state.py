@@ -7,11 +7,11 @@ vocabulary. Tensors live on the worker's device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from dspark_kernels import AcceptResult, DraftBlock, RoundKeys, SamplingBatch, StepRequests, VerifyRows
+from dspark_kernels import AcceptResult, ChainRules, DraftBlock, RoundKeys, SamplingBatch, StepRequests, VerifyRows
 
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.transfers import host_index
@@ -27,7 +27,7 @@ class DecodeBatch:
     req_to_token: torch.Tensor  # [rows, columns] int32, K/V slot of every position of every request
     rows: SamplingBatch
     keys: RoundKeys
-    least_match: torch.Tensor | None = None  # [bs] int64, see suffix_match
+    rules: ChainRules | None = None  # of the requests' chains; None for the usual ones
     keeps_logits: bool = False  # whether the target's logits are adjusted before acceptance, or read after it
     batch: Any = None  # SGLang's, as its forward takes it
     rows_of: Callable[[Sequence[int]], SamplingBatch] | None = None  # of some of the requests
@@ -51,29 +51,10 @@ class DecodeBatch:
             req_to_token=self.req_to_token,
             rows=self.rows_of(requests),
             keys=self.keys.take(index),
-            least_match=None if self.least_match is None else self.least_match[index],
+            rules=None if self.rules is None else self.rules.take(index),
             keeps_logits=self.keeps_logits,
         )
         return part, index
-
-
-@dataclass(frozen=True)
-class Copies:
-    """Drafts that presets propose instead of the drafter's.
-
-    Attributes:
-        tokens: [bs, width] int64, fillers where nothing is proposed.
-        lens: drafts proposed per request.
-    """
-
-    tokens: torch.Tensor
-    lens: tuple[int, ...]
-
-    @property
-    def mask(self) -> torch.Tensor:
-        """Return [bs, width] bool, which of ``tokens`` are proposed."""
-        lens = host_index(self.lens, self.tokens.device)
-        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < lens[:, None]
 
 
 @dataclass(frozen=True)
@@ -82,17 +63,14 @@ class DraftOutput:
 
     Attributes:
         block: the drafts, [bs, depth]; of depth 0 in a plain step.
-        confidence: how sure the drafter is of its drafts; None if neither policy nor request asked. A block
-            with copied drafts may be wider.
-        draft_lens: drafts that the drafter proposes per request; rows of requests without any hold fillers.
-        copied: drafts that a preset proposes instead, per request; empty if no preset does.
+        confidence: how sure the drafter is of its drafts; None if neither policy nor request asked.
+        draft_lens: drafts proposed per request; rows of requests without any hold fillers.
         planned: whether the graph that drafted has laid out the rows of the verification as well.
     """
 
     block: DraftBlock
     confidence: Confidence | None
     draft_lens: list[int]
-    copied: Sequence[int] = ()
     planned: bool = False
 
     @staticmethod
@@ -102,17 +80,6 @@ class DraftOutput:
 
     def __len__(self) -> int:
         return len(self.draft_lens)
-
-    def with_copies(self, copies: Copies | None) -> DraftOutput:
-        """Return these drafts, and those that presets propose in place of some."""
-        if copies is None:
-            return self
-        return replace(self, block=self.block.with_copies(copies.tokens, copies.mask), copied=copies.lens)
-
-    @property
-    def width(self) -> int:
-        """Return the drafts that the block has room for."""
-        return self.block.tokens.shape[1]
 
     @property
     def device(self) -> torch.device:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, Self
 
 import torch
-from dspark_kernels import AcceptResult, Candidates, CommitRows, DraftBlock, draft_block, prepare, suffix_match
+from dspark_kernels import AcceptResult, Candidates, CommitRows, DraftBlock, draft_block, find_chains, prepare
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
@@ -129,7 +129,7 @@ class Drafter:
         """Run the network over the blocks of all requests of ``step`` and sample their first ``depth`` drafts.
 
         Args:
-            weights: of candidates from the requests' own texts, see :class:`Candidates`.
+            weights: of candidates, see :class:`Candidates`.
             layout: ids and positions [bs, num_slots] of the blocks, where they are laid out already.
         """
         bs, model, first = len(step), self.model, self.config.first_slot
@@ -141,7 +141,7 @@ class Drafter:
         # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
         hidden = hidden[:, first : first + depth].reshape(bs * depth, -1)
         # One more than slots: the token behind a block shows how good candidates are, too.
-        chains = suffix_match(step.requests, self.cache.tokens, depth + 1, step.least_match)
+        chains = find_chains(step.requests, self.cache.tokens, depth + 1, step.rules)
         return draft_block(
             self.heads.base_logits(hidden).view(bs, depth, -1),
             hidden.view(bs, depth, -1),
@@ -209,33 +209,40 @@ def log_remarks(path: str, reading: Reading) -> None:
 
 
 class NoDrafter:
-    """A server without a drafter: steps are plain but for the drafts that presets copy.
+    """A server without a drafter: steps are plain but for what presets copy.
 
     There is no draft K/V, and nothing is read from the target's layers.
+
+    Args:
+        vocab_size: of the target.
     """
 
     drafts = False
     mask_token_id = 0  # of staged blocks that are not read
 
-    def __init__(self, options: DSparkConfig) -> None:
+    def __init__(self, options: DSparkConfig, vocab_size: int, device: torch.device) -> None:
         self.gamma = self.num_slots = options.gamma(None)
+        self._vocab_size, self._device = vocab_size, device
         logger.info("DSPARK: no drafter; requests with a preset speculate")
 
     def allocate(self, num_slots: int, dtype: torch.dtype) -> None:
-        """Make nothing: there is no K/V."""
+        """Make room for the tokens of the slots: there is no K/V."""
+        self._tokens = torch.full((num_slots,), -1, device=self._device)
 
     def calibration(self, options: DSparkConfig, max_verify: int) -> None:
         """Return None: there is nothing to calibrate."""
 
-    def propose(self, *args: Any, **kwargs: Any) -> DraftBlock:
-        """Raise: the policies of such a server choose plain steps."""
-        raise AssertionError("a server without a drafter cannot draft")
+    def propose(self, step: DecodeBatch, depth: int, *_given: Any) -> DraftBlock:
+        """Return what the chains of requests offer."""
+        return DraftBlock.of_chains(find_chains(step.requests, self._tokens, depth, step.rules), depth)
 
     def commit(self, plan: VerifyPlan, accepted: AcceptResult, captured: torch.Tensor) -> None:
-        """Write nothing: the target's K/V is all there is."""
+        """Keep the tokens alone: the target's K/V is all there is."""
+        self._tokens[plan.slots] = plan.input_ids
 
     def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keep nothing: presets read the requests themselves."""
+        """Keep tokens [n] of requests' texts with their slots [n]; those of pictures have ids of no vocabulary."""
+        self._tokens[slots] = torch.where(tokens < self._vocab_size, tokens, -1)
 
     def inject(self, *rows: Any) -> None:
         """Write nothing: there is no K/V."""

@@ -39,7 +39,6 @@ from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.executors.captured import CapturedSteps
 from sglang_dspark.worker.executors.eager import EagerExecutor
 from sglang_dspark.worker.executors.selector import ExecutorSelector
-from sglang_dspark.worker.preset_texts import PresetTexts
 from sglang_dspark.worker.startup.late_kernels import report_late_kernels
 from sglang_dspark.worker.startup.measured_steps import MeasuredSteps
 from sglang_dspark.worker.startup.warm_up import hold_largest_step, on_stream_of_steps, warm_up
@@ -48,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class DSparkWorker(SpecWorkerBase):
-    """Draft, with the drafter or by presets, verify with the target, commit what was accepted."""
+    """Draft, verify with the target, commit what was accepted."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -61,8 +60,10 @@ class DSparkWorker(SpecWorkerBase):
         forward = partial(run_verify, self.target_worker)
         self.eager = EagerExecutor(self.drafter, self.schedule, forward, self.agreement, self.acceptance_profile())
         self.executors = ExecutorSelector(self.eager)
-        self.request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.max_verify, device=self.device))
-        self.preset_texts = PresetTexts(self.max_verify, self.target_worker.model_runner.model_config.vocab_size)
+        asked = partial(
+            BatchOptions.of, max_verify=self.max_verify, device=self.device, draft_free=not self.drafter.drafts
+        )
+        self.request_options = CachedByBatch(asked)
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
 
@@ -70,7 +71,7 @@ class DSparkWorker(SpecWorkerBase):
         """Return the drafter that the options name."""
         drafter, runner = self.settled.drafter, self.target_worker.model_runner
         if drafter is None:
-            return NoDrafter(self.options)
+            return NoDrafter(self.options, int(runner.model_config.vocab_size), self.device)
         dummy, window = self.settled.dummy_draft, self.settled.draft_window
         return Drafter.load(drafter, self.options, runner, self.device, dummy=dummy, window=window)
 
@@ -133,7 +134,7 @@ class DSparkWorker(SpecWorkerBase):
         if not slots:
             logger.info("DSPARK: decode steps run eagerly: CUDA graphs are off")
             return
-        # Copied drafts are launched: without a drafter, captured steps are plain.
+        # Without a drafter, captured steps are plain: only the device knows how many drafts there are.
         depth = self.max_verify if self.drafter.drafts else 0
         captured = CapturedSteps(
             self.eager,
@@ -152,14 +153,12 @@ class DSparkWorker(SpecWorkerBase):
         """Choose, draft, plan, verify, accept, publish, commit."""
         options, adjuster = self.request_options.read(batch.reqs), self.logits_adjuster.of_step(batch)
         step = self.read(batch, options, adjusted=adjuster.any)
-        copies = self.preset_texts.propose(batch.reqs, options, step) if self.schedule.speculates else None
-        decision = self.control.choose(batch, options, () if copies is None else copies.lens)
+        decision = self.control.choose(batch, options)
         span = self.timer.begin()
         executor = self.executors.select(step, decision)
-        outcome = executor.run(step, decision, copies, self.hooks(adjuster, publish))
+        outcome = executor.run(step, decision, self.hooks(adjuster, publish))
         self.schedule.end_step(decision, len(step), len(outcome.plan.input_ids))
         adjuster.count(outcome.accepted.out_tokens)
-        self.preset_texts.took(batch.reqs, options, outcome.accepted)
         record = self.record(batch, options, step, decision, outcome)
         result = decode_result(batch, step, outcome, record, self.copies, span, in_graphs=executor.in_graphs)
         span.end()
@@ -175,7 +174,7 @@ class DSparkWorker(SpecWorkerBase):
             seed=self.target_worker.random_seed,
             step=self.step,
             adjusted=adjusted,
-            least_match=options.least_match,
+            rules=options.rules,
         )
 
     def hooks(self, adjuster: StepAdjuster, publish: Publish) -> StepHooks:
@@ -196,11 +195,10 @@ class DSparkWorker(SpecWorkerBase):
         return StepRecord(
             requests=[req.rid for req in batch.reqs],
             decision=decision,
-            drafted=draft.draft_lens,
+            drafted=draft.draft_lens if self.drafter.drafts else [0] * len(step),
             verify_lens=outcome.plan.verify_lens[: len(step)],
             confidence=draft.confidence,
             traced=copy_drafts(step, draft.block) if options.traced else None,
-            copied=draft.copied or [0] * len(step),
             chains=draft.block.chains,
             policy=self.schedule.policy.name,
             parked=self.schedule.parked,

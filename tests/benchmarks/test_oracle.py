@@ -22,17 +22,17 @@ class Server:
         return {"sglext": {"output_ids": [[len(body["messages"][0]["content"])] * 3]}}
 
 
-@pytest.mark.parametrize(("text", "more"), [("oracle", {}), ("oracle:5", {"max_draft": 5})])
+@pytest.mark.parametrize(("text", "more"), [("oracle", {}), ("oracle:5", {"verify_len": 5})])
 def test_drafts_are_what_the_server_has_answered(text, more):
     server, oracle = Server(), parse_configuration(text, "float32")
     fields = recorded_drafts(server, oracle, [Prompt(4, "ab"), Prompt(9, "c")], GREEDY, users=2)
     assert fields == {
-        4: {"preset": "replay", "recorded": [2, 2, 2], **more},
-        9: {"preset": "replay", "recorded": [1, 1, 1], **more},
+        4: {"preset": "replay", "recorded": [2, 2, 2]},
+        9: {"preset": "replay", "recorded": [1, 1, 1]},
     }
     path, body = server.bodies[0]
     assert (path, body["speculation"], body["stream"]) == ("/v1/chat/completions", {"enabled": False}, False)
-    assert oracle.is_dspark and oracle.policy_fields == {"policy": "static", "verify_len": 0}
+    assert oracle.is_dspark and oracle.policy_fields == {"policy": "static", **more}
 
 
 @pytest.mark.parametrize("sampling", [Sampling(9, temperature=1), Sampling(9, temperature=0, raw=True)])

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dspark_kernels import AcceptResult
+from dspark_kernels import ASKED_ROWS, AcceptResult
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, SamplingReader, decode_result, most_words
@@ -15,7 +15,7 @@ from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import StepOutcome, TargetOutput
 
 CPU = torch.device("cpu")
-CHAINS = torch.tensor([[3, 2, 7, 8, 5], [0, 0, -1, -1, -1]])
+CHAINS = torch.tensor([[3, 2, 7, 8, 5], [ASKED_ROWS, 1, 6, -1, -1]])
 
 
 def accepted():
@@ -28,7 +28,7 @@ def accepted():
 
 
 def result(confidence, traced):
-    rounds = StepRecord(["a", "b"], PLAIN, [2, 2], torch.tensor([2, 1]), confidence, traced, [0, 0], CHAINS)
+    rounds = StepRecord(["a", "b"], PLAIN, [2, 2], torch.tensor([2, 1]), confidence, traced, CHAINS)
     batch, span = SimpleNamespace(return_logprob=False), SimpleNamespace(ms=3.0)
     step = SimpleNamespace(rows=SimpleNamespace(filter_params=SimpleNamespace(temperatures=None)))
     target = TargetOutput(LogitsProcessorOutput(next_token_logits=None), None)
@@ -53,7 +53,7 @@ def test_what_arrives_is_what_was_sent(logits, traced):
     assert made.accept_lens.tolist() == [3, 1]  # with the bonus token
     assert made.rounds.verify_lens.tolist() == [2, 1]
     assert made.cap_lens.tolist() == [3, 2] and made.block_accept_lens.tolist() == [2, 2]  # SGLang adds these up
-    assert torch.equal(made.rounds.chains, CHAINS) and made.rounds.followed == [2, 0]
+    assert torch.equal(made.rounds.chains, CHAINS) and made.rounds.followed == [2, 0] and made.rounds.copied == [0, 1]
     assert made.rounds.committed.tolist() == [[7, 8, 9], [4, -1, -1]]
     assert torch.equal(made.rounds.confidence.survival, survival)
     for got, sent in ((made.rounds.confidence.logits, logits), (made.rounds.traced, traced)):

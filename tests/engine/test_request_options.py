@@ -4,13 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dspark_kernels import LEAST_MATCH, MOST_MATCH
+from dspark_kernels import ASKED_ROWS, MOST_MATCH, USUAL
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.api.request_field import ASKED, MAX_LABEL_TOKENS, settle
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.scheduler.request_options import BatchOptions, request_options
-from sglang_dspark.proposals.proposer import Proposers
 from sglang_dspark.speculation import RequestOptions
 from sglang_dspark.step.limits import RequestLimits
 
@@ -29,7 +28,8 @@ class Tokenizer:
 
 def manager(tokenizer=None):
     server = DSparkServer(DSparkConfig(), drafter=None, dummy_draft=False)
-    return SimpleNamespace(tokenizer=tokenizer, server_args=SimpleNamespace(_dspark=server))
+    model_config = SimpleNamespace(vocab_size=256)
+    return SimpleNamespace(tokenizer=tokenizer, server_args=SimpleNamespace(_dspark=server), model_config=model_config)
 
 
 def settled(custom_params, tokenizer=None):
@@ -102,11 +102,7 @@ def test_bad_values_are_refused_by_name(field, named):
 
 def test_labels_arrive_in_both_spellings():
     req = with_labels(Tokenizer(), ["ab"])
-    proposer = Proposers(256).make(request_options(req), req.origin_input_ids)
-    proposer.extend([ord(" ")])
-    assert proposer.propose(9) == [ord("a"), ord("b")]
-    proposer.extend([ord("a")])
-    assert proposer.propose(9) == [ord("b")]
+    assert request_options(req).labels == (tuple(b"ab"), tuple(b" ab"))
 
 
 def test_the_labels_of_a_batch_are_tokenized_once():
@@ -140,14 +136,45 @@ def test_a_batch_has_limits_only_if_a_request_asks_for_less():
     usual, traced, short = (settled({"dspark": field}) for field in (None, {"trace": True}, {"max_verify": 2}))
     assert batch_options([usual, usual]).limits is None
     both = batch_options([traced, short])
-    assert (both.limits, both.traced, both.presets) == (RequestLimits((7, 2)), True, ())
+    assert (both.limits, both.traced, both.rules) == (RequestLimits((7, 2)), True, None)
     assert batch_options([usual, short], max_verify=2).limits is None
 
 
-def test_a_request_may_leave_its_drafts_to_the_drafter():
-    usual, alone = (settled({"dspark": field}) for field in (None, {"preset": "none"}))
-    assert batch_options([usual, usual]).least_match is None
-    assert batch_options([usual, alone]).least_match.tolist() == [LEAST_MATCH, MOST_MATCH + 1]
+def test_requests_say_what_their_chains_are():
+    fields = [None, {"preset": "none"}, {"preset": "summarization"}]
+    fields += [{"preset": "summarization", "min_ngram": 1, "max_ngram": 8, "max_draft": 2}]
+    usual, *others = map(settled, [{"dspark": field} for field in fields])
+    assert batch_options([usual, usual]).rules is None
+    rules = batch_options([usual, *others]).rules
+    assert [tuple(row) for row in rules.bounds.tolist()] == [
+        USUAL,
+        (MOST_MATCH + 1, *USUAL[1:]),
+        (3, 5, USUAL[2], ASKED_ROWS),
+        (1, MOST_MATCH, 2, ASKED_ROWS),
+    ]
+    assert rules.labels is None
+    with pytest.raises(ValueError, match=f"from 1 to {MOST_MATCH}"):
+        settled({"dspark": {"preset": "summarization", "max_ngram": MOST_MATCH + 1}})
+
+
+def test_labels_are_one_text_that_is_looked_up_from_their_beginnings():
+    """A recorded answer is a label."""
+    usual, labelled = settled(None), with_labels(Tokenizer(), ["ab", "c"])
+    recorded = settled({"dspark": {"preset": "replay", "recorded": list(range(12)), "max_draft": 4}})
+    rules, never = batch_options([usual, labelled, recorded]).rules, MOST_MATCH + 1
+    assert [tuple(row) for row in rules.bounds[:, [0, 2, 3]].tolist()] == [(3, USUAL[2], 0)] * 2 + [(3, 4, 0)]
+    text, needed = rules.labels.tolist()
+    assert text[0] == [-1] * 14 and needed[0] == [never] * 14
+    assert text[1] == [-1, *b"ab", -1, *b" ab", -1, *b"c", -1, *b" c", -1, -1]
+    assert needed[1] == [never, 1, never, never, 1, 2, never, never, never, never, 1, never, never, never]
+    assert text[2] == [-1, *range(12), -1]
+    assert needed[2] == [never, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, never, never]
+
+
+def test_nothing_but_presets_speculates_without_a_drafter():
+    usual, copying = settled(None), settled({"dspark": {"preset": "summarization"}})
+    options = BatchOptions.of([usual, copying], 7, torch.device("cpu"), draft_free=True)
+    assert options.limits == RequestLimits((0, 7))
 
 
 def batch_options(reqs, max_verify=7):

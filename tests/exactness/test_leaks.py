@@ -11,8 +11,18 @@ from dspark_kernels import AdjustmentTable, Candidates, DraftBlock
 from dspark_kernels.acceptance import acceptance_reference
 from dspark_kernels.drafting import walk_reference
 from dspark_kernels.sampling.noise import Purpose, RoundKeys
-from enumerated_distribution import PENALTIES, STATIC, THRESHOLD, distribution_error, half_of, one_of_a_block
-from toy_pair import GAMMA, ToyLoop, V
+from enumerated_distribution import (
+    COMPETING,
+    COPYING,
+    PENALTIES,
+    STATIC,
+    THRESHOLD,
+    distribution_error,
+    half_of,
+    one_of_a_block,
+)
+from switches import SWITCHES
+from toy_pair import GAMMA, ToyLoop, V, toy_drafter
 
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.step import selection
@@ -129,7 +139,7 @@ def penalties_of_the_step_before(monkeypatch):
 
 
 def copies_weighed_by_the_drafters_distribution(monkeypatch):
-    after(monkeypatch, DraftBlock, "with_copies", lambda block, *_: replace(block, copied=None))
+    after(monkeypatch, DraftBlock, "with_candidates", lambda block, *_: replace(block, copied=None))
 
 
 def drafts_judged_as_copies(monkeypatch):
@@ -210,7 +220,8 @@ def confidence_in_a_candidate_that_was_drawn(monkeypatch):
 
 
 ALL, ONE = PENALTIES["all"], {"schedule": "static", "verify_len": 1}
-CHAINED = {"candidates": True}
+CHAINED = {"bounds": [COMPETING]}
+REDUCED = toy_drafter(SWITCHES["reduced vocabulary, gated"])
 LEAKS = [
     (candidates_where_the_drafter_disagrees, STATIC, CHAINED),
     (candidates_boosted_after_the_draw, STATIC, CHAINED),
@@ -218,13 +229,9 @@ LEAKS = [
     (confidence_in_a_candidate_that_was_drawn, {}, CHAINED | {"requests": 2, "choose": half_of}),
     (penalties_without_the_drafts, STATIC, {"length": 2, "adjustment": ALL}),
     (penalties_of_the_step_before, {"schedule": "off"}, {"length": 2, "adjustment": ALL}),
-    (
-        copies_weighed_by_the_drafters_distribution,
-        ONE,
-        {"requests": 2, "copied_after": lambda request, text: [1] * (request == 0)},
-    ),
+    (copies_weighed_by_the_drafters_distribution, STATIC, {"bounds": [COPYING], "drafter": REDUCED, "length": 2}),
     (drafts_judged_as_copies, ONE, {}),
-    (copies_that_are_never_corrected, {"schedule": "off"}, {"copied_after": lambda request, text: [1]}),
+    (copies_that_are_never_corrected, {"draft_free": True}, {"bounds": [COPYING]}),
     (distributions_at_another_temperature, STATIC, {}),
     (forced_by_value, {}, {"requests": 2, "choose": half_of}),
     (ranked_by_value, {}, {"requests": 2, "choose": half_of}),

@@ -1,4 +1,7 @@
-"""Targets as GPUs serve them: quantised, with eight-bit caches, in pages, on two GPUs. Not run on any yet."""
+"""Targets as GPUs serve them: quantised, with eight-bit caches, in pages, on two GPUs.
+
+Run on an H200 so far: pages of 64 tokens, without retractions.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,7 @@ def test_a_prefix_that_is_found_again_keeps_its_drafts(served):
 
 
 def test_no_slot_is_lost_by_retractions(served):
-    bodies = [endless(CASES[i % len(CASES)]["prompt_ids"], 60) for i in range(48)]
+    bodies = [endless(CASES[i % len(CASES)]["prompt_ids"][:60], 60) for i in range(48)]
     answers = generate(served, bodies, 48)
     assert all(answer["output_ids"] for answer in answers)
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0

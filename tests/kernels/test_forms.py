@@ -43,7 +43,7 @@ def draft(device, v=64, depth=4, seed=0):
     base = torch.zeros(BS, depth, v, device=device)
     hidden, heads = torch.zeros(BS, depth, 4, device=device), DraftHeads(None, None, None)
     chains = torch.zeros(BS, depth + 3, dtype=torch.int64, device=device)
-    candidates = Candidates(chains, torch.zeros(2, 9, 8, device=device))
+    candidates = Candidates(chains, torch.zeros(2, 18, 8, device=device))
     draft_block(base, hidden, keys.positions, heads, rows, keys, candidates)
 
 

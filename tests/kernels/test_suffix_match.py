@@ -2,20 +2,32 @@
 
 import pytest
 import torch
-from dspark_kernels import LEAST_MATCH, MOST_MATCH, StepRequests, suffix_match, suffix_match_ref
+from dspark_kernels import (
+    ASKED_ROWS,
+    LEAST_MATCH,
+    MOST_MATCH,
+    USUAL,
+    ChainRules,
+    StepRequests,
+    find_chains,
+    suffix_match,
+    suffix_match_ref,
+)
 from dspark_kernels.drafting import suffix_match as module
 
 FORMS = [suffix_match, suffix_match_ref]
 
 
-def literal(text, num_candidates):
+def literal(text, num_candidates, bounds=USUAL):
     """Matched tokens and candidates of one text, by the definition."""
-    for matched in range(MOST_MATCH, LEAST_MATCH - 1, -1):
+    least, most, length, row = bounds
+    for matched in range(most, least - 1, -1):
         for start in range(len(text) - 1, matched - 1, -1):
             suffix = text[len(text) - matched :]
             if text[start - matched : start] == suffix and min(suffix) >= 0:
                 period = len(text) - start
-                return [matched, 0] + [text[start + place % period] for place in range(num_candidates)]
+                found = [text[start + place % period] for place in range(min(num_candidates, length))]
+                return [matched + row, 0, *found] + [-1] * (num_candidates - len(found))
     return [0, 0] + [-1] * num_candidates
 
 
@@ -53,6 +65,41 @@ def test_what_followed_the_longest_and_latest_match(device, form, bs, most, num_
     found = form(*case_of(texts, device, torch.int32 if bs == 5 else torch.int64), num_candidates)
     assert found.tolist() == [literal(text, num_candidates) for text in texts]
     assert bs < 5 or {0, LEAST_MATCH} < {row[0] for row in found.tolist()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_requests_have_bounds_of_their_own(device, form):
+    bounds = [USUAL, (1, 3, 2, ASKED_ROWS), (MOST_MATCH + 1, *USUAL[1:]), (2, 2, 4, 0), (1, MOST_MATCH, 9, ASKED_ROWS)]
+    texts = texts_of(5, 90, seed=3)
+    found = form(*case_of(texts, device), 5, ChainRules(torch.tensor(bounds, device=device)))
+    assert found.tolist() == [
+        literal(*case, bounds=of) for case, of in zip([(t, 5) for t in texts], bounds, strict=True)
+    ]
+    assert {row[0] > ASKED_ROWS for row in found.tolist()} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("ending", "matched", "rest"),
+    [
+        ([1], 1, [2, 3]),
+        ([9, 2], 1, [3, 5]),
+        ([9, 3], 1, [7, -1]),
+        ([1, 2], 2, [3, 4]),
+        ([0, 2, 3], 2, [5, 6]),
+        ([1, 2, 3], 3, [4, -1]),
+        ([8, 8, 8], None, []),
+        ([6], None, []),
+    ],
+    ids=str,
+)
+def test_labels_go_on_where_a_text_ends_with_their_beginning(device, ending, matched, rest):
+    """The longest one counts, and of equals the first; without one the text's own chain does."""
+    text = [-1, 1, 2, 3, 4, -1, 2, 3, 5, 6, -1, 3, 7, -1, 2, 9, -1]
+    labels = [text, [9, 1, 2, 3, 9, 9, 1, 2, 3, 9, 9, 1, 9, 9, 1, 9, 9]]
+    case = case_of([[8, 8, 8, 8, 0, *ending]], device)
+    rules = ChainRules(torch.tensor([(3, 8, 2, 0)], device=device), torch.tensor(labels, device=device)[:, None])
+    expected = [matched + ASKED_ROWS, 0, *rest, -1] if matched else suffix_match(*case, 3, rules)[0].tolist()
+    assert find_chains(*case, 3, rules).tolist() == [expected]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -105,12 +105,12 @@ def test_drafts_from_the_text_are_counted_among_the_others():
 
 def test_copied_drafts_say_nothing_about_the_drafter():
     counters = Counters(gamma=3)
-    record(counters, [0, 3], verify_lens=[2, 3], accept_lens=[1, 0], copied_lens=[2, 0])
+    record(counters, [1, 3], verify_lens=[2, 3], accept_lens=[2, 0], copied_lens=[1, 0])
     record(counters, [0], verify_lens=[3], accept_lens=[3], copied_lens=[3])
     report = counters.sums().report()
     assert (report["plain_steps"], report["rounds"]) == (0, 3)
-    assert (report["drafted_tokens"], report["verified_tokens"]) == (3, 8)
-    assert (report["copied_tokens"], report["copied_accepted_tokens"], report["accepted_tokens"]) == (5, 4, 4)
+    assert (report["drafted_tokens"], report["verified_tokens"]) == (4, 8)
+    assert (report["copied_tokens"], report["copied_accepted_tokens"], report["accepted_tokens"]) == (4, 4, 5)
     assert report["survival"] == [0, 0, 0]
 
 

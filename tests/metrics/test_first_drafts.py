@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dspark_kernels import ASKED_ROWS
 
 from sglang_dspark.calibration.fit import MOST, Fit
 from sglang_dspark.metrics.first_drafts import FirstDrafts
@@ -21,7 +22,8 @@ def record(verified, *, copied=None, logits=None):
     decision = StepDecision(3, FixedLength(), with_confidence=logits is not None)
     confidence = None if logits is None else Confidence(torch.tensor(logits), torch.zeros(len(verified), 3))
     lens = torch.tensor(verified)
-    return StepRecord(requests, decision, [3] * len(verified), lens, confidence, None, copied or [0] * len(verified))
+    chains = torch.tensor([[ASKED_ROWS + 1, lead, 7, 7, 7] for lead in copied or [0] * len(verified)])
+    return StepRecord(requests, decision, [3] * len(verified), lens, confidence, None, chains)
 
 
 def test_only_verified_drafts_of_the_drafter_count():

@@ -41,7 +41,7 @@ def test_a_draft_without_a_confidence_is_not_believed_later_either(forecast, mon
     decision = StepDecision(GAMMA, FixedLength())
     for _ in range(WINDOW_ROUNDS):
         confidence = forecast.predict(logits, 3, GAMMA)
-        record = StepRecord(["a", "b", "c"], decision, [GAMMA] * 3, lens, confidence, None, [0] * 3)
+        record = StepRecord(["a", "b", "c"], decision, [GAMMA] * 3, lens, confidence, None)
         forecast.observe(StepFeedback(record, [0, 1, 2], [3, 3, 3]))
     assert forecast.calibration.num_refits == len(sizes) > 1
     assert sizes[-1] == WINDOW_ROUNDS

@@ -1,11 +1,12 @@
 """The schedule of a server: what can be had on it, and what it learns from rounds."""
 
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from dspark_kernels import DraftBlock
+from dspark_kernels import ASKED_ROWS, DraftBlock
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
@@ -38,9 +39,7 @@ def schedule(*, gamma=GAMMA, with_head=True, with_table=True, **options):
 
 def rounds(decision, drafted, verify_lens, logits=None, survival=None):
     requests = [f"r{index}" for index in range(len(drafted))]
-    return StepRecord(
-        requests, decision, drafted, torch.tensor(verify_lens), confidence(logits, survival), None, [0] * len(drafted)
-    )
+    return StepRecord(requests, decision, drafted, torch.tensor(verify_lens), confidence(logits, survival), None)
 
 
 def confidence(logits, survival):
@@ -134,6 +133,22 @@ def test_only_drafted_requests_that_still_run_are_learned_from():
     assert made.forecast.calibration.report()["pairs"] == [1] * GAMMA
 
 
+def test_rounds_in_which_a_preset_copied_say_nothing_about_the_drafter():
+    """But how sure copies are, and with them survivals, is learned from them."""
+    made = schedule()
+    step = rounds(StepDecision(GAMMA, FixedLength()), [GAMMA], [GAMMA], torch.zeros(1, GAMMA))
+    chains = torch.tensor([[ASKED_ROWS + 4, GAMMA, *[7] * (GAMMA + 1)]])
+    positions, weights = made.forecast.positions.conditional().copy(), made.forecast.weights
+    committed = torch.tensor([[5, *[-1] * GAMMA]])
+    for _ in range(40):
+        made.observe(replace(step, chains=chains, committed=committed), [0], [0])
+    made.forecast.update()
+    assert (made.forecast.positions.conditional() == positions).all()
+    assert made.forecast.calibration.report()["pairs"] == [0] * GAMMA
+    least, before = made.forecast.weights[1, ASKED_ROWS + 4], weights[1, ASKED_ROWS + 4]
+    assert least[0] < before[0] - 2 and torch.equal(least[1:], before[1:])
+
+
 def test_blocks_cut_short_are_learned_from_as_far_as_they_go():
     made = schedule()
     decision = StepDecision(2, TopK(2))
@@ -202,7 +217,7 @@ def serve_alone(made, name, survival, steps):
         depth = decision.draft_len
         foretold = confidence(torch.zeros(1, depth), torch.tensor([survival[:depth]])) if depth else None
         lens = torch.tensor([depth])
-        made.observe(StepRecord([name], decision, [depth], lens, foretold, None, [0]), [0], [0])
+        made.observe(StepRecord([name], decision, [depth], lens, foretold, None), [0], [0])
     return choices
 
 
@@ -317,7 +332,7 @@ def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(
             foretold = made.forecast.predict(logits, users, decision.draft_len)
             drafted = DraftOutput(tokens(users, decision.draft_len), foretold, decision.draft_lens(users))
             lens = decision.select(drafted).verify_lens
-            outcome = StepRecord(ids, decision, drafted.draft_lens, lens, foretold, None, [0] * users)
+            outcome = StepRecord(ids, decision, drafted.draft_lens, lens, foretold, None)
             made.observe(outcome, list(range(users)), np.minimum(lens.numpy(), accepts).tolist())
     bad, good = parked[:2000], parked[2000:]
     assert bad.index(True) <= 64 // users + UPDATE_STEPS

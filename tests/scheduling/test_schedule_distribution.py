@@ -19,7 +19,7 @@ from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step import selection
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import Copies, DraftOutput
+from sglang_dspark.step.state import DraftOutput
 
 pytestmark = pytest.mark.slow
 
@@ -58,25 +58,21 @@ def drafted_by(block, schedule, decision):
     return DraftOutput(block, confidence, decision.draft_lens(BS))
 
 
-def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=lambda anchors: (None, None)):
+def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=lambda anchors: None):
     """Anchors [n] and emitted tokens [n, gamma + 1] of all rounds, and the choices made.
 
-    ``ask`` gives the requests' limits and the drafts of their presets.
+    ``ask`` gives the requests' limits.
     """
     anchors = torch.arange(BS) % model.vocab_size
     out_tokens = torch.zeros(BS, GAMMA + 1, dtype=torch.int64)
     on_the_way, choices, history = [], [], []
     for step in range(NUM_STEPS):
         meddle(schedule, step, out_tokens)
-        limits, copies = ask(anchors)
-        copied = () if copies is None else copies.lens
-        decision = schedule.choose(REQUESTS, 100.0, limits, copied)
+        decision = schedule.choose(REQUESTS, 100.0, ask(anchors))
         block = model.draft(anchors, step)
-        drafted = drafted_by(block, schedule, decision).with_copies(copies)
-        block = block if copies is None else block.with_copies(copies.tokens, copies.mask)
+        drafted = drafted_by(block, schedule, decision)
         lens = decision.select(drafted).verify_lens
-        copied = drafted.copied or [0] * BS
-        on_the_way.append(StepRecord(REQUESTS, decision, drafted.draft_lens, lens, drafted.confidence, None, copied))
+        on_the_way.append(StepRecord(REQUESTS, decision, drafted.draft_lens, lens, drafted.confidence, None))
         accepted = model.accept(anchors, block, lens, step)
         history.append((anchors, accepted))
         anchors, out_tokens = accepted.bonus_tokens, accepted.out_tokens
@@ -114,15 +110,11 @@ def model():
 
 
 def every_kind_of_ask(anchors):
-    """A quarter of the requests each: nothing, at most one draft, a bound by confidence, a preset."""
+    """Of four requests each, one asks for nothing, one for a draft at most, and one for a bound by confidence."""
     kind = torch.arange(BS) % 4
-    # Copies the even tokens' successors, and nothing after odd ones; some of it is right by chance.
-    lens = torch.where((kind == 3) & (anchors % 2 == 0), 1 + anchors % GAMMA, 0)
-    copies = Copies((anchors[:, None] + torch.arange(1, GAMMA + 1)) % 6, tuple(lens.tolist()))
     most = torch.where(kind == 1, 1, GAMMA)
     bounds = torch.where(kind == 2, 0.8, 0.0)
-    limits = RequestLimits(tuple(most.tolist()), tuple(bounds.tolist()))
-    return limits, copies if lens.any() else None
+    return RequestLimits(tuple(most.tolist()), tuple(bounds.tolist()))
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "auto", "off"])
@@ -133,12 +125,6 @@ def test_the_text_follows_the_target_whatever_requests_ask_for(model, name):
     assert model.distribution_p_value(anchors, out_tokens) > ALPHA
     lens = torch.stack([lens for _, lens in choices])
     assert (lens[:, 1::4] <= 1).all()
-    copied = torch.tensor([decision.copied or (0,) * BS for decision, _ in choices])
-    assert (copied > 0).any(1).sum() > NUM_STEPS / 2
-    assert (lens[copied > 0] == copied[copied > 0]).all()
-    # What a preset proposes says nothing about the drafter.
-    if name in ("auto", "off"):
-        assert any(decision.draft_len == 0 and decision.copied for decision, _ in choices)
 
 
 def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
@@ -149,7 +135,7 @@ def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
         return honest(torch.cat([confidence[:, 1:], confidence[:, -1:]], dim=1), threshold)
 
     def bounded(anchors):
-        return RequestLimits((GAMMA,) * BS, (0.6,) * BS), None
+        return RequestLimits((GAMMA,) * BS, (0.6,) * BS)
 
     for rule, exact in ((ahead, False), (honest, True)):
         monkeypatch.setattr(selection, "above_threshold", rule)

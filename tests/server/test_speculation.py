@@ -72,7 +72,7 @@ def continuation(text, min_ngram, max_ngram, most):
 
 @pytest.mark.parametrize("name", ["auto", "static", "threshold"])
 def test_summarization_copies_what_followed(dspark, name):
-    """The golden target falls into a loop, so that what is copied is right most of the time."""
+    """The golden target falls into a loop, so that what is copied is right most of the time; behind it drafts go on."""
     prompt = CASES[0]["prompt_ids"]
     with policy(dspark, name, **({"confidence_threshold": 0.5} if name == "threshold" else {})):
         text, rounds = traced(dspark, greedy(prompt, 64), preset="summarization", max_draft=5)
@@ -81,22 +81,19 @@ def test_summarization_copies_what_followed(dspark, name):
         before = (prompt + text)[: entry["start"] + 1]
         expected = continuation(before, 3, 5, 5)
         assert entry["copied"] == bool(expected)
-        if expected:
-            assert entry["draft"] == expected
-            assert entry["verified"] == 5
-            assert entry["confidence"] is None
+        assert entry["draft"][:5] == expected[: len(entry["draft"])] or not expected
+        assert name != "static" or entry["verified"] == len(entry["draft"]) == 7
     copied = [entry for entry in rounds[:-1] if entry["copied"]]
     assert len(copied) > 4
-    assert sum(entry["accepted"] for entry in copied) > 0.7 * sum(entry["verified"] for entry in copied)
+    assert sum(entry["accepted"] for entry in copied) > 0.6 * sum(entry["verified"] for entry in copied)
     assert any(not entry["copied"] for entry in rounds)
 
 
-def test_classification_proposes_the_rest_of_a_label(dspark):
+def test_classification_proposes_the_rest_of_a_label(draft_free):
     """The text goes on ``red stone . the large stone finds the ...``, and nothing but presets is verified."""
     case = CASES[0]
     labels = {"large stone finds the": [7, 21, 29, 33], "stone . the large boat": [21, 39, 33, 7, 23]}
-    with policy(dspark, "static", verify_len=0):
-        text, rounds = traced(dspark, greedy(case["prompt_ids"], 40), preset="classification", candidates=list(labels))
+    text, rounds = traced(draft_free, greedy(case["prompt_ids"], 40), preset="classification", candidates=list(labels))
     assert text == case["output_ids"][:40]
     for entry in rounds:
         output = text[: entry["start"] + 1 - len(case["prompt_ids"])]
@@ -115,14 +112,15 @@ def test_classification_proposes_the_rest_of_a_label(dspark):
 
 
 @pytest.mark.parametrize("most", [7, 3])
-def test_a_recorded_answer_is_always_right(dspark, most):
+def test_a_recorded_answer_is_right(draft_free, most):
     body = greedy(CASES[0]["prompt_ids"], 64)
-    with policy(dspark, "static", verify_len=0):
-        text, rounds = traced(dspark, body, preset="replay", recorded=CASES[0]["output_ids"][:64], max_draft=most)
-        wrong, others = traced(dspark, body, preset="replay", recorded=[9, *CASES[0]["output_ids"]])
-    assert text == wrong == CASES[0]["output_ids"][:64]
+    recorded = CASES[0]["output_ids"][:64]
+    text, rounds = traced(draft_free, body, preset="replay", recorded=recorded, max_draft=most)
+    late, others = traced(draft_free, body, preset="replay", recorded=[9, *recorded], max_draft=most)
+    assert text == late == recorded
     assert [entry["accepted"] for entry in rounds[:-1]] == [most] * (len(rounds) - 1)
-    assert not any(entry["verified"] for entry in others)
+    # An answer that begins otherwise is copied from once it goes on as recorded.
+    assert (others[0]["verified"], others[-2]["verified"]) == (0, most)
 
 
 def test_recorded_ids_are_tokens(dspark):

@@ -28,19 +28,17 @@ def choices(draw, requests):
 def cases(draw):
     requests = draw(st.integers(1, 5))
     lens = st.lists(st.integers(0, DEPTH), min_size=requests, max_size=requests)
-    copied = draw(lens.map(tuple) | st.just((0,) * requests))
     most = draw(lens.map(tuple))
     bounds = draw(st.none() | st.lists(st.sampled_from([0.0, 0.5]), min_size=requests, max_size=requests))
     thresholds = tuple(bounds) if bounds and any(bounds) else None
     limits = RequestLimits(most, thresholds) if thresholds or draw(st.booleans()) else None
-    return draw(choices(requests)), limits, copied
+    return draw(choices(requests)), limits, requests
 
 
 @given(cases())
 def test_nobody_gets_more_than_asked_for(case):
-    decision, limits, copied = case
-    within = decision.within(limits, copied)
-    requests = len(copied)
+    decision, limits, requests = case
+    within = decision.within(limits)
     allowed = (DEPTH,) * requests if limits is None else limits.max_verify
     if within.limits is None:
         # Nothing binds, or nothing is left to verify.
@@ -48,26 +46,17 @@ def test_nobody_gets_more_than_asked_for(case):
         if within is not PLAIN and decision.draft_len:
             drafted = range(requests) if decision.draft_requests is None else decision.draft_requests
             assert all(allowed[r] >= decision.draft_len for r in drafted)
-        assert not any(copied)
         return
     most = within.limits.max_verify
-    assert within.copied == (copied if any(copied) else ())
     assert not within.is_fixed(requests)
-    drafted = (
-        set(range(requests) if within.draft_requests is None else within.draft_requests) if within.draft_len else set()
-    )
+    drafted = set(range(requests) if within.draft_requests is None else within.draft_requests)
     for r in range(requests):
-        if copied[r]:
-            assert most[r] == copied[r]
-            assert r not in drafted
-        else:
-            assert most[r] <= min(allowed[r], within.draft_len if r in drafted else 0)
+        assert most[r] <= min(allowed[r], within.draft_len if r in drafted else 0)
     assert within.selection.probe_request is None or within.selection.probe_request in drafted
     if isinstance(within.selection, TopK):
-        # All copied drafts fit beside what the policy wanted, and the budget never exceeds what is left.
-        assert sum(copied) <= within.selection.budget <= sum(most)
+        assert within.selection.budget <= sum(most)
         if isinstance(decision.selection, TopK):
-            assert within.selection.budget - sum(copied) <= decision.selection.budget
+            assert within.selection.budget <= decision.selection.budget
 
 
 @given(st.integers(1, 5), st.integers(0, DEPTH))
@@ -80,12 +69,6 @@ def test_a_fixed_length_becomes_ragged():
     within = StepDecision(3, FixedLength()).within(RequestLimits((7, 1, 0)))
     assert (within.selection, within.draft_requests) == (TopK(4), (0, 1))
     assert within.max_drafts(3) == 4
-
-
-def test_a_plain_step_verifies_copied_drafts_and_nothing_else():
-    within = PLAIN.within(RequestLimits((7, 1), (0.5, 0.0)), (0, 2))
-    assert (within.draft_len, within.selection.budget, within.draft_requests) == (0, 2, ())
-    assert (within.limits, within.copied, within.has_threshold) == (RequestLimits((0, 2)), (0, 2), False)
 
 
 def test_bounds_by_confidence_leave_the_total_open():

@@ -14,13 +14,13 @@ GAMMA = 3
 SURVIVAL = torch.tensor([[0.9, 0.8, 0.7], [0.6, 0.5, 0.4], [0.3, 0.2, 0.1]])
 
 
-def lens_within(decision, limits, copied=(), survival=SURVIVAL):
+def lens_within(decision, limits, survival=SURVIVAL):
     """Lengths of a step of three requests whose blocks have these survivals."""
     logits = torch.logit(torch.tensor([[0.9, 0.9, 0.9], [0.9, 0.4, 0.9], [0.3, 0.9, 0.9]]))
     block = DraftBlock(torch.zeros(3, GAMMA, dtype=torch.int64), None, logits)
     predicted = None if survival is None else Confidence(logits, survival)
-    within = decision.within(limits, copied)
-    return within.select(DraftOutput(block, predicted, within.draft_lens(3), copied)).verify_lens.tolist()
+    within = decision.within(limits)
+    return within.select(DraftOutput(block, predicted, within.draft_lens(3))).verify_lens.tolist()
 
 
 def test_a_capped_request_leaves_its_share_to_the_others():
@@ -38,14 +38,8 @@ def test_a_bound_by_confidence_cuts_blocks_where_it_says():
     assert lens_within(top, RequestLimits((2, 3, 3), (0.0, 0.5, 0.5))) == [2, 1, 0]
 
 
-def test_copied_drafts_are_verified_whatever_else_is():
-    top = StepDecision(GAMMA, TopK(2))
-    assert lens_within(top, RequestLimits((3, 3, 2)), (0, 0, 2)) == [2, 0, 2]
-    assert lens_within(top, RequestLimits((3, 3, 2), (0.99, 0.5, 0.0)), (0, 0, 2)) == [0, 1, 2]
-
-
 def test_a_fixed_length_within_limits_needs_no_survivals():
-    assert lens_within(StepDecision(2, FixedLength()), RequestLimits((3, 1, 3)), (0, 0, 3), survival=None) == [2, 1, 3]
+    assert lens_within(StepDecision(2, FixedLength()), RequestLimits((3, 1, 0)), survival=None) == [2, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +52,7 @@ def test_a_fixed_length_within_limits_needs_no_survivals():
 def test_live_rules_within_limits(rule, free):
     decision = StepDecision(GAMMA, rule)
     assert lens_within(decision, RequestLimits((3, 3, 3))) == free
-    assert lens_within(decision, RequestLimits((2, 0, 3)), (0, 0, 3)) == [min(free[0], 2), 0, 3]
+    assert lens_within(decision, RequestLimits((2, 0, 3)))[:2] == [min(free[0], 2), 0]
     bounded = lens_within(decision, RequestLimits((3, 3, 3), (0.0, 0.5, 0.5)))
     assert bounded == [free[0], min(free[1], 1), 0]
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
-from dspark_kernels import MOST_MATCH, Adjustment, SamplingBatch
-from dspark_kernels.drafting import suffix_match
+from dspark_kernels import ASKED_ROWS, MOST_MATCH, USUAL, Adjustment, SamplingBatch
+from stage_loop import NO_CHAINS
 from told_noise import every_run
-from toy_pair import GAMMA, ToyLoop, V, target_distribution
+from toy_pair import GAMMA, ToyLoop, target_distribution, toy_drafter
 
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -21,14 +22,22 @@ from sglang_dspark.step.selection import FixedLength, TopK
 
 PROMPT, TEMPERATURE = [1, 0], 0.8
 ALL_TOKENS = [0, 1, 2, 1, 0]  # a prompt in which every text finds something
+COMPETING = (1, *USUAL[1:])
+COPYING = (1, MOST_MATCH, GAMMA, ASKED_ROWS)  # bounds of chains, see ChainRules
 NO_FILTER = (-1, 1.0, 0.0)
 
 
-def table() -> SpsTable:
+def table(gamma: int) -> SpsTable:
     """Drafts cost so much that not all of them are worth it."""
-    drafts, requests = np.arange(GAMMA + 1.0), np.array([[1.0], [4.0]])
+    drafts, requests = np.arange(gamma + 1.0), np.array([[1.0], [4.0]])
     verify, draft = 4 + 1.5 * drafts * requests, np.where(drafts > 0, 0.5, 0.0) * requests
-    return SpsTable({}, [1, 4], range(GAMMA + 1), [64], draft[..., None], verify[..., None])
+    return SpsTable({}, [1, 4], range(gamma + 1), [64], draft[..., None], verify[..., None])
+
+
+@cache
+def drafter_of_longer_blocks() -> DraftModel:
+    """A block of three drafts."""
+    return toy_drafter({"block_size": GAMMA + 1})
 
 
 def distribution_error(
@@ -39,33 +48,30 @@ def distribution_error(
     requests: int = 1,
     filters: tuple[int, float, float] = NO_FILTER,
     adjustment: Adjustment | None = None,
-    copied_after: Callable[[int, Sequence[int]], list[int]] | None = None,
     choose: Callable[[ToyLoop, StepDecision], StepDecision] = lambda loop, decision: decision,
     drafter: DraftModel | None = None,
-    candidates: bool = False,
+    bounds: Sequence[tuple[int, int, int, int]] = (NO_CHAINS,),
+    labels: torch.Tensor | None = None,
 ) -> float:
     """Largest error of the probability of a joint text of all requests.
 
     Args:
         length: tokens of each text, after the first.
-        adjustment, copied_after: see :class:`StageLoop`.
+        adjustment, bounds, labels: see :class:`StageLoop`.
         choose: changes what the policy chose.
         drafter: in place of the usual one.
-        candidates: whether what requests' own texts offer weighs something.
     """
     distribution: dict[tuple, float] = defaultdict(float)
-    first, prompt = 0, ALL_TOKENS if candidates else PROMPT
-    if candidates:
-        monkeypatch.setattr(suffix_match, "LEAST_MATCH", 1)
+    first, prompt = 0, PROMPT if tuple(bounds) == (NO_CHAINS,) else ALL_TOKENS
+    gamma = GAMMA if drafter is None else drafter.config.gamma
 
     def serve():
-        loop = ToyLoop(table(), drafter, **options)
-        loop.filters, loop.adjustment, loop.copied_after = filters, adjustment, copied_after
-        if candidates:
-            loop.chains = True
-            # And nothing is learned.
-            loop.schedule.forecast._chains.table = lambda *args: candidate_weights().numpy()
-            loop.schedule.forecast.renew()
+        loop = ToyLoop(table(gamma), drafter, **options)
+        loop.filters, loop.adjustment = filters, adjustment
+        loop.bounds, loop.labels = list(bounds), labels
+        # And nothing is learned.
+        loop.schedule.forecast._chains.table = lambda *args: candidate_weights(gamma).numpy()
+        loop.schedule.forecast.renew()
         chosen = loop.schedule.choose
         loop.schedule.choose = lambda *args, **kwargs: choose(loop, chosen(*args, **kwargs))
         return loop.serve([prompt] * requests, 1 + length, temperature=TEMPERATURE)
@@ -104,11 +110,14 @@ PENALTIES = {
 }
 
 
-def candidate_weights() -> torch.Tensor:
-    """Boosts from nothing to nearly all, and confidences on both sides of the drafter's."""
-    matched = torch.arange(MOST_MATCH + 1.0)
-    boosts, least = 0.4 * matched, torch.where(matched > 0, matched - 1.5, -torch.inf)
-    return torch.stack([boosts, least])[..., None].expand(2, MOST_MATCH + 1, GAMMA).contiguous()
+def candidate_weights(gamma: int) -> torch.Tensor:
+    """Boosts from nothing to all there is, by match and slot, and confidences on both sides of the drafter's."""
+    matched = torch.arange(ASKED_ROWS)[:, None]
+    behind = (matched + torch.arange(gamma)).clamp_max(3)
+    competing = torch.where(matched > 0, torch.tensor([0.0, 0.7, 3.0, 40.0])[behind], 0.0)
+    boosts = torch.stack([competing, 64.0 * (matched > 0).expand(-1, gamma)])
+    least = torch.where(boosts > 0, behind - 1.5, -torch.inf)
+    return torch.stack([boosts, least]).view(2, 2 * ASKED_ROWS, gamma)
 
 
 def half_of(loop: ToyLoop, decision: StepDecision) -> StepDecision:
@@ -141,11 +150,6 @@ def one_of_three(loop: ToyLoop, decision: StepDecision) -> StepDecision:
     return StepDecision(GAMMA, TopK(GAMMA), draft_requests=(1,))
 
 
-def a_copy_between(loop: ToyLoop, decision: StepDecision) -> StepDecision:
-    """The first request wants nothing verified, the second one has a copied draft, the third one is drafted."""
-    return StepDecision(1, FixedLength()).within(RequestLimits((0, 1, 1)), (0, 1, 0))
-
-
-def copies(request: int, text: Sequence[int]) -> list[int]:
-    """Two drafts, one or none, by the text so far."""
-    return [(text[-1] + index) % V for index in range(GAMMA - text[-1] % (GAMMA + 1))]
+def all_but_the_first(loop: ToyLoop, decision: StepDecision) -> StepDecision:
+    """The first request wants nothing verified, the others have a draft each."""
+    return StepDecision(1, FixedLength()).within(RequestLimits((0, 1, 1)))

@@ -1,13 +1,13 @@
 """Decode steps without a server: the served executor on the golden pair, whose target is transformers' own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from dspark_kernels import MOST_MATCH, Adjustment, AdjustmentTable, RoundKeys, SamplingBatch, adjust
+from dspark_kernels import MOST_MATCH, USUAL, Adjustment, AdjustmentTable, ChainRules, RoundKeys, SamplingBatch, adjust
 from golden_replay import Golden, load_golden, load_target
 from reference_decoding import Target
 
@@ -19,14 +19,15 @@ from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import Copies, DecodeBatch, StepHooks, StepOutcome, TargetOutput, VerifyPlan
-from sglang_dspark.worker.drafter import Drafter
+from sglang_dspark.step.state import DecodeBatch, StepHooks, StepOutcome, TargetOutput, VerifyPlan
+from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.executors.eager import EagerExecutor
 
 DATA = Path(__file__).parents[1] / "data" / "golden"
 DRAFT = DATA / "vanilla_g7"
 CPU = torch.device("cpu")
 COLUMNS = 256  # K/V slots of a request
+NO_CHAINS = (MOST_MATCH + 1, *USUAL[1:])
 
 
 class OneRank:
@@ -50,8 +51,8 @@ class StageLoop:
         noise_seed: of requests without a seed of their own.
         filters: top-k, top-p and min-p of all requests.
         adjustment: penalties and biases of all requests; None for none.
-        chains: whether candidates from the texts compete with the drafter's own.
-        copied_after: the drafts that a preset copies, given the request's number and text; None without a preset.
+        bounds: of the requests' chains, in turn; no request has any at first.
+        labels: see :class:`ChainRules`; None without.
         texts: committed ids of every request.
         traces: [(start, anchor, drafts, accepted)] of every request.
     """
@@ -63,7 +64,8 @@ class StageLoop:
     def _set_up(self, model: DraftModel, target: Target, table: SpsTable | None, options: dict[str, Any]) -> None:
         self.target = target
         self.gamma = model.config.gamma
-        self.drafter = Drafter(
+        config = DSparkConfig(**options)
+        self.drafter: Drafter | NoDrafter = Drafter(
             model.config,
             model,
             ProposalHeads(model, None),
@@ -71,15 +73,16 @@ class StageLoop:
             device=CPU,
             features=lambda input_ids, captured: captured,
         )
-        config = DSparkConfig(**options)
+        if config.draft_free:
+            self.drafter = NoDrafter(config, model.config.vocab_size, CPU)
         self.schedule = Schedule(config, self.gamma, self.drafter.calibration(config, self.gamma), CPU)
         self.schedule.start(table)
         self.eager = EagerExecutor(self.drafter, self.schedule, self._verify, OneRank())
         self.noise_seed = 1
         self.filters = (-1, 1.0, 0.0)
         self.adjustment: Adjustment | None = None
-        self.chains = False
-        self.copied_after: Callable[[int, Sequence[int]], list[int]] | None = None
+        self.bounds = [NO_CHAINS]
+        self.labels: torch.Tensor | None = None
 
     @cached_property
     def golden(self) -> Golden:
@@ -107,7 +110,7 @@ class StageLoop:
             self.texts.append([*prompt, int(logits[-1].argmax())])
         self._counted, self._counts = torch.arange(bs), None
         if self.adjustment is not None:
-            self._counts = AdjustmentTable.empty(bs, self.drafter.config.vocab_size, CPU)
+            self._counts = AdjustmentTable.empty(bs, logits.shape[1], CPU)
             for request, prompt in enumerate(prompts):
                 self._counts.set(request, self.adjustment, self.texts[request][len(prompt) :])
         number = 0
@@ -126,48 +129,38 @@ class StageLoop:
             req_to_token=self._table,
             rows=self._rows(range(bs)),
             rows_of=self._rows,
-            least_match=None if self.chains else torch.full((bs,), MOST_MATCH + 1),
+            rules=ChainRules(torch.tensor([self.bounds[r % len(self.bounds)] for r in range(bs)]), self.labels),
             keys=RoundKeys(seed=self.noise_seed, step=number, request_keys=torch.arange(bs), positions=prefix_lens + 1),
         )
 
     def _step(self, number: int) -> None:
         bs, step = len(self.texts), self._batch(number)
         names = [f"r{request}" for request in range(bs)]
-        copies = self._copies()
-        copied = () if copies is None else copies.lens
         context = float(step.prefix_lens.double().mean())
-        decision = self.eager.agreement.share(self.schedule.choose(names, context, None, copied))
-        outcome = self._run(step, decision, copies, StepHooks(after_verify=self._adjust))
+        decision = self.eager.agreement.share(self.schedule.choose(names, context))
+        outcome = self._run(step, decision, StepHooks(after_verify=self._adjust))
         draft, plan, accepted = outcome.draft, outcome.plan, outcome.accepted
         if self._counts is not None:
             self._counts.count(self._counted, accepted.out_tokens)
         self.schedule.end_step(decision, bs, len(plan.input_ids))
-        copied = draft.copied or [0] * bs
         lens = plan.verify_lens[:bs]  # behind them the padding of a graph
         # The next replay writes to where this step's chains are.
         chains = None if draft.block.chains is None else draft.block.chains.clone()
         learned = {"chains": chains, "committed": accepted.out_tokens.clone()}
-        rounds = StepRecord(names, decision, draft.draft_lens, lens, draft.confidence, None, copied, **learned)
+        drafted = draft.draft_lens if self.drafter.drafts else [0] * bs
+        rounds = StepRecord(names, decision, drafted, lens, draft.confidence, None, **learned)
         self.schedule.observe(rounds, list(range(bs)), accepted.accept_lens.tolist())
         for request, (text, kept) in enumerate(zip(self.texts, accepted.accept_lens.tolist(), strict=True)):
             drafts = draft.block.tokens[request].tolist()
             self.traces[request].append((len(text) - 1, text[-1], drafts, kept))
             text.extend(accepted.out_tokens[request, : kept + 1].tolist())
 
-    def _run(self, step: DecodeBatch, decision: StepDecision, copies: Copies | None, hooks: StepHooks) -> StepOutcome:
-        return self.eager.run(step, decision, copies, hooks)
+    def _run(self, step: DecodeBatch, decision: StepDecision, hooks: StepHooks) -> StepOutcome:
+        return self.eager.run(step, decision, hooks)
 
     def _adjust(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
         if self._counts is not None:
             adjust(logits, self._counts, self._counted, plan.requests, plan.columns, plan.input_ids, plan.indptr)
-
-    def _copies(self) -> Copies | None:
-        if self.copied_after is None:
-            return None
-        proposed = [self.copied_after(request, text) for request, text in enumerate(self.texts)]
-        width = max(map(len, proposed))
-        tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in proposed])
-        return Copies(tokens, tuple(map(len, proposed))) if width else None
 
     def _rows(self, requests: Sequence[int]) -> SamplingBatch:
         return SamplingBatch.from_lists(*zip(*(self._parameters[request] for request in requests), strict=True))

@@ -1,6 +1,6 @@
 """SGLang's own model of a target, without a server: what it says of texts, and what of it is captured.
 
-A process that has imported SGLang forks one for every target, so that none finds what another has left behind.
+Every target has a process of its own, so that none finds what another has left behind.
 """
 
 from __future__ import annotations
@@ -266,9 +266,10 @@ def _answer_orders() -> None:
     on_cpu.watch_imports()  # the stand-in of this working tree
     for name in ("sglang.benchmark.one_batch", "sglang.srt.models.registry", "sglang_dspark.engine.forward.verify"):
         importlib.import_module(name)
-    forking = multiprocessing.get_context("fork")
+    # A GPU that was looked at cannot be used by a fork.
+    processes = multiprocessing.get_context("spawn" if ON_GPU else "fork")
     for line in sys.stdin:
-        child = forking.Process(target=_answer, args=(json.loads(line),))
+        child = processes.Process(target=_answer, args=(json.loads(line),))
         child.start()
         child.join()
         sys.stdout.write("failed\n" if child.exitcode else "done\n")

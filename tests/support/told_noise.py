@@ -60,7 +60,10 @@ class Run:
 
 
 def every_run(monkeypatch: Any, once: Callable[[], Any]) -> Iterator[tuple[float, Any]]:
-    """``(probability, result)`` of ``once`` for every outcome of its noise."""
+    """``(probability, result)`` of ``once`` for every outcome of its noise.
+
+    Distributions are float64 then, so that what rounding leaves of a wrong one is not mistaken for a right one.
+    """
     current: list[Run] = []
 
     def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -90,6 +93,7 @@ def every_run(monkeypatch: Any, once: Callable[[], Any]) -> Iterator[tuple[float
             known[key] = uniform(*arguments)
         return known[key]
 
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(noise, "uniform", remembered)
     monkeypatch.setattr(token_draw, "inverse_cdf", inverse_cdf)
     monkeypatch.setattr(acceptance_reference, "inverse_cdf", inverse_cdf)

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dspark_kernels import MOST_MATCH, DraftBlock
+from dspark_kernels import ASKED_ROWS, USUAL, DraftBlock
 from golden_server import CASES
 from random_drafter import random_drafter
 from replays import Emulated
-from stage_loop import StageLoop
+from stage_loop import NO_CHAINS, StageLoop
 from step_tables import make_table
 
 from sglang_dspark.engine.scheduler.future_map import Relay
@@ -44,18 +44,18 @@ class GraphLoop(StageLoop):
         self._slots, self._patch, self.limits, self.relay = slots, monkeypatch, limits, relay
         self.replayed, self.outcomes, self.copies, self.advanced = [], [], [], []
         choose = self.schedule.choose
-        self.schedule.choose = lambda ids, context, _, copied: choose(ids, context, self.limits, copied)
+        self.schedule.choose = lambda ids, context: choose(ids, context, self.limits)
         self.executors = None
 
     def _batch(self, number):
         return replace(super()._batch(number), keeps_logits=self.keeps_logits)
 
-    def _run(self, step, decision, copies, hooks):
+    def _run(self, step, decision, hooks):
         if self.executors is None:
             self.executors = ExecutorSelector(self.eager)
             self.executors.add_graphs(self._captured())
         executor = self.executors.select(step, decision)
-        outcome = executor.run(step, decision, copies, hooks)
+        outcome = executor.run(step, decision, hooks)
         self.replayed.append(executor.in_graphs)
         self.outcomes.append(outcome.accepted)
         self.copies.append(deepcopy(outcome.accepted))
@@ -198,7 +198,7 @@ def test_sampled_text_is_that_of_launched_steps(monkeypatch, seeds):
     """Noise is keyed by request and step, wherever these lie, and what candidates weigh is learned by both."""
     launched = StageLoop(schedule="static")
     loop = GraphLoop(monkeypatch, [4], schedule="static")
-    launched.chains = loop.chains = True
+    launched.bounds = loop.bounds = [USUAL]
     texts = launched.serve(prompts_of(loop), NUM_TOKENS, temperature=1.0, seeds=seeds)
     assert loop.serve(prompts_of(loop), NUM_TOKENS, temperature=1.0, seeds=seeds) == texts
     assert loop.traces == launched.traces
@@ -245,20 +245,31 @@ def test_candidates_compete_in_replayed_steps(monkeypatch, tmp_path, temperature
     folder = random_drafter(tmp_path, "gated")
     loops = GraphLoop(monkeypatch, [4], schedule="static", draft=folder), StageLoop(schedule="static", draft=folder)
     prompts = [case["prompt_ids"] for case in CASES[:3]]
+    steps: list[int] = []
     for loop in loops:
         weigh_all(loop)
-        loop.chains = True
-    texts = [loop.serve(prompts, 24, temperature) for loop in loops]
-    assert texts[0] == texts[1] and loops[0].traces == loops[1].traces and all(loops[0].replayed)
-    if temperature == 0:
-        steps, loops[1].chains = len(loops[1].traces[0]), False
-        loops[1].serve(prompts, 24)
-        assert steps < len(loops[1].traces[0])
+    for bounds in ([(3, 5, 7, ASKED_ROWS), USUAL, NO_CHAINS], [NO_CHAINS]):
+        for loop in loops:
+            loop.bounds = bounds
+        texts = [loop.serve(prompts, 32, temperature) for loop in loops]
+        assert texts[0] == texts[1] and loops[0].traces == loops[1].traces
+        steps.append(len(loops[0].traces[0]))
+    assert all(loops[0].replayed) and (steps[0] < steps[1] or temperature > 0)
+
+
+def test_labels_are_looked_up_beside_graphs(monkeypatch, tmp_path):
+    """Drafts with labels are launched, and verified in graphs; here the label is the answer."""
+    folder = random_drafter(tmp_path, "gated")
+    loop, case = GraphLoop(monkeypatch, [4], schedule="static", draft=folder), CASES[0]
+    text = [-1, *case["output_ids"][:NUM_TOKENS], -1]
+    loop.labels = torch.tensor([text, [9, *range(1, 9), *[8] * (NUM_TOKENS - 9), 9, 9]])[:, None]
+    assert loop.serve([case["prompt_ids"]], NUM_TOKENS) == [case["output_ids"][:NUM_TOKENS]]
+    assert all(loop.replayed) and max(kept for *_, kept in loop.traces[0]) == loop.gamma
 
 
 def weigh_all(loop):
     """Have chains weigh all there is, whatever is seen."""
-    weights = torch.full((2, MOST_MATCH + 1, loop.gamma), 64.0)
+    weights = torch.full((2, 2 * ASKED_ROWS, loop.gamma), 64.0)
     weights[:, 0], weights[1] = 0.0, -torch.inf
     loop.schedule.forecast._chains.table = lambda *args: weights.numpy()
     loop.schedule.forecast.renew()

@@ -46,10 +46,9 @@ class WorkerLoop(StageLoop):
         worker.request_options = SimpleNamespace(read=lambda reqs: SimpleNamespace(traced=False))
         adjuster = SimpleNamespace(any=False, read=nothing, apply=nothing, count=nothing)
         worker.logits_adjuster = SimpleNamespace(of_step=lambda batch: adjuster)
-        worker.preset_texts = SimpleNamespace(propose=nothing, took=nothing)
         worker.check_logits = None
         decision = StepDecision(self.gamma, FixedLength())
-        worker.control = SimpleNamespace(choose=lambda batch, options, copied: decision)
+        worker.control = SimpleNamespace(choose=lambda batch, options: decision)
         worker.read = lambda batch, options, adjusted: self._batch(worker.step)
 
     def _step(self, number):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from dspark_kernels import ASKED_ROWS, USUAL
 from golden_server import CASES
-from stage_loop import StageLoop
+from stage_loop import NO_CHAINS, StageLoop
 
 PROMPTS = [case["prompt_ids"] for case in CASES[:2]]
 TEXTS = [case["output_ids"] for case in CASES[:2]]
@@ -12,18 +13,18 @@ NUM_TOKENS = 40
 
 def loop_of(*, chains):
     loop = StageLoop(schedule="static")
-    loop.chains = chains
+    loop.bounds = [USUAL if chains else NO_CHAINS]
     return loop
 
 
 def test_boosts_and_confidences_rise_with_what_was_seen():
     """The golden target falls into loops: what the first requests have shown is there for the next ones."""
     loop = loop_of(chains=True)
-    assert not loop.schedule.forecast.weights[0].any()
+    assert not loop.schedule.forecast.weights[0, :ASKED_ROWS].any()
     for _ in range(2):
         assert loop.serve(PROMPTS, NUM_TOKENS) == [text[:NUM_TOKENS] for text in TEXTS]
     loop.schedule.forecast.update()
-    boosts, least = loop.schedule.forecast.weights
+    boosts, least = loop.schedule.forecast.weights[:, :ASKED_ROWS]
     assert (boosts[3:] > 1).any() and least[boosts > 1].isfinite().all()
 
 

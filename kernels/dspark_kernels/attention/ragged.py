@@ -123,7 +123,7 @@ def group_contexts(
     firsts = [visible.first_seen(*lens) for lens in zip(key_lens, query_lens, strict=True)]
     key_lens = [keys - first for keys, first in zip(key_lens, firsts, strict=True)]
     by_length = sorted(range(len(rows)), key=lambda request: -key_lens[request])
-    groups = []
+    groups, device = [], req_to_token.device
     while by_length:
         longest = key_lens[by_length[0]]
         size = sum(key_lens[request] >= _MIN_FILL * longest for request in by_length)
@@ -138,18 +138,12 @@ def group_contexts(
         first = torch.tensor([starts[request] for request in members])
         rows_of_queries = (first[:, None] + torch.minimum(steps, queries[:, None] - 1)).view(-1)
         kept = (steps < queries[:, None]).view(-1).nonzero().squeeze(1) if padded else None
-        indices = (
-            rows_of_queries if padded else None,
-            kept,
-            rows_of_queries[kept] if kept is not None and len(members) < len(rows) else None,
-        )
-        mask = _mask(keys, queries, n, m, visible, heads_per_kv, extra_keys, dtype)
         groups.append(
             ContextGroup(
-                len(members),
-                m,
-                n,
-                _slots(
+                num_requests=len(members),
+                num_queries=m,
+                num_keys=n,
+                slots=_slots(
                     req_to_token,
                     torch.tensor([rows[request] for request in members]),
                     torch.tensor([firsts[request] for request in members]),
@@ -158,10 +152,17 @@ def group_contexts(
                     visible.translation,
                 ),
                 # The lengths are the host's, and so is what follows from them alone.
-                *(None if part is None else part.to(req_to_token.device) for part in (*indices, mask)),
+                queries=_on(device, rows_of_queries if padded else None),
+                kept=_on(device, kept),
+                rows=_on(device, rows_of_queries[kept] if kept is not None and len(members) < len(rows) else None),
+                mask=_on(device, _mask(keys, queries, n, m, visible, heads_per_kv, extra_keys, dtype)),
             )
         )
     return groups
+
+
+def _on(device: torch.device, part: torch.Tensor | None) -> torch.Tensor | None:
+    return None if part is None else part.to(device)
 
 
 def _slots(

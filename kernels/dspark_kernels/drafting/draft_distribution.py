@@ -45,10 +45,3 @@ class DraftDistribution:
     def first(self, bs: int) -> DraftDistribution:
         """Return the distribution of the first ``bs`` requests; no copy."""
         return DraftDistribution(self.scores[:bs], self.log_norms[:bs], self.columns)
-
-    def widened(self, more: int) -> DraftDistribution:
-        """Return the distribution of blocks with ``more`` fillers at their ends."""
-        if more == 0:
-            return self
-        pad = torch.nn.functional.pad
-        return DraftDistribution(pad(self.scores, (0, 0, 0, more)), pad(self.log_norms, (0, more)), self.columns)

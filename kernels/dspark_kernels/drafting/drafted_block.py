@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dspark_kernels.drafting.candidates import Candidates
+from dspark_kernels.drafting.candidates import ASKED_ROWS, FOLLOWED, Candidates
 from dspark_kernels.drafting.draft_distribution import DraftDistribution
 from dspark_kernels.drafting.heads import DraftVocabulary
 from dspark_kernels.sampling.parameters import SamplingBatch
@@ -41,6 +41,16 @@ class DraftBlock:
         """Blocks without drafts, as plain steps have them."""
         return DraftBlock(torch.empty((bs, 0), dtype=torch.int64, device=device))
 
+    @staticmethod
+    def of_chains(chains: torch.Tensor, depth: int) -> DraftBlock:
+        """Blocks of nothing but the candidates that requests have asked for; confidence logits say if there are any."""
+        rows, _, candidates = Candidates.parts(chains)
+        candidates = candidates[:, :depth]
+        is_there = ((candidates >= 0) & (rows[:, None] >= ASKED_ROWS)).cumprod(1)
+        chains[:, FOLLOWED] = is_there.sum(1)
+        copied = torch.ones_like(is_there, dtype=torch.bool)
+        return DraftBlock(candidates.clamp_min(0), None, 60.0 * is_there - 30.0, copied=copied, chains=chains)
+
     def written_distribution(self) -> torch.Tensor | None:
         """[bs, gamma, V] float32 of ``probs`` or ``distribution``, whichever is there."""
         return self.probs if self.distribution is None else self.distribution.probs()
@@ -72,26 +82,3 @@ class DraftBlock:
         if vocabulary is not None and rows.any_sampled:
             copied = vocabulary.columns[self.tokens] < 0
         return replace(self, copied=copied, chains=candidates.chains)
-
-    def with_copies(self, tokens: torch.Tensor, copied: torch.Tensor) -> DraftBlock:
-        """These blocks with other tokens in place of some drafts.
-
-        Args:
-            tokens: [bs, width] int64; a wider block than this one is filled up with fillers.
-            copied: [bs, width] bool, where ``tokens`` are taken.
-        """
-        gamma, width = self.tokens.shape[1], tokens.shape[1]
-        wider = max(0, width - gamma)
-        pad = torch.nn.functional.pad
-        tokens, copied = pad(tokens, (0, max(0, gamma - width))), pad(copied, (0, max(0, gamma - width)))
-        drafts = torch.where(copied, tokens, pad(self.tokens, (0, wider)))
-        if self.copied is not None:
-            copied = copied | pad(self.copied, (0, wider))
-        return DraftBlock(
-            tokens=drafts,
-            probs=None if self.probs is None else pad(self.probs, (0, 0, 0, wider)),
-            confidence_logits=None if self.confidence_logits is None else pad(self.confidence_logits, (0, wider)),
-            distribution=None if self.distribution is None else self.distribution.widened(wider),
-            copied=copied,
-            chains=self.chains,
-        )

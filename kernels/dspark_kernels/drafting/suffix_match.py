@@ -1,7 +1,7 @@
 """Find what followed the end of a request's text where that stood before: candidates for what comes next.
 
 The text is read where its K/V lies: token i of a request is that of the slot ``req_to_token[row, i]``. Of all places
-behind tokens that are those of the text's end, the one with the most of them is taken, up to ``MOST_MATCH``, and the
+behind tokens that are those of the text's end, the one with the most of them is taken, as far as they count, and the
 latest of equals (prompt lookup: Saxena 2023). A passage that runs into the end of the text begins again: a text that
 has repeated itself is likely to go on.
 
@@ -15,54 +15,110 @@ import triton
 import triton.language as tl
 
 from dspark_kernels.dispatch import on_kernels
-from dspark_kernels.drafting.candidates import FIRST
+from dspark_kernels.drafting.candidates import (
+    ASKED_ROWS,
+    FIRST,
+    LEAST,
+    LENGTH,
+    MOST,
+    MOST_MATCH,
+    ROW,
+    ChainRules,
+    usual_bounds,
+)
 from dspark_kernels.hardware import num_processors
 from dspark_kernels.planning.preparation import StepRequests
 from dspark_kernels.sampling.target_distribution import reads_are_free
 
-LEAST_MATCH, MOST_MATCH = 3, 8
-"""Tokens of the end that are looked for, at least (unless a request says otherwise) and at most."""
 _TILE = 1024
 _MOST_PROGRAMS = 64  # that share one request's text
+
+
+def find_chains(
+    requests: StepRequests,
+    slot_tokens: torch.Tensor,  # [slots] int64
+    num_candidates: int,
+    rules: ChainRules | None = None,
+) -> torch.Tensor:
+    """Return the chains of :func:`suffix_match`, and in the place of some what their labels go on with.
+
+    The text of a request's labels is looked up first: of the places where it matches as far as they ask for, the one
+    that matches farthest is taken, and the first of equals. No host sync.
+    """
+    chains = suffix_match(requests, slot_tokens, num_candidates, rules)
+    if rules is None or rules.labels is None:
+        return chains
+    (text, needed), length = rules.labels, rules.bounds[:, LENGTH, None]
+    lengths, ends = _matched(_padded(text), _suffix(requests, slot_tokens)), text.shape[1] - 1 - _places(text)
+    best = (lengths * text.shape[1] + ends).where(lengths >= needed, -1).argmax(1, keepdim=True)
+    is_found = (lengths >= needed).gather(1, best)
+    places = torch.arange(num_candidates, device=text.device)
+    behind = _padded(text).gather(1, (MOST_MATCH + best + 1 + places).clamp_max(MOST_MATCH + text.shape[1]))
+    found = torch.cat([lengths.gather(1, best) + ASKED_ROWS, 0 * best, behind.where(places < length, -1)], 1)
+    return torch.where(is_found, found, chains)
 
 
 def suffix_match_ref(
     requests: StepRequests,
     slot_tokens: torch.Tensor,  # [slots] int64
     num_candidates: int,
-    least_match: torch.Tensor | None = None,  # [bs] int64
+    rules: ChainRules | None = None,
 ) -> torch.Tensor:
     """Compute the same as :func:`suffix_match` in plain torch, for texts whose lengths the host may read."""
     last = requests.prefix_lens.to(torch.int64)[:, None]  # [bs, 1] position of the anchor
     width = max(1, int(last.max()))
     slots = requests.req_to_token[requests.req_pool_indices, :width]
-    # Before the text lie places that nothing equals, as nothing equals a token of -1.
-    text = torch.nn.functional.pad(slot_tokens[slots.long()], (MOST_MATCH, 1), value=-1)
+    text, bounds = _padded(slot_tokens[slots.long()]), _bounds(requests, rules)
     text.scatter_(1, MOST_MATCH + last, requests.anchors.to(torch.int64)[:, None])
-    suffix = text.gather(1, MOST_MATCH + last - torch.arange(MOST_MATCH, device=text.device))
-    suffix = suffix.masked_fill(suffix < 0, -2)
 
-    ends = torch.arange(width, device=text.device)
-    matches, lengths = ends < last, torch.zeros_like(text[:, :width])
+    ends = _places(slots)
+    lengths = _matched(text, _suffix(requests, slot_tokens)).where(ends < last, 0)
+    lengths = torch.minimum(lengths, bounds[:, MOST, None])
+    best = (lengths * width + ends).argmax(1, keepdim=True)
+    matched = lengths.gather(1, best)
+    matched = matched.where(matched >= bounds[:, LEAST, None], 0)
+    lanes = torch.arange(num_candidates, device=text.device)
+    behind = MOST_MATCH + best + 1 + lanes % (last - best).clamp_min(1)
+    tokens = text.gather(1, behind.clamp_max(MOST_MATCH + width))
+    tokens = tokens.where((matched > 0) & (lanes < bounds[:, LENGTH, None]), -1)
+    return torch.cat([matched + bounds[:, ROW, None] * (matched > 0), torch.zeros_like(matched), tokens], 1)
+
+
+def _places(text: torch.Tensor) -> torch.Tensor:
+    """[width] int64 of a text [bs, width]."""
+    return torch.arange(text.shape[1], device=text.device)
+
+
+def _padded(text: torch.Tensor) -> torch.Tensor:
+    """Return a text [bs, width] behind places that nothing equals, as nothing equals a token of -1, and before one."""
+    return torch.nn.functional.pad(text, (MOST_MATCH, 1), value=-1)
+
+
+def _suffix(requests: StepRequests, slot_tokens: torch.Tensor) -> torch.Tensor:
+    """[bs, MOST_MATCH] int64, the last tokens of requests' texts, the anchor first; -2 for what equals nothing."""
+    places = requests.prefix_lens.to(torch.int64)[:, None] - torch.arange(1, MOST_MATCH, device=slot_tokens.device)
+    slots = requests.req_to_token[requests.req_pool_indices[:, None].long(), places.clamp_min(0)]
+    before = slot_tokens[slots.long()].where(places >= 0, -1)
+    suffix = torch.cat([requests.anchors.to(torch.int64)[:, None], before], 1)
+    return suffix.masked_fill(suffix < 0, -2)
+
+
+def _matched(text: torch.Tensor, suffix: torch.Tensor) -> torch.Tensor:
+    """[bs, width] int64 tokens up to each place of a padded text that are those of ``suffix``, the last one first."""
+    width = text.shape[1] - MOST_MATCH - 1
+    lengths = torch.zeros_like(text[:, :width])
+    matches = lengths == 0
     for back in range(MOST_MATCH):
         matches = matches & (text[:, MOST_MATCH - back :][:, :width] == suffix[:, back, None])
         if reads_are_free(text) and not matches.any():
             break
         lengths += matches
-    best = (lengths * width + ends).argmax(1, keepdim=True)
-    matched = lengths.gather(1, best)
-    matched = matched.where(matched >= _least(requests, least_match)[:, None], 0)
-    places = torch.arange(num_candidates, device=text.device) % (last - best).clamp_min(1)
-    behind = (MOST_MATCH + best + 1 + places).clamp_max(MOST_MATCH + width)
-    tokens = text.gather(1, behind).where(matched > 0, -1)
-    return torch.cat([matched, torch.zeros_like(matched), tokens], 1)
+    return lengths
 
 
-def _least(requests: StepRequests, least_match: torch.Tensor | None) -> torch.Tensor:
-    """[bs] int64."""
-    if least_match is not None:
-        return least_match
-    return torch.full((len(requests),), LEAST_MATCH, dtype=torch.int64, device=requests.anchors.device)
+def _bounds(requests: StepRequests, rules: ChainRules | None) -> torch.Tensor:
+    """[bs, 4] int64 of :attr:`ChainRules.bounds`."""
+    return usual_bounds(requests.anchors.device).repeat(len(requests), 1) if rules is None else rules.bounds
 
 
 @triton.jit
@@ -72,38 +128,41 @@ def _token(tokens_ptr, table_ptr, positions, mask) -> tl.tensor:
     return tl.load(tokens_ptr + slots, mask=mask, other=-1).to(tl.int64)
 
 
-_SMALL_POINTERS = ["anchors_ptr", "prefix_lens_ptr", "req_pool_indices_ptr", "best_ptr", "least_ptr", "chains_ptr"]
+_SMALL_POINTERS = ["anchors_ptr", "prefix_lens_ptr", "req_pool_indices_ptr", "best_ptr", "bounds_ptr", "chains_ptr"]
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_SMALL_POINTERS[:4])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_SMALL_POINTERS[:5])
 def _find_kernel(
     tokens_ptr,
     anchors_ptr,
     prefix_lens_ptr,
     req_pool_indices_ptr,
     req_to_token_ptr,
+    bounds_ptr,  # [bs, 4] int64
     best_ptr,  # [bs, programs] int64: matched tokens in the upper half, the place behind them in the lower one
     table_stride,
-    MOST: tl.constexpr,
+    MOST: tl.constexpr,  # column of the bounds
+    MOST_MATCH: tl.constexpr,
     TILE: tl.constexpr,
 ):
     request, program, num_programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     last = tl.load(prefix_lens_ptr + request).to(tl.int64)
     table_ptr = req_to_token_ptr + tl.load(req_pool_indices_ptr + request).to(tl.int64) * table_stride
     anchor = tl.load(anchors_ptr + request).to(tl.int64)
+    most = tl.load(bounds_ptr + 4 * request + MOST)
     best = tl.zeros([TILE], tl.int64)
     for tile in range(program, tl.cdiv(last, TILE), num_programs):
         ends = tile * TILE + tl.arange(0, TILE).to(tl.int64)
         matches = ends < last
         lengths = tl.zeros([TILE], tl.int64)
-        for back in tl.static_range(MOST):
+        for back in tl.static_range(MOST_MATCH):
             wanted = anchor
             if back > 0:
                 wanted = _token(tokens_ptr, table_ptr, last - back, last >= back)
             matches = matches & (ends >= back)
             matches = matches & (_token(tokens_ptr, table_ptr, ends - back, matches) == wanted) & (wanted >= 0)
             lengths += matches.to(tl.int64)
-        best = tl.maximum(best, (lengths << 32) + ends + 1)
+        best = tl.maximum(best, (tl.minimum(lengths, most) << 32) + ends + 1)
     tl.store(best_ptr + request * num_programs + program, tl.max(best, 0))
 
 
@@ -117,12 +176,15 @@ def _copy_kernel(
     prefix_lens_ptr,
     req_pool_indices_ptr,
     req_to_token_ptr,
+    bounds_ptr,
     best_ptr,
-    least_ptr,  # [bs] int64
     chains_ptr,  # [bs, FIRST + num_candidates] int64
     table_stride,
     num_programs,
     num_candidates,
+    LEAST: tl.constexpr,  # columns of the bounds
+    LENGTH: tl.constexpr,
+    ROW: tl.constexpr,
     FIRST: tl.constexpr,
     BLOCK_P: tl.constexpr,  # >= num_programs
     BLOCK_C: tl.constexpr,  # >= num_candidates
@@ -134,16 +196,17 @@ def _copy_kernel(
     found = tl.load(best_ptr + request * num_programs + programs, mask=programs < num_programs, other=0)
     best = tl.max(found, 0)
     matched = best >> 32
-    matched = tl.where(matched >= tl.load(least_ptr + request), matched, 0)
+    bounds = bounds_ptr + 4 * request
+    is_found = (matched > 0) & (matched >= tl.load(bounds + LEAST))
     begin = best & 0x7FFFFFFF
     lanes = tl.arange(0, BLOCK_C)
-    there = (lanes < num_candidates) & (matched > 0)
+    there = is_found & (lanes < num_candidates) & (lanes < tl.load(bounds + LENGTH))
     positions = begin + lanes % tl.maximum(last + 1 - begin, 1)
     tokens = _token(tokens_ptr, table_ptr, positions, there & (positions < last))
     anchor = tl.load(anchors_ptr + request).to(tl.int64)
     tokens = tl.where(there & (positions == last), anchor, tokens)
     row = chains_ptr + request.to(tl.int64) * (FIRST + num_candidates)
-    tl.store(row, matched)
+    tl.store(row, tl.where(is_found, matched + tl.load(bounds + ROW), 0))
     tl.store(row + 1, tl.zeros_like(matched))
     tl.store(row + FIRST + lanes, tokens, mask=lanes < num_candidates)
 
@@ -153,7 +216,7 @@ def suffix_match(
     requests: StepRequests,
     slot_tokens: torch.Tensor,  # [slots] int64
     num_candidates: int,
-    least_match: torch.Tensor | None = None,  # [bs] int64
+    rules: ChainRules | None = None,
 ) -> torch.Tensor:
     """Find candidates for the tokens behind the anchors, in two launches.
 
@@ -162,7 +225,7 @@ def suffix_match(
         slot_tokens: the token whose K/V each slot holds; negative where no vocabulary has it (a part of
             a picture), which nothing equals.
         num_candidates: for each request.
-        least_match: matched tokens that each request asks for; None for ``LEAST_MATCH``.
+        rules: whose bounds are read; None for the usual ones.
 
     Returns:
         [bs, 2 + num_candidates] int64, see :class:`Candidates`: matched tokens, 0 without a chain; 0; and the
@@ -173,16 +236,17 @@ def suffix_match(
     best = torch.empty((bs, programs), dtype=torch.int64, device=device)
     chains = torch.empty((bs, FIRST + num_candidates), dtype=torch.int64, device=device)
     text = (slot_tokens, requests.anchors, requests.prefix_lens, requests.req_pool_indices, requests.req_to_token)
-    stride = requests.req_to_token.stride(0)
-    _find_kernel[bs, programs](*text, best, stride, MOST=MOST_MATCH, TILE=_TILE)
+    read, stride = (*text, _bounds(requests, rules), best), requests.req_to_token.stride(0)
+    _find_kernel[bs, programs](*read, stride, MOST=MOST, MOST_MATCH=MOST_MATCH, TILE=_TILE)
     _copy_kernel[(bs,)](
-        *text,
-        best,
-        _least(requests, least_match),
+        *read,
         chains,
         stride,
         programs,
         num_candidates,
+        LEAST=LEAST,
+        LENGTH=LENGTH,
+        ROW=ROW,
         FIRST=FIRST,
         BLOCK_P=_MOST_PROGRAMS,
         BLOCK_C=triton.next_power_of_2(num_candidates),

@@ -13,7 +13,6 @@ import msgspec
 
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.sglang_types import SamplingParams, TokenizerManager
-from sglang_dspark.proposals.candidate_labels import spellings
 from sglang_dspark.speculation import CLASSIFICATION, COPYING, KEY, RequestOptions, Speculation
 
 ASKED: ContextVar[str | None] = ContextVar("speculation", default=None)
@@ -92,7 +91,7 @@ def _label_tokens(tokenizer: Any, candidates: tuple[str, ...]) -> tuple[tuple[in
     Raises:
         ValueError: there are too many.
     """
-    texts = [text for label in candidates for text in spellings(label)]
+    texts = [text for label in candidates for text in _spellings(label)]
     labels = tuple(dict.fromkeys(map(tuple, tokenizer(texts, add_special_tokens=False)["input_ids"])))
     number = sum(map(len, labels))
     if number > MAX_LABEL_TOKENS:
@@ -101,3 +100,8 @@ def _label_tokens(tokenizer: Any, candidates: tuple[str, ...]) -> tuple[tuple[in
             f"pass fewer or shorter labels, of at most {MAX_LABEL_TOKENS} tokens in all"
         )
     return labels
+
+
+def _spellings(label: str) -> list[str]:
+    """Return a label as it stands, and after a space, as it is tokenised behind other text."""
+    return [label] if label[0].isspace() else [label, f" {label}"]

@@ -145,7 +145,6 @@ class ScheduledWorker:
             verify_lens=step.verify_lens,
             confidence=step.confidence,
             traced=traced,
-            copied=[0] * len(reqs),
             policy=self.schedule.policy.name,
             parked=self.schedule.parked,
         )

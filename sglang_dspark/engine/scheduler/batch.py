@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from dspark_kernels import DraftBlock, RoundKeys, SamplingBatch
+from dspark_kernels import ChainRules, DraftBlock, RoundKeys, SamplingBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
@@ -63,7 +63,7 @@ def read_decode_batch(
     step: int,
     rows_of: Callable[[Sequence[int]], SamplingBatch] | None = None,
     adjusted: bool = False,
-    least_match: torch.Tensor | None = None,
+    rules: ChainRules | None = None,
 ) -> DecodeBatch:
     """Read the tensors of a decode step out of a ``ScheduleBatch``.
 
@@ -71,7 +71,7 @@ def read_decode_batch(
         rows: sampling parameters of all requests.
         rows_of: returns those of some, by their indices; None if steps draft for all.
         adjusted: whether its logits are.
-        least_match: as in :class:`DecodeBatch`.
+        rules: as in :class:`DecodeBatch`.
     """
     prefix_lens = batch.seq_lens.to(torch.int64)
     return DecodeBatch(
@@ -84,7 +84,7 @@ def read_decode_batch(
         rows_of=rows_of,
         # Positions matter to requests with a seed: the others spare the device an addition.
         keys=round_keys(batch, prefix_lens + 1 if rows.any_seeded else prefix_lens, seed=seed, step=step),
-        least_match=least_match,
+        rules=rules,
         keeps_logits=adjusted or batch.return_logprob,
     )
 
@@ -223,10 +223,10 @@ def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Seque
             {
                 "start": start,
                 "anchor": anchor,
-                "draft": draft[: copied or depth],
+                "draft": draft[: depth or copied],
                 "copied": copied > 0,
                 "from_text": followed,
-                "confidence": None if confidence is None or copied else confidence[:depth],
+                "confidence": confidence[:depth] if confidence is not None and depth else None,
                 "verified": verified,
                 "accepted": committed - 1,
             }

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
-from dspark_kernels import LEAST_MATCH, MOST_MATCH
+from dspark_kernels import ASKED_ROWS, LEAST_MATCH, MOST_MATCH, USUAL, ChainRules, to_device
+from numpy.typing import NDArray
 
-from sglang_dspark.speculation import COPYING, KEY, NO_PRESET, RequestOptions
+from sglang_dspark.speculation import COPYING, KEY, NO_PRESET, SUMMARIZATION, RequestOptions
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.transfers import host_index
 
@@ -32,40 +35,73 @@ class BatchOptions:
     """The options of a batch's requests.
 
     Attributes:
-        each: the options of every request.
         limits: on their verification; None if no request asks for any.
         traced: whether a request wants its rounds.
-        presets: indices of the requests whose presets copy.
-        least_match: [bs] int64, see :func:`dspark_kernels.suffix_match`; None if all requests have the usual one.
+        rules: of their chains; None if all requests have the usual ones.
     """
 
-    each: tuple[RequestOptions, ...]
     limits: RequestLimits | None
     traced: bool
-    presets: tuple[int, ...]
-    least_match: torch.Tensor | None
+    rules: ChainRules | None
 
     @classmethod
-    def of(cls, reqs: Sequence[Any], max_verify: int, device: torch.device) -> BatchOptions:
+    def of(
+        cls, reqs: Sequence[Any], max_verify: int, device: torch.device, *, draft_free: bool = False
+    ) -> BatchOptions:
         """Read the options of a batch.
 
         Args:
             max_verify: most drafts that the server verifies per request and step.
             device: where steps are.
+            draft_free: whether nothing is verified of requests without a preset that copies.
         """
         each = tuple(map(request_options, reqs))
-        most = tuple(options.verify_limit(max_verify) for options in each)
+        speculate = [not draft_free or options.preset in COPYING for options in each]
+        most = tuple(
+            options.verify_limit(max_verify) if speculates else 0
+            for options, speculates in zip(each, speculate, strict=True)
+        )
         bounds = tuple(options.confidence_threshold for options in each)
-        least = [_NEVER if options.preset == NO_PRESET else LEAST_MATCH for options in each]
         limited = min(most) < max_verify or any(bounds)
         return cls(
-            each=each,
             limits=RequestLimits(most, bounds if any(bounds) else None) if limited else None,
             traced=any(options.trace for options in each),
-            presets=tuple(
-                index
-                for index, options in enumerate(each)
-                if options.preset in COPYING and options.copy_limit(max_verify) > 0
-            ),
-            least_match=host_index(least, device) if _NEVER in least else None,
+            rules=_chain_rules(each, device),
         )
+
+
+def _chain_rules(each: Sequence[RequestOptions], device: torch.device) -> ChainRules | None:
+    bounds = [_bounds(options) for options in each]
+    if all(asked == USUAL for asked in bounds) and not any(options.labels for options in each):
+        return None
+    texts = [_looked_up(options.labels) for options in each]
+    labels = None
+    if width := max(text.shape[1] for text in texts):
+        laid_out = np.stack([np.full((len(each), width), filler) for filler in (-1, _NEVER)])
+        for row, text in enumerate(texts):
+            laid_out[:, row, : text.shape[1]] = text
+        labels = to_device(torch.from_numpy(laid_out), device)
+    return ChainRules(host_index(bounds, device), labels)
+
+
+def _bounds(options: RequestOptions) -> tuple[int, int, int, int]:
+    """Return a row of :attr:`ChainRules.bounds`."""
+    if options.preset == NO_PRESET:
+        return (_NEVER, *USUAL[1:])
+    length = options.max_draft or USUAL[2]
+    if options.preset == SUMMARIZATION:
+        return options.min_ngram, options.max_ngram, length, ASKED_ROWS
+    return LEAST_MATCH, MOST_MATCH, length, 0
+
+
+@lru_cache(maxsize=64)
+def _looked_up(labels: tuple[tuple[int, ...], ...]) -> NDArray[np.int64]:
+    """Return [2, n] of :attr:`ChainRules.labels`: all tokens from the beginning of a label to its place have to match.
+
+    As many of them as are compared; and behind its last token there is nothing to be found.
+    """
+    tokens, needed = [], []
+    for label in labels:
+        tokens += [-1, *label]
+        needed += [_NEVER, *(min(place, MOST_MATCH) for place in range(1, len(label))), _NEVER]
+    return np.array([[*tokens, -1], [*needed, _NEVER]] if labels else [[], []], dtype=np.int64)

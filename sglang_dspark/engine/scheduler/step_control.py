@@ -32,7 +32,7 @@ class StepControl:
     reporting: Reporting
     on_gpu: bool
 
-    def choose(self, batch: Any, options: BatchOptions, copied: Sequence[int] = ()) -> StepDecision:
+    def choose(self, batch: Any, options: BatchOptions) -> StepDecision:
         """Return how deep to draft and how much to verify, by what is known by now of the steps before.
 
         All ranks of the server get rank 0's decision.
@@ -40,16 +40,13 @@ class StepControl:
         Args:
             batch: SGLang's.
             options: of its requests.
-            copied: drafts that a preset copies, per request; empty if no preset does.
         """
-        # Presets and grammars have made the host wait for the step before, and cost it time for each row.
-        awaited = self.on_gpu and bool(options.presets or batch.has_grammar)
+        # Grammars have made the host wait for the step before, and cost it time for each row.
+        awaited = self.on_gpu and batch.has_grammar
         # Of the host: under overlap it does not know yet what the step under way commits.
         context = sum(kv_lengths(batch.reqs)[0]) / len(batch.reqs)
         requests = [req.rid for req in batch.reqs]
-        decision = self.schedule.choose(
-            requests, context, options.limits, copied, traced=options.traced, awaited=awaited
-        )
+        decision = self.schedule.choose(requests, context, options.limits, traced=options.traced, awaited=awaited)
         self.reporting.record_time()
         return self.agreement.share(decision)
 

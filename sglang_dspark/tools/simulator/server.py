@@ -99,7 +99,7 @@ class SimulatedServer:
         ms *= float(np.exp(self.costs.noise * self._rng.standard_normal()))
         kind = StepKind(bs, num_tokens, decision.draft_len, context)
         self._timed = (kind, ms) if is_of_a_kind(decision, bs) else None
-        rounds = StepRecord(ids, decision, draft.draft_lens, lens, draft.confidence, None, copied=[0] * bs)
+        rounds = StepRecord(ids, decision, draft.draft_lens, lens, draft.confidence, None)
         return ms, Result(list(requests), rounds, np.minimum(whole, lens.numpy()))
 
     def prefill(self, requests: Sequence[Request]) -> tuple[float, Result]:

@@ -148,18 +148,17 @@ class CapturedSteps:
     def tier(self, step: DecodeBatch, decision: StepDecision) -> Tier | None:
         """Return the smallest tier that has room for a step.
 
-        None if its shape was not captured, if presets propose drafts for it, or if only the device knows how many
-        drafts it verifies at most.
+        None if its shape was not captured, or if only the device knows how many drafts it verifies at most.
         """
         requests, drafts = len(step), decision.max_drafts(len(step))
         slots, plain = self.tiers.request_slots(requests), decision.draft_len == 0
-        if slots is None or drafts is None or decision.copied:
+        if slots is None or drafts is None:
             return None
         rows = slots if plain else self.tiers.token_rows(requests + drafts)
         return None if rows is None else (rows, plain)
 
     def draft_slots(self, step: DecodeBatch) -> int | None:
         """Return the request slots of the graph that drafts for ``step``; None if its drafts are launched."""
-        if step.rows.any_seeded:
+        if step.rows.any_seeded or (step.rules is not None and step.rules.labels is not None):
             return None
         return self.tiers.sampled_slots(len(step)) if step.rows.any_sampled else self.tiers.request_slots(len(step))

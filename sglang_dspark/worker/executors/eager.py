@@ -11,7 +11,7 @@ from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selected import build_plan
-from sglang_dspark.step.state import Copies, DecodeBatch, DraftOutput, StepHooks, StepOutcome, TargetOutput, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, StepOutcome, TargetOutput, VerifyPlan
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 
 
@@ -42,15 +42,10 @@ class EagerExecutor:
         self.drafter, self.schedule, self.agreement, self.profile = drafter, schedule, agreement, profile
         self.forward = forward
 
-    def run(self, step: DecodeBatch, decision: StepDecision, copies: Copies | None, hooks: StepHooks) -> StepOutcome:
-        """Draft, plan, verify, accept, publish and commit.
-
-        Args:
-            copies: drafts that presets propose in place of some.
-        """
+    def run(self, step: DecodeBatch, decision: StepDecision, hooks: StepHooks) -> StepOutcome:
+        """Draft, plan, verify, accept, publish and commit."""
         self.stage(step, decision)
-        draft = self.draft(step, decision).with_copies(copies)
-        return self.finish(step, decision, draft, hooks)
+        return self.finish(step, decision, self.draft(step, decision), hooks)
 
     def finish(self, step: DecodeBatch, decision: StepDecision, draft: DraftOutput, hooks: StepHooks) -> StepOutcome:
         """Run what follows the draft."""

@@ -39,7 +39,7 @@ from sglang_dspark.engine.scheduler.measure_steps import most_running
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
-from sglang_dspark.step.state import Copies, DecodeBatch, DraftOutput, StepHooks, TargetOutput, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, TargetOutput, VerifyPlan
 from sglang_dspark.step.transfers import host_index
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.executors.eager import EagerExecutor
@@ -200,27 +200,19 @@ class _WarmUpSteps:
     def run(self) -> None:
         """Run a plain step, and one with drafts of which not all are verified."""
         self._step(PLAIN, _DRAFT_MIXES)
-        if self._executor.drafter.drafts and self._most > 0:
+        if self._most > 0:
             depth = max(1, min(self._most, _MAX_SAMPLED_DRAFTS // self._requests))
             self._step(StepDecision(depth, TopK(max(1, self._requests * depth // 2))), _DRAFT_MIXES)
 
     def accept(self) -> None:
-        """Verify every mix, windows of every width: drafts of the drafter, copied ones, and both side by side."""
-        rest, drafts = self._requests - 1, self._executor.drafter.drafts
+        """Verify every mix, windows of every width."""
         self._surroundings(*self._step(PLAIN, _MIXES))
         for width in widths(self._most):
-            if drafts:
-                self._step(StepDecision(width, FixedLength()), _MIXES)
-            tokens = torch.zeros((self._requests, width), dtype=torch.int64, device=self._dummy.device)
-            copies = Copies(tokens, (width, *[0] * rest))
-            self._step(PLAIN.within(None, copies.lens), _MIXES, copies)
-            if rest and drafts:
-                beside = StepDecision(1, FixedLength()).within(None, copies.lens)
-                self._step(beside, _MIXES, copies)
+            self._step(StepDecision(width, FixedLength()), _MIXES)
 
     def fill(self) -> None:
         """Run the largest step: sampled, with as many drafts as may be verified."""
-        self._step(StepDecision(self._most, FixedLength()) if self._executor.drafter.drafts else PLAIN, ((_SAMPLED,),))
+        self._step(StepDecision(self._most, FixedLength()) if self._most else PLAIN, ((_SAMPLED,),))
 
     def verify(self, depth: int) -> None:
         """Verify made-up drafts. Attention has kernels for a width, and for few requests and many."""
@@ -228,18 +220,16 @@ class _WarmUpSteps:
         draft = DraftOutput(DraftBlock(step.anchors[:, None].repeat(1, depth)), None, [depth] * len(step))
         self._executor.finish(step, StepDecision(depth, FixedLength()), draft, StepHooks())
 
-    def _step(
-        self, decision: StepDecision, mixes: Sequence[_Mix], copies: Copies | None = None
-    ) -> tuple[VerifyPlan, TargetOutput]:
+    def _step(self, decision: StepDecision, mixes: Sequence[_Mix]) -> tuple[VerifyPlan, TargetOutput]:
         """Draft and accept by each of ``mixes``; plan and verify once: the target knows nothing of them."""
         executor, step = self._executor, self._batch(mixes[0])
-        draft = executor.draft(step, decision).with_copies(copies)
+        draft = executor.draft(step, decision)
         plan = executor.plan(step, draft, decision)
         target = executor.verify(step, plan)
         accepted = executor.accept(step, draft, plan, target)
         for mix in mixes[1:]:
             step = self._batch(mix)
-            draft = executor.draft(step, decision).with_copies(copies)
+            draft = executor.draft(step, decision)
             accepted = executor.accept(step, draft, plan, target)
         executor.commit(plan, accepted, target)
         return plan, target

@@ -38,10 +38,8 @@ ON_THE_HOST = {
     ("verify.py", "_context_groups"),
     ("verify.py", "run_verify"),  # lengths as SGLang's scheduler knows them
 }
-# Those that wait, and say so in the documentation: presets, and the policies early-stop and threshold.
+# Those that wait, and say so in the documentation: the policies early-stop and threshold.
 WAITING = {
-    ("preset_texts.py", "propose"),
-    ("preset_texts.py", "_read_last_step"),
     ("selection.py", "select"),
     ("selected.py", "_rows_of"),
 }

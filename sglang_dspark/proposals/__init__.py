@@ -1,1 +1,0 @@
-"""Drafts without a drafter: what a request's preset proposes from the text at hand. Pure, runs without SGLang."""
