@@ -106,7 +106,7 @@ class AdjustedDistribution(TargetDistribution):
 
 def test_seeded_text_under_adjustments_does_not_depend_on_policy_or_load(dspark):
     bodies = []
-    for i, prompt in enumerate(PROMPTS * 6):
+    for i, prompt in enumerate(PROMPTS * 4):
         regex = {"regex": "(red|blue|cat|dog|small)+"} if i % 2 else {}
         parameters = {"temperature": 1.5, "sampling_seed": i, "frequency_penalty": 0.5, **regex}
         bodies.append(greedy(prompt, 24, parameters))
@@ -115,7 +115,7 @@ def test_seeded_text_under_adjustments_does_not_depend_on_policy_or_load(dspark)
         with policy(dspark, name):
             texts.append(output_ids(dspark, bodies, concurrency))
     assert texts[0] == texts[1] == texts[2]
-    assert len({tuple(text) for text in texts[0]}) > 8
+    assert len({tuple(text) for text in texts[0]}) > 5
 
 
 def test_requests_with_features_are_drafted_too(dspark):

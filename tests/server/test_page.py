@@ -4,27 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from urllib.parse import urlsplit
 
 import pytest
+from chromium import chromium
 from golden_server import greedy, output_ids, policy
-
-selenium = pytest.importorskip("selenium", reason="pip install selenium")
-from selenium import webdriver  # noqa: E402
-from selenium.webdriver.chrome.service import Service  # noqa: E402
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
-
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="needs Chromium: apt-get install chromium chromium-driver"
-)
-
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-)
 
 
 class Page:
@@ -42,12 +26,14 @@ class Page:
         self.driver.get(server.url + "/dspark")
 
     def text(self, element):
-        return self.driver.find_element(By.ID, element).text
+        return self.driver.find_element("id", element).text
 
     def run(self, script):
         return self.driver.execute_script("return " + script)
 
     def wait(self, condition, what):
+        from selenium.webdriver.support.ui import WebDriverWait
+
         WebDriverWait(self.driver, 20, 0.2).until(lambda driver: condition(), what)
 
     def wait_for_state(self, state):
@@ -64,18 +50,10 @@ class Page:
         return {urlsplit(url).netloc for url in sent if urlsplit(url).scheme in ("http", "https", "ws", "wss")}
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    try:
+@pytest.fixture(scope="session")  # tests of other servers run in between
+def browser():
+    with chromium() as driver:
         yield driver
-    finally:
-        driver.quit()
 
 
 @pytest.fixture
@@ -171,16 +149,16 @@ def test_the_page_of_a_silent_server(dspark, page):
     finally:
         page.driver.execute_cdp_cmd("Network.emulateNetworkConditions", {**offline, "offline": False})
     page.wait_for_state("live")
-    assert not page.driver.find_element(By.ID, "notice").is_displayed()
+    assert not page.driver.find_element("id", "notice").is_displayed()
 
 
 def test_the_page_asks_for_the_key(guarded, page):
     page.open(guarded)
     page.wait_for_state("locked")
     assert page.errors() == []
-    page.driver.find_element(By.ID, "key").send_keys("wrong\n")
+    page.driver.find_element("id", "key").send_keys("wrong\n")
     page.wait(lambda: "refused" in page.text("key-form"), "a wrong key was not refused")
-    page.driver.find_element(By.ID, "key").send_keys("user-key\n")
+    page.driver.find_element("id", "key").send_keys("user-key\n")
     page.wait_for_state("live")
     page.driver.refresh()
     page.wait_for_state("live")

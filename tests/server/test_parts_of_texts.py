@@ -63,7 +63,7 @@ def test_reasoning_ends_at_its_mark_wherever_a_step_ends(plain_parsers, parsers,
     assert joined(parsers, body | {"speculation": {"max_verify": max_verify}}) == expected
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 8, 10, 13])
+@pytest.mark.parametrize("max_tokens", [1, 3, 8, 13])
 def test_reasoning_has_no_more_tokens_than_the_answer(plain_parsers, parsers, max_tokens):
     body = greedy(CASES[0]["prompt_ids"], max_tokens, require_reasoning=True)
     counts = [

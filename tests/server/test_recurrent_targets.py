@@ -35,13 +35,12 @@ def test_rejected_drafts(hybrid, expected, name):
     assert grown["verified_tokens"] - grown["accepted_tokens"] > 100
 
 
-@pytest.mark.parametrize("name", ["static", "random"])
-def test_accepted_drafts(hybrid, plain_hybrid, name):
+def test_accepted_drafts(hybrid, plain_hybrid):
     """Texts of three tokens, which go on as they did before more often than not."""
     only = {"logit_bias": {str(token): 60 for token in (17, 40, 99)}}
     bodies = [greedy(body["input_ids"], NUM_TOKENS, only) for body in beginning_alike(6)]
     copying = [{**body, "speculation": {"preset": "summarization", "min_ngram": 1}} for body in bodies]
-    with policy(hybrid, name), counting(hybrid) as grown:
+    with policy(hybrid, "random"), counting(hybrid) as grown:
         assert output_ids(hybrid, copying, 6) == output_ids(plain_hybrid, bodies, 6)
     assert grown["accepted_tokens"] > 30
     assert grown["verified_tokens"] - grown["accepted_tokens"] > 10
@@ -54,7 +53,7 @@ def test_turns_begin_where_others_ended(hybrid, plain_hybrid):
     for server in (hybrid, plain_hybrid):
         server.flush_cache()
     with policy(hybrid, "static"):
-        for cut in (3, 8, 14, 20):
+        for cut in (3, 8, 14):
             first = [
                 greedy(body["input_ids"], 30, {"stop_token_ids": [text[cut - 1]]})
                 for body, text in zip(bodies, texts, strict=True)

@@ -2,10 +2,9 @@
 
 import json
 import re
-import shutil
-import tempfile
 
 import pytest
+from chromium import chromium
 from step_tables import compute_bound
 
 from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
@@ -85,22 +84,8 @@ def test_a_simulated_server_has_its_lanes_and_its_crossover(server_page):
 
 @pytest.fixture(scope="module")
 def browser():
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("chromium and chromium-driver are not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    # Processes of the browser may still write while it goes.
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"):
-            options.add_argument(argument)
-        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-        started = webdriver.Chrome(options, webdriver.ChromeService(driver))
-        try:
-            yield started
-        finally:
-            started.quit()
+    with chromium() as driver:
+        yield driver
 
 
 @pytest.fixture(params=["model", "server"])
