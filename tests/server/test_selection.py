@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from golden_server import DRAFT, TARGET
 
+DATA = Path(__file__).parents[1] / "data"
 BASE = ["--model-path", str(TARGET), "--device", "cpu", "--disable-cuda-graph"]
 PAIR = [*BASE, "--speculative-draft-model-path", str(DRAFT)]
 DSPARK = [*PAIR, "--speculative-algorithm", "DSPARK"]
@@ -54,6 +56,7 @@ CASES = {
     "plugin by its name": Case([*PAIR, "--speculative-algorithm", "DSPARK_PLUGIN"], SERVED),
     "built-in by flag": Case(BUILT_IN, OF_SGLANG),
     "built-in by variable": Case(DSPARK, OF_SGLANG, {"SGLANG_DSPARK_ENGINE": "builtin"}),
+    "built-in by a file": Case([*DSPARK, "--config", str(DATA / "built_in.yaml")], OF_SGLANG),
     "flag before variable": Case(
         [*DSPARK, "--speculative-dspark-engine", "plugin"], SERVED, {"SGLANG_DSPARK_ENGINE": "builtin"}
     ),
