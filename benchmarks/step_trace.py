@@ -10,8 +10,7 @@ The script starts a server with DSPARK, keeps so many users busy with greedy ans
 The project's goal is a share of its own kernels below 3 % for 64 requests. Profiling costs the host time in every
 launch, so spans may be longer than without it.
 
-The script has been run with a server on a CPU, where it keeps the trace, which has no kernels to summarise, and not yet
-with one on a GPU.
+On a CPU the script keeps the trace, which has no kernels to summarise.
 """
 
 from __future__ import annotations

@@ -382,6 +382,7 @@ function drawFacts() {
   ]);
   facts("facts-server", [
     ["target", `${target.architecture}, ${capabilities.dtype}`],
+    ["engine", `${capabilities.engine}: ${capabilities.reason}`],
     ...(target.recurrence ? [["recurrent layers", target.recurrence]] : []),
     ["device", capabilities.device + (features.tensor_parallel_size > 1 ? ` × ${features.tensor_parallel_size}` : "")],
     ["prompts", features.prefill_attention + (features.prefill_cuda_graphs ? ", in CUDA graphs" : "")],

@@ -98,6 +98,7 @@ def test_tiles_and_charts_show_the_statistics(dspark, page):
     assert bars == sum(value is not None for value in dspark.get_json("/dspark/stats")["recent"]["survival"])
     assert "policy auto" in page.text("chips")
     assert "vanilla, rank" in page.text("facts-drafter")
+    assert f"plugin: {dspark.get_json('/dspark/capabilities')['reason']}" in page.text("facts-server")
     facts = page.run("[...document.querySelectorAll('dd')].map(text => text.textContent)")
     assert all(facts) and not any("undefined" in fact for fact in facts)
     assert page.errors() == []
