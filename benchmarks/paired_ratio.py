@@ -155,6 +155,11 @@ def interval_text(row: Any) -> str:
     return f"{low:.2f} to {high:.2f}"
 
 
+def ratio_text(row: Any) -> str:
+    """Return the ratio of a row of :func:`summarise`, and :func:`interval_text` in brackets."""
+    return f"{row.ratio:.2f} ({interval_text(row)})"
+
+
 def ratio_table(summary: pd.DataFrame, metric: str) -> Table:
     """Return ``summary`` as a table for the terminal."""
     table = Table(title=f"{metric}: ratio to the baseline in the same row, paired by round")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paired_ratio import frame_baselines, interval_text, paired_ratios, summarise
+from paired_ratio import frame_baselines, paired_ratios, ratio_text, summarise
 from serving.results import read_sweep
 
 PASSES = 0.95
@@ -75,8 +75,8 @@ def _measured(results: Path, entry: Entry, folder: str) -> Iterator[list[str]]:
     texts = {None: "not compared", True: "same", False: "differ"}[identity]
     told = summarise(paired_ratios(frame, "output_tok_s", frame_baselines(frame)))
     for row in told.itertuples():
-        ratio = f"{row.ratio:.2f} ({interval_text(row)})"
-        cells = (entry.pair, entry.device, str(row.load).split()[0], ratio, texts, record["started"][:10], release)
+        users = str(row.load).split()[0]
+        cells = (entry.pair, entry.device, users, ratio_text(row), texts, record["started"][:10], release)
         yield [*cells, verdict(row.ratio, identity), files]
 
 

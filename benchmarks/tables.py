@@ -20,7 +20,7 @@ import click
 import numpy as np
 import pandas as pd
 import support_matrix
-from paired_ratio import MIN_ROUNDS, frame_baselines, interval_text, paired_ratios, ratios_to_each, summarise
+from paired_ratio import MIN_ROUNDS, frame_baselines, paired_ratios, ratio_text, ratios_to_each, summarise
 from serving.results import config_name, over_rounds, read_sweep
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,9 +55,9 @@ def written(document: Path) -> str:
     return MARKED.sub(renew, document.read_text(encoding="utf-8"))
 
 
-def speeds(folder: str) -> str:
+def speeds() -> str:
     """Return the speeds of plain serving, ``off`` and ``auto``, and the ratios between them, by number of users."""
-    frame = _sweep(folder)
+    frame = _sweep("sweep")
     pairs = paired_ratios(frame, "output_tok_s", frame_baselines(frame))
     ratios = summarise(pairs.assign(config=[config_name(frame, label) for label in pairs["config"]]))
     rows = []
@@ -68,13 +68,13 @@ def speeds(folder: str) -> str:
             [
                 str(users),
                 *(_speed(over_rounds(by_name[name], "output_tok_s")) for name in ("plain", "off", "auto")),
-                *(f"{told.loc[name, 'ratio']:.2f} ({interval_text(told.loc[name])})" for name in ("off", "auto")),
+                *(ratio_text(told.loc[name]) for name in ("off", "auto")),
                 f"{over_rounds(by_name['auto'], 'accept_length'):.2f}",
             ]
         )
     header = ("users", "plain SGLang", "plugin, `off`", "plugin, `auto`", "off / plain", "auto / off", "accept length")
     what = "Output tokens per second of all users together"
-    return _section(header, rows, _origin(what, frame, folder))
+    return _section(header, rows, _origin(what, frame))
 
 
 def shape() -> str:
@@ -93,10 +93,7 @@ def shape() -> str:
                 [
                     *(str(prompt), _lengths(asked), str(users)),
                     *(_speed(by_policy[policy]) for policy in ("plain", "builtin", "auto")),
-                    *(
-                        f"{beside.loc[of, 'ratio']:.2f} ({interval_text(beside.loc[of])})"
-                        for of in ("plain", "builtin")
-                    ),
+                    *(ratio_text(beside.loc[of]) for of in ("plain", "builtin")),
                 ]
             )
         sources.append(f"[{name}]({folder}/sweep.csv)")
@@ -120,11 +117,11 @@ def fixed_lengths() -> str:
     for users, cells in frame.groupby("concurrency"):
         told = ratios[ratios["load"] == cells["load"].iloc[0]].set_index("baseline")
         drafts = over_rounds(cells[cells["config"] == auto], "mean_verify_len")
-        beside = [f"{told.loc[label, 'ratio']:.2f} ({interval_text(told.loc[label])})" for label in lengths]
+        beside = [ratio_text(told.loc[label]) for label in lengths]
         rows.append([str(users), *beside, f"{drafts:.1f}"])
     header = ["users", *(f"`{config_name(frame, label)}`" for label in lengths), "drafts that `auto` verifies"]
     what = "Throughput of `auto` in multiples of each fixed length"
-    return _section(header, rows, _origin(what, frame, "sweep"))
+    return _section(header, rows, _origin(what, frame))
 
 
 def step_times() -> str:
@@ -272,7 +269,7 @@ def published() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "sweep": lambda: speeds("sweep"),
+    "sweep": speeds,
     "h200_shape": shape,
     "fixed_lengths": fixed_lengths,
     "step_times": step_times,
@@ -303,8 +300,8 @@ def _extreme(cases: pd.DataFrame, which: str) -> tuple[str, str]:
     return f"{cases.loc[found, 'mean']:+.1f} ± {cases.loc[found, 'std']:.1f}", f"{traffic}, {machine}, {load}"
 
 
-def _origin(what: str, frame: pd.DataFrame, folder: str) -> str:
-    """Return a sentence on what was measured, where, and how often."""
+def _origin(what: str, frame: pd.DataFrame) -> str:
+    """Return a sentence on what the sweep of the bundled pair measured, where, and how often."""
     first, rounds = frame.iloc[0], frame["round"].nunique()
     versions = _versions(first)
     hardware = first["gpu"] if isinstance(first["gpu"], str) else first["cpu"]
@@ -314,7 +311,7 @@ def _origin(what: str, frame: pd.DataFrame, folder: str) -> str:
         f"{what}: {first['model']}, {first['dtype']}, {hardware}, SGLang {versions['sglang']}; prompts of "
         f"{first['prompt_set'].replace('+', ', ')}, {round(frame['num_tokens'].sum() / frame['num_requests'].sum())} "
         f"tokens per answer; medians of {rounds} rounds, ratios as geometric means with {spread} "
-        f"([sweep.csv]({folder}/sweep.csv), commit {commits})."
+        f"([sweep.csv](sweep/sweep.csv), commit {commits})."
     )
 
 
