@@ -75,6 +75,7 @@ GEMMA4 = (
     *(() if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")),
     *("--chunked-prefill-size", "16"),
 )
+GEMMA4_12B = "Gemma4UnifiedForConditionalGeneration"
 # SGLang has no attention for it on a CPU.
 LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1"}
 
@@ -165,6 +166,11 @@ SERVERS: dict[str, Recipe] = {
     # Layers with windows have a K/V pool of their own.
     "gemma4": _tiny(*GEMMA4, env=LITERALLY),
     "gemma4_graphs": _tiny(*GEMMA4, "--max-running-requests", "4", env=LITERALLY | emulated_graphs()),
+    "gemma4_pictures": _reading(*GEMMA4, env=LITERALLY),
+    "gemma4_12b_pictures": _reading(GEMMA4_12B, *GEMMA4[1:], env=LITERALLY),
+    "plain_gemma4_12b_pictures": Recipe(
+        lambda folder: GEMMA4[1:], model=lambda folder: picture_target(GEMMA4_12B, folder / "target"), env=LITERALLY
+    ),
     "qwen2_5_vl": _reading("Qwen2_5_VLForConditionalGeneration", "--max-running-requests", "4", env=emulated_graphs()),
     # Chunks of prompts end within pictures, and the pool cannot hold all requests.
     "pictures": _reading(

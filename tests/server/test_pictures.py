@@ -117,16 +117,31 @@ def test_pictures_in_replayed_steps(qwen2_5_vl):
     assert_pictures_are_read(qwen2_5_vl, "auto")  # emulated servers know no policy of the tests
 
 
+def assert_as_the_plain_server(server, plain):
+    """For families of which SGLang reads some pictures otherwise than transformers."""
+    bodies = bodies_of(server)
+    expected = [answer["output_ids"] for answer in generate(plain, bodies, 1)]
+    assert expected[0] != expected[3]
+    with policy(server, "static"):
+        assert_texts(generate(server, bodies, 1), expected)
+    with policy(server, "random"):
+        assert_texts(generate(server, bodies * 3, 4), expected * 3)
+
+
 @pytest.mark.thorough
 def test_pictures_without_positions_of_three_coordinates(mistral3, plain_mistral3):
-    """SGLang reads some of them otherwise than transformers."""
-    bodies = bodies_of(mistral3)
-    expected = [answer["output_ids"] for answer in generate(plain_mistral3, bodies, 1)]
-    assert expected[0] != expected[3]
-    with policy(mistral3, "static"):
-        assert_texts(generate(mistral3, bodies, 1), expected)
-    with policy(mistral3, "random"):
-        assert_texts(generate(mistral3, bodies * 3, 4), expected * 3)
+    assert_as_the_plain_server(mistral3, plain_mistral3)
+
+
+@pytest.mark.thorough
+def test_pictures_without_an_encoder(gemma4_12b_pictures, plain_gemma4_12b_pictures):
+    """Their tokens see one another in transformers, and in SGLang only where it attends with Triton."""
+    assert_as_the_plain_server(gemma4_12b_pictures, plain_gemma4_12b_pictures)
+
+
+@pytest.mark.thorough
+def test_pictures_and_two_pools_of_kv(gemma4_pictures):
+    assert_pictures_are_read(gemma4_pictures, "random")
 
 
 @pytest.mark.thorough

@@ -3,6 +3,7 @@
 import importlib.abc
 import importlib.util
 import sys
+from pathlib import Path
 
 from sglang_dspark import on_cpu
 
@@ -92,7 +93,7 @@ def interpret_adapters():
 def attend_literally():
     """Let a server on a CPU serve targets whose attention SGLang lacks there, see ``literal_attention``.
 
-    Their text alone: they have no processor of images.
+    Targets without a processor of images serve text alone.
     """
 
     def offer(module):
@@ -100,8 +101,9 @@ def attend_literally():
         module.KNOWN_BY = {what: (*names, *module.PREFILL_BACKENDS["cpu"]) for what, names in module.KNOWN_BY.items()}
 
     def serve_text(module):
-        def make(self, *args, original=module.ModelConfig.__init__, **options):
-            original(self, *args, **options | {"enable_multimodal": False})
+        def make(self, model_path, *args, original=module.ModelConfig.__init__, **options):
+            reads = (Path(model_path) / "processor_config.json").exists()
+            original(self, model_path, *args, **options | ({} if reads else {"enable_multimodal": False}))
 
         module.ModelConfig.__init__ = make
 
