@@ -53,7 +53,7 @@ SEED = 0
 
 
 class Turns:
-    """A server, and users who ask it what they are told.
+    """A server, and simulated users that send it the given prompts.
 
     Args:
         prompts: shuffled and divided into batches, one prompt per user; each round decodes the next batch, and when all

@@ -11,7 +11,7 @@ a table of its own among the flags), or ``oracle:N`` (N drafts per step that rep
 always right: what the engine can do, whatever the drafter). The same one under two names (``--config plain --config
 again=plain``) shows how much of a difference is noise.
 
-A load is a number of users who wait for their answers (``--concurrency``, closed loop), or requests per second that
+A load is a number of users that wait for their answers (``--concurrency``, closed loop), or requests per second that
 arrive as a Poisson process whatever the server does (``--rate``, open loop).
 
 DSPARK configurations with equal flags share one server, which is told its policy before each cell. Every server is

@@ -25,7 +25,7 @@ class Load:
     """One load point: exactly one of the two is given.
 
     Attributes:
-        concurrency: closed loop: users, each of whom sends the next prompt when the last answer is complete. The load
+        concurrency: closed loop: users; each sends the next prompt when its last answer is complete. The load
             follows the server: a slow one is asked less.
         rate: open loop: requests per second that arrive as a Poisson process, however slow the server is.
     """

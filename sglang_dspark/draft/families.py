@@ -40,8 +40,8 @@ class Family:
     remark: str = ""
 
 
-_NO_WINDOW = "a `sliding_window` has no effect, as in SGLang without DSPARK"
-_TESTS_ALONE = "not yet run on a GPU; refused on a CPU, where only tests serve it"
+_NO_WINDOW = "a `sliding_window` has no effect, as in SGLang"
+_TESTS_ALONE = "not yet run on a GPU; refused on a CPU"
 _IMAGES = "text and images"
 _NO_GPU = "not yet run on a GPU"
 

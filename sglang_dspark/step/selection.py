@@ -37,7 +37,7 @@ class Selection(ABC):
 
     @abstractmethod
     def max_drafts(self, drafts: int) -> int | None:
-        """Return how many of ``drafts`` proposed drafts are verified at most; None if only the device knows."""
+        """Return the most of ``drafts`` proposed drafts that are verified; None if only the device knows."""
 
     @abstractmethod
     def bounded(self, drafted: Sequence[int], num_drafts: int) -> Selection:

@@ -41,7 +41,7 @@ def read_prompts(path: Path, limit: int | None = None, shuffle_seed: int | None 
     """Read first user turns in the order of the file, each text once: a repeated one would be measured twice.
 
     Args:
-        limit: how many to read at most.
+        limit: the most prompts to read.
         shuffle_seed: if the file has more than `limit` prompts, choose among them as DeepSpec's evaluator does: they
             are shuffled with this seed, and the first ones stay.
 

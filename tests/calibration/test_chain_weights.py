@@ -1,4 +1,4 @@
-"""What copied candidates weigh: nothing at first, then by what was right behind as many matched tokens."""
+"""Copied candidates weigh nothing at first, then as much as those behind as many matched tokens were right."""
 
 import numpy as np
 import pytest

@@ -89,7 +89,7 @@ def configurator(monkeypatch):
 
 @pytest.mark.parametrize("token_size", [of_layers_alike, of_layers_with_windows])
 def test_a_token_of_the_pool_has_room_for_its_draft_kv(token_size, configurator, monkeypatch):
-    """In bytes: its layers are not as large as the target's, which may have several kinds."""
+    """The room is counted in bytes, because the layers of drafter and target differ in size."""
     without = token_size(configurator, monkeypatch)
     drafter = {"num_hidden_layers": LAYERS, "num_key_value_heads": HEADS, "head_dim": DIM}
     attach(configurator.server_args, SimpleNamespace(drafter=None))

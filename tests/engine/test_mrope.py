@@ -60,7 +60,7 @@ def test_other_targets_have_no_table():
 
 @pytest.mark.parametrize("pictures", [True, False])
 def test_a_drafter_reads_embeddings_from_before_the_first_layer(pictures):
-    """Which adds to them in place on a GPU."""
+    """The first layer adds to the embeddings in place on a GPU."""
     embeddings = torch.ones(2, 3)
     batch = SimpleNamespace(mm_input_embeds=embeddings if pictures else None)
     keep_embeddings(embeddings, None, batch)

@@ -61,7 +61,7 @@ def inputs_of(seed):
 
 
 class Steps:
-    """Steps of requests, launched one by one; those of subclasses are replayed.
+    """Steps of requests that run eagerly; those of subclasses are replayed.
 
     Attributes:
         cache: states and windows.
@@ -211,7 +211,7 @@ def found_tracked(steps, request, before, now, after):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_states_and_windows_after_rejected_drafts(dtype):
-    """Bit for bit: every row is computed by itself, so that it does not matter what was verified beside it."""
+    """Bit for bit: every row is computed alone, so that it does not matter what was verified beside it."""
     assert not check(Steps(dtype), dtype)
 
 

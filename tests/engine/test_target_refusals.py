@@ -66,7 +66,7 @@ def test_a_recurrence_is_named(architecture, recurrence):
     ("backend", "is_ragged"), [("kda", True), ("gdn", False), ("short_conv", False), ("lightning", False)]
 )
 def test_recurrences_that_sglangs_own_worker_verifies_raggedly(backend, is_ragged):
-    """What the list says of SGLang's own worker."""
+    """The source of SGLang's backends agrees with what the list says of its own worker."""
     [folder] = find_spec("sglang.srt.layers.attention.linear").submodule_search_locations
     text = (Path(folder) / f"{backend}_backend.py").read_text(encoding="utf-8")
     assert ("supports_ragged_verify_graph: bool = True" in text) == is_ragged

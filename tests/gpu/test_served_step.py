@@ -1,4 +1,4 @@
-"""Decode steps of a real server on a GPU: CUDA graphs, no waits, nothing compiled late. Not run to its end on one yet."""
+"""Decode steps of a real server on a GPU: CUDA graphs, no waits, nothing compiled late. Not yet run to its end."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_ragged_attention_is_causal_from_the_right(key_lens, query_lens, window,
 @pytest.mark.parametrize("window", [None, 1, 6, 64])
 @pytest.mark.parametrize(("key_lens", "query_lens"), RAGGED)
 def test_a_pool_that_numbers_its_rows_itself(key_lens, query_lens, window):
-    """What no query sees has lost its row, and may be NaN."""
+    """Keys that no query sees have lost their rows, and may be NaN."""
     generator = torch.Generator().manual_seed(sum(key_lens))
     q = torch.randn(sum(query_lens), 6, 32, generator=generator)
     pools = [torch.randn(400, 2, 32, generator=generator) for _ in range(2)]

@@ -88,7 +88,7 @@ def test_greedy_requests_draft_what_the_reference_drafts(device, head_type, redu
 
 
 def test_a_boost_multiplies_the_odds_of_the_candidate_while_its_chain_is_alive(device):
-    """In nats at the request's temperature; behind the first other draft the distribution is the drafter's own."""
+    """Boosts are nats at the request's temperature; behind the first other draft the drafter's distribution holds."""
     case = Case(device, head_type=None, temperatures=(0.7,))
     for form in (draft_block, draft_block_ref):
         plain, found = case.run(form, None), case.run(form, case.chains)

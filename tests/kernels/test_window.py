@@ -146,7 +146,7 @@ def in_a_pool_of_its_own(case, device):
     pairwise(list(WINDOWS), list(SIGHTS), [1, 2, 8], [False, True], [window_attention, window_attention_ref]),
 )
 def test_pools_that_number_their_rows_themselves(window, sight, splits, is_stored, form, device, monkeypatch):
-    """What no row sees need not lie anywhere."""
+    """Keys that no row sees need no place in the pool."""
     monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
     prefix_lens, query_lens, shape = WINDOWS[window]
     q, kv, pools, windows = window_case(prefix_lens, query_lens, shape, device)

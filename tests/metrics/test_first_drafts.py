@@ -1,4 +1,4 @@
-"""Which drafts a drafter is judged by."""
+"""A drafter is judged by its first drafts."""
 
 import math
 import time

@@ -110,7 +110,7 @@ def model():
 
 
 def every_kind_of_ask(anchors):
-    """Of four requests each, one asks for nothing, one for a draft at most, and one for a bound by confidence."""
+    """Return limits of which every fourth is at most one draft, and every fourth a bound by confidence."""
     kind = torch.arange(BS) % 4
     most = torch.where(kind == 1, 1, GAMMA)
     bounds = torch.where(kind == 2, 0.8, 0.0)

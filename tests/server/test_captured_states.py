@@ -34,7 +34,7 @@ def expected(model):
 @pytest.mark.parametrize("fields", [{}, {"return_logprob": True}], ids=["fused", "split"])
 @pytest.mark.parametrize("name", ["static", "off"])
 def test_texts(hybrid_graphs, expected, name, fields):
-    """By one graph, and by two with the commit launched behind them."""
+    """One graph writes the text; so do two with the commit launched behind them."""
     bodies = [endless(prompt, NUM_TOKENS, **fields) for prompt in prompts()]
     with policy(hybrid_graphs, name), counting(hybrid_graphs) as grown:
         assert output_ids(hybrid_graphs, bodies, 2) == expected
@@ -63,7 +63,7 @@ def test_turns_begin_at_a_state_from_the_middle(hybrid_graphs, model):
 
 
 def test_nothing_is_read_back_or_compiled(hybrid_graphs):
-    """By the tests above."""
+    """The log covers the tests above."""
     log = hybrid_graphs.log_path.read_text()
     assert "forms of kernels compiled at start-up" in log
     assert [line for line in log.splitlines() if "reads values" in line or "compiled while serving" in line] == []

@@ -1,4 +1,4 @@
-"""What clients and benchmarks do: official packages on four routes, streams, tools, several turns, counts of drafts.
+"""Clients and benchmarks: official packages on four routes, streams, tools, several turns, counts of drafts.
 
 Every text is that of the plain server.
 """

@@ -100,7 +100,7 @@ def test_presets_and_logprobs_of_prompts_with_pictures(pictures):
 
 
 def test_a_chat_with_a_picture(pictures):
-    """As OpenAI's clients send it; the chat template puts the picture into its place."""
+    """The picture is sent as OpenAI's clients do; the chat template puts it into its place."""
     content = [{"type": "image_url", "image_url": {"url": data_url(WIDE)}}, {"type": "text", "text": "what is it"}]
     parameters = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     body = {"model": "any", "messages": [{"role": "user", "content": content}], **parameters}

@@ -39,7 +39,7 @@ def test_it_serves_as_it_comes(builtin):
 
 
 def check_golden_texts(server, options, name, **fields):
-    """Of requests alone, and of requests that set limits of their own."""
+    """Check the texts of plain requests, and of requests that set limits of their own."""
     with policy(server, name, **fields), counting(server) as grown:
         assert output_ids(server, GOLDEN, 6) == TEXTS
         limited = [{**body, "speculation": options[i % len(options)]} for i, body in enumerate(GOLDEN)]

@@ -1,4 +1,4 @@
-"""The simulated server with users who always want more, beside the best step that could be taken."""
+"""The simulated server with users that always want more, beside the best step that could be taken."""
 
 from collections import deque
 from dataclasses import replace

@@ -116,7 +116,7 @@ def expected(loop):
     ids=["off", "static", "static-2", "auto"],
 )
 def test_greedy_text_of_replayed_steps(monkeypatch, options, slots):
-    """Where slots fit, and where some are padding; graphs plan as well."""
+    """The slots fit, or some are padding; graphs plan as well."""
     monkeypatch.setattr(graphs, "build_plan", None)
     loop = GraphLoop(monkeypatch, slots, **options)
     assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)

@@ -46,7 +46,7 @@ class TextPlan:
 
     @property
     def answered_turns(self) -> int | None:
-        """Return how many turns of a conversation are answered at most; None = all. Plain text has but one."""
+        """Return the most turns of a conversation that are answered; None = all. Plain text has but one."""
         return 1 if self.raw else self.max_turns
 
 

@@ -13,7 +13,7 @@ logit. The kernel finds these three without sorting:
 4. if top-k or top-p ends within a tie, a pass over the tiles that reach the cut finds the last token of it.
 
 When more is collected than there is room for, passes over the row narrow the interval first, in turn at quarters of
-values, which suit the bulk of a row, and at quarters of keys, of which 16 passes reach any value: 32 passes at most,
+values, which suit the bulk of a row, and at quarters of keys, of which 16 passes reach any value: at most 32 passes,
 and two or three for a row that keeps thousands. One program has a row to itself and sums in a fixed order: the other
 requests of the batch do not matter.
 

@@ -83,7 +83,7 @@ class VisibleKeys(NamedTuple):
 
     Attributes:
         causal: queries are the last positions among the keys and see no later key; otherwise all see all.
-        sliding_window: keys that a query sees at most, its own among them, with ``causal``; None for all of them.
+        sliding_window: the most keys that a query sees, its own among them, with ``causal``; None for all of them.
         translation: [slots] int64, row of the pool for each slot of a key that is seen; None if they are the same.
     """
 

@@ -36,8 +36,8 @@ class ChainRules:
     """Hold what requests ask of their chains.
 
     Attributes:
-        bounds: [bs, 4] int64: tokens that have to match, tokens that are looked for (``MOST_MATCH`` at most),
-            candidates at most, and what is added to a chain's ``MATCHED``: 0 or ``ASKED_ROWS``.
+        bounds: [bs, 4] int64: tokens that have to match, tokens that are looked for (up to ``MOST_MATCH``),
+            the most candidates, and what is added to a chain's ``MATCHED``: 0 or ``ASKED_ROWS``.
         labels: [2, bs, L] int64: a text that is looked up before the request's own, -1 before each of its parts and
             behind the last; and how many tokens have to match up to each place. None if no request has one.
     """

@@ -17,7 +17,7 @@ class CapturedRows:
     """The sizes of verifications that are captured as CUDA graphs.
 
     Attributes:
-        window: rows of a request at most, its anchor included.
+        window: the most rows of a request, its anchor included.
         tiers: rows of the captured forwards, ascending; empty where none is captured, and any number will do.
         requests: most requests of a captured forward.
     """

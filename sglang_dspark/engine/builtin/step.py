@@ -22,7 +22,7 @@ class Rows(Protocol):
     """The rows that the worker's verifications may have.
 
     Attributes:
-        window: of a request at most, its anchor included.
+        window: the most rows of a request, its anchor included.
         tiers: of captured forwards, if rows are padded to the next of them.
         lengths: drafts per request that a step may verify if all requests verify as many; None lets each have its own.
         digest: what step times depend on.

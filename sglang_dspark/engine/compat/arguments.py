@@ -24,7 +24,7 @@ def attached(args: Any) -> Any:
 
 
 def tokens_per_step() -> int:
-    """Return the tokens that a step verifies per request at most, in a process that serves."""
+    """Return the most tokens that a step verifies per request, in a process that serves."""
     return int(runtime_context.get_spec().speculative_num_draft_tokens)
 
 

@@ -81,7 +81,7 @@ def segment_bounds(indptr: torch.Tensor, width: int) -> torch.Tensor:
 
     Args:
         indptr: [bs + 1] first row of each request.
-        width: rows of a request at most.
+        width: the most rows of a request.
 
     Returns:
         [bs * n + 1] int32 with n = ceil(width / 16): n segments per request, of which the last ones may be empty.
@@ -98,7 +98,7 @@ def lay_out(backend: Any, choice: AdapterChoice, indptr: torch.Tensor, width: in
         backend: SGLang's ``BaseLoRABackend``: ``csgmv`` or ``triton``, or ``torch_native`` on a CPU.
         choice: of the requests of ``indptr``.
         indptr: [bs + 1] first row of each request.
-        width: rows of a request at most.
+        width: the most rows of a request.
         rows: of the forward, padding included, to which nothing is added.
     """
     bounds = segment_bounds(indptr, width)

@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 
 def sliding_window(layer: Any) -> int | None:
-    """Return the keys that a row of this ``RadixAttention`` sees at most, its own among them; None if it sees all."""
+    """Return the most keys that a row of this ``RadixAttention`` sees, its own among them; None if it sees all."""
     # SGLang leaves the row's own key out, and has -1 without a window.
     return int(layer.sliding_window_size) + 1 if layer.sliding_window_size >= 0 else None
 

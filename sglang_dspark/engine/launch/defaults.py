@@ -69,7 +69,7 @@ def size_buffers(args: ServerArgs, window: int) -> None:
     """Fill the fields that size SGLang's buffers and that hold prefills back.
 
     Args:
-        window: tokens that a step verifies per request at most.
+        window: the most tokens that a step verifies per request.
     """
     args.speculative_num_draft_tokens = window
     args.speculative_num_steps = 1

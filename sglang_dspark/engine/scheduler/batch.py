@@ -177,7 +177,7 @@ def decode_result(
 
 
 def most_words(requests: int, max_verify: int, gamma: int) -> int:
-    """Return the words of 32 bits that :func:`decode_result` packs for so many requests at most."""
+    """Return the most words of 32 bits that :func:`decode_result` packs for so many requests."""
     # By request, in 64 bits: tokens with a bonus, what is accepted and what is verified; a trace of context, anchor and
     # drafts; a chain of candidates. In 32: logits and survivals.
     window = max_verify + 1

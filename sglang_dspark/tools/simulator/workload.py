@@ -84,7 +84,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of users, each of whom sends the next one when the last answer is complete."""
+    """Requests of users; each user sends the next one when its last answer is complete."""
 
     num_requests: int
     prompt: Lengths

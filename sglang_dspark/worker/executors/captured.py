@@ -148,7 +148,7 @@ class CapturedSteps:
     def tier(self, step: DecodeBatch, decision: StepDecision) -> Tier | None:
         """Return the smallest tier that has room for a step.
 
-        None if its shape was not captured, or if only the device knows how many drafts it verifies at most.
+        None if its shape was not captured, or if only the device knows the most drafts that it verifies.
         """
         requests, drafts = len(step), decision.max_drafts(len(step))
         slots, plain = self.tiers.request_slots(requests), decision.draft_len == 0

@@ -1,4 +1,4 @@
-"""A decode step as its stages, which are launched one by one."""
+"""A decode step whose stages run eagerly."""
 
 from __future__ import annotations
 
