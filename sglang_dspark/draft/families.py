@@ -85,13 +85,13 @@ FAMILIES: tuple[Family, ...] = (
         "Gemma4ForConditionalGeneration",
         "Gemma 4 31B, 26B-A4B, E4B, E2B",
         reads_images=True,
-        remark=f"text and images, images not tried; {_TESTS_ALONE}; `--attention-backend triton`",
+        remark=f"text and images; {_TESTS_ALONE}; `--attention-backend triton`",
     ),
     Family(
         "Gemma4UnifiedForConditionalGeneration",
         "Gemma 4 12B",
         reads_images=True,
-        remark=f"text and images, images not tried; {_TESTS_ALONE}; `--attention-backend triton`",
+        remark=f"text and images; {_TESTS_ALONE}; `--attention-backend triton`",
     ),
     Family("Qwen3_5ForCausalLM", "Qwen3.5 to 3.8, text", recurrent=True, remark=_NO_GPU),
     Family(
