@@ -70,13 +70,13 @@ def _reading(architecture: str, *flags: str, env: Mapping[str, str] | None = Non
 
 
 OF_BATCHES = {"self_attn": "batch", "mlp": "batch"}
-GEMMA4 = (
-    "Gemma4ForConditionalGeneration",
+GEMMA4 = "Gemma4ForConditionalGeneration"
+GEMMA4_12B = "Gemma4UnifiedForConditionalGeneration"
+GEMMA4_FLAGS = (
     *(() if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")),
     *("--chunked-prefill-size", "16"),
 )
-GEMMA4_12B = "Gemma4UnifiedForConditionalGeneration"
-# SGLang has no attention for it on a CPU.
+# SGLang has no attention for Gemma 4 on a CPU.
 LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1"}
 
 SERVERS: dict[str, Recipe] = {
@@ -164,12 +164,12 @@ SERVERS: dict[str, Recipe] = {
     # One family of targets for each of SGLang's methods that return hidden states.
     "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
     # Layers with windows have a K/V pool of their own.
-    "gemma4": _tiny(*GEMMA4, env=LITERALLY),
-    "gemma4_graphs": _tiny(*GEMMA4, "--max-running-requests", "4", env=LITERALLY | emulated_graphs()),
-    "gemma4_pictures": _reading(*GEMMA4, env=LITERALLY),
-    "gemma4_12b_pictures": _reading(GEMMA4_12B, *GEMMA4[1:], env=LITERALLY),
+    "gemma4": _tiny(GEMMA4, *GEMMA4_FLAGS, env=LITERALLY),
+    "gemma4_graphs": _tiny(GEMMA4, *GEMMA4_FLAGS, "--max-running-requests", "4", env=LITERALLY | emulated_graphs()),
+    "gemma4_pictures": _reading(GEMMA4, *GEMMA4_FLAGS, env=LITERALLY),
+    "gemma4_12b_pictures": _reading(GEMMA4_12B, *GEMMA4_FLAGS, env=LITERALLY),
     "plain_gemma4_12b_pictures": Recipe(
-        lambda folder: GEMMA4[1:], model=lambda folder: picture_target(GEMMA4_12B, folder / "target"), env=LITERALLY
+        lambda folder: GEMMA4_FLAGS, model=lambda folder: picture_target(GEMMA4_12B, folder / "target"), env=LITERALLY
     ),
     "qwen2_5_vl": _reading("Qwen2_5_VLForConditionalGeneration", "--max-running-requests", "4", env=emulated_graphs()),
     # Chunks of prompts end within pictures, and the pool cannot hold all requests.
