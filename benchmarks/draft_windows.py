@@ -10,7 +10,6 @@ token, leaves all that stands before it in the prefix cache, so that the second 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -101,7 +100,7 @@ def main(
     sizes = {WHOLE: (), **{f"window {size}": ("--speculative-draft-window-size", str(size)) for size in windows}}
     output.parent.mkdir(parents=True, exist_ok=True)
     origin = provenance.record() | {"dtype": dtype, "prompts": [file.name for file in files], "max_tokens": max_tokens}
-    output.with_name("provenance.json").write_text(json.dumps(origin, indent=1) + "\n")
+    provenance.write_json(output.with_name("provenance.json"), origin)
     rows = []
     with ExitStack() as stack:
         servers = {

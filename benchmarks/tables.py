@@ -242,6 +242,28 @@ def adversarial() -> str:
     return _section(("case", *frame.columns, "before, at worst"), rows, note)
 
 
+def draft_windows() -> str:
+    """Return what a window on the context does to the bundled drafter, by the context's length."""
+    frame, told = (
+        pd.read_csv(RESULTS / "draft_windows" / "draft_windows.csv"),
+        _content("draft_windows/provenance.json"),
+    )
+    whole = frame["config"].iloc[0]
+    speed = summarise(paired_ratios(frame, "tok_s", dict.fromkeys(frame["config"], whole)))
+    rows = []
+    for (context, config), cells in frame.groupby(["load", "config"], sort=False):
+        ratio = speed[(speed["load"] == context) & (speed["config"] == config)]
+        means = (f"{1 / (1 / cells['accept_length']).mean():.2f}", f"{cells['step_ms'].mean():.1f}")
+        rows.append([f"{context:,}", config, *means, "" if ratio.empty else ratio_text(ratio.iloc[0])])
+    note = (
+        f"The bundled pair, `auto`, 1 user, {told['dtype']}, {told['hardware']['cpu']}; "
+        f"{frame['round'].nunique()} questions behind one document of texts of {', '.join(told['prompts'])}, "
+        f"{told['max_tokens']} tokens per answer, prefixes cached "
+        f"([draft_windows.csv](draft_windows/draft_windows.csv), commit {told['commit'][:7]})."
+    )
+    return _section(("context", "drafter sees", "accept length", "step, ms", "speed, of whole context"), rows, note)
+
+
 def support() -> str:
     """Return the support matrix."""
     return markdown_table(support_matrix.HEADER, list(support_matrix.rows(RESULTS)))
@@ -280,6 +302,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "adversarial": adversarial,
     "published": published,
     "support": support,
+    "draft_windows": draft_windows,
 }
 
 
