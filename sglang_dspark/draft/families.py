@@ -24,8 +24,6 @@ class Family:
         reads_images: the class also reads images; prompts may hold them, but no video and no sound.
         embedding: path of the embedding, if the class has no ``get_input_embeddings``.
         recurrent: some of its layers keep a recurrent state, those of gated delta nets.
-        tried: what tests compare with transformers in float32: ``model``, hidden states and greedy texts of SGLang's
-            own model; ``server``, texts and rounds of a server, or with those of a plain one.
         remark: what users of the family should know.
     """
 
@@ -36,7 +34,6 @@ class Family:
     reads_images: bool = False
     embedding: str = ""
     recurrent: bool = False
-    tried: tuple[Literal["model", "server"], ...] = ("model", "server")
     remark: str = ""
 
 
