@@ -242,6 +242,21 @@ def adversarial() -> str:
     return _section(("case", *frame.columns, "before, at worst"), rows, note)
 
 
+def oracle() -> str:
+    """Return what drafts that are always right bring beside those of the bundled drafter."""
+    frame = _sweep("oracle")
+    told = summarise(paired_ratios(frame, "output_tok_s", frame_baselines(frame))).set_index(["load", "config"])
+    rows = []
+    for users, cells in frame.groupby("concurrency"):
+        by_policy = dict(iter(cells.groupby("policy")))
+        drafted = [by_policy[policy] for policy in ("auto", "oracle")]
+        ratios = [ratio_text(told.loc[(part["load"].iloc[0], part["config"].iloc[0])]) for part in drafted]
+        lengths = [f"{over_rounds(part, 'accept_length'):.2f}" for part in drafted]
+        rows.append([str(users), _speed(over_rounds(by_policy["plain"], "output_tok_s")), *ratios, *lengths])
+    header = ("users", "plain SGLang", "auto / plain", "oracle / plain", "accept length, auto", "oracle")
+    return _section(header, rows, _origin("Output tokens per second of all users together", frame, "oracle"))
+
+
 def draft_windows() -> str:
     """Return what a window on the context does to the bundled drafter, by the context's length."""
     frame, told = (
@@ -302,7 +317,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "adversarial": adversarial,
     "published": published,
     "support": support,
-    "draft_windows": draft_windows,
+    "oracle": oracle,
 }
 
 
@@ -323,8 +338,8 @@ def _extreme(cases: pd.DataFrame, which: str) -> tuple[str, str]:
     return f"{cases.loc[found, 'mean']:+.1f} ± {cases.loc[found, 'std']:.1f}", f"{traffic}, {machine}, {load}"
 
 
-def _origin(what: str, frame: pd.DataFrame) -> str:
-    """Return a sentence on what the sweep of the bundled pair measured, where, and how often."""
+def _origin(what: str, frame: pd.DataFrame, folder: str = "sweep") -> str:
+    """Return a sentence on what a sweep of the bundled pair measured, where, and how often."""
     first, rounds = frame.iloc[0], frame["round"].nunique()
     versions = _versions(first)
     hardware = first["gpu"] if isinstance(first["gpu"], str) else first["cpu"]
@@ -334,7 +349,7 @@ def _origin(what: str, frame: pd.DataFrame) -> str:
         f"{what}: {first['model']}, {first['dtype']}, {hardware}, SGLang {versions['sglang']}; prompts of "
         f"{first['prompt_set'].replace('+', ', ')}, {round(frame['num_tokens'].sum() / frame['num_requests'].sum())} "
         f"tokens per answer; medians of {rounds} rounds, ratios as geometric means with {spread} "
-        f"([sweep.csv](sweep/sweep.csv), commit {commits})."
+        f"([sweep.csv]({folder}/sweep.csv), commit {commits})."
     )
 
 
