@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from dspark_kernels import ASKED_ROWS
+from dspark_kernels import ASKED_ROWS, CACHED_ROWS, KIND_ROWS
 
 from sglang_dspark.calibration.chain_weights import BOOST, WINDOW, WORTHY_RATE, ChainWeights
 
@@ -15,8 +15,8 @@ def observe(weights, *rounds):
     weights.observe(*(np.array(column) for column in zip(*rounds, strict=True)))
 
 
-def tables(weights, asked=False):
-    return weights.table(SCALE, SHIFT)[:, ASKED_ROWS:] if asked else weights.table(SCALE, SHIFT)[:, :ASKED_ROWS]
+def tables(weights, first=0):
+    return weights.table(SCALE, SHIFT)[:, first : first + KIND_ROWS]
 
 
 def test_nothing_weighs_anything_until_it_was_seen():
@@ -85,12 +85,18 @@ def test_the_confidence_asked_for_is_the_rate_once_it_is_calibrated():
     assert 1 / (1 + np.exp(-(SCALE[0] * least + SHIFT[0]))) == pytest.approx(weights.rates()[0][5])
 
 
+def test_chains_of_earlier_answers_teach_their_own_kind():
+    weights = ChainWeights(MOST)
+    observe(weights, *[(CACHED_ROWS + 3, 4, 4)] * 50, *[(4, 0, 4)] * 50)
+    assert (tables(weights, CACHED_ROWS)[0][3:6] == BOOST).all() and not tables(weights)[0].any()
+
+
 def test_chains_that_were_asked_for_weigh_all_there_is_and_teach_their_own_kind():
     weights = ChainWeights(MOST)
-    boosts, least = tables(weights, asked=True)
+    boosts, least = tables(weights, ASKED_ROWS)
     assert (boosts[1:] == BOOST).all() and not boosts[0].any()
     observe(weights, *[(ASKED_ROWS + 2, 0, 4)] * 200, *[(3, 4, 4)] * 200)
-    boosts, after = tables(weights, asked=True)
+    boosts, after = tables(weights, ASKED_ROWS)
     assert (boosts[1:] == BOOST).all()
     assert after[2, 0] < least[2, 0] - 2 and (after[4:] == least[4:]).all()
     assert tables(weights)[0][3, 0] == BOOST and tables(weights)[0][2, 0] == 0
