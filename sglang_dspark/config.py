@@ -88,8 +88,7 @@ class DSparkConfig:
         bare="on",
     )
     answer_cache: Annotated[int, int_range(1)] | None = _option(
-        "Megabytes of host memory for finished answers of requests with a key, `speculation.cache`: later requests with "
-        "the same key copy from them.",
+        "Megabytes of host memory for finished answers, which later requests with the same key copy from.",
         read=int,
     )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(

@@ -39,6 +39,7 @@ from dspark_kernels.drafting.candidates import (
     USUAL,
     Candidates,
     ChainRules,
+    SecondTexts,
     usual_bounds,
 )
 from dspark_kernels.drafting.confidence import block_confidence, block_confidence_ref

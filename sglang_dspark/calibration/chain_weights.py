@@ -49,10 +49,11 @@ class ChainWeights:
         counts = np.zeros_like(self._counts)
         kinds, matched = np.divmod(rows, KIND_ROWS)
         has_chain, lengths = matched > 0, len(self._places)
+        num_cells = counts[0].size
         for place in range(int(seen.max(initial=0))):
             tested = has_chain & (place < seen) & (place <= right)
             behind = kinds[tested] * lengths + np.minimum(matched[tested] + place, lengths - 1)
-            outcomes = [np.bincount(behind, weights, len(_RIGHT) * lengths) for weights in (right[tested] > place, None)]
+            outcomes = [np.bincount(behind, weights, num_cells) for weights in (right[tested] > place, None)]
             counts += np.reshape(outcomes, counts.shape)
         self._counts = self._counts * np.exp(-counts[1] / WINDOW) + counts
 

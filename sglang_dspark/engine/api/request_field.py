@@ -54,8 +54,8 @@ def settle(manager: TokenizerManager, parameters: SamplingParams) -> None:
         )
     if field.cache is not None and server.config.answer_cache is None:
         raise ValueError(
-            f"speculation.cache={truncate(field.cache)} needs a server that keeps answers, which this one does not; start "
-            f"it with {flag_name('answer_cache')} or drop the key"
+            f"speculation.cache={truncate(field.cache)} needs a server that keeps answers; start this one with "
+            f"{flag_name('answer_cache')}, or drop the key"
         )
     if field.recorded:
         _check_recorded(field.recorded, manager.model_config.vocab_size)
