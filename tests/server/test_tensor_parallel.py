@@ -62,12 +62,12 @@ def test_sampled_and_seeded_requests_share_steps(parallel):
 
 
 def test_ranks_keep_the_same_answers(parallel):
-    body = greedy(CASES[1]["prompt_ids"], 64, speculation={"cache": "k", "trace": True})
+    body = greedy(CASES[1]["prompt_ids"], 24, speculation={"cache": "k", "trace": True})
     with policy(parallel, "static"):
-        answers = [generate(parallel, [body], 1)[0] for _ in range(3)]
-    assert [answer["output_ids"] for answer in answers] == [CASES[1]["output_ids"]] * 3
-    first, *_, last = ([entry["from_cache"] for entry in rounds_of(answer)] for answer in answers)
-    assert not any(first) and any(last)
+        answers = [generate(parallel, [body], 1)[0] for _ in range(2)]
+    assert [answer["output_ids"] for answer in answers] == [CASES[1]["output_ids"][:24]] * 2
+    first, again = ([entry["from_cache"] for entry in rounds_of(answer)] for answer in answers)
+    assert not any(first) and any(again)
 
 
 def test_statistics_come_from_the_deciding_rank(parallel):
