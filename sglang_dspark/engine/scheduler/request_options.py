@@ -90,7 +90,8 @@ def _chain_rules(
         for row, text in enumerate(texts):
             laid_out[:, row, : text.shape[1]] = text
         rows = host_index([ASKED_ROWS if options.labels else CACHED_ROWS for options in each], device)
-        second = SecondTexts(*to_device(torch.from_numpy(laid_out), device), rows)
+        tokens, needed = to_device(torch.from_numpy(laid_out), device)
+        second = SecondTexts(tokens, needed, rows)
     return ChainRules(host_index(bounds, device), second)
 
 
