@@ -87,6 +87,10 @@ class DSparkConfig:
         read=_on_or_off,
         bare="on",
     )
+    answer_cache: Annotated[int, int_range(1)] | None = _option(
+        "Megabytes of host memory for finished answers, which later requests with the same key copy from.",
+        read=int,
+    )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(
         "Whose worker decodes for `--speculative-algorithm DSPARK`: `plugin` is this one; `scheduled` is SGLang's own, "
         "on a GPU, which drafts and verifies as much as our policies decide; `auto` is the first of these two that "
@@ -124,6 +128,7 @@ class DSparkConfig:
             "schedule": None if self.schedule in ("auto", "off") else self.schedule,
             "confidence_sts_path": self.confidence_sts_path,
             "simulate_acceptance": self.simulate_acceptance,
+            "answer_cache": self.answer_cache,
         }
         for name, value in of_drafters.items():
             if self.draft_free and value is not None:
@@ -263,6 +268,7 @@ _DEFAULTS_IN_WORDS = {
     "verify_len": "the block size",
     "online_calibration": "on",
     "draft_free": "off",
+    "answer_cache": "off",
     "sps_table_path": "in the cache",
     "untested_sglang": "off",
 }

@@ -23,6 +23,7 @@ _MOST_DRAFTS = 65535
 _MOST_CANDIDATES = 1000
 _LONGEST_CANDIDATE = 200  # bytes
 _LONGEST_RECORDED = 32768
+_LONGEST_KEY = 256
 _LONGEST_CANDIDATES = 32768  # bytes in all: the front end serves no other request while it tokenizes them
 
 # Which presets read a key; given without one of them, it would have no effect.
@@ -32,6 +33,7 @@ _READERS = {
     "max_draft": COPYING,
     "candidates": (CLASSIFICATION,),
     "recorded": (REPLAY,),
+    "cache": (AUTO, SUMMARIZATION),
 }
 OF_PRESETS = ("preset", *_READERS)
 """Keys that concern presets."""
@@ -55,6 +57,13 @@ Recorded = Annotated[
         description=f"must be a list of 1 to {_LONGEST_RECORDED} token ids",
     ),
 ]
+Key = Annotated[
+    str,
+    Meta(
+        pattern=rf"^[^\ud800-\udfff]{{1,{_LONGEST_KEY}}}\Z",
+        description=f"must be a string of 1 to {_LONGEST_KEY} characters that UTF-8 can encode",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,7 @@ class Speculation:
         max_draft: most drafts that are copied per step; None leaves it to the server.
         candidates: labels that the answer may consist of.
         recorded: token ids that the answer is expected to be.
+        cache: key under which the answer is kept, and under which earlier ones are looked up; None for neither.
         trace: return the decode rounds in ``meta_info["dspark_trace"]``, one entry per output token: the round at the
             first token that it committed, null elsewhere.
     """
@@ -86,6 +96,7 @@ class Speculation:
     max_draft: Annotated[int, int_range(1, _MOST_DRAFTS)] | None = None
     candidates: Labels = ()
     recorded: Recorded = ()
+    cache: Key | None = None
     trace: bool = False
 
     @classmethod
@@ -148,6 +159,7 @@ class Speculation:
             max_ngram=self.max_ngram,
             max_draft=self.max_draft,
             labels=(self.recorded,) if self.recorded else labels,
+            cache=self.cache or "",
             trace=self.trace,
         )
 
@@ -160,6 +172,7 @@ class RequestOptions(Struct, frozen=True, omit_defaults=True):
         confidence_threshold: as in :class:`Speculation`; 0 for none.
         preset, min_ngram, max_ngram, max_draft, trace: as in :class:`Speculation`.
         labels: tokens of every spelling of every candidate, or those recorded.
+        cache: as in :class:`Speculation`; empty for none.
     """
 
     max_verify: int | None = None
@@ -169,6 +182,7 @@ class RequestOptions(Struct, frozen=True, omit_defaults=True):
     max_ngram: int = 5
     max_draft: int | None = None
     labels: tuple[tuple[int, ...], ...] = ()
+    cache: str = ""
     trace: bool = False
 
     def verify_limit(self, max_verify: int) -> int:

@@ -71,6 +71,12 @@ def test_verify_nothing_is_legal():
             {},
             r"simulate-acceptance=\(0.5,\) needs a drafter",
         ),
+        (
+            ["--speculative-dspark-draft-free", "--speculative-dspark-answer-cache", "64"],
+            {},
+            "answer-cache=64 needs a drafter",
+        ),
+        (["--speculative-dspark-answer-cache", "0"], {}, "answer-cache='0': must be an integer of at least 1"),
         (["--speculative-dspark-simulate-acceptance", "0.9,1.5"], {}, "acceptance='0.9,1.5': must all lie in"),
         (["--speculative-dspark-draft-free", "yes"], {}, "draft-free='yes': must be on or off"),
         ([], {"SGLANG_DSPARK_VERIFY_LEN": "many"}, "SGLANG_DSPARK_VERIFY_LEN='many'"),

@@ -32,6 +32,8 @@ def good_fields(draw):
         "confidence_threshold": st.floats(0, 1) | st.integers(0, 1),
     }
     required = {"preset": st.just(preset)}
+    if preset in ("auto", "summarization"):
+        optional["cache"] = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=256)
     if preset in COPYING:
         optional["max_draft"] = st.integers(1, 65535)
     if preset == "replay":
@@ -51,7 +53,7 @@ def test_good_fields_are_taken_over_and_reach_the_scheduler(value):
         assert getattr(field, key) == (tuple(entry) if key in ("candidates", "recorded") else entry)
     options = field.for_scheduler(((1, 2), (3,)))
     assert msgspec.json.decode(msgspec.json.encode(options), type=RequestOptions) == options
-    for key in {*value} & {"preset", "min_ngram", "max_ngram", "max_draft", "trace", "confidence_threshold"}:
+    for key in {*value} & {"preset", "min_ngram", "max_ngram", "max_draft", "trace", "confidence_threshold", "cache"}:
         assert getattr(options, key) == value[key]
     assert options.labels == ((field.recorded,) if field.recorded else ((1, 2), (3,)))
 
@@ -109,7 +111,10 @@ def test_whatever_comes_is_parsed_or_refused_by_name(value):
         ({"preset": "classification", "candidates": [" "]}, "speculation.candidates must be a list"),
         ({"preset": "classification", "candidates": ["\ud800"]}, "speculation.candidates must be text that UTF-8"),
         ({"\ud800": 1}, r"speculation.\\ud800 is not a known option"),
-        ({"tracing": True}, "speculation.tracing is not a known option; known are candidates, confidence_threshold"),
+        *(({"cache": key}, "speculation.cache must be a string of 1 to 256") for key in ("", 7, "a" * 257, "\ud800")),
+        ({"cache": "a", "preset": "none"}, "speculation.cache belongs to the preset auto or summarization"),
+        ({"cache": "a", "preset": "replay", "recorded": [3]}, "speculation.cache belongs to the preset auto or summar"),
+        ({"tracing": True}, "speculation.tracing is not a known option; known are cache, candidates, confidence_thre"),
         ([], r"speculation must be an object, not \[\]"),
     ],
 )  # fmt: skip

@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 from dspark_kernels import (
-    ASKED_ROWS,
     MOST_MATCH,
+    NUM_ROWS,
     Candidates,
     ConfidenceWeights,
     DraftHeads,
@@ -47,7 +47,7 @@ def _case(bs: int, v: int, heads: DraftHeads, sampled: bool, seeded: int = 0) ->
     keys = RoundKeys(1, torch.zeros((), dtype=torch.int64, device=device), anchors, anchors)
     chains = torch.randint(v, (bs, 2 + GAMMA + 1), device=device)
     chains[:, 0], chains[:, 1] = MOST_MATCH, 0
-    candidates = Candidates(chains, torch.ones(2, 2 * ASKED_ROWS, GAMMA, device=device))
+    candidates = Candidates(chains, torch.ones(2, NUM_ROWS, GAMMA, device=device))
     arguments = (base_logits, hidden, anchors, heads, rows, keys, candidates)
     logits = bs * GAMMA * v
     num_bytes = GAMMA * w2.nbytes + base_logits.nbytes + hidden.nbytes + 4 * GAMMA * v * (bs - seeded) * sampled

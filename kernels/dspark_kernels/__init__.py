@@ -31,11 +31,15 @@ from dspark_kernels.attention.window import (
 from dspark_kernels.dispatch import Dispatched, kernels_anywhere, on_kernels, runs_kernels
 from dspark_kernels.drafting.candidates import (
     ASKED_ROWS,
+    CACHED_ROWS,
+    KIND_ROWS,
     LEAST_MATCH,
     MOST_MATCH,
+    NUM_ROWS,
     USUAL,
     Candidates,
     ChainRules,
+    SecondTexts,
     usual_bounds,
 )
 from dspark_kernels.drafting.confidence import block_confidence, block_confidence_ref
@@ -86,9 +90,12 @@ from dspark_kernels.transfers import to_device
 
 __all__ = [
     "ASKED_ROWS",
+    "CACHED_ROWS",
     "FORCED",
+    "KIND_ROWS",
     "LEAST_MATCH",
     "MOST_MATCH",
+    "NUM_ROWS",
     "USUAL",
     "AcceptResult",
     "Adjustment",
@@ -117,6 +124,7 @@ __all__ = [
     "ReplayedRows",
     "RoundKeys",
     "SamplingBatch",
+    "SecondTexts",
     "StateRows",
     "StepRequests",
     "VerifyRows",

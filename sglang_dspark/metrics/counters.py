@@ -9,6 +9,7 @@ import numpy as np
 
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
 from sglang_dspark.metrics.sums import (
+    CACHE,
     COPIED,
     COPIED_ACCEPTED,
     COPYING_ACCEPTED,
@@ -22,9 +23,7 @@ from sglang_dspark.metrics.sums import (
     PLAIN_STEPS,
     PREDICTED_MS,
     STEPS,
-    TEXT_ACCEPTED,
-    TEXT_PROPOSED,
-    TEXT_VERIFIED,
+    TEXT,
     TIMED_STEPS,
     Sums,
     load_of,
@@ -59,6 +58,7 @@ class Counters:
         parked: bool = False,
         copied_lens: Sequence[int] | None = None,
         followed_lens: Sequence[int] | None = None,
+        cached_lens: Sequence[int] | None = None,
     ) -> None:
         """Add one step.
 
@@ -70,6 +70,7 @@ class Counters:
             parked: whether speculation rested when the step was chosen.
             copied_lens: leading drafts per request that a preset copied; None for none.
             followed_lens: leading drafts per request that go on with a chain of its own text; None for none.
+            cached_lens: the same of earlier answers.
         """
         row, width = self._loads[load_of(len(verify_lens))], self._width
         by_verified, by_accepted, by_rejected = range(NUM_SCALARS, NUM_SCALARS + 3 * width, width)
@@ -84,10 +85,11 @@ class Counters:
             row[by_verified] += len(verify_lens)
             row[by_accepted] += len(verify_lens)
             return
-        for followed, verified, accepted in zip(followed_lens or (), verify_lens, accept_lens, strict=False):
-            row[TEXT_PROPOSED] += followed
-            row[TEXT_VERIFIED] += min(followed, verified)
-            row[TEXT_ACCEPTED] += min(followed, accepted)
+        for (of_proposed, of_verified, of_accepted), lens in ((TEXT, followed_lens), (CACHE, cached_lens)):
+            for followed, verified, accepted in zip(lens or (), verify_lens, accept_lens, strict=False):
+                row[of_proposed] += followed
+                row[of_verified] += min(followed, verified)
+                row[of_accepted] += min(followed, accepted)
         for request, (verified, accepted) in enumerate(zip(verify_lens, accept_lens, strict=True)):
             if copied_lens is None or not copied_lens[request]:
                 row[by_verified + verified] += 1

@@ -60,6 +60,7 @@ class Reporting:
             parked=rounds.parked,
             copied_lens=copied,
             followed_lens=[rounds.followed[request] for request in running],
+            cached_lens=[rounds.cached[request] for request in running],
         )
 
     def log(self) -> None:

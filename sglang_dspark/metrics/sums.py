@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 STEPS, PLAIN_STEPS, PARKED_STEPS, DRAFTED, TIMED_STEPS, MEASURED_MS, PREDICTED_MS = range(7)
 COPIED, COPIED_ACCEPTED, COPYING_ROUNDS, COPYING_VERIFIED, COPYING_ACCEPTED = range(7, 12)
-TEXT_PROPOSED, TEXT_VERIFIED, TEXT_ACCEPTED, NUM_SCALARS = range(12, 16)
+TEXT, CACHE, NUM_SCALARS = (12, 13, 14), (15, 16, 17), 18  # proposed, verified, accepted
 """Columns of :attr:`Sums.loads` before those that count rounds by outcome."""
 NUM_LOADS = 16
 
@@ -107,9 +107,11 @@ class Figures:
             "drafted_tokens": int(self._row[DRAFTED]),
             "copied_tokens": int(self._row[COPIED]),
             "copied_accepted_tokens": int(self._row[COPIED_ACCEPTED]),
-            "text_proposed_tokens": int(self._row[TEXT_PROPOSED]),
-            "text_verified_tokens": int(self._row[TEXT_VERIFIED]),
-            "text_accepted_tokens": int(self._row[TEXT_ACCEPTED]),
+            **{
+                f"{source}_{what}_tokens": int(self._row[column])
+                for source, columns in (("text", TEXT), ("cache", CACHE))
+                for what, column in zip(("proposed", "verified", "accepted"), columns, strict=True)
+            },
             "verified_tokens": self.verified,
             "accepted_tokens": self.accepted,
             "wasted_tokens": self.verified - self.accepted,

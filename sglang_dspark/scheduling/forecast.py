@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 import torch
-from dspark_kernels import ASKED_ROWS, MOST_MATCH, to_device
+from dspark_kernels import MOST_MATCH, NUM_ROWS, to_device
 from numpy.typing import NDArray
 
 from sglang_dspark.calibration.chain_weights import ChainWeights
@@ -36,7 +36,7 @@ class Forecast:
         device: where confidences live.
 
     Attributes:
-        learned: [2 + 4 * ASKED_ROWS, max_verify] float32, what :func:`split_learned` takes apart, in one tensor so that
+        learned: [2 + 2 * NUM_ROWS, max_verify] float32, what :func:`split_learned` takes apart, in one tensor so that
             one copy renews it.
         positions: acceptance by position.
         predicted: survivals as they were predicted, beside the outcomes.
@@ -69,7 +69,7 @@ class Forecast:
 
     @property
     def weights(self) -> torch.Tensor:
-        """Return [2, 2 * ASKED_ROWS, max_verify], the other part of :attr:`learned`."""
+        """Return [2, NUM_ROWS, max_verify], the other part of :attr:`learned`."""
         return split_learned(self.learned)[1]
 
     @property
@@ -223,6 +223,6 @@ def split_learned(learned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two views of :attr:`Forecast.learned`.
 
     The first is [2, max_verify], scale and shift of the calibration; without a confidence head, acceptance by position
-    in row 0. The second is [2, 2 * ASKED_ROWS, max_verify], the weights of :class:`dspark_kernels.Candidates`.
+    in row 0. The second is [2, NUM_ROWS, max_verify], the weights of :class:`dspark_kernels.Candidates`.
     """
-    return learned[:2], learned[2:].view(2, 2 * ASKED_ROWS, learned.shape[1])
+    return learned[:2], learned[2:].view(2, NUM_ROWS, learned.shape[1])

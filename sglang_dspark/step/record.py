@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from dspark_kernels import ASKED_ROWS, Candidates
+from dspark_kernels import KIND_ROWS, Candidates
 
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
@@ -48,22 +48,26 @@ class StepRecord:
 
     @property
     def followed(self) -> list[int]:
-        """Return the leading drafts of each request that go on with a chain which competed with the drafter."""
+        """Return the leading drafts of each request that go on with a chain of its own text."""
         return self._leading[0]
+
+    @property
+    def cached(self) -> list[int]:
+        """Return the leading drafts of each request that go on with a chain of an earlier answer."""
+        return self._leading[1]
 
     @property
     def copied(self) -> list[int]:
         """Return the leading drafts of each request that go on with a chain which a preset has asked for."""
-        return self._leading[1]
+        return self._leading[2]
 
     @cached_property
     def _leading(self) -> list[list[int]]:
-        """[2, bs], once chains are on the host."""
+        """[3, bs], once chains are on the host."""
         if self.chains is None:
-            return [[0] * len(self.requests)] * 2
+            return [[0] * len(self.requests)] * 3
         rows, followed, _ = Candidates.parts(self.chains)
-        is_asked = rows >= ASKED_ROWS
-        return [(followed * kind).tolist() for kind in (~is_asked, is_asked)]
+        return [(followed * (rows // KIND_ROWS == kind)).tolist() for kind in range(3)]
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:

@@ -61,7 +61,11 @@ class DSparkWorker(SpecWorkerBase):
         self.eager = EagerExecutor(self.drafter, self.schedule, forward, self.agreement, self.acceptance_profile())
         self.executors = ExecutorSelector(self.eager)
         asked = partial(
-            BatchOptions.of, max_verify=self.max_verify, device=self.device, draft_free=not self.drafter.drafts
+            BatchOptions.of,
+            max_verify=self.max_verify,
+            device=self.device,
+            draft_free=not self.drafter.drafts,
+            answers=self.answers,
         )
         self.request_options = CachedByBatch(asked)
         self.timer = DeviceTimer(self.device)

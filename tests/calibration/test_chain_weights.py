@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from dspark_kernels import ASKED_ROWS
+from dspark_kernels import ASKED_ROWS, CACHED_ROWS, KIND_ROWS
 
 from sglang_dspark.calibration.chain_weights import BOOST, WINDOW, WORTHY_RATE, ChainWeights
 
@@ -15,8 +15,8 @@ def observe(weights, *rounds):
     weights.observe(*(np.array(column) for column in zip(*rounds, strict=True)))
 
 
-def tables(weights, asked=False):
-    return weights.table(SCALE, SHIFT)[:, ASKED_ROWS:] if asked else weights.table(SCALE, SHIFT)[:, :ASKED_ROWS]
+def tables(weights, first=0):
+    return weights.table(SCALE, SHIFT)[:, first : first + KIND_ROWS]
 
 
 def test_nothing_weighs_anything_until_it_was_seen():
@@ -31,7 +31,7 @@ def test_chains_teach_what_stands_behind_as_many_matched_tokens():
     """A chain of 3 that is right three times is right behind 3, 4 and 5 tokens; another fails behind 6."""
     weights = ChainWeights(MOST)
     observe(weights, *[(3, 3, 4)] * 100, *[(6, 0, 4)] * 100)
-    rates, _ = weights.rates()
+    rates, *_ = weights.rates()
     assert (rates[3:6] > 0.95).all() and rates[6] < 0.02
     assert rates[7] == rates[2] == ChainWeights(MOST).rates()[0][7]
     boosts, _ = tables(weights)
@@ -85,12 +85,18 @@ def test_the_confidence_asked_for_is_the_rate_once_it_is_calibrated():
     assert 1 / (1 + np.exp(-(SCALE[0] * least + SHIFT[0]))) == pytest.approx(weights.rates()[0][5])
 
 
+def test_chains_of_earlier_answers_teach_their_own_kind():
+    weights = ChainWeights(MOST)
+    observe(weights, *[(CACHED_ROWS + 3, 4, 4)] * 50, *[(4, 0, 4)] * 50)
+    assert (tables(weights, CACHED_ROWS)[0][3:5] == BOOST).all() and not tables(weights)[0].any()
+
+
 def test_chains_that_were_asked_for_weigh_all_there_is_and_teach_their_own_kind():
     weights = ChainWeights(MOST)
-    boosts, least = tables(weights, asked=True)
+    boosts, least = tables(weights, ASKED_ROWS)
     assert (boosts[1:] == BOOST).all() and not boosts[0].any()
     observe(weights, *[(ASKED_ROWS + 2, 0, 4)] * 200, *[(3, 4, 4)] * 200)
-    boosts, after = tables(weights, asked=True)
+    boosts, after = tables(weights, ASKED_ROWS)
     assert (boosts[1:] == BOOST).all()
     assert after[2, 0] < least[2, 0] - 2 and (after[4:] == least[4:]).all()
     assert tables(weights)[0][3, 0] == BOOST and tables(weights)[0][2, 0] == 0

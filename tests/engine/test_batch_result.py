@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dspark_kernels import ASKED_ROWS, AcceptResult
+from dspark_kernels import ASKED_ROWS, CACHED_ROWS, KIND_ROWS, NUM_ROWS, AcceptResult
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, SamplingReader, decode_result, most_words
@@ -59,6 +59,15 @@ def test_what_arrives_is_what_was_sent(logits, traced):
     for got, sent in ((made.rounds.confidence.logits, logits), (made.rounds.traced, traced)):
         assert (got is None) == (sent is None)
         assert got is None or torch.equal(got, sent)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"), [(KIND_ROWS - 1, "followed"), (CACHED_ROWS + 3, "cached"), (NUM_ROWS - 1, "copied")]
+)
+def test_drafts_are_told_apart_by_the_chain_that_they_follow(row, kind):
+    rounds = StepRecord(["a"], PLAIN, [2], torch.tensor([2]), None, None, torch.tensor([[row, 2, 7, 8]]))
+    kinds = {name: getattr(rounds, name) for name in ("followed", "cached", "copied")}
+    assert kinds == {name: [2 * (name == kind)] for name in kinds}
 
 
 def test_what_arrived_stays_when_the_memory_of_copies_is_used_again():

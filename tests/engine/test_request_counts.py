@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_dspark.engine.api.request_counts import add_to_span, note_policy, report
-from sglang_dspark.engine.scheduler.hook_handlers import clip_reasoning_tokens
+from sglang_dspark.engine.scheduler.hook_handlers import end_request
 
 
 def outputs(*, rounds, drafted, rows, accepted):
@@ -78,6 +78,6 @@ def test_spans_of_other_requests_and_without_tracing_stay_as_they_are():
 
 @pytest.mark.parametrize(("counted", "expected"), [(3, 3), (4, 4), (9, 4)])
 def test_reasoning_has_at_most_the_tokens_of_the_text(counted, expected):
-    req = SimpleNamespace(output_ids_through_stop=[5] * 4, reasoning_tokens=counted)
-    clip_reasoning_tokens(None, None, req)
-    assert req.reasoning_tokens == expected
+    req, ended = SimpleNamespace(output_ids_through_stop=[5] * 4, reasoning_tokens=counted), []
+    end_request(None, SimpleNamespace(model_worker=SimpleNamespace(end_request=ended.append)), req)
+    assert req.reasoning_tokens == expected and ended == [req]

@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dspark_kernels import ASKED_ROWS, MOST_MATCH, USUAL
+from dspark_kernels import ASKED_ROWS, CACHED_ROWS, MOST_MATCH, USUAL
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.api.request_field import ASKED, MAX_LABEL_TOKENS, settle
 from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.scheduler.answer_cache import AnswerCache
 from sglang_dspark.engine.scheduler.request_options import BatchOptions, request_options
 from sglang_dspark.speculation import RequestOptions
 from sglang_dspark.step.limits import RequestLimits
@@ -26,16 +27,16 @@ class Tokenizer:
         return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
 
 
-def manager(tokenizer=None):
-    server = DSparkServer(DSparkConfig(), drafter=None, dummy_draft=False)
+def manager(tokenizer=None, answer_cache=None):
+    server = DSparkServer(DSparkConfig(answer_cache=answer_cache), drafter=None, dummy_draft=False)
     model_config = SimpleNamespace(vocab_size=256)
     return SimpleNamespace(tokenizer=tokenizer, server_args=SimpleNamespace(_dspark=server), model_config=model_config)
 
 
-def settled(custom_params, tokenizer=None):
+def settled(custom_params, tokenizer=None, answer_cache=None):
     """The scheduler-side request of one with these ``custom_params``."""
     parameters = SimpleNamespace(custom_params=custom_params)
-    settle(manager(tokenizer), parameters)
+    settle(manager(tokenizer, answer_cache), parameters)
     return SimpleNamespace(sampling_params=parameters, origin_input_ids=[1, 2])
 
 
@@ -92,6 +93,7 @@ def test_requests_that_share_their_custom_params_are_each_checked():
         ('{"labels": [[7, 8]]}', "speculation.labels is not a known option"),
         ({"confidence_threshold": 0.5}, "speculation.confidence_threshold needs a drafter with a confidence head"),
         ({"preset": "classification", "candidates": ["a"]}, "speculation.candidates needs a tokenizer"),
+        ({"cache": "k"}, "speculation.cache='k' needs .* start this one with --speculative-dspark-answer-cache"),
         ('{"x": ' + "[" * 5000 + "]" * 5000 + "}", "speculation is nested too deeply"),
     ],
 )
@@ -152,7 +154,7 @@ def test_requests_say_what_their_chains_are():
         (3, 5, USUAL[2], ASKED_ROWS),
         (1, MOST_MATCH, 2, ASKED_ROWS),
     ]
-    assert rules.labels is None
+    assert rules.second is None
     with pytest.raises(ValueError, match=f"from 1 to {MOST_MATCH}"):
         settled({"dspark": {"preset": "summarization", "max_ngram": MOST_MATCH + 1}})
 
@@ -163,12 +165,32 @@ def test_labels_are_one_text_that_is_looked_up_from_their_beginnings():
     recorded = settled({"dspark": {"preset": "replay", "recorded": list(range(12)), "max_draft": 4}})
     rules, never = batch_options([usual, labelled, recorded]).rules, MOST_MATCH + 1
     assert [tuple(row) for row in rules.bounds[:, [0, 2, 3]].tolist()] == [(3, USUAL[2], 0)] * 2 + [(3, 4, 0)]
-    text, needed = rules.labels.tolist()
+    text, needed = rules.second.tokens.tolist(), rules.second.needed.tolist()
+    assert rules.second.rows[1:].tolist() == [ASKED_ROWS] * 2
     assert text[0] == [-1] * 14 and needed[0] == [never] * 14
     assert text[1] == [-1, *b"ab", -1, *b" ab", -1, *b"c", -1, *b" c", -1, -1]
     assert needed[1] == [never, 1, never, never, 1, 2, never, never, never, never, 1, never, never, never]
     assert text[2] == [-1, *range(12), -1]
     assert needed[2] == [never, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, never, never]
+
+
+def test_answers_of_a_key_are_one_text_that_matches_anywhere_but_at_their_ends():
+    """What a request sees of them does not change any more."""
+    cache, never = AnswerCache(10**6), MOST_MATCH + 1
+    cache.keep("k", [4, 5, 6, 7])
+    reqs = [settled({"dspark": {"cache": key}}, answer_cache=1) for key in ("k", "other")]
+    assert batch_options(reqs[1:], answers=cache).rules is None
+    for kept in ([8, 9], [3]):
+        second = batch_options(reqs, answers=cache).rules.second
+        assert second.tokens.tolist() == [[-1, 4, 5, 6, 7], [-1] * 5]
+        assert second.needed.tolist() == [[never, 3, 3, 3, never], [never] * 5]
+        assert second.rows[0] == CACHED_ROWS
+        cache.keep("k", kept)
+        cache.keep("other", kept)
+    late = settled({"dspark": {"cache": "k", "preset": "summarization"}}, answer_cache=1)
+    second = batch_options([late], answers=cache).rules.second
+    assert second.tokens.tolist() == [[-1, 3, -1, 8, 9, -1, 4, 5, 6, 7]]
+    assert second.needed[0, :5].tolist() == [never, never, never, 3, never]
 
 
 def test_nothing_but_presets_speculates_without_a_drafter():
@@ -177,5 +199,5 @@ def test_nothing_but_presets_speculates_without_a_drafter():
     assert options.limits == RequestLimits((0, 7))
 
 
-def batch_options(reqs, max_verify=7):
-    return BatchOptions.of(reqs, max_verify, torch.device("cpu"))
+def batch_options(reqs, max_verify=7, answers=None):
+    return BatchOptions.of(reqs, max_verify, torch.device("cpu"), answers=answers)

@@ -91,8 +91,12 @@ def test_beyond_the_captured_requests_blocks_are_verified_whole():
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"draft_free": True}, "draft-free"), ({"fallback": "target-only"}, "fallback")],
-    ids=["draft-free", "fallback"],
+    [
+        ({"draft_free": True}, "draft-free"),
+        ({"answer_cache": 64}, "answer-cache"),
+        ({"fallback": "target-only"}, "fallback"),
+    ],
+    ids=["draft-free", "answers", "fallback"],
 )
 def test_options_of_our_own_worker_are_refused(options, named):
     with pytest.raises(ConfigError, match=named):

@@ -11,6 +11,7 @@ import itertools
 
 import pytest
 import torch
+from dspark_kernels import ASKED_ROWS, CACHED_ROWS, SecondTexts
 from enumerated_distribution import (
     ALL_TOKENS,
     COMPETING,
@@ -117,10 +118,12 @@ def test_distribution_with_candidates_in_longer_blocks(monkeypatch, bounds):
     assert distribution_error(monkeypatch, STATIC, 2 if bounds is COPYING else 3, **how) < TOLERANCE
 
 
-def test_distribution_with_labels(monkeypatch):
-    """The rest of a label is copied where the text ends with 0, or with 2 and 1."""
-    labels = torch.tensor([[-1, 0, 2, -1, 2, 1, 1, -1], [9, 1, 9, 9, 1, 2, 9, 9]])[:, None]
-    assert distribution_error(monkeypatch, STATIC, 2, bounds=[COMPETING], labels=labels) < TOLERANCE
+@pytest.mark.parametrize("rows", [CACHED_ROWS, ASKED_ROWS], ids=["compete", "copy"])
+def test_distribution_with_a_second_text(monkeypatch, rows):
+    """It goes on where the text ends with 0, or with 2 and 1; what it was asked for is copied in any case."""
+    text = torch.tensor([[[-1, 0, 2, -1, 2, 1, 1, -1]], [[9, 1, 9, 9, 1, 2, 9, 9]]])
+    second = SecondTexts(*text, torch.tensor([rows]))
+    assert distribution_error(monkeypatch, STATIC, 2, bounds=[COMPETING], second=second) < TOLERANCE
 
 
 def test_nothing_is_copied_without_a_drafter_that_no_preset_asked_for():

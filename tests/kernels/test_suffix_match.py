@@ -4,10 +4,12 @@ import pytest
 import torch
 from dspark_kernels import (
     ASKED_ROWS,
+    CACHED_ROWS,
     LEAST_MATCH,
     MOST_MATCH,
     USUAL,
     ChainRules,
+    SecondTexts,
     StepRequests,
     find_chains,
     suffix_match,
@@ -78,6 +80,17 @@ def test_requests_have_bounds_of_their_own(device, form):
     assert {row[0] > ASKED_ROWS for row in found.tolist()} == {True, False}
 
 
+def rules_of(bounds, seconds, rows, device):
+    """Rules of requests whose second texts are pairs of tokens and what is needed, padded to the longest."""
+    width = max(len(tokens) for tokens, _ in seconds)
+
+    def padded(part, filler):
+        return torch.tensor([pair[part] + [filler] * (width - len(pair[part])) for pair in seconds], device=device)
+
+    second = SecondTexts(padded(0, -1), padded(1, MOST_MATCH + 1), torch.tensor(rows, device=device))
+    return ChainRules(torch.tensor(bounds, device=device), second)
+
+
 @pytest.mark.parametrize(
     ("ending", "matched", "rest"),
     [
@@ -97,9 +110,47 @@ def test_labels_go_on_where_a_text_ends_with_their_beginning(device, ending, mat
     text = [-1, 1, 2, 3, 4, -1, 2, 3, 5, 6, -1, 3, 7, -1, 2, 9, -1]
     labels = [text, [9, 1, 2, 3, 9, 9, 1, 2, 3, 9, 9, 1, 9, 9, 1, 9, 9]]
     case = case_of([[8, 8, 8, 8, 0, *ending]], device)
-    rules = ChainRules(torch.tensor([(3, 8, 2, 0)], device=device), torch.tensor(labels, device=device)[:, None])
+    rules = rules_of([(3, 8, 2, 0)], [labels], [ASKED_ROWS], device)
     expected = [matched + ASKED_ROWS, 0, *rest, -1] if matched else suffix_match(*case, 3, rules)[0].tolist()
     assert find_chains(*case, 3, rules).tolist() == [expected]
+
+
+def literal_of_both(text, answers, num_candidates, bounds):
+    """Matched tokens and candidates of a text beside answers, by the definition."""
+    own = literal(text, num_candidates, bounds)
+    for matched in range(MOST_MATCH, max(own[0], LEAST_MATCH - 1), -1):
+        suffix = text[-matched:]
+        for answer in answers:
+            for end in range(matched, len(answer)):
+                if answer[end - matched : end] == suffix and min(*suffix, answer[end]) >= 0:
+                    return [CACHED_ROWS + matched, 0, *answer[end:][: min(num_candidates, bounds[2])]]
+    return own
+
+
+def up_to_the_first_that_is_none(chains):
+    """Chains with nothing behind their first -1, which no draft follows."""
+    return [[*chain, -1][: [*chain, -1].index(-1)] for chain in chains]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("bs", "most", "num_candidates"), [(1, 9, 1), (5, 90, 8), (17, 40, 17)])
+def test_answers_go_on_where_they_match_farther_than_the_own_text(device, monkeypatch, form, bs, most, num_candidates):
+    """Odd sizes; some requests have no answer, want a part of a chain, no own chain, or what they have asked for."""
+    monkeypatch.setattr(module, "suffix_match", form)
+    kinds = [USUAL, (LEAST_MATCH, MOST_MATCH, 2, 0), (MOST_MATCH + 1, *USUAL[1:]), (2, 4, 9, ASKED_ROWS)]
+    bounds, texts = [kinds[request % 4] for request in range(bs)], texts_of(bs, most, seed=bs)
+    answers = [texts_of(request % 3 + (bs == 1), 2 * most, seed=50 + request) for request in range(bs)]
+    seconds = []
+    for of_request in answers:
+        tokens = [token for answer in of_request for token in (-1, *answer)]
+        pairs = zip(tokens, [*tokens, -1][1:], strict=True)
+        needed = [LEAST_MATCH if min(pair) >= 0 else MOST_MATCH + 1 for pair in pairs]
+        seconds.append((tokens, needed))
+    rules = rules_of(bounds, seconds, [CACHED_ROWS] * bs, device)
+    found = find_chains(*case_of(texts, device), num_candidates, rules).tolist()
+    expected = [literal_of_both(*case, num_candidates, of) for *case, of in zip(texts, answers, bounds, strict=True)]
+    assert up_to_the_first_that_is_none(found) == up_to_the_first_that_is_none(expected)
+    assert bs < 5 or {row[0] // CACHED_ROWS for row in found} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("form", FORMS)

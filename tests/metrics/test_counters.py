@@ -40,6 +40,9 @@ def test_figures():
         "text_proposed_tokens": 0,
         "text_verified_tokens": 0,
         "text_accepted_tokens": 0,
+        "cache_proposed_tokens": 0,
+        "cache_verified_tokens": 0,
+        "cache_accepted_tokens": 0,
         "verified_tokens": 8,
         "accepted_tokens": 4,
         "wasted_tokens": 4,
@@ -97,9 +100,10 @@ def test_predicted_survivals_are_compared_on_the_drafts_that_were_verified():
 
 def test_drafts_from_the_text_are_counted_among_the_others():
     counters = Counters(3)
-    record(counters, [3, 3, 3], [3, 2, 0], [1, 2, 0], followed_lens=[2, 3, 1])
-    report = counters.sums().report()
-    assert [report[f"text_{kind}_tokens"] for kind in ("proposed", "verified", "accepted")] == [6, 4, 3]
+    record(counters, [3, 3, 3], [3, 2, 0], [1, 2, 0], followed_lens=[2, 3, 1], cached_lens=[3, 0, 0])
+    report, kinds = counters.sums().report(), ("proposed", "verified", "accepted")
+    assert [report[f"text_{kind}_tokens"] for kind in kinds] == [6, 4, 3]
+    assert [report[f"cache_{kind}_tokens"] for kind in kinds] == [3, 3, 1]
     assert (report["drafted_tokens"], report["verified_tokens"], report["accepted_tokens"]) == (9, 5, 3)
 
 

@@ -28,6 +28,7 @@ from sglang_dspark.tools.launch import PLUGIN, LaunchedServer, dspark_flags
 
 BUNDLED = Path(smollm2.__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
 STATIC = ("--speculative-dspark-schedule", "static")
+KEEPS_ANSWERS = ("--speculative-dspark-answer-cache", "1")
 DRAFT_FREE = (*PLUGIN, "--speculative-dspark-draft-free")
 # A pool that cannot hold the running requests, and a context that they grow out of.
 TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01")
@@ -92,7 +93,7 @@ SERVERS: dict[str, Recipe] = {
     ),
     "tight": Recipe(lambda folder: (*DSPARK, *TIGHT, "--chunked-prefill-size", "64")),
     # Random weights: it knows nothing.
-    "dflash": Recipe(lambda folder: dspark_flags(random_drafter(folder, "dflash"))),
+    "dflash": Recipe(lambda folder: (*dspark_flags(random_drafter(folder, "dflash")), *KEEPS_ANSWERS)),
     "long_block": Recipe(
         lambda folder: (
             *(*dspark_flags(random_drafter(folder, "long-block")), *STATIC),
@@ -133,7 +134,7 @@ SERVERS: dict[str, Recipe] = {
         lambda folder: (*DSPARK, *PARALLEL), env={**own_worker("scheduled"), **TWO_RANKS}, forked=False
     ),
     "builtin": Recipe(lambda folder: DSPARK, env=own_worker("builtin")),
-    "parallel": Recipe(lambda folder: (*DSPARK, *PARALLEL), env=TWO_RANKS),
+    "parallel": Recipe(lambda folder: (*DSPARK, *PARALLEL, *KEEPS_ANSWERS), env=TWO_RANKS),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
     "graphs": Recipe(lambda folder: (*DSPARK, "--max-running-requests", "4"), env=emulated_graphs()),
     # A quantised target of which a row's result depends on the whole batch.

@@ -41,8 +41,11 @@ def test_fields_that_the_scheduler_would_not_survive(dspark, field, named):
 
 def test_bad_speculation_field(dspark):
     """Other routes: test_clients.py; other values: tests/test_speculation_options.py."""
-    body = {"text": "a", "speculation": {"max_verify": -1}}
-    assert "speculation.max_verify must be an integer from 0 to 65535, not -1" in refused(dspark, "/generate", body)
+    for field, named in (
+        ({"max_verify": -1}, "speculation.max_verify must be an integer from 0 to 65535, not -1"),
+        ({"cache": "k"}, "--speculative-dspark-answer-cache"),
+    ):
+        assert named in refused(dspark, "/generate", {"text": "a", "speculation": field})
 
 
 def test_hostile_custom_params(dspark):

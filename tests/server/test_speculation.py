@@ -123,6 +123,26 @@ def test_a_recorded_answer_is_right(draft_free, most):
     assert (others[0]["verified"], others[-2]["verified"]) == (0, most)
 
 
+def test_answers_are_copied_under_their_key_alone(dflash):
+    """Beside a drafter that knows nothing; few texts repeat themselves, but seeds write all of them again."""
+    rng, texts, rounds = random.Random(9), {}, {}
+    hot = {"temperature": 1.5, "max_new_tokens": 32, "ignore_eos": True}
+    bodies = [{"input_ids": rng.choices(VOCAB, k=12), "sampling_params": {**hot, "sampling_seed": i}} for i in range(3)]
+    bodies.append(greedy(CASES[1]["prompt_ids"], 32))
+    with policy(dflash, "static", verify_len=3):
+        for key in ("mine", "mine", "mine", "hers"):
+            options = {"cache": key, "trace": True}
+            with counting(dflash) as counts:
+                answers = generate(dflash, [{**body, "speculation": options} for body in bodies], 4)
+            entries = [entry for answer in answers for entry in rounds_of(answer)]
+            assert any(entry["from_cache"] for entry in entries) == (key in rounds)
+            assert (counts["cache_accepted_tokens"] > 0) == (key in rounds)
+            texts[key], rounds[key] = [answer["output_ids"] for answer in answers], len(entries)
+        texts[None] = output_ids(dflash, bodies, 4)
+    assert texts["mine"] == texts["hers"] == texts[None] and texts[None][-1] == CASES[1]["output_ids"][:32]
+    assert rounds["mine"] < 0.7 * rounds["hers"], rounds
+
+
 def test_recorded_ids_are_tokens(dspark):
     status, text = call(
         dspark, "/generate", body=greedy([5, 6], 4, speculation={"preset": "replay", "recorded": [999]})

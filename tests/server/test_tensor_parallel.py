@@ -10,7 +10,19 @@ from http.client import HTTPException
 
 import psutil
 import pytest
-from golden_server import CASES, VOCAB, call, counting, endless, generate, greedy, output_ids, policy, wait_for_running
+from golden_server import (
+    CASES,
+    VOCAB,
+    call,
+    counting,
+    endless,
+    generate,
+    greedy,
+    output_ids,
+    policy,
+    rounds_of,
+    wait_for_running,
+)
 
 
 def prompts(num: int, seed: int) -> list[list[int]]:
@@ -47,6 +59,15 @@ def test_sampled_and_seeded_requests_share_steps(parallel):
         first, again = (generate(parallel, bodies, concurrency) for concurrency in (8, 3))
     assert {len(answer["output_ids"]) for answer in first + again} == {24}
     assert [a["output_ids"] for a in first[1::2]] == [a["output_ids"] for a in again[1::2]]
+
+
+def test_ranks_keep_the_same_answers(parallel):
+    body = greedy(CASES[1]["prompt_ids"], 24, speculation={"cache": "k", "trace": True})
+    with policy(parallel, "static"):
+        answers = [generate(parallel, [body], 1)[0] for _ in range(2)]
+    assert [answer["output_ids"] for answer in answers] == [CASES[1]["output_ids"][:24]] * 2
+    first, again = ([entry["from_cache"] for entry in rounds_of(answer)] for answer in answers)
+    assert not any(first) and any(again)
 
 
 def test_statistics_come_from_the_deciding_rank(parallel):

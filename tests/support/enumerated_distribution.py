@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from dspark_kernels import ASKED_ROWS, MOST_MATCH, USUAL, Adjustment, SamplingBatch
+from dspark_kernels import ASKED_ROWS, KIND_ROWS, MOST_MATCH, NUM_ROWS, USUAL, Adjustment, SamplingBatch, SecondTexts
 from stage_loop import NO_CHAINS
 from told_noise import every_run
 from toy_pair import GAMMA, ToyLoop, target_distribution, toy_drafter
@@ -51,13 +51,13 @@ def distribution_error(
     choose: Callable[[ToyLoop, StepDecision], StepDecision] = lambda loop, decision: decision,
     drafter: DraftModel | None = None,
     bounds: Sequence[tuple[int, int, int, int]] = (NO_CHAINS,),
-    labels: torch.Tensor | None = None,
+    second: SecondTexts | None = None,
 ) -> float:
     """Largest error of the probability of a joint text of all requests.
 
     Args:
         length: tokens of each text, after the first.
-        adjustment, bounds, labels: see :class:`StageLoop`.
+        adjustment, bounds, second: see :class:`StageLoop`.
         choose: changes what the policy chose.
         drafter: in place of the usual one.
     """
@@ -68,7 +68,7 @@ def distribution_error(
     def serve():
         loop = ToyLoop(table(gamma), drafter, **options)
         loop.filters, loop.adjustment = filters, adjustment
-        loop.bounds, loop.labels = list(bounds), labels
+        loop.bounds, loop.second = list(bounds), second
         # And nothing is learned.
         loop.schedule.forecast._chains.table = lambda *args: candidate_weights(gamma).numpy()
         loop.schedule.forecast.renew()
@@ -112,12 +112,12 @@ PENALTIES = {
 
 def candidate_weights(gamma: int) -> torch.Tensor:
     """Boosts from nothing to all there is, by match and slot, and confidences on both sides of the drafter's."""
-    matched = torch.arange(ASKED_ROWS)[:, None]
+    matched = torch.arange(KIND_ROWS)[:, None]
     behind = (matched + torch.arange(gamma)).clamp_max(3)
     competing = torch.where(matched > 0, torch.tensor([0.0, 0.7, 3.0, 40.0])[behind], 0.0)
-    boosts = torch.stack([competing, 64.0 * (matched > 0).expand(-1, gamma)])
+    boosts = torch.stack([competing, competing, 64.0 * (matched > 0).expand(-1, gamma)])
     least = torch.where(boosts > 0, behind - 1.5, -torch.inf)
-    return torch.stack([boosts, least]).view(2, 2 * ASKED_ROWS, gamma)
+    return torch.stack([boosts, least]).view(2, NUM_ROWS, gamma)
 
 
 def half_of(loop: ToyLoop, decision: StepDecision) -> StepDecision:

@@ -7,7 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from dspark_kernels import MOST_MATCH, USUAL, Adjustment, AdjustmentTable, ChainRules, RoundKeys, SamplingBatch, adjust
+from dspark_kernels import (
+    MOST_MATCH,
+    USUAL,
+    Adjustment,
+    AdjustmentTable,
+    ChainRules,
+    RoundKeys,
+    SamplingBatch,
+    SecondTexts,
+    adjust,
+)
 from golden_replay import Golden, load_golden, load_target
 from reference_decoding import Target
 
@@ -52,7 +62,7 @@ class StageLoop:
         filters: top-k, top-p and min-p of all requests.
         adjustment: penalties and biases of all requests; None for none.
         bounds: of the requests' chains, in turn; no request has any at first.
-        labels: see :class:`ChainRules`; None without.
+        second: see :class:`ChainRules`; None without.
         texts: committed ids of every request.
         traces: [(start, anchor, drafts, accepted)] of every request.
     """
@@ -82,7 +92,7 @@ class StageLoop:
         self.filters = (-1, 1.0, 0.0)
         self.adjustment: Adjustment | None = None
         self.bounds = [NO_CHAINS]
-        self.labels: torch.Tensor | None = None
+        self.second: SecondTexts | None = None
 
     @cached_property
     def golden(self) -> Golden:
@@ -129,7 +139,7 @@ class StageLoop:
             req_to_token=self._table,
             rows=self._rows(range(bs)),
             rows_of=self._rows,
-            rules=ChainRules(torch.tensor([self.bounds[r % len(self.bounds)] for r in range(bs)]), self.labels),
+            rules=ChainRules(torch.tensor([self.bounds[r % len(self.bounds)] for r in range(bs)]), self.second),
             keys=RoundKeys(seed=self.noise_seed, step=number, request_keys=torch.arange(bs), positions=prefix_lens + 1),
         )
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dspark_kernels import ASKED_ROWS, USUAL, DraftBlock
+from dspark_kernels import ASKED_ROWS, NUM_ROWS, USUAL, DraftBlock, SecondTexts
 from golden_server import CASES
 from random_drafter import random_drafter
 from replays import Emulated
@@ -262,14 +262,15 @@ def test_labels_are_looked_up_beside_graphs(monkeypatch, tmp_path):
     folder = random_drafter(tmp_path, "gated")
     loop, case = GraphLoop(monkeypatch, [4], schedule="static", draft=folder), CASES[0]
     text = [-1, *case["output_ids"][:NUM_TOKENS], -1]
-    loop.labels = torch.tensor([text, [9, *range(1, 9), *[8] * (NUM_TOKENS - 9), 9, 9]])[:, None]
+    needed = [9, *range(1, 9), *[8] * (NUM_TOKENS - 9), 9, 9]
+    loop.second = SecondTexts(torch.tensor([text]), torch.tensor([needed]), torch.tensor([ASKED_ROWS]))
     assert loop.serve([case["prompt_ids"]], NUM_TOKENS) == [case["output_ids"][:NUM_TOKENS]]
     assert all(loop.replayed) and max(kept for *_, kept in loop.traces[0]) == loop.gamma
 
 
 def weigh_all(loop):
     """Have chains weigh all there is, whatever is seen."""
-    weights = torch.full((2, 2 * ASKED_ROWS, loop.gamma), 64.0)
+    weights = torch.full((2, NUM_ROWS, loop.gamma), 64.0)
     weights[:, 0], weights[1] = 0.0, -torch.inf
     loop.schedule.forecast._chains.table = lambda *args: weights.numpy()
     loop.schedule.forecast.renew()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dspark_kernels import ASKED_ROWS, USUAL
+from dspark_kernels import KIND_ROWS, USUAL
 from golden_server import CASES
 from stage_loop import NO_CHAINS, StageLoop
 
@@ -20,11 +20,11 @@ def loop_of(*, chains):
 def test_boosts_and_confidences_rise_with_what_was_seen():
     """The golden target falls into loops: what the first requests have shown is there for the next ones."""
     loop = loop_of(chains=True)
-    assert not loop.schedule.forecast.weights[0, :ASKED_ROWS].any()
+    assert not loop.schedule.forecast.weights[0, :KIND_ROWS].any()
     for _ in range(2):
         assert loop.serve(PROMPTS, NUM_TOKENS) == [text[:NUM_TOKENS] for text in TEXTS]
     loop.schedule.forecast.update()
-    boosts, least = loop.schedule.forecast.weights[:, :ASKED_ROWS]
+    boosts, least = loop.schedule.forecast.weights[:, :KIND_ROWS]
     assert (boosts[3:] > 1).any() and least[boosts > 1].isfinite().all()
 
 

@@ -18,9 +18,11 @@ T = TypeVar("T", bound=Any)
 
 LEAST_MATCH, MOST_MATCH = 3, 8
 """Tokens of a text's end that are looked for, at least (unless a request says otherwise) and at most."""
-ASKED_ROWS = MOST_MATCH + 1
-"""What is added to the row of the weights of a chain that its request has asked for: its tokens are drafted whatever
-others have been worth."""
+KIND_ROWS = MOST_MATCH + 1
+"""Rows of the weights for a kind of chain: of a request's own text, of earlier answers, and of those asked for."""
+CACHED_ROWS, ASKED_ROWS, NUM_ROWS = KIND_ROWS, 2 * KIND_ROWS, 3 * KIND_ROWS
+"""What is added to the row of the weights of a chain from an earlier answer, and of one that its request has asked for,
+whose tokens are drafted whatever others have been worth; and the number of rows."""
 OUTRIGHT = 2.0
 """Boost from which a candidate is copied that the drafter has no column for, as it cannot draw it at any odds."""
 MATCHED, FOLLOWED, FIRST = range(3)
@@ -32,22 +34,40 @@ USUAL = (LEAST_MATCH, MOST_MATCH, 1 << 30, 0)
 
 
 @dataclass(frozen=True)
+class SecondTexts:
+    """Hold texts in which the ends of requests' own are looked up as well.
+
+    Attributes:
+        tokens: [bs, L] int64, -1 before each part of a text and behind the last.
+        needed: [bs, L] int64, how many tokens have to match up to each place.
+        rows: [bs] int64, what is added to ``MATCHED`` of a chain from there: ``CACHED_ROWS`` or ``ASKED_ROWS``.
+    """
+
+    tokens: torch.Tensor
+    needed: torch.Tensor
+    rows: torch.Tensor
+
+    def take(self, index: torch.Tensor) -> SecondTexts:
+        """Return the texts of some requests."""
+        return SecondTexts(self.tokens[index], self.needed[index], self.rows[index])
+
+
+@dataclass(frozen=True)
 class ChainRules:
     """Hold what requests ask of their chains.
 
     Attributes:
         bounds: [bs, 4] int64: tokens that have to match, tokens that are looked for (up to ``MOST_MATCH``),
             the most candidates, and what is added to a chain's ``MATCHED``: 0 or ``ASKED_ROWS``.
-        labels: [2, bs, L] int64: a text that is looked up before the request's own, -1 before each of its parts and
-            behind the last; and how many tokens have to match up to each place. None if no request has one.
+        second: beside the requests' own texts; None if no request has one.
     """
 
     bounds: torch.Tensor
-    labels: torch.Tensor | None = None
+    second: SecondTexts | None = None
 
     def take(self, index: torch.Tensor) -> ChainRules:
         """Return the rules of some requests."""
-        return ChainRules(self.bounds[index], None if self.labels is None else self.labels[:, index])
+        return ChainRules(self.bounds[index], None if self.second is None else self.second.take(index))
 
 
 @cache
@@ -63,7 +83,7 @@ class Candidates:
     Attributes:
         chains: [bs, 2 + m] int64, m at least the depth of the block; the walk counts in ``FOLLOWED``. A token of -1 is
             no candidate. ``MATCHED`` is 0 for a request without a chain.
-        weights: [2, 2 * ASKED_ROWS, at least the depth] float32, by ``MATCHED`` and slot: what is added to the
+        weights: [2, NUM_ROWS, at least the depth] float32, by ``MATCHED`` and slot: what is added to the
             candidate's score, in nats; and the confidence logit that a slot has at least while the chain is alive.
     """
 

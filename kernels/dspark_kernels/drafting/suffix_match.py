@@ -16,7 +16,7 @@ import triton.language as tl
 
 from dspark_kernels.dispatch import on_kernels
 from dspark_kernels.drafting.candidates import (
-    ASKED_ROWS,
+    CACHED_ROWS,
     FIRST,
     LEAST,
     LENGTH,
@@ -40,21 +40,25 @@ def find_chains(
     num_candidates: int,
     rules: ChainRules | None = None,
 ) -> torch.Tensor:
-    """Return the chains of :func:`suffix_match`, and in the place of some what their labels go on with.
+    """Return the chains of :func:`suffix_match`, and in the place of some what their second text goes on with.
 
-    The text of a request's labels is looked up first: of the places where it matches as far as they ask for, the one
-    that matches farthest is taken, and the first of equals. No host sync.
+    Of the places where that matches as far as it asks for, the one that matches farthest is taken, and the first of
+    equals. What was asked for comes before all else; of chains that compete, the one that matches farther is taken, and
+    of equals the request's own. No host sync.
     """
     chains = suffix_match(requests, slot_tokens, num_candidates, rules)
-    if rules is None or rules.labels is None:
+    if rules is None or rules.second is None:
         return chains
-    (text, needed), length = rules.labels, rules.bounds[:, LENGTH, None]
+    text, needed = rules.second.tokens, rules.second.needed
+    rows, length = rules.second.rows[:, None], rules.bounds[:, LENGTH, None]
     lengths, ends = _matched(_padded(text), _suffix(requests, slot_tokens)), text.shape[1] - 1 - _places(text)
     best = (lengths * text.shape[1] + ends).where(lengths >= needed, -1).argmax(1, keepdim=True)
-    is_found = (lengths >= needed).gather(1, best)
+    matched = lengths.gather(1, best)
+    # A row of what was asked for is above all matches of what competes.
+    is_found = (matched >= needed.gather(1, best)) & (matched + rows - CACHED_ROWS > chains[:, :1])
     places = torch.arange(num_candidates, device=text.device)
     behind = _padded(text).gather(1, (MOST_MATCH + best + 1 + places).clamp_max(MOST_MATCH + text.shape[1]))
-    found = torch.cat([lengths.gather(1, best) + ASKED_ROWS, 0 * best, behind.where(places < length, -1)], 1)
+    found = torch.cat([matched + rows, 0 * best, behind.where(places < length, -1)], 1)
     return torch.where(is_found, found, chains)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from sglang_dspark.config import flag_name
+from sglang_dspark.declared import truncate
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.sglang_types import SamplingParams, TokenizerManager
 from sglang_dspark.speculation import CLASSIFICATION, COPYING, KEY, RequestOptions, Speculation
@@ -49,6 +51,11 @@ def settle(manager: TokenizerManager, parameters: SamplingParams) -> None:
         raise ValueError(
             "speculation.confidence_threshold needs a drafter with a confidence head, which this server does not have; "
             "use speculation.max_verify or drop the key"
+        )
+    if field.cache is not None and server.config.answer_cache is None:
+        raise ValueError(
+            f"speculation.cache={truncate(field.cache)} needs a server that keeps answers; start this one with "
+            f"{flag_name('answer_cache')}, or drop the key"
         )
     if field.recorded:
         _check_recorded(field.recorded, manager.model_config.vocab_size)

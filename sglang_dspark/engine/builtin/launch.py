@@ -51,6 +51,7 @@ class ScheduledServer:
         for name, value, neutral in (
             ("draft_free", config.draft_free, False),
             ("simulate_acceptance", config.simulate_acceptance, None),
+            ("answer_cache", config.answer_cache, None),
             ("fallback", config.fallback if config.engine == "scheduled" else "refuse", "refuse"),
         ):
             if value != neutral:

@@ -214,12 +214,13 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
-        "clip-reasoning-tokens",
+        "end-requests",
         "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_routed_experts",
         HookType.AFTER,
-        "scheduler.hook_handlers.clip_reasoning_tokens",
+        "scheduler.hook_handlers.end_request",
         "scheduler",
-        "SGLang counts the reasoning of a step before it looks for the end; this is called when a request has ended",
+        "SGLang counts the reasoning of a step before it looks for the end; this is called when a request has ended, "
+        "whose answer may be kept",
         Moment.SOME_TIME,
     ),
     Hook(

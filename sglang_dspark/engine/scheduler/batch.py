@@ -208,9 +208,9 @@ def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Seque
     logits = None if rounds.confidence is None else rounds.confidence.logits
     confidences = [None] * len(reqs) if logits is None else logits.tolist()
     lens = rounds.verify_lens.tolist()
-    kinds = (rounds.drafted, rounds.copied, rounds.followed)
+    kinds = (rounds.drafted, rounds.copied, rounds.followed, rounds.cached)
     columns = (rounds.traced.tolist(), *kinds, confidences, lens, committed_lens)
-    for req, (start, anchor, *draft), depth, copied, followed, confidence, verified, committed in zip(
+    for req, (start, anchor, *draft), depth, copied, followed, cached, confidence, verified, committed in zip(
         reqs, *columns, strict=True
     ):
         if not request_options(req).trace or not is_running(req):
@@ -226,6 +226,7 @@ def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Seque
                 "draft": draft[: depth or copied],
                 "copied": copied > 0,
                 "from_text": followed,
+                "from_cache": cached,
                 "confidence": confidence[:depth] if confidence is not None and depth else None,
                 "verified": verified,
                 "accepted": committed - 1,

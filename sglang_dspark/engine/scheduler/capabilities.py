@@ -75,7 +75,9 @@ def capabilities(
         "policy": schedule.policy.name,
         "policies": {name: _policy(schedule, name, on_gpu=on_gpu) for name in POLICY_NAMES},
         "features": {
-            "speculation_fields": _speculation_fields(has_head=has_head, presets=decoding.presets),
+            "speculation_fields": _speculation_fields(
+                has_head=has_head, presets=decoding.presets, keeps_answers=options.answer_cache is not None
+            ),
             "cuda_graphs": decoding.cuda_graphs,
             "overlap": not server_args.disable_overlap_schedule,
             "prefill_attention": model_runner.attn_backend.prefill_attention_backend_str,
@@ -114,10 +116,12 @@ def _drafter_in_words(drafter: dict[str, Any] | None) -> str:
     )
 
 
-def _speculation_fields(*, has_head: bool, presets: bool) -> list[str]:
+def _speculation_fields(*, has_head: bool, presets: bool, keeps_answers: bool) -> list[str]:
     absent = () if presets else OF_PRESETS
     if not has_head:
         absent = (*absent, "confidence_threshold")
+    if not keeps_answers:
+        absent = (*absent, "cache")
     return [field.name for field in fields(Speculation) if field.name not in absent]
 
 

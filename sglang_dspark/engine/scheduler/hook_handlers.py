@@ -26,12 +26,13 @@ def observe_results(original: Callable[..., Any], processor: Any, result: Any, b
     return predicted
 
 
-def clip_reasoning_tokens(result: None, processor: Any, req: Any) -> None:
-    """Take off what SGLang has counted behind the end of a request, in its last step.
+def end_request(result: None, processor: Any, req: Any) -> None:
+    """Take off the reasoning tokens that SGLang has counted behind the end of a request, and show it to the worker.
 
     Reasoning stands at the beginning of a text, so it has at most as many tokens as the text.
     """
     req.reasoning_tokens = min(req.reasoning_tokens, len(req.output_ids_through_stop))
+    processor.model_worker.end_request(req)
 
 
 def report_verified(original: Callable[..., None], reporter: Any, *args: Any, **kwargs: Any) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from dspark_kernels import ASKED_ROWS, LEAST_MATCH, MOST_MATCH, USUAL, ChainRules, to_device
+from dspark_kernels import ASKED_ROWS, CACHED_ROWS, LEAST_MATCH, MOST_MATCH, USUAL, ChainRules, SecondTexts, to_device
 from numpy.typing import NDArray
 
+from sglang_dspark.engine.scheduler.answer_cache import AnswerCache
 from sglang_dspark.speculation import COPYING, KEY, NO_PRESET, SUMMARIZATION, RequestOptions
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.transfers import host_index
@@ -46,7 +47,13 @@ class BatchOptions:
 
     @classmethod
     def of(
-        cls, reqs: Sequence[Any], max_verify: int, device: torch.device, *, draft_free: bool = False
+        cls,
+        reqs: Sequence[Any],
+        max_verify: int,
+        device: torch.device,
+        *,
+        draft_free: bool = False,
+        answers: AnswerCache | None = None,
     ) -> BatchOptions:
         """Read the options of a batch.
 
@@ -54,6 +61,7 @@ class BatchOptions:
             max_verify: most drafts that the server verifies per request and step.
             device: where steps are.
             draft_free: whether nothing is verified of requests without a preset that copies.
+            answers: of which a request sees those that are there when it is first read.
         """
         each = tuple(map(request_options, reqs))
         speculate = [not draft_free or options.preset in COPYING for options in each]
@@ -66,22 +74,25 @@ class BatchOptions:
         return cls(
             limits=RequestLimits(most, bounds if any(bounds) else None) if limited else None,
             traced=any(options.trace for options in each),
-            rules=_chain_rules(each, device),
+            rules=_chain_rules(each, [_second_text(req, answers) for req in reqs], device),
         )
 
 
-def _chain_rules(each: Sequence[RequestOptions], device: torch.device) -> ChainRules | None:
-    bounds = [_bounds(options) for options in each]
-    if all(asked == USUAL for asked in bounds) and not any(options.labels for options in each):
+def _chain_rules(
+    each: Sequence[RequestOptions], texts: Sequence[NDArray[np.int64]], device: torch.device
+) -> ChainRules | None:
+    bounds, width = [_bounds(options) for options in each], max(text.shape[1] for text in texts)
+    if all(asked == USUAL for asked in bounds) and not width:
         return None
-    texts = [_looked_up(options.labels) for options in each]
-    labels = None
-    if width := max(text.shape[1] for text in texts):
+    second = None
+    if width:
         laid_out = np.stack([np.full((len(each), width), filler) for filler in (-1, _NEVER)])
         for row, text in enumerate(texts):
             laid_out[:, row, : text.shape[1]] = text
-        labels = to_device(torch.from_numpy(laid_out), device)
-    return ChainRules(host_index(bounds, device), labels)
+        rows = host_index([ASKED_ROWS if options.labels else CACHED_ROWS for options in each], device)
+        tokens, needed = to_device(torch.from_numpy(laid_out), device)
+        second = SecondTexts(tokens, needed, rows)
+    return ChainRules(host_index(bounds, device), second)
 
 
 def _bounds(options: RequestOptions) -> tuple[int, int, int, int]:
@@ -94,9 +105,29 @@ def _bounds(options: RequestOptions) -> tuple[int, int, int, int]:
     return LEAST_MATCH, MOST_MATCH, length, 0
 
 
+def _second_text(req: Any, answers: AnswerCache | None) -> NDArray[np.int64]:
+    """Return [2, n], a text and what is needed in :class:`SecondTexts`, of a request: always the same."""
+    if not hasattr(req, "dspark_second_text"):
+        options = request_options(req)
+        if answers is not None and options.cache:
+            req.dspark_second_text = _answered(answers.read(options.cache))
+        else:
+            req.dspark_second_text = _looked_up(options.labels)
+    text: NDArray[np.int64] = req.dspark_second_text
+    return text
+
+
+def _answered(text: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return [2, n] of answers: they match anywhere, except at their ends."""
+    goes_on = (text >= 0) & (np.append(text[1:], -1) >= 0)
+    return np.stack([text, np.where(goes_on, LEAST_MATCH, _NEVER)]).astype(np.int64)
+
+
 @lru_cache(maxsize=64)
 def _looked_up(labels: tuple[tuple[int, ...], ...]) -> NDArray[np.int64]:
-    """Return [2, n] of :attr:`ChainRules.labels`: all tokens from the beginning of a label to its place have to match.
+    """Return [2, n], a text and what is needed in :class:`SecondTexts`.
+
+    All tokens from the beginning of a label to its place have to match.
 
     As many of them as are compared; and behind its last token there is nothing to be found.
     """

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from dspark_kernels import draw, to_device
 from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.engine.compat.arguments import attached
@@ -23,6 +24,7 @@ from sglang_dspark.engine.hook_checks import Moment, check
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.scheduler import faults, nodes
 from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.scheduler.answer_cache import AnswerCache
 from sglang_dspark.engine.scheduler.batch import (
     DSparkBatchResult,
     SamplingReader,
@@ -32,6 +34,7 @@ from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.scheduler.draft_pool import DraftPool, check_layers
 from sglang_dspark.engine.scheduler.logits_adjuster import LogitsAdjuster, nan_check
 from sglang_dspark.engine.scheduler.logprobs import with_logprobs
+from sglang_dspark.engine.scheduler.request_options import request_options
 from sglang_dspark.engine.scheduler.start_check import check_start
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.scheduling.schedule import Schedule
@@ -72,6 +75,7 @@ class SpecWorkerBase(WorkerFace):
         # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
         self.max_verify: int = self.server_args.speculative_num_draft_tokens - 1
         self.check_logits = nan_check()
+        self.answers = AnswerCache(10**6 * (self.options.answer_cache or 0))
         self.step = 0
 
     @abstractmethod
@@ -123,7 +127,8 @@ class SpecWorkerBase(WorkerFace):
         check(Moment.READY)
 
     def clear_cache_pool(self) -> None:
-        """Clear nothing: a draft K/V row is valid exactly as long as the target's row with the same slot."""
+        """Drop the answers; a draft K/V row is valid exactly as long as the target's row with the same slot."""
+        self.answers.clear()
 
     def observe(self, result: Any, batch: Any) -> None:
         """Learn from a decode result whose tensors have reached the host.
@@ -134,6 +139,12 @@ class SpecWorkerBase(WorkerFace):
         check(Moment.ANSWERED)
         if isinstance(result, DSparkBatchResult) and result.rounds is not None:
             self.control.observe(batch.reqs, result.rounds, result.accept_lens.tolist(), result.times_ms)
+
+    def end_request(self, req: Any) -> None:
+        """Keep the answer of a request that has ended by itself, if it has a key."""
+        key = request_options(req).cache
+        if key and not isinstance(req.finished_reason, FINISH_ABORT):
+            self.answers.keep(key, req.output_ids_through_stop)
 
     def forward_batch_generation(self, batch: Any, on_publish: Publish | None = None, **_unused: Any) -> Any:
         """Run one batch of the scheduler: a prefill, a decode step, or nothing.

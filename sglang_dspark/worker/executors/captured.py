@@ -159,6 +159,6 @@ class CapturedSteps:
 
     def draft_slots(self, step: DecodeBatch) -> int | None:
         """Return the request slots of the graph that drafts for ``step``; None if its drafts are launched."""
-        if step.rows.any_seeded or (step.rules is not None and step.rules.labels is not None):
+        if step.rows.any_seeded or (step.rules is not None and step.rules.second is not None):
             return None
         return self.tiers.sampled_slots(len(step)) if step.rows.any_sampled else self.tiers.request_slots(len(step))

@@ -1,0 +1,91 @@
+"""Answers by key: how much is kept of them, in which order, and for whom."""
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
+
+from sglang_dspark.engine.scheduler.answer_cache import MOST_TOKENS, AnswerCache
+from sglang_dspark.engine.scheduler.worker_base import SpecWorkerBase
+from sglang_dspark.speculation import RequestOptions
+
+ROOM = 10**6
+
+
+def read(cache, key):
+    return cache.read(key).tolist()
+
+
+def test_answers_of_a_key_are_read_newest_first_and_those_of_others_never():
+    cache = AnswerCache(ROOM)
+    assert read(cache, "a") == []
+    cache.keep("a", [1, 2, 3])
+    cache.keep("b", [7])
+    cache.keep("a", [4, 5])
+    assert read(cache, "a") == [-1, 4, 5, -1, 1, 2, 3]
+    assert read(cache, "b") == [-1, 7]
+    assert read(cache, "") == read(cache, "A") == []
+
+
+@pytest.mark.parametrize("longer", [0, 1, MOST_TOKENS])
+def test_a_key_has_a_bounded_number_of_tokens_of_which_the_newest_stay(longer):
+    cache = AnswerCache(ROOM)
+    cache.keep("a", [1] * 10)
+    cache.keep("a", [2] * (MOST_TOKENS - 4 + longer))
+    text = read(cache, "a")
+    assert text[:-3] == [-1, *[2] * (MOST_TOKENS - 4)] and len(text) == MOST_TOKENS
+    assert text[-3:] == {0: [-1, 1, 1], 1: [2, -1, 1]}.get(longer, [2, 2, 2])
+
+
+def test_what_was_read_stays_as_it_was():
+    cache = AnswerCache(ROOM)
+    cache.keep("a", [1, 2])
+    text = cache.read("a")
+    cache.keep("a", [3] * MOST_TOKENS)
+    assert text.tolist() == [-1, 1, 2]
+
+
+def test_keys_that_were_not_used_for_longest_go_first():
+    cache = AnswerCache(100_000)
+    for key in "abc":
+        cache.keep(key, [1] * MOST_TOKENS)
+    cache.read("a")
+    cache.keep("d", [2] * MOST_TOKENS)
+    assert [bool(read(cache, key)) for key in "abcd"] == [True, False, True, True]
+    cache.keep("c", [3])
+    cache.keep("e", [4] * MOST_TOKENS)
+    assert [bool(read(cache, key)) for key in "acde"] == [False, True, True, True]
+
+
+def test_bytes_are_bounded_whatever_is_kept():
+    """Keys count as well as tokens, and a key whose answers are replaced counts once."""
+    cache = AnswerCache(50_000)
+    for number in range(2000):
+        cache.keep(f"{number % 700}" * 60, [number] * (number % 90))
+        assert cache.num_bytes <= 50_000
+    assert cache.num_bytes > 40_000
+    kept = cache._texts
+    assert cache.num_bytes > sum(text.nbytes + len(key) for key, text in kept.items()) + 200 * len(kept)
+    cache.clear()
+    assert cache.num_bytes == 0 and not kept
+
+
+def test_nothing_is_kept_without_room():
+    cache = AnswerCache(0)
+    cache.keep("a", [1])
+    assert read(cache, "a") == [] and cache.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "reason", "kept"),
+    [("a", FINISH_LENGTH(3), [-1, 5, 6, 7]), ("", FINISH_LENGTH(3), []), ("a", FINISH_ABORT(), [])],
+    ids=["key", "no key", "aborted"],
+)
+def test_answers_are_kept_of_requests_with_a_key_that_end_by_themselves(key, reason, kept):
+    worker = SimpleNamespace(answers=AnswerCache(ROOM))
+    options = RequestOptions(cache=key)
+    req = SimpleNamespace(dspark_options=options, finished_reason=reason, output_ids_through_stop=[5, 6, 7])
+    SpecWorkerBase.end_request(worker, req)
+    assert read(worker.answers, key) == kept
+    SpecWorkerBase.clear_cache_pool(worker)
+    assert read(worker.answers, key) == []
