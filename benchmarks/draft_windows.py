@@ -3,14 +3,12 @@ r"""Measure what a window on the context costs a drafter in accept length and ga
     python benchmarks/draft_windows.py --target T --draft D --prompts FILE --output RESULTS/draft_windows.csv
 
 Servers without a window and with each one are asked the same questions in turn, which all stand behind one document:
-texts of the prompt files, one after another, of the wanted length. A question is asked twice: the first answer, of one
-token, leaves all that stands before it in the prefix cache, so that the second one is decoding alone. Beside the table,
-``provenance.json`` is written.
+texts of the prompt files, one after another, of the wanted length. What is measured begins with the first token: a step
+is a chunk of the stream. Beside the table, ``provenance.json`` is written.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import cycle, islice
@@ -19,63 +17,57 @@ from typing import Any
 
 import click
 import pandas as pd
-from identity import generate
 from paired_ratio import paired_ratios, ratio_table, summarise
 from rich.console import Console
+from serving.client import Sampling, ask_all
+from serving.prompts import Prompt, load_mixed_prompts
 from transformers import AutoTokenizer
 
 from sglang_dspark.tools import provenance
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_MEMORY_FLAGS, LaunchedServer, dspark_flags
-from sglang_dspark.tools.prompts import read_prompts
 
 WHOLE = "whole context"
 
 
-def questions(target: Path, files: Sequence[Path], context: int, number: int) -> list[list[int]]:
-    """Return token ids of so many questions, each behind the same document of ``context`` tokens."""
+def questions(target: Path, files: Sequence[Path], context: int, number: int) -> list[Prompt]:
+    """Return so many questions, each behind the same document of ``context`` tokens."""
     tokenizer = AutoTokenizer.from_pretrained(target)
-    texts = [text for group in zip(*map(read_prompts, files), strict=False) for text in group]
+    texts = [prompt.text for prompt in load_mixed_prompts(files)]
     asked, read = texts[:number], cycle(texts[number:])
     ids: list[int] = []
     while len(ids) < context:
         ids += tokenizer.encode("\n\n".join(islice(read, 20)) + "\n\n", add_special_tokens=False)
     document = tokenizer.decode(ids[:context])
-    chats = [[{"role": "user", "content": f"{document}\n\n{text}"}] for text in asked]
-    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    return [Prompt(index, f"{document}\n\n{text}") for index, text in enumerate(asked)]
 
 
-def measure(server: LaunchedServer, prompt: list[int], max_tokens: int) -> dict[str, float]:
-    """Return the figures of one answer, decoded behind a cached prefix."""
-    generate(server, [prompt], 1, 1)
-    start = time.perf_counter()
-    [answer] = generate(server, [prompt], max_tokens, 1)
-    seconds, told = time.perf_counter() - start, answer["meta_info"]
-    return {
-        "accept_length": told["spec_accept_length"],
-        "step_ms": 1e3 * seconds / told["spec_verify_ct"],
-        "tok_s": told["completion_tokens"] / seconds,
-    }
+def measure(server: LaunchedServer, prompt: Prompt, sampling: Sampling) -> dict[str, float]:
+    """Return the figures of the decoding of one answer."""
+    [reply] = ask_all(server.url, [prompt], sampling)
+    seconds, steps, tokens = reply.total_s - reply.ttft_s, len(reply.chunks_s) - 1, reply.num_tokens - 1
+    return {"accept_length": tokens / steps, "step_ms": 1e3 * seconds / steps, "tok_s": tokens / seconds}
 
 
 def measurements(
-    servers: Mapping[str, LaunchedServer], prompts: Mapping[int, Sequence[list[int]]], max_tokens: int
+    servers: Mapping[str, LaunchedServer], prompts: Mapping[int, Sequence[Prompt]], sampling: Sampling
 ) -> Iterator[dict[str, Any]]:
     """Ask all servers a question before the next one, and begin with another server every time."""
     names = list(servers)
     for context, asked in prompts.items():
-        for number, prompt in enumerate(asked):
-            first = number % len(names)
+        for prompt in asked:
+            first = prompt.index % len(names)
             for name in (*names[first:], *names[:first]):
-                yield {"config": name, "load": context, "round": number} | measure(servers[name], prompt, max_tokens)
+                cell = {"config": name, "load": context, "round": prompt.index}
+                yield cell | measure(servers[name], prompt, sampling)
 
 
 @click.command(help=__doc__)
 @click.option("--target", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--draft", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--prompts", "files", type=click.Path(path_type=Path, exists=True), multiple=True, required=True)
-@click.option("--context", "contexts", type=int, multiple=True, default=(1000, 2000, 4000, 7500), show_default=True)
+@click.option("--context", "contexts", type=int, multiple=True, default=(1000, 2000, 4000), show_default=True)
 @click.option("--window", "windows", type=int, multiple=True, default=(256, 1024), show_default=True)
-@click.option("--num-prompts", default=12, show_default=True)
+@click.option("--num-prompts", default=8, show_default=True)
 @click.option("--max-tokens", default=96, show_default=True)
 @click.option("--dtype", default="float32", show_default=True)
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
@@ -106,7 +98,7 @@ def main(
         servers = {
             name: stack.enter_context(LaunchedServer(target, *flags, *size, env=env)) for name, size in sizes.items()
         }
-        for row in measurements(servers, prompts, max_tokens):
+        for row in measurements(servers, prompts, Sampling(max_tokens, temperature=0, ignore_eos=True)):
             rows.append(row)
             pd.DataFrame(rows).to_csv(output, index=False, float_format="%.6g")
     frame = pd.DataFrame(rows)
