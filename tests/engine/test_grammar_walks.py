@@ -130,8 +130,9 @@ def test_nothing_is_forced_where_no_grammar_has_a_say(tokenizer, grammars):
     thinking = after(grammars["reasoner"], [])
     finished = after(grammars["forcing"], tokenizer("r").input_ids)
     finished.finished = True
-    reqs = [SimpleNamespace(grammar=grammar, output_ids=[9]) for grammar in (None, thinking, finished)]
-    assert [ForcedTokens(tokenizer).of(req) for req in reqs] == [(), (), ()]
+    ended = after(grammars["forcing"], [*tokenizer("red shoes-x").input_ids, EOS])
+    reqs = [SimpleNamespace(grammar=grammar, output_ids=[9]) for grammar in (None, thinking, finished, ended)]
+    assert [ForcedTokens(tokenizer).of(req) for req in reqs] == [()] * 4
 
 
 def test_forced_texts_are_encoded_as_inside_of_a_text():
