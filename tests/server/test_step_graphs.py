@@ -71,6 +71,7 @@ def test_adjusted_logits_are_not_judged_by_a_graph(graphs):
         assert kept == expected()[1]
 
 
+@pytest.mark.thorough
 def test_log_probabilities_are_those_of_eager_steps(graphs):
     """A graph that accepts drafts keeps no logits for others: requests that read them are judged outside."""
     body = bodies()[0] | {"return_logprob": True, "top_logprobs_num": 1}
@@ -84,8 +85,9 @@ def test_log_probabilities_are_those_of_eager_steps(graphs):
         assert chosen == best == expected()[0]
 
 
+@pytest.mark.thorough
 def test_more_requests_than_were_captured(graphs):
-    """Steps that fit no tier run eagerly."""
+    """Steps that fit no tier run eagerly; tests/worker/test_graph_executors.py has both without a server."""
     assert output_ids(graphs, bodies(), 3) == expected()
 
 

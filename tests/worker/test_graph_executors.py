@@ -109,7 +109,7 @@ def expected(loop):
     ("options", "slots"),
     [
         ({"schedule": "off"}, [1, 2, 3, 8]),
-        ({"schedule": "static"}, [4]),
+        pytest.param({"schedule": "static"}, [4], marks=pytest.mark.thorough),
         ({"schedule": "static", "verify_len": 2}, [1, 2, 3, 8]),
         ({}, [4]),
     ],
@@ -172,11 +172,11 @@ def test_what_a_captured_plan_can_do(decision, numbers):
 @pytest.mark.parametrize(
     "limits",
     [
-        RequestLimits((7, 1, 0)),
-        RequestLimits((7, 7, 7), (0.0, 0.6, 0.9)),
         RequestLimits((3, 7, 7), (0.5, 0.0, 0.6)),
+        pytest.param(RequestLimits((7, 1, 0)), marks=pytest.mark.thorough),
+        pytest.param(RequestLimits((7, 7, 7), (0.0, 0.6, 0.9)), marks=pytest.mark.thorough),
     ],
-    ids=["at most", "confidence", "both"],
+    ids=["both", "at most", "confidence"],
 )
 def test_what_requests_ask_for_is_replayed_too(monkeypatch, limits):
     loop = GraphLoop(monkeypatch, [1, 2, 4], limits, schedule="static")
@@ -239,7 +239,7 @@ def test_what_calibration_has_learned_reaches_replayed_steps(monkeypatch):
         torch.testing.assert_close(survival, torch.full((3, 7), conditional).cumprod(1))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.thorough)])
 def test_candidates_compete_in_replayed_steps(monkeypatch, tmp_path, temperature):
     """Beside a drafter that knows nothing, chains that weigh all spare steps where the text is in a loop."""
     folder = random_drafter(tmp_path, "gated")
