@@ -40,13 +40,12 @@ EIGHT_BITS = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Recipe:
-    """Flags, environment, model and interpreter of a server.
+    """Flags, environment and model of a server.
 
     Attributes:
         flags: its flags, given an empty folder for the files that they name.
         env: variables on top of those that every server has.
         model: gives the target's folder, likewise.
-        python: gives the interpreter, likewise; another one than this process's only without ``forked``.
         forked: its processes are forked from one that has imported SGLang. Servers without show that no process needs
             what another one has left behind.
     """
@@ -54,7 +53,6 @@ class Recipe:
     flags: Callable[[Path], Sequence[str | Path]] = lambda folder: ()
     env: Mapping[str, str] = field(default_factory=dict)
     model: Callable[[Path], Path] = lambda folder: TARGET
-    python: Callable[[Path], Path] = lambda folder: Path(sys.executable)
     forked: bool = True
 
 
@@ -128,7 +126,6 @@ class ServerPool:
             imported = {**_COMMON, **{name: recipe.env[name] for name in recipe.env.keys() - late}}
             server: LaunchedServer = ForkedServer(imported, recipe.model(folder), *flags, env=env)
         else:
-            python = str(recipe.python(folder))
-            server = LaunchedServer(recipe.model(folder), *flags, env=env, python=python)
+            server = LaunchedServer(recipe.model(folder), *flags, env=env)
         server.__enter__()
         return server
