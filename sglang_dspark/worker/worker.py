@@ -21,9 +21,10 @@ from sglang_dspark.engine.scheduler.batch import (
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.capabilities import Decoding, capabilities, in_one_line
 from sglang_dspark.engine.scheduler.future_map import Relay
+from sglang_dspark.engine.scheduler.grammars import ForcedTokens
 from sglang_dspark.engine.scheduler.logits_adjuster import StepAdjuster
 from sglang_dspark.engine.scheduler.measure_steps import Stepper
-from sglang_dspark.engine.scheduler.request_options import BatchOptions
+from sglang_dspark.engine.scheduler.request_options import BatchOptions, chain_rules
 from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
@@ -68,6 +69,7 @@ class DSparkWorker(SpecWorkerBase):
             answers=self.answers,
         )
         self.request_options = CachedByBatch(asked)
+        self.forced = ForcedTokens(self.target_worker.tokenizer)
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
 
@@ -170,7 +172,9 @@ class DSparkWorker(SpecWorkerBase):
 
     def read(self, batch: Any, options: BatchOptions, *, adjusted: bool) -> DecodeBatch:
         """Read the step ahead out of SGLang's batch."""
-        reqs = batch.reqs
+        reqs, rules = batch.reqs, options.rules
+        if batch.has_grammar and any(forced := [self.forced.of(req) for req in reqs]):
+            rules = chain_rules(reqs, self.device, self.answers, forced)
         return read_decode_batch(
             batch,
             self.sampling.read(reqs),
@@ -178,7 +182,7 @@ class DSparkWorker(SpecWorkerBase):
             seed=self.target_worker.random_seed,
             step=self.step,
             adjusted=adjusted,
-            rules=options.rules,
+            rules=rules,
         )
 
     def hooks(self, adjuster: StepAdjuster, publish: Publish) -> StepHooks:

@@ -11,12 +11,14 @@ from sglang.srt.constrained.llguidance_backend import GuidanceBackend
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarBackend
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 from sglang.srt.parser.reasoning_parser import BaseReasoningFormatDetector
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, normalizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sglang_dspark.engine.scheduler.grammars import grammar_masks
+from sglang_dspark.engine.scheduler.grammars import ForcedTokens, grammar_masks
 
 VOCAB, EOS, THINK_END = 256, 1, 2
 REGEX = "[ab]{2}(c|d)+e?"
+FORCED = "(red|blue) shoes-x"
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,8 @@ def grammars(tokenizer: Any) -> dict[str, Any]:
         "xgrammar": xgrammar.dispatch_regex(REGEX),
         "reasoner": compiling.result(),
         "llguidance": llguidance.dispatch_regex(REGEX),
+        "forcing": xgrammar.dispatch_regex(FORCED),
+        "guided": llguidance.dispatch_regex(FORCED),
     }
 
 
@@ -94,3 +98,42 @@ def test_a_draft_that_no_tokenizer_knows_is_forbidden(grammars):
     grammar = grammars["llguidance"].copy()
     rows, _ = grammar_masks([SimpleNamespace(grammar=grammar)], [[9, VOCAB + 40, 5]], VOCAB + 64)
     assert rows == [0]
+
+
+@pytest.mark.parametrize(
+    ("committed", "forced"),
+    [("", ""), ("r", "ed shoes-"), ("re", "d shoes-"), ("blue sho", "es-"), ("red shoes-", ""), ("red shoes-x", "")],
+)
+def test_forced_tokens_follow_the_last_one(tokenizer, grammars, committed, forced):
+    """Of a forced text the last token may be longer than the text, so it is no candidate."""
+    ids = tokenizer(f"x{committed}").input_ids
+    req = SimpleNamespace(grammar=after(grammars["forcing"], ids[1:]), output_ids=ids)
+    expected = (ids[-1], *tokenizer(forced).input_ids) if forced else ()
+    assert ForcedTokens(tokenizer).of(req) == expected
+
+
+def test_tokens_that_llguidance_forces(tokenizer, grammars):
+    req = SimpleNamespace(
+        grammar=after(grammars["guided"], tokenizer("r").input_ids), output_ids=tokenizer("r").input_ids
+    )
+    assert ForcedTokens(tokenizer).of(req) == tuple(tokenizer("red shoes-x").input_ids)
+
+
+def test_nothing_is_forced_where_no_grammar_has_a_say(tokenizer, grammars):
+    thinking = after(grammars["reasoner"], [])
+    finished = after(grammars["forcing"], tokenizer("r").input_ids)
+    finished.finished = True
+    ended = after(grammars["forcing"], [*tokenizer("red shoes-x").input_ids, EOS])
+    reqs = [SimpleNamespace(grammar=grammar, output_ids=[9]) for grammar in (None, thinking, finished, ended)]
+    assert [ForcedTokens(tokenizer).of(req) for req in reqs] == [()] * 4
+
+
+def test_forced_texts_are_encoded_as_inside_of_a_text():
+    """Tokenizers of SentencePiece's kind put a space before a text: the forced one continues another."""
+    pieces = {"▁": 0, "▁ab": 1, "ab": 2, "c": 3, "\n": 4, "▁c": 5, "<unk>": 6}
+    inner = Tokenizer(models.BPE(pieces | {"a": 7, "b": 8}, [("a", "b")], unk_token="<unk>"))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    pieced = PreTrainedTokenizerFast(tokenizer_object=inner)
+    forcing = SimpleNamespace(finished=False, is_terminated=lambda: False, try_jump_forward=lambda _: ([], "abc"))
+    req = SimpleNamespace(grammar=forcing, output_ids=[9])
+    assert ForcedTokens(pieced).of(req) == (9, 2)

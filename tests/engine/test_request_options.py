@@ -10,7 +10,7 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.api.request_field import ASKED, MAX_LABEL_TOKENS, settle
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.scheduler.answer_cache import AnswerCache
-from sglang_dspark.engine.scheduler.request_options import BatchOptions, request_options
+from sglang_dspark.engine.scheduler.request_options import BatchOptions, chain_rules, request_options
 from sglang_dspark.speculation import RequestOptions
 from sglang_dspark.step.limits import RequestLimits
 
@@ -191,6 +191,14 @@ def test_answers_of_a_key_are_one_text_that_matches_anywhere_but_at_their_ends()
     second = batch_options([late], answers=cache).rules.second
     assert second.tokens.tolist() == [[-1, 3, -1, 8, 9, -1, 4, 5, 6, 7]]
     assert second.needed[0, :5].tolist() == [never, never, never, 3, never]
+
+
+def test_forced_tokens_are_a_label_of_one_step():
+    reqs = [settled(None), with_labels(Tokenizer(), ["ab"]), settled({"dspark": {"preset": "none"}})]
+    rules, never = chain_rules(reqs, torch.device("cpu"), forced=[(7, 8, 9), (7, 8), (7, 8)]), MOST_MATCH + 1
+    assert rules.second.tokens[:, :5].tolist() == [[-1, 7, 8, 9, -1], [-1, 7, 8, -1, *b"a"], [-1] * 5]
+    assert rules.second.needed[:, :4].tolist() == [[never, 1, 2, never], [never, 1, never, never], [never] * 4]
+    assert batch_options(reqs).rules.second.tokens[:, :3].tolist() == [[-1] * 3, [-1, *b"ab"], [-1] * 3]
 
 
 def test_nothing_but_presets_speculates_without_a_drafter():

@@ -229,6 +229,17 @@ def test_chats(letters, plain_letters, kind):
         assert_close(*([token["logprob"] for token in c["logprobs"]["content"]] for c in (choice, expected)))
 
 
+def test_what_a_grammar_forces_is_drafted(letters):
+    """The drafter knows nothing of the alphabet; without candidates it takes a step for every letter."""
+    regex = {"regex": "[xy]abcdefghijklmnopqrstuvwxyz"}
+    bodies = [greedy(PROMPTS[0], 40, regex), greedy(PROMPTS[0], 40, regex, speculation={"preset": "none"})]
+    with policy(letters, "static"):
+        forced, drafted = generate(letters, bodies, 1)
+    assert forced["output_ids"] == drafted["output_ids"]
+    steps = [answer["meta_info"]["spec_verify_ct"] for answer in (forced, drafted)]
+    assert steps[0] <= 6 < 15 <= steps[1]
+
+
 def test_prompt_up_to_the_context_limit(letters, plain_letters):
     """The last tokens of the context, with counts and logprobs along the whole prompt."""
     prompt = (PROMPTS[0] * 200)[:1000]

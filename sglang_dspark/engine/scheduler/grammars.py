@@ -1,4 +1,4 @@
-"""Grammar masks of a verification: which tokens each row may emit, by a walk along the drafts.
+"""What grammars allow and force: the masks of a verification, by a walk along the drafts, and candidates for drafts.
 
 SGLang's grammar objects stand behind the committed tokens, and the walk returns them there. It ends at the first draft
 that the grammar forbids: that row gives the draft probability 0, so nothing behind it is ever committed. SGLang's own
@@ -8,11 +8,14 @@ walk takes tensors for single tokens, and twelve times as long or more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 _BITS = 32  # of a word of a mask
+_FORCED_TEXTS = 1024  # whose tokens are kept
+_BEFORE = "\n"  # behind which tokenizers encode a text as inside of a longer one
 
 
 def grammar_masks(
@@ -60,3 +63,31 @@ def _allows(words: Any, token: int) -> bool:
     """Return whether a mask [W] allows a token; the vocabulary of a model may be larger than its tokenizer's."""
     word, bit = divmod(token, _BITS)
     return word < len(words) and bool(int(words[word]) >> bit & 1)
+
+
+class ForcedTokens:
+    """Read what the grammars of requests force.
+
+    Args:
+        tokenizer: the target's.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._encoded = lru_cache(_FORCED_TEXTS)(partial(_encoded, tokenizer))
+
+    def of(self, req: Any) -> tuple[int, ...]:
+        """Return a request's last token and those that its grammar forces behind it; nothing if it forces none."""
+        grammar = req.grammar
+        if grammar is None or grammar.finished or grammar.is_terminated():
+            return ()
+        # As tokens from llguidance, as a text from xgrammar.
+        tokens, text = grammar.try_jump_forward(self._tokenizer) or ((), "")
+        forced = tokens or self._encoded(text)
+        return (req.output_ids[-1], *forced) if forced else ()
+
+
+def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Return the tokens of a forced text but for the last one, which may go on behind it."""
+    before, whole = (tokenizer.encode(part, add_special_tokens=False) for part in (_BEFORE, _BEFORE + text))
+    return tuple(whole[len(before) : -1]) if whole[: len(before)] == before else ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -17,6 +17,8 @@ from sglang_dspark.engine.scheduler.answer_cache import AnswerCache
 from sglang_dspark.speculation import COPYING, KEY, NO_PRESET, SUMMARIZATION, RequestOptions
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.transfers import host_index
+
+Tokens = tuple[int, ...]
 
 _NOTHING = RequestOptions()
 _NEVER = MOST_MATCH + 1
@@ -74,24 +76,34 @@ class BatchOptions:
         return cls(
             limits=RequestLimits(most, bounds if any(bounds) else None) if limited else None,
             traced=any(options.trace for options in each),
-            rules=_chain_rules(each, [_second_text(req, answers) for req in reqs], device),
+            rules=chain_rules(reqs, device, answers),
         )
 
 
-def _chain_rules(
-    each: Sequence[RequestOptions], texts: Sequence[NDArray[np.int64]], device: torch.device
+def chain_rules(
+    reqs: Sequence[Any],
+    device: torch.device,
+    answers: AnswerCache | None = None,
+    forced: Sequence[Tokens] | None = None,
 ) -> ChainRules | None:
-    bounds, width = [_bounds(options) for options in each], max(text.shape[1] for text in texts)
+    """Return what requests ask of their chains; None if all of them have the usual ones.
+
+    Args:
+        answers: as in :meth:`BatchOptions.of`.
+        forced: the last token of each request and those that its grammar forces behind it, if any; None for none.
+    """
+    bounds = [_bounds(request_options(req)) for req in reqs]
+    texts, rows = zip(*map(partial(_second_text, answers), reqs, forced or [()] * len(reqs)), strict=True)
+    width = max(text.shape[1] for text in texts)
     if all(asked == USUAL for asked in bounds) and not width:
         return None
     second = None
     if width:
-        laid_out = np.stack([np.full((len(each), width), filler) for filler in (-1, _NEVER)])
+        laid_out = np.stack([np.full((len(reqs), width), filler) for filler in (-1, _NEVER)])
         for row, text in enumerate(texts):
             laid_out[:, row, : text.shape[1]] = text
-        rows = host_index([ASKED_ROWS if options.labels else CACHED_ROWS for options in each], device)
         tokens, needed = to_device(torch.from_numpy(laid_out), device)
-        second = SecondTexts(tokens, needed, rows)
+        second = SecondTexts(tokens, needed, host_index(rows, device))
     return ChainRules(host_index(bounds, device), second)
 
 
@@ -105,15 +117,20 @@ def _bounds(options: RequestOptions) -> tuple[int, int, int, int]:
     return LEAST_MATCH, MOST_MATCH, length, 0
 
 
-def _second_text(req: Any, answers: AnswerCache | None) -> NDArray[np.int64]:
-    """Return [2, n], a text and what is needed in :class:`SecondTexts`, of a request: always the same."""
+def _second_text(answers: AnswerCache | None, req: Any, forced: Tokens) -> tuple[NDArray[np.int64], int]:
+    """Return [2, n], a text and what is needed in :class:`SecondTexts`, of a request, and the rows of its kind.
+
+    It is always the same but for what is forced, which is a label of one step.
+    """
+    options = request_options(req)
+    if forced and options.preset != NO_PRESET:
+        return _looked_up((forced, *options.labels)), ASKED_ROWS
     if not hasattr(req, "dspark_second_text"):
-        options = request_options(req)
         if answers is not None and options.cache:
-            req.dspark_second_text = _answered(answers.read(options.cache))
+            req.dspark_second_text = _answered(answers.read(options.cache)), CACHED_ROWS
         else:
-            req.dspark_second_text = _looked_up(options.labels)
-    text: NDArray[np.int64] = req.dspark_second_text
+            req.dspark_second_text = _looked_up(options.labels), ASKED_ROWS
+    text: tuple[NDArray[np.int64], int] = req.dspark_second_text
     return text
 
 
@@ -124,7 +141,7 @@ def _answered(text: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 @lru_cache(maxsize=64)
-def _looked_up(labels: tuple[tuple[int, ...], ...]) -> NDArray[np.int64]:
+def _looked_up(labels: tuple[Tokens, ...]) -> NDArray[np.int64]:
     """Return [2, n], a text and what is needed in :class:`SecondTexts`.
 
     All tokens from the beginning of a label to its place have to match.
