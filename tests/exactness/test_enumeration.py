@@ -78,7 +78,13 @@ def test_distribution_under_filters(monkeypatch, policy, filters):
     assert distribution_error(monkeypatch, POLICIES[policy], 1, filters=FILTERS[filters]) < TOLERANCE
 
 
-@pytest.mark.parametrize(("policy", "penalty"), [("static", "presence"), ("auto", "all"), ("static-1", "repetition")])
+@pytest.mark.parametrize(
+    ("policy", "penalty"),
+    [
+        pytest.param(policy, penalty, marks=[] if penalty == "all" else pytest.mark.thorough)
+        for policy, penalty in zip(POLICIES, itertools.cycle(PENALTIES), strict=False)
+    ],
+)
 def test_distribution_under_penalties(monkeypatch, policy, penalty):
     """A second round counts what the first one has committed, and a row the drafts before it."""
     how = {"adjustment": PENALTIES[penalty], "filters": FILTERS["top-k"]}

@@ -60,6 +60,7 @@ def test_text_does_not_depend_on_options(graphs, options):
     assert output_ids(graphs, asked, 2) == expected()
 
 
+@pytest.mark.thorough
 def test_adjusted_logits_are_not_judged_by_a_graph(graphs):
     """A bias that forbids a token of the golden text keeps it out; a neighbour has its own text."""
     forbidden = expected()[0][1]
