@@ -168,9 +168,6 @@ def _serve(order: dict[str, Any]) -> None:
     os.environ.update(order["env"])
     # Torch read this variable when it was imported, for all servers.
     sys.modules["torch._dynamo.config"].disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
-    if "--enable-metrics" in order["arguments"]:  # likewise: whether values are those of several processes
-        values = sys.modules["prometheus_client.values"]
-        values.ValueClass = values.MultiProcessValue()
     random.seed()  # or every server would have the same seed, and look for the same ports
     sys.argv = ["sglang.launch_server", *order["arguments"]]
     # SGLang asks for "spawn" here: its processes would import everything once more.
