@@ -56,6 +56,26 @@ class Recipe:
     forked: bool = True
 
 
+def run_script(script: str, argument: Any, env: Mapping[str, str], log: Path) -> str:
+    """Return what a script prints, into ``log``, in a process of its own, which has to end well.
+
+    Args:
+        argument: what it finds in ``sys.argv[1]``, as JSON.
+        env: variables on top of those of this process.
+    """
+    env, text = {**os.environ, **env}, json.dumps(argument)
+    log.write_text("")
+    if ON_GPU:
+        with log.open("w") as file:
+            command = [sys.executable, "-c", script, text]
+            status = subprocess.run(command, check=False, env=env, stdout=file, stderr=file).returncode
+    else:
+        status = Forked(_COMMON, [text], env, log, script).wait()
+    printed = log.read_text()
+    assert status == 0, printed[-4000:]
+    return printed
+
+
 class ServerPool:
     """Starts servers when they are asked for, float32, on a GPU if there is one; the last ``most`` stay up."""
 
@@ -93,16 +113,7 @@ class ServerPool:
         Args:
             argument: what it finds in ``sys.argv[1]``, as JSON.
         """
-        env, text = {**os.environ, **CPU_ENV}, json.dumps(argument)
-        if ON_GPU:
-            command = [sys.executable, "-c", script, text]
-            printed = subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE, text=True).stdout
-        else:
-            log = self._folder / "script.log"
-            log.write_text("")
-            status = Forked(_COMMON, [text], env, log, script).wait()
-            printed = log.read_text()
-            assert status == 0, printed
+        printed = run_script(script, argument, CPU_ENV, self._folder / "script.log")
         return [json.loads(line) for line in printed.splitlines() if line.startswith('"')]
 
     def close(self) -> None:
