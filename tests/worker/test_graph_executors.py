@@ -180,10 +180,8 @@ def test_what_a_captured_plan_can_do(decision, numbers):
         pytest.param(RequestLimits((7, 1, 0)), marks=pytest.mark.thorough),
         pytest.param(RequestLimits((7, 7, 7), (0.0, 0.6, 0.9)), marks=pytest.mark.thorough),
         RequestLimits((3, 7, 7), (0.5, 0.0, 0.6)),
-        pytest.param(RequestLimits((7, 1, 0)), marks=pytest.mark.thorough),
-        pytest.param(RequestLimits((7, 7, 7), (0.0, 0.6, 0.9)), marks=pytest.mark.thorough),
     ],
-    ids=["both", "at most", "confidence"],
+    ids=["at most", "confidence", "both"],
 )
 def test_what_requests_ask_for_is_replayed_too(monkeypatch, limits):
     loop = GraphLoop(monkeypatch, [1, 2, 4], limits, schedule="static")
