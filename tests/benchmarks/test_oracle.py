@@ -26,10 +26,7 @@ class Server:
 def test_drafts_are_what_the_server_has_answered(text, more):
     server, oracle = Server(), parse_configuration(text, "float32")
     fields = recorded_drafts(server, oracle, [Prompt(4, "ab"), Prompt(9, "c")], GREEDY, users=2)
-    assert fields == {
-        4: {"preset": "replay", "recorded": [2, 2, 2]},
-        9: {"preset": "replay", "recorded": [1, 1, 1]},
-    }
+    assert fields == {4: {"preset": "replay", "recorded": [2, 2, 2]}, 9: {"preset": "replay", "recorded": [1, 1, 1]}}
     path, body = server.bodies[0]
     assert (path, body["speculation"], body["stream"]) == ("/v1/chat/completions", {"enabled": False}, False)
     assert oracle.is_dspark and oracle.policy_fields == {"policy": "static", **more}

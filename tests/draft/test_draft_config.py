@@ -93,11 +93,6 @@ def test_a_missing_key_is_named(make_config, key):
         read(make_config(**{key: ...}))
 
 
-def test_a_missing_rope_base_is_named(make_config):
-    with pytest.raises(CheckpointError, match="'rope_theta' is missing"):
-        read(make_config(rope_parameters=...))
-
-
 MALFORMED = [
     ("block_size", 0),
     ("block_size", "7"),
@@ -135,20 +130,6 @@ def test_a_malformed_key_is_named_with_its_value(make_config, key, value):
     assert str(error.value).startswith("some/config.json: ")
 
 
-def test_rank_zero_contradicts_a_confidence_head_with_markov_features(make_config):
-    with pytest.raises(
-        CheckpointError, match="confidence_head_with_markov=True needs a Markov head, but markov_rank=0"
-    ):
-        read(make_config(markov_rank=0, markov_head_type=...))
-
-
-def test_sliding_layers_need_a_width(make_config):
-    with pytest.raises(
-        CheckpointError, match="sliding_window=None must give the width of the sliding_attention layers"
-    ):
-        read(make_config(layer_types=["full_attention", "sliding_attention"]))
-
-
 def test_all_unfit_keys_are_named_at_once(make_config):
     with pytest.raises(CheckpointError) as error:
         read(make_config(block_size=0, vocab_size=..., rms_norm_eps="small"))
@@ -159,10 +140,7 @@ def test_all_unfit_keys_are_named_at_once(make_config):
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        (
-            {"rope_type": "longrope", "factor": 4.0},
-            "rope_type='longrope': Expected one of linear, llama3, yarn",
-        ),
+        ({"rope_type": "longrope", "factor": 4.0}, "rope_type='longrope': Expected one of linear, llama3, yarn"),
         ({"rope_type": "yarn"}, "rope_type='yarn' needs the key 'factor'"),
         ({"rope_type": "yarn", "factor": -1.0}, "factor=-1.0: Expected `float` > 0.0"),
         ({"rope_type": "yarn", "factor": 4.0, "stretch": 1}, r"unknown keys \['stretch'\]"),
@@ -173,10 +151,7 @@ def test_all_unfit_keys_are_named_at_once(make_config):
             {"partial_rotary_factor": 2.0, "rotary_pairs": "whole_head"},
             "partial_rotary_factor=2.0 rotates 16 of head_dim=8",
         ),
-        (
-            {"partial_rotary_factor": 0.5, "rotary_pairs": "halves"},
-            "rotary_pairs='halves' should be",
-        ),
+        ({"partial_rotary_factor": 0.5, "rotary_pairs": "halves"}, "rotary_pairs='halves' should be"),
         (
             {"rope_type": "proportional", "rotary_pairs": "leading", "partial_rotary_factor": 0.5},
             "rotary_pairs='leading' should be 'whole_head'",
@@ -233,6 +208,15 @@ def test_a_drafter_of_unknown_depth_still_needs_its_taps(make_config):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"rope_parameters": ...}, "'rope_theta' is missing"),
+        (
+            {"markov_rank": 0, "markov_head_type": ...},
+            "confidence_head_with_markov=True needs a Markov head, but markov_rank=0",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "sliding_window=None must give the width of the sliding_attention layers",
+        ),
         ({"sink_layers": [True]}, "sink_layers=.* must have one entry per layer, num_hidden_layers=2"),
         ({"sink_layers": [1, 0]}, "sink_layers=.*: Expected `bool`, got `int`"),
         ({"sink_layers": True}, "sink_layers=True should be a list of true and false, one for each layer"),
@@ -241,7 +225,7 @@ def test_a_drafter_of_unknown_depth_still_needs_its_taps(make_config):
         ({"attention_value_scale": "2"}, "attention_value_scale='2': Expected `float`, got `str`"),
     ],
 )
-def test_sinks_and_value_scales_are_checked(make_config, change, message):
+def test_keys_that_do_not_fit_together_are_named(make_config, change, message):
     with pytest.raises(CheckpointError, match=message):
         read(make_config(**change))
 
@@ -250,11 +234,7 @@ def test_sinks_and_value_scales_are_checked(make_config, change, message):
     ("modules", "unneeded"),
     [
         ("sglang_dspark.draft.config", {"torch"}),
-        pytest.param(
-            "sglang_dspark.draft.weights",
-            {"sglang", "transformers"},
-            marks=pytest.mark.thorough,
-        ),
+        pytest.param("sglang_dspark.draft.weights", {"sglang", "transformers"}, marks=pytest.mark.thorough),
     ],
 )
 def test_what_an_import_leaves_alone(modules, unneeded):

@@ -45,11 +45,7 @@ CASES = {
     | {"sink_layers": [True, False]},
     "value scale": {"attention_value_scale": 0.4},
     "softcap, reduced vocabulary": {"final_logit_softcapping": 0.7, "draft_vocab_size": 6},
-    "value scale, biases, sinks": {
-        "attention_value_scale": 2.5,
-        "attention_bias": True,
-        "sink_layers": [True, True],
-    },
+    "value scale, biases, sinks": {"attention_value_scale": 2.5, "attention_bias": True, "sink_layers": [True, True]},
     "Gemma's layers": GEMMA,
     "Gemma's layers, own values": GEMMA | {"attention_k_eq_v": False, "final_logit_softcapping": ...},
     "proportional": rope(rope_type="proportional", partial_rotary_factor=0.5, factor=2.0),

@@ -7,12 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_dspark.draft.formats import read_config
-from sglang_dspark.draft.weights import (
-    check_draft_model,
-    load_draft_model,
-    random_draft_model,
-    save_draft_model,
-)
+from sglang_dspark.draft.weights import check_draft_model, load_draft_model, random_draft_model, save_draft_model
 from sglang_dspark.errors import CheckpointError
 
 EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"

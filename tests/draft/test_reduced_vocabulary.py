@@ -4,12 +4,7 @@ import json
 
 import pytest
 import torch
-from dspark_kernels import (
-    MarkovWalk,
-    RoundKeys,
-    SamplingBatch,
-    draft_block_ref,
-)
+from dspark_kernels import MarkovWalk, RoundKeys, SamplingBatch, draft_block_ref
 from reference_decoding import markov_step
 
 from sglang_dspark.draft.reduced_vocabulary import FILE, ProposalHeads, load_token_ids, save_token_ids

@@ -58,14 +58,7 @@ def mask_of(grammar: Any) -> list[int]:
 
 
 # Committed text, drafts, and how many rows the grammar reaches: the last one judges the draft that it forbids.
-WALKS = [
-    ("", "abcd", 5),
-    ("", "", 1),
-    ("a", "bcx", 3),
-    ("ab", "xc", 1),
-    ("abc", "de<eos>a", 3),
-    ("abcde", "<eos>", 1),
-]
+WALKS = [("", "abcd", 5), ("", "", 1), ("a", "bcx", 3), ("ab", "xc", 1), ("abc", "de<eos>a", 3), ("abcde", "<eos>", 1)]
 
 
 @pytest.mark.parametrize(("committed", "drafted", "rows"), WALKS)

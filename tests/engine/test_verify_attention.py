@@ -142,10 +142,7 @@ def test_a_layer_in_a_pool_of_windows(translated):
     if translated:
         layout.slots_of_windows = translation[slots[5:]]
     batch = SimpleNamespace(
-        spec_info=layout,
-        req_pool_indices=torch.tensor([2]),
-        seq_lens=torch.tensor([5]),
-        out_cache_loc=slots[5:],
+        spec_info=layout, req_pool_indices=torch.tensor([2]), seq_lens=torch.tensor([5]), out_cache_loc=slots[5:]
     )
     q, layer = torch.randn(3, HEADS * HEAD_DIM), a_layer(keys_before=3)
     found = backend.forward_extend(q, keys[5:].flatten(1), values[5:].flatten(1), layer, batch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from family_targets import NUM_TOKENS, PROMPTS, continued, outputs_of, write_target
-from target_probe import TAPS, Text, probing
+from target_probe import TAPS, Text, ask
 
 from sglang_dspark.draft.families import FAMILIES
 
@@ -20,18 +20,12 @@ ROUNDING = 0.05  # of a row's norm; a neighbouring layer differs by about the wh
 MARGIN = 0.5  # of logits that rounding does not swap
 
 
-@pytest.fixture(scope="module")
-def probe():
-    with probing() as process:
-        yield process
-
-
 @pytest.mark.parametrize("architecture", [each.architecture for each in FAMILIES if not each.recurrent])
-def test_states_and_tokens(probe, architecture, tmp_path):
+def test_states_and_tokens(architecture, tmp_path):
     """Nine rows of ten: where two experts stand close, rounding may choose the other one, and the row is another."""
     model = write_target(architecture, tmp_path)
     texts = [Text(continued(model, prompt, NUM_TOKENS), len(prompt)) for prompt in PROMPTS]
-    for text, answer in zip(texts, probe.ask(tmp_path, texts), strict=True):
+    for text, answer in zip(texts, ask(tmp_path, texts), strict=True):
         logits, states = outputs_of(model, text.ids)
         for tap, features in zip(TAPS, answer.features.chunk(len(TAPS), dim=-1), strict=True):
             expected = states[tap + 1][:-1]

@@ -111,8 +111,7 @@ def test_no_slot_is_lost_by_retractions(served):
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    [f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Mistral3")],
+    "architecture", [f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Mistral3")]
 )
 def test_a_target_that_reads_images(architecture, tmp_path):
     """SGLang tries a picture on it when it starts; Qwen's steps, with positions of three coordinates, are replayed."""

@@ -70,10 +70,7 @@ def p_value(frequency):
     return stats.binomtest(round(frequency * NUM_TRIALS), NUM_TRIALS, TARGET[0]).pvalue
 
 
-EXACT_RULES = {
-    "early stop": early_stop_len,
-    **{f"lagged budget of {budget}": lagged(budget) for budget in range(3)},
-}
+EXACT_RULES = {"early stop": early_stop_len, **{f"lagged budget of {budget}": lagged(budget) for budget in range(3)}}
 
 
 def test_the_numbers_are_those_of_the_paper():

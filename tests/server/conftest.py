@@ -21,7 +21,6 @@ from picture_targets import picture_target
 from random_drafter import damaged_drafter, random_drafter
 from server_pool import NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Recipe, ServerPool
 from spoken_target import spoken_target
-from wheel import NOT_OF_THE_FOLDER, python_with_the_wheel
 
 from sglang_dspark.tools.demo import smollm2
 from sglang_dspark.tools.launch import PLUGIN, LaunchedServer, dspark_flags
@@ -104,8 +103,7 @@ SERVERS: dict[str, Recipe] = {
     "target_only": Recipe(
         lambda folder: (*dspark_flags(damaged_drafter(folder)), "--speculative-dspark-fallback", "target-only")
     ),
-    # Metrics of several processes have to be announced before their library is imported.
-    "guarded": Recipe(lambda folder: GUARDED, forked=False, python=python_with_the_wheel, env=NOT_OF_THE_FOLDER),
+    "guarded": Recipe(lambda folder: GUARDED),
     "letters": Recipe(lambda folder: (*DSPARK, *_letters(folder))),
     # Under overlap SGLang counts penalties one token late.
     "plain_letters": Recipe(lambda folder: (*_letters(folder), "--disable-overlap-schedule")),

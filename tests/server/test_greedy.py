@@ -32,8 +32,6 @@ POLICIES: list[dict[str, Any]] = [
     {"name": "static", "verify_len": 1},
     {"name": "off"},
 ]
-# The policy that waits for a step's own values, and the one that verifies nothing; test_eager_executor.py has all.
-QUICK = ("early-stop", "off")
 
 
 def test_golden_traces(dspark):
@@ -75,7 +73,8 @@ def check_text(server, plain):
 @pytest.mark.parametrize(
     "settings",
     [
-        settings if settings["name"] in QUICK else pytest.param(settings, marks=pytest.mark.thorough)
+        # The one that waits for a step's own values; test_eager_executor.py has all.
+        settings if settings["name"] == "early-stop" else pytest.param(settings, marks=pytest.mark.thorough)
         for settings in POLICIES
     ],
     ids=lambda settings: settings["name"],

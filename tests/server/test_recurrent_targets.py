@@ -24,7 +24,7 @@ def expected(plain_hybrid):
     return output_ids(plain_hybrid, beginning_alike(6), 2)
 
 
-@pytest.mark.parametrize("name", ["static", "random"])
+@pytest.mark.parametrize("name", [pytest.param("static", marks=pytest.mark.thorough), "random"])
 def test_rejected_drafts(hybrid, expected, name):
     """All at once, and then few at a time: next to no draft of a random drafter is right."""
     hybrid.flush_cache()

@@ -60,6 +60,7 @@ def test_text_does_not_depend_on_options(graphs, options):
     assert output_ids(graphs, asked, 2) == expected()
 
 
+@pytest.mark.thorough
 def test_adjusted_logits_are_not_judged_by_a_graph(graphs):
     """A bias that forbids a token of the golden text keeps it out; a neighbour has its own text."""
     forbidden = expected()[0][1]
@@ -71,6 +72,7 @@ def test_adjusted_logits_are_not_judged_by_a_graph(graphs):
         assert kept == expected()[1]
 
 
+@pytest.mark.thorough
 def test_log_probabilities_are_those_of_eager_steps(graphs):
     """A graph that accepts drafts keeps no logits for others: requests that read them are judged outside."""
     body = bodies()[0] | {"return_logprob": True, "top_logprobs_num": 1}
@@ -84,8 +86,9 @@ def test_log_probabilities_are_those_of_eager_steps(graphs):
         assert chosen == best == expected()[0]
 
 
+@pytest.mark.thorough
 def test_more_requests_than_were_captured(graphs):
-    """Steps that fit no tier run eagerly."""
+    """Steps that fit no tier run eagerly; tests/worker/test_graph_executors.py has both without a server."""
     assert output_ids(graphs, bodies(), 3) == expected()
 
 

@@ -44,10 +44,7 @@ def test_a_fixed_length_within_limits_needs_no_survivals():
 
 @pytest.mark.parametrize(
     ("rule", "free"),
-    [
-        (Threshold(0.6), [3, 1, 0]),
-        (EarlyStop(tuple(13 + drafts / 3 for drafts in range(3 * GAMMA + 1))), [3, 3, 2]),
-    ],
+    [(Threshold(0.6), [3, 1, 0]), (EarlyStop(tuple(13 + drafts / 3 for drafts in range(3 * GAMMA + 1))), [3, 3, 2])],
 )
 def test_live_rules_within_limits(rule, free):
     decision = StepDecision(GAMMA, rule)

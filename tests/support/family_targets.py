@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -81,10 +80,7 @@ TINY: dict[str, Tiny] = {
     "LlamaForCausalLM": Tiny("LlamaForCausalLM", {"attention_bias": True}),
     "Qwen3ForCausalLM": Tiny("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
     "Qwen3MoeForCausalLM": Tiny(
-        "Qwen3MoeForCausalLM",
-        {**EXPERTS, "num_experts": 8, "norm_topk_prob": True},
-        {"num_experts": 8},
-        chosen=2,
+        "Qwen3MoeForCausalLM", {**EXPERTS, "num_experts": 8, "norm_topk_prob": True}, {"num_experts": 8}, chosen=2
     ),
     "MistralForCausalLM": Tiny("MistralForCausalLM", {"sliding_window": None}),
     "Ministral3ForCausalLM": Tiny(
@@ -393,29 +389,3 @@ def outputs_of(model: Any, ids: Sequence[int]) -> tuple[torch.Tensor, list[torch
     """Return logits [n, V] and hidden states [n, d]: of the embedding, and of every layer but the last one."""
     output = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
     return output.logits[0], [state[0] for state in output.hidden_states[:-1]]
-
-
-@contextmanager
-def router_margins(model: Any, chosen: int) -> Iterator[list[float]]:
-    """Collect, for every router and forward, how far the last expert that is chosen stands above the first that is not.
-
-    In the scores by which the experts are chosen, before a softmax.
-    """
-    margins: list[float] = []
-
-    def note(module: Any, args: Any, output: Any) -> None:
-        rows = args[0].view(-1, module.weight.shape[1])
-        scores = torch.nn.functional.linear(rows, module.weight, getattr(module, "bias", None))
-        bias = getattr(module, "e_score_correction_bias", None)
-        scores = scores if bias is None else scores.sigmoid() + bias
-        best = scores.sort(-1, descending=True).values
-        margins.append(float((best[:, chosen - 1] - best[:, chosen]).min()))
-
-    names = ("mlp.gate", "mlp.router", "router.proj")
-    routers = [module for name, module in model.named_modules() if name.endswith(names)]
-    hooks = [router.register_forward_hook(note) for router in routers]
-    try:
-        yield margins
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -39,11 +39,7 @@ BARE_CONFIDENCE = {"confidence_head_with_markov": False}
 YARN = {
     "rope_parameters": {"rope_theta": 500.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 }
-WINDOW = {
-    "layer_types": ["full_attention", "sliding_attention"],
-    "sliding_window": 4,
-    "window_from_anchor": True,
-}
+WINDOW = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4, "window_from_anchor": True}
 
 
 def without_embeddings(tensors: Tensors) -> Tensors:

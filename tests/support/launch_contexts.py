@@ -59,9 +59,7 @@ def launch_context(*, drafter=None, target=(), options=(), prefill="fa3", decode
     known = {"hf_config": SimpleNamespace(architectures=["Qwen3ForCausalLM"]), "hf_text_config": text}
     vars(context)["target"] = SimpleNamespace(**TARGET | known | dict(target))
     vars(context)["resolved"] = SimpleNamespace(
-        prefill_attention_backend=prefill,
-        decode_attention_backend=decode,
-        **HYBRID | dict(hybrid),
+        prefill_attention_backend=prefill, decode_attention_backend=decode, **HYBRID | dict(hybrid)
     )
     return context
 

@@ -107,11 +107,7 @@ def _awq(weight: torch.Tensor) -> Tensors:
     """Words [in, out / 8], scales and zeros by group of inputs."""
     codes, scales = _groups(weight)
     zeros = torch.full_like(scales.T, 8)
-    return {
-        "qweight": packed(codes.T, AWQ_ORDER),
-        "qzeros": packed(zeros, AWQ_ORDER),
-        "scales": scales.T.half(),
-    }
+    return {"qweight": packed(codes.T, AWQ_ORDER), "qzeros": packed(zeros, AWQ_ORDER), "scales": scales.T.half()}
 
 
 def _gptq(weight: torch.Tensor) -> Tensors:
@@ -158,10 +154,7 @@ METHODS = {
     "w8a8_int8": Method({"quant_method": "w8a8_int8"}, _of_rows(torch.int8)),
     "w8a8_fp8": Method({"quant_method": "w8a8_fp8"}, _of_rows(torch.float8_e4m3fn)),
     "modelopt_fp8": Method({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, _of_tensor),
-    "awq": Method(
-        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
-        _awq,
-    ),
+    "awq": Method({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, _awq),
     "gptq": Method(
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True, "lm_head": False},
         _gptq,

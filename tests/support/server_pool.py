@@ -40,13 +40,12 @@ EIGHT_BITS = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Recipe:
-    """Flags, environment, model and interpreter of a server.
+    """Flags, environment and model of a server.
 
     Attributes:
         flags: its flags, given an empty folder for the files that they name.
         env: variables on top of those that every server has.
         model: gives the target's folder, likewise.
-        python: gives the interpreter, likewise; another one than this process's only without ``forked``.
         forked: its processes are forked from one that has imported SGLang. Servers without show that no process needs
             what another one has left behind.
     """
@@ -54,8 +53,27 @@ class Recipe:
     flags: Callable[[Path], Sequence[str | Path]] = lambda folder: ()
     env: Mapping[str, str] = field(default_factory=dict)
     model: Callable[[Path], Path] = lambda folder: TARGET
-    python: Callable[[Path], Path] = lambda folder: Path(sys.executable)
     forked: bool = True
+
+
+def run_script(script: str, argument: Any, env: Mapping[str, str], log: Path) -> str:
+    """Return what a script prints, into ``log``, in a process of its own, which has to end well.
+
+    Args:
+        argument: what it finds in ``sys.argv[1]``, as JSON.
+        env: variables on top of those of this process.
+    """
+    env, text = {**os.environ, **env}, json.dumps(argument)
+    log.write_text("")
+    if ON_GPU:
+        with log.open("w") as file:
+            command = [sys.executable, "-c", script, text]
+            status = subprocess.run(command, check=False, env=env, stdout=file, stderr=file).returncode
+    else:
+        status = Forked(_COMMON, [text], env, log, script).wait()
+    printed = log.read_text()
+    assert status == 0, printed[-4000:]
+    return printed
 
 
 class ServerPool:
@@ -95,16 +113,7 @@ class ServerPool:
         Args:
             argument: what it finds in ``sys.argv[1]``, as JSON.
         """
-        env, text = {**os.environ, **CPU_ENV}, json.dumps(argument)
-        if ON_GPU:
-            command = [sys.executable, "-c", script, text]
-            printed = subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE, text=True).stdout
-        else:
-            log = self._folder / "script.log"
-            log.write_text("")
-            status = Forked(_COMMON, [text], env, log, script).wait()
-            printed = log.read_text()
-            assert status == 0, printed
+        printed = run_script(script, argument, CPU_ENV, self._folder / "script.log")
         return [json.loads(line) for line in printed.splitlines() if line.startswith('"')]
 
     def close(self) -> None:
@@ -128,7 +137,6 @@ class ServerPool:
             imported = {**_COMMON, **{name: recipe.env[name] for name in recipe.env.keys() - late}}
             server: LaunchedServer = ForkedServer(imported, recipe.model(folder), *flags, env=env)
         else:
-            python = str(recipe.python(folder))
-            server = LaunchedServer(recipe.model(folder), *flags, env=env, python=python)
+            server = LaunchedServer(recipe.model(folder), *flags, env=env)
         server.__enter__()
         return server

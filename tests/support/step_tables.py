@@ -27,9 +27,7 @@ def costly_drafts(extra_ms: float, **options) -> SpsTable:
 def random_table(rng: np.random.Generator, **options) -> SpsTable:
     """Times without rhyme or reason, within a factor of 3."""
     return make_table(
-        lambda r, d, c: rng.uniform(5, 15, size=r.shape),
-        lambda r, d, c: rng.uniform(1, 3, size=r.shape),
-        **options,
+        lambda r, d, c: rng.uniform(5, 15, size=r.shape), lambda r, d, c: rng.uniform(1, 3, size=r.shape), **options
     )
 
 

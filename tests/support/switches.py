@@ -26,11 +26,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "YaRN": _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
     "linear RoPE": _rope(rope_type="linear", factor=3.0),
     "Llama 3's RoPE": _rope(
-        rope_type="llama3",
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=64,
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
     ),
     "proportional RoPE": _rope(rope_type="proportional", partial_rotary_factor=0.5),
     "Gemma's layers": GEMMA,

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
-import os
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -21,11 +17,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from server_pool import ON_GPU, WHOLE_WINDOWS, run_script
 
-from sglang_dspark import on_cpu
 from sglang_dspark.tools.launch import CPU_ENV
 
-ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 
 DATA = Path(__file__).parents[1] / "data" / "golden"
@@ -59,36 +54,21 @@ class Outputs:
     logits: torch.Tensor
 
 
-class Probe:
-    """Asks targets; see :func:`probing`."""
+def ask(folder: Path, texts: Sequence[Text]) -> list[Outputs]:
+    """Return what the target of ``folder`` says of these texts, all of them in one batch.
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def ask(self, folder: Path, texts: Sequence[Text]) -> list[Outputs]:
-        """Return what the target of ``folder`` says of these texts, all of them in one batch.
-
-        Prompts are prefilled. The rest is verified in windows of unequal sizes, each of which ends with a wrong draft.
-        """
-        order = {"folder": str(folder), "texts": [[list(text.ids), text.prompt_len] for text in texts]}
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        assert self._process.stdout.readline() == "done\n", (folder / "probe.log").read_text()[-4000:]
-        tensors = load_file(folder / "outputs.safetensors")
-        return [Outputs(tensors[f"features.{i}"], tensors[f"logits.{i}"]) for i in range(len(texts))]
-
-
-@contextmanager
-def probing() -> Iterator[Probe]:
-    """Yield a probe, while the block runs."""
-    command = [sys.executable, __file__]
-    # Grouped routing is compiled otherwise, for half a minute; windows of recurrent layers have 16 bits.
-    emulated = {**CPU_ENV, "TORCHDYNAMO_DISABLE": "1", "SGLANG_MAMBA_CONV_DTYPE": "float32"}
-    env = {**os.environ, **({} if ON_GPU else emulated)}
-    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield Probe(process)
-        process.communicate()
+    Prompts are prefilled. The rest is verified in windows of unequal sizes, each of which ends with a wrong draft.
+    """
+    # Grouped routing is compiled otherwise, for half a minute.
+    emulated = {**CPU_ENV, "TORCH_COMPILE_DISABLE": "1", **WHOLE_WINDOWS}
+    path = str(Path(__file__).parent)
+    script = (
+        f"import json, sys; sys.path.append({path!r}); import target_probe as p; p.answer(*json.loads(sys.argv[1]))"
+    )
+    order = [str(folder), [[list(text.ids), text.prompt_len] for text in texts]]
+    run_script(script, order, {} if ON_GPU else emulated, folder / "probe.log")
+    tensors = load_file(folder / "outputs.safetensors")
+    return [Outputs(tensors[f"features.{i}"], tensors[f"logits.{i}"]) for i in range(len(texts))]
 
 
 class _Loaded:
@@ -252,30 +232,8 @@ def _literal_attention() -> str:
     return str(attention.NAME)
 
 
-def _answer(order: dict[str, Any]) -> None:
-    folder = Path(order["folder"])
-    log = os.open(folder / "probe.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for target in (1, 2):
-        os.dup2(log, target)
-    texts = [Text(ids, prompt_len) for ids, prompt_len in order["texts"]]
-    tensors = _Loaded(folder).outputs(texts)
-    save_file({name: tensor.float().cpu().clone() for name, tensor in tensors.items()}, folder / "outputs.safetensors")
-
-
-def _answer_orders() -> None:
-    on_cpu.watch_imports()  # the stand-in of this working tree
-    for name in ("sglang.benchmark.one_batch", "sglang.srt.models.registry", "sglang_dspark.engine.forward.verify"):
-        importlib.import_module(name)
-    # A GPU that was looked at cannot be used by a fork.
-    processes = multiprocessing.get_context("spawn" if ON_GPU else "fork")
-    for line in sys.stdin:
-        child = processes.Process(target=_answer, args=(json.loads(line),))
-        child.start()
-        child.join()
-        sys.stdout.write("failed\n" if child.exitcode else "done\n")
-        sys.stdout.flush()
-    os._exit(0)  # to take so many modules down would take ten seconds
-
-
-if __name__ == "__main__":
-    _answer_orders()
+def answer(folder: str, given: Sequence[tuple[Sequence[int], int]]) -> None:
+    """Write what :func:`ask` returns, as the only target of this process."""
+    tensors = _Loaded(Path(folder)).outputs([Text(*text) for text in given])
+    kept = {name: tensor.float().cpu().clone() for name, tensor in tensors.items()}
+    save_file(kept, Path(folder) / "outputs.safetensors")

@@ -105,12 +105,17 @@ def expected(loop):
     return [case.output_ids[:NUM_TOKENS] for case in loop.golden.cases[:3]]
 
 
+BY_BOTH = pytest.mark.parametrize(
+    "keeps_logits", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["fused", "split"]
+)
+
+
 @pytest.mark.parametrize(
     ("options", "slots"),
     [
         ({"schedule": "off"}, [1, 2, 3, 8]),
-        ({"schedule": "static"}, [4]),
-        ({"schedule": "static", "verify_len": 2}, [1, 2, 3, 8]),
+        pytest.param({"schedule": "static"}, [4], marks=pytest.mark.thorough),
+        pytest.param({"schedule": "static", "verify_len": 2}, [1, 2, 3, 8], marks=pytest.mark.thorough),
         ({}, [4]),
     ],
     ids=["off", "static", "static-2", "auto"],
@@ -172,8 +177,8 @@ def test_what_a_captured_plan_can_do(decision, numbers):
 @pytest.mark.parametrize(
     "limits",
     [
-        RequestLimits((7, 1, 0)),
-        RequestLimits((7, 7, 7), (0.0, 0.6, 0.9)),
+        pytest.param(RequestLimits((7, 1, 0)), marks=pytest.mark.thorough),
+        pytest.param(RequestLimits((7, 7, 7), (0.0, 0.6, 0.9)), marks=pytest.mark.thorough),
         RequestLimits((3, 7, 7), (0.5, 0.0, 0.6)),
     ],
     ids=["at most", "confidence", "both"],
@@ -239,7 +244,7 @@ def test_what_calibration_has_learned_reaches_replayed_steps(monkeypatch):
         torch.testing.assert_close(survival, torch.full((3, 7), conditional).cumprod(1))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.thorough)])
 def test_candidates_compete_in_replayed_steps(monkeypatch, tmp_path, temperature):
     """Beside a drafter that knows nothing, chains that weigh all spare steps where the text is in a loop."""
     folder = random_drafter(tmp_path, "gated")
@@ -310,7 +315,7 @@ def test_drafts_that_were_made_elsewhere_are_verified(monkeypatch):
     assert torch.equal(rows, torch.cat([step.anchors[:, None], tokens], dim=1))
 
 
-@pytest.mark.parametrize("keeps_logits", [False, True], ids=["fused", "split"])
+@BY_BOTH
 def test_recurrent_states_advance_by_what_was_accepted(monkeypatch, keeps_logits):
     """And by the anchor; those of padding, if there is any, have no rows."""
     loop = GraphLoop(monkeypatch, [4], schedule="static")
@@ -319,7 +324,7 @@ def test_recurrent_states_advance_by_what_was_accepted(monkeypatch, keeps_logits
     assert [lengths[:3] for lengths in loop.advanced] == [(kept.accept_lens + 1).tolist() for kept in loop.copies]
 
 
-@pytest.mark.parametrize("keeps_logits", [False, True], ids=["fused", "split"])
+@BY_BOTH
 def test_adapters_are_staged_before_every_verification(monkeypatch, keeps_logits):
     """Prompts may have displaced them meanwhile."""
     done = []
