@@ -83,8 +83,8 @@ def test_refused_options(argv, env, named):
 
 
 def test_values_beyond_the_checkpoint():
-    with pytest.raises(ConfigError, match="--speculative-dspark-block-size=8 exceeds the 7 drafts of a block"):
-        resolve("--speculative-dspark-block-size", "8").gamma(7)
+    with pytest.raises(ConfigError, match="--speculative-dspark-block-size=24 exceeds the 7 drafts of a block"):
+        resolve("--speculative-dspark-block-size", "24").gamma(7)
     with pytest.raises(ConfigError, match="--speculative-dspark-verify-len=6 exceeds the 5 drafts"):
         resolve(*STATIC, "--speculative-dspark-verify-len", "6").max_verify(5)
 

@@ -26,6 +26,7 @@ from enumerated_distribution import (
     half_of,
     one_of_three,
     one_of_two,
+    one_of_two_tails,
     third_of,
 )
 from stage_loop import NO_CHAINS
@@ -115,6 +116,22 @@ def test_distribution_with_candidates_in_longer_blocks(monkeypatch, bounds):
     """Two tokens of three are left, which spares most of the runs."""
     how = {"drafter": drafter_of_longer_blocks(), "bounds": [bounds], "filters": FILTERS["top-k"]}
     assert distribution_error(monkeypatch, STATIC, 2 if bounds is COPYING else 3, **how) < TOLERANCE
+
+
+@pytest.mark.parametrize("bounds", [COMPETING, COPYING], ids=["compete", "copy"])
+@pytest.mark.parametrize("policy", ["auto", "static"])
+def test_distribution_with_candidates_behind_the_drafters_block(monkeypatch, policy, bounds):
+    """One draft is drawn, and up to two behind it are copied."""
+    options = POLICIES[policy] | {"block_size": 3}
+    how = {"drafter": toy_drafter({"block_size": 1}), "bounds": [bounds]}
+    assert distribution_error(monkeypatch, options, 3, **how) < TOLERANCE
+
+
+def test_two_requests_with_candidates_behind_the_drafters_blocks(monkeypatch):
+    """Whether a chain is alive there decides which request's tail is verified."""
+    how = {"requests": 2, "choose": one_of_two_tails, "bounds": [COMPETING, COPYING]}
+    how["drafter"] = toy_drafter({"block_size": 1})
+    assert distribution_error(monkeypatch, {"block_size": 2}, 2, **how) < TOLERANCE
 
 
 def test_distribution_with_labels(monkeypatch):
