@@ -61,8 +61,7 @@ class DSparkConfig:
         default="auto",
     )
     block_size: Annotated[int, int_range(1)] | None = _option(
-        "Drafts per request and step (gamma). Up to 16 more than a block of the draft checkpoint has are copied from the "
-        "text.",
+        "Drafts per request and step (gamma); up to 16 behind a block of the draft checkpoint are copied candidates.",
         read=int,
     )
     verify_len: Annotated[int, int_range(0)] | None = _option(

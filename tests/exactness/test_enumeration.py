@@ -24,9 +24,9 @@ from enumerated_distribution import (
     distribution_error,
     drafter_of_longer_blocks,
     half_of,
+    half_of_all,
     one_of_three,
     one_of_two,
-    one_of_two_tails,
     third_of,
 )
 from stage_loop import NO_CHAINS
@@ -129,7 +129,7 @@ def test_distribution_with_candidates_behind_the_drafters_block(monkeypatch, pol
 
 def test_two_requests_with_candidates_behind_the_drafters_blocks(monkeypatch):
     """Whether a chain is alive there decides which request's tail is verified."""
-    how = {"requests": 2, "choose": one_of_two_tails, "bounds": [COMPETING, COPYING]}
+    how = {"requests": 2, "choose": half_of_all, "bounds": [COMPETING, COPYING]}
     how["drafter"] = toy_drafter({"block_size": 1})
     assert distribution_error(monkeypatch, {"block_size": 2}, 2, **how) < TOLERANCE
 

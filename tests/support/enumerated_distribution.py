@@ -126,9 +126,9 @@ def half_of(loop: ToyLoop, decision: StepDecision) -> StepDecision:
     return StepDecision(1, TopK(len(loop.texts) // 2))
 
 
-def one_of_two_tails(loop: ToyLoop, decision: StepDecision) -> StepDecision:
-    """All drafts but the least sure one are verified."""
-    return StepDecision(loop.gamma, TopK(len(loop.texts) * loop.gamma - 1))
+def half_of_all(loop: ToyLoop, decision: StepDecision) -> StepDecision:
+    """The better half of all drafts is verified, which may be one request's alone."""
+    return StepDecision(loop.gamma, TopK(len(loop.texts) * loop.gamma // 2))
 
 
 def one_of_a_block(loop: ToyLoop, decision: StepDecision) -> StepDecision:
