@@ -140,7 +140,7 @@ def test_two_requests_with_candidates_behind_the_drafters_blocks(monkeypatch):
     """Whether a chain is alive there decides which request's tail is verified."""
     how = {"requests": 2, "choose": half_of_all, "bounds": [COMPETING, COPYING]}
     how["drafter"] = toy_drafter({"block_size": 1})
-    assert distribution_error(monkeypatch, {"block_size": 2}, 2, **how) < TOLERANCE
+    assert distribution_error(monkeypatch, {"block_size": 2}, 1, **how) < TOLERANCE
 
 
 def test_nothing_is_copied_without_a_drafter_that_no_preset_asked_for():
