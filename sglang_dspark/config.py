@@ -23,6 +23,7 @@ ENV_PREFIX = "SGLANG_DSPARK_"
 # Drafts that presets may propose per request and step on a server without a drafter, unless --speculative-dspark-
 # block-size says otherwise: as many as the released drafters propose.
 DRAFT_FREE_BLOCK_SIZE = 7
+MOST_TAIL = 16  # every slot costs graphs, buffers and K/V slots their width
 
 PolicyName = Literal["auto", "early-stop", "static", "threshold", "off"]
 POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
@@ -60,7 +61,8 @@ class DSparkConfig:
         default="auto",
     )
     block_size: Annotated[int, int_range(1)] | None = _option(
-        "Drafts per request and step (gamma); at most as many as a block of the draft checkpoint has.", read=int
+        "Drafts per request and step (gamma); up to 16 behind a block of the draft checkpoint are copied candidates.",
+        read=int,
     )
     verify_len: Annotated[int, int_range(0)] | None = _option(
         "Policy `static`: drafts verified per request and step, 0 to the block size.", read=int
@@ -194,21 +196,23 @@ class DSparkConfig:
                 raise ConfigError(f"{name}={value!r}: {error}") from error
         return replace(self, **values)
 
-    def gamma(self, checkpoint_gamma: int | None) -> int:
+    def gamma(self, checkpoint_gamma: int | None, tail: int = MOST_TAIL) -> int:
         """Return the drafts per request and step.
 
         Args:
             checkpoint_gamma: drafts of a block of the checkpoint; None without a drafter.
+            tail: slots that a block may have behind those, for candidates from the text.
 
         Raises:
-            ConfigError: ``block_size`` exceeds the checkpoint's drafts.
+            ConfigError: ``block_size`` exceeds both together.
         """
         if self.block_size is None:
             return DRAFT_FREE_BLOCK_SIZE if checkpoint_gamma is None else checkpoint_gamma
-        if checkpoint_gamma is not None and self.block_size > checkpoint_gamma:
+        if checkpoint_gamma is not None and self.block_size > checkpoint_gamma + tail:
+            copied = f" and {tail} copied ones" if tail else ", whose drafter has no confidence head to copy more by"
             raise ConfigError(
                 f"{flag_name('block_size')}={self.block_size} exceeds the {checkpoint_gamma} drafts of a block of the "
-                f"draft checkpoint; pass {checkpoint_gamma} or less"
+                f"draft checkpoint{copied}; pass {checkpoint_gamma + tail} or less"
             )
         return self.block_size
 

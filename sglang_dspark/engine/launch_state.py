@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_dspark.config import DSparkConfig
+from sglang_dspark.config import MOST_TAIL, DSparkConfig
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.window import DraftWindow
 
@@ -40,7 +40,10 @@ class DSparkServer:
         Raises:
             ConfigError: our options ask for more than the drafter makes.
         """
-        return self.config.gamma(None if self.drafter is None else self.drafter.config.gamma)
+        if self.drafter is None:
+            return self.config.gamma(None)
+        # Without confidences, nothing tells if the chain reaches a slot that only it can fill.
+        return self.config.gamma(self.drafter.config.gamma, MOST_TAIL if self.has_confidence_head else 0)
 
     @property
     def window(self) -> int:

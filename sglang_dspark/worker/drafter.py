@@ -40,12 +40,12 @@ class Drafter:
         config: of the checkpoint.
         model: in the target's dtype, on ``device``.
         heads: what proposes tokens from its hidden states.
-        gamma: drafts of a block, at most the checkpoint's.
+        gamma: drafts of a block; those behind the checkpoint's are candidates.
         features: of target rows.
         window: see the attribute.
 
     Attributes:
-        num_slots: rows of a block in the network: its drafts, and the anchor where that does not predict.
+        num_slots: rows of a block in the network: its own drafts, and the anchor where that does not predict.
         cache: K/V of the context; made by :meth:`allocate`.
         window: of the context, that the network sees; None for all that its layers see.
     """
@@ -65,7 +65,7 @@ class Drafter:
         window: DraftWindow | None = None,
     ) -> None:
         self.config, self.model, self.heads, self.gamma = config, model, heads, gamma
-        self.num_slots = config.first_slot + gamma
+        self.num_slots = config.first_slot + min(gamma, config.gamma)
         self.mask_token_id = config.mask_token_id
         self._device, self._features, self.window = device, features, window
 
@@ -139,19 +139,22 @@ class Drafter:
         hidden = model.forward_block(model.embed(ids.view(-1)), positions.view(-1), attend).view(bs, self.num_slots, -1)
         # The backbone needs the whole block (its slots see each other), the heads only what may be verified. Two
         # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
-        hidden = hidden[:, first : first + depth].reshape(bs * depth, -1)
+        drawn = min(depth, self.num_slots - first)
+        hidden = hidden[:, first : first + drawn].reshape(bs * drawn, -1)
         # One more than slots: the token behind a block shows how good candidates are, too.
         chains = find_chains(step.requests, self.cache.tokens, depth + 1, step.rules)
-        return draft_block(
-            self.heads.base_logits(hidden).view(bs, depth, -1),
-            hidden.view(bs, depth, -1),
+        candidates = Candidates(chains, weights)
+        block = draft_block(
+            self.heads.base_logits(hidden).view(bs, drawn, -1),
+            hidden.view(bs, drawn, -1),
             step.anchors,
             self.heads.weights,
             step.rows,
             step.keys,
-            Candidates(chains, weights),
+            candidates,
             with_confidence=with_confidence,
         )
+        return block.with_tail(candidates, depth)
 
     def _lay_out(self, step: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and positions [bs, num_slots] of the blocks: the anchor, and masks after it."""

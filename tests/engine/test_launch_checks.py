@@ -86,8 +86,8 @@ REFUSED = [
     ),
     (
         "block size",
-        {"options": {"block_size": 9}},
-        "--speculative-dspark-block-size=9 exceeds the 7 drafts .*; pass 7 or less",
+        {"options": {"block_size": 24}},
+        "--speculative-dspark-block-size=24 exceeds the 7 drafts .*; pass 23 or less",
     ),
     (
         "block size",

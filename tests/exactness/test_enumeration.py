@@ -25,6 +25,7 @@ from enumerated_distribution import (
     distribution_error,
     drafter_of_longer_blocks,
     half_of,
+    half_of_all,
     one_of_three,
     one_of_two,
     third_of,
@@ -130,6 +131,22 @@ def test_distribution_with_a_second_text(monkeypatch, rows):
     text = torch.tensor([[[-1, 0, 2, -1, 2, 1, 1, -1]], [[9, 1, 9, 9, 1, 2, 9, 9]]])
     second = SecondTexts(*text, torch.tensor([rows]))
     assert distribution_error(monkeypatch, STATIC, 2, bounds=[COMPETING], second=second) < TOLERANCE
+
+
+@pytest.mark.parametrize("bounds", [COMPETING, COPYING], ids=["compete", "copy"])
+@pytest.mark.parametrize("policy", ["auto", "static"])
+def test_distribution_with_candidates_behind_the_drafters_block(monkeypatch, policy, bounds):
+    """One draft is drawn, and up to two behind it are copied."""
+    options = POLICIES[policy] | {"block_size": 3}
+    how = {"drafter": toy_drafter({"block_size": 1}), "bounds": [bounds]}
+    assert distribution_error(monkeypatch, options, 3, **how) < TOLERANCE
+
+
+def test_two_requests_with_candidates_behind_the_drafters_blocks(monkeypatch):
+    """Whether a chain is alive there decides which request's tail is verified."""
+    how = {"requests": 2, "choose": half_of_all, "bounds": [COMPETING, COPYING]}
+    how["drafter"] = toy_drafter({"block_size": 1})
+    assert distribution_error(monkeypatch, {"block_size": 2}, 1, **how) < TOLERANCE
 
 
 def test_nothing_is_copied_without_a_drafter_that_no_preset_asked_for():

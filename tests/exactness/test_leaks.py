@@ -19,6 +19,7 @@ from enumerated_distribution import (
     THRESHOLD,
     distribution_error,
     half_of,
+    half_of_all,
     one_of_a_block,
 )
 from switches import SWITCHES
@@ -219,10 +220,27 @@ def confidence_in_a_candidate_that_was_drawn(monkeypatch):
     monkeypatch.setattr(Candidates, "sure", sure)
 
 
+def tails_judged_as_drawn(monkeypatch):
+    after(monkeypatch, DraftBlock, "with_tail", lambda block, *_: replace(block, copied=None))
+
+
+def last_draft_admitted_by_its_tail(monkeypatch):
+    """A draft before the tail is the surer if it keeps the chain alive, as it says itself."""
+
+    def change(block, *_):
+        kept = (block.chains[:, 1:2] > 0) * 6.0 - 3.0
+        return replace(block, confidence_logits=torch.cat((kept, block.confidence_logits[:, 1:]), 1))
+
+    after(monkeypatch, DraftBlock, "with_tail", change)
+
+
 ALL, ONE = PENALTIES["all"], {"schedule": "static", "verify_len": 1}
 CHAINED = {"bounds": [COMPETING]}
 REDUCED = toy_drafter(SWITCHES["reduced vocabulary, gated"])
+TAILED = {"bounds": [COMPETING], "drafter": toy_drafter({"block_size": 1})}
 LEAKS = [
+    (tails_judged_as_drawn, STATIC | {"block_size": 2}, TAILED | {"length": 2}),
+    (last_draft_admitted_by_its_tail, {"block_size": 2}, TAILED | {"requests": 2, "choose": half_of_all}),
     (candidates_where_the_drafter_disagrees, STATIC, CHAINED),
     (candidates_boosted_after_the_draw, STATIC, CHAINED),
     (chains_refreshed_between_draft_and_verification, STATIC, CHAINED),

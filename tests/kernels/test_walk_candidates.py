@@ -126,3 +126,24 @@ def test_a_live_chain_asks_for_confidence(device):
         alive = torch.arange(GAMMA, device=device) <= block.chains[:, 1:2]
         torch.testing.assert_close(block.confidence_logits, torch.where(alive, torch.maximum(own, least), own), **TOL)
         assert plain.chains is None and (block.confidence_logits > own + 1e-3).any()
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_tail_is_copied_and_sure_where_the_block_followed_its_chain(device, reduced):
+    case = Case(device, reduced=reduced, temperatures=(0.0, 0.8, 1.3))
+    case.weights = torch.cat((case.weights, case.weights[..., -1:]), -1)
+    for form in (draft_block, draft_block_ref):
+        candidates = Candidates(case.chains.clone(), case.weights)
+        walked = form(case.base, case.hidden, case.anchors, case.heads, case.rows, case.keys, candidates)
+        alive, own = walked.chains[:, 1] == GAMMA, walked.written_distribution()
+        block = walked.with_tail(candidates, GAMMA + 1)
+        assert torch.equal(block.tokens[:, GAMMA], case.chains[:, -1])
+        least = case.weights[1, case.chains[:, 0], GAMMA].clamp_min(-30)
+        assert block.confidence_logits[:, GAMMA].tolist() == least.masked_fill(~alive, -30).tolist()
+        assert (
+            block.chains[:, 1].tolist() == (walked.tokens == case.chains[:, 2:-1]).cumprod(1).sum(1).add(alive).tolist()
+        )
+        assert block.copied[:, GAMMA].all() and (reduced or not block.copied[:, :GAMMA].any())
+        sampled = case.rows.sampled_index
+        assert torch.equal(block.written_distribution()[sampled, :GAMMA], own[sampled])
+        assert alive.any() and not alive.all()

@@ -14,6 +14,7 @@ from stage_loop import NO_CHAINS
 from told_noise import every_run
 from toy_pair import GAMMA, ToyLoop, target_distribution, toy_drafter
 
+from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
@@ -63,7 +64,7 @@ def distribution_error(
     """
     distribution: dict[tuple, float] = defaultdict(float)
     first, prompt = 0, PROMPT if tuple(bounds) == (NO_CHAINS,) else ALL_TOKENS
-    gamma = GAMMA if drafter is None else drafter.config.gamma
+    gamma = DSparkConfig(**options).gamma(GAMMA if drafter is None else drafter.config.gamma)
 
     def serve():
         loop = ToyLoop(table(gamma), drafter, **options)
@@ -122,6 +123,11 @@ def candidate_weights(gamma: int) -> torch.Tensor:
 def half_of(loop: ToyLoop, decision: StepDecision) -> StepDecision:
     """Each request has a draft, and the better one is verified."""
     return StepDecision(1, TopK(len(loop.texts) // 2))
+
+
+def half_of_all(loop: ToyLoop, decision: StepDecision) -> StepDecision:
+    """The better half of all drafts is verified, which may be one request's alone."""
+    return StepDecision(loop.gamma, TopK(len(loop.texts) * loop.gamma // 2))
 
 
 def one_of_a_block(loop: ToyLoop, decision: StepDecision) -> StepDecision:

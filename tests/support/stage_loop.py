@@ -73,8 +73,8 @@ class StageLoop:
 
     def _set_up(self, model: DraftModel, target: Target, table: SpsTable | None, options: dict[str, Any]) -> None:
         self.target = target
-        self.gamma = model.config.gamma
         config = DSparkConfig(**options)
+        self.gamma = config.gamma(model.config.gamma)
         self.drafter: Drafter | NoDrafter = Drafter(
             model.config,
             model,

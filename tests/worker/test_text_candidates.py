@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dspark_kernels import KIND_ROWS, USUAL
+from dspark_kernels import ASKED_ROWS, KIND_ROWS, USUAL
 from golden_server import CASES
 from stage_loop import NO_CHAINS, StageLoop
 
@@ -40,3 +40,11 @@ def test_nothing_is_learned_of_requests_without_chains():
 def test_seeded_text_is_the_same_whatever_competes_with_the_drafter(temperature):
     texts = [loop_of(chains=chains).serve(PROMPTS, 16, temperature, seeds=[3, 4]) for chains in (False, True)]
     assert texts[0] == texts[1]
+
+
+def test_a_text_that_repeats_itself_is_copied_behind_the_drafters_block():
+    loop = StageLoop(block_size=15, schedule="static")
+    loop.bounds = [(*USUAL[:3], ASKED_ROWS)]
+    for _ in range(2):
+        assert loop.serve(PROMPTS, NUM_TOKENS) == [text[:NUM_TOKENS] for text in TEXTS]
+    assert max(kept for trace in loop.traces for *_, kept in trace) > 7

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from dspark_kernels.drafting.candidates import ASKED_ROWS, FOLLOWED, Candidates
 from dspark_kernels.drafting.draft_distribution import DraftDistribution
 from dspark_kernels.drafting.heads import DraftVocabulary
 from dspark_kernels.sampling.parameters import SamplingBatch
+
+_NEVER = -30.0
+"""Confidence logit of a candidate that its chain does not reach."""
 
 
 @dataclass(frozen=True)
@@ -82,3 +86,29 @@ class DraftBlock:
         if vocabulary is not None and rows.any_sampled:
             copied = vocabulary.columns[self.tokens] < 0
         return replace(self, copied=copied, chains=candidates.chains)
+
+    def with_tail(self, candidates: Candidates, depth: int) -> DraftBlock:
+        """Return blocks of up to ``depth`` slots, whose slots behind this walk's are copied candidates.
+
+        They are sure only while the chain is alive: what the walk drew decides about them, their own tokens do not. The
+        walk's columns of the distribution are copied, and those of the tail stay undefined.
+        """
+        drawn = self.tokens.shape[1]
+        if depth <= drawn:
+            return self
+        matched, followed, tokens = candidates.parts(candidates.chains)
+        tail = tokens[:, drawn:depth]
+        is_alive = (followed[:, None] >= drawn) & (tail >= 0).cumprod(1).bool()
+        tokens = torch.cat((self.tokens, tail.clamp_min(0)), 1)
+        candidates.follow(tokens)
+        logits = self.confidence_logits
+        if logits is not None:
+            least = candidates.weights[1, matched, drawn:depth].clamp_min(_NEVER)
+            logits = torch.cat((logits, torch.where(is_alive, least, _NEVER)), 1)
+        probs, distribution, copied = self.probs, self.distribution, self.copied
+        if probs is not None or distribution is not None:
+            drafts = torch.zeros_like(self.tokens, dtype=torch.bool) if copied is None else copied
+            copied = F.pad(drafts, (0, depth - drawn), value=True)
+            probs = None if probs is None else F.pad(probs, (0, 0, 0, depth - drawn))
+            distribution = None if distribution is None else distribution.padded(depth)
+        return DraftBlock(tokens, probs, logits, distribution, copied, candidates.chains)
