@@ -40,6 +40,7 @@ def test_every_load_of_every_sweep_has_a_row():
 
 def test_every_committed_sweep_and_comparison_is_in_the_matrix():
     sweeps = {str(path.parent.relative_to(RESULTS)) for path in RESULTS.rglob("sweep.csv")}
+    sweeps -= {"oracle"}  # of a pair and device that have a longer one
     compared = {path.name for path in RESULTS.glob("identity*.json")}
     assert sweeps == {entry.sweep for entry in ENTRIES if entry.sweep}
     assert compared == {file for entry in ENTRIES for file in entry.identity}
