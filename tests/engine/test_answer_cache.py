@@ -1,4 +1,4 @@
-"""Answers by key: how much is kept of them, in which order, and for whom."""
+"""Answers by key: how much is kept of them, in which order, and for which requests."""
 
 from types import SimpleNamespace
 

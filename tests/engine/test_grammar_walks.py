@@ -105,7 +105,7 @@ def test_a_draft_that_no_tokenizer_knows_is_forbidden(grammars):
     [("", ""), ("r", "ed shoes-"), ("re", "d shoes-"), ("blue sho", "es-"), ("red shoes-", ""), ("red shoes-x", "")],
 )
 def test_forced_tokens_follow_the_last_one(tokenizer, grammars, committed, forced):
-    """Of a forced text the last token may be longer than the text, so it is no candidate."""
+    """The last token of a forced text may go on behind it, so it is no candidate."""
     ids = tokenizer(f"x{committed}").input_ids
     req = SimpleNamespace(grammar=after(grammars["forcing"], ids[1:]), output_ids=ids)
     expected = (ids[-1], *tokenizer(forced).input_ids) if forced else ()

@@ -175,7 +175,7 @@ def test_labels_are_one_text_that_is_looked_up_from_their_beginnings():
 
 
 def test_answers_of_a_key_are_one_text_that_matches_anywhere_but_at_their_ends():
-    """What a request sees of them does not change any more."""
+    """A request sees those that were there when it was first read."""
     cache, never = AnswerCache(10**6), MOST_MATCH + 1
     cache.keep("k", [4, 5, 6, 7])
     reqs = [settled({"dspark": {"cache": key}}, answer_cache=1) for key in ("k", "other")]

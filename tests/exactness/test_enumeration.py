@@ -143,7 +143,7 @@ def test_distribution_with_candidates_behind_the_drafters_block(monkeypatch, pol
 
 
 def test_two_requests_with_candidates_behind_the_drafters_blocks(monkeypatch):
-    """Whether a chain is alive there decides which request's tail is verified."""
+    """The request whose chain is alive there has its tail verified."""
     how = {"requests": 2, "choose": half_of_all, "bounds": [COMPETING, COPYING]}
     how["drafter"] = toy_drafter({"block_size": 1})
     assert distribution_error(monkeypatch, {"block_size": 2}, 1, **how) < TOLERANCE

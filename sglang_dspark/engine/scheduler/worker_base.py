@@ -141,7 +141,7 @@ class SpecWorkerBase(WorkerFace):
             self.control.observe(batch.reqs, result.rounds, result.accept_lens.tolist(), result.times_ms)
 
     def end_request(self, req: Any) -> None:
-        """Keep the answer of a request that has ended by itself, if it has a key."""
+        """Keep the answer of a request that was not aborted, if it has a key."""
         key = request_options(req).cache
         if key and not isinstance(req.finished_reason, FINISH_ABORT):
             self.answers.keep(key, req.output_ids_through_stop)
