@@ -1,4 +1,4 @@
-"""Reads what grammars allow and force: the masks of a verification, by a walk along the drafts, and candidates for drafts.
+"""Read the masks of a verification, by a walk along its drafts, and what grammars force.
 
 SGLang's grammar objects stand behind the committed tokens, and the walk returns them there. It ends at the first draft
 that the grammar forbids: that row gives the draft probability 0, so nothing behind it is ever committed. SGLang's own
