@@ -32,7 +32,7 @@ class Entry:
 
 
 ENTRIES = (
-    Entry("SmolLM2-135M, bundled drafter", "2 CPU cores", "sweep", ("identity.json",)),
+    Entry("SmolLM2-135M, bundled drafter", "2 CPU cores", "sweep", ("identity.json", "identity_bfloat16.json")),
     Entry("SmolLM2-135M, bundled drafter", "H200", "h200/sweep"),
     Entry("Qwen3-8B's shape, answers of 32 to 224 tokens", "H200", "h200/qwen3_8b_shape/apart"),
     Entry("Qwen3-8B's shape, answers of 128 tokens", "H200", "h200/qwen3_8b_shape/equal"),

@@ -51,6 +51,7 @@ def test_a_text_that_differs_fails_a_pair(tmp_path):
         (tmp_path / entry.sweep).mkdir()
         for name in ("sweep.csv", "provenance.json"):
             (tmp_path / entry.sweep / name).write_bytes((RESULTS / entry.sweep / name).read_bytes())
-        (tmp_path / entry.identity[0]).write_text(json.dumps({"scenarios": [{"passed": True}, {"passed": False}]}))
+        for passed, file in zip((False, True), entry.identity, strict=True):
+            (tmp_path / file).write_text(json.dumps({"scenarios": [{"passed": True}, {"passed": passed}]}))
         row = dict(zip(HEADER, next(rows(tmp_path)), strict=True))
     assert (row["texts"], row["verdict"]) == ("differ", "fail")
