@@ -3,7 +3,8 @@
 import numpy as np
 import pandas as pd
 import pytest
-from paired_ratio import frame_baselines, paired_ratios, ratios_to_each, summarise
+from click.testing import CliRunner
+from paired_ratio import frame_baselines, main, paired_ratios, ratios_to_each, summarise
 from policy_turns import prompt_batches
 from scipy.stats import ttest_1samp
 from serving.prompts import Prompt
@@ -50,6 +51,13 @@ def test_interval_covers_the_true_ratio_as_often_as_it_says_even_with_few_rounds
     summary = summarise(pairs.assign(ratio=np.exp(logs.ravel())))
     missed = 1000 - int(((summary["low"] <= np.exp(0.2)) & (np.exp(0.2) <= summary["high"])).sum())
     assert 36 <= missed <= 64
+
+
+def test_command_prints_the_table(tmp_path):
+    path = tmp_path / "sweep.csv"
+    sweep([1.25] * 3).to_csv(path, index=False)
+    result = CliRunner().invoke(main, [str(path)])
+    assert result.exit_code == 0 and "1.250" in result.output and "3/3" in result.output
 
 
 def test_one_configuration_against_each_of_the_others():

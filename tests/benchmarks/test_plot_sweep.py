@@ -118,6 +118,14 @@ def test_two_ratios_never_mix():
 
 
 @pytest.mark.slow
+def test_command_draws_beside_the_sweep(tmp_path):
+    sweep().to_csv(tmp_path / "sweep.csv", index=False)
+    result = CliRunner().invoke(plot_sweep.main, [str(tmp_path / "sweep.csv")])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / plot_sweep.FILE).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
 def test_report_has_all_parts(tmp_path):
     pd.concat([sweep(), arrivals()]).to_csv(tmp_path / "sweep.csv", index=False)
     record = {"command": "python sweep.py <&>", "sampling": {"max_tokens": 96}}

@@ -6,9 +6,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from scipy.stats import expon, kstest
-from serving.configurations import Configuration, choose_baselines, choose_ratio_baselines, parse_configuration
-from serving.prompts import Prompt, load_mixed_prompts
-from serving.schedule import Load, interleave, loads, poisson_arrivals
+from serving.configurations import (
+    Configuration,
+    choose_baselines,
+    choose_ratio_baselines,
+    parse_configuration,
+)
+from serving.prompts import Prompt, load_mixed_prompts, round_prompts
+from serving.schedule import WARM_UP_ROUND, Load, interleave, loads, poisson_arrivals, still_to_measure
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.launch import dspark_flags
@@ -78,6 +83,25 @@ def test_no_configuration_always_runs_at_one_position_or_after_the_same_one():
     assert len(followers) == 6 and min(followers.values()) >= 8  # 20 in the mean
 
 
+def test_cells_that_are_compared_run_in_a_row():
+    cells = interleave([PLAIN, STATIC, OTHER], loads([1], [2.0]), 2)
+    groups = [cells[start : start + 3] for start in range(0, len(cells), 3)]
+    for group in groups:
+        assert len({(cell.load, cell.round) for cell in group}) == 1
+        assert {cell.configuration for cell in group} == {PLAIN, STATIC, OTHER}
+        assert [cell.position for cell in group] == [0, 1, 2]
+    assert [(group[0].round, str(group[0].load)) for group in groups] == [
+        (index, load) for index in (WARM_UP_ROUND, 0, 1) for load in ("1 user", "2 req/s")
+    ]
+
+
+def test_rounds_take_consecutive_prompts_and_start_over():
+    prompts = [Prompt(index, str(index)) for index in range(5)]
+    assert [p.index for p in round_prompts(prompts, 0, 3)] == [0, 1, 2]
+    assert [p.index for p in round_prompts(prompts, 1, 3)] == [3, 4, 0]
+    assert [p.index for p in round_prompts(prompts, WARM_UP_ROUND, 2)] == [3, 4]
+
+
 def test_prompt_files_take_turns(tmp_path):
     for name, count in (("a", 3), ("b", 2)):
         lines = [f'{{"turns": ["{name}{index}"]}}' for index in range(count)]
@@ -99,6 +123,17 @@ def test_poisson_arrivals_have_the_rate_and_the_spread_of_the_process():
     # Arrivals per second: variance equals mean.
     per_second = np.bincount(times_s.astype(int))[:-1]
     assert per_second.var() / per_second.mean() == pytest.approx(1, abs=0.1)
+
+
+def test_interrupted_sweep_measures_the_rest_after_its_warm_up():
+    cells = interleave([PLAIN, STATIC], loads([1, 8], []), 2)
+    done = {cell.key for cell in cells if cell.round == 0 or cell.load == Load(1) or cell.configuration == PLAIN}
+    rest = still_to_measure(cells, done)
+    assert [(c.configuration.label, c.load.concurrency, c.round) for c in rest] == [
+        ("static", 8, WARM_UP_ROUND),
+        ("static", 8, 1),
+    ]
+    assert still_to_measure(cells, {cell.key for cell in cells}) == []
 
 
 def test_sglangs_own_dspark_is_asked_for_without_ours():

@@ -10,8 +10,8 @@ from serving.client import Reply
 from serving.configurations import Configuration
 from serving.counters import CpuTime
 from serving.request_log import RequestLog
-from serving.results import over_rounds
-from serving.row import Observation, Origin, Sla, make_row
+from serving.results import complete, over_rounds
+from serving.row import COLUMNS, Observation, Origin, RowWriter, Sla, make_row
 from serving.schedule import Cell, Load
 
 ORIGIN = Origin("set.jsonl", "target", "draft", "abc", "sglang=1 torch=2", "cpu, 2 cores", "")
@@ -59,6 +59,26 @@ def test_row_of_a_round():
     assert (row.num_requests, row.num_tokens, row.num_prompt_tokens) == (2, 13, 10)
 
 
+def test_schema_starts_with_the_columns_that_others_rely_on():
+    assert COLUMNS[:5] == ("policy", "concurrency", "round", "output_tok_s", "per_user_tok_s")
+    assert len(set(COLUMNS)) == len(COLUMNS)
+
+
+def test_csv_reads_back(tmp_path):
+    row = make_row(CELL, REPLIES, OBSERVED, NO_SLA, ORIGIN)
+    path = tmp_path / "sweep.csv"
+    with RowWriter(path) as rows:
+        rows.write(row)
+        assert len(pd.read_csv(path)) == 1  # on disk before the sweep ends
+        rows.write(make_row(replace(CELL, load=Load(rate=1.5)), REPLIES, Observation(CpuTime(1, 0)), NO_SLA, ORIGIN))
+    frame = pd.read_csv(path)
+    assert tuple(frame.columns) == COLUMNS
+    assert frame["output_tok_s"].tolist() == pytest.approx([3.25, 3.25])
+    assert frame["versions"][0] == ORIGIN.versions
+    assert frame["drafted"][0] == 28 and pd.isna(frame["drafted"][1])
+    assert complete(frame)["load"].tolist() == ["2 users", "1.5 req/s"]
+
+
 def test_request_log_keeps_answers_and_times(tmp_path):
     with RequestLog(tmp_path / "requests.jsonl") as log:
         log.write(CELL, REPLIES)
@@ -91,6 +111,17 @@ def test_goodput_counts_the_requests_that_met_both_promises():
 def test_sglangs_own_algorithms_tell_their_accept_length_only():
     row = make_row(CELL, REPLIES, Observation(CpuTime(1, 0), accept_length=2.5), NO_SLA, ORIGIN)
     assert row.accept_length == 2.5 and row.verified is None
+
+
+def test_log_keeps_complete_cells_only_when_a_sweep_goes_on(tmp_path):
+    path, cut_short = tmp_path / "requests.jsonl", replace(CELL, round=6)
+    with RequestLog(path) as log:
+        log.write(CELL, REPLIES)
+        log.write(cut_short, REPLIES)
+    with path.open("a") as file:
+        file.write('{"config": "s3", "conc')
+    with RequestLog(path, {CELL.key}):
+        assert [json.loads(line)["round"] for line in path.read_text().splitlines()] == [5, 5]
 
 
 def test_counts_are_pooled_over_rounds_and_times_are_medians():

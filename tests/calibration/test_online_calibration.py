@@ -167,6 +167,14 @@ def test_scale_and_shift_are_replaced_and_never_written_to():
     assert (scale.tolist(), shift.tolist()) == ([1.0] * GAMMA, [0.0] * GAMMA)
 
 
+def test_steps_without_drafts_cost_nothing():
+    calibration = OnlineCalibration(2)
+    for _ in range(10 * REFIT_ROUNDS):
+        calibration.observe(np.zeros((1, 2)), [0], [0])
+    assert calibration.num_refits == 0
+    assert calibration._pending == []
+
+
 def test_the_report_before_and_after_observations():
     calibration = OnlineCalibration(2)
     empty = calibration.report()

@@ -143,7 +143,7 @@ def in_a_pool_of_its_own(case, device):
 
 @pytest.mark.parametrize(
     ("window", "sight", "splits", "is_stored", "form"),
-    pairwise(list(WINDOWS)[2:], list(SIGHTS), [1, 8], [False, True], [window_attention, window_attention_ref]),
+    pairwise(list(WINDOWS), list(SIGHTS), [1, 2, 8], [False, True], [window_attention, window_attention_ref]),
 )
 def test_pools_that_number_their_rows_themselves(window, sight, splits, is_stored, form, device, monkeypatch):
     """Keys that no row sees need no place in the pool."""

@@ -100,6 +100,13 @@ def test_a_switch_takes_effect_at_once():
     assert made.choose(["a", "b"], 64.0).draft_len == 0
 
 
+def test_survival_is_the_product_of_calibrated_confidences():
+    made = schedule()
+    logits = torch.tensor([[0.0, 2.0, -1.0]])
+    torch.testing.assert_close(made.forecast.survival(logits, 1, 3), torch.sigmoid(logits).cumprod(1))
+    torch.testing.assert_close(made.forecast.survival(logits[:, :2], 1, 2), torch.sigmoid(logits[:, :2]).cumprod(1))
+
+
 def test_without_a_head_survival_follows_the_observed_acceptance():
     made = schedule(with_head=False)
     decision = StepDecision(GAMMA, TopK(4 * GAMMA))
@@ -231,6 +238,15 @@ def test_a_lone_request_beyond_the_drafter_is_left_undrafted(fixed_draft_shape):
     assert made.choose(["next"], 64.0).draft_len > 0
 
 
+def test_a_lone_request_that_gets_easier_is_drafted_again():
+    made = schedule(online_calibration=False)
+    serve_alone(made, "easy", EASY, 100)
+    serve_alone(made, "r", HARD, 50)
+    assert made.choose(["r"], 64.0).draft_len == 0
+    serve_alone(made, "r", EASY, 100)
+    assert all(decision.draft_len for decision in serve_alone(made, "r", EASY, 20))
+
+
 def test_a_parked_server_drafts_a_lone_request_that_is_worth_it():
     made = schedule(online_calibration=False)
     for index in range(20):
@@ -275,6 +291,15 @@ def test_the_first_rounds_of_a_lone_request_are_learned_from_one_by_one(with_hea
         made.observe(outcome(StepDecision(GAMMA, TopK(GAMMA)), 1), [0], [0])
         counts.append(made.forecast.lagged.num_observed)
     assert [counts[step] for step in (0, 1, 6, 7, 8, 15)] == learned
+
+
+def test_calibration_knows_how_many_steps_have_passed(monkeypatch):
+    """However many of them were noted."""
+    made, told = schedule(), []
+    monkeypatch.setattr(made.forecast.calibration, "observe", lambda *rounds, num_steps: told.append(num_steps))
+    for _ in range(33):
+        made.observe(outcome(StepDecision(GAMMA, TopK(GAMMA)), 256), list(range(256)), [0] * 256)
+    assert told == [1, 16, 16]
 
 
 def test_a_probe_of_a_whole_batch_shows_its_survivals_and_no_time(monkeypatch):
@@ -378,6 +403,14 @@ def test_a_step_whose_time_on_the_gpu_is_not_known_teaches_nothing(monkeypatch):
     made.choose(["a", "b"], 64.0)
     assert made.last_time.expected_ms is None
     assert made.times.report()["host_ms"] == {}
+
+
+def test_what_cannot_be_switched_to_says_why():
+    made = schedule(with_table=False, with_head=False, schedule="static")
+    assert made.why_not("off") is made.why_not("static") is None
+    assert "measured step times" in made.why_not("auto")
+    assert "confidence head" in made.why_not("threshold")
+    assert schedule().why_not("threshold") is None
 
 
 def test_a_plain_step_is_timed_as_one_however_many_rows_it_is_padded_to(monkeypatch):

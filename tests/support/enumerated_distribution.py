@@ -104,6 +104,7 @@ FILTERS = {"top-k": (2, 1.0, 0.0), "top-p": (-1, 0.7, 0.0), "min-p": (-1, 1.0, 0
 
 
 PENALTIES = {
+    "frequency": Adjustment(frequency=0.9),
     "presence": Adjustment(presence=-1.2),
     "repetition": Adjustment(repetition=1.7),
     "all": Adjustment(frequency=0.4, presence=0.3, repetition=1.3, logit_bias={0: -0.8, 2: 0.5}),
