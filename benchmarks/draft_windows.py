@@ -29,10 +29,8 @@ from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_MEMORY_FLAGS, La
 WHOLE = "whole context"
 
 
-def questions(target: Path, files: Sequence[Path], context: int, number: int) -> list[Prompt]:
+def questions(tokenizer: Any, texts: Sequence[str], context: int, number: int) -> list[Prompt]:
     """Return so many questions, each behind the same document of ``context`` tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    texts = [prompt.text for prompt in load_mixed_prompts(files)]
     asked, read = texts[:number], cycle(texts[number:])
     ids: list[int] = []
     while len(ids) < context:
@@ -86,7 +84,8 @@ def main(
 ) -> None:
     """Command line; see the module."""
     console = Console()
-    prompts = {context: questions(target, files, context, num_prompts) for context in contexts}
+    tokenizer, texts = AutoTokenizer.from_pretrained(target), [prompt.text for prompt in load_mixed_prompts(files)]
+    prompts = {context: questions(tokenizer, texts, context, num_prompts) for context in contexts}
     device_flags, env = (CPU_FLAGS, CPU_ENV) if device == "cpu" else (CUDA_MEMORY_FLAGS, {})
     flags = (*device_flags, "--dtype", dtype, *dspark_flags(draft))
     sizes = {WHOLE: (), **{f"window {size}": ("--speculative-draft-window-size", str(size)) for size in windows}}

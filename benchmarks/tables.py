@@ -259,10 +259,8 @@ def oracle() -> str:
 
 def draft_windows() -> str:
     """Return what a window on the context does to the bundled drafter, by the context's length."""
-    frame, told = (
-        pd.read_csv(RESULTS / "draft_windows" / "draft_windows.csv"),
-        _content("draft_windows/provenance.json"),
-    )
+    frame = pd.read_csv(RESULTS / "draft_windows" / "draft_windows.csv")
+    told = _content("draft_windows/provenance.json")
     whole = frame["config"].iloc[0]
     speed = summarise(paired_ratios(frame, "tok_s", dict.fromkeys(frame["config"], whole)))
     rows = []

@@ -196,7 +196,7 @@ def test_answers_of_a_key_are_one_text_that_matches_anywhere_but_at_their_ends()
 def test_forced_tokens_are_a_label_of_one_step():
     reqs = [settled(None), with_labels(Tokenizer(), ["ab"]), settled({"dspark": {"preset": "none"}})]
     rules, never = chain_rules(reqs, torch.device("cpu"), forced=[(7, 8, 9), (7, 8), (7, 8)]), MOST_MATCH + 1
-    assert rules.second.tokens[:, :5].tolist() == [[-1, 7, 8, 9, -1], [-1, 7, 8, -1, *b"a"], [-1] * 5]
+    assert rules.second.tokens[:, :6].tolist() == [[-1, 7, 8, 9, -1, -1], [-1, 7, 8, -1, -1, *b"a"], [-1] * 6]
     assert rules.second.needed[:, :4].tolist() == [[never, 1, 2, never], [never, 1, never, never], [never] * 4]
     assert batch_options(reqs).rules.second.tokens[:, :3].tolist() == [[-1] * 3, [-1, *b"ab"], [-1] * 3]
 

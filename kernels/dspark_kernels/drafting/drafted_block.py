@@ -90,8 +90,8 @@ class DraftBlock:
     def with_tail(self, candidates: Candidates, depth: int) -> DraftBlock:
         """Return blocks of up to ``depth`` slots, whose slots behind this walk's are copied candidates.
 
-        They are sure only while the chain is alive: what the walk drew decides about them, their own tokens do not. The
-        walk's columns of the distribution are copied, and those of the tail stay undefined.
+        They are sure only while the chain is alive: what the walk drew decides about them, their own tokens do not.
+        Their places in the distribution are fillers.
         """
         drawn = self.tokens.shape[1]
         if depth <= drawn:

@@ -124,7 +124,7 @@ def _second_text(answers: AnswerCache | None, req: Any, forced: Tokens) -> tuple
     """
     options = request_options(req)
     if forced and options.preset != NO_PRESET:
-        return _looked_up((forced, *options.labels)), ASKED_ROWS
+        return np.concatenate([_laid_out((forced,)), _looked_up(options.labels)], axis=1), ASKED_ROWS
     if not hasattr(req, "dspark_second_text"):
         if answers is not None and options.cache:
             req.dspark_second_text = _answered(answers.read(options.cache)), CACHED_ROWS
@@ -140,16 +140,18 @@ def _answered(text: NDArray[np.int32]) -> NDArray[np.int64]:
     return np.stack([text, np.where(goes_on, LEAST_MATCH, _NEVER)]).astype(np.int64)
 
 
-@lru_cache(maxsize=64)
-def _looked_up(labels: tuple[Tokens, ...]) -> NDArray[np.int64]:
+def _laid_out(labels: tuple[Tokens, ...]) -> NDArray[np.int64]:
     """Return [2, n], a text and what is needed in :class:`SecondTexts`.
 
-    All tokens from the beginning of a label to its place have to match.
-
-    As many of them as are compared; and behind its last token there is nothing to be found.
+    All tokens from the beginning of a label to its place have to match, as many of them as are compared; and behind its
+    last token there is nothing to be found.
     """
     tokens, needed = [], []
     for label in labels:
         tokens += [-1, *label]
         needed += [_NEVER, *(min(place, MOST_MATCH) for place in range(1, len(label))), _NEVER]
     return np.array([[*tokens, -1], [*needed, _NEVER]] if labels else [[], []], dtype=np.int64)
+
+
+# Labels take milliseconds to lay out. What is forced is another text in every step, which would push them out.
+_looked_up = lru_cache(maxsize=64)(_laid_out)
