@@ -47,21 +47,22 @@ class OnlineCalibration:
     """
 
     @classmethod
-    def from_file(cls, path: str | None, gamma: int, max_verify: int) -> OnlineCalibration:
-        """Begin with the temperatures of a file, for blocks of ``gamma`` drafts; without one, with 1.
+    def from_file(cls, path: str | None, drawn: int, max_verify: int) -> OnlineCalibration:
+        """Begin with the temperatures of a file, for blocks of ``drawn`` drafts; without one, with 1.
 
         Raises:
             ConfigError: the file cannot be used.
         """
-        temperatures = None if path is None else StsCalibration.load(Path(path), gamma).temperatures[:max_verify]
-        return cls(max_verify, temperatures)
+        temperatures = () if path is None else StsCalibration.load(Path(path), drawn).temperatures[:max_verify]
+        return cls(max_verify, (*temperatures, *[1.0] * (max_verify - len(temperatures))), drawn)
 
-    def __init__(self, gamma: int, initial: Sequence[float] | None = None) -> None:
+    def __init__(self, gamma: int, initial: Sequence[float] | None = None, drawn: int | None = None) -> None:
         """Start without observations.
 
         Args:
             gamma: drafts per round.
             initial: gamma temperatures, :attr:`StsCalibration.temperatures`; None means all 1.
+            drawn: leading ones that the head is asked about, if the others are copied; None means all.
 
         Raises:
             ConfigError: another number of temperatures.
@@ -69,7 +70,7 @@ class OnlineCalibration:
         temperatures = np.ones(gamma) if initial is None else np.asarray(initial, dtype=np.float64)
         if temperatures.shape != (gamma,):
             raise ConfigError(f"initial={initial}: {temperatures.size} temperatures; pass {gamma}, one per draft")
-        self._gamma = gamma
+        self._gamma, self._drawn = gamma, gamma if drawn is None else drawn
         self._start_scale = 1.0 / temperatures
         self._map = LogisticMap(self._start_scale, np.zeros(gamma))
         self.num_refits = 0
@@ -102,7 +103,8 @@ class OnlineCalibration:
         num_rounds = int(np.count_nonzero(verified))
         if not num_rounds:
             return
-        self._pending.append((np.array(logits, dtype=np.float32), np.array(verified), np.array(accepted)))
+        outcomes = np.minimum(verified, self._drawn), np.minimum(accepted, self._drawn)
+        self._pending.append((np.array(logits, dtype=np.float32), *outcomes))
         self._new_rounds += num_rounds
         self._new_steps += num_steps
         is_first = self.num_refits == 0

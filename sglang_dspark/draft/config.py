@@ -104,6 +104,10 @@ class DraftConfig:
         """Return the first slot that predicts."""
         return 0 if self.sample_from_anchor else 1
 
+    def num_slots(self, gamma: int) -> int:
+        """Return the rows of a block in the network, of ``gamma`` drafts of which those behind its own are copied."""
+        return self.first_slot + min(gamma, self.gamma)
+
     @property
     def num_taps(self) -> int:
         """m, the number of tapped target layers."""

@@ -65,7 +65,7 @@ class Drafter:
         window: DraftWindow | None = None,
     ) -> None:
         self.config, self.model, self.heads, self.gamma = config, model, heads, gamma
-        self.num_slots = config.first_slot + min(gamma, config.gamma)
+        self.num_slots = config.num_slots(gamma)
         self.mask_token_id = config.mask_token_id
         self._device, self._features, self.window = device, features, window
 
@@ -116,7 +116,8 @@ class Drafter:
         """Return the calibration of the confidence head; None without one."""
         if self.model.confidence_head is None:
             return None
-        return OnlineCalibration.from_file(options.confidence_sts_path, self.gamma, max_verify)
+        drawn = self.num_slots - self.config.first_slot
+        return OnlineCalibration.from_file(options.confidence_sts_path, drawn, max_verify)
 
     def propose(
         self,

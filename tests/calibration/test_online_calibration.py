@@ -17,6 +17,7 @@ from sglang_dspark.calibration.online import (
     OnlineCalibration,
     fit_once,
 )
+from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.calibration.survival import sigmoid
 from sglang_dspark.errors import ConfigError
 
@@ -116,6 +117,18 @@ def test_degenerate_windows_stay_finite_and_bounded(name, spread):
         assert typical == pytest.approx(float(name == "all accepted"), abs=0.02)
     if name == "anti-separable" and spread > 1:
         assert calibration.scale[0] == SCALE_BOUNDS[0]
+
+
+def test_copied_drafts_behind_the_head_teach_nothing(tmp_path):
+    """A file for the drafter's own block serves blocks with copied drafts behind it."""
+    StsCalibration((2.0, 0.5)).save(tmp_path / "sts.json")
+    calibration = OnlineCalibration.from_file(str(tmp_path / "sts.json"), 2, max_verify=4)
+    assert calibration.scale.tolist() == [0.5, 2.0, 1.0, 1.0]
+    for _ in range(REFIT_STEPS):
+        calibration.observe(np.ones((4, 4)), [4, 4, 2, 1], [4, 3, 1, 0])
+    assert calibration.num_refits == 1
+    assert calibration.report()["pairs"] == [4 * REFIT_STEPS, 3 * REFIT_STEPS, 0, 0]
+    assert (calibration.scale[2:].tolist(), calibration.shift[2:].tolist()) == ([1.0, 1.0], [0.0, 0.0])
 
 
 def test_only_drafts_that_were_put_to_the_test_are_pairs():

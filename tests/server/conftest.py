@@ -104,7 +104,8 @@ SERVERS: dict[str, Recipe] = {
         lambda folder: (*dspark_flags(damaged_drafter(folder)), "--speculative-dspark-fallback", "target-only")
     ),
     "guarded": Recipe(lambda folder: GUARDED),
-    "letters": Recipe(lambda folder: (*DSPARK, *_letters(folder))),
+    # Blocks longer than the drafter's, whose last slots are copied.
+    "letters": Recipe(lambda folder: (*DSPARK, *_letters(folder), "--speculative-dspark-block-size", "15")),
     # Under overlap SGLang counts penalties one token late.
     "plain_letters": Recipe(lambda folder: (*_letters(folder), "--disable-overlap-schedule")),
     # Streams that are parsed; every step commits as much as it can.
@@ -134,7 +135,10 @@ SERVERS: dict[str, Recipe] = {
     "builtin": Recipe(lambda folder: DSPARK, env=own_worker("builtin")),
     "parallel": Recipe(lambda folder: (*DSPARK, *PARALLEL, *KEEPS_ANSWERS), env=TWO_RANKS),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
-    "graphs": Recipe(lambda folder: (*DSPARK, "--max-running-requests", "4"), env=emulated_graphs()),
+    "graphs": Recipe(
+        lambda folder: (*DSPARK, "--max-running-requests", "4", "--speculative-dspark-block-size", "11"),
+        env=emulated_graphs(),
+    ),
     # A quantised target of which a row's result depends on the whole batch.
     "plain_int8_batch": Recipe(model=partial(int8_target, scales=OF_BATCHES)),
     "int8_batch": Recipe(

@@ -89,6 +89,26 @@ def test_summarization_copies_what_followed(dspark, name):
     assert any(not entry["copied"] for entry in rounds)
 
 
+@pytest.mark.parametrize("name", ["auto", "static", "early-stop"])
+def test_blocks_go_on_behind_the_drafters(letters, name):
+    """Seven drafts of a block are the drafter's; eight more are copied where they follow a chain, whatever its source.
+
+    What the first texts show of their chains is learned.
+    """
+    seeded = {"temperature": 0.2, "max_new_tokens": 64, "ignore_eos": True, "sampling_seed": 3}
+    bodies = [greedy(case["prompt_ids"], 64) for case in CASES[:3]]
+    bodies.append({"input_ids": CASES[0]["prompt_ids"], "sampling_params": seeded})
+    with policy(letters, "static", verify_len=7):
+        expected = output_ids(letters, bodies, 4)
+    traced_bodies = [{**body, "speculation": {"trace": True}} for body in bodies * 3]
+    with policy(letters, name):
+        answers = generate(letters, traced_bodies, 4)
+    assert [answer["output_ids"] for answer in answers] == expected * 3
+    rounds = [entry for answer in answers for entry in rounds_of(answer)]
+    assert max(entry["accepted"] for entry in rounds) > 7
+    assert all(entry["verified"] <= 15 for entry in rounds)
+
+
 def test_classification_proposes_the_rest_of_a_label(draft_free):
     """The text goes on ``red stone . the large stone finds the ...``, and nothing but presets is verified."""
     case = CASES[0]

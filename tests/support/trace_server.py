@@ -21,6 +21,7 @@ class TraceServer(ThreadingHTTPServer):
         requests: ``(path, headers, body)`` of every POST.
         algorithm: what the server claims to decode with.
         drafted, verified: drafts per round.
+        block_size: what the server claims that a block has.
         has_head: whether the rounds carry confidence.
         has_traces: whether the answers carry rounds.
     """
@@ -33,7 +34,7 @@ class TraceServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.algorithm: str | None = "DSPARK"
-        self.drafted = self.verified = GAMMA
+        self.drafted = self.verified = self.block_size = GAMMA
         self.has_head = self.has_traces = True
 
     def __enter__(self) -> Self:
@@ -66,8 +67,8 @@ class Handler(BaseHTTPRequestHandler):
     server: TraceServer
 
     def do_GET(self):
-        if self.path == "/dspark/stats":
-            self._answer({"block_size": GAMMA})
+        if self.path == "/dspark/capabilities":
+            self._answer({"block_size": self.server.block_size, "drafter": {"block_size": GAMMA}})
             return
         assert self.path == "/server_info"
         pair = {"model_path": "org/Target-1B", "speculative_draft_model_path": "/models/draft-1b"}

@@ -135,7 +135,8 @@ def temperatures(context: LaunchContext) -> None:
     """Refuse a bad file of temperatures before the target is loaded; the worker reads it again."""
     path, drafter = context.server.config.confidence_sts_path, context.server.drafter
     if path is not None and drafter is not None:
-        StsCalibration.load(Path(path), context.server.gamma, target=context.args.model_path, draft=drafter.path)
+        drawn = min(context.server.gamma, drafter.config.gamma)
+        StsCalibration.load(Path(path), drawn, target=context.args.model_path, draft=drafter.path)
 
 
 def kv_dtype(context: LaunchContext) -> str | None:

@@ -115,8 +115,8 @@ def attention_rows(context: LaunchContext) -> str | None:
     # The target's verification sees an anchor and drafts, the drafter's block its slots.
     windows = {context.target.head_dim: server.window}
     if server.drafter is not None:
-        head_dim = server.drafter.config.head_dim
-        windows[head_dim] = max(windows.get(head_dim, 0), server.drafter.config.first_slot + server.gamma)
+        config = server.drafter.config
+        windows[config.head_dim] = max(windows.get(config.head_dim, 0), config.num_slots(server.gamma))
     for head_dim, width in windows.items():
         if width > (room := widest_window(head_dim, dtype)):
             return (

@@ -70,9 +70,16 @@ class TraceClient:
         """Return the number of drafts per block of the server.
 
         Raises:
-            ConfigError: the server does not answer.
+            ConfigError: the server does not answer, or its blocks are longer than the drafter's.
         """
-        return int(self._request("/dspark/stats")["block_size"])
+        served = self._request("/dspark/capabilities")
+        size, drafter = int(served["block_size"]), served["drafter"]
+        if drafter is not None and size > drafter["block_size"]:
+            raise ConfigError(
+                f"--url {self.url}: a block has {size} drafts, and those behind the first {drafter['block_size']} are "
+                "copied, not the drafter's; start the server without --speculative-dspark-block-size"
+            )
+        return size
 
     def ask_all(self, prompts: Sequence[str], concurrency: int, on_answer: Callable[[], None]) -> list[Answer]:
         """Return the answers with their traces, in the order of the prompts.

@@ -11,7 +11,6 @@ from dataclasses import replace
 from patching import attend_literally, complete_cpu, interpret_adapters, keep_states_of_texts, patch_worker
 
 REQUEST_SLOTS = [1, 2]
-ROWS = (2, 8, 16)  # sizes of captured verifications
 FOREVER = ExitStack()  # a context without a reference ends at once
 
 
@@ -48,7 +47,7 @@ def emulate(module):
         forms.end_of_warm_up()
 
     def of(requests, max_verify, original=captured.Tiers.of):
-        return replace(original(requests, max_verify), tokens=ROWS)
+        return replace(original(requests, max_verify), tokens=(2, 8, REQUEST_SLOTS[-1] * (max_verify + 1)))
 
     captured.Tiers.of = of
     # On a GPU, kernels tell apart batches beyond 16 and 32 requests; here, the few that tests have.

@@ -104,6 +104,7 @@ def test_the_same_answers_give_the_same_file(calibrate, tmp_path):
         ({"drafted": GAMMA - 1, "verified": GAMMA - 1}, "did not verify a whole block of drafts"),
         ({"verified": GAMMA - 1}, 'POST /dspark/policy {"policy": "static"}'),
         ({"has_head": False}, "the drafter has no confidence head"),
+        ({"block_size": GAMMA + 1}, "start the server without --speculative-dspark-block-size"),
         ({"has_traces": False}, "no answer has a dspark_trace; serve with the sglang-dspark plugin"),
         ({"algorithm": None}, "--speculative-algorithm None; start it with --speculative-algorithm DSPARK"),
     ],
