@@ -76,7 +76,10 @@ class AutoPolicy(Policy):
         return trial
 
     def resumed(self, requests: int) -> StepDecision:
-        return _decision(self._evaluations[requests][1].best, requests)
+        if requests == 1:
+            return _decision(self._evaluations[requests][1].best, requests)
+        gamma = self.times.table.gamma
+        return StepDecision(gamma, TopK(requests * gamma))
 
     def forget_evaluations(self) -> None:
         """Forget what was worked out from what was known some time ago."""
@@ -97,7 +100,8 @@ class AutoPolicy(Policy):
         """Return the accepted drafts per round that pay for drafting a request: those of a plain step's throughput.
 
         One of several requests leaves its part of the verification to the others, so that it costs its share of the
-        draft stage. A lone one costs all that a speculative step needs beyond the plain one.
+        draft stage. A lone one costs all that a speculative step needs beyond the plain one, and so does the only one
+        that a parked server drafts.
 
         Args:
             requests: as many as the last decision was made for.
@@ -107,6 +111,8 @@ class AutoPolicy(Policy):
         if requests == 1:
             return (steps.best.ms - steps.plain.ms) * steps.plain.tokens_per_ms
         assert self._last is not None, "a step has been chosen"
+        if self.parked:
+            return (self._one_drafted_ms(requests, context) - steps.plain.ms) * steps.plain.tokens_per_ms
         share_ms = self._draft_ms(requests, depth, context) - self._draft_ms(requests - 1, depth, context)
         return max(0.0, share_ms) * self._last.tokens_per_ms
 
@@ -148,8 +154,7 @@ class AutoPolicy(Policy):
             decision = StepDecision(
                 gamma, TopK(gamma, probe_request=probed), draft_requests=drafted, weight=PARKED_PROBE_WEIGHT
             )
-            draft_ms = self._draft_ms(requests if self.fixed_draft_shape else 1, gamma, context)
-            ms = self.times.single_ms(requests, gamma, 0, context) + draft_ms
+            ms = self._one_drafted_ms(requests, context)
         else:
             decision = _decision(best, requests)
             if _num_drafts(decision, requests) < requests * gamma:
@@ -158,6 +163,12 @@ class AutoPolicy(Policy):
             ms = self.times.single_ms(requests, _num_drafts(decision, requests), decision.draft_len, context)
         self._spend(ms / best.ms - 1)
         return decision
+
+    def _one_drafted_ms(self, requests: int, context: float) -> float:
+        """Return the milliseconds of a step that verifies one request in full."""
+        gamma = self.times.table.gamma
+        draft_ms = self._draft_ms(requests if self.fixed_draft_shape else 1, gamma, context)
+        return self.times.single_ms(requests, gamma, 0, context) + draft_ms
 
     def _explore(self, best: Candidate, requests: int, context: float) -> StepDecision | None:
         """Take the alternative to the best step; without one, look for it again after as long as between probes."""

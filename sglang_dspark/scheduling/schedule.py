@@ -182,15 +182,14 @@ class Schedule:
             return decision
         if not self.forecast.is_tried:
             return decision
-        if not alone and (decision.draft_len == 0 or self.fixed_draft_shape):
-            return decision
         step = self.policy.resumed(len(requests)) if parked else decision
+        if not alone and (step.draft_len == 0 or self.fixed_draft_shape):
+            return decision
         minimum = self.policy.min_acceptance(len(requests), step.draft_len, context)
         if minimum == 0:
             return decision
-        if parked:
-            return step if acceptance.above(requests[0], minimum) else decision
-        return step.for_some(acceptance.worth_drafting(requests, minimum), len(requests))
+        worthy = (acceptance.above if parked else acceptance.worth_drafting)(requests, minimum)
+        return step.for_some(worthy, len(requests))
 
     @property
     def parked(self) -> bool:

@@ -60,10 +60,9 @@ def test_a_request_left_out_comes_back_when_a_round_is_out_of_all_proportion():
 
 
 def test_a_request_is_above_what_its_rounds_have_shown_only():
-    assert not RequestAcceptance().above("a", minimum=0.1)
-    assert not fed("a", BAD, 30).above("a", minimum=0.1)
-    assert fed("a", GOOD, 3).above("a", minimum=0.5)
-    assert not fed("a", GOOD, 1).above("a", minimum=0.5)
+    assert RequestAcceptance().above("ab", minimum=0.1) == fed("b", BAD, 30).above("ab", minimum=0.1) == []
+    assert fed("b", GOOD, 3).above("ab", minimum=0.5) == [1]
+    assert fed("b", GOOD, 1).above("ab", minimum=0.5) == []
 
 
 def test_a_request_that_ended_is_forgotten():

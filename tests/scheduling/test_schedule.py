@@ -6,50 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from dspark_kernels import ASKED_ROWS, DraftBlock
+from dspark_kernels import ASKED_ROWS
+from made_schedule import GAMMA, rounds, schedule, table, tokens
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.scheduling.forecast import UPDATE_STEPS, Forecast
+from sglang_dspark.scheduling.forecast import UPDATE_STEPS
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.selection import FixedLength, TopK
 from sglang_dspark.step.state import DraftOutput
-
-GAMMA = 3
-CPU = torch.device("cpu")
-
-
-def table(gamma=GAMMA):
-    """Verifying a draft takes 1 ms for the batch, drafting 1 ms per request."""
-    drafts, requests = np.arange(gamma + 1.0), np.array([[1.0], [4.0]])
-    verify, draft = 10 + drafts + 0 * requests, np.where(drafts > 0, 1.0, 0.0) * requests
-    return SpsTable({}, [1, 4], range(gamma + 1), [64], draft[..., None], verify[..., None])
-
-
-def schedule(*, gamma=GAMMA, with_head=True, with_table=True, **options):
-    made = Schedule(DSparkConfig(**options), gamma, OnlineCalibration(gamma) if with_head else None, CPU)
-    made.start(table(gamma) if with_table else None)
-    return made
-
-
-def rounds(decision, drafted, verify_lens, logits=None, survival=None):
-    requests = [f"r{index}" for index in range(len(drafted))]
-    return StepRecord(requests, decision, drafted, torch.tensor(verify_lens), confidence(logits, survival), None)
-
-
-def confidence(logits, survival):
-    if logits is None and survival is None:
-        return None
-    return Confidence(logits, torch.full_like(logits, torch.nan) if survival is None else survival)
-
-
-def tokens(requests, depth):
-    return DraftBlock(torch.zeros(requests, depth, dtype=torch.int64), None, None)
 
 
 @pytest.mark.parametrize(
@@ -170,91 +138,6 @@ def test_calibration_can_be_frozen():
     torch.testing.assert_close(
         made.forecast.survival(torch.zeros(1, GAMMA), 1, GAMMA), torch.tensor([[0.5, 0.25, 0.125]])
     )
-
-
-def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
-    """The blocks of request r1 bring nothing."""
-    made = schedule()
-    step = rounds(
-        StepDecision(GAMMA, TopK(6)), [GAMMA] * 2, [GAMMA] * 2, torch.zeros(2, GAMMA),
-        torch.tensor([[0.9, 0.8, 0.7], [0.01, 0.0, 0.0]]),
-    )  # fmt: skip
-    for _ in range(40):
-        made.choose(["r0", "r1"], 64.0)
-        made.observe(step, [0, 1], [2, 0])
-    untried = [
-        decision
-        for decision in (made.choose(["r0", "r1"], 64.0) for _ in range(100))
-        if decision.selection.probe_request is None
-    ]
-    assert sum(decision.draft_requests == (0,) for decision in untried) > 80
-    assert any(decision.draft_requests is None for decision in untried)
-    drafted = DraftOutput(tokens(2, GAMMA), Confidence(*torch.full((2, 2, GAMMA), 0.5)), [GAMMA, 0])
-    assert StepDecision(GAMMA, TopK(2), draft_requests=(0,)).select(drafted).verify_lens.tolist() == [2, 0]
-    assert made.choose(["r2", "r3"], 64.0).draft_requests is None
-
-
-def test_a_trial_drafts_a_request_that_is_left_out(monkeypatch):
-    """Nothing else could show that the drafter serves it by now."""
-    made = schedule()
-    monkeypatch.setattr(made.forecast.acceptance, "worth_drafting", lambda requests, minimum: [0])
-    monkeypatch.setattr(Forecast, "is_tried", True)
-    made.choose(["r0", "r1"], 64.0)
-    trial = StepDecision(GAMMA, TopK(GAMMA, probe_request=1))
-    monkeypatch.setattr(made.policy, "choose", lambda requests, context: trial)
-    assert made.choose(["r0", "r1"], 64.0).draft_requests == (0,)
-    made.policy.probing = True
-    assert made.choose(["r0", "r1"], 64.0).draft_requests is None
-
-
-def serve_alone(made, name, survival, steps):
-    """Return the decisions of a request's steps, nothing else running; its blocks have these survivals."""
-    choices = []
-    for _ in range(steps):
-        decision = made.choose([name], 64.0)
-        made.invalidate()
-        choices.append(decision)
-        depth = decision.draft_len
-        foretold = confidence(torch.zeros(1, depth), torch.tensor([survival[:depth]])) if depth else None
-        lens = torch.tensor([depth])
-        made.observe(StepRecord([name], decision, [depth], lens, foretold, None), [0], [0])
-    return choices
-
-
-EASY, HARD = [0.9, 0.8, 0.7], [0.01, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("fixed_draft_shape", [False, True])
-def test_a_lone_request_beyond_the_drafter_is_left_undrafted(fixed_draft_shape):
-    """However good the drafts of those before it were; the next one is drafted from its first step on."""
-    made = schedule(online_calibration=False)
-    made.fixed_draft_shape = made.policy.fixed_draft_shape = fixed_draft_shape
-    assert all(decision.draft_len for decision in serve_alone(made, "easy", EASY, 200))
-    plain = [decision.draft_len == 0 for decision in serve_alone(made, "hard", HARD, 100)]
-    assert not made.parked
-    assert not any(plain[:4])
-    assert sum(plain[2 * UPDATE_STEPS :]) > 75
-    assert not all(plain[UPDATE_STEPS:])  # it is tried again
-    assert made.choose(["next"], 64.0).draft_len > 0
-
-
-def test_a_lone_request_that_gets_easier_is_drafted_again():
-    made = schedule(online_calibration=False)
-    serve_alone(made, "easy", EASY, 100)
-    serve_alone(made, "r", HARD, 50)
-    assert made.choose(["r"], 64.0).draft_len == 0
-    serve_alone(made, "r", EASY, 100)
-    assert all(decision.draft_len for decision in serve_alone(made, "r", EASY, 20))
-
-
-def test_a_parked_server_drafts_a_lone_request_that_is_worth_it():
-    made = schedule(online_calibration=False)
-    for index in range(20):
-        serve_alone(made, f"hard{index}", HARD, 20)
-    assert made.parked
-    drafted = [decision.draft_len > 0 for decision in serve_alone(made, "easy", EASY, 100)]
-    assert sum(drafted) > 60
-    assert made.choose(["next"], 64.0).draft_len == 0 or not made.parked
 
 
 def outcome(decision, users, accepted=0):

@@ -1,0 +1,118 @@
+"""Which requests are left out of drafting, and which ones a parked server drafts."""
+
+import numpy as np
+import pytest
+import torch
+from made_schedule import GAMMA, confidence, rounds, schedule, tokens
+
+from sglang_dspark.scheduling.forecast import UPDATE_STEPS, Forecast
+from sglang_dspark.step.confidence import Confidence
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.selection import TopK
+from sglang_dspark.step.state import DraftOutput
+
+
+def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
+    """The blocks of request r1 bring nothing."""
+    made = schedule()
+    step = rounds(
+        StepDecision(GAMMA, TopK(6)), [GAMMA] * 2, [GAMMA] * 2, torch.zeros(2, GAMMA),
+        torch.tensor([[0.9, 0.8, 0.7], [0.01, 0.0, 0.0]]),
+    )  # fmt: skip
+    for _ in range(40):
+        made.choose(["r0", "r1"], 64.0)
+        made.observe(step, [0, 1], [2, 0])
+    untried = [
+        decision
+        for decision in (made.choose(["r0", "r1"], 64.0) for _ in range(100))
+        if decision.selection.probe_request is None
+    ]
+    assert sum(decision.draft_requests == (0,) for decision in untried) > 80
+    assert any(decision.draft_requests is None for decision in untried)
+    drafted = DraftOutput(tokens(2, GAMMA), Confidence(*torch.full((2, 2, GAMMA), 0.5)), [GAMMA, 0])
+    assert StepDecision(GAMMA, TopK(2), draft_requests=(0,)).select(drafted).verify_lens.tolist() == [2, 0]
+    assert made.choose(["r2", "r3"], 64.0).draft_requests is None
+
+
+def test_a_trial_drafts_a_request_that_is_left_out(monkeypatch):
+    """Nothing else could show that the drafter serves it by now."""
+    made = schedule()
+    monkeypatch.setattr(made.forecast.acceptance, "worth_drafting", lambda requests, minimum: [0])
+    monkeypatch.setattr(Forecast, "is_tried", True)
+    made.choose(["r0", "r1"], 64.0)
+    trial = StepDecision(GAMMA, TopK(GAMMA, probe_request=1))
+    monkeypatch.setattr(made.policy, "choose", lambda requests, context: trial)
+    assert made.choose(["r0", "r1"], 64.0).draft_requests == (0,)
+    made.policy.probing = True
+    assert made.choose(["r0", "r1"], 64.0).draft_requests is None
+
+
+def serve_alone(made, name, survival, steps):
+    """Return the decisions of a request's steps, nothing else running; its blocks have these survivals."""
+    choices = []
+    for _ in range(steps):
+        decision = made.choose([name], 64.0)
+        made.invalidate()
+        choices.append(decision)
+        depth = decision.draft_len
+        foretold = confidence(torch.zeros(1, depth), torch.tensor([survival[:depth]])) if depth else None
+        lens = torch.tensor([depth])
+        made.observe(StepRecord([name], decision, [depth], lens, foretold, None), [0], [0])
+    return choices
+
+
+EASY, HARD = [0.9, 0.8, 0.7], [0.01, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("fixed_draft_shape", [False, True])
+def test_a_lone_request_beyond_the_drafter_is_left_undrafted(fixed_draft_shape):
+    """However good the drafts of those before it were; the next one is drafted from its first step on."""
+    made = schedule(online_calibration=False)
+    made.fixed_draft_shape = made.policy.fixed_draft_shape = fixed_draft_shape
+    assert all(decision.draft_len for decision in serve_alone(made, "easy", EASY, 200))
+    plain = [decision.draft_len == 0 for decision in serve_alone(made, "hard", HARD, 100)]
+    assert not made.parked
+    assert not any(plain[:4])
+    assert sum(plain[2 * UPDATE_STEPS :]) > 75
+    assert not all(plain[UPDATE_STEPS:])  # it is tried again
+    assert made.choose(["next"], 64.0).draft_len > 0
+
+
+def test_a_lone_request_that_gets_easier_is_drafted_again():
+    made = schedule(online_calibration=False)
+    serve_alone(made, "easy", EASY, 100)
+    serve_alone(made, "r", HARD, 50)
+    assert made.choose(["r"], 64.0).draft_len == 0
+    serve_alone(made, "r", EASY, 100)
+    assert all(decision.draft_len for decision in serve_alone(made, "r", EASY, 20))
+
+
+def test_a_parked_server_drafts_a_lone_request_that_is_worth_it():
+    made = schedule(online_calibration=False)
+    for index in range(20):
+        serve_alone(made, f"hard{index}", HARD, 20)
+    assert made.parked
+    drafted = [decision.draft_len > 0 for decision in serve_alone(made, "easy", EASY, 100)]
+    assert sum(drafted) > 60
+    assert made.choose(["next"], 64.0).draft_len == 0 or not made.parked
+
+
+@pytest.mark.parametrize("fixed_draft_shape", [False, True])
+def test_a_parked_server_drafts_the_one_of_several_that_is_worth_it(fixed_draft_shape):
+    """Unless drafting one of them costs as much as drafting all."""
+    made = schedule(online_calibration=False)
+    made.fixed_draft_shape = made.policy.fixed_draft_shape = fixed_draft_shape
+    for index in range(20):
+        serve_alone(made, f"hard{index}", HARD, 20)
+    made.choose(["easy"], 64.0)
+    made.forecast.acceptance.observe(["easy"] * 4, np.array([EASY] * 4))
+    made.policy.probing = False
+    made.policy._steps_to_probe = made.policy._steps_to_explore = 99
+    decision = made.choose(["hard", "easy", "hard2"], 64.0)
+    assert made.parked
+    if fixed_draft_shape:
+        assert decision.draft_len == 0
+    else:
+        assert (decision.draft_requests, decision.max_drafts(3)) == ((1,), GAMMA)
+        assert made.choose(["hard", "next"], 64.0).draft_len == 0
