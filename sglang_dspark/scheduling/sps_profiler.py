@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_dspark.scheduling.sps_table import SpsTable
+from sglang_dspark.scheduling.sps_table import SpsTable, along
 
 # The median of three passes survives one hiccup of the machine, that of five survives two.
 MIN_PASSES = 3
@@ -45,6 +45,11 @@ Progress = Callable[[int, int, float], None]
 """Called after each pass with (passes done, passes at most, seconds since the start)."""
 
 
+def timed_drafts(most: int) -> list[int]:
+    """Return the numbers of drafts up to ``most`` that are measured: of long blocks, every fourth."""
+    return sorted({*range(min(most, 8) + 1), *range(12, most, 4), most})
+
+
 def measure(  # noqa: PLR0913 - what is measured, and how long it may take
     load: Callable[[int, int], SteppedLoad],
     *,
@@ -65,6 +70,7 @@ def measure(  # noqa: PLR0913 - what is measured, and how long it may take
 
     Args:
         load: ``load(requests, context)`` prepares a load.
+        drafts: numbers of drafts per request from 0 on; between them, times are interpolated.
         limit_s: seconds to spend. Further passes are left out, and, if the first one takes too long, the largest
             request counts, which are then extrapolated.
         monotone: more tokens, requests or context never take less time here, so that a cell above a larger one is noise
@@ -105,10 +111,10 @@ def measure(  # noqa: PLR0913 - what is measured, and how long it may take
     return SpsTable(
         key=dict(key),
         requests=requests,
-        drafts=list(drafts),
+        drafts=list(range(drafts[-1] + 1)),
         contexts=list(contexts),
-        draft_ms=times["draft"],
-        verify_ms=times["verify"],
+        draft_ms=_with_those_between(times["draft"], drafts),
+        verify_ms=_with_those_between(times["verify"], drafts),
         tiers=list(tiers),
     )
 
@@ -118,6 +124,12 @@ def _lower_to_larger(values: NDArray[np.float64]) -> NDArray[np.float64]:
     for axis in range(values.ndim):
         values = np.flip(np.minimum.accumulate(np.flip(values, axis), axis), axis)
     return values
+
+
+def _with_those_between(values: NDArray[np.float64], drafts: Sequence[int]) -> NDArray[np.float64]:
+    """Return [requests, drafts[-1] + 1, contexts] of values [requests, len(drafts), contexts]."""
+    every = np.arange(drafts[-1] + 1, dtype=np.float64)
+    return along(values.swapaxes(0, 1), drafts, every).swapaxes(0, 1)
 
 
 def _time(steps: SteppedLoad, run: Callable[[], None], clock: Callable[[], float], *, warm_up: bool) -> float:

@@ -215,7 +215,7 @@ class LoadTimes:
             budgets = slice(None)
         drafts = np.minimum(num_tokens / requests - 1, gamma)
         draft, verify = (
-            _along(_along(values, table.requests, np.array([float(requests)]))[0], table.drafts, at)
+            along(along(values, table.requests, np.array([float(requests)]))[0], table.drafts, at)
             for values, at in (
                 (table.draft_ms, np.arange(gamma + 1, dtype=np.float64)),
                 (table.verify_ms, num_tokens / requests - 1),
@@ -260,7 +260,7 @@ class LoadTimes:
         return ms
 
 
-def _along(values: NDArray[np.float64], grid: Sequence[int], at: NDArray[np.float64]) -> NDArray[np.float64]:
+def along(values: NDArray[np.float64], grid: Sequence[int], at: NDArray[np.float64]) -> NDArray[np.float64]:
     """Interpolate linearly along the first axis. Beyond the grid the last slope goes on unless it falls."""
     points = np.asarray(grid, dtype=np.float64)
     if len(points) == 1:

@@ -221,7 +221,10 @@ def confidence_in_a_candidate_that_was_drawn(monkeypatch):
 
 
 def tails_judged_as_drawn(monkeypatch):
-    after(monkeypatch, DraftBlock, "with_tail", lambda block, *_: replace(block, copied=None))
+    def change(block, *_):
+        return replace(block, probs=torch.cat((block.probs, block.probs[:, -1:]), 1))
+
+    after(monkeypatch, DraftBlock, "with_tail", change)
 
 
 def last_draft_admitted_by_its_tail(monkeypatch):

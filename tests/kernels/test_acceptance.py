@@ -90,6 +90,17 @@ def test_copied_tokens_are_one_hot_proposals(device, reduced):
     # A copied token needs no column.
     case.drafts[:, 1] = torch.where(case.copied[:, 1], 22, case.drafts[:, 1])
     assert check_sampled(case, case.accept(), range(9)) >= 8
+    # Tokens behind those that were drawn are copied ones.
+    case.copied[:, 2:] = True
+    part = DraftDistribution(
+        case.distribution.scores[:, :2].contiguous(), case.distribution.log_norms[:, :2], case.distribution.columns
+    )
+    behind = replace(case, distribution=part, copied=case.copied[:, :2])
+    assert_same(behind.accept(), case.accept())
+    assert_same(reference(behind), reference(case))
+    behind.copied, case.copied = None, torch.arange(4, device=device).expand(9, -1) > 1
+    assert_same(behind.accept(), case.accept())
+    assert_same(reference(behind), reference(case))
     case.copied = torch.ones_like(case.copied)
     all_copied = case.accept()
     assert check_sampled(case, all_copied, range(9)) >= 8

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sglang_dspark.scheduling import sps_profiler
-from sglang_dspark.scheduling.sps_profiler import MAX_PASSES, MIN_PASSES, measure
+from sglang_dspark.scheduling.sps_profiler import MAX_PASSES, MIN_PASSES, measure, timed_drafts
 
 REQUESTS, DRAFTS, CONTEXTS = [1, 2, 4, 8], [0, 1, 2], [64, 1024]
 
@@ -71,6 +71,20 @@ def test_every_cell_is_measured(monkeypatch):
     # the first pass warms every cell up
     assert set(machine.runs.values()) == {MAX_PASSES + 1}
     assert machine.loads == MAX_PASSES * [(r, c) for r in REQUESTS for c in CONTEXTS]
+
+
+def test_of_long_blocks_some_numbers_of_drafts_are_measured(monkeypatch):
+    assert [timed_drafts(most) for most in (0, 7, 10)] == [[0], [*range(8)], [*range(9), 10]]
+    grid = timed_drafts(21)
+    assert grid == [*range(9), 12, 16, 20, 21]
+    machine = Machine(monkeypatch)
+    table = machine.measure(drafts=grid)
+    assert {cell[3] for cell in machine.runs} == {*grid}
+    verify_ms = [[[machine.seconds(r, c, "verify", d) * 1e3 for c in CONTEXTS] for d in grid] for r in REQUESTS]
+    assert table.drafts == list(range(22))
+    assert table.verify_ms[:, grid] == pytest.approx(np.array(verify_ms))
+    assert table.verify_ms[:, 14] == pytest.approx((table.verify_ms[:, 12] + table.verify_ms[:, 16]) / 2)
+    assert table.draft_ms[:, 9] == pytest.approx((3 * table.draft_ms[:, 8] + table.draft_ms[:, 12]) / 4)
 
 
 def test_short_steps_share_one_wait(monkeypatch):

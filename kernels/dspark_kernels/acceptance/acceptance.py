@@ -331,6 +331,7 @@ def _draft_args(drafts: torch.Tensor, block: DraftBlock, rules: Rules, vocab_siz
         "draft_tokens_ptr": drafts,
         "drafts_stride": drafts.stride(0),
         "gamma": gamma,
+        "drawn": 0 if distribution is None else distribution.scores.shape[1],
         "scores_ptr": None if distribution is None else distribution.scores,
         "scores_stride": 0 if distribution is None else distribution.scores.shape[2],
         "log_norms_ptr": None if distribution is None else distribution.log_norms.contiguous(),
@@ -344,15 +345,16 @@ def _draft_args(drafts: torch.Tensor, block: DraftBlock, rules: Rules, vocab_siz
 
 def _check_distribution(distribution: DraftDistribution, bs: int, gamma: int, vocab_size: int) -> None:
     draft_vocab_size = distribution.scores.shape[2] if distribution.columns is None else distribution.columns.shape[0]
+    drawn = distribution.scores.shape[1]
     if (
-        distribution.scores.shape[:2] != (bs, gamma)
-        or distribution.log_norms.shape != (bs, gamma)
+        distribution.scores.shape[:2] != (bs, min(drawn, gamma))
+        or distribution.log_norms.shape != (bs, drawn)
         or draft_vocab_size != vocab_size
     ):
         raise ValueError(
             f"the distribution of the drafts has scores {tuple(distribution.scores.shape)} over {draft_vocab_size} "
-            f"tokens where [bs, gamma] and V of the drafts and the target are {(bs, gamma)} and {vocab_size}; use a "
-            "draft model with the target's vocabulary"
+            f"tokens where [bs, at most gamma] and V of the drafts and the target are {(bs, gamma)} and {vocab_size}; use "
+            "a draft model with the target's vocabulary"
         )
     if not distribution.scores.is_contiguous():
         raise ValueError("the scores of the distribution of the drafts must be contiguous; call .contiguous()")

@@ -90,24 +90,25 @@ def _draft_mass(
     slots,
     tokens,
     mask,
+    drawn,
     scores_stride,
     HAS_DISTRIBUTION: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
     HAS_COPIED: tl.constexpr,
 ):
-    """p_d of the drafts ``tokens`` in ``slots``; 1 for copied ones."""
+    """p_d of the drafts ``tokens`` in ``slots``; 1 for copied ones, as are those from slot ``drawn`` on."""
     mass = tl.full(slots.shape, 1.0, tl.float32)
     if HAS_DISTRIBUTION:
         columns = tokens
+        is_drawn = mask & (slots < drawn)
         if HAS_COLUMNS:
-            columns = tl.load(columns_ptr + tokens, mask=mask, other=-1).to(tl.int64)
-        known = mask & (columns >= 0)
+            columns = tl.load(columns_ptr + tokens, mask=is_drawn, other=-1).to(tl.int64)
+        known = is_drawn & (columns >= 0)
         scores = tl.load(scores_ptr + slots * scores_stride + columns, mask=known, other=float("-inf"))
-        log_norms = tl.load(log_norms_ptr + slots, mask=mask, other=0.0)
-        mass = tl.where(known, tl.exp(scores - log_norms), 0.0)
+        log_norms = tl.load(log_norms_ptr + slots, mask=is_drawn, other=0.0)
         if HAS_COPIED:
-            copied = tl.load(copied_ptr + slots, mask=mask, other=0)
-            mass = tl.where(copied != 0, 1.0, mass)
+            is_drawn = is_drawn & (tl.load(copied_ptr + slots, mask=is_drawn, other=0) == 0)
+        mass = tl.where(is_drawn, tl.where(known, tl.exp(scores - log_norms), 0.0), mass)
     return mass
 
 
@@ -121,7 +122,7 @@ def _seeded_choices(speed_ptr, token_ptr, offsets, mask, choices, vocab_size):
     return tl.where(fastest > 0, drawn, choices)
 
 
-@triton.jit(do_not_specialize=["seed", "gamma", "drafts_stride"])
+@triton.jit(do_not_specialize=["seed", "gamma", "drawn", "drafts_stride"])
 def judge_kernel(
     draft_tokens_ptr,
     verify_lens_ptr,
@@ -158,6 +159,7 @@ def judge_kernel(
     num_tiles,
     drafts_stride,
     gamma,
+    drawn,
     SAMPLED: tl.constexpr,
     HAS_FILTER: tl.constexpr,
     HAS_SEEDS: tl.constexpr,
@@ -211,13 +213,14 @@ def judge_kernel(
             logits, base, temperature, log_masses, tokens, cut_ptr, last_ptr, rows, filtered, HAS_FILTER
         )
         draft_mass = _draft_mass(
-            scores_ptr + request * gamma * scores_stride if HAS_DISTRIBUTION else None,
-            log_norms_ptr + request * gamma if HAS_DISTRIBUTION else None,
+            scores_ptr + request * drawn * scores_stride if HAS_DISTRIBUTION else None,
+            log_norms_ptr + request * drawn if HAS_DISTRIBUTION else None,
             columns_ptr,
-            copied_ptr + request * gamma if HAS_COPIED else None,
+            copied_ptr + request * drawn if HAS_COPIED else None,
             slots,
             tokens,
             judged,
+            drawn,
             scores_stride,
             HAS_DISTRIBUTION,
             HAS_COLUMNS,

@@ -24,6 +24,7 @@ def _removed_mass(
     columns_ptr,
     copied_ptr,
     slot,
+    drawn,
     tokens,
     in_vocab,
     subtract,
@@ -39,19 +40,19 @@ def _removed_mass(
     removed = tl.where(tokens == rejected, target, 0.0)  # a copied token has p_d = 1
     if HAS_DISTRIBUTION:
         columns = tokens
+        is_drawn = subtract & (slot < drawn)
         if HAS_COLUMNS:
-            columns = tl.load(columns_ptr + tokens, mask=in_vocab & subtract, other=-1)
-        known = in_vocab & subtract & (columns >= 0)
+            columns = tl.load(columns_ptr + tokens, mask=in_vocab & is_drawn, other=-1)
+        known = in_vocab & is_drawn & (columns >= 0)
         scores = tl.load(scores_ptr + columns, mask=known, other=float("-inf"))
-        draft = tl.where(known, tl.exp(scores - tl.load(log_norms_ptr + slot, mask=subtract, other=0.0)), 0.0)
+        log_norm = tl.load(log_norms_ptr + slot, mask=is_drawn, other=0.0)
         if HAS_COPIED:
-            removed = tl.where(tl.load(copied_ptr + slot, mask=subtract, other=0) != 0, removed, draft)
-        else:
-            removed = draft
+            is_drawn = is_drawn & (tl.load(copied_ptr + slot, mask=is_drawn, other=0) == 0)
+        removed = tl.where(is_drawn, tl.where(known, tl.exp(scores - log_norm), 0.0), removed)
     return removed
 
 
-@triton.jit(do_not_specialize=["seed", "gamma", "drafts_stride"])
+@triton.jit(do_not_specialize=["seed", "gamma", "drawn", "drafts_stride"])
 def race_kernel(
     draft_tokens_ptr,
     logits_ptr,
@@ -81,6 +82,7 @@ def race_kernel(
     num_tiles,
     drafts_stride,
     gamma,
+    drawn,
     HAS_FILTER: tl.constexpr,
     HAS_DISTRIBUTION: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
@@ -105,11 +107,12 @@ def race_kernel(
         removed = _removed_mass(
             target,
             draft_tokens_ptr + request * drafts_stride,
-            scores_ptr + (request * gamma + slot) * scores_stride if HAS_DISTRIBUTION else None,
-            log_norms_ptr + request * gamma if HAS_DISTRIBUTION else None,
+            scores_ptr + (request * drawn + slot) * scores_stride if HAS_DISTRIBUTION else None,
+            log_norms_ptr + request * drawn if HAS_DISTRIBUTION else None,
             columns_ptr,
-            copied_ptr + request * gamma if HAS_COPIED else None,
+            copied_ptr + request * drawn if HAS_COPIED else None,
             slot,
+            drawn,
             tokens,
             in_vocab,
             subtract,

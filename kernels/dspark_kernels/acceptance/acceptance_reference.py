@@ -47,10 +47,11 @@ def accept_ref(
     drafts, verify_lens, indptr = block.tokens, windows.verify_lens, windows.indptr
     bs, gamma = drafts.shape
     draft_probs = block.written_distribution() if rows.any_sampled and gamma else None
-    if draft_probs is not None and draft_probs.shape != (bs, gamma, target_logits.shape[1]):
+    drawn = gamma if draft_probs is None else min(draft_probs.shape[1], gamma)
+    if draft_probs is not None and draft_probs.shape != (bs, drawn, target_logits.shape[1]):
         raise ValueError(
-            f"the draft's distribution has shape {tuple(draft_probs.shape)} where [bs, gamma, V] of the drafts and the "
-            f"target is {(bs, gamma, target_logits.shape[1])}; use a draft model with the target's vocabulary"
+            f"the draft's distribution has shape {tuple(draft_probs.shape)} where [bs, at most gamma, V] of the drafts "
+            f"and the target is {(bs, gamma, target_logits.shape[1])}; use a draft model with the target's vocabulary"
         )
     slots = torch.arange(gamma + 1, device=drafts.device)
     # Rows of target_logits by request and slot; slots past a request's bonus row point astray and are never used.
@@ -153,8 +154,8 @@ def _keep_by_ratio(
     verify_lens: torch.Tensor,  # [m]
     probs: torch.Tensor,  # [R, V] p_t
     grid: torch.Tensor,  # [m, gamma + 1] rows of probs
-    draft_probs: torch.Tensor | None,  # [m, gamma, V] p_d
-    copied: torch.Tensor | None,  # [m, gamma]
+    draft_probs: torch.Tensor | None,  # [m, drawn, V] p_d, 1 of the drafts behind
+    copied: torch.Tensor | None,  # [m, drawn]
     keys: RoundKeys,  # of the m requests
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the lengths and next tokens [m] of sampled requests."""
@@ -163,7 +164,11 @@ def _keep_by_ratio(
     target_mass = probs[grid[:, :-1], tokens].double()
     draft_mass = torch.ones_like(target_mass)
     if draft_probs is not None:
-        draft_mass = draft_probs.gather(-1, tokens[..., None]).squeeze(-1).double()
+        drawn = draft_probs.shape[1]
+        if drawn < gamma:
+            known = torch.zeros_like(tokens[:, :drawn], dtype=torch.bool) if copied is None else copied
+            copied = torch.nn.functional.pad(known, (0, gamma - drawn), value=True)
+        draft_mass[:, :drawn] = draft_probs.gather(-1, tokens[:, :drawn, None]).squeeze(-1)
         draft_mass = draft_mass if copied is None else draft_mass.masked_fill_(copied, 1.0)
     lens = _leading_run(keeps(keys.block_uniform(gamma, Purpose.ACCEPT), draft_mass, target_mass), verify_lens)
 
@@ -172,7 +177,7 @@ def _keep_by_ratio(
     weights = probs[grid[here, lens]]
     if gamma > 0:
         slot = lens.clamp_max(gamma - 1)
-        removed = None if draft_probs is None else draft_probs[here, slot]
+        removed = None if draft_probs is None else draft_probs[here, slot.clamp_max(draft_probs.shape[1] - 1)]
         residual = _residual(weights, removed, tokens[here, slot], None if copied is None else copied[here, slot])
         use_residual = rejected & (residual.sum(-1) > MIN_RESIDUAL_MASS)
         weights = torch.where(use_residual[:, None], residual, weights)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,3 @@ class DraftDistribution:
     def first(self, bs: int) -> DraftDistribution:
         """Return the distribution of the first ``bs`` requests; no copy."""
         return DraftDistribution(self.scores[:bs], self.log_norms[:bs], self.columns)
-
-    def padded(self, depth: int) -> DraftDistribution:
-        """Return the distribution of ``depth`` slots, fillers behind these."""
-        more = depth - self.log_norms.shape[1]
-        return DraftDistribution(F.pad(self.scores, (0, 0, 0, more)), F.pad(self.log_norms, (0, more)), self.columns)

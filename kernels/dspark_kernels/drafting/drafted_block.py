@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from dspark_kernels.drafting.candidates import ASKED_ROWS, FOLLOWED, Candidates
 from dspark_kernels.drafting.draft_distribution import DraftDistribution
@@ -20,15 +19,16 @@ _NEVER = -30.0
 class DraftBlock:
     """A drafted block.
 
-    One of ``probs`` and ``distribution`` is set when drafts of sampled requests were drawn, not copied.
+    One of ``probs`` and ``distribution`` is set when drafts of sampled requests were drawn, not copied. They and
+    ``copied`` may have fewer slots, the first ``drawn`` of gamma: the tokens behind those were copied.
 
     Attributes:
         tokens: [bs, gamma] int64.
-        probs: [bs, gamma, V] float32, what the tokens of sampled requests were drawn from, arbitrary for the others;
+        probs: [bs, drawn, V] float32, what the tokens of sampled requests were drawn from, arbitrary for the others;
             None when no request is sampled.
         confidence_logits: [bs, gamma] float32, uncalibrated; None without a confidence head.
         distribution: the same as ``probs`` from the kernels, not written out.
-        copied: [bs, gamma] bool, tokens that were not drawn but copied from elsewhere: their proposal is one-hot,
+        copied: [bs, drawn] bool, tokens that were not drawn but copied from elsewhere: their proposal is one-hot,
             whatever ``probs`` or ``distribution`` says; None without any.
         chains: [bs, 2 + m] int64 of :class:`Candidates`; None without.
     """
@@ -56,7 +56,7 @@ class DraftBlock:
         return DraftBlock(candidates.clamp_min(0), None, 60.0 * is_there - 30.0, copied=copied, chains=chains)
 
     def written_distribution(self) -> torch.Tensor | None:
-        """[bs, gamma, V] float32 of ``probs`` or ``distribution``, whichever is there."""
+        """[bs, drawn, V] float32 of ``probs`` or ``distribution``, whichever is there."""
         return self.probs if self.distribution is None else self.distribution.probs()
 
     def spread(self, index: torch.Tensor, bs: int) -> DraftBlock:
@@ -91,7 +91,6 @@ class DraftBlock:
         """Return blocks of up to ``depth`` slots, whose slots behind this walk's are copied candidates.
 
         They are sure only while the chain is alive: what the walk drew decides about them, their own tokens do not.
-        Their places in the distribution are fillers.
         """
         drawn = self.tokens.shape[1]
         if depth <= drawn:
@@ -105,10 +104,4 @@ class DraftBlock:
         if logits is not None:
             least = candidates.weights[1, matched, drawn:depth].clamp_min(_NEVER)
             logits = torch.cat((logits, torch.where(is_alive, least, _NEVER)), 1)
-        probs, distribution, copied = self.probs, self.distribution, self.copied
-        if probs is not None or distribution is not None:
-            drafts = torch.zeros_like(self.tokens, dtype=torch.bool) if copied is None else copied
-            copied = F.pad(drafts, (0, depth - drawn), value=True)
-            probs = None if probs is None else F.pad(probs, (0, 0, 0, depth - drawn))
-            distribution = None if distribution is None else distribution.padded(depth)
-        return DraftBlock(tokens, probs, logits, distribution, copied, candidates.chains)
+        return replace(self, tokens=tokens, confidence_logits=logits, chains=candidates.chains)

@@ -13,7 +13,7 @@ import torch
 
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
-from sglang_dspark.scheduling.sps_profiler import SteppedLoad, measure
+from sglang_dspark.scheduling.sps_profiler import SteppedLoad, measure, timed_drafts
 from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def measure_steps(stepper: Stepper, key: dict[str, str], check: SpsTable | None 
             load,
             key=key,
             requests=requests,
-            drafts=range(max_verify + 1),
+            drafts=timed_drafts(max_verify),
             contexts=contexts,
             limit_s=limit_s,
             tiers=stepper.tiers,
