@@ -353,8 +353,8 @@ def _check_distribution(distribution: DraftDistribution, bs: int, gamma: int, vo
     ):
         raise ValueError(
             f"the distribution of the drafts has scores {tuple(distribution.scores.shape)} over {draft_vocab_size} "
-            f"tokens where [bs, at most gamma] and V of the drafts and the target are {(bs, gamma)} and {vocab_size}; use "
-            "a draft model with the target's vocabulary"
+            f"tokens where [bs, at most gamma] and V of the drafts and the target are {(bs, gamma)} and {vocab_size}; "
+            "use a draft model with the target's vocabulary"
         )
     if not distribution.scores.is_contiguous():
         raise ValueError("the scores of the distribution of the drafts must be contiguous; call .contiguous()")
