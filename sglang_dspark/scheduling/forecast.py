@@ -142,7 +142,7 @@ class Forecast:
         pending, self._pending = self._pending, []
         if not pending:
             return
-        if chained := [step for step in pending if step.rounds.chains is not None]:
+        if chained := [step for step in pending if step.rounds.has_chain]:
             self._chains.observe(*map(np.concatenate, zip(*(step.chains() for step in chained), strict=True)))
         self.positions.observe(*repeat_by_weight(pending, *verified_and_accepted(pending)))
         predicted = [step for step in pending if step.rounds.confidence is not None]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from dspark_kernels import KIND_ROWS, Candidates
 
@@ -62,12 +63,19 @@ class StepRecord:
         return self._leading[2]
 
     @cached_property
+    def has_chain(self) -> bool:
+        """Return whether any request had candidates, once chains are on the host."""
+        return self.chains is not None and bool(Candidates.parts(self.chains.numpy())[0].any())
+
+    @cached_property
     def _leading(self) -> list[list[int]]:
         """[3, bs], once chains are on the host."""
-        if self.chains is None:
+        if self.chains is None or not self.has_chain:
             return [[0] * len(self.requests)] * 3
-        rows, followed, _ = Candidates.parts(self.chains)
-        return [(followed * (rows // KIND_ROWS == kind)).tolist() for kind in range(3)]
+        rows, followed, _ = Candidates.parts(self.chains.numpy())
+        leading = np.zeros((3, len(rows)), np.int64)
+        leading[rows // KIND_ROWS, np.arange(len(rows))] = followed
+        return [kind.tolist() for kind in leading]
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:
