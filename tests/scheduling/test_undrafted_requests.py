@@ -1,4 +1,4 @@
-"""Which requests are left out of drafting, and which ones a parked server drafts."""
+"""Leave requests out that are beyond the drafter; on a parked server, draft those that are worth it."""
 
 import numpy as np
 import pytest
