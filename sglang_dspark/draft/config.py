@@ -104,9 +104,13 @@ class DraftConfig:
         """Return the first slot that predicts."""
         return 0 if self.sample_from_anchor else 1
 
+    def drawn(self, gamma: int) -> int:
+        """Return how many of ``gamma`` drafts of a block the network proposes; those behind are copied."""
+        return min(gamma, self.gamma)
+
     def num_slots(self, gamma: int) -> int:
-        """Return the rows of a block in the network, of ``gamma`` drafts of which those behind its own are copied."""
-        return self.first_slot + min(gamma, self.gamma)
+        """Return the rows in the network of a block of ``gamma`` drafts."""
+        return self.first_slot + self.drawn(gamma)
 
     @property
     def num_taps(self) -> int:

@@ -116,7 +116,7 @@ class Drafter:
         """Return the calibration of the confidence head; None without one."""
         if self.model.confidence_head is None:
             return None
-        drawn = self.num_slots - self.config.first_slot
+        drawn = self.config.drawn(self.gamma)
         return OnlineCalibration.from_file(options.confidence_sts_path, drawn, max_verify)
 
     def propose(
@@ -140,7 +140,7 @@ class Drafter:
         hidden = model.forward_block(model.embed(ids.view(-1)), positions.view(-1), attend).view(bs, self.num_slots, -1)
         # The backbone needs the whole block (its slots see each other), the heads only what may be verified. Two
         # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
-        drawn = min(depth, self.num_slots - first)
+        drawn = self.config.drawn(depth)
         hidden = hidden[:, first : first + drawn].reshape(bs * drawn, -1)
         # One more than slots: the token behind a block shows how good candidates are, too.
         chains = find_chains(step.requests, self.cache.tokens, depth + 1, step.rules)

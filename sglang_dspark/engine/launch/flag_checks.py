@@ -135,7 +135,7 @@ def temperatures(context: LaunchContext) -> None:
     """Refuse a bad file of temperatures before the target is loaded; the worker reads it again."""
     path, drafter = context.server.config.confidence_sts_path, context.server.drafter
     if path is not None and drafter is not None:
-        drawn = min(context.server.gamma, drafter.config.gamma)
+        drawn = drafter.config.drawn(context.server.gamma)
         StsCalibration.load(Path(path), drawn, target=context.args.model_path, draft=drafter.path)
 
 
