@@ -27,6 +27,7 @@ import click
 import torch
 import triton
 from dspark_kernels import kernels_anywhere
+from dspark_kernels.attention import window
 from dspark_kernels.drafting import walk
 from harness import Case, bench_modules
 from rich.console import Console
@@ -47,6 +48,7 @@ SHARED_BYTES = {
     100: 232_448,  # B200
     120: 101_376,  # RTX 5090, RTX PRO 6000
 }
+_PROCESSORS = 132  # of an H200: which forms of attention the cases take
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -117,8 +119,11 @@ def _compiling_only(
 
     driver.set_active(_AbsentGpu(capability))
     room = SHARED_BYTES[capability]
-    launching_nothing = patch.object(JITFunction, "run", compile_only)
-    with launching_nothing, patch.object(walk, "shared_bytes", lambda device: room), kernels_anywhere():
+    properties = (
+        patch.object(walk, "shared_bytes", lambda device: room),
+        patch.object(window, "num_processors", lambda device: _PROCESSORS),
+    )
+    with patch.object(JITFunction, "run", compile_only), properties[0], properties[1], kernels_anywhere():
         yield found
 
 

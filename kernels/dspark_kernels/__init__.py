@@ -23,6 +23,7 @@ from dspark_kernels.attention.ragged import ContextGroup, VisibleKeys, attend_gr
 from dspark_kernels.attention.rotation import qk_norm_rope, qk_norm_rope_ref
 from dspark_kernels.attention.window import (
     PagedWindows,
+    is_crowded,
     num_splits,
     widest_window,
     window_attention,
@@ -161,6 +162,7 @@ __all__ = [
     "gated_delta_ref",
     "group_contexts",
     "inverse_cdf",
+    "is_crowded",
     "kernels_anywhere",
     "kv_inject",
     "kv_inject_ref",

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from dense import FP32_TOL, dense_attention
-from dspark_kernels import PagedWindows, num_splits, widest_window, window_attention, window_attention_ref
+from dspark_kernels import PagedWindows, is_crowded, num_splits, widest_window, window_attention, window_attention_ref
 from dspark_kernels.attention import window as module
 from pairwise import pairwise
 from triton import next_power_of_2
@@ -63,6 +63,17 @@ def test_kernel_equals_reference(window, causal, splits, tiles, device, monkeypa
     case = window_case(prefix_lens, query_lens, shape, device)
     how = {"causal": causal, "scale": shape[2] ** -0.5}
     out = window_attention(*case, splits=splits, **how)
+    torch.testing.assert_close(out, window_attention_ref(*case, **how), **FP32_TOL)
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_programs_of_either_size_equal_the_reference(window, crowded, device, monkeypatch):
+    monkeypatch.setattr(module, "is_crowded", lambda *batch: crowded)
+    prefix_lens, query_lens, shape = WINDOWS[window]
+    case = window_case(prefix_lens, query_lens, shape, device)
+    how = {"causal": True, "scale": shape[2] ** -0.5}
+    out = window_attention(*case, splits=1, **how)
     torch.testing.assert_close(out, window_attention_ref(*case, **how), **FP32_TOL)
 
 
@@ -171,8 +182,9 @@ def test_sinks_count_once_whatever_the_context_is_split_into(splits, device, mon
 
 
 @pytest.mark.parametrize("splits", [3, 32])
-def test_requests_use_splits_by_their_own_contexts(splits, device):
-    """Beside long contexts a short one gets the rows of a launch without splits, to the bit."""
+def test_requests_use_splits_by_their_own_contexts(splits, device, monkeypatch):
+    """Beside long contexts a short one gets the rows of a launch without splits and of equal programs, to the bit."""
+    monkeypatch.setattr(module, "is_crowded", lambda *batch: False)
     prefix_lens, query_lens = (700, 5, 256, 0, 2049, 257), (3, 2, 1, 4, 1, 0)
     case = window_case(prefix_lens, query_lens, (4, 2, 16), device)
     how = {"causal": True, "scale": 0.25}
@@ -297,6 +309,11 @@ def test_splits_fill_the_processors():
     assert num_splits(8, 8, 132) == 4
     assert num_splits(64, 8, 132) == 1
     assert num_splits(512, 8, 132) == 1
+
+
+def test_programs_of_many_requests_are_small():
+    assert not is_crowded(32, 8, 132)
+    assert is_crowded(64, 8, 132)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,10 +4,10 @@ import logging
 
 import pytest
 import triton
-from dspark_kernels import num_splits
+from dspark_kernels import is_crowded, num_splits
 
 from sglang_dspark.worker.startup.late_kernels import report_late_kernels
-from sglang_dspark.worker.startup.warm_up import sizes, split_and_whole, widths
+from sglang_dspark.worker.startup.warm_up import of_every_attention, sizes, widths
 
 
 def test_kernels_of_ours_are_reported(caplog, monkeypatch):
@@ -39,12 +39,13 @@ def test_widths_reach_every_window(most, expected):
 @pytest.mark.parametrize("processors", [132, 148])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("most", [1, 64, 133, 256, 512])
-def test_attention_is_compiled_with_and_without_splits(most, kv_heads, processors):
+def test_attention_is_compiled_in_every_form(most, kv_heads, processors):
     """With one K/V head per rank, contexts are split up to 132 requests, whose windows have more rows than graphs."""
 
     def forms(requests):
-        return {num_splits(num, kv_heads, processors) == 1 for num in requests}
+        batches = ((num, kv_heads, processors) for num in requests)
+        return {(num_splits(*batch) == 1, is_crowded(*batch)) for batch in batches}
 
-    compiled = split_and_whole(most, kv_heads, processors)
+    compiled = of_every_attention(most, kv_heads, processors)
     assert forms(compiled) == forms(range(1, most + 1))
     assert max(compiled) <= most

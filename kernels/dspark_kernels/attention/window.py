@@ -36,11 +36,12 @@ from dspark_kernels.hardware import num_processors
 
 _MIN_DOT = 16  # smallest tile side of tl.dot
 _MAX_SPLITS = 256
-_SPLITS_AT_A_TIME = 32  # that are combined
+_SPLITS_AT_A_TIME = 8  # that are combined
 _TILES_PER_SPLIT = 4  # tiles of keys below which another program costs more than it saves
 _MAX_TILE = 32_768  # bytes of a program's queries, beyond which registers and shared memory do not suffice
 _FOUR_WARPS_TILE = 4096  # elements that four warps hold in their registers
 _WIDE_HEAD = 256  # bytes of a head beyond which fewer keys are taken at a time
+_CROWDED = 3  # programs per multiprocessor from which on small ones are faster: more of them run at once
 
 
 @dataclass(frozen=True)
@@ -171,12 +172,14 @@ def window_attention(
     q = with_whole_rows(q)
     k, v = (None, None) if kv is None else map(with_whole_rows, kv)
     num_rows, num_heads, head_dim = q.shape
+    # Captured forwards have a slot for every request that might come; so many requests at least have rows.
+    batch = triton.cdiv(num_rows, windows.width), pool[0].shape[1], num_processors(q.device)
     if splits is None:
-        # Captured forwards have a slot for every request that might come; so many requests at least have rows.
-        splits = num_splits(triton.cdiv(num_rows, windows.width), pool[0].shape[1], num_processors(q.device))
+        splits = num_splits(*batch)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if splits == 1:
-        _attend((q, k, v), pool, windows, out, None, sinks, causal=causal, scale=scale)
+        crowded = is_crowded(*batch)
+        _attend((q, k, v), pool, windows, out, None, sinks, causal=causal, scale=scale, crowded=crowded)
         return out
     parts = _Parts.empty(splits, q)
     _attend((q, k, v), pool, windows, out, parts, sinks, causal=causal, scale=scale)
@@ -191,6 +194,7 @@ def window_attention(
         HEAD_DIM=head_dim,
         BLOCK_S=_SPLITS_AT_A_TIME,
         BLOCK_D=_block_d(head_dim),
+        num_warps=1,  # a row and head are little work, and most have none
     )
     return out
 
@@ -229,6 +233,7 @@ def _attend(
     *,
     causal: bool,
     scale: float,
+    crowded: bool = False,
 ) -> None:
     """Write the attention of q, k and v into ``out``, or into ``parts`` if several programs share a context."""
     q, k, v = rows
@@ -238,6 +243,9 @@ def _attend(
     head_bytes = block_d * q.element_size()
     share = _heads_per_program(group, width, head_bytes)
     block_m = max(_MIN_DOT, triton.next_power_of_2(width * share))
+    keys, warps = _keys_at_a_time(head_bytes), 4 if block_m * block_d <= _FOUR_WARPS_TILE else 8
+    if crowded and warps == 4:
+        keys, warps = max(_MIN_DOT, keys // 2), 2
     window_attention_kernel[
         len(windows.prefix_lens), num_kv_heads * triton.cdiv(group, share), 1 if parts is None else len(parts.lse)
     ](
@@ -274,9 +282,10 @@ def _attend(
         BLOCK_H=triton.next_power_of_2(share),
         BLOCK_M=block_m,
         BLOCK_W=max(_MIN_DOT, triton.next_power_of_2(width)),
-        BLOCK_N=_keys_at_a_time(head_bytes),
+        BLOCK_N=keys,
         BLOCK_D=block_d,
-        num_warps=4 if block_m * block_d <= _FOUR_WARPS_TILE else 8,
+        num_warps=warps,
+        num_stages=3 if 2 * block_m * head_bytes <= _MAX_TILE else 2,  # tiles of K and V under way, and the one at hand
     )
 
 
@@ -312,3 +321,8 @@ def num_splits(bs: int, num_kv_heads: int, num_processors: int) -> int:
     """
     wanted = 2 * num_processors // max(1, bs * num_kv_heads)
     return max(1, min(_MAX_SPLITS, 1 << (wanted.bit_length() - 1))) if wanted else 1
+
+
+def is_crowded(bs: int, num_kv_heads: int, num_processors: int) -> bool:
+    """Return whether every multiprocessor has several programs; the arguments are those of :func:`num_splits`."""
+    return bs * num_kv_heads >= _CROWDED * num_processors

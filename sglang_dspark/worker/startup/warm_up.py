@@ -23,6 +23,7 @@ from dspark_kernels import (
     StepRequests,
     VerifyRows,
     adjust,
+    is_crowded,
     num_processors,
     num_splits,
     plan_staged,
@@ -91,7 +92,7 @@ def warm_up(executor: EagerExecutor, target_worker: Any, max_verify: int, reques
             with dummy(requests) as batch:
                 _WarmUpSteps(executor, batch, max_verify).run()
         processors, kv_heads = num_processors(req_to_token.device), kv_heads_of_layers(runner.model)
-        of_verification = {num for heads in kv_heads for num in split_and_whole(most, heads, processors)}
+        of_verification = {num for heads in kv_heads for num in of_every_attention(most, heads, processors)}
         for depth in range(1, window):
             for requests in sorted(of_verification):
                 with dummy(requests) as batch:
@@ -147,17 +148,20 @@ def sizes(most: int) -> list[int]:
     return [2**power for power in range((most - 1).bit_length())] + [most] if most > 0 else []
 
 
-def split_and_whole(most: int, kv_heads: int, processors: int) -> list[int]:
+def of_every_attention(most: int, kv_heads: int, processors: int) -> list[int]:
     """Return numbers of requests up to ``most`` whose attention takes every kernel that those of others take.
 
-    Contexts of few requests are split over several programs, for which attention has another kernel.
+    Contexts of few requests are split over several programs, and programs of many requests are small ones.
 
     Args:
         kv_heads: of a target layer on this rank.
         processors: multiprocessors of the GPU.
     """
-    whole = next((num for num in range(1, most + 1) if num_splits(num, kv_heads, processors) == 1), 1)
-    return sorted({1, whole})
+    first: dict[tuple[bool, bool], int] = {}
+    for num in range(1, most + 1):
+        batch = num, kv_heads, processors
+        first.setdefault((num_splits(*batch) > 1, is_crowded(*batch)), num)
+    return sorted(first.values())
 
 
 def widths(most: int) -> list[int]:
