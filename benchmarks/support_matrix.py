@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paired_ratio import frame_baselines, paired_ratios, ratio_text, summarise
-from serving.results import read_sweep
+from serving.results import config_name, read_sweep
 
 PASSES = 0.95
 """Least speed of ``auto`` over that of plain SGLang."""
@@ -37,10 +37,7 @@ ENTRIES = (
     Entry("Qwen3-8B's shape, answers of 32 to 224 tokens", "H200", "h200/qwen3_8b_shape/apart"),
     Entry("Qwen3-8B's shape, answers of 128 tokens", "H200", "h200/qwen3_8b_shape/equal"),
     Entry("Qwen3-8B's shape, prompts of 4000 tokens", "H200", "h200/qwen3_8b_shape/long"),
-    Entry("Qwen3-8B, dspark_qwen3_8b_block7", "H100, H200"),
-    Entry("Qwen3-4B, dspark_qwen3_4b_block7", "H100, H200"),
-    Entry("MiniCPM5-2B, MiniCPM5-2B-DSpark", "H100, H200"),
-    Entry("Qwen3.8-27B, DFlash2 or DSpark", "H100, H200"),
+    Entry("Qwen3-8B, Qwen3-4B, MiniCPM5-2B, Qwen3.8-27B with published drafters", "H100, H200"),
 )
 
 
@@ -67,7 +64,7 @@ def rows(results: Path) -> Iterator[list[str]]:
 
 def _measured(results: Path, entry: Entry, folder: str) -> Iterator[list[str]]:
     frame = read_sweep(results / folder / "sweep.csv")
-    frame = frame[frame["policy"].isin(["plain", "auto"])]
+    frame = frame[[config_name(frame, label) in ("plain", "auto") for label in frame["config"]]]
     record = _content(results / folder / "provenance.json")
     identity = _identity(results, entry.identity)
     release = f"{record['versions']['sglang-dspark']} on SGLang {record['versions']['sglang']}"

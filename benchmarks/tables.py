@@ -12,7 +12,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +83,9 @@ def shape() -> str:
     for name in ("equal", "apart", "long"):
         folder = f"h200/qwen3_8b_shape/{name}"
         frame, asked = _sweep(folder), _content(f"{folder}/provenance.json")["sampling"]
-        told = summarise(ratios_to_each(frame, "output_tok_s", "auto"))
-        told["policy"] = told["baseline"].map(dict(zip(frame["config"], frame["policy"], strict=True)))
-        for users, cells in frame.groupby("concurrency"):
-            by_policy = {policy: over_rounds(part, "output_tok_s") for policy, part in cells.groupby("policy")}
-            beside = told[told["load"] == cells["load"].iloc[0]].set_index("policy")
+        for users, cells, speeds in _beside_builtin(frame, "auto"):
             prompt = round(cells["num_prompt_tokens"].sum() / cells["num_requests"].sum())
-            rows.append(
-                [
-                    *(str(prompt), _lengths(asked), str(users)),
-                    *(_speed(by_policy[policy]) for policy in ("plain", "builtin", "auto")),
-                    *(ratio_text(beside.loc[of]) for of in ("plain", "builtin")),
-                ]
-            )
+            rows.append([str(prompt), _lengths(asked), users, *speeds])
         sources.append(f"[{name}]({folder}/sweep.csv)")
     first = frame.iloc[0]
     note = (
@@ -103,8 +93,34 @@ def shape() -> str:
         f"{first['gpu']}, SGLang {_versions(first)['sglang']}; medians of 2 or 3 rounds, ratios as geometric means "
         f"with the range of the rounds ({', '.join(sources)})."
     )
-    header = ("prompt", "answer", "users", "plain SGLang", "its DSPARK", "`auto`", "auto / plain", "auto / its DSPARK")
-    return _section(header, rows, note)
+    return _section(("prompt", "answer", *BESIDE_BUILTIN), rows, note)
+
+
+def bundled_on_gpu() -> str:
+    """Return the speeds of the bundled pair on an H200: plain, SGLang's own DSPARK, and ``auto``."""
+    folder, others = "h200/sweep", ("scheduled", "tails")
+    frame, rows = _sweep(folder), []
+    for users, cells, speeds in _beside_builtin(frame, "auto@bfloat16"):
+        load = frame[frame["load"] == cells["load"].iloc[0]]
+        beside = (_speed(over_rounds(load[load["config"] == name], "output_tok_s")) for name in others)
+        rows.append([users, *speeds, *beside])
+    header = (*BESIDE_BUILTIN, "`scheduled`", "`auto`, block of 13")
+    return _section(header, rows, _origin("Output tokens per second of all users together", frame, folder))
+
+
+BESIDE_BUILTIN = ("users", "plain SGLang", "its DSPARK", "`auto`", "auto / plain", "auto / its DSPARK")
+
+
+def _beside_builtin(frame: pd.DataFrame, auto: str) -> Iterator[tuple[str, pd.DataFrame, list[str]]]:
+    """Yield users, rows and the other cells of ``BESIDE_BUILTIN`` for each load of a sweep."""
+    frame = frame[(frame["config"] == auto) | frame["policy"].isin(["plain", "builtin"])]
+    told = summarise(ratios_to_each(frame, "output_tok_s", auto))
+    told["policy"] = told["baseline"].map(dict(zip(frame["config"], frame["policy"], strict=True)))
+    for users, cells in frame.groupby("concurrency"):
+        by_policy = {policy: over_rounds(part, "output_tok_s") for policy, part in cells.groupby("policy")}
+        beside = told[told["load"] == cells["load"].iloc[0]].set_index("policy")
+        speeds = [_speed(by_policy[policy]) for policy in ("plain", "builtin", "auto")]
+        yield str(users), cells, [*speeds, *(ratio_text(beside.loc[of]) for of in ("plain", "builtin"))]
 
 
 def fixed_lengths() -> str:
@@ -137,6 +153,23 @@ def step_times() -> str:
         f"Milliseconds with {table['contexts'][0]} tokens of context, as the server measured them at its start: "
         f"{key['dtype']}, {key['threads']} threads of {key['device']}, SGLang {key['sglang']} "
         "([sps.json](sweep/sps.json))."
+    )
+    return _section(header, rows, note)
+
+
+def attention() -> str:
+    """Return the time of attention in a layer of a verification, beside FlashAttention 3 and what it was before."""
+    content = _content("h200/window_attention.json")
+    header = ("requests", "context", "splits", "floor", "`window_attention`", "before", "FlashAttention 3")
+    times = ("floor_us", "median_us", "before_us", "flash_attention_3_us")
+    rows = [
+        [str(case["requests"]), f"{case['context']:,}", str(case["splits"]), *(f"{case[name]:.1f}" for name in times)]
+        for case in content["cases"]
+    ]
+    note = (
+        "Microseconds for a layer of 32 heads and 8 K/V heads of 128 in bfloat16, 8 rows per request, on an "
+        f"{content['hardware']['gpu']} ([window_attention.json](h200/window_attention.json), which says what was "
+        "compared)."
     )
     return _section(header, rows, note)
 
@@ -306,6 +339,8 @@ def published() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "sweep": speeds,
     "h200_shape": shape,
+    "h200_pair": bundled_on_gpu,
+    "attention": attention,
     "fixed_lengths": fixed_lengths,
     "step_times": step_times,
     "kernels": kernels,

@@ -1,4 +1,4 @@
-"""Every family of targets in SGLang's own model on a GPU, in 16 bits. Not run on one yet.
+"""Every family of targets in SGLang's own model on a GPU, in 16 bits. Tried on an H200, where the messages were lost.
 
 What a CPU cannot show: SGLang's CUDA kernels of mixtures of experts with the rows of a verification, hidden states that
 its fused layers return, and verification through the kernel for CUDA. tests/engine/test_families.py has the float32.
