@@ -172,14 +172,11 @@ def window_attention(
     q = with_whole_rows(q)
     k, v = (None, None) if kv is None else map(with_whole_rows, kv)
     num_rows, num_heads, head_dim = q.shape
-    # Captured forwards have a slot for every request that might come; so many requests at least have rows.
-    batch = triton.cdiv(num_rows, windows.width), pool[0].shape[1], num_processors(q.device)
     if splits is None:
-        splits = num_splits(*batch)
+        splits = num_splits(*_batch(q, pool, windows))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if splits == 1:
-        crowded = is_crowded(*batch)
-        _attend((q, k, v), pool, windows, out, None, sinks, causal=causal, scale=scale, crowded=crowded)
+        _attend((q, k, v), pool, windows, out, None, sinks, causal=causal, scale=scale)
         return out
     parts = _Parts.empty(splits, q)
     _attend((q, k, v), pool, windows, out, parts, sinks, causal=causal, scale=scale)
@@ -233,7 +230,6 @@ def _attend(
     *,
     causal: bool,
     scale: float,
-    crowded: bool = False,
 ) -> None:
     """Write the attention of q, k and v into ``out``, or into ``parts`` if several programs share a context."""
     q, k, v = rows
@@ -243,9 +239,7 @@ def _attend(
     head_bytes = block_d * q.element_size()
     share = _heads_per_program(group, width, head_bytes)
     block_m = max(_MIN_DOT, triton.next_power_of_2(width * share))
-    keys, warps = _keys_at_a_time(head_bytes), 4 if block_m * block_d <= _FOUR_WARPS_TILE else 8
-    if crowded and warps == 4:
-        keys, warps = max(_MIN_DOT, keys // 2), 2
+    crowded = parts is None and is_crowded(*_batch(q, pool, windows))
     window_attention_kernel[
         len(windows.prefix_lens), num_kv_heads * triton.cdiv(group, share), 1 if parts is None else len(parts.lse)
     ](
@@ -282,16 +276,32 @@ def _attend(
         BLOCK_H=triton.next_power_of_2(share),
         BLOCK_M=block_m,
         BLOCK_W=max(_MIN_DOT, triton.next_power_of_2(width)),
-        BLOCK_N=keys,
         BLOCK_D=block_d,
-        num_warps=warps,
-        num_stages=3 if 2 * block_m * head_bytes <= _MAX_TILE else 2,  # tiles of K and V under way, and the one at hand
+        **_tiles_of_keys(block_m, block_d, head_bytes, crowded=crowded),
     )
 
 
-def _keys_at_a_time(head_bytes: int) -> int:
-    """Fewer for wider heads: K, V and the queries share what a block has, 99 KiB on an L4 or an RTX 4090."""
-    return max(_MIN_DOT, 64 * _WIDE_HEAD // max(_WIDE_HEAD, triton.next_power_of_2(head_bytes)))
+def _batch(q: torch.Tensor, pool: tuple[torch.Tensor, torch.Tensor], windows: PagedWindows) -> tuple[int, int, int]:
+    """Return the arguments of :func:`num_splits`.
+
+    Captured forwards have a slot for every request that might come; so many requests at least have rows.
+    """
+    return triton.cdiv(len(q), windows.width), pool[0].shape[1], num_processors(q.device)
+
+
+def _tiles_of_keys(block_m: int, block_d: int, head_bytes: int, *, crowded: bool) -> dict[str, int]:
+    """Return the keys of a tile, the warps that compute it, and the tiles at hand or under way.
+
+    K, V and the queries share what a program has, 99 KiB on an L4 or an RTX 4090: wider heads have fewer keys, and
+    beside the largest tiles of queries, K and V of no second tile are under way.
+    """
+    keys = max(_MIN_DOT, 64 * _WIDE_HEAD // max(_WIDE_HEAD, triton.next_power_of_2(head_bytes)))
+    stages = 3 if 2 * block_m * head_bytes <= _MAX_TILE else 2
+    if block_m * block_d > _FOUR_WARPS_TILE:
+        return {"BLOCK_N": keys, "num_warps": 8, "num_stages": stages}
+    if crowded:
+        return {"BLOCK_N": max(_MIN_DOT, keys // 2), "num_warps": 2, "num_stages": stages}
+    return {"BLOCK_N": keys, "num_warps": 4, "num_stages": stages}
 
 
 def _block_d(head_dim: int) -> int:
