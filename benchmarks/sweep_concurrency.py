@@ -15,11 +15,12 @@ A load is a number of users that wait for their answers (``--concurrency``, clos
 arrive as a Poisson process whatever the server does (``--rate``, open loop).
 
 DSPARK configurations with equal flags share one server, which is told its policy before each cell. Every server is
-started once. All configurations run one after another on the same prompts (and arrivals) before the next load and then
-the next round, so that drift of the machine meets all of them alike; idle servers are suspended. RESULTS gets
-``sweep.csv`` (one row per configuration, load and round), ``requests.jsonl`` (every answer with its times),
-``agreement.json`` (texts identical to the baseline's) and ``provenance.json``. Run again after an interruption, it goes
-on where it stopped. Read the results with paired_ratio.py and report.py.
+started once, one after the other unless ``--together`` is given. All configurations run one after another on the same
+prompts (and arrivals) before the next load and then the next round, so that drift of the machine meets all of them
+alike; idle servers are suspended. RESULTS gets ``sweep.csv`` (one row per configuration, load and round),
+``requests.jsonl`` (every answer with its times), ``agreement.json`` (texts identical to the baseline's) and
+``provenance.json``. Run again after an interruption, it goes on where it stopped. Read the results with paired_ratio.py
+and report.py.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ _RATES = Numbers(Annotated[float, Meta(gt=0, lt=1e6, description="must be above 
 @click.option("--request-timeout", default=600.0, show_default=True, type=click.FloatRange(1), help="Seconds.")
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
 @click.option("--server-flags", default="", help="Further arguments of every server, as one text.")
+@click.option("--together", is_flag=True, help="Start all servers at once. Step times are then measured side by side.")
 @click.option(
     "--existing",
     default=RESUME,
@@ -173,6 +175,7 @@ def _sweep(options: dict[str, Any]) -> Sweep:
         ),
         sla=Sla(options["sla_ttft_ms"], options["sla_tpot_ms"]),
         server_flags=tuple(options["server_flags"].split()),
+        together=options["together"],
     )
 
 

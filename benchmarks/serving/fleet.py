@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self
@@ -25,30 +26,38 @@ class Fleet:
         self,
         servers: Mapping[str, LaunchedServer],
         on_start: Callable[[str], None] = lambda label: None,
+        *,
+        together: bool = False,
     ) -> None:
         """Describe the fleet; the servers start, one after the other, when the ``with`` block is entered.
 
         Args:
             servers: servers that were not started yet, by label; several labels may share one.
             on_start: called with the (first) label before each start.
+            together: start all of them at once.
         """
         self._servers = servers
         self._on_start = on_start
+        self._together = together
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         """Start all servers.
 
         Raises:
-            LaunchError: one of them did not start; those before it are stopped.
+            LaunchError: one of them did not start; the others are stopped.
         """
-        with ExitStack() as stack:
-            for label, server in self._unique():
-                self._on_start(label)
-                stack.enter_context(server)
-                # A suspended process cannot act on a signal that asks it to end.
-                stack.callback(server.resume)
-                server.suspend()
+
+        def start(unstarted: tuple[str, LaunchedServer]) -> None:
+            label, server = unstarted
+            self._on_start(label)
+            stack.enter_context(server)
+            # A suspended process cannot act on a signal that asks it to end.
+            stack.callback(server.resume)
+            server.suspend()
+
+        with ExitStack() as stack, ThreadPoolExecutor() as pool:
+            list((pool.map if self._together else map)(start, self._unique()))
             self._stack = stack.pop_all()
         return self
 

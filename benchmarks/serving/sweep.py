@@ -53,6 +53,7 @@ class Sweep:
         num_prompts: prompts per round, at least; every user gets :data:`PROMPTS_PER_USER` or more.
         rate_seconds: how long requests arrive in a round of an open loop, at least.
         server_flags: further arguments of every server.
+        together: start all servers at once.
     """
 
     target: str
@@ -68,6 +69,7 @@ class Sweep:
     sampling: Sampling
     sla: Sla
     server_flags: tuple[str, ...]
+    together: bool = False
 
     def servers(self, labels: set[str]) -> dict[str, LaunchedServer]:
         """Return the servers of some configurations by label, not started yet."""
@@ -194,7 +196,7 @@ def run_sweep(sweep: Sweep, output: Path, existing: str, console: Console) -> li
     ):
         progress.add_task("starting servers", total=None)
         say = partial(progress.console.print, highlight=False)
-        with Fleet(servers, lambda label: say(f"starting {label}")) as fleet:
+        with Fleet(servers, lambda label: say(f"starting {label}"), together=sweep.together) as fleet:
             for cell, row, replies in _measure_all(sweep, cells, prompts, fleet, origin, progress):
                 # The row last: it says that the cell is complete.
                 log.write(cell, replies)

@@ -62,9 +62,10 @@ def servers():
     return {"a": FakeServer(), "b": FakeServer()}
 
 
-def test_all_but_the_chosen_server_are_suspended(servers):
+@pytest.mark.parametrize("together", [False, True])
+def test_all_but_the_chosen_server_are_suspended(servers, together):
     started = []
-    with Fleet(servers, started.append) as fleet:
+    with Fleet(servers, started.append, together=together) as fleet:
         assert servers["a"].becomes(suspended=True) and servers["b"].becomes(suspended=True)
         with fleet.awake("b") as server:
             assert server is servers["b"]
@@ -72,6 +73,20 @@ def test_all_but_the_chosen_server_are_suspended(servers):
         assert servers["b"].becomes(suspended=True)
     assert started == ["a", "b"]
     assert servers["a"].ended_by_itself and servers["b"].ended_by_itself
+
+
+class Unstartable(FakeServer):
+    def __enter__(self):
+        raise LaunchError("no room")
+
+
+@pytest.mark.parametrize(("together", "others"), [(False, ["a"]), (True, ["a", "c"])])
+def test_a_server_that_does_not_start_leaves_no_other_behind(servers, together, others):
+    servers |= {"b": Unstartable(), "c": FakeServer()}
+    with pytest.raises(LaunchError, match="no room"), Fleet(servers, together=together):
+        pytest.fail("it started")
+    assert [name for name, server in servers.items() if hasattr(server, "pid")] == others
+    assert all(servers[name].ended_by_itself for name in others)
 
 
 def test_failed_request_shows_the_log_and_servers_are_stopped(servers):
