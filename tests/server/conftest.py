@@ -204,7 +204,7 @@ SERVERS: dict[str, Recipe] = {
         lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *_letters(folder), *STATES),
         model=lambda folder: written_target("Qwen3_5ForCausalLM", folder / "target"),
     ),
-    "hybrid_pictures": _reading("Qwen3_5ForConditionalGeneration", *STATES),
+    "hybrid_pictures": _reading("Qwen3_5ForConditionalGeneration", *STATES, env=WHOLE_WINDOWS),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC, "--max-running-requests", "4"),
         model=lambda folder: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),

@@ -269,31 +269,33 @@ def assert_trace_tells_the_text(text: Sequence[int], trace: Sequence[dict[str, A
 def test_distribution_of_sampled_texts(pair):
     """Three tokens, of which two are drafted, or copied; as the plain server's, and not as those of fewer tokens.
 
-    A greedy text repeats itself before long: what is copied from it is likely, not certain.
+    A greedy text repeats itself before long: what is copied from it is likely, not certain. Where it leads, and so how
+    sure its next tokens are, differs between CPUs: the temperature rises until the plain server's samples can be told.
     """
     [body] = bodies(pair.form, 1, 17, 60)
     prompt = body["input_ids"] + output_ids(pair.plain, [body], 1)[0]
+    temperature = pair.form.temperature
 
     def drawn(server: LaunchedServer, top_k: int = 6, **fields: Any) -> Counter[tuple[int, ...]]:
-        parameters = {"temperature": pair.form.temperature, "top_k": top_k, "max_new_tokens": 3, "n": 64}
+        parameters = {"temperature": temperature, "top_k": top_k, "max_new_tokens": 3, "n": 64}
         asked = {"input_ids": prompt, "sampling_params": parameters | {"ignore_eos": True}, **fields}
         answers = generate(server, [asked] * (SAMPLES // 64), 2)
         return Counter(tuple(choice["output_ids"]) for answer in answers for choice in answer)
 
-    expected = drawn(pair.plain)
+    while alike(expected := drawn(pair.plain), fewer := drawn(pair.plain, top_k=3)) >= ALPHA:
+        temperature *= 1.5
     with policy(pair.dspark, "static"):
         drafted = drawn(pair.dspark)
         copied = drawn(pair.dspark, speculation={"preset": "summarization", "min_ngram": 1})
     assert alike(drafted, expected) > ALPHA
     assert alike(copied, expected) > ALPHA
-    assert alike(drafted, drawn(pair.plain, top_k=4)) < ALPHA
+    assert alike(drafted, fewer) < ALPHA
 
 
 def alike(*samples: Counter[tuple[int, ...]]) -> float:
     """Chi-square test of homogeneity; rare texts count as one."""
     common = [text for text, count in (samples[0] + samples[1]).items() if count >= 16]
     rows = [[sample[text] for text in common] + [sample.total() - sum(sample[t] for t in common)] for sample in samples]
-    assert len(common) > 8
     columns = [column for column in zip(*rows, strict=True) if sum(column) > 0]
     return float(scipy.stats.chi2_contingency(list(zip(*columns, strict=True))).pvalue)
 
