@@ -19,7 +19,7 @@ from int8_target import int8_target
 from lora_adapters import adapter_flags
 from picture_targets import picture_target
 from random_drafter import damaged_drafter, random_drafter
-from server_pool import NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Recipe, ServerPool
+from server_pool import NO_SCRIPTS, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Recipe, ServerPool
 from spoken_target import spoken_target
 
 from sglang_dspark.tools.demo import smollm2
@@ -189,12 +189,10 @@ SERVERS: dict[str, Recipe] = {
     "hybrid_graphs": _tiny(
         "Qwen3_5ForCausalLM", *MIDDLE_STATES, "--max-running-requests", "4", env=SNAPSHOTS | emulated_graphs()
     ),
-    # Not every model of transformers can be compiled as one is imported, and SGLang looks at all of them here.
     "plain_mistral3": Recipe(
-        model=lambda folder: picture_target("Mistral3ForConditionalGeneration", folder / "target"),
-        env={"PYTORCH_JIT": "0"},
+        model=lambda folder: picture_target("Mistral3ForConditionalGeneration", folder / "target"), env=NO_SCRIPTS
     ),
-    "mistral3": _reading("Mistral3ForConditionalGeneration", env={"PYTORCH_JIT": "0"}),
+    "mistral3": _reading("Mistral3ForConditionalGeneration", env=NO_SCRIPTS),
     # Layers that keep recurrent states.
     "plain_hybrid": Recipe(
         lambda folder: (*_letters(folder), *STATES, *NO_SNAPSHOTS),

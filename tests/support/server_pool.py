@@ -28,6 +28,8 @@ _COMMON = {**({} if ON_GPU else CPU_ENV), **sitecustomized(RANDOM_LENGTHS), **_A
 # Windows of recurrent layers have 16 bits whatever the model has, and a text that is encoded again differs by more than
 # near-ties from one that was decoded.
 WHOLE_WINDOWS = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+# Not every model of transformers can be compiled as one is imported, and SGLang looks at all of them for Mistral 3.
+NO_SCRIPTS = {"PYTORCH_JIT": "0"}
 NO_SNAPSHOTS = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
 """What a plain server on a CPU needs for recurrent states; DSPARK decides the same by itself."""
 
@@ -70,7 +72,8 @@ def run_script(script: str, argument: Any, env: Mapping[str, str], log: Path) ->
             command = [sys.executable, "-c", script, text]
             status = subprocess.run(command, check=False, env=env, stdout=file, stderr=file).returncode
     else:
-        status = Forked(_COMMON, [text], env, log, script).wait()
+        imported = {**_COMMON, **{name: env[name] for name in env.keys() & NO_SCRIPTS.keys()}}
+        status = Forked(imported, [text], env, log, script).wait()
     printed = log.read_text()
     assert status == 0, printed[-4000:]
     return printed

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from server_pool import ON_GPU, WHOLE_WINDOWS, run_script
+from server_pool import NO_SCRIPTS, ON_GPU, WHOLE_WINDOWS, run_script
 
 from sglang_dspark.tools.launch import CPU_ENV
 
@@ -61,6 +61,9 @@ def ask(folder: Path, texts: Sequence[Text]) -> list[Outputs]:
     """
     # Grouped routing is compiled otherwise, for half a minute.
     emulated = {**CPU_ENV, "TORCH_COMPILE_DISABLE": "1", **WHOLE_WINDOWS}
+    [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
+    if architecture == "Mistral3ForConditionalGeneration":
+        emulated |= NO_SCRIPTS
     path = str(Path(__file__).parent)
     script = (
         f"import json, sys; sys.path.append({path!r}); import target_probe as p; p.answer(*json.loads(sys.argv[1]))"
