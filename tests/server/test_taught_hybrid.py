@@ -18,7 +18,7 @@ from sglang_dspark.tools.launch import dspark_flags
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 NUM_TOKENS = 48
-STATES = ("--max-mamba-cache-size", "40", "--context-length", "256")
+STATES = ("--max-mamba-cache-size", "48", "--context-length", "256")
 TRAINING = (
     *("--raw", "--max-tokens", "48", "--held-out", "16", "--block-size", "5", "--rank", "32"),
     *("--steps", "300", "--batch-rows", "8", "--anchors", "12", "--learning-rate", "2e-3", "--checkpoint-every", "100"),

@@ -176,7 +176,8 @@ TINY: dict[str, Tiny] = {
         "Qwen3VLMoeForConditionalGeneration",
         {**_MROPE, **EXPERTS, "num_experts": 8, "norm_topk_prob": True, "decoder_sparse_step": 1},
         chosen=2,
-        vision=_QWEN3_VISION,
+        # As many as SGLang takes for granted here.
+        vision={**_QWEN3_VISION, "depth": 3, "deepstack_visual_indexes": [0, 1, 2]},
         transposed=True,
     ),
 }
@@ -299,7 +300,7 @@ SEEDS: dict[str, int] = {
     "Mistral3ForConditionalGeneration": 12,
     "Qwen2_5_VLForConditionalGeneration": 22,
     "Qwen3VLForConditionalGeneration": 13,
-    "Qwen3VLMoeForConditionalGeneration": 14,
+    "Qwen3VLMoeForConditionalGeneration": 11,
     "Qwen3NextForCausalLM": 11,
     "Qwen3_5MoeForCausalLM": 12,
     "Qwen3_5ForCausalLM": 12,
