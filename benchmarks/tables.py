@@ -33,6 +33,7 @@ DOCUMENTS = (
     ROOT / "benchmarks" / "README.md",
     *(DOCS / f"{name}.md" for name in ("performance", "scheduling", "support")),
 )
+BESIDE_BUILTIN = ("users", "plain SGLang", "its DSPARK", "`auto`", "auto / plain", "auto / its DSPARK")
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 WIDTH = 140
 WHOLE = "all parts"
@@ -106,9 +107,6 @@ def bundled_on_gpu() -> str:
         rows.append([users, *speeds, *beside])
     header = (*BESIDE_BUILTIN, "`scheduled`", "`auto`, block of 13")
     return _section(header, rows, _origin("Output tokens per second of all users together", frame, folder))
-
-
-BESIDE_BUILTIN = ("users", "plain SGLang", "its DSPARK", "`auto`", "auto / plain", "auto / its DSPARK")
 
 
 def _beside_builtin(frame: pd.DataFrame, auto: str) -> Iterator[tuple[str, pd.DataFrame, list[str]]]:

@@ -119,11 +119,12 @@ def _compiling_only(
 
     driver.set_active(_AbsentGpu(capability))
     room = SHARED_BYTES[capability]
-    properties = (
+    with (
+        patch.object(JITFunction, "run", compile_only),
         patch.object(walk, "shared_bytes", lambda device: room),
         patch.object(window, "num_processors", lambda device: _PROCESSORS),
-    )
-    with patch.object(JITFunction, "run", compile_only), properties[0], properties[1], kernels_anywhere():
+        kernels_anywhere(),
+    ):
         yield found
 
 

@@ -29,12 +29,12 @@ class Fleet:
         *,
         together: bool = False,
     ) -> None:
-        """Describe the fleet; the servers start, one after the other, when the ``with`` block is entered.
+        """Describe the fleet; the servers start when the ``with`` block is entered.
 
         Args:
             servers: servers that were not started yet, by label; several labels may share one.
             on_start: called with the (first) label before each start.
-            together: start all of them at once.
+            together: start all of them at once, not one after the other.
         """
         self._servers = servers
         self._on_start = on_start

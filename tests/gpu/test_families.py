@@ -23,7 +23,7 @@ MARGIN = 0.5  # of logits that rounding does not swap
 
 @pytest.mark.parametrize("architecture", [each.architecture for each in FAMILIES if not each.recurrent])
 def test_states_and_tokens(architecture, tmp_path):
-    """Of half of the rows: where two experts stand close, rounding may choose the other one, and the row is another."""
+    """Half of the rows decide: where two experts stand close, rounding may choose the other one for a row."""
     model = write_target(architecture, tmp_path)
     texts = [Text(continued(model, prompt, NUM_TOKENS), len(prompt)) for prompt in PROMPTS]
     clear_tokens = []

@@ -79,14 +79,16 @@ def served(pair: Pair) -> LaunchedServer:
 
 
 @pytest.mark.parametrize("name", ["static", "auto", "off"])
-def test_texts_begin_as_the_plain_servers_do(pair, name):
+def test_texts_begin_as_the_plain_servers_do(pair, name, request):
     expected, server = pair
+    form = request.node.callspec.params["pair"]
+    # With weights in eight bits an H200 wrote half of the texts, without drafts too. Wrong rows share none.
+    least = 0.4 if form in METHODS or "--quantization" in FORMS[form] else 0.75
     with policy(server, name):
         for concurrency in (1, 4):
             found = texts(server, concurrency)
             same = [ours[:ALIKE] == theirs[:ALIKE] for ours, theirs in zip(found, expected, strict=True)]
-            # With weights in eight bits an H200 wrote half of them, without drafts too. Wrong rows share no text.
-            assert sum(same) >= 0.4 * len(same)
+            assert sum(same) >= least * len(same)
 
 
 def test_drafts_are_accepted(served):
