@@ -1,6 +1,7 @@
 """Prepares every test: no settings of this machine's user, no network; Triton kernels also run without a GPU."""
 
 import os
+from collections.abc import Iterator
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported. Threads of several processes that wait for each other on the same cores wait long.
@@ -11,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from sglang_dspark import on_cpu
+from sglang_dspark.fence import FAILURES
 
 on_cpu.watch_imports()  # the stand-in of this working tree, whichever one the environment was switched by
 
@@ -28,6 +30,14 @@ if not torch.cuda.is_available():
     interpreting.patch_once_per_launch()
     # For this process alone: servers that tests start would inherit the variable.
     del os.environ["TRITON_INTERPRET"]
+
+
+@pytest.fixture(autouse=True)
+def no_advice_fails() -> Iterator[None]:
+    """What only advises is fenced: without this, a test would not see it fail."""
+    FAILURES.clear()
+    yield
+    assert not FAILURES
 
 
 # How long an example takes says nothing here: servers of other tests run beside it.

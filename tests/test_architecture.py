@@ -17,7 +17,7 @@ TRAINING = ROOT / "training" / "dspark_training"
 MAX_LINES = 400
 KERNEL_IMPORTS = {"torch", "triton", "dspark_kernels"}
 # Every part of the package may import these.
-BASE = {"__init__", "declared", "errors", "files"}
+BASE = {"__init__", "declared", "errors", "fence", "files"}
 # Parts that each part may import besides; what serves imports no tool.
 MAY_IMPORT = {
     "hub": set(),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_dspark.calibration.fit import Verdict
 from sglang_dspark.config import POLICY_NAMES
+from sglang_dspark.fence import FAILURES
 from sglang_dspark.metrics.counters import Counters
 from sglang_dspark.metrics.history import History
 from sglang_dspark.metrics.sums import MEASURED_MS, PREDICTED_MS, STEPS, TIMED_STEPS, Figures, Sums, requests_of
@@ -59,6 +60,8 @@ POSITION_COUNTERS = {
     "position_predicted_survivors_total": "Draft tokens with a predicted survival that survived.",
 }
 """By label ``position``: index in the block, 0 first."""
+ADVICE_COUNTERS = {"failed_advice_total": "Calls that failed of what only advises, which requests went on without."}
+"""By label ``advice``."""
 POLICY_COUNTERS = {"policy_steps_total": "Decode steps chosen by the policy."}
 GAUGES = {
     "tokens_per_second": "Tokens committed per second, last minute.",
@@ -119,7 +122,7 @@ class Metrics:
         self._exported: dict[tuple[str, ...], float] = {}
         registry = prometheus_client.REGISTRY if registry is None else registry
         self._families: dict[str, Any] = {}
-        counted = {"load": LOAD_COUNTERS, "position": POSITION_COUNTERS, "policy": POLICY_COUNTERS}
+        counted = {"load": LOAD_COUNTERS, "position": POSITION_COUNTERS, "policy": POLICY_COUNTERS, "advice": ADVICE_COUNTERS}
         for label, described in counted.items():
             for name, text in described.items():
                 names = [*self._labels, label]
@@ -175,6 +178,8 @@ class Metrics:
                 yield name, value, {"position": str(position)}
         for policy, steps in list(self._counters.steps_by_policy.items()):
             yield "policy_steps_total", steps, {"policy": policy}
+        for advice, failures in list(FAILURES.items()):
+            yield "failed_advice_total", failures, {"advice": advice}
 
     def _levels(self) -> Iterator[tuple[str, float | None, dict[str, str]]]:
         recent, state = self._history.snapshot().recent_report(), self._state()

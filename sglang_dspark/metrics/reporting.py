@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from sglang_dspark.calibration.fit import Fit
+from sglang_dspark.fence import FAILURES
 from sglang_dspark.metrics.counters import Counters
 from sglang_dspark.metrics.first_drafts import FirstDrafts
 from sglang_dspark.metrics.history import History
@@ -82,6 +83,7 @@ class Reporting:
         """Return the parts of ``GET /dspark/stats``, see ``full_report``; ``history_s``: seconds to list one by one."""
         known: dict[str, Any] = {"block_size": self._gamma, "max_running_requests": self._max_running_requests}
         known["drafter_fit"] = self.fit.report()
+        known["failed_advice"] = dict(FAILURES)
         # The schedule first: it learns from what it has only noted so far.
         known |= self._schedule.report()
         return {"known": known, "snapshot": self._history.snapshot(history_s).packed()}

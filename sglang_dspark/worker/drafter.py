@@ -22,6 +22,7 @@ from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import load_draft_model, random_draft_model
 from sglang_dspark.draft.window import DraftWindow
 from sglang_dspark.engine.forward.target import Target
+from sglang_dspark.fence import fenced
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 from sglang_dspark.worker.draft_attention import block_attend
 
@@ -143,7 +144,7 @@ class Drafter:
         drawn = self.config.drawn(depth)
         hidden = hidden[:, first : first + drawn].reshape(bs * drawn, -1)
         # One more than slots: the token behind a block shows how good candidates are, too.
-        chains = find_chains(step.requests, self.cache.tokens, depth + 1, step.rules)
+        chains = found_chains(step, self.cache.tokens, depth + 1)
         candidates = Candidates(chains, weights)
         block = draft_block(
             self.heads.base_logits(hidden).view(bs, drawn, -1),
@@ -203,6 +204,12 @@ class Drafter:
         }
 
 
+@fenced("candidates", instead=lambda step, tokens, number: Candidates.no_chains(len(step), number, tokens.device))
+def found_chains(step: DecodeBatch, slot_tokens: torch.Tensor, num_candidates: int) -> torch.Tensor:
+    """Return the chains of a step, see :func:`dspark_kernels.find_chains`."""
+    return find_chains(step.requests, slot_tokens, num_candidates, step.rules)
+
+
 def log_remarks(path: str, reading: Reading) -> None:
     """Log what reading the checkpoint at ``path`` made of keys that are left over, doubtful or unknown."""
     for remark in reading.remarks:
@@ -238,7 +245,7 @@ class NoDrafter:
 
     def propose(self, step: DecodeBatch, depth: int, *_given: Any) -> DraftBlock:
         """Return what the chains of requests offer."""
-        return DraftBlock.of_chains(find_chains(step.requests, self._tokens, depth, step.rules), depth)
+        return DraftBlock.of_chains(found_chains(step, self._tokens, depth), depth)
 
     def commit(self, plan: VerifyPlan, accepted: AcceptResult, captured: torch.Tensor) -> None:
         """Keep the tokens alone: the target's K/V is all there is."""

@@ -24,7 +24,7 @@ from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.engine.scheduler.grammars import ForcedTokens
 from sglang_dspark.engine.scheduler.logits_adjuster import StepAdjuster
 from sglang_dspark.engine.scheduler.measure_steps import Stepper
-from sglang_dspark.engine.scheduler.request_options import BatchOptions, chain_rules
+from sglang_dspark.engine.scheduler.request_options import BatchOptions, with_forced
 from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
@@ -69,7 +69,8 @@ class DSparkWorker(SpecWorkerBase):
             answers=self.answers,
         )
         self.request_options = CachedByBatch(asked)
-        self.forced = ForcedTokens(self.target_worker.tokenizer)
+        vocab_size = int(self.target_worker.model_runner.model_config.vocab_size)
+        self.forced = ForcedTokens(self.target_worker.tokenizer, vocab_size, self.max_verify + 1)
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
 
@@ -174,7 +175,7 @@ class DSparkWorker(SpecWorkerBase):
         """Read the step ahead out of SGLang's batch."""
         reqs, rules = batch.reqs, options.rules
         if batch.has_grammar and any(forced := [self.forced.of(req) for req in reqs]):
-            rules = chain_rules(reqs, self.device, self.answers, forced)
+            rules = with_forced(rules, reqs, forced, self.device)
         return read_decode_batch(
             batch,
             self.sampling.read(reqs),

@@ -109,14 +109,14 @@ def test_forced_tokens_follow_the_last_one(tokenizer, grammars, committed, force
     ids = tokenizer(f"x{committed}").input_ids
     req = SimpleNamespace(grammar=after(grammars["forcing"], ids[1:]), output_ids=ids)
     expected = (ids[-1], *tokenizer(forced).input_ids) if forced else ()
-    assert ForcedTokens(tokenizer).of(req) == expected
+    assert ForcedTokens(tokenizer, VOCAB, 16).of(req) == expected
 
 
 def test_tokens_that_llguidance_forces(tokenizer, grammars):
     req = SimpleNamespace(
         grammar=after(grammars["guided"], tokenizer("r").input_ids), output_ids=tokenizer("r").input_ids
     )
-    assert ForcedTokens(tokenizer).of(req) == tuple(tokenizer("red shoes-x").input_ids)
+    assert ForcedTokens(tokenizer, VOCAB, 16).of(req) == tuple(tokenizer("red shoes-x").input_ids)
 
 
 def test_nothing_is_forced_where_no_grammar_has_a_say(tokenizer, grammars):
@@ -125,7 +125,7 @@ def test_nothing_is_forced_where_no_grammar_has_a_say(tokenizer, grammars):
     finished.finished = True
     ended = after(grammars["forcing"], [*tokenizer("red shoes-x").input_ids, EOS])
     reqs = [SimpleNamespace(grammar=grammar, output_ids=[9]) for grammar in (None, thinking, finished, ended)]
-    assert [ForcedTokens(tokenizer).of(req) for req in reqs] == [()] * 4
+    assert [ForcedTokens(tokenizer, VOCAB, 16).of(req) for req in reqs] == [()] * 4
 
 
 def test_forced_texts_are_encoded_as_inside_of_a_text():
@@ -136,4 +136,63 @@ def test_forced_texts_are_encoded_as_inside_of_a_text():
     pieced = PreTrainedTokenizerFast(tokenizer_object=inner)
     forcing = SimpleNamespace(finished=False, is_terminated=lambda: False, try_jump_forward=lambda _: ([], "abc"))
     req = SimpleNamespace(grammar=forcing, output_ids=[9])
-    assert ForcedTokens(pieced).of(req) == (9, 2)
+    assert ForcedTokens(pieced, VOCAB, 16).of(req) == (9, 2)
+
+
+@pytest.mark.parametrize(
+    ("regex", "before", "forced"),
+    [
+        ("ok: (да|нет)", "", "ok: "),
+        ("ok: (да|нет)", "ok: ", ""),
+        ("(é|è)x", "", ""),
+        ("ok 한국어 (🙂|🚀)", "ok", " 한국어 "),
+        ("😀👍", "", "😀👍"),
+    ],
+)
+def test_forced_texts_end_before_the_letter_that_forks(tokenizer, regex, before, forced):
+    """Alternatives that share their first byte: xgrammar forces half a letter, which is no text."""
+    req = forced_by(tokenizer, XGrammarGrammarBackend(tokenizer, VOCAB, [EOS]).dispatch_regex(regex), before)
+    ids = tokenizer(forced).input_ids
+    expected = (req.output_ids[-1], *ids[:-1]) if len(ids) > 1 else ()
+    assert ForcedTokens(tokenizer, VOCAB, 64).of(req) == expected
+
+
+def test_nothing_is_forced_within_a_letter(tokenizer):
+    """A token of one byte may end within a letter; what is forced behind it does not begin with one."""
+    grammar = XGrammarGrammarBackend(tokenizer, VOCAB, [EOS]).dispatch_regex("да!")
+    req = forced_by(tokenizer, grammar, "")
+    grammar = after(grammar, tokenizer("д").input_ids[:1])
+    assert ForcedTokens(tokenizer, VOCAB, 64).of(SimpleNamespace(grammar=grammar, output_ids=[9])) == ()
+    assert len(ForcedTokens(tokenizer, VOCAB, 64).of(req)) == len(tokenizer("да!").input_ids)
+
+
+def test_a_forced_text_is_read_as_far_as_a_step_can_use_it(tokenizer):
+    """Of a long one the beginning; of one that takes the grammar too long to tell, no more than once."""
+    xgrammar, llguidance = XGrammarGrammarBackend(tokenizer, VOCAB, [EOS]), GuidanceBackend(tokenizer, n_vocab=VOCAB)
+    for backend in (xgrammar, llguidance):
+        req = forced_by(tokenizer, backend.dispatch_regex("ab{9000}"), "a")
+        assert ForcedTokens(tokenizer, VOCAB, 5).of(req)[:6] == (*tokenizer("a").input_ids, *tokenizer("bbbbb").input_ids)
+    encoded = []
+    counting = SimpleNamespace(encode=lambda text, **_: encoded.append(len(text)) or tokenizer.encode(text))
+    asked = []
+    forcing = SimpleNamespace(
+        finished=False, is_terminated=lambda: False, try_jump_forward=lambda _: asked.append(1) or ([], "b" * 10**6)
+    )
+    req = SimpleNamespace(grammar=forcing, output_ids=[9])
+    for _ in range(3):
+        ForcedTokens(counting, VOCAB, 5).of(req)
+    assert len(asked) == 1 and max(encoded) < 200
+
+
+def test_forced_tokens_end_before_one_that_the_target_does_not_have(tokenizer):
+    for most, expected in ((VOCAB, "red shoes-"), (tokenizer("-").input_ids[0], "red shoes")):
+        grammar = XGrammarGrammarBackend(tokenizer, VOCAB, [EOS]).dispatch_regex("x" + FORCED)
+        req = forced_by(tokenizer, grammar, "xr")
+        found = ForcedTokens(tokenizer, most, 16).of(req)
+        assert found == tuple(tokenizer("r" + expected[1:]).input_ids)
+
+
+def forced_by(tokenizer: Any, grammar: Any, text: str) -> Any:
+    """A request whose text so far this is, behind another token."""
+    ids = tokenizer(text).input_ids
+    return SimpleNamespace(grammar=after(grammar, ids), output_ids=[9, *ids])

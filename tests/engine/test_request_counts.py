@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.api.request_counts import add_to_span, note_policy, report
+from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.scheduler.hook_handlers import end_request
 
 
@@ -51,7 +53,7 @@ def test_a_request_without_a_step_says_nothing():
 
 
 def test_a_span_says_what_became_of_the_drafts():
-    server = SimpleNamespace(config=SimpleNamespace(policy="auto"))
+    server = DSparkServer(DSparkConfig(), drafter=None, dummy_draft=False)
     manager = SimpleNamespace(server_args=SimpleNamespace(_dspark=server))
     counts = outputs(rounds=4, drafted=20, rows=12, accepted=6)
     span = {"gen_ai.request.id": "a"}

@@ -9,8 +9,9 @@ from dspark_kernels import ASKED_ROWS, CACHED_ROWS, MOST_MATCH, USUAL
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.api.request_field import ASKED, MAX_LABEL_TOKENS, settle
 from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.scheduler import request_options as module
 from sglang_dspark.engine.scheduler.answer_cache import AnswerCache
-from sglang_dspark.engine.scheduler.request_options import BatchOptions, chain_rules, request_options
+from sglang_dspark.engine.scheduler.request_options import BatchOptions, request_options, with_forced
 from sglang_dspark.speculation import RequestOptions
 from sglang_dspark.step.limits import RequestLimits
 
@@ -121,6 +122,26 @@ def test_too_many_tokens_are_refused_by_name():
     assert with_labels(Tokenizer(), candidates[:80])
 
 
+@pytest.mark.parametrize(
+    ("label", "named"),
+    [
+        ("\N{ZERO WIDTH SPACE}", "which has no token; drop it"),
+        ("yes \N{CYRILLIC SMALL LETTER A}", "whose token 1072 the target does not have"),
+        (chr(256), "whose token 256 the target does not have .its ids lie below 256.; drop it"),
+    ],
+)
+def test_labels_that_no_answer_can_hold_are_refused_by_name(label, named):
+    """A normaliser takes some letters for nothing, and a tokenizer may know more tokens than its model."""
+
+    class Normalising(Tokenizer):
+        def __call__(self, texts, **options):
+            return super().__call__([text.strip(" \N{ZERO WIDTH SPACE}") for text in texts], **options)
+
+    with pytest.raises(ValueError, match=f"speculation.candidates holds .*{named}"):
+        with_labels(Normalising(), ["no", label])
+    assert with_labels(Normalising(), ["no", chr(255)])
+
+
 @pytest.mark.parametrize("candidates", [["\N{GRINNING FACE}" * 51], [f"{place:0199d}" for place in range(200)]])
 def test_too_many_bytes_are_refused_before_they_are_tokenized(candidates):
     with pytest.raises(
@@ -165,13 +186,13 @@ def test_labels_are_one_text_that_is_looked_up_from_their_beginnings():
     recorded = settled({"dspark": {"preset": "replay", "recorded": list(range(12)), "max_draft": 4}})
     rules, never = batch_options([usual, labelled, recorded]).rules, MOST_MATCH + 1
     assert [tuple(row) for row in rules.bounds[:, [0, 2, 3]].tolist()] == [(3, USUAL[2], 0)] * 2 + [(3, 4, 0)]
-    text, needed = rules.second.tokens.tolist(), rules.second.needed.tolist()
-    assert rules.second.rows[1:].tolist() == [ASKED_ROWS] * 2
-    assert text[0] == [-1] * 14 and needed[0] == [never] * 14
-    assert text[1] == [-1, *b"ab", -1, *b" ab", -1, *b"c", -1, *b" c", -1, -1]
-    assert needed[1] == [never, 1, never, never, 1, 2, never, never, never, never, 1, never, never, never]
-    assert text[2] == [-1, *range(12), -1]
-    assert needed[2] == [never, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, never, never]
+    assert set(rules.second.rows.tolist()) == {ASKED_ROWS}
+    assert second_text(rules, 0) == ([], [])
+    assert second_text(rules, 1) == (
+        [-1, *b"ab", -1, *b" ab", -1, *b"c", -1, *b" c", -1],
+        [never, 1, never, never, 1, 2, never, never, never, never, 1, never, never],
+    )
+    assert second_text(rules, 2) == ([-1, *range(12), -1], [never, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, never, never])
 
 
 def test_answers_of_a_key_are_one_text_that_matches_anywhere_but_at_their_ends():
@@ -181,24 +202,40 @@ def test_answers_of_a_key_are_one_text_that_matches_anywhere_but_at_their_ends()
     reqs = [settled({"dspark": {"cache": key}}, answer_cache=1) for key in ("k", "other")]
     assert batch_options(reqs[1:], answers=cache).rules is None
     for kept in ([8, 9], [3]):
-        second = batch_options(reqs, answers=cache).rules.second
-        assert second.tokens.tolist() == [[-1, 4, 5, 6, 7], [-1] * 5]
-        assert second.needed.tolist() == [[never, 3, 3, 3, never], [never] * 5]
-        assert second.rows[0] == CACHED_ROWS
+        rules = batch_options(reqs, answers=cache).rules
+        assert second_text(rules, 0) == ([-1, 4, 5, 6, 7], [never, 3, 3, 3, never])
+        assert second_text(rules, 1) == ([], [])
+        assert set(rules.second.rows.tolist()) == {CACHED_ROWS}
         cache.keep("k", kept)
         cache.keep("other", kept)
     late = settled({"dspark": {"cache": "k", "preset": "summarization"}}, answer_cache=1)
-    second = batch_options([late], answers=cache).rules.second
-    assert second.tokens.tolist() == [[-1, 3, -1, 8, 9, -1, 4, 5, 6, 7]]
-    assert second.needed[0, :5].tolist() == [never, never, never, 3, never]
+    text, needed = second_text(batch_options([late], answers=cache).rules, 0)
+    assert text == [-1, 3, -1, 8, 9, -1, 4, 5, 6, 7]
+    assert needed[:5] == [never, never, never, 3, never]
 
 
 def test_forced_tokens_are_a_label_of_one_step():
+    """They come before what a request has asked for, and leave it where it is."""
     reqs = [settled(None), with_labels(Tokenizer(), ["ab"]), settled({"dspark": {"preset": "none"}})]
-    rules, never = chain_rules(reqs, torch.device("cpu"), forced=[(7, 8, 9), (7, 8), (7, 8)]), MOST_MATCH + 1
-    assert rules.second.tokens[:, :6].tolist() == [[-1, 7, 8, 9, -1, -1], [-1, 7, 8, -1, -1, *b"a"], [-1] * 6]
-    assert rules.second.needed[:, :4].tolist() == [[never, 1, 2, never], [never, 1, never, never], [never] * 4]
-    assert batch_options(reqs).rules.second.tokens[:, :3].tolist() == [[-1] * 3, [-1, *b"ab"], [-1] * 3]
+    usual, never = batch_options(reqs).rules, MOST_MATCH + 1
+    rules = with_forced(usual, reqs, [(7, 8, 9), (7, 8), (7, 8)], torch.device("cpu"))
+    assert second_text(rules, 0) == ([-1, 7, 8, 9, -1], [never, 1, 2, never, never])
+    tokens, needed = second_text(rules, 1)
+    assert (tokens[:4], needed[:4]) == ([-1, 7, 8, -1], [never, 1, never, never])
+    assert (tokens[4:], needed[4:]) == second_text(usual, 1)
+    assert second_text(rules, 2) == ([], [])
+    assert with_forced(usual, reqs, [(), (), (7, 8)], torch.device("cpu")) is usual
+    alone = with_forced(None, reqs[:1], [(7, 8)], torch.device("cpu"))
+    assert (second_text(alone, 0)[0], alone.bounds.tolist()) == ([-1, 7, 8, -1], [list(USUAL)])
+
+
+def test_what_a_step_looks_up_is_bounded(monkeypatch):
+    """Requests past the bound keep their bounds, and are drafted without their texts."""
+    monkeypatch.setattr(module, "MOST_PLACES", 8)
+    recorded = [{"preset": "replay", "recorded": list(range(length)), "max_draft": 2} for length in (3, 9, 1)]
+    rules = batch_options([settled({"dspark": field}) for field in recorded]).rules
+    assert [second_text(rules, request)[0] for request in range(3)] == [[-1, 0, 1, 2, -1], [], []]
+    assert rules.bounds[:, 2].tolist() == [2, 2, 2]
 
 
 def test_nothing_but_presets_speculates_without_a_drafter():
@@ -209,3 +246,9 @@ def test_nothing_but_presets_speculates_without_a_drafter():
 
 def batch_options(reqs, max_verify=7, answers=None):
     return BatchOptions.of(reqs, max_verify, torch.device("cpu"), answers=answers)
+
+
+def second_text(rules, request):
+    """The tokens of a request's second text, and what is needed."""
+    own = rules.second.requests == request
+    return rules.second.tokens[own].tolist(), rules.second.needed[own].tolist()

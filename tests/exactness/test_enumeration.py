@@ -128,8 +128,8 @@ def test_distribution_with_candidates_in_longer_blocks(monkeypatch, bounds):
 @pytest.mark.parametrize("rows", [CACHED_ROWS, ASKED_ROWS], ids=["compete", "copy"])
 def test_distribution_with_a_second_text(monkeypatch, rows):
     """It goes on where the text ends with 0, or with 2 and 1; what it was asked for is copied in any case."""
-    text = torch.tensor([[[-1, 0, 2, -1, 2, 1, 1, -1]], [[9, 1, 9, 9, 1, 2, 9, 9]]])
-    second = SecondTexts(*text, torch.tensor([rows]))
+    parts = [-1, 0, 2, -1, 2, 1, 1, -1], [9, 1, 9, 9, 1, 2, 9, 9], [rows] * 8, [0] * 8
+    second = SecondTexts(*torch.tensor(parts))
     assert distribution_error(monkeypatch, STATIC, 2, bounds=[COMPETING], second=second) < TOLERANCE
 
 

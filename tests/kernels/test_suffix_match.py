@@ -80,15 +80,12 @@ def test_requests_have_bounds_of_their_own(device, form):
     assert {row[0] > ASKED_ROWS for row in found.tolist()} == {True, False}
 
 
-def rules_of(bounds, seconds, rows, device):
-    """Rules of requests whose second texts are pairs of tokens and what is needed, padded to the longest."""
-    width = max(len(tokens) for tokens, _ in seconds)
-
-    def padded(part, filler):
-        return torch.tensor([pair[part] + [filler] * (width - len(pair[part])) for pair in seconds], device=device)
-
-    second = SecondTexts(padded(0, -1), padded(1, MOST_MATCH + 1), torch.tensor(rows, device=device))
-    return ChainRules(torch.tensor(bounds, device=device), second)
+def rules_of(bounds, seconds, row, device):
+    """Rules of requests whose second texts are pairs of tokens and what is needed."""
+    requests = [request for request, (tokens, _) in enumerate(seconds) for _ in tokens]
+    parts = [[value for pair in seconds for value in pair[part]] for part in range(2)]
+    second = (torch.tensor(part, device=device) for part in (*parts, [row] * len(requests), requests))
+    return ChainRules(torch.tensor(bounds, device=device), SecondTexts(*second))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +107,7 @@ def test_labels_go_on_where_a_text_ends_with_their_beginning(device, ending, mat
     text = [-1, 1, 2, 3, 4, -1, 2, 3, 5, 6, -1, 3, 7, -1, 2, 9, -1]
     labels = [text, [9, 1, 2, 3, 9, 9, 1, 2, 3, 9, 9, 1, 9, 9, 1, 9, 9]]
     case = case_of([[8, 8, 8, 8, 0, *ending]], device)
-    rules = rules_of([(3, 8, 2, 0)], [labels], [ASKED_ROWS], device)
+    rules = rules_of([(3, 8, 2, 0)], [labels], ASKED_ROWS, device)
     expected = [matched + ASKED_ROWS, 0, *rest, -1] if matched else suffix_match(*case, 3, rules)[0].tolist()
     assert find_chains(*case, 3, rules).tolist() == [expected]
 
@@ -125,6 +122,19 @@ def literal_of_both(text, answers, num_candidates, bounds):
                 if answer[end - matched : end] == suffix and min(*suffix, answer[end]) >= 0:
                     return [CACHED_ROWS + matched, 0, *answer[end:][: min(num_candidates, bounds[2])]]
     return own
+
+
+def test_second_texts_of_some_requests_are_theirs(device):
+    """A request without one finds nothing, though it ends as another one's goes on; nor does a text go on in the next."""
+    texts = [[9, 0, 1, 2], [0, 1, 2], [7, 5, 6], [0, 1, 2]]
+    labels = [([-1, 1, 2, 3, -1], [9, 1, 2, 9, 9]), ([], []), ([-1, 5, 6], [9, 1, 2]), ([-1, 1, 2, 4, 4, -1], [1] * 6)]
+    rules = rules_of([USUAL] * 4, labels, ASKED_ROWS, device)
+    asked = [ASKED_ROWS + 2, 0]
+    found = find_chains(*case_of(texts, device), 2, rules).tolist()
+    assert found == [[*asked, 3, -1], [0, 0, -1, -1], [*asked, -1, -1], [*asked, 4, 4]]
+    some = torch.tensor([3, 1], device=device)
+    part = find_chains(*case_of([texts[3], texts[1]], device), 2, rules.take(some)).tolist()
+    assert part == [found[3], found[1]]
 
 
 def up_to_the_first_that_is_none(chains):
@@ -146,7 +156,7 @@ def test_answers_go_on_where_they_match_farther_than_the_own_text(device, monkey
         pairs = zip(tokens, [*tokens, -1][1:], strict=True)
         needed = [LEAST_MATCH if min(pair) >= 0 else MOST_MATCH + 1 for pair in pairs]
         seconds.append((tokens, needed))
-    rules = rules_of(bounds, seconds, [CACHED_ROWS] * bs, device)
+    rules = rules_of(bounds, seconds, CACHED_ROWS, device)
     found = find_chains(*case_of(texts, device), num_candidates, rules).tolist()
     expected = [literal_of_both(*case, num_candidates, of) for *case, of in zip(texts, answers, bounds, strict=True)]
     assert up_to_the_first_that_is_none(found) == up_to_the_first_that_is_none(expected)

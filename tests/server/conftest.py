@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from byte_tokenizer import save_byte_tokenizer
 from family_targets import written_target
-from golden_server import DSPARK, GUARDED, TARGET, TWO_RANKS, emulated_graphs, of_sglang_alone, own_worker
+from golden_server import DSPARK, GUARDED, PLANTED_FAULTS, TARGET, TWO_RANKS, emulated_graphs, of_sglang_alone, own_worker
 from int8_target import int8_target
 from lora_adapters import adapter_flags
 from picture_targets import picture_target
@@ -48,6 +48,13 @@ def _letters(folder: Path) -> tuple[str | Path, ...]:
     # If a schema allows whitespace, the golden target writes nothing else.
     grammars = ("--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace")
     return ("--tokenizer-path", save_byte_tokenizer(folder), *grammars)
+
+
+def _advised(folder: Path) -> tuple[str | Path, ...]:
+    tokenizer = ("--tokenizer-path", save_byte_tokenizer(folder, beyond=("<beyond>",)))
+    # Nobody listens to the spans.
+    watched = ("--enable-metrics", "--enable-trace", "--otlp-traces-endpoint", "127.0.0.1:9", "--decode-log-interval", "8")
+    return (*DSPARK, *KEEPS_ANSWERS, *tokenizer, "--constrained-json-disable-any-whitespace", *watched)
 
 
 def _tiny(architecture: str, *flags: str, env: Mapping[str, str] | None = None) -> Recipe:
@@ -106,6 +113,10 @@ SERVERS: dict[str, Recipe] = {
     "guarded": Recipe(lambda folder: GUARDED),
     # Blocks longer than the drafter's, whose last slots are copied.
     "letters": Recipe(lambda folder: (*DSPARK, *_letters(folder), "--speculative-dspark-block-size", "15")),
+    # All that advises: answers, spans, metrics; forced tokens of SGLang's default grammar backend. The tokenizer knows a
+    # token more than the target.
+    "advised": Recipe(_advised),
+    "planted": Recipe(_advised, env=PLANTED_FAULTS),
     # Under overlap SGLang counts penalties one token late.
     "plain_letters": Recipe(lambda folder: (*_letters(folder), "--disable-overlap-schedule")),
     # Streams that are parsed; every step commits as much as it can.

@@ -64,8 +64,12 @@ def emulated_graphs() -> dict[str, str]:
     return {**CPU_ENV, **sitecustomized(EMULATION), "TRITON_INTERPRET": "1"}
 
 
-LATE = ("SGLANGS_OWN_ON_A_CPU", "SGLANG_DSPARK_ENGINE", "SGLANG_RAGGED_VERIFY_MODE")
-"""Variables of :func:`own_worker`, which do not change what is imported."""
+OWN_WORKER = ("SGLANGS_OWN_ON_A_CPU", "SGLANG_DSPARK_ENGINE", "SGLANG_RAGGED_VERIFY_MODE")
+"""Variables of :func:`own_worker`."""
+PLANTED_FAULTS = {"PLANTED_FAULTS": "1"}
+"""Has whatever only advises fail on a server, see ``patching.plant_faults``."""
+LATE = (*OWN_WORKER, *PLANTED_FAULTS)
+"""Variables that do not change what is imported."""
 
 
 def own_worker(engine: str, mode: str = "static") -> dict[str, str]:
@@ -75,7 +79,7 @@ def own_worker(engine: str, mode: str = "static") -> dict[str, str]:
         engine: ``scheduled``, ``builtin``, or ``auto`` for :func:`of_sglang_alone`.
         mode: ``compact`` lets requests verify different numbers of drafts.
     """
-    variables = dict(zip(LATE, ("1", engine, mode), strict=True))
+    variables = dict(zip(OWN_WORKER, ("1", engine, mode), strict=True))
     if engine == "auto":
         del variables["SGLANG_RAGGED_VERIFY_MODE"]
     return variables

@@ -268,7 +268,8 @@ def test_labels_are_looked_up_beside_graphs(monkeypatch, tmp_path):
     loop, case = GraphLoop(monkeypatch, [4], schedule="static", draft=folder), CASES[0]
     text = [-1, *case["output_ids"][:NUM_TOKENS], -1]
     needed = [9, *range(1, 9), *[8] * (NUM_TOKENS - 9), 9, 9]
-    loop.second = SecondTexts(torch.tensor([text]), torch.tensor([needed]), torch.tensor([ASKED_ROWS]))
+    parts = (text, needed, [ASKED_ROWS] * len(text), [0] * len(text))
+    loop.second = SecondTexts(*map(torch.tensor, parts))
     assert loop.serve([case["prompt_ids"]], NUM_TOKENS) == [case["output_ids"][:NUM_TOKENS]]
     assert all(loop.replayed) and max(kept for *_, kept in loop.traces[0]) == loop.gamma
 

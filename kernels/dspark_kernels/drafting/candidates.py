@@ -8,7 +8,7 @@ candidates.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -35,21 +35,31 @@ USUAL = (LEAST_MATCH, MOST_MATCH, 1 << 30, 0)
 
 @dataclass(frozen=True)
 class SecondTexts:
-    """Hold texts in which the ends of requests' own are looked up as well.
+    """Hold texts in which the ends of requests' own are looked up as well, one text behind the other.
 
     Attributes:
-        tokens: [bs, L] int64, -1 before each part of a text and behind the last.
-        needed: [bs, L] int64, how many tokens have to match up to each place.
-        rows: [bs] int64, what is added to ``MATCHED`` of a chain from there: ``CACHED_ROWS`` or ``ASKED_ROWS``.
+        tokens: [L] int64, -1 before each part of a text and behind the last.
+        needed: [L] int64, how many tokens have to match up to each place.
+        rows: [L] int64, what is added to ``MATCHED`` of a chain from there: ``CACHED_ROWS`` or ``ASKED_ROWS``.
+        requests: [L] int64, index of the request that has the place; past the last one for none.
     """
 
     tokens: torch.Tensor
     needed: torch.Tensor
     rows: torch.Tensor
+    requests: torch.Tensor
 
-    def take(self, index: torch.Tensor) -> SecondTexts:
-        """Return the texts of some requests."""
-        return SecondTexts(self.tokens[index], self.needed[index], self.rows[index])
+    def take(self, index: torch.Tensor, bs: int) -> SecondTexts:
+        """Return the texts of some of ``bs`` requests. No host sync: places of the others stay, and belong to none."""
+        renamed = torch.full((bs + 1,), len(index), device=index.device)
+        renamed[index] = torch.arange(len(index), device=index.device)
+        return replace(self, requests=renamed[self.requests])
+
+    def beside(self, other: SecondTexts | None) -> SecondTexts:
+        """Return these texts and others of the same requests."""
+        if other is None:
+            return self
+        return SecondTexts(*map(torch.cat, zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,8 @@ class ChainRules:
 
     def take(self, index: torch.Tensor) -> ChainRules:
         """Return the rules of some requests."""
-        return ChainRules(self.bounds[index], None if self.second is None else self.second.take(index))
+        second = None if self.second is None else self.second.take(index, len(self.bounds))
+        return ChainRules(self.bounds[index], second)
 
 
 @cache
@@ -89,6 +100,13 @@ class Candidates:
 
     chains: torch.Tensor
     weights: torch.Tensor
+
+    @staticmethod
+    def no_chains(bs: int, num_candidates: int, device: torch.device) -> torch.Tensor:
+        """Return [bs, 2 + num_candidates] int64 chains of requests for which nothing was found."""
+        chains = torch.full((bs, FIRST + num_candidates), -1, device=device)
+        chains[:, :FIRST] = 0
+        return chains
 
     @staticmethod
     def parts(chains: T) -> tuple[T, T, T]:

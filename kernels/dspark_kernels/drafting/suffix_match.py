@@ -10,6 +10,8 @@ Bytes: 12 per token of context, for its slot and its token; where the last token
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -49,16 +51,23 @@ def find_chains(
     chains = suffix_match(requests, slot_tokens, num_candidates, rules)
     if rules is None or rules.second is None:
         return chains
-    text, needed = rules.second.tokens, rules.second.needed
-    rows, length = rules.second.rows[:, None], rules.bounds[:, LENGTH, None]
-    lengths, ends = _matched(_padded(text), _suffix(requests, slot_tokens)), text.shape[1] - 1 - _places(text)
-    best = (lengths * text.shape[1] + ends).where(lengths >= needed, -1).argmax(1, keepdim=True)
-    matched = lengths.gather(1, best)
+    second, device = rules.second, chains.device
+    size, owners = len(second.tokens), second.requests
+    # Places that belong to no request find what equals nothing.
+    suffix = torch.nn.functional.pad(_suffix(requests, slot_tokens), (0, 0, 0, 1), value=-2)
+    text = torch.nn.functional.pad(second.tokens, (MOST_MATCH, num_candidates + 1), value=-1)
+    lengths = _matched(text, size, lambda back: suffix[owners, back])
+    # One number for a place, of which the largest is the best: matched tokens with their row, then how early it is.
+    scores = (lengths + second.rows) * size + torch.arange(size - 1, -1, -1, device=device)
+    nothing = torch.full((len(requests) + 1,), -1, device=device)
+    best = nothing.scatter_reduce(0, owners, scores.where(lengths >= second.needed, -1), "amax")[:-1, None]
     # A row of what was asked for is above all matches of what competes.
-    is_found = (matched >= needed.gather(1, best)) & (matched + rows - CACHED_ROWS > chains[:, :1])
-    places = torch.arange(num_candidates, device=text.device)
-    behind = _padded(text).gather(1, (MOST_MATCH + best + 1 + places).clamp_max(MOST_MATCH + text.shape[1]))
-    found = torch.cat([matched + rows, 0 * best, behind.where(places < length, -1)], 1)
+    matched, place = best // size, size - 1 - best % size
+    is_found = (best >= 0) & (matched - CACHED_ROWS > chains[:, :1])
+    places = torch.arange(num_candidates, device=device)
+    behind = text[MOST_MATCH + place + 1 + places]
+    is_there = (places < rules.bounds[:, LENGTH, None]) & ((behind >= 0).cumprod(1) > 0)  # the next text is another's
+    found = torch.cat([matched, torch.zeros_like(matched), behind.where(is_there, -1)], 1)
     return torch.where(is_found, found, chains)
 
 
@@ -72,11 +81,12 @@ def suffix_match_ref(
     last = requests.prefix_lens.to(torch.int64)[:, None]  # [bs, 1] position of the anchor
     width = max(1, int(last.max()))
     slots = requests.req_to_token[requests.req_pool_indices, :width]
-    text, bounds = _padded(slot_tokens[slots.long()]), _bounds(requests, rules)
+    text = torch.nn.functional.pad(slot_tokens[slots.long()], (MOST_MATCH, 1), value=-1)
     text.scatter_(1, MOST_MATCH + last, requests.anchors.to(torch.int64)[:, None])
 
-    ends = _places(slots)
-    lengths = _matched(text, _suffix(requests, slot_tokens)).where(ends < last, 0)
+    bounds, suffix = _bounds(requests, rules), _suffix(requests, slot_tokens)
+    ends = torch.arange(width, device=text.device)
+    lengths = _matched(text, width, lambda back: suffix[:, back, None]).where(ends < last, 0)
     lengths = torch.minimum(lengths, bounds[:, MOST, None])
     best = (lengths * width + ends).argmax(1, keepdim=True)
     matched = lengths.gather(1, best)
@@ -88,16 +98,6 @@ def suffix_match_ref(
     return torch.cat([matched + bounds[:, ROW, None] * (matched > 0), torch.zeros_like(matched), tokens], 1)
 
 
-def _places(text: torch.Tensor) -> torch.Tensor:
-    """[width] int64 of a text [bs, width]."""
-    return torch.arange(text.shape[1], device=text.device)
-
-
-def _padded(text: torch.Tensor) -> torch.Tensor:
-    """Return a text [bs, width] behind places that nothing equals, as nothing equals a token of -1, and before one."""
-    return torch.nn.functional.pad(text, (MOST_MATCH, 1), value=-1)
-
-
 def _suffix(requests: StepRequests, slot_tokens: torch.Tensor) -> torch.Tensor:
     """[bs, MOST_MATCH] int64, the last tokens of requests' texts, the anchor first; -2 for what equals nothing."""
     places = requests.prefix_lens.to(torch.int64)[:, None] - torch.arange(1, MOST_MATCH, device=slot_tokens.device)
@@ -107,13 +107,21 @@ def _suffix(requests: StepRequests, slot_tokens: torch.Tensor) -> torch.Tensor:
     return suffix.masked_fill(suffix < 0, -2)
 
 
-def _matched(text: torch.Tensor, suffix: torch.Tensor) -> torch.Tensor:
-    """[bs, width] int64 tokens up to each place of a padded text that are those of ``suffix``, the last one first."""
-    width = text.shape[1] - MOST_MATCH - 1
-    lengths = torch.zeros_like(text[:, :width])
+def _matched(text: torch.Tensor, width: int, wanted: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """Return how many tokens up to each place of texts are the ends of requests' own.
+
+    Args:
+        text: [..., at least MOST_MATCH + width] int64, behind MOST_MATCH places that nothing equals.
+        width: places that are asked about.
+        wanted: returns the token before the last ``back`` ones of the requests' texts, to be compared at every place.
+
+    Returns:
+        [..., width] int64.
+    """
+    lengths = torch.zeros_like(text[..., :width])
     matches = lengths == 0
     for back in range(MOST_MATCH):
-        matches = matches & (text[:, MOST_MATCH - back :][:, :width] == suffix[:, back, None])
+        matches = matches & (text[..., MOST_MATCH - back :][..., :width] == wanted(back))
         if reads_are_free(text) and not matches.any():
             break
         lengths += matches

@@ -13,11 +13,13 @@ from typing import Any
 from pydantic import BaseModel, create_model
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
+from sglang_dspark.fence import fenced, nothing
 
 _DONE = "data: [DONE]"
 _NOTED = "dspark_meta_info"
 
 
+@fenced("acceptance of requests", instead=nothing)
 def acceptance(meta_info: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the acceptance of one request, None if it took part in no decode step.
 
@@ -41,6 +43,7 @@ def acceptance(meta_info: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
+@fenced("notes of requests", instead=nothing)
 def note(request: Any, meta_info: Mapping[str, Any]) -> None:
     """Keep the counts of a whole answer where :func:`stream_with_acceptance` finds them.
 
@@ -50,6 +53,7 @@ def note(request: Any, meta_info: Mapping[str, Any]) -> None:
     setattr(request, _NOTED, meta_info)
 
 
+@fenced("acceptance of requests", instead=nothing)
 def add_acceptance(response: Any, serving: Any, request: Any, answers: Sequence[Mapping[str, Any]], _: int) -> Any:
     """Hook after SGLang has built a response of one generation: return it with the field, or None to leave it.
 
@@ -86,6 +90,7 @@ async def stream_with_acceptance(
         yield held
 
 
+@fenced("acceptance of requests", instead=lambda event, meta_info: event)
 def _extended(event: str, meta_info: Mapping[str, Any]) -> str:
     """Return an event with the field; one that is no part of the answer, an error, as it is."""
     start, data, rest = event.partition("data: ")

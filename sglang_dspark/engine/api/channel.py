@@ -10,6 +10,7 @@ from typing import Any
 from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.sglang_types import TokenizerManager
 from sglang_dspark.errors import BusyError, ConfigError
+from sglang_dspark.fence import fenced
 from sglang_dspark.metrics.history import HISTORY_S
 
 KEY = "dspark"
@@ -54,7 +55,7 @@ class Channel:
 
         Raises:
             ConfigError: the scheduler refuses.
-            BusyError: it does not answer in time, or too many questions wait already.
+            BusyError: it cannot answer, or not in time, or too many questions wait already.
         """
         key = (question, *sorted(fields.items()))
         task = self._unsent.get(key) if question in READ_ONLY else None
@@ -74,6 +75,8 @@ class Channel:
             ) from None
         if "refusal" in reply:
             raise ConfigError(reply["refusal"])
+        if "failed" in reply:
+            raise BusyError(f"the scheduler could not answer {reply['failed']}; its log says why")
         return reply["answer"]
 
     async def _ask(self, key: tuple[Any, ...], question: str, fields: dict[str, Any]) -> Any:
@@ -109,11 +112,16 @@ def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     if recv_req.rid is None:
         return original(scheduler, recv_req)
     message = json.loads(recv_req.rid)[KEY]
-    try:
-        reply = {"answer": _answer_of(decoder_of(scheduler), message["question"], message["fields"])}
-    except ConfigError as error:
-        reply = {"refusal": str(error)}
+    reply = _reply(decoder_of(scheduler), message["question"], message["fields"])
     return GetInternalStateReqOutput(internal_state={KEY: reply})
+
+
+@fenced("answers to questions", instead=lambda worker, question, fields: {"failed": question})
+def _reply(worker: Any, question: str, fields: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"answer": _answer_of(worker, question, fields)}
+    except ConfigError as error:
+        return {"refusal": str(error)}
 
 
 def _answer_of(worker: Any, question: str, fields: dict[str, Any]) -> Any:

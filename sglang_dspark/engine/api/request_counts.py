@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.fence import fenced, nothing
 
 _POLICY = "dspark_policy"
 
 
+@fenced("counts of requests", instead=nothing)
 def report(result: None, manager: Any, meta_info: dict[str, Any], recv_obj: Any, i: int) -> None:
     """Add ``dspark`` to the ``meta_info`` of an ended request, and correct SGLang's figures there.
 
@@ -31,6 +33,7 @@ def report(result: None, manager: Any, meta_info: dict[str, Any], recv_obj: Any,
         meta_info["spec_num_proposed_drafts"] = verified
 
 
+@fenced("spans of requests", instead=nothing)
 def add_to_span(attributes: dict[str, Any], manager: Any, state: Any, recv_obj: Any, i: int) -> None:
     """Add what became of the drafts of an ended request to the attributes of its span (``--enable-trace``).
 
@@ -40,7 +43,7 @@ def add_to_span(attributes: dict[str, Any], manager: Any, state: Any, recv_obj: 
     counts = _counts(recv_obj, i)
     if counts is None or not attributes:
         return
-    policy = getattr(manager, _POLICY, None) or attached(manager.server_args).config.policy
+    policy = getattr(manager, _POLICY, None) or attached(manager.server_args).config.schedule
     wasted = counts["verified_tokens"] - counts["accepted_tokens"]
     told = {name: counts[name] for name in ("rounds", "accept_length", "verified_tokens")}
     found = told | {"wasted_tokens": wasted, "policy": policy}

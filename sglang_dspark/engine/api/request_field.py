@@ -59,7 +59,7 @@ def settle(manager: TokenizerManager, parameters: SamplingParams) -> None:
         )
     if field.recorded:
         _check_recorded(field.recorded, manager.model_config.vocab_size)
-    options = field.for_scheduler(_labels(manager.tokenizer, field))
+    options = field.for_scheduler(_labels(manager, field))
     if options != RequestOptions():
         # A scalar: values of custom_params that are deeper than a flat list do not reach the scheduler.
         kept[KEY] = msgspec.json.encode(options).decode()
@@ -83,30 +83,39 @@ def _check_recorded(recorded: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def _labels(tokenizer: Any, field: Speculation) -> tuple[tuple[int, ...], ...]:
+def _labels(manager: TokenizerManager, field: Speculation) -> tuple[tuple[int, ...], ...]:
     if field.preset != CLASSIFICATION:
         return ()
-    if tokenizer is None:
+    if manager.tokenizer is None:
         raise ValueError("speculation.candidates needs a tokenizer; start the server without --skip-tokenizer-init")
-    return _label_tokens(tokenizer, field.candidates)
+    return _label_tokens(manager.tokenizer, field.candidates, manager.model_config.vocab_size)
 
 
 @lru_cache(maxsize=4)  # the requests of a batch have the same candidates
-def _label_tokens(tokenizer: Any, candidates: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+def _label_tokens(tokenizer: Any, candidates: tuple[str, ...], vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of every spelling of every label.
 
     Raises:
-        ValueError: there are too many.
+        ValueError: there are too many, a label has none, or one that the target does not have.
     """
     texts = [text for label in candidates for text in _spellings(label)]
-    labels = tuple(dict.fromkeys(map(tuple, tokenizer(texts, add_special_tokens=False)["input_ids"])))
+    encoded = map(tuple, tokenizer(texts, add_special_tokens=False)["input_ids"])
+    labels = dict(zip(encoded, texts, strict=True))
+    for tokens, text in labels.items():
+        if not tokens:
+            raise ValueError(f"speculation.candidates holds {truncate(text)}, which has no token; drop it")
+        if (largest := max(tokens)) >= vocab_size:
+            raise ValueError(
+                f"speculation.candidates holds {truncate(text)}, whose token {largest} the target does not have (its "
+                f"ids lie below {vocab_size}); drop it"
+            )
     number = sum(map(len, labels))
     if number > MAX_LABEL_TOKENS:
         raise ValueError(
             f"speculation.candidates are {number} tokens, each label counted with and without a space before it; "
             f"pass fewer or shorter labels, of at most {MAX_LABEL_TOKENS} tokens in all"
         )
-    return labels
+    return tuple(labels)
 
 
 def _spellings(label: str) -> list[str]:

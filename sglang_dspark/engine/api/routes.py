@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from sglang_dspark.engine.api.request_counts import note_policy
 from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
 from sglang_dspark.engine.support import versions
 from sglang_dspark.errors import BusyError, ConfigError
+from sglang_dspark.fence import FAILURES
 from sglang_dspark.metrics.history import HISTORY_S, Snapshot, full_report
 
 PAGE = "/dspark"
@@ -119,6 +121,8 @@ def _noted(switched: dict[str, Any]) -> dict[str, Any]:
 
 def _stats(answer: dict[str, Any], history_s: int) -> dict[str, Any]:
     report = full_report(answer["known"], Snapshot.unpacked(answer["snapshot"]), with_history=history_s > 0)
+    # The scheduler's, and those of this process.
+    report["failed_advice"] = dict(Counter(report["failed_advice"]) + FAILURES)
     if history_s:
         report["history"] = report["history"][-history_s:]
     return report

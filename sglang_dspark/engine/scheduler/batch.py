@@ -14,6 +14,7 @@ from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.scheduler.logprobs import with_logprobs
 from sglang_dspark.engine.scheduler.request_options import request_options
+from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.step.device_time import AwaitedEvent, DeviceSpan
 from sglang_dspark.step.packed import Packed, PackedCopies, PendingCopy
 from sglang_dspark.step.record import StepRecord
@@ -194,6 +195,7 @@ def copy_drafts(step: DecodeBatch, block: DraftBlock) -> torch.Tensor:
     return torch.cat([step.prefix_lens[:, None], step.anchors[:, None], block.tokens], dim=1)
 
 
+@fenced("traces", instead=nothing)
 def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Sequence[int]) -> None:
     """Append this step to the trace of every request that asked for one.
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from itertools import takewhile
 from typing import Any
 
 import torch
 
+from sglang_dspark.fence import fenced
+
 _BITS = 32  # of a word of a mask
 _FORCED_TEXTS = 1024  # whose tokens are kept
 _BEFORE = "\n"  # behind which tokenizers encode a text as inside of a longer one
+_LETTERS = 16  # of a token, at most of most
+_LONGEST_READ = 16384  # letters or tokens; the grammar computes all that it forces, which takes it a millisecond
+_FORCES_TOO_MUCH = "dspark_forces_too_much"
 
 
 def grammar_masks(
@@ -66,25 +72,38 @@ def _allows(words: Any, token: int) -> bool:
 
 
 class ForcedTokens:
-    """Read what the grammars of requests force.
+    """Read what the grammars of requests force: as much of it as a step can use, since it is read in every step.
 
     Args:
         tokenizer: the target's.
+        vocab_size: of the target; its tokenizer may know more tokens.
+        most: tokens that a step can use.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, vocab_size: int, most: int) -> None:
+        self._tokenizer, self._vocab_size, self._most = tokenizer, vocab_size, most
         self._encoded = lru_cache(_FORCED_TEXTS)(partial(_encoded, tokenizer))
 
+    @fenced("tokens that grammars force", instead=lambda self, req: ())
     def of(self, req: Any) -> tuple[int, ...]:
         """Return a request's last token and those that its grammar forces behind it; nothing if it forces none."""
         grammar = req.grammar
-        if grammar is None or grammar.finished or grammar.is_terminated():
+        if grammar is None or grammar.finished or grammar.is_terminated() or hasattr(req, _FORCES_TOO_MUCH):
             return ()
-        # As tokens from llguidance, as a text from xgrammar.
-        tokens, text = grammar.try_jump_forward(self._tokenizer) or ((), "")
-        forced = tokens or self._encoded(text)
-        return (req.output_ids[-1], *forced) if forced else ()
+        tokens, text = self._read(grammar)
+        if len(tokens) + len(text) > _LONGEST_READ:
+            setattr(req, _FORCES_TOO_MUCH, True)
+        forced = tokens[: self._most] or self._encoded(text[: _LETTERS * (self._most + 1)])
+        known = tuple(takewhile(lambda token: token < self._vocab_size, forced))
+        return (req.output_ids[-1], *known) if known else ()
+
+    def _read(self, grammar: Any) -> tuple[Sequence[int], str]:
+        """Return what a grammar forces, as tokens from llguidance, as a text from xgrammar."""
+        try:
+            return grammar.try_jump_forward(self._tokenizer) or ((), "")
+        except UnicodeDecodeError as error:
+            # xgrammar forces bytes, which may end within a letter, or begin within one behind a token that did.
+            return (), error.object[: error.start].decode()
 
 
 def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.scheduler.first_finish import let_first_end_count
 from sglang_dspark.engine.scheduler.logprobs import drop_rejected
+from sglang_dspark.fence import fenced, nothing
 
 
 def nothing_to_refuse(req: Any, enable_overlap: bool) -> None:
@@ -41,14 +42,20 @@ def report_verified(original: Callable[..., None], reporter: Any, *args: Any, **
     It divides them by all drafts of a block in every round. So the accepted ones are scaled while it does. It would
     also report drafts proposed as accepted lengths of blocks, so it is told of none.
     """
+    accepted = reporter.spec_num_correct_drafts
+    _scale_accepted(reporter)
+    original(reporter, *args, **kwargs)
+    if reporter.spec_num_forward_ct:  # it goes on adding
+        reporter.spec_num_correct_drafts = accepted
+
+
+@fenced("shares of accepted drafts", instead=nothing)
+def _scale_accepted(reporter: Any) -> None:
     reporter.spec_num_block_accept_tokens = 0
     accepted, rounds = reporter.spec_num_correct_drafts, reporter.spec_num_forward_ct
     verified = reporter.spec_num_cap_tokens - rounds
     if verified:
         reporter.spec_num_correct_drafts = accepted / verified * rounds * (tokens_per_step() - 1)
-    original(reporter, *args, **kwargs)
-    if reporter.spec_num_forward_ct:  # it goes on adding
-        reporter.spec_num_correct_drafts = accepted
 
 
 def pause(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -4,26 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from dspark_kernels import ASKED_ROWS, CACHED_ROWS, LEAST_MATCH, MOST_MATCH, USUAL, ChainRules, SecondTexts, to_device
+from dspark_kernels import (
+    ASKED_ROWS,
+    CACHED_ROWS,
+    LEAST_MATCH,
+    MOST_MATCH,
+    USUAL,
+    ChainRules,
+    SecondTexts,
+    to_device,
+    usual_bounds,
+)
 from numpy.typing import NDArray
 
 from sglang_dspark.engine.scheduler.answer_cache import AnswerCache
+from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.speculation import COPYING, KEY, NO_PRESET, SUMMARIZATION, RequestOptions
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.transfers import host_index
 
 Tokens = tuple[int, ...]
 
+MOST_PLACES = 2**20
+"""Of all texts that a step looks up: of 64 answers of 16,384 tokens, some 60 MB of a device's memory."""
 _NOTHING = RequestOptions()
 _NEVER = MOST_MATCH + 1
+_NO_TEXT = np.empty((3, 0), dtype=np.int64)
 
 
+@fenced("options of requests", instead=lambda req: _NOTHING)
 def request_options(req: Any) -> RequestOptions:
     """Return the options of a scheduler-side request, which are read once."""
     if not hasattr(req, "dspark_options"):
@@ -80,31 +96,55 @@ class BatchOptions:
         )
 
 
-def chain_rules(
-    reqs: Sequence[Any],
-    device: torch.device,
-    answers: AnswerCache | None = None,
-    forced: Sequence[Tokens] | None = None,
-) -> ChainRules | None:
+@fenced("presets", instead=nothing)
+def chain_rules(reqs: Sequence[Any], device: torch.device, answers: AnswerCache | None = None) -> ChainRules | None:
     """Return what requests ask of their chains; None if all of them have the usual ones.
 
     Args:
         answers: as in :meth:`BatchOptions.of`.
-        forced: the last token of each request and those that its grammar forces behind it, if any; None for none.
     """
     bounds = [_bounds(request_options(req)) for req in reqs]
-    texts, rows = zip(*map(partial(_second_text, answers), reqs, forced or [()] * len(reqs)), strict=True)
-    width = max(text.shape[1] for text in texts)
-    if all(asked == USUAL for asked in bounds) and not width:
+    second = _in_a_row([_second_text(req, answers) for req in reqs], device)
+    if second is None and all(asked == USUAL for asked in bounds):
         return None
-    second = None
-    if width:
-        laid_out = np.stack([np.full((len(reqs), width), filler) for filler in (-1, _NEVER)])
-        for row, text in enumerate(texts):
-            laid_out[:, row, : text.shape[1]] = text
-        tokens, needed = to_device(torch.from_numpy(laid_out), device)
-        second = SecondTexts(tokens, needed, host_index(rows, device))
     return ChainRules(host_index(bounds, device), second)
+
+
+@fenced("tokens that grammars force", instead=lambda rules, *_given: rules)
+def with_forced(
+    rules: ChainRules | None, reqs: Sequence[Any], forced: Sequence[Tokens], device: torch.device
+) -> ChainRules | None:
+    """Return the rules of one step, in which grammars force tokens.
+
+    Args:
+        rules: of :func:`chain_rules`.
+        forced: the last token of each request and those that its grammar forces behind it, which are a label of this
+            step; none for most requests.
+    """
+    allowed = [
+        tokens if request_options(req).preset != NO_PRESET else () for req, tokens in zip(reqs, forced, strict=True)
+    ]
+    second = _in_a_row([_laid_out((tokens,)) if tokens else _NO_TEXT for tokens in allowed], device)
+    if second is None:
+        return rules
+    if rules is None:
+        return ChainRules(usual_bounds(device).repeat(len(reqs), 1), second)
+    return ChainRules(rules.bounds, second.beside(rules.second))
+
+
+def _in_a_row(texts: Sequence[NDArray[np.int64]], device: torch.device) -> SecondTexts | None:
+    """Return what is looked up, of [3, n] for each request; None if there is nothing.
+
+    What a step costs grows with all of it: requests past the bound are drafted without theirs.
+    """
+    ends = accumulate(text.shape[1] for text in texts)
+    kept = [text if end <= MOST_PLACES else _NO_TEXT for text, end in zip(texts, ends, strict=True)]
+    lengths = [text.shape[1] for text in kept]
+    if not any(lengths):
+        return None
+    requests = np.repeat(np.arange(len(kept)), lengths)
+    laid_out = np.concatenate([np.concatenate(kept, axis=1), requests[None]])
+    return SecondTexts(*to_device(torch.from_numpy(laid_out), device))
 
 
 def _bounds(options: RequestOptions) -> tuple[int, int, int, int]:
@@ -117,40 +157,38 @@ def _bounds(options: RequestOptions) -> tuple[int, int, int, int]:
     return LEAST_MATCH, MOST_MATCH, length, 0
 
 
-def _second_text(answers: AnswerCache | None, req: Any, forced: Tokens) -> tuple[NDArray[np.int64], int]:
-    """Return [2, n], a text and what is needed in :class:`SecondTexts`, of a request, and the rows of its kind.
-
-    It is always the same but for what is forced, which is a label of one step.
-    """
-    options = request_options(req)
-    if forced and options.preset != NO_PRESET:
-        return np.concatenate([_laid_out((forced,)), _looked_up(options.labels)], axis=1), ASKED_ROWS
+@fenced("texts to copy from", instead=lambda req, answers: _NO_TEXT)
+def _second_text(req: Any, answers: AnswerCache | None) -> NDArray[np.int64]:
+    """Return [3, n], a text, what is needed and the rows in :class:`SecondTexts`, of a request; always the same."""
     if not hasattr(req, "dspark_second_text"):
+        options = request_options(req)
         if answers is not None and options.cache:
-            req.dspark_second_text = _answered(answers.read(options.cache)), CACHED_ROWS
+            req.dspark_second_text = _answered(answers.read(options.cache))
         else:
-            req.dspark_second_text = _looked_up(options.labels), ASKED_ROWS
-    text: tuple[NDArray[np.int64], int] = req.dspark_second_text
+            req.dspark_second_text = _looked_up(options.labels)
+    text: NDArray[np.int64] = req.dspark_second_text
     return text
 
 
 def _answered(text: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return [2, n] of answers: they match anywhere, except at their ends."""
+    """Return [3, n] of answers: they match anywhere, except at their ends."""
     goes_on = (text >= 0) & (np.append(text[1:], -1) >= 0)
-    return np.stack([text, np.where(goes_on, LEAST_MATCH, _NEVER)]).astype(np.int64)
+    return np.stack([text, np.where(goes_on, LEAST_MATCH, _NEVER), np.full_like(text, CACHED_ROWS)]).astype(np.int64)
 
 
 def _laid_out(labels: tuple[Tokens, ...]) -> NDArray[np.int64]:
-    """Return [2, n], a text and what is needed in :class:`SecondTexts`.
+    """Return [3, n] of labels.
 
     All tokens from the beginning of a label to its place have to match, as many of them as are compared; and behind its
     last token there is nothing to be found.
     """
+    if not labels:
+        return _NO_TEXT
     tokens, needed = [], []
     for label in labels:
         tokens += [-1, *label]
         needed += [_NEVER, *(min(place, MOST_MATCH) for place in range(1, len(label))), _NEVER]
-    return np.array([[*tokens, -1], [*needed, _NEVER]] if labels else [[], []], dtype=np.int64)
+    return np.array([[*tokens, -1], [*needed, _NEVER], [ASKED_ROWS] * (len(tokens) + 1)], dtype=np.int64)
 
 
 # Labels take milliseconds to lay out. What is forced is another text in every step, which would push them out.

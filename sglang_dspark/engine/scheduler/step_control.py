@@ -10,6 +10,7 @@ from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import is_running, record_traces
 from sglang_dspark.engine.scheduler.draft_input import kv_lengths
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
+from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.metrics.reporting import Reporting
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import StepDecision
@@ -47,8 +48,12 @@ class StepControl:
         context = sum(kv_lengths(batch.reqs)[0]) / len(batch.reqs)
         requests = [req.rid for req in batch.reqs]
         decision = self.schedule.choose(requests, context, options.limits, traced=options.traced, awaited=awaited)
-        self.reporting.record_time()
+        self._count_time()
         return self.agreement.share(decision)
+
+    @fenced("statistics of step times", instead=nothing)
+    def _count_time(self) -> None:
+        self.reporting.record_time()
 
     def observe(
         self, reqs: Sequence[Any], rounds: StepRecord, committed: list[int], times_ms: tuple[float, float] | None
@@ -61,13 +66,24 @@ class StepControl:
             committed: tokens committed per request, bonus included.
             times_ms: what the step took the device, and how long the host has waited for it; None if it is not known.
         """
-        if times_ms is not None:
-            self.schedule.processed(*times_ms)
         # Under overlap a request that has just ended takes part in one more step, whose tokens are dropped.
         running = [index for index, req in enumerate(reqs) if is_running(req)]
+        accepted = [committed[index] - 1 for index in running]
+        self._learn(rounds, running, accepted, times_ms)
         if running:
-            accepted = [committed[index] - 1 for index in running]
-            self.reporting.record(rounds, running, accepted)
-            self.schedule.observe(rounds, running, accepted)
-            self.reporting.log()
+            self._count(rounds, running, accepted)
         record_traces(reqs, rounds, committed)
+
+    @fenced("lessons of steps", instead=nothing)
+    def _learn(
+        self, rounds: StepRecord, running: list[int], accepted: list[int], times_ms: tuple[float, float] | None
+    ) -> None:
+        if times_ms is not None:
+            self.schedule.processed(*times_ms)
+        if running:
+            self.schedule.observe(rounds, running, accepted)
+
+    @fenced("statistics of steps", instead=nothing)
+    def _count(self, rounds: StepRecord, running: list[int], accepted: list[int]) -> None:
+        self.reporting.record(rounds, running, accepted)
+        self.reporting.log()

@@ -37,6 +37,7 @@ from sglang_dspark.engine.scheduler.logprobs import with_logprobs
 from sglang_dspark.engine.scheduler.request_options import request_options
 from sglang_dspark.engine.scheduler.start_check import check_start
 from sglang_dspark.engine.scheduler.step_control import StepControl
+from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.scheduling.schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -140,6 +141,7 @@ class SpecWorkerBase(WorkerFace):
         if isinstance(result, DSparkBatchResult) and result.rounds is not None:
             self.control.observe(batch.reqs, result.rounds, result.accept_lens.tolist(), result.times_ms)
 
+    @fenced("answers to keep", instead=nothing)
     def end_request(self, req: Any) -> None:
         """Keep the answer of a request that was not aborted, if it has a key."""
         key = request_options(req).cache

@@ -1,7 +1,10 @@
 """Lets a ``sitecustomize`` module change modules of the server that it is started with."""
 
+import functools
 import importlib.abc
 import importlib.util
+import itertools
+import os
 import sys
 from pathlib import Path
 
@@ -60,6 +63,31 @@ def offer_random_lengths():
 
     patch_when_imported("sglang_dspark.metrics.reporting", offer)
     patch_when_imported("sglang_dspark.engine.scheduler.measure_steps", measure_briefly)
+
+
+def plant_faults():
+    """Have whatever only advises fail on servers with ``PLANTED_FAULTS``: two calls of three, one behind its work."""
+
+    def plant(module):
+        def fenced(what, instead, original=module.fenced):
+            return lambda function: original(what, instead)(failing(function, what))
+
+        module.fenced = fenced
+
+    def failing(function, what):
+        calls = itertools.count()
+
+        @functools.wraps(function)
+        def planted(*args, **kwargs):
+            call = next(calls) % 3 if "PLANTED_FAULTS" in os.environ else 2
+            result = None if call == 0 else function(*args, **kwargs)
+            if call < 2:
+                raise RuntimeError(f"planted in {what}")
+            return result
+
+        return planted
+
+    patch_when_imported("sglang_dspark.fence", plant)
 
 
 def serve_sglangs_own():

@@ -7,8 +7,16 @@ Python imports this module at start-up when its folder is on ``PYTHONPATH``.
 
 import os
 
-from patching import attend_literally, complete_cpu, keep_states_of_texts, offer_random_lengths, serve_sglangs_own
+from patching import (
+    attend_literally,
+    complete_cpu,
+    keep_states_of_texts,
+    offer_random_lengths,
+    plant_faults,
+    serve_sglangs_own,
+)
 
+plant_faults()
 offer_random_lengths()
 complete_cpu()
 if "SGLANG_USE_CPU_ENGINE" in os.environ:

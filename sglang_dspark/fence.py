@@ -1,0 +1,50 @@
+"""Fences what only advises: where it fails for a request, that request goes on without it, and no other one notices.
+
+What a step has to do is not fenced: a fault there may have left K/V half written, and ends the server.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+FAILURES: Counter[str] = Counter()
+"""Calls that have failed in this process, by what was to be had of them."""
+
+
+def fenced(what: str, instead: Callable[P, T]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator of functions that advise.
+
+    If such a function raises, that is counted, and the log says so the first time.
+
+    Args:
+        what: the function is for, in the plural.
+        instead: gives, of the same arguments, what is returned then.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except Exception:
+                FAILURES[what] += 1
+                if FAILURES[what] == 1:
+                    logger.exception("DSPARK: %s failed and are left out; later failures are only counted", what)
+                return instead(*args, **kwargs)
+
+        return guarded
+
+    return decorate
+
+
+def nothing(*_args: object, **_kwargs: object) -> None:
+    """Return None, in the place of a function that returns nothing."""
