@@ -122,7 +122,12 @@ class Metrics:
         self._exported: dict[tuple[str, ...], float] = {}
         registry = prometheus_client.REGISTRY if registry is None else registry
         self._families: dict[str, Any] = {}
-        counted = {"load": LOAD_COUNTERS, "position": POSITION_COUNTERS, "policy": POLICY_COUNTERS, "advice": ADVICE_COUNTERS}
+        counted = {
+            "load": LOAD_COUNTERS,
+            "position": POSITION_COUNTERS,
+            "policy": POLICY_COUNTERS,
+            "advice": ADVICE_COUNTERS,
+        }
         for label, described in counted.items():
             for name, text in described.items():
                 names = [*self._labels, label]

@@ -171,7 +171,10 @@ def test_a_forced_text_is_read_as_far_as_a_step_can_use_it(tokenizer):
     xgrammar, llguidance = XGrammarGrammarBackend(tokenizer, VOCAB, [EOS]), GuidanceBackend(tokenizer, n_vocab=VOCAB)
     for backend in (xgrammar, llguidance):
         req = forced_by(tokenizer, backend.dispatch_regex("ab{9000}"), "a")
-        assert ForcedTokens(tokenizer, VOCAB, 5).of(req)[:6] == (*tokenizer("a").input_ids, *tokenizer("bbbbb").input_ids)
+        assert ForcedTokens(tokenizer, VOCAB, 5).of(req)[:6] == (
+            *tokenizer("a").input_ids,
+            *tokenizer("bbbbb").input_ids,
+        )
     encoded = []
     counting = SimpleNamespace(encode=lambda text, **_: encoded.append(len(text)) or tokenizer.encode(text))
     asked = []

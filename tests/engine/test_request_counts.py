@@ -4,9 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.api.request_counts import add_to_span, note_policy, report
-from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.api.request_counts import report
 from sglang_dspark.engine.scheduler.hook_handlers import end_request
 
 
@@ -50,32 +48,6 @@ def test_a_request_without_a_step_says_nothing():
     embeddings = {}
     report(None, None, embeddings, SimpleNamespace(), 0)
     assert embeddings == {}
-
-
-def test_a_span_says_what_became_of_the_drafts():
-    server = DSparkServer(DSparkConfig(), drafter=None, dummy_draft=False)
-    manager = SimpleNamespace(server_args=SimpleNamespace(_dspark=server))
-    counts = outputs(rounds=4, drafted=20, rows=12, accepted=6)
-    span = {"gen_ai.request.id": "a"}
-    add_to_span(span, manager, None, counts, 1)
-    assert span == {
-        "gen_ai.request.id": "a",
-        "dspark.rounds": 4,
-        "dspark.accept_length": 2.5,
-        "dspark.verified_tokens": 8,
-        "dspark.wasted_tokens": 2,
-        "dspark.policy": "auto",
-    }
-    note_policy(manager, "static")
-    add_to_span(span, manager, None, counts, 1)
-    assert span["dspark.policy"] == "static"
-
-
-def test_spans_of_other_requests_and_without_tracing_stay_as_they_are():
-    embeddings, untraced = {"gen_ai.request.id": "a"}, {}
-    add_to_span(embeddings, None, None, SimpleNamespace(), 1)
-    add_to_span(untraced, None, None, outputs(rounds=4, drafted=20, rows=12, accepted=6), 1)
-    assert (embeddings, untraced) == ({"gen_ai.request.id": "a"}, {})
 
 
 @pytest.mark.parametrize(("counted", "expected"), [(3, 3), (4, 4), (9, 4)])

@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 from byte_tokenizer import save_byte_tokenizer
 from family_targets import written_target
-from golden_server import DSPARK, GUARDED, PLANTED_FAULTS, TARGET, TWO_RANKS, emulated_graphs, of_sglang_alone, own_worker
+from golden_server import (
+    DSPARK,
+    GUARDED,
+    PLANTED_FAULTS,
+    TARGET,
+    TWO_RANKS,
+    emulated_graphs,
+    of_sglang_alone,
+    own_worker,
+)
 from int8_target import int8_target
 from lora_adapters import adapter_flags
 from picture_targets import picture_target
@@ -52,8 +61,7 @@ def _letters(folder: Path) -> tuple[str | Path, ...]:
 
 def _advised(folder: Path) -> tuple[str | Path, ...]:
     tokenizer = ("--tokenizer-path", save_byte_tokenizer(folder, beyond=("<beyond>",)))
-    # Nobody listens to the spans.
-    watched = ("--enable-metrics", "--enable-trace", "--otlp-traces-endpoint", "127.0.0.1:9", "--decode-log-interval", "8")
+    watched = ("--enable-metrics", "--decode-log-interval", "8")
     return (*DSPARK, *KEEPS_ANSWERS, *tokenizer, "--constrained-json-disable-any-whitespace", *watched)
 
 
@@ -113,7 +121,7 @@ SERVERS: dict[str, Recipe] = {
     "guarded": Recipe(lambda folder: GUARDED),
     # Blocks longer than the drafter's, whose last slots are copied.
     "letters": Recipe(lambda folder: (*DSPARK, *_letters(folder), "--speculative-dspark-block-size", "15")),
-    # All that advises: answers, spans, metrics; forced tokens of SGLang's default grammar backend. The tokenizer knows a
+    # All that advises: kept answers, metrics, forced tokens of SGLang's default grammar backend. The tokenizer knows a
     # token more than the target.
     "advised": Recipe(_advised),
     "planted": Recipe(_advised, env=PLANTED_FAULTS),

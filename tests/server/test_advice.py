@@ -7,18 +7,19 @@ import re
 from pathlib import Path
 
 import pytest
-from golden_server import CASES, call, generate, greedy, in_background, mixed_bodies, output_ids
+from golden_server import CASES, call, generate, mixed_bodies, output_ids, policy
 
 import sglang_dspark
 
-FORKS = ["ok: (да|нет)", "(é|è)+x?", "ok (🙂|🚀)", "(한국|학교) ok", "[а-яё]{2,5}"]
-"""Expressions whose alternatives share the first byte of different letters."""
+FORKS = ["ok: (да|нет)", "(é|è)+x?", "ok (☀|☂)", "(한국|학교) ok", "[а-яё]{2,5}"]
+"""Expressions whose alternatives share the first bytes of different letters."""
 ENUM = {"type": "object", "properties": {"a": {"enum": ["да", "нет"]}}, "required": ["a"]}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "да или нет?"}], "temperature": 0, "max_tokens": 40}
 
 
-def constrained(regex, **fields):
-    return {"text": "the answer is", "sampling_params": {"temperature": 0, "max_new_tokens": 30, "regex": regex}, **fields}
+def constrained(regex, max_new_tokens=30, **fields):
+    parameters = {"temperature": 0, "max_new_tokens": max_new_tokens, "regex": regex}
+    return {"text": "the answer is", "sampling_params": parameters, **fields}
 
 
 def answered(server, body):
@@ -50,13 +51,10 @@ def test_labels_that_no_answer_can_hold(advised, label, reason):
 
 
 def test_a_long_forced_text_is_copied_from_its_beginning(advised):
-    const = "яблоко " * 40
-    answer = advised.post_json("/generate", constrained(re.escape(const), **{}) | {
-        "sampling_params": {"temperature": 0, "max_new_tokens": 1000, "regex": const}
-    })
-    assert answer["text"] == const
-    counts = answer["meta_info"]["dspark"]
-    assert counts["accept_length"] > 7.5
+    with policy(advised, "static"):
+        answer = advised.post_json("/generate", constrained("(abcd ){9}" * 10, max_new_tokens=1000))
+    assert answer["text"] == "abcd " * 90
+    assert answer["meta_info"]["dspark"]["accept_length"] > 7.5
 
 
 def asking_for_advice():
@@ -108,4 +106,6 @@ def test_every_function_that_advises_has_failed(planted, advised):
 def advised_names():
     """What the package's functions behind the fence are for."""
     sources = Path(sglang_dspark.__file__).parent.rglob("*.py")
-    return {what for source in sources for what in re.findall(r'^\s*@fenced\("(.+?)"', source.read_text(), re.MULTILINE)}
+    return {
+        what for source in sources for what in re.findall(r'^\s*@fenced\("(.+?)"', source.read_text(), re.MULTILINE)
+    }

@@ -1,4 +1,4 @@
-"""Report how many drafts a request had, in the ``meta_info`` of its answer and on its span.
+"""Report how many drafts a request had, in the ``meta_info`` of its answer.
 
 SGLang carries the counts of every request to its answer. It takes the drafts of every step to be as many as a step may
 have, so what follows from the real number is corrected here.
@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.fence import fenced, nothing
-
-_POLICY = "dspark_policy"
 
 
 @fenced("counts of requests", instead=nothing)
@@ -31,28 +28,6 @@ def report(result: None, manager: Any, meta_info: dict[str, Any], recv_obj: Any,
         verified = counts["verified_tokens"]
         meta_info["spec_accept_rate"] = counts["accepted_tokens"] / verified if verified else 0.0
         meta_info["spec_num_proposed_drafts"] = verified
-
-
-@fenced("spans of requests", instead=nothing)
-def add_to_span(attributes: dict[str, Any], manager: Any, state: Any, recv_obj: Any, i: int) -> None:
-    """Add what became of the drafts of an ended request to the attributes of its span (``--enable-trace``).
-
-    Args:
-        recv_obj, i: as in :func:`report`.
-    """
-    counts = _counts(recv_obj, i)
-    if counts is None or not attributes:
-        return
-    policy = getattr(manager, _POLICY, None) or attached(manager.server_args).config.schedule
-    wasted = counts["verified_tokens"] - counts["accepted_tokens"]
-    told = {name: counts[name] for name in ("rounds", "accept_length", "verified_tokens")}
-    found = told | {"wasted_tokens": wasted, "policy": policy}
-    attributes |= {f"dspark.{name}": value for name, value in found.items()}
-
-
-def note_policy(manager: Any, policy: str) -> None:
-    """Remember the policy that the scheduler has switched to."""
-    setattr(manager, _POLICY, policy)
 
 
 def _counts(recv_obj: Any, i: int) -> dict[str, Any] | None:

@@ -16,7 +16,6 @@ from fastapi.responses import HTMLResponse, JSONResponse
 
 from sglang_dspark import dashboard
 from sglang_dspark.engine.api.channel import Channel
-from sglang_dspark.engine.api.request_counts import note_policy
 from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
 from sglang_dspark.engine.support import versions
 from sglang_dspark.errors import BusyError, ConfigError
@@ -95,7 +94,7 @@ class Routes:
                 f'the body must be a flat JSON object of at most {MAX_POLICY_BYTES} bytes like {{"policy": "auto"}}',
                 "policy",
             )
-        return await self._respond("policy", fields, _noted)
+        return await self._respond("policy", fields)
 
     async def _respond(
         self, question: str, fields: dict[str, Any], report: Callable[[Any], Any] = lambda answer: answer
@@ -112,11 +111,6 @@ class Routes:
             return error_response(503, str(error), question)
         content = await asyncio.to_thread(lambda: msgspec.json.encode(report(answer), enc_hook=_plain_number))
         return Response(content, media_type="application/json")
-
-
-def _noted(switched: dict[str, Any]) -> dict[str, Any]:
-    note_policy(tokenizer_manager(), switched["policy"])
-    return switched
 
 
 def _stats(answer: dict[str, Any], history_s: int) -> dict[str, Any]:

@@ -100,15 +100,6 @@ HOOKS: tuple[Hook, ...] = (
         "SGLang assumes that every draft is verified, and understates the acceptance of requests",
     ),
     Hook(
-        "report-on-spans",
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_to_span_attrs",
-        HookType.AFTER,
-        "api.request_counts.add_to_span",
-        "front_end",
-        "the span of a request (--enable-trace) says nothing of its drafts",
-        Moment.SOME_TIME,
-    ),
-    Hook(
         "seed-samples",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
         HookType.BEFORE,
