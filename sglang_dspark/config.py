@@ -33,21 +33,26 @@ Switch = Annotated[bool, Meta(description="must be on or off")]
 
 
 def _on_or_off(text: str) -> bool | str:
-    return {"on": True, "off": False}.get(text, text)
+    # SGLang writes `on` and `off` of a YAML file as `true` and `false`.
+    return {"on": True, "true": True, "off": False, "false": False}.get(text, text)
+
+
+def _policy(text: str) -> str:
+    return "off" if text == "false" else text
 
 
 def _numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def _option(help_text: str, *, default: Any = None, read: Callable[[str], Any] = str, bare: str | None = None) -> Any:
+def _option(help_text: str, *, default: Any = None, read: Callable[[str], Any] = str, **flag: Any) -> Any:
     """Declare one option.
 
     Args:
         read: turns its text into a value.
-        bare: what the flag means without a value; None if it needs one.
+        flag: what ``argparse`` has to know of its flag if that does not take exactly one value.
     """
-    return field(default=default, metadata={"help": help_text, "read": read, "bare": bare})
+    return field(default=default, metadata={"help": help_text, "read": read, "flag": flag})
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class DSparkConfig:
         "that would be slower; `early-stop` is Algorithm 1 of the DSpark paper; `static` verifies the same number of "
         "drafts in every step; `threshold` verifies up to the first draft of low confidence; `off` drafts nothing.",
         default="auto",
+        read=_policy,
     )
     block_size: Annotated[int, int_range(1)] | None = _option(
         "Drafts per request and step (gamma); up to 16 behind a block of the draft checkpoint are copied candidates.",
@@ -87,7 +93,8 @@ class DSparkConfig:
         "the variable takes `on` or `off`.",
         default=False,
         read=_on_or_off,
-        bare="on",
+        nargs="?",
+        const="on",
     )
     answer_cache: Annotated[int, int_range(1)] | None = _option(
         "Megabytes of host memory for finished answers, which later requests with the same key copy from.",
@@ -104,7 +111,8 @@ class DSparkConfig:
         "variable takes `on` or `off`.",
         default=False,
         read=_on_or_off,
-        bare="on",
+        nargs="?",
+        const="on",
     )
     fallback: Literal["refuse", "target-only"] = _option(
         "When the drafter is unusable, or target or device are not served: `refuse` ends the start, `target-only` "
@@ -116,6 +124,7 @@ class DSparkConfig:
         "position, of keeping a draft when all before it are kept, e.g. `0.8,0.75,0.7`; the last one counts for the "
         "rest of the block.",
         read=_numbers,
+        nargs="+",
     )
 
     def __post_init__(self) -> None:
@@ -272,7 +281,6 @@ _DEFAULTS_IN_WORDS = {
     "verify_len": "the block size",
     "online_calibration": "on",
     "draft_free": "off",
-    "answer_cache": "off",
     "sps_table_path": "in the cache",
     "untested_sglang": "off",
 }
@@ -295,12 +303,11 @@ def add_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:
         if option.name in but:
             continue
         env_name = ENV_PREFIX + option.name.upper()
-        bare = option.metadata["bare"]
         group.add_argument(
             flag_name(option.name),
             dest=flag_dest(option.name),
             default=None,
-            **({} if bare is None else {"nargs": "?", "const": bare}),
+            **option.metadata["flag"],
             help=f"{option.metadata['help']} Default: {default_text(option.name)}. Environment: {env_name}.",
         )
 
@@ -308,5 +315,6 @@ def add_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:
 def flag_texts(namespace: Any) -> dict[str, str | None]:
     """Return the texts of our flags in a parsed namespace, by field name."""
     values = {option.name: getattr(namespace, flag_dest(option.name), None) for option in fields(DSparkConfig)}
-    # Flags that SGLang has as well may come parsed.
-    return {name: None if value is None else str(value) for name, value in values.items()}
+    # Flags that SGLang has as well may come parsed, and a list of a YAML file as several values.
+    texts = {name: ",".join(value) if isinstance(value, list) else value for name, value in values.items()}
+    return {name: None if text is None else str(text) for name, text in texts.items()}

@@ -32,12 +32,11 @@ from server_pool import NO_SCRIPTS, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Recipe,
 from spoken_target import spoken_target
 
 from sglang_dspark.tools.demo import smollm2
-from sglang_dspark.tools.launch import PLUGIN, LaunchedServer, dspark_flags
+from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
 
 BUNDLED = Path(smollm2.__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
 STATIC = ("--speculative-dspark-schedule", "static")
 KEEPS_ANSWERS = ("--speculative-dspark-answer-cache", "1")
-DRAFT_FREE = (*PLUGIN, "--speculative-dspark-draft-free")
 # A pool that cannot hold the running requests, and a context that they grow out of.
 TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01")
 # Of texts, the radix cache gets states from their middle, and steps overlap, as on a GPU.
@@ -63,6 +62,13 @@ def _advised(folder: Path) -> tuple[str | Path, ...]:
     tokenizer = ("--tokenizer-path", save_byte_tokenizer(folder, beyond=("<beyond>",)))
     watched = ("--enable-metrics", "--decode-log-interval", "8")
     return (*DSPARK, *KEEPS_ANSWERS, *tokenizer, "--constrained-json-disable-any-whitespace", *watched)
+
+
+def _by_a_file(folder: Path) -> tuple[str | Path, ...]:
+    """Return flags of a server without a drafter, whose options stand in a file."""
+    options = ("algorithm: DSPARK", "dspark-draft-free: true", "dspark-online-calibration: off")
+    (folder / "server.yaml").write_text("".join(f"speculative-{option}\n" for option in options))
+    return ("--config", folder / "server.yaml")
 
 
 def _tiny(architecture: str, *flags: str, env: Mapping[str, str] | None = None) -> Recipe:
@@ -114,7 +120,7 @@ SERVERS: dict[str, Recipe] = {
             *("--speculative-dspark-verify-len", "1", "--context-length", "96"),
         )
     ),
-    "draft_free": Recipe(lambda folder: (*DRAFT_FREE, "--fastapi-root-path", "/behind/a/proxy")),
+    "draft_free": Recipe(lambda folder: (*_by_a_file(folder), "--fastapi-root-path", "/behind/a/proxy")),
     "target_only": Recipe(
         lambda folder: (*dspark_flags(damaged_drafter(folder)), "--speculative-dspark-fallback", "target-only")
     ),

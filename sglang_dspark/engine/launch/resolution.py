@@ -55,7 +55,7 @@ def resolve_once(original: Callable[..., None], args: Any) -> None:
         if isinstance(arguments.attached(args), ScheduledServer):
             hooks.install("own_worker")
         return
-    texts = getattr(args, _TEXTS, {}) | _texts_of_fields(args)
+    texts = given_texts(args)
     if not _is_ours(args, texts):
         original(args)
         return
@@ -132,10 +132,10 @@ def resolve_states(original: Callable[..., None], args: Any, hf_config: Any) -> 
     original(args, hf_config)
 
 
-def _texts_of_fields(args: Any) -> dict[str, str | None]:
-    """Return our options that are arguments of SGLang as well; its offline engine sets these by their names."""
-    given = {name: getattr(args, flag_dest(name)) for name in _SHARED}
-    return {name: str(value) for name, value in given.items() if value is not None}
+def given_texts(args: Any) -> dict[str, str | None]:
+    """Return the texts of our options, by name; SGLang's offline engine sets those that it has as well by their names."""
+    shared = {name: getattr(args, flag_dest(name)) for name in _SHARED}
+    return getattr(args, _TEXTS, {}) | {name: str(value) for name, value in shared.items() if value is not None}
 
 
 def _is_ours(args: Any, texts: Mapping[str, str | None]) -> bool:
