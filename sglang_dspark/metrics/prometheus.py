@@ -33,7 +33,7 @@ LOAD_COUNTERS = {
     "plain_steps_total": "Decode steps in which nothing was drafted.",
     "parked_steps_total": "Decode steps while speculation rested because plain steps are faster.",
     "request_steps_total": "Requests, summed over the decode steps.",
-    "drafted_tokens_total": "Draft tokens that the drafter proposed.",
+    "drafted_tokens_total": "Draft tokens that the drafter proposed, without copied ones.",
     "copied_tokens_total": "Draft tokens that presets copied; they count as verified and accepted, not as drafted.",
     "copied_accepted_tokens_total": "Copied draft tokens that the target kept.",
     "text_proposed_tokens_total": "Draft tokens that go on with a passage of the request's own text.",

@@ -51,15 +51,13 @@ class Reporting:
         """
         self._history.tick()
         self._first_drafts.record(rounds, running, accept_lens)
-        copied = [rounds.copied[request] for request in running]
-        drafted = [rounds.drafted[request] for request in running]
         self._counters.record(
-            [max(0, depth - lead) for depth, lead in zip(drafted, copied, strict=True)],
+            [rounds.drawn[request] for request in running],
             [rounds.verified[request] for request in running],
             accept_lens,
             policy=rounds.policy,
             parked=rounds.parked,
-            copied_lens=copied,
+            copied_lens=[rounds.copied[request] for request in running],
             followed_lens=[rounds.followed[request] for request in running],
             cached_lens=[rounds.cached[request] for request in running],
         )

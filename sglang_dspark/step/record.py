@@ -21,11 +21,12 @@ class StepRecord:
     Attributes:
         requests: ids of the step's requests.
         decision: what the policy had decided.
-        drafted: drafts proposed per request; none on a server without a drafter.
+        drafted: drafts of each request's block, copied ones included; none on a server without a drafter.
         verify_lens: [bs] int64, drafts verified per request.
         confidence: as in :class:`~.state.DraftOutput`.
         traced: [bs, 2 + depth] int64: context length, anchor and drafts; None when no request wants a trace.
         chains: [bs, 2 + m] int64 of :class:`dspark_kernels.Candidates`; None without.
+        num_drawn: drafts of a block that the drafter proposes at most, those behind are copied; None if none ever is.
         committed: [bs, width] int64 tokens that the step committed, -1 behind them; on the host from the start.
         policy, parked: name of the policy that chose, and whether it let speculation rest.
     """
@@ -37,6 +38,7 @@ class StepRecord:
     confidence: Confidence | None
     traced: torch.Tensor | None
     chains: torch.Tensor | None = None
+    num_drawn: int | None = None
     committed: torch.Tensor | None = None
     policy: str = "auto"
     parked: bool = False
@@ -61,6 +63,12 @@ class StepRecord:
     def copied(self) -> list[int]:
         """Return the leading drafts of each request that go on with a chain which a preset has asked for."""
         return self._leading[2]
+
+    @cached_property
+    def drawn(self) -> list[int]:
+        """Return the drafts of each request that the drafter proposed: those that nothing has copied."""
+        ends = (depth if self.num_drawn is None else min(depth, self.num_drawn) for depth in self.drafted)
+        return [max(0, end - lead) for end, lead in zip(ends, self.copied, strict=True)]
 
     @cached_property
     def has_chain(self) -> bool:

@@ -46,14 +46,13 @@ class Drafter:
         window: see the attribute.
 
     Attributes:
-        num_slots: rows of a block in the network: its own drafts, and the anchor where that does not predict.
+        num_drawn: drafts of a block that the network proposes; 0 without a network.
+        num_slots: rows of a block in the network: these drafts, and the anchor where that does not predict.
         cache: K/V of the context; made by :meth:`allocate`.
         window: of the context, that the network sees; None for all that its layers see.
     """
 
     cache: DraftCache
-    drafts = True  # whether it can propose anything
-
     def __init__(
         self,
         config: DraftConfig,
@@ -66,7 +65,7 @@ class Drafter:
         window: DraftWindow | None = None,
     ) -> None:
         self.config, self.model, self.heads, self.gamma = config, model, heads, gamma
-        self.num_slots = config.num_slots(gamma)
+        self.num_drawn, self.num_slots = config.drawn(gamma), config.num_slots(gamma)
         self.mask_token_id = config.mask_token_id
         self._device, self._features, self.window = device, features, window
 
@@ -117,8 +116,7 @@ class Drafter:
         """Return the calibration of the confidence head; None without one."""
         if self.model.confidence_head is None:
             return None
-        drawn = self.config.drawn(self.gamma)
-        return OnlineCalibration.from_file(options.confidence_sts_path, drawn, max_verify)
+        return OnlineCalibration.from_file(options.confidence_sts_path, self.num_drawn, max_verify)
 
     def propose(
         self,
@@ -228,7 +226,7 @@ class NoDrafter:
         vocab_size: of the target.
     """
 
-    drafts = False
+    num_drawn = 0
     mask_token_id = 0  # of staged blocks that are not read
 
     def __init__(self, options: DSparkConfig, vocab_size: int, device: torch.device) -> None:

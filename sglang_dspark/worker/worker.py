@@ -65,7 +65,7 @@ class DSparkWorker(SpecWorkerBase):
             BatchOptions.of,
             max_verify=self.max_verify,
             device=self.device,
-            draft_free=not self.drafter.drafts,
+            draft_free=not self.drafter.num_drawn,
             answers=self.answers,
         )
         self.request_options = CachedByBatch(asked)
@@ -110,7 +110,7 @@ class DSparkWorker(SpecWorkerBase):
         with on_stream_of_steps(runner, overlap=not self.server_args.disable_overlap_schedule):
             if self.on_gpu:
                 hold_largest_step(self.eager, self.target_worker, self.max_verify)
-            if self.drafter.drafts:
+            if self.drafter.num_drawn:
                 table = self.step_times()
         self.schedule.start(table, fixed_draft_shape=self.executors.captured is not None)
         if self.on_gpu:
@@ -142,7 +142,7 @@ class DSparkWorker(SpecWorkerBase):
             logger.info("DSPARK: decode steps run eagerly: CUDA graphs are off")
             return
         # Without a drafter, captured steps are plain: only the device knows how many drafts there are.
-        depth = self.max_verify if self.drafter.drafts else 0
+        depth = self.max_verify if self.drafter.num_drawn else 0
         captured = CapturedSteps(
             self.eager,
             self.target_worker.model_runner,
@@ -204,11 +204,12 @@ class DSparkWorker(SpecWorkerBase):
         return StepRecord(
             requests=[req.rid for req in batch.reqs],
             decision=decision,
-            drafted=draft.draft_lens if self.drafter.drafts else [0] * len(step),
+            drafted=draft.draft_lens if self.drafter.num_drawn else [0] * len(step),
             verify_lens=outcome.plan.verify_lens[: len(step)],
             confidence=draft.confidence,
             traced=copy_drafts(step, draft.block) if options.traced else None,
             chains=draft.block.chains,
+            num_drawn=self.drafter.num_drawn,
             policy=self.schedule.policy.name,
             parked=self.schedule.parked,
         )

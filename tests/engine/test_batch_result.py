@@ -52,7 +52,7 @@ def test_what_arrives_is_what_was_sent(logits, traced):
     assert made.next_token_ids.tolist() == [7, 8, 9, 4, -1, -1]
     assert made.accept_lens.tolist() == [3, 1]  # with the bonus token
     assert made.rounds.verify_lens.tolist() == [2, 1]
-    assert made.cap_lens.tolist() == [3, 2] and made.block_accept_lens.tolist() == [2, 2]  # SGLang adds these up
+    assert made.cap_lens.tolist() == [3, 2] and made.block_accept_lens.tolist() == [2, 1]  # SGLang adds these up
     assert torch.equal(made.rounds.chains, CHAINS) and made.rounds.followed == [2, 0] and made.rounds.copied == [0, 1]
     assert made.rounds.committed.tolist() == [[7, 8, 9], [4, -1, -1]]
     assert torch.equal(made.rounds.confidence.survival, survival)
@@ -68,6 +68,18 @@ def test_drafts_are_told_apart_by_the_chain_that_they_follow(row, kind):
     rounds = StepRecord(["a"], PLAIN, [2], torch.tensor([2]), None, None, torch.tensor([[row, 2, 7, 8]]))
     kinds = {name: getattr(rounds, name) for name in ("followed", "cached", "copied")}
     assert kinds == {name: [2 * (name == kind)] for name in kinds}
+
+
+@pytest.mark.parametrize(
+    ("row", "drawn"),
+    [(KIND_ROWS - 1, [7, 3, 0]), (CACHED_ROWS + 3, [7, 3, 0]), (NUM_ROWS - 1, [5, 0, 0])],
+    ids=["text", "cache", "preset"],
+)
+def test_places_that_were_copied_are_not_the_drafters(row, drawn):
+    """Of a block of 7 drafts: candidates behind it, and what a preset copies in its place."""
+    chains = torch.tensor([[row, followed, *[7] * 16] for followed in (2, 3, 9)])
+    rounds = StepRecord(["a", "b", "c"], PLAIN, [15, 3, 0], torch.tensor([15, 3, 0]), None, None, chains, 7)
+    assert rounds.drawn == drawn
 
 
 def test_what_arrived_stays_when_the_memory_of_copies_is_used_again():

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from golden_server import DRAFT, TARGET, call, counting, greedy, output_ids, pol
 from sglang_dspark import __version__
 from sglang_dspark.engine.support import installed_sglang
 
+STATISTICS = Path(__file__).parents[2] / "docs" / "statistics.md"
 PROMPTS = [[5 + i, 9, 20 + i, 7] for i in range(16)]
 
 
@@ -43,6 +45,18 @@ def test_statistics_add_up(dspark):
     recent = stats["recent"]
     assert recent["tokens_per_s"] == pytest.approx(recent["committed_tokens"] / recent["seconds"])
     assert 0 < sum(second["rounds"] for second in stats["history"]) <= stats["rounds"]
+
+
+def test_statistics_have_the_keys_that_are_documented(dspark):
+    """The table says which lie at the top level only."""
+    table = STATISTICS.read_text().split("| field |", 1)[1].split("\n\n", 1)[0]
+    rows = [(re.findall(r"`(\w+)`", line.split("|")[1]), line) for line in table.splitlines()[2:]]
+    documented = {name for names, _ in rows for name in names}
+    whole = {name for names, line in rows if "(top level only)" in line for name in names}
+    stats = dspark.get_json("/dspark/stats")
+    recent = stats.pop("recent")
+    assert stats.keys() == documented
+    assert recent.keys() == documented - whole | {"seconds", "tokens_per_s", "steps_per_s"}
 
 
 @pytest.mark.parametrize("seconds", ["-1", "301", "x"])
@@ -138,6 +152,21 @@ def test_every_answer_has_its_own_counts(dspark, stream):
         assert sum(meta["spec_correct_drafts_histogram"]) == count["rounds"]
     for key in ("rounds", "drafted_tokens", "verified_tokens", "accepted_tokens"):
         assert sum(count[key] for count in counts) == sums[key]
+
+
+@pytest.mark.parametrize("preset", ["auto", "summarization"])
+def test_places_that_were_copied_are_not_the_drafters(letters, preset):
+    """Blocks have 15 places, of which the drafter proposes 7: the others, and what a preset copies, are not its own."""
+    body = greedy([*range(5, 25)] * 3, 48, speculation={"trace": True, "preset": preset})
+    with policy(letters, "static"), counting(letters) as sums:
+        answer = letters.post_json("/generate", body)
+    rounds, counts = rounds_of(answer), answer["meta_info"]["dspark"]
+    most = sum(min(7, len(entry["draft"])) for entry in rounds)
+    assert max(len(entry["draft"]) for entry in rounds) == 15
+    assert counts["drafted_tokens"] == sums["drafted_tokens"]
+    assert (counts["drafted_tokens"] < most) == (sums["copied_tokens"] > 0) == (preset == "summarization")
+    assert sums["drafted_tokens"] + sums["copied_tokens"] >= most
+    assert preset != "auto" or counts["drafted_tokens"] == most
 
 
 def last_answer(server, body):

@@ -157,7 +157,7 @@ class StageLoop:
         # The next replay writes to where this step's chains are.
         chains = None if draft.block.chains is None else draft.block.chains.clone()
         learned = {"chains": chains, "committed": accepted.out_tokens.clone()}
-        drafted = draft.draft_lens if self.drafter.drafts else [0] * bs
+        drafted = draft.draft_lens if self.drafter.num_drawn else [0] * bs
         rounds = StepRecord(names, decision, drafted, lens, draft.confidence, None, **learned)
         self.schedule.observe(rounds, list(range(bs)), accepted.accept_lens.tolist())
         for request, (text, kept) in enumerate(zip(self.texts, accepted.accept_lens.tolist(), strict=True)):

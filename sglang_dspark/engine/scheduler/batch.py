@@ -95,7 +95,7 @@ class DSparkBatchResult(GenerationBatchResult):
     """Carry the outcome of a step to the host, with one copy.
 
     SGLang adds up two lengths of every request, which its own DSPARK fills: ``cap_lens``, the rows verified, for its
-    log, its metrics and every answer, and ``block_accept_lens``, which here carries the drafts proposed to the answer.
+    log, its metrics and every answer, and ``block_accept_lens``, which here carries the drafter's drafts to the answer.
 
     Attributes:
         rounds: what the step did; its tensors are on the host after :meth:`read_copy`.
@@ -138,7 +138,7 @@ class DSparkBatchResult(GenerationBatchResult):
         parts = iter(tensors)
         found = [None if tensor is None else next(parts) for tensor in self.rounds.tensors]
         self.rounds = self.rounds.of(found, self.next_token_ids.view(len(accept_lens), -1))
-        self.cap_lens, self.block_accept_lens = self.rounds.verify_lens + 1, torch.tensor(self.rounds.drafted)
+        self.cap_lens, self.block_accept_lens = self.rounds.verify_lens + 1, torch.tensor(self.rounds.drawn)
 
 
 def decode_result(
