@@ -53,6 +53,7 @@ class Drafter:
     """
 
     cache: DraftCache
+
     def __init__(
         self,
         config: DraftConfig,

@@ -81,6 +81,18 @@ def test_commit_equals_its_reference(width, window_dtype, device):
 
 
 @BOTH
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_track_that_is_no_row_of_the_replay_is_left(forms, after, device):
+    """Before the first row a window is no new one; the third is not replayed."""
+    _, commit = forms
+    made = Rows(device)
+    (x, *_), windows = made.conv(3, 5, layers=(1,)), made.rand(1, 3, 5, 3)
+    left = windows.clone()
+    commit(x, left, replayed(made.state_rows([3], [1]), [2], ([after], [2])))
+    assert torch.equal(left[:, 2], windows[:, 2]) and not torch.equal(left[:, 1], windows[:, 1])
+
+
+@BOTH
 @pytest.mark.parametrize("window_dtype", [torch.float32, torch.float16], ids=str)
 def test_several_rows_equal_as_many_decode_steps(forms, window_dtype, device):
     """Also where a decode reads what it rounded when it stored it."""

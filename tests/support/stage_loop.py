@@ -61,7 +61,7 @@ class StageLoop:
         noise_seed: of requests without a seed of their own.
         filters: top-k, top-p and min-p of all requests.
         adjustment: penalties and biases of all requests; None for none.
-        bounds: of the requests' chains, in turn; no request has any at first.
+        bounds: of the requests' chains, in turn; None for the usual ones. No request has any chain at first.
         second: see :class:`ChainRules`; None without.
         texts: committed ids of every request.
         traces: [(start, anchor, drafts, accepted)] of every request.
@@ -91,7 +91,7 @@ class StageLoop:
         self.noise_seed = 1
         self.filters = (-1, 1.0, 0.0)
         self.adjustment: Adjustment | None = None
-        self.bounds = [NO_CHAINS]
+        self.bounds: list[tuple[int, ...]] | None = [NO_CHAINS]
         self.second: SecondTexts | None = None
 
     @cached_property
@@ -139,9 +139,14 @@ class StageLoop:
             req_to_token=self._table,
             rows=self._rows(range(bs)),
             rows_of=self._rows,
-            rules=ChainRules(torch.tensor([self.bounds[r % len(self.bounds)] for r in range(bs)]), self.second),
+            rules=self._rules(bs),
             keys=RoundKeys(seed=self.noise_seed, step=number, request_keys=torch.arange(bs), positions=prefix_lens + 1),
         )
+
+    def _rules(self, bs: int) -> ChainRules | None:
+        if self.bounds is None:
+            return None
+        return ChainRules(torch.tensor([self.bounds[r % len(self.bounds)] for r in range(bs)]), self.second)
 
     def _step(self, number: int) -> None:
         bs, step = len(self.texts), self._batch(number)

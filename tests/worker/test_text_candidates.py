@@ -1,10 +1,15 @@
 """Candidates from the requests' own texts in the served stages: they are learned, and change no text."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from dspark_kernels import ASKED_ROWS, KIND_ROWS, USUAL
+from dspark_kernels import ASKED_ROWS, CACHED_ROWS, KIND_ROWS, USUAL, ChainRules, SecondTexts
 from golden_server import CASES
 from stage_loop import NO_CHAINS, StageLoop
+
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.selection import FixedLength
 
 PROMPTS = [case["prompt_ids"] for case in CASES[:2]]
 TEXTS = [case["output_ids"] for case in CASES[:2]]
@@ -48,3 +53,32 @@ def test_a_text_that_repeats_itself_is_copied_behind_the_drafters_block():
     for _ in range(2):
         assert loop.serve(PROMPTS, NUM_TOKENS) == [text[:NUM_TOKENS] for text in TEXTS]
     assert max(kept for trace in loop.traces for *_, kept in trace) > 7
+
+
+@pytest.mark.parametrize("options", [{"schedule": "static"}, {"draft_free": True}], ids=["drafter", "draft-free"])
+def test_ids_of_pictures_are_never_copied(options):
+    """They are past every vocabulary, and the text behind them goes on with them where it repeats itself."""
+    loop, prompt = StageLoop(**options), [7, 8, 9, 999, 999, 10, 7, 8, 9]
+    loop.bounds = [(1, *USUAL[1:3], ASKED_ROWS)]
+    loop.serve([prompt[:1]], 1)
+    slots = loop._table[0].long()
+    loop.drafter.remember(torch.tensor(prompt), slots[: len(prompt)])
+    loop.texts = [prompt]
+    block = loop.drafter.propose(loop._batch(2), 4, False, loop.schedule.forecast.weights)
+    assert block.tokens.max() < 256 and block.chains[0, 1] == 0, "nothing is copied behind the end of a passage"
+
+
+def test_rules_are_those_of_the_requests_that_are_drafted():
+    """Of three requests, each with rules of its own, the second and the third are drafted."""
+    loop, behind = StageLoop(schedule="static"), torch.tensor([[5, 6], [20, 22], [30, 31]])
+    loop.serve([*PROMPTS, PROMPTS[0]], 2)
+    loop.bounds = [NO_CHAINS, NO_CHAINS, (*NO_CHAINS[:2], 1, NO_CHAINS[3])]
+    step, ends = replace(loop._batch(9), rows_of=loop._rows), torch.full((3, 1), -1)
+    texts = torch.cat([ends, step.anchors[:, None], behind, ends], 1)
+    rows = torch.tensor([ASKED_ROWS, CACHED_ROWS, ASKED_ROWS])  # of what competes, nothing is known yet
+    rules = ChainRules(step.rules.bounds, SecondTexts(texts, torch.tensor([[9, 1, 9, 9, 9]] * 3), rows))
+    step, decision = replace(step, rules=rules), StepDecision(4, FixedLength())
+    whole = loop.eager.draft(step, decision).block.tokens
+    some = loop.eager.draft(step, replace(decision, draft_requests=(1, 2))).block.tokens
+    assert whole[0, :2].tolist() == [5, 6] and whole[2, 0] == 30 and whole[2, 1] != 31
+    assert torch.equal(some[1:], whole[1:]) and whole[1, 0] != 20
