@@ -15,6 +15,7 @@ import pytest
 from byte_tokenizer import save_byte_tokenizer
 from family_targets import written_target
 from golden_server import (
+    DRAFT,
     DSPARK,
     GUARDED,
     PLANTED_FAULTS,
@@ -31,11 +32,13 @@ from random_drafter import damaged_drafter, random_drafter
 from server_pool import NO_SCRIPTS, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Recipe, ServerPool
 from spoken_target import spoken_target
 
+from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.tools.demo import smollm2
 from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
 
 BUNDLED = Path(smollm2.__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
 STATIC = ("--speculative-dspark-schedule", "static")
+WITHOUT_A_DRAFTER = ("speculative-algorithm: DSPARK", "speculative-dspark-draft-free: true")
 KEEPS_ANSWERS = ("--speculative-dspark-answer-cache", "1")
 # A pool that cannot hold the running requests, and a context that they grow out of.
 TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01")
@@ -64,11 +67,28 @@ def _advised(folder: Path) -> tuple[str | Path, ...]:
     return (*DSPARK, *KEEPS_ANSWERS, *tokenizer, "--constrained-json-disable-any-whitespace", *watched)
 
 
-def _by_a_file(folder: Path) -> tuple[str | Path, ...]:
-    """Return flags of a server without a drafter, whose options stand in a file."""
-    options = ("algorithm: DSPARK", "dspark-draft-free: true", "dspark-online-calibration: off")
-    (folder / "server.yaml").write_text("".join(f"speculative-{option}\n" for option in options))
+def _by_a_file(folder: Path, *lines: str) -> tuple[str | Path, ...]:
+    """Return the flags of a server whose options stand in a file."""
+    (folder / "server.yaml").write_text("\n".join(lines))
     return ("--config", folder / "server.yaml")
+
+
+def _configured(folder: Path) -> tuple[str | Path, ...]:
+    """Return flags that no other server has."""
+    StsCalibration((2.0,) * 7).save(folder / "temperatures.json")
+    options = (
+        "speculative-algorithm: DSPARK",
+        f"speculative-draft-model-path: {DRAFT}",
+        "speculative-dspark-engine: plugin",
+        "speculative-dspark-schedule: threshold",
+        "speculative-dspark-confidence-threshold: 0.6",
+        f"speculative-dspark-confidence-sts-path: {folder / 'temperatures.json'}",
+        "speculative-dspark-online-calibration: off",
+        "speculative-dspark-untested-sglang: true",
+        "enable-priority-scheduling: true",
+        "stream-interval: 8",
+    )
+    return (*_by_a_file(folder, *options), "--max-running-requests", "2")
 
 
 def _tiny(architecture: str, *flags: str, env: Mapping[str, str] | None = None) -> Recipe:
@@ -120,13 +140,18 @@ SERVERS: dict[str, Recipe] = {
             *("--speculative-dspark-verify-len", "1", "--context-length", "96"),
         )
     ),
-    "draft_free": Recipe(lambda folder: (*_by_a_file(folder), "--fastapi-root-path", "/behind/a/proxy")),
+    "draft_free": Recipe(
+        lambda folder: (*_by_a_file(folder, *WITHOUT_A_DRAFTER), "--fastapi-root-path", "/behind/a/proxy")
+    ),
+    "configured": Recipe(_configured),
     "target_only": Recipe(
         lambda folder: (*dspark_flags(damaged_drafter(folder)), "--speculative-dspark-fallback", "target-only")
     ),
     "guarded": Recipe(lambda folder: GUARDED),
     # Blocks longer than the drafter's, whose last slots are copied.
-    "letters": Recipe(lambda folder: (*DSPARK, *_letters(folder), "--speculative-dspark-block-size", "15")),
+    "letters": Recipe(
+        lambda folder: (*DSPARK, *_letters(folder), "--speculative-dspark-block-size", "15", *KEEPS_ANSWERS)
+    ),
     # All that advises: kept answers, metrics, forced tokens of SGLang's default grammar backend. The tokenizer knows a
     # token more than the target.
     "advised": Recipe(_advised),

@@ -14,6 +14,7 @@ from golden_server import DRAFT, TARGET, call, counting, greedy, output_ids, pol
 
 from sglang_dspark import __version__
 from sglang_dspark.engine.support import installed_sglang
+from sglang_dspark.scheduling.sps_table import SpsTable
 
 STATISTICS = Path(__file__).parents[2] / "docs" / "statistics.md"
 PROMPTS = [[5 + i, 9, 20 + i, 7] for i in range(16)]
@@ -78,6 +79,14 @@ def test_auto_reports_what_it_knows(dspark):
     if not torch.cuda.is_available():
         assert min(schedule["step_time"]["host_ms"].values()) > 0
     assert len(stats["calibration"]["scale"]) == 7
+
+
+def test_step_times_are_kept_where_the_option_says(dspark):
+    """Measured by this start, or by one before with the same file."""
+    [path] = re.findall(r"DSPARK: step times (?:written to|from) (\S+)", dspark.log_path.read_text())
+    assert Path(path).name == "step_times.json"  # of SGLANG_DSPARK_SPS_TABLE_PATH
+    table = SpsTable.load(Path(path))
+    assert (table.drafts[-1], table.requests[-1]) == (7, 16)
 
 
 def test_steps_are_counted_under_the_policy_that_chose_them(dspark):

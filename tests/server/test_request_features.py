@@ -15,7 +15,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from golden_server import CASES, generate, greedy, output_ids, policy
+from golden_server import CASES, generate, greedy, output_ids, policy, rounds_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -238,6 +238,20 @@ def test_what_a_grammar_forces_is_drafted(letters):
     assert forced["output_ids"] == drafted["output_ids"]
     steps = [answer["meta_info"]["spec_verify_ct"] for answer in (forced, drafted)]
     assert steps[0] <= 6 < 15 <= steps[1]
+
+
+def test_a_key_beside_what_a_grammar_forces(letters):
+    """Of two requests that share their steps, one has a grammar that forces its text, and one copies an answer."""
+    forced = greedy(PROMPTS[0], 40, {"regex": "[xy]abcdefghijklmnopqrstuvwxyz"}, speculation={"trace": True})
+    kept = greedy(PROMPTS[1], 40, speculation={"cache": "letters", "trace": True})
+    with policy(letters, "static"):
+        alone = generate(letters, [forced, kept], 1)
+        beside = generate(letters, [forced, kept], 2)
+    assert [answer["output_ids"] for answer in beside] == [answer["output_ids"] for answer in alone]
+    copied, followed = ([rounds_of(answer) for answer in answers] for answers in (alone, beside))
+    assert any(entry["from_cache"] for entry in followed[1]) and not any(entry["from_cache"] for entry in copied[1])
+    assert [entry["copied"] for entry in followed[0]] == [entry["copied"] for entry in copied[0]]
+    assert not any(entry["copied"] for entry in followed[1])
 
 
 def test_prompt_up_to_the_context_limit(letters, plain_letters):

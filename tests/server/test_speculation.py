@@ -89,6 +89,17 @@ def test_summarization_copies_what_followed(dspark, name):
     assert any(not entry["copied"] for entry in rounds)
 
 
+@pytest.mark.parametrize(("least", "most"), [(1, 1), (2, 8), (5, 5)])
+def test_bounds_of_the_lookup_hold(draft_free, least, most):
+    """Without a drafter, drafts are what was copied and nothing else."""
+    prompt, options = CASES[0]["prompt_ids"], {"min_ngram": least, "max_ngram": most}
+    text, rounds = traced(draft_free, greedy(prompt, 64), preset="summarization", **options)
+    assert text == CASES[0]["output_ids"]
+    for entry in rounds:
+        assert entry["draft"] == continuation((prompt + text)[: entry["start"] + 1], least, most, 7)
+    assert {bool(entry["draft"]) for entry in rounds} == {True, False}
+
+
 @pytest.mark.parametrize("name", ["auto", "static", "early-stop"])
 def test_blocks_go_on_behind_the_drafters(letters, name):
     """Seven drafts of a block are the drafter's; eight more are copied where they follow a chain, whatever its source.

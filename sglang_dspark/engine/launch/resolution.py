@@ -133,7 +133,7 @@ def resolve_states(original: Callable[..., None], args: Any, hf_config: Any) -> 
 
 
 def given_texts(args: Any) -> dict[str, str | None]:
-    """Return the texts of our options, by name; SGLang's offline engine sets those that it has as well by their names."""
+    """Return the texts of our options by name; SGLang's offline engine sets those that it has as well as arguments."""
     shared = {name: getattr(args, flag_dest(name)) for name in _SHARED}
     return getattr(args, _TEXTS, {}) | {name: str(value) for name, value in shared.items() if value is not None}
 

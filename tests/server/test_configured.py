@@ -1,0 +1,70 @@
+"""A server whose options stand in a YAML file, among them those that no other server of the tests has."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+
+from golden_server import CASES, call, endless, generate, greedy, in_background, output_ids, rounds_of, wait_for_running
+
+RUNNING = 2
+
+
+def test_the_server_says_how_it_was_configured(configured):
+    found = configured.get_json("/dspark/capabilities")
+    assert (found["engine"], found["policy"], found["effective_decode_path"]) == ("plugin", "threshold", "dspark")
+    assert [found["policies"][name]["available"] for name in ("threshold", "auto")] == [True, False]
+
+
+def test_the_threshold_of_the_server_cuts_every_block(configured):
+    [answer] = generate(configured, [greedy(CASES[2]["prompt_ids"], 64, speculation={"trace": True})], 1)
+    assert answer["output_ids"] == CASES[2]["output_ids"]
+    for entry in rounds_of(answer):
+        sure = [1 / (1 + math.exp(-logit)) >= 0.6 for logit in entry["confidence"]]
+        assert entry["verified"] == (sure.index(False) if False in sure else 7)
+    assert len({entry["verified"] for entry in rounds_of(answer)}) > 1
+
+
+def test_temperatures_of_a_file_stay_as_they_are(configured):
+    output_ids(configured, [greedy(case["prompt_ids"], 64) for case in CASES[:4]], RUNNING)
+    calibration = configured.get_json("/dspark/stats")["calibration"]
+    assert calibration["scale"] == [0.5] * 7 and calibration["refits"] == 0
+    features = configured.get_json("/dspark/capabilities")["features"]
+    assert features["online_calibration"] is False
+
+
+def test_chunks_come_at_the_interval_of_the_server(configured):
+    """A chunk ends with the step that completes the interval, of eight tokens at most."""
+    lines = call(configured, "/generate", body=endless(CASES[0]["prompt_ids"], 65, stream=True))[1].split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    lengths = [chunk["meta_info"]["completion_tokens"] for chunk in chunks]
+    assert lengths[-1] == 65 and len(lengths) <= 10
+    assert all(later - earlier >= 8 for earlier, later in itertools.pairwise(lengths[:-1]))
+
+
+def test_a_request_of_higher_priority_goes_first(configured, plain):
+    """It takes the place of one that runs, whose text goes on as if nothing had been."""
+    long = [endless([5 + i, 9, 7], 160, priority=0) for i in range(RUNNING)]
+    waiting, urgent = endless([20, 9, 7], 30, priority=1), endless([21, 9, 7], 30, priority=100)
+    ended: list[int] = []
+    answers = {}
+
+    def ask(number, body):
+        answers[number] = configured.post_json("/generate", body)
+        ended.append(number)
+
+    bodies = [*long, waiting, urgent]
+    threads = []
+    for number, body in enumerate(bodies):
+        threads.append(in_background(lambda number=number, body=body: ask(number, body)))
+        if number == RUNNING - 1:
+            wait_for_running(configured, RUNNING)
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    assert ended.index(3) == 0, ended
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers.values()) > 0
+    unranked = [{**body, "priority": None} for body in bodies]
+    assert [answers[number]["output_ids"] for number in range(4)] == output_ids(plain, unranked, 4)
