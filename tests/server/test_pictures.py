@@ -8,8 +8,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from golden_server import assert_pool_is_whole, call, generate, policy
-from picture_targets import continued_after_pictures, data_url, picture, place, write_picture_target
+from golden_server import assert_pool_is_whole, call, counting, generate, policy
+from picture_targets import (
+    continued_after_pictures,
+    data_url,
+    picture,
+    picture_target,
+    place,
+    write_picture_target,
+)
+from server_pool import Recipe
+
+from sglang_dspark.tools.launch import PLUGIN
 
 NUM_TOKENS, MANY_TOKENS = 20, 60
 WIDE, SQUARE, OTHER = picture(1, 80, 56), picture(2, 120, 120), picture(3, 80, 56)
@@ -110,6 +120,24 @@ def test_a_chat_with_a_picture(pictures):
     assert answer["choices"][0]["message"]["content"] == pictures.post_json("/generate", same)["text"]
     status, message = call(pictures, "/generate", body={"text": "x", "video_data": ["x.mp4"]})
     assert status == 400 and "and not video_data yet" in message
+
+
+@pytest.mark.thorough
+def test_pictures_without_a_drafter(server_pool, tmp_path):
+    """What stands in the place of a picture is never copied: it is no token, and another text may begin after it."""
+    architecture = "Qwen3VLForConditionalGeneration"
+    recipe = Recipe(
+        lambda folder: (*PLUGIN, "--speculative-dspark-draft-free"),
+        model=lambda folder: picture_target(architecture, folder / "target"),
+    )
+    with server_pool.lent(recipe, tmp_path) as server:
+        for lookup in ({"min_ngram": 1, "max_ngram": 1}, {"min_ngram": 2}):
+            copying = {"speculation": {"preset": "summarization", **lookup}}
+            with counting(server) as counts:
+                answers = generate(server, bodies_of(server, **copying) * 2, 4)
+            assert_texts(answers, read_by_transformers(architecture, NUM_TOKENS) * 2)
+            assert counts["copied_tokens"] > 0 or "max_ngram" not in lookup
+        assert_pool_is_whole(server)
 
 
 @pytest.mark.thorough
