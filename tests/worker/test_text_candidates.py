@@ -75,8 +75,10 @@ def test_rules_are_those_of_the_requests_that_are_drafted():
     loop.bounds = [NO_CHAINS, NO_CHAINS, (*NO_CHAINS[:2], 1, NO_CHAINS[3])]
     step, ends = replace(loop._batch(9), rows_of=loop._rows), torch.full((3, 1), -1)
     texts = torch.cat([ends, step.anchors[:, None], behind, ends], 1)
+    needed = torch.tensor([[9, 1, 9, 9, 9]] * 3)
     rows = torch.tensor([ASKED_ROWS, CACHED_ROWS, ASKED_ROWS])  # of what competes, nothing is known yet
-    rules = ChainRules(step.rules.bounds, SecondTexts(texts, torch.tensor([[9, 1, 9, 9, 9]] * 3), rows))
+    parts = texts, needed, rows[:, None].expand_as(texts), torch.arange(3)[:, None].expand_as(texts)
+    rules = ChainRules(step.rules.bounds, SecondTexts(*(part.flatten() for part in parts)))
     step, decision = replace(step, rules=rules), StepDecision(4, FixedLength())
     whole = loop.eager.draft(step, decision).block.tokens
     some = loop.eager.draft(step, replace(decision, draft_requests=(1, 2))).block.tokens
