@@ -125,7 +125,7 @@ def literal_of_both(text, answers, num_candidates, bounds):
 
 
 def test_second_texts_of_some_requests_are_theirs(device):
-    """A request without one finds nothing, though it ends as another one's goes on; nor does a text go on in the next."""
+    """A request without one finds nothing, though it ends as another's goes on; no text goes on in the next."""
     texts = [[9, 0, 1, 2], [0, 1, 2], [7, 5, 6], [0, 1, 2]]
     labels = [([-1, 1, 2, 3, -1], [9, 1, 2, 9, 9]), ([], []), ([-1, 5, 6], [9, 1, 2]), ([-1, 1, 2, 4, 4, -1], [1] * 6)]
     rules = rules_of([USUAL] * 4, labels, ASKED_ROWS, device)

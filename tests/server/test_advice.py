@@ -11,7 +11,7 @@ from golden_server import CASES, call, generate, mixed_bodies, output_ids, polic
 
 import sglang_dspark
 
-FORKS = ["ok: (да|нет)", "(é|è)+x?", "ok (☀|☂)", "(한국|학교) ok", "[а-яё]{2,5}"]
+FORKS = ["ok: (да|нет)", "(é|è)+x?", "ok (☀|☂)", "(한국|학교) ok", "[а-яё]{2,5}"]  # noqa: RUF001 - Cyrillic
 """Expressions whose alternatives share the first bytes of different letters."""
 ENUM = {"type": "object", "properties": {"a": {"enum": ["да", "нет"]}}, "required": ["a"]}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "да или нет?"}], "temperature": 0, "max_tokens": 40}
@@ -33,8 +33,8 @@ def test_grammars_that_fork_within_a_letter(advised, plain_letters):
     texts = [[answer["output_ids"] for answer in generate(server, bodies, 5)] for server in (advised, plain_letters)]
     assert texts[0] == texts[1]
     schema = CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ENUM}}}
-    assert answered(advised, schema) == answered(plain_letters, schema)
-    assert json.loads(answered(advised, schema))["a"] in ENUM["properties"]["a"]["enum"]
+    objects = [json.loads(answered(server, schema)) for server in (advised, plain_letters)]
+    assert objects[0] == objects[1] and objects[0]["a"] in ENUM["properties"]["a"]["enum"]
 
 
 def test_forced_tokens_that_the_target_does_not_have(advised):
