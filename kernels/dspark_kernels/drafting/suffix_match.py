@@ -54,9 +54,9 @@ def find_chains(
     second, device = rules.second, chains.device
     size, owners = len(second.tokens), second.requests
     # Places that belong to no request find what equals nothing.
-    suffix = torch.nn.functional.pad(_suffix(requests, slot_tokens), (0, 0, 0, 1), value=-2)
+    suffix = torch.nn.functional.pad(_suffix(requests, slot_tokens), (0, 0, 0, 1), value=-2).T.contiguous()
     text = torch.nn.functional.pad(second.tokens, (MOST_MATCH, num_candidates + 1), value=-1)
-    lengths = _matched(text, size, lambda back: suffix[owners, back])
+    lengths = _matched(text, size, lambda back: suffix[back].index_select(0, owners))
     # One number for a place, of which the largest is the best: matched tokens with their row, then how early it is.
     scores = (lengths + second.rows) * size + torch.arange(size - 1, -1, -1, device=device)
     nothing = torch.full((len(requests) + 1,), -1, device=device)
