@@ -29,6 +29,11 @@ class DSparkServer:
     presets = True
 
     @property
+    def draft_path(self) -> str:
+        """Return the folder of the drafter; empty if none is served. SGLang's own field for it is empty always."""
+        return "" if self.drafter is None else self.drafter.path
+
+    @property
     def has_confidence_head(self) -> bool:
         """Return whether the drafter says how likely a draft survives."""
         return self.drafter is not None and self.drafter.config.enable_confidence_head

@@ -130,6 +130,7 @@ class DSparkWorker(SpecWorkerBase):
         key = table_key(
             self.target_worker,
             self.server_args,
+            draft_path=self.settled.draft_path,
             block_size=self.drafter.gamma,
             max_verify=self.max_verify,
             cuda_graphs="none" if tiers is None else tiers.digest,
@@ -223,7 +224,7 @@ class DSparkWorker(SpecWorkerBase):
         self.drafter.remember(tokens, slots)
 
     def capabilities(self) -> dict[str, Any]:
-        described = self.drafter.describe(self.server_args.speculative_draft_model_path)
+        described = self.drafter.describe(self.settled.draft_path)
         drafting = "requests with a preset speculate" if described is None else "the drafter fits the target"
         decoding = Decoding(
             f"selected by --speculative-algorithm, and {drafting}",

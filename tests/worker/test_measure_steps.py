@@ -168,10 +168,10 @@ def key_of(monkeypatch, tmp_path):
             kv_cache_dtype=torch.float32,
             model_config=SimpleNamespace(quantization=None, hf_config=hf_config),
         )
-        paths = {"model_path": "owner/target", "speculative_draft_model_path": str(tmp_path)}
+        paths = {"model_path": "owner/target"}
         worker = SimpleNamespace(model_runner=runner, device="cpu")
         given = dict.fromkeys(sps_cache._TIMED_ARGUMENTS) | paths | flags
-        shape = {"block_size": 7, "max_verify": 7, "cuda_graphs": "none"}
+        shape = {"draft_path": str(tmp_path), "block_size": 7, "max_verify": 7, "cuda_graphs": "none"}
         return sps_cache.table_key(worker, SimpleNamespace(**given), **shape)
 
     return key

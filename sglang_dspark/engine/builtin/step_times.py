@@ -30,6 +30,7 @@ def step_times(driver: ScheduledWorker) -> SpsTable | None:
     key = table_key(
         driver.target_worker,
         driver.server_args,
+        draft_path=driver.server_args.speculative_draft_model_path,
         block_size=driver.gamma,
         max_verify=driver.gamma,
         cuda_graphs=f"SGLang's own, {driver.rows.digest}",

@@ -25,8 +25,7 @@ DRAFT_SINKS = 4
 
 def prepare(args: ServerArgs) -> None:
     """Decide what SGLang would decide otherwise when it resolves ``args``, if the operator has not."""
-    # SGLang would read the drafter's config, in which transformers does not know every format.
-    args.speculative_draft_model_path = None
+    args.speculative_draft_model_path = None  # see Launch.after
     if args.speculative_draft_model_quantization is None:
         args.speculative_draft_model_quantization = "unquant"  # SGLang would take the target's for the drafter's
     if not (args.attention_backend or args.prefill_attention_backend or args.decode_attention_backend):

@@ -74,6 +74,15 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
+        "tell-drafter",
+        "sglang.srt.server_args.ServerArgs.resolved_dict",
+        HookType.AFTER,
+        "launch.launch.tell_drafter",
+        "front_end",
+        "SGLang reads the files of a drafter whose path it knows, so it does not know it, and could not name it either",
+        Moment.SOME_TIME,
+    ),
+    Hook(
         "check-requests",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
         HookType.AFTER,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.environ import envs
@@ -67,8 +68,11 @@ class Launch(DSparkServer):
         refuse(LaunchContext(args, self), Moment.MODELS, Moment.FLAGS)
 
     def after(self, args: ServerArgs) -> None:
-        """Fill the fields that size SGLang's buffers, and install the hooks of the front end."""
-        args.speculative_draft_model_path = None if self.drafter is None else self.drafter.path
+        """Fill the fields that size SGLang's buffers, and install the hooks of the front end.
+
+        The field of the drafter's path stays empty, in every process: whatever SGLang does with a path begins with
+        transformers, which does not know every format. :func:`tell_drafter` is for those who ask which one is served.
+        """
         if self.draft_window is not None:
             args.speculative_draft_window_size = self.draft_window.size
             args.speculative_draft_sink_size = self.draft_window.sinks
@@ -84,8 +88,15 @@ class Launch(DSparkServer):
             self.gamma,
             self.config.schedule,
             self.window - 1,
-            "none" if self.drafter is None else self.drafter.path,
+            self.draft_path or "none",
         )
+
+
+def tell_drafter(described: dict[str, Any], args: ServerArgs) -> None:
+    """Put the drafter's path into SGLang's description of a server, which logs and ``/server_info`` show."""
+    launch = arguments.attached(args)
+    if isinstance(launch, Launch):
+        described["speculative_draft_model_path"] = launch.draft_path or None
 
 
 def find_drafter(args: ServerArgs, config: DSparkConfig, *, dummy: bool) -> ResolvedDrafter | None:

@@ -165,12 +165,13 @@ _METHOD = "3"  # of measuring; another one makes tables of before useless
 
 
 def table_key(
-    target_worker: Any, server_args: Any, *, block_size: int, max_verify: int, cuda_graphs: str
+    target_worker: Any, server_args: Any, *, draft_path: str, block_size: int, max_verify: int, cuda_graphs: str
 ) -> dict[str, str]:
     """Return what a table is valid for.
 
     Args:
         target_worker, server_args: SGLang's.
+        draft_path: folder of the drafter.
         block_size: drafts that a block has.
         max_verify: most drafts that a step verifies per request.
         cuda_graphs: names the graphs that steps are replayed from.
@@ -180,7 +181,7 @@ def table_key(
         "device": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
         "threads": "" if on_gpu else str(torch.get_num_threads()),
         "target": _identity(server_args.model_path, _shape(runner.model_config.hf_config.to_dict())),
-        "draft": _identity(server_args.speculative_draft_model_path, _small_files(server_args)),
+        "draft": _identity(draft_path, _small_files(Path(draft_path))),
         "dtype": str(runner.dtype).removeprefix("torch."),
         "quantization": str(runner.model_config.quantization),
         "kv_cache_dtype": str(runner.kv_cache_dtype).removeprefix("torch."),
@@ -208,9 +209,8 @@ def _shape(config: Mapping[str, Any]) -> bytes:
     return json.dumps(shape, sort_keys=True, default=str).encode()
 
 
-def _small_files(server_args: Any) -> bytes:
+def _small_files(folder: Path) -> bytes:
     """Return what the shape of a drafter follows from; nothing where there is none."""
-    folder = Path(server_args.speculative_draft_model_path)
     files = [folder / name for name in ("config.json", reduced_vocabulary.FILE)]
     return b"".join(file.read_bytes() for file in files if file.is_file())
 
