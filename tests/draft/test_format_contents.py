@@ -1,5 +1,7 @@
 """Everything that formats say and leave open: read, asked for, or refused by name, whatever a file holds."""
 
+import json
+
 import format_exports as exports
 import pytest
 import torch
@@ -106,6 +108,101 @@ REFUSED = {
     ),
     "no format at all": ({"architectures": ["Qwen3ForCausalLM"]}, "formats that load are DeepSpec"),
 }
+
+
+CLASSES = {
+    "architectures": (
+        {"architectures": ["FooDSparkModel"]},
+        "architectures: FooDSparkModel .*its layers may be its own",
+    ),
+    "an own class": ({"architectures": ["K3DSparkModel"]}, "architectures: K3DSparkModel .*latent"),
+    "a target": ({"architectures": ["Qwen3ForCausalLM"]}, "architectures: Qwen3ForCausalLM .*a target, not a drafter"),
+    "auto_map": ({"auto_map": {"AutoModel": "org/other--foo.FooDFlashModel"}}, "auto_map: FooDFlashModel .*its own"),
+    "an own class in auto_map": (
+        {"auto_map": {"AutoModelForCausalLM": "laguna.DFlashLagunaForCausalLM"}},
+        "auto_map: DFlashLagunaForCausalLM .*Laguna",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), CLASSES.values(), ids=CLASSES.keys())
+@pytest.mark.parametrize(
+    "export", [exports.deepspec, exports.specforge, exports.modelopt, exports.torchspec, exports.speculators]
+)
+def test_a_class_with_layers_of_its_own_is_refused_whatever_its_tensors_look_like(export, change, message, write):
+    content, tensors = content_of(export)
+    with pytest.raises(CheckpointError, match=message):
+        read(write(content | change, tensors))
+    read(write(content | {"auto_map": {"AutoModel": "modeling_minimax.MiniMaxForCausalLM"}}, tensors))  # the target's
+
+
+def test_a_class_of_another_name_is_read_if_its_author_says_that_it_is_one_of_these(write):
+    folder = write(content_of(exports.torchspec)[0] | CLASSES["architectures"][0], content_of(exports.torchspec)[1])
+    assert read(folder, {"architectures": ["DFlashDraftModel"]}).format == "TorchSpec"
+
+
+def windows_at_the_top(content):
+    """Move the keys of windows from the layers to where vLLM reads them as well."""
+    layers = content["transformer_layer_config"]
+    moved = {key: layers.pop(key) for key in ("layer_types", "sliding_window")}
+    return content | moved | {"use_sliding_window": True, "max_window_layers": 2}
+
+
+def test_windows_of_speculators_may_stand_beside_the_layers():
+    content, _ = content_of(exports.speculators, **WINDOW, causal_layers=[False, True])
+    expected = read_content(content, origin="")
+    assert expected.config.causal_layers == (False, True) and expected.config.sliding_window == 4
+    moved = windows_at_the_top(content)
+    found = read_content(moved, origin="")
+    assert found.config == expected.config and found.unknown_keys == expected.unknown_keys
+    derived = {key: value for key, value in moved.items() if key != "layer_types"} | {"max_window_layers": 1}
+    assert read_content(derived, origin="").config == expected.config
+    for key, other in (("sliding_window", 8), ("layer_types", ["full_attention"] * 2)):
+        moved["transformer_layer_config"][key] = other
+        with pytest.raises(CheckpointError, match=f"transformer_layer_config.{key}=.* contradicts {key}="):
+            read_content(moved, origin="")
+        moved["transformer_layer_config"][key] = None
+
+
+@pytest.mark.parametrize("place", ["", "transformer_layer_config."])
+def test_a_causality_that_vllm_reads_and_speculators_did_not_train_is_doubted(place):
+    content, _ = content_of(exports.speculators, **WINDOW, causal_layers=[False, True])
+    plain = read_content(content, origin="")
+    changed = json.loads(json.dumps(content))
+    (changed["transformer_layer_config"] if place else changed)["is_causal"] = True
+    reading = read_content(changed, origin="")
+    assert reading.config == plain.config
+    [remark] = set(reading.remarks) - set(plain.remarks)
+    assert remark.doubtful and remark.sentence.startswith(f"{place}is_causal=True is ignored")
+
+
+def test_windows_that_two_engines_would_read_differently():
+    """Of ``layer_types`` and ``use_swa``, and of two sizes."""
+    content, _ = content_of(exports.specforge, **WINDOW, causal_layers=[False, True])
+    content["sliding_window"] = 4
+    plain = read_content(content, origin="").config
+    assert plain.layer_types == ("full_attention", "sliding_attention")
+    content["dflash_config"]["use_swa"] = True
+    reading = read_content(content, origin="")
+    assert reading.config == plain and [remark.doubtful for remark in reading.remarks] == [True]
+    content["dflash_config"]["swa_window_size"] = 8
+    with pytest.raises(CheckpointError, match=r"dflash_config.swa_window_size=8 contradicts sliding_window=4"):
+        read_content(content, origin="")
+    del content["sliding_window"]
+    assert read_content(content, origin="").config.sliding_window == 8
+
+
+def test_keys_of_a_drafter_in_a_section_of_eagle():
+    """VLLM reads that section before ``dflash_config``."""
+    content, _ = content_of(exports.specforge)
+    content["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3], "use_aux_hidden_state": True}
+    assert read_content(content, origin="").unknown_keys == ()
+    content["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [0, 1, 3]
+    [remark] = read_content(content, origin="").remarks
+    assert remark.doubtful and remark.sentence.startswith("eagle_config.eagle_aux_hidden_state_layer_ids=[0, 1, 3]")
+    content["eagle_config"] = {"use_aux_hidden_state": False}
+    with pytest.raises(CheckpointError, match=r"eagle_config.use_aux_hidden_state=False is not supported"):
+        read_content(content, origin="")
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED.keys())

@@ -64,7 +64,7 @@ def test_the_drafter_is_read_once(reads):
 
 
 def test_no_drafter_is_read_without_one(reads):
-    made, serving = settled("--speculative-dspark-draft-free", draft=None)
+    _, serving = settled("--speculative-dspark-draft-free", draft=None)
     assert (reads, serving.drafter, serving.draft_path) == ([], None, "")
 
 

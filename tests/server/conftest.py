@@ -28,6 +28,7 @@ from golden_server import (
 from int8_target import int8_target
 from lora_adapters import adapter_flags
 from picture_targets import picture_target
+from published_drafters import published_drafter
 from random_drafter import damaged_drafter, random_drafter
 from server_pool import NO_SCRIPTS, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Recipe, ServerPool
 from spoken_target import spoken_target
@@ -131,7 +132,13 @@ SERVERS: dict[str, Recipe] = {
             *("--speculative-dspark-block-size", "3", "--speculative-draft-window-size", "12"),
         )
     ),
-    "tight": Recipe(lambda folder: (*DSPARK, *TIGHT, "--chunked-prefill-size", "64")),
+    # Drafters of other forms than DeepSpec's: test_checkpoint_variants.py.
+    "tight": Recipe(
+        lambda folder: (
+            *dspark_flags(published_drafter(folder, "speculators")),
+            *(*TIGHT, "--chunked-prefill-size", "64"),
+        )
+    ),
     # Random weights: it knows nothing.
     "dflash": Recipe(lambda folder: (*dspark_flags(random_drafter(folder, "dflash")), *KEEPS_ANSWERS)),
     "long_block": Recipe(
@@ -203,7 +210,7 @@ SERVERS: dict[str, Recipe] = {
     # In a pool that is too small for sixteen requests.
     "adapters": Recipe(
         lambda folder: (
-            *(*DSPARK, *adapter_flags(folder, LORA)),
+            *(*dspark_flags(published_drafter(folder / "draft", "ModelOpt")), *adapter_flags(folder, LORA)),
             *("--max-total-tokens", "700", "--schedule-conservativeness", "0.01"),
         )
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from golden_server import (
     DRAFTER_ALONE,
     TARGET,
     assert_cut_at_the_limit,
+    assert_golden_traces,
     assert_rounds_of_reference,
     endless,
     generate,
@@ -20,9 +22,12 @@ from golden_server import (
     policy,
     rounds_of,
 )
+from published_drafters import published_drafter
 from reference_decoding import decode_greedy
+from server_pool import Recipe
 
 from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.tools.launch import dspark_flags
 
 PROMPT = CASES[1]["prompt_ids"]
 
@@ -42,6 +47,28 @@ def test_plain_dflash_in_the_form_in_which_it_is_published(dflash):
     assert len(answer["output_ids"]) == len(expected.output_ids)
     assert_rounds_of_reference(answer, expected)
     assert len({tuple(entry["draft"]) for entry in rounds_of(answer)}) > 1
+
+
+def test_the_form_of_speculators(tight):
+    """The files of RedHat's drafters: transformers does not know their ``model_type``."""
+    path = tight.get_json("/dspark/capabilities")["drafter"]["path"]
+    assert json.loads((Path(path) / "config.json").read_text())["model_type"] == "speculator_model"
+    assert tight.get_json("/server_info")["speculative_draft_model_path"] == path
+    fitting = [case for case in CASES if len(case["prompt_ids"]) + 64 < 120]
+    assert_golden_traces(tight, fitting)
+    assert len(fitting) >= 4
+
+
+def test_the_form_of_modelopt(adapters):
+    assert_golden_traces(adapters)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", ["speculators 0.9", "SpecForge", "TorchSpec"])
+def test_other_forms(server_pool, tmp_path, form):
+    recipe = Recipe(lambda folder: dspark_flags(published_drafter(folder / "draft", form)))
+    with server_pool.lent(recipe, tmp_path) as server:
+        assert_golden_traces(server)
 
 
 @pytest.mark.thorough

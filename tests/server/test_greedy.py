@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from golden_server import (
     CASES,
-    DRAFTER_ALONE,
+    assert_golden_traces,
     assert_pool_is_whole,
     counting,
     endless,
@@ -20,7 +20,6 @@ from golden_server import (
     output_ids,
     policy,
     prompts,
-    rounds_of,
     with_options,
 )
 
@@ -36,19 +35,7 @@ POLICIES: list[dict[str, Any]] = [
 
 def test_golden_traces(dspark):
     """Drafts, verified and accepted counts, and text of every golden case."""
-    for case in CASES:
-        with policy(dspark, "static"):
-            [answer] = generate(dspark, [greedy(case["prompt_ids"], 64, speculation=DRAFTER_ALONE)], 1)
-        assert answer["output_ids"] == case["output_ids"]
-        assert len(answer["meta_info"]["dspark_trace"]) == len(case["output_ids"])
-        rounds = rounds_of(answer)
-        assert [(r["start"], r["anchor"], r["draft"]) for r in rounds] == [
-            (r["start"], r["anchor"], r["draft"]) for r in case["rounds"]
-        ]
-        # The last round runs past the 64 tokens.
-        assert [r["accepted"] for r in rounds[:-1]] == [r["accepted"] for r in case["rounds"][:-1]]
-        assert {r["verified"] for r in rounds} == {7}
-        assert {len(r["confidence"]) for r in rounds} == {7}
+    assert_golden_traces(dspark)
 
 
 def test_text_equals_the_target_alone(dspark, plain):

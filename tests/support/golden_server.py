@@ -136,6 +136,23 @@ def rounds_of(answer: dict[str, Any]) -> list[dict[str, Any]]:
     return [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
 
 
+def assert_golden_traces(server: LaunchedServer, cases: list[dict[str, Any]] = CASES) -> None:
+    """Assert text, drafts, verified and accepted counts of golden cases."""
+    for case in cases:
+        with policy(server, "static"):
+            [answer] = generate(server, [greedy(case["prompt_ids"], 64, speculation=DRAFTER_ALONE)], 1)
+        assert answer["output_ids"] == case["output_ids"]
+        assert len(answer["meta_info"]["dspark_trace"]) == len(case["output_ids"])
+        rounds = rounds_of(answer)
+        assert [(r["start"], r["anchor"], r["draft"]) for r in rounds] == [
+            (r["start"], r["anchor"], r["draft"]) for r in case["rounds"]
+        ]
+        # The last round runs past the 64 tokens.
+        assert [r["accepted"] for r in rounds[:-1]] == [r["accepted"] for r in case["rounds"][:-1]]
+        assert {r["verified"] for r in rounds} == {7}
+        assert {len(r["confidence"]) for r in rounds} == {7}
+
+
 def assert_rounds_of_reference(answer: dict[str, Any], expected: Decoded) -> None:
     """Assert that an answer went as ``decode_greedy``, which goes on until its context is full."""
     ids = answer["output_ids"]

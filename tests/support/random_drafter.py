@@ -87,9 +87,10 @@ def _publish_as_dflash(file: Path) -> None:
     """Rewrite config.json as plain DFlash drafters have it: layout and absence of heads go without saying."""
     config = json.loads(file.read_text())
     nested = {key: config.pop(key) for key in ("target_layer_ids", "mask_token_id")}
+    published = {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
     for key in DFLASH.keys() - {"block_size"}:
         del config[key]
-    file.write_text(json.dumps(config | {"architectures": ["DFlashDraftModel"], "dflash_config": nested}))
+    file.write_text(json.dumps(config | published | {"dflash_config": nested}))
 
 
 def damaged_drafter(folder: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 from sglang_dspark.draft.checked import REMEDY
 from sglang_dspark.errors import CheckpointError
 
-SECTIONS = ("dflash_config", "dspark_config", "transformer_layer_config", "speculators_config")
+SECTIONS = ("dflash_config", "dspark_config", "eagle_config", "transformer_layer_config", "speculators_config")
 """Objects in config.json whose keys are read like those of the top level, with the section's name and a dot before."""
 
 _SHORT = reprlib.Repr()

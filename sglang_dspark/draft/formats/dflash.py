@@ -39,7 +39,7 @@ _OPTIONAL: Table = {
     "draft_vocab_size": _anywhere("draft_vocab_size"),
     "num_target_layers": _anywhere("num_target_layers"),
 }
-_SILENT = _anywhere("projector_type", "num_anchors", "num_layers", "use_aux_hidden_state")
+_SILENT = _anywhere("projector_type", "num_anchors", "num_layers")
 _ATTENTION_MODES = ("gqa", "mha")
 
 

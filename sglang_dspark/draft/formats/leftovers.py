@@ -73,7 +73,7 @@ LAYERS: tuple[LeftOver, ...] = (
     ),
     LeftOver(
         "query_pre_attn_scalar attn_temperature_tuning floor_scale attn_scale attention_multiplier residual_multiplier "
-        "embedding_multiplier logits_scaling scale_emb scale_depth dim_model_base",
+        "embedding_multiplier logits_scaling logit_scale scale_emb scale_depth dim_model_base",
         "the drafter's layers have no such factor",
     ),
     LeftOver(

@@ -22,6 +22,7 @@ NEUTRAL: Mapping[str, Any] = {
     "input_embedding_scale": 1,
     "mask_embedding": None,
     "use_gemma_norm": False,
+    "use_aux_hidden_state": True,
 }
 """Keys that change the network, and the one value that leaves it as it is here."""
 
@@ -82,34 +83,52 @@ def _check_quantisation(content: Content) -> None:
 
 
 def attention(content: Content) -> None:
-    """Read the attention of each layer. ``layer_types`` decides, whatever ``use_sliding_window`` says."""
-    section, num_layers = content.section, content.values.get("num_hidden_layers")
-    listed = types = content.find(f"{section}layer_types")
-    window = content.find(f"{section}sliding_window")
-    sliding = content.find(f"{section}use_sliding_window")
-    first = content.find(f"{section}max_window_layers", default=_MAX_WINDOW_LAYERS)
-    content.names |= {"layer_types": f"{section}layer_types", "sliding_window": f"{section}sliding_window"}
+    """Read the attention of each layer. ``layer_types`` decides, whatever ``use_sliding_window`` says.
+
+    Engines look for these keys among those of the layers and at the top level.
+    """
+    num_layers, listed = content.values.get("num_hidden_layers"), _listed_types(content)
+    window, sliding = (content.find(*_beside(content, key)) for key in ("sliding_window", "use_sliding_window"))
+    first = content.find(*_beside(content, "max_window_layers"), default=_MAX_WINDOW_LAYERS)
+    everywhere = content.find("dflash_config.use_swa") is True
+    content.names |= {key: _written(content, key) for key in ("layer_types", "sliding_window")}
     if type(num_layers) is not int:
         return
-    if content.find("dflash_config.use_swa") is True:
-        types, window = [SLIDING] * num_layers, content.find("dflash_config.swa_window_size", "sliding_window")
+    types = listed
+    if everywhere and not _names_windows(listed):
+        types = [SLIDING] * num_layers
     elif types is None and sliding is True and window is not None and type(first) is int:
         types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     if types is None or types == [FULL] * num_layers:
-        for name in ("sliding_window", "use_sliding_window"):
-            content.ignore(section + name, "no layer of the drafter slides")
+        for name in (*_beside(content, "sliding_window"), *_beside(content, "use_sliding_window")):
+            content.ignore(name, "no layer of the drafter slides")
         content.ignore("dflash_config.swa_window_size", "dflash_config.use_swa is not set")
         return
     if not isinstance(types, list):
-        raise content.refuse(f"{section}layer_types", "should be a list of kinds of attention, one for each layer")
+        raise content.refuse(content.names["layer_types"], "should be a list of kinds of attention, one for each layer")
+    window = content.find("dflash_config.swa_window_size", *_beside(content, "sliding_window"))
     content.values |= {"layer_types": tuple(types), "sliding_window": window}
     if sliding is False and types is listed:
         words = "contradicts the sliding layers of layer_types, which are used: ask the authors of the drafter"
-        content.remark(f"{section}use_sliding_window", sliding, words, doubtful=True)
+        content.remark(_written(content, "use_sliding_window"), sliding, words, doubtful=True)
+    if everywhere and FULL in types:
+        words = "contradicts the full attention in layer_types, which is used: ask the authors of the drafter"
+        content.remark("dflash_config.use_swa", everywhere, words, doubtful=True)
+
+
+def _listed_types(content: Content) -> Any:
+    return content.find(*_beside(content, "layer_types"))
+
+
+def _names_windows(types: Any) -> bool:
+    return isinstance(types, list) and SLIDING in types
 
 
 def causal_layers(content: Content) -> None:
-    """Read which layers are causal in the block: all alike if a key says so, otherwise those with a window."""
+    """Read which layers are causal in the block: all alike if a key says so, otherwise those with a window.
+
+    A window that ``use_swa`` gives to all layers says nothing about causality.
+    """
     listed = content.find("causal_layers")
     causal = content.find("is_causal", "dflash_config.causal", "dflash_config.is_causal", "dflash_query_causal")
     num_layers, types = content.values.get("num_hidden_layers"), content.values.get("layer_types", ())
@@ -118,7 +137,9 @@ def causal_layers(content: Content) -> None:
         layers = tuple(listed) if isinstance(listed, list) else listed
     elif type(num_layers) is int and causal is not None:
         layers = (causal is True,) * num_layers
-    elif type(num_layers) is int and content.find("dflash_config.use_swa") is not True:
+    elif type(num_layers) is int and (
+        content.find("dflash_config.use_swa") is not True or _names_windows(_listed_types(content))
+    ):
         layers = tuple(layer_type == SLIDING for layer_type in types)
     content.values["causal_layers"] = () if isinstance(layers, tuple) and not any(layers) else layers
 
@@ -162,5 +183,16 @@ def _switched_on(content: Content, key: str) -> bool | None:
     return None if value is None else bool(value)
 
 
+def _beside(content: Content, key: str) -> tuple[str, ...]:
+    """Return the key among those of the layers and at the top level, which may be the same."""
+    return tuple(dict.fromkeys((content.section + key, key)))
+
+
+def _written(content: Content, key: str) -> str:
+    """Return the one of these places that has a value, or else the first."""
+    names = _beside(content, key)
+    return next((name for name in names if content.find(name) is not None), names[0])
+
+
 def _spellings(content: Content, key: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((content.section + key, key, f"dflash_config.{key}")))
+    return (*_beside(content, key), f"dflash_config.{key}", f"eagle_config.{key}")

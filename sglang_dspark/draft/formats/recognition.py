@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
@@ -19,10 +20,19 @@ SERVED = (
 _TARGETS = {family.architecture for family in FAMILIES}
 _DEEPSPEC = {*ARCHITECTURES.values(), "LingDSparkModel", "Qwen3OmniDSparkModel"}
 
+_SERVED_CLASSES = {
+    *_DEEPSPEC,
+    *("DSparkDraftModel", "DSparkSpeculator", "Lfm2DSparkDraftModel", "DFlashDraftModel", "DFlashSpeculator"),
+}
+"""Architectures with Qwen3's layers, or Gemma 4's. The layers of any other may differ in what no tensor shows."""
+_OF_DRAFTERS = re.compile("DSpark|DFlash|Draft|Speculator|Eagle", re.IGNORECASE)
+
 _OWN_CLASSES = {
     "K3DSparkModel": "its attention is latent (MLA)",
     "KimiK3DSparkModel": "its attention is latent (MLA)",
     "DeepseekV4DSparkModel": "its layers are DeepSeek V4's",
+    "DeepSeekV4DSparkModel": "its layers are DeepSeek V4's",
+    "DeepseekV4ForCausalLMDSpark": "its layers are DeepSeek V4's",
     "DSparkV41DraftModel": "its layers are DeepSeek V4.1's",
     "Glm5_2DSparkModel": "its layers are GLM 5.2's",
     "MiniMaxM3DSparkModel": "its layers are MiniMax M3's",
@@ -39,6 +49,11 @@ _OWN_CLASSES = {
     "LlamaForCausalLMEagle3": "it is an EAGLE-3 drafter",
 }
 """Architectures with networks of their own, and what is different in them."""
+
+_UNKNOWN_CLASS = (
+    "its layers may be its own, and then drafts are poor. If they are those of a class that loads, say so with "
+    """`python -m sglang_dspark convert --set architectures='["DFlashDraftModel"]'`"""
+)
 
 _SPECULATORS_KINDS = {
     "dflash2": "it has the convolutions and the candidate selector of DFlash2",
@@ -77,19 +92,26 @@ def recognise(config: Mapping[str, Any], tensors: Collection[str], origin: str) 
     has_heads = any("markov_head." in name for name in tensors)
     if has_heads or config.keys() & {"pard_token", "dspark_markov_rank"}:
         return "TorchSpec"
-    if any(name.startswith("DFlash") for name in names) and (
+    if names & {"DFlashDraftModel", "DFlashSpeculator"} and (
         dflash or {"block_size", "mask_token_id"} <= config.keys()
     ):
         return "DFlash"
     if not names:
         raise CheckpointError(f"{origin}: key 'architectures' is missing; {SERVED}")
-    what = "is a target, not a drafter" if names & _TARGETS else "is not supported"
-    raise CheckpointError(f"{origin}: architectures={config['architectures']!r} {what}; {SERVED}")
+    raise CheckpointError(f"{origin}: architectures={config['architectures']!r} has keys of no format; {SERVED}")
 
 
 def _architectures(config: Mapping[str, Any]) -> set[str]:
     names = config.get("architectures")
     return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+
+
+def _remote_classes(config: Mapping[str, Any]) -> set[str]:
+    """Return the classes of drafters among those that ``auto_map`` names; a target's may be left over."""
+    listed = config.get("auto_map")
+    items = listed.items() if isinstance(listed, Mapping) else ()
+    names = {str(name).rpartition(".")[2] for key, name in items if str(key).startswith("AutoModel")}
+    return {name for name in names if name in _OWN_CLASSES or _OF_DRAFTERS.search(name)}
 
 
 def _is_modelopt(dflash: Mapping[str, Any], tensors: Collection[str]) -> bool:
@@ -111,8 +133,10 @@ def _refuse_other_networks(
         raise refuse("model_type='k3_dspark'", _OWN_CLASSES["K3DSparkModel"])
     if "dspark_target_layer_ids" in config or any(name.startswith("mtp.") for name in tensors):
         raise refuse("a drafter inside its target", "its layers are DeepSeek V4's")
-    for name in sorted(_architectures(config) & _OWN_CLASSES.keys()):
-        raise refuse(f"architectures=[{name!r}]", _OWN_CLASSES[name])
+    for key, names in (("architectures", _architectures(config)), ("auto_map", _remote_classes(config))):
+        for name in sorted(names - _SERVED_CLASSES):
+            unknown = "it is a target, not a drafter" if name in _TARGETS else _UNKNOWN_CLASS
+            raise refuse(f"{key}: {name}", _OWN_CLASSES.get(name, unknown))
     keys = config.keys() | dflash.keys()
     if any(key.startswith("lilicorr_") for key in keys):
         raise refuse("lilicorr_*", _OWN_CLASSES["LiLiCorrDraftModel"])

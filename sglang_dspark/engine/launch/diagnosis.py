@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.plugins import load_plugins
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.speculative.spec_registry import get_spec
 
 from sglang_dspark.config import DSparkConfig, flag_name
@@ -55,6 +55,19 @@ def why_own_worker(target: Path) -> str | None:
     """Return why a server on this machine would take SGLang's own worker for a target; None if it takes ours."""
     args = ServerArgs(model_path=str(target), device="cuda" if torch.cuda.is_available() else "cpu")
     return model_checks.why_own_worker(LaunchContext.of(args, DSparkConfig()))
+
+
+def resolve(command: Sequence[str]) -> None:
+    """Resolve the arguments of a server as its start does, before it loads anything. It changes this process.
+
+    Args:
+        command: flags of ``sglang.launch_server``.
+
+    Raises:
+        Exception: whatever would end the start.
+    """
+    load_plugins()
+    prepare_server_args(list(command)).resolve_once()
 
 
 def launch_without_flags(target: Path, drafter: ResolvedDrafter) -> LaunchContext:

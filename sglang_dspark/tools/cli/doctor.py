@@ -55,22 +55,26 @@ def doctor(target: Path | None, draft: Path | None, prompts: Path | None, hooks:
         raise SystemExit(1)
     console.print("\n[green]Ready.[/]")
     if target is not None and draft is not None:
-        console.print(*_command(target, draft), soft_wrap=True)
+        console.print(_command(target, draft), soft_wrap=True)
 
 
-def _command(target: Path, draft: Path) -> Iterator[object]:
-    """Yield the words of a command that serves the pair on this machine."""
+def _flags(target: Path, draft: Path) -> list[str]:
+    """Return flags of a server of the pair on this machine."""
     import torch
 
-    from sglang_dspark.on_cpu import VARIABLE
     from sglang_dspark.tools.launch import dspark_flags
 
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        yield f"{VARIABLE}=1"
-    yield from ("python -m sglang.launch_server --model-path", target, *dspark_flags(draft))
-    if not on_gpu:
-        yield "--device cpu"
+    device = () if torch.cuda.is_available() else ("--device", "cpu")
+    return ["--model-path", str(target), *dspark_flags(draft), *device]
+
+
+def _command(target: Path, draft: Path) -> str:
+    """Return a command that serves the pair on this machine."""
+    from sglang_dspark.on_cpu import VARIABLE
+
+    flags = _flags(target, draft)
+    variable = f"{VARIABLE}=1 " if "--device" in flags else ""
+    return f"{variable}python -m sglang.launch_server {' '.join(flags)}"
 
 
 def _diagnose(target: Path | None, draft: Path | None, prompts: Path | None, *, hooks: bool) -> Iterator[Finding]:
@@ -83,12 +87,14 @@ def _diagnose(target: Path | None, draft: Path | None, prompts: Path | None, *, 
     yield from check_device()
     if target is not None and draft is not None:
         from sglang_dspark.tools.doctor.finding import failed
-        from sglang_dspark.tools.doctor.models import check_pair
+        from sglang_dspark.tools.doctor.models import check_pair, check_start
 
         findings = list(check_pair(target, draft))
         yield from findings
         if prompts is not None and not failed(findings):
             yield _try_drafts(target, draft, prompts)
+        if not failed(findings):
+            yield check_start(_flags(target, draft))  # at last: it changes this process
 
 
 def _try_drafts(target: Path, draft: Path, prompts: Path) -> Finding:

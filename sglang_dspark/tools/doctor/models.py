@@ -78,6 +78,22 @@ def _left_to_sglang(target_dir: Path) -> Finding | None:
     return Finding("fail", "engine", found, "SGLang's own worker, which may serve it, needs a GPU")
 
 
+def check_start(command: Sequence[str]) -> Finding:
+    """Resolve the arguments of a command as the start of a server does: SGLang refuses pairs for reasons of its own.
+
+    Args:
+        command: flags of ``sglang.launch_server``.
+    """
+    from sglang_dspark.engine.launch import diagnosis
+
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            diagnosis.resolve(command)
+    except Exception as error:  # noqa: BLE001 - whatever ends a start is the finding
+        return Finding("fail", "start", f"SGLang ends the start of such a server: {one_line(error)}")
+    return Finding("ok", "start", "SGLang takes the arguments of the command below")
+
+
 def judge_drafts(replayed: Mapping[str, Any]) -> Finding:
     """Judge a drafter as a server does.
 

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from family_targets import written_target
+from published_drafters import published_drafter
 from random_drafter import random_drafter
 from safetensors.torch import load_file, save_file
 
 from sglang_dspark.engine import support
-from sglang_dspark.engine.launch import diagnosis
+from sglang_dspark.engine.launch import diagnosis, hooks
 from sglang_dspark.engine.launch.hooks import HOOKS
+from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.tools.doctor import installation, models
 from sglang_dspark.tools.doctor.finding import Finding
 
@@ -31,6 +33,15 @@ def broken(tmp_path: Path, draft: Path) -> Path:
 def without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what imports SGLang; those checks have tests of their own."""
     monkeypatch.setattr(installation, "check_plugin", lambda: iter(()))
+    monkeypatch.setattr(models, "check_start", lambda command: Finding("ok", "start", "not looked at"))
+
+
+@pytest.fixture
+def without_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a start from patching SGLang in this process, and from leaving variables behind."""
+    monkeypatch.setattr(hooks, "install", lambda *places: None)
+    for name in ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"):
+        monkeypatch.setenv(name, "0")
 
 
 def edit_config(folder: Path, **changes: object) -> None:
@@ -46,6 +57,7 @@ def edit_tensors(folder: Path, edit) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_traces")
 def test_a_good_installation_and_the_golden_pair(run, target, draft):
     result = run("doctor", "--target", target, "--draft", draft)
     assert result.exit_code == 0, result.output
@@ -58,11 +70,33 @@ def test_a_good_installation_and_the_golden_pair(run, target, draft):
     assert "Qwen3ForCausalLM: hidden size 128, vocabulary 256, 6 layers" in result.output
     assert "plugin: our worker serves the target" in result.output
     assert "passed: device, target family, " in result.output
+    assert "SGLang takes the arguments of the command below" in result.output
     assert "the server also checks, with its flags: fallback of nodes" in result.output
     assert f"DSPARK --speculative-draft-model-path {draft}" in result.output
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_traces")
+def test_a_start_that_sglang_ends_is_told(run, target, tmp_path, monkeypatch):
+    """As if SGLang knew the drafter's path: it reads the drafter's files then, and transformers knows no such type."""
+    drafter = published_drafter(tmp_path / "draft", "speculators")
+    result = run("doctor", "--target", target, "--draft", drafter)
+    assert result.exit_code == 0 and "speculators format" in result.output, result.output
+    after = Launch.after
+
+    def telling(launch, args):
+        args.speculative_draft_model_path = launch.draft_path
+        after(launch, args)
+
+    monkeypatch.setattr(Launch, "after", telling)
+    result = run("doctor", "--target", target, "--draft", drafter)
+    assert result.exit_code == 1 and "Ready" not in result.output
+    said = " ".join(result.output.split())
+    assert "SGLang ends the start of such a server: ValueError: The checkpoint you are trying to load" in said
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_traces")
 @pytest.mark.parametrize(("random", "says"), [(False, "ok +drafts "), (True, "fail +drafts ")])
 def test_prompts_show_whether_the_drafter_predicts_the_target(run, target, draft, tmp_path, random, says):
     if random:
