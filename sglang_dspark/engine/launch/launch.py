@@ -94,9 +94,9 @@ class Launch(DSparkServer):
 
 def tell_drafter(described: dict[str, Any], args: ServerArgs) -> None:
     """Put the drafter's path into SGLang's description of a server, which logs and ``/server_info`` show."""
-    launch = arguments.attached(args)
-    if isinstance(launch, Launch):
-        described["speculative_draft_model_path"] = launch.draft_path or None
+    server = arguments.attached(args)
+    if isinstance(server, Launch):
+        described["speculative_draft_model_path"] = server.draft_path or None
 
 
 def find_drafter(args: ServerArgs, config: DSparkConfig, *, dummy: bool) -> ResolvedDrafter | None:
