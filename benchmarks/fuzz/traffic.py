@@ -1,0 +1,199 @@
+"""Users that send bodies to one server, beside a request that streams all the time and tells who holds others up."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import aiohttp
+
+from fuzz.bodies import GENERATE, Body
+
+HUNG_S = 120.0
+PROBE = {
+    "input_ids": [5, 6, 7, 8],
+    "sampling_params": {"temperature": 0, "max_new_tokens": 900, "ignore_eos": True},
+    "stream": True,
+}
+_KEPT_GAPS = 40
+_REPEATS = 3
+
+HUNG, ENDED, LEFT = "hung", "ended", "left"
+"""What a body gets in place of a status: nothing for too long, the end of the server, or nobody who reads the answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a body.
+
+    Attributes:
+        status: of HTTP, or of the error inside a stream; or one of the words above.
+        content: JSON of a whole answer, None of others.
+    """
+
+    status: int | str
+    content: Any = None
+
+    def said(self) -> list[Any]:
+        """Return texts and ends of a whole answer, by sample."""
+        answers = self.content if isinstance(self.content, list) else [self.content or {}]
+        samples = [sample for answer in answers for sample in answer.get("choices", [answer])]
+        return [_said(sample) for sample in samples]
+
+
+def _said(sample: dict[str, Any]) -> list[Any]:
+    message = dict(sample.get("message") or {})
+    calls = [call["function"] for call in message.pop("tool_calls", None) or ()]
+    reason = sample.get("finish_reason") or sample.get("meta_info", {}).get("finish_reason")
+    return [sample.get("output_ids"), sample.get("text"), message, calls, reason]
+
+
+async def send(session: aiohttp.ClientSession, url: str, body: Body, patience_s: float = HUNG_S) -> Answer:
+    """Send a body, and read its answer as its mode says."""
+    data, headers = json.dumps(body.fields), {"Content-Type": "application/json"}
+    if body.mode == "abandoned":
+        patience_s = random.Random(data).choice((0.005, 0.05, 0.3))
+    try:
+        async with asyncio.timeout(patience_s), session.post(url + body.path, data=data, headers=headers) as response:
+            if body.mode == "dropped":
+                await response.content.readline()
+                return Answer(LEFT if response.ok else response.status)
+            content = await response.read()
+            streamed = response.content_type == "text/event-stream"
+            inside = next(_errors(content), response.status) if streamed else response.status
+            return Answer(inside, None if streamed or not response.ok else json.loads(content))
+    except TimeoutError:
+        return Answer(LEFT if body.mode == "abandoned" else HUNG)
+    except aiohttp.ClientError:
+        return Answer(ENDED)
+
+
+def _errors(stream: bytes) -> Iterator[int]:
+    """Yield the codes of errors in a stream."""
+    for line in stream.split(b"\n"):
+        if line.startswith(b"data: {"):
+            error = json.loads(line.removeprefix(b"data: ")).get("error")
+            if isinstance(error, dict):
+                yield int(error.get("code") or 500)
+
+
+@dataclass
+class Probe:
+    """A request that always runs, one after another.
+
+    Attributes:
+        texts: how often each text came: one, if nobody else can be seen in it.
+        gaps: the longest times between two of its tokens [s], and the bodies that were under way.
+        usual: some of all those times.
+    """
+
+    texts: Counter[str] = field(default_factory=Counter)
+    gaps: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    usual: list[float] = field(default_factory=list)
+
+    async def run(self, session: aiohttp.ClientSession, url: str, under_way: dict[int, Body]) -> None:
+        """Ask until cancelled."""
+        while True:
+            text, last = "", 0.0
+            async with session.post(url + GENERATE, json=PROBE) as response:
+                async for line in response.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    now, part = time.monotonic(), json.loads(line.removeprefix(b"data: "))
+                    text = part.get("text", "")
+                    if last:
+                        heapq.heappush(self.gaps, (now - last, tuple(under_way)))
+                        if len(self.gaps) > _KEPT_GAPS:
+                            heapq.heappop(self.gaps)
+                        self.usual.append(now - last)
+                    last = now
+            self.texts[text] += 1
+
+
+class Traffic:
+    """Users of one server, who send bodies until all are sent or the server has ended.
+
+    Args:
+        url: the server's.
+        bodies: yields numbers and bodies.
+        users: at once.
+    """
+
+    def __init__(self, url: str, bodies: Iterator[tuple[int, Body]], users: int) -> None:
+        self._url, self._bodies, self._users = url, bodies, users
+        self._under_way: dict[int, Body] = {}
+        self._over = False
+        self.answers: dict[int, Answer] = {}
+        self.last: dict[int, Body] = {}
+        self.probe = Probe()
+
+    async def run(self) -> bool:
+        """Return whether the server still stood when all was sent; else ``last`` are the bodies that it had then."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+            probe = asyncio.create_task(self.probe.run(session, self._url, self._under_way))
+            users = [asyncio.create_task(self._user(session)) for _ in range(self._users)]
+            await asyncio.gather(*users)
+            if probe.done():
+                self._fall()
+            probe.cancel()
+            await asyncio.gather(probe, return_exceptions=True)
+        return not self._over
+
+    async def _user(self, session: aiohttp.ClientSession) -> None:
+        for number, body in self._bodies:
+            self._under_way[number] = body
+            answer = await send(session, self._url, body)
+            self.answers[number] = answer
+            if answer.status in (ENDED, HUNG):
+                self._fall()
+            self._under_way.pop(number, None)
+            if self._over:
+                return
+
+    def _fall(self) -> None:
+        if not self._over:
+            self._over, self.last = True, dict(self._under_way)
+
+
+async def held_up_s(url: str, bodies: dict[int, Body]) -> dict[int, float]:
+    """Return by how much each body, alone beside a probe, makes its longest step longer [s], the least of some tries."""
+    found: dict[int, float] = {}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        for number, body in bodies.items():
+            found[number] = min([await _held_up_once(session, url, body) for _ in range(_REPEATS)])
+    return found
+
+
+async def _held_up_once(session: aiohttp.ClientSession, url: str, body: Body) -> float:
+    probe = Probe()
+    running = asyncio.create_task(probe.run(session, url, {}))
+    while len(probe.usual) < 20:
+        await asyncio.sleep(0.01)
+        if running.done():
+            running.result()
+    before = len(probe.usual)
+    await send(session, url, body)
+    during = probe.usual[before:]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    return max(during, default=0.0) - median(probe.usual[:before])
+
+
+def without_speculation(body: Body) -> Body:
+    """Return what a server without DSPARK is asked in its place, to be read whole."""
+    fields = {key: value for key, value in body.fields.items() if key != "speculation"}
+    return Body(body.path, fields, body.mode if body.mode in ("whole", "stream") else "whole")
+
+
+def is_determined(body: Body) -> bool:
+    """Return whether the text of a body is the same on every server, but for near-ties."""
+    asked = body.fields.get("sampling_params") if body.path == GENERATE else body.fields
+    return body.mode == "whole" and isinstance(asked, dict) and asked.get("temperature") == 0
