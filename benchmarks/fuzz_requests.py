@@ -20,13 +20,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 from fuzz import tokenizer
 from fuzz.bodies import Body, Draw
-from fuzz.traffic import ENDED, HUNG, Answer, Probe, Traffic, held_up_s, is_determined, send, without_speculation
+from fuzz.traffic import BROKEN, ENDED, HUNG, Answer, Probe, Traffic, held_up_s, is_determined, send, without_speculation
 from rich.console import Console
 
 from sglang_dspark.tools import provenance
@@ -36,12 +37,15 @@ TESTS = provenance.REPOSITORY / "tests"
 GOLDEN = TESTS / "data" / "golden"
 WITH_DRAFTER = dspark_flags(GOLDEN / "vanilla_g7")
 LONG_BLOCKS = ("--speculative-dspark-block-size", "15", "--speculative-dspark-answer-cache", "1")
+TRACED = ("--enable-trace",) if find_spec("opentelemetry.sdk") else ()
 STAND_INS = {"PYTHONPATH": f"{TESTS / 'server' / 'random_lengths'}:{TESTS / 'server' / 'patches'}"}
 USERS = 12
 EXAMPLES = 8  # of each finding
 SHOWN = 600  # letters of a body
 SUSPECTS = 12  # bodies that are timed alone
 START_S = 300.0
+# Threads that wait for each other lose most of a machine that others use as well.
+_ALONE = {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 _FAILURE = re.compile(r".*(?:DSPARK: step|Error\b|Exception\b).*")
 
 
@@ -65,7 +69,7 @@ KINDS = {
     "llguidance": Kind(both=("--grammar-backend", "llguidance")),
     "long blocks, answer cache": Kind((*WITH_DRAFTER, *LONG_BLOCKS)),
     "static": Kind((*WITH_DRAFTER, "--speculative-dspark-schedule", "static")),
-    "observed": Kind((*WITH_DRAFTER, "--enable-trace", "--enable-metrics")),
+    "observed": Kind((*WITH_DRAFTER, "--enable-metrics", *TRACED)),
     "parsers": Kind(both=("--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1")),
     "no drafter": Kind((*PLUGIN, "--speculative-dspark-draft-free")),
     "SGLang's worker": Kind(
@@ -221,13 +225,13 @@ class Hunt:
         log = self._folder / f"server-{self._num_servers}.log"
         usual = (*CPU_FLAGS, "--dtype", "float32", "--tokenizer-path", str(self._folder))
         table = {"SGLANG_DSPARK_SPS_TABLE_PATH": str(self._folder / "step_times.json")}
-        variables = {**CPU_ENV, **table, "TORCH_COMPILE_DISABLE": "1", **env}
+        variables = {**CPU_ENV, **_ALONE, **table, **env}
         flags = (*usual, *self._kind.both, *more, *flags)
         return LaunchedServer(GOLDEN / "target", *flags, env=variables, log_path=log, startup_timeout_s=START_S)
 
 
 def _is_error(answer: Answer) -> bool:
-    return isinstance(answer.status, int) and answer.status >= 500
+    return answer.status == BROKEN or (isinstance(answer.status, int) and answer.status >= 500)
 
 
 def _ms(seconds: float) -> float:

@@ -160,7 +160,7 @@ class Draw:
         return {key: GRAMMARS[key](self)} if key else {}
 
     def _sampling(self, table: Mapping[str, Values]) -> dict[str, Any]:
-        length = self._random.choice((1, 2, 5, 12, 24, 40, 80))
+        length = self._random.choice((1, 2, 3, 5, 8, 12, 24, 48))
         return {"temperature": 0, "max_new_tokens": length} | self._some(table, 4) | self._grammar()
 
     def _generate(self) -> dict[str, Any]:
@@ -246,8 +246,8 @@ SAMPLING: dict[str, Values] = {
 FIELDS: dict[str, Values] = {
     "return_logprob": (True, False),
     "logprob_start_len": (-1, 0, 2, 10**6),
-    "top_logprobs_num": (0, 1, 5, 300),
-    "token_ids_logprob": ([3, 7, 250], [0]),
+    "top_logprobs_num": (0, 1, 5, -1, 300),
+    "token_ids_logprob": ([3, 7, 250], [0], [], [VOCABULARY]),
     "return_text_in_logprobs": (True,),
     "return_sampling_mask": (True,),
     "return_entropy": (True,),
@@ -267,7 +267,7 @@ FIELDS: dict[str, Values] = {
 }
 COMPLETION_FIELDS: dict[str, Values] = {
     "echo": (True,),
-    "logprobs": (0, 1, 5),
+    "logprobs": (0, 1, 5, 300),
     "suffix": ("да",),
     "best_of": (1, 2),
     "stream_options": ({"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}),
@@ -279,7 +279,7 @@ COMPLETION_FIELDS: dict[str, Values] = {
 }
 CHAT_FIELDS: dict[str, Values] = {
     "logprobs": (True,),
-    "top_logprobs": (0, 3),
+    "top_logprobs": (0, 3, 300),
     "response_format": (Draw.response_format,),
     "tools": (Draw.tools,),
     "tool_choice": ("auto", "required", "none", {"type": "function", "function": {"name": "сохранить"}}),

@@ -25,9 +25,11 @@ PROBE = {
 }
 _KEPT_GAPS = 40
 _REPEATS = 3
+_LAST_BREATH_S = 10.0
 
-HUNG, ENDED, LEFT = "hung", "ended", "left"
-"""What a body gets in place of a status: nothing for too long, the end of the server, or nobody who reads the answer."""
+HUNG, BROKEN, ENDED, LEFT = "hung", "broken", "ended", "left"
+"""What a body gets in place of a status: nothing for too long; the end of its connection, or of the server; or that
+nobody reads the answer."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,18 @@ async def send(session: aiohttp.ClientSession, url: str, body: Body, patience_s:
             return Answer(inside, None if streamed or not response.ok else json.loads(content))
     except TimeoutError:
         return Answer(LEFT if body.mode == "abandoned" else HUNG)
-    except aiohttp.ClientError:
-        return Answer(ENDED)
+    except (aiohttp.ClientError, ConnectionError):
+        return Answer(BROKEN if await _stands(session, url) else ENDED)
+
+
+async def _stands(session: aiohttp.ClientSession, url: str) -> bool:
+    """Return whether a server still answers; those that end take some seconds for it."""
+    await asyncio.sleep(_LAST_BREATH_S)
+    try:
+        async with asyncio.timeout(HUNG_S), session.post(url + GENERATE, json={**PROBE, "stream": False, "sampling_params": {"max_new_tokens": 2}}) as answer:
+            return answer.ok
+    except (TimeoutError, aiohttp.ClientError, ConnectionError):
+        return False
 
 
 def _errors(stream: bytes) -> Iterator[int]:

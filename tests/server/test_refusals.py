@@ -39,6 +39,14 @@ def test_fields_that_the_scheduler_would_not_survive(dspark, field, named):
     assert named in refused(dspark, "/generate", {"input_ids": [5, 6, 7], **field})
 
 
+def test_a_number_beside_no_log_probabilities_counts_for_no_one(dspark):
+    """SGLang takes the largest one of a prefill: 257 of 256 tokens would end the server, a plain one too."""
+    fields = {"return_logprob": [False, True], "top_logprobs_num": [257, 2], "logprob_start_len": [-1, 0]}
+    alone, other = dspark.post_json("/generate", {"input_ids": [[5, 6, 7]] * 2, **fields})
+    assert "output_top_logprobs" not in alone["meta_info"]
+    assert {len(entry) for entry in other["meta_info"]["input_top_logprobs"][1:]} == {2}
+
+
 def test_bad_speculation_field(dspark):
     """Other routes: test_clients.py; other values: tests/test_speculation_options.py."""
     for field, named in (

@@ -54,6 +54,8 @@ def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args
     for refusal in _out_of_range(tokenized, vocab_size):
         raise ValueError(refusal)
     _drop_impossible_stops(tokenized.sampling_params, vocab_size)
+    if not tokenized.return_logprob:
+        tokenized.top_logprobs_num = 0  # which SGLang takes for the batch if another request of it has log-probabilities
 
 
 def parse_stop_regex(original: Callable[[str], int], pattern: str) -> int:
