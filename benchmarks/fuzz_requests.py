@@ -24,10 +24,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import click
 from fuzz import tokenizer
 from fuzz.bodies import Body, Draw
-from fuzz.traffic import BROKEN, ENDED, HUNG, Answer, Probe, Traffic, held_up_s, is_determined, send, without_speculation
+from fuzz.traffic import (
+    BROKEN,
+    ENDED,
+    HUNG,
+    Answer,
+    Probe,
+    Traffic,
+    held_up_s,
+    is_determined,
+    send,
+    without_speculation,
+)
 from rich.console import Console
 
 from sglang_dspark.tools import provenance
@@ -75,7 +87,9 @@ KINDS = {
     "SGLang's worker": Kind(
         env={
             **STAND_INS,
-            **{"SGLANGS_OWN_ON_A_CPU": "1", "SGLANG_DSPARK_ENGINE": "scheduled", "SGLANG_RAGGED_VERIFY_MODE": "compact"},
+            "SGLANGS_OWN_ON_A_CPU": "1",
+            "SGLANG_DSPARK_ENGINE": "scheduled",
+            "SGLANG_RAGGED_VERIFY_MODE": "compact",
         }
     ),
 }
@@ -89,6 +103,7 @@ class Findings:
         self.answers: dict[int, Answer] = {}
         self.probe = Probe()
         self.logged: Counter[str] = Counter()
+        self.failed_advice: Counter[str] = Counter()
         self.differences: list[dict[str, Any]] = []
         self.errors: list[dict[str, Any]] = []
         self.held_up: list[dict[str, Any]] = []
@@ -112,6 +127,7 @@ class Findings:
             "texts_of_the_probe": list(self.probe.texts.values()),
             "steps_ms": {name: _ms(usual[int(q * (len(usual) - 1))]) for name, q in (("median", 0.5), ("longest", 1))},
             "held_up_ms": self.held_up,
+            "failed_advice": dict(self.failed_advice),
             "logged": dict(self.logged.most_common(20)),
         }
 
@@ -150,6 +166,7 @@ class Hunt:
             found.probe.usual += traffic.probe.usual
             found.probe.gaps += traffic.probe.gaps
             if stands:
+                found.failed_advice.update(server.get_json("/dspark/stats").get("failed_advice", {}))
                 suspects = dict.fromkeys(list(found.suspects())[:SUSPECTS])
                 try:
                     times = asyncio.run(held_up_s(server.url, {number: self._bodies[number] for number in suspects}))
@@ -198,8 +215,6 @@ class Hunt:
 
     async def _compare(self, url: str, questions: Iterator[tuple[int, Body]]) -> int | None:
         """Return the number of the body that ended the server; None if none did."""
-        import aiohttp
-
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
             for number, body in questions:
                 answer = await send(session, url, body)
@@ -293,7 +308,8 @@ def _total(reports: Mapping[str, Any]) -> dict[str, Any]:
         "ends": sum(len(one["ends"]) for one in each),
         "server_errors_of_ours_alone": sum(len(one["server_errors_of_ours_alone"]) for one in each),
         "differences": sum(len(one["differences"]) for one in each),
-        "probes_with_another_text": sum(sum(one["texts_of_the_probe"]) - max(one["texts_of_the_probe"], default=0) for one in each),
+        "probes_with_another_text": sum(sum(t := one["texts_of_the_probe"]) - max(t, default=0) for one in each),
+        "failed_advice": sum(sum(one["failed_advice"].values()) for one in each),
         "most_held_up_ms": max((entry["ours"] for one in each for entry in one["held_up_ms"]), default=0),
     }
 

@@ -16,13 +16,62 @@ MODES = ("whole", "whole", "stream", "stream", "dropped", "abandoned")
 
 # Letters of a script share their first bytes; pairs that differ in the last one.
 WORDS = (
-    *("да", "нет", "дом", "é", "è", "e\u0301", "日本", "日木", "あい", "あう", "한국", "한글", "نعم", "نعت", "לא", "कि", "की"),
+    *(
+        "да",
+        "нет",
+        "дом",
+        "é",
+        "è",
+        "e\u0301",
+        "日本",
+        "日木",
+        "あい",
+        "あう",
+        "한국",
+        "한글",
+        "نعم",
+        "نعت",
+        "לא",
+        "कि",
+        "की",
+    ),
     *("😀", "😁", "👩‍👩‍👧", "🇩🇪", "yes", "no", "true", "a b", "{", '"', "\\", "ß", "ﬁ", "𝒳", "\u202eab", "\ufeff"),
 )
-ODD_WORDS = ("", " ", "\n", VANISHING, "\x00", *UNKNOWN, "<pad>", "<eos>", "�", "x" * 200, "да" * 100, "ok" + UNKNOWN[0])
+ODD_WORDS = (
+    "",
+    " ",
+    "\n",
+    VANISHING,
+    "\x00",
+    *UNKNOWN,
+    "<pad>",
+    "<eos>",
+    "�",
+    "x" * 200,
+    "да" * 100,
+    "ok" + UNKNOWN[0],
+)
 HALF_LETTERS = ("\ud83d", "ab\udc00", "\ud800" * 3)
 WRONG: tuple[Any, ...] = (
-    *(None, True, -1, 0, 1.5, 2**31, 2**63, 10**30, 1e308, float("nan"), "x", "", [], {}, [[]], [None], {"a": {"b": [1]}}),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1.5,
+        2**31,
+        2**63,
+        10**30,
+        1e308,
+        float("nan"),
+        "x",
+        "",
+        [],
+        {},
+        [[]],
+        [None],
+        {"a": {"b": [1]}},
+    ),
     *HALF_LETTERS,
 )
 LONG = 20_000  # letters of a constant
@@ -104,7 +153,9 @@ class Draw:
     def pattern(self) -> str:
         """Return a regular expression."""
         either = "|".join(filter(None, map(_escaped, self.words())))
-        return self._random.choice((f"ok: ({either})", f"({either}){{1,9}}", f"[^{self._random.choice('аé日a')}]+", ".*"))
+        return self._random.choice(
+            (f"ok: ({either})", f"({either}){{1,9}}", f"[^{self._random.choice('аé日a')}]+", ".*")
+        )
 
     def schema(self) -> Any:
         """Return a JSON schema."""
@@ -131,7 +182,9 @@ class Draw:
         begin = self._random.choice(("<да>", "{", "[日", "<f>"))
         return {
             "type": "structural_tag",
-            "structures": [{"begin": begin, "schema": self.schema(), "end": self._random.choice(("}", "</да>", "日]"))}],
+            "structures": [
+                {"begin": begin, "schema": self.schema(), "end": self._random.choice(("}", "</да>", "日]"))}
+            ],
             "triggers": [begin[: self._random.choice((1, 2, 9))]],
         }
 

@@ -1,7 +1,7 @@
 """A tokenizer of bytes and of pieces of letters, for a target of 256 tokens.
 
-It has what makes servers fail: tokens that begin or end inside a letter, a normaliser that leaves nothing of some texts,
-and tokens that the target has not.
+It has what makes servers fail: tokens that begin or end inside a letter, a normaliser that leaves nothing of some
+texts, and tokens that the target has not.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ SNAPSHOTS = {"SNAPSHOTS_ON_A_CPU": "1", **WHOLE_WINDOWS}
 MIDDLE_STATES = ("--mamba-track-interval", "64", "--max-mamba-cache-size", "80", "--context-length", "256")
 CROWDED = ("--context-length", "256", "--max-total-tokens", "450", "--schedule-conservativeness", "0.01")
 STATES = ("--max-mamba-cache-size", "48", "--context-length", "256")
+LLGUIDANCE = ("--grammar-backend", "llguidance")
 PARSERS = ("--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1")
 LORA = "csgmv" if ON_GPU else "torch_native"
 # Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.
@@ -55,11 +56,10 @@ PARALLEL = ("--tp-size", "2", "--max-running-requests", "4", "--speculative-dspa
 PROFILE = "1,0.5,0.75,0"  # the rest as the last
 
 
-def _letters(folder: Path) -> tuple[str | Path, ...]:
-    """Return flags for a tokenizer of letters and the grammar backend that plain SGLang can run on a CPU."""
+def _letters(folder: Path, *flags: str) -> tuple[str | Path, ...]:
+    """Return flags for a tokenizer of letters. Grammars have SGLang's default backend unless flags say otherwise."""
     # If a schema allows whitespace, the golden target writes nothing else.
-    grammars = ("--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace")
-    return ("--tokenizer-path", save_byte_tokenizer(folder), *grammars)
+    return ("--tokenizer-path", save_byte_tokenizer(folder), "--constrained-json-disable-any-whitespace", *flags)
 
 
 def _advised(folder: Path) -> tuple[str | Path, ...]:
@@ -252,11 +252,14 @@ SERVERS: dict[str, Recipe] = {
     "mistral3": _reading("Mistral3ForConditionalGeneration", env=NO_SCRIPTS),
     # Layers that keep recurrent states.
     "plain_hybrid": Recipe(
-        lambda folder: (*_letters(folder), *STATES, *NO_SNAPSHOTS),
+        lambda folder: (*_letters(folder, *LLGUIDANCE), *STATES, *NO_SNAPSHOTS),
         model=lambda folder: written_target("Qwen3_5ForCausalLM", folder / "target"),
     ),
     "hybrid": Recipe(
-        lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *_letters(folder), *STATES),
+        lambda folder: (
+            *dspark_flags(random_drafter(folder / "draft", "tiny")),
+            *(*_letters(folder, *LLGUIDANCE), *STATES),
+        ),
         model=lambda folder: written_target("Qwen3_5ForCausalLM", folder / "target"),
     ),
     "hybrid_pictures": _reading("Qwen3_5ForConditionalGeneration", *STATES, env=WHOLE_WINDOWS),

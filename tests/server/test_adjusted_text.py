@@ -68,7 +68,7 @@ TOGETHER: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("name", ["random", pytest.param("auto", marks=pytest.mark.thorough)])
 def test_everything_together_equals_a_literal_loop(dspark, name):
-    """Penalties of all kinds at once, whose order the plain server leaves open, and xgrammar, which it cannot run."""
+    """Penalties of all kinds at once, whose order the plain server leaves open, and grammars."""
     decoder = LiteralDecoder()
     bodies = [greedy(prompt, 40, parameters) for prompt in PROMPTS for parameters in ({}, *TOGETHER)]
     with policy(dspark, name):

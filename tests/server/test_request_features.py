@@ -26,11 +26,15 @@ LOGPROB_TOL = 2e-4  # float32, logits of another batch shape
 PROMPTS = [case["prompt_ids"] for case in CASES[:4]]
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
+    "properties": {
+        "имя": {"type": "string", "maxLength": 6},
+        "年": {"type": "integer"},
+        "답": {"enum": ["да", "дом", "نعم", "نعت", "😀", "😁"]},
+    },
+    "required": ["имя", "年", "답"],
 }
 TAGS = {
-    "structures": [{"begin": "{", "schema": {"type": "integer"}, "end": "}"}],
+    "structures": [{"begin": "{", "schema": {"enum": [3, "日本", "日木"]}, "end": "}"}],
     "triggers": ["{"],
 }
 
@@ -49,11 +53,12 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stop-string-kept": ({"stop": "2w", "no_stop_trim": True}, {}),
     "stop-token-ids": ({"stop_token_ids": [21, 39]}, {}),
     "stop-regex": ({"stop_regex": "s[a-z][^a-z]k"}, {}),
+    "stop-letter": ({"regex": "[а-яё日]{30}", "stop": ["日", "ё", "я"]}, {}),
     "ignore-eos": ({"ignore_eos": True, "max_new_tokens": 90}, {}),
-    "regex": ({"regex": "[a-z]{3,9}(, [a-z]+){2}"}, {}),
+    "regex": ({"regex": "(日本|日木|한국|한글){2}, [а-я]{3,9}(, [a-zé]+){2}"}, {}),
     "json-schema": ({"json_schema": json.dumps(PERSON)}, {}),
-    "ebnf": ({"ebnf": 'root ::= item+\nitem ::= "ab" | "cde" | [0-9]'}, {}),
-    "regex-with-penalties": ({"regex": "[a-z ]{40}", "frequency_penalty": 0.5, "presence_penalty": 0.3}, {}),
+    "ebnf": ({"ebnf": 'root ::= item+\nitem ::= "да" | "дом" | "مرحبا" | "e\u0301" | [0-9]'}, {}),
+    "regex-with-penalties": ({"regex": "[а-яё ]{40}", "frequency_penalty": 0.5, "presence_penalty": 0.3}, {}),
     "two-samples": ({"n": 2}, {}),
     "logprobs": ({}, {"return_logprob": True}),
     "top-logprobs": ({}, {"return_logprob": True, "top_logprobs_num": 3}),
@@ -61,7 +66,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "some-prompt-logprobs": ({}, {"return_logprob": True, "logprob_start_len": 3}),
     "logprobs-of-named-tokens": ({}, {"return_logprob": True, "token_ids_logprob": [3, 7, 250]}),
     "logprobs-under-penalties": ({"frequency_penalty": 0.5}, {"return_logprob": True, "top_logprobs_num": 2}),
-    "logprobs-of-a-regex": ({"regex": "[a-z]{12}"}, {"return_logprob": True}),
+    "logprobs-of-a-regex": ({"regex": "[😀-😏あ-お]{12}"}, {"return_logprob": True}),
     "priority": ({}, {"priority": 3}),
     "streamed-interval": ({"stream_interval": 4}, {}),
 }
@@ -135,7 +140,7 @@ def test_features_change_the_text(answers):
     }
     for answer in answers["dspark"]["json-schema"]:
         if answer["meta_info"]["finish_reason"]["type"] == "stop":
-            assert set(json.loads(answer["text"])) == {"name", "age"}
+            assert set(json.loads(answer["text"])) == PERSON["properties"].keys()
 
 
 def test_of_several_ends_in_a_block_the_first_counts(letters, plain_letters):
@@ -215,7 +220,7 @@ CHATS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", CHATS)
 def test_chats(letters, plain_letters, kind):
-    messages = [{"role": "user", "content": "a person, please"}]
+    messages = [{"role": "user", "content": "человека, 请, 부탁 👩‍👩‍👧"}]
     request = {"model": "m", "messages": messages, "max_tokens": 40, "temperature": 0, **CHATS[kind]}
     choice, expected = (
         server.post_json("/v1/chat/completions", request)["choices"][0] for server in (letters, plain_letters)

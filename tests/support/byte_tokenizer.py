@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ("<pad>", "<eos>", "<mask>")  # ids 0, 1 and 2, as in the golden target
 # The ids that the golden target likes to emit, 3 to 60.
+NEVER = "ÀÁõö÷øùúûüýþÿ"  # stand for bytes that UTF-8 never has
 COMMON = '{}[]":, abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJ_-.'
 CHAT = "{% for message in messages %}{{ message.role[0] }}:{{ message.content }};{% endfor %}a:"
 
@@ -26,7 +27,9 @@ def save_byte_tokenizer(
         beyond: tokens behind the vocabulary, which a model has no embedding for.
     """
     common = [letter.replace(" ", "Ġ") for letter in COMMON]
-    others = sorted(set(pre_tokenizers.ByteLevel.alphabet()).difference(common))
+    others = sorted(
+        set(pre_tokenizers.ByteLevel.alphabet()).difference(common), key=lambda letter: (letter in NEVER, letter)
+    )
     tokens = [*[*SPECIAL, *common, *others][: vocab_size - len(marks)], *marks]
     tokenizer = Tokenizer(models.BPE({token: id_ for id_, token in enumerate(tokens)}, []))
     tokenizer.normalizer = normalizers.Replace("\N{ZERO WIDTH SPACE}", "")

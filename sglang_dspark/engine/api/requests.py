@@ -55,7 +55,7 @@ def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args
         raise ValueError(refusal)
     _drop_impossible_stops(tokenized.sampling_params, vocab_size)
     if not tokenized.return_logprob:
-        tokenized.top_logprobs_num = 0  # which SGLang takes for the batch if another request of it has log-probabilities
+        tokenized.top_logprobs_num = 0  # SGLang takes the largest one of a batch in which others have log-probabilities
 
 
 def parse_stop_regex(original: Callable[[str], int], pattern: str) -> int:
