@@ -21,11 +21,15 @@ from sglang_dspark.tools.launch import LaunchedServer
 
 pytestmark = pytest.mark.slow
 
-PROMPT = "the dog sees the cat"
+PROMPT = "the dog видит 猫, 고양이, قطة 🐈"
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "maximum": 99}},
-    "required": ["name", "age"],
+    "properties": {
+        "имя": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "maximum": 99},
+        "答": {"enum": ["да", "дом", "猫", "猯"]},
+    },
+    "required": ["имя", "age", "答"],
     "additionalProperties": False,
 }
 NO_ARGUMENTS = {"type": "object", "properties": {}}
@@ -107,11 +111,11 @@ def test_a_bad_field_is_refused_on_every_route(letters, route):
 @pytest.mark.parametrize(("route", "stream"), [("/v1/chat/completions", True), ("/v1/responses", False)])
 def test_structured_output(letters, plain_letters, route, stream):
     named = {"type": "json_schema", "name": "person", "schema": PERSON}
-    asked: dict[str, Any] = {"text": {"format": named}, "max_output_tokens": 60}
+    asked: dict[str, Any] = {"text": {"format": named}, "max_output_tokens": 80}
     if route == "/v1/chat/completions":
-        asked = {"response_format": {"type": "json_schema", "json_schema": named}, "max_tokens": 60}
+        asked = {"response_format": {"type": "json_schema", "json_schema": named}, "max_tokens": 80}
     found = ROUTES[route](letters, stream, **asked)
-    assert set(json.loads(found)) == {"name", "age"}
+    assert json.loads(found).keys() == PERSON["properties"].keys()
     assert found == ROUTES[route](plain_letters, stream, **asked)
 
 

@@ -1,0 +1,72 @@
+"""The fuzzer draws the same bodies from the same seed, of all keys, and knows a failure when it reads one."""
+
+import dataclasses
+import json
+
+import pytest
+from fuzz import tokenizer
+from fuzz.bodies import CHAT, COMPLETIONS, GENERATE, PRESET_KEYS, SPECULATION, Body, Draw
+from fuzz.traffic import Answer, _errors, is_determined, without_speculation
+from transformers import AutoTokenizer
+
+from sglang_dspark.speculation import PRESETS, Speculation
+
+NUM = 600
+
+
+@pytest.fixture(scope="module")
+def bodies():
+    return [Draw(0, index).body() for index in range(NUM)]
+
+
+def test_bodies_are_the_same_each_time(bodies):
+    assert [Draw(0, index).body().text for index in range(NUM)] == [body.text for body in bodies]
+    assert Draw(1, 0).body().text != bodies[0].text
+    assert {body.path for body in bodies} == {GENERATE, COMPLETIONS, CHAT}
+
+
+def test_every_key_of_speculation_is_drawn(bodies):
+    known = {option.name for option in dataclasses.fields(Speculation)}
+    assert SPECULATION.keys() | PRESET_KEYS.keys() | {"preset"} == known
+    asked = [body.fields.get("speculation") for body in bodies]
+    asked = [fields for fields in asked if isinstance(fields, dict)]
+    assert known <= {key for fields in asked for key in fields}
+    assert set(PRESETS) <= {preset for fields in asked if isinstance(preset := fields.get("preset"), str)}
+
+
+def test_bodies_can_be_sent(bodies):
+    """As ASCII: half letters have no bytes."""
+    for body in bodies:
+        json.dumps(body.fields).encode()
+    assert any("\ud83d" in body.text for body in bodies)
+
+
+def test_the_tokenizer_is_hard_to_serve(tmp_path):
+    read = AutoTokenizer.from_pretrained(tokenizer.save(tmp_path))
+
+    def ids(text):
+        return read.encode(text, add_special_tokens=False)
+
+    assert ids(tokenizer.VANISHING) == []
+    assert min(ids("".join(tokenizer.UNKNOWN))) >= tokenizer.VOCABULARY
+    assert "�" in {letter for token in ids(" д 日") for letter in read.decode([token])}
+    for text in ("да, нет", "日本 あい", "한국", "نعم", "😀😁", "e\u0301 é"):
+        assert read.decode(ids(text), clean_up_tokenization_spaces=False) == text
+
+
+def test_errors_inside_streams():
+    parts = [{"text": "a"}, {"error": {"code": 503}}, {"error": {}}]
+    stream = b"".join(b"data: %s\n\n" % json.dumps(part).encode() for part in parts) + b"data: [DONE]\n\n"
+    assert list(_errors(stream)) == [503, 500]
+
+
+def test_what_is_compared():
+    body = Body(GENERATE, {"speculation": {}, "text": "a", "sampling_params": {"temperature": 0}}, "whole")
+    assert is_determined(body)
+    assert not is_determined(Body(GENERATE, {"sampling_params": {"temperature": 1}}, "whole"))
+    assert "speculation" not in without_speculation(body).fields
+    call = {"id": "drawn", "function": {"name": "save", "arguments": "{}"}}
+    chat = Answer(200, {"choices": [{"message": {"content": None, "tool_calls": [call]}, "finish_reason": "stop"}]})
+    assert chat.said() == [[None, None, {"content": None}, [call["function"]], "stop"]]
+    both = [{"output_ids": [5], "text": "a", "meta_info": {"finish_reason": {"type": "length"}}}] * 2
+    assert Answer(200, both).said() == [[[5], "a", {}, [], {"type": "length"}]] * 2
