@@ -5,9 +5,10 @@ r"""Look for requests that end a server: bodies of all keys, grammars and script
 Servers of several kinds with DSPARK (the golden pair, a tokenizer that is hard to serve) get their share of the bodies,
 the same ones from the same seed. Streams are read, dropped after a few parts, or left at once. When a server ends or
 lets a request hang, the bodies that it had are written down with the line of its log, and another one takes over. Then
-a server without DSPARK is asked what ours answered with an HTTP 5xx, and a share of the rest: status, and what they say
-where that is determined. A request that streams all the time tells by which body others were held up: the worst are
-asked again alone beside it, of both servers. All traffic is to 127.0.0.1.
+a server without DSPARK is asked what ours answered with an HTTP 5xx, and a share of what it served: status, and what is
+said where that is determined. (Some of what ours refuses would end that server.) A request that streams all the time
+tells by which body others were held up: the worst are asked again alone beside it, of both servers.
+All traffic is to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -140,26 +142,29 @@ class Hunt:
         bodies: by number.
         share: of the bodies, also sent to a server without DSPARK.
         folder: for logs, with the tokenizer.
+        seconds: of traffic, at most.
     """
 
-    def __init__(self, kind: Kind, bodies: Mapping[int, Body], share: float, folder: Path) -> None:
-        self._kind, self._bodies, self._share, self._folder = kind, bodies, share, folder
+    def __init__(self, kind: Kind, bodies: Mapping[int, Body], share: float, folder: Path, seconds: float) -> None:
+        self._kind, self._bodies, self._share, self._folder, self._seconds = kind, bodies, share, folder, seconds
         self._left = iter(bodies.items())
         self._num_servers = 0
         self.found = Findings()
 
-    def run(self, most_ends: int, until: float) -> Findings:
+    def run(self, most_ends: int) -> Findings:
         """Send all bodies, unless too many servers end before or the time is over."""
-        while self._send_on(until) and len(self.found.ends) < most_ends and time.monotonic() < until:
+        while self._send_on() and len(self.found.ends) < most_ends and self._seconds > 0:
             pass
         self._ask_plain()
         return self.found
 
-    def _send_on(self, until: float) -> bool:
+    def _send_on(self) -> bool:
         """Return whether something is left to send after the end of a server."""
         with self._server(self._kind.ours, self._kind.env) as server:
-            traffic = Traffic(server.url, self._in_time(until), USERS)
+            start = time.monotonic()
+            traffic = Traffic(server.url, self._until(start + self._seconds), USERS)
             stands = asyncio.run(traffic.run())
+            self._seconds -= time.monotonic() - start
             found = self.found
             found.answers |= traffic.answers
             found.probe.texts += traffic.probe.texts
@@ -185,7 +190,7 @@ class Hunt:
             found.ends.append({"after": len(found.answers), "log": steps[-1:] or failed, "hung": hung, "last": last})
         return not stands
 
-    def _in_time(self, until: float) -> Iterator[tuple[int, Body]]:
+    def _until(self, until: float) -> Iterator[tuple[int, Body]]:
         while time.monotonic() < until:
             item = next(self._left, None)
             if item is None:
@@ -193,13 +198,13 @@ class Hunt:
             yield item
 
     def _ask_plain(self) -> None:
-        """Ask the server without DSPARK what ours failed at, and a share of the rest."""
+        """Ask the server without DSPARK what ours failed at, and a share of what it served."""
         answers = self.found.answers
         every = max(1, round(1 / self._share)) if self._share else 0
         asked = [
             number
             for i, (number, answer) in enumerate(answers.items())
-            if _is_error(answer) or (every and i % every == 0 and isinstance(answer.status, int))
+            if _is_error(answer) or (every and i % every == 0 and answer.status == HTTPStatus.OK)
         ]
         questions = iter([(number, without_speculation(self._bodies[number])) for number in asked])
         while True:
@@ -272,7 +277,7 @@ def _shown(number: int, body: Body) -> dict[str, Any]:
 @click.option("--skip", default="(?!)", help="Bodies are not sent in whose JSON this regular expression is found.")
 @click.option("--share", default=0.1, show_default=True, help="Of the bodies, compared with a server without DSPARK.")
 @click.option("--most-ends", default=5, show_default=True, help="Of servers of a kind, after which its rest is left.")
-@click.option("--minutes", default=20.0, show_default=True, help="Most, of one kind.")
+@click.option("--minutes", default=20.0, show_default=True, help="Of traffic to servers of a kind, at most.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(
     bodies: int,
@@ -292,8 +297,8 @@ def main(
     for i, name in enumerate(chosen):
         mine = {number: body for number, body in sent.items() if number % len(chosen) == i}
         with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-            hunt = Hunt(KINDS[name], mine, share, tokenizer.save(Path(folder)))
-            reports[name] = hunt.run(most_ends, time.monotonic() + 60 * minutes).report()
+            hunt = Hunt(KINDS[name], mine, share, tokenizer.save(Path(folder)), 60 * minutes)
+            reports[name] = hunt.run(most_ends).report()
         console.print(name, _total({name: reports[name]}))
         report = _total(reports) | {"seed": seed, "skip": skip, "kinds": reports}
         output.parent.mkdir(parents=True, exist_ok=True)
