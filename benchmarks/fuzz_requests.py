@@ -49,8 +49,8 @@ from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, PLUGIN, LaunchedServe
 
 TESTS = provenance.REPOSITORY / "tests"
 GOLDEN = TESTS / "data" / "golden"
-WITH_DRAFTER = dspark_flags(GOLDEN / "vanilla_g7")
-LONG_BLOCKS = ("--speculative-dspark-block-size", "15", "--speculative-dspark-answer-cache", "1")
+DRAFTER = dspark_flags(GOLDEN / "vanilla_g7")
+WITH_DRAFTER = (*DRAFTER, "--speculative-dspark-answer-cache", "1")
 TRACED = ("--enable-trace",) if find_spec("opentelemetry.sdk") else ()
 STAND_INS = {"PYTHONPATH": f"{TESTS / 'server' / 'random_lengths'}:{TESTS / 'server' / 'patches'}"}
 USERS = 12
@@ -81,18 +81,19 @@ class Kind:
 KINDS = {
     "xgrammar": Kind(),
     "llguidance": Kind(both=("--grammar-backend", "llguidance")),
-    "long blocks, answer cache": Kind((*WITH_DRAFTER, *LONG_BLOCKS)),
+    "long blocks": Kind((*WITH_DRAFTER, "--speculative-dspark-block-size", "15")),
     "static": Kind((*WITH_DRAFTER, "--speculative-dspark-schedule", "static")),
     "observed": Kind((*WITH_DRAFTER, "--enable-metrics", *TRACED)),
     "parsers": Kind(both=("--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1")),
     "no drafter": Kind((*PLUGIN, "--speculative-dspark-draft-free")),
     "SGLang's worker": Kind(
+        DRAFTER,
         env={
             **STAND_INS,
             "SGLANGS_OWN_ON_A_CPU": "1",
             "SGLANG_DSPARK_ENGINE": "scheduled",
             "SGLANG_RAGGED_VERIFY_MODE": "compact",
-        }
+        },
     ),
 }
 
@@ -200,12 +201,9 @@ class Hunt:
     def _ask_plain(self) -> None:
         """Ask the server without DSPARK what ours failed at, and a share of what it served."""
         answers = self.found.answers
-        every = max(1, round(1 / self._share)) if self._share else 0
-        asked = [
-            number
-            for i, (number, answer) in enumerate(answers.items())
-            if _is_error(answer) or (every and i % every == 0 and answer.status == HTTPStatus.OK)
-        ]
+        failed = [number for number, answer in answers.items() if _is_error(answer)]
+        served = [number for number, answer in answers.items() if answer.status == HTTPStatus.OK]
+        asked = failed + served[: round(self._share * len(served))]
         questions = iter([(number, without_speculation(self._bodies[number])) for number in asked])
         while True:
             with self._server((), {}, "--disable-overlap-schedule") as server:

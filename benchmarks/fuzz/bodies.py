@@ -120,7 +120,7 @@ class Draw:
             fields["speculation"] = self._speculation()
         if mode in ("stream", "dropped"):
             fields["stream"] = True
-        if self._often(0.2):
+        if self._often(0.15):
             for _ in range(self._random.randint(1, 3)):
                 self._spoil(fields)
         return Body(path, fields, mode)
@@ -221,6 +221,8 @@ class Draw:
         prompt = {"text": self.prose()} if self._often(0.5) else {"input_ids": self.ids()}
         fields = {**prompt, "sampling_params": parameters, **self._some(FIELDS, 3)}
         if self._often(0.05):
+            fields |= self._some(REFUSED, 1)
+        if self._often(0.05):
             fields |= {key: [value] * 2 for key, value in prompt.items()}
         return fields
 
@@ -302,7 +304,6 @@ FIELDS: dict[str, Values] = {
     "top_logprobs_num": (0, 1, 5, -1, 300),
     "token_ids_logprob": ([3, 7, 250], [0], [], [VOCABULARY]),
     "return_text_in_logprobs": (True,),
-    "return_sampling_mask": (True,),
     "return_entropy": (True,),
     "return_prompt_token_ids": (True,),
     "priority": (3, -3),
@@ -312,11 +313,16 @@ FIELDS: dict[str, Values] = {
     "session_id": (Draw.word,),
     "routing_key": (Draw.word,),
     "require_reasoning": (True,),
-    "max_thinking_tokens": (3,),
     "custom_labels": ({"a": "б"},),
+    "no_logs": (True,),
+}
+REFUSED: dict[str, Values] = {
+    "return_sampling_mask": (True,),
+    "return_hidden_states": (True, "last"),
+    "max_thinking_tokens": (3,),
     "lora_path": ("none",),
     "custom_logit_processor": ("{}",),
-    "no_logs": (True,),
+    "image_data": ("да",),
 }
 COMPLETION_FIELDS: dict[str, Values] = {
     "echo": (True,),
@@ -352,7 +358,7 @@ CHAT_FIELDS: dict[str, Values] = {
 }
 SPECULATION: dict[str, Values] = {
     "enabled": (True, False),
-    "max_verify": (0, 1, 3, 15, 65535, None),
+    "max_verify": (0, 1, 3, 15, 65535),
     "confidence_threshold": (0, 0.3, 0.9, 1),
     "trace": (True,),
 }

@@ -20,7 +20,7 @@ from fuzz.bodies import GENERATE, Body
 HUNG_S = 120.0
 PROBE = {
     "input_ids": [5, 6, 7, 8],
-    "sampling_params": {"temperature": 0, "max_new_tokens": 900, "ignore_eos": True},
+    "sampling_params": {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True},
     "stream": True,
 }
 _KEPT_GAPS = 40
