@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,6 @@ TESTS = provenance.REPOSITORY / "tests"
 GOLDEN = TESTS / "data" / "golden"
 DRAFTER = dspark_flags(GOLDEN / "vanilla_g7")
 WITH_DRAFTER = (*DRAFTER, "--speculative-dspark-answer-cache", "1")
-TRACED = ("--enable-trace",) if find_spec("opentelemetry.sdk") else ()
 STAND_INS = {"PYTHONPATH": f"{TESTS / 'server' / 'random_lengths'}:{TESTS / 'server' / 'patches'}"}
 USERS = 12
 EXAMPLES = 8  # of each finding
@@ -83,7 +81,7 @@ KINDS = {
     "llguidance": Kind(both=("--grammar-backend", "llguidance")),
     "long blocks": Kind((*WITH_DRAFTER, "--speculative-dspark-block-size", "15")),
     "static": Kind((*WITH_DRAFTER, "--speculative-dspark-schedule", "static")),
-    "observed": Kind((*WITH_DRAFTER, "--enable-metrics", *TRACED)),
+    "observed": Kind((*WITH_DRAFTER, "--enable-metrics")),
     "parsers": Kind(both=("--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1")),
     "no drafter": Kind((*PLUGIN, "--speculative-dspark-draft-free")),
     "SGLang's worker": Kind(
