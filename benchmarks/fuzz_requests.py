@@ -25,7 +25,6 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import click
 from fuzz import tokenizer
 from fuzz.bodies import Body, Draw
@@ -38,6 +37,7 @@ from fuzz.traffic import (
     Traffic,
     held_up_s,
     is_determined,
+    open_session,
     send,
     without_speculation,
 )
@@ -216,7 +216,7 @@ class Hunt:
 
     async def _compare(self, url: str, questions: Iterator[tuple[int, Body]]) -> int | None:
         """Return the number of the body that ended the server; None if none did."""
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        async with open_session() as session:
             for number, body in questions:
                 answer = await send(session, url, body)
                 self._judge(number, body, answer)

@@ -58,6 +58,12 @@ def _said(sample: dict[str, Any]) -> list[Any]:
     return [sample.get("output_ids"), sample.get("text"), message, calls, reason]
 
 
+def open_session() -> aiohttp.ClientSession:
+    """Return a session with a connection for each request: one that waits may be closed just as it is used."""
+    connector = aiohttp.TCPConnector(force_close=True)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+
+
 async def send(session: aiohttp.ClientSession, url: str, body: Body, patience_s: float = HUNG_S) -> Answer:
     """Send a body, and read its answer as its mode says."""
     data, headers = json.dumps(body.fields), {"Content-Type": "application/json"}
@@ -150,7 +156,7 @@ class Traffic:
 
     async def run(self) -> bool:
         """Return whether the server still stood when all was sent; else ``last`` are the bodies that it had then."""
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        async with open_session() as session:
             probe = asyncio.create_task(self.probe.run(session, self._url, self._under_way))
             users = [asyncio.create_task(self._user(session)) for _ in range(self._users)]
             await asyncio.gather(*users)
@@ -179,7 +185,7 @@ class Traffic:
 async def held_up_s(url: str, bodies: dict[int, Body]) -> dict[int, float]:
     """Return by how much each body, alone beside a probe, makes a step longer [s], the least of some tries."""
     found: dict[int, float] = {}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+    async with open_session() as session:
         for number, body in bodies.items():
             found[number] = min([await _held_up_once(session, url, body) for _ in range(_REPEATS)])
     return found
