@@ -69,16 +69,18 @@ class Kind:
         ours: flags of the server with DSPARK alone.
         both: flags that the server without it has as well.
         env: variables of ours.
+        unknown: tokens of the tokenizer that the target has not.
     """
 
     ours: Sequence[str] = WITH_DRAFTER
     both: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    unknown: tuple[str, ...] = tokenizer.UNKNOWN
 
 
 KINDS = {
     "xgrammar": Kind(),
-    "llguidance": Kind(both=("--grammar-backend", "llguidance")),
+    "llguidance": Kind(both=("--grammar-backend", "llguidance"), unknown=()),
     "long blocks": Kind((*WITH_DRAFTER, "--speculative-dspark-block-size", "15")),
     "static": Kind((*WITH_DRAFTER, "--speculative-dspark-schedule", "static")),
     "observed": Kind((*WITH_DRAFTER, "--enable-metrics")),
@@ -293,7 +295,7 @@ def main(
     for i, name in enumerate(chosen):
         mine = {number: body for number, body in sent.items() if number % len(chosen) == i}
         with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-            hunt = Hunt(KINDS[name], mine, share, tokenizer.save(Path(folder)), 60 * minutes)
+            hunt = Hunt(KINDS[name], mine, share, tokenizer.save(Path(folder), KINDS[name].unknown), 60 * minutes)
             reports[name] = hunt.run(most_ends).report()
         console.print(name, _total({name: reports[name]}))
         report = _total(reports) | {"seed": seed, "skip": skip, "kinds": reports}

@@ -27,18 +27,22 @@ CHAT = (
 )
 
 
-def save(folder: Path) -> Path:
-    """Write it into ``folder``, and return that."""
+def save(folder: Path, unknown: tuple[str, ...] = UNKNOWN) -> Path:
+    """Write it into ``folder``, and return that.
+
+    Args:
+        unknown: its tokens that the target has not.
+    """
     alphabet = {letter: byte for byte, letter in _letters().items()}
     pieces = ["".join(merge.split(" ")) for merge in _MERGES]
     tokens = [*SPECIAL, *(letter for letter, byte in alphabet.items() if byte not in _NEVER), *pieces][:VOCABULARY]
-    tokens += [f"<unused{i}>" for i in range(VOCABULARY - len(tokens))] + list(UNKNOWN)
+    tokens += [f"<unused{i}>" for i in range(VOCABULARY - len(tokens))] + list(unknown)
     vocabulary = {token: id_ for id_, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [(*merge.split(" "),) for merge in _MERGES]))
     tokenizer.normalizer = normalizers.Replace(VANISHING, "")
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([*SPECIAL, *UNKNOWN])
+    tokenizer.add_special_tokens([*SPECIAL, *unknown])
     pad, eos, mask = SPECIAL
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos, mask_token=mask)
     fast.chat_template = CHAT
