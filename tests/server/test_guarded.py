@@ -59,6 +59,12 @@ def test_metrics_equal_the_statistics(guarded):
     assert labels["sglang:dspark_steps_total"] == labels["sglang:gen_throughput"] | {"load"}
 
 
+def test_labels_that_the_metrics_do_not_have_count_for_nothing(guarded):
+    """SGLang gives them to its metrics as they come, and would end with the first token."""
+    for _ in range(2):
+        assert call(guarded, "/generate", "user-key", greedy([5, 6, 7], 4, custom_labels={"город": "б"}))[0] == 200
+
+
 def test_the_dashboard_asks_for_what_prometheus_gets(guarded):
     """Release 3; the headers of others: tests/engine/test_metric_names.py."""
     call(guarded, "/generate", "user-key", endless([5, 9, 6, 7], 300))

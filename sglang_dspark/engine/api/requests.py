@@ -54,6 +54,7 @@ def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args
     for refusal in _out_of_range(tokenized, vocab_size):
         raise ValueError(refusal)
     _drop_impossible_stops(tokenized.sampling_params, vocab_size)
+    _drop_unknown_labels(request, manager)
     if not tokenized.return_logprob:
         tokenized.top_logprobs_num = 0  # SGLang takes the largest one of a batch in which others have log-probabilities
 
@@ -151,6 +152,13 @@ def _out_of_range(tokenized: TokenizedGenerateReqInput, vocab_size: int) -> Iter
     for token, bias in (parameters.logit_bias or {}).items():
         if not bias <= _FLOAT32_MAX:  # NaN is refused, -inf forbids a token
             yield f"sampling_params.logit_bias of token {token} is {bias}; pass a number that float32 holds"
+
+
+def _drop_unknown_labels(request: Any, manager: TokenizerManager) -> None:
+    """Leave only labels that the metrics have, as SGLang does for those of a header; others would end the server."""
+    if labels := getattr(request, "custom_labels", None):
+        known = manager.server_args.tokenizer_metrics_allowed_custom_labels or ()
+        request.custom_labels = {name: labels[name] for name in known if name in labels}
 
 
 def _drop_impossible_stops(parameters: SamplingParams, vocab_size: int) -> None:
