@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ FAILURES: Counter[str] = Counter()
 """Calls that have failed in this process, by what was to be had of them."""
 
 
-def fenced(what: str, instead: Callable[P, T]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def fenced(what: str, instead: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator of functions that advise.
 
     If such a function raises, that is counted, and the log says so the first time.
@@ -39,7 +39,8 @@ def fenced(what: str, instead: Callable[P, T]) -> Callable[[Callable[P, T]], Cal
                 FAILURES[what] += 1
                 if FAILURES[what] == 1:
                     logger.exception("DSPARK: %s failed and are left out; later failures are only counted", what)
-                return instead(*args, **kwargs)
+                given: T = instead(*args, **kwargs)
+                return given
 
         return guarded
 

@@ -49,6 +49,7 @@ class ServerArgs(Protocol):
     speculative_draft_load_format: str | None
     speculative_draft_window_size: int | None
     speculative_draft_sink_size: int | None
+    tokenizer_metrics_allowed_custom_labels: list[str] | None
 
 
 class ModelConfig(Protocol):
