@@ -11,7 +11,9 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.hook_checks import Moment
 
-Where = Literal["flags", "front_end", "routes", "own_worker", "any_worker", "scheduled", "scheduler", "cuda", "cpu"]
+Where = Literal[
+    "flags", "front_end", "routes", "detokenizer", "own_worker", "any_worker", "scheduled", "scheduler", "cuda", "cpu"
+]
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,10 @@ class Hook:
         kind: how the handler stands to it.
         handler: our function, below ``sglang_dspark.engine``. A name, so that a process imports only what it installs.
         where: the process. ``flags``: any that reads SGLang's command line. ``front_end``: the one that tokenizes
-            requests and serves HTTP. ``routes``: the same, also when the target decodes alone. ``scheduler``: that of
-            our worker, on ``cuda`` or ``cpu`` as well. ``scheduled``: that of SGLang's own worker under our schedule,
-            which ``own_worker`` finds. ``any_worker``: both.
+            requests and serves HTTP. ``routes``: the same, also when the target decodes alone. ``detokenizer``: the one
+            that makes text of tokens; applied in all, which are not told what they are. ``scheduler``: that of our
+            worker, on ``cuda`` or ``cpu`` as well. ``scheduled``: that of SGLang's own worker under our schedule, which
+            ``own_worker`` finds. ``any_worker``: both.
         reason: why SGLang has to be patched there.
         by: the moment by which SGLang must have called it.
     """

@@ -125,6 +125,15 @@ HOOKS: tuple[Hook, ...] = (
         "front_end",
         "parsers of tool calls and reasoning, and Ollama's routes, expect messages of one token, not of a step",
     ),
+    Hook(
+        "keep-shown",
+        "sglang.srt.managers.detokenizer_manager.DetokenizerManager._decode_batch_token_id_output",
+        HookType.AROUND,
+        "api.detokenizer.keep_shown",
+        "detokenizer",
+        "SGLang shows text twice if two messages after each other end within different letters, as steps may",
+        Moment.SOME_TIME,  # called in the detokenizer alone
+    ),
     *(
         Hook(
             f"acceptance-of-{route}s",

@@ -52,7 +52,10 @@ def resolve_once(original: Callable[..., None], args: Any) -> None:
     # Every process asks, and in all but the first it is done.
     if getattr(args, "_resolution_finished", False):
         original(args)
-        if isinstance(arguments.attached(args), ScheduledServer):
+        server = arguments.attached(args)
+        if isinstance(server, Launch | ScheduledServer):
+            hooks.install("detokenizer")
+        if isinstance(server, ScheduledServer):
             hooks.install("own_worker")
         return
     texts = given_texts(args)
