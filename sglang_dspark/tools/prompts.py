@@ -19,6 +19,7 @@ import ast
 import json
 import logging
 import random
+import re
 from collections.abc import Iterable
 from itertools import chain, islice
 from pathlib import Path
@@ -34,6 +35,7 @@ Turns = tuple[str, ...]
 
 KEYS = ("turns", "messages", "conversations", "conversation", "prompt")
 _USERS = ("user", "human")
+_HALF_LETTER = re.compile("[\ud800-\udfff]")  # JSON may write one; text in UTF-8 cannot
 _FORMS = '{"turns": [text, ...]}, {"prompt": text}, {"messages": [...]} or {"conversations": [...]}'
 
 
@@ -107,6 +109,12 @@ def _user_turns(row: Any, where: str) -> Turns:
     texts = _texts_of(row)
     if texts is None:
         raise ConfigError(f"{where}: {str(row)[:60]!r} has no text; write {_FORMS}")
+    for text in texts:
+        if half := _HALF_LETTER.search(text):
+            raise ConfigError(
+                f"{where}: {text[:60]!r} has half a letter, {half[0]!r}, which no tokenizer reads; write the other half "
+                "beside it, or leave it out"
+            )
     return tuple(text for text in texts if text.strip())
 
 

@@ -26,6 +26,7 @@ from golden_server import (
     own_worker,
 )
 from int8_target import int8_target
+from letter_tokenizers import save_piece_tokenizer
 from lora_adapters import adapter_flags
 from picture_targets import picture_target
 from published_drafters import published_drafter
@@ -126,10 +127,12 @@ SERVERS: dict[str, Recipe] = {
     "plain": Recipe(),
     "dspark": Recipe(lambda folder: DSPARK),
     # Every scheduling of SGLang that is not the default, K/V in pages, and a part of the drafter's block and context.
+    # Tokens of this one and of SGLang's own worker are pieces of letters.
     "corner": Recipe(
         lambda folder: (
             *(*DSPARK, "--disable-overlap-schedule", "--chunked-prefill-size", "64", "--page-size", "16"),
             *("--speculative-dspark-block-size", "3", "--speculative-draft-window-size", "12"),
+            *("--tokenizer-path", save_piece_tokenizer(folder), "--incremental-streaming-output"),
         )
     ),
     # Drafters of other forms than DeepSpec's: test_checkpoint_variants.py.
@@ -169,7 +172,10 @@ SERVERS: dict[str, Recipe] = {
     "plain_parsers": Recipe(lambda folder: PARSERS, model=spoken_target),
     "parsers": Recipe(lambda folder: (*DSPARK, *STATIC, *PARSERS), model=spoken_target),
     # SGLang's own DSPARK, by our schedule and as it comes.
-    "scheduled": Recipe(lambda folder: DSPARK, env=own_worker("scheduled", "compact")),
+    "scheduled": Recipe(
+        lambda folder: (*DSPARK, *PARSERS, "--tokenizer-path", save_piece_tokenizer(folder)),
+        env=own_worker("scheduled", "compact"),
+    ),
     "scheduled_corner": Recipe(
         lambda folder: (
             *(*DSPARK, "--disable-overlap-schedule", "--chunked-prefill-size", "64"),

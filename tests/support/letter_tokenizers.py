@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 
+from pathlib import Path
+
+from byte_tokenizer import CHAT, SPECIAL
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -15,6 +18,22 @@ _ALPHABETS = (
     ("e\u0301", "a\u0308", "o\u0302\u0323", "नि", "ด้", "é", "ß"),
     ("the", "cat", " ", " ", "\n", ".", "да", "🦊"),
 )
+_MAN = "👨".encode()
+# The ids that the golden target likes to emit.
+_PIECES = {
+    33: "界".encode(),
+    7: _MAN[:2],
+    21: _MAN[2:],
+    3: "日".encode(),
+    13: "本".encode(),
+    29: "世".encode(),
+    39: b" ",
+    4: "é".encode(),
+    15: "한".encode(),
+    16: "글".encode(),
+    22: "\u0301".encode()[:1],
+    32: "글".encode()[1:] + "世".encode()[:2],
+}
 KINDS = ("bytes", "pieces", "sentencepiece", "unstripped")
 
 
@@ -58,3 +77,27 @@ def letter_tokenizer(kind: str) -> PreTrainedTokenizerFast:
         )
         tokenizer.add_special_tokens(["<eos>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def save_piece_tokenizer(folder: Path) -> Path:
+    """Write a byte-level tokenizer for the golden target, of whose likely tokens some end within a letter."""
+    letter_of = dict(zip(_bytes_in_order(), sorted(pre_tokenizers.ByteLevel.alphabet()), strict=True))
+    words = {id_: "".join(letter_of[byte] for byte in piece) for id_, piece in _PIECES.items()}
+    others = iter([letter for byte, letter in letter_of.items() if letter not in words.values()])
+    names = dict(enumerate(SPECIAL)) | words
+    names |= {id_: next(others) for id_ in range(256) if id_ not in names}
+    tokenizer = Tokenizer(models.BPE({name: id_ for id_, name in names.items()}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    pad, eos, mask = SPECIAL
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos, mask_token=mask)
+    fast.chat_template = CHAT
+    fast.save_pretrained(folder)
+    return folder
+
+
+def _bytes_in_order() -> list[int]:
+    """Return the bytes in the order of the letters that stand for them: those that can be printed stand for themselves."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return printed + [byte for byte in range(256) if byte not in printed]

@@ -171,6 +171,11 @@ REFUSED = {
     "silent.jsonl": ('{"turns": []}', r"silent\.jsonl is empty: no user says anything; name prompts or conversations"),
     "head.csv": ("question\na\n", r"head\.csv:2: .* has no text"),
     "torn.csv": ('prompt\n"a', r"torn\.csv: cannot be read .*; give a JSONL, JSON, CSV, TSV or parquet file"),
+    "half.jsonl": (
+        '{"prompt": "a"}\n{"turns": ["b", "c \\ud83d d"]}',
+        r"half\.jsonl:2: 'c \\ud83d d' has half a letter, '\\ud83d', which no tokenizer reads; write the other half",
+    ),
+    "half.csv": ('conversations\n"[{""from"": ""human"", ""value"": ""\\ude00""}]"\n', r"half\.csv:2: .* half a letter"),
     "torn.parquet": ("PAR1", r"torn\.parquet: cannot be read"),
 }
 
@@ -195,6 +200,13 @@ def test_parquet_needs_its_library(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r'parquet files need pyarrow; pip install "sglang-dspark\[train\]"'):
         read_prompts(tmp_path / "a.parquet")
+
+
+def test_letters_of_two_halves_are_whole(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"turns": ["日本 👨\u200d👩"]}) + "\n")
+    assert "\\ud83d\\udc68" in path.read_text()
+    assert read_prompts(path) == ["日本 👨\u200d👩"]
 
 
 def test_first_turns_each_once(tmp_path):

@@ -8,6 +8,7 @@ message cuts, and Ollama's routes drop the text of the last message.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from sglang_dspark.engine.api.acceptance import note
@@ -16,7 +17,7 @@ from sglang_dspark.engine.hook_checks import Moment, check
 # Token ids before a window of text: some tokenizers decode the first token of a text otherwise. SGLang's number.
 _CONTEXT = 5
 # Of the meta_info: lists with an entry per token, and counts of tokens.
-_PER_TOKEN = {"output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"}
+_PER_TOKEN = {"output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "dspark_trace"}
 _COUNTS = {"output_token_logprobs_length", "reasoning_tokens"}
 _INCOMPLETE = "\ufffd"
 
@@ -26,8 +27,8 @@ async def stream_tokens(
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield the answers of one request: cut the messages of a stream where its tokens end. A hook.
 
-    If the server has a parser of tool calls or reasoning, every token gets a message of its own. Otherwise only the
-    last token does, which the routes of Ollama drop. Streams at a longer interval stay as they are: there a message has
+    If the server has a parser of tool calls or reasoning, every token gets a message of its own. Otherwise only what
+    completes the last letter does, which the routes of Ollama drop. Streams at a longer interval stay as they are: there a message has
     several tokens without speculation, too.
 
     Raises:
@@ -77,12 +78,13 @@ class StreamCutter:
         }
         self._ids: list[int] = []
         self._text = ""
+        self._ends = [(0, 0)]  # tokens, and characters of their text, where messages end
 
     def cut(self, answer: dict[str, Any], *, every_token: bool) -> Iterator[dict[str, Any]]:
         """Yield the messages that take the place of `answer`, which is the last of them.
 
         Args:
-            every_token: cut behind every token; otherwise only before the last token of the stream.
+            every_token: cut behind every token; otherwise only once, as late in the last message as can be.
         """
         meta_info, text = answer.get("meta_info") or {}, answer.get("text")
         known, shown = len(self._ids), len(self._text)
@@ -92,28 +94,35 @@ class StreamCutter:
         self._ids += answer["output_ids"][0 if self._incremental else known :]
         self._text = self._text + text if self._incremental else text
         ends = range(known + 1, len(self._ids))
-        if not every_token:
-            ends = ends[-1:] if meta_info.get("finish_reason") is not None else ends[:0]
+        if every_token:
+            cuts = list(self._cuts(shown, ends))
+        else:
+            finished = meta_info.get("finish_reason") is not None
+            cuts = list(islice(self._cuts(shown, ends[::-1]), 1)) if finished else []
         start = known
-        for end, length in self._lengths(known, shown, ends):
+        for end, length in cuts:
             yield self._part(answer, (start, end), (shown, length))
             start, shown = end, length
-        yield self._part(answer, (start, len(self._ids)), (shown, len(self._text))) if start > known else answer
+        yield self._part(answer, (start, len(self._ids)), (shown, len(self._text))) if cuts else answer
+        self._ends += [*cuts, (len(self._ids), len(self._text))]
 
-    def _lengths(self, known: int, shown: int, ends: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def _cuts(self, shown: int, ends: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield (tokens, characters of their text) for every one of `ends` whose text can be told from what follows."""
         if not ends:
             return
-        start = max(0, known - _CONTEXT)
-        before = self._decoded(start, known)
-        if before.endswith(_INCOMPLETE):  # the text of a token goes on in this message
-            return
+        while True:  # until an end at which no letter is cut, such as the beginning
+            known, length = self._ends[-1]
+            start = next((end for end, _ in reversed(self._ends) if end <= known - _CONTEXT), 0)
+            before = self._decoded(start, known)
+            if not before.endswith(_INCOMPLETE):
+                break
+            self._ends.pop()
         for end in ends:
-            decoded = self._decoded(start, end)
-            new = decoded[len(before) :]
+            new = self._decoded(start, end)[len(before) :]
+            told = new and not new.endswith(_INCOMPLETE) and length + len(new) >= shown
             # What a stop string has cut off, or a tokenizer writes otherwise in a longer text, is no prefix.
-            if new and not new.endswith(_INCOMPLETE) and self._text.startswith(new, shown):
-                yield end, shown + len(new)
+            if told and self._text.startswith(new, length):
+                yield end, length + len(new)
 
     def _decoded(self, start: int, end: int) -> str:
         return str(self._tokenizer.decode(self._ids[start:end], **self._options))

@@ -200,7 +200,8 @@ def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Seque
     """Append this step to the trace of every request that asked for one.
 
     ``customized_info`` lists are parallel to a request's output tokens (SGLang slices them so when it streams): the
-    round stands at the first token that it committed, null at the others.
+    round stands at the first token that it committed, null at the others. Null also takes the place of drafts from
+    earlier answers: other users of the key may have got these.
 
     Args:
         committed_lens: tokens committed per request, bonus included.
@@ -225,7 +226,7 @@ def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Seque
             {
                 "start": start,
                 "anchor": anchor,
-                "draft": draft[: depth or copied],
+                "draft": [None] * cached + draft[cached : depth or copied],
                 "copied": copied > 0,
                 "from_text": followed,
                 "from_cache": cached,

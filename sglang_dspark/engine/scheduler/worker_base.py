@@ -221,6 +221,9 @@ class SpecWorkerBase(WorkerFace):
         indptr = torch.arange(len(batch.reqs) + 1, device=self.device)
         result.next_token_ids = tokens
         result.logits_output = with_logprobs(batch, output, indptr, tokens, rows.filter_params.temperatures)
+        if all(req.sampling_params.max_new_tokens == 0 for req in batch.reqs):
+            # Of prompts that are only scored; SGLang would give them one, since it takes no such batch for what it is.
+            result.logits_output.next_token_logprobs = None
 
     def _idle(self, publish: Publish) -> DSparkBatchResult:
         draft_input = DSparkDraftInput.idle(self.device)
