@@ -167,6 +167,10 @@ def test_answers_are_copied_under_their_key_alone(dflash):
                 answers = generate(dflash, [{**body, "speculation": options} for body in bodies], 4)
             entries = [entry for answer in answers for entry in rounds_of(answer)]
             assert any(entry["from_cache"] for entry in entries) == (key in rounds)
+            for entry in entries:  # others may have been answered so
+                assert [token is None for token in entry["draft"]] == [
+                    place < entry["from_cache"] for place in range(len(entry["draft"]))
+                ]
             assert (counts["cache_accepted_tokens"] > 0) == (key in rounds)
             texts[key], rounds[key] = [answer["output_ids"] for answer in answers], len(entries)
         texts[None] = output_ids(dflash, bodies, 4)

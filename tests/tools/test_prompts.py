@@ -175,7 +175,10 @@ REFUSED = {
         '{"prompt": "a"}\n{"turns": ["b", "c \\ud83d d"]}',
         r"half\.jsonl:2: 'c \\ud83d d' has half a letter, '\\ud83d', which no tokenizer reads; write the other half",
     ),
-    "half.csv": ('conversations\n"[{""from"": ""human"", ""value"": ""\\ude00""}]"\n', r"half\.csv:2: .* half a letter"),
+    "half.csv": (
+        'conversations\n"[{""from"": ""human"", ""value"": ""\\ude00""}]"\n',
+        r"half\.csv:2: .* half a letter",
+    ),
     "torn.parquet": ("PAR1", r"torn\.parquet: cannot be read"),
 }
 

@@ -201,7 +201,7 @@ def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Seque
 
     ``customized_info`` lists are parallel to a request's output tokens (SGLang slices them so when it streams): the
     round stands at the first token that it committed, null at the others. Null also takes the place of drafts from
-    earlier answers: other users of the key may have got these.
+    earlier answers: they are what other users of the key were answered.
 
     Args:
         committed_lens: tokens committed per request, bonus included.
@@ -226,7 +226,7 @@ def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Seque
             {
                 "start": start,
                 "anchor": anchor,
-                "draft": [None] * cached + draft[cached : depth or copied],
+                "draft": [None if place < cached else token for place, token in enumerate(draft[: depth or copied])],
                 "copied": copied > 0,
                 "from_text": followed,
                 "from_cache": cached,
