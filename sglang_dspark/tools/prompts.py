@@ -112,8 +112,8 @@ def _user_turns(row: Any, where: str) -> Turns:
     for text in texts:
         if half := _HALF_LETTER.search(text):
             raise ConfigError(
-                f"{where}: {text[:60]!r} has half a letter, {half[0]!r}, which no tokenizer reads; write the other half "
-                "beside it, or leave it out"
+                f"{where}: {text[:60]!r} has half a letter, {half[0]!r}, which no tokenizer reads; write the other "
+                "half beside it, or leave it out"
             )
     return tuple(text for text in texts if text.strip())
 

@@ -48,7 +48,7 @@ def pieces(decode, manager, prompt, ids, ends, reason):
 
 
 def streams(kind, number, most, seed=0):
-    """Random answers, and where their messages end, in steps of up to so many tokens. SGLang decodes behind five tokens.
+    """Random answers, and where their messages end, in steps of up to so many tokens, behind five of a prompt.
 
     Some end within a letter, or at a stop string of ideographs; with bytes for what a tokenizer does not know, a letter
     that is never complete changes what is before it, with and without speculation.
@@ -64,7 +64,7 @@ def streams(kind, number, most, seed=0):
             reason = {"type": "stop", "matched": "終了"}
         ends = [1]
         while ends[-1] < len(ids):
-            # A step that ends within the stop string would show its beginning; SGLang's scheduler keeps such a one back.
+            # SGLang's scheduler keeps back what a stop string may begin with.
             end = min(len(ids), ends[-1] + rng.randint(1, most))
             stops = reason["type"] == "stop" and end > len(ids) - 10
             ends.append(len(ids) if stops else end)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-
 from pathlib import Path
 
 from byte_tokenizer import CHAT, SPECIAL
@@ -98,6 +97,6 @@ def save_piece_tokenizer(folder: Path) -> Path:
 
 
 def _bytes_in_order() -> list[int]:
-    """Return the bytes in the order of the letters that stand for them: those that can be printed stand for themselves."""
+    """Return the bytes in the order of the letters that stand for them; those that can be printed come first."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return printed + [byte for byte in range(256) if byte not in printed]

@@ -28,8 +28,8 @@ async def stream_tokens(
     """Yield the answers of one request: cut the messages of a stream where its tokens end. A hook.
 
     If the server has a parser of tool calls or reasoning, every token gets a message of its own. Otherwise only what
-    completes the last letter does, which the routes of Ollama drop. Streams at a longer interval stay as they are: there a message has
-    several tokens without speculation, too.
+    completes the last letter does, which the routes of Ollama drop. Streams at a longer interval stay as they are:
+    there a message has several tokens without speculation, too.
 
     Raises:
         EngineError: see :func:`~sglang_dspark.engine.hook_checks.check`.
