@@ -17,21 +17,21 @@ _ALPHABETS = (
     ("e\u0301", "a\u0308", "o\u0302\u0323", "नि", "ด้", "é", "ß"),
     ("the", "cat", " ", " ", "\n", ".", "да", "🦊"),
 )
-_MAN = "👨".encode()
-# The ids that the golden target likes to emit.
+_MAN, _HAN, _GEUL = "👨".encode(), "한".encode(), "글".encode()
+# The ids that the golden target likes to emit; texts end within a letter again and again.
 _PIECES = {
-    33: "界".encode(),
-    7: _MAN[:2],
-    21: _MAN[2:],
-    3: "日".encode(),
-    13: "本".encode(),
-    29: "世".encode(),
-    39: b" ",
-    4: "é".encode(),
-    15: "한".encode(),
-    16: "글".encode(),
-    22: "\u0301".encode()[:1],
-    32: "글".encode()[1:] + "世".encode()[:2],
+    33: _HAN[:1],
+    21: "世".encode(),
+    3: "界".encode(),
+    39: "本".encode(),
+    29: _MAN[:2],
+    7: _GEUL[2:],
+    13: _GEUL[:2],
+    59: b" ",
+    60: _MAN[2:],
+    34: "é".encode(),
+    96: _HAN[1:],
+    97: "日".encode(),
 }
 KINDS = ("bytes", "pieces", "sentencepiece", "unstripped")
 
