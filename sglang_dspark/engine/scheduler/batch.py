@@ -218,21 +218,24 @@ def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Seque
     ):
         if not request_options(req).trace or not is_running(req):
             continue
-        if req.customized_info is None:
-            req.customized_info = {}
-        trace = req.customized_info.setdefault("dspark_trace", [])
-        trace.extend([None] * (len(req.output_ids) - len(trace)))
-        trace.append(
-            {
-                "start": start,
-                "anchor": anchor,
-                "draft": [None if place < cached else token for place, token in enumerate(draft[: depth or copied])],
-                "copied": copied > 0,
-                "from_text": followed,
-                "from_cache": cached,
-                "confidence": confidence[:depth] if confidence is not None and depth else None,
-                "verified": verified,
-                "accepted": committed - 1,
-            }
-        )
-        trace.extend([None] * (committed - 1))
+        round_ = {
+            "start": start,
+            "anchor": anchor,
+            "draft": [None if place < cached else token for place, token in enumerate(draft[: depth or copied])],
+            "copied": copied > 0,
+            "from_text": followed,
+            "from_cache": cached,
+            "confidence": confidence[:depth] if confidence is not None and depth else None,
+            "verified": verified,
+            "accepted": committed - 1,
+        }
+        _add_round(req, round_, committed)
+
+
+@fenced("rounds of a trace", instead=nothing)
+def _add_round(req: Any, round_: dict[str, Any], committed: int) -> None:
+    if req.customized_info is None:
+        req.customized_info = {}
+    trace = req.customized_info.setdefault("dspark_trace", [])
+    trace.extend([None] * (len(req.output_ids) - len(trace)))
+    trace += [round_, *[None] * (committed - 1)]
