@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 from letter_tokenizers import KINDS, letter_tokenizer, mixed_text
+from sglang.srt.managers import detokenizer_manager
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager, LimitedCapacityDict
 
-from sglang_dspark.engine.api.detokenizer import keep_shown
+from sglang_dspark.engine.api.detokenizer import whole_letters
 from sglang_dspark.engine.api.streams import StreamCutter
 
 DECODE = DetokenizerManager._decode_batch_token_id_output
@@ -15,7 +16,10 @@ TOKENIZERS = {kind: letter_tokenizer(kind) for kind in KINDS}
 
 
 def kept(manager, output):
-    return keep_shown(DECODE, manager, output)
+    """Decode with our hook."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(detokenizer_manager, "find_printable_text", whole_letters)
+        return DECODE(manager, output)
 
 
 def manager_of(tokenizer):
@@ -93,6 +97,15 @@ def test_sglang_repeats_letters_in_steps_of_several_tokens(kind):
     """Why the detokenizer is patched at all."""
     assert differing(DECODE, kind, 150, 1) == 0
     assert differing(DECODE, kind, 150, 8) > 5
+
+
+def test_what_precedes_a_cut_letter_is_shown_at_once():
+    """SGLang would wait for a message that ends between two letters."""
+    ids = TOKENIZERS["bytes"]("🎉😀한글", add_special_tokens=False)["input_ids"]
+    ends = [1, 6, 10, 13, len(ids)]
+    assert [
+        pieces(decode, manager_of(TOKENIZERS["bytes"]), [], ids, ends, {"type": "length"}) for decode in (DECODE, kept)
+    ] == [["", "", "", "", "🎉😀한글"], ["", "🎉", "😀", "한", "글"]]
 
 
 @pytest.mark.parametrize("incremental", [False, True])

@@ -126,12 +126,12 @@ HOOKS: tuple[Hook, ...] = (
         "parsers of tool calls and reasoning, and Ollama's routes, expect messages of one token, not of a step",
     ),
     Hook(
-        "keep-shown",
-        "sglang.srt.managers.detokenizer_manager.DetokenizerManager._decode_batch_token_id_output",
-        HookType.AROUND,
-        "api.detokenizer.keep_shown",
+        "show-whole-letters",
+        "sglang.srt.managers.detokenizer_manager.find_printable_text",
+        HookType.REPLACE,
+        "api.detokenizer.whole_letters",
         "detokenizer",
-        "SGLang shows text twice if two messages after each other end within different letters, as steps may",
+        "SGLang shows text twice, or late, if messages after each other end within different letters, as steps may",
         Moment.SOME_TIME,  # called in the detokenizer alone
     ),
     *(
