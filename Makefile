@@ -49,7 +49,7 @@ doctor: env ## is this installation able to serve?
 PYTEST = $(RUN) -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 unit: env ## the fast tests: no server, no interpreted kernel, nothing marked slow
-	$(PYTEST) --ignore tests/server -m "not slow"
+	$(PYTEST) --ignore tests/server -m "not slow and not thorough"
 
 test: env ## all tests that need no GPU, but for the long proofs of `make thorough`
 	$(PYTEST) -m "not thorough"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ FORMAT_VERSION = 1
 _FORMAT = "sglang-dspark blocks"
 # Probabilities of 0 and 1 have no logit.
 _EDGE = 1e-4
+_BLOCKS_AHEAD = 64  # to draw one at a time takes as long as to simulate the step
 
 Ints = NDArray[np.int64]
 
@@ -82,6 +84,34 @@ class ConditionalAcceptance:
             rates = np.clip(rates, _EDGE, 1 - _EDGE)
         accepted = (rng.random(rates.shape) < rates).cumprod(1).sum(1)
         return np.log(rates / (1 - rates)), accepted
+
+
+class OwnBlocks:
+    """Blocks of a source, of which every request has its own series: the n-th one is the same under every policy.
+
+    Drawn from one series for all, the luck of other drafts makes policies that decide alike differ by some percent.
+
+    Args:
+        source: where they come from.
+        seed: of the series.
+    """
+
+    def __init__(self, source: BlockSource, seed: int = 0) -> None:
+        self.gamma, self.name = source.gamma, source.name
+        self._source, self._seed = source, seed
+        self._ahead: dict[int, Iterator[tuple[NDArray[np.float64] | None, Any]]] = {}
+
+    def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[NDArray[np.float64] | None, Ints]:
+        """Take the next block of each of ``requests``, whatever ``rng`` says; see :class:`BlockSource`."""
+        blocks = [next(self._ahead.setdefault(request, self._series(request))) for request in requests]
+        logits, accepted = zip(*blocks, strict=True)
+        return None if logits[0] is None else np.stack(logits), np.array(accepted, dtype=np.int64)
+
+    def _series(self, request: int) -> Iterator[tuple[NDArray[np.float64] | None, Any]]:
+        rng = np.random.default_rng((self._seed, request))
+        while True:
+            logits, accepted = self._source.draw([request] * _BLOCKS_AHEAD, rng)
+            yield from zip(repeat(None) if logits is None else logits, accepted)  # noqa: B905 - of which one is endless
 
 
 @dataclass(frozen=True)

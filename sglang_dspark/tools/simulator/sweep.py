@@ -12,7 +12,7 @@ import numpy as np
 
 from sglang_dspark.config import POLICY_NAMES, DSparkConfig
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.simulator.blocks import BlockSource
+from sglang_dspark.tools.simulator.blocks import BlockSource, OwnBlocks
 from sglang_dspark.tools.simulator.costs import Costs
 from sglang_dspark.tools.simulator.outcome import Figures, Lanes
 from sglang_dspark.tools.simulator.server import SimulatedServer
@@ -77,11 +77,12 @@ class Point:
 
 
 def simulate_point(conditions: Conditions, policy: str, users: int) -> Point:
-    """Warm the schedule up, as a server that has been running, and measure."""
+    """Warm the schedule up, as a server that has been running, and measure on blocks that all policies get."""
     workload = conditions.workload(users)
     server = SimulatedServer(conditions.costs, conditions.blocks, parse_policy(policy), lengths=conditions.lengths)
     if not policy.startswith(("static", "off")):
         server.serve(replace(workload, num_requests=-(-workload.num_requests // 2)))
+    server.blocks = OwnBlocks(conditions.blocks)
     outcome = server.serve(workload)
     return Point(policy, users, outcome.figures(), outcome.lanes(SHOWN_REQUESTS, SHOWN_STEPS))
 

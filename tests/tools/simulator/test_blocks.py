@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance, RecordedBlocks
+from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance, OwnBlocks, RecordedBlocks
 
 
 def recorded(with_logits=True):
@@ -63,3 +63,21 @@ def test_the_head_of_drawn_blocks_is_calibrated():
 def test_rates_that_are_no_probabilities():
     with pytest.raises(ConfigError, match="probabilities"):
         ConditionalAcceptance((0.5, 1.5))
+
+
+@pytest.mark.parametrize("with_logits", [True, False])
+def test_the_nth_block_of_a_request_is_the_same_whatever_others_took(with_logits):
+    rng = np.random.default_rng(2)
+    accepted, answer = rng.integers(0, 3, 400), np.zeros(400, dtype=np.int64)
+    source = RecordedBlocks(2, accepted, rng.normal(size=(400, 2)) if with_logits else None, answer)
+    together, alone = OwnBlocks(source), OwnBlocks(source)
+    for _ in range(100):
+        logits, accepted = together.draw([5, 2, 9], rng)
+        own_logits, own = alone.draw([2], rng)
+        assert accepted[1] == own[0]
+        assert (logits is None) == (not with_logits)
+        if with_logits:
+            np.testing.assert_array_equal(logits[1], own_logits[0])
+    others = [OwnBlocks(source, seed).draw([2] * 20, rng)[1].tolist() for seed in (0, 1)]
+    assert others[0] != others[1]
+    assert others[0] != OwnBlocks(source).draw([3] * 20, rng)[1].tolist()
