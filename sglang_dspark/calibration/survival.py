@@ -45,3 +45,19 @@ def reached(verified: Ints, accepted: Ints, gamma: int) -> Bools:
         [n, gamma]
     """
     return np.minimum(verified, np.asarray(accepted) + 1)[:, None] > np.arange(gamma)
+
+
+def as_shown(survival: Floats, verified: Ints, accepted: Ints) -> Floats:
+    """Return [n, gamma] survivals as the outcome has shown them; as predicted where it says nothing.
+
+    Args:
+        survival: [n, gamma] as predicted, NaN past the drafted depth.
+        verified, accepted: see :func:`reached`.
+    """
+    positions = np.arange(survival.shape[1])
+    last = np.take_along_axis(survival, np.maximum(verified - 1, 0)[:, None], axis=1)
+    last = np.where(verified[:, None] > 0, np.maximum(last, 1e-9), 1.0)
+    # Behind verified drafts that were all accepted, it goes on as predicted.
+    behind = np.where((accepted == verified)[:, None], survival / last, 0.0)
+    shown = np.where(positions < verified[:, None], survived(accepted, len(positions)), behind)
+    return np.where(np.isnan(survival), np.nan, shown)

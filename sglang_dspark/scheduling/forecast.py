@@ -13,7 +13,7 @@ from sglang_dspark.calibration.chain_weights import ChainWeights
 from sglang_dspark.calibration.logistic import LogisticMap
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
-from sglang_dspark.calibration.survival import prefix_survival, sigmoid
+from sglang_dspark.calibration.survival import as_shown, prefix_survival, sigmoid
 from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
 from sglang_dspark.scheduling.position_acceptance import PositionAcceptance
 from sglang_dspark.scheduling.request_acceptance import RequestAcceptance
@@ -73,9 +73,9 @@ class Forecast:
         return split_learned(self.learned)[1]
 
     @property
-    def is_tried(self) -> bool:
-        """Return whether predictions have been compared with outcomes once, or are not going to be."""
-        return self.calibration is None or not self._adapts or self.calibration.num_refits > 0
+    def _is_trusted(self) -> bool:
+        """Return whether the head's predictions have been compared with outcomes once, or are not going to be."""
+        return self.calibration is not None and (not self._adapts or self.calibration.num_refits > 0)
 
     def survival(
         self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
@@ -119,11 +119,11 @@ class Forecast:
     def _is_new_text(self, feedback: StepFeedback) -> bool:
         """Return whether this is one of the first rounds of a request that runs alone.
 
-        Its text decides about every step, so a hard one is given up soon. Without a head all texts look the same.
+        Its text decides about every step, so a hard one is given up soon.
         """
         requests = feedback.rounds.requests
-        has_survivals = self.calibration is not None and self.lagged is not None
-        return has_survivals and len(requests) == 1 and self.acceptance.num_rounds(requests[0]) < UPDATE_STEPS
+        is_alone = self.lagged is not None and len(requests) == 1
+        return is_alone and self.acceptance.num_rounds(requests[0]) < UPDATE_STEPS
 
     def observe_plain(self) -> None:
         """Account for a step that drafted nothing.
@@ -158,7 +158,8 @@ class Forecast:
         renewed = self.calibration is None or self._calibrate(self.calibration, predicted, logits)
         if self.lagged is not None:
             ids = [step.rounds.requests[request] for step in predicted for request in step.requests]
-            self.acceptance.observe(ids, survival)
+            judged = survival if self._is_trusted else as_shown(survival, *verified_and_accepted(predicted))
+            self.acceptance.observe(ids, judged)
             # A probe of a whole batch shows as many rounds as it stands for, or more.
             times = [-(-step.rounds.decision.weight // len(step.requests)) for step in predicted for _ in step.requests]
             predictions = np.repeat(np.stack([logits, survival]), times, axis=1)

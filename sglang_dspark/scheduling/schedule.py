@@ -180,8 +180,6 @@ class Schedule:
         # would cost what leaving it out saves.
         if self.policy.probing and (parked or not alone):
             return decision
-        if not self.forecast.is_tried:
-            return decision
         step = self.policy.resumed(len(requests)) if parked else decision
         if not alone and (step.draft_len == 0 or self.fixed_draft_shape):
             return decision
