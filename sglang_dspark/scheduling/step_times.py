@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
 
 # Standard deviations of logarithms of measured over predicted time, at first and per update. The machine may be faster
-# or slower than when the table was measured (1.0 means that nothing is known), and a busy neighbour changes that within
-# a few steps. The table is wrong about a kind of step by some ten percent, and stays so: 0.0015 grow to 5 % in 1000
-# steps, after which the kind is worth another exploration.
-_SPEED, _SPEED_DRIFT = 1.0, 0.02
-_ERROR, _ERROR_DRIFT = 0.15, 0.0015
+# or slower than when the table was measured (1.5 means that nothing is known), and a busy neighbour changes that within
+# a few steps. A table that was measured beside another program is wrong about a kind of step by some thirty percent,
+# and stays so: 0.0015 grow to 5 % in 1000 steps, after which the kind is worth another exploration.
+_SPEED, _SPEED_DRIFT = 1.5, 0.02
+_ERROR, _ERROR_DRIFT = 0.3, 0.0015
 _NOISE = 0.1  # of one step on a shared machine; a quiet one has 0.03
 # Standard deviations beyond which a step is a hiccup of the machine, and counts as that.
 _MAX_DEVIATION = 2.5
@@ -217,8 +217,10 @@ class StepTimeFilter:
         seen = np.concatenate([[1.0], np.maximum(1 - np.abs(self._grid - drafts), 0.0)])
         shared = self._covariance @ seen
         expected = float(seen @ self._mean)
-        surprise = min(max(log_ratio - expected, -_MAX_DEVIATION * _NOISE), _MAX_DEVIATION * _NOISE)
-        gain = shared / (float(seen @ shared) + _NOISE**2)
+        variance = float(seen @ shared) + _NOISE**2
+        # No hiccup makes a step faster: what is too fast shows that the table is wrong, by as much as it may be.
+        surprise = min(max(log_ratio - expected, -_MAX_DEVIATION * math.sqrt(variance)), _MAX_DEVIATION * _NOISE)
+        gain = shared / variance
         self._mean += gain * surprise
         errors = self._mean[1:]
         np.clip(errors, -_MAX_ERROR, _MAX_ERROR, out=errors)

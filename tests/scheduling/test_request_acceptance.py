@@ -48,7 +48,7 @@ def test_a_request_that_is_worth_it_by_a_little_is_not_given_up_for_a_few_bad_ro
 
 
 def test_a_request_far_below_is_left_out_soon():
-    assert left_out(0.2, 0.3, 0.7, 8) > 0.9
+    assert left_out(0.2, 0.3, 0.7, 10) > 0.9
     assert left_out(0.2, 0.8, 0.7, 32) > 0.9
 
 

@@ -51,8 +51,8 @@ def test_what_a_launched_step_reads_outlives_two_renewals():
     made = schedule(with_head=False)
     read = weakref.ref(made.forecast.learned)
     for _ in range(2):
-        made.observe(rounds(StepDecision(GAMMA, FixedLength()), [GAMMA], [GAMMA]), [0], [1])
         before = made.forecast.learned
+        made.observe(rounds(StepDecision(GAMMA, FixedLength()), [GAMMA], [GAMMA]), [0], [1])
         made.report()
         assert made.forecast.learned is not before
     del before
@@ -166,14 +166,13 @@ def test_many_requests_are_learned_from_at_once():
     assert seen.num_observed == 768
 
 
-@pytest.mark.parametrize(("with_head", "learned"), [(True, [1, 2, 7, 8, 8, 16]), (False, [0, 0, 0, 8, 8, 16])])
-def test_the_first_rounds_of_a_lone_request_are_learned_from_one_by_one(with_head, learned):
-    """Its head tells what kind of text it is; without one it is like any other."""
+@pytest.mark.parametrize("with_head", [True, False])
+def test_the_first_rounds_of_a_lone_request_are_learned_from_one_by_one(with_head):
     made, counts = schedule(with_head=with_head), []
     for _ in range(16):
         made.observe(outcome(StepDecision(GAMMA, TopK(GAMMA)), 1), [0], [0])
         counts.append(made.forecast.lagged.num_observed)
-    assert [counts[step] for step in (0, 1, 6, 7, 8, 15)] == learned
+    assert [counts[step] for step in (0, 1, 6, 7, 8, 15)] == [1, 2, 7, 8, 8, 16]
 
 
 def test_calibration_knows_how_many_steps_have_passed(monkeypatch):
@@ -201,13 +200,16 @@ def test_a_probe_of_a_whole_batch_shows_its_survivals_and_no_time(monkeypatch):
 @pytest.mark.parametrize("with_head", [True, False])
 @pytest.mark.parametrize("users", [1, 4])
 def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(users, with_head):
-    """However sure its head is. After the first look, 64 rounds, nothing that was believed before keeps it going."""
+    """However sure its head is. After the first look, 64 rounds, nothing that was believed before keeps it going.
+
+    A lone request is left out by what its own rounds have shown, and the server may not see enough to park.
+    """
     made, ids, rng = schedule(with_head=with_head), [f"r{index}" for index in range(users)], np.random.default_rng(0)
-    parked = []
+    rests = []
     for accepts, steps in ((0, 2000), (GAMMA, 4000)):
         for _ in range(steps):
             decision = made.choose(ids, 64.0)
-            parked.append(made.parked)
+            rests.append(made.parked if users > 1 else decision.draft_len == 0)
             made.invalidate()
             if decision.draft_len == 0:
                 continue
@@ -217,10 +219,10 @@ def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(
             lens = decision.select(drafted).verify_lens
             outcome = StepRecord(ids, decision, drafted.draft_lens, lens, foretold, None)
             made.observe(outcome, list(range(users)), np.minimum(lens.numpy(), accepts).tolist())
-    bad, good = parked[:2000], parked[2000:]
+    bad, good = rests[:2000], rests[2000:]
     assert bad.index(True) <= 64 // users + UPDATE_STEPS
-    assert all(bad[bad.index(True) :])
-    assert not any(good[-1000:])
+    assert np.mean(bad[bad.index(True) :]) > (0.9 if users == 1 else 0.9999)
+    assert np.mean(good[-1000:]) < (0.1 if users == 1 else 0.0001)
 
 
 def test_predicted_survivals_are_kept_with_what_came_of_them():

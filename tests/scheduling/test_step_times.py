@@ -99,7 +99,7 @@ def test_the_first_step_of_a_kind_tells_most():
     times = StepTimes(compute_bound())
     learn(times, {3: 1.0}, 50)
     learn(times, {3: 1.0, 0: 1.15}, 1)
-    assert 1.05 < correction(times, 0) / correction(times, 3) < 1.12
+    assert 1.1 < correction(times, 0) / correction(times, 3) < 1.15
 
 
 def test_steps_between_two_cells_are_corrected_as_they_were_observed():
@@ -141,7 +141,7 @@ def test_one_hiccup_does_not_rule_a_step_out():
     times = StepTimes(compute_bound())
     learn(times, {3: 1.0}, 100)
     times.observe(kind(0), 100 * table_ms(times, kind(0)))
-    assert correction(times, 0) < 1.12
+    assert correction(times, 0) < 1.14
 
 
 @pytest.mark.parametrize("speed", [0.8, 1.25])
@@ -192,7 +192,7 @@ def test_uncertainty_shrinks_with_every_step_and_comes_back_with_time():
     times = StepTimes(compute_bound())
     unknown = times.stddev(R, 3)
     assert unknown[3] == 0
-    assert np.delete(unknown, 3) == pytest.approx(0.15 * math.sqrt(2))
+    assert np.delete(unknown, 3) == pytest.approx(0.3 * math.sqrt(2))
     learn(times, {3: 1.0}, 100)
     stddevs = []
     for _ in range(5):

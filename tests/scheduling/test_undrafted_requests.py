@@ -5,7 +5,7 @@ import pytest
 import torch
 from made_schedule import GAMMA, confidence, rounds, schedule, tokens
 
-from sglang_dspark.scheduling.forecast import UPDATE_STEPS, Forecast
+from sglang_dspark.scheduling.forecast import UPDATE_STEPS
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.record import StepRecord
@@ -39,7 +39,6 @@ def test_a_trial_drafts_a_request_that_is_left_out(monkeypatch):
     """Nothing else could show that the drafter serves it by now."""
     made = schedule()
     monkeypatch.setattr(made.forecast.acceptance, "worth_drafting", lambda requests, minimum: [0])
-    monkeypatch.setattr(Forecast, "is_tried", True)
     made.choose(["r0", "r1"], 64.0)
     trial = StepDecision(GAMMA, TopK(GAMMA, probe_request=1))
     monkeypatch.setattr(made.policy, "choose", lambda requests, context: trial)
