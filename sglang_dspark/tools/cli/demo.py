@@ -17,7 +17,7 @@ _BUNDLED_DRAFTER = Path(__file__).parents[2] / "drafters" / "smollm2-135m-instru
 @click.option("--draft", type=Checkpoint(), help="Its drafter; default: the bundled one of SmolLM2-135M-Instruct.")
 @click.option("--prompt", "prompts", multiple=True, help="Ask this instead of the default prompts; repeatable.")
 @click.option("--max-tokens", default=48, show_default=True, type=click.IntRange(1), help="Length limit of an answer.")
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="How often each prompt is asked.")
+@click.option("--rounds", default=1, show_default=True, type=click.IntRange(1), help="How often each prompt is asked.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--cache-dir", type=click.Path(path_type=Path), default=_CACHE, help="Folder for the model and the logs.")
 def demo(

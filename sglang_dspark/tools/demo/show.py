@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, product
+from math import exp, log
 from pathlib import Path
-from statistics import median
+from statistics import fmean, geometric_mean, median, stdev
 from textwrap import shorten
 from typing import Any
 
@@ -26,6 +27,15 @@ PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number.",
     "Natalia sold 48 clips in April and half as many in May. How many clips did she sell in total? Think step by step.",
     "Explain in simple words why the sky is blue.",
+    "Write a short letter to a friend about a walk in the woods.",
+    "Name five animals that live in the sea, with one sentence about each.",
+    "What is the capital of France, and what is it known for?",
+    "Write a SQL query that counts the orders of each customer.",
+    "Give me a recipe for pancakes.",
+    "What are the advantages and disadvantages of electric cars?",
+    "Summarise how a bill becomes a law.",
+    "A train leaves at 9:40 and arrives at 12:15. How long does it travel?",
+    "Write a Python class for a stack with push and pop.",
 )
 WARM_UP_PROMPT, WARM_UP_TOKENS = "Count from one to twenty.", 8
 """What a server answers, and throws away, before each answer that counts."""
@@ -172,7 +182,7 @@ class Demo:
         compared = {OFF: ("off / plain", PLAIN), AUTO: ("auto / off", OFF)}
         for way, given in answers.items():
             name, base = compared.get(way, ("", way))
-            ratios = _with_range(_ratios(given, answers[base]), 2) if name else ""
+            ratios = _with_interval(_ratios(given, answers[base])) if name else ""
             table.add_row(way, _with_range([answer.tokens_per_s for answer in chain(*given)], 1), name, ratios)
         self._console.print(table)
         own = "own steps" if self._on_gpu else "own CPU attention"
@@ -180,8 +190,8 @@ class Demo:
             f"off / plain is the plugin's {own}, without a drafter; auto / off is speculation: "
             f"{_accept_length(answers[AUTO]):.2f} tokens per step.\nMedians of {self._rounds * len(self._prompts)} "
             f"answers each (prompts: {len(self._prompts)}, rounds: {self._rounds}), in brackets their range. One "
-            "greedy request at a time. A ratio pairs answers to the same prompt in the same round. Servers take turns "
-            "in shuffled order; other busy programs spread ratios."
+            "greedy request at a time. A ratio pairs answers to the same prompt in the same round: geometric mean with "
+            "its 95 % interval over the prompts. Servers take turns in shuffled order; other busy programs spread ratios."
         )
 
     def _print_prompts(self, answers: dict[str, Answers]) -> None:
@@ -192,7 +202,7 @@ class Demo:
             table.add_row(
                 escape(shorten(prompt, 22, placeholder="...")),
                 *(f"{median(answer.tokens_per_s for answer in given):.1f}" for given in (plain, off, auto)),
-                f"{median(_ratios([auto], [off])):.2f}",
+                f"{_ratios([auto], [off])[0]:.2f}",
                 f"{_accept_length([auto]):.2f}",
                 "[green]yes[/]" if different is None else "[yellow]no[/]",
             )
@@ -222,9 +232,11 @@ def _counters(server: LaunchedServer, policy: str | None) -> tuple[int, int]:
 
 
 def _ratios(faster: Answers, slower: Answers) -> list[float]:
-    """Return how many times as fast one way answered as another: the same prompt in the same round makes a pair."""
-    pairs = zip(chain(*faster), chain(*slower), strict=True)
-    return [left.tokens_per_s / right.tokens_per_s for left, right in pairs]
+    """Return by prompt how many times as fast one way answered as another: the geometric mean over the rounds."""
+    return [
+        geometric_mean(left.tokens_per_s / right.tokens_per_s for left, right in zip(*pair, strict=True))
+        for pair in zip(faster, slower, strict=True)
+    ]
 
 
 def _accept_length(answers: Answers) -> float:
@@ -235,3 +247,15 @@ def _accept_length(answers: Answers) -> float:
 
 def _with_range(values: Sequence[float], digits: int) -> str:
     return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def _with_interval(ratios: Sequence[float]) -> str:
+    """Return the geometric mean and its 95 % interval: Student's t on the logarithms; only the mean of a single one."""
+    from scipy.stats import t
+
+    mean = f"{geometric_mean(ratios):.2f}"
+    if len(ratios) == 1:
+        return mean
+    logs = [log(ratio) for ratio in ratios]
+    margin = t.ppf(0.975, len(logs) - 1) * stdev(logs) / len(logs) ** 0.5
+    return f"{mean} ({exp(fmean(logs) - margin):.2f} to {exp(fmean(logs) + margin):.2f})"

@@ -53,6 +53,8 @@ def test_published_step_times_come_with_an_acceptance(run):
         (("--published", "--html", "x.html"), "drop --html"),
         (("--table", "V4-Pro", "--blocks", "b", "--conditional", "0.5"), "give one of them"),
         (("--table", "sps.json"), "give --blocks or --conditional"),
+        (("--table", "sps.json", "--conditional", "0.5"), "has 1 numbers, and blocks of --table"),
+        (("--table", "sps.json", "--conditional", "0.5"), "have 2 drafts; give one for each draft"),
     ],
 )
 def test_options_that_do_not_go_together(run, tmp_path, options, says):
@@ -62,7 +64,6 @@ def test_options_that_do_not_go_together(run, tmp_path, options, says):
     assert says in result.output
 
 
-@pytest.mark.thorough
 def test_the_page_of_the_model_is_written(run, tmp_path):
     assert run("simulate", "--html", tmp_path / "model.html").exit_code == 0
     assert (tmp_path / "model.html").read_text().startswith("<!doctype html>")
