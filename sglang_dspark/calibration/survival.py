@@ -47,7 +47,7 @@ def reached(verified: Ints, accepted: Ints, gamma: int) -> Bools:
     return np.minimum(verified, np.asarray(accepted) + 1)[:, None] > np.arange(gamma)
 
 
-def as_shown(survival: Floats, verified: Ints, accepted: Ints) -> Floats:
+def as_shown(survival: npt.NDArray[np.float64], verified: Ints, accepted: Ints) -> npt.NDArray[np.float64]:
     """Return [n, gamma] survivals as the outcome has shown them; as predicted where it says nothing.
 
     Args:
@@ -60,4 +60,4 @@ def as_shown(survival: Floats, verified: Ints, accepted: Ints) -> Floats:
     # Behind verified drafts that were all accepted, it goes on as predicted.
     behind = np.where((accepted == verified)[:, None], survival / last, 0.0)
     shown = np.where(positions < verified[:, None], survived(accepted, len(positions)), behind)
-    return np.where(np.isnan(survival), np.nan, shown)
+    return np.where(np.isnan(survival), np.nan, shown).astype(np.float64)

@@ -1,5 +1,6 @@
 """``python -m sglang_dspark train`` on the golden target, given a chat template."""
 
+import io
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 from dspark_training import command
 from dspark_training.target import Target
 from dspark_training.trainer import Trainer
+from rich.console import Console
 
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.tools.cli import main
@@ -200,3 +202,19 @@ def test_a_target_that_is_not_there_or_has_no_chat_template(train):
     assert (result.exit_code, "its tokenizer has no chat template; give --raw" in result.output) == (1, True)
     # What was refused left nothing behind that a second try would have to agree with.
     assert train("run", "--raw", target=GOLDEN).exit_code == 0
+
+
+def test_a_file_gets_a_line_now_and_then_and_a_terminal_none(monkeypatch):
+    """A bar is drawn on terminals alone; hours without a word look like a program that hangs."""
+    clock = iter([0.0, 1.0, 29.0, 31.0, 32.0])
+    monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
+    console = Console(file=io.StringIO(), width=200)
+    display = command._RichDisplay(console)
+    for done in range(4):
+        display.progress("training", done, 10, "loss 2.0")
+    display.progress("measuring", 0, 5)
+    assert console.file.getvalue().splitlines() == [
+        "training: 0 of 10 loss 2.0",
+        "training: 3 of 10 loss 2.0",
+        "measuring: 0 of 5",
+    ]

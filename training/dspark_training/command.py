@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 _COUNT = click.IntRange(min=1)
 _DEFAULT_INVENTED = 2000
 _CONCURRENCY = 64
+_TOLD_EVERY_S = 30.0  # in a file
 # The other processes wait while the first one lets the target write its texts.
 _PATIENCE = timedelta(days=30)
 
@@ -153,7 +155,7 @@ def _evaluation_table(evaluation: Evaluation) -> Table:
 
 
 class _RichDisplay:
-    """One bar per stage; lines that stay above them."""
+    """One bar per stage; lines that stay above them. Where there is no terminal, a line now and then."""
 
     def __init__(self, console: Console) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -163,6 +165,7 @@ class _RichDisplay:
         self._bars = Progress(*columns, console=console)
         self._console = console
         self._stage = ""
+        self._told_at = float("-inf")
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -175,8 +178,13 @@ class _RichDisplay:
         """See `pipeline.Display`."""
         if stage != self._stage:
             self._stage = stage
+            self._told_at = float("-inf")
             self._task = self._bars.add_task(stage, total=total, note=note)
         self._bars.update(self._task, completed=done, total=total, note=note)
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._told_at >= _TOLD_EVERY_S:
+            self._told_at = now
+            self.say(f"{stage}: {done} of {total} {note}".rstrip())
 
     def say(self, text: str) -> None:
         """See `pipeline.Display`."""

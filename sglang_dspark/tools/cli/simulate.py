@@ -31,7 +31,11 @@ _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at m
 @click.option(
     "--blocks", "blocks_file", type=click.Path(path_type=Path), help="Blocks of the drafter, from evaluate --blocks."
 )
-@click.option("--conditional", type=Numbers(_SHARE), help="Acceptance by position instead, a number for each draft of --table: 0.9,0.88,0.86 ...")
+@click.option(
+    "--conditional",
+    type=Numbers(_SHARE),
+    help="Acceptance by position instead, a number for each draft of --table: 0.9,0.88,0.86 ...",
+)
 @click.option("--policies", help="Policies, e.g. static:3,threshold:0.6,auto, beside off.  [default: static,auto]")
 @click.option(
     "--users",

@@ -31,9 +31,7 @@ PROMPTS = (
     "Name five animals that live in the sea, with one sentence about each.",
     "What is the capital of France, and what is it known for?",
     "Write a SQL query that counts the orders of each customer.",
-    "Give me a recipe for pancakes.",
     "What are the advantages and disadvantages of electric cars?",
-    "Summarise how a bill becomes a law.",
     "A train leaves at 9:40 and arrives at 12:15. How long does it travel?",
     "Write a Python class for a stack with push and pop.",
 )
@@ -191,7 +189,7 @@ class Demo:
             f"{_accept_length(answers[AUTO]):.2f} tokens per step.\nMedians of {self._rounds * len(self._prompts)} "
             f"answers each (prompts: {len(self._prompts)}, rounds: {self._rounds}), in brackets their range. One "
             "greedy request at a time. A ratio pairs answers to the same prompt in the same round: geometric mean with "
-            "its 95 % interval over the prompts. Servers take turns in shuffled order; other busy programs spread ratios."
+            "its 95 % interval over the prompts. Servers take turns in shuffled order; busy programs spread ratios."
         )
 
     def _print_prompts(self, answers: dict[str, Answers]) -> None:

@@ -31,7 +31,13 @@ def test_a_ratio_pairs_the_same_prompt_in_the_same_round():
     """The second round ran on a machine half as fast: the ratios do not spread."""
     speeds = [[10, 5], [20, 10]], [[20, 10], [40, 20]]
     plain, auto = ([[Answer("text", s, 10, 25) for s in rounds] for rounds in way] for way in speeds)
-    assert show._ratios(auto, plain) == pytest.approx([2] * 4)
+    assert show._ratios(auto, plain) == pytest.approx([2] * 2)
+
+
+def test_the_interval_is_that_of_the_geometric_mean_over_prompts():
+    """Of 2 and 8 the logarithms are 1 and 3 in twos: 2 with an error of 1, and Student's t is 12.7 there."""
+    assert show._with_interval([2.0, 8.0]) == f"4.00 ({4 / 2**12.7062:.2f} to {4 * 2**12.7062:.2f})"
+    assert show._with_interval([1.5]) == "1.50"
 
 
 def test_accept_length_pools_the_counts():
