@@ -54,8 +54,11 @@ unit: env ## the fast tests: no server, no interpreted kernel, nothing marked sl
 test: env ## all tests that need no GPU, but for the long proofs of `make thorough`
 	$(PYTEST) -m "not thorough"
 
+# When each of them has last passed; CI runs none.
+PASSED = benchmarks/results/thorough.json
+
 thorough: env ## tests that show in several processes what faster ones show
-	$(PYTEST) -m thorough
+	$(PYTEST) -m thorough --passed $(PASSED)
 
 check: env ## lint, formatting and types
 	$(RUN) -m ruff check
@@ -78,7 +81,7 @@ sweep: env ## five minutes: plain, off and auto at 1 and 4 users on your prompts
 
 evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(PREPARE)
-	$(PYTEST) -m thorough
+	$(PYTEST) -m thorough --passed $(PASSED)
 	@mkdir -p $(RESULTS)
 	$(RUN) benchmarks/mutants.py
 	$(RUN) benchmarks/kernels/compile_for.py --output $(RESULTS)/compiled.json

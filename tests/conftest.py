@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported. Threads of several processes that wait for each other on the same cores wait long.
@@ -10,6 +11,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from passed_record import PassedRecord
 
 from sglang_dspark import on_cpu
 from sglang_dspark.fence import FAILURES
@@ -30,6 +32,15 @@ if not torch.cuda.is_available():
     interpreting.patch_once_per_launch()
     # For this process alone: servers that tests start would inherit the variable.
     del os.environ["TRITON_INTERPRET"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--passed", type=Path, metavar="FILE", help="note there when each thorough test has passed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (path := config.getoption("--passed")) and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(PassedRecord(path))
 
 
 @pytest.fixture(autouse=True)
