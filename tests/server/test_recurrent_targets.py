@@ -103,3 +103,11 @@ def test_clients_that_go_away(hybrid, expected):
             connection.close()
         assert output_ids(hybrid, bodies, 4) == expected
     assert_pool_is_whole(hybrid)
+
+
+def test_a_grammar_ends_a_text_that_ignores_its_end(hybrid, plain_hybrid):
+    """A plain server forgets that a grammar of llguidance's has ended, and draws end tokens up to the length."""
+    asked = greedy([17, 40, 99], 10, {"regex": "[a-c]{3}", "ignore_eos": True})
+    ours, theirs = (server.post_json("/generate", asked)["output_ids"] for server in (hybrid, plain_hybrid))
+    assert len(ours) == 4
+    assert theirs == ours + ours[-1:] * 6

@@ -344,8 +344,7 @@ def status(server: LaunchedServer, request: dict[str, Any]) -> int:
 
 
 def test_a_grammar_ends_a_text_that_ignores_its_end(letters, plain_letters):
-    """A plain server forgets that llguidance has ended, and draws end tokens up to the length."""
+    """A plain server draws one more token behind the end of a grammar of xgrammar's."""
     asked = greedy(PROMPTS[0], 10, {"regex": "[a-c]{3}", "ignore_eos": True})
     ours, theirs = (server.post_json("/generate", asked)["output_ids"] for server in (letters, plain_letters))
-    assert len(ours) == 4
-    assert theirs == ours + ours[-1:] * 6
+    assert (len(ours), len(theirs), theirs[:4]) == (4, 5, ours)
