@@ -39,7 +39,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(RUN) -m sglang_dspark enable-cpu
 	@touch $@
 
-demo: env ## three minutes: SmolLM2-135M with and without DSPARK, side by side on this machine
+demo: env ## four minutes: SmolLM2-135M with and without DSPARK, side by side on this machine
 	$(RUN) -m sglang_dspark demo
 
 doctor: env ## is this installation able to serve?
