@@ -17,7 +17,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 FAILURES: Counter[str] = Counter()
-"""Calls that have failed in this process, by what was to be had of them."""
+"""Calls that have failed in this process, by the name of what failed."""
 
 
 def fenced(what: str, instead: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -26,8 +26,8 @@ def fenced(what: str, instead: Callable[..., Any]) -> Callable[[Callable[P, T]],
     If such a function raises, that is counted, and the log says so the first time.
 
     Args:
-        what: the function is for, in the plural.
-        instead: gives, of the same arguments, what is returned then.
+        what: names what the function gives, in the plural.
+        instead: returns the value in its place, from the same arguments.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:

@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def no_advice_fails() -> Iterator[None]:
-    """What only advises is fenced: without this, a test would not see it fail."""
+    """Fail a test in which advice failed: the fence would hide it."""
     FAILURES.clear()
     yield
     assert not FAILURES

@@ -60,7 +60,7 @@ POSITION_COUNTERS = {
     "position_predicted_survivors_total": "Draft tokens with a predicted survival that survived.",
 }
 """By label ``position``: index in the block, 0 first."""
-ADVICE_COUNTERS = {"failed_advice_total": "Calls that failed of what only advises, which requests went on without."}
+ADVICE_COUNTERS = {"failed_advice_total": "Failed calls of functions that only advise; the requests went on without."}
 """By label ``advice``."""
 POLICY_COUNTERS = {"policy_steps_total": "Decode steps chosen by the policy."}
 GAUGES = {

@@ -76,6 +76,14 @@ class StepRecord:
         return self.chains is not None and bool(Candidates.parts(self.chains.numpy())[0].any())
 
     @cached_property
+    def from_answers(self) -> list[bool]:
+        """Return whether the chain of each request is of an earlier answer, once chains are on the host."""
+        if self.chains is None:
+            return [False] * len(self.requests)
+        of_answers: list[bool] = (Candidates.parts(self.chains.numpy())[0] // KIND_ROWS == 1).tolist()
+        return of_answers
+
+    @cached_property
     def _leading(self) -> list[list[int]]:
         """[3, bs], once chains are on the host."""
         if self.chains is None or not self.has_chain:

@@ -203,14 +203,14 @@ def test_answers_of_a_key_are_one_text_that_matches_anywhere_but_at_their_ends()
     assert batch_options(reqs[1:], answers=cache).rules is None
     for kept in ([8, 9], [3]):
         rules = batch_options(reqs, answers=cache).rules
-        assert second_text(rules, 0) == ([-1, 4, 5, 6, 7], [never, 3, 3, 3, never])
+        assert second_text(rules, 0) == ([-1, 4, 5, 6, 7, -1], [never, 3, 3, 3, never, never])
         assert second_text(rules, 1) == ([], [])
         assert set(rules.second.rows.tolist()) == {CACHED_ROWS}
         cache.keep("k", kept)
         cache.keep("other", kept)
     late = settled({"dspark": {"cache": "k", "preset": "summarization"}}, answer_cache=1)
     text, needed = second_text(batch_options([late], answers=cache).rules, 0)
-    assert text == [-1, 3, -1, 8, 9, -1, 4, 5, 6, 7]
+    assert text == [-1, 3, -1, 8, 9, -1, 4, 5, 6, 7, -1]
     assert needed[:5] == [never, never, never, 3, never]
 
 
@@ -234,7 +234,7 @@ def test_what_a_step_looks_up_is_bounded(monkeypatch):
     monkeypatch.setattr(module, "MOST_PLACES", 8)
     recorded = [{"preset": "replay", "recorded": list(range(length)), "max_draft": 2} for length in (3, 9, 1)]
     rules = batch_options([settled({"dspark": field}) for field in recorded]).rules
-    assert [second_text(rules, request)[0] for request in range(3)] == [[-1, 0, 1, 2, -1], [], []]
+    assert [second_text(rules, request)[0] for request in range(3)] == [[-1, 0, 1, 2, -1], [], [-1, 0, -1]]
     assert rules.bounds[:, 2].tolist() == [2, 2, 2]
 
 

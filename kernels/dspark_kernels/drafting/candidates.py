@@ -50,7 +50,10 @@ class SecondTexts:
     requests: torch.Tensor
 
     def take(self, index: torch.Tensor, bs: int) -> SecondTexts:
-        """Return the texts of some of ``bs`` requests. No host sync: places of the others stay, and belong to none."""
+        """Return the texts of some of ``bs`` requests, each named once at most.
+
+        No host sync: places of the others stay, and belong to none.
+        """
         renamed = torch.full((bs + 1,), len(index), device=index.device)
         renamed[index] = torch.arange(len(index), device=index.device)
         return replace(self, requests=renamed[self.requests])

@@ -10,7 +10,7 @@ def whole_letters(text: str) -> str:
 
     SGLang shows the text up to an ideograph just before that letter, or up to the last space. With a token in a step
     little else can stand there. With several, the next text may end within another letter, before which that rule finds
-    less: SGLang takes back what it has shown, and then shows it again; and a text without ideographs and spaces may not
-    be shown for many steps. What precedes an incomplete letter does not change any more, so all of it is shown.
+    less, and SGLang shows text twice. A text without ideographs and spaces may stay hidden for many steps. All that
+    precedes the incomplete letter is shown here instead.
     """
     return text.rstrip(_INCOMPLETE)

@@ -211,31 +211,32 @@ def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Seque
     logits = None if rounds.confidence is None else rounds.confidence.logits
     confidences = [None] * len(reqs) if logits is None else logits.tolist()
     lens = rounds.verify_lens.tolist()
-    kinds = (rounds.drafted, rounds.copied, rounds.followed, rounds.cached)
+    kinds = (rounds.drafted, rounds.copied, rounds.followed, rounds.cached, rounds.from_answers)
     columns = (rounds.traced.tolist(), *kinds, confidences, lens, committed_lens)
-    for req, (start, anchor, *draft), depth, copied, followed, cached, confidence, verified, committed in zip(
-        reqs, *columns, strict=True
-    ):
-        if not request_options(req).trace or not is_running(req):
-            continue
-        round_ = {
-            "start": start,
-            "anchor": anchor,
-            "draft": [None if place < cached else token for place, token in enumerate(draft[: depth or copied])],
-            "copied": copied > 0,
-            "from_text": followed,
-            "from_cache": cached,
-            "confidence": confidence[:depth] if confidence is not None and depth else None,
-            "verified": verified,
-            "accepted": committed - 1,
-        }
-        _add_round(req, round_, committed)
+    for req, *of_request in zip(reqs, *columns, strict=True):
+        if request_options(req).trace and is_running(req):
+            _add_round(req, rounds.num_drawn, of_request)
 
 
 @fenced("rounds of a trace", instead=nothing)
-def _add_round(req: Any, round_: dict[str, Any], committed: int) -> None:
+def _add_round(req: Any, num_drawn: int | None, of_request: Sequence[Any]) -> None:
+    traced, depth, copied, followed, cached, from_answers, confidence, verified, committed = of_request
+    start, anchor, *draft = traced
+    # Behind the drafter's block all drafts are the chain's, whether the block has followed it or not.
+    shown = range(cached, num_drawn if from_answers and num_drawn is not None else len(draft))
     if req.customized_info is None:
         req.customized_info = {}
     trace = req.customized_info.setdefault("dspark_trace", [])
     trace.extend([None] * (len(req.output_ids) - len(trace)))
+    round_ = {
+        "start": start,
+        "anchor": anchor,
+        "draft": [token if place in shown else None for place, token in enumerate(draft[: depth or copied])],
+        "copied": copied > 0,
+        "from_text": followed,
+        "from_cache": cached,
+        "confidence": confidence[:depth] if confidence is not None and depth else None,
+        "verified": verified,
+        "accepted": committed - 1,
+    }
     trace += [round_, *[None] * (committed - 1)]

@@ -20,7 +20,7 @@ _BITS = 32  # of a word of a mask
 _FORCED_TEXTS = 1024  # whose tokens are kept
 _BEFORE = "\n"  # behind which tokenizers encode a text as inside of a longer one
 _LETTERS = 16  # of a token, at most of most
-_LONGEST_READ = 16384  # letters or tokens; the grammar computes all that it forces, which takes it a millisecond
+_LONGEST_READ = 4096  # letters or tokens; the grammar computes all that it forces, in 0.3 ms
 _FORCES_TOO_MUCH = "dspark_forces_too_much"
 
 
@@ -93,7 +93,7 @@ class ForcedTokens:
         tokens, text = self._read(grammar)
         if len(tokens) + len(text) > _LONGEST_READ:
             setattr(req, _FORCES_TOO_MUCH, True)
-        forced = tokens[: self._most] or self._encoded(text[: _LETTERS * (self._most + 1)])
+        forced = tokens[: self._most] or self._encoded(text[: _LETTERS * (self._most + 1)])[: self._most]
         known = tuple(takewhile(lambda token: token < self._vocab_size, forced))
         return (req.output_ids[-1], *known) if known else ()
 

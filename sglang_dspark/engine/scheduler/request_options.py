@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -135,14 +134,16 @@ def with_forced(
 def _in_a_row(texts: Sequence[NDArray[np.int64]], device: torch.device) -> SecondTexts | None:
     """Return what is looked up, of [3, n] for each request; None if there is nothing.
 
-    What a step costs grows with all of it: requests past the bound are drafted without theirs.
+    What a step costs grows with all of it: requests whose texts go past the bound are drafted without them.
     """
-    ends = accumulate(text.shape[1] for text in texts)
-    kept = [text if end <= MOST_PLACES else _NO_TEXT for text, end in zip(texts, ends, strict=True)]
-    lengths = [text.shape[1] for text in kept]
-    if not any(lengths):
+    kept, left = [], MOST_PLACES
+    for text in texts:
+        fits = text.shape[1] <= left
+        kept.append(text if fits else _NO_TEXT)
+        left -= text.shape[1] * fits
+    if left == MOST_PLACES:
         return None
-    requests = np.repeat(np.arange(len(kept)), lengths)
+    requests = np.repeat(np.arange(len(kept)), [text.shape[1] for text in kept])
     laid_out = np.concatenate([np.concatenate(kept, axis=1), requests[None]])
     return SecondTexts(*to_device(torch.from_numpy(laid_out), device))
 
@@ -172,6 +173,9 @@ def _second_text(req: Any, answers: AnswerCache | None) -> NDArray[np.int64]:
 
 def _answered(text: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return [3, n] of answers: they match anywhere, except at their ends."""
+    if not len(text):
+        return _NO_TEXT
+    text = np.append(text, -1)  # what follows is another request's
     goes_on = (text >= 0) & (np.append(text[1:], -1) >= 0)
     return np.stack([text, np.where(goes_on, LEAST_MATCH, _NEVER), np.full_like(text, CACHED_ROWS)]).astype(np.int64)
 

@@ -69,19 +69,20 @@ class StepControl:
         # Under overlap a request that has just ended takes part in one more step, whose tokens are dropped.
         running = [index for index, req in enumerate(reqs) if is_running(req)]
         accepted = [committed[index] - 1 for index in running]
-        self._learn(rounds, running, accepted, times_ms)
+        self._learn_time(times_ms)
         if running:
+            self._learn(rounds, running, accepted)
             self._count(rounds, running, accepted)
         record_traces(reqs, rounds, committed)
 
-    @fenced("lessons of steps", instead=nothing)
-    def _learn(
-        self, rounds: StepRecord, running: list[int], accepted: list[int], times_ms: tuple[float, float] | None
-    ) -> None:
+    @fenced("lessons of step times", instead=nothing)
+    def _learn_time(self, times_ms: tuple[float, float] | None) -> None:
         if times_ms is not None:
             self.schedule.processed(*times_ms)
-        if running:
-            self.schedule.observe(rounds, running, accepted)
+
+    @fenced("lessons of outcomes", instead=nothing)
+    def _learn(self, rounds: StepRecord, running: list[int], accepted: list[int]) -> None:
+        self.schedule.observe(rounds, running, accepted)
 
     @fenced("statistics of steps", instead=nothing)
     def _count(self, rounds: StepRecord, running: list[int], accepted: list[int]) -> None:

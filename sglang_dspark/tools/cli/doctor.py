@@ -94,7 +94,7 @@ def _diagnose(target: Path | None, draft: Path | None, prompts: Path | None, *, 
         if prompts is not None and not failed(findings):
             yield _try_drafts(target, draft, prompts)
         if not failed(findings):
-            yield check_start(_flags(target, draft))  # at last: it changes this process
+            yield check_start(_flags(target, draft))  # last, because it changes this process
 
 
 def _try_drafts(target: Path, draft: Path, prompts: Path) -> Finding:

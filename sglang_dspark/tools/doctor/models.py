@@ -89,7 +89,7 @@ def check_start(command: Sequence[str]) -> Finding:
     try:
         with warnings.catch_warnings(action="ignore"):
             diagnosis.resolve(command)
-    except Exception as error:  # noqa: BLE001 - whatever ends a start is the finding
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever ends a start is the finding
         return Finding("fail", "start", f"SGLang ends the start of such a server: {one_line(error)}")
     return Finding("ok", "start", "SGLang takes the arguments of the command below")
 
