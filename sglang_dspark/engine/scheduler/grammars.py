@@ -81,7 +81,9 @@ class ForcedTokens:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, most: int) -> None:
-        self._tokenizer, self._vocab_size, self._most = tokenizer, vocab_size, most
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        # Of tokens as many as of letters: a text that repeats itself is found again farther into what is forced.
+        self._most = _LETTERS * (most + 1)
         self._encoded = lru_cache(_FORCED_TEXTS)(partial(_encoded, tokenizer))
 
     @fenced("tokens that grammars force", instead=lambda self, req: ())
@@ -93,7 +95,7 @@ class ForcedTokens:
         tokens, text = self._read(grammar)
         if len(tokens) + len(text) > _LONGEST_READ:
             setattr(req, _FORCES_TOO_MUCH, True)
-        forced = tokens[: self._most] or self._encoded(text[: _LETTERS * (self._most + 1)])[: self._most]
+        forced = tokens[: self._most] or self._encoded(text[: self._most])
         known = tuple(takewhile(lambda token: token < self._vocab_size, forced))
         return (req.output_ids[-1], *known) if known else ()
 
