@@ -71,7 +71,7 @@ class Launch(DSparkServer):
         """Fill the fields that size SGLang's buffers, and install the hooks of the front end.
 
         The field of the drafter's path stays empty, in every process: whatever SGLang does with a path begins with
-        transformers, which does not know every format. :func:`tell_drafter` is for those who ask which one is served.
+        transformers, which does not know every format. :func:`tell_drafter` says which one is served.
         """
         if self.draft_window is not None:
             args.speculative_draft_window_size = self.draft_window.size
