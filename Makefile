@@ -58,7 +58,7 @@ test: env ## all tests that need no GPU, but for the long proofs of `make thorou
 PASSED = benchmarks/results/thorough.json
 
 thorough: env ## tests that show in several processes what faster ones show
-	$(PYTEST) -m thorough --passed $(PASSED)
+	$(PYTEST) -m thorough --passed=$(PASSED)
 
 check: env ## lint, formatting and types
 	$(RUN) -m ruff check
@@ -81,7 +81,7 @@ sweep: env ## five minutes: plain, off and auto at 1 and 4 users on your prompts
 
 evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(PREPARE)
-	$(PYTEST) -m thorough --passed $(PASSED)
+	$(PYTEST) -m thorough --passed=$(PASSED)
 	@mkdir -p $(RESULTS)
 	$(RUN) benchmarks/mutants.py
 	$(RUN) benchmarks/kernels/compile_for.py --output $(RESULTS)/compiled.json
