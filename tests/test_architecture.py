@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_dspark.features import ROOMS
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "sglang_dspark"
 KERNELS = ROOT / "kernels" / "dspark_kernels"
@@ -30,7 +32,9 @@ MAY_IMPORT = {
     "calibration": {"hub"},
     "metrics": set("calibration config scheduling step".split()),
     "scheduling": set("calibration config step".split()),
-    "engine": set("calibration config dashboard draft hub metrics scheduling speculation step".split()),
+    # Of features their list alone: see test_nothing_outside_a_room_knows_it.
+    "engine": set("calibration config dashboard draft features hub metrics scheduling speculation step".split()),
+    "features": set("calibration config draft engine hub metrics scheduling speculation step".split()),
     "worker": set("calibration config draft engine hub metrics scheduling speculation step".split()),
     "plugin": {"config", "engine", "worker"},
     "tools": set("calibration config draft engine hub on_cpu scheduling speculation step".split()),
@@ -87,8 +91,9 @@ def in_package(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_only_engine_imports_sglang():
-    outside = [path for path in python_files(PACKAGE, KERNELS, TRAINING) if PACKAGE / "engine" not in path.parents]
+def test_only_engine_and_features_import_sglang():
+    seams = {PACKAGE / "engine", PACKAGE / "features"}
+    outside = [path for path in python_files(PACKAGE, KERNELS, TRAINING) if not seams & set(path.parents)]
     assert len(outside) > 20
     offenders = [in_package(path) for path in outside if "sglang" in imported_roots(path.read_text())]
     assert offenders == []
@@ -118,9 +123,20 @@ def test_no_import_circles(package: Path):
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which lists the circle
 
 
+def test_nothing_outside_a_room_knows_it():
+    """Neither the core nor another room: a feature is declared in its folder, and has a line in the list."""
+    knowing = {
+        (in_package(path), room)
+        for room in ROOMS
+        for path in python_files(PACKAGE, KERNELS, TRAINING)
+        if PACKAGE / "features" / room not in path.parents and f"features.{room}" in path.read_text()
+    }
+    assert knowing == set()
+
+
 def test_the_seam_does_not_lean_on_the_worker():
     """The plugin's entry point tells the seam which worker to make."""
-    engine = python_files(PACKAGE / "engine")
+    engine = python_files(PACKAGE / "engine", PACKAGE / "features")
     assert len(engine) > 20
     assert {in_package(path) for path in engine if "sglang_dspark.worker" in path.read_text()} == set()
 

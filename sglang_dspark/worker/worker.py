@@ -135,6 +135,8 @@ class DSparkWorker(SpecWorkerBase):
             max_verify=self.max_verify,
             cuda_graphs="none" if tiers is None else tiers.digest,
         )
+        for part in self.parts:
+            key |= part.timed
         return load_or_measure(stepper, self.options, key)
 
     def capture_graphs(self, slots: list[int]) -> None:
@@ -151,6 +153,7 @@ class DSparkWorker(SpecWorkerBase):
             depth,
             seed=self.target_worker.random_seed,
             relay=self.relay,
+            parts=self.parts,
             fuses=self.check_logits is None,
         )
         captured.capture()

@@ -80,7 +80,7 @@ def test_what_is_refused_exists(kind, refused):
 DEFAULTS = {field.name: field.default for field in record_fields(ServerArgs)} | {"grammar_backend": "xgrammar"}
 
 
-@pytest.mark.parametrize("rule", flag_rules.FLAG_RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", flag_rules.all_rules(), ids=lambda rule: rule.name)
 def test_defaults_are_served_and_other_values_refused_by_name(rule):
     defaults = SimpleNamespace(**DEFAULTS)
     assert list(flag_rules.refusals(defaults, defaults)) == []

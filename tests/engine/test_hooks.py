@@ -2,16 +2,19 @@
 
 import inspect
 import pkgutil
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.launch import hooks
 from sglang_dspark.engine.launch.hook import Hook, Where
-from sglang_dspark.engine.launch.hooks import HOOKS
+from sglang_dspark.engine.launch.hooks import all_hooks
 from sglang_dspark.errors import EngineError
 
+HOOKS = all_hooks()
 HANDED_FIRST = {HookType.BEFORE: 0, HookType.AFTER: 1, HookType.AROUND: 1, HookType.REPLACE: 0}
 
 
@@ -62,14 +65,16 @@ class Registry:
 
 @pytest.fixture
 def install(monkeypatch):
-    def install(*places, rows=HOOKS, patched=()):
+    def install(*places, rows=hooks.HOOKS, patched=(), used=True):
         registry = Registry(patched)
         monkeypatch.setattr(hooks, "HookRegistry", registry)
         monkeypatch.setattr(hooks, "HOOKS", tuple(rows))
+        features = [replace(feature, is_used=lambda args: args == "uses all") for feature in all_features()]
+        monkeypatch.setattr(hooks, "all_features", lambda: features)
         monkeypatch.setattr(hooks, "_installed", set())
         monkeypatch.setattr(hooks, "expect_called", lambda name, target, moment, handler: handler)
-        hooks.install(*places)
-        hooks.install(*places)
+        for _ in range(2):
+            hooks.install("uses all" if used else "uses none", *places)
         return registry.registered
 
     return install
@@ -78,6 +83,15 @@ def install(monkeypatch):
 def test_a_place_gets_its_hooks_once(install):
     assert install("routes") == [hook.target for hook in HOOKS if hook.where == "routes"]
     assert install("scheduler", "cpu") == [hook.target for hook in HOOKS if hook.where in ("scheduler", "cpu")]
+
+
+def test_hooks_of_a_feature_are_left_out_where_it_is_not_used(install):
+    of_features = {hook.target for feature in all_features() for hook in feature.hooks}
+    found = install("scheduler", used=False)
+    assert set(install("scheduler")) - set(found) == {
+        hook.target for hook in HOOKS if hook.where == "scheduler" and hook.target in of_features
+    }
+    assert not set(found) & of_features and set(install("scheduler")) & of_features
 
 
 def test_a_target_that_another_plugin_has_patched_is_refused(install):

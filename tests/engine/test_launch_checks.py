@@ -9,7 +9,8 @@ from launch_contexts import found_by, launch_context
 
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.engine.launch import checks, model_checks
-from sglang_dspark.engine.launch.checks import CHECKS, Check, Moment, refuse
+from sglang_dspark.engine.launch.check import Check, Moment
+from sglang_dspark.engine.launch.checks import all_checks, refuse
 from sglang_dspark.engine.launch.flag_checks import KNOWN_BY, SINKS
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 
@@ -263,7 +264,7 @@ def test_what_is_served_passes(given):
 
 
 def test_every_check_is_tested():
-    names = [check.name for check in CHECKS]
+    names = [check.name for check in all_checks()]
     assert {row[0] for row in REFUSED} | set(ELSEWHERE) == set(names)
     assert len(set(names)) == len(names)
 
@@ -334,7 +335,7 @@ def check(message, unserved=False):
 
 def test_all_that_fails_is_said_at_once_and_once(monkeypatch):
     rows = (check("a"), Check("b", Moment.FLAGS, raising(ConfigError("b"))), check("b", unserved=True), check(None))
-    monkeypatch.setattr(checks, "CHECKS", (*rows, Check("later", Moment.MODELS, lambda context: "later")))
+    monkeypatch.setattr(checks, "all_checks", lambda: (*rows, Check("later", Moment.MODELS, lambda context: "later")))
     with pytest.raises(ConfigError) as caught:
         refuse(start(), Moment.FLAGS)
     assert str(caught.value) == "a\nb" and not isinstance(caught.value, UnservedError)
@@ -343,12 +344,12 @@ def test_all_that_fails_is_said_at_once_and_once(monkeypatch):
 
 def test_what_is_not_served_may_fall_back(monkeypatch):
     unusable = Check("drafter", Moment.FLAGS, raising(CheckpointError("unusable")), unserved=True)
-    monkeypatch.setattr(checks, "CHECKS", (check("a"), unusable))
+    monkeypatch.setattr(checks, "all_checks", lambda: (check("a"), unusable))
     with pytest.raises(UnservedError, match="a\nunusable"):
         refuse(start(), Moment.FLAGS)
 
 
 def test_a_failure_of_our_own_is_no_message(monkeypatch):
-    monkeypatch.setattr(checks, "CHECKS", (Check("broken", Moment.FLAGS, raising(KeyError("x"))),))
+    monkeypatch.setattr(checks, "all_checks", lambda: (Check("broken", Moment.FLAGS, raising(KeyError("x"))),))
     with pytest.raises(KeyError):
         refuse(start(), Moment.FLAGS)

@@ -97,24 +97,20 @@ def test_the_number_of_real_rows_is_known_on_the_device():
     assert len({place for _, place in seen}) == 1
 
 
-def test_a_replay_reads_the_requests_of_its_step():
-    """And their deltas, which belong to other pictures than when the step was captured."""
+def test_features_prepare_every_replay_before_the_forward():
     seen = []
 
     def forward(input_ids, positions, batch):
-        seen.append(batch.mrope_positions[:, :3].tolist())
+        seen.append(batch.mrope_positions.tolist())
         return LogitsProcessorOutput(next_token_logits=None)
 
-    runner = runner_of(forward)
-    runner.model_config.model_is_mrope, runner.mrope_deltas = True, torch.zeros(6, dtype=torch.int64)
+    class Doubled:
+        def prepare(self, plan, forward_batch):
+            forward_batch.mrope_positions = 2 * plan.positions[:2]
+
     step, plan = buffers()
-    plan.requests.zero_()
-    run = static_verify(runner, step, plan, torch.zeros(ROWS, 5))
-    plan.positions[:3], plan.requests[:3] = torch.tensor([40, 41, 8]), torch.tensor([0, 0, 1])
-    slots = torch.tensor([3, 5, 0])
-    step.req_pool_indices.copy_(slots)
-    runner.mrope_deltas[slots[:2]] = torch.tensor([-10, -2])
-    run()
-    runner.mrope_deltas[3] = -20
-    run()
-    assert seen == [[[30, 31, 6]] * 3, [[20, 21, 6]] * 3]
+    run = static_verify(runner_of(forward), step, plan, torch.zeros(ROWS, 5), [Doubled()])
+    for first in (3, 4):
+        plan.positions[0] = first
+        run()
+    assert seen == [[6, 0], [8, 0]]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.launch.checks import CHECKS
+from sglang_dspark.engine.launch.checks import all_checks
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch_state import DSparkServer
 
@@ -66,5 +66,5 @@ def launch_context(*, drafter=None, target=(), options=(), prefill="fa3", decode
 
 def found_by(name, context):
     """Return the message of the check of this name."""
-    [check] = [check for check in CHECKS if check.name == name]
+    [check] = [check for check in all_checks() if check.name == name]
     return check.message(context)

@@ -85,9 +85,9 @@ class _Loaded:
         from sglang_dspark.draft.families import family_of
         from sglang_dspark.draft.formats import read_content
         from sglang_dspark.engine.forward.layers import slot_translation
-        from sglang_dspark.engine.forward.mrope import make_table, place_rows
         from sglang_dspark.engine.forward.target import Target
         from sglang_dspark.engine.forward.verify_attention import verify_beside_prompts
+        from sglang_dspark.features.pictures.positions import Positions, place_rows
 
         [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
         literal: dict[str, Any] = {}
@@ -127,11 +127,12 @@ class _Loaded:
         self.target = Target(self.runner, read_content(content, origin="probe").config)
         self.runner.model.set_dflash_layers_to_capture([tap for tap in TAPS if tap >= 0])
         verify_beside_prompts(self.runner)
-        make_table(self.runner)
         self.worker = SimpleNamespace(
             model_runner=self.runner,
             forward_batch_generation=lambda batch, forward_batch, **_: self.runner.forward(forward_batch),
         )
+        if positions := Positions.of(self.worker):
+            positions.attention_made()
 
     @torch.no_grad()
     def outputs(self, texts: Sequence[Text]) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from replays import Emulated
 from stage_loop import NO_CHAINS, StageLoop
 from step_tables import make_table
 
+from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.limits import RequestLimits
@@ -38,6 +39,7 @@ class GraphLoop(StageLoop):
     """
 
     keeps_logits = False
+    parts = ()
 
     def __init__(self, monkeypatch, slots, limits=None, relay=None, **options):
         super().__init__(make_table(lambda r, d, c: 10 + d * r, lambda r, d, c: 1 + 0 * r, gamma=7), **options)
@@ -91,7 +93,9 @@ class GraphLoop(StageLoop):
         for name, value in {"capturing": capturing, "static_verify": static_verify, "logits_buffer": buffer}.items():
             self._patch.setattr(captured, name, value)
         self._patch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-        steps = CapturedSteps(self.eager, runner, self._slots, self.gamma, seed=self.noise_seed, relay=self.relay)
+        steps = CapturedSteps(
+            self.eager, runner, self._slots, self.gamma, seed=self.noise_seed, relay=self.relay, parts=self.parts
+        )
         steps.capture()
         self.advanced.clear()
         return steps
@@ -326,12 +330,18 @@ def test_recurrent_states_advance_by_what_was_accepted(monkeypatch, keeps_logits
 
 
 @BY_BOTH
-def test_adapters_are_staged_before_every_verification(monkeypatch, keeps_logits):
-    """Prompts may have displaced them meanwhile."""
+def test_features_write_before_every_verification_what_it_reads(monkeypatch, keeps_logits):
     done = []
-    adapters = SimpleNamespace(stage=lambda batch: done.append("staged"))
-    monkeypatch.setattr(captured, "CapturedAdapters", SimpleNamespace(of=lambda *given: adapters))
+
+    class Noted(Part):
+        def captured(self, requests, rows):
+            return self
+
+        def stage(self, batch):
+            done.append("staged")
+
     loop = GraphLoop(monkeypatch, [4], schedule="static", verify_len=3)
+    loop.parts = [Noted(), Part()]
     loop.keeps_logits, verify = keeps_logits, loop._verify
     loop._verify = lambda *given: done.append("verified") or verify(*given)
     assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)

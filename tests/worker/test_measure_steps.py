@@ -158,7 +158,6 @@ def test_drafts_are_timed_where_they_are_served(monkeypatch):
 @pytest.fixture
 def key_of(monkeypatch, tmp_path):
     """The key of a server's table, by its flags and the configuration of its target."""
-    monkeypatch.setattr(sps_cache, "adapters_digest", lambda runner: "")
     monkeypatch.setattr(sps_cache, "most_requests", lambda runner: 4)
 
     def key(config=None, **flags):

@@ -34,7 +34,7 @@ def step_times(driver: ScheduledWorker) -> SpsTable | None:
         block_size=driver.gamma,
         max_verify=driver.gamma,
         cuda_graphs=f"SGLang's own, {driver.rows.digest}",
-    )
+    ) | {"enable_lora": str(driver.server_args.enable_lora)}
     return load_or_measure(stepper, driver.options, key)
 
 

@@ -36,9 +36,3 @@ def capturing_forward(batch: ScheduleBatch, runner: ModelRunner) -> ForwardBatch
     return ForwardBatch.init_new(
         batch, runner, capture_hidden_mode=CaptureHiddenMode.FULL, return_hidden_states_before_norm=False
     )
-
-
-def keep_embeddings(embeddings: Any, input_ids: Any, forward_batch: ForwardBatch, *args: Any, **kwargs: Any) -> None:
-    """Keep a copy of a prefill's embeddings [n, d], as they are before the first layer."""
-    if forward_batch.mm_input_embeds is not None:
-        forward_batch.mm_input_embeds = embeddings.clone()

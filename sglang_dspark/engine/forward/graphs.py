@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
@@ -22,8 +22,7 @@ from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_gra
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
-from sglang_dspark.engine.forward.adapters import CapturedAdapters
-from sglang_dspark.engine.forward.mrope import place_rows
+from sglang_dspark.engine.feature import CapturedPart
 from sglang_dspark.engine.forward.recurrent_layers import CapturedStates
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput, slots_of_windows
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
@@ -116,7 +115,7 @@ def static_verify(
     step: DecodeBatch,
     plan: VerifyPlan,
     logits: torch.Tensor | None,
-    adapters: CapturedAdapters | None = None,
+    parts: Sequence[CapturedPart] = (),
     states: CapturedStates | None = None,
 ) -> Callable[[], TargetOutput]:
     """Return the target's forward over the rows of ``plan``, to be captured.
@@ -124,7 +123,7 @@ def static_verify(
     Args:
         step, plan: buffers that stay where they are.
         logits: [N, V] float32, where the logits go; None leaves them where they are and as they are.
-        adapters: of the server's captured steps; None where it has none.
+        parts: what features add to captured verifications.
         states: what its captured steps share if layers of the target keep states.
 
     Returns:
@@ -161,8 +160,6 @@ def static_verify(
     )
 
     def run() -> TargetOutput:
-        if model_runner.model_config.model_is_mrope:
-            place_rows(forward_batch, model_runner)
         dtype = _uncopied_logits() if logits is None else nullcontext()
         # With the batch, from which routing of experts learns how many rows are real.
         context = forward_context(ForwardContext(attn_backend=model_runner.attn_backend), forward_batch=forward_batch)
@@ -171,8 +168,8 @@ def static_verify(
             set_is_extend_in_batch(False)
             real_tokens.copy_(plan.indptr[-1])
             layout.slots_of_windows = slots_of_windows(model_runner, plan.slots)
-            if adapters is not None:
-                adapters.lay_out(plan)
+            for part in parts:
+                part.prepare(plan, forward_batch)
             if states is not None:
                 states.prepare(forward_batch)
             output = model_runner.model.forward(plan.input_ids, plan.positions, forward_batch)

@@ -1,50 +1,15 @@
-"""Everything that a start can be refused for: one table, which servers and `doctor` run.
+"""Lists everything that a start of the core can be refused for; servers and `doctor` run it with the features' checks.
 
 Also, `launch.py` refuses a drafter that cannot be read, and `config.py` options that contradict each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
-
+from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.launch import flag_checks, model_checks
+from sglang_dspark.engine.launch.check import Check, Moment
 from sglang_dspark.engine.launch.context import LaunchContext
-from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
-
-
-class Moment(Enum):
-    """The facts that a check needs."""
-
-    OPTIONS = "before SGLang resolves its arguments"
-    FLAGS = "when SGLang has resolved its arguments"
-    MODELS = "as FLAGS, and by `doctor`: target, drafter and device decide"
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that a start can be refused for.
-
-    Attributes:
-        name: of the check, for the report of `doctor`.
-        moment: when it can be made.
-        find: returns what is wrong, with flag, value and remedy, or None. It may raise ``ConfigError`` or
-            ``CheckpointError`` with such a message instead.
-        unserved: whether ``--speculative-dspark-fallback target-only`` serves the target alone then.
-    """
-
-    name: str
-    moment: Moment
-    find: Callable[[LaunchContext], str | None]
-    unserved: bool = False
-
-    def message(self, context: LaunchContext) -> str | None:
-        """Return what is wrong, or None."""
-        try:
-            return self.find(context)
-        except (ConfigError, CheckpointError) as error:
-            return str(error)
+from sglang_dspark.errors import ConfigError, UnservedError
 
 
 def refuse(context: LaunchContext, *moments: Moment) -> None:
@@ -55,7 +20,7 @@ def refuse(context: LaunchContext, *moments: Moment) -> None:
         ConfigError: others fail. The error has the messages of all that fail, one a line.
     """
     failed: dict[str, bool] = {}
-    for check in CHECKS:
+    for check in all_checks():
         if check.moment in moments and (message := check.message(context)):
             # A check that needs what another one has refused says the same.
             failed.setdefault(message, check.unserved)
@@ -64,8 +29,12 @@ def refuse(context: LaunchContext, *moments: Moment) -> None:
         raise kind("\n".join(failed))
 
 
+def all_checks() -> tuple[Check, ...]:
+    """Return the checks of the core and those of all features."""
+    return (*CHECKS, *(check for feature in all_features() for check in feature.load_checks()))
+
+
 CHECKS: tuple[Check, ...] = (
-    Check("fallback of nodes", Moment.OPTIONS, flag_checks.fallback_of_nodes),
     Check("drafter beside draft-free", Moment.OPTIONS, flag_checks.drafter_beside_draft_free),
     Check("window of the drafter", Moment.OPTIONS, flag_checks.draft_window),
     Check("form of draft weights", Moment.OPTIONS, flag_checks.draft_load_format),
@@ -91,7 +60,4 @@ CHECKS: tuple[Check, ...] = (
     Check("attention of prompts", Moment.FLAGS, flag_checks.prefill_attention),
     Check("attention of decoding", Moment.FLAGS, flag_checks.decode_attention),
     Check("graphs of prefills", Moment.FLAGS, flag_checks.prefill_graphs),
-    Check("kernels of adapters", Moment.FLAGS, flag_checks.lora_backend),
-    Check("memory of adapters", Moment.FLAGS, flag_checks.pinned_memory),
-    Check("prefixes in host memory", Moment.FLAGS, flag_checks.host_cache),
 )

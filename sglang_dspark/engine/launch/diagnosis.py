@@ -17,7 +17,7 @@ from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.engine.launch import model_checks
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.hook import Hook
-from sglang_dspark.engine.launch.hooks import HOOKS
+from sglang_dspark.engine.launch.hooks import all_hooks
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.support import ALGORITHM
 
@@ -42,7 +42,7 @@ def plugin_filter() -> str | None:
 
 def hooks() -> Iterator[tuple[Hook, str | None]]:
     """Yield every hook, and what is wrong with the function that it patches; None if it is there."""
-    for hook in HOOKS:
+    for hook in all_hooks():
         try:
             hook.load_target()
         except (ImportError, AttributeError) as error:

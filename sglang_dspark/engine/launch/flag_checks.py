@@ -12,6 +12,7 @@ from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import flag_name
 from sglang_dspark.engine.launch import flag_rules
 from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.launch.flag_rule import flag_of
 from sglang_dspark.engine.sglang_types import ModelConfig, ServerArgs
 
 PREFILL_BACKENDS = {"cpu": ("torch_native",), "cuda": ("fa3", "flashinfer", "triton")}
@@ -19,10 +20,6 @@ PREFILL_BACKENDS = {"cpu": ("torch_native",), "cuda": ("fa3", "flashinfer", "tri
 SINKS, WINDOWS, WIDE_HEADS = "attention sinks", "a K/V pool of its own for layers with a window", "heads of over 256"
 KNOWN_BY = {SINKS: ("fa3", "triton"), WINDOWS: ("fa3", "flashinfer", "triton"), WIDE_HEADS: ("triton",)}
 """What a target may have, and those of them that know it."""
-LORA_BACKENDS = {"cuda": ("csgmv", "triton"), "cpu": ("torch_native",)}
-"""LoRA backends whose kernels compute ragged rows. On a GPU the torch one would read their numbers on the host."""
-HOST_CACHE_DEVICES = ("cuda",)
-"""Devices from which SGLang's kernels copy K/V to host memory."""
 PAGE_DEVICES = ("cuda",)
 """Devices that have SGLang's kernels for slots in pages."""
 BESIDE_RECURRENT_LAYERS = (
@@ -34,16 +31,6 @@ BESIDE_RECURRENT_LAYERS = (
 )
 """Flags that change where the states of recurrent layers lie or what is in them, or move K/V without them."""
 DRAFT_FORMATS = (None, "auto", "safetensors", "dummy")
-
-
-def fallback_of_nodes(context: LaunchContext) -> str | None:
-    """Refuse nodes of which some could fall back and others not."""
-    if context.args.nnodes == 1 or context.server.config.fallback != "target-only":
-        return None
-    return (
-        f"{flag_name('fallback')}=target-only cannot be combined with --nnodes={context.args.nnodes}: if only some "
-        "nodes fall back, the server deadlocks; drop the flag"
-    )
 
 
 def drafter_beside_draft_free(context: LaunchContext) -> str | None:
@@ -92,7 +79,7 @@ def expert_kernels(context: LaunchContext) -> str | None:
     for name in ("moe_a2a_backend", "moe_runner_backend"):
         if getattr(context.args, name) == "flashinfer_megamoe":
             return (
-                f"DSPARK cannot run with {flag_rules.flag_of(name)}=flashinfer_megamoe, which SGLang offers only with "
+                f"DSPARK cannot run with {flag_of(name)}=flashinfer_megamoe, which SGLang offers only with "
                 "data-parallel attention; drop the flag"
             )
     return None
@@ -160,7 +147,7 @@ def beside_recurrent_layers(context: LaunchContext) -> str | None:
     if not context.family.recurrent:
         return None
     args, resolved, least = context.args, context.resolved, 2 * context.server.window
-    unserved = [flag_rules.flag_of(name) for name in BESIDE_RECURRENT_LAYERS if getattr(args, name)]
+    unserved = [flag_of(name) for name in BESIDE_RECURRENT_LAYERS if getattr(args, name)]
     if asked := _asks_for_adapters(args):
         unserved.append(asked)
     remedies = dict.fromkeys(unserved, "drop the flag")
@@ -252,56 +239,8 @@ def prefill_graphs(context: LaunchContext) -> str | None:
     )
 
 
-def lora_backend(context: LaunchContext) -> str | None:
-    """Refuse kernels of adapters that cannot read ragged rows."""
-    if not (asked := _asks_for_adapters(context.args)) or context.args.device not in LORA_BACKENDS:
-        return None
-    served = LORA_BACKENDS[context.args.device]
-    if context.args.lora_backend in served:
-        return None
-    return (
-        f"DSPARK cannot run with {asked} and --lora-backend={context.args.lora_backend} on {context.args.device}; pass "
-        f"--lora-backend {' or '.join(served)}"
-    )
-
-
-def pinned_memory(context: LaunchContext) -> str | None:
-    """Refuse adapters on a machine where PyTorch cannot pin memory."""
-    if not (asked := _asks_for_adapters(context.args)) or context.args.device != "cpu":
-        return None
-    try:
-        torch.empty(1).pin_memory()
-    except RuntimeError:
-        return (
-            f"DSPARK cannot run with {asked} on this machine: SGLang keeps adapters in pinned memory, which PyTorch "
-            "offers only beside a GPU; drop the flag"
-        )
-    return None
-
-
 def _asks_for_adapters(args: ServerArgs) -> str | None:
     """Return the flag that asks for adapters."""
     if args.enable_lora:
         return "--enable-lora"
     return "--lora-paths" if args.lora_paths else None
-
-
-def adapters_fit(args: ServerArgs) -> None:
-    """Accept adapters, in place of SGLang's check whether they can run beside the algorithm: ours are made above."""
-
-
-def host_cache(context: LaunchContext) -> str | None:
-    """Refuse prefixes in host memory where no kernel copies them, and of two K/V pools, with which it is not tried."""
-    if not context.args.enable_hierarchical_cache:
-        return None
-    if context.target.is_hybrid_swa:
-        return (
-            f"DSPARK cannot run with --enable-hierarchical-cache beside a target that has {WINDOWS}; drop the flag, or "
-            "pass --disable-hybrid-swa-memory if its heads are alike"
-        )
-    if context.args.device in HOST_CACHE_DEVICES:
-        return None
-    return (
-        f"DSPARK cannot run with --enable-hierarchical-cache on {context.args.device}: SGLang copies K/V to host "
-        "memory with CUDA kernels; drop the flag"
-    )

@@ -6,33 +6,11 @@ A flag that is not named here means what it means on a plain server, or other mo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from sglang_dspark.engine.feature import all_features
+from sglang_dspark.engine.launch.flag_rule import FlagRule, flag_of
 from sglang_dspark.engine.support import PAGE_SIZES
-
-
-@dataclass(frozen=True)
-class FlagRule:
-    """A flag that DSPARK serves with some values only.
-
-    Attributes:
-        name: the field of ``ServerArgs``.
-        allowed: values that are served, the default among them.
-        remedy: what to do instead.
-        follows: the field whose value SGLang takes over if this flag is not given; that value is served, too.
-    """
-
-    name: str
-    allowed: tuple[Any, ...]
-    remedy: str = "drop the flag"
-    follows: str = ""
-
-    def refuses(self, args: Any) -> bool:
-        """Return whether ``args`` have another value."""
-        value = getattr(args, self.name)
-        return value not in self.allowed and not (self.follows and value == getattr(args, self.follows))
-
 
 HTTP = "drop the flag: requests are checked on their way through HTTP"
 PARTS_OF_STATES = (
@@ -48,15 +26,11 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("dwdp_size", (1,), "pass 1"),
     FlagRule("attn_cp_size", (1,), "pass 1"),
     FlagRule("dcp_size", (1,), "pass 1"),
-    FlagRule("enable_lora_overlap_loading", (False, None), "drop the flag; adapters are served without it"),
     FlagRule("disaggregation_mode", ("null",), "drop the flag: draft K/V is not handed on between servers"),
-    FlagRule("language_only", (False,), "drop the flag: pictures are encoded by the server itself"),
-    FlagRule("encoder_only", (False,), "drop the flag: pictures are encoded by the server itself"),
     FlagRule("tokenizer_worker_num", (1,), "pass 1"),
     FlagRule("page_size", (*PAGE_SIZES, None), "pass 1, 16, 32 or 64"),
     FlagRule("enable_mixed_chunk", (False,)),
     FlagRule("kv_cache_dtype", ("auto", "bfloat16", "bf16", "fp8_e4m3"), "pass auto, bfloat16 or fp8_e4m3"),
-    FlagRule("hicache_storage_backend", (None,), "drop the flag: prefixes can move to host memory, but not beyond it"),
     FlagRule("enable_lmcache", (False,)),
     FlagRule("enable_flexkv", (False,)),
     FlagRule("enable_unified_cache_external_linker", (False,)),
@@ -167,6 +141,11 @@ FLAG_RULES: tuple[FlagRule, ...] = (
 )
 
 
+def all_rules() -> tuple[FlagRule, ...]:
+    """Return the rules of the core and those of all features."""
+    return (*FLAG_RULES, *(rule for feature in all_features() for rule in feature.flag_rules))
+
+
 def refusals(args: Any, resolved: Any) -> Iterator[str]:
     """Yield a message for every flag with a value that DSPARK does not serve.
 
@@ -174,13 +153,8 @@ def refusals(args: Any, resolved: Any) -> Iterator[str]:
         args: SGLang's ``ServerArgs``.
         resolved: the same, with what SGLang has decided about them by now.
     """
-    for rule in FLAG_RULES:
+    for rule in all_rules():
         for found in (args, resolved):
             if rule.refuses(found):
                 yield f"DSPARK cannot run with {flag_of(rule.name)}={getattr(found, rule.name)}; {rule.remedy}"
                 break
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a field of ``ServerArgs``."""
-    return "--" + name.replace("_", "-")

@@ -24,7 +24,7 @@ class Hook:
         name: for messages and logs.
         target: the function of SGLang, as one would import it.
         kind: how the handler stands to it.
-        handler: our function, below ``sglang_dspark.engine``. A name, so that a process imports only what it installs.
+        handler: our function, below ``sglang_dspark``. A name, so that a process imports only what it installs.
         where: the process. ``flags``: any that reads SGLang's command line. ``front_end``: the one that tokenizes
             requests and serves HTTP. ``routes``: the same, also when the target decodes alone. ``detokenizer``: the one
             that makes text of tokens; applied in all, which are not told what they are. ``scheduler``: that of our
@@ -49,5 +49,5 @@ class Hook:
 
     def load_handler(self) -> Callable[..., Any]:
         """Import and return our function."""
-        function: Callable[..., Any] = resolve_name(f"sglang_dspark.engine.{self.handler}")
+        function: Callable[..., Any] = resolve_name(f"sglang_dspark.{self.handler}")
         return function

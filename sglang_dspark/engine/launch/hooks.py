@@ -1,8 +1,8 @@
-"""Lists every patch of SGLang: which function, why, in which process. Applies them, and checks that they took effect.
+"""Lists the core's patches of SGLang: which function, why, in which process. Applies them with those of features.
 
 SGLang applies hooks through its ``HookRegistry``, which logs a failed patch and goes on; :func:`install` raises
-instead. Those of :data:`HOOKS` that say ``flags`` are there before DSPARK is selected; all others are installed only
-when it was, each in the one process that needs it.
+instead. Hooks that say ``flags`` are there before DSPARK is selected; all others are installed only when it was, each
+in the one process that needs it, and those of a feature only if the server uses it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import logging
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 from sglang_dspark.engine.builtin.hooks import SCHEDULED_HOOKS
+from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.hook_checks import Moment, expect_called
 from sglang_dspark.engine.launch.hook import Hook, Where
+from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
 
@@ -35,7 +37,7 @@ HOOKS: tuple[Hook, ...] = (
         "add-flags",
         "sglang.srt.server_args.ServerArgs.add_cli_args",
         HookType.AFTER,
-        "launch.resolution.add_cli_args",
+        "engine.launch.resolution.add_cli_args",
         "flags",
         "SGLang has no plugin interface for flags",
     ),
@@ -43,7 +45,7 @@ HOOKS: tuple[Hook, ...] = (
         "read-flags",
         "sglang.srt.server_args.ServerArgs.from_cli_args",
         HookType.AROUND,
-        "launch.resolution.from_cli_args",
+        "engine.launch.resolution.from_cli_args",
         "flags",
         "ServerArgs has no place for the texts of our flags",
     ),
@@ -51,7 +53,7 @@ HOOKS: tuple[Hook, ...] = (
         "resolve-with-dspark",
         "sglang.srt.server_args.ServerArgs.resolve_once",
         HookType.AROUND,
-        "launch.resolution.resolve_once",
+        "engine.launch.resolution.resolve_once",
         "flags",
         "what SGLang would decide otherwise is decided before, and undone where the target decodes alone",
     ),
@@ -59,25 +61,16 @@ HOOKS: tuple[Hook, ...] = (
         "states-on-a-cpu",
         "sglang.srt.arg_groups.model_hook.handle_mamba_radix_cache",
         HookType.AROUND,
-        "launch.resolution.resolve_states",
+        "engine.launch.resolution.resolve_states",
         "flags",
         "for targets with recurrent layers SGLang chooses snapshots of states, and then finds that a CPU has none",
-        Moment.SOME_TIME,
-    ),
-    Hook(
-        "serve-adapters",
-        "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",
-        HookType.REPLACE,
-        "launch.flag_checks.adapters_fit",
-        "front_end",
-        "SGLang refuses LoRA beside every speculative algorithm that it does not know by name",
         Moment.SOME_TIME,
     ),
     Hook(
         "tell-drafter",
         "sglang.srt.server_args.ServerArgs.resolved_dict",
         HookType.AFTER,
-        "launch.launch.tell_drafter",
+        "engine.launch.launch.tell_drafter",
         "front_end",
         "SGLang reads the files of a drafter whose path it knows, so it does not know it, and could not name it either",
         Moment.SOME_TIME,
@@ -86,7 +79,7 @@ HOOKS: tuple[Hook, ...] = (
         "check-requests",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
         HookType.AFTER,
-        "api.requests.check_request",
+        "engine.api.requests.check_request",
         "front_end",
         "a bad field speculation, features that DSPARK does not serve, and what the scheduler would not survive answer "
         "HTTP 400; this makes what travels to the scheduler, for every route and the offline engine",
@@ -95,7 +88,7 @@ HOOKS: tuple[Hook, ...] = (
         "parse-stop-regex",
         "sglang.srt.sampling.sampling_params.get_max_seq_length",
         HookType.AROUND,
-        "api.requests.parse_stop_regex",
+        "engine.api.requests.parse_stop_regex",
         "front_end",
         "SGLang answers HTTP 500 to an expression that does not compile",
         Moment.SOME_TIME,
@@ -104,7 +97,7 @@ HOOKS: tuple[Hook, ...] = (
         "report-counts",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         HookType.AFTER,
-        "api.request_counts.report",
+        "engine.api.request_counts.report",
         "front_end",
         "SGLang assumes that every draft is verified, and understates the acceptance of requests",
     ),
@@ -112,7 +105,7 @@ HOOKS: tuple[Hook, ...] = (
         "seed-samples",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
         HookType.BEFORE,
-        "api.samples.seed_each",
+        "engine.api.samples.seed_each",
         "front_end",
         "SGLang sends the n samples of a request with one seed; seeds are served here, so all would have one text",
         Moment.SOME_TIME,
@@ -121,7 +114,7 @@ HOOKS: tuple[Hook, ...] = (
         "stream-tokens",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._stream_one_response",
         HookType.AROUND,
-        "api.streams.stream_tokens",
+        "engine.api.streams.stream_tokens",
         "front_end",
         "parsers of tool calls and reasoning, and Ollama's routes, expect messages of one token, not of a step",
     ),
@@ -129,7 +122,7 @@ HOOKS: tuple[Hook, ...] = (
         "show-whole-letters",
         "sglang.srt.managers.detokenizer_manager.find_printable_text",
         HookType.REPLACE,
-        "api.detokenizer.whole_letters",
+        "engine.api.detokenizer.whole_letters",
         "detokenizer",
         "SGLang shows text twice, or late, if messages after each other end within different letters, as steps may",
         Moment.SOME_TIME,  # called in the detokenizer alone
@@ -139,7 +132,7 @@ HOOKS: tuple[Hook, ...] = (
             f"acceptance-of-{route}s",
             f"sglang.srt.entrypoints.openai.serving_{module}.{serving}._build_{route}_response",
             HookType.AFTER,
-            "api.acceptance.add_acceptance",
+            "engine.api.acceptance.add_acceptance",
             "front_end",
             "SGLang has no place for what benchmarks read of the drafts of one request",
             Moment.SOME_TIME,
@@ -151,7 +144,7 @@ HOOKS: tuple[Hook, ...] = (
             f"acceptance-of-{route}-streams",
             f"sglang.srt.entrypoints.openai.serving_{module}.{serving}._generate_{route}_stream",
             HookType.AROUND,
-            "api.acceptance.stream_with_acceptance",
+            "engine.api.acceptance.stream_with_acceptance",
             "front_end",
             "SGLang has no place for what benchmarks read of the drafts of one request",
             Moment.SOME_TIME,
@@ -162,7 +155,7 @@ HOOKS: tuple[Hook, ...] = (
         "mount-routes",
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
         HookType.BEFORE,
-        "api.http.mount",
+        "engine.api.http.mount",
         "routes",
         "SGLang has no plugin interface for routes and middleware",
         Moment.SOME_TIME,
@@ -171,7 +164,7 @@ HOOKS: tuple[Hook, ...] = (
         "page-without-key",
         "sglang.srt.utils.auth.decide_request_auth",
         HookType.AFTER,
-        "api.routes.page_needs_no_key",
+        "engine.api.routes.page_needs_no_key",
         "routes",
         "a browser has to load the page at /dspark before it can ask for the API key",
         Moment.SOME_TIME,
@@ -180,7 +173,7 @@ HOOKS: tuple[Hook, ...] = (
         "room-for-draft-kv",
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.configure",
         HookType.BEFORE,
-        "compat.pools.make_room",
+        "engine.compat.pools.make_room",
         "scheduler",
         "SGLang reads how much K/V a drafter has from configs of its own drafters",
         Moment.READY,
@@ -189,7 +182,7 @@ HOOKS: tuple[Hook, ...] = (
         "row-headroom",
         "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
         HookType.AROUND,
-        "scheduler.draft_input.row_headroom",
+        "engine.scheduler.draft_input.row_headroom",
         "any_worker",
         "a step reserves two verify windows past the committed length and a stride, rows of req_to_token may have room "
         "for one window: near the context limit the rest would lie past the end of the row",
@@ -199,7 +192,7 @@ HOOKS: tuple[Hook, ...] = (
         "serve-grammars-and-logprobs",
         "sglang.srt.speculative.dflash_utils.validate_dflash_request",
         HookType.REPLACE,
-        "scheduler.hook_handlers.nothing_to_refuse",
+        "engine.scheduler.hook_handlers.nothing_to_refuse",
         "scheduler",
         "the scheduler aborts requests with grammars or logprobs, which its own DFLASH cannot serve",
     ),
@@ -207,7 +200,7 @@ HOOKS: tuple[Hook, ...] = (
         "observe-results",
         "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
         HookType.AROUND,
-        "scheduler.hook_handlers.observe_results",
+        "engine.scheduler.hook_handlers.observe_results",
         "scheduler",
         "the result of a step comes as one tensor, which is taken apart where SGLang reads its tokens; there "
         "counters and traces also learn what became of its drafts, and requests with stop strings look for their end "
@@ -217,7 +210,7 @@ HOOKS: tuple[Hook, ...] = (
         "session-turns",
         "sglang.srt.session.session_controller.Session.create_req",
         HookType.BEFORE,
-        "scheduler.first_finish.forget_overshoot",
+        "engine.scheduler.first_finish.forget_overshoot",
         "scheduler",
         "the tokens behind an end, which a step may commit, would become part of the next turn's prompt",
         Moment.SOME_TIME,
@@ -226,7 +219,7 @@ HOOKS: tuple[Hook, ...] = (
         "end-requests",
         "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_routed_experts",
         HookType.AFTER,
-        "scheduler.hook_handlers.end_request",
+        "engine.scheduler.hook_handlers.end_request",
         "scheduler",
         "SGLang counts the reasoning of a step before it looks for the end; this is called when a request has ended, "
         "whose answer may be kept",
@@ -236,7 +229,7 @@ HOOKS: tuple[Hook, ...] = (
         "report-verified",
         "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats",
         HookType.AROUND,
-        "scheduler.hook_handlers.report_verified",
+        "engine.scheduler.hook_handlers.report_verified",
         "any_worker",
         "SGLang assumes that every draft is verified, and understates the acceptance in its log and its metrics",
         Moment.SOME_TIME,  # behind the first result, and not worth the end of a server
@@ -245,7 +238,7 @@ HOOKS: tuple[Hook, ...] = (
         "answer-questions",
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         HookType.AROUND,
-        "api.channel.answer",
+        "engine.api.channel.answer",
         "any_worker",
         "the routes below /dspark reach the scheduler through SGLang's channel for looking at a running server",
         Moment.SOME_TIME,
@@ -254,7 +247,7 @@ HOOKS: tuple[Hook, ...] = (
         "pause",
         "sglang.srt.managers.scheduler.Scheduler.pause_generation",
         HookType.AFTER,
-        "scheduler.hook_handlers.pause",
+        "engine.scheduler.hook_handlers.pause",
         "any_worker",
         "decoding may go on after a pause without a prefill: the pause is not the time of a step",
         Moment.SOME_TIME,
@@ -263,42 +256,15 @@ HOOKS: tuple[Hook, ...] = (
         "export-metrics",
         "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
         HookType.AFTER,
-        "scheduler.hook_handlers.export_metrics",
+        "engine.scheduler.hook_handlers.export_metrics",
         "any_worker",
         "our Prometheus metrics carry the labels of SGLang's, which are known from here on",
-    ),
-    Hook(
-        "positions-of-ragged-rows",
-        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.compute_spec_mrope_positions",
-        HookType.REPLACE,
-        "forward.mrope.place_rows",
-        "scheduler",
-        "if positions have three coordinates, SGLang assumes that a step verifies as many rows for every request",
-        Moment.SOME_TIME,
-    ),
-    Hook(
-        "keep-embeddings",
-        "sglang.srt.managers.mm_utils.prepare_mm_inputs",
-        HookType.AFTER,
-        "forward.capture.keep_embeddings",
-        "scheduler",
-        "the embeddings of prompts with pictures, which a drafter may read, are memory that the target's layers add to",
-        Moment.SOME_TIME,
-    ),
-    Hook(
-        "adapters-of-ragged-rows",
-        "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch",
-        HookType.AROUND,
-        "forward.adapters.prepare_verification",
-        "scheduler",
-        "SGLang assumes that a step verifies as many rows for every request, and adds adapters to the wrong ones",
-        Moment.SOME_TIME,
     ),
     Hook(
         "uncopied-logits",
         "sglang.srt.layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
         HookType.AROUND,
-        "forward.graphs.copy_logits",
+        "engine.forward.graphs.copy_logits",
         "scheduler",
         "it copies logits to float32, which changes no number, and reads and writes all of them in every step",
         Moment.SOME_TIME,
@@ -307,7 +273,7 @@ HOOKS: tuple[Hook, ...] = (
         "no-stock-graphs",
         f"{_GRAPHS}.capture_decode_graph",
         HookType.REPLACE,
-        "forward.stock_graphs.no_decode_graphs",
+        "engine.forward.stock_graphs.no_decode_graphs",
         "cuda",
         "the stock graphs verify one number of tokens per request; DSPARK captures graphs of its own steps",
         Moment.READY,
@@ -316,7 +282,7 @@ HOOKS: tuple[Hook, ...] = (
         "prefill-graphs",
         f"{_GRAPHS}.capture_prefill_graph",
         HookType.AROUND,
-        "forward.stock_graphs.prefill_graphs",
+        "engine.forward.stock_graphs.prefill_graphs",
         "cuda",
         "of the stock graphs of prefill only the breakable ones return the hidden states that the drafter reads; a "
         "capture that fails shall not end the start",
@@ -326,7 +292,7 @@ HOOKS: tuple[Hook, ...] = (
         "no-state-snapshots",
         "sglang.srt.mem_cache.kv_cache_configurator._pd_prefill_skips_mamba_spec_state",
         HookType.REPLACE,
-        "scheduler.hook_handlers.no_state_snapshots",
+        "engine.scheduler.hook_handlers.no_state_snapshots",
         "scheduler",
         "for targets with recurrent layers SGLang keeps the state after every draft, gigabytes for some requests; "
         "DSPARK runs the accepted rows again instead",
@@ -336,7 +302,7 @@ HOOKS: tuple[Hook, ...] = (
         "no-kv-copy-kernel",
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
         HookType.REPLACE,
-        "scheduler.hook_handlers.no_kv_copy_kernel",
+        "engine.scheduler.hook_handlers.no_kv_copy_kernel",
         "cpu",
         "with a speculative algorithm the pool warms up a Triton copy kernel, which has no CPU form; DSPARK never "
         "moves K/V between slots",
@@ -353,13 +319,25 @@ def register_flags() -> None:
             HookRegistry.register(hook.target, hook.load_handler(), hook.kind)
 
 
-def install(*places: Where) -> None:
+def all_hooks() -> tuple[Hook, ...]:
+    """Return the hooks of the core and those of all features."""
+    return (*HOOKS, *(hook for feature in all_features() for hook in feature.hooks))
+
+
+def install(args: ServerArgs, *places: Where) -> None:
     """Apply the hooks of these places; those in force stay. In a scheduler, call it before any memory pool exists.
+
+    Args:
+        args: of the server, which say which features it uses.
 
     Raises:
         EngineError: another plugin has patched a target, or a patch did not take effect.
     """
-    wanted = [hook for hook in HOOKS if hook.where in places and hook.target not in _installed]
+    placed = [hook for hook in HOOKS if hook.where in places]
+    for feature in all_features():
+        here = [hook for hook in feature.hooks if hook.where in places]
+        placed += here if here and feature.is_used(args) else []
+    wanted = [hook for hook in placed if hook.target not in _installed]
     for hook in wanted:
         if hook.target in HookRegistry._patched:
             # SGLang patches a target once: ours would be dropped without a word.

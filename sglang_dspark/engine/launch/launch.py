@@ -16,7 +16,8 @@ from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.launch import defaults, hooks
-from sglang_dspark.engine.launch.checks import Moment, refuse
+from sglang_dspark.engine.launch.check import Moment
+from sglang_dspark.engine.launch.checks import refuse
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.sglang_types import ServerArgs
@@ -79,7 +80,7 @@ class Launch(DSparkServer):
         defaults.size_buffers(args, self.window)
         family = family_of(model_config_of(args).hf_config.architectures)
         defaults.limit_requests(args, self.window, recurrent=family.recurrent)
-        hooks.install("routes", "front_end")
+        hooks.install(args, "routes", "front_end")
         # Gemma's wrapper would add one to positions that are read again for draft K/V.
         envs.SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION.set(True)
         _end_at_once()

@@ -47,7 +47,7 @@ def _worker_factory(load_worker: Callable[[], type]) -> Callable[[Any], type]:
 
         from sglang_dspark.engine.launch import hooks
 
-        hooks.install("any_worker", "scheduler", resolving_view(server_args).device)
+        hooks.install(server_args, "any_worker", "scheduler", resolving_view(server_args).device)
         logger.info("sglang-dspark %s drives this scheduler", __version__)
         return load_worker()
 

@@ -54,9 +54,9 @@ def resolve_once(original: Callable[..., None], args: Any) -> None:
         original(args)
         server = arguments.attached(args)
         if isinstance(server, Launch | ScheduledServer):
-            hooks.install("detokenizer")
+            hooks.install(args, "detokenizer")
         if isinstance(server, ScheduledServer):
-            hooks.install("own_worker")
+            hooks.install(args, "own_worker")
         return
     texts = given_texts(args)
     if not _is_ours(args, texts):
@@ -114,14 +114,14 @@ def _resolve_own_worker(original: Callable[..., None], args: Any, config: DSpark
     ScheduledServer.before(args, config, because)
     original(args)
     ScheduledServer.settle(args)
-    hooks.install("routes", "front_end", "own_worker")
+    hooks.install(args, "routes", "front_end", "own_worker")
     logger.info("DSPARK: %s", arguments.attached(args).reason)
 
 
 def schedule_own_worker(algorithm: Any, server_args: Any) -> None:
     """Hook SGLang's own worker, in the scheduler that is about to make it."""
     arguments.attached(server_args).set_mode()
-    hooks.install("any_worker", "scheduled")
+    hooks.install(server_args, "any_worker", "scheduled")
 
 
 def resolve_states(original: Callable[..., None], args: Any, hf_config: Any) -> None:
@@ -174,5 +174,5 @@ def _resolve_target_only(original: Callable[..., None], args: Any, reason: str) 
             setattr(args, field.name, field.default)
     original(args)
     arguments.attach(args, TargetOnly(reason))
-    hooks.install("routes")
+    hooks.install(args, "routes")
     logger.warning("DSPARK: effective decode path target-only, without speculation: %s", reason)

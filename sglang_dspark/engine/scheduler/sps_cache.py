@@ -20,7 +20,6 @@ import torch
 from sglang_dspark import __version__
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft import reduced_vocabulary
-from sglang_dspark.engine.forward.adapters import adapters_digest
 from sglang_dspark.engine.scheduler.measure_steps import Stepper, measure_steps, most_requests
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hub import checkpoint_name
@@ -185,7 +184,6 @@ def table_key(
         "dtype": str(runner.dtype).removeprefix("torch."),
         "quantization": str(runner.model_config.quantization),
         "kv_cache_dtype": str(runner.kv_cache_dtype).removeprefix("torch."),
-        "adapters": adapters_digest(runner),
         "block_size": str(block_size),
         "max_verify": str(max_verify),
         "max_requests": str(most_requests(runner)),

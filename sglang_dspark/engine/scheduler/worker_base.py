@@ -8,21 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from dspark_kernels import draw, to_device
+from dspark_kernels import draw
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.compat.worker_face import WorkerFace
-from sglang_dspark.engine.forward.adapters import check_adapters
+from sglang_dspark.engine.feature import parts_of
 from sglang_dspark.engine.forward.capture import capturing_forward
-from sglang_dspark.engine.forward.mrope import keep_deltas, make_table
 from sglang_dspark.engine.forward.recurrent_layers import check_room
 from sglang_dspark.engine.forward.verify_attention import as_without_dspark, verify_beside_prompts
 from sglang_dspark.engine.hook_checks import Moment, check
 from sglang_dspark.engine.launch_state import DSparkServer
-from sglang_dspark.engine.scheduler import faults, nodes
+from sglang_dspark.engine.scheduler import faults
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.answer_cache import AnswerCache
 from sglang_dspark.engine.scheduler.batch import (
@@ -31,7 +30,6 @@ from sglang_dspark.engine.scheduler.batch import (
     round_keys,
 )
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
-from sglang_dspark.engine.scheduler.draft_pool import DraftPool, check_layers
 from sglang_dspark.engine.scheduler.logits_adjuster import LogitsAdjuster, nan_check
 from sglang_dspark.engine.scheduler.logprobs import with_logprobs
 from sglang_dspark.engine.scheduler.request_options import request_options
@@ -49,6 +47,7 @@ class SpecWorkerBase(WorkerFace):
     """Implement SGLang's Spec V2 worker interface; what is left to the subclass is abstract below.
 
     Attributes:
+        parts: what the features of the server do.
         schedule: made with the worker.
         control: of its steps; made when it is prepared to serve.
     """
@@ -58,7 +57,6 @@ class SpecWorkerBase(WorkerFace):
 
     def __init__(self, *, server_args: Any, target_worker: Any, **_given: Any) -> None:
         super().__init__(target_worker)
-        check_adapters(target_worker.model_runner)
         self.server_args = resolving_view(server_args)
         self._asked_requests: int | None = server_args.max_running_requests
         ranks = get_parallel().tp_group
@@ -69,7 +67,7 @@ class SpecWorkerBase(WorkerFace):
         self.device = torch.device(target_worker.device)
         self.settled: DSparkServer = attached(server_args)
         self.options = self.settled.config
-        nodes.join(ranks, self.server_args.nnodes, nodes.to_have_in_common(self.settled), nodes.end_server)
+        self.parts = parts_of(self, server_args)
         self.sampling = SamplingReader(self.device)
         self.drafted_sampling = SamplingReader(self.device)  # of the requests that are drafted, where these are not all
         self.logits_adjuster = LogitsAdjuster(target_worker.model_runner.model_config.vocab_size, self.device)
@@ -110,15 +108,15 @@ class SpecWorkerBase(WorkerFace):
         """Make the draft K/V; the target's pool exists."""
         allocator = pools["token_to_kv_pool_allocator"]
         cache = self.allocate_draft_cache(allocator.size_full + allocator.page_size)
-        if self.server_args.enable_hierarchical_cache and cache is not None:
-            self.draft_pool = DraftPool(cache, allocator.size_full, allocator.page_size)
-            check_layers(self.draft_pool, allocator.get_kvcache())
+        for part in self.parts:
+            part.pools_made(allocator, cache)
 
     def init_attention_backends(self) -> None:
         """Put our attention of verification beside the target's backend, before any graph is captured."""
         verify_beside_prompts(self._target_worker.model_runner)
         check_room(self._target_worker.model_runner, self._asked_requests)
-        make_table(self._target_worker.model_runner)
+        for part in self.parts:
+            part.attention_made()
 
     def init_cuda_graphs(self) -> None:
         """Prepare to serve; SGLang calls this last, after the target's graphs were captured."""
@@ -162,8 +160,8 @@ class SpecWorkerBase(WorkerFace):
             raise
 
     def _run(self, batch: Any, publish: Publish) -> Any:
-        # What comes back from host memory for a prompt is waited for layer by layer; a decode step waits for nothing.
-        self._target_worker.set_hicache_consumer(batch.hicache_consumer_index)
+        for part in self.parts:
+            part.batch_comes(batch)
         is_prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
         if not is_prefill and not batch.forward_mode.is_idle():
             return self.decode(batch, publish)
@@ -174,7 +172,8 @@ class SpecWorkerBase(WorkerFace):
     def _prefill(self, batch: Any, publish: Publish) -> Any:
         runner = self._target_worker.model_runner
         forward_batch = capturing_forward(batch, runner)
-        keep_deltas(runner, batch)
+        for part in self.parts:
+            part.prefill_comes(batch)
         # First tokens are ours: SGLang's sampler knows no seeds, no output before a retraction, and no grammar's masks
         # on a CPU.
         draws = not batch.is_prefill_only
@@ -191,21 +190,13 @@ class SpecWorkerBase(WorkerFace):
         rows = forward_batch.input_ids if output.mm_input_embeds is None else output.mm_input_embeds
         self.inject_context(rows, output.hidden_states, forward_batch.positions, batch.out_cache_loc)
         self.remember(forward_batch.input_ids, batch.out_cache_loc)
-        if self.server_args.enable_hierarchical_cache:
-            self._remember_prefixes(batch)
+        for part in self.parts:
+            part.prefill_done(batch)
         output.hidden_states = output.mm_input_embeds = None
         result.next_draft_input = DSparkDraftInput(
             bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens.to(torch.int64)
         )
         return result
-
-    def _remember_prefixes(self, batch: Any) -> None:
-        """Keep the tokens of cached prefixes: what comes back from host memory has slots of other texts."""
-        table = batch.req_to_token_pool.req_to_token
-        for req, length in zip(batch.reqs, batch.prefix_lens, strict=True):
-            if length > 0:
-                tokens = torch.tensor(req.get_fill_ids()[:length])
-                self.remember(to_device(tokens, self.device), table[req.kv.req_pool_idx, :length])
 
     def _draw_first(self, batch: Any, result: Any) -> None:
         """Draw the token after each prompt, and after a retraction the next one, into ``result``."""

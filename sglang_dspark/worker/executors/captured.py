@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from dspark_kernels import DraftBlock, plan_staged, plan_uniform
 
-from sglang_dspark.engine.forward.adapters import CapturedAdapters
+from sglang_dspark.engine.feature import CapturedPart, Part
 from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, logits_buffer, static_verify
 from sglang_dspark.engine.forward.recurrent_layers import CapturedStates
 from sglang_dspark.engine.scheduler.future_map import Relay
@@ -40,13 +41,14 @@ class CapturedSteps:
         depth: drafts per request that captured steps have room for.
         seed: of the engine's noise.
         relay: where fused graphs write the outcome for the next step; None if it is not read there.
+        parts: what features do on the server.
         fuses: whether greedy steps are captured from the forward to the commit. Not if something looks at the logits
             first.
 
     Attributes:
         tiers: sizes that were captured.
         buffers: what the graphs read and write.
-        adapters: of the target, which requests name; None on a server without them.
+        parts: what features add to captured verifications.
         states: of the target's recurrent layers; None without such layers.
         drafts: by request slots, and whether some requests are sampled.
         plans: the part of the buffers that has the plan of a tier.
@@ -63,6 +65,7 @@ class CapturedSteps:
         seed: int,
         *,
         relay: Relay | None = None,
+        parts: Sequence[Part] = (),
         fuses: bool = True,
     ) -> None:
         self._free_before = torch.cuda.mem_get_info()[0]
@@ -72,7 +75,8 @@ class CapturedSteps:
         self.buffers = StepBuffers(eager, model_runner.req_to_token_pool.req_to_token, self.tiers, depth, seed)
         most_requests, most_rows = self.tiers.requests[-1], len(self.buffers.rows.input_ids)
         self._logits = logits_buffer(model_runner, most_rows)
-        self.adapters = CapturedAdapters.of(model_runner, most_requests)
+        captured = [part.captured(most_requests, most_rows) for part in parts]
+        self.parts: list[CapturedPart] = [part for part in captured if part is not None]
         self.states = CapturedStates.of(model_runner, most_requests, most_rows)
         self.drafts: dict[tuple[int, bool], Captured[DraftBlock]] = {}
         self.plans: dict[Tier, VerifyPlan] = {}
@@ -120,14 +124,14 @@ class CapturedSteps:
         slots = min(rows, self.tiers.requests[-1])  # each request has a row at least
         step = self.buffers.step(slots, sampled=False)
         plan = self.plans[rows, plain] = self.buffers.plan(slots, rows, width=1 if plain else self._depth + 1)
-        forward = static_verify(self._runner, step, plan, self._logits[:rows], self.adapters, self.states)
+        forward = static_verify(self._runner, step, plan, self._logits[:rows], self.parts, self.states)
         self.forwards[rows, plain] = capture(forward)
         if self._fuses:
             self.fused[rows, plain] = self._capture_fused(capture, step, plan)
 
     def _capture_fused(self, capture: Capture, step: DecodeBatch, plan: VerifyPlan) -> Captured[StepOutcome]:
         eager, relay, requests, depth = self.eager, self.relay, self.buffers.requests(len(step)), plan.width - 1
-        forward = static_verify(self._runner, step, plan, None, self.adapters, self.states)
+        forward = static_verify(self._runner, step, plan, None, self.parts, self.states)
         draft = DraftOutput(DraftBlock(self.buffers.drafts[: len(step), :depth]), None, [depth] * len(step))
 
         def run() -> StepOutcome:

@@ -293,7 +293,7 @@ def test_a_target_alone_is_refused(run, target):
 @pytest.mark.usefixtures("without_sglang")
 def test_every_patch_of_sglang_is_listed_with_its_reason(run, monkeypatch):
     gone = replace(HOOKS[-1], target=HOOKS[-1].target + "_gone")
-    monkeypatch.setattr(diagnosis, "HOOKS", (HOOKS[0], gone))
+    monkeypatch.setattr(diagnosis, "all_hooks", lambda: (HOOKS[0], gone))
     monkeypatch.setenv("COLUMNS", "400")
     result = run("doctor", "--hooks")
     assert result.exit_code == 1

@@ -16,9 +16,9 @@ from torch import distributed
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.launch_state import DSparkServer
-from sglang_dspark.engine.scheduler import nodes
-from sglang_dspark.engine.scheduler.nodes import Nodes, check_alike, join, to_have_in_common
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.features.nodes import FEATURE, watch
+from sglang_dspark.features.nodes.watch import Nodes, check_alike, join, to_have_in_common
 
 TWO_BY_TWO = Nodes(["left", "left", "right", "right"], per_node=2)
 
@@ -52,7 +52,7 @@ def test_machines_keep_their_files_where_they_like(tmp_path):
 
 
 def test_one_machine_exchanges_nothing():
-    join(None, 1, {}, end=pytest.fail)
+    assert [FEATURE.is_used(SimpleNamespace(nnodes=nodes)) for nodes in (1, 2)] == [False, True]
 
 
 def serve(rank: int, told: dict[str, object], folder) -> None:
@@ -100,7 +100,7 @@ def wait_until(condition):
 
 @pytest.mark.parametrize(("victim", "log", "named"), [(3, 0, "node 1"), (0, 2, "node 0")])
 def test_the_end_of_a_machine_ends_the_others(tmp_path, victim, log, named, monkeypatch):
-    monkeypatch.setattr(nodes, "GRACE_S", 0.0)  # of the processes that are forked from this one
+    monkeypatch.setattr(watch, "GRACE_S", 0.0)  # of the processes that are forked from this one
     with started(tmp_path, [{}] * 4) as ranks:
         wait_until(lambda: len(list(tmp_path.glob("*.serves"))) == 4)
         assert all(process.is_alive() for process in ranks)

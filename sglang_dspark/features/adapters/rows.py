@@ -16,7 +16,6 @@ from dspark_kernels import to_device
 from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABatchInfo
 
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput
-from sglang_dspark.errors import UnservedError
 from sglang_dspark.step.state import VerifyPlan
 
 _SEGMENT = 16
@@ -155,13 +154,7 @@ class CapturedAdapters:
         self._buffers = AdapterChoice.empty(requests, manager.max_loras_per_batch, device)
         self._staged: HostChoice | None = None
 
-    @classmethod
-    def of(cls, model_runner: Any, requests: int) -> CapturedAdapters | None:
-        """Return the adapters of a server; None if it has none."""
-        manager = manager_of(model_runner)
-        return None if manager is None else cls(manager, requests, model_runner.device)
-
-    def lay_out(self, plan: VerifyPlan) -> None:
+    def prepare(self, plan: VerifyPlan, forward_batch: Any) -> None:
         """Lay out the adapters over the rows of ``plan``, as a part of its captured verification."""
         slots = len(plan.indptr) - 1
         choice = AdapterChoice(self._buffers.buffers[:slots], self._buffers.ranks, self._buffers.scalings)
@@ -179,31 +172,3 @@ class CapturedAdapters:
         if choice != self._staged:
             self._buffers.fill(choice)
             self._staged = choice
-
-
-def manager_of(model_runner: Any) -> Any | None:
-    """Return SGLang's ``LoRAManager``; None on a server without adapters."""
-    return getattr(model_runner, "lora_manager", None)
-
-
-def check_adapters(model_runner: Any) -> None:
-    """Refuse adapters that verification cannot lay out, once the target is loaded.
-
-    Raises:
-        UnservedError: they change experts.
-    """
-    manager = manager_of(model_runner)
-    if manager is not None and manager.lora_backend.is_moe_lora:
-        raise UnservedError(
-            "DSPARK does not serve LoRA adapters of experts; pass --lora-target-modules with those of attention alone "
-            "(qkv_proj o_proj), or serve without DSPARK"
-        )
-
-
-def adapters_digest(model_runner: Any) -> str:
-    """Return the properties of a server's adapters that its step times depend on."""
-    manager = manager_of(model_runner)
-    if manager is None:
-        return "none"
-    modules = ",".join(sorted(manager.target_modules))
-    return f"{manager.lora_backend.name}:{manager.max_loras_per_batch}:{manager.max_lora_rank}:{modules}"

@@ -10,7 +10,7 @@ from sglang.srt.speculative import base_spec_worker
 
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.compat.worker_face import WorkerFace
-from sglang_dspark.engine.scheduler.draft_pool import DraftPool
+from sglang_dspark.features.host_cache.draft_pool import DraftPool
 
 LAYERS, HEADS, DIM, SIZE, PAGE = 3, 2, 8, 24, 4
 CONFIG = SimpleNamespace(num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=DIM)

@@ -24,6 +24,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 from torch import distributed
 
 from sglang_dspark import __version__
@@ -94,20 +95,27 @@ def check_alike(facts: Sequence[Mapping[str, object]], nodes: Nodes) -> None:
                 )
 
 
+def join_nodes(worker: Any) -> None:
+    """Join the nodes of a worker's server; nothing is left to do afterwards.
+
+    Raises:
+        ConfigError: see :func:`check_alike`.
+    """
+    join(get_parallel().tp_group, worker.server_args.nnodes, to_have_in_common(worker.settled), end_server)
+
+
 def join(group: Any, nnodes: int, facts: Mapping[str, object], end: Callable[[], None]) -> None:
     """Compare the nodes of a server, and notice from now on when one of them is gone. All ranks call it together.
 
     Args:
         group: SGLang's ``GroupCoordinator`` of all ranks.
-        nnodes: number of nodes; nothing is done about one.
+        nnodes: number of nodes.
         facts: what all of them must have in common.
         end: ends this node's part of the server; called in a thread.
 
     Raises:
         ConfigError: see :func:`check_alike`.
     """
-    if nnodes == 1:
-        return
     told = group.all_gather_object((socket.gethostname(), dict(facts)))
     nodes = Nodes([host for host, _ in told], len(told) // nnodes)
     line = distributed.new_group(group.ranks, backend="gloo", timeout=_FOR_EVER)

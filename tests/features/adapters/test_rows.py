@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from sglang.srt.lora.backend.lora_registry import get_backend_from_name
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_dspark.engine.forward import adapters
-from sglang_dspark.engine.forward.adapters import AdapterChoice, CapturedAdapters, lay_out, segment_bounds
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput
+from sglang_dspark.errors import UnservedError
+from sglang_dspark.features.adapters import rows
+from sglang_dspark.features.adapters.rows import AdapterChoice, CapturedAdapters, lay_out, segment_bounds
+from sglang_dspark.features.adapters.served import Adapters
 
 PLACES, RANK, INPUTS, OUTPUTS = 3, 8, 32, (24, 16, 16)
 RANKS, SCALINGS = [0, 8, 4], [0.0, 2.0, 0.5]
@@ -112,17 +114,17 @@ def test_a_replay_reads_what_was_staged_for_it():
     manager = Manager()
     captured = CapturedAdapters(manager, 4, "cpu")
     plan = plan_of(1, 3, 0, rows=8)
-    captured.lay_out(plan)
+    captured.prepare(plan, None)
     info = manager.lora_backend.batch_info
     assert info.weight_indices.tolist() == [0, 0, 0] and info.lora_ranks.tolist() == [0, 0, 0]
     captured.stage(batch_of("green", None))
     assert info.lora_ranks.tolist() == [0, 0, 4] and info.scalings.tolist() == [0.0, 0.0, 0.5]
-    captured.lay_out(plan)
+    captured.prepare(plan, None)
     assert manager.lora_backend.batch_info.weight_indices.tolist() == [2, 0, 0]
     manager.memory_pool.uid_to_buffer_id = {None: 0, "green": 1, "red": 2}
     captured.stage(batch_of("green", "red"))
     assert info.lora_ranks.tolist() == [0, 4, 8]
-    captured.lay_out(plan)
+    captured.prepare(plan, None)
     assert manager.lora_backend.batch_info.weight_indices.tolist() == [1, 2, 0]
     assert manager.lora_backend.batch_info.lora_ranks.data_ptr() == info.lora_ranks.data_ptr()
     captured.stage(None)
@@ -153,20 +155,20 @@ def test_a_verification_launch_by_launch_is_laid_out_by_its_rows():
         lora_ids=["red", None],
         input_ids=torch.zeros(4, dtype=torch.int64),
     )
-    adapters.prepare_verification(lambda *args: laid_out.append(args), manager, batch)
+    rows.prepare_verification(lambda *args: laid_out.append(args), manager, batch)
     assert laid_out == []
     info = manager.lora_backend.batch_info
     assert info.seg_indptr.tolist() == [0, 3, 4] and info.weight_indices.tolist() == [1, 0]
     assert manager.lora_backend.lm_head_batch_info is manager.lora_backend.sgemm_batch_info is None
     batch.forward_mode, batch.spec_info = ForwardMode.EXTEND, None
-    adapters.prepare_verification(lambda *args: laid_out.append(args), manager, batch)
+    rows.prepare_verification(lambda *args: laid_out.append(args), manager, batch)
     assert laid_out == [(manager, batch)]
 
 
 def test_adapters_of_experts_are_refused():
     manager = Manager()
-    adapters.check_adapters(SimpleNamespace(lora_manager=manager))
-    adapters.check_adapters(SimpleNamespace())
+    worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager, device="cpu"))
+    assert isinstance(Adapters.of(worker).captured(requests=2, rows=4), CapturedAdapters)
     manager.lora_backend.is_moe_lora = True
-    with pytest.raises(adapters.UnservedError, match="adapters of experts"):
-        adapters.check_adapters(SimpleNamespace(lora_manager=manager))
+    with pytest.raises(UnservedError, match="adapters of experts"):
+        Adapters.of(worker)

@@ -1,0 +1,120 @@
+"""What the core knows of a feature: its patches and refusals, and what it does on a server that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pkgutil import resolve_name
+from typing import Any, Protocol
+
+from sglang_dspark import features
+from sglang_dspark.draft.cache import DraftCache
+from sglang_dspark.engine.launch.check import Check
+from sglang_dspark.engine.launch.flag_rule import FlagRule
+from sglang_dspark.engine.launch.hook import Hook
+from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.step.state import VerifyPlan
+
+
+class CapturedPart(Protocol):
+    """What a feature adds to verifications that CUDA graphs replay."""
+
+    def prepare(self, plan: VerifyPlan, forward_batch: Any) -> None:
+        """Launch what comes before the target's forward, as a part of a captured verification. No host sync.
+
+        Args:
+            plan: its rows, in buffers that stay where they are.
+            forward_batch: SGLang's, of the forward.
+        """
+
+    def stage(self, batch: Any) -> None:
+        """Write what the next replay reads.
+
+        Args:
+            batch: SGLang's; None in a step that is measured, which has no requests.
+        """
+
+
+class Part:
+    """What a feature does in the scheduler of one server. Every method here does nothing: override those that act."""
+
+    @property
+    def timed(self) -> Mapping[str, str]:
+        """Return the properties of the server that its step times depend on, by name."""
+        return {}
+
+    def pools_made(self, allocator: Any, cache: DraftCache | None) -> None:
+        """Look at the memory, before any backend of attention exists.
+
+        Args:
+            allocator: SGLang's, of K/V slots.
+            cache: the drafter's K/V, with a row for each slot; None without a drafter.
+        """
+
+    def attention_made(self) -> None:
+        """Look at the target's runner, whose attention is complete, before any graph is captured."""
+
+    def captured(self, requests: int, rows: int) -> CapturedPart | None:
+        """Return what the feature adds to captured verifications; None for nothing.
+
+        Args:
+            requests: slots of the largest captured step.
+            rows: of the largest captured verification.
+        """
+        return None
+
+    def batch_comes(self, batch: Any) -> None:
+        """Prepare for SGLang's batch, a prefill or a decode step."""
+
+    def prefill_comes(self, batch: Any) -> None:
+        """Prepare for SGLang's batch, whose prompts are about to be encoded. No host sync."""
+
+    def prefill_done(self, batch: Any) -> None:
+        """Look at SGLang's batch, whose prompts have their K/V. No host sync."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature as its folder declares it. Of the folder, a process imports only what it needs.
+
+    Attributes:
+        room: package of the folder.
+        is_used: whether a server with these arguments uses the feature. Its hooks are installed only then.
+        hooks: patches of SGLang that the feature alone needs.
+        flag_rules: flags of SGLang that it refuses, on every server.
+        checks: name of its ``tuple[Check, ...]`` below ``room``, made on every server; empty if it has none.
+        part: name of a function below ``room`` that takes our worker and returns its :class:`Part`, or None if the
+            target turns out to have no use for it. It is called when the target has been loaded. Empty if it has none.
+    """
+
+    room: str
+    is_used: Callable[[ServerArgs], bool]
+    hooks: tuple[Hook, ...] = ()
+    flag_rules: tuple[FlagRule, ...] = ()
+    checks: str = ""
+    part: str = ""
+
+    def load_checks(self) -> tuple[Check, ...]:
+        """Import and return its checks."""
+        return resolve_name(f"{self.room}.{self.checks}") if self.checks else ()
+
+    def load_part(self) -> Callable[[Any], Part | None]:
+        """Import and return the function that makes its part."""
+        return resolve_name(f"{self.room}.{self.part}") if self.part else lambda worker: None
+
+
+@cache
+def all_features() -> tuple[Feature, ...]:
+    """Return the features in the order of their lines, which is that in which they act."""
+    return tuple(resolve_name(f"{features.__name__}.{room}:FEATURE") for room in features.ROOMS)
+
+
+def parts_of(worker: Any, args: ServerArgs) -> Sequence[Part]:
+    """Return what features do on the server of our worker, whose target has been loaded.
+
+    Raises:
+        UnservedError, ConfigError: the server or its target cannot be served with a feature.
+    """
+    found = [feature.load_part()(worker) for feature in all_features() if feature.is_used(args)]
+    return [part for part in found if part is not None]

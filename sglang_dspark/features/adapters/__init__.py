@@ -1,0 +1,40 @@
+"""LoRA adapters of the target: requests name them, and each row of a verification gets those of its request."""
+
+from __future__ import annotations
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_dspark.engine.feature import Feature
+from sglang_dspark.engine.hook_checks import Moment
+from sglang_dspark.engine.launch.flag_rule import FlagRule
+from sglang_dspark.engine.launch.hook import Hook
+
+FEATURE = Feature(
+    __name__,
+    is_used=lambda args: bool(args.enable_lora or args.lora_paths),
+    hooks=(
+        Hook(
+            "serve-adapters",
+            "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",
+            HookType.REPLACE,
+            "features.adapters.checks.adapters_fit",
+            "front_end",
+            "SGLang refuses LoRA beside every speculative algorithm that it does not know by name",
+            Moment.SOME_TIME,
+        ),
+        Hook(
+            "adapters-of-ragged-rows",
+            "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch",
+            HookType.AROUND,
+            "features.adapters.rows.prepare_verification",
+            "scheduler",
+            "SGLang assumes that a step verifies as many rows for every request, and adds adapters to the wrong ones",
+            Moment.SOME_TIME,
+        ),
+    ),
+    flag_rules=(
+        FlagRule("enable_lora_overlap_loading", (False, None), "drop the flag; adapters are served without it"),
+    ),
+    checks="checks.CHECKS",
+    part="served.Adapters.of",
+)

@@ -1,0 +1,20 @@
+"""Refuse options that several nodes cannot have."""
+
+from __future__ import annotations
+
+from sglang_dspark.config import flag_name
+from sglang_dspark.engine.launch.check import Check, Moment
+from sglang_dspark.engine.launch.context import LaunchContext
+
+
+def fallback_of_nodes(context: LaunchContext) -> str | None:
+    """Refuse nodes of which some could fall back and others not."""
+    if context.args.nnodes == 1 or context.server.config.fallback != "target-only":
+        return None
+    return (
+        f"{flag_name('fallback')}=target-only cannot be combined with --nnodes={context.args.nnodes}: if only some "
+        "nodes fall back, the server deadlocks; drop the flag"
+    )
+
+
+CHECKS = (Check("fallback of nodes", Moment.OPTIONS, fallback_of_nodes),)

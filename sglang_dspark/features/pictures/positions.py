@@ -1,0 +1,63 @@
+"""Positions of three coordinates (mRoPE), for the rows of a verification.
+
+Behind the pictures of a prompt all three coordinates of a token are its position and a delta, which belongs to the
+request. Prefill writes it to a table on the device, from which steps read it: eager ones and captured ones alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_dspark.engine.feature import Part
+from sglang_dspark.step.state import VerifyPlan
+from sglang_dspark.step.transfers import host_index
+
+
+class Positions(Part):
+    """Keep the deltas of requests in a table of the target's runner, [request slots] int64.
+
+    Args:
+        runner: SGLang's, of the target.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    @classmethod
+    def of(cls, worker: Any) -> Positions | None:
+        """Return the part of a worker; None if positions have one coordinate."""
+        runner = worker.model_runner
+        return cls(runner) if runner.model_config.model_is_mrope else None
+
+    def attention_made(self) -> None:
+        """Make the table."""
+        runner = self._runner
+        slots = len(runner.req_to_token_pool.req_to_token)
+        runner.mrope_deltas = torch.zeros(slots, dtype=torch.int64, device=runner.device)
+
+    def prefill_comes(self, batch: Any) -> None:
+        """Enter the requests of a prefill. No host sync.
+
+        A request slot that is taken again is entered again: every request passes a prefill.
+        """
+        deltas = [0 if inputs is None else int(inputs.mrope_position_delta) for inputs in batch.multimodal_inputs]
+        table = self._runner.mrope_deltas
+        table[batch.req_pool_indices] = host_index(deltas, table.device)
+
+    def captured(self, requests: int, rows: int) -> Positions:
+        return self
+
+    def prepare(self, plan: VerifyPlan, forward_batch: Any) -> None:
+        """Give the rows of a captured verification their coordinates."""
+        place_rows(forward_batch, self._runner)
+
+    def stage(self, batch: Any) -> None:
+        """Do nothing: prefills have entered the requests."""
+
+
+def place_rows(forward_batch: Any, runner: Any, batch: Any = None, seq_positions: Any = None) -> None:
+    """Give the rows of a verification their coordinates, [3, N] int64. No host sync; safe under graph capture."""
+    deltas = runner.mrope_deltas[forward_batch.req_pool_indices][forward_batch.spec_info.requests]
+    forward_batch.mrope_positions = (forward_batch.positions + deltas).repeat(3, 1)

@@ -1,0 +1,105 @@
+"""What makes a folder a room: the folder and its line can go, and the rest imports, passes its types and decodes."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sglang.srt.server_args import ServerArgs
+
+from sglang_dspark.engine.feature import all_features
+from sglang_dspark.features import ROOMS
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = "tests/worker/test_eager_executor.py::test_the_golden_rounds_are_decoded_in_one_batch"
+IMPORT_ALL = """
+import importlib, pkgutil, sglang_dspark
+from sglang_dspark.engine.feature import all_features
+from sglang_dspark.engine.launch import checks, flag_rules, hooks
+for module in pkgutil.walk_packages(sglang_dspark.__path__, "sglang_dspark."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+found = [*checks.all_checks(), *flag_rules.all_rules(), *hooks.all_hooks()]
+print(sglang_dspark.__file__, *[feature.room.rpartition(".")[2] for feature in all_features()])
+"""
+
+
+def without(rooms: list[str], folder: Path) -> Path:
+    """Return a copy of the tree in ``folder`` without the folders and lines of these rooms."""
+    left_out = shutil.ignore_patterns("__pycache__", "drafters")
+    for name in ("sglang_dspark", "kernels", "training"):
+        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    features = folder / "sglang_dspark" / "features"
+    lines = (features / "__init__.py").read_text()
+    for room in rooms:
+        shutil.rmtree(features / room)
+        assert lines.count(f'    "{room}",\n') == 1
+        lines = lines.replace(f'    "{room}",\n', "")
+    (features / "__init__.py").write_text(lines)
+    return folder
+
+
+def run(tree: Path, *words: str) -> str:
+    """Return what Python prints that finds the package in ``tree`` alone."""
+    paths = os.pathsep.join(str(tree / name) for name in ("", "kernels", "training"))
+    env = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "2"}
+    env = {name: value for name, value in env.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, cwd=tree, env=env)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def imports_and_decodes(tree: Path, left: list[str]) -> None:
+    printed = run(tree, "-c", IMPORT_ALL).split()
+    assert printed == [str(tree / "sglang_dspark" / "__init__.py"), *left]
+    golden = run(
+        tree, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(ROOT / GOLDEN)
+    )
+    assert "1 passed" in golden
+
+
+@pytest.mark.slow
+def test_the_core_is_complete_without_any_room(tmp_path):
+    imports_and_decodes(without(list(ROOMS), tmp_path), [])
+
+
+@pytest.fixture(scope="module")
+def types(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("types")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_can_go(room, types, tmp_path):
+    tree = without([room], tmp_path)
+    imports_and_decodes(tree, [name for name in ROOMS if name != room])
+    assert "no issues found" in run(tree, "-m", "mypy", "--cache-dir", str(types))
+
+
+def test_every_folder_has_its_line():
+    folders = {path.name for path in (ROOT / "sglang_dspark" / "features").iterdir() if (path / "__init__.py").exists()}
+    assert folders == set(ROOMS) and list(ROOMS) == sorted(ROOMS)
+    assert [feature.room for feature in all_features()] == [f"sglang_dspark.features.{room}" for room in ROOMS]
+
+
+def test_a_server_imports_no_room_that_it_does_not_use():
+    """A process reads the declarations of all features, and of what they declare only what the server uses."""
+    script = (
+        "import sys; from sglang_dspark.engine.feature import all_features; "
+        "from sglang_dspark.engine.launch import hooks, registration; all_features(); "
+        "print(*sorted(name for name in sys.modules if name.startswith('sglang_dspark.features.')))"
+    )
+    assert run(ROOT, "-c", script).split() == [f"sglang_dspark.features.{room}" for room in ROOMS]
+
+
+@pytest.mark.parametrize("feature", all_features(), ids=lambda feature: feature.room.rpartition(".")[2])
+def test_what_a_room_declares_is_there(feature):
+    assert all(check.name for check in feature.load_checks())
+    assert not feature.part or callable(feature.load_part())
+    assert all(hook.handler.startswith(feature.room.removeprefix("sglang_dspark.")) for hook in feature.hooks)
+    args = ServerArgs(model_path="none")
+    args._model_config = type("Text", (), {"is_multimodal": False, "model_is_mrope": False})()
+    assert not feature.is_used(args)
