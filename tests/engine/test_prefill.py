@@ -2,7 +2,6 @@
 
 import ast
 import logging
-from array import array
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.forward import stock_graphs
 from sglang_dspark.engine.forward.verify_attention import PhasedBackend, as_without_dspark
 from sglang_dspark.engine.launch.flag_checks import KNOWN_BY, SINKS
@@ -135,24 +135,33 @@ def test_graphs_that_lose_the_hidden_states_are_not_captured(monkeypatch, caplog
 
 
 @pytest.mark.parametrize("is_prefill", [True, False])
-def test_a_prompt_waits_for_what_comes_back_from_host_memory(is_prefill, monkeypatch):
-    """SGLang's own worker says so for batches that it is handed; it is handed a forward. Decoding waits for nothing."""
+def test_features_prepare_for_a_batch_before_its_forward(is_prefill, monkeypatch):
+    """SGLang's own worker would do so for batches that it is handed; it is handed a forward."""
     awaited = []
+
+    class Waiting(Part):
+        def batch_comes(self, batch):
+            awaited.append("batch")
+
+        def prefill_comes(self, batch):
+            awaited.append("prefill")
 
     def forward(*args):
         raise InterruptedError(f"made after {awaited}")
 
     worker = object.__new__(DSparkWorker)
-    worker._target_worker = SimpleNamespace(model_runner=None, set_hicache_consumer=awaited.append)
+    worker._target_worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=None))
     worker.schedule = SimpleNamespace(invalidate=lambda: None)
+    worker.parts = [Waiting(), Part()]
     worker.decode = forward
-    monkeypatch.setattr(worker_base, "capturing_forward", forward)
+    worker._target_worker.forward_batch_generation = lambda **given: forward()
+    monkeypatch.setattr(worker_base, "capturing_forward", lambda *given: None)
     mode = SimpleNamespace(is_extend=lambda: is_prefill, is_idle=lambda: False)
-    told = 2 if is_prefill else -1
     batch = SimpleNamespace(
-        reqs=[], forward_mode=mode, is_extend_in_batch=False, return_logprob=False, hicache_consumer_index=told
+        reqs=[], forward_mode=mode, is_extend_in_batch=False, return_logprob=False, is_prefill_only=False
     )
-    with pytest.raises(InterruptedError, match=rf"made after \[{told}\]"):
+    expected = "'batch', 'prefill'" if is_prefill else "'batch'"
+    with pytest.raises(InterruptedError, match=rf"made after \[{expected}\]"):
         worker._run(batch, None)
 
 
@@ -177,9 +186,14 @@ def test_a_drafter_reads_pictures_as_they_are_embedded(pictures, monkeypatch):
     ids, embedded, states = torch.tensor([3, 4]), torch.randn(2, 3), torch.randn(2, 6)
     output = SimpleNamespace(mm_input_embeds=embedded if pictures else None, hidden_states=states)
     result = SimpleNamespace(logits_output=output, next_token_ids=torch.tensor([5]))
-    injected, remembered = [], []
+    injected, remembered, seen = [], [], []
+
+    class Seeing(Part):
+        def prefill_done(self, batch):
+            seen.append(list(remembered))
+
     worker = object.__new__(DSparkWorker)
-    worker.server_args = SimpleNamespace(enable_hierarchical_cache=False)
+    worker.parts = [Seeing()]
     worker.remember = lambda *rows: remembered.append(rows)
     worker._target_worker = SimpleNamespace(
         model_runner=SimpleNamespace(attn_backend=None, model_config=SimpleNamespace(model_is_mrope=False)),
@@ -192,20 +206,5 @@ def test_a_drafter_reads_pictures_as_they_are_embedded(pictures, monkeypatch):
     worker._prefill(batch, lambda lens: None)
     [(rows, captured, *_)] = injected
     assert rows is (embedded if pictures else ids) and captured is states
-    assert remembered == [(ids, batch.out_cache_loc)]
+    assert remembered == [(ids, batch.out_cache_loc)] and seen == [remembered]
     assert output.mm_input_embeds is None
-
-
-def test_prefixes_that_may_have_come_back_from_host_memory_are_remembered():
-    """Their slots held other texts before."""
-    worker, remembered = object.__new__(DSparkWorker), []
-    worker.device = torch.device("cpu")
-    worker.remember = lambda tokens, slots: remembered.append((tokens.tolist(), slots.tolist()))
-    reqs = [
-        SimpleNamespace(get_fill_ids=lambda ids=ids: array("q", ids), kv=SimpleNamespace(req_pool_idx=row))
-        for row, ids in ((2, [5, 6, 7]), (0, [8, 9]))
-    ]
-    table = torch.arange(12, dtype=torch.int32).view(3, 4)
-    batch = SimpleNamespace(reqs=reqs, prefix_lens=[2, 0], req_to_token_pool=SimpleNamespace(req_to_token=table))
-    worker._remember_prefixes(batch)
-    assert remembered == [([5, 6], [8, 9])]
