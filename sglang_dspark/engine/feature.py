@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from sglang_dspark import features
 from sglang_dspark.draft.cache import DraftCache
@@ -34,6 +37,33 @@ class CapturedPart(Protocol):
         Args:
             batch: SGLang's; None in a step that is measured, which has no requests.
         """
+
+
+class StepPart(Protocol):
+    """What a feature does with the logits of one decode step. The methods are called in this order."""
+
+    def before_verify(self, plan: VerifyPlan) -> None:
+        """Read the rows, before the target's forward is launched: the host may wait here and nowhere else."""
+
+    def after_verify(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
+        """Change the logits [N, V] of the rows, in place. No host sync."""
+
+    def accepted(self, tokens: torch.Tensor) -> None:
+        """Look at the new output tokens [bs, w] int64, -1 behind them. No host sync."""
+
+
+class DrawnTokens(NamedTuple):
+    """Tokens whose logits are still as they were when the tokens were drawn.
+
+    Attributes:
+        indptr: [at least bs + 1] int64, first row of each request; its token i was drawn from its row i.
+        tokens: [bs] int64 of prompts; [bs, w] of a decode step, with -1 behind them.
+        temperatures: [bs] float32, 1 of greedy requests.
+    """
+
+    indptr: torch.Tensor
+    tokens: torch.Tensor
+    temperatures: torch.Tensor
 
 
 class Part:
@@ -70,8 +100,49 @@ class Part:
     def prefill_comes(self, batch: Any) -> None:
         """Prepare for SGLang's batch, whose prompts are about to be encoded. No host sync."""
 
+    def first_logits(self, batch: Any, logits: torch.Tensor) -> None:
+        """Change the logits [bs, V], in place, that the first tokens of SGLang's batch of prompts are drawn from."""
+
+    def first_tokens(self, batch: Any, tokens: torch.Tensor) -> None:
+        """Look at the first tokens [bs] int64 of SGLang's batch of prompts. No host sync."""
+
     def prefill_done(self, batch: Any) -> None:
         """Look at SGLang's batch, whose prompts have their K/V. No host sync."""
+
+    def step_comes(self, batch: Any) -> StepPart | None:
+        """Return what the feature does with the logits of the decode step ahead; None lets them be."""
+        return None
+
+    def tokens_drawn(self, batch: Any, output: Any, drawn: DrawnTokens) -> Any:
+        """Return SGLang's ``LogitsProcessorOutput`` with what requests ask to know of their new tokens.
+
+        Args:
+            output: what the tokens were drawn from. Leave it as it is: a captured graph may own it.
+        """
+        return output
+
+    def tokens_come(self, batch: Any, result: Any, tokens: Sequence[Sequence[int]]) -> None:
+        """Look at a decode step's tokens on the host, before SGLang appends them to their requests.
+
+        Args:
+            result: SGLang's, of the step.
+            tokens: of each request of the batch.
+        """
+
+    def request_ended(self, req: Any) -> None:
+        """Look at SGLang's request, whose text is complete."""
+
+    def warm_up(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
+        """Launch the kernels of a step once, at start-up: a request shall compile none.
+
+        Args:
+            plan: of a step of requests that do not exist.
+            logits: [N, V] of its rows.
+        """
+
+    def held(self, requests: int) -> AbstractContextManager[Any]:
+        """Hold what memory the feature takes beside the largest step, of so many requests."""
+        return nullcontext()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,10 @@ How to add one: docs/features.md. ``engine/feature.py`` says what the core asks 
 
 ROOMS = (
     "adapters",
+    "adjustments",
+    "ends",
     "host_cache",
+    "logprobs",
     "nodes",
     "pictures",
 )

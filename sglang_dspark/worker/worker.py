@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from sglang_dspark.draft.cache import DraftCache
+from sglang_dspark.engine.feature import DrawnTokens, StepPart
 from sglang_dspark.engine.forward.graphs import graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
 from sglang_dspark.engine.scheduler.batch import (
@@ -20,9 +22,8 @@ from sglang_dspark.engine.scheduler.batch import (
 )
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.capabilities import Decoding, capabilities, in_one_line
+from sglang_dspark.engine.scheduler.forced import ForcedTokens
 from sglang_dspark.engine.scheduler.future_map import Relay
-from sglang_dspark.engine.scheduler.grammars import ForcedTokens
-from sglang_dspark.engine.scheduler.logits_adjuster import StepAdjuster
 from sglang_dspark.engine.scheduler.measure_steps import Stepper
 from sglang_dspark.engine.scheduler.request_options import BatchOptions, with_forced
 from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
@@ -101,7 +102,7 @@ class DSparkWorker(SpecWorkerBase):
         self.copies = PackedCopies(words, self.device)
         if self.on_gpu:
             slots = graph_request_slots(runner)
-            warm_up(self.eager, self.target_worker, self.max_verify, slots)
+            warm_up(self.eager, self.target_worker, self.max_verify, slots, self.parts)
             # Without overlap SGLang hands a step's outcome to the next one, and knows no future map.
             if not self.server_args.disable_overlap_schedule:
                 self.relay = Relay(len(runner.req_to_token_pool.req_to_token), self.device)
@@ -109,7 +110,7 @@ class DSparkWorker(SpecWorkerBase):
         table = None
         with on_stream_of_steps(runner, overlap=not self.server_args.disable_overlap_schedule):
             if self.on_gpu:
-                hold_largest_step(self.eager, self.target_worker, self.max_verify)
+                hold_largest_step(self.eager, self.target_worker, self.max_verify, self.parts)
             if self.drafter.num_drawn:
                 table = self.step_times()
         self.schedule.start(table, fixed_draft_shape=self.executors.captured is not None)
@@ -162,16 +163,21 @@ class DSparkWorker(SpecWorkerBase):
     @torch.no_grad()
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit."""
-        options, adjuster = self.request_options.read(batch.reqs), self.logits_adjuster.of_step(batch)
-        step = self.read(batch, options, adjusted=adjuster.any)
+        options = self.request_options.read(batch.reqs)
+        adjusting = [part for feature in self.parts if (part := feature.step_comes(batch)) is not None]
+        step = self.read(batch, options, adjusted=bool(adjusting))
         decision = self.control.choose(batch, options)
         span = self.timer.begin()
         executor = self.executors.select(step, decision)
-        outcome = executor.run(step, decision, self.hooks(adjuster, publish))
+        outcome = executor.run(step, decision, self.hooks(adjusting, publish))
         self.schedule.end_step(decision, len(step), len(outcome.plan.input_ids))
-        adjuster.count(outcome.accepted.out_tokens)
+        tokens = outcome.accepted.out_tokens
+        for part in adjusting:
+            part.accepted(tokens)
+        drawn = DrawnTokens(outcome.plan.indptr, tokens, step.rows.filter_params.temperatures)
+        output = self.described(batch, outcome.target.logits_output, drawn)
         record = self.record(batch, options, step, decision, outcome)
-        result = decode_result(batch, step, outcome, record, self.copies, span, in_graphs=executor.in_graphs)
+        result = decode_result(outcome, output, record, self.copies, span, in_graphs=executor.in_graphs)
         span.end()
         return result
 
@@ -190,15 +196,20 @@ class DSparkWorker(SpecWorkerBase):
             rules=rules,
         )
 
-    def hooks(self, adjuster: StepAdjuster, publish: Publish) -> StepHooks:
-        """Return what happens between the stages of a step."""
+    def hooks(self, adjusting: Sequence[StepPart], publish: Publish) -> StepHooks:
+        """Return the callbacks that run between the stages of a step."""
+
+        def before_verify(plan: VerifyPlan) -> None:
+            for part in adjusting:
+                part.before_verify(plan)
 
         def after_verify(plan: VerifyPlan, logits: torch.Tensor) -> None:
             if self.check_logits is not None:
                 self.check_logits(logits)
-            adjuster.apply(plan, logits)
+            for part in adjusting:
+                part.after_verify(plan, logits)
 
-        return StepHooks(adjuster.read, after_verify, publish)
+        return StepHooks(before_verify, after_verify, publish)
 
     def record(
         self, batch: Any, options: BatchOptions, step: DecodeBatch, decision: StepDecision, outcome: StepOutcome

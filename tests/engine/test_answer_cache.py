@@ -6,8 +6,8 @@ import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 
 from sglang_dspark.engine.scheduler.answer_cache import MOST_TOKENS, AnswerCache
-from sglang_dspark.engine.scheduler.worker_base import SpecWorkerBase
 from sglang_dspark.speculation import RequestOptions
+from sglang_dspark.worker.worker import DSparkWorker
 
 ROOM = 10**6
 
@@ -82,10 +82,11 @@ def test_nothing_is_kept_without_room():
     ids=["key", "no key", "aborted"],
 )
 def test_answers_are_kept_of_requests_with_a_key_that_end_by_themselves(key, reason, kept):
-    worker = SimpleNamespace(answers=AnswerCache(ROOM))
+    worker = object.__new__(DSparkWorker)
+    worker.answers, worker.parts = AnswerCache(ROOM), []
     options = RequestOptions(cache=key)
     req = SimpleNamespace(dspark_options=options, finished_reason=reason, output_ids_through_stop=[5, 6, 7])
-    SpecWorkerBase.end_request(worker, req)
+    worker.end_request(req)
     assert read(worker.answers, key) == kept
-    SpecWorkerBase.clear_cache_pool(worker)
+    worker.clear_cache_pool()
     assert read(worker.answers, key) == []

@@ -36,11 +36,9 @@ def accepted():
 
 def result(confidence, traced):
     rounds = StepRecord(["a", "b"], PLAIN, [2, 2], torch.tensor([2, 1]), confidence, traced, CHAINS)
-    batch, span = SimpleNamespace(return_logprob=False), SimpleNamespace(ms=3.0)
-    step = SimpleNamespace(rows=SimpleNamespace(filter_params=SimpleNamespace(temperatures=None)))
-    target = TargetOutput(LogitsProcessorOutput(next_token_logits=None), None)
-    outcome = StepOutcome(None, SimpleNamespace(indptr=None), target, accepted())
-    made = decode_result(batch, step, outcome, rounds, PackedCopies(0, CPU), span, in_graphs=True)
+    output, span = LogitsProcessorOutput(next_token_logits=None), SimpleNamespace(ms=3.0)
+    outcome = StepOutcome(None, SimpleNamespace(indptr=None), TargetOutput(output, None), accepted())
+    made = decode_result(outcome, output, rounds, PackedCopies(0, CPU), span, in_graphs=True)
     made.copy_done = SimpleNamespace(record=lambda: None)
     return made
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from sglang.srt.environ import envs
 
-from sglang_dspark.engine.scheduler.logits_adjuster import NAN_SWITCHES, nan_check
+from sglang_dspark.engine.scheduler.nan_check import NAN_SWITCHES, nan_check
 
 
 def logits():

@@ -22,7 +22,6 @@ from sglang_dspark.engine.forward import stock_graphs
 from sglang_dspark.engine.forward.verify_attention import PhasedBackend, as_without_dspark
 from sglang_dspark.engine.launch.flag_checks import KNOWN_BY, SINKS
 from sglang_dspark.engine.scheduler import worker_base
-from sglang_dspark.engine.scheduler.logits_adjuster import LogitsAdjuster
 from sglang_dspark.worker.worker import DSparkWorker
 
 
@@ -165,20 +164,31 @@ def test_features_prepare_for_a_batch_before_its_forward(is_prefill, monkeypatch
         worker._run(batch, None)
 
 
-def test_the_first_token_of_a_text_counts_for_its_penalties(monkeypatch):
+def test_features_change_the_logits_of_first_tokens_and_look_at_these(monkeypatch):
+    seen = []
+
+    class Looking(Part):
+        def first_logits(self, batch, logits):
+            logits[:, 4] = 7.0
+
+        def first_tokens(self, batch, tokens):
+            seen.append(tokens.tolist())
+
+        def tokens_drawn(self, batch, output, drawn):
+            return [*output, drawn.tokens.tolist(), drawn.indptr.tolist()] if isinstance(output, list) else [output]
+
     worker = object.__new__(DSparkWorker)
     worker._target_worker, worker.device, worker.step = SimpleNamespace(random_seed=1), torch.device("cpu"), 1
     worker.check_logits, worker.agreement = None, SimpleNamespace(adopt=lambda *tensors: None)
     worker.sampling = SimpleNamespace(read=lambda reqs: SimpleNamespace(filter_params=SimpleNamespace(temperatures=1)))
-    worker.logits_adjuster = LogitsAdjuster(9, worker.device)
+    worker.parts = [Looking(), Looking()]
     monkeypatch.setattr(worker_base, "round_keys", lambda *given, **named: None)
-    monkeypatch.setattr(worker_base, "draw", lambda logits, rows, keys: torch.tensor([4]))
-    req = Req("r", "", [0], SamplingParams(presence_penalty=2.0))
+    monkeypatch.setattr(worker_base, "draw", lambda logits, rows, keys: logits.argmax(-1))
+    req = Req("r", "", [0], SamplingParams())
     batch = SimpleNamespace(reqs=[req], has_grammar=False, return_logprob=False, seq_lens=torch.tensor([3]))
-    worker._draw_first(batch, SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=torch.zeros(1, 9))))
-    none = torch.zeros(1, dtype=torch.int64)
-    worker.logits_adjuster.adjust([req], logits := torch.zeros(1, 9), none, none, none, torch.arange(2))
-    assert logits.tolist() == [[0, 0, 0, 0, -2, 0, 0, 0, 0]]
+    output = SimpleNamespace(next_token_logits=torch.zeros(1, 9))
+    worker._draw_first(batch, result := SimpleNamespace(logits_output=output))
+    assert seen == [[4], [4]] and result.logits_output == [output, [4], [0, 1]]
 
 
 @pytest.mark.parametrize("pictures", [True, False])

@@ -9,7 +9,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, Token
 from sglang.srt.sampling import sampling_params
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dspark.engine.api.requests import check_request, parse_stop_regex
+from sglang_dspark.engine.api.requests import check_request
+from sglang_dspark.features.ends.stop_regex import parse_stop_regex
 
 
 def checked(ids=(5,), parameters=None, request=None, architecture="LlamaForCausalLM", **fields):

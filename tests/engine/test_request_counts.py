@@ -2,10 +2,7 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from sglang_dspark.engine.api.request_counts import report
-from sglang_dspark.engine.scheduler.hook_handlers import end_request
 
 
 def outputs(*, rounds, drafted, rows, accepted):
@@ -48,10 +45,3 @@ def test_a_request_without_a_step_says_nothing():
     embeddings = {}
     report(None, None, embeddings, SimpleNamespace(), 0)
     assert embeddings == {}
-
-
-@pytest.mark.parametrize(("counted", "expected"), [(3, 3), (4, 4), (9, 4)])
-def test_reasoning_has_at_most_the_tokens_of_the_text(counted, expected):
-    req, ended = SimpleNamespace(output_ids_through_stop=[5] * 4, reasoning_tokens=counted), []
-    end_request(None, SimpleNamespace(model_worker=SimpleNamespace(end_request=ended.append)), req)
-    assert req.reasoning_tokens == expected and ended == [req]

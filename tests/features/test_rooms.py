@@ -14,6 +14,8 @@ from sglang_dspark.features import ROOMS
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = "tests/worker/test_eager_executor.py::test_the_golden_rounds_are_decoded_in_one_batch"
+ASKED_BY_REQUESTS = ("adjustments", "ends", "logprobs")
+"""Rooms that every server uses, because any request may ask for them."""
 IMPORT_ALL = """
 import importlib, pkgutil, sglang_dspark
 from sglang_dspark.engine.feature import all_features
@@ -102,4 +104,4 @@ def test_what_a_room_declares_is_there(feature):
     assert all(hook.handler.startswith(feature.room.removeprefix("sglang_dspark.")) for hook in feature.hooks)
     args = ServerArgs(model_path="none")
     args._model_config = type("Text", (), {"is_multimodal": False, "model_is_mrope": False})()
-    assert not feature.is_used(args)
+    assert feature.is_used(args) == (feature.room.rpartition(".")[2] in ASKED_BY_REQUESTS)

@@ -40,12 +40,11 @@ class WorkerLoop(StageLoop):
         self.published = []
         self.worker = worker = DSparkWorker.__new__(DSparkWorker)
         worker.step, worker.timer, worker.relay = 0, DeviceTimer(torch.device("cpu")), None
-        worker._target_worker = SimpleNamespace(set_hicache_consumer=nothing)
+        worker._target_worker = SimpleNamespace()
         worker.schedule = self.schedule
         worker.executors = SimpleNamespace(select=lambda step, decision: self.eager)
         worker.request_options = SimpleNamespace(read=lambda reqs: SimpleNamespace(traced=False))
-        adjuster = SimpleNamespace(any=False, read=nothing, apply=nothing, count=nothing)
-        worker.logits_adjuster = SimpleNamespace(of_step=lambda batch: adjuster)
+        worker.parts = []
         worker.check_logits = None
         decision = StepDecision(self.gamma, FixedLength())
         worker.control = SimpleNamespace(choose=lambda batch, options: decision)
@@ -54,7 +53,7 @@ class WorkerLoop(StageLoop):
     def _step(self, number):
         mode = SimpleNamespace(is_extend=lambda: False, is_idle=lambda: False)
         reqs = [SimpleNamespace(rid=f"r{place}") for place in range(len(self.texts))]
-        batch = SimpleNamespace(reqs=reqs, forward_mode=mode, is_extend_in_batch=False, hicache_consumer_index=-1)
+        batch = SimpleNamespace(reqs=reqs, forward_mode=mode, is_extend_in_batch=False)
         self.worker.forward_batch_generation(batch, on_publish=self.published.append)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -57,20 +57,6 @@ def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args
     _drop_unknown_labels(request, manager)
     if not tokenized.return_logprob:
         tokenized.top_logprobs_num = 0  # SGLang takes the largest one of a batch in which others have log-probabilities
-
-
-def parse_stop_regex(original: Callable[[str], int], pattern: str) -> int:
-    """Hook around SGLang's parsing of a ``stop_regex``.
-
-    Raises:
-        ValueError: it is no regular expression; SGLang answers HTTP 400.
-    """
-    try:
-        return original(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(
-            f"sampling_params.stop_regex is not a regular expression: {error}; correct or drop it"
-        ) from error
 
 
 def _not_served(request: GenerateReqInput, parameters: SamplingParams, target: ModelConfig) -> Iterator[str]:

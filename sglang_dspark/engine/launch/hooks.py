@@ -85,15 +85,6 @@ HOOKS: tuple[Hook, ...] = (
         "HTTP 400; this makes what travels to the scheduler, for every route and the offline engine",
     ),
     Hook(
-        "parse-stop-regex",
-        "sglang.srt.sampling.sampling_params.get_max_seq_length",
-        HookType.AROUND,
-        "engine.api.requests.parse_stop_regex",
-        "front_end",
-        "SGLang answers HTTP 500 to an expression that does not compile",
-        Moment.SOME_TIME,
-    ),
-    Hook(
         "report-counts",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         HookType.AFTER,
@@ -203,17 +194,7 @@ HOOKS: tuple[Hook, ...] = (
         "engine.scheduler.hook_handlers.observe_results",
         "scheduler",
         "the result of a step comes as one tensor, which is taken apart where SGLang reads its tokens; there "
-        "counters and traces also learn what became of its drafts, and requests with stop strings look for their end "
-        "token by token",
-    ),
-    Hook(
-        "session-turns",
-        "sglang.srt.session.session_controller.Session.create_req",
-        HookType.BEFORE,
-        "engine.scheduler.first_finish.forget_overshoot",
-        "scheduler",
-        "the tokens behind an end, which a step may commit, would become part of the next turn's prompt",
-        Moment.SOME_TIME,
+        "counters, traces and features also learn what became of its drafts",
     ),
     Hook(
         "end-requests",
@@ -221,8 +202,7 @@ HOOKS: tuple[Hook, ...] = (
         HookType.AFTER,
         "engine.scheduler.hook_handlers.end_request",
         "scheduler",
-        "SGLang counts the reasoning of a step before it looks for the end; this is called when a request has ended, "
-        "whose answer may be kept",
+        "when a request has ended, its answer may be kept, and SGLang may have counted tokens behind its end",
         Moment.SOME_TIME,
     ),
     Hook(

@@ -12,7 +12,6 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
-from sglang_dspark.engine.scheduler.logprobs import with_logprobs
 from sglang_dspark.engine.scheduler.request_options import request_options
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.step.device_time import AwaitedEvent, DeviceSpan
@@ -142,9 +141,8 @@ class DSparkBatchResult(GenerationBatchResult):
 
 
 def decode_result(
-    batch: Any,
-    step: DecodeBatch,
     outcome: StepOutcome,
+    output: Any,
     rounds: StepRecord,
     copies: PackedCopies,
     span: DeviceSpan,
@@ -155,17 +153,16 @@ def decode_result(
 
     Args:
         outcome: its anchors and lengths go to SGLang as they are: without a relay, in memory that stays theirs.
+        output: SGLang's, with what requests ask to know of their tokens.
         copies: how the rest comes to the host, which reads nothing that a graph wrote after the next step's replays.
         span: around everything that the step launches, this result included.
         in_graphs: whether CUDA graphs were replayed.
     """
-    accepted, output = outcome.accepted, outcome.target.logits_output
+    accepted = outcome.accepted
     tokens = accepted.out_tokens.reshape(-1)
     sent = [tensor for tensor in rounds.tensors if tensor is not None]
     return DSparkBatchResult(
-        logits_output=with_logprobs(
-            batch, output, outcome.plan.indptr, accepted.out_tokens, step.rows.filter_params.temperatures
-        ),
+        logits_output=output,
         next_token_ids=tokens,
         can_run_cuda_graph=in_graphs,
         next_draft_input=DSparkDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),

@@ -7,8 +7,6 @@ from typing import Any
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.compat.decoder import decoder_of
-from sglang_dspark.engine.scheduler.first_finish import let_first_end_count
-from sglang_dspark.engine.scheduler.logprobs import drop_rejected
 from sglang_dspark.fence import fenced, nothing
 
 
@@ -20,19 +18,14 @@ def observe_results(original: Callable[..., Any], processor: Any, result: Any, b
     """Unpack a step's result before SGLang reads its tokens, and show it to the worker afterwards."""
     result.read_copy()
     predicted = original(processor, result, batch)
-    let_first_end_count(batch.reqs, predicted)
-    if batch.return_logprob:
-        drop_rejected(result.logits_output, [len(tokens) for tokens in predicted])
+    for part in processor.model_worker.parts:
+        part.tokens_come(batch, result, predicted)
     processor.model_worker.observe(result, batch)
     return predicted
 
 
 def end_request(result: None, processor: Any, req: Any) -> None:
-    """Take off the reasoning tokens that SGLang has counted behind the end of a request, and show it to the worker.
-
-    Reasoning stands at the beginning of a text, so it has at most as many tokens as the text.
-    """
-    req.reasoning_tokens = min(req.reasoning_tokens, len(req.output_ids_through_stop))
+    """Show the worker a request whose text is complete."""
     processor.model_worker.end_request(req)
 
 

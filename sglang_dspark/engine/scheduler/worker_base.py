@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.compat.worker_face import WorkerFace
-from sglang_dspark.engine.feature import parts_of
+from sglang_dspark.engine.feature import DrawnTokens, parts_of
 from sglang_dspark.engine.forward.capture import capturing_forward
 from sglang_dspark.engine.forward.recurrent_layers import check_room
 from sglang_dspark.engine.forward.verify_attention import as_without_dspark, verify_beside_prompts
@@ -30,8 +30,7 @@ from sglang_dspark.engine.scheduler.batch import (
     round_keys,
 )
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
-from sglang_dspark.engine.scheduler.logits_adjuster import LogitsAdjuster, nan_check
-from sglang_dspark.engine.scheduler.logprobs import with_logprobs
+from sglang_dspark.engine.scheduler.nan_check import nan_check
 from sglang_dspark.engine.scheduler.request_options import request_options
 from sglang_dspark.engine.scheduler.start_check import check_start
 from sglang_dspark.engine.scheduler.step_control import StepControl
@@ -70,7 +69,6 @@ class SpecWorkerBase(WorkerFace):
         self.parts = parts_of(self, server_args)
         self.sampling = SamplingReader(self.device)
         self.drafted_sampling = SamplingReader(self.device)  # of the requests that are drafted, where these are not all
-        self.logits_adjuster = LogitsAdjuster(target_worker.model_runner.model_config.vocab_size, self.device)
         # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
         self.max_verify: int = self.server_args.speculative_num_draft_tokens - 1
         self.check_logits = nan_check()
@@ -139,8 +137,14 @@ class SpecWorkerBase(WorkerFace):
         if isinstance(result, DSparkBatchResult) and result.rounds is not None:
             self.control.observe(batch.reqs, result.rounds, result.accept_lens.tolist(), result.times_ms)
 
-    @fenced("answers to keep", instead=nothing)
     def end_request(self, req: Any) -> None:
+        """Look at a request whose text is complete."""
+        for part in self.parts:
+            part.request_ended(req)
+        self._keep_answer(req)
+
+    @fenced("answers to keep", instead=nothing)
+    def _keep_answer(self, req: Any) -> None:
         """Keep the answer of a request that was not aborted, if it has a key."""
         key = request_options(req).cache
         if key and not isinstance(req.finished_reason, FINISH_ABORT):
@@ -203,18 +207,28 @@ class SpecWorkerBase(WorkerFace):
         rows, output = self.sampling.read(batch.reqs), result.logits_output
         if self.check_logits is not None:
             self.check_logits(output.next_token_logits)
-        self.logits_adjuster.begin(batch, output.next_token_logits)
+        for part in self.parts:
+            part.first_logits(batch, output.next_token_logits)
         positions = batch.seq_lens.to(torch.int64)
         keys = round_keys(batch, positions, seed=self._target_worker.random_seed, step=self.step)
         tokens = draw(output.next_token_logits, rows, keys)
         self.agreement.adopt(tokens)
-        self.logits_adjuster.count(batch.reqs, tokens[:, None])
+        for part in self.parts:
+            part.first_tokens(batch, tokens)
         indptr = torch.arange(len(batch.reqs) + 1, device=self.device)
         result.next_token_ids = tokens
-        result.logits_output = with_logprobs(batch, output, indptr, tokens, rows.filter_params.temperatures)
+        result.logits_output = self.described(
+            batch, output, DrawnTokens(indptr, tokens, rows.filter_params.temperatures)
+        )
         if all(req.sampling_params.max_new_tokens == 0 for req in batch.reqs):
             # Of prompts that are only scored; SGLang would give them one, since it takes no such batch for what it is.
             result.logits_output.next_token_logprobs = None
+
+    def described(self, batch: Any, output: Any, drawn: DrawnTokens) -> Any:
+        """Return SGLang's ``LogitsProcessorOutput`` with what requests ask to know of their new tokens."""
+        for part in self.parts:
+            output = part.tokens_drawn(batch, output, drawn)
+        return output
 
     def _idle(self, publish: Publish) -> DSparkBatchResult:
         draft_input = DSparkDraftInput.idle(self.device)

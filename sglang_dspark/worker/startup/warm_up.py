@@ -11,18 +11,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from dspark_kernels import (
-    AdjustmentTable,
     DraftBlock,
     SamplingBatch,
     StepRequests,
     VerifyRows,
-    adjust,
     is_crowded,
     num_processors,
     num_splits,
@@ -32,16 +30,15 @@ from dspark_kernels import (
     prepare,
 )
 
+from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.forward.layers import kv_heads_of_layers
 from sglang_dspark.engine.scheduler.batch import read_decode_batch
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
-from sglang_dspark.engine.scheduler.logits_adjuster import FIRST_SLOTS
 from sglang_dspark.engine.scheduler.measure_steps import most_running
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
 from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, TargetOutput, VerifyPlan
-from sglang_dspark.step.transfers import host_index
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.executors.eager import EagerExecutor
 
@@ -65,7 +62,13 @@ _DRAFT_MIXES: tuple[_Mix, ...] = ((_GREEDY,), (_SAMPLED,), (_SEEDED,), (_SEEDED,
 _MIXES: tuple[_Mix, ...] = (*_DRAFT_MIXES, (_FILTERED,), (_SEEDED_FILTERED,), (_SEEDED, _FILTERED))
 
 
-def warm_up(executor: EagerExecutor, target_worker: Any, max_verify: int, request_slots: Sequence[int]) -> None:
+def warm_up(
+    executor: EagerExecutor,
+    target_worker: Any,
+    max_verify: int,
+    request_slots: Sequence[int],
+    parts: Sequence[Part] = (),
+) -> None:
     """Compile what the steps of a server need, or load it from Triton's cache; takes seconds then.
 
     Args:
@@ -73,6 +76,7 @@ def warm_up(executor: EagerExecutor, target_worker: Any, max_verify: int, reques
         target_worker: SGLang's worker of the target.
         max_verify: most drafts that a step verifies per request.
         request_slots: batch sizes that are captured as CUDA graphs, none where these are off.
+        parts: what features do on the server.
     """
     began = time.monotonic()
     runner = target_worker.model_runner
@@ -98,7 +102,7 @@ def warm_up(executor: EagerExecutor, target_worker: Any, max_verify: int, reques
                 with dummy(requests) as batch:
                     _WarmUpSteps(executor, batch, max_verify).verify(depth)
         with dummy(min(2, most)) as batch:
-            _WarmUpSteps(executor, batch, max_verify).accept()
+            _WarmUpSteps(executor, batch, max_verify).accept(parts)
     # Graphs allocate from a pool of their own, which cannot use what lies cached here.
     torch.cuda.empty_cache()
     logger.info("DSPARK: every kernel compiled or loaded, in %.1f s", time.monotonic() - began)
@@ -118,10 +122,10 @@ def on_stream_of_steps(runner: Any, *, overlap: bool) -> Iterator[None]:
     device.synchronize()
 
 
-def hold_largest_step(executor: EagerExecutor, target_worker: Any, max_verify: int) -> None:
+def hold_largest_step(executor: EagerExecutor, target_worker: Any, max_verify: int, parts: Sequence[Part] = ()) -> None:
     """Have torch's allocator hold what the largest step takes beside CUDA graphs, so that no request finds it gone.
 
-    All requests that may run are sampled, have drafts of their own and penalties, and none fits into a graph.
+    All requests that may run are sampled and have drafts of their own, and none fits into a graph.
 
     Raises:
         ConfigError: the memory is not there.
@@ -129,12 +133,10 @@ def hold_largest_step(executor: EagerExecutor, target_worker: Any, max_verify: i
     runner = target_worker.model_runner
     most = most_running(runner)
     try:
-        # Once requests have adjustments, their table lies beside every step. It doubles, from one that is copied.
-        slots, vocab_size = max(FIRST_SLOTS, 2 ** (most - 1).bit_length()), int(runner.model_config.vocab_size)
-        table = AdjustmentTable.empty(slots // 2, vocab_size, runner.device).grown(slots)
-        with torch.no_grad(), DummyBatch(target_worker, most, 1, max_verify + 1) as batch:
+        with ExitStack() as held, torch.no_grad(), DummyBatch(target_worker, most, 1, max_verify + 1) as batch:
+            for part in parts:
+                held.enter_context(part.held(most))
             _WarmUpSteps(executor, batch, max_verify).fill()
-        del table
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a step of --max-running-requests={most} sampled requests with {max_verify} drafts each does not fit into "
@@ -208,9 +210,12 @@ class _WarmUpSteps:
             depth = max(1, min(self._most, _MAX_SAMPLED_DRAFTS // self._requests))
             self._step(StepDecision(depth, TopK(max(1, self._requests * depth // 2))), _DRAFT_MIXES)
 
-    def accept(self) -> None:
-        """Verify every mix, windows of every width."""
-        self._surroundings(*self._step(PLAIN, _MIXES))
+    def accept(self, parts: Sequence[Part]) -> None:
+        """Verify every mix, windows of every width; and run what else there is."""
+        plan, target = self._step(PLAIN, _MIXES)
+        self._executor.drafter.inject(plan.input_ids, target.captured, plan.positions, plan.slots)
+        for part in parts:
+            part.warm_up(plan, target.logits_output.next_token_logits)
         for width in widths(self._most):
             self._step(StepDecision(width, FixedLength()), _MIXES)
 
@@ -237,14 +242,6 @@ class _WarmUpSteps:
             accepted = executor.accept(step, draft, plan, target)
         executor.commit(plan, accepted, target)
         return plan, target
-
-    def _surroundings(self, plan: VerifyPlan, target: TargetOutput) -> None:
-        """Run what else there is: a prompt's draft K/V, and penalties, biases and the like on the target's logits."""
-        self._executor.drafter.inject(plan.input_ids, target.captured, plan.positions, plan.slots)
-        logits = target.logits_output.next_token_logits
-        table = AdjustmentTable.empty(1, logits.shape[1], logits.device)
-        no_slot = host_index([-1], logits.device)
-        adjust(logits, table, no_slot, plan.requests, plan.columns, plan.input_ids, plan.indptr)
 
     def _batch(self, mix: _Mix) -> DecodeBatch:
         rows_of = partial(self._rows, mix)

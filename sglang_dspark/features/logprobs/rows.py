@@ -37,10 +37,8 @@ def with_logprobs(
         temperatures: 1 for greedy requests.
 
     Returns:
-        ``output`` itself if no request asked. Lists have an entry per request and slot, empty if it did not ask.
+        A copy of ``output``. Lists have an entry per request and slot, empty if it did not ask.
     """
-    if not batch.return_logprob:
-        return output
     width = 1 if tokens.ndim == 1 else tokens.shape[1]
     entries = len(batch.reqs) * width
     filled = replace(output, next_token_logprobs=torch.zeros(tokens.shape, device=tokens.device))

@@ -9,8 +9,9 @@ import pytest
 import torch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dspark.engine.scheduler import logits_adjuster as module
-from sglang_dspark.engine.scheduler.logits_adjuster import LogitsAdjuster, adjustment_of, has_adjustment
+from sglang_dspark.features.adjustments import adjuster as module
+from sglang_dspark.features.adjustments.adjuster import LogitsAdjuster, adjustment_of, has_adjustment
+from sglang_dspark.features.adjustments.served import Adjustments
 
 VOCAB = 20
 
@@ -45,7 +46,8 @@ def step(adjuster: LogitsAdjuster, *reqs: Request) -> torch.Tensor:
     logits, indptr = torch.zeros(len(reqs), VOCAB), torch.arange(len(reqs) + 1)
     nothing = torch.zeros(len(reqs), dtype=torch.int64)
     plan = SimpleNamespace(requests=indptr[:-1], columns=nothing, input_ids=nothing, indptr=indptr)
-    adjuster.of_step(batch_of(*reqs)).apply(plan, logits)
+    if part := adjuster.of_step(batch_of(*reqs)):
+        part.after_verify(plan, logits)
     return logits
 
 
@@ -58,11 +60,11 @@ def test_batches_without_adjustments_are_left_alone(adjuster):
     plain, greedy = Request(), Request(temperature=0.0, stop=["x"], frequency_penalty=0.0)
     prefill(adjuster, plain, greedy)
     assert len(adjuster._table) == 0
-    assert not adjuster.of_step(batch_of(plain, greedy)).any
+    assert adjuster.of_step(batch_of(plain, greedy)) is None
     penalised = Request(presence_penalty=1.0)
     prefill(adjuster, plain, penalised)
-    assert adjuster.of_step(batch_of(plain, penalised)).any
-    assert not adjuster.of_step(batch_of(plain)).any
+    assert adjuster.of_step(batch_of(plain, penalised)) is not None
+    assert adjuster.of_step(batch_of(plain)) is None
 
 
 def test_counts_follow_the_request_through_changing_batches(adjuster):
@@ -96,9 +98,9 @@ def test_the_finished_are_forgotten_when_the_batch_changes(adjuster):
     """Else a server keeps their texts, and looks for adjustments in every step."""
     first, plain = Request(presence_penalty=1.0), Request()
     prefill(adjuster, first)
-    assert adjuster.of_step(batch_of(first, plain)).any
+    assert adjuster.of_step(batch_of(first, plain)) is not None
     first.ended = True
-    assert not adjuster.of_step(batch_of(plain)).any
+    assert adjuster.of_step(batch_of(plain)) is None
     assert adjuster._slots == {}
     assert torch.equal(step(adjuster, plain), torch.zeros(1, VOCAB))
 
@@ -146,3 +148,20 @@ def test_masks_of_grammars_wait_for_no_forward(adjuster, monkeypatch):
     assert masked is logits
     assert found is bitmask
     assert rows.tolist() == [0, 2]
+
+
+def test_the_first_token_of_a_text_counts_for_its_penalties():
+    part, req = Adjustments(VOCAB, torch.device("cpu")), Request(presence_penalty=2.0)
+    batch, logits = batch_of(req), torch.zeros(1, VOCAB)
+    part.first_logits(batch, logits)
+    part.first_tokens(batch, torch.tensor([4]))
+    nothing, indptr = torch.zeros(1, dtype=torch.int64), torch.arange(2)
+    plan = SimpleNamespace(requests=nothing, columns=nothing, input_ids=nothing, indptr=indptr)
+    part.step_comes(batch).after_verify(plan, logits)
+    assert logits.nonzero().tolist() == [[0, 4]] and logits[0, 4] == -2
+
+
+def test_memory_is_held_for_the_table_of_all_requests():
+    """It doubles, so that of nine requests has sixteen rows."""
+    with Adjustments(VOCAB, torch.device("cpu")).held(9) as table:
+        assert len(table) == 16

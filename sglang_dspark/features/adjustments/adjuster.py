@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from dspark_kernels import Adjustment, AdjustmentTable, adjust, mask_tokens, to_device
-from sglang.srt.environ import envs
-from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark.engine.scheduler.batch import is_running
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
-from sglang_dspark.engine.scheduler.grammars import grammar_masks
+from sglang_dspark.features.adjustments.grammars import grammar_masks
 from sglang_dspark.step.state import VerifyPlan
 from sglang_dspark.step.transfers import host_index
 
-NAN_SWITCHES = (
-    envs.SGLANG_SANITIZE_NAN_LOGITS,
-    envs.SGLANG_ENABLE_ASYNC_ASSERT,
-    envs.SGLANG_ENABLE_NAN_LOGITS_CHECK,
-)
-"""Switches of SGLang by which its sampler looks for NaN."""
 FIRST_SLOTS = 8  # of the table, which doubles when more requests have adjustments
 
 
@@ -40,9 +31,10 @@ class LogitsAdjuster:
         self._free: list[int] = []
         self._index = CachedByBatch(self._index_of)
 
-    def of_step(self, batch: Any) -> StepAdjuster:
-        """Return the adjuster of a decode step."""
-        return StepAdjuster(self, batch, any=batch.has_grammar or self._slots_of(batch.reqs) is not None)
+    def of_step(self, batch: Any) -> StepAdjuster | None:
+        """Return the adjuster of a decode step; None if no request of it has adjustments."""
+        has_any = batch.has_grammar or self._slots_of(batch.reqs) is not None
+        return StepAdjuster(self, batch) if has_any else None
 
     def begin(self, batch: Any, logits: torch.Tensor) -> None:
         """Set up the requests of a prefill and adjust the logits [bs, V] of the tokens that it draws, in place."""
@@ -105,18 +97,13 @@ class LogitsAdjuster:
 
 
 class StepAdjuster:
-    """Adjust the logits of one decode step; the methods are called in this order.
+    """Adjust the logits of one decode step."""
 
-    Attributes:
-        any: whether a request of the step has adjustments.
-    """
-
-    def __init__(self, adjuster: LogitsAdjuster, batch: Any, *, any: bool) -> None:
-        self.any = any
+    def __init__(self, adjuster: LogitsAdjuster, batch: Any) -> None:
         self._adjuster, self._batch = adjuster, batch
         self._windows: list[list[int]] | None = None
 
-    def read(self, plan: VerifyPlan) -> None:
+    def before_verify(self, plan: VerifyPlan) -> None:
         """Read the tokens under verification if a grammar has to follow them on the host, which waits for them.
 
         Call it before the target's forward is launched, or the host waits for that as well.
@@ -125,14 +112,14 @@ class StepAdjuster:
             starts, tokens = plan.indptr.tolist(), plan.input_ids.tolist()
             self._windows = [tokens[starts[i] : starts[i + 1]] for i in range(len(self._batch.reqs))]
 
-    def apply(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
+    def after_verify(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
         """Adjust the rows of a verification [N, V] in place."""
         reqs = self._batch.reqs
         self._adjuster.adjust(reqs, logits, plan.requests, plan.columns, plan.input_ids, plan.indptr)
         if self._windows is not None:
             self._adjuster.mask(reqs, logits, self._windows)
 
-    def count(self, tokens: torch.Tensor) -> None:
+    def accepted(self, tokens: torch.Tensor) -> None:
         """Count new output tokens [bs, w] int64, -1 behind them. No host sync."""
         self._adjuster.count(self._batch.reqs, tokens)
 
@@ -169,10 +156,3 @@ def adjustment_of(req: Any, vocab_size: int) -> Adjustment:
         stop_token_ids=[token for token in stops if token is not None and 0 <= token < vocab_size],
         logit_bias={int(token): bias for token, bias in (parameters.logit_bias or {}).items()},
     )
-
-
-def nan_check() -> Callable[[torch.Tensor], None] | None:
-    """Return SGLang's treatment of NaN in logits [n, V], in place, before any other; None if no switch asks for it."""
-    if any(switch.get() for switch in NAN_SWITCHES):
-        return partial(sanitize_nan_logits, msg="DSPARK: target logits")
-    return None

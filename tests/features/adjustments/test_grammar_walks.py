@@ -14,7 +14,8 @@ from sglang.srt.parser.reasoning_parser import BaseReasoningFormatDetector
 from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sglang_dspark.engine.scheduler.grammars import ForcedTokens, grammar_masks
+from sglang_dspark.engine.scheduler.forced import ForcedTokens
+from sglang_dspark.features.adjustments.grammars import grammar_masks
 
 VOCAB, EOS, THINK_END = 256, 1, 2
 REGEX = "[ab]{2}(c|d)+e?"

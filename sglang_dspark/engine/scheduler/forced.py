@@ -1,9 +1,4 @@
-"""Read the masks of a verification, by a walk along its drafts, and what grammars force.
-
-SGLang's grammar objects stand behind the committed tokens, and the walk returns them there. It ends at the first draft
-that the grammar forbids: that row gives the draft probability 0, so nothing behind it is ever committed. SGLang's own
-walk takes tensors for single tokens, and twelve times as long or more.
-"""
+"""Read what grammars force, to draft it."""
 
 from __future__ import annotations
 
@@ -12,63 +7,13 @@ from functools import lru_cache, partial
 from itertools import takewhile
 from typing import Any
 
-import torch
-
 from sglang_dspark.fence import fenced
 
-_BITS = 32  # of a word of a mask
 _FORCED_TEXTS = 1024  # whose tokens are kept
 _BEFORE = "\n"  # behind which tokenizers encode a text as inside of a longer one
 _LETTERS = 16  # of a token, at most of most
 _LONGEST_READ = 4096  # letters or tokens; the grammar computes all that it forces, in 0.3 ms
 _FORCES_TOO_MUCH = "dspark_forces_too_much"
-
-
-def grammar_masks(
-    reqs: Sequence[Any], windows: Sequence[Sequence[int]], vocab_size: int
-) -> tuple[list[int], torch.Tensor | None]:
-    """Return the masks of all rows whose request has a grammar.
-
-    Args:
-        windows: per request the anchor and the drafts under verification, one per row.
-
-    Returns:
-        Those rows [m], counted over all windows, and their masks [m, W] int32, bit v set if token v is allowed; rows
-        that the walk does not reach are left out. No rows and None if no request has a grammar.
-    """
-    rows: list[int] = []
-    masks: list[torch.Tensor] = []
-    start = 0
-    for req, window in zip(reqs, windows, strict=True):
-        if req.grammar is not None and not req.grammar.finished:
-            mask = req.grammar.allocate_vocab_mask(vocab_size, len(window), "cpu")
-            num_reached = _walk(req.grammar, window[1:], mask)
-            rows.extend(range(start, start + num_reached))
-            masks.append(mask[:num_reached])
-        start += len(window)
-    return rows, torch.cat(masks) if rows else None
-
-
-def _walk(grammar: Any, drafts: Sequence[int], mask: torch.Tensor) -> int:
-    """Fill the masks [1 + len(drafts), W] of the rows that the grammar reaches, and return how many these are."""
-    words = mask.numpy()
-    accepted = row = 0
-    while not grammar.is_terminated():
-        grammar.fill_vocab_mask(mask, row)
-        row += 1
-        if accepted == len(drafts) or not _allows(words[accepted], drafts[accepted]):
-            break
-        grammar.accept_token(drafts[accepted])
-        accepted += 1
-    if accepted:
-        grammar.rollback(accepted)
-    return row
-
-
-def _allows(words: Any, token: int) -> bool:
-    """Return whether a mask [W] allows a token; the vocabulary of a model may be larger than its tokenizer's."""
-    word, bit = divmod(token, _BITS)
-    return word < len(words) and bool(int(words[word]) >> bit & 1)
 
 
 class ForcedTokens:

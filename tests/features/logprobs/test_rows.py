@@ -6,10 +6,12 @@ import pytest
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
+from sglang_dspark.engine.feature import DrawnTokens, Part
 from sglang_dspark.engine.scheduler.hook_handlers import observe_results
-from sglang_dspark.engine.scheduler.logprobs import with_logprobs
+from sglang_dspark.features.logprobs.served import Logprobs
 
 VOCAB, WIDTH = 11, 8
+UNASKED = SimpleNamespace(return_logprob=False)
 
 
 @pytest.mark.parametrize("original", [False, True])
@@ -31,7 +33,9 @@ def test_every_request_gets_those_of_its_own_rows(monkeypatch, requests, origina
         top_logprobs_nums=[2 * wanted for wanted in asked],
         token_ids_logprobs=[[number % VOCAB, 7] if wanted else None for number, wanted in enumerate(asked)],
     )
-    output = with_logprobs(batch, LogitsProcessorOutput(next_token_logits=logits), indptr, tokens, temperatures)
+    given = LogitsProcessorOutput(next_token_logits=logits)
+    output = Logprobs().tokens_drawn(batch, given, DrawnTokens(indptr, tokens, temperatures))
+    assert given.next_token_logprobs is None and Logprobs().tokens_drawn(UNASKED, given, None) is given
     for number in range(requests):
         for slot in range(int(lens[number])):
             entry, scale = number * WIDTH + slot, 1.0 if original else float(temperatures[number])
@@ -56,7 +60,8 @@ def test_entries_of_tokens_that_were_not_committed_are_empty():
     output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx = entries(), entries()
     output.next_token_token_ids_logprobs_val = [*entries()[:3], *[torch.empty(0)] * 3]
     observed = []
-    processor = SimpleNamespace(model_worker=SimpleNamespace(observe=lambda *told: observed.append(told)))
+    worker = SimpleNamespace(observe=lambda *told: observed.append(told), parts=[Part(), Logprobs()])
+    processor = SimpleNamespace(model_worker=worker)
     result = SimpleNamespace(read_copy=lambda: None, logits_output=output)
     batch = SimpleNamespace(return_logprob=True, reqs=[SimpleNamespace(finished=lambda: True)] * 2)
     assert observe_results(lambda *told: [[5], [6, 7, 8]], processor, result, batch) == [[5], [6, 7, 8]]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dspark.engine.scheduler.first_finish import forget_overshoot, let_first_end_count
+from sglang_dspark.features.ends.first_end import forget_overshoot, let_first_end_count
 
 LETTERS = "abcdefgh"  # of tokens 0 to 7
 EOS = 7
