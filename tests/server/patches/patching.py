@@ -113,9 +113,9 @@ def interpret_adapters():
     """Let a server on a CPU serve adapters by kernels, which are interpreted."""
 
     def offer(module):
-        module.LORA_BACKENDS = {**module.LORA_BACKENDS, "cpu": module.LORA_BACKENDS["cuda"]}
+        module.BACKENDS = {**module.BACKENDS, "cpu": module.BACKENDS["cuda"]}
 
-    patch_when_imported("sglang_dspark.engine.launch.flag_checks", offer)
+    patch_when_imported("sglang_dspark.features.adapters.checks", offer)
 
 
 def attend_literally():
@@ -160,14 +160,18 @@ def complete_cpu():
     """
     on_cpu.watch_imports()
 
-    def allow(module):
-        module.HOST_CACHE_DEVICES = module.PAGE_DEVICES = ("cpu", "cuda")
+    def page(module):
+        module.PAGE_DEVICES = ("cpu", "cuda")
+
+    def copy(module):
+        module.DEVICES = ("cpu", "cuda")
 
     patch_when_imported("sglang.srt.layers.quantization", late("int8_method", "offer"))
     patch_when_imported("sglang.srt.mem_cache.allocator.paged", late("paged_slots", "install"))
     # The first of the modules of adapters that any process imports.
     patch_when_imported("sglang.srt.lora.lora_registry", late("unpinned", "install"))
-    patch_when_imported("sglang_dspark.engine.launch.flag_checks", allow)
+    patch_when_imported("sglang_dspark.engine.launch.flag_checks", page)
+    patch_when_imported("sglang_dspark.features.host_cache.checks", copy)
     patch_when_imported("sglang.srt.mem_cache.pool_host.mha", late("host_memory", "install_pools"))
     for name in ("sglang.srt.managers.cache_controller", "sglang.srt.mem_cache.l2_transfer"):
         patch_when_imported(name, late("host_memory", "install_streams"))
