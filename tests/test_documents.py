@@ -82,7 +82,7 @@ def test_the_readme_is_read_in_five_minutes():
     assert len(README.split()) <= README_WORDS
 
 
-PATHS = re.findall(r"`((?:engine|worker|step|scheduling|draft|metrics|calibration|tools)/[\w/]+\.py)`", MAP)
+PATHS = re.findall(r"`((?:engine|features|worker|step|scheduling|draft|metrics|calibration|tools)/[\w/]+\.py)`", MAP)
 
 
 @pytest.mark.parametrize("path", sorted(set(PATHS)))

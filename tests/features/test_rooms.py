@@ -1,9 +1,11 @@
 """What makes a folder a room: the folder and its line can go, and the rest imports, passes its types and decodes."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,37 @@ def test_a_room_can_go(room, types, tmp_path):
     tree = without([room], tmp_path)
     imports_and_decodes(tree, [name for name in ROOMS if name != room])
     assert "no issues found" in run(tree, "-m", "mypy", "--cache-dir", str(types))
+
+
+PAGE = (ROOT / "docs" / "features.md").read_text()
+USE = """
+import logging, sys
+from types import SimpleNamespace as Made
+from sglang_dspark.engine.feature import all_features, parts_of
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+[feature] = [each for each in all_features() if each.room.endswith("long_prompts")]
+assert not feature.is_used(Made(log_requests=False)) and feature.is_used(Made(log_requests=True))
+part = feature.load_part()(Made(max_verify=7))
+part.prefill_done(Made(reqs=[Made(origin_input_ids=[1] * length) for length in (7, 8)]))
+"""
+
+
+def test_a_reader_adds_the_feature_of_the_page(tmp_path):
+    tree = without([], tmp_path)
+    files = re.findall(r"<!-- file: (\S+) -->\n   ```python\n(.*?)   ```\n", PAGE, re.DOTALL)
+    assert len(files) == 2
+    for path, code in files:
+        written = tree / "sglang_dspark" / path
+        written.parent.mkdir(exist_ok=True)
+        written.write_text(textwrap.dedent(code))
+    features = tree / "sglang_dspark" / "features" / "__init__.py"
+    [line] = re.findall(r"Add the line `(.*?)` to `ROOMS`", PAGE)
+    features.write_text(features.read_text().replace('    "nodes",', f'    {line}\n    "nodes",'))
+    assert run(tree, "-c", USE).splitlines() == ["DSPARK: a prompt of 8 tokens"]
+
+
+def test_the_page_names_every_folder():
+    assert re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE) == list(ROOMS)
 
 
 def test_every_folder_has_its_line():

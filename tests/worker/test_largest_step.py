@@ -7,9 +7,9 @@ import pytest
 import torch
 from stage_loop import StageLoop
 
+from sglang_dspark.engine.feature import Part
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.state import TargetOutput
-from sglang_dspark.worker.startup import warm_up
 from sglang_dspark.worker.startup.warm_up import hold_largest_step, on_stream_of_steps
 
 REQUESTS, SLOTS, VOCAB_SIZE = 5, 40, 256
@@ -53,30 +53,20 @@ def test_every_request_is_sampled_and_has_all_drafts():
     assert not table.model_runner.req_to_token_pool.req_to_token.any()
 
 
-def test_a_table_of_adjustments_for_all_lies_beside_the_step(monkeypatch):
+def test_what_features_hold_lies_beside_the_step():
     """Or the step would take memory that the allocator has not handed out yet."""
-    loop, made = StageLoop(schedule="static"), []
+    loop, seen = StageLoop(schedule="static"), []
     target = Target(loop)
 
-    class Table:
-        def __init__(self, slots):
-            made.append(slots)
+    class Holding(Part):
+        @contextmanager
+        def held(self, requests):
+            seen.append((requests, len(target.rows)))
+            yield
+            seen.append((requests, len(target.rows)))
 
-        @classmethod
-        def empty(cls, slots, vocab_size, device):
-            assert (vocab_size, target.rows) == (VOCAB_SIZE, [])
-            return cls(slots)
-
-        def grown(self, slots):
-            return Table(slots)
-
-        def __del__(self):
-            made.append(len(target.rows))
-
-    monkeypatch.setattr(warm_up, "AdjustmentTable", Table)
-    hold_largest_step(loop.eager, worker(), loop.gamma)
-    # One is copied into the other before the step; the larger one is there until the step has been taken.
-    assert made == [4, 8, 0, 1]
+    hold_largest_step(loop.eager, worker(), loop.gamma, [Holding(), Part()])
+    assert seen == [(REQUESTS, 0), (REQUESTS, 1)]
 
 
 def test_memory_that_is_not_there_ends_the_start():
