@@ -88,3 +88,15 @@ def test_defaults_are_served_and_other_values_refused_by_name(rule):
     given = SimpleNamespace(**{**DEFAULTS, rule.name: "something"})
     assert list(flag_rules.refusals(given, defaults)) == [f"DSPARK cannot run with {flag}=something; {rule.remedy}"]
     assert list(flag_rules.refusals(defaults, given)) == [f"DSPARK cannot run with {flag}=something; {rule.remedy}"]
+
+
+def test_flags_without_effect_are_named():
+    given = {"speculative_ngram_capacity": 5, "uno_lora_path": "here", "decoupled_spec_rank": 1}
+    assert flag_rules.unread(SimpleNamespace(**DEFAULTS)) == []
+    found = flag_rules.unread(SimpleNamespace(**DEFAULTS | given | {"decoupled_spec_role": "drafter", "pp_size": 2}))
+    assert set(found) == {"--speculative-ngram-capacity", "--uno-lora-path", "--decoupled-spec-rank"}
+
+
+@pytest.mark.parametrize("prefix", flag_rules.UNREAD)
+def test_flags_without_effect_exist(prefix):
+    assert any(name.startswith(prefix) for name in DEFAULTS)

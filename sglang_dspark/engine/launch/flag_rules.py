@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from sglang.srt.arg_groups.arg_utils import record_fields
+from sglang.srt.server_args import ServerArgs
+
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.launch.flag_rule import FlagRule, flag_of
 from sglang_dspark.engine.support import PAGE_SIZES
@@ -16,7 +19,9 @@ HTTP = "drop the flag: requests are checked on their way through HTTP"
 PARTS_OF_STATES = (
     "drop the flag: each rank would hold the hidden states of some tokens only, and a drafter reads all of them"
 )
-OTHER_ALGORITHM = "drop the flag: DSPARK does not read it, it belongs to other speculative algorithms"
+OTHER_ALGORITHM = "drop the flag: it belongs to other speculative algorithms"
+UNREAD = ("speculative_ngram_", "speculative_domino_", "speculative_dsa_", "uno_", "decoupled_spec_", "spec_trace_")
+"""What the names of flags begin with that SGLang reads for other speculative algorithms alone."""
 
 FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("pp_size", (1,), "pass --pp-size 1"),
@@ -119,31 +124,28 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("speculative_moe_runner_backend", (None, "auto"), OTHER_ALGORITHM, follows="moe_runner_backend"),
     FlagRule("speculative_moe_a2a_backend", (None, "none"), OTHER_ALGORITHM),
     FlagRule("enable_multi_layer_eagle", (False,), OTHER_ALGORITHM),
-    FlagRule("speculative_domino_candidate_pool_size", (2048,), OTHER_ALGORITHM),
-    FlagRule("speculative_dsa_topk_backend", ("sgl-kernel",), OTHER_ALGORITHM),
     FlagRule("speculative_enable_w4a4_mxfp4_megamoe", (None,), OTHER_ALGORITHM),
-    FlagRule("uno_lora_path", (None,), OTHER_ALGORITHM),
     FlagRule("speculative_adaptive", (False,), "drop the flag: the policy auto of DSPARK adapts by itself"),
     FlagRule("speculative_adaptive_config", (None,), "drop the flag: the policy auto of DSPARK adapts by itself"),
-    FlagRule("decoupled_spec_bind_endpoint", (None,), OTHER_ALGORITHM),
-    FlagRule("decoupled_spec_connect_endpoints", (None,), OTHER_ALGORITHM),
-    FlagRule("decoupled_spec_rank", (None,), OTHER_ALGORITHM),
     FlagRule("decoupled_spec_role", ("null",), OTHER_ALGORITHM),
-    FlagRule("spec_trace_dir", (None,), OTHER_ALGORITHM),
-    FlagRule("speculative_ngram_min_bfs_breadth", (1,), OTHER_ALGORITHM),
-    FlagRule("speculative_ngram_max_bfs_breadth", (10,), OTHER_ALGORITHM),
-    FlagRule("speculative_ngram_match_type", ("BFS",), OTHER_ALGORITHM),
-    FlagRule("speculative_ngram_max_trie_depth", (18,), OTHER_ALGORITHM),
-    FlagRule("speculative_ngram_capacity", (10_000_000,), OTHER_ALGORITHM),
-    FlagRule("speculative_ngram_external_corpus_path", (None,), OTHER_ALGORITHM),
-    FlagRule("speculative_ngram_external_sam_budget", (0,), OTHER_ALGORITHM),
-    FlagRule("speculative_ngram_external_corpus_max_tokens", (10_000_000,), OTHER_ALGORITHM),
 )
 
 
 def all_rules() -> tuple[FlagRule, ...]:
     """Return the rules of the core and those of all features."""
     return (*FLAG_RULES, *(rule for feature in all_features() for rule in feature.flag_rules))
+
+
+def unread(args: Any) -> list[str]:
+    """Return the flags that have no effect under DSPARK, and that the operator has set all the same.
+
+    Args:
+        args: SGLang's ``ServerArgs``.
+    """
+    ruled = {rule.name for rule in FLAG_RULES}
+    fields = (field for field in record_fields(ServerArgs) if field.name.startswith(UNREAD))
+    set_by_hand = (field.name for field in fields if getattr(args, field.name) != field.default)
+    return [flag_of(name) for name in set_by_hand if name not in ruled]
 
 
 def refusals(args: Any, resolved: Any) -> Iterator[str]:

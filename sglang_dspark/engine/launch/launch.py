@@ -19,6 +19,7 @@ from sglang_dspark.engine.launch import defaults, hooks
 from sglang_dspark.engine.launch.check import Moment
 from sglang_dspark.engine.launch.checks import refuse
 from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.launch.flag_rules import unread
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import installed_sglang
@@ -40,6 +41,8 @@ class Launch(DSparkServer):
             ConfigError, CheckpointError: options that cannot work, or no usable drafter.
         """
         refuse(LaunchContext.of(args, config), Moment.OPTIONS)
+        if ignored := unread(args):
+            logger.warning("%s: DSPARK reads no flags of other speculative algorithms", ", ".join(ignored))
         dummy = (args.speculative_draft_load_format or args.load_format) == "dummy"
         drafter = find_drafter(args, config, dummy=dummy)
         arguments.attach(args, cls(config, drafter, dummy, defaults.take_draft_window(args)))
