@@ -158,7 +158,7 @@ def failure(case: unittest.TestCase, server: LaunchedServer) -> str:
 
 
 def wrong(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what failed with DSPARK and not without, but for what is refused by name."""
+    """Return the tests that failed with DSPARK alone, but for features that are refused by name."""
     failed = [row for row in rows if row.get("ours") and not row.get("plain")]
     return [
         f"{row['kit']}.{row['test']}: {row['ours']}"

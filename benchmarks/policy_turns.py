@@ -132,7 +132,7 @@ class Turns:
             before = after
 
     async def _switch(self, session: aiohttp.ClientSession, configuration: Configuration) -> dict[str, float]:
-        """Return what the server has counted until it switched."""
+        """Return the server's counts up to the switch."""
         answer = await self._json(session, "/dspark/policy", configuration.policy_fields)
         return dict(answer["until_now"])
 

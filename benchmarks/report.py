@@ -76,7 +76,7 @@ NO_OFF = "`off` was not measured, so speculation and the plugin's own step canno
 
 
 def remarks(frame: pd.DataFrame, *, simulated: bool) -> list[str]:
-    """Return what a reader has to know before the tables."""
+    """Return the notes that a reader needs before the tables."""
     policies = set(frame["policy"])
     mixed = PLAIN in policies and OFF not in policies and policies & set(POLICY_NAMES)
     return [*([STEP_TIMES] if simulated else []), *([NO_OFF] if mixed else [])]

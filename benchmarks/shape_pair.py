@@ -55,7 +55,7 @@ class Shape:
 
     @property
     def _shared(self) -> dict[str, Any]:
-        """Return what target and drafter have in common."""
+        """Return the sizes that target and drafter share."""
         names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
         sizes = {name: getattr(self, name) for name in (*names, "vocab_size")}
         return {**sizes, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6}

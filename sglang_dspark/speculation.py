@@ -146,7 +146,7 @@ class Speculation:
             raise ValueError("speculation.recorded is missing: the preset replay needs the token ids of the answer")
 
     def for_scheduler(self, labels: tuple[tuple[int, ...], ...]) -> RequestOptions:
-        """Return what the scheduler reads of these options.
+        """Return these options in the form that the scheduler reads.
 
         Args:
             labels: tokens of every spelling of every candidate.

@@ -34,7 +34,7 @@ class Load:
     rate: float | None = None
 
     def __str__(self) -> str:
-        """Return what tables call it, e.g. ``8 users`` or ``2 req/s``."""
+        """Return its name in tables, e.g. ``8 users`` or ``2 req/s``."""
         return load_label(self.concurrency, self.rate)
 
 
@@ -57,7 +57,7 @@ class Cell:
 
     @property
     def key(self) -> CellKey:
-        """Return what tells the cell from every other of its sweep."""
+        """Return the key of the cell among all cells of its sweep."""
         return self.configuration.label, self.load, self.round
 
     @property
@@ -91,7 +91,7 @@ def still_to_measure(cells: Sequence[Cell], measured: Container[CellKey]) -> lis
 
 
 def load_label(concurrency: int | None, rate: float | None) -> str:
-    """Return what tables call a load point."""
+    """Return the name of a load point in tables."""
     if rate is not None:
         return f"{rate:g} req/s"
     return f"{concurrency} user{'' if concurrency == 1 else 's'}"

@@ -70,7 +70,7 @@ class Fit:
 
     @property
     def sentence(self) -> str:
-        """Return what was found, in words."""
+        """Return the finding in words."""
         if self.share is None:
             return "no first draft has been verified yet"
         promise = "" if self.promised is None else f"; its confidence head promised {self.promised:.0%}"
@@ -78,7 +78,7 @@ class Fit:
 
     @property
     def warning(self) -> str | None:
-        """Return what to say of a drafter that does not fit; None of another."""
+        """Return the warning about a drafter that does not fit; None if it fits."""
         if self.verdict is not Verdict.MISFIT:
             return None
         return (

@@ -61,7 +61,7 @@ class Attention(nn.Module):
 
     @property
     def context_projections(self) -> tuple[nn.Linear, ...]:
-        """Return what projects context rows."""
+        """Return the layer that projects context rows."""
         return self.k_proj, self.v_proj
 
     def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:

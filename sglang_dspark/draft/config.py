@@ -129,7 +129,7 @@ class DraftConfig:
 
     @property
     def attention_scale(self) -> float:
-        """Return what the products of queries and keys are multiplied with."""
+        """Return the factor of the products of queries and keys."""
         factor = score_factor(self.rope_scaling)
         return factor if self.backbone == "gemma4" else float(self.head_dim**-0.5) * factor
 
@@ -140,7 +140,7 @@ class DraftConfig:
 
     @property
     def visibilities(self) -> tuple[Visibility, ...]:
-        """Return what each layer's attention sees."""
+        """Return the part of the context that each layer's attention sees."""
         types = self.layer_types or (FULL,) * self.num_hidden_layers
         causal = self.causal_layers or (False,) * self.num_hidden_layers
         return tuple(

@@ -63,7 +63,7 @@ class GemmaAttention(nn.Module):
 
     @property
     def context_projections(self) -> tuple[nn.Linear, ...]:
-        """Return what projects context rows."""
+        """Return the layer that projects context rows."""
         return (self.k_proj,) if self.v_proj is None else (self.k_proj, self.v_proj)
 
     def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:

@@ -7,7 +7,7 @@ from sglang_dspark.errors import CheckpointError
 
 
 def lacks_own(draft: DraftConfig, layer: str, reason: str) -> CheckpointError:
-    """Return what is wrong with a drafter that would have to read a layer of its target, and cannot.
+    """Return the error of a drafter that would have to read a layer of its target, and cannot.
 
     Args:
         layer: ``embed_tokens`` or ``lm_head``.

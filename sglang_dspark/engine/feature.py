@@ -86,7 +86,7 @@ class Part:
         """Look at the target's runner, whose attention is complete, before any graph is captured."""
 
     def captured(self, requests: int, rows: int) -> CapturedPart | None:
-        """Return what the feature adds to captured verifications; None for nothing.
+        """Return the feature's part of captured verifications; None if it has none.
 
         Args:
             requests: slots of the largest captured step.
@@ -110,7 +110,7 @@ class Part:
         """Look at SGLang's batch, whose prompts have their K/V. No host sync."""
 
     def step_comes(self, batch: Any) -> StepPart | None:
-        """Return what the feature does with the logits of the decode step ahead; None lets them be."""
+        """Return the feature's part of the decode step ahead; None if it leaves the logits alone."""
         return None
 
     def tokens_drawn(self, batch: Any, output: Any, drawn: DrawnTokens) -> Any:
@@ -182,7 +182,7 @@ def all_features() -> tuple[Feature, ...]:
 
 
 def parts_of(worker: Any, args: ServerArgs) -> Sequence[Part]:
-    """Return what features do on the server of our worker, whose target has been loaded.
+    """Return the parts of the features that our worker's server uses; its target has been loaded.
 
     Raises:
         UnservedError, ConfigError: the server or its target cannot be served with a feature.

@@ -40,5 +40,5 @@ class FirstDrafts:
 
     @property
     def fit(self) -> Fit:
-        """Return what they say."""
+        """Return whether the drafter fits, as far as the drafts have shown."""
         return Fit(self._verified, self._accepted, self._promised / self._promises if self._promises else None)

@@ -108,7 +108,7 @@ class StepDecision:
         return self.selection.select(draft, self.limits)
 
     def plan_numbers(self, requests: int) -> PlanNumbers | None:
-        """Return what a captured plan does; None if requests have bounds, or not all are ranked."""
+        """Return the plan kernel's arguments; None if requests have limits, or only some are drafted."""
         if self.is_fixed(requests):
             return PlanNumbers(verify_len=self.draft_len)
         if self.limits or self.draft_requests or not self.with_confidence:

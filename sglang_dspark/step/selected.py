@@ -49,7 +49,7 @@ class TopDrafts:
 
     @property
     def synced(self) -> torch.Tensor:
-        """Return what decides on the device: all ranks of a server have to take the same."""
+        """Return the tensor that determines the plan on the device; rank 0 broadcasts it."""
         return self.order
 
     @property
@@ -78,7 +78,7 @@ class DeviceLens:
 
     @property
     def synced(self) -> torch.Tensor:
-        """Return what decides on the device: all ranks of a server have to take the same."""
+        """Return the tensor that determines the plan on the device; rank 0 broadcasts it."""
         return self.verify_lens
 
     def rows(self, requests: StepRequests, tokens: torch.Tensor, into: VerifyPlan | None) -> VerifyRows:

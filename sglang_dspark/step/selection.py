@@ -57,7 +57,7 @@ class Selection(ABC):
         """
 
     def plan_numbers(self) -> PlanNumbers | None:
-        """Return what a captured plan does for all requests; None if none can be captured."""
+        """Return the plan kernel's arguments for all requests; None if the plan cannot be captured."""
         return None
 
 

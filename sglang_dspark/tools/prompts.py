@@ -58,7 +58,7 @@ def read_prompts(path: Path, limit: int | None = None, shuffle_seed: int | None 
 
 
 def conversations_of(rows: Iterable[Row], source: str) -> list[Turns]:
-    """Return what users said in the rows. One message in the log counts those in which they say nothing.
+    """Return the users' texts in the rows. One message in the log counts the rows without any.
 
     Args:
         source: of the rows, for messages.
@@ -119,7 +119,7 @@ def _user_turns(row: Any, where: str) -> Turns:
 
 
 def _texts_of(row: Any) -> list[str] | None:
-    """Return what is in the places of the user's turns; None if the row has none of the forms."""
+    """Return the contents of the user's turns; None if the row has none of the forms."""
     if row is None:
         return []
     if isinstance(row, list):

@@ -188,7 +188,7 @@ class Drafter:
         self.cache.inject(self.model, self._features(input_ids, captured), positions, slots, rows)
 
     def describe(self, path: str) -> dict[str, Any] | None:
-        """Return what is known of the checkpoint at ``path``, as JSON."""
+        """Return a description of the checkpoint at ``path``, as JSON."""
         config, vocabulary = self.config, self.heads.vocabulary
         return {
             "path": path,
@@ -243,7 +243,7 @@ class NoDrafter:
         """Return None: there is nothing to calibrate."""
 
     def propose(self, step: DecodeBatch, depth: int, *_given: Any) -> DraftBlock:
-        """Return what the chains of requests offer."""
+        """Return the candidates that the chains of requests offer."""
         return DraftBlock.of_chains(found_chains(step, self._tokens, depth), depth)
 
     def commit(self, plan: VerifyPlan, accepted: AcceptResult, captured: torch.Tensor) -> None:

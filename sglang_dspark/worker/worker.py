@@ -214,7 +214,7 @@ class DSparkWorker(SpecWorkerBase):
     def record(
         self, batch: Any, options: BatchOptions, step: DecodeBatch, decision: StepDecision, outcome: StepOutcome
     ) -> StepRecord:
-        """Return what the step did."""
+        """Return the record of a step."""
         draft = outcome.draft
         return StepRecord(
             requests=[req.rid for req in batch.reqs],

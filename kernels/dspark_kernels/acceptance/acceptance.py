@@ -316,7 +316,7 @@ class _Launches:
 
 
 def _draft_args(drafts: torch.Tensor, block: DraftBlock, rules: Rules, vocab_size: int) -> dict[str, Any]:
-    """Return what kernels read of the drafts."""
+    """Return the drafts' tensors that kernels read."""
     bs, gamma = drafts.shape
     distribution, copied = (block.distribution, block.copied) if rules.any_sampled and gamma else (None, None)
     if distribution is not None:

@@ -214,7 +214,7 @@ def _empty_distribution(base_logits: torch.Tensor, vocabulary: DraftVocabulary |
 
 
 def _chain_args(candidates: Candidates | None, vocabulary: DraftVocabulary | None) -> dict[str, Any]:
-    """Return what a slot reads of the candidates."""
+    """Return the arguments of a slot's kernel that read the candidates."""
     chains, weights = (None, None) if candidates is None else (candidates.chains, candidates.weights)
     return {
         "chains_ptr": chains,

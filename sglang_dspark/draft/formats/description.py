@@ -18,7 +18,7 @@ class Switch:
 
 
 def switches(config: DraftConfig) -> list[Switch]:
-    """Return what the network does that DeepSpec's does not; empty for one of DeepSpec's."""
+    """Return the differences between the network and DeepSpec's; empty for one of DeepSpec's."""
     found = []
     if config.backbone == "gemma4":
         shared = ", whose values are the keys" if config.attention_k_eq_v else ""
@@ -52,7 +52,7 @@ def switches(config: DraftConfig) -> list[Switch]:
 
 
 def adjustments(reading: Reading) -> list[str]:
-    """Return what reading changes in the order of the tensors' rows and columns, and in their names."""
+    """Return the changes that reading makes to the order of the tensors' rows and columns, and to their names."""
     found = []
     if reading.rules.renamed:
         found.append("names of the heads' tensors")

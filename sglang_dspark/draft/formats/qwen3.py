@@ -172,7 +172,7 @@ def extras(content: Content, tensors: Collection[str]) -> None:
 
 
 def _switched_on(content: Content, key: str) -> bool | None:
-    """Return what the file says, if anything."""
+    """Return the switch as the file has it, if it has one."""
     names = _spellings(content, key)
     value = content.find(*names)
     if value not in (None, True, False):

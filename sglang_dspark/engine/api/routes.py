@@ -77,7 +77,7 @@ class Routes:
         return await self._respond("stats", fields, partial(_stats, history_s=history_s))
 
     async def capabilities(self) -> Response:
-        """Return what decodes on this server, and why."""
+        """Return the decode path of this server, and the reason for it."""
         return await self._respond("capabilities", {})
 
     async def policy(self, request: Request) -> Response:
@@ -99,7 +99,7 @@ class Routes:
     async def _respond(
         self, question: str, fields: dict[str, Any], report: Callable[[Any], Any] = lambda answer: answer
     ) -> Response:
-        """Return what ``report`` makes of the scheduler's answer, as JSON, or why there is none.
+        """Return the JSON that ``report`` makes of the scheduler's answer, or the reason why there is none.
 
         JSON does not know NaN: such a figure is null.
         """
@@ -153,7 +153,7 @@ class TargetOnlyRoutes:
         return self._nothing()
 
     async def capabilities(self) -> JSONResponse:
-        """Return what decodes on this server, and why."""
+        """Return the decode path of this server, and the reason for it."""
         return JSONResponse(
             {"effective_decode_path": "target-only", "reason": self._reason, "versions": versions(), "policies": {}}
         )

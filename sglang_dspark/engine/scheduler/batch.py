@@ -120,7 +120,7 @@ class DSparkBatchResult(GenerationBatchResult):
 
     @property
     def times_ms(self) -> tuple[float, float] | None:
-        """Return what the step took the device, and how long the host has waited for it; None if that is not known."""
+        """Return the step's milliseconds on the device, and those that the host has waited for it; None if unknown."""
         device_ms = None if self.span is None else self.span.ms
         if device_ms is None or not isinstance(self.copy_done, AwaitedEvent):
             return None
@@ -149,7 +149,7 @@ def decode_result(
     *,
     in_graphs: bool,
 ) -> DSparkBatchResult:
-    """Return what the scheduler gets of a decode step.
+    """Return the scheduler's result of a decode step.
 
     Args:
         outcome: its anchors and lengths go to SGLang as they are: without a relay, in memory that stays theirs.

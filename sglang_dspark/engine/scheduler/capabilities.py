@@ -91,7 +91,7 @@ def capabilities(
 
 
 def in_one_line(found: dict[str, Any]) -> str:
-    """Return what :func:`capabilities` found, for the log."""
+    """Return one line for the log with the findings of :func:`capabilities`."""
     features, drafter = found["features"], _drafter_in_words(found["drafter"])
     prefill, decode = ("with" if features[name] else "without" for name in ("prefill_cuda_graphs", "cuda_graphs"))
     available = [name for name, policy in found["policies"].items() if policy["available"]]

@@ -45,7 +45,7 @@ class ForcedTokens:
         return (req.output_ids[-1], *known) if known else ()
 
     def _read(self, grammar: Any) -> tuple[Sequence[int], str]:
-        """Return what a grammar forces, as tokens from llguidance, as a text from xgrammar."""
+        """Return the tokens (llguidance) or the text (xgrammar) that a grammar forces."""
         try:
             return grammar.try_jump_forward(self._tokenizer) or ((), "")
         except UnicodeDecodeError as error:

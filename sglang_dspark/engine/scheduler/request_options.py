@@ -97,7 +97,7 @@ class BatchOptions:
 
 @fenced("presets", instead=nothing)
 def chain_rules(reqs: Sequence[Any], device: torch.device, answers: AnswerCache | None = None) -> ChainRules | None:
-    """Return what requests ask of their chains; None if all of them have the usual ones.
+    """Return the bounds of requests' chains; None if all of them have the usual ones.
 
     Args:
         answers: as in :meth:`BatchOptions.of`.

@@ -166,7 +166,7 @@ _METHOD = "3"  # of measuring; another one makes tables of before useless
 def table_key(
     target_worker: Any, server_args: Any, *, draft_path: str, block_size: int, max_verify: int, cuda_graphs: str
 ) -> dict[str, str]:
-    """Return what a table is valid for.
+    """Return the properties of a server that its table depends on.
 
     Args:
         target_worker, server_args: SGLang's.
@@ -202,13 +202,13 @@ def _identity(model_path: str, content: bytes) -> str:
 
 
 def _shape(config: Mapping[str, Any]) -> bytes:
-    """Return what the shape of a target follows from: its configuration as the server runs it, overrides included."""
+    """Return a target's configuration as the server runs it, overrides included: its shape follows from it."""
     shape = {key: value for key, value in config.items() if key not in _NOT_OF_THE_SHAPE}
     return json.dumps(shape, sort_keys=True, default=str).encode()
 
 
 def _small_files(folder: Path) -> bytes:
-    """Return what the shape of a drafter follows from; nothing where there is none."""
+    """Return the files that a drafter's shape follows from; nothing without a drafter."""
     files = [folder / name for name in ("config.json", reduced_vocabulary.FILE)]
     return b"".join(file.read_bytes() for file in files if file.is_file())
 

@@ -66,7 +66,7 @@ class Nodes:
         return [other for other in range(len(self.hosts)) if self.of(other) != here] if rank == 0 else []
 
     def loss_of(self, rank: int) -> str:
-        """Return what the ranks that are left log when ``rank`` is gone."""
+        """Return the line that the other ranks log when ``rank`` is gone."""
         node = self.of(rank)
         return (
             f"DSPARK: node {node} ({self.hosts[rank]}) has ended or cannot be reached: its rank {rank} has closed the "
@@ -140,7 +140,7 @@ def end_server() -> None:
 
 
 def to_have_in_common(settled: DSparkServer) -> dict[str, object]:
-    """Return what all nodes of a server must agree about, by the name that a user knows."""
+    """Return the settings that all nodes of a server must share, by the name that a user knows."""
     names = [option.name for option in fields(DSparkConfig) if option.name not in _OF_EACH_NODE]
     return {
         "sglang-dspark": __version__,

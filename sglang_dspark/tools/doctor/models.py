@@ -136,7 +136,7 @@ def _describe_drafter(drafter: ResolvedDrafter) -> Iterator[Finding]:
 
 
 def _launch(target_dir: Path, drafter: ResolvedDrafter) -> LaunchContext:
-    """Return what the checks of a start look at.
+    """Return the facts that the checks of a start look at.
 
     Raises:
         CheckpointError: the target, or SGLang itself, cannot be read.
@@ -165,7 +165,7 @@ def _launch_checks(context: LaunchContext) -> Iterator[Finding]:
 
 
 def _switches(draft: DraftConfig) -> Finding:
-    """Return what the drafter's network does beside DeepSpec's."""
+    """Return the differences between the drafter's network and DeepSpec's."""
     from sglang_dspark.draft.formats.description import switches
 
     found = "; ".join(f"{switch.name}: {switch.words}" for switch in switches(draft))

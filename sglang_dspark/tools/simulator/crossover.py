@@ -56,7 +56,7 @@ class CrossoverModel:
         return survival
 
     def point(self, policy: str, users: int) -> ModelPoint:
-        """Return what ``policy``, one of :data:`POLICIES`, does with this many users."""
+        """Return the throughput of ``policy``, one of :data:`POLICIES`, with this many users."""
         if policy == "scheduled":
             lengths = (self._verifying(length, users) for length in range(self.block + 1))
             return max(lengths, key=lambda point: point.user_speed)

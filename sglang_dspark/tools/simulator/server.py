@@ -108,7 +108,7 @@ class SimulatedServer:
         return self.costs.prefill.ms(sum(request.prompt_tokens for request in requests)), Result(list(requests))
 
     def _draft(self, decision: StepDecision, bs: int, logits: np.ndarray | None) -> DraftOutput:
-        """Return what the draft stage proposes."""
+        """Return the drafts that the draft stage proposes."""
         depth = decision.draft_len
         head = None if logits is None else torch.from_numpy(logits[:, :depth]).float()
         block = DraftBlock(torch.zeros((bs, depth), dtype=torch.int64), None, head)

@@ -134,7 +134,7 @@ class StepBuffers:
 
 
 def _zeroed(buffers: T) -> T:
-    """Return what a capture's warm-up computes with: no context, no rows, token 0."""
+    """Return the inputs of a capture's warm-up: no context, no rows, token 0."""
     for tensor in vars(buffers).values():
         tensor.zero_()
     return buffers

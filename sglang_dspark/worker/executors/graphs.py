@@ -77,7 +77,7 @@ class GraphExecutor(EagerExecutor):
         return graph.replay()
 
     def _plan_numbers(self, step: DecodeBatch, decision: StepDecision) -> PlanNumbers | None:
-        """Return what the graph that drafts plans; None if the plan is launched, as it is if ranks have to agree."""
+        """Return the draft graph's plan arguments; None if planning runs eagerly, as it does if ranks have to agree."""
         return None if self.agreement.needed else decision.plan_numbers(len(step))
 
     def _replay_draft(self, step: DecodeBatch, slots: int) -> DraftBlock:
