@@ -72,11 +72,6 @@ class Forecast:
         """Return [2, NUM_ROWS, max_verify], the other part of :attr:`learned`."""
         return split_learned(self.learned)[1]
 
-    @property
-    def _is_trusted(self) -> bool:
-        """Return whether the head's predictions have been compared with outcomes once, or are not going to be."""
-        return self.calibration is not None and (not self._adapts or self.calibration.num_refits > 0)
-
     def survival(
         self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -158,8 +153,7 @@ class Forecast:
         renewed = self.calibration is None or self._calibrate(self.calibration, predicted, logits)
         if self.lagged is not None:
             ids = [step.rounds.requests[request] for step in predicted for request in step.requests]
-            judged = survival if self._is_trusted else as_shown(survival, *verified_and_accepted(predicted))
-            self.acceptance.observe(ids, judged)
+            self.acceptance.observe(ids, as_shown(survival, *verified_and_accepted(predicted)))
             # A probe of a whole batch shows as many rounds as it stands for, or more.
             times = [-(-step.rounds.decision.weight // len(step.requests)) for step in predicted for _ in step.requests]
             predictions = np.repeat(np.stack([logits, survival]), times, axis=1)

@@ -43,7 +43,7 @@ class _Acceptance:
 
 
 class RequestAcceptance:
-    """Expected accepted drafts per round of every running request, by the survivals of its own blocks."""
+    """Expected accepted drafts per round of every running request, by what became of its own blocks."""
 
     def __init__(self) -> None:
         self._by_request: dict[Hashable, _Acceptance] = {}
@@ -79,7 +79,7 @@ class RequestAcceptance:
         """Add a round of each request.
 
         Args:
-            survival: [n, depth] calibrated survivals, or the outcome, NaN past the drafted depth.
+            survival: [n, depth] survivals as the outcome has shown them, NaN past the drafted depth.
         """
         for key, accepted in zip(requests, np.nansum(survival, axis=1).tolist(), strict=True):
             known = self._by_request.pop(key, None) or _Acceptance()
