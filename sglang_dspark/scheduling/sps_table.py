@@ -77,8 +77,8 @@ class SpsTable:
     def monotone(self) -> SpsTable:
         """Return the table without its errors of measurement: no step is slower than another with more drafts.
 
-        Of all such tables one is nearest by the sum of absolute errors. A cell that is far off, either way, moves no
-        other one far: of the steps from a to b, the (lower) median counts.
+        Of steps that contradict each other the (lower) median counts, so that one that is far off, either way, moves no
+        other one far. Only a plain step may be pulled down by the next one: nothing says which of the two is wrong.
         """
         verify_ms, columns = np.empty_like(self.verify_ms), range(self.verify_ms.shape[1])
         for column in columns:

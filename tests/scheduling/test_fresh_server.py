@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from sglang_dspark.tools.simulator.workload import Request
 
 pytestmark = pytest.mark.slow
 
-TOKENS, CONTEXT, SEEDS = 200, 60, range(4)
+TOKENS, CONTEXT, SEEDS = 200, 60, range(8)
 USELESS, MIDDLING, GOOD = 0.05, 0.5, 0.85
 # What is off in the table: nothing, all steps, those with drafts, or those with so many.
 RIGHT, ALL, DRAFTED = "nothing", "all", "drafted"
@@ -65,24 +66,30 @@ def to_off(chat, believed, seed):
     return tokens * truth.step_ms(1, 1, 0, CONTEXT) / ms
 
 
-def mean_to_off(rate, bias, what, factor):
-    chats = (to_off(Chat(rate, bias), lambda table: measured_in_noise(table, what, factor), seed) for seed in SEEDS)
-    return np.mean(list(chats))
+def all_to_off(rate, bias):
+    """Return [noise, seed] how many times as fast as ``off`` chats get their tokens."""
+    chats = [
+        [to_off(Chat(rate, bias), partial(measured_in_noise, what=what, factor=factor), seed) for seed in SEEDS]
+        for what, factor in NOISE
+    ]
+    return np.array(chats)
 
 
-# Factors of the highest tier below 1 make all tiers look as cheap: no time of a step that was taken shows otherwise.
-NOISE = [(RIGHT, 1.0), (ALL, 0.5), (ALL, 3.0), (DRAFTED, 3.0), (0, 3.0), (1, 0.5), (3, 0.5), (3, 3.0), (GAMMA, 3.0)]
+NOISE = [
+    *((RIGHT, 1.0), (ALL, 0.5), (ALL, 3.0), (DRAFTED, 3.0), (0, 3.0), (1, 0.5)),
+    *((3, 0.5), (3, 3.0), (GAMMA, 0.5), (GAMMA, 3.0)),
+]
 
 
 @pytest.mark.parametrize("bias", [0.0, 2.5, None], ids=["calibrated", "overconfident", "no head"])
 def test_a_useless_drafter_costs_little(bias):
-    ratios = {noise: mean_to_off(USELESS, bias, *noise) for noise in NOISE}
-    assert min(ratios.values()) > 0.93, ratios
-    assert ratios[RIGHT, 1.0] > 0.95, ratios
+    ratios = all_to_off(USELESS, bias)
+    assert ratios.min() > 0.935, ratios
+    assert ratios.mean(1).min() > 0.955, ratios
 
 
 @pytest.mark.parametrize("bias", [0.0, None], ids=["calibrated", "no head"])
 @pytest.mark.parametrize(("rate", "least"), [(MIDDLING, 1.05), (GOOD, 2.0)])
 def test_a_table_measured_in_noise_is_mended_within_the_first_answer(rate, least, bias):
-    ratios = {noise: mean_to_off(rate, bias, *noise) for noise in NOISE}
-    assert min(ratios.values()) > least, ratios
+    ratios = all_to_off(rate, bias)
+    assert ratios.mean(1).min() > least, ratios

@@ -43,6 +43,17 @@ def test_the_best_step_is_the_best_of_all(requests, tiers):
         assert steps.plain.ms == pytest.approx(times.table.step_ms(requests, int(counts[0]), 0, context))
 
 
+@pytest.mark.parametrize("requests", [1, 8])
+def test_no_step_drafts_and_verifies_nothing(requests):
+    """A plain step does as much, and what drafting has to bring would be measured by the cheapest drafts."""
+    survivals = LaggedSurvivals(GAMMA, ALL_DEPTHS)
+    survivals.observe(np.full((300, GAMMA), 1e-4))
+    times = StepTimes(compute_bound())
+    steps = evaluate_steps(times, survivals, requests, 300.0)
+    assert times.load(requests).num_tokens[0] == requests < steps.best.num_tokens
+    assert steps.best.tokens_per_ms < steps.plain.tokens_per_ms
+
+
 @pytest.mark.parametrize("tiers", [(), (8, 16, 24, 40, 64)])
 def test_the_best_step_for_each_number_of_drafts(tiers):
     rng = np.random.default_rng(0)

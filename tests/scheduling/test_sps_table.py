@@ -250,6 +250,17 @@ def test_no_step_is_slower_than_one_with_more_drafts():
     assert (table.monotone().verify_ms == table.verify_ms).all()
 
 
+@pytest.mark.parametrize("factor", [0.3, 0.5, 2.0, 3.0])
+@pytest.mark.parametrize("drafts", range(GAMMA + 1))
+def test_a_step_whose_time_is_far_off_moves_no_other_one_far(drafts, factor):
+    table = compute_bound()
+    off = np.where(np.arange(GAMMA + 1) == drafts, factor, 1.0)
+    mended = replace(table, verify_ms=table.verify_ms * off[None, :, None]).monotone()
+    one_draft = np.diff(table.verify_ms, axis=1).max(1, keepdims=True)
+    others = [number for number in range(1, GAMMA + 1) if number != drafts]
+    assert (np.abs(mended.verify_ms - table.verify_ms)[:, others] <= 1.001 * one_draft).all()
+
+
 @pytest.mark.parametrize(("factors", "change"), [((1, 1), 1), ((2, 2), 1), ((3, 1), 3), ((1, 3), 3)])
 def test_the_cost_of_drafted_steps_against_plain_ones_may_change(factors, change):
     table = compute_bound()

@@ -47,9 +47,9 @@ def test_a_trial_drafts_a_request_that_is_left_out(monkeypatch):
     assert made.choose(["r0", "r1"], 64.0).draft_requests is None
 
 
-def serve_alone(made, name, survival, steps):
-    """Return the decisions of a request's steps, nothing else running; its blocks have these survivals."""
-    choices = []
+def serve_alone(made, name, survival, steps, accepted=None):
+    """Return the decisions of a request's steps, nothing else running; its likely drafts are accepted, or so many."""
+    choices, accepted = [], sum(np.array(survival) > 0.5) if accepted is None else accepted
     for _ in range(steps):
         decision = made.choose([name], 64.0)
         made.invalidate()
@@ -57,7 +57,7 @@ def serve_alone(made, name, survival, steps):
         depth = decision.draft_len
         foretold = confidence(torch.zeros(1, depth), torch.tensor([survival[:depth]])) if depth else None
         lens = torch.tensor([depth])
-        made.observe(StepRecord([name], decision, [depth], lens, foretold, None), [0], [0])
+        made.observe(StepRecord([name], decision, [depth], lens, foretold, None), [0], [min(accepted, depth)])
     return choices
 
 
@@ -85,6 +85,16 @@ def test_a_lone_request_that_gets_easier_is_drafted_again():
     assert made.choose(["r"], 64.0).draft_len == 0
     serve_alone(made, "r", EASY, 100)
     assert all(decision.draft_len for decision in serve_alone(made, "r", EASY, 20))
+
+
+def test_a_lone_request_that_gets_easier_is_drafted_again_though_its_head_is_blind():
+    made = schedule(online_calibration=False)
+    serve_alone(made, "easy", EASY, 100)
+    serve_alone(made, "r", HARD, 50)
+    assert made.choose(["r"], 64.0).draft_len == 0
+    drafted = [decision.draft_len > 0 for decision in serve_alone(made, "r", HARD, 100, accepted=GAMMA)]
+    assert not made.parked
+    assert sum(drafted) > 30
 
 
 def test_a_parked_server_drafts_a_lone_request_that_is_worth_it():
