@@ -252,7 +252,8 @@ PARTS: dict[str, Callable[[], Any]] = {
     "leaving out, alone": lambda: _patched(
         AutoPolicy, min_acceptance=lambda self, n, *rest: _min_acceptance(self, n, *rest) if n > 1 else 0.0
     ),
-    "drafts of a parked server": lambda: _patched(RequestAcceptance, above=lambda *_: False),
+    "drafts of a parked server": lambda: _patched(RequestAcceptance, above=lambda *_: []),
+    "outcomes of single requests": lambda: _patched(forecast, as_shown=lambda survival, *_: survival),
     "first rounds at once": lambda: _patched(Forecast, _is_new_text=lambda *_: False),
     "batches of outcomes": lambda: _patched(forecast, UPDATE_STEPS=1),
     "weight of parked probes": lambda: _patched(auto_policy, PARKED_PROBE_WEIGHT=2),
