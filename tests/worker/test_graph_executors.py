@@ -315,7 +315,7 @@ def test_drafts_that_were_made_elsewhere_are_verified(monkeypatch):
     decision = StepDecision(3, FixedLength())
     step, executor = staged(loop, decision)
     tokens = torch.arange(9).view(3, 3) + 5
-    plan = executor.plan(step, DraftOutput(DraftBlock(tokens), None, [3] * 3), decision)
+    plan = executor.plan(step, executor.take(DraftOutput(DraftBlock(tokens), None, [3] * 3)), decision)
     rows = plan.input_ids[: int(plan.indptr[3])].view(3, 4)
     assert torch.equal(rows, torch.cat([step.anchors[:, None], tokens], dim=1))
 

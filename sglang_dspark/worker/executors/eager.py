@@ -76,6 +76,10 @@ class EagerExecutor:
             confidence = forecast.predict(block.confidence_logits, bs, depth)
         return DraftOutput(block, confidence, decision.draft_lens(bs))
 
+    def take(self, draft: DraftOutput) -> DraftOutput:
+        """Return a draft that was made elsewhere, in memory that the stages behind it read."""
+        return draft
+
     def plan(self, step: DecodeBatch, draft: DraftOutput, decision: StepDecision) -> VerifyPlan:
         """Select the drafts that are verified, and lay their tokens out."""
         selected = decision.select(draft)

@@ -52,14 +52,17 @@ class GraphExecutor(EagerExecutor):
         confidence = self._buffers.confidence(requests) if decision.with_confidence else None
         return DraftOutput(block, confidence, decision.draft_lens(requests), planned=planned)
 
+    def take(self, draft: DraftOutput) -> DraftOutput:
+        tokens = draft.block.tokens
+        self._drafts[: len(tokens), : tokens.shape[1]] = tokens
+        return replace(draft, block=replace(draft.block, tokens=self._drafts[: len(tokens)]))
+
     def plan(self, step: DecodeBatch, draft: DraftOutput, decision: StepDecision) -> VerifyPlan:
         """Return the rows of the tier, and lay them out if no graph has done so."""
         if draft.planned:
             return self._plan
         selected, tokens = decision.select(draft), draft.block.tokens
         self.agreement.adopt(tokens, selected.synced)
-        if tokens.numel() and tokens.data_ptr() != self._drafts.data_ptr():  # made elsewhere
-            self._drafts[: len(tokens), : tokens.shape[1]] = tokens
         return build_plan(self._requests, self._drafts, selected, self._plan)
 
     def verify(self, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:

@@ -53,4 +53,4 @@ class MeasuredSteps:
         executor.stage(step, decision)
         if not executor.in_graphs:
             step = replace(step, batch=self._dummy.fresh())
-        executor.finish(step, decision, draft, StepHooks())
+        executor.finish(step, decision, executor.take(draft), StepHooks())
