@@ -151,12 +151,15 @@ class Feature:
 
     Attributes:
         room: package of the folder.
-        is_used: whether a server with these arguments uses the feature. Its hooks are installed only then.
+        is_used: whether a server with these arguments uses the feature. Its hooks are installed only then, and
+            those of the place ``flags`` always: there are no arguments yet.
         hooks: patches of SGLang that the feature alone needs.
         flag_rules: flags of SGLang that it refuses, on every server.
         checks: name of its ``tuple[Check, ...]`` below ``room``, made on every server; empty if it has none.
         part: name of a function below ``room`` that takes our worker and returns its :class:`Part`, or None if the
             target turns out to have no use for it. It is called when the target has been loaded. Empty if it has none.
+        describe_target: takes SGLang's runner of a target, and returns what ``GET /dspark/capabilities`` says of it, by
+            key; on every server, of either worker.
     """
 
     room: str
@@ -165,6 +168,7 @@ class Feature:
     flag_rules: tuple[FlagRule, ...] = ()
     checks: str = ""
     part: str = ""
+    describe_target: Callable[[Any], Mapping[str, Any]] = lambda runner: {}
 
     def load_checks(self) -> tuple[Check, ...]:
         """Import and return its checks."""

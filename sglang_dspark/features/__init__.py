@@ -11,4 +11,5 @@ ROOMS = (
     "logprobs",
     "nodes",
     "pictures",
+    "recurrent",
 )

@@ -121,8 +121,8 @@ class TargetOutput(NamedTuple):
     Attributes:
         logits_output: SGLang's ``LogitsProcessorOutput``, whose ``next_token_logits`` are [N, V].
         captured: [N, taps * d] the tapped hidden states, which ``logits_output`` no longer holds.
-        advance: advances the recurrent states of its layers by so many rows of each request, [bs] int64; None if no
-            layer keeps any.
+        advance: called by the commit with the rows of each request that count, [bs] int64; None if no layer keeps
+            anything of the rows but K/V.
     """
 
     logits_output: Any

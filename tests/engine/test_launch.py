@@ -183,12 +183,12 @@ def test_a_target_that_reads_images_is_started_as_without_dspark(reads, tmp_path
     assert ModelConfig.from_server_args(made).is_image_understandable_model
 
 
-def limit_of(monkeypatch, device, given, max_verify, recurrent):
+def limit_of(monkeypatch, device, given, max_verify):
     """Requests at a time, with what an operator has given."""
     declared = {"max_running_requests": given}
     monkeypatch.setattr(defaults, "declare_resolution", lambda args, source, **fields: declared.update(fields))
     args = SimpleNamespace(device=device, max_running_requests=given)
-    defaults.limit_requests(args, max_verify + 1, recurrent=recurrent)
+    defaults.limit_requests(args, max_verify + 1)
     assert args.max_running_requests == given
     return declared["max_running_requests"]
 
@@ -214,28 +214,11 @@ def test_a_gpu_admits_as_many_requests_as_graphs_are_captured_for(
     """SGLang would admit thousands, for all of which start-up holds memory."""
     graphs = SimpleNamespace(decode=SimpleNamespace(max_bs=of_graphs))
     monkeypatch.setattr(defaults, "resolving_view", lambda args: SimpleNamespace(cuda_graph_config=graphs))
-    assert limit_of(monkeypatch, device, given, max_verify, recurrent=False) == expected
-
-
-@pytest.mark.parametrize(("given", "expected"), [(None, defaults.MIN_REQUESTS), (5, 5)])
-def test_a_cpu_limits_requests_with_states(monkeypatch, given, expected):
-    assert limit_of(monkeypatch, "cpu", given, 7, recurrent=True) == expected
-
-
-def test_states_are_kept_as_a_cpu_can(reads, tmp_path):
-    """SGLang would choose snapshots, and end the start by an assertion."""
-    target = ("--model-path", str(written_target("Qwen3_5ForCausalLM", tmp_path / "target")))
-    drafter = random_drafter(tmp_path / "draft", "tiny")
-    for given in ((), ("--mamba-radix-cache-strategy", "no_buffer"), ("--disable-radix-cache",)):
-        made, _ = settled(*target, *given, draft=drafter)
-        assert (made.mamba_radix_cache_strategy, made.disable_overlap_schedule) == ("no_buffer", True)
-    with pytest.raises(ConfigError, match=r"--mamba-radix-cache-strategy=extra_buffer on cpu: .*; drop the flag"):
-        settled(*target, "--mamba-radix-cache-strategy", "extra_buffer", draft=drafter)
-    assert not settled()[0].disable_overlap_schedule
+    assert limit_of(monkeypatch, device, given, max_verify) == expected
 
 
 def test_the_limit_reaches_the_scheduler(reads, monkeypatch):
-    def as_on_a_gpu(args, window, recurrent):
+    def as_on_a_gpu(args, window):
         assert overrides.resolving_view(args).cuda_graph_config.decode.max_bs > 0
         overrides.declare_resolution(args, "dspark", max_running_requests=77)
 

@@ -8,7 +8,7 @@ import torch
 from launch_contexts import found_by, launch_context
 
 from sglang_dspark.draft.resolved import ResolvedDrafter
-from sglang_dspark.engine.launch import checks, model_checks
+from sglang_dspark.engine.launch import checks
 from sglang_dspark.engine.launch.check import Check, Moment
 from sglang_dspark.engine.launch.checks import all_checks, refuse
 from sglang_dspark.engine.launch.flag_checks import KNOWN_BY, SINKS
@@ -17,7 +17,6 @@ from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 DRAFT = Path(__file__).parents[1] / "data" / "golden" / "vanilla_g7"
 FREE = {"draft_free": True}
 HEADLESS = SimpleNamespace(config=SimpleNamespace(enable_confidence_head=False, origin="draft/config.json"))
-HYBRID = {"hf_config": SimpleNamespace(architectures=["Qwen3_5ForCausalLM"])}
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
 
@@ -74,11 +73,6 @@ REFUSED = [
         "target family",
         {"target": {"hf_config": SimpleNamespace(architectures=["GPT2LMHeadModel"])}},
         "--model-path: target architecture .*GPT2LMHeadModel.* is not served",
-    ),
-    (
-        "recurrent layers",
-        {"target": HYBRID, "device": "cpu"},
-        "--model-path: .*Qwen3_5ForCausalLM is not served with DSPARK on cpu: .*for AMX; .* enable-cpu",
     ),
     (
         "dimensions of the pair",
@@ -177,23 +171,6 @@ REFUSED = [
         {"lora_paths": ["x"], "lora_backend": "csgmv", "device": "cpu"},
         "--lora-paths and --lora-backend=csgmv on cpu; pass --lora-backend torch_native",
     ),
-    *(
-        ("flags beside recurrent layers", {"target": HYBRID, **given}, f"{flag} beside a target .*; drop the flag")
-        for flag, given in (
-            ("--enable-hierarchical-cache", {"enable_hierarchical_cache": True}),
-            ("--enable-linear-replayssm-spec", {"enable_linear_replayssm_spec": True}),
-            ("--enable-lora", {"enable_lora": True}),
-        )
-    ),
-    *(
-        ("flags beside recurrent layers", {"target": HYBRID, "hybrid": given}, f"{flag} beside a target .*; {remedy}")
-        for flag, given, remedy in (
-            ("-strategy=extra_buffer_lazy", {"mamba_radix_cache_strategy": "extra_buffer_lazy"}, "pass extra_buffer"),
-            ("--linear-attn-prefill-backend=cutedsl", {"linear_attn_prefill_backend": "cutedsl"}, "pass triton"),
-            ("--linear-attn-prefill-backend=flashinfer", {"linear_attn_backend": "flashinfer"}, "pass triton"),
-            ("--mamba-track-interval=15", {"mamba_track_interval": 15}, "pass 16 or more"),
-        )
-    ),
     (
         "pages",
         {"page_size": 16, "device": "cpu"},
@@ -226,10 +203,6 @@ SERVED = [
     {"enable_hierarchical_cache": True},
     {"page_size": 64},
     {"speculative_draft_window_size": 1, "speculative_draft_sink_size": 0},
-    {"tp_size": 2, "hybrid": {"mamba_radix_cache_strategy": "extra_buffer_lazy"}},
-    {"target": HYBRID, "hybrid": {"mamba_track_interval": 16}},
-    {"target": HYBRID, "hybrid": {"mamba_radix_cache_strategy": "no_buffer", "mamba_track_interval": 1}},
-    {"target": HYBRID, "hybrid": {"linear_attn_backend": "cutedsl", "linear_attn_prefill_backend": "triton"}},
     {"options": FREE | {"block_size": 127}},
     {"target": {"context_len": 4088, **text(rope_parameters=LONGROPE)}},
 ]
@@ -239,6 +212,8 @@ ELSEWHERE = {  # and who tests it
     "server in Rust": "test_launch.py",
     "size of the K/V pool": "test_launch.py",
     "memory of adapters": "below",
+    "recurrent layers": "features/recurrent/test_checks.py",
+    "flags beside recurrent layers": "the same",
 }
 
 
@@ -249,8 +224,7 @@ def start(**given):
 
 
 @pytest.mark.parametrize(("name", "given", "complaint"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_is_refused_is_named_with_a_remedy(name, given, complaint, monkeypatch):
-    monkeypatch.setattr(model_checks, "cpu_has_amx_support", lambda: True)  # read for recurrent layers alone
+def test_what_is_refused_is_named_with_a_remedy(name, given, complaint):
     message = found_by(name, start(**given))
     with pytest.raises(AssertionError, match=complaint):
         raise AssertionError(message)
@@ -267,18 +241,6 @@ def test_every_check_is_tested():
     names = [check.name for check in all_checks()]
     assert {row[0] for row in REFUSED} | set(ELSEWHERE) == set(names)
     assert len(set(names)) == len(names)
-
-
-def test_states_without_snapshots_pass():
-    assert found_by("flags beside recurrent layers", start(target=HYBRID, states="no_buffer")) is None
-    assert found_by("flags beside recurrent layers", start(target=HYBRID, device="cpu", tp_size=2)) is None
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_states_are_served_on_a_cpu_whose_convolutions_are_not_packed(monkeypatch, packed):
-    monkeypatch.setattr(model_checks, "cpu_has_amx_support", lambda: packed)
-    found = found_by("recurrent layers", start(target=HYBRID, device="cpu"))
-    assert found.endswith("and run sglang-dspark enable-cpu") if packed else found is None
 
 
 def test_backends_with_sinks_are_served():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sglang.srt.server_args import ServerArgs
@@ -136,5 +137,6 @@ def test_what_a_room_declares_is_there(feature):
     assert not feature.part or callable(feature.load_part())
     assert all(hook.handler.startswith(feature.room.removeprefix("sglang_dspark.")) for hook in feature.hooks)
     args = ServerArgs(model_path="none")
-    args._model_config = type("Text", (), {"is_multimodal": False, "model_is_mrope": False})()
+    of_text = SimpleNamespace(architectures=["LlamaForCausalLM"])
+    args._model_config = SimpleNamespace(is_multimodal=False, model_is_mrope=False, hf_config=of_text)
     assert feature.is_used(args) == (feature.room.rpartition(".")[2] in ASKED_BY_REQUESTS)

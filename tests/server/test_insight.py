@@ -103,7 +103,7 @@ def test_capabilities(dspark):
     assert found["effective_decode_path"] == "dspark"
     assert found["versions"]["sglang"] == installed_sglang()
     assert found["versions"]["sglang_dspark"] == __version__
-    assert found["target"]["path"] == str(TARGET)
+    assert (found["target"]["path"], found["target"]["recurrence"]) == (str(TARGET), None)
     drafter = found["drafter"]
     assert (drafter["path"], drafter["block_size"], drafter["confidence_head"]) == (str(DRAFT), 7, True)
     assert drafter["markov_head_type"] == "vanilla"

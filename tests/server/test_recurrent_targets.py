@@ -2,7 +2,7 @@
 
 The windows of its convolutions have 16 bits, though the model has 32. With 32 in both, and retracted: test_forms.py;
 beside transformers: tests/engine/test_families.py; what a verification leaves in the states themselves:
-tests/engine/test_recurrent_layers.py.
+tests/features/recurrent/test_layers.py.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ def test_rejected_drafts(hybrid, expected, name):
         assert output_ids(hybrid, bodies, 6) == expected
         assert output_ids(hybrid, bodies, 2) == expected
     assert grown["verified_tokens"] - grown["accepted_tokens"] > 100
+
+
+def test_the_recurrence_is_named(hybrid):
+    assert hybrid.get_json("/dspark/capabilities")["target"]["recurrence"] == "GDN"
 
 
 def test_accepted_drafts(hybrid, plain_hybrid):

@@ -88,6 +88,7 @@ class _Loaded:
         from sglang_dspark.engine.forward.target import Target
         from sglang_dspark.engine.forward.verify_attention import verify_beside_prompts
         from sglang_dspark.features.pictures.positions import Positions, place_rows
+        from sglang_dspark.features.recurrent.served import States
 
         [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
         literal: dict[str, Any] = {}
@@ -133,6 +134,8 @@ class _Loaded:
         )
         if positions := Positions.of(self.worker):
             positions.attention_made()
+        if states:
+            States(self.worker).attention_made()
 
     @torch.no_grad()
     def outputs(self, texts: Sequence[Text]) -> dict[str, torch.Tensor]:

@@ -321,7 +321,7 @@ def test_drafts_that_were_made_elsewhere_are_verified(monkeypatch):
 
 
 @BY_BOTH
-def test_recurrent_states_advance_by_what_was_accepted(monkeypatch, keeps_logits):
+def test_layers_of_the_target_advance_by_what_was_accepted(monkeypatch, keeps_logits):
     """And by the anchor; those of padding, if there is any, have no rows."""
     loop = GraphLoop(monkeypatch, [4], schedule="static")
     loop.keeps_logits = keeps_logits

@@ -23,7 +23,6 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.feature import CapturedPart
-from sglang_dspark.engine.forward.recurrent_layers import CapturedStates
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput, slots_of_windows
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
@@ -116,7 +115,6 @@ def static_verify(
     plan: VerifyPlan,
     logits: torch.Tensor | None,
     parts: Sequence[CapturedPart] = (),
-    states: CapturedStates | None = None,
 ) -> Callable[[], TargetOutput]:
     """Return the target's forward over the rows of ``plan``, to be captured.
 
@@ -124,7 +122,6 @@ def static_verify(
         step, plan: buffers that stay where they are.
         logits: [N, V] float32, where the logits go; None leaves them where they are and as they are.
         parts: what features add to captured verifications.
-        states: what its captured steps share if layers of the target keep states.
 
     Returns:
         A function that returns what :func:`sglang_dspark.engine.forward.verify.run_verify` does.
@@ -170,10 +167,8 @@ def static_verify(
             layout.slots_of_windows = slots_of_windows(model_runner, plan.slots)
             for part in parts:
                 part.prepare(plan, forward_batch)
-            if states is not None:
-                states.prepare(forward_batch)
             output = model_runner.model.forward(plan.input_ids, plan.positions, forward_batch)
-        return TargetOutput(replace(output, hidden_states=None), output.hidden_states, layout.verified)
+        return TargetOutput(replace(output, hidden_states=None), output.hidden_states, layout.advance)
 
     return run
 

@@ -13,7 +13,6 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
 from sglang_dspark.engine.forward.layers import slot_translation
-from sglang_dspark.engine.forward.recurrent_rows import VerifiedRows
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
 
@@ -26,14 +25,14 @@ class DSparkVerifyInput(DFlashVerifyInput):
         requests: [N] int64, request of each row.
         groups: what :class:`CpuVerifyBackend` reads: the layout for layers of a kind.
         slots_of_windows: [N] int64, where the rows' K/V lie in the pool of layers with a window; None if there is none.
-        verified: set by :class:`RecurrentBackend`: what advances the states of recurrent layers.
+        advance: what becomes :attr:`TargetOutput.advance`; set by backends of layers that keep something of the rows.
     """
 
     indptr: torch.Tensor | None = None
     requests: torch.Tensor | None = None
     groups: Callable[..., list[ContextGroup]] | None = None
     slots_of_windows: torch.Tensor | None = None
-    verified: VerifiedRows | None = None
+    advance: Callable[[torch.Tensor], None] | None = None
 
 
 def slots_of_windows(runner: Any, slots: torch.Tensor) -> torch.Tensor | None:
@@ -69,7 +68,7 @@ def run_verify(target_worker: Any, decode: DecodeBatch, plan: VerifyPlan) -> Tar
     )
     output = result.logits_output
     captured, output.hidden_states = output.hidden_states, None
-    return TargetOutput(output, captured, verify_input.verified)
+    return TargetOutput(output, captured, verify_input.advance)
 
 
 def _context_groups(runner: Any, decode: DecodeBatch, verify_lens: list[int]) -> Callable[..., list[ContextGroup]]:

@@ -10,12 +10,10 @@ import torch
 from dspark_kernels import PagedWindows, attend_groups, window_attention
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
-from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_dspark.engine.forward.layers import row_bounds, sliding_window, translation_of_layer
-from sglang_dspark.engine.forward.recurrent_layers import RecurrentBackend
 from sglang_dspark.errors import ConfigError
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
@@ -195,20 +193,9 @@ def as_without_dspark(runner: Any) -> AbstractContextManager[None]:
 
 
 def verify_beside_prompts(runner: Any) -> None:
-    """Put our attention of verification beside the target's backend, before any graph is captured.
-
-    Models whose other layers keep recurrent states expect SGLang's backend for both kinds of layers around the two.
-    """
-    made = runner.attn_backend
+    """Put our attention of verification beside the target's backend, before any graph is captured."""
     verify = (CpuVerifyBackend if torch.device(runner.device).type == "cpu" else CudaVerifyBackend)(runner)
-    if isinstance(made, HybridLinearAttnBackend):
-        made.full_attn_backend = PhasedBackend(runner, made.full_attn_backend, verify)
-        made.linear_attn_backend = RecurrentBackend.beside(made.linear_attn_backend, runner)
-        made.attn_backend_list = [made.full_attn_backend, made.linear_attn_backend]
-        made.needs_cpu_seq_lens = False
-        made.decode_attention_backend_str = verify.decode_attention_backend_str
-    else:
-        runner.attn_backend = PhasedBackend(runner, made, verify)
+    runner.attn_backend = PhasedBackend(runner, runner.attn_backend, verify)
     runner.kv_index_translator.bind_and_verify_backends([runner.attn_backend])
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-from sglang_dspark.draft.families import FAMILIES
 from sglang_dspark.draft.window import DraftWindow
 from sglang_dspark.engine.sglang_types import ServerArgs
-from sglang_dspark.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -46,24 +43,6 @@ def take_draft_window(args: ServerArgs) -> DraftWindow | None:
     return None if size is None else DraftWindow(size, DRAFT_SINKS if sinks is None else sinks)
 
 
-def states_on_a_cpu(args: ServerArgs, architectures: Sequence[str]) -> None:
-    """On a CPU, keep states of recurrent layers without the snapshots that SGLang would choose, and so without overlap.
-
-    Raises:
-        ConfigError: the operator asks for snapshots.
-    """
-    recurrent = any(family.recurrent and family.architecture in architectures for family in FAMILIES)
-    if not recurrent or resolving_view(args).device != "cpu":
-        return
-    strategy = args.mamba_radix_cache_strategy
-    if strategy not in ("auto", "no_buffer"):
-        raise ConfigError(
-            f"DSPARK cannot run with --mamba-radix-cache-strategy={strategy} on cpu: SGLang takes snapshots of "
-            "recurrent states with kernels of a GPU; drop the flag"
-        )
-    declare_resolution(args, "dspark", mamba_radix_cache_strategy="no_buffer", disable_overlap_schedule=True)
-
-
 def size_buffers(args: ServerArgs, window: int) -> None:
     """Fill the fields that size SGLang's buffers and that hold prefills back.
 
@@ -78,15 +57,18 @@ def size_buffers(args: ServerArgs, window: int) -> None:
         args.min_free_slots_delay = 1
 
 
-def limit_requests(args: ServerArgs, window: int, *, recurrent: bool) -> None:
+def limit_requests(args: ServerArgs, window: int) -> None:
     """On a GPU, admit as many requests at a time as decode graphs are captured for, if the operator sets no limit.
 
     Start-up holds memory for all that may run, gigabytes for the thousands that SGLang would admit. So there are fewer
-    if blocks are long, or if SGLang captures graphs for more, as it does on four GPUs. If layers of the target keep
-    recurrent states, SGLang asks for a limit on a CPU, too.
+    if blocks are long, or if SGLang captures graphs for more, as it does on four GPUs.
     """
-    if args.max_running_requests is None and (args.device == "cuda" or recurrent):
-        of_graphs = resolving_view(args).cuda_graph_config.decode.max_bs if args.device == "cuda" else MIN_REQUESTS
-        limit = max(MIN_REQUESTS, min(of_graphs, MAX_STEP_TOKENS // window))
-        declare_resolution(args, "dspark", max_running_requests=limit)
-        logger.info("DSPARK: limiting concurrent requests to %d; override with --max-running-requests", limit)
+    if args.max_running_requests is None and args.device == "cuda":
+        of_graphs = resolving_view(args).cuda_graph_config.decode.max_bs
+        admit(args, max(MIN_REQUESTS, min(of_graphs, MAX_STEP_TOKENS // window)))
+
+
+def admit(args: ServerArgs, requests: int) -> None:
+    """Limit the requests at a time, and say so."""
+    declare_resolution(args, "dspark", max_running_requests=requests)
+    logger.info("DSPARK: limiting concurrent requests to %d; override with --max-running-requests", requests)

@@ -13,7 +13,7 @@ from sglang_dspark.config import flag_name
 from sglang_dspark.engine.launch import flag_rules
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.flag_rule import flag_of
-from sglang_dspark.engine.sglang_types import ModelConfig, ServerArgs
+from sglang_dspark.engine.sglang_types import ModelConfig
 
 PREFILL_BACKENDS = {"cpu": ("torch_native",), "cuda": ("fa3", "flashinfer", "triton")}
 """Attention of prompts, by device. Verification has kernels of its own, which read the K/V pools of all of these."""
@@ -22,14 +22,6 @@ KNOWN_BY = {SINKS: ("fa3", "triton"), WINDOWS: ("fa3", "flashinfer", "triton"), 
 """What a target may have, and those of them that know it."""
 PAGE_DEVICES = ("cuda",)
 """Devices that have SGLang's kernels for slots in pages."""
-BESIDE_RECURRENT_LAYERS = (
-    "enable_hierarchical_cache",
-    "enable_int8_mamba_checkpoint",
-    "enable_linear_replayssm",
-    "enable_linear_replayssm_spec",
-    "enable_mamba_cache_stochastic_rounding",
-)
-"""Flags that change where the states of recurrent layers lie or what is in them, or move K/V without them."""
 DRAFT_FORMATS = (None, "auto", "safetensors", "dummy")
 
 
@@ -142,31 +134,6 @@ def flags(context: LaunchContext) -> str | None:
     return "\n".join(flag_rules.refusals(context.args, context.resolved)) or None
 
 
-def beside_recurrent_layers(context: LaunchContext) -> str | None:
-    """Refuse features that move K/V without the states of recurrent layers, or that are not tried with them."""
-    if not context.family.recurrent:
-        return None
-    args, resolved, least = context.args, context.resolved, 2 * context.server.window
-    unserved = [flag_of(name) for name in BESIDE_RECURRENT_LAYERS if getattr(args, name)]
-    if asked := _asks_for_adapters(args):
-        unserved.append(asked)
-    remedies = dict.fromkeys(unserved, "drop the flag")
-    prefill = resolved.linear_attn_prefill_backend or resolved.linear_attn_backend
-    if prefill != "triton":
-        remedies[f"--linear-attn-prefill-backend={prefill}"] = "pass triton: states of other kernels are not tried"
-    strategy = resolved.mamba_radix_cache_strategy
-    if strategy == "extra_buffer_lazy":
-        remedies["--mamba-radix-cache-strategy=extra_buffer_lazy"] = "pass extra_buffer"
-    # Under overlap two steps may pass before SGLang takes the state that the first of them has left.
-    if strategy == "extra_buffer" and resolved.mamba_track_interval < least:
-        remedies[f"--mamba-track-interval={resolved.mamba_track_interval}"] = f"pass {least} or more"
-    messages = [
-        f"DSPARK cannot run with {flag} beside a target with recurrent layers; {remedy}"
-        for flag, remedy in remedies.items()
-    ]
-    return "\n".join(messages) or None
-
-
 def pages(context: LaunchContext) -> str | None:
     """Refuse K/V in pages of several slots where no kernel hands them out."""
     size = context.args.page_size
@@ -237,10 +204,3 @@ def prefill_graphs(context: LaunchContext) -> str | None:
         f"DSPARK cannot run with --cuda-graph-backend-prefill={graphs}, whose graphs lose the hidden states that a "
         "drafter reads; pass breakable or disabled"
     )
-
-
-def _asks_for_adapters(args: ServerArgs) -> str | None:
-    """Return the flag that asks for adapters."""
-    if args.enable_lora:
-        return "--enable-lora"
-    return "--lora-paths" if args.lora_paths else None

@@ -58,15 +58,6 @@ HOOKS: tuple[Hook, ...] = (
         "what SGLang would decide otherwise is decided before, and undone where the target decodes alone",
     ),
     Hook(
-        "states-on-a-cpu",
-        "sglang.srt.arg_groups.model_hook.handle_mamba_radix_cache",
-        HookType.AROUND,
-        "engine.launch.resolution.resolve_states",
-        "flags",
-        "for targets with recurrent layers SGLang chooses snapshots of states, and then finds that a CPU has none",
-        Moment.SOME_TIME,
-    ),
-    Hook(
         "tell-drafter",
         "sglang.srt.server_args.ServerArgs.resolved_dict",
         HookType.AFTER,
@@ -269,16 +260,6 @@ HOOKS: tuple[Hook, ...] = (
         Moment.READY,
     ),
     Hook(
-        "no-state-snapshots",
-        "sglang.srt.mem_cache.kv_cache_configurator._pd_prefill_skips_mamba_spec_state",
-        HookType.REPLACE,
-        "engine.scheduler.hook_handlers.no_state_snapshots",
-        "scheduler",
-        "for targets with recurrent layers SGLang keeps the state after every draft, gigabytes for some requests; "
-        "DSPARK runs the accepted rows again instead",
-        Moment.SOME_TIME,
-    ),
-    Hook(
         "no-kv-copy-kernel",
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
         HookType.REPLACE,
@@ -294,7 +275,7 @@ HOOKS: tuple[Hook, ...] = (
 
 def register_flags() -> None:
     """Hand the hooks of the command line to SGLang, which applies them after the plugin's entry point returns."""
-    for hook in HOOKS:
+    for hook in all_hooks():
         if hook.where == "flags":
             HookRegistry.register(hook.target, hook.load_handler(), hook.kind)
 

@@ -7,11 +7,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.environ import envs
 
 from sglang_dspark.config import DSparkConfig, flag_name
-from sglang_dspark.draft.families import family_of
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine.compat import arguments
@@ -81,8 +79,7 @@ class Launch(DSparkServer):
             args.speculative_draft_window_size = self.draft_window.size
             args.speculative_draft_sink_size = self.draft_window.sinks
         defaults.size_buffers(args, self.window)
-        family = family_of(model_config_of(args).hf_config.architectures)
-        defaults.limit_requests(args, self.window, recurrent=family.recurrent)
+        defaults.limit_requests(args, self.window)
         hooks.install(args, "routes", "front_end")
         # Gemma's wrapper would add one to positions that are read again for draft K/V.
         envs.SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION.set(True)

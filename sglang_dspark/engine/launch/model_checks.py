@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from dspark_kernels import widest_window
-from sglang.srt.utils import cpu_has_amx_support
 
 from sglang_dspark.config import flag_name
 from sglang_dspark.draft.families import left_to_sglang
@@ -46,18 +45,6 @@ def why_own_worker(context: LaunchContext) -> str | None:
     if reason := left_to_sglang(architectures):
         return f"{', '.join(architectures)}: {reason}"
     return device(context)
-
-
-def recurrent_layers(context: LaunchContext) -> str | None:
-    """Refuse targets with recurrent layers on a CPU whose kernels keep the layers before them in another layout."""
-    family, found = context.family, context.args.device
-    if not family.recurrent or found != "cpu" or not cpu_has_amx_support():
-        return None
-    return (
-        f"--model-path: target architecture {family.architecture} is not served with DSPARK on {found}: its layers "
-        "keep recurrent states, and SGLang's kernels for this CPU pack the convolutions before them for AMX; install "
-        "the published sglang-kernel in their place, and run sglang-dspark enable-cpu"
-    )
 
 
 def dimensions(context: LaunchContext) -> None:

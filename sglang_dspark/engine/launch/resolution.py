@@ -14,7 +14,7 @@ from sglang_dspark.config import ENV_PREFIX, DSparkConfig, add_flags, flag_dest,
 from sglang_dspark.engine import support
 from sglang_dspark.engine.builtin.launch import ScheduledServer
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.launch import defaults, hooks
+from sglang_dspark.engine.launch import hooks
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.engine.launch.model_checks import why_own_worker
@@ -122,17 +122,6 @@ def schedule_own_worker(algorithm: Any, server_args: Any) -> None:
     """Hook SGLang's own worker, in the scheduler that is about to make it."""
     arguments.attached(server_args).set_mode()
     hooks.install(server_args, "any_worker", "scheduled")
-
-
-def resolve_states(original: Callable[..., None], args: Any, hf_config: Any) -> None:
-    """Resolve how states of recurrent layers are cached; on a CPU with DSPARK as SGLang can there.
-
-    Raises:
-        ConfigError: the operator asks for what it cannot.
-    """
-    if isinstance(arguments.attached(args), Launch):
-        defaults.states_on_a_cpu(args, hf_config.architectures)
-    original(args, hf_config)
 
 
 def given_texts(args: Any) -> dict[str, str | None]:

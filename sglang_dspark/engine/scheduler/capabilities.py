@@ -10,8 +10,8 @@ import torch
 from sglang_dspark.calibration.fit import Fit
 from sglang_dspark.config import POLICY_NAMES, DSparkConfig
 from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.forward.graphs import has_prefill_graphs
-from sglang_dspark.engine.forward.recurrent_layers import recurrence
 from sglang_dspark.engine.support import versions
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.speculation import OF_PRESETS, Speculation
@@ -62,9 +62,9 @@ def capabilities(
             "path": server_args.model_path,
             "name": server_args.served_model_name,
             "architecture": (model.hf_config.architectures or [None])[0],
-            "recurrence": recurrence(model_runner.attn_backend),
             "vocab_size": model.hf_text_config.vocab_size,
             "context_length": model.context_len,
+            **{key: said for feature in all_features() for key, said in feature.describe_target(model_runner).items()},
         },
         "drafter": drafter,
         "drafter_fit": None if drafter is None else decoding.fit.report(),

@@ -16,8 +16,8 @@ _FIRST_SLOT = 1  # slot 0 is padding
 # Tokens differ from request to request: a forward whose tokens all choose the same experts looks cheaper than it is.
 _FIRST_TOKEN, _STRIDE = 11, 7919
 
-# SGLang asks each request where the radix cache wants its next state. Rows that no request has taken name slot 0 for
-# it, and for the states of their requests: padding.
+# If layers of a target keep more than K/V, SGLang asks each request where the radix cache wants it next. Rows that no
+# request has taken name slot 0 for that: padding.
 _NO_REQUEST = SimpleNamespace(rid="", lora_id=None, token_type_ids=None, kv=SimpleNamespace(mamba_next_track_idx=0))
 
 

@@ -66,8 +66,3 @@ def export_metrics(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> N
 def no_kv_copy_kernel(pool: Any) -> None:
     """Leave out the kernel that copies K/V between slots."""
     pool._kv_copy_config = None
-
-
-def no_state_snapshots() -> bool:
-    """Leave out the pool of states that belong to drafts, as a server does that only encodes prompts."""
-    return True

@@ -17,7 +17,6 @@ from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.compat.worker_face import WorkerFace
 from sglang_dspark.engine.feature import DrawnTokens, parts_of
 from sglang_dspark.engine.forward.capture import capturing_forward
-from sglang_dspark.engine.forward.recurrent_layers import check_room
 from sglang_dspark.engine.forward.verify_attention import as_without_dspark, verify_beside_prompts
 from sglang_dspark.engine.hook_checks import Moment, check
 from sglang_dspark.engine.launch_state import DSparkServer
@@ -57,7 +56,6 @@ class SpecWorkerBase(WorkerFace):
     def __init__(self, *, server_args: Any, target_worker: Any, **_given: Any) -> None:
         super().__init__(target_worker)
         self.server_args = resolving_view(server_args)
-        self._asked_requests: int | None = server_args.max_running_requests
         ranks = get_parallel().tp_group
         self.agreement = Agreement(ranks)
         if not self.agreement.leads:
@@ -112,7 +110,6 @@ class SpecWorkerBase(WorkerFace):
     def init_attention_backends(self) -> None:
         """Put our attention of verification beside the target's backend, before any graph is captured."""
         verify_beside_prompts(self._target_worker.model_runner)
-        check_room(self._target_worker.model_runner, self._asked_requests)
         for part in self.parts:
             part.attention_made()
 

@@ -17,7 +17,6 @@ from dspark_kernels import DraftBlock, plan_staged, plan_uniform
 
 from sglang_dspark.engine.feature import CapturedPart, Part
 from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, logits_buffer, static_verify
-from sglang_dspark.engine.forward.recurrent_layers import CapturedStates
 from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepOutcome, TargetOutput, VerifyPlan
@@ -49,7 +48,6 @@ class CapturedSteps:
         tiers: sizes that were captured.
         buffers: what the graphs read and write.
         parts: what features add to captured verifications.
-        states: of the target's recurrent layers; None without such layers.
         drafts: by request slots, and whether some requests are sampled.
         plans: the part of the buffers that has the plan of a tier.
         forwards: of the target.
@@ -77,7 +75,6 @@ class CapturedSteps:
         self._logits = logits_buffer(model_runner, most_rows)
         captured = [part.captured(most_requests, most_rows) for part in parts]
         self.parts: list[CapturedPart] = [part for part in captured if part is not None]
-        self.states = CapturedStates.of(model_runner, most_requests, most_rows)
         self.drafts: dict[tuple[int, bool], Captured[DraftBlock]] = {}
         self.plans: dict[Tier, VerifyPlan] = {}
         self.forwards: dict[Tier, Captured[TargetOutput]] = {}
@@ -124,14 +121,14 @@ class CapturedSteps:
         slots = min(rows, self.tiers.requests[-1])  # each request has a row at least
         step = self.buffers.step(slots, sampled=False)
         plan = self.plans[rows, plain] = self.buffers.plan(slots, rows, width=1 if plain else self._depth + 1)
-        forward = static_verify(self._runner, step, plan, self._logits[:rows], self.parts, self.states)
+        forward = static_verify(self._runner, step, plan, self._logits[:rows], self.parts)
         self.forwards[rows, plain] = capture(forward)
         if self._fuses:
             self.fused[rows, plain] = self._capture_fused(capture, step, plan)
 
     def _capture_fused(self, capture: Capture, step: DecodeBatch, plan: VerifyPlan) -> Captured[StepOutcome]:
         eager, relay, requests, depth = self.eager, self.relay, self.buffers.requests(len(step)), plan.width - 1
-        forward = static_verify(self._runner, step, plan, None, self.parts, self.states)
+        forward = static_verify(self._runner, step, plan, None, self.parts)
         draft = DraftOutput(DraftBlock(self.buffers.drafts[: len(step), :depth]), None, [depth] * len(step))
 
         def run() -> StepOutcome:

@@ -100,7 +100,7 @@ class EagerExecutor:
         return accepted
 
     def commit(self, plan: VerifyPlan, accepted: AcceptResult, target: TargetOutput) -> None:
-        """Write the draft K/V of the anchor and the accepted drafts of every request, and advance recurrent states."""
+        """Write the draft K/V of the anchor and the accepted drafts of every request; have target layers advance."""
         self.drafter.commit(plan, accepted, target.captured)
         if target.advance is not None:
             target.advance(accepted.accept_lens + 1)

@@ -72,11 +72,9 @@ class GraphExecutor(EagerExecutor):
         return super().accept(step, draft, self._plan_of(len(step)), target)
 
     def _replay(self, step: DecodeBatch, graph: Captured[T]) -> T:
-        """Replay a forward of the target, with the states of the step and what features write for it."""
+        """Replay a forward of the target, with what features write for it."""
         for part in self._captured.parts:
             part.stage(step.batch)
-        if self._captured.states is not None:
-            self._captured.states.stage(step.batch)
         return graph.replay()
 
     def _plan_numbers(self, step: DecodeBatch, decision: StepDecision) -> PlanNumbers | None:

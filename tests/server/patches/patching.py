@@ -147,10 +147,10 @@ def keep_states_of_texts():
         module._platform_supports_mamba_cache_extra_buffer = lambda: True
 
     def leave(module):
-        module.states_on_a_cpu = lambda args, architectures: None
+        module.leave_snapshots_out = lambda args: None
 
     patch_when_imported("sglang.srt.arg_groups.mamba_hook", lift)
-    patch_when_imported("sglang_dspark.engine.launch.defaults", leave)
+    patch_when_imported("sglang_dspark.features.recurrent.resolution", leave)
 
 
 def complete_cpu():

@@ -11,8 +11,9 @@ from sglang.srt.runtime_context import get_exec, mamba_track_grid
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 
 from sglang_dspark.engine.forward.layers import row_bounds
-from sglang_dspark.engine.forward.recurrent_rows import RecordedRows, StatePools, Tracks, VerifiedRows
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.features.recurrent.rows import RecordedRows, StatePools, Tracks, VerifiedRows
+from sglang_dspark.step.state import VerifyPlan
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class RecurrentBackend:
         return StatePools(cache.conv[0], cache.temporal)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare a forward; for the layers and the commit of a verification, in ``spec_info.verified``."""
+        """Prepare a forward; for the layers and the commit of a verification, in ``spec_info.advance``."""
         if not forward_batch.forward_mode.is_target_verify():
             self.prompts.init_forward_metadata(forward_batch)
             return
@@ -77,7 +78,7 @@ class RecurrentBackend:
         bounds = row_bounds(layout, forward_batch.input_ids)
         rows = StateRows(bounds, self._slots(forward_batch.req_pool_indices))
         recorded = self._recorded_rows(len(forward_batch.input_ids))
-        layout.verified = VerifiedRows(rows, pools, recorded, self._tracks(forward_batch))
+        layout.advance = VerifiedRows(rows, pools, recorded, self._tracks(forward_batch))
 
     def _slots(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
         """Return [bs] slots of the requests' states, as the device knows them."""
@@ -125,7 +126,7 @@ class RecurrentBackend:
             return self.prompts.forward_extend(
                 layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs
             )
-        verified: VerifiedRows = forward_batch.spec_info.verified
+        verified: VerifiedRows = forward_batch.spec_info.advance
         return verified.outputs(self._pool.mamba2_layer_index(layer.layer_id), layer, mixed_qkv, a, b)[None]
 
 
@@ -143,13 +144,7 @@ class CapturedStates:
         self._track_slots = torch.full((requests,), -1, device=backend.pools.states.device)
         backend.hold_rows(rows)
 
-    @classmethod
-    def of(cls, model_runner: Any, requests: int, rows: int) -> CapturedStates | None:
-        """Return those of a server; None if no layer of its target keeps a state."""
-        backend = recurrent_backend(model_runner)
-        return None if backend is None else cls(backend, requests, rows)
-
-    def prepare(self, forward_batch: Any) -> None:
+    def prepare(self, plan: VerifyPlan, forward_batch: Any) -> None:
         """Find the states of the requests, as a part of a captured verification."""
         forward_batch.mamba_track_indices = self._track_slots[: len(forward_batch.req_pool_indices)]
         self._backend.init_forward_metadata(forward_batch)
@@ -163,41 +158,3 @@ class CapturedStates:
         if self._backend.track_interval is not None and batch is not None:
             prepare_mamba_track_for_verify(batch)
             self._track_slots[: len(batch.mamba_track_indices)] = batch.mamba_track_indices
-
-
-def check_room(runner: Any, asked: int | None) -> None:
-    """Refuse to serve fewer requests at a time than an operator has asked for, where states are what is short.
-
-    Args:
-        runner: the target's ``ModelRunner``, whose pools exist.
-        asked: ``--max-running-requests``, if it was given.
-
-    Raises:
-        ConfigError: with the number that fits, and the flags that make room.
-    """
-    backend, fit = recurrent_backend(runner), runner.max_running_requests
-    if backend is None or asked is None or fit >= min(asked, runner.token_to_kv_pool.size // 2):
-        return
-    raise ConfigError(
-        f"--max-running-requests={asked}: there is room for {backend.num_states} recurrent states of "
-        f"{backend.state_mb:.2f} MB, which {fit} requests at a time and the prefix cache need; pass "
-        f"--max-running-requests {fit} or less, or make room with --mamba-full-memory-ratio, --max-mamba-cache-size or "
-        "--mamba-ssm-dtype bfloat16"
-    )
-
-
-def recurrent_backend(runner: Any) -> RecurrentBackend | None:
-    """Return ours of the target's runner; None if its layers keep no states."""
-    backend = getattr(runner.attn_backend, "linear_attn_backend", None)
-    return backend if isinstance(backend, RecurrentBackend) else None
-
-
-def recurrence(attention: Any) -> str | None:
-    """Return SGLang's name of the recurrence that a target's layers keep states of, such as GDN or KDA; None if none.
-
-    Args:
-        attention: backend of the target.
-    """
-    backend = getattr(attention, "linear_attn_backend", None)
-    backend = backend.prompts if isinstance(backend, RecurrentBackend) else backend
-    return None if backend is None else type(backend).__name__.removesuffix("AttnBackend")

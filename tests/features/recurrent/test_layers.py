@@ -7,9 +7,11 @@ import torch
 from dspark_kernels import StateRows, causal_conv_rows, kernels_anywhere
 from recorded_graph import RecordedGraph
 
-from sglang_dspark.engine.forward import recurrent_layers
-from sglang_dspark.engine.forward.recurrent_layers import CapturedStates, RecurrentBackend, check_room, recurrence
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.features.recurrent import layers as recurrent_layers
+from sglang_dspark.features.recurrent import recurrence
+from sglang_dspark.features.recurrent.layers import CapturedStates, RecurrentBackend
+from sglang_dspark.features.recurrent.served import check_room
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WIDTH, LAYERS = 1, 2, 5, 3, 4, 2  # few: an interpreted head takes long
 KEYS, VALUES = KEY_HEADS * KEY_DIM, VALUE_HEADS * VALUE_DIM
@@ -96,7 +98,7 @@ class Steps:
         indptr = torch.tensor([0, *sizes]).cumsum(0)
         batch = self.batch(torch.tensor(requests), torch.tensor(seq_lens), indptr, sum(sizes))
         self.backend.init_forward_metadata(batch)
-        return self.forward(batch, parts), batch.spec_info.verified
+        return self.forward(batch, parts), batch.spec_info.advance
 
     def run(self, parts, requests, sizes, seq_lens, lengths):
         """Verify, and advance by ``lengths`` rows."""
@@ -127,11 +129,11 @@ class SplitSteps(Steps):
         batch = self.batch(requests, seq_lens, indptr, num_rows)
 
         def run():
-            self.states.prepare(batch)
+            self.states.prepare(None, batch)
             outputs = self.forward(batch, parts)
             if self.fused:
-                batch.spec_info.verified(lengths)
-            return outputs, batch.spec_info.verified
+                batch.spec_info.advance(lengths)
+            return outputs, batch.spec_info.advance
 
         return RecordedGraph(run), (requests, seq_lens, lengths, indptr, parts)
 
@@ -294,24 +296,25 @@ def test_a_shortage_of_states_ends_the_start():
     """A default may be lowered, a number that was asked for may not."""
     backend = RecurrentBackend(GDNAttnBackend(), torch.float32)
     runner = SimpleNamespace(
-        attn_backend=SimpleNamespace(linear_attn_backend=backend),
-        max_running_requests=3,
-        token_to_kv_pool=SimpleNamespace(size=1000),
+        max_running_requests=3, token_to_kv_pool=SimpleNamespace(size=1000), server_args=SimpleNamespace()
     )
     for asked in (None, 2, 3):
-        check_room(runner, asked)
+        runner.server_args.max_running_requests = asked
+        check_room(backend, runner)
+    runner.server_args.max_running_requests = 4
     with pytest.raises(
         ConfigError,
         match=r"^--max-running-requests=4: there is room for 13 recurrent states of 0.00 MB.*"
         r" pass --max-running-requests 3 or less, or make room with --mamba-full-memory-ratio",
     ):
-        check_room(runner, 4)
+        check_room(backend, runner)
     runner.token_to_kv_pool.size = 6  # tokens are short, and SGLang says so
-    check_room(runner, 4)
-    check_room(SimpleNamespace(attn_backend=None, max_running_requests=3), 4)
+    check_room(backend, runner)
 
 
 def test_the_recurrence_is_named():
+    """Whichever worker serves it."""
     ours = RecurrentBackend(GDNAttnBackend(), torch.float32)
     for backend, name in ((ours, "GDN"), (GDNAttnBackend(), "GDN"), (None, None)):
-        assert recurrence(SimpleNamespace(linear_attn_backend=backend)) == name
+        runner = SimpleNamespace(attn_backend=SimpleNamespace(linear_attn_backend=backend))
+        assert recurrence(runner) == {"recurrence": name}

@@ -1,0 +1,44 @@
+"""Decide how states are cached, where SGLang resolves its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.launch.defaults import MIN_REQUESTS, admit
+from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.features.recurrent import keeps_states
+
+
+def resolve_states(original: Callable[..., None], args: Any, hf_config: Any) -> None:
+    """Resolve how states are cached; on a CPU with DSPARK as SGLang can there, which asks for a limit of requests too.
+
+    Raises:
+        ConfigError: the operator asks for what it cannot.
+    """
+    ours = isinstance(attached(args), DSparkServer) and keeps_states(hf_config.architectures)
+    if ours and resolving_view(args).device == "cpu":
+        leave_snapshots_out(args)
+        if args.max_running_requests is None:
+            admit(args, MIN_REQUESTS)
+    original(args, hf_config)
+
+
+def leave_snapshots_out(args: ServerArgs) -> None:
+    """Keep states without the snapshots that SGLang would choose, and so without overlap.
+
+    Raises:
+        ConfigError: the operator asks for snapshots.
+    """
+    strategy = args.mamba_radix_cache_strategy
+    if strategy not in ("auto", "no_buffer"):
+        raise ConfigError(
+            f"DSPARK cannot run with --mamba-radix-cache-strategy={strategy} on cpu: SGLang takes snapshots of "
+            "recurrent states with kernels of a GPU; drop the flag"
+        )
+    declare_resolution(args, "dspark", mamba_radix_cache_strategy="no_buffer", disable_overlap_schedule=True)

@@ -1,0 +1,61 @@
+"""What recurrent layers are not served with is refused with flag, value and remedy, and the rest passes."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from launch_contexts import found_by, launch_context
+
+from sglang_dspark.draft.resolved import ResolvedDrafter
+from sglang_dspark.features.recurrent import checks
+
+DRAFT = Path(__file__).parents[2] / "data" / "golden" / "vanilla_g7"
+HYBRID = {"hf_config": SimpleNamespace(architectures=["Qwen3_5ForCausalLM"])}
+# What an operator gives, what SGLang makes of that, and what is refused with which remedy.
+REFUSED = [
+    ({"enable_hierarchical_cache": True}, {}, "--enable-hierarchical-cache", "drop the flag"),
+    ({"enable_linear_replayssm_spec": True}, {}, "--enable-linear-replayssm-spec", "drop the flag"),
+    ({"enable_lora": True}, {}, "--enable-lora", "drop the flag"),
+    ({"lora_paths": ["x"]}, {}, "--lora-paths", "drop the flag"),
+    ({}, {"mamba_radix_cache_strategy": "extra_buffer_lazy"}, "-strategy=extra_buffer_lazy", "pass extra_buffer"),
+    ({}, {"linear_attn_prefill_backend": "cutedsl"}, "--linear-attn-prefill-backend=cutedsl", "pass triton"),
+    ({}, {"linear_attn_backend": "flashinfer"}, "--linear-attn-prefill-backend=flashinfer", "pass triton"),
+    ({}, {"mamba_track_interval": 15}, "--mamba-track-interval=15", "pass 16 or more"),
+]
+SERVED = [
+    {},
+    {"mamba_track_interval": 16},
+    {"mamba_radix_cache_strategy": "no_buffer", "mamba_track_interval": 1},
+    {"linear_attn_backend": "cutedsl", "linear_attn_prefill_backend": "triton"},
+]
+
+
+def flags_of(**given):
+    """What the check of flags says of a start with the golden drafter."""
+    context = launch_context(**{"drafter": ResolvedDrafter.read(DRAFT), "target": HYBRID} | given)
+    return found_by("flags beside recurrent layers", context)
+
+
+@pytest.mark.parametrize(("given", "hybrid", "flag", "remedy"), REFUSED, ids=lambda value: str(value)[:40])
+def test_flags_that_are_refused(given, hybrid, flag, remedy):
+    assert re.search(f"{flag} beside a target with recurrent layers; {remedy}", flags_of(hybrid=hybrid, **given))
+    assert flags_of(hybrid=hybrid, target={}, **given) is None
+
+
+@pytest.mark.parametrize("hybrid", SERVED, ids=str)
+def test_flags_that_are_served(hybrid):
+    assert flags_of(hybrid=hybrid) is None
+    assert flags_of(hybrid=hybrid, device="cpu", tp_size=2) is None
+
+
+@pytest.mark.parametrize(("device", "packed"), [("cpu", True), ("cpu", False), ("cuda", True)])
+def test_convolutions_that_are_packed_on_a_cpu(monkeypatch, device, packed):
+    monkeypatch.setattr(checks, "cpu_has_amx_support", lambda: packed)
+    found = found_by("recurrent layers", launch_context(target=HYBRID, device=device))
+    if device == "cpu" and packed:
+        assert found.startswith("--model-path: target architecture Qwen3_5ForCausalLM is not served with DSPARK on cpu")
+        assert "for AMX" in found and found.endswith("and run sglang-dspark enable-cpu")
+    else:
+        assert found is None
+    assert found_by("recurrent layers", launch_context(device=device)) is None
