@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_dspark.engine.compat.decoder import Decoder
 
 
 def register() -> None:
@@ -29,7 +33,7 @@ def register() -> None:
         raise SystemExit(f"sglang-dspark cannot start: {f'{refusal} ({found})' if refusal else found}") from error
 
 
-def _load_worker() -> type:
+def _load_worker() -> type[Decoder]:
     from sglang_dspark.worker.worker import DSparkWorker
 
     return DSparkWorker

@@ -150,7 +150,9 @@ _DFLASH, _EAGLE3, _EAGLE, _OWN_LAYER, _NGRAM = (
         ("NGRAM", "without a drafter"),
     )
 )
-_OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine auto"
+_OWN_DSPARK = (
+    "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine auto or builtin"
+)
 
 UNSERVED: tuple[Unserved, ...] = (
     Unserved(

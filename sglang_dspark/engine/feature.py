@@ -16,6 +16,7 @@ from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.launch.check import Check
 from sglang_dspark.engine.launch.flag_rule import FlagRule
 from sglang_dspark.engine.launch.hook import Hook
+from sglang_dspark.engine.launch_state import OtherServer
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.step.state import VerifyPlan
 
@@ -160,6 +161,8 @@ class Feature:
             target turns out to have no use for it. It is called when the target has been loaded. Empty if it has none.
         describe_target: takes SGLang's runner of a target, and returns what ``GET /dspark/capabilities`` says of it, by
             key; on every server, of either worker.
+        other_server: name of an :class:`OtherServer` below ``room``, whose worker decodes in place of ours where it is
+            asked for, or where ours does not serve the target or the device; empty if the feature has none.
     """
 
     room: str
@@ -169,6 +172,7 @@ class Feature:
     checks: str = ""
     part: str = ""
     describe_target: Callable[[Any], Mapping[str, Any]] = lambda runner: {}
+    other_server: str = ""
 
     def load_checks(self) -> tuple[Check, ...]:
         """Import and return its checks."""
@@ -183,6 +187,12 @@ class Feature:
 def all_features() -> tuple[Feature, ...]:
     """Return the features in the order of their lines, which is that in which they act."""
     return tuple(resolve_name(f"{features.__name__}.{room}:FEATURE") for room in features.ROOMS)
+
+
+def other_servers() -> Sequence[type[OtherServer]]:
+    """Return the servers whose worker may decode in place of ours."""
+    offering = [feature for feature in all_features() if feature.other_server]
+    return [resolve_name(f"{feature.room}.{feature.other_server}") for feature in offering]
 
 
 def parts_of(worker: Any, args: ServerArgs) -> Sequence[Part]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self
 
 from sglang_dspark.config import MOST_TAIL, DSparkConfig
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.window import DraftWindow
+from sglang_dspark.engine.sglang_types import SamplingParams, ServerArgs
 
 
 @dataclass(frozen=True)
 class DSparkServer:
-    """A server that decodes with DSPARK.
+    """A server that decodes with our worker.
 
     Attributes:
         config: our options.
@@ -60,6 +63,51 @@ class DSparkServer:
         return self.config.max_verify(self.gamma) + 1
 
 
+class OtherServer(Protocol):
+    """A server that decodes with another worker than ours, by our schedule.
+
+    Attributes:
+        engine: value of ``--speculative-dspark-engine`` that asks for the worker.
+        presets: whether requests may have presets.
+    """
+
+    engine: ClassVar[str]
+    presets: ClassVar[bool]
+
+    @property
+    def config(self) -> DSparkConfig:
+        """Return our options."""
+
+    @property
+    def reason(self) -> str:
+        """Return why the worker decodes, and how."""
+
+    @property
+    def has_confidence_head(self) -> bool:
+        """Return whether the worker knows how likely a draft survives."""
+
+    @classmethod
+    def before(cls, args: ServerArgs, config: DSparkConfig, because: str) -> Self:
+        """Prepare ``args`` for SGLang to resolve them, and return the server as far as it is known.
+
+        Args:
+            because: why this worker is taken.
+
+        Raises:
+            ConfigError: our options or the environment ask for what the worker does not have.
+        """
+
+    def settled(self, args: ServerArgs) -> Self:
+        """Return the server with what follows from the arguments, which SGLang has resolved.
+
+        Raises:
+            ConfigError: an option does not fit them.
+        """
+
+    def refusals(self, parameters: SamplingParams) -> Iterator[str]:
+        """Yield a message for each parameter of a request that the worker would not follow."""
+
+
 @dataclass(frozen=True)
 class TargetOnly:
     """A server that was to decode with DSPARK, and decodes with the target alone.
@@ -69,3 +117,7 @@ class TargetOnly:
     """
 
     reason: str
+
+
+Attached = DSparkServer | OtherServer | TargetOnly
+"""What DSPARK attaches to SGLang's arguments."""

@@ -40,6 +40,7 @@ class ServerArgs(Protocol):
     linear_attn_prefill_backend: str | None
     lora_paths: Any
     lora_backend: str
+    speculative_algorithm: str | None
     speculative_num_draft_tokens: int | None
     speculative_num_steps: int | None
     speculative_eagle_topk: int | None

@@ -10,6 +10,7 @@ ROOMS = (
     "host_cache",
     "logprobs",
     "nodes",
+    "own_worker",
     "pictures",
     "recurrent",
 )

@@ -1,6 +1,7 @@
 """The needs of a drafter are noted at the place that this SGLang reads."""
 
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,14 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import SpecAuxHiddenStateConfig
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, HybridSWAPoolConfigurator
 
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.engine.compat import pools
 from sglang_dspark.engine.compat.arguments import attach
+from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.errors import EngineError
+
+DRAFT = Path(__file__).parents[1] / "data" / "golden" / "vanilla_g7"
 
 
 def test_wishes_reach_the_one_place_that_is_read():
@@ -30,10 +36,6 @@ def test_wishes_reach_the_one_place_that_is_read():
 def test_wishes_that_nobody_reads_end_the_start(runner):
     with pytest.raises(EngineError, match=r"has no dflash_use_aux_hidden_state in its"):
         pools.request_capture(runner, (1, 2))
-
-
-LAYERS, HEADS, DIM = 3, 2, 24
-TOKEN = 2 * LAYERS * HEADS * DIM * 2 + 8  # bytes of draft K/V in 16 bits, and of the token itself
 
 
 def of_layers_with_windows(configurator, monkeypatch):
@@ -91,10 +93,12 @@ def configurator(monkeypatch):
 def test_a_token_of_the_pool_has_room_for_its_draft_kv(token_size, configurator, monkeypatch):
     """The room is counted in bytes, because the layers of drafter and target differ in size."""
     without = token_size(configurator, monkeypatch)
-    drafter = {"num_hidden_layers": LAYERS, "num_key_value_heads": HEADS, "head_dim": DIM}
-    attach(configurator.server_args, SimpleNamespace(drafter=None))
+    attach(configurator.server_args, DSparkServer(DSparkConfig(), None, dummy_draft=False))
     pools.make_room(configurator, pre_model_load_memory=0)
     assert token_size(configurator, monkeypatch) == without
-    attach(configurator.server_args, SimpleNamespace(drafter=SimpleNamespace(config=SimpleNamespace(**drafter))))
+    drafter = ResolvedDrafter.read(DRAFT)
+    attach(configurator.server_args, DSparkServer(DSparkConfig(), drafter, dummy_draft=False))
     pools.make_room(configurator, pre_model_load_memory=0)
-    assert token_size(configurator, monkeypatch) == without + TOKEN
+    config = drafter.config
+    elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    assert token_size(configurator, monkeypatch) == without + 2 * elements + 8  # in 16 bits, and the token itself

@@ -9,7 +9,10 @@ from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, Token
 from sglang.srt.sampling import sampling_params
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.api.requests import check_request
+from sglang_dspark.engine.compat.arguments import attach
+from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.features.ends.stop_regex import parse_stop_regex
 
 
@@ -39,6 +42,7 @@ def checked(ids=(5,), parameters=None, request=None, architecture="LlamaForCausa
     hf_config = SimpleNamespace(architectures=[architecture])
     model_config = SimpleNamespace(vocab_size=256, hf_config=hf_config)
     manager = SimpleNamespace(model_config=model_config, server_args=SimpleNamespace())
+    attach(manager.server_args, DSparkServer(DSparkConfig(), None, dummy_draft=False))
     check_request(tokenized, manager, GenerateReqInput(text="a", **(request or {})), "a", ids)
     return tokenized
 

@@ -10,7 +10,9 @@ import pytest
 from sglang_dspark.draft.families import FAMILIES, UNSERVED, family_of, left_to_sglang
 from sglang_dspark.errors import UnservedError
 
-OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine auto"
+OWN_DSPARK = (
+    "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine auto or builtin"
+)
 
 
 @cache

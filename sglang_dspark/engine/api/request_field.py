@@ -13,7 +13,7 @@ import msgspec
 
 from sglang_dspark.config import flag_name
 from sglang_dspark.declared import truncate
-from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.sglang_types import SamplingParams, TokenizerManager
 from sglang_dspark.speculation import CLASSIFICATION, COPYING, KEY, RequestOptions, Speculation
 
@@ -41,7 +41,7 @@ def settle(manager: TokenizerManager, parameters: SamplingParams) -> None:
         return
     kept = {key: value for key, value in custom_params.items() if key != KEY}
     field = _parsed(custom_params[KEY] if asked is None else asked)
-    server = attached(manager.server_args)
+    server = speculating(manager.server_args)
     if field.preset in COPYING and not server.presets:
         raise ValueError(
             f'speculation.preset="{field.preset}" is not served by SGLang\'s own worker; drop the key, or start the '

@@ -19,12 +19,11 @@ from sglang_dspark.declared import truncate
 from sglang_dspark.draft.families import family_of
 from sglang_dspark.engine.api import request_field
 from sglang_dspark.engine.api.served_requests import REFUSED_FIELDS, REFUSED_PARAMETERS
-from sglang_dspark.engine.builtin.launch import ScheduledServer
-from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.compat.arguments import speculating
+from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.sglang_types import ModelConfig, SamplingParams, TokenizerManager
 
 _INT32_MAX, _FLOAT32_MAX = 2**31 - 1, 3.4028234663852886e38
-_IGNORED_BY_SGLANG = (("min_p", 0.0), ("sampling_seed", None))
 _UNTRIED_MEDIA = ("video_data", "audio_data")
 _PLACE = re.compile(r"\$\[(\d+)\](?:\[(\d+)\])?")
 
@@ -39,10 +38,11 @@ def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args
     """
     if not isinstance(tokenized, TokenizedGenerateReqInput):
         return
-    if isinstance(attached(manager.server_args), ScheduledServer):
-        refusals = _not_scheduled(tokenized.sampling_params)
+    server, parameters = speculating(manager.server_args), tokenized.sampling_params
+    if isinstance(server, DSparkServer):
+        refusals = _not_served(request, parameters, manager.model_config)
     else:
-        refusals = _not_served(request, tokenized.sampling_params, manager.model_config)
+        refusals = server.refusals(parameters)
     for refusal in refusals:
         raise ValueError(refusal)
     request_field.settle(manager, tokenized.sampling_params)
@@ -70,16 +70,6 @@ def _not_served(request: GenerateReqInput, parameters: SamplingParams, target: M
     for name in _UNTRIED_MEDIA if family_of(target.hf_config.architectures).reads_images else ():
         if getattr(request, name, None):
             yield f"DSPARK serves text and images of this target, and not {name} yet; use a server without DSPARK"
-
-
-def _not_scheduled(parameters: SamplingParams) -> Iterator[str]:
-    """Yield what SGLang's own worker would ignore."""
-    for name, neutral in _IGNORED_BY_SGLANG:
-        if (value := getattr(parameters, name)) != neutral:
-            yield (
-                f"SGLang's own DSPARK ignores sampling_params.{name}={truncate(value)}; drop it, or start the server "
-                "with --speculative-dspark-engine plugin if that serves the target"
-            )
 
 
 def check_types(tokenized: TokenizedGenerateReqInput) -> None:

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import sglang.srt.environ as environ
 import sglang.srt.runtime_context as runtime_context
 from sglang.srt.arg_groups.arg_utils import record_fields
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.arg_groups.model_path_hook import handle_model_source_paths
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.arg_groups.serving_hook import handle_missing_default_values
+from sglang.srt.server_args import ServerArgs as Record
+
+from sglang_dspark.engine.launch_state import Attached, DSparkServer, OtherServer, TargetOnly
+from sglang_dspark.engine.sglang_types import ServerArgs
 
 # SGLang keeps attributes with an underscore beside the fields, also when it sends the object to another process.
 _OURS = "_dspark"
 
 
-def attach(args: Any, ours: Any) -> None:
+def attach(args: ServerArgs, ours: Attached) -> None:
     """Put what DSPARK has decided on the arguments; it travels with them to the scheduler."""
     setattr(args, _OURS, ours)
 
 
-def attached(args: Any) -> Any:
+def attached(args: ServerArgs) -> Attached | None:
     """Return what :func:`attach` put there; None if DSPARK was not asked for."""
-    return getattr(args, _OURS, None)
+    ours: Attached | None = getattr(args, _OURS, None)
+    return ours
+
+
+def speculating(args: ServerArgs) -> DSparkServer | OtherServer:
+    """Return what :func:`attach` put on the arguments of a server that decodes with DSPARK."""
+    server = attached(args)
+    assert not isinstance(server, TargetOnly | None), "the target decodes alone"
+    return server
 
 
 def tokens_per_step() -> int:
@@ -28,12 +43,33 @@ def tokens_per_step() -> int:
     return int(runtime_context.get_spec().speculative_num_draft_tokens)
 
 
+def attached_to_ours(args: ServerArgs) -> DSparkServer:
+    """Return what :func:`attach` put on the arguments of a server that decodes with our worker."""
+    server = attached(args)
+    assert isinstance(server, DSparkServer), "our worker does not decode"
+    return server
+
+
+def looked_up(args: ServerArgs) -> ServerArgs:
+    """Return a view of a copy of ``args`` for which SGLang has looked up the target's files and the device.
+
+    These are the first things that it does when it resolves ``args``, which stay as they are.
+    """
+    looked: Any = copy.copy(args)
+    vars(looked).update(vars(args))
+    looked._resolved_overrides = list(getattr(args, "_resolved_overrides", ()))
+    handle_model_source_paths(looked)
+    handle_missing_default_values(looked)
+    view: ServerArgs = resolving_view(looked)
+    return view
+
+
 Snapshot = tuple[dict[str, Any], dict[str, Any]]
 
 
 def snapshot(args: ServerArgs) -> Snapshot:
     """Return the fields of ``args``, and the attributes beside them, before SGLang resolves them."""
-    return {field.name: getattr(args, field.name) for field in record_fields(ServerArgs)}, dict(vars(args))
+    return {field.name: getattr(args, field.name) for field in record_fields(Record)}, dict(vars(args))
 
 
 def restore(args: ServerArgs, written: Snapshot) -> None:

@@ -1,24 +1,42 @@
-"""Finds what decodes in a scheduler: our worker, or our schedule of SGLang's own."""
+"""Finds what decodes in a scheduler: our worker, or what drives another one."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
-_SCHEDULE = "dspark_schedule"
+from sglang_dspark.metrics.reporting import Reporting
+from sglang_dspark.scheduling.schedule import Schedule
+
+_DECODER = "dspark_decoder"
 
 
-def attach_schedule(schedule: Any, *parts: Any) -> None:
-    """Put the schedule on SGLang's worker, and on the parts of it that are hooked."""
+class Decoder(Protocol):
+    """What answers for the decode steps of a scheduler."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """Return what decides the steps."""
+
+    @property
+    def reporting(self) -> Reporting:
+        """Return what counts them."""
+
+    def capabilities(self) -> dict[str, Any]:
+        """Return the JSON of ``GET /dspark/capabilities``."""
+
+
+def attach_decoder(decoder: Decoder, *parts: Any) -> None:
+    """Put a decoder on SGLang's own worker, and on the parts of it that are hooked."""
     for part in parts:
-        setattr(part, _SCHEDULE, schedule)
+        setattr(part, _DECODER, decoder)
 
 
-def schedule_of(part: Any) -> Any:
-    """Return what :func:`attach_schedule` put there."""
-    return getattr(part, _SCHEDULE)
+def attached_decoder(part: Any) -> Decoder:
+    """Return what :func:`attach_decoder` put there, or ``part`` itself: our worker is a decoder."""
+    decoder: Decoder = getattr(part, _DECODER, part)
+    return decoder
 
 
-def decoder_of(scheduler: Any) -> Any:
+def decoder_of(scheduler: Any) -> Decoder:
     """Return what answers for SGLang's scheduler."""
-    worker = scheduler.draft_worker
-    return getattr(worker, _SCHEDULE, worker)
+    return attached_decoder(scheduler.draft_worker)

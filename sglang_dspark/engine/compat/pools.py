@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_dspark.draft.cache import bytes_per_token
-from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.compat.arguments import attached_to_ours
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
 
@@ -46,7 +46,7 @@ def make_room(configurator: Any, *, pre_model_load_memory: int) -> None:
     Raises:
         EngineError: this SGLang reads such wishes elsewhere.
     """
-    drafter = attached(configurator.server_args).drafter
+    drafter = attached_to_ours(configurator.server_args).drafter
     if drafter is not None:
         _wish(getattr(configurator, _RECORD, None), "dflash_draft_num_layers", drafter.config.num_hidden_layers)
         size = bytes_per_token(drafter.config, configurator.model_dtype)

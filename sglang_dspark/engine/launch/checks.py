@@ -19,14 +19,19 @@ def refuse(context: LaunchContext, *moments: Moment) -> None:
         UnservedError: at least one says that DSPARK does not serve the device, the target or the pair.
         ConfigError: others fail. The error has the messages of all that fail, one a line.
     """
+    if failed := failures(context, *moments):
+        kind = UnservedError if any(failed.values()) else ConfigError
+        raise kind("\n".join(failed))
+
+
+def failures(context: LaunchContext, *moments: Moment) -> dict[str, bool]:
+    """Return the messages of the checks of these moments that fail; True if DSPARK does not serve what is there."""
     failed: dict[str, bool] = {}
     for check in all_checks():
         if check.moment in moments and (message := check.message(context)):
             # A check that needs what another one has refused says the same.
             failed.setdefault(message, check.unserved)
-    if failed:
-        kind = UnservedError if any(failed.values()) else ConfigError
-        raise kind("\n".join(failed))
+    return failed
 
 
 def all_checks() -> tuple[Check, ...]:

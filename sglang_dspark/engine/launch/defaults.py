@@ -23,6 +23,8 @@ DRAFT_SINKS = 4
 def prepare(args: ServerArgs) -> None:
     """Decide what SGLang would decide otherwise when it resolves ``args``, if the operator has not."""
     args.speculative_draft_model_path = None  # see Launch.after
+    # SGLang would say that these have no effect; Launch.after gives them back.
+    args.speculative_draft_window_size = args.speculative_draft_sink_size = None
     if args.speculative_draft_model_quantization is None:
         args.speculative_draft_model_quantization = "unquant"  # SGLang would take the target's for the drafter's
     if not (args.attention_backend or args.prefill_attention_backend or args.decode_attention_backend):
@@ -36,10 +38,9 @@ def prepare(args: ServerArgs) -> None:
         )
 
 
-def take_draft_window(args: ServerArgs) -> DraftWindow | None:
-    """Return the part of a context that the drafter shall see, which SGLang would say has no effect."""
+def draft_window(args: ServerArgs) -> DraftWindow | None:
+    """Return the part of a context that the drafter shall see; None for all of it."""
     size, sinks = args.speculative_draft_window_size, args.speculative_draft_sink_size
-    args.speculative_draft_window_size = args.speculative_draft_sink_size = None
     return None if size is None else DraftWindow(size, DRAFT_SINKS if sinks is None else sinks)
 
 

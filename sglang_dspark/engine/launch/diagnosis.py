@@ -14,6 +14,7 @@ from sglang.srt.speculative.spec_registry import get_spec
 
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.resolved import ResolvedDrafter
+from sglang_dspark.engine.feature import other_servers
 from sglang_dspark.engine.launch import model_checks
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.hook import Hook
@@ -52,9 +53,11 @@ def hooks() -> Iterator[tuple[Hook, str | None]]:
 
 
 def why_own_worker(target: Path) -> str | None:
-    """Return why a server on this machine would take SGLang's own worker for a target; None if it takes ours."""
+    """Return why a server on this machine would take SGLang's own worker for a target; None if it does not."""
+    if not other_servers():
+        return None
     args = ServerArgs(model_path=str(target), device="cuda" if torch.cuda.is_available() else "cpu")
-    return model_checks.why_own_worker(LaunchContext.of(args, DSparkConfig()))
+    return model_checks.why_not_ours(LaunchContext.of(args, DSparkConfig()))
 
 
 def resolve(command: Sequence[str]) -> None:

@@ -11,9 +11,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.hook_checks import Moment
 
-Where = Literal[
-    "flags", "front_end", "routes", "detokenizer", "own_worker", "any_worker", "scheduled", "scheduler", "cuda", "cpu"
-]
+Where = Literal["flags", "front_end", "routes", "children", "any_worker", "scheduler", "cuda", "cpu"]
 
 
 @dataclass(frozen=True)
@@ -26,10 +24,10 @@ class Hook:
         kind: how the handler stands to it.
         handler: our function, below ``sglang_dspark``. A name, so that a process imports only what it installs.
         where: the process. ``flags``: any that reads SGLang's command line. ``front_end``: the one that tokenizes
-            requests and serves HTTP. ``routes``: the same, also when the target decodes alone. ``detokenizer``: the one
-            that makes text of tokens; applied in all, which are not told what they are. ``scheduler``: that of our
-            worker, on ``cuda`` or ``cpu`` as well. ``scheduled``: that of SGLang's own worker under our schedule, which
-            ``own_worker`` finds. ``any_worker``: both.
+            requests and serves HTTP. ``routes``: the same, also when the target decodes alone. ``children``: all but
+            the first, which are not told what they are: the one that makes text of tokens, and schedulers.
+            ``scheduler``: that of our worker, on ``cuda`` or ``cpu`` as well. ``any_worker``: that of whatever worker
+            decodes.
         reason: why SGLang has to be patched there.
         by: the moment by which SGLang must have called it.
     """

@@ -11,7 +11,6 @@ import logging
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-from sglang_dspark.engine.builtin.hooks import SCHEDULED_HOOKS
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.hook_checks import Moment, expect_called
 from sglang_dspark.engine.launch.hook import Hook, Where
@@ -105,7 +104,7 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.detokenizer_manager.find_printable_text",
         HookType.REPLACE,
         "engine.api.detokenizer.whole_letters",
-        "detokenizer",
+        "children",
         "SGLang shows text twice, or late, if messages after each other end within different letters, as steps may",
         Moment.SOME_TIME,  # called in the detokenizer alone
     ),
@@ -269,7 +268,6 @@ HOOKS: tuple[Hook, ...] = (
         "moves K/V between slots",
         Moment.READY,
     ),
-    *SCHEDULED_HOOKS,
 )
 
 

@@ -1,4 +1,4 @@
-"""A start with DSPARK, at the three moments at which SGLang asks us."""
+"""A start with our worker: the drafter is found, and then SGLang asks us at three moments."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Launch(DSparkServer):
     """The start of one server. It is attached to SGLang's arguments, and found again in every process."""
 
     @classmethod
-    def before(cls, args: ServerArgs, config: DSparkConfig) -> None:
-        """Find the drafter, and prepare ``args`` for SGLang to resolve them.
+    def find(cls, args: ServerArgs, config: DSparkConfig) -> Launch:
+        """Find the drafter. Nothing is written to ``args``, which SGLang has not resolved.
 
         Raises:
             ConfigError, CheckpointError: options that cannot work, or no usable drafter.
@@ -42,8 +42,11 @@ class Launch(DSparkServer):
         if ignored := unread(args):
             logger.warning("%s: DSPARK reads no flags of other speculative algorithms", ", ".join(ignored))
         dummy = (args.speculative_draft_load_format or args.load_format) == "dummy"
-        drafter = find_drafter(args, config, dummy=dummy)
-        arguments.attach(args, cls(config, drafter, dummy, defaults.take_draft_window(args)))
+        return cls(config, find_drafter(args, config, dummy=dummy), dummy, defaults.draft_window(args))
+
+    def before(self, args: ServerArgs) -> None:
+        """Prepare ``args`` for SGLang to resolve them."""
+        arguments.attach(args, self)
         defaults.prepare(args)
 
     @classmethod

@@ -35,7 +35,7 @@ def family(context: LaunchContext) -> None:
     _ = context.text_config
 
 
-def why_own_worker(context: LaunchContext) -> str | None:
+def why_not_ours(context: LaunchContext) -> str | None:
     """Return why our worker leaves a device or target to SGLang's own, which may serve it.
 
     Returns:

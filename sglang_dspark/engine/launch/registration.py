@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_dspark import __version__
 from sglang_dspark.engine import support
 
+if TYPE_CHECKING:
+    from sglang_dspark.engine.compat.decoder import Decoder
+
 logger = logging.getLogger(__name__)
 
 
-def register_algorithm(load_worker: Callable[[], type]) -> None:
+def register_algorithm(load_worker: Callable[[], type[Decoder]]) -> None:
     """Register the algorithm and its flags, once per process. A server that does not ask for it is unchanged.
 
     Args:
@@ -40,7 +43,7 @@ def register_algorithm(load_worker: Callable[[], type]) -> None:
     hooks.register_flags()
 
 
-def _worker_factory(load_worker: Callable[[], type]) -> Callable[[Any], type]:
+def _worker_factory(load_worker: Callable[[], type[Decoder]]) -> Callable[[Any], type]:
     def create_worker_class(server_args: Any) -> type:
         # Called by the scheduler after the target is loaded and before any memory pool exists.
         from sglang.srt.arg_groups.overrides import resolving_view

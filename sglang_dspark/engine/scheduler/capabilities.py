@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from sglang_dspark.calibration.fit import Fit
-from sglang_dspark.config import POLICY_NAMES, DSparkConfig
-from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.config import POLICY_NAMES
+from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.forward.graphs import has_prefill_graphs
 from sglang_dspark.engine.support import versions
@@ -26,14 +26,12 @@ class Decoding:
         gamma: drafts of a block.
         cuda_graphs: whether steps are replayed from CUDA graphs.
         fit: whether the drafter fits, as far as requests have shown.
-        presets: whether requests may have presets.
     """
 
     reason: str
     gamma: int
     cuda_graphs: bool
     fit: Fit
-    presets: bool = True
 
 
 def capabilities(
@@ -47,8 +45,8 @@ def capabilities(
         drafter: what is known of its checkpoint; None if none is served.
         decoding: how the server decodes.
     """
-    server = attached(server_args)
-    options: DSparkConfig = server.config
+    server = speculating(server_args)
+    options = server.config
     model, on_gpu = model_runner.model_config, model_runner.device == "cuda"
     has_head = schedule.forecast.calibration is not None
     return {
@@ -76,7 +74,7 @@ def capabilities(
         "policies": {name: _policy(schedule, name, on_gpu=on_gpu) for name in POLICY_NAMES},
         "features": {
             "speculation_fields": _speculation_fields(
-                has_head=has_head, presets=decoding.presets, keeps_answers=options.answer_cache is not None
+                has_head=has_head, presets=server.presets, keeps_answers=options.answer_cache is not None
             ),
             "cuda_graphs": decoding.cuda_graphs,
             "overlap": not server_args.disable_overlap_schedule,

@@ -13,13 +13,12 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.compat.arguments import attached_to_ours
 from sglang_dspark.engine.compat.worker_face import WorkerFace
 from sglang_dspark.engine.feature import DrawnTokens, parts_of
 from sglang_dspark.engine.forward.capture import capturing_forward
 from sglang_dspark.engine.forward.verify_attention import as_without_dspark, verify_beside_prompts
 from sglang_dspark.engine.hook_checks import Moment, check
-from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.scheduler import faults
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.answer_cache import AnswerCache
@@ -62,7 +61,7 @@ class SpecWorkerBase(WorkerFace):
             # The ranks of a server have the same to say.
             logging.getLogger("sglang_dspark").setLevel(logging.WARNING)
         self.device = torch.device(target_worker.device)
-        self.settled: DSparkServer = attached(server_args)
+        self.settled = attached_to_ours(server_args)
         self.options = self.settled.config
         self.parts = parts_of(self, server_args)
         self.sampling = SamplingReader(self.device)

@@ -4,16 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from made_schedule import schedule
 
-from sglang_dspark.engine.builtin import lengths
-from sglang_dspark.engine.builtin import widths as module
-from sglang_dspark.engine.builtin.step import ScheduledStep
-from sglang_dspark.engine.builtin.widths import Width, Widths, narrower_widths
+from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.features.own_worker import lengths
+from sglang_dspark.features.own_worker import widths as module
+from sglang_dspark.features.own_worker.step import ScheduledStep
+from sglang_dspark.features.own_worker.widths import Width, Widths, narrower_widths
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selection import FixedLength, TopK
 
-ALONE = SimpleNamespace(adopt=lambda *tensors: None, needed=False)
+ALONE = Agreement(SimpleNamespace(world_size=1, rank_in_group=0))
+FORECAST = schedule(gamma=7).forecast
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def taken(rows, decision, bs=3):
     """The proposal that is verified, the lengths and the layout that cuts, and the rows computed."""
     step = ScheduledStep(decision, bs, rows)
     told = step.propose(lambda: proposal(bs), torch.zeros(bs, dtype=torch.int64), None)
-    layout = step.lay_out(SimpleNamespace(), ALONE)
+    layout = step.lay_out(FORECAST, ALONE)
     return told, step.verify_lens.tolist(), None if layout is None else layout.verify_lens.tolist(), step.num_rows
 
 
@@ -133,11 +136,11 @@ def test_a_plain_step_has_nothing_to_divide_by(worker):
     step = ScheduledStep(PLAIN, 2, rows)
     block = step.propose(lambda: proposal(2), torch.tensor([4, 5]), sampling).draft_block
     assert (block.draft_tokens.shape, block.greedy_draft, block.corrected_logits) == ((2, 0), True, None)
-    assert step.lay_out(SimpleNamespace(), ALONE) is None
+    assert step.lay_out(FORECAST, ALONE) is None
     assert (step.verify_lens.tolist(), step.num_rows) == ([0, 0], 2)
 
 
 def test_a_plain_step_without_its_width_accepts_no_filler(worker):
     step = ScheduledStep(PLAIN, 2, Widths(worker, ALONE, narrow=False))
     step.propose(lambda: proposal(2), torch.tensor([4, 5]), None)
-    assert step.lay_out(SimpleNamespace(), ALONE).verify_lens.tolist() == [1, 1]
+    assert step.lay_out(FORECAST, ALONE).verify_lens.tolist() == [1, 1]

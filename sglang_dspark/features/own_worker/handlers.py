@@ -1,4 +1,4 @@
-"""Handles the hooks on SGLang's own DSPARK; ``hooks.py`` says where each stands and why."""
+"""Handles the hooks on SGLang's own DSPARK; ``__init__.py`` says where each stands and why."""
 
 from __future__ import annotations
 
@@ -9,13 +9,28 @@ from typing import Any
 import torch
 from sglang.srt.utils.common import async_d2h
 
-from sglang_dspark.engine.builtin.driver import ScheduledWorker
-from sglang_dspark.engine.builtin.served import refuse_unserved
-from sglang_dspark.engine.builtin.step_times import step_times
-from sglang_dspark.engine.compat.arguments import attached
-from sglang_dspark.engine.compat.decoder import attach_schedule, schedule_of
+from sglang_dspark.engine.compat.decoder import attach_decoder, attached_decoder
 from sglang_dspark.engine.hook_checks import Moment, check
+from sglang_dspark.engine.launch import hooks
+from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.features.own_worker.driver import ScheduledWorker
+from sglang_dspark.features.own_worker.served import refuse_unserved
+from sglang_dspark.features.own_worker.server import scheduled
+from sglang_dspark.features.own_worker.step_times import step_times
 from sglang_dspark.step.device_time import AwaitedEvent
+
+
+def install_hooks(algorithm: Any, server_args: ServerArgs) -> None:
+    """Hook SGLang's own worker, in the scheduler that is about to make it."""
+    scheduled(server_args).set_mode()
+    hooks.install(server_args, "any_worker")
+
+
+def driver_of(part: Any) -> ScheduledWorker:
+    """Return what drives SGLang's worker, of the worker or of a part of it that is hooked."""
+    driver = attached_decoder(part)
+    assert isinstance(driver, ScheduledWorker), "SGLang's own worker is not driven yet"
+    return driver
 
 
 def start(result: None, worker: Any) -> None:
@@ -24,10 +39,10 @@ def start(result: None, worker: Any) -> None:
     Raises:
         ConfigError: it would verify ragged rows wrongly.
     """
-    refuse_unserved(worker, by_request=attached(worker.server_args).by_request)
+    refuse_unserved(worker, by_request=scheduled(worker.server_args).by_request)
     with torch.no_grad():
         driver = ScheduledWorker(worker)
-        attach_schedule(driver, worker, worker._proposer, worker._verify_planner)
+        attach_decoder(driver, worker, worker._proposer, worker._verify_planner)
         driver.start(step_times(driver))
     check(Moment.READY)
 
@@ -35,23 +50,23 @@ def start(result: None, worker: Any) -> None:
 def decode(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a decode step as the schedule decides."""
     step = partial(original, worker, batch, *args, **kwargs)
-    return step() if batch.forward_mode.is_idle() else schedule_of(worker).run(step, batch)
+    return step() if batch.forward_mode.is_idle() else driver_of(worker).run(step, batch)
 
 
 def before_prefill(worker: Any, *args: Any, **kwargs: Any) -> None:
     """Take note that what comes next is not a decode step."""
-    schedule_of(worker).schedule.invalidate()
+    driver_of(worker).schedule.invalidate()
 
 
 def propose(original: Callable[..., Any], proposer: Any, *, draft_input: Any, sampling_info: Any, **given: Any) -> Any:
     """Draft, or not."""
     draft = partial(original, proposer, draft_input=draft_input, sampling_info=sampling_info, **given)
-    return schedule_of(proposer).propose(draft, draft_input.bonus_tokens, sampling_info)
+    return driver_of(proposer).propose(draft, draft_input.bonus_tokens, sampling_info)
 
 
 def lay_out(planner: Any, **given: Any) -> Any:
     """Return the rows that are verified."""
-    return schedule_of(planner).lay_out()
+    return driver_of(planner).lay_out()
 
 
 def copy_to_cpu(original: Callable[..., None], result: Any, *args: Any, **kwargs: Any) -> None:
@@ -74,5 +89,5 @@ def observe(original: Callable[..., Any], processor: Any, result: Any, batch: An
         result.cap_lens, result.block_accept_lens = record.verify_lens.cpu() + 1, torch.tensor(record.drafted)
     predicted = original(processor, result, batch)
     if record is not None:
-        schedule_of(processor.model_worker).observe(result, batch.reqs)
+        driver_of(processor.model_worker).observe(result, batch.reqs)
     return predicted

@@ -12,18 +12,16 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.calibration.online import OnlineCalibration
-from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.builtin.captured_rows import CapturedRows
-from sglang_dspark.engine.builtin.launch import ScheduledServer
-from sglang_dspark.engine.builtin.lengths import has_narrow_rows
-from sglang_dspark.engine.builtin.step import Rows, ScheduledStep
-from sglang_dspark.engine.builtin.widths import Widths
-from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.capabilities import Decoding, capabilities, in_one_line
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.step_control import StepControl
+from sglang_dspark.features.own_worker.captured_rows import CapturedRows
+from sglang_dspark.features.own_worker.lengths import has_narrow_rows
+from sglang_dspark.features.own_worker.server import scheduled
+from sglang_dspark.features.own_worker.step import Rows, ScheduledStep
+from sglang_dspark.features.own_worker.widths import Widths
 from sglang_dspark.metrics.reporting import Reporting
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -49,8 +47,8 @@ class ScheduledWorker:
     def __init__(self, worker: Any) -> None:
         self.worker, self.target_worker = worker, worker.target_worker
         self.server_args = resolving_view(worker.server_args)
-        self.settled: ScheduledServer = attached(worker.server_args)
-        self.options: DSparkConfig = self.settled.config
+        self.settled = scheduled(worker.server_args)
+        self.options = self.settled.config
         self.device, self.gamma = torch.device(worker.device), int(worker.gamma)
         self.agreement = Agreement(get_parallel().tp_group)
         if not self.agreement.leads:
@@ -178,6 +176,5 @@ class ScheduledWorker:
             self.gamma,
             cuda_graphs=self.target_worker.model_runner.decode_cuda_graph_runner is not None,
             fit=self.reporting.fit,
-            presets=False,
         )
         return capabilities(self.server_args, self.target_worker.model_runner, self.schedule, drafter, decoding)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from sglang_dspark.config import DSparkConfig, flag_dest, flag_name
-from sglang_dspark.engine.builtin.lengths import why_one_length
-from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.declared import truncate
+from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.sglang_types import SamplingParams, ServerArgs
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.features.own_worker.lengths import why_one_length
 
 MODE = "SGLANG_RAGGED_VERIFY_MODE"
 """Variable that SGLang's own DSPARK reads in its schedulers: whether requests verify different numbers of rows."""
 _BY_REQUEST = {"compact": True, "static": False}
+_IGNORED = (("min_p", 0.0), ("sampling_seed", None))
+"""Parameters of requests that SGLang's own DSPARK ignores, and the values with which it is right to do so."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,8 @@ class ScheduledServer:
     reason: str
     by_request: bool = False
 
-    engine = "scheduled"
-    presets = False
+    engine: ClassVar[str] = "scheduled"
+    presets: ClassVar[bool] = False
 
     @property
     def has_confidence_head(self) -> bool:
@@ -39,8 +44,8 @@ class ScheduledServer:
         return self.by_request
 
     @classmethod
-    def before(cls, args: ServerArgs, config: DSparkConfig, because: str) -> None:
-        """Prepare ``args`` for SGLang to resolve them.
+    def before(cls, args: ServerArgs, config: DSparkConfig, because: str) -> ScheduledServer:
+        """Prepare ``args`` for SGLang to resolve them, and return the server as far as it is known.
 
         Args:
             because: why this worker is taken.
@@ -67,20 +72,18 @@ class ScheduledServer:
         # SGLang would read them in forms of its own.
         for name in ("sps_table_path", "confidence_sts_path"):
             setattr(args, flag_dest(name), None)
-        arguments.attach(args, cls(config, f"SGLang's own worker decodes by our schedule: {because}"))
+        return cls(config, f"SGLang's own worker decodes by our schedule: {because}")
 
-    @staticmethod
-    def settle(args: ServerArgs) -> None:
-        """Decide how much a step verifies, by the arguments that SGLang has resolved.
+    def settled(self, args: ServerArgs) -> ScheduledServer:
+        """Return the server with how much a step verifies, by the arguments that SGLang has resolved.
 
         Raises:
             ConfigError: an option needs a confidence head, and with one length for all there is none.
         """
-        server: ScheduledServer = arguments.attached(args)
         given = os.environ.get(MODE)
         why = why_one_length(args) if given is None else f"{MODE}={given}"
         by_request = why is None if given is None else _BY_REQUEST[given]
-        path = server.config.confidence_sts_path
+        path = self.config.confidence_sts_path
         if not by_request and path is not None:
             raise ConfigError(
                 f"{flag_name('confidence_sts_path')}={path} calibrates a confidence head, and all requests of a step "
@@ -91,9 +94,24 @@ class ScheduledServer:
             if by_request
             else "all requests verify the same number of drafts"
         )
-        reason = f"{server.reason}; {how}{f' ({why})' if why else ''}"
-        arguments.attach(args, replace(server, reason=reason, by_request=by_request))
+        return replace(self, reason=f"{self.reason}; {how}{f' ({why})' if why else ''}", by_request=by_request)
 
     def set_mode(self) -> None:
         """Tell SGLang, in the scheduler that is about to make its worker."""
         os.environ[MODE] = next(mode for mode, by_request in _BY_REQUEST.items() if by_request is self.by_request)
+
+    def refusals(self, parameters: SamplingParams) -> Iterator[str]:
+        """Yield a message for each parameter of a request that the worker would ignore."""
+        for name, neutral in _IGNORED:
+            if (value := getattr(parameters, name)) != neutral:
+                yield (
+                    f"SGLang's own DSPARK ignores sampling_params.{name}={truncate(value)}; drop it, or start the "
+                    f"server with {flag_name('engine')} plugin if that serves the target"
+                )
+
+
+def scheduled(args: ServerArgs) -> ScheduledServer:
+    """Return what is attached to the arguments of a server that decodes with SGLang's own worker."""
+    server = attached(args)
+    assert isinstance(server, ScheduledServer), "SGLang's own worker does not decode"
+    return server

@@ -8,8 +8,8 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.environ import envs
 
 from sglang_dspark.config import flag_name
-from sglang_dspark.engine.builtin.launch import MODE
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.features.own_worker.server import MODE
 
 _INSTEAD = f"or {flag_name('engine')} builtin"
 

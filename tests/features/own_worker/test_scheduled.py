@@ -5,20 +5,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from made_schedule import schedule
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.builtin import launch, lengths
-from sglang_dspark.engine.builtin.captured_rows import CapturedRows
-from sglang_dspark.engine.builtin.launch import MODE, ScheduledServer
-from sglang_dspark.engine.builtin.served import refuse_unserved
-from sglang_dspark.engine.builtin.step import ScheduledStep
-from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.compat.arguments import attach
+from sglang_dspark.engine.launch_state import DSparkServer, TargetOnly
+from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.features.own_worker import FEATURE, lengths, server
+from sglang_dspark.features.own_worker.captured_rows import CapturedRows
+from sglang_dspark.features.own_worker.served import refuse_unserved
+from sglang_dspark.features.own_worker.server import MODE, ScheduledServer
+from sglang_dspark.features.own_worker.step import ScheduledStep
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
 
 CAPTURED = CapturedRows(window=8, tiers=(8, 16, 32), requests=4)
-ALONE = SimpleNamespace(adopt=lambda *tensors: None)
+ALONE = Agreement(SimpleNamespace(world_size=1, rank_in_group=0))
+FORECAST = schedule(gamma=7).forecast
 
 
 def proposal(logits):
@@ -31,14 +37,10 @@ def proposal(logits):
     return DraftProposal(tokens, block, confidence=logits.sigmoid(), confidence_raw=logits)
 
 
-def forecast(logits, bs, depth):
-    return SimpleNamespace(survival=logits.sigmoid().cumprod(1), logits=logits)
-
-
 def laid_out(decision, logits):
     step = ScheduledStep(decision, len(logits), CAPTURED)
     step.propose(lambda: proposal(logits), torch.arange(len(logits)), None)
-    return step, step.lay_out(SimpleNamespace(predict=forecast), ALONE)
+    return step, step.lay_out(FORECAST, ALONE)
 
 
 def test_rows_are_padded_to_the_next_tier():
@@ -78,7 +80,7 @@ def test_a_plain_step_drafts_nothing():
     assert told.draft_block.greedy_mask.tolist() == [True, False]  # of a batch, some may be sampled
     assert told.draft_block_ids[:, 0].tolist() == [4, 5]
     assert told.draft_block.draft_tokens.shape == (2, 7)
-    assert step.lay_out(SimpleNamespace(), ALONE).verify_lens.tolist() == [1, 1]
+    assert step.lay_out(FORECAST, ALONE).verify_lens.tolist() == [1, 1]
 
 
 def test_beyond_the_captured_requests_blocks_are_verified_whole():
@@ -100,20 +102,18 @@ def test_beyond_the_captured_requests_blocks_are_verified_whole():
 )
 def test_options_of_our_own_worker_are_refused(options, named):
     with pytest.raises(ConfigError, match=named):
-        ScheduledServer.before(SimpleNamespace(), DSparkConfig(engine="scheduled", **options), "")
+        ScheduledServer.before(ServerArgs(model_path="none"), DSparkConfig(engine="scheduled", **options), "")
 
 
 def settled(**options):
     """The server as its scheduler finds it, of arguments that SGLang has resolved."""
-    args = SimpleNamespace()
-    ScheduledServer.before(args, DSparkConfig(engine="scheduled", **options), "asked")
-    ScheduledServer.settle(args)
-    return attached(args)
+    args = ServerArgs(model_path="none")
+    return ScheduledServer.before(args, DSparkConfig(engine="scheduled", **options), "asked").settled(args)
 
 
 def test_how_much_is_verified_is_decided_once_and_told_to_the_worker(monkeypatch):
     reasons = iter([None, "its layers"])
-    monkeypatch.setattr(launch, "why_one_length", lambda args: next(reasons))
+    monkeypatch.setattr(server, "why_one_length", lambda args: next(reasons))
     monkeypatch.delenv(MODE, raising=False)
     each, all_ = settled(), settled()
     assert (each.by_request, each.has_confidence_head, all_.by_request, all_.has_confidence_head) == (
@@ -122,19 +122,36 @@ def test_how_much_is_verified_is_decided_once_and_told_to_the_worker(monkeypatch
     )
     assert each.reason.endswith("asked; each request verifies its own number of drafts")
     assert all_.reason.endswith("asked; all requests verify the same number of drafts (its layers)")
-    for server, mode in ((each, "compact"), (all_, "static")):
-        server.set_mode()
+    for found, mode in ((each, "compact"), (all_, "static")):
+        found.set_mode()
         assert os.environ[MODE] == mode
 
 
 def test_the_operator_may_say_how_much_is_verified(monkeypatch):
-    monkeypatch.setattr(launch, "why_one_length", None)
+    monkeypatch.setattr(server, "why_one_length", None)
     for mode, by_request in (("compact", True), ("static", False)):
         monkeypatch.setenv(MODE, mode)
         assert settled().by_request is by_request
     monkeypatch.setenv(MODE, "cap-accept")
     with pytest.raises(ConfigError, match=f"{MODE}=cap-accept"):
         settled()
+
+
+def test_the_hooks_are_those_of_this_worker_alone(monkeypatch):
+    monkeypatch.setenv(MODE, "static")
+    args, used = ServerArgs(model_path="none"), []
+    for decided in (DSparkServer(DSparkConfig(), None, dummy_draft=False), TargetOnly("no drafter"), settled()):
+        attach(args, decided)
+        used.append(FEATURE.is_used(args))
+    assert used == [False, False, True]
+
+
+def test_parameters_that_the_worker_would_ignore_are_refused(monkeypatch):
+    monkeypatch.setenv(MODE, "static")
+    served = settled()
+    assert list(served.refusals(SamplingParams(min_p=0.0))) == []
+    of_min_p, of_seed = served.refusals(SamplingParams(min_p=0.1, sampling_seed=1))
+    assert "min_p=0.1;" in of_min_p and "sampling_seed=1;" in of_seed
 
 
 def test_temperatures_need_a_confidence_head(monkeypatch):
@@ -250,7 +267,7 @@ OF_ROWS = (
     ],
 )
 def test_what_it_would_verify_wrongly_is_refused(found, named, monkeypatch):
-    monkeypatch.setattr("sglang_dspark.engine.builtin.served.resolving_view", lambda args: args)
+    monkeypatch.setattr("sglang_dspark.features.own_worker.served.resolving_view", lambda args: args)
     for by_request in (True, False):
         refuse_unserved(served(), by_request=by_request)
         if by_request or (found, named) not in OF_ROWS:
@@ -262,7 +279,7 @@ def test_what_it_would_verify_wrongly_is_refused(found, named, monkeypatch):
 
 @pytest.mark.parametrize("name", ["SGLANG_DSPARK_DEFER_CONTEXT_KV", "SGLANG_OPT_DSV41_TARGET_METADATA_EARLY"])
 def test_what_a_step_hands_to_the_next_is_refused_at_several_widths(name, monkeypatch):
-    monkeypatch.setattr("sglang_dspark.engine.builtin.served.resolving_view", lambda args: args)
+    monkeypatch.setattr("sglang_dspark.features.own_worker.served.resolving_view", lambda args: args)
     monkeypatch.setenv(name, "1")
     refuse_unserved(served(), by_request=True)
     with pytest.raises(ConfigError, match=name):

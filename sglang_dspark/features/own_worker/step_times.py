@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
 
-from sglang_dspark.engine.builtin.driver import ScheduledWorker
-from sglang_dspark.engine.builtin.step import ScheduledStep
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 from sglang_dspark.engine.scheduler.measure_steps import Stepper
 from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
+from sglang_dspark.features.own_worker.driver import ScheduledWorker
+from sglang_dspark.features.own_worker.step import ScheduledStep
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selection import FixedLength

@@ -1,1 +1,0 @@
-"""Our schedule on SGLang's own DSPARK: which drafts of a step are verified, and whether any are drafted at all."""

@@ -1,0 +1,137 @@
+"""Decides whose worker decodes, and why, before anything is written to SGLang's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from sglang.srt.arg_groups.arg_utils import record_fields
+from sglang.srt.server_args import ServerArgs as Record
+
+from sglang_dspark.config import ENV_PREFIX, DSparkConfig, flag_dest, flag_name, option_text
+from sglang_dspark.engine import support
+from sglang_dspark.engine.compat import arguments
+from sglang_dspark.engine.feature import other_servers
+from sglang_dspark.engine.launch.check import Moment
+from sglang_dspark.engine.launch.checks import failures, refuse
+from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.launch.launch import Launch
+from sglang_dspark.engine.launch.model_checks import why_not_ours
+from sglang_dspark.engine.launch_state import OtherServer, TargetOnly
+from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.engine.support import ALGORITHM, COMMON_NAME
+from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
+
+SHARED = {option.name for option in fields(DSparkConfig)} & {
+    field.name.removeprefix(flag_dest("")) for field in record_fields(Record)
+}
+"""Our options whose flags SGLang has as well; they keep its help and arrive by the same name."""
+
+
+@dataclass(frozen=True)
+class OtherStart:
+    """A start with another worker than ours. SGLang may still refuse it, which only its resolution tells.
+
+    Attributes:
+        server: kind of the server.
+        config: our options.
+        because: why its worker decodes.
+        refusal: why ours does not; empty if the other one was asked for.
+    """
+
+    server: type[OtherServer]
+    config: DSparkConfig
+    because: str
+    refusal: str = ""
+
+
+Decision = Launch | OtherStart | TargetOnly | None
+"""Our worker decodes; another one; the target alone; None: DSPARK was not asked of us."""
+
+
+def decide(args: ServerArgs, texts: Mapping[str, str | None]) -> Decision:
+    """Return whose worker decodes. ``args`` stay as they are.
+
+    Args:
+        args: SGLang's, as the operator wrote them.
+        texts: of our options, by name.
+
+    Raises:
+        ConfigError, CheckpointError, EngineError: our options, the drafter, the target or SGLang cannot be served.
+    """
+    if not _is_ours(args, texts):
+        return None
+    config = DSparkConfig.resolve(texts, foreign=arguments.variables_of_sglang(ENV_PREFIX))
+    support.check_sglang_version(support.installed_sglang(), untested=config.untested_sglang)
+    if _algorithm(args) == ALGORITHM:
+        config = replace(config, engine="plugin")
+    if config.engine not in ("auto", "plugin"):
+        return _asked_for(config)
+    if config.engine == "auto" and (other := _left_to_another(args, config)) is not None:
+        return other
+    try:
+        launch = Launch.find(args, config)
+        if config.fallback == "target-only":
+            refuse(LaunchContext(arguments.looked_up(args), launch), Moment.MODELS)
+    except (CheckpointError, UnservedError) as error:
+        if config.fallback != "target-only":
+            raise
+        return TargetOnly(str(error))
+    return launch
+
+
+def _asked_for(config: DSparkConfig) -> OtherStart:
+    """Return the start with the worker that the operator names.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    for server in other_servers():
+        if server.engine == config.engine:
+            return OtherStart(server, config, f"{flag_name('engine')} asks for it")
+    raise ConfigError(
+        f"{flag_name('engine')}={config.engine} asks for a worker that this installation of sglang-dspark does not "
+        "have; pass auto, plugin or builtin"
+    )
+
+
+def _left_to_another(args: ServerArgs, config: DSparkConfig) -> OtherStart | None:
+    """Return the start with a worker that may serve what ours leaves to it; None if ours decodes, or no worker does."""
+    servers = other_servers()
+    if not servers:
+        return None
+    context = LaunchContext.of(arguments.looked_up(args), config)
+    if (why := why_not_ours(context)) is None:
+        return None
+    refusal = "\n".join(failures(context, Moment.MODELS))
+    return OtherStart(servers[0], config, f"the plugin's worker does not serve {why}", refusal)
+
+
+def _is_ours(args: ServerArgs, texts: Mapping[str, str | None]) -> bool:
+    """Return whether DSPARK was asked for, of the plugin and not of SGLang.
+
+    Raises:
+        ConfigError: it was asked of both, or of SGLang with options that SGLang's own does not know.
+    """
+    name = _algorithm(args)
+    if name not in (COMMON_NAME, ALGORITHM):
+        return False
+    engine = option_text("engine", texts)
+    if engine in ("scheduled", "builtin") and name == ALGORITHM:
+        raise ConfigError(
+            f"--speculative-algorithm {ALGORITHM} is the plugin, and {flag_name('engine')}={engine} asks for SGLang's "
+            "own DSPARK; drop one of them"
+        )
+    if engine != "builtin":
+        return True
+    ours = [name for name, text in texts.items() if text is not None and name not in ("engine", *SHARED)]
+    if ours:
+        raise ConfigError(
+            f"{flag_name(ours[0])}={texts[ours[0]]} belongs to the plugin, and {flag_name('engine')} builtin asks for "
+            "SGLang's own DSPARK; drop one of them"
+        )
+    return False
+
+
+def _algorithm(args: ServerArgs) -> str:
+    return (args.speculative_algorithm or "").upper()

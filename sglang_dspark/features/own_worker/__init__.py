@@ -1,0 +1,97 @@
+"""SGLang's own DSPARK worker under our schedule, which decides what is verified, and whether anything is drafted.
+
+``server.py`` is its start, ``driver.py`` decides and learns, ``step.py`` is one step.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.feature import Feature
+from sglang_dspark.engine.hook_checks import Moment
+from sglang_dspark.engine.launch.hook import Hook
+from sglang_dspark.engine.launch_state import TargetOnly
+from sglang_dspark.engine.sglang_types import ServerArgs
+
+_OWN = "sglang.srt.speculative.dspark_components"
+
+
+def _decodes(args: ServerArgs) -> bool:
+    server = attached(args)
+    return not isinstance(server, TargetOnly | None) and server.engine == "scheduled"
+
+
+FEATURE = Feature(
+    __name__,
+    is_used=_decodes,
+    hooks=(
+        Hook(
+            "schedule-own-worker",
+            "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
+            HookType.BEFORE,
+            "features.own_worker.handlers.install_hooks",
+            "children",
+            "a scheduler process hears of its worker here first",
+            Moment.SOME_TIME,  # called in the scheduler alone
+        ),
+        Hook(
+            "start-schedule",
+            f"{_OWN}.dspark_worker_v2.DSparkWorkerV2.init_cuda_graphs",
+            HookType.AFTER,
+            "features.own_worker.handlers.start",
+            "any_worker",
+            "step times are measured on the worker's own steps, when its graphs are captured",
+        ),
+        Hook(
+            "schedule-step",
+            f"{_OWN}.dspark_worker_v2.DSparkWorkerV2._forward_decode",
+            HookType.AROUND,
+            "features.own_worker.handlers.decode",
+            "any_worker",
+            "the schedule decides a step before anything of it is drafted, and notes what it did",
+        ),
+        Hook(
+            "note-prefill",
+            f"{_OWN}.dspark_worker_v2.DSparkWorkerV2._forward_prefill",
+            HookType.BEFORE,
+            "features.own_worker.handlers.before_prefill",
+            "any_worker",
+            "the time between two steps is not a step's if a prefill lies between them",
+        ),
+        Hook(
+            "propose-or-not",
+            f"{_OWN}.dspark_draft.DraftBlockProposer.propose",
+            HookType.AROUND,
+            "features.own_worker.handlers.propose",
+            "any_worker",
+            "SGLang's own DSPARK drafts in every step; its planner reads confidences that the schedule replaces",
+        ),
+        Hook(
+            "lay-out-rows",
+            f"{_OWN}.dspark_planner.DSparkVerifyPlanner.schedule_layout",
+            HookType.REPLACE,
+            "features.own_worker.handlers.lay_out",
+            "any_worker",
+            "the schedule decides how many drafts of each request are verified",
+        ),
+        Hook(
+            "copy-record",
+            "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu",
+            HookType.AROUND,
+            "features.own_worker.handlers.copy_to_cpu",
+            "any_worker",
+            "lengths and confidences come to the host with the tokens of their step",
+            Moment.SOME_TIME,  # under overlap
+        ),
+        Hook(
+            "observe-own-results",
+            "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+            HookType.AROUND,
+            "features.own_worker.handlers.observe",
+            "any_worker",
+            "there the schedule learns what became of the drafts",
+        ),
+    ),
+    other_server="server.ScheduledServer",
+)
