@@ -21,7 +21,8 @@ PAIR = (*TARGET, "--speculative-draft-model-path", str(GOLDEN / "vanilla_g7"), "
 LEFT_TO_SGLANG = ("--json-model-override-args", '{"architectures": ["BaichuanForCausalLM"]}')
 SERVED_BY_NONE = ("--json-model-override-args", '{"architectures": ["Llama4ForCausalLM"]}')
 OF_ANOTHER_PAIR = ("--json-model-override-args", '{"vocab_size": 300}')
-ENGINE, FALLBACK = "--speculative-dspark-engine", ("--speculative-dspark-fallback", "target-only")
+ENGINE, VERIFY_LEN = "--speculative-dspark-engine", "--speculative-dspark-verify-len"
+FALLBACK = ("--speculative-dspark-fallback", "target-only")
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +73,12 @@ def test_another_worker_decodes(flags, because, refusal):
     assert isinstance(found, OtherStart)
     assert (found.server.engine, because in found.because) == ("scheduled", True)
     assert refusal in found.refusal and bool(refusal) == bool(found.refusal)
+
+
+def test_options_that_may_fit_the_drafter_are_not_said_to_be_wrong():
+    """Ours would refuse them beside a drafter of seven drafts; this one is left to the other worker."""
+    found = decided(*PAIR, *LEFT_TO_SGLANG, *("--speculative-dspark-schedule", "static"), VERIFY_LEN, "10")
+    assert VERIFY_LEN not in found.refusal
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,9 @@ def _left_to_another(args: ServerArgs, config: DSparkConfig) -> OtherStart | Non
     context = LaunchContext.of(arguments.looked_up(args), config)
     if (why := why_not_ours(context)) is None:
         return None
-    refusal = "\n".join(failures(context, Moment.MODELS))
-    return OtherStart(servers[0], config, f"the plugin's worker does not serve {why}", refusal)
+    # The drafter is not looked at: what is said of options may not hold for it.
+    refusals = [message for message, unserved in failures(context, Moment.MODELS).items() if unserved]
+    return OtherStart(servers[0], config, f"the plugin's worker does not serve {why}", "\n".join(refusals))
 
 
 def _is_ours(args: ServerArgs, texts: Mapping[str, str | None]) -> bool:
