@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_dspark.calibration.fit import Verdict
-from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.fence import FAILURES
 from sglang_dspark.metrics.counters import Counters
 from sglang_dspark.metrics.history import History
@@ -35,13 +34,6 @@ LOAD_COUNTERS = {
     "request_steps_total": "Requests, summed over the decode steps.",
     "drafted_tokens_total": "Draft tokens that the drafter proposed, without copied ones.",
     "copied_tokens_total": "Draft tokens that presets copied; they count as verified and accepted, not as drafted.",
-    "copied_accepted_tokens_total": "Copied draft tokens that the target kept.",
-    "text_proposed_tokens_total": "Draft tokens that go on with a passage of the request's own text.",
-    "text_verified_tokens_total": "Draft tokens from the request's own text that went through the target.",
-    "text_accepted_tokens_total": "Draft tokens from the request's own text that the target kept.",
-    "cache_proposed_tokens_total": "Draft tokens that go on with a passage of an answer kept under the request's key.",
-    "cache_verified_tokens_total": "Draft tokens from such answers that went through the target.",
-    "cache_accepted_tokens_total": "Draft tokens from such answers that the target kept.",
     "verified_tokens_total": "Draft tokens that went through the target.",
     "accepted_tokens_total": "Draft tokens that the target kept.",
     "wasted_tokens_total": "Draft tokens that were verified and not kept.",
@@ -66,29 +58,15 @@ POLICY_COUNTERS = {"policy_steps_total": "Decode steps chosen by the policy."}
 GAUGES = {
     "tokens_per_second": "Tokens committed per second, last minute.",
     "accept_length": "Tokens committed per request and step, bonus token included, last minute.",
-    "verify_length": "Drafts verified per request and step, last minute.",
-    "wasted_verify_fraction": "Share of verified drafts that were not kept, last minute.",
-    "running_requests": "Requests per decode step, last minute.",
     "occupancy": "Requests per decode step as a share of those that may run, last minute.",
-    "parked_share": "Share of decode steps while speculation rested, last minute.",
     "parked": "1 while speculation rests because plain steps are faster.",
     "drafter_misfit": "1 if the drafter's first drafts say that it does not fit the target, NaN before they can.",
-    "measured_step_seconds": "Mean time of a decode step, last minute.",
-    "predicted_step_seconds": "Predicted mean time of the same steps, last minute.",
 }
-POSITION_GAUGES = {
-    "survival": "Share of verified drafts that were kept, and with them all before, last minute.",
-    "conditional_acceptance": "Share of verified drafts that were kept, of those whose predecessors were, last minute.",
-    "predicted_survival": "Mean predicted survival of verified drafts, last minute.",
-    "calibration_error": "Predicted survival less the observed one, same drafts, last minute.",
-}
-POLICY_GAUGES = {"policy": "1 for the policy in force, by label `policy`."}
 
 
 class State(NamedTuple):
-    """Say what holds at the moment: the policy, whether speculation rests, whether the drafter fits."""
+    """Say whether speculation rests at the moment, and whether the drafter fits."""
 
-    policy: str
     parked: bool
     fit: Verdict = Verdict.UNKNOWN
 
@@ -132,13 +110,10 @@ class Metrics:
             for name, text in described.items():
                 names = [*self._labels, label]
                 self._families[name] = prometheus_client.Counter(PREFIX + name, text, names, registry=registry)
-        gauges = {"": GAUGES, "position": POSITION_GAUGES, "policy": POLICY_GAUGES}
-        for label, described in gauges.items():
-            for name, text in described.items():
-                names = [*self._labels, *filter(None, [label])]
-                self._families[name] = prometheus_client.Gauge(
-                    PREFIX + name, text, names, registry=registry, multiprocess_mode="mostrecent"
-                )
+        for name, text in GAUGES.items():
+            self._families[name] = prometheus_client.Gauge(
+                PREFIX + name, text, list(self._labels), registry=registry, multiprocess_mode="mostrecent"
+            )
 
     def start(self) -> None:
         """Update now and once a second, until the process ends."""
@@ -164,16 +139,18 @@ class Metrics:
             series = name, *label.values()
             self._families[name].labels(**self._labels, **label).inc(max(0.0, value - self._exported.get(series, 0.0)))
             self._exported[series] = value
-        for name, gauge, label in self._levels():
+        for name, gauge in self._levels():
             # NaN: nothing to be said, a gap in a graph.
-            self._families[name].labels(**self._labels, **label).set(float("nan") if gauge is None else gauge)
+            self._families[name].labels(**self._labels).set(float("nan") if gauge is None else gauge)
 
     def _counts(self, sums: Sums) -> Iterator[tuple[str, float, dict[str, str]]]:
         for load, row in enumerate(sums.loads):
             if row[STEPS] or row[TIMED_STEPS]:
                 figures, label = Figures(row), {"load": str(requests_of(load)[1])}
                 for key, value in figures.counts().items():
-                    yield {"rounds": "request_steps"}.get(key, key) + "_total", value, label
+                    name = {"rounds": "request_steps"}.get(key, key) + "_total"
+                    if name in LOAD_COUNTERS:
+                        yield name, value, label
                 yield "timed_steps_total", row[TIMED_STEPS], label
                 yield "step_seconds_measured_total", row[MEASURED_MS] / 1e3, label
                 yield "step_seconds_predicted_total", row[PREDICTED_MS] / 1e3, label
@@ -186,7 +163,7 @@ class Metrics:
         for advice, failures in list(FAILURES.items()):
             yield "failed_advice_total", failures, {"advice": advice}
 
-    def _levels(self) -> Iterator[tuple[str, float | None, dict[str, str]]]:
+    def _levels(self) -> Iterator[tuple[str, float | None]]:
         recent, state = self._history.snapshot().recent_report(), self._state()
         running = recent["running_requests"]
         levels = recent | {
@@ -195,13 +172,4 @@ class Metrics:
             "parked": float(state.parked),
             "drafter_misfit": None if state.fit is Verdict.UNKNOWN else float(state.fit is Verdict.MISFIT),
         }
-        for step in ("measured_step", "predicted_step"):
-            milliseconds = recent[f"{step}_ms"]
-            levels[f"{step}_seconds"] = None if milliseconds is None else milliseconds / 1e3
-        for name in GAUGES:
-            yield name, levels[name], {}
-        for name in POSITION_GAUGES:
-            for position, value in enumerate(recent[name]):
-                yield name, value, {"position": str(position)}
-        for known in POLICY_NAMES:
-            yield "policy", float(known == state.policy), {"policy": known}
+        return ((name, levels[name]) for name in GAUGES)

@@ -103,4 +103,4 @@ class Reporting:
         return {"policy": policy.name, "schedule": policy.report(), "until_now": until_now}
 
     def _state(self) -> State:
-        return State(self._schedule.policy.name, self._schedule.parked, self.fit.verdict)
+        return State(self._schedule.parked, self.fit.verdict)
