@@ -99,7 +99,7 @@ KINDS = {
 
 
 class Findings:
-    """What is found about one kind of server."""
+    """The findings about one kind of server."""
 
     def __init__(self) -> None:
         self.ends: list[dict[str, Any]] = []

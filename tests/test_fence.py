@@ -1,4 +1,4 @@
-"""What only advises costs no more than itself where it fails; that shows in the log once, and in a count."""
+"""A function that only advises costs no more than its advice where it fails; that shows in the log once, and in a count."""
 
 import logging
 

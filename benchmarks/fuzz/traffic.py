@@ -1,4 +1,4 @@
-"""Users that send bodies to one server, beside a request that streams all the time and tells who holds others up."""
+"""Users that send bodies to one server, beside a request that streams all the time and tells which requests hold others up."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ nobody reads the answer."""
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a body.
+    """The outcome of a body.
 
     Attributes:
         status: of HTTP, or of the error inside a stream; or one of the words above.
@@ -109,7 +109,7 @@ class Probe:
     """A request that always runs, one after another.
 
     Attributes:
-        texts: how often each text came: one, if nobody else can be seen in it.
+        texts: how often each text came: one, if no other request's text can be seen in it.
         gaps: the longest times between two of its tokens [s], and the bodies that were under way.
         usual: some of all those times.
     """
@@ -138,7 +138,7 @@ class Probe:
 
 
 class Traffic:
-    """Users of one server, who send bodies until all are sent or the server has ended.
+    """The users of one server: they send bodies until all are sent or the server has ended.
 
     Args:
         url: the server's.

@@ -1,4 +1,4 @@
-"""What the core knows of a feature: its patches and refusals, and what it does on a server that uses it."""
+"""Describes a feature to the core: its patches and refusals, and its part on a server that uses it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_dspark.step.state import VerifyPlan
 
 
 class CapturedPart(Protocol):
-    """What a feature adds to verifications that CUDA graphs replay."""
+    """A feature's part of verifications that CUDA graphs replay."""
 
     def prepare(self, plan: VerifyPlan, forward_batch: Any) -> None:
         """Launch what comes before the target's forward, as a part of a captured verification. No host sync.
@@ -41,7 +41,7 @@ class CapturedPart(Protocol):
 
 
 class StepPart(Protocol):
-    """What a feature does with the logits of one decode step. The methods are called in this order."""
+    """A feature's part of one decode step, around its logits. The methods are called in this order."""
 
     def before_verify(self, plan: VerifyPlan) -> None:
         """Read the rows, before the target's forward is launched: the host may wait here and nowhere else."""
@@ -68,7 +68,7 @@ class DrawnTokens(NamedTuple):
 
 
 class Part:
-    """What a feature does in the scheduler of one server. Every method here does nothing: override those that act."""
+    """A feature's part in the scheduler of one server. Every method here does nothing: override the moments that matter."""
 
     @property
     def timed(self) -> Mapping[str, str]:

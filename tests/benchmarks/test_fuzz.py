@@ -35,7 +35,7 @@ def test_every_key_of_speculation_is_drawn(bodies):
 
 
 def test_bodies_can_be_sent(bodies):
-    """As ASCII: half letters have no bytes."""
+    """The body is ASCII, because half letters have no bytes."""
     for body in bodies:
         json.dumps(body.fields).encode()
     assert any("\ud83d" in body.text for body in bodies)

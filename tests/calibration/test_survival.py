@@ -1,4 +1,4 @@
-"""What the outcome of a round says about its survivals."""
+"""The outcome of a round judges its survivals."""
 
 import numpy as np
 

@@ -139,6 +139,10 @@ def test_a_class_with_layers_of_its_own_is_refused_whatever_its_tensors_look_lik
 def test_a_class_of_another_name_is_read_if_its_author_says_that_it_is_one_of_these(write):
     folder = write(content_of(exports.torchspec)[0] | CLASSES["architectures"][0], content_of(exports.torchspec)[1])
     assert read(folder, {"architectures": ["DFlashDraftModel"]}).format == "TorchSpec"
+    folder = write(content_of(exports.torchspec)[0] | CLASSES["auto_map"][0], content_of(exports.torchspec)[1])
+    with pytest.raises(CheckpointError, match="--set auto_map=null"):
+        read(folder)
+    assert read(folder, {"auto_map": None}).format == "TorchSpec"
 
 
 def windows_at_the_top(content):

@@ -27,7 +27,7 @@ FALLBACK = ("--speculative-dspark-fallback", "target-only")
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
-    """A machine without a GPU, on which SGLang finds the CPU by itself."""
+    """A machine without a GPU, on which SGLang finds the CPU unasked."""
     load_plugins()
     monkeypatch.setattr(hooks, "install", lambda *places: None)
     monkeypatch.setattr(serving_hook, "get_device", lambda: "cpu")
@@ -102,7 +102,7 @@ def resolve(*flags):
 
 
 def test_a_flag_that_is_refused_is_no_reason_for_another_worker():
-    """Nor is a device that SGLang finds by itself."""
+    """Nor is a device that SGLang finds unasked."""
     with pytest.raises(ConfigError, match="--page-size=2") as caught:
         resolve(*PAIR, "--page-size", "2")
     assert "own worker" not in str(caught.value)

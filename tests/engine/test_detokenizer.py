@@ -76,7 +76,7 @@ def streams(kind, number, most, seed=0):
 
 
 def differing(decode, kind, number, most):
-    """How many streams are not the text of the answer without a stream."""
+    """Counts the streams that are not the text of the answer without a stream."""
     manager = manager_of(TOKENIZERS[kind])
     return sum(
         "".join(pieces(decode, manager, prompt, ids, ends, reason))

@@ -1,4 +1,4 @@
-"""What makes a folder a room: the folder and its line can go, and the rest imports, passes its types and decodes."""
+"""A folder is a room if the folder and its line can go, and the rest imports, passes its types and decodes."""
 
 import os
 import re

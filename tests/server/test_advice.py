@@ -104,7 +104,7 @@ def test_every_function_that_advises_has_failed(planted, advised):
 
 
 def advised_names():
-    """What the package's functions behind the fence are for."""
+    """Returns the purposes of the package's functions behind the fence."""
     sources = Path(sglang_dspark.__file__).parent.rglob("*.py")
     return {
         what for source in sources for what in re.findall(r'^\s*@fenced\("(.+?)"', source.read_text(), re.MULTILINE)

@@ -124,7 +124,7 @@ def test_a_chat_with_a_picture(pictures):
 
 @pytest.mark.thorough
 def test_pictures_without_a_drafter(server_pool, tmp_path):
-    """What stands in the place of a picture is never copied: it is no token of the model.
+    """The placeholder of a picture is never copied: it is no token of the model.
 
     A bias has the answer say the mark behind which the pictures of the prompt begin.
     """

@@ -180,7 +180,7 @@ def test_answers_are_copied_under_their_key_alone(dflash):
 
 @pytest.mark.parametrize("largest", [255, 256, 999])
 def test_recorded_ids_are_tokens(dspark, largest):
-    """Of a vocabulary of 256."""
+    """The vocabulary has 256 tokens."""
     body = greedy([5, 6], 4, speculation={"preset": "replay", "recorded": [largest]})
     status, text = call(dspark, "/generate", body=body)
     refused = f"speculation.recorded holds {largest}, which is no token id" in text

@@ -50,10 +50,12 @@ _OWN_CLASSES = {
 }
 """Architectures with networks of their own, and what is different in them."""
 
-_UNKNOWN_CLASS = (
-    "its layers may be its own, and then drafts are poor. If they are those of a class that loads, say so with "
-    """`python -m sglang_dspark convert --set architectures='["DFlashDraftModel"]'`"""
-)
+_UNKNOWN_CLASS = {
+    "architectures": "its layers may be its own, and then drafts are poor. If they are those of a class that loads, say "
+    """so with `python -m sglang_dspark convert --set architectures='["DFlashDraftModel"]'`, or the name of that class""",
+    "auto_map": "its layers may be its own, and then drafts are poor. If they are those of a class that loads, say so with "
+    "`python -m sglang_dspark convert --set auto_map=null`",
+}
 
 _SPECULATORS_KINDS = {
     "dflash2": "it has the convolutions and the candidate selector of DFlash2",
@@ -135,7 +137,7 @@ def _refuse_other_networks(
         raise refuse("a drafter inside its target", "its layers are DeepSeek V4's")
     for key, names in (("architectures", _architectures(config)), ("auto_map", _remote_classes(config))):
         for name in sorted(names - _SERVED_CLASSES):
-            unknown = "it is a target, not a drafter" if name in _TARGETS else _UNKNOWN_CLASS
+            unknown = "it is a target, not a drafter" if name in _TARGETS else _UNKNOWN_CLASS[key]
             raise refuse(f"{key}: {name}", _OWN_CLASSES.get(name, unknown))
     keys = config.keys() | dflash.keys()
     if any(key.startswith("lilicorr_") for key in keys):

@@ -11,7 +11,7 @@ _DECODER = "dspark_decoder"
 
 
 class Decoder(Protocol):
-    """What answers for the decode steps of a scheduler."""
+    """The object that answers for the decode steps of a scheduler."""
 
     @property
     def schedule(self) -> Schedule:

@@ -1,4 +1,4 @@
-"""What recurrent layers are not served with is refused with flag, value and remedy, and the rest passes."""
+"""Features that are not served beside recurrent layers are refused with flag, value and remedy, and the rest passes."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ SERVED = [
 
 
 def flags_of(**given):
-    """What the check of flags says of a start with the golden drafter."""
+    """Returns the message of the check of flags, for a start with the golden drafter."""
     context = launch_context(**{"drafter": ResolvedDrafter.read(DRAFT), "target": HYBRID} | given)
     return found_by("flags beside recurrent layers", context)
 

@@ -1,4 +1,4 @@
-"""How states are cached is decided while SGLang resolves its arguments."""
+"""The cache of states is chosen while SGLang resolves its arguments."""
 
 from pathlib import Path
 
