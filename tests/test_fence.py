@@ -1,4 +1,4 @@
-"""A function that only advises costs no more than its advice where it fails; that shows in the log once, and in a count."""
+"""A failing function that only advises costs its advice alone; that shows in the log once, and in a count."""
 
 import logging
 

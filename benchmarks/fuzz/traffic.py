@@ -1,4 +1,4 @@
-"""Users that send bodies to one server, beside a request that streams all the time and tells which requests hold others up."""
+"""Users that send bodies to one server, beside a request that streams all the time and tells what holds others up."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class DrawnTokens(NamedTuple):
 
 
 class Part:
-    """A feature's part in the scheduler of one server. Every method here does nothing: override the moments that matter."""
+    """A feature's part in a server's scheduler. Every method here does nothing: override the moments that matter."""
 
     @property
     def timed(self) -> Mapping[str, str]:

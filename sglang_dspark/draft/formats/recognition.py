@@ -50,11 +50,13 @@ _OWN_CLASSES = {
 }
 """Architectures with networks of their own, and what is different in them."""
 
+_MAY_BE_ITS_OWN = (
+    "its layers may be its own, and then drafts are poor. If they are those of a class that loads, say so with "
+    "`python -m sglang_dspark convert --set"
+)
 _UNKNOWN_CLASS = {
-    "architectures": "its layers may be its own, and then drafts are poor. If they are those of a class that loads, say "
-    """so with `python -m sglang_dspark convert --set architectures='["DFlashDraftModel"]'`, or the name of that class""",
-    "auto_map": "its layers may be its own, and then drafts are poor. If they are those of a class that loads, say so with "
-    "`python -m sglang_dspark convert --set auto_map=null`",
+    "architectures": f"""{_MAY_BE_ITS_OWN} architectures='["DFlashDraftModel"]'`, or with the name of that class""",
+    "auto_map": f"{_MAY_BE_ITS_OWN} auto_map=null`",
 }
 
 _SPECULATORS_KINDS = {
