@@ -20,7 +20,7 @@ import plot_sweep
 from paired_ratio import MIN_ROUNDS, frame_baselines, interval_text, paired_ratios, summarise
 from serving.configurations import OFF, PLAIN
 from serving.results import config_name, over_rounds, read_sweep
-from tables import markdown_table
+from tabled.layout import markdown_table
 
 from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.errors import ConfigError, DSparkError

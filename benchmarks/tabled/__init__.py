@@ -1,0 +1,1 @@
+"""The tables of measured figures, by what they show."""
