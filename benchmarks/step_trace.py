@@ -7,6 +7,11 @@ The script starts a server with DSPARK, keeps so many users busy with greedy ans
 (``POST /start_profile``). RESULTS, a new folder, gets ``trace.json.gz``, which chrome://tracing and Perfetto open,
 ``provenance.json``, and on a GPU ``step.json``, a summary. A step reaches from one ``_prepare_kernel`` to the next.
 
+    python benchmarks/step_trace.py --trace TRACE.json.gz --output RESULTS
+
+A trace that is there is summed likewise, of any engine: where there is no ``_prepare_kernel``, a step begins with the
+first of the kernels that occur once in it, or with the one that ``--first-kernel`` names.
+
 The project's goal is a share of its own kernels below 3 % for 64 requests. Profiling costs the host time in every
 launch, so spans may be longer than without it.
 
@@ -20,6 +25,8 @@ import json
 import re
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -41,16 +48,22 @@ from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 PATH = click.Path(path_type=Path, exists=True)
 KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "dspark_kernels"
 FIRST_KERNEL = "_prepare_kernel"
+RECORDED = {"target": "--target", "draft": "--draft", "files": "--prompts"}
+"""Options that a recording needs."""
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 SHOWN = 24
 """Kernels that are printed, those with the most GPU time."""
 
 
-def summary_of(path: Path) -> dict[str, Any]:
+def summary_of(path: Path, first_kernel: str | None = None) -> dict[str, Any]:
     """Return what the steps of a trace are made of; all figures are medians over the complete steps.
+
+    Args:
+        first_kernel: begins a step; None finds one.
 
     Returns:
         steps: complete ones in the trace.
+        first_kernel: the one that begins them.
         span_us: from the start of a step to that of the next.
         busy_share: share of the span in which the GPU was busy.
         gpu_us: GPU time of all kernels, copies and memsets.
@@ -66,7 +79,8 @@ def summary_of(path: Path) -> dict[str, Any]:
     except (EOFError, OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read as a trace of torch.profiler: {error!r}") from error
     activities = sorted((e for e in events if e.get("cat") in ON_GPU), key=lambda event: event["ts"])
-    starts = [place for place, activity in enumerate(activities) if activity["name"] == FIRST_KERNEL]
+    first_kernel = first_kernel or _first_kernel([activity["name"] for activity in activities])
+    starts = [place for place, activity in enumerate(activities) if activity["name"] == first_kernel]
     if len(starts) < 2:
         raise ConfigError(f"{path}: no complete decode step; profile a few steps more, of a server on a GPU")
     steps = [_kernels(activities[start:end]) for start, end in pairwise(starts)]
@@ -79,6 +93,7 @@ def summary_of(path: Path) -> dict[str, Any]:
         "trace": path.name,
         "sha256": provenance.file_digest(path),
         "steps": len(steps),
+        "first_kernel": first_kernel,
         "span_us": median(spans),
         "busy_share": median(part / span for part, span in zip(busy, spans, strict=True)),
         "gpu_us": float(kernels["us"].sum()),
@@ -86,6 +101,21 @@ def summary_of(path: Path) -> dict[str, Any]:
         "launches": median(launches),
         "kernels": kernels.to_dict(orient="index"),
     }
+
+
+def _first_kernel(names: Sequence[str]) -> str | None:
+    """Return the kernel that begins a step of ours, else the first one that occurs once in a step; None without any.
+
+    Kernels of a layer occur many times in a step, those of prefills hardly ever; most others occur once.
+    """
+    counts = Counter(names)
+    if FIRST_KERNEL in counts:
+        return FIRST_KERNEL
+    repeated = Counter(count for count in counts.values() if count > 1)
+    if not repeated:
+        return None
+    steps = max(repeated, key=lambda count: (repeated[count], count))
+    return next(name for name in names if counts[name] == steps)
 
 
 def own_kernels() -> set[str]:
@@ -157,9 +187,11 @@ def _record(options: dict[str, Any]) -> Path:
 
 
 @click.command(help=__doc__)
-@click.option("--target", type=PATH, required=True)
-@click.option("--draft", type=PATH, required=True)
-@click.option("--prompts", "files", type=click.Path(path_type=Path), multiple=True, required=True)
+@click.option("--target", type=PATH)
+@click.option("--draft", type=PATH)
+@click.option("--prompts", "files", type=click.Path(path_type=Path), multiple=True)
+@click.option("--trace", type=PATH, help="Sum the steps of this trace instead of recording one.")
+@click.option("--first-kernel", metavar="NAME", help="The kernel that begins a step, by its whole name.")
 @click.option("--config", default="auto", show_default=True, help="A policy, as in sweep_concurrency.py.")
 @click.option("--concurrency", default=64, show_default=True, type=click.IntRange(1), help="Number of users.")
 @click.option("--steps", default=32, show_default=True, type=click.IntRange(1), help="Steps to profile.")
@@ -172,9 +204,13 @@ def _record(options: dict[str, Any]) -> Path:
 def main(**options: Any) -> None:
     """Command line; see the module."""
     try:
-        trace = _record(options)
+        if (trace := options["trace"]) is None:
+            if missing := [option for name, option in RECORDED.items() if not options[name]]:
+                raise click.UsageError(f"pass {', '.join(missing)} to record a trace, or --trace to sum one")
+            trace = _record(options)
         if options["device"] == "cuda":
-            summary = summary_of(trace)
+            summary = summary_of(trace, options["first_kernel"])
+            options["output"].mkdir(parents=True, exist_ok=True)
             provenance.write_json(options["output"] / "step.json", summary)
             _print(summary)
     except (DSparkError, OSError) as error:

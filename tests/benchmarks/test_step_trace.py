@@ -1,8 +1,11 @@
 """Summaries of decode steps in handmade traces."""
 
 import gzip
+import json
 
 import pytest
+import step_trace
+from click.testing import CliRunner
 from step_tape import Tape, recorded
 from step_trace import own_kernels, summary_of
 
@@ -33,6 +36,42 @@ def test_what_lies_outside_of_complete_steps_or_is_rare_does_not_count(tmp_path)
             tape.graph([("prefill gemm", 700)])
     summary = summary_of(tape.save(tmp_path / "trace.json.gz"))
     assert (summary["steps"], summary["gpu_us"]) == (4, GPU_US)
+
+
+def of_another_engine():
+    """A tape whose steps no kernel of ours begins, behind the end of one and around a prefill."""
+    tape = recorded()
+    for event in tape.events:
+        event["name"] = {"_prepare_kernel": "assign_locations"}.get(event["name"], event["name"])
+    tape.graph([("prefill gemm", 700), ("prefill gemm", 700)])
+    return tape
+
+
+def test_step_of_another_engine_begins_with_a_kernel_that_occurs_once_in_it(tmp_path):
+    summary = summary_of(of_another_engine().save(tmp_path / "trace.json.gz"))
+    assert (summary["first_kernel"], summary["steps"], summary["gpu_us"]) == ("assign_locations", 3, GPU_US)
+    assert summary["kernels"]["gemm"] == {"us": 197, "count": 3}
+
+
+def test_step_begins_with_the_kernel_that_is_named(tmp_path):
+    path = of_another_engine().save(tmp_path / "trace.json.gz")
+    assert summary_of(path, "_plan_kernel")["steps"] == 3
+    with pytest.raises(ConfigError, match="no complete decode step"):
+        summary_of(path, "_prepare_kernel")
+
+
+def test_command_sums_a_trace_that_is_there(tmp_path):
+    trace, output = of_another_engine().save(tmp_path / "trace.json.gz"), tmp_path / "results"
+    words = ["--trace", str(trace), "--output", str(output), "--first-kernel", "_plan_kernel"]
+    result = CliRunner().invoke(step_trace.main, words)
+    assert result.exit_code == 0, result.output
+    assert json.loads((output / "step.json").read_text())["first_kernel"] == "_plan_kernel"
+
+
+def test_command_says_what_a_recording_lacks(tmp_path):
+    result = CliRunner().invoke(step_trace.main, ["--output", str(tmp_path), "--target", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "pass --draft, --prompts" in " ".join(result.output.split())
 
 
 def test_overlapping_activities_are_busy_once(tmp_path):
