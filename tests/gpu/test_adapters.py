@@ -1,4 +1,4 @@
-"""LoRA adapters of the target on a GPU, in captured steps. Run on an H200 in part, when all texts had to be equal."""
+"""LoRA adapters of the target on a GPU, in captured steps. Passed on an H200 with csgmv."""
 
 from __future__ import annotations
 

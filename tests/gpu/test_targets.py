@@ -1,6 +1,7 @@
 """Targets as GPUs serve them: quantised, with eight-bit caches, in pages, on two GPUs.
 
-Run on an H200 so far: pages of 64 tokens, caches and weights in eight bits without retractions, recurrent layers.
+Passed on an H200 so far: Qwen3-VL with images, recurrent layers, pages of 64 tokens, and without retractions caches and
+weights in eight bits.
 """
 
 from __future__ import annotations
