@@ -42,6 +42,7 @@ _IMAGES = "text and images"
 _NO_GPU = "not yet run on a GPU"
 _NO_CPU = "refused on a CPU"
 _IN_PROCESS = "a tiny one on an H200 in one process"
+_BY_TRITON = f"{_NO_CPU}; `--attention-backend triton`"
 
 FAMILIES: tuple[Family, ...] = (
     Family("LlamaForCausalLM", "Llama 2 and 3, SmolLM2"),
@@ -62,8 +63,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "GptOssForCausalLM",
         "gpt-oss-20b, gpt-oss-120b",
-        remark=f"{_IN_PROCESS}; behind a server there other texts than the plain server's, not explained; {_NO_CPU}; "
-        "`--attention-backend fa3` or `triton`",
+        remark=f"{_IN_PROCESS}; {_NO_CPU}; `--attention-backend fa3` or `triton`",
     ),
     Family(
         "Mistral3ForConditionalGeneration",
@@ -84,15 +84,17 @@ FAMILIES: tuple[Family, ...] = (
         "Gemma4ForConditionalGeneration",
         "Gemma 4 31B, 26B-A4B, E4B, E2B",
         reads_images=True,
-        remark=f"{_IMAGES}; {_IN_PROCESS}, text alone and without experts; {_NO_CPU}; `--attention-backend triton`",
+        remark=f"{_IMAGES}; {_IN_PROCESS}, text alone and without experts; {_BY_TRITON}",
     ),
     Family(
         "Gemma4UnifiedForConditionalGeneration",
         "Gemma 4 12B",
         reads_images=True,
-        remark=f"{_IMAGES}; {_NO_GPU}; {_NO_CPU}; `--attention-backend triton`",
+        remark=f"{_IMAGES}; {_NO_GPU}; {_BY_TRITON}",
     ),
-    Family("Qwen3_5ForCausalLM", "Qwen3.5 to 3.8, text", recurrent=True, remark="a tiny one behind a server on an H200"),
+    Family(
+        "Qwen3_5ForCausalLM", "Qwen3.5 to 3.8, text", recurrent=True, remark="a tiny one behind a server on an H200"
+    ),
     Family(
         "Qwen3_5ForConditionalGeneration",
         "Qwen3.5, 3.6 and 3.8, dense",

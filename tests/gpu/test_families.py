@@ -2,7 +2,8 @@
 
 What a CPU cannot show: SGLang's CUDA kernels of mixtures of experts with the rows of a verification, hidden states that
 its fused layers return, and verification through the kernel for CUDA. tests/engine/test_families.py has the float32.
-On an H200 passed GLM-4 MoE, gpt-oss, Gemma 4, Qwen2 MoE, Mistral 3 and Qwen3-VL; the rest has not run with these bounds.
+GLM-4 MoE, gpt-oss, Gemma 4, Qwen2 MoE, Mistral 3 and Qwen3-VL have passed on an H200; the rest has not run with these
+bounds.
 """
 
 from __future__ import annotations

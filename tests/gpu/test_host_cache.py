@@ -1,4 +1,7 @@
-"""Prefixes that come back from host memory on a GPU, by every copy of SGLang's. Passed on an H200: pages, and write-back."""
+"""Prefixes that come back from host memory on a GPU, by every copy of SGLang's.
+
+Passed on an H200: pages, and write-back.
+"""
 
 from __future__ import annotations
 

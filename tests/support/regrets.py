@@ -14,8 +14,8 @@ def regrets(
 ) -> list[list[float]]:
     """Return for every token of ``texts`` the logit of the best token at its place less its own.
 
-    The server reads prompt and text as one prompt, so what it writes itself does not matter: behind a near-tie two texts
-    have nothing in common, but each of their tokens remains the best one, or nearly so, after the tokens before it.
+    The server reads prompt and text as one prompt, so what it writes itself does not matter. Behind a near-tie two
+    texts have nothing in common, but each of their tokens remains the best one, or nearly so, after those before it.
     """
     bodies = [
         endless([*prompt, *text], 1, return_logprob=True, logprob_start_len=len(prompt) - 1, top_logprobs_num=1)
