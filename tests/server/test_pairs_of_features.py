@@ -27,7 +27,14 @@ GRAMMARS: list[dict[str, Any]] = [
     {"ebnf": 'root ::= item+\nitem ::= "да" | "дом" | "😀" | "😁" | [a-z0-9]'},
     {"structural_tag": json.dumps({"type": "structural_tag", **TAG})},
 ]
-PENALTIES: list[dict[str, Any]] = [{}, {"frequency_penalty": 0.6}, {"repetition_penalty": 1.5, "presence_penalty": 0.4}]
+# One at a time: SGLang keeps the kinds in a set, so that what is added comes before or behind what is multiplied as it
+# happens in a process.
+PENALTIES: list[dict[str, Any]] = [
+    {},
+    {"frequency_penalty": 0.6},
+    {"repetition_penalty": 1.5},
+    {"presence_penalty": 0.4},
+]
 ENDS: list[dict[str, Any]] = [
     {},
     {"min_new_tokens": 12},
