@@ -148,12 +148,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature as its folder declares it. Of the folder, a process imports only what it needs.
+    """A feature as its folder declares it. Every process reads the declaration; a scheduler imports no part besides.
 
     Attributes:
         room: package of the folder.
-        is_used: whether a server with these arguments uses the feature. Its hooks are installed only then, and
-            those of the place ``flags`` always: there are no arguments yet.
+        is_used: whether a server with these arguments, as the operator wrote them, uses the feature. Its hooks are
+            installed only then, and those of the place ``flags`` always: there are no arguments yet.
         hooks: patches of SGLang that the feature alone needs.
         flag_rules: flags of SGLang that it refuses, on every server.
         checks: name of its ``tuple[Check, ...]`` below ``room``, made on every server; empty if it has none.
@@ -185,7 +185,7 @@ class Feature:
 
 @cache
 def all_features() -> tuple[Feature, ...]:
-    """Return the features in the order of their lines, which is that in which they act."""
+    """Return the features in the order of their lines. No part may depend on the order of parts."""
     return tuple(resolve_name(f"{features.__name__}.{room}:FEATURE") for room in features.ROOMS)
 
 

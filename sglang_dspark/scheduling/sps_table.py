@@ -129,7 +129,8 @@ class SpsTable:
     def mismatch(self, key: Mapping[str, str]) -> str | None:
         """Return the first difference between this table's key and ``key`` in words; None if they agree."""
         for name in sorted(set(self.key) | set(key)):
-            ours, theirs = self.key.get(name), key.get(name)
+            # A property that a server does not have may be missing, too.
+            ours, theirs = self.key.get(name, "none"), key.get(name, "none")
             if ours != theirs:
                 return f"{name} was {ours!r} when it was measured and is {theirs!r} now"
         return None

@@ -125,3 +125,23 @@ def test_a_target_that_only_another_worker_serves_is_refused_without_it():
     with pytest.raises(UnservedError, match="BaichuanForCausalLM'] is not served with DSPARK") as caught:
         resolve(*PAIR, *LEFT_TO_SGLANG)
     assert "either" not in str(caught.value)
+
+
+def test_a_target_that_cannot_be_read_is_left_to_sglangs_own_words():
+    drafter = [*PAIR, "--device", "cpu"]
+    drafter[drafter.index("--model-path") + 1] = "/nowhere"
+    assert isinstance(decided(*drafter), Launch)
+
+
+def test_sglang_looks_up_no_files_of_the_drafter(monkeypatch):
+    """Where models come from elsewhere, it would fetch them."""
+    looked = []
+    real = arguments.handle_model_source_paths
+
+    def look(args):
+        looked.append(args.speculative_draft_model_path)
+        real(args)
+
+    monkeypatch.setattr(arguments, "handle_model_source_paths", look)
+    decided(*PAIR)
+    assert looked and set(looked) == {None}

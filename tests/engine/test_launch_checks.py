@@ -206,7 +206,7 @@ SERVED = [
     {"options": FREE | {"block_size": 127}},
     {"target": {"context_len": 4088, **text(rope_parameters=LONGROPE)}},
 ]
-ELSEWHERE = {  # and who tests it
+ELSEWHERE = {  # and the file that tests it
     "layers read from the target": "test_launch.py",
     "flags of SGLang": "test_flag_rules.py",
     "server in Rust": "test_launch.py",

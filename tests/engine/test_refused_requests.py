@@ -12,16 +12,19 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.api.requests import check_request
 from sglang_dspark.engine.compat.arguments import attach
-from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.launch_state import DSparkServer, TargetOnly
 from sglang_dspark.features.ends.stop_regex import parse_stop_regex
 
+OURS = DSparkServer(DSparkConfig(), None, dummy_draft=False)
 
-def checked(ids=(5,), parameters=None, request=None, architecture="LlamaForCausalLM", **fields):
+
+def checked(ids=(5,), parameters=None, request=None, architecture="LlamaForCausalLM", server=OURS, **fields):
     """Return the fields of a request that travel on after its check.
 
     Args:
         parameters: sampling parameters.
         request: fields of the body.
+        server: attached to SGLang's arguments.
         fields: fields of what travels.
     """
     made = {
@@ -42,9 +45,16 @@ def checked(ids=(5,), parameters=None, request=None, architecture="LlamaForCausa
     hf_config = SimpleNamespace(architectures=[architecture])
     model_config = SimpleNamespace(vocab_size=256, hf_config=hf_config)
     manager = SimpleNamespace(model_config=model_config, server_args=SimpleNamespace())
-    attach(manager.server_args, DSparkServer(DSparkConfig(), None, dummy_draft=False))
+    if server is not None:
+        attach(manager.server_args, server)
     check_request(tokenized, manager, GenerateReqInput(text="a", **(request or {})), "a", ids)
     return tokenized
+
+
+@pytest.mark.parametrize("server", [None, TargetOnly("of its target")])
+def test_another_engine_of_the_process_checks_nothing(server):
+    """Hooks stay when the engine with DSPARK has ended."""
+    assert checked(request={"return_hidden_states": True}, server=server).input_ids.tolist() == [5]
 
 
 FIELDS = {

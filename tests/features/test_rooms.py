@@ -13,6 +13,7 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dspark.engine.feature import all_features
+from sglang_dspark.engine.launch.check import Check
 from sglang_dspark.features import ROOMS
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +122,7 @@ def test_every_folder_has_its_line():
     assert [feature.room for feature in all_features()] == [f"sglang_dspark.features.{room}" for room in ROOMS]
 
 
-def test_a_server_imports_no_room_that_it_does_not_use():
+def test_a_declaration_imports_no_other_module_of_its_room():
     """A process reads the declarations of all features, and of what they declare only what the server uses."""
     script = (
         "import sys; from sglang_dspark.engine.feature import all_features; "
@@ -133,10 +134,31 @@ def test_a_server_imports_no_room_that_it_does_not_use():
 
 @pytest.mark.parametrize("feature", all_features(), ids=lambda feature: feature.room.rpartition(".")[2])
 def test_what_a_room_declares_is_there(feature):
-    assert all(check.name for check in feature.load_checks())
+    assert bool(feature.load_checks()) == bool(feature.checks)
+    assert all(isinstance(check, Check) for check in feature.load_checks())
     assert not feature.part or callable(feature.load_part())
     assert all(hook.handler.startswith(feature.room.removeprefix("sglang_dspark.")) for hook in feature.hooks)
-    args = ServerArgs(model_path="none")
+
+
+USED = [
+    ({}, {}, []),
+    ({"enable_lora": True}, {}, ["adapters"]),
+    ({"lora_paths": ["a=b"]}, {}, ["adapters"]),
+    ({"enable_lora": False, "lora_paths": ["a=b"]}, {}, []),  # SGLang ignores the paths
+    ({"enable_hierarchical_cache": True}, {}, ["host_cache"]),
+    ({"nnodes": 2}, {}, ["nodes"]),
+    ({}, {"is_multimodal": True}, ["pictures"]),
+    ({}, {"model_is_mrope": True}, ["pictures"]),
+    ({}, {"hf_config": SimpleNamespace(architectures=["Qwen3NextForCausalLM"])}, ["recurrent"]),
+]
+
+
+@pytest.mark.parametrize(("given", "target", "used"), USED)
+def test_features_are_used_if_arguments_or_the_target_ask_for_them(given, target, used):
+    args = ServerArgs(model_path="none", **given)
     of_text = SimpleNamespace(architectures=["LlamaForCausalLM"])
-    args._model_config = SimpleNamespace(is_multimodal=False, model_is_mrope=False, hf_config=of_text)
-    assert feature.is_used(args) == (feature.room.rpartition(".")[2] in ASKED_BY_REQUESTS)
+    args._model_config = SimpleNamespace(
+        **{"is_multimodal": False, "model_is_mrope": False, "hf_config": of_text} | target
+    )
+    found = [feature.room.rpartition(".")[2] for feature in all_features() if feature.is_used(args)]
+    assert found == sorted([*ASKED_BY_REQUESTS, *used])

@@ -136,6 +136,12 @@ def test_one_point_is_a_grid():
     assert table.step_ms(1, 3, 2, 10.0) == table.step_ms(8, 24, 2, 5000.0) == 13
 
 
+def test_a_property_that_a_server_does_not_have_may_be_missing():
+    table = replace(random_table(np.random.default_rng(4)), key={"device": "a", "adapters": "none"})
+    assert table.mismatch({"device": "a"}) is None
+    assert "adapters was 'none'" in table.mismatch({"device": "a", "adapters": "csgmv"})
+
+
 def test_a_table_survives_its_file(tmp_path):
     table = random_table(np.random.default_rng(4), tiers=(8, 16))
     path = tmp_path / "below" / "table.json"
@@ -156,7 +162,7 @@ def test_the_first_difference_of_two_keys_is_named():
         "device was 'H100' when it was measured and is 'H200' now"
     )
     assert table.mismatch({"device": "H100", "torch": "2.11"}) == (
-        "dtype was 'bfloat16' when it was measured and is None now"
+        "dtype was 'bfloat16' when it was measured and is 'none' now"
     )
 
 

@@ -32,9 +32,9 @@ def attached(args: ServerArgs) -> Attached | None:
 
 
 def speculating(args: ServerArgs) -> DSparkServer | OtherServer:
-    """Return what :func:`attach` put on the arguments of a server that decodes with DSPARK."""
+    """Return the server that :func:`attach` put on these arguments, which decodes with DSPARK."""
     server = attached(args)
-    assert not isinstance(server, TargetOnly | None), "the target decodes alone"
+    assert not isinstance(server, TargetOnly | None), "these arguments are not of a server that speculates"
     return server
 
 
@@ -44,19 +44,21 @@ def tokens_per_step() -> int:
 
 
 def attached_to_ours(args: ServerArgs) -> DSparkServer:
-    """Return what :func:`attach` put on the arguments of a server that decodes with our worker."""
+    """Return the server that :func:`attach` put on these arguments, which decodes with our worker."""
     server = attached(args)
-    assert isinstance(server, DSparkServer), "our worker does not decode"
+    assert isinstance(server, DSparkServer), "these arguments are not of a server with our worker"
     return server
 
 
 def looked_up(args: ServerArgs) -> ServerArgs:
     """Return a view of a copy of ``args`` for which SGLang has looked up the target's files and the device.
 
-    These are the first things that it does when it resolves ``args``, which stay as they are.
+    These are the first things that it does when it resolves ``args``, which stay as they are. It is not told of the
+    drafter, whose files it would look up as well.
     """
     looked: Any = copy.copy(args)
     vars(looked).update(vars(args))
+    looked.speculative_draft_model_path = None
     looked._resolved_overrides = list(getattr(args, "_resolved_overrides", ()))
     handle_model_source_paths(looked)
     handle_missing_default_values(looked)

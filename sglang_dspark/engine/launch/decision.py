@@ -46,7 +46,7 @@ class OtherStart:
 
 
 Decision = Launch | OtherStart | TargetOnly | None
-"""Our worker decodes; another one; the target alone; None: DSPARK was not asked of us."""
+"""The start that decodes: with our worker, with another one, or with the target alone; None without DSPARK of ours."""
 
 
 def decide(args: ServerArgs, texts: Mapping[str, str | None]) -> Decision:
@@ -100,8 +100,12 @@ def _left_to_another(args: ServerArgs, config: DSparkConfig) -> OtherStart | Non
     servers = other_servers()
     if not servers:
         return None
-    context = LaunchContext.of(arguments.looked_up(args), config)
-    if (why := why_not_ours(context)) is None:
+    try:
+        context = LaunchContext.of(arguments.looked_up(args), config)
+        why = why_not_ours(context)
+    except (OSError, ValueError):  # of a target that cannot be read, SGLang says so when it resolves the arguments
+        return None
+    if why is None:
         return None
     # The drafter is not looked at: what is said of options may not hold for it.
     refusals = [message for message, unserved in failures(context, Moment.MODELS).items() if unserved]

@@ -142,7 +142,7 @@ def unread(args: Any) -> list[str]:
     Args:
         args: SGLang's ``ServerArgs``.
     """
-    ruled = {rule.name for rule in FLAG_RULES}
+    ruled = {rule.name for rule in all_rules()}
     fields = (field for field in record_fields(ServerArgs) if field.name.startswith(UNREAD))
     set_by_hand = (field.name for field in fields if getattr(args, field.name) != field.default)
     return [flag_of(name) for name in set_by_hand if name not in ruled]

@@ -11,7 +11,7 @@ from sglang_dspark.engine.launch.hook import Hook
 
 FEATURE = Feature(
     __name__,
-    is_used=lambda args: bool(args.enable_lora or args.lora_paths),
+    is_used=lambda args: bool(args.enable_lora or (args.enable_lora is None and args.lora_paths)),
     hooks=(
         Hook(
             "serve-adapters",

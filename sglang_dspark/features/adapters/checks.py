@@ -43,7 +43,7 @@ def _asks_for_adapters(args: ServerArgs) -> str | None:
     """Return the flag that asks for adapters."""
     if args.enable_lora:
         return "--enable-lora"
-    return "--lora-paths" if args.lora_paths else None
+    return "--lora-paths" if args.lora_paths and args.enable_lora is None else None
 
 
 def adapters_fit(args: ServerArgs) -> None:

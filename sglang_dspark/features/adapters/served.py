@@ -29,10 +29,10 @@ class Adapters(Part):
         self._manager, self._device = manager, device
 
     @classmethod
-    def of(cls, worker: Any) -> Adapters:
-        """Return the part of a worker."""
+    def of(cls, worker: Any) -> Adapters | None:
+        """Return the part of a worker; None if SGLang has loaded no adapters."""
         runner = worker.model_runner
-        return cls(runner.lora_manager, runner.device)
+        return None if runner.lora_manager is None else cls(runner.lora_manager, runner.device)
 
     @property
     def timed(self) -> dict[str, str]:

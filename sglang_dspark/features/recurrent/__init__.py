@@ -20,7 +20,7 @@ def keeps_states(architectures: Sequence[str]) -> bool:
 
 
 def recurrence(runner: Any) -> dict[str, str | None]:
-    """Return SGLang's name of the recurrence that a target's layers keep states of, such as GDN or KDA; None if none.
+    """Return the capability ``recurrence`` of a target: SGLang's name of it, such as GDN or KDA; None without one.
 
     Args:
         runner: SGLang's, of a target that either worker serves.

@@ -169,6 +169,7 @@ def test_adapters_of_experts_are_refused():
     manager = Manager()
     worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager, device="cpu"))
     assert isinstance(Adapters.of(worker).captured(requests=2, rows=4), CapturedAdapters)
+    assert Adapters.of(SimpleNamespace(model_runner=SimpleNamespace(lora_manager=None))) is None
     manager.lora_backend.is_moe_lora = True
     with pytest.raises(UnservedError, match="adapters of experts"):
         Adapters.of(worker)
