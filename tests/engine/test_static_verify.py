@@ -109,6 +109,7 @@ def test_features_prepare_every_replay_before_the_forward():
             forward_batch.mrope_positions = 2 * plan.positions[:2]
 
     step, plan = buffers()
+    plan.positions.zero_()
     run = static_verify(runner_of(forward), step, plan, torch.zeros(ROWS, 5), [Doubled()])
     for first in (3, 4):
         plan.positions[0] = first
