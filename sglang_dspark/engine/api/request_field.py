@@ -42,6 +42,7 @@ def settle(manager: TokenizerManager, parameters: SamplingParams) -> None:
     kept = {key: value for key, value in custom_params.items() if key != KEY}
     field = _parsed(custom_params[KEY] if asked is None else asked)
     server = speculating(manager.server_args)
+    assert server is not None, "requests of other servers are not checked"
     if field.preset in COPYING and not server.presets:
         raise ValueError(
             f'speculation.preset="{field.preset}" is not served by SGLang\'s own worker; drop the key, or start the '

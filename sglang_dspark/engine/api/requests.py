@@ -19,8 +19,8 @@ from sglang_dspark.declared import truncate
 from sglang_dspark.draft.families import family_of
 from sglang_dspark.engine.api import request_field
 from sglang_dspark.engine.api.served_requests import REFUSED_FIELDS, REFUSED_PARAMETERS
-from sglang_dspark.engine.compat.arguments import attached
-from sglang_dspark.engine.launch_state import DSparkServer, TargetOnly
+from sglang_dspark.engine.compat.arguments import speculating
+from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.sglang_types import ModelConfig, SamplingParams, TokenizerManager
 
 _INT32_MAX, _FLOAT32_MAX = 2**31 - 1, 3.4028234663852886e38
@@ -38,8 +38,8 @@ def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args
     """
     if not isinstance(tokenized, TokenizedGenerateReqInput):
         return
-    server, parameters = attached(manager.server_args), tokenized.sampling_params
-    if isinstance(server, TargetOnly | None):
+    server, parameters = speculating(manager.server_args), tokenized.sampling_params
+    if server is None:
         return  # another engine of this process: hooks stay when one ends
     if isinstance(server, DSparkServer):
         refusals = _not_served(request, parameters, manager.model_config)

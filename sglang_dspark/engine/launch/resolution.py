@@ -51,7 +51,7 @@ def resolve_once(original: Callable[..., None], args: ServerArgs) -> None:
     # Every process asks, and in all but the first it is done.
     if getattr(args, "_resolution_finished", False):
         original(args)
-        if not isinstance(arguments.attached(args), TargetOnly | None):
+        if arguments.speculating(args) is not None:
             hooks.install(args, "children")
         return
     match decide(args, given_texts(args)):

@@ -46,6 +46,7 @@ def capabilities(
         decoding: how the server decodes.
     """
     server = speculating(server_args)
+    assert server is not None, "a scheduler that decodes with DSPARK asks"
     options = server.config
     model, on_gpu = model_runner.model_config, model_runner.device == "cuda"
     has_head = schedule.forecast.calibration is not None

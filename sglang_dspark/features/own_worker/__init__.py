@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.hook_checks import Moment
 from sglang_dspark.engine.launch.hook import Hook
-from sglang_dspark.engine.launch_state import TargetOnly
 from sglang_dspark.engine.sglang_types import ServerArgs
 
 _OWN = "sglang.srt.speculative.dspark_components"
 
 
 def _decodes(args: ServerArgs) -> bool:
-    server = attached(args)
-    return not isinstance(server, TargetOnly | None) and server.engine == "scheduled"
+    server = speculating(args)
+    return server is not None and server.engine == "scheduled"
 
 
 FEATURE = Feature(
