@@ -70,6 +70,13 @@ def test_what_the_user_said_of_the_engine_stays(environment):
     assert environment.imports(SGLANG_USE_CPU_ENGINE="0") == ("0", str(environment.kernels / "__init__.py"))
 
 
+def test_threads_wait_without_a_core_unless_the_user_says_otherwise(environment, driver):
+    report = ("-c", "import sglang, os; print(os.environ.get('OMP_WAIT_POLICY'))")
+    assert environment.run(*report) == "PASSIVE\n"
+    assert environment.run(*report, OMP_WAIT_POLICY="ACTIVE") == "ACTIVE\n"
+    assert environment.run(*report, LD_LIBRARY_PATH=driver) == "None\n"
+
+
 def test_a_kernel_package_for_cpus_is_left_alone(environment):
     build = environment.kernels / "common_ops.abi3.so"
     build.touch()

@@ -21,6 +21,10 @@ STAND_IN = os.path.join(os.path.dirname(__file__), KERNELS, "__init__.py")  # no
 VARIABLE = "SGLANG_USE_CPU_ENGINE"
 """Tells SGLang to serve on the CPU; a value that the user has set stays."""
 
+WAITING = "OMP_WAIT_POLICY"
+"""How the threads of one operation wait for each other. If they spin, as OpenMP has it, beside a busy program a step takes
+four to ten times as long: each waits for a thread whose core the program has."""
+
 REPLACED = {
     "sglang.kernels.ops.attention.fla.layernorm_gated": "gates.layernorm_fn",
     "sglang.kernels.ops.attention.fla.fused_norm_gate": "gates.rms_norm_gated",
@@ -37,6 +41,7 @@ class Finder:
         """Find the stand-in, and prepare the import of SGLang itself."""
         if name == "sglang" and not has_driver():
             os.environ.setdefault(VARIABLE, "1")
+            os.environ.setdefault(WAITING, "PASSIVE")
         if name == KERNELS and stands_in():
             from importlib.util import spec_from_file_location
 
