@@ -1,13 +1,13 @@
 r"""Run all that needs an NVIDIA GPU, in the order in which a short time on one is best spent.
 
     python benchmarks/gpu.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS
-    python benchmarks/gpu.py ... --only ttft,sweep --builtin
+    python benchmarks/gpu.py ... --only trace,sweep --builtin
     python benchmarks/gpu.py ... --rehearse
 
-The parts are commands of this folder, one after another, each part with a limit; those that run unasked have 43 minutes
+The parts are commands of this folder, one after another, each part with a limit; those that run unasked have 33 minutes
 together. What fails or takes too long stops nothing else. RESULTS gets a folder and a log of each part, and
 ``order.json``: commands, seconds, and how it ended. A part that has ended well is not run again with the same code and
-arguments on the same machine; a sweep that was stopped goes on. What other code or arguments have made is put aside.
+arguments; a sweep that was stopped goes on. What other code or arguments have made is put aside.
 
 Plain servers run as SGLang configures itself. With ``--builtin`` SGLang's own DSPARK is measured as well, as it comes
 and by our schedule; of the random pair it keeps as many drafts as ours, by SGLang's own simulation.
@@ -18,7 +18,6 @@ RESULTS/rehearsal: whether they work, not how fast. What a CPU cannot run is col
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -37,10 +36,10 @@ from rich.console import Console
 from shape_pair import ACCEPTANCE
 
 from sglang_dspark.tools import provenance
+from sglang_dspark.tools.launch import CPU_FLAGS, dspark_flags
 
 EXISTING = click.Path(exists=True, resolve_path=True)
 ROOT = Path(__file__).resolve().parents[1]
-NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
 SERVED = "--max-running-requests 64 --cuda-graph-max-bs-decode 64"
 # Of what is free when a server starts. Up to four share the GPU, and all of them have the same room for K/V.
 SMALL = f"{SERVED} --mem-fraction-static 0.25 --max-total-tokens 65536"
@@ -59,9 +58,7 @@ CONTEXTS: Mapping[int, tuple[str, Mapping[str, float]]] = {
 }
 KEPT = ACCEPTANCE["mixed"]
 STOPPED = "stopped at its limit"
-READERS = ("benchmarks/report.py", "benchmarks/paired_ratio.py")
-READING_S = 60  # for what shows a sweep, also one that was stopped
-TERMS = ("commit", "changes", "versions", "hardware", "prompts")  # of which results must not be mixed
+READER, READING_S = "benchmarks/report.py", 60  # for what shows a sweep, also one that was stopped
 PATIENCE = 4  # of a rehearsal: servers start slowly on a CPU
 
 
@@ -132,20 +129,6 @@ def start(setting: Setting) -> Commands:
     return [made, setting.sweep("", what, ("auto",), "1", "--load-format dummy", **numbers)]
 
 
-def ttft(setting: Setting) -> Commands:
-    """Measure prefill in SGLang's graphs and without. Equal accept lengths: the drafter reads the same states."""
-    configs = (
-        "plain",
-        f"plain-eager=plain {NO_PREFILL_GRAPHS}",
-        "static:5",
-        f"static5-eager=static:5 {NO_PREFILL_GRAPHS}",
-    )
-    numbers = {"num_prompts": 32, "max_tokens": 32, "rounds": 4}
-    measured = setting.sweep("", [*setting.pair, "--ignore-eos"], configs, "1,16", SMALL, **numbers)
-    shown = [*_script("paired_ratio.py"), str(setting.output / "sweep.csv"), "--baseline", "plain@bfloat16"]
-    return [measured, *([*shown, "--metric", metric] for metric in ("ttft_ms", "tpot_ms")), _report(setting.output)]
-
-
 def identity(setting: Setting) -> Commands:
     """Compare texts with the target's alone, and see what a served step launches and waits for."""
     if setting.rehearses:
@@ -154,7 +137,7 @@ def identity(setting: Setting) -> Commands:
     texts = ("--dtype", "bfloat16", "--num-prompts", "32", "--only", "user")  # the scenarios of one server
     return [
         setting.run("identity.py", *setting.pair, *texts, output="identity.json"),
-        _pytest("tests/gpu/test_served_step.py"),
+        _module("pytest", "-q", "tests/gpu/test_served_step.py"),
     ]
 
 
@@ -166,21 +149,17 @@ def sweep(setting: Setting) -> Commands:
     return [setting.sweep("", setting.pair, configs, "1,4,16,64", SMALL, **numbers), _report(setting.output)]
 
 
-def oracle(setting: Setting) -> Commands:
-    """Measure drafts that are always right and cost nothing: what is left is the engine's."""
-    numbers = {"num_prompts": 8, "max_tokens": 256, "rounds": 2}
-    return [
-        setting.sweep("", setting.pair, ("plain", "auto", "oracle"), "1,8,64", SMALL, **numbers),
-        _report(setting.output),
-    ]
-
-
 def trace(setting: Setting) -> Commands:
     """Return what a decode step of 1 and of 64 users is made of."""
-    more = ("--steps", "4", "--max-tokens", "200") if setting.rehearses else (f"--server-flags={SMALL}",)
-    words = (*setting.pair, "--config", "static:5", *more)
-    users = ("1", "2") if setting.rehearses else ("1", "64")
-    return [setting.run("step_trace.py", *words, "--concurrency", n, output=f"{n}_users") for n in users]
+    target, draft = (setting.pair[setting.pair.index(name) + 1] for name in ("--target", "--draft"))
+    served = ["--model-path", target, *dspark_flags(draft), "--speculative-dspark-schedule", "static"]
+    recorded = ["--profile", "--profile-output-dir", str(setting.output)]
+    if setting.rehearses:  # the trace of a CPU has no kernels to sum
+        few = ["--batch-size", "1", "2", "--input-len", "9", "--output-len", "40", "--profile-activities", "CPU"]
+        return [[*_module("sglang.benchmark.one_batch_server"), *served, *CPU_FLAGS, *few, *recorded]]
+    sizes = ["--batch-size", "1", "64", "--input-len", "100", "--output-len", "1024", "--profile-steps", "36"]
+    command = [*_module("sglang.benchmark.one_batch_server"), *served, *SMALL.split(), *sizes, *recorded]
+    return [command, [*_script("step_trace.py"), str(setting.output)]]
 
 
 def shape(setting: Setting) -> Commands:
@@ -207,7 +186,7 @@ def shape(setting: Setting) -> Commands:
 
 def kernels(setting: Setting) -> Commands:
     """Measure the time of every kernel, and test whether it gives what its torch form gives."""
-    tests = _pytest("tests/kernels", "tests/draft/test_fused_layer.py")
+    tests = _module("pytest", "-q", "tests/kernels", "tests/draft/test_fused_layer.py")
     if setting.rehearses:
         return [[*tests, "--collect-only"]]
     return [[*_script("kernels/run.py"), "--quick", "--output", str(setting.output / "kernels.json")], tests]
@@ -225,15 +204,13 @@ def turns(setting: Setting) -> Commands:
 def tests(setting: Setting) -> Commands:
     """Run all tests that wait for a GPU."""
     # Without one they are not even collected.
-    return [[sys.executable, "-m", "compileall", "-q", "tests/gpu"] if setting.rehearses else _pytest("tests/gpu")]
+    return [_module("compileall" if setting.rehearses else "pytest", "-q", "tests/gpu")]
 
 
 PARTS: Mapping[str, Part] = {
     "start": Part("does a server start that is told nothing but its pair?", 4, start),
-    "ttft": Part("does the first token come as soon as with SGLang alone?", 6, ttft, resumes=True),
     "identity": Part("are the texts the target's?", 5, identity),
     "sweep": Part("is it faster than SGLang at every load?", 5, sweep, resumes=True),
-    "oracle": Part("what could it do with drafts that are always right?", 4, oracle, resumes=True),
     "trace": Part("what is a step made of?", 3, trace),
     "shape": Part("and with a target of 8 billion parameters?", 12, shape, resumes=True),
     "kernels": Part("are the kernels right, and how fast?", 4, kernels),
@@ -248,7 +225,7 @@ def run_part(commands: Commands, minutes: float, log_path: Path) -> dict[str, An
     with log_path.open("a", encoding="utf-8") as log:
         for command in commands:
             left_s = 60 * minutes - (time.monotonic() - began)
-            ended.append(_run(command, log, max(left_s, READING_S) if command[1] in READERS else left_s))
+            ended.append(_run(command, log, max(left_s, READING_S) if command[1] == READER else left_s))
     status = next((status for status in ended if status != "ok"), "ok")
     return {"status": status, "seconds": round(time.monotonic() - began, 1)}
 
@@ -283,8 +260,8 @@ def _report(sweep: Path) -> list[str]:
     return [*_script("report.py"), str(sweep)]
 
 
-def _pytest(*words: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", *words]
+def _module(name: str, *words: str) -> list[str]:
+    return [sys.executable, "-m", name, *words]
 
 
 def _each(flag: str, values: Sequence[str]) -> list[str]:
@@ -308,13 +285,7 @@ def _named(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--builtin", is_flag=True, help="Measure SGLang's own DSPARK as well, as it comes and by our schedule.")
 @click.option("--rehearse", is_flag=True, help="On a CPU, with few tokens.")
 def main(
-    target: str,
-    draft: str,
-    prompts: tuple[str, ...],
-    output: Path,
-    names: list[str],
-    builtin: bool,
-    rehearse: bool,
+    target: str, draft: str, prompts: tuple[str, ...], output: Path, names: list[str], builtin: bool, rehearse: bool
 ) -> None:
     """Command line; see the module."""
     console = Console(highlight=False, soft_wrap=True)
@@ -327,19 +298,13 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     path = output / "order.json"
     parts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    made = {
-        **provenance.record(),
-        "changes": provenance.changes_digest(),
-        "prompts": provenance.files(map(Path, prompts)),
-    }
+    made = {**provenance.record(), "changes": provenance.changes_digest()}
     for name in names:
         part, folder = PARTS[name], output / name
         commands = part.commands(Setting(pair, folder, builtin, rehearse))
-        # With the folders of this machine, which the commands below lose.
-        digest = hashlib.sha256(json.dumps(commands).encode()).hexdigest()
-        terms = {key: made[key] for key in TERMS} | {"digest": digest}
+        terms = {"commit": made["commit"], "changes": made["changes"], "commands": _portable(commands)}
         before = parts.get(name, {})
-        same = terms == {key: before.get(key) for key in terms}
+        same = terms.items() <= before.items()
         if same and before["status"] == "ok":
             console.print(f"{name}: done before")
             continue
@@ -349,7 +314,7 @@ def main(
         minutes = part.minutes * (PATIENCE if rehearse else 1)
         console.print(f"{name}: {part.question} At most {minutes:g} minutes.")
         # Before it runs: what is ended from outside goes on all the same.
-        parts[name] = {**made, **terms, "commands": _portable(commands), "status": "running", "seconds": None}
+        parts[name] = {**made, **terms, "status": "running", "seconds": None}
         provenance.write_json(path, parts)
         parts[name] |= run_part(commands, minutes, output / f"{name}.log")
         provenance.write_json(path, parts)

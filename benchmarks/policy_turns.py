@@ -21,7 +21,6 @@ RESULTS, a new folder, gets ``turns.csv``, one row per policy, load and round, a
 from __future__ import annotations
 
 import asyncio
-import csv
 import json
 import random
 import sys
@@ -36,6 +35,7 @@ from paired_ratio import ratio_table, ratios_to_each, summarise
 from rich.console import Console
 from serving.client import Sampling, request_body
 from serving.configurations import Configuration, parse_configurations
+from serving.output import append_row
 from serving.prompts import Prompt, load_mixed_prompts
 from serving.results import read_sweep
 from serving.schedule import USERS
@@ -190,19 +190,6 @@ def _nothing(configurations: Sequence[Configuration]) -> dict[str, dict[str, flo
     return {configuration.label: dict.fromkeys(COUNTED, 0.0) for configuration in configurations}
 
 
-def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Load by load, so that a run that is cut short keeps what it measured."""
-    is_new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        for row in rows:
-            writer.writerow(
-                {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()}
-            )
-
-
 def _policies(texts: Sequence[str], dtype: str) -> list[Configuration]:
     configurations = parse_configurations(texts, dtype)
     for configuration in configurations:
@@ -254,7 +241,8 @@ def main(**options: Any) -> None:
             turns = Turns(server, prompts, options["seconds"], options["cycles"], sampling)
             for users in options["concurrency"]:
                 rows = asyncio.run(turns.run(configurations, users, options["rounds"]))
-                _append(output / "turns.csv", rows)
+                for row in rows:  # load by load, so that a run that is cut short keeps what it measured
+                    append_row(output / "turns.csv", row)
                 console.print(f"{users} users measured", highlight=False)
         frame = read_sweep(output / "turns.csv")
     except DSparkError as error:

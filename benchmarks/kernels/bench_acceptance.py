@@ -1,17 +1,27 @@
-"""Verification of whole blocks: judging the drafts and drawing the token after them."""
+"""Verification of whole blocks: judging the drafts and drawing the token after them; penalties and biases before."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Iterator
+from itertools import product
 
 import torch
-from dspark_kernels import DraftBlock, DraftDistribution, RoundKeys, SamplingBatch, Windows, accept, accept_ref
-from harness import Case
+from dspark_kernels import (
+    Adjustment,
+    AdjustmentTable,
+    DraftBlock,
+    DraftDistribution,
+    RoundKeys,
+    SamplingBatch,
+    Windows,
+    accept,
+    adjust,
+)
+from harness import Case, case
 
 _GAMMA = 7
-
-
+_EVERYTHING = Adjustment(0.1, 0.1, 1.1, 8, (0, 1), {2: 0.5})
 # Of requests: top_k, top_p, seed. Filters are those of Qwen3's generation_config.
 _RULES: dict[str, tuple[int, float, int | None]] = {
     "greedy": (-1, 1.0, None),
@@ -23,26 +33,24 @@ _RULES: dict[str, tuple[int, float, int | None]] = {
 }
 
 
-def cases(device: torch.device) -> list[Case]:
-    """Batches of one rule, of 1 to 256 requests over two vocabularies, every block verified whole.
+def cases(device: torch.device) -> Iterator[Case]:
+    """Yield batches of one rule, and of requests with all kinds of adjustments, over two vocabularies."""
+    for rule, vocab_size, bs in product(_RULES, (49152, 151936), (1, 8, 64, 256)):
+        yield _accepted(device, rule, bs, vocab_size)
+    for vocab_size, bs in product((49152, 151936), (1, 8, 64)):
+        yield _adjusted(device, bs, vocab_size)
+
+
+def _accepted(device: torch.device, rule: str, bs: int, vocab_size: int) -> Case:
+    """Return a batch of one rule, every block verified whole.
 
     The floor counts the logits once, and the row that is drawn from once more. A filter reads tiles of its rows again
     that can hold kept tokens (logits of a normal distribution: with top-k = 20 about 20 of 75, without top-k all of
     them), once to collect them and once more if it cuts a tie; a seed reads its rows once more. Rows that keep more
     than 2048 tokens near the cut are passed over some three times before: nucleus keeps thousands of these flat rows.
     """
-    return [
-        _case(device, rule, bs, vocab_size)
-        for rule in _RULES
-        for vocab_size in (49152, 151936)
-        for bs in (1, 8, 64, 256)
-    ]
-
-
-def _case(device: torch.device, rule: str, bs: int, vocab_size: int) -> Case:
     top_k, top_p, seed = _RULES[rule]
     drawn, sampled = rule != "greedy", rule != "greedy" and seed is None
-    torch.manual_seed(0)
     num_rows = bs * (_GAMMA + 1)
     drafts = torch.randint(vocab_size, (bs, _GAMMA), device=device)
     logits = torch.randn(num_rows, vocab_size, device=device, dtype=torch.bfloat16)
@@ -54,30 +62,42 @@ def _case(device: torch.device, rule: str, bs: int, vocab_size: int) -> Case:
         scores = torch.randn(bs, _GAMMA, vocab_size, device=device)
         scores.scatter_(2, drafts[..., None], half + 3.0)
         distribution = DraftDistribution(scores, scores.logsumexp(-1))
-    verify_lens = torch.full((bs,), _GAMMA, dtype=torch.int64, device=device)
-    indptr = torch.arange(0, num_rows + 1, _GAMMA + 1, device=device)
-    rows = SamplingBatch.from_lists(
-        [float(drawn)] * bs, [top_k] * bs, [top_p] * bs, [0.0] * bs, [seed] * bs, device=device
-    )
     requests = torch.arange(bs, device=device)
-    keys = RoundKeys(1, torch.zeros((), dtype=torch.int64, device=device), requests, requests)
-
-    arguments = (
+    row = vocab_size * logits.element_size()
+    return case(
+        accept,
+        {"bs": bs, "gamma": _GAMMA, "V": vocab_size},
         DraftBlock(drafts, distribution=distribution),
-        Windows(verify_lens, indptr),
+        Windows(
+            torch.full((bs,), _GAMMA, dtype=torch.int64, device=device),
+            torch.arange(0, num_rows + 1, _GAMMA + 1, device=device),
+        ),
         logits,
         requests,
-        rows,
-        keys,
-    )
-    row = vocab_size * logits.element_size()
-    # The row to draw from, and the distribution of the draft in its slot.
-    redrawn = bs * (row + vocab_size * 4) if sampled else 0
-    return Case(
+        SamplingBatch.from_lists(
+            [float(drawn)] * bs, [top_k] * bs, [top_p] * bs, [0.0] * bs, [seed] * bs, device=device
+        ),
+        RoundKeys(1, torch.zeros((), dtype=torch.int64, device=device), requests, requests),
+        # The row to draw from, and the distribution of the draft in its slot.
+        bytes_moved=num_rows * row + (bs * (row + vocab_size * 4) if sampled else 0),
         name=f"accept_{rule}",
-        shape={"bs": bs, "gamma": _GAMMA, "V": vocab_size},
-        run=partial(accept, *arguments),
-        reference=partial(accept_ref, *arguments),
-        bytes_moved=num_rows * row + redrawn,
-        flops=0,
+    )
+
+
+def _adjusted(device: torch.device, bs: int, vocab_size: int) -> Case:
+    width = _GAMMA + 1
+    table = AdjustmentTable.empty(bs, vocab_size, device)
+    for slot in range(bs):
+        table.set(slot, _EVERYTHING, range(100))
+    rows = torch.arange(bs * width, device=device)
+    # Adjusted in place again and again: the values go astray, the time does not depend on them.
+    logits = torch.randn(bs * width, vocab_size, device=device, dtype=torch.bfloat16)
+    return case(
+        adjust,
+        {"bs": bs, "gamma": _GAMMA, "V": vocab_size},
+        *(logits, table, torch.arange(bs, device=device), rows // width, rows % width),
+        torch.randint(vocab_size, (bs * width,), device=device),
+        torch.arange(0, bs * width + 1, width, device=device),
+        # The rows there and back; counts, stops and biases of each request once.
+        bytes_moved=2 * logits.nbytes + 9 * bs * vocab_size,
     )

@@ -11,7 +11,6 @@ GPU can have fails here as it would there.
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import sys
@@ -29,7 +28,7 @@ import triton
 from dspark_kernels import kernels_anywhere
 from dspark_kernels.attention import window
 from dspark_kernels.drafting import walk
-from harness import Case, bench_modules
+from harness import Case, all_cases
 from rich.console import Console
 from rich.table import Table
 from triton.backends.compiler import GPUTarget
@@ -181,15 +180,13 @@ def result_table(kernels: list[Compiled]) -> Table:
     type=click.Choice([str(number) for number in SHARED_BYTES]),
     help="Compute capability times ten, e.g. 90. Default: all of them.",
 )
-@click.option("--only", default="", help="Modules to compile, without bench_, separated by commas; all by default.")
+@click.option("--only", default="", help="Folders of kernels, separated by commas; all by default.")
 @click.option("--first-forms", is_flag=True, help="Compile the first form of every kernel alone.")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
 def main(capabilities: tuple[str, ...], only: str, *, first_forms: bool, output: Path | None) -> None:
     """Command line; see the module."""
-    cases = [
-        case for module in bench_modules(only) for case in importlib.import_module(module).cases(torch.device("meta"))
-    ]
     with torch.inference_mode():
+        cases = list(all_cases(torch.device("meta"), only))
         kernels = [
             kernel
             for number in capabilities or SHARED_BYTES

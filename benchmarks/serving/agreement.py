@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from serving.schedule import load_label
+from serving.configurations import choose_baselines
+from serving.results import with_loads
 from sglang_dspark.files import lines_of
 
 
-def identical_texts(log: Path, baselines: Mapping[str, str]) -> list[dict[str, Any]]:
+def identical_texts(log: Path, sweep: pd.DataFrame) -> list[dict[str, Any]]:
     """Count the texts of every configuration and load that are those of its baseline at the same load.
 
     The baseline itself is compared with its own texts at the first load: in 16 bits the shape of a batch alone moves
@@ -22,14 +22,15 @@ def identical_texts(log: Path, baselines: Mapping[str, str]) -> list[dict[str, A
 
     Args:
         log: ``requests.jsonl``.
-        baselines: label of the configuration to compare with, by label.
+        sweep: rows of ``sweep.csv``, which tell the baselines.
 
     Returns:
         ``config, load, baseline, baseline_load, compared, identical`` of each pair that has texts in common.
     """
+    served = sweep[["config", "policy", "dtype"]].drop_duplicates()
+    baselines = choose_baselines(list(served.itertuples(index=False, name=None)))
     answers = [json.loads(line) for line in lines_of(log.read_text(encoding="utf-8"))]
-    loads = [load_label(answer["concurrency"], answer["rate"]) for answer in answers]
-    frame = pd.DataFrame(answers).assign(load=loads).sort_values(["round", "slot"], kind="stable")
+    frame = with_loads(pd.DataFrame(answers)).sort_values(["round", "slot"], kind="stable")
     frame["times_asked"] = frame.groupby(["config", "load", "prompt_index"]).cumcount()
     first, cells = frame["load"].iloc[0], dict(iter(frame.groupby(["config", "load"], sort=False)))
     found = []

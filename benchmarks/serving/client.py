@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -104,7 +104,6 @@ def ask_all(
     *,
     users: int | None = None,
     arrivals_s: Sequence[float] | None = None,
-    speculation: Mapping[int, Mapping[str, Any]] | None = None,
     on_reply: Callable[[], None] = lambda: None,
 ) -> list[Reply]:
     """Return the answers to ``prompts``, in their order.
@@ -113,20 +112,17 @@ def ask_all(
         url: of the server, without a trailing slash.
         users: closed loop: so many wait for an answer before they send the next prompt.
         arrivals_s: open loop: when each prompt is sent whatever the server does, in seconds from the start, ascending.
-        speculation: the field of that name, by the index of the prompt; None for none.
         on_reply: called after every answer.
 
     Raises:
         ReplyError: one of the requests failed; the others are cancelled.
     """
-    fields = [(speculation or {}).get(prompt.index) for prompt in prompts]
-    bodies = [(prompt, request_body(prompt, sampling, field)) for prompt, field in zip(prompts, fields, strict=True)]
-    return asyncio.run(_ask_all(url, bodies, sampling, users or len(prompts), arrivals_s, on_reply))
+    return asyncio.run(_ask_all(url, prompts, sampling, users or len(prompts), arrivals_s, on_reply))
 
 
 async def _ask_all(
     url: str,
-    bodies: Sequence[tuple[Prompt, dict[str, Any]]],
+    prompts: Sequence[Prompt],
     sampling: Sampling,
     users: int,
     arrivals_s: Sequence[float] | None,
@@ -137,19 +133,19 @@ async def _ask_all(
     free, start_s = asyncio.Semaphore(users), time.perf_counter()  # users get their turns in the order of the prompts
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
-        async def ask(asked: tuple[Prompt, dict[str, Any]], arrival_s: float | None) -> Reply:
+        async def ask(prompt: Prompt, arrival_s: float | None) -> Reply:
             due_s = None if arrival_s is None else start_s + arrival_s
             if due_s is not None:
                 await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
             async with free:
-                reply = await _ask(session, url, *asked, sampling, due_s)
+                reply = await _ask(session, url, prompt, sampling, due_s)
             on_reply()
             return reply
 
         try:
             async with asyncio.TaskGroup() as group:
-                due = arrivals_s or [None] * len(bodies)
-                tasks = [group.create_task(ask(*each)) for each in zip(bodies, due, strict=True)]
+                due = arrivals_s or [None] * len(prompts)
+                tasks = [group.create_task(ask(*each)) for each in zip(prompts, due, strict=True)]
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
             if isinstance(first, ReplyError):
@@ -159,18 +155,13 @@ async def _ask_all(
 
 
 async def _ask(
-    session: aiohttp.ClientSession,
-    url: str,
-    prompt: Prompt,
-    body: dict[str, Any],
-    sampling: Sampling,
-    due_s: float | None,
+    session: aiohttp.ClientSession, url: str, prompt: Prompt, sampling: Sampling, due_s: float | None
 ) -> Reply:
     chunks_s: list[float] = []
     pieces: list[str] = []
     done_s, usage = None, None
     sent_s = time.perf_counter() if due_s is None else due_s
-    async with session.post(url + sampling.path, json=body) as response:
+    async with session.post(url + sampling.path, json=request_body(prompt, sampling)) as response:
         await _check(response)
         async for event in _events(response):
             now_s = time.perf_counter()
@@ -195,8 +186,8 @@ async def _ask(
     )
 
 
-def request_body(prompt: Prompt, sampling: Sampling, speculation: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return what is sent to :attr:`Sampling.path` for a streamed answer; ``speculation``: the field of that name."""
+def request_body(prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
+    """Return what is sent to :attr:`Sampling.path` for a streamed answer."""
     content = {"prompt": prompt.text} if sampling.raw else {"messages": [{"role": "user", "content": prompt.text}]}
     return {
         **content,
@@ -206,7 +197,6 @@ def request_body(prompt: Prompt, sampling: Sampling, speculation: Mapping[str, A
         "ignore_eos": sampling.ignore_eos,
         "stream": True,
         "stream_options": {"include_usage": True},
-        **({} if speculation is None else {"speculation": speculation}),
     }
 
 

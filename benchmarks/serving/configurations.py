@@ -12,10 +12,8 @@ from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.launch import dspark_flags
 
-PLAIN, DFLASH, BUILTIN, OFF, ORACLE = "plain", "dflash", "builtin", "off", "oracle"
-OF_SGLANG = (DFLASH, BUILTIN)
-"""Algorithms of SGLang's own that speculate."""
-POLICIES = (PLAIN, *OF_SGLANG, ORACLE, *POLICY_NAMES)
+PLAIN, BUILTIN, OFF = "plain", "builtin", "off"
+POLICIES = (PLAIN, BUILTIN, *POLICY_NAMES)
 VERIFY_MODES = ("static", "cap-accept", "compact")
 """Of SGLang's own DSPARK; ``compact`` wants a table of step times among the flags."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -31,10 +29,9 @@ class Configuration:
 
     Attributes:
         label: what tables and figures call it; unique within a sweep.
-        policy: ``plain`` (no speculation), ``dflash`` and ``builtin`` (SGLang's own DFLASH and DSPARK), a DSPARK
-            schedule, or ``oracle``: drafts are the answer that the server has given to the same prompt before.
-        argument: the verify length of ``static`` and of ``oracle``, the confidence threshold of ``threshold``, the
-            verify mode of ``builtin``; else empty.
+        policy: ``plain`` (without DSPARK), ``builtin`` (SGLang's own DSPARK), or a policy of DSPARK.
+        argument: the verify length of ``static``, the confidence threshold of ``threshold``, the verify mode of
+            ``builtin``; else empty.
         dtype: ``--dtype`` of the server.
         extra_flags: further arguments of the server.
         variables: of its environment, each as ``NAME=value``.
@@ -50,35 +47,29 @@ class Configuration:
     @property
     def is_dspark(self) -> bool:
         """Return whether this is a server of ours that runs DSPARK."""
-        return self.policy in POLICY_NAMES or self.is_oracle
-
-    @property
-    def is_oracle(self) -> bool:
-        """Return whether drafts are recorded answers."""
-        return self.policy == ORACLE
+        return self.policy in POLICY_NAMES
 
     @property
     def verify_len(self) -> int | None:
         """Return the drafts verified per request and step when the configuration fixes that number."""
-        return int(self.argument) if self.policy in ("static", ORACLE) and self.argument else None
+        return int(self.argument) if self.policy == "static" and self.argument else None
 
     @property
     def policy_fields(self) -> dict[str, str | int | float] | None:
         """Return the body of ``POST /dspark/policy`` for a running server; None without DSPARK."""
         if not self.is_dspark:
             return None
-        policy = "static" if self.is_oracle else self.policy  # all that is copied is verified
         if not self.argument:
-            return {"policy": policy}
-        value = int(self.argument) if policy == "static" else float(self.argument)
-        return {"policy": policy, "verify_len" if policy == "static" else "confidence_threshold": value}
+            return {"policy": self.policy}
+        if self.policy == "static":
+            return {"policy": self.policy, "verify_len": int(self.argument)}
+        return {"policy": self.policy, "confidence_threshold": float(self.argument)}
 
-    def server_flags(self, draft: str | None, dflash_draft: str | None = None) -> tuple[str, ...]:
+    def server_flags(self, draft: str | None) -> tuple[str, ...]:
         """Return the arguments of ``sglang.launch_server``; the server is told its policy while it runs.
 
         Args:
-            draft: folder of the DSPARK draft checkpoint.
-            dflash_draft: folder of the DFlash draft checkpoint.
+            draft: folder of the draft checkpoint.
 
         Raises:
             ConfigError: the configuration speculates and there is no drafter.
@@ -88,10 +79,6 @@ class Configuration:
             if draft is None:
                 raise ConfigError(f"--config {self.label} speculates; pass --draft with a checkpoint for the target")
             flags += dspark_flags(draft)
-        elif self.policy == DFLASH:
-            if dflash_draft is None:
-                raise ConfigError(f"--config {self.label}: pass --dflash-draft with a DFlash checkpoint for the target")
-            flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", dflash_draft]
         return (*flags, *self.extra_flags)
 
     @property
@@ -178,7 +165,7 @@ def choose_ratio_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, 
     """
     baselines = choose_baselines(served)
     without_drafts = {dtype: label for label, policy, dtype in reversed(served) if policy == OFF}
-    speculates = {label: policy in (ORACLE, *POLICY_NAMES) and policy != OFF for label, policy, _ in served}
+    speculates = {label: policy in POLICY_NAMES and policy != OFF for label, policy, _ in served}
     dtypes = {label: dtype for label, _, dtype in served}
     return {
         label: without_drafts.get(dtypes[label], baseline) if speculates[label] else baseline
@@ -187,7 +174,7 @@ def choose_ratio_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, 
 
 
 def _check_argument(text: str, policy: str, argument: str) -> None:
-    if policy in ("static", ORACLE):
+    if policy == "static":
         if argument and not argument.isdecimal():
             raise ConfigError(f"--config {text!r}: the verify length {argument!r} is not a number of drafts, 0 or more")
     elif policy == "threshold":

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import fmean
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -20,23 +17,10 @@ from serving.schedule import Cell
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The origin of a sweep's rows; the same in every row, so that rows of several sweeps can be told apart."""
-
-    prompt_set: str  # names of the prompt files
-    model: str  # name of the target
-    draft: str  # name of the drafter; empty without one
-    commit: str  # of this repository, with -dirty when the tree differed from it
-    versions: str  # ``name=version`` of what was measured, separated by spaces
-    cpu: str  # model and number of cores
-    gpu: str  # model; empty without one
-
-
-@dataclass(frozen=True)
 class SweepRow:
     """One round of one configuration at one load; empty where a figure does not exist. Shares are from 0 to 1."""
 
-    policy: str  # ``plain``, ``dflash``, ``builtin`` or a DSPARK schedule
+    policy: str  # ``plain``, ``builtin`` or a DSPARK policy
     concurrency: int | None  # closed loop: users, each with one request at a time
     round: int  # from 0; rounds of equal number and load had equal prompts, and equal arrivals in an open loop
     output_tok_s: float  # generated tokens of all users per second, from the first request to the last token
@@ -67,18 +51,8 @@ class SweepRow:
     num_requests: int
     num_tokens: int
     num_prompt_tokens: int
-    prompt_set: str  # these seven: see `Origin`
-    model: str
-    draft: str
-    commit: str
-    versions: str
-    cpu: str
-    gpu: str
     timestamp: str  # end of the round, UTC
     rate: float | None  # open loop: requests per second that arrived on average (Poisson)
-    # Closed loop: generated tokens per second while every user had a request. A round ends when its slowest answer
-    # does; what the last users get while the others are done says nothing about the load.
-    loaded_tok_s: float | None
     in_flight: float  # requests that were in the server, averaged over the round
     per_user_tok_s_p5: float  # 5th percentile of the requests' speeds: 95 % were served faster
     ttft_p50_ms: float  # percentiles over the requests
@@ -136,7 +110,7 @@ class Observation:
     accept_length: float | None = None
 
 
-def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla: Sla, origin: Origin) -> SweepRow:
+def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla: Sla) -> SweepRow:
     """Summarise one round of at least one answer."""
     wall_s = max(reply.done_s for reply in replies) - min(reply.sent_s for reply in replies)
     num_tokens = sum(reply.num_tokens for reply in replies)
@@ -148,7 +122,6 @@ def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla
         policy=configuration.policy,
         concurrency=cell.load.concurrency,
         rate=cell.load.rate,
-        loaded_tok_s=None if cell.load.concurrency is None else loaded_throughput(replies),
         round=cell.round,
         output_tok_s=num_tokens / wall_s,
         per_user_tok_s=fmean(speeds),
@@ -170,28 +143,11 @@ def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla
         num_requests=len(replies),
         num_tokens=num_tokens,
         num_prompt_tokens=sum(reply.num_prompt_tokens for reply in replies),
-        **asdict(origin),
         timestamp=datetime.now(UTC).isoformat(timespec="seconds"),
         sla_ttft_ms=sla.ttft_ms,
         sla_tpot_ms=sla.tpot_ms,
         **goodput(replies, wall_s, sla),
     )
-
-
-def loaded_throughput(replies: Sequence[Reply]) -> float | None:
-    """Return the tokens per second from the first prompt until a user finds no more prompts; None without any text.
-
-    Tokens of an answer count evenly at the chunks that brought them.
-    """
-    start, last_sent = (extreme(reply.sent_s for reply in replies) for extreme in (min, max))
-    end = min(reply.done_s for reply in replies if reply.done_s >= last_sent)
-    shares = (
-        reply.num_tokens * sum(chunk <= end for chunk in reply.chunks_s) / len(reply.chunks_s)
-        for reply in replies
-        if reply.chunks_s
-    )
-    tokens = sum(shares)
-    return tokens / (end - start) if tokens else None
 
 
 def goodput(replies: Sequence[Reply], wall_s: float, sla: Sla) -> dict[str, float | None]:
@@ -226,32 +182,3 @@ def _speculation(observation: Observation) -> dict[str, Any]:
         "wasted_share": 1 - counts["accepted"] / verified if verified else None,
         "plain_share": counts["plain_steps"] / steps if steps else None,
     }
-
-
-class RowWriter:
-    """Write ``sweep.csv`` row by row, so that a sweep that is cut short keeps what it measured."""
-
-    def __init__(self, path: Path) -> None:
-        """Open the file for appending; a new one gets its header."""
-        is_new = not path.exists() or path.stat().st_size == 0
-        self._file = path.open("a", newline="", encoding="utf-8")
-        self._writer = csv.DictWriter(self._file, COLUMNS, lineterminator="\n")
-        if is_new:
-            self._writer.writeheader()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def write(self, row: SweepRow) -> None:
-        """Append ``row`` and hand it to the operating system."""
-        self._writer.writerow({name: _text(value) for name, value in asdict(row).items()})
-        self._file.flush()
-
-
-def _text(value: Any) -> Any:
-    return f"{value:.6g}" if isinstance(value, float) else value

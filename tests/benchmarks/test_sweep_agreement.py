@@ -2,10 +2,11 @@
 
 import json
 
+import pandas as pd
 import pytest
 from serving.agreement import identical_texts
 
-BASELINES = {"plain": "plain", "static": "plain"}
+SWEEP = pd.DataFrame({"config": ["static", "plain"], "policy": ["static", "plain"], "dtype": "float32"})
 
 
 @pytest.fixture
@@ -14,7 +15,7 @@ def compared(tmp_path):
 
     def run(answers):
         (tmp_path / "requests.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
-        found = identical_texts(tmp_path / "requests.jsonl", BASELINES)
+        found = identical_texts(tmp_path / "requests.jsonl", SWEEP)
         assert {one["baseline"] for one in found} <= {"plain"}
         return {
             (one["config"], one["load"], one["baseline_load"]): (one["compared"], one["identical"]) for one in found

@@ -55,7 +55,7 @@ def test_speed_is_divided_by_off_for_what_speculates_and_by_plain_for_off():
         ("plain", "plain", "float32"),
         ("off", "off", "float32"),
         ("other off", "off", "float32"),
-        ("dflash", "dflash", "float32"),
+        ("builtin", "builtin", "float32"),
         ("static16", "static", "bfloat16"),
         ("plain16", "plain", "bfloat16"),
     ]
@@ -64,7 +64,7 @@ def test_speed_is_divided_by_off_for_what_speculates_and_by_plain_for_off():
         "plain": "plain",
         "off": "plain",
         "other off": "plain",
-        "dflash": "plain",
+        "builtin": "plain",
         "static16": "plain16",  # nothing else is left without an off of its dtype
         "plain16": "plain16",
     }

@@ -1,8 +1,8 @@
-"""Every kernel's reference, wrapper, test and benchmark share one name, and callers never ask for the device.
+"""A kernel's reference, wrapper and test share one name, a benchmark times it, and callers never ask for the device.
 
 A file is a part of another one in its folder whose name it continues: ``walk_kernel.py`` belongs to ``walk.py``, and
-what both hold is found in ``test_walk*.py`` and ``bench_walk.py``. Device code that is never launched needs no
-benchmark.
+what both hold is found in ``test_walk*.py`` and, as all of their folder, in ``bench_drafting.py``. Device code that is
+never launched needs no benchmark.
 """
 
 import ast
@@ -47,7 +47,7 @@ def missing_partners(path, source):
         return [f"tests/kernels/test_{path.stem}.py"]
     if not re.search(r"^def \w+_kernel\(", source, re.MULTILINE):
         return []
-    bench = ROOT / "benchmarks" / "kernels" / f"bench_{path.stem}.py"
+    bench = ROOT / "benchmarks" / "kernels" / f"bench_{path.parent.name}.py"
     if not bench.exists():
         return [f"benchmarks/kernels/{bench.name}"]
     functions = dispatched(source)
