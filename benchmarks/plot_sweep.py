@@ -36,9 +36,8 @@ LOOK = {
 }
 
 AUTO, OTHERS = "#2f7de1", ("#7b52ab", "#a8527a", "#6b7f2a", "#8a6d3b")
-SAME = {"early-stop": "#0f9d8a", "threshold": "#3aa357"}
-FIXED, FIXED_RANGE = "YlOrRd", (0.4, 1.0)
-"""Fixed verify lengths go from light to dark along this part of a map, which shows on a white ground."""
+FIXED = "YlOrRd"
+"""Fixed verify lengths go from light to dark along the part of this map that shows on a white ground."""
 
 
 def draw(frame: pd.DataFrame, record: Mapping[str, Any]) -> Figure:
@@ -48,7 +47,6 @@ def draw(frame: pd.DataFrame, record: Mapping[str, Any]) -> Figure:
         frame: rows of the sweep.
         record: its ``provenance.json``.
     """
-    frame = frame[frame["concurrency"].notna()]
     baselines = frame_baselines(frame)
     served = frame.drop_duplicates("config").set_index("config")["policy"]
     # What the plugin gains without drafts comes first, then what speculation adds.
@@ -100,22 +98,20 @@ def prompt_names(record: Mapping[str, Any]) -> str:
 
 
 def styles(frame: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """Return colour, marker and line of every configuration: plain grey and dashed, ``auto`` blue and strong."""
-    served = frame.drop_duplicates("config")
-    lengths = sorted(served.loc[served["policy"] == "static", "verify_len"].dropna().unique())
-    low, high = FIXED_RANGE
+    """Return how each line looks: plain and ``off`` broken, ``auto`` blue and strong, fixed lengths light to dark."""
+    served = frame.drop_duplicates("config").set_index("config")
+    lengths = served.loc[served["policy"] == "static", "verify_len"].dropna().astype(float)
     others, found = iter(OTHERS * len(served)), {}
-    for label, policy, length in served[["config", "policy", "verify_len"]].itertuples(index=False):
-        style = {"linewidth": 1.4, "marker": "o", "markersize": 4.5, "linestyle": "-", "zorder": 3}
+    for label, policy in served["policy"].items():
+        style: dict[str, Any] = {"linewidth": 1.4, "marker": "o", "markersize": 4.5, "zorder": 3}
         if policy in (PLAIN, OFF):
             style |= {"color": INK, "linestyle": "--" if policy == PLAIN else ":", "linewidth": 2.2, "zorder": 4}
         elif policy == "auto":
             style |= {"color": AUTO, "linewidth": 3, "markersize": 6, "zorder": 5}
-        elif policy == "static" and length in lengths:
-            place = lengths.index(length) / (len(lengths) - 1) if len(lengths) > 1 else 0.5
-            style |= {"color": mpl.colormaps[FIXED](low + (high - low) * place)}
+        elif label in lengths:
+            style["color"] = mpl.colormaps[FIXED](0.4 + 0.6 * lengths.rank(pct=True)[label])
         else:
-            style |= {"color": SAME.get(policy) or next(others)}
+            style["color"] = next(others)
         found[str(label)] = style
     return found
 

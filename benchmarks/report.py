@@ -2,8 +2,7 @@
 
     python benchmarks/report.py RESULTS
 
-Reads ``sweep.csv`` and ``provenance.json``, and ``requests.jsonl`` if it exists. Writes ``report.md`` beside them, and
-the figure of plot_sweep.py if users waited for their answers.
+Reads ``sweep.csv`` and ``provenance.json``. Writes ``report.md`` beside them, and the figure of plot_sweep.py.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import click
 import pandas as pd
 import plot_sweep
 from paired_ratio import MIN_ROUNDS, frame_baselines, interval_text, paired_ratios, summarise
-from serving.agreement import identical_texts
 from serving.configurations import OFF, PLAIN
 from serving.results import config_name, over_rounds, read_sweep
 
@@ -37,15 +35,10 @@ SPECULATION = (
     "Counts of all rounds together. Accept length counts the target's own token. Wasted: share of verified drafts that "
     "were rejected. Not drafted: share of steps in which nothing was, as on a parked server."
 )
-TEXTS = (
-    "Greedy texts that are identical to the baseline's. In float32 all have to be; in 16 bits the shape of a batch "
-    "alone moves near-ties, so compare with how often the baseline agrees with itself at another load."
-)
 TIMES = {"TTFT mean": "ttft_ms", "TTFT p95": "ttft_p95_ms", "TPOT mean": "tpot_ms", "TPOT p95": "tpot_p95_ms"}
 TIMES |= {f"ITL p{share}": f"itl_p{share}_ms" for share in (50, 95, 99)}
 COUNTS = {"accept length": "accept_length", "verify length": "mean_verify_len", "wasted": "wasted_share"}
 COUNTS |= {"not drafted": "plain_share"}
-GOODPUT = {"share kept": "sla_met_share", "requests/s": "goodput_req_s", "tokens/s": "goodput_tok_s"}
 
 
 def render(folder: Path) -> str:
@@ -57,22 +50,17 @@ def render(folder: Path) -> str:
     path = folder / "sweep.csv"
     if not path.exists():
         raise ConfigError(f"{folder} has no sweep.csv; pass the --output folder of benchmarks/sweep_concurrency.py")
-    frame, log = read_sweep(path), folder / "requests.jsonl"
+    frame = read_sweep(path)
     record = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-    simulated, policies = "simulate-acceptance" in record["command"], set(frame["policy"])
+    policies = set(frame["policy"])
     parts = [f"# {record['target']}: {frame['config'].nunique()} configurations, {frame['load'].nunique()} loads"]
-    if simulated:
+    if "simulate-acceptance" in record["command"]:
         parts.append(STEP_TIMES)
     if PLAIN in policies and OFF not in policies and policies & set(POLICY_NAMES):
         parts.append(NO_OFF)
-    if frame["concurrency"].notna().any():
-        parts.append(f"![throughput against users]({plot_sweep.write(frame, record, folder).name})")
+    parts.append(f"![throughput against users]({plot_sweep.write(frame, record, folder).name})")
     parts += [_speeds(frame), _columns("Latency", frame, LATENCY, TIMES)]
     parts.append(_columns("Speculation", frame[frame["accept_length"].notna()], SPECULATION, COUNTS))
-    kept = frame[frame["sla_met_share"].notna()]
-    parts.append(_columns("Goodput", kept, f"What was delivered with {promise(kept)}.", GOODPUT))
-    greedy = record["sampling"]["temperature"] == 0 and not simulated  # texts of random weights say nothing
-    parts.append(_texts(identical_texts(log, frame) if greedy and log.exists() else []))
     parts.append("## Where the numbers come from")
     parts.append(markdown_table(("what", "value"), facts(frame, record)))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -109,12 +97,6 @@ def _columns(title: str, frame: pd.DataFrame, note: str, columns: Mapping[str, s
     return _section(title, note, ("load", "configuration", *columns), rows)
 
 
-def _texts(agreements: Sequence[Mapping[str, Any]]) -> str:
-    columns = ("config", "load", "baseline", "baseline_load")
-    rows = [[*(found[c] for c in columns), f"{found['identical']} of {found['compared']}"] for found in agreements]
-    return _section("Texts", TEXTS, ("configuration", "load", "compared with", "load", "identical"), rows)
-
-
 def facts(frame: pd.DataFrame, record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return where the numbers come from, as name and value."""
     pairs = {
@@ -129,15 +111,6 @@ def facts(frame: pd.DataFrame, record: Mapping[str, Any]) -> list[tuple[str, str
         "command": record["command"],
     }
     return [(name, value) for name, value in pairs.items() if value]
-
-
-def promise(frame: pd.DataFrame) -> str:
-    """Return the limits of goodput in words."""
-    parts = []
-    for column, what in (("sla_ttft_ms", "first token within"), ("sla_tpot_ms", "each further one within")):
-        if limits := ", ".join(f"{limit:g}" for limit in frame[column].dropna().unique()):
-            parts.append(f"{what} {limits} ms")
-    return " and ".join(parts)
 
 
 def _by_load(frame: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:

@@ -8,8 +8,8 @@ r"""Sum the decode steps of a trace: GPU time and launches by kernel, and the ti
 
 SGLang's benchmark starts a server, keeps so many users busy, and profiles some steps of each batch size. This script
 sums every ``*.trace.json.gz`` below RESULTS, which chrome://tracing and Perfetto open as well, into ``steps.json``. A
-step reaches from one ``_prepare_kernel`` to the next. In a trace of another engine, a step begins with the first of the
-kernels that occur once in it, or with the one that ``--first-kernel`` names.
+step reaches from one ``_prepare_kernel`` to the next. Of another engine, ``--first-kernel`` names a kernel that occurs
+once in a step.
 
 The project's goal is a share of its own kernels below 3 % for 64 requests. Profiling costs the host time in every
 launch, so spans may be longer than without it.
@@ -20,9 +20,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import sys
-from collections import Counter
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -30,8 +27,6 @@ from typing import Any
 
 import click
 import pandas as pd
-from rich.console import Console
-from rich.table import Table
 
 from sglang_dspark.errors import ConfigError, DSparkError
 from sglang_dspark.tools import provenance
@@ -43,11 +38,11 @@ SHOWN = 24
 """Kernels that are printed, those with the most GPU time."""
 
 
-def summary_of(path: Path, first_kernel: str | None = None) -> dict[str, Any]:
+def summary_of(path: Path, first_kernel: str = FIRST_KERNEL) -> dict[str, Any]:
     """Return what the steps of a trace are made of; all figures are medians over the complete steps.
 
     Args:
-        first_kernel: begins a step; None finds one.
+        first_kernel: begins a step.
 
     Returns:
         steps: complete ones in the trace.
@@ -67,7 +62,6 @@ def summary_of(path: Path, first_kernel: str | None = None) -> dict[str, Any]:
     except (EOFError, OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read as a trace of torch.profiler: {error!r}") from error
     activities = sorted((e for e in events if e.get("cat") in ON_GPU), key=lambda event: event["ts"])
-    first_kernel = first_kernel or _first_kernel([activity["name"] for activity in activities])
     starts = [place for place, activity in enumerate(activities) if activity["name"] == first_kernel]
     if len(starts) < 2:
         raise ConfigError(f"{path}: no complete decode step; profile a few steps more, of a server on a GPU")
@@ -89,21 +83,6 @@ def summary_of(path: Path, first_kernel: str | None = None) -> dict[str, Any]:
         "launches": median(launches),
         "kernels": kernels.to_dict(orient="index"),
     }
-
-
-def _first_kernel(names: Sequence[str]) -> str | None:
-    """Return the kernel that begins a step of ours, else the first one that occurs once in a step; None without any.
-
-    Kernels of a layer occur many times in a step, those of prefills hardly ever; most others occur once.
-    """
-    counts = Counter(names)
-    if FIRST_KERNEL in counts:
-        return FIRST_KERNEL
-    repeated = Counter(count for count in counts.values() if count > 1)
-    if not repeated:
-        return None
-    steps = max(repeated, key=lambda count: (repeated[count], count))
-    return next(name for name in names if counts[name] == steps)
 
 
 def own_kernels() -> set[str]:
@@ -128,24 +107,23 @@ def _busy_us(activities: list[dict[str, Any]]) -> float:
     return total
 
 
-def _print(summary: dict[str, Any]) -> None:
-    table = Table(title=f"{summary['trace']}: GPU time of a step by kernel, medians over {summary['steps']} steps")
-    for name in ("kernel", "us", "share", "number"):
-        table.add_column(name, justify="left" if name == "kernel" else "right")
-    for name, part in list(summary["kernels"].items())[:SHOWN]:
-        table.add_row(name[:80], f"{part['us']:.1f}", f"{part['us'] / summary['gpu_us']:.1%}", f"{part['count']:g}")
-    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False, highlight=False)
-    console.print(table)
-    console.print(
-        f"{summary['launches']:g} launches; from step to step {summary['span_us']:.0f} us, busy "
-        f"{summary['busy_share']:.1%}; this project's kernels take {summary['own_share']:.1%} of the GPU time"
+def _text(summary: dict[str, Any]) -> str:
+    kernels = [
+        f"{part['us']:9.1f} us {part['us'] / summary['gpu_us']:6.1%} {part['count']:4g} times  {name[:80]}"
+        for name, part in list(summary["kernels"].items())[:SHOWN]
+    ]
+    total = (
+        f"{summary['trace']}, medians of {summary['steps']} steps: {summary['launches']:g} launches; from step to step "
+        f"{summary['span_us']:.0f} us, busy {summary['busy_share']:.1%}; this project's kernels take "
+        f"{summary['own_share']:.1%} of the GPU time"
     )
+    return "\n".join([*kernels, total])
 
 
 @click.command(help=__doc__)
 @click.argument("results", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--first-kernel", metavar="NAME", help="The kernel that begins a step, by its whole name.")
-def main(results: Path, first_kernel: str | None) -> None:
+@click.option("--first-kernel", metavar="NAME", default=FIRST_KERNEL, show_default=True, help="It begins a step.")
+def main(results: Path, first_kernel: str) -> None:
     """Command line; see the module."""
     traces = sorted(results.rglob("*.trace.json.gz"))
     if not traces:
@@ -156,7 +134,7 @@ def main(results: Path, first_kernel: str | None) -> None:
         raise click.ClickException(str(error)) from error
     provenance.write_json(results / "steps.json", {**provenance.record(), "traces": summaries})
     for summary in summaries:
-        _print(summary)
+        click.echo(_text(summary))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def test_the_table_of_targets_equals_the_list_of_families():
 
 
 def test_the_table_of_unserved_targets_equals_the_list():
-    table = SERVED.split("| targets that ours refuses |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    table = SERVED.split("| targets that the plugin refuses |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
     expected = [
         f"| {each.models} | {', '.join(f'`{name}`' for name in each.architectures)} | {each.reason} | "
         f"{each.own_dspark or 'no'} |"

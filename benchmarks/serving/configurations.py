@@ -14,8 +14,6 @@ from sglang_dspark.tools.launch import dspark_flags
 
 PLAIN, BUILTIN, OFF = "plain", "builtin", "off"
 POLICIES = (PLAIN, BUILTIN, *POLICY_NAMES)
-VERIFY_MODES = ("static", "cap-accept", "compact")
-"""Of SGLang's own DSPARK; ``compact`` wants a table of step times among the flags."""
 DTYPES = ("float32", "bfloat16", "float16")
 GRAMMAR = "[NAME=]POLICY[:ARGUMENT][@DTYPE] [VARIABLE=VALUE ...] [SERVER FLAGS]"
 
@@ -30,8 +28,7 @@ class Configuration:
     Attributes:
         label: what tables and figures call it; unique within a sweep.
         policy: ``plain`` (without DSPARK), ``builtin`` (SGLang's own DSPARK), or a policy of DSPARK.
-        argument: the verify length of ``static``, the confidence threshold of ``threshold``, the verify mode of
-            ``builtin``; else empty.
+        argument: the verify length of ``static``, the confidence threshold of ``threshold``; else empty.
         dtype: ``--dtype`` of the server.
         extra_flags: further arguments of the server.
         variables: of its environment, each as ``NAME=value``.
@@ -85,12 +82,8 @@ class Configuration:
     def environment(self) -> dict[str, str]:
         """Return the variables that the server is told also."""
         given = dict(variable.split("=", 1) for variable in self.variables)
-        if self.policy != BUILTIN:
-            return given
-        return {
-            "SGLANG_DSPARK_ENGINE": "builtin",
-            "SGLANG_RAGGED_VERIFY_MODE": self.argument or VERIFY_MODES[0],
-        } | given
+        own = {"SGLANG_DSPARK_ENGINE": "builtin", "SGLANG_RAGGED_VERIFY_MODE": "static"}
+        return (own if self.policy == BUILTIN else {}) | given
 
 
 def parse_configuration(text: str, default_dtype: str) -> Configuration:
@@ -138,10 +131,12 @@ def parse_configurations(texts: Sequence[str], default_dtype: str) -> list[Confi
 
 
 def choose_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, str]:
-    """Return the label of the configuration that each one is compared with, by label.
+    """Return the label of the configuration that the speed of each one is divided by, by label.
 
-    That is the first plain one of the same dtype, else the first of the same dtype: a ratio across dtypes would mix two
-    effects, and texts of two dtypes differ anyway. A baseline maps to itself.
+    A DSPARK policy is divided by ``off`` of the same dtype, which runs on the same server: that ratio is speculation's.
+    ``off`` and all others are divided by the first plain one of the same dtype, else by the first of that dtype: for
+    ``off``, that ratio is what the plugin's own steps gain without any draft. A ratio of a policy to plain serving
+    would mix the two; it is all that is left where the sweep has no ``off``. A baseline maps to itself.
 
     Args:
         served: label, policy and dtype of every configuration.
@@ -149,27 +144,11 @@ def choose_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, str]:
     by_dtype: dict[str, str] = {}
     for label, _, dtype in sorted(served, key=lambda entry: entry[1] != PLAIN):
         by_dtype.setdefault(dtype, label)
-    return {label: by_dtype[dtype] for label, _, dtype in served}
-
-
-def choose_ratio_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, str]:
-    """Return the label of the configuration that the speed of each one is divided by, by label.
-
-    A DSPARK policy is divided by ``off`` of the same dtype, which runs on the same server: that ratio is speculation's.
-    ``off`` and all others are divided by what :func:`choose_baselines` says, plain serving where it was measured: for
-    ``off``, that ratio is what the plugin's own steps gain without any draft. A ratio of a policy to plain serving
-    would mix the two; it is all that is left where the sweep has no ``off``.
-
-    Args:
-        served: label, policy and dtype of every configuration.
-    """
-    baselines = choose_baselines(served)
     without_drafts = {dtype: label for label, policy, dtype in reversed(served) if policy == OFF}
     speculates = {label: policy in POLICY_NAMES and policy != OFF for label, policy, _ in served}
-    dtypes = {label: dtype for label, _, dtype in served}
     return {
-        label: without_drafts.get(dtypes[label], baseline) if speculates[label] else baseline
-        for label, baseline in baselines.items()
+        label: without_drafts.get(dtype, by_dtype[dtype]) if speculates[label] else by_dtype[dtype]
+        for label, _, dtype in served
     }
 
 
@@ -180,8 +159,5 @@ def _check_argument(text: str, policy: str, argument: str) -> None:
     elif policy == "threshold":
         if not re.fullmatch(r"0?\.\d+|[01](\.0*)?", argument):
             raise ConfigError(f"--config {text!r}: pass a threshold from 0 to 1, e.g. threshold:0.5")
-    elif policy == BUILTIN:
-        if argument not in ("", *VERIFY_MODES):
-            raise ConfigError(f"--config {text!r}: the verify mode {argument!r} is none of {', '.join(VERIFY_MODES)}")
     elif argument:
         raise ConfigError(f"--config {text!r}: policy {policy} takes no argument; drop {argument!r}")

@@ -12,13 +12,13 @@ from typing import Any
 
 from serving.client import Reply
 from serving.row import COLUMNS, SweepRow
-from serving.schedule import Cell, CellKey, Load
+from serving.schedule import Cell, CellKey
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools import provenance
 
 TERMS = (
-    *("commit", "changes", "versions", "hardware", "target", "draft", "prompts", "sampling", "sla"),
-    *("device", "cpu_flags", "num_prompts", "rate_seconds"),
+    *("commit", "changes", "versions", "hardware", "target", "draft", "prompts", "sampling"),
+    *("device", "cpu_flags", "num_prompts"),
 )
 """Keys of ``provenance.json`` that have to be equal for rows to be comparable."""
 
@@ -70,8 +70,7 @@ class Output:
             for slot, reply in enumerate(replies):
                 record = {
                     "config": cell.configuration.label,
-                    "concurrency": cell.load.concurrency,
-                    "rate": cell.load.rate,
+                    "concurrency": cell.users,
                     "round": cell.round,
                     "slot": slot,
                     "prompt_index": reply.prompt_index,
@@ -108,12 +107,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     pairs = [(key, before.get(key), now.get(key)) for key in TERMS]
     served = before["configurations"], now["configurations"]
     pairs += [(label, served[0][label], served[1][label]) for label in served[0] if label in served[1]]
-    return [f"{name}: {_short(old)} there, {_short(new)} now" for name, old, new in pairs if old != new]
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 160 else f"{text[:157]}..."
+    return [f"{name}: {str(old)[:160]} there, {str(new)[:160]} now" for name, old, new in pairs if old != new]
 
 
 def _whole_lines(path: Path) -> list[str]:
@@ -124,5 +118,4 @@ def _whole_lines(path: Path) -> list[str]:
 
 def _key(record: Mapping[str, Any]) -> CellKey:
     """Return the cell of a row or of a reply."""
-    load = Load(rate=float(record["rate"])) if record["rate"] else Load(concurrency=int(record["concurrency"]))
-    return record["config"], load, int(record["round"])
+    return record["config"], int(record["concurrency"]), int(record["round"])

@@ -55,11 +55,5 @@ def read_sweep(path: Path) -> pd.DataFrame:
 
 
 def with_loads(frame: pd.DataFrame) -> pd.DataFrame:
-    """Add a column ``load``, the name of the load. Turns have users only."""
-    # Whole numbers again: a column with empty cells is read as floats.
-    users, rates = frame["concurrency"].astype("Int64"), frame.get("rate", pd.Series(float("nan"), frame.index))
-    loads = [
-        load_label(None if pd.isna(count) else int(count), None if pd.isna(rate) else rate)
-        for count, rate in zip(users, rates, strict=True)
-    ]
-    return frame.assign(concurrency=users, load=loads)
+    """Add a column ``load``, the name of the number of users."""
+    return frame.assign(load=frame["concurrency"].map(load_label))

@@ -21,8 +21,8 @@ class SweepRow:
     """One round of one configuration at one load; empty where a figure does not exist. Shares are from 0 to 1."""
 
     policy: str  # ``plain``, ``builtin`` or a DSPARK policy
-    concurrency: int | None  # closed loop: users, each with one request at a time
-    round: int  # from 0; rounds of equal number and load had equal prompts, and equal arrivals in an open loop
+    concurrency: int  # users, each with one request at a time
+    round: int  # from 0; rounds of equal number and load had equal prompts
     output_tok_s: float  # generated tokens of all users per second, from the first request to the last token
     # Mean over the requests, from sending to the last token. The time to the first token is part of it: a starved HTTP
     # process delivers the first chunks late and all at once, and then a speed counted from the first chunk is a fiction
@@ -52,7 +52,6 @@ class SweepRow:
     num_tokens: int
     num_prompt_tokens: int
     timestamp: str  # end of the round, UTC
-    rate: float | None  # open loop: requests per second that arrived on average (Poisson)
     in_flight: float  # requests that were in the server, averaged over the round
     per_user_tok_s_p5: float  # 5th percentile of the requests' speeds: 95 % were served faster
     ttft_p50_ms: float  # percentiles over the requests
@@ -66,33 +65,9 @@ class SweepRow:
     plain_share: float | None  # share of the steps in which nothing was drafted
     parked_steps: int | None  # steps while speculation rested because plain steps are faster
     parked_share: float | None
-    sla_ttft_ms: float | None  # the SLO of every request
-    sla_tpot_ms: float | None
-    sla_met_share: float | None  # share of the requests that met it
-    goodput_req_s: float | None  # those requests, and their output tokens, per second of the round
-    goodput_tok_s: float | None
 
 
 COLUMNS = tuple(field.name for field in fields(SweepRow))
-
-
-@dataclass(frozen=True)
-class Sla:
-    """The SLO of every single request. None: that latency has no limit.
-
-    Attributes:
-        ttft_ms: longest time to the first token.
-        tpot_ms: longest mean time per output token after the first.
-    """
-
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-
-    def is_met(self, reply: Reply) -> bool:
-        """Return whether a request met the SLO; the limits themselves still count as met."""
-        if self.ttft_ms is not None and 1e3 * reply.ttft_s > self.ttft_ms:
-            return False
-        return self.tpot_ms is None or reply.tpot_s is None or 1e3 * reply.tpot_s <= self.tpot_ms
 
 
 @dataclass(frozen=True)
@@ -110,7 +85,7 @@ class Observation:
     accept_length: float | None = None
 
 
-def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla: Sla) -> SweepRow:
+def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation) -> SweepRow:
     """Summarise one round of at least one answer."""
     wall_s = max(reply.done_s for reply in replies) - min(reply.sent_s for reply in replies)
     num_tokens = sum(reply.num_tokens for reply in replies)
@@ -120,8 +95,7 @@ def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla
     configuration, cpu_time = cell.configuration, observation.cpu_time
     return SweepRow(
         policy=configuration.policy,
-        concurrency=cell.load.concurrency,
-        rate=cell.load.rate,
+        concurrency=cell.users,
         round=cell.round,
         output_tok_s=num_tokens / wall_s,
         per_user_tok_s=fmean(speeds),
@@ -144,22 +118,7 @@ def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla
         num_tokens=num_tokens,
         num_prompt_tokens=sum(reply.num_prompt_tokens for reply in replies),
         timestamp=datetime.now(UTC).isoformat(timespec="seconds"),
-        sla_ttft_ms=sla.ttft_ms,
-        sla_tpot_ms=sla.tpot_ms,
-        **goodput(replies, wall_s, sla),
     )
-
-
-def goodput(replies: Sequence[Reply], wall_s: float, sla: Sla) -> dict[str, float | None]:
-    """Return the columns of goodput of a round that took ``wall_s`` seconds; all None without an SLO."""
-    if sla == Sla():
-        return dict.fromkeys(("sla_met_share", "goodput_req_s", "goodput_tok_s"))
-    met = [reply for reply in replies if sla.is_met(reply)]
-    return {
-        "sla_met_share": len(met) / len(replies),
-        "goodput_req_s": len(met) / wall_s,
-        "goodput_tok_s": sum(reply.num_tokens for reply in met) / wall_s,
-    }
 
 
 def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:

@@ -57,7 +57,7 @@ def test_command_prints_the_table(tmp_path):
     path = tmp_path / "sweep.csv"
     sweep([1.25] * 3).to_csv(path, index=False)
     result = CliRunner().invoke(main, [str(path)])
-    assert result.exit_code == 0 and "1.250" in result.output and "3/3" in result.output
+    assert result.exit_code == 0 and "1.25 (1.25 to 1.25)" in result.output and "3/3" in result.output
 
 
 def test_one_configuration_against_each_of_the_others():

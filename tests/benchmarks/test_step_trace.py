@@ -47,12 +47,6 @@ def of_another_engine():
     return tape
 
 
-def test_step_of_another_engine_begins_with_a_kernel_that_occurs_once_in_it(tmp_path):
-    summary = summary_of(of_another_engine().save(tmp_path / "trace.json.gz"))
-    assert (summary["first_kernel"], summary["steps"], summary["gpu_us"]) == ("assign_locations", 3, GPU_US)
-    assert summary["kernels"]["gemm"] == {"us": 197, "count": 3}
-
-
 def test_step_begins_with_the_kernel_that_is_named(tmp_path):
     path = of_another_engine().save(tmp_path / "trace.json.gz")
     assert summary_of(path, "_plan_kernel")["steps"] == 3

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import urllib.request
 
-import numpy as np
 import pandas as pd
 import psutil
 import pytest
@@ -15,9 +14,7 @@ import sweep_concurrency
 from click.testing import CliRunner
 from fake_engine import FakeEngine, served
 from serving import sweep as sweep_module
-from serving.agreement import identical_texts
 from serving.row import COLUMNS
-from serving.schedule import poisson_arrivals
 
 from sglang_dspark.tools import provenance
 
@@ -113,8 +110,6 @@ def test_sweep_writes_every_cell(sweep):
     requests = [json.loads(line) for line in (output / "requests.jsonl").read_text().splitlines()]
     asked = {(r["config"], r["concurrency"], r["round"], r["slot"]): r["prompt_index"] for r in requests}
     assert [asked["plain@bfloat16", 2, 1, slot] for slot in range(4)] == [4, 5, 6, 7]
-    agreements = identical_texts(output / "requests.jsonl", frame)
-    assert len(agreements) == 3 and all(a["identical"] == a["compared"] == 8 for a in agreements)
     record = json.loads((output / "provenance.json").read_text())
     assert record["finished"] and (record["commit"], record["draft"]) == ("this", "draft")
     assert "static:3@bfloat16" in result.output and "output_tok_s: ratio" in result.output
@@ -152,25 +147,7 @@ TWO = ("--config", "plain", "--config", "static:3", "--draft", "folder/draft", "
 
 def cells_of(output):
     frame = pd.read_csv(output / "sweep.csv")
-    return list(zip(frame["config"], frame["concurrency"], frame["rate"].fillna(0), frame["round"], strict=True))
-
-
-def test_open_loop_has_rows_of_its_own(sweep, monkeypatch):
-    monkeypatch.setattr(sweep_module, "WARM_UP_S", 0.05)
-    options = ("--concurrency", "2", "--rate", "40,80", "--rate-seconds", "0.25", "--rounds", "2")
-    result, output = sweep(*TWO, *options, "--sla-ttft-ms", "60000")
-    assert result.exit_code == 0, result.output
-    frame = pd.read_csv(output / "sweep.csv")
-    assert len(frame) == 12
-    opened = frame[frame["concurrency"].isna()]
-    assert opened.groupby("rate")["num_requests"].unique().map(list).to_dict() == {40.0: [10], 80.0: [20]}
-    # The arrivals are the same for both configurations: the rounds last about as long.
-    arrival_s = [sum(np.diff(poisson_arrivals(80.0, 20, (index + 1, 80_000_000)))) for index in (0, 1)]
-    for index in (0, 1):
-        walls = opened[(opened["rate"] == 80) & (opened["round"] == index)]["wall_s"]
-        assert (walls > arrival_s[index]).all() and (walls < arrival_s[index] + 10).all()
-    assert (frame["sla_met_share"] == 1).all() and (frame["goodput_tok_s"] == frame["output_tok_s"]).all()
-    assert "80 req/s" in result.output and "within the SLA" in result.output
+    return list(zip(frame["config"], frame["concurrency"], frame["round"], strict=True))
 
 
 def test_interrupted_sweep_goes_on_where_it_stopped(sweep):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
 import torch
+from cases import Case, case
 from dspark_kernels import (
     MOST_MATCH,
     NUM_ROWS,
@@ -23,7 +23,6 @@ from dspark_kernels import (
     silu_mul,
     suffix_match,
 )
-from harness import Case, case
 
 _GAMMA, _RANK, _VOCAB = 7, 256, 151_936
 _HIDDEN, _INTERMEDIATE = 2560, 9728  # of a Qwen3-4B drafter
@@ -54,66 +53,44 @@ def _heads(v: int, device: torch.device) -> DraftHeads:
 
 
 def _walk(bs: int, v: int, heads: DraftHeads, sampled: bool, seeded: int = 0) -> Case:
-    """Return a walk through the vanilla Markov head and the confidence head, with candidates.
-
-    W2 counts once per slot: the next slot cannot begin before this one has its token, and a real vocabulary's W2 does
-    not stay in L2 (that of 49152 tokens might).
-    """
-    assert heads.markov is not None
-    w2 = heads.markov.w2
-    base_logits = torch.randn(bs, _GAMMA, v, device=w2.device, dtype=_DTYPE)
-    hidden = torch.randn(bs, _GAMMA, 2048, device=w2.device, dtype=_DTYPE)
-    anchors = torch.arange(bs, device=w2.device)
+    """Return a walk through the vanilla Markov head and the confidence head, with candidates."""
+    device = heads.markov.w2.device if heads.markov else None
+    base_logits = torch.randn(bs, _GAMMA, v, device=device, dtype=_DTYPE)
+    hidden = torch.randn(bs, _GAMMA, 2048, device=device, dtype=_DTYPE)
+    anchors = torch.arange(bs, device=device)
     seeds = [7] * seeded + [None] * (bs - seeded)
-    rows = SamplingBatch.from_lists([float(sampled)] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, seeds, w2.device)
-    keys = RoundKeys(1, torch.zeros((), dtype=torch.int64, device=w2.device), anchors, anchors)
-    chains = torch.randint(v, (bs, 2 + _GAMMA + 1), device=w2.device)
+    rows = SamplingBatch.from_lists([float(sampled)] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, seeds, anchors.device)
+    keys = RoundKeys(1, torch.zeros((), dtype=torch.int64, device=device), anchors, anchors)
+    chains = torch.randint(v, (bs, 2 + _GAMMA + 1), device=device)
     chains[:, 0], chains[:, 1] = MOST_MATCH, 0
-    candidates = Candidates(chains, torch.ones(2, NUM_ROWS, _GAMMA, device=w2.device))
-    forms = case(
-        draft_block,
-        {"bs": bs, "gamma": _GAMMA, "V": v, "r": _RANK} | ({"seeded": seeded} if seeded else {}),
-        *(base_logits, hidden, anchors, heads, rows, keys, candidates),
-        bytes_moved=_GAMMA * w2.nbytes + base_logits.nbytes + hidden.nbytes + 4 * _GAMMA * v * (bs - seeded) * sampled,
-        name="markov_sample_" + (("sampled" if seeded < bs else "seeded") if sampled else "greedy"),
-    )
-    return replace(forms, flops=2 * bs * _GAMMA * v * _RANK)
+    candidates = Candidates(chains, torch.ones(2, NUM_ROWS, _GAMMA, device=device))
+    name = "markov_sample_" + (("sampled" if seeded < bs else "seeded") if sampled else "greedy")
+    return case(draft_block, base_logits, hidden, anchors, heads, rows, keys, candidates, name=name)
 
 
 def _confidence(bs: int, width: int, device: torch.device) -> Case:
-    weights = ConfidenceWeights(torch.randn(width + _RANK, device=device), torch.zeros(1, device=device))
     return case(
         block_confidence,
-        {"bs": bs, "gamma": _GAMMA, "d": width, "r": _RANK},
         torch.randn(bs, _GAMMA, width, device=device, dtype=_DTYPE),
         torch.randint(_VOCAB, (bs,), device=device),
         torch.randint(_VOCAB, (bs, _GAMMA), device=device),
-        weights,
+        ConfidenceWeights(torch.randn(width + _RANK, device=device), torch.zeros(1, device=device)),
         torch.randn(_VOCAB, _RANK, device=device, dtype=_DTYPE),
-        # A row's hidden state, embedding, token and logit; the weights once.
-        bytes_moved=bs * _GAMMA * ((width + _RANK) * _DTYPE.itemsize + 8 + 4) + 4 * (width + _RANK),
     )
 
 
 def _suffix_match(bs: int, context: int, device: torch.device) -> Case:
-    """Return texts of one length in which little repeats."""
-    num_slots = bs * context
     requests = StepRequests(
         anchors=torch.randint(150_000, (bs,), device=device),
         prefix_lens=torch.full((bs,), context - 1, device=device),
         req_pool_indices=torch.arange(bs, device=device),
-        req_to_token=torch.arange(num_slots, device=device, dtype=torch.int32).view(bs, context),
+        req_to_token=torch.arange(bs * context, device=device, dtype=torch.int32).view(bs, context),
     )
-    slot_tokens = torch.randint(150_000, (num_slots,), device=device)
-    shape = {"bs": bs, "context": context, "gamma": _GAMMA}
-    return case(suffix_match, shape, requests, slot_tokens, _GAMMA + 1, bytes_moved=12 * num_slots)
+    return case(suffix_match, requests, torch.randint(150_000, (bs * context,), device=device), _GAMMA + 1)
 
 
 def _layer(num_rows: int, device: torch.device) -> Iterator[Case]:
     """Yield the activation of SwiGLU, and a residual with the norm behind it."""
-    gate_up = torch.randn(num_rows, 2 * _INTERMEDIATE, device=device).to(_DTYPE)
-    moved = 3 * num_rows * _INTERMEDIATE * _DTYPE.itemsize
-    yield case(silu_mul, {"rows": num_rows, "I": _INTERMEDIATE}, gate_up, bytes_moved=moved)
+    yield case(silu_mul, torch.randn(num_rows, 2 * _INTERMEDIATE, device=device).to(_DTYPE))
     hidden, update = (torch.randn(num_rows, _HIDDEN, device=device).to(_DTYPE) for _ in range(2))
-    weight = torch.ones(_HIDDEN, dtype=_DTYPE, device=device)
-    yield case(add_norm, {"rows": num_rows, "d": _HIDDEN}, hidden, update, weight, 1e-6, bytes_moved=4 * hidden.nbytes)
+    yield case(add_norm, hidden, update, torch.ones(_HIDDEN, dtype=_DTYPE, device=device), 1e-6)

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 
 import torch
+from cases import Case, case
 from dspark_kernels import (
     CommitRows,
     PagedWindows,
@@ -17,7 +18,6 @@ from dspark_kernels import (
     widest_window,
     window_attention,
 )
-from harness import Case, case
 
 _GAMMA = 7
 _CONTEXT = 1024
@@ -93,20 +93,15 @@ def _attention(
     if "pool of its own" in sight:
         windows = replace(windows, translation=torch.randperm(num_slots, device=device))
     is_stored = pool_dtype != dtype
-    arguments = (q, None if is_stored else (k, v), (k_pool, v_pool), windows)
-    sinks = torch.zeros(heads, dtype=dtype, device=device) if "sinks" in sight else None
-    how = {"causal": causal, "scale": head_dim**-0.5, "sinks": sinks}
-    seen = min(context, windows.sliding_window or context)
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    splits = num_splits(bs, kv_heads, processors)
-    kv_bytes = 2 * (bs * seen + num_rows) * kv_heads * head_dim * pool_dtype.itemsize
-    return Case(
+    return case(
+        window_attention,
+        *(q, None if is_stored else (k, v), (k_pool, v_pool), windows),
+        splits=num_splits(bs, kv_heads, processors),
+        causal=causal,
+        scale=head_dim**-0.5,
+        sinks=torch.zeros(heads, dtype=dtype, device=device) if "sinks" in sight else None,
         name=f"window_attention {'verify' if causal else 'block'}{', 8 bits' if is_stored else sight}{note}, {model}",
-        shape={"bs": bs, "rows": width, "context": context, "splits": splits, "bits": 8 * dtype.itemsize},
-        run=partial(window_attention, *arguments, splits=splits, **how),
-        reference=partial(window_attention.reference, *arguments, **how),
-        bytes_moved=kv_bytes + 2 * num_rows * heads * head_dim * dtype.itemsize,
-        flops=4 * num_rows * (seen + width) * heads * head_dim,
         capability=89 if is_stored else 80,
     )
 
@@ -115,41 +110,29 @@ def _rotation(num_rows: int, device: torch.device) -> Case:
     projected = torch.randn(num_rows, _HEADS + 2 * _KV_HEADS, _HEAD_DIM, device=device).to(_DTYPE)
     q, k, _ = projected.split([_HEADS, _KV_HEADS, _KV_HEADS], dim=1)
     weights = [torch.ones(_HEAD_DIM, dtype=_DTYPE, device=device) for _ in range(2)]
-    return case(
-        qk_norm_rope,
-        {"rows": num_rows, "heads": _HEADS, "kv_heads": _KV_HEADS, "hd": _HEAD_DIM},
-        *(q, k, *weights, 1e-6, _frequencies(device), torch.randint(0, 32768, (num_rows,), device=device)),
-        bytes_moved=2 * num_rows * (_HEADS + _KV_HEADS) * _HEAD_DIM * _DTYPE.itemsize,
-    )
+    positions = torch.randint(0, 32768, (num_rows,), device=device)
+    return case(qk_norm_rope, q, k, *weights, 1e-6, _frequencies(device), positions)
 
 
 def _injections(device: torch.device) -> Iterator[Case]:
-    """Yield verified blocks with all rows kept and with a random number of drafts accepted, and a chunk of a prompt."""
-    inject = partial(_injection, device)
+    """Yield verified blocks, and a chunk of a prompt."""
     for bs in (1, 8, 64, 256):
         columns = torch.arange(_GAMMA + 1, device=device).repeat(bs)
         requests = torch.arange(bs, device=device).repeat_interleave(_GAMMA + 1)
-        for accepted in (torch.full((bs,), _GAMMA), torch.randint(0, _GAMMA + 1, (bs,))):
-            rows = CommitRows(columns, requests, accepted.to(device))
-            yield inject("kv_inject", bs * (_GAMMA + 1), int(accepted.sum()) + bs, rows)
-    yield inject("kv_inject prefill", 8192, 8192, None)
+        accepted = torch.randint(0, _GAMMA + 1, (bs,), device=device)
+        yield _injection(device, "kv_inject", bs * (_GAMMA + 1), CommitRows(columns, requests, accepted))
+    yield _injection(device, "kv_inject prefill", 8192, None)
 
 
-def _injection(device: torch.device, name: str, num_rows: int, kept: int, rows: CommitRows | None) -> Case:
-    width = _LAYERS * 2 * _KV_HEADS * _HEAD_DIM
-    pools = [torch.zeros(_LAYERS, _POOL_SLOTS, _KV_HEADS, _HEAD_DIM, dtype=_DTYPE, device=device) for _ in range(2)]
-    # Positions and slots of the kept rows, columns and requests of all.
-    index_bytes = 16 * kept + (0 if rows is None else 16 * num_rows)
+def _injection(device: torch.device, name: str, num_rows: int, rows: CommitRows | None) -> Case:
+    sizes = _LAYERS, _POOL_SLOTS, _KV_HEADS, _HEAD_DIM
+    pools = torch.zeros(*sizes, dtype=_DTYPE, device=device), torch.zeros(*sizes, dtype=_DTYPE, device=device)
     return case(
         kv_inject,
-        {"rows": num_rows, "kept": kept, "L": _LAYERS, "kv_heads": _KV_HEADS, "hd": _HEAD_DIM},
-        torch.randn(num_rows, width, device=device).to(_DTYPE),
+        torch.randn(num_rows, _LAYERS * 2 * _KV_HEADS * _HEAD_DIM, device=device).to(_DTYPE),
         torch.ones(_LAYERS, _HEAD_DIM, dtype=_DTYPE, device=device),
         *(1e-6, _frequencies(device), torch.randint(0, 32768, (num_rows,), device=device)),
-        1 + torch.randperm(_POOL_SLOTS - 1, device=device)[:num_rows],
-        (pools[0], pools[1]),
-        rows,
-        bytes_moved=2 * kept * width * _DTYPE.itemsize + index_bytes,
+        *(1 + torch.randperm(_POOL_SLOTS - 1, device=device)[:num_rows], pools, rows),
         name=name,
     )
 
