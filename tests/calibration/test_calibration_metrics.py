@@ -32,12 +32,6 @@ def test_ece_and_brier_equal_their_definitions(sample):
     )
 
 
-def test_ece_of_a_worked_example():
-    # bins [0.2, 0.25) and the last one, which holds 1.0 as well
-    predicted, observed = np.array([0.20, 0.24, 0.96, 1.0]), np.array([True, False, True, True])
-    assert ece(predicted, observed) == pytest.approx(0.5 * abs(0.22 - 0.5) + 0.5 * abs(0.98 - 1.0))
-
-
 def test_bins_leave_out_what_is_empty():
     bins = reliability_bins(np.array([0.2, 0.24, 0.9]), np.array([True, False, True]))
     assert bins.counts.tolist() == [2, 1]

@@ -7,6 +7,7 @@ import torch
 from canonical_drafter import GEMMA
 from literal_draft import LiteralDraft
 from reference_decoding import ContextKV, draft_block
+from switches import SWITCHES
 
 from sglang_dspark.draft.weights import load_draft_model
 
@@ -21,8 +22,7 @@ def rope(head_dim=8, **parameters):
     return {"rope_parameters": {"rope_theta": 500.0, **parameters}, "head_dim": head_dim}
 
 
-# Others are tried on the served stages: tests/worker/test_switches.py.
-CASES = {
+CASES = SWITCHES | {
     "vanilla, block 5": {},
     "gated, block 4": {"markov_head_type": "gated", "block_size": 4},
     "rnn, block 6": {"markov_head_type": "rnn", "block_size": 6},
@@ -38,18 +38,13 @@ CASES = {
     "window from the slot, narrower than the block": SLIDING | {"sliding_window": 3, "causal_layers": [True, True]},
     "window of one": SLIDING | {"sliding_window": 1, "layer_types": ["sliding_attention"] * 2},
     "sliding layers are causal unless told otherwise": SLIDING,
-    "causal": {"causal_layers": [True, True]},
     "reduced vocabulary, rnn": {"draft_vocab_size": 6, "markov_head_type": "rnn"},
     "sinks in one layer, window from the slot": SLIDING | {"sink_layers": [False, True]},
     "sinks beside YaRN's factor": rope(rope_type="yarn", factor=8.0, attention_factor=1.7)
     | {"sink_layers": [True, False]},
-    "value scale": {"attention_value_scale": 0.4},
     "softcap, reduced vocabulary": {"final_logit_softcapping": 0.7, "draft_vocab_size": 6},
     "value scale, biases, sinks": {"attention_value_scale": 2.5, "attention_bias": True, "sink_layers": [True, True]},
-    "Gemma's layers": GEMMA,
     "Gemma's layers, own values": GEMMA | {"attention_k_eq_v": False, "final_logit_softcapping": ...},
-    "proportional": rope(rope_type="proportional", partial_rotary_factor=0.5, factor=2.0),
-    "YaRN": rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, head_dim=16),
     "YaRN, own factors": rope(
         rope_type="yarn", factor=8.0, mscale=0.7, mscale_all_dim=0.3, beta_fast=4.0, truncate=False
     ),
@@ -99,19 +94,21 @@ def test_the_block_sees_itself_in_both_directions_and_no_other_block(make_checkp
     assert seen[:2] == [(0, (5, 6, 8), (5, 2, 8), (5, 2, 8)), (1, (5, 6, 8), (5, 2, 8), (5, 2, 8))]
 
 
+@pytest.mark.parametrize(
+    "overrides", [{"num_hidden_layers": 3, "layer_types": ...}, GEMMA, GEMMA | {"attention_k_eq_v": False}]
+)
 @torch.no_grad()
-def test_context_kv_equals_each_layers_own_projection(make_checkpoint):
-    path = make_checkpoint(num_hidden_layers=3, layer_types=...)
+def test_context_kv_equals_each_layers_own_projection(make_checkpoint, overrides):
+    path = make_checkpoint(**overrides)
     literal, model = LiteralDraft(path), load_draft_model(path, dtype=torch.float32, device="cpu")
     h_ctx, positions = torch.randn(4, 24), torch.tensor([0, 1, 17, 200])
     k, v = model.context_kv(h_ctx, positions)
-    assert k.shape == v.shape == (3, 4, 2, 8)
-    for layer, row in itertools.product(range(3), range(4)):
+    for layer, row in itertools.product(range(len(k)), range(4)):
         name = f"layers.{layer}.self_attn."
         x = h_ctx[row].double()
         position = positions[row].item()
         expected_k = literal.heads(x, name + "k_proj.weight", name + "k_norm.weight", position)
-        expected_v = literal.heads(x, name + "v_proj.weight", None, position)
+        expected_v = literal.values(x, name)
         torch.testing.assert_close(k[layer, row].double(), torch.stack(expected_k), atol=1e-4, rtol=0)
         torch.testing.assert_close(v[layer, row].double(), torch.stack(expected_v), atol=1e-4, rtol=0)
 

@@ -17,15 +17,6 @@ def load(path, dtype=torch.float32):
     return load_draft_model(path, dtype=dtype, device="cpu")
 
 
-@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
-def test_every_tensor_of_the_file_is_loaded_under_its_name(make_checkpoint, head):
-    path = make_checkpoint(markov_head_type=head)
-    model, stored = load(path), load_file(path / "model.safetensors")
-    assert model.state_dict().keys() == stored.keys()
-    assert all(torch.equal(tensor, stored[name]) for name, tensor in model.state_dict().items())
-    assert not model.training and not any(p.requires_grad for p in model.parameters())
-
-
 def test_all_unfit_tensors_are_named_in_one_error(make_checkpoint):
     path = make_checkpoint(
         drop=("fc.weight", "layers.1.mlp.up_proj.weight"),
@@ -176,8 +167,13 @@ def test_a_target_of_another_vocabulary_is_refused(make_checkpoint, which):
 
 
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
-def test_a_saved_model_loads_back_identical(make_checkpoint, tmp_path, head):
-    model = load(make_checkpoint(markov_head_type=head, num_hidden_layers=1, layer_types=...))
+def test_a_model_is_its_file_and_a_saved_one_loads_back_identical(make_checkpoint, tmp_path, head):
+    """Every tensor of the file stands under its name, and of all of them a file is written."""
+    path = make_checkpoint(markov_head_type=head, num_hidden_layers=1, layer_types=...)
+    model, stored = load(path), load_file(path / "model.safetensors")
+    assert model.state_dict().keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in model.state_dict().items())
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
     save_draft_model(model, tmp_path / "out" / "saved", include_embeddings=True)
     again = load(tmp_path / "out" / "saved")
     assert again.config == model.config

@@ -36,18 +36,14 @@ def plain_and_fused(model):
     return plain, fused
 
 
-@torch.no_grad()
-def test_both_routes_agree_on_the_golden_drafter(golden_dir):
-    model = load_draft_model(golden_dir / "vanilla_g7", dtype=torch.float32, device=DEVICE)
-    plain, fused = plain_and_fused(model)
-    torch.testing.assert_close(fused, plain, atol=1e-5 * plain.abs().max().item(), rtol=0)
+EXTRAS = {"sink_layers": [True, False], "attention_value_scale": 0.4, "attention_bias": True}
 
 
+@pytest.mark.parametrize("extras", [None, EXTRAS], ids=["golden", "extras of the attention"])
 @torch.no_grad()
-def test_both_routes_agree_on_extras_of_the_attention(make_checkpoint):
-    extras = {"sink_layers": [True, False], "attention_value_scale": 0.4, "attention_bias": True}
-    model = load_draft_model(make_checkpoint(**extras), dtype=torch.float32, device=DEVICE)
-    plain, fused = plain_and_fused(model)
+def test_both_routes_agree(golden_dir, make_checkpoint, extras):
+    folder = golden_dir / "vanilla_g7" if extras is None else make_checkpoint(**extras)
+    plain, fused = plain_and_fused(load_draft_model(folder, dtype=torch.float32, device=DEVICE))
     torch.testing.assert_close(fused, plain, atol=1e-5 * plain.abs().max().item(), rtol=0)
 
 

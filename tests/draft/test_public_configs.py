@@ -1,38 +1,21 @@
 """Configuration files as published drafters have them: the right format and switches, or the right refusal."""
 
+import json
+
 import pytest
 
 from sglang_dspark.draft.formats import read_content
 from sglang_dspark.draft.formats.description import describe, switches
 
-QWEN3_8B = {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "dtype": "bfloat16",
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 12288,
-    "layer_types": ["full_attention"] * 5,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 5,
-    "model_type": "qwen3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 5,
-    "num_key_value_heads": 8,
-    "num_target_layers": 36,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+QWEN3_8B = json.loads("""\
+{"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 151643, "dtype": "bfloat16",
+"eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+"intermediate_size": 12288, "layer_types": ["full_attention", "full_attention", "full_attention", "full_attention",
+"full_attention"], "max_position_embeddings": 40960, "max_window_layers": 5, "model_type": "qwen3",
+"num_attention_heads": 32, "num_hidden_layers": 5, "num_key_value_heads": 8, "num_target_layers": 36,
+"rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
+"tie_word_embeddings": false, "use_cache": true, "use_sliding_window": false, "vocab_size": 151936}
+""")
 TAPS = {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 DFLASH = {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
@@ -54,46 +37,29 @@ SPECFORGE = QWEN3_8B | {
         **HEADS,
     },
 }
-LLAMA3_ROPE = {
-    "factor": 32.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-    "rope_type": "llama3",
-}
+LLAMA3_ROPE = json.loads("""\
+{"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+"rope_theta": 500000.0, "rope_type": "llama3"}
+""")
+
+
+SPECULATORS = """\
+{"architectures": ["DSparkSpeculator"], "model_type": "speculator_model", "speculators_version": "0.8.0",
+"block_size": 8, "mask_token_id": 151669, "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
+"draft_vocab_size": 151936, "target_hidden_size": null, "tie_word_embeddings": false, "max_anchors": 1024,
+"speculators_config": {"default_proposal_method": "greedy",
+"verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "Qwen/Qwen3-8B"}},
+"transformer_layer_config": {"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+"num_hidden_layers": 5, "num_key_value_heads": 8, "max_position_embeddings": 40960,
+"rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}}}
+"""
 
 
 def speculators(kind="dspark", tokens=8, **changes):
-    return {
-        "architectures": ["DSparkSpeculator"],
-        "model_type": "speculator_model",
-        "speculators_model_type": kind,
-        "speculators_version": "0.8.0",
-        "block_size": 8,
-        "mask_token_id": 151669,
-        "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
-        "draft_vocab_size": 151936,
-        "target_hidden_size": None,
-        "tie_word_embeddings": False,
-        "max_anchors": 1024,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}],
-            "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "Qwen/Qwen3-8B"},
-        },
-        "transformer_layer_config": {
-            "model_type": "qwen3",
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 5,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 40960,
-            "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
-        },
-        **changes,
-    }
+    content = json.loads(SPECULATORS)
+    method = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}
+    content["speculators_config"] |= {"algorithm": kind, "proposal_methods": [method]}
+    return content | {"speculators_model_type": kind} | changes
 
 
 FULL_HEADS = "vanilla Markov head of rank 256, confidence head with Markov features"
@@ -113,31 +79,6 @@ READ = {
         f"7 drafts per block, {OURS}, {FULL_HEADS}",
     ),
     "SpecForge": (SPECFORGE, "SpecForge", f"7 drafts per block, {OURS}, {FULL_HEADS}"),
-    "SpecForge, causal, no confidence": (
-        SPECFORGE
-        | {"block_size": 16, "is_causal": True}
-        | {
-            "dflash_config": SPECFORGE["dflash_config"]
-            | {"confidence_head_alpha": 0.0, "enable_confidence_head": False, "confidence_head_with_markov": False}
-        },
-        "SpecForge",
-        f"16 drafts per block, {OURS}, vanilla Markov head of rank 256, no confidence head, causal block in all layers",
-    ),
-    "SpecForge, YaRN, two sections": (
-        {key: value for key, value in SPECFORGE.items() if key not in ("rope_scaling", "rope_theta")}
-        | {
-            "dflash_config": {"attention_mode": "gqa", "projector_type": "dspark", **TAPS},
-            "dspark_config": HEADS,
-            "rope_parameters": {
-                "factor": 16.0,
-                "original_max_position_embeddings": 65536,
-                "rope_theta": 10000.0,
-                "rope_type": "yarn",
-            },
-        },
-        "SpecForge",
-        f"7 drafts per block, {OURS}, {FULL_HEADS}, RoPE of type yarn, factor 16",
-    ),
     "DFlash": (
         QWEN3_8B | DFLASH | {"block_size": 16, "dflash_config": TAPS},
         "DFlash",

@@ -1,9 +1,11 @@
 """Acceptance against the literal rules, one request at a time, on odd and ragged shapes."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from acceptance_cases import make_case
 from dspark_kernels import DraftBlock, RoundKeys, Windows, accept_ref, draw
 from dspark_kernels.acceptance import acceptance_reference
 from literal import Request, batch_of, literal_accept
@@ -25,46 +27,25 @@ def requests_of(kind, bs):
     ]
 
 
-class Case:
-    """Random drafts and target rows; the target's row 0..verify_len of a request favours its drafts."""
+def made(kind, bs, gamma, vocab_size, seed, verify_lens=None):
+    """A case whose drafter's distribution is written out, and the requests."""
+    requests = requests_of(kind, bs)
+    temperatures = [request.temperature for request in requests]
+    case = make_case("cpu", temperatures, gamma, vocab_size, seed=seed, verify_lens=verify_lens)
+    case.rows, case.keys = batch_of(requests, seed=99, step=seed)
+    return case, case.distribution.probs(), requests
 
-    def __init__(self, kind, bs, gamma, vocab_size, seed, verify_lens=None):
-        generator = torch.Generator().manual_seed(seed)
-        self.requests = requests_of(kind, bs)
-        self.rows, self.keys = batch_of(self.requests, seed=99, step=seed)
-        self.draft_probs = (torch.randn(bs, gamma, vocab_size, generator=generator) * 2).softmax(-1)
-        self.drafts = torch.multinomial(self.draft_probs.flatten(0, 1), 1, generator=generator).view(bs, gamma)
-        lens = torch.randint(0, gamma + 1, (bs,), generator=generator) if verify_lens is None else verify_lens
-        self.verify_lens = torch.as_tensor(lens)
-        self.indptr = torch.nn.functional.pad((self.verify_lens + 1).cumsum(0), (1, 0))
-        favoured = torch.cat([self.draft_probs, self.draft_probs[:, -1:]], dim=1).log()
-        favoured[:, :gamma].scatter_add_(2, self.drafts[..., None], torch.full((bs, gamma, 1), 1.5))
-        favoured += torch.randn(favoured.shape, generator=generator)
-        self.target_rows = [favoured[r, : self.verify_lens[r] + 1] for r in range(bs)]
-        self.logits = torch.cat(self.target_rows)
 
-    def accept(self, **changes):
-        values = {
-            "draft_tokens": self.drafts,
-            "verify_lens": self.verify_lens,
-            "target_logits": self.logits,
-            "indptr": self.indptr,
-            "draft_probs": self.draft_probs,
-            "copied": None,
-        } | changes
-        block = DraftBlock(values["draft_tokens"], values["draft_probs"], copied=values["copied"])
-        windows = Windows(values["verify_lens"], values["indptr"])
-        return accept_ref(block, windows, values["target_logits"], self.keys.positions, self.rows, self.keys)
+def accepted_of(case, probs, **changes):
+    block, windows, logits, prefix_lens = case.given
+    block = replace(block, **{"distribution": None, "probs": probs} | changes)
+    return accept_ref(block, windows, logits, prefix_lens, case.rows, case.keys)
 
-    def literal(self, r, draft_probs=None):
-        return literal_accept(
-            self.drafts[r].tolist(),
-            int(self.verify_lens[r]),
-            self.target_rows[r],
-            (self.draft_probs if draft_probs is None else draft_probs)[r].double().tolist(),
-            self.requests[r],
-            self.keys,
-        )
+
+def literal(case, probs, requests, r):
+    logits = case.logits[case.indptr[r] : case.indptr[r + 1]]
+    given = case.drafts[r].tolist(), int(case.verify_lens[r]), logits, probs[r].double().tolist()
+    return literal_accept(*given, requests[r], case.keys)
 
 
 def assert_outcome(accepted, r, expected):
@@ -78,10 +59,10 @@ def assert_outcome(accepted, r, expected):
 @pytest.mark.parametrize("kind", RULES)
 def test_every_request_matches_the_literal_rule(kind, bs, gamma, vocab_size):
     for seed in range(6):
-        case = Case(kind, bs, gamma, vocab_size, seed)
-        accepted = case.accept()
+        case = made(kind, bs, gamma, vocab_size, seed)
+        accepted = accepted_of(*case[:2])
         for r in range(bs):
-            assert_outcome(accepted, r, case.literal(r))
+            assert_outcome(accepted, r, literal(*case, r))
 
 
 @pytest.mark.parametrize("kind", RULES)
@@ -89,46 +70,31 @@ def test_the_cases_reach_every_outcome(kind):
     """The comparison above would be hollow without full acceptance, rejection at several depths and plain draws."""
     outcomes = set()
     for seed in range(6):
-        case = Case(kind, 13, 5, 41, seed)
-        outcomes |= set(zip(case.verify_lens.tolist(), case.accept().accept_lens.tolist(), strict=True))
+        case, probs, _ = made(kind, 13, 5, 41, seed)
+        outcomes |= set(zip(case.verify_lens.tolist(), accepted_of(case, probs).accept_lens.tolist(), strict=True))
     assert (0, 0) in outcomes
     assert any(verified == kept > 1 for verified, kept in outcomes)
     assert len({kept for verified, kept in outcomes if kept < verified}) >= 3
 
 
-# Rows of a captured tier past the last request hold what lay in their memory.
-@pytest.mark.parametrize("padding", [50.0, float("nan")])
-@pytest.mark.parametrize("kind", RULES)
-def test_padding_rows_and_fillers_change_nothing(kind, padding):
-    case = Case(kind, 7, 4, 23, seed=1)
-    expected = case.accept()
-    slots = torch.arange(4)
-    drafts = case.drafts.masked_fill(slots >= case.verify_lens[:, None], -1)
-    poison = case.draft_probs.masked_fill((slots >= case.verify_lens[:, None])[..., None], torch.nan)
-    padded = torch.cat([case.logits, torch.full((9, 23), padding)])
-    accepted = case.accept(draft_tokens=drafts, target_logits=padded, draft_probs=poison)
-    assert torch.equal(accepted.out_tokens, expected.out_tokens)
-
-
 def test_a_block_without_drafts_is_a_plain_step():
-    case = Case("mixed", 7, 5, 41, seed=4, verify_lens=[0] * 7)
-    nothing = torch.empty(7, 0, dtype=torch.long)
-    for draft_probs in (None, torch.empty(7, 0, 41)):
-        accepted = case.accept(draft_tokens=nothing, draft_probs=draft_probs)
-        assert torch.equal(accepted.out_tokens, case.accept().out_tokens[:, :1])
+    case, probs, _ = made("mixed", 7, 5, 41, seed=4, verify_lens=[0] * 7)
+    for none in (None, torch.empty(7, 0, 41)):
+        accepted = accepted_of(case, none, tokens=torch.empty(7, 0, dtype=torch.long))
+        assert torch.equal(accepted.out_tokens, accepted_of(case, probs).out_tokens[:, :1])
     assert torch.equal(accepted.bonus_tokens, draw(case.logits, case.rows, case.keys))
 
 
 def test_copied_tokens_are_one_hot_proposals():
     for seed in range(5):
-        case = Case("sampled", 9, 5, 23, seed)
+        case, probs, requests = made("sampled", 9, 5, 23, seed)
         copied = torch.rand(9, 5, generator=torch.Generator().manual_seed(seed)) < 0.5
         one_hot = torch.nn.functional.one_hot(case.drafts, 23).float()
-        mixture = torch.where(copied[..., None], one_hot, case.draft_probs)
-        accepted = case.accept(copied=copied)
+        mixture = torch.where(copied[..., None], one_hot, probs)
+        accepted = accepted_of(case, probs, copied=copied)
         for r in range(9):
-            assert_outcome(accepted, r, case.literal(r, mixture))
-        assert torch.equal(case.accept(draft_probs=None).out_tokens, case.accept(draft_probs=one_hot).out_tokens)
+            assert_outcome(accepted, r, literal(case, mixture, requests, r))
+        assert torch.equal(accepted_of(case, None).out_tokens, accepted_of(case, one_hot).out_tokens)
 
 
 def test_a_vanished_residual_falls_back_to_the_target(monkeypatch):
@@ -146,13 +112,13 @@ def test_a_vanished_residual_falls_back_to_the_target(monkeypatch):
 
 
 def test_the_accelerators_route_gives_the_same_outcome(monkeypatch):
-    case = Case("mixed", 13, 5, 41, seed=5)
-    expected = case.accept()
+    case, probs, _ = made("mixed", 13, 5, 41, seed=5)
+    expected = accepted_of(case, probs)
     monkeypatch.setattr(acceptance_reference, "reads_are_free", lambda _: False)
-    assert torch.equal(case.accept().out_tokens, expected.out_tokens)
+    assert torch.equal(accepted_of(case, probs).out_tokens, expected.out_tokens)
 
 
 def test_another_vocabulary_is_refused():
-    case = Case("sampled", 3, 4, 23, seed=0)
+    case, probs, _ = made("sampled", 3, 4, 23, seed=0)
     with pytest.raises(ValueError, match=r"\(3, 4, 22\).*\(3, 4, 23\)"):
-        case.accept(draft_probs=case.draft_probs[..., :22])
+        accepted_of(case, probs[..., :22])

@@ -10,7 +10,6 @@ from dspark_kernels import (
 )
 from dspark_kernels.recurrence import causal_conv_rows as module
 from recurrent_rows import Rows, replayed, served
-from rounding import assert_equal_but_for_rounding
 
 LENS, SLOTS = [3, 0, 1, 5, 2], [4, 2, -1, 1, 3]
 FORMS = [(causal_conv_rows_ref, commit_conv_windows_ref), (causal_conv_rows, commit_conv_windows)]
@@ -39,45 +38,6 @@ def test_reference_equals_the_formula():
                 expected = total * torch.tensor(total).sigmoid()
                 torch.testing.assert_close(out[row, channel], expected, atol=1e-6, rtol=1e-5)
             row += 1
-
-
-@pytest.mark.parametrize(
-    ("dtype", "window_dtype", "index_dtype", "shape", "bias"),
-    [
-        (torch.float32, torch.float32, torch.int32, (37, 4), True),
-        (torch.float32, torch.float32, torch.int64, (5, 2), False),
-        (torch.float32, torch.float16, torch.int32, (16, 3), True),
-        (torch.float16, torch.float16, torch.int32, (21, 4), False),
-        (torch.bfloat16, torch.bfloat16, torch.int64, (21, 4), True),
-    ],
-    ids=str,
-)
-def test_kernel_equals_reference(dtype, window_dtype, index_dtype, shape, bias, device):
-    made = Rows(device, dtype)
-    given = made.conv(sum(LENS) + 3, *shape, bias)
-    windows, rows = made.rand(6, shape[0], shape[1] - 1, dtype=window_dtype), made.state_rows(LENS, SLOTS, index_dtype)
-    before = windows.clone()
-    found, expected = (form(*given, windows, rows) for form in (causal_conv_rows, causal_conv_rows_ref))
-    assert torch.equal(windows, before)
-    assert not found[sum(LENS) :].any() and found[: sum(LENS)].any()
-    assert_equal_but_for_rounding(found, expected)
-
-
-@pytest.mark.parametrize("window_dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("width", [2, 4])
-def test_commit_equals_its_reference(width, window_dtype, device):
-    """Windows and tracks agree to the bit, in windows whose taps lie apart."""
-    made = Rows(device)
-    x, *_ = made.conv(sum(LENS) + 2, 21, layers=(2,))
-    rows = made.state_rows(LENS, SLOTS, torch.int32)
-    rows = replayed(rows, [2, 5, 1, 99, 0], ([1, 1, 1, 4, 1], [5, 6, 6, -1, 6]), torch.int32)
-    windows = made.rand(2, 7, width - 1, 21, dtype=window_dtype).mT
-    found, expected = windows.clone(), windows.clone()
-    commit_conv_windows(x, found, rows)
-    commit_conv_windows_ref(x, expected, rows)
-    assert torch.equal(found, expected)
-    changed = (found != windows).flatten(2).any(-1).any(0).nonzero().squeeze(1).tolist()
-    assert changed == [1, 4, 5]
 
 
 @BOTH

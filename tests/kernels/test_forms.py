@@ -1,7 +1,5 @@
 """Values that change from step to step compile no kernel again, by Triton's own rule."""
 
-from types import SimpleNamespace
-
 import forms
 import pytest
 import torch
@@ -12,6 +10,7 @@ from dspark_kernels import (
     DraftHeads,
     RoundKeys,
     SamplingBatch,
+    Windows,
     accept,
     draft_block,
 )
@@ -50,7 +49,7 @@ def draft(device, v=64, depth=4, seed=0):
 def judge(device, v=64, depth=4, seed=0):
     rows, keys = step(seed, device)
     lens = torch.full((BS,), depth, device=device)
-    windows = SimpleNamespace(verify_lens=lens, indptr=torch.arange(BS + 1, device=device) * (depth + 1))
+    windows = Windows(lens, torch.arange(BS + 1, device=device) * (depth + 1))
     distribution = DraftDistribution(torch.zeros(BS, depth, v, device=device), torch.zeros(BS, depth, device=device))
     block = DraftBlock(torch.zeros(BS, depth, dtype=torch.int64, device=device), distribution=distribution)
     logits = torch.zeros(BS * (depth + 1), v, device=device)

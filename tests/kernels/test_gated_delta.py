@@ -6,7 +6,6 @@ import pytest
 import torch
 from dspark_kernels import StateRows, commit_gated_delta, commit_gated_delta_ref, gated_delta, gated_delta_ref
 from recurrent_rows import Rows, part, replayed, served
-from rounding import assert_equal_but_for_rounding
 
 HEADS, DIMS = (2, 4), (5, 3)
 LENS, SLOTS = [3, 0, 1, 4], [4, 2, -1, 1]
@@ -44,46 +43,6 @@ def test_reference_equals_the_formula():
     pools = states[None].clone()
     commit_gated_delta_ref(*(part(x, None) for x in given[1:]), pools, replayed(rows, LENS))
     torch.testing.assert_close(pools[0], left, **TOL)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "index_dtype", "heads", "dims"),
-    [
-        (torch.float32, torch.int64, (1, 3), (20, 40)),  # values of a head in two programs
-        (torch.float32, torch.int32, (2, 2), (1, 1)),
-        (torch.float16, torch.int32, (2, 4), (5, 3)),
-        (torch.bfloat16, torch.int64, (2, 4), (16, 8)),
-    ],
-    ids=str,
-)
-def test_kernel_equals_reference(dtype, index_dtype, heads, dims, device):
-    made = Rows(device, dtype)
-    given = made.delta(sum(LENS) + 3, heads, dims)
-    states, rows = made.rand(6, heads[1], *dims[::-1], dtype=torch.float32), made.state_rows(LENS, SLOTS, index_dtype)
-    before = states.clone()
-    found, expected = gated_delta(*given, states, rows), gated_delta_ref(*given, states, rows)
-    assert torch.equal(states, before)
-    assert not found[sum(LENS) :].any()
-    (torch.testing.assert_close if dtype == torch.float32 else assert_equal_but_for_rounding)(
-        found, expected, **(TOL if dtype == torch.float32 else {})
-    )
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_commit_equals_its_reference(layers, device):
-    """States and tracks agree, whatever stands in requests that are not there."""
-    made = Rows(device)
-    _, *given = made.delta(sum(LENS) + 2, (1, 2), (6, 35), (layers,))
-    lengths, tracks = [2, 5, 1, 99], ([2, 1, 1, 3], [3, 5, 5, -1])
-    rows = replayed(made.state_rows(LENS, SLOTS, torch.int32), lengths, tracks, torch.int32)
-    pools = made.rand(layers, 7, 2, 35, 6)
-    found, expected = pools.clone(), pools.clone()
-    commit_gated_delta(*given, found, rows)
-    commit_gated_delta_ref(*given, expected, rows)
-    torch.testing.assert_close(found, expected, **TOL)
-    changed = (found != pools).flatten(2).any(-1).any(0).nonzero().squeeze(1).tolist()
-    assert changed == [1, 3, 4]
-    assert torch.equal(found[:, 3], found[:, 4])
 
 
 @BOTH

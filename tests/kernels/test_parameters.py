@@ -1,10 +1,8 @@
 """The rule that each request follows, and what the host remembers about the batch."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from dspark_kernels import DraftBlock, DraftHeads, RoundKeys, SamplingBatch, accept, draft_block
+from dspark_kernels import DraftBlock, DraftHeads, RoundKeys, SamplingBatch, Windows, accept, draft_block
 from dspark_kernels.sampling.parameters import NO_TOP_K
 from dspark_kernels.sampling.target_distribution import target_probs
 
@@ -47,7 +45,7 @@ def test_a_forbidden_token_stays_forbidden_however_hot_the_others_are(temperatur
         block = draft_block(logits[None], hidden, keys, DraftHeads(None, None, None), rows, noise)
         torch.testing.assert_close(block.distribution.probs()[0], uniform, atol=1e-5, rtol=1e-5)
         assert int(block.tokens) in allowed
-        windows = SimpleNamespace(verify_lens=keys, indptr=torch.arange(2, device=device))
+        windows = Windows(keys, torch.arange(2, device=device))
         drawn = accept(DraftBlock.empty(1, device), windows, logits, keys, rows, noise).bonus_tokens
         assert int(drawn) in allowed
 

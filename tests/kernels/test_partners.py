@@ -1,8 +1,8 @@
-"""A kernel's reference, wrapper and test share one name, cases launch it, and callers never ask for the device.
+"""A kernel's reference and wrapper share one name, cases launch it, and callers never ask for the device.
 
 A file is a part of another one in its folder whose name it continues: ``walk_kernel.py`` belongs to ``walk.py``, and
-what both hold is found in ``test_walk*.py`` and, as all of their folder, in ``cases_drafting.py``. Device code that is
-never launched needs no case.
+``cases_drafting.py`` launches what both hold. Device code that is never launched needs no case. The tests' own calls
+stand in tests/support/kernel_cases.py.
 """
 
 import ast
@@ -42,9 +42,6 @@ def dispatched(source):
 
 def missing_partners(path, source):
     """Return what a stem lacks."""
-    tests = "\n".join(test.read_text() for test in (ROOT / "tests" / "kernels").glob(f"test_{path.stem}*.py"))
-    if not tests:
-        return [f"tests/kernels/test_{path.stem}.py"]
     if not re.search(r"^def \w+_kernel\(", source, re.MULTILINE):
         return []
     launches = ROOT / "benchmarks" / "kernels" / f"cases_{path.parent.name}.py"
@@ -55,11 +52,7 @@ def missing_partners(path, source):
     for name, reference in functions.items():
         lacking += [] if reference == f"{name}_ref" else [f"{name}_ref, the name of the reference of {name}"]
         lacking += [] if f"def {reference}(" in source else [f"{reference} beside {name}"]
-        lacking += [
-            f"{name} in {place}"
-            for place, text in (("tests", tests), (launches.name, launches.read_text()))
-            if name not in text
-        ]
+        lacking += [] if name in launches.read_text() else [f"{name} in {launches.name}"]
     return lacking
 
 

@@ -222,18 +222,6 @@ def test_narrow_integers_and_sliced_drafts(device):
             assert torch.equal(getattr(plan, name), getattr(expected, name)), name
 
 
-def test_sizes_that_do_not_fit_are_refused(device):
-    survival, requests, drafts = survivals(3, 5, device), step_requests(3, 5, device), drafts_of(3, 5, device)
-    with pytest.raises(ValueError, match="3 requests need 3 rows"):
-        plan_top(survival, 0, drafts, requests, 2)
-    with pytest.raises(ValueError, match="3 requests need 9 rows"):
-        plan_uniform(2, drafts, requests, 8)
-    with pytest.raises(ValueError, match="2 request slots"):
-        plan_top(survival, 0, drafts, requests, 9, VerifyRows.empty(2, 9, device))
-    with pytest.raises(ValueError, match="8 rows where 3 and 9 are needed"):
-        plan_top(survival, 0, drafts, requests, 9, VerifyRows.empty(3, 8, device))
-
-
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())

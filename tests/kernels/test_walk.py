@@ -7,7 +7,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from draft_heads import as_weights, draft_heads
 from dspark_kernels import (
     DraftVocabulary,
     Purpose,
@@ -20,12 +19,13 @@ from dspark_kernels import (
 from dspark_kernels.drafting import walk
 from dspark_kernels.sampling import noise
 from dspark_kernels.sampling.noise_device import race_noise, unit_exponential
+from literal import Request
 from pairwise import pairwise
 from raced_walk import raced_walk
 from scipy import stats
+from walk_case import GREEDY, MIXED, WalkCase
 
 ALPHA = 1e-4
-HIDDEN = 6
 # Triton's interpreter multiplies the bit patterns of bfloat16.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 NOISE_RTOL = 1e-6  # what device_noise promises
@@ -33,83 +33,31 @@ NOISE_RTOL = 1e-6  # what device_noise promises
 FLOAT32_TOL = {"atol": 2e-5, "rtol": 2e-5}
 
 
-class Case:
-    """One batch: real heads with random weights, random logits, greedy and sampled requests in turn; none is seeded."""
-
-    def __init__(
-        self, device, *, bs=3, gamma=3, v=150, rank=5, head_type="vanilla", dtype=torch.float32, temperatures=(0.0, 0.8)
-    ):
-        generator = torch.Generator().manual_seed(v + bs)
-        self.device, self.v = device, v
-        heads = draft_heads(
-            head_type,
-            vocab_size=v,
-            hidden_size=HIDDEN,
-            block_size=gamma,
-            rank=rank,
-            confidence_with_markov=head_type is not None,
-            std=0.5,
-        )
-        self.modules = [head if head is None else head.to(device, dtype) for head in heads]
-        self.base = (torch.randn(bs, gamma, v, generator=generator) * 2).to(device, dtype)
-        self.hidden = torch.randn(bs, gamma, HIDDEN, generator=generator).to(device, dtype)
-        self.anchors = torch.randint(v, (bs,), generator=generator).to(device)
-        self.temperatures = list(itertools.islice(itertools.cycle(temperatures), bs))
-        self.seeds = [None] * bs
-        self.keys = RoundKeys(
-            -(2**40) - 7, torch.tensor(2**33 + 5, device=device), torch.arange(bs, device=device) * 7, self.anchors
-        )
-        self.propose(None)
-
-    def propose(self, token_ids):
-        vocabulary = None
-        if token_ids is not None:
-            vocabulary = DraftVocabulary(torch.tensor(token_ids, device=self.device), self.v)
-            self.base = self.base[..., vocabulary.token_ids].contiguous()
-        self.heads = as_weights(*self.modules, vocabulary)
-        return self
-
-    @property
-    def rows(self):
-        bs = len(self.seeds)
-        return SamplingBatch.from_lists(
-            self.temperatures, [-1] * bs, [1.0] * bs, [0.0] * bs, self.seeds, device=self.device
-        )
-
-    def run(self, form=draft_block, **changes):
-        given = {"heads": self.heads, "rows": self.rows, "keys": self.keys}
-        return form(self.base, self.hidden, self.anchors, **(given | changes))
-
-    def check(self):
-        found, expected, rows = self.run(), self.run(raced_walk), self.rows
-        assert torch.equal(found.tokens, expected.tokens)
-        assert found.probs is None
-        torch.testing.assert_close(found.confidence_logits, expected.confidence_logits, **FLOAT32_TOL)
-        sampled = rows.sampled_index
-        assert (found.distribution is None) == (expected.distribution is None) == (not rows.any_sampled)
-        if found.distribution is not None:
-            torch.testing.assert_close(
-                found.distribution.scores[sampled], expected.distribution.scores[sampled], **FLOAT32_TOL
-            )
-            torch.testing.assert_close(
-                found.distribution.log_norms[sampled], expected.distribution.log_norms[sampled], **FLOAT32_TOL
-            )
-            torch.testing.assert_close(
-                found.distribution.probs()[sampled], expected.distribution.probs()[sampled], **FLOAT32_TOL
-            )
-        return found
+def check(case):
+    """Compare the kernels' walk with the formula; return the block."""
+    found, expected, rows = case.run(draft_block), case.run(raced_walk), case.rows
+    assert torch.equal(found.tokens, expected.tokens)
+    assert found.probs is None
+    torch.testing.assert_close(found.confidence_logits, expected.confidence_logits, **FLOAT32_TOL)
+    assert (found.distribution is None) == (expected.distribution is None) == (not rows.any_sampled)
+    if found.distribution is not None:
+        of_both = [
+            [part[rows.sampled_index] for part in (d.scores, d.log_norms, d.probs())]
+            for d in (found.distribution, expected.distribution)
+        ]
+        torch.testing.assert_close(*of_both, **FLOAT32_TOL)
+    return found
 
 
 OTHER = DraftVocabulary(torch.arange(3), 150)
-MIXED, GREEDY = (0.0, 0.8, 1.3), (0.0,)
 
 
 @pytest.mark.parametrize(
-    ("head_type", "dtype", "temperatures"),
+    ("head_type", "dtype", "rules"),
     pairwise(["vanilla", "gated", "rnn", None], [torch.float32, HALF], [GREEDY, MIXED]),
 )
-def test_every_head_type(device, head_type, dtype, temperatures):
-    Case(device, head_type=head_type, dtype=dtype, temperatures=temperatures).check()
+def test_every_head_type(device, head_type, dtype, rules):
+    check(WalkCase(device, rules, head_type=head_type, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -125,20 +73,20 @@ def test_every_head_type(device, head_type, dtype, temperatures):
     ],
 )
 def test_odd_sizes(device, bs, gamma, v, rank, dtype):
-    Case(device, bs=bs, gamma=gamma, v=v, rank=rank, dtype=dtype, temperatures=MIXED).check()
+    check(WalkCase(device, MIXED, bs=bs, gamma=gamma, v=v, rank=rank, dtype=dtype))
 
 
 @pytest.mark.parametrize("head_type", ["vanilla", "rnn", None])
-@pytest.mark.parametrize("temperatures", [GREEDY, MIXED], ids=["greedy", "mixed"])
-def test_a_reduced_vocabulary(device, head_type, temperatures):
-    block = Case(device, head_type=head_type, temperatures=temperatures).propose(range(1, 150, 3)).check()
+@pytest.mark.parametrize("rules", [GREEDY, MIXED], ids=["greedy", "mixed"])
+def test_a_reduced_vocabulary(device, head_type, rules):
+    block = check(WalkCase(device, rules, head_type=head_type, token_ids=range(1, 150, 3)))
     assert (block.tokens % 3 == 1).all()
 
 
 @pytest.mark.parametrize("head_type", ["vanilla", "gated", "rnn", None])
 def test_greedy_requests_draft_what_the_reference_drafts(device, head_type):
-    case = Case(device, bs=5, gamma=4, head_type=head_type, temperatures=GREEDY)
-    found, expected = case.run(), case.run(draft_block_ref)
+    case = WalkCase(device, GREEDY, bs=5, gamma=4, head_type=head_type)
+    found, expected = case.run(draft_block), case.run(draft_block_ref)
     assert torch.equal(found.tokens, expected.tokens)
     assert found.probs is None and found.distribution is None
     torch.testing.assert_close(found.confidence_logits, expected.confidence_logits, **FLOAT32_TOL)
@@ -146,8 +94,10 @@ def test_greedy_requests_draft_what_the_reference_drafts(device, head_type):
 
 def test_the_stored_distribution_is_that_of_the_reference(device):
     """Scores are softmax(corrected logits / T) of the tokens that were drafted: feed both walks the same block."""
-    case = Case(device, bs=2, gamma=1, temperatures=(0.7,))
-    torch.testing.assert_close(case.run().distribution.probs(), case.run(draft_block_ref).probs, **FLOAT32_TOL)
+    case = WalkCase(device, [Request(0.7)], bs=2, gamma=1)
+    torch.testing.assert_close(
+        case.run(draft_block).distribution.probs(), case.run(draft_block_ref).probs, **FLOAT32_TOL
+    )
 
 
 @pytest.mark.parametrize("finish_tile", [16, 64])
@@ -155,16 +105,16 @@ def test_many_programs_are_merged_in_rounds(device, monkeypatch, finish_tile):
     """Ten programs' results, of which a merge takes one or four at a time."""
     monkeypatch.setattr(walk, "_FINISH_TILE", finish_tile)
     monkeypatch.setattr(walk, "num_processors", lambda device: 5)
-    Case(device, bs=3, v=700, temperatures=MIXED).check()
+    check(WalkCase(device, MIXED, bs=3, v=700))
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-5, 1e-6])
 def test_the_coldest_drafts_are_drawn_from_the_distribution_that_is_stored(device, temperature):
     """Scores of 2e7 would have left a tie of two tokens with the probability 1 each."""
-    case = Case(device, bs=2, gamma=1, v=70, head_type=None, temperatures=(temperature,))
+    case = WalkCase(device, [Request(temperature)], bs=2, gamma=1, v=70, head_type=None)
     case.base.zero_()
     case.base[:, :, [3, 9]] = 20.0
-    probs = case.run().distribution.probs()
+    probs = case.run(draft_block).distribution.probs()
     torch.testing.assert_close(probs[..., [3, 9]], torch.full_like(probs[..., :2], 0.5), atol=1e-3, rtol=0)
 
 
@@ -176,21 +126,21 @@ def test_scores_are_rounded_before_they_are_summed(room):
 
 
 def test_ties_go_to_the_lowest_column(device):
-    case = Case(device, bs=4, gamma=1, v=300, head_type=None, temperatures=GREEDY)
+    case = WalkCase(device, GREEDY, bs=4, gamma=1, v=300, head_type=None)
     case.base.zero_()
     for row, columns in enumerate([(299, 130), (64, 65, 200), (191, 63)]):
         case.base[row, 0, list(columns)] = 1.0
-    assert case.run().tokens.flatten().tolist() == [130, 64, 63, 0]
+    assert case.run(draft_block).tokens.flatten().tolist() == [130, 64, 63, 0]
 
 
 def test_nan_and_infinite_logits_never_give_an_id_outside_the_vocabulary(device):
-    case = Case(device, bs=4, gamma=2, v=70, head_type=None, temperatures=(0.0, 1.0))
+    case = WalkCase(device, [Request(0.0), Request(1.0)], bs=4, gamma=2, v=70, head_type=None)
     case.base[0] = float("nan")
     case.base[1] = float("nan")
     case.base[2] = float("-inf")
     case.base[3] = float("-inf")
     case.base[3, :, 69] = 1.0
-    tokens = case.run().tokens
+    tokens = case.run(draft_block).tokens
     assert tokens[:3].tolist() == [[0, 0]] * 3
     assert tokens[3].tolist() == [69, 69]
 
@@ -235,12 +185,12 @@ def test_the_noise_is_precise_from_end_to_end(device):
 def test_sampled_tokens_follow_their_scores(device):
     """1280 draws from one distribution by five launches, in a chi-square; two independent slots at a time."""
     v, bs = 11, 128
-    case = Case(device, bs=bs, gamma=2, v=v, head_type=None, temperatures=(0.7,))
+    case = WalkCase(device, [Request(0.7)], bs=bs, gamma=2, v=v, head_type=None)
     case.base[:] = torch.linspace(-1.5, 1.5, v, device=device)
     probs = torch.softmax(case.base[0, 0] / 0.7, 0)
     counts, pairs = torch.zeros(v), torch.zeros(4)
     for step in range(5):
-        block = case.run(keys=RoundKeys(3, step, torch.arange(bs, device=device), case.anchors))
+        block = case.run(draft_block, keys=RoundKeys(3, step, torch.arange(bs, device=device), case.anchors))
         counts += torch.bincount(block.tokens.flatten(), minlength=v).cpu()
         high = (block.tokens >= v - 2).long()
         pairs += torch.bincount(2 * high[:, 0] + high[:, 1], minlength=4).cpu()
@@ -284,37 +234,29 @@ def test_no_counter_serves_twice(monkeypatch):
 )
 def test_seeded_requests_draw_with_their_own_noise(device, head_type, token_ids, any_sampled):
     """Seeded requests share a batch with greedy ones, and with sampled ones or without."""
-    case = Case(device, bs=6, head_type=head_type, temperatures=MIXED).propose(token_ids)
     seeds = [None, 2**62 + 5, None if any_sampled else 9, None, None if any_sampled else 17, -3]
-    case.seeds = seeds
+    rules = [Request(r.temperature, seed=seed) for r, seed in zip(MIXED * 2, seeds, strict=True)]
+    case = WalkCase(device, rules, bs=6, head_type=head_type, token_ids=token_ids)
     assert case.rows.any_sampled == any_sampled
-    block = case.check()
-    case.seeds = [None if seed is None else seed + 1 for seed in seeds]
-    other = case.run()
+    block = check(case)
+    case.follow([replace(r, seed=None if r.seed is None else r.seed + 1) for r in rules])
+    other = case.run(draft_block)
     assert torch.equal((other.tokens != block.tokens).any(1), case.rows.is_seeded)
 
 
 def test_a_seeded_draft_is_the_token_that_the_same_logits_draw(device):
     """If drafts agree with the target in all but the noise, seeded requests accept everything."""
-    bs, v = 5, 41
-    case = Case(device, bs=bs, gamma=2, v=v, head_type=None, temperatures=(0.9,))
-    case.seeds = [3, 1, 4, 1, 5]
-    block = case.run()
+    rules = [Request(0.9, seed=seed) for seed in (3, 1, 4, 1, 5)]
+    case = WalkCase(device, rules, bs=5, gamma=2, v=41, head_type=None)
+    block = case.run(draft_block)
     assert block.distribution is None and block.probs is None
     for slot in range(2):
         keys = RoundKeys(0, 0, case.keys.request_keys, case.keys.positions + slot)
         assert torch.equal(block.tokens[:, slot], draw(case.base[:, slot], case.rows, keys))
 
 
-def test_the_reference_writes_the_distribution_out(device):
-    case = Case(device, bs=4, gamma=2, temperatures=(0.0, 0.8))
-    found, in_torch = case.run(), case.run(draft_block_ref)
-    assert found.distribution is not None and found.probs is None
-    assert in_torch.distribution is None and in_torch.probs is not None
-
-
 def test_spreading_a_block_keeps_its_distribution(device):
-    block = Case(device, bs=2, temperatures=(0.8,)).propose([1, 5, 44]).run()
+    block = WalkCase(device, [Request(0.8)], bs=2, token_ids=[1, 5, 44]).run(draft_block)
     spread = block.spread(torch.tensor([3, 0], device=device), 4)
     assert torch.equal(spread.tokens[[3, 0]], block.tokens)
     assert torch.equal(spread.distribution.probs()[[3, 0]], block.distribution.probs())
@@ -324,13 +266,13 @@ def test_spreading_a_block_keeps_its_distribution(device):
 def test_a_graph_replays_with_new_steps_temperatures_and_anchors(device):
     if device.type != "cuda":
         pytest.skip("CUDA graphs need a GPU")
-    case = Case(device, bs=5, gamma=4, temperatures=MIXED)
+    case = WalkCase(device, MIXED, bs=5, gamma=4)
     temperatures = case.rows.draw_temperatures
     rows = SamplingBatch.by_temperature(5, temperatures, device)
-    case.run(rows=rows)
+    case.run(draft_block, rows=rows)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        block = case.run(rows=rows)
+        block = case.run(draft_block, rows=rows)
     for _ in range(3):
         case.keys.step.add_(1)
         temperatures.copy_(temperatures.roll(1))
@@ -354,7 +296,7 @@ def test_a_graph_replays_with_new_steps_temperatures_and_anchors(device):
     ],
 )
 def test_parts_that_do_not_fit_are_refused(device, change, message):
-    case = Case(device)
+    case = WalkCase(device)
     change(case)
     with pytest.raises(ValueError, match=message):
-        case.run()
+        case.run(draft_block)

@@ -1,72 +1,54 @@
 """Candidates in the walk: both forms, slot by slot, and what is stored is what was drawn from."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from draft_heads import as_weights, draft_heads
 from dspark_kernels import (
     Candidates,
-    DraftVocabulary,
-    RoundKeys,
-    SamplingBatch,
     block_confidence,
     draft_block,
     draft_block_ref,
 )
 from dspark_kernels.drafting.candidates import OUTRIGHT
+from literal import Request
 from pairwise import pairwise
 from raced_walk import raced_walk
+from walk_case import GREEDY, MIXED, WalkCase
 
-BS, GAMMA, V, HIDDEN = 6, 4, 150, 6
-PROPOSED = torch.arange(1, V, 3)
+BS, GAMMA, V = 6, 4, 150
+PROPOSED = range(1, V, 3)
 TOL = {"atol": 2e-5, "rtol": 2e-5}
+SEEDED = tuple(replace(rule, seed=seed) for rule, seed in zip(MIXED * 2, (None, 7) * 3, strict=True))
 LEVELS = (0.0, 1.5, 40.0)  # boosts of nothing, of something and of all there is, by matched tokens
 
 
-class Case:
-    """Requests in turn greedy and sampled, some with a seed, with chains in which the drafter's own tokens occur."""
+class Case(WalkCase):
+    """Chains in which the drafter's own tokens occur."""
 
-    def __init__(self, device, *, head_type="vanilla", reduced=False, temperatures=(0.0, 0.8, 1.3), seeds=(None,)):
-        generator = torch.Generator().manual_seed(5)
-        sizes = {"vocab_size": V, "hidden_size": HIDDEN, "block_size": GAMMA}
-        heads = draft_heads(head_type, **sizes, confidence_with_markov=head_type is not None, std=0.5)
-        heads = [head if head is None else head.to(device) for head in heads]
-        vocabulary = DraftVocabulary(PROPOSED.to(device), V) if reduced else None
-        self.heads, self.device = as_weights(*heads, vocabulary), device
-        v = len(PROPOSED) if reduced else V
-        self.base = (torch.randn(BS, GAMMA, v, generator=generator) * 2).to(device)
-        self.hidden = torch.randn(BS, GAMMA, HIDDEN, generator=generator).to(device)
-        self.anchors = torch.randint(V, (BS,), generator=generator).to(device)
-        self.rows = SamplingBatch.from_lists(
-            [temperatures[request % len(temperatures)] for request in range(BS)],
-            [-1] * BS,
-            [1.0] * BS,
-            [0.0] * BS,
-            [seeds[request % len(seeds)] for request in range(BS)],
-            device=device,
-        )
-        self.keys = RoundKeys(3, torch.tensor(9, device=device), torch.arange(BS, device=device), self.anchors)
+    def __init__(self, device, rules=MIXED, *, head_type="vanilla", reduced=False):
+        sizes = {"bs": BS, "gamma": GAMMA, "v": V}
+        super().__init__(device, rules, **sizes, head_type=head_type, token_ids=PROPOSED if reduced else None)
         self.weights = torch.zeros(2, len(LEVELS) + 1, GAMMA, device=device)
         self.weights[0, 1:] = torch.tensor(LEVELS, device=device)[:, None]
         self.weights[1] = torch.tensor([-torch.inf, -9.0, 0.3, 9.0], device=device)[:, None]
-        own = self.run(draft_block, None).tokens
-        other = torch.randint(V, (BS, GAMMA + 1), generator=generator).to(device)
+        own = self.walk(draft_block, None).tokens
+        other = torch.randint(V, (BS, GAMMA + 1), generator=torch.Generator().manual_seed(5)).to(device)
         other[:, :2] = own[:, :2]  # the chain dies in its third place, or is drawn there
         other[0, 1] = -1
         matched = torch.tensor([3, 1, 2, 3, 2, 0], device=device)
         self.chains = torch.cat([torch.stack([matched, torch.zeros_like(matched)], 1), other], 1)
 
-    def run(self, form, chains):
-        candidates = None if chains is None else Candidates(chains.clone(), self.weights)
-        return form(self.base, self.hidden, self.anchors, self.heads, self.rows, self.keys, candidates)
+    def walk(self, form, chains):
+        return self.run(form, candidates=None if chains is None else Candidates(chains.clone(), self.weights))
 
 
 @pytest.mark.parametrize(
-    ("head_type", "reduced", "temperatures", "seeds"),
-    pairwise(["vanilla", "rnn", None], [False, True], [(0.0,), (0.0, 0.8, 1.3)], [(None,), (None, 7)]),
+    ("head_type", "reduced", "rules"), pairwise(["vanilla", "rnn", None], [False, True], [GREEDY, MIXED, SEEDED])
 )
-def test_kernels_draft_as_the_formula_says(device, head_type, reduced, temperatures, seeds):
-    case = Case(device, head_type=head_type, reduced=reduced, temperatures=temperatures, seeds=seeds)
-    found, expected = case.run(draft_block, case.chains), case.run(raced_walk, case.chains)
+def test_kernels_draft_as_the_formula_says(device, head_type, reduced, rules):
+    case = Case(device, rules, head_type=head_type, reduced=reduced)
+    found, expected = case.walk(draft_block, case.chains), case.walk(raced_walk, case.chains)
     assert torch.equal(found.tokens, expected.tokens)
     torch.testing.assert_close(found.confidence_logits, expected.confidence_logits, **TOL)
     followed = (found.tokens == case.chains[:, 2:-1]).long().cumprod(1).sum(1)
@@ -80,8 +62,8 @@ def test_kernels_draft_as_the_formula_says(device, head_type, reduced, temperatu
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("head_type", ["vanilla", None])
 def test_greedy_requests_draft_what_the_reference_drafts(device, head_type, reduced):
-    case = Case(device, head_type=head_type, reduced=reduced, temperatures=(0.0,))
-    found, expected = (case.run(form, case.chains) for form in (draft_block, draft_block_ref))
+    case = Case(device, GREEDY, head_type=head_type, reduced=reduced)
+    found, expected = (case.walk(form, case.chains) for form in (draft_block, draft_block_ref))
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.chains, expected.chains)
     torch.testing.assert_close(found.confidence_logits, expected.confidence_logits, **TOL)
@@ -89,9 +71,9 @@ def test_greedy_requests_draft_what_the_reference_drafts(device, head_type, redu
 
 def test_a_boost_multiplies_the_odds_of_the_candidate_while_its_chain_is_alive(device):
     """Boosts are nats at the request's temperature; behind the first other draft the drafter's distribution holds."""
-    case = Case(device, head_type=None, temperatures=(0.7,))
+    case = Case(device, [Request(0.7)], head_type=None)
     for form in (draft_block, draft_block_ref):
-        plain, found = case.run(form, None), case.run(form, case.chains)
+        plain, found = case.walk(form, None), case.walk(form, case.chains)
         before, after = plain.written_distribution(), found.written_distribution()
         for request in range(BS):
             boosts = case.weights[0, case.chains[request, 0]]
@@ -104,10 +86,10 @@ def test_a_boost_multiplies_the_odds_of_the_candidate_while_its_chain_is_alive(d
 
 def test_a_candidate_that_cannot_be_drawn_is_copied_if_it_weighs_enough(device):
     """And judged as what it is: kept with the target's probability, whatever the scores say."""
-    case = Case(device, reduced=True, temperatures=(0.8,))
+    case = Case(device, [Request(0.8)], reduced=True)
     case.chains[:, 2:] = torch.arange(0, 3 * (GAMMA + 1), 3, device=device)  # none has a column
     for form in (draft_block, draft_block_ref):
-        block = case.run(form, case.chains)
+        block = case.walk(form, case.chains)
         strong = case.weights[0, case.chains[:, 0], 0] >= OUTRIGHT
         assert block.copied.tolist() == [[bool(s)] * GAMMA for s in strong]
         assert torch.equal(block.tokens[strong], case.chains[strong, 2:-1])
@@ -118,9 +100,9 @@ def test_a_candidate_that_cannot_be_drawn_is_copied_if_it_weighs_enough(device):
 
 
 def test_a_live_chain_asks_for_confidence(device):
-    case = Case(device, temperatures=(0.0,))
+    case = Case(device, GREEDY)
     for form in (draft_block, draft_block_ref):
-        block, plain = case.run(form, case.chains), case.run(form, None)
+        block, plain = case.walk(form, case.chains), case.walk(form, None)
         own = block_confidence(case.hidden, case.anchors, block.tokens, case.heads.confidence, case.heads.w1)
         least = case.weights[1, case.chains[:, 0]]
         alive = torch.arange(GAMMA, device=device) <= block.chains[:, 1:2]
@@ -130,7 +112,7 @@ def test_a_live_chain_asks_for_confidence(device):
 
 @pytest.mark.parametrize("reduced", [False, True])
 def test_a_tail_is_copied_and_sure_where_the_block_followed_its_chain(device, reduced):
-    case = Case(device, reduced=reduced, temperatures=(0.0, 0.8, 1.3))
+    case = Case(device, reduced=reduced)
     case.weights = torch.cat((case.weights, case.weights[..., -1:]), -1)
     for form in (draft_block, draft_block_ref):
         candidates = Candidates(case.chains.clone(), case.weights)

@@ -39,45 +39,8 @@ def window_case(prefix_lens, query_lens, shape, device, dtype=torch.float32, pad
     return q, (k, v), pools, PagedWindows(table.to(device), rows.to(device), lens, indptr.to(device), max(query_lens))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("prefix_lens", "query_lens", "shape"), WINDOWS.values(), ids=WINDOWS)
-def test_reference_equals_dense_attention(prefix_lens, query_lens, shape, causal):
-    q, (k, v), (k_pool, v_pool), windows = case = window_case(prefix_lens, query_lens, shape, "cpu")
-    table, rows, indptr = windows.req_to_token, windows.req_pool_indices, windows.indptr
-    out = window_attention_ref(*case, causal=causal, scale=shape[2] ** -0.5)
-    for index, (row, prefix, length) in enumerate(zip(rows.tolist(), prefix_lens, query_lens, strict=True)):
-        part, slots = slice(int(indptr[index]), int(indptr[index + 1])), table[row, :prefix].long()
-        keys, values = torch.cat([k_pool[slots], k[part]]), torch.cat([v_pool[slots], v[part]])
-        mask = torch.ones(length, prefix + length, dtype=torch.bool)
-        expected = dense_attention(q[part], keys, values, mask.tril(prefix) if causal else mask)
-        torch.testing.assert_close(out[part].double(), expected, **FP32_TOL)
-
-
-@pytest.mark.parametrize(
-    ("window", "causal", "splits", "tiles"), pairwise(list(WINDOWS), [False, True], [1, 2, 8], [1, 4])
-)
-def test_kernel_equals_reference(window, causal, splits, tiles, device, monkeypatch):
-    """With programs for every tile of keys, and for the usual number of them."""
-    monkeypatch.setattr(module, "_TILES_PER_SPLIT", tiles)
-    prefix_lens, query_lens, shape = WINDOWS[window]
-    case = window_case(prefix_lens, query_lens, shape, device)
-    how = {"causal": causal, "scale": shape[2] ** -0.5}
-    out = window_attention(*case, splits=splits, **how)
-    torch.testing.assert_close(out, window_attention_ref(*case, **how), **FP32_TOL)
-
-
-@pytest.mark.parametrize("crowded", [False, True])
-@pytest.mark.parametrize("window", WINDOWS)
-def test_programs_of_either_size_equal_the_reference(window, crowded, device, monkeypatch):
-    monkeypatch.setattr(module, "is_crowded", lambda *batch: crowded)
-    prefix_lens, query_lens, shape = WINDOWS[window]
-    case = window_case(prefix_lens, query_lens, shape, device)
-    how = {"causal": True, "scale": shape[2] ** -0.5}
-    out = window_attention(*case, splits=1, **how)
-    torch.testing.assert_close(out, window_attention_ref(*case, **how), **FP32_TOL)
-
-
 SIGHTS = {
+    "everything": (None, False),
     "window of one": (1, False),
     "window within the rows": (3, False),
     "window into the context": (12, False),
@@ -91,6 +54,8 @@ def sees(row, key, prefix, sliding_window, from_anchor, causal):
     """Return whether a row of the window sees a position, by the two rules of windows."""
     if causal and key > prefix + row:
         return False
+    if sliding_window is None:
+        return True
     if from_anchor:
         return key >= prefix - sliding_window
     return key >= prefix + row - sliding_window + 1
@@ -119,18 +84,19 @@ def test_reference_shows_what_the_rules_of_windows_say(window, sight, causal):
 
 
 @pytest.mark.parametrize(
-    ("window", "sight", "causal", "splits", "with_sinks"),
-    pairwise(list(WINDOWS), list(SIGHTS), [False, True], [1, 2, 8], [False, True]),
+    ("window", "sight", "causal", "splits", "with_sinks", "tiles", "crowded"),
+    pairwise(list(WINDOWS), list(SIGHTS), [False, True], [1, 2, 8], [False, True], [1, 4], [False, True]),
 )
-def test_kernel_shows_the_same(window, sight, causal, splits, with_sinks, device, monkeypatch):
-    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
+def test_kernel_equals_reference(window, sight, causal, splits, with_sinks, tiles, crowded, device, monkeypatch):
+    """With programs of either size, for every tile of keys and for the usual number of them."""
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", tiles)
+    monkeypatch.setattr(module, "is_crowded", lambda *batch: crowded)
     prefix_lens, query_lens, shape = WINDOWS[window]
     case = sighted(window_case(prefix_lens, query_lens, shape, device), sight)
     sinks = torch.linspace(-2, 3, shape[0], device=device) if with_sinks else None
     how = {"causal": causal, "scale": shape[2] ** -0.5, "sinks": sinks}
-    torch.testing.assert_close(
-        window_attention(*case, splits=splits, **how), window_attention_ref(*case, **how), **FP32_TOL
-    )
+    found = window_attention(*case, splits=splits, **how)
+    torch.testing.assert_close(found, window_attention_ref(*case, **how), **FP32_TOL)
 
 
 def in_a_pool_of_its_own(case, device):

@@ -87,12 +87,6 @@ def test_it_trims_where_tokens_cost():
     assert decision.max_drafts(0) <= 32 * decision.draft_len
 
 
-def test_it_parks_if_plain_steps_are_faster():
-    policy = make_policy(break_even(BAD, advantage=-0.001), BAD)
-    assert policy.choose(4, CONTEXT) == PLAIN
-    assert policy.parked
-
-
 def test_it_does_not_park_before_it_has_seen_the_drafter():
     policy = make_policy(break_even(BAD, advantage=-1.0))
     tell(policy, BAD, MIN_ROUNDS - 1)

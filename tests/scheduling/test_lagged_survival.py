@@ -39,19 +39,6 @@ def test_gains_are_the_mean_of_the_best_over_batches(requests, depths):
             assert row[budget] == pytest.approx(worth(kept, requests, depth, budget), rel=SINGLE)
 
 
-def test_gains_grow_ever_more_slowly_and_with_depth():
-    survivals = LaggedSurvivals(5, (1, 2, 3, 4, 5))
-    survivals.observe(random_rounds(np.random.default_rng(0), 200))
-    for requests in (1, 3, 40):
-        gains = survivals.gains(requests)
-        assert (gains[:, 0] == 0).all()
-        assert (np.diff(gains, axis=1) >= 0).all()
-        assert (np.diff(gains, n=2, axis=1) <= 1e-12 * requests).all()
-        assert (np.diff(gains, axis=0) >= -SINGLE * requests).all()
-        for row, depth in zip(gains, survivals.depths, strict=True):
-            assert row[requests * depth :] == pytest.approx(row[-1], rel=1e-12)
-
-
 def test_the_first_estimate_is_a_middling_drafter():
     survivals = LaggedSurvivals(3, (3,))
     assert survivals.num_observed == 0
@@ -85,15 +72,6 @@ def test_a_new_round_is_seen_at_once():
     before = survivals.gains(4).copy()
     survivals.observe(np.zeros((4, 2)))
     assert (survivals.gains(4)[:, 1:] < before[:, 1:]).all()
-
-
-def test_unequal_requests_are_worth_more_than_equal_ones():
-    """Why batches are imagined: a budget goes to the requests that deserve it."""
-    equal, unequal = LaggedSurvivals(1, (1,)), LaggedSurvivals(1, (1,))
-    equal.observe(np.full((WINDOW_ROUNDS, 1), 0.5))
-    unequal.observe(np.tile([[0.1], [0.9]], (WINDOW_ROUNDS // 2, 1)))
-    assert equal.gains(4)[0] == pytest.approx([0, 0.5, 1, 1.5, 2], rel=SINGLE)
-    assert unequal.gains(4)[0] == pytest.approx([0, 0.9, 1.8, 1.9, 2], rel=SINGLE)
 
 
 def test_cut_blocks_are_completed_with_the_mean_ratio():

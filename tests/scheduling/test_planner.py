@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from step_tables import GAMMA, compute_bound, costly_drafts, random_table
+from step_tables import GAMMA, compute_bound, random_table
 
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.planner import evaluate_steps
@@ -96,30 +96,6 @@ def test_nothing_is_trimmed_where_the_host_is_slower():
             times.observe(kind, times.table.step_ms(8, kind.num_tokens, drafts, 300.0), host_ms)
         best = evaluate_steps(times, survivals, 8, 300.0).best
         assert (best.num_tokens == 8 * (GAMMA + 1)) == verifies_all
-
-
-def test_depth_is_worth_its_price_only():
-    """Drafting costs by depth, verification nothing: the best depth is where the next draft no longer pays."""
-    survivals = LaggedSurvivals(GAMMA, ALL_DEPTHS)
-    survivals.observe(np.tile(0.5 ** np.arange(1.0, GAMMA + 1), (256, 1)))
-    table = costly_drafts(0.0)
-    table.draft_ms[:] = 1.0 * np.arange(GAMMA + 1.0)[None, :, None]
-    best = evaluate_steps(StepTimes(table), survivals, 4, 100.0).best
-    expected = max(ALL_DEPTHS, key=lambda depth: (2 - 0.5**depth) / (10 + depth))
-    assert best.depth == expected == 2
-    assert best.num_tokens == 4 * 3
-
-
-def test_a_busy_machine_does_not_change_the_choice():
-    rng = np.random.default_rng(1)
-    table = compute_bound()
-    (calm, survivals), busy = knowledge(rng, table), StepTimes(table)
-    kind = StepKind(8, 24, 3, 300.0)
-    for _ in range(100):
-        busy.observe(kind, 2 * table.step_ms(8, 24, 3, 300.0))
-    best, chosen = (evaluate_steps(times, survivals, 8, 300.0).best for times in (calm, busy))
-    assert chosen.tokens_per_ms == pytest.approx(best.tokens_per_ms, rel=0.02)
-    assert rate(calm, survivals, 8, chosen.num_tokens, chosen.depth, 300.0) > 0.99 * best.tokens_per_ms
 
 
 @pytest.mark.parametrize("requests", [1, 3, 20])

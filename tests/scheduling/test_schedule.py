@@ -290,14 +290,6 @@ def test_a_step_whose_time_on_the_gpu_is_not_known_teaches_nothing(monkeypatch):
     assert made.times.report()["host_ms"] == {}
 
 
-def test_what_cannot_be_switched_to_says_why():
-    made = schedule(with_table=False, with_head=False, schedule="static")
-    assert made.why_not("off") is made.why_not("static") is None
-    assert "measured step times" in made.why_not("auto")
-    assert "confidence head" in made.why_not("threshold")
-    assert schedule().why_not("threshold") is None
-
-
 def test_a_plain_step_is_timed_as_one_however_many_rows_it_is_padded_to(monkeypatch):
     seen = []
     monkeypatch.setattr("sglang_dspark.scheduling.step_times.StepTimes.observe", lambda _, kind, *ms: seen.append(kind))

@@ -110,31 +110,12 @@ def test_steps_between_two_cells_are_corrected_as_they_were_observed():
     assert min(correction(times, 1), correction(times, 2)) > 1.05
 
 
-def test_corrections_are_linear_between_two_cells():
-    times = StepTimes(compute_bound())
-    learn(times, {1: 1.0, 2: 1.3}, 400, period=2)
-    middle = math.sqrt(correction(times, 1) * correction(times, 2))
-    assert correction(times, 1.5) == pytest.approx(middle)
-
-
 def test_other_loads_are_not_touched():
     times = StepTimes(compute_bound())
     learn(times, {3: 1.0, 0: 1.3}, 400, period=4)
     assert correction(times, 0, requests=R) > 1.1
     assert correction(times, 0, requests=R - 1) > 1.1  # the same power of two
     assert correction(times, 0, requests=2 * R) == correction(times, 0, requests=1) == 1
-
-
-def test_hiccups_are_ignored():
-    """One step in fifty takes ten times as long."""
-    times = StepTimes(compute_bound())
-    rng = np.random.default_rng(0)
-    for _ in range(2000):
-        step = kind(rng.choice([0, 3]))
-        times.observe(step, table_ms(times, step) * (10 if rng.random() < 0.02 else 1))
-    assert correction(times, 0) == pytest.approx(1, abs=0.02)
-    assert correction(times, 3) == pytest.approx(1, abs=0.02)
-    assert times.report()["common_factor"] == pytest.approx(1, abs=0.05)
 
 
 def test_one_hiccup_does_not_rule_a_step_out():
@@ -229,11 +210,3 @@ def test_the_report_is_json_and_compares_the_last_steps():
     assert report["predicted_ms"] == pytest.approx(table_ms(times, kind(3)), rel=0.02)
     assert list(report["correction"]) == ["8"]
     assert len(report["correction"]["8"]) == GAMMA + 1
-
-
-def test_a_step_is_told_what_was_expected_of_it():
-    times = StepTimes(compute_bound())
-    expected = table_ms(times, kind(3))
-    assert times.observe(kind(3), 1.5 * expected) == pytest.approx(expected)
-    learn(times, {3: 1.5}, 30)
-    assert times.observe(kind(3), 99.0) == pytest.approx(1.5 * expected, rel=0.01)

@@ -78,15 +78,6 @@ def test_a_lone_request_beyond_the_drafter_is_left_undrafted(fixed_draft_shape):
     assert made.choose(["next"], 64.0).draft_len > 0
 
 
-def test_a_lone_request_that_gets_easier_is_drafted_again():
-    made = schedule(online_calibration=False)
-    serve_alone(made, "easy", EASY, 100)
-    serve_alone(made, "r", HARD, 50)
-    assert made.choose(["r"], 64.0).draft_len == 0
-    serve_alone(made, "r", EASY, 100)
-    assert all(decision.draft_len for decision in serve_alone(made, "r", EASY, 20))
-
-
 def test_a_lone_request_that_gets_easier_is_drafted_again_though_its_head_is_blind():
     made = schedule(online_calibration=False)
     serve_alone(made, "easy", EASY, 100)

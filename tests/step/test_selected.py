@@ -39,14 +39,6 @@ def rows_of(plan, request):
     return [t[start:end].tolist() for t in (plan.input_ids, plan.positions, plan.slots, plan.columns)]
 
 
-def test_uniform(step):
-    plan = uniform_plan(step, DRAFTS, 2)
-    assert plan.width == 3
-    assert plan.verify_lens.tolist() == [2, 2, 2]
-    assert rows_of(plan, 2) == [[30, 31, 32], [200, 201, 202], [2200, 2201, 2202], [0, 1, 2]]
-    assert plan.requests.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-
-
 @pytest.mark.parametrize("lens", [[0, 3, 1], [3, 0, 0], [1, 2, 3], [0, 0, 0]])
 def test_ragged(step, lens):
     plan = ragged_plan(step, lens)

@@ -37,56 +37,12 @@ def ranked(survival):
     return sorted(cells, key=lambda cell: (-survival[cell], cell[1], cell[0]))
 
 
-def test_no_allocation_of_the_budget_is_better():
-    for _, survival, budget in instances():
-        bs, gamma = survival.shape
-        worth = np.pad(survival.astype(np.float64), ((0, 0), (1, 0))).cumsum(1)
-        best = max(
-            sum(worth[r, n] for r, n in enumerate(lens))
-            for lens in itertools.product(range(gamma + 1), repeat=bs)
-            if sum(lens) == budget
-        )
-        lens = admit(survival, budget)
-        assert sum(lens) == budget
-        assert sum(worth[r, n] for r, n in enumerate(lens)) == pytest.approx(best, abs=1e-9)
-
-
 def test_ties_go_to_the_smaller_position_and_then_to_the_smaller_request():
     for _, survival, budget in instances():
         admitted = ranked(survival)[:budget]
         lens = admit(survival, budget)
         assert sorted(admitted) == [(r, j) for r, n in enumerate(lens) for j in range(n)]
         assert lens == admit(survival, budget)
-
-
-@pytest.mark.parametrize("confidence", [1.0, 0.0])
-def test_equal_survivals_fill_position_by_position(confidence):
-    survival = np.full((3, 4), confidence, dtype=np.float32)
-    assert [admit(survival, budget) for budget in (0, 1, 3, 4, 7, 12)] == [
-        [0, 0, 0],
-        [1, 0, 0],
-        [1, 1, 1],
-        [2, 1, 1],
-        [3, 2, 2],
-        [4, 4, 4],
-    ]
-
-
-def rewritten(rng, survival, request, position):
-    """``survival`` with other values after ``position`` of ``request``; rows still fall."""
-    other = survival.copy()
-    tail = rng.choice([0.0, 0.5, 0.9, 1.0, rng.random()], size=survival.shape[1] - position - 1)
-    other[request, position + 1 :] = survival[request, position] * tail.cumprod()
-    return other
-
-
-@pytest.mark.slow
-def test_later_drafts_of_a_block_do_not_decide_about_a_draft():
-    for rng, survival, budget in instances(seed=2):
-        lens = admit(survival, budget)
-        for request, position in itertools.product(range(survival.shape[0]), range(survival.shape[1])):
-            other = admit(rewritten(rng, survival, request, position), budget)
-            assert (lens[request] > position) == (other[request] > position)
 
 
 def test_a_forced_request_is_verified_whole_and_the_rest_fills_up():

@@ -1,39 +1,24 @@
 """A tiny random drafter in the canonical form, key by key and tensor by tensor, without the package."""
 
+import json
 from typing import Any
 
 import torch
 
+_CONFIG = """\
+{"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "attention_bias": false, "hidden_act": "silu",
+"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "layer_types": ["full_attention",
+"full_attention"], "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 19,
+"rms_norm_eps": 1e-06, "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+"max_position_embeddings": 256, "tie_word_embeddings": false, "block_size": 5, "mask_token_id": 3,
+"target_layer_ids": [-1, 1, 2], "num_target_layers": 4, "num_anchors": 16, "markov_rank": 7,
+"markov_head_type": "vanilla", "enable_confidence_head": true, "confidence_head_with_markov": true}
+"""
+
 
 def config_json(**overrides: Any) -> dict[str, Any]:
     """A valid config.json; pass ``key=...`` (Ellipsis) to leave a key out."""
-    content = {
-        "architectures": ["Qwen3DSparkModel"],
-        "model_type": "qwen3",
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "layer_types": ["full_attention"] * 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 19,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-        "block_size": 5,
-        "mask_token_id": 3,
-        "target_layer_ids": [-1, 1, 2],
-        "num_target_layers": 4,
-        "num_anchors": 16,
-        "markov_rank": 7,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-    } | overrides
+    content = json.loads(_CONFIG) | overrides
     return {key: value for key, value in content.items() if value is not ...}
 
 

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from dspark_kernels import Adjustment, Purpose, RoundKeys, SamplingBatch, exponential, uniform
@@ -26,17 +27,13 @@ class Request:
         return self.temperature == 0 or self.top_k == 1
 
 
-def batch_of(requests: list[Request], seed: int, step: int) -> tuple[SamplingBatch, RoundKeys]:
-    rows = SamplingBatch.from_lists(
-        [r.temperature for r in requests],
-        [r.top_k for r in requests],
-        [r.top_p for r in requests],
-        [r.min_p for r in requests],
-        [r.seed for r in requests],
+def batch_of(requests: list[Request], seed: int, step: Any, device: Any = "cpu") -> tuple[SamplingBatch, RoundKeys]:
+    names = "temperature top_k top_p min_p seed".split()
+    rows = SamplingBatch.from_lists(*([getattr(r, name) for r in requests] for name in names), device)
+    keys, positions = (
+        torch.tensor([getattr(r, name) for r in requests], device=device) for name in ("key", "position")
     )
-    return rows, RoundKeys(
-        seed, step, torch.tensor([r.key for r in requests]), torch.tensor([r.position for r in requests])
-    )
+    return rows, RoundKeys(seed, step, keys, positions)
 
 
 def literal_distribution(logits: torch.Tensor, request: Request) -> list[float]:

@@ -1,6 +1,5 @@
 import torch
 from dspark_training.anchors import collate, sample_anchors
-from dspark_training.block_forward import block_hidden, context_kv
 from dspark_training.texts import StoredText, states_of
 
 
@@ -44,24 +43,3 @@ def test_batch_reads_labels_and_target_states_at_the_right_positions():
     assert torch.equal(batch.target_hidden[4:8], rows[0].last_hidden[15:19])
     assert int(batch.anchor_ids[1, 0]) == int(rows[1].input_ids[9])
     assert torch.equal(batch.prev_ids[0, 1], rows[0].input_ids[15:19])
-
-
-def test_a_block_sees_the_context_before_its_anchor_and_nothing_else(target, rows, random_drafter):
-    features = states_of(target, rows[:1]).features
-    anchors = torch.tensor([[6, 10, 15]])
-    ids = rows[0].input_ids[anchors]
-
-    def hidden(features: torch.Tensor, anchors: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return block_hidden(random_drafter, *context_kv(random_drafter, features), anchors, ids)[0]
-
-    before = hidden(features, anchors, ids)
-    for position, changed in ((5, [0, 1, 2]), (6, [1, 2]), (9, [1, 2]), (10, [2]), (14, [2]), (15, [])):
-        perturbed = features.clone()
-        perturbed[0, position] += 1.0
-        moved = (hidden(perturbed, anchors, ids) - before).abs().amax(dim=(1, 2)) > 1e-5
-        assert moved.nonzero().flatten().tolist() == changed
-    # The other blocks of the text do not matter, and every slot of a block sees its anchor.
-    torch.testing.assert_close(hidden(features, anchors[:, 1:2], ids[:, 1:2])[0], before[1], atol=1e-5, rtol=1e-5)
-    moved = (hidden(features, anchors, (ids + 1) % 64) - before).abs().amax(dim=2) > 1e-5
-    assert moved.all()

@@ -97,37 +97,27 @@ def test_taps_and_depth_follow_from_the_depth_of_the_target(num_layers, taps, de
     assert default_depth(num_layers) == depth
 
 
-class TestMaskTokens:
+def mask_tokens(own=None, zeros=False, written=()):
     """Eight rows, six tokens in the tokenizer: 0 ends an answer, 1 to 3 are written, 4 and 5 are special."""
+    tokenizer = SimpleNamespace(
+        mask_token_id=own,
+        all_special_ids=[0, 4],
+        added_tokens_decoder={0: "<eos>", 4: "<pad>", 5: "<tool>"},
+        get_vocab=lambda: {str(i): i for i in range(6)},
+    )
+    embedding, counts = torch.ones(8, 4), torch.tensor([9, 5, 5, 5, 0, 0, 0, 0])
+    embedding[6:] *= not zeros
+    counts[list(written)] = 1
+    return MaskTokens(tokenizer=tokenizer, embedding=embedding, stop_ids=frozenset({0}), counts=counts)
 
-    @pytest.fixture
-    def tokens(self):
-        tokenizer = SimpleNamespace(
-            mask_token_id=None,
-            all_special_ids=[0, 4],
-            added_tokens_decoder={0: "<eos>", 4: "<pad>", 5: "<tool>"},
-            get_vocab=lambda: {str(i): i for i in range(6)},
-        )
-        counts = torch.tensor([9, 5, 5, 5, 0, 0, 0, 0])
-        return SimpleNamespace(tokenizer=tokenizer, embedding=torch.ones(8, 4), stop_ids=frozenset({0}), counts=counts)
 
-    def test_the_tokenizers_own_comes_first(self, tokens):
-        tokens.tokenizer.mask_token_id = 4
-        assert MaskTokens(**vars(tokens)).default() == 4
-
-    def test_then_the_first_row_without_a_token(self, tokens):
-        assert MaskTokens(**vars(tokens)).default() == 6
-
-    def test_a_row_of_zeros_is_no_choice(self, tokens):
-        tokens.embedding[6:] = 0
-        assert MaskTokens(**vars(tokens)).default() == 5
-        with pytest.raises(ConfigError, match="--mask-token-id 6 has an embedding of zeros"):
-            MaskTokens(**vars(tokens)).check(6)
-
-    def test_neither_is_a_token_that_is_written(self, tokens):
-        tokens.embedding[6:] = 0
-        tokens.counts[5] = 1
-        assert MaskTokens(**vars(tokens)).default() == 4
-        tokens.counts[4] = 1
-        with pytest.raises(ConfigError, match="name a rare one with --mask-token-id"):
-            MaskTokens(**vars(tokens)).default()
+def test_the_mask_is_the_tokenizers_own_or_one_that_nothing_writes():
+    """Its own, then the first row without a token, unless its embedding is zero, then one that is rarely written."""
+    assert mask_tokens(own=4).default() == 4
+    assert mask_tokens().default() == 6
+    assert mask_tokens(zeros=True).default() == 5
+    assert mask_tokens(zeros=True, written=(5,)).default() == 4
+    with pytest.raises(ConfigError, match="--mask-token-id 6 has an embedding of zeros"):
+        mask_tokens(zeros=True).check(6)
+    with pytest.raises(ConfigError, match="name a rare one with --mask-token-id"):
+        mask_tokens(zeros=True, written=(4, 5)).default()

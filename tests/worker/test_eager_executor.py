@@ -1,20 +1,13 @@
 """The served stages without a server: what the golden pair drafts, accepts and writes under every policy."""
 
-import numpy as np
 import pytest
 from dspark_kernels import kernels_anywhere
 from stage_loop import StageLoop
-
-from sglang_dspark.scheduling.sps_table import SpsTable
+from step_tables import make_table
 
 NUM_TOKENS = 24
-
-
-def table(gamma: int) -> SpsTable:
-    """Verifying a draft costs a tenth of a plain step, drafting another tenth."""
-    drafts, requests = np.arange(gamma + 1.0), np.array([[1.0], [8.0]])
-    verify, draft = 10 + drafts * requests, np.where(drafts > 0, 1.0, 0.0) * requests
-    return SpsTable({}, [1, 8], range(gamma + 1), [64], draft[..., None], verify[..., None])
+# Verifying a draft costs a tenth of a plain step, drafting another tenth.
+TABLE = make_table(lambda r, d, c: 10 + d * r, lambda r, d, c: 1.0 * r, gamma=7)
 
 
 def prompts_of(loop: StageLoop) -> list[list[int]]:
@@ -63,7 +56,7 @@ def test_kernels_decode_the_golden_rounds():
     ids=lambda options: options.get("schedule", "auto"),
 )
 def test_greedy_text_is_the_same_under_every_policy(options):
-    loop = StageLoop(table(7), **options)
+    loop = StageLoop(TABLE, **options)
     expected = [case.output_ids[:NUM_TOKENS] for case in loop.golden.cases]
     outputs = loop.serve(prompts_of(loop), NUM_TOKENS)
     assert [output[: len(text)] for output, text in zip(outputs, expected, strict=True)] == expected

@@ -1,22 +1,15 @@
 """NaN of the drafter harms no text, and NaN of the target harms only its own request."""
 
-import numpy as np
 import pytest
 import torch
 from stage_loop import StageLoop
-
-from sglang_dspark.scheduling.sps_table import SpsTable
+from step_tables import make_table
 
 NUM_TOKENS = 12
 NAN = float("nan")
 VOCAB_SIZE = 256
-
-
-def table(gamma):
-    """Verifying a draft costs a tenth of a plain step, drafting another tenth."""
-    drafts, requests = np.arange(gamma + 1.0), np.array([[1.0], [8.0]])
-    verify, draft = 10 + drafts * requests, np.where(drafts > 0, 1.0, 0.0) * requests
-    return SpsTable({}, [1, 8], range(gamma + 1), [64], draft[..., None], verify[..., None])
+# Verifying a draft costs a tenth of a plain step, drafting another tenth.
+TABLE = make_table(lambda r, d, c: 10 + d * r, lambda r, d, c: 1.0 * r, gamma=7)
 
 
 def served(loop, num_tokens=NUM_TOKENS):
@@ -35,7 +28,7 @@ POLICIES = [{"schedule": "early-stop"}, {}]
 @pytest.mark.parametrize("part", ["drafter", "confidence head"])
 def test_a_broken_drafter_costs_time_and_no_text(options, part):
     """And nothing is learned from it."""
-    loop = StageLoop(table(7), **options)
+    loop = StageLoop(TABLE, **options)
     model = loop.drafter.model
     for parameter in (model if part == "drafter" else model.confidence_head).parameters():
         parameter.data.fill_(NAN)
@@ -45,7 +38,7 @@ def test_a_broken_drafter_costs_time_and_no_text(options, part):
 
 
 def test_a_drafter_that_fails_now_and_then_is_learned_from_where_it_does_not():
-    loop = StageLoop(table(7))
+    loop = StageLoop(TABLE)
     predict, calls = loop.schedule.forecast.predict, []
 
     def now_and_then(logits, *args):

@@ -1,0 +1,56 @@
+"""What holds of every function with kernels, at the sizes of its case: tests/support/kernel_cases.py."""
+
+import importlib
+import pkgutil
+
+import dspark_kernels
+import pytest
+import torch
+from dspark_kernels import Dispatched
+from kernel_cases import CASES, Made
+from rounding import assert_equal_but_for_rounding
+
+FILLS = [float("nan"), 1e30]
+SIZES = [
+    pytest.param(name, dtype, size, id="-".join(map(str, (name, str(dtype).removeprefix("torch."), *size))))
+    for name, case in CASES.items()
+    if case.comparable
+    for number, size in enumerate(case.sizes)
+    for place, dtype in enumerate(case.dtypes)
+    # Every size in one dtype at least, and every dtype at one size.
+    if number % len(case.dtypes) == place or number < 1
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "size"), SIZES)
+def test_kernel_equals_reference(name, dtype, size, device):
+    case, function = CASES[name], getattr(dspark_kernels, name)
+    found, expected = (case.call(form, Made(device, dtype), *size) for form in (function, function.reference))
+    for kernel, reference in zip(found, expected, strict=True):
+        if dtype in case.tolerance:
+            torch.testing.assert_close(kernel, reference, **case.tolerance[dtype])
+        elif kernel.is_floating_point() and kernel.numel():
+            assert_equal_but_for_rounding(kernel, reference)
+        else:
+            assert kernel.dtype == reference.dtype and torch.equal(kernel, reference)
+
+
+@pytest.mark.parametrize("fill", FILLS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_padding_changes_no_real_row(name, fill, device):
+    """Whatever stands in rows of padding, real rows get the same, to the bit."""
+    case, function = CASES[name], getattr(dspark_kernels, name)
+    for form in (function, function.reference):
+        expected, found = (case.call(form, Made(device, fill=padding), *case.sizes[0]) for padding in (None, fill))
+        for clean, beside_padding in zip(expected, found, strict=True):
+            assert torch.equal(clean, beside_padding)
+            assert not clean.is_floating_point() or clean.isfinite().all()
+
+
+def test_every_function_with_kernels_has_a_case():
+    modules = [
+        importlib.import_module(found.name)
+        for found in pkgutil.walk_packages(dspark_kernels.__path__, "dspark_kernels.")
+    ]
+    functions = {name for module in modules for name, value in vars(module).items() if isinstance(value, Dispatched)}
+    assert functions == CASES.keys()

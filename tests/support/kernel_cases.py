@@ -1,0 +1,399 @@
+"""A call of every function that has kernels, at several sizes, with padding behind what is real.
+
+A case takes the form to be called and a :class:`Made`, and returns what real rows get. Captured steps have room for
+more requests and rows than a step has, and models may write anything there.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from acceptance_cases import make_case
+from draft_heads import as_weights, draft_heads
+from dspark_kernels import (
+    Adjustment,
+    AdjustmentTable,
+    CommitRows,
+    PagedWindows,
+    PlanNumbers,
+    PreparedStep,
+    RoundKeys,
+    SamplingBatch,
+    StepRequests,
+    VerifyRows,
+)
+from recurrent_rows import Rows, replayed
+from rounding import DTYPES
+
+GARBAGE = {torch.int64: 2**40 + 7, torch.int32: 2**30 + 7}  # in padding
+EPS = 1e-5
+# Triton's interpreter multiplies the bit patterns of bfloat16.
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+SUMMED = {"atol": 2e-5, "rtol": 2e-5}  # sums of up to 2053 products in float32, in different orders
+LOSSES = {torch.float32: {"atol": 1e-6, "rtol": 2e-5}, torch.bfloat16: {"atol": 1e-6, "rtol": 2e-2}}
+DELTA = {torch.float32: {"atol": 2e-6, "rtol": 2e-5}}  # float32 sums of up to 40 products, in another order
+
+
+class Made(Rows):
+    """Makes the arguments of one call, the same ones each time.
+
+    Args:
+        fill: what floating-point numbers of padding are; None for what the generator gives.
+    """
+
+    def __init__(self, device, dtype=torch.float32, fill=None):
+        super().__init__(device, dtype, seed=5)
+        self.fill = fill
+
+    def rand(self, *shape, dtype=None, real=None):
+        """Random numbers, of which the first ``real`` along the first dimension are no padding."""
+        return self.spoilt(super().rand(*shape, dtype=dtype), real)
+
+    def numbers(self, *shape, most, real=None):
+        """Likewise integers below ``most``."""
+        return self.spoilt(torch.randint(most, shape, generator=self._generator).to(self.device), real)
+
+    def spoilt(self, tensor, real):
+        """``tensor`` with padding from ``real`` on; as it is where ``real`` is None."""
+        if real is not None and self.fill is not None:
+            tensor[real:] = self.fill if tensor.is_floating_point() else GARBAGE[tensor.dtype]
+        return tensor
+
+    def pool(self, owned, *shape, slots=40):
+        """Numbers of which only the slots ``owned`` belong to a request."""
+        pool = self.rand(slots, *shape, dtype=torch.float32)
+        if self.fill is not None:
+            pool[[slot for slot in range(slots) if slot not in owned]] = self.fill
+        return pool
+
+
+@dataclass(frozen=True)
+class Case:
+    """The calls of one function.
+
+    Attributes:
+        call: ``call(form, made, *size)``.
+        sizes: the first one is called with spoilt padding, and all of them by both forms where these are comparable.
+        dtypes: of what is random.
+        tolerance: by dtype; others are equal but for rounding.
+        comparable: whether both forms give the same numbers; noise of kernels is not that of the references.
+    """
+
+    call: Callable[..., list[torch.Tensor]]
+    sizes: tuple[tuple[Any, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    tolerance: dict[torch.dtype, dict[str, float]]
+    comparable: bool
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(*sizes, dtypes=(torch.float32,), tolerance=None, comparable=True):
+    """Register a function's call under the name of the function."""
+
+    def register(call):
+        CASES[call.__name__] = Case(call, sizes or ((),), tuple(dtypes), tolerance or {}, comparable)
+        return call
+
+    return register
+
+
+# ---- layers
+
+
+@case((3, 40), (1, 1), (7, 40), (3, 513), (2, 2560), (0, 24), dtypes=DTYPES)
+def add_norm(form, made, rows, size):
+    """The rows of one operand lie apart."""
+    hidden = made.rand(rows + 2, size + 3, real=rows)[:, :size]
+    return [part[:rows] for part in form(hidden, 3 * made.rand(rows + 2, size, real=rows), made.rand(size), EPS)]
+
+
+@case((3, 20), (1, 1), (7, 40), (5, 513), (3, 1536), (0, 2), dtypes=DTYPES)
+def silu_mul(form, made, rows, size):
+    return [form((4 * made.rand(rows + 2, 2 * size + 3, real=rows))[:, : 2 * size])[:rows]]
+
+
+@case(
+    (3, 4, 2, 8),
+    (1, 1, 1, 24),
+    (7, 9, 3, 64),
+    (5, 6, 6, 24),
+    (33, 8, 2, 128),
+    (3, 4, 1, 2),
+    (0, 4, 2, 64),
+    dtypes=DTYPES,
+)
+def qk_norm_rope(form, made, rows, heads, kv_heads, head_dim):
+    """Queries and keys are columns of wider matrices, as a fused projection returns them."""
+    q = made.rand(rows + 2, heads + 1, head_dim, real=rows)[:, 1:]
+    k = made.rand(rows + 2, 2 * kv_heads, head_dim, real=rows)[:, :kv_heads]
+    given = made.rand(head_dim), made.rand(head_dim), EPS, frequencies(made, head_dim)
+    return [part[:rows] for part in form(q, k, *given, made.numbers(rows + 2, most=2000, real=rows))]
+
+
+def frequencies(made, head_dim):
+    return (1.0 / 1e6 ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)).to(made.device)
+
+
+@case((4, 2, 2, 8), (1, 1, 1, 24), (7, 3, 3, 64), (17, 5, 8, 128), (33, 2, 5, 96), (4, 2, 1, 2), dtypes=DTYPES)
+def kv_inject(form, made, rows, layers, heads, head_dim):
+    """Rows of a wider matrix are written, but for every third one, a rejected draft, and the padding behind them."""
+    width, slots = layers * 2 * heads * head_dim, rows + 12
+    projected = made.rand(rows + 3, width + 5, real=rows)[:, :width]
+    if made.fill is not None:
+        projected[2:rows:3] = made.fill
+    columns = torch.arange(rows + 3) % 3
+    requests = torch.cat([torch.arange(rows) // 3, torch.full((3,), rows)])
+    kept = CommitRows(*(x.to(made.device) for x in (columns, requests, torch.ones(rows, dtype=torch.int64))))
+    places = torch.cat(
+        [1 + torch.randperm(slots - 1, generator=torch.Generator().manual_seed(0))[:rows], torch.zeros(3)]
+    )
+    pools = tuple(torch.zeros(layers, slots, heads, head_dim, dtype=made.dtype, device=made.device) for _ in range(2))
+    given = made.rand(layers, head_dim), EPS, frequencies(made, head_dim), made.numbers(rows + 3, most=2000)
+    form(projected, *given, places.long().to(made.device), pools, kept)
+    return [pool[:, 1:] for pool in pools]
+
+
+# ---- attention
+
+
+def contexts(made):
+    """Two real requests of three, with contexts of 20 and 15 tokens, and K and V of these; padding has slot 0."""
+    table = torch.zeros(3, 30, dtype=torch.int32)
+    table[1, :20], table[2, :15] = torch.arange(1, 21), torch.arange(22, 37)
+    owned = {*range(1, 21), *range(22, 37)}
+    return (
+        table.to(made.device),
+        made.ints([1, 2, 0]),
+        made.ints([20, 15, 0]),
+        (made.pool(owned, 2, 16), made.pool(owned, 2, 16)),
+    )
+
+
+@case(tolerance={torch.float32: {"atol": 2e-6, "rtol": 2e-6}})
+def window_attention(form, made):
+    table, rows, lens, pool = contexts(made)
+    q, k, v = (made.rand(9, heads, 16, real=6) for heads in (4, 2, 2))
+    windows = PagedWindows(table, rows, lens, made.ints([0, 2, 6, 6]), 4)
+    return [form(q, (k, v), pool, windows, causal=True, scale=0.25, splits=splits) for splits in (1, 2)]
+
+
+@case(tolerance={torch.float32: {"atol": 2e-6, "rtol": 2e-6}})
+def block_attention(form, made):
+    table, rows, lens, pool = contexts(made)
+    q, k, v = (made.rand(12, heads, 16, real=8) for heads in (4, 2, 2))
+    attend = form(StepRequests(lens, lens, rows, table), 4, heads_per_kv=2, dtype=q.dtype, scale=0.25)
+    return [attend(q, k, v, pool, None)[:8]]
+
+
+# ---- drafting
+
+
+@case()
+def suffix_match(form, made):
+    table, rows, lens, _ = contexts(made)
+    tokens = torch.arange(40) % 5
+    if made.fill is not None:
+        tokens[[0, 21, 37, 38, 39]] = GARBAGE[torch.int64]  # slots that no request owns
+    return [form(StepRequests(made.ints([3, 4, 0]), lens, rows, table), tokens.to(made.device), 6)[:2]]
+
+
+def heads_of(made, vocab_size, gamma, width=6, rank=5, **options):
+    sizes = {"vocab_size": vocab_size, "hidden_size": width, "block_size": gamma, "rank": rank}
+    markov, confidence = draft_heads("vanilla", **sizes, **options)
+    return as_weights(markov.to(made.device, made.dtype), confidence.to(made.device, made.dtype))
+
+
+@case(
+    *((3, 3, 6, 5), (1, 1, 1, 1), (3, 7, 6, 5), (2, 3, 1025, 40), (1, 2, 2048, 3), (3, 4, 6, 0)),
+    dtypes=(torch.float32, HALF),
+    tolerance={torch.float32: SUMMED, HALF: SUMMED},
+)
+def block_confidence(form, made, bs, gamma, width, rank):
+    """A rank of 0 stands for a head without Markov embeddings."""
+    weights = heads_of(made, 29, gamma, width, rank or 5, confidence_with_markov=rank > 0, std=0.3)
+    tokens, anchors = made.numbers(bs + 2, gamma, most=29), made.numbers(bs + 2, most=29)
+    w1 = weights.w1 if rank else None
+    return [form(made.rand(bs + 2, gamma, width, real=bs), anchors, tokens, weights.confidence, w1)[:bs]]
+
+
+@case(comparable=False)
+def draft_block(form, made):
+    temperatures = torch.tensor([0.0, 0.8, 1.2, 0.9, 0.0], device=made.device)
+    keys = RoundKeys(3, 4, made.ints(range(5)), made.ints([0] * 5))
+    rows = SamplingBatch.by_temperature(5, temperatures, made.device)
+    base, hidden = made.rand(5, 3, 150, real=3), made.rand(5, 3, 6, real=3)
+    block = form(base, hidden, made.numbers(5, most=150), heads_of(made, 150, 3), rows, keys)
+    assert ((block.tokens >= 0) & (block.tokens < 150)).all()
+    distribution = block.distribution.probs() if block.probs is None else block.probs
+    return [block.tokens[:3], block.confidence_logits[:3], distribution[1:3]]
+
+
+@case(comparable=False)
+def accept(form, made):
+    """Greedy, sampled, filtered and seeded requests; request slots without one, and rows behind the last."""
+    found = make_case(made.device, [0.0, 1.0, 0.7, 0.9, 0.0], 4, 111, slots=2)
+    block, windows, logits, prefix_lens = found.given
+    rules = [[0.0, 1.0, 0.7, 0.9, 0.0, 1.0, 1.0], [-1, -1, 20, -1, -1, -1, -1], [1.0, 1.0, 0.9, *[1.0] * 4], [0.0] * 7]
+    rows = SamplingBatch.from_lists(*rules, [None, None, None, 11, None, None, None], made.device)
+    scores, log_norms = block.distribution.scores, block.distribution.log_norms
+    for of_padding in (scores, log_norms):
+        made.spoilt(of_padding, 5)
+    if made.fill is not None:  # drafts that are not verified
+        behind = torch.arange(4, device=made.device) >= windows.verify_lens[:, None]
+        block.tokens[behind], scores[behind], log_norms[behind] = -1, made.fill, made.fill
+    logits = torch.cat([logits, made.rand(4, 111, real=0)])
+    return [part[:5] for part in vars(form(block, windows, logits, prefix_lens, rows, found.keys)).values()]
+
+
+@case()
+def adjust(form, made):
+    table = AdjustmentTable.empty(2, 50, made.device)
+    table.set(0, Adjustment(frequency=0.5, repetition=1.3), [1, 2, 2])
+    table.set(1, Adjustment(logit_bias={7: -100.0}, presence=0.2), [4])
+    logits = made.rand(5, 50, real=3)
+    layout = [[0, 0, 1, 6, 6], [0, 1, 0, 9, 9], [5, 2, 8, 0, 0], [0, 2, 3]]
+    form(logits, table, made.ints([0, 1]), *map(made.ints, layout))
+    return [logits[:3]]
+
+
+@case(
+    (3, 60, False), (3, 64, True), (2, 2048, False), (2, 2049, True), (1, 5000, True), dtypes=LOSSES, tolerance=LOSSES
+)
+def distribution_loss(form, made, n, v, weighted):
+    """Training has no padding; a position whose teacher is broken must not harm the others. Some have no label."""
+    logits, target = 3 * made.rand(n + 2, v, real=n), 3 * made.rand(n + 2, v, real=n)
+    log_weight = made.rand(v, dtype=torch.float32).abs() if weighted else None
+    given = made.numbers(n + 2, most=v + 1) - 1, made.rand(n + 2, dtype=torch.float32).abs()
+    return [part[:n] for part in form(logits, target, log_weight, *given, ce_weight=0.3, tv_weight=0.9)]
+
+
+# ---- planning
+
+
+def step(made):
+    """Three requests in five slots, whose rest a captured step would have cleared."""
+    table = made.numbers(6, 30, most=10_000).int()
+    requests = [made.numbers(5, most=most, real=3) for most in (50, 20, 6)]
+    return StepRequests(*requests, table, made.ints([3]))
+
+
+def plan_of(rows):
+    real = int(rows.indptr[-1])
+    parts = {name: part[:real] for name, part in vars(rows).items() if name not in ("verify_lens", "indptr")}
+    return [rows.verify_lens[:3], rows.indptr[:4], *parts.values()]
+
+
+@case()
+def plan_top(form, made):
+    survival = made.rand(5, 4, real=3).abs()
+    return plan_of(form(survival, 6, made.numbers(5, 4, most=90, real=3), step(made), 16))
+
+
+@case()
+def plan_uniform(form, made):
+    return plan_of(form(2, made.numbers(5, 4, most=90, real=3), step(made), 16))
+
+
+@case()
+def plan_staged(form, made):
+    out, drafts = VerifyRows.empty(6, 16, made.device), made.numbers(5, 4, most=90, real=3)
+    return plan_of(form(made.rand(5, 4, real=3).abs(), made.ints([6, -1, 1]), drafts, step(made), out))
+
+
+@case((3, 5, 4), (1, 1, 1), (3, 8, 5), (17, 40, 5), (40, 40, 16))
+def prepare(form, made, bs, num_slots, gamma):
+    requests = [made.numbers(bs, most=most) for most in (50, 20, 6)]
+    buffers = PreparedStep.empty(num_slots, gamma, made.device)
+    for buffer in vars(buffers).values():
+        made.spoilt(buffer.zero_(), 0)
+    return list(vars(form(StepRequests(*requests, None), gamma, 77, buffers, PlanNumbers(9, -1, 2))).values())
+
+
+# ---- recurrence
+
+LENS, SLOTS = [3, 0, 1, 4], [4, 2, -1, 1]
+
+
+def state_rows(made, index_dtype):
+    """Four real requests, one without rows and one without a state, before two that are none; seven slots of states."""
+    rows = made.state_rows([*LENS, 0, 0], [*SLOTS, 0, 2], index_dtype)
+    made.spoilt(rows.slots, len(SLOTS))
+    return rows
+
+
+def replayed_rows(made):
+    """Rows and tracks, whatever stands in requests that are not there."""
+    tracks = [2, 1, 1, 3, 0, 0], [3, 5, 5, -1, 0, 0]
+    rows = replayed(state_rows(made, torch.int32), [2, 5, 1, 99, 0, 0], tracks, torch.int32)
+    for of_requests in (rows.lengths, rows.track_lengths, rows.track_slots):
+        made.spoilt(of_requests, len(SLOTS))
+    return rows
+
+
+def states(made, *shape, layers=0, dtype=torch.float32):
+    owned = {slot for slot in SLOTS if slot >= 0}
+    pools = [made.pool(owned, *shape, slots=7).to(dtype) for _ in range(layers or 1)]
+    return torch.stack(pools) if layers else pools[0]
+
+
+def advanced(pools, before):
+    """States of the requests and of their tracks; no other one has changed, to the bit."""
+    others = [0, 2, 6]
+    assert torch.equal(pools[:, others].view(torch.uint8), before[:, others].view(torch.uint8))
+    return [pools[:, [1, 3, 4]]]
+
+
+OF_DELTA = (((2, 4), (5, 3)), ((1, 3), (20, 40)), ((2, 2), (1, 1)), ((2, 4), (16, 8)))
+
+
+@case(*OF_DELTA, dtypes=DTYPES, tolerance=DELTA)
+def gated_delta(form, made, heads, dims):
+    """Where values are wide, several programs share those of a head."""
+    index_dtype = torch.int32 if made.dtype == torch.float16 else torch.int64
+    q, inputs, gates = made.delta(sum(LENS) + 3, heads, dims)
+    for x in (q, *vars(inputs).values()):
+        made.spoilt(x, sum(LENS))
+    pool = states(made, heads[1], *dims[::-1])
+    before = pool.clone()
+    out = form(q, inputs, gates, pool, state_rows(made, index_dtype))
+    assert torch.equal(pool.view(torch.uint8), before.view(torch.uint8)) and not out[sum(LENS) :].any()
+    return [out]
+
+
+@case(((2, 4), (5, 3), 1), ((1, 2), (6, 35), 2), tolerance=DELTA)
+def commit_gated_delta(form, made, heads, dims, layers):
+    _, inputs, gates = made.delta(sum(LENS) + 2, heads, dims, (layers,))
+    for x in vars(inputs).values():
+        made.spoilt(x.transpose(0, 1), sum(LENS))
+    pools = states(made, heads[1], *dims[::-1], layers=layers)
+    before = pools.clone()
+    form(inputs, gates, pools, replayed_rows(made))
+    return advanced(pools, before)
+
+
+@case(
+    *((5, 4, True, None), (37, 4, True, torch.float32), (5, 2, False, torch.float32), (16, 3, True, torch.float16)),
+    dtypes=DTYPES,
+)
+def causal_conv_rows(form, made, channels, width, bias, window_dtype):
+    index_dtype = torch.int32 if made.dtype == torch.float16 else torch.int64
+    x, weight, offsets = made.conv(sum(LENS) + 3, channels, width, bias)
+    windows = states(made, channels, width - 1, dtype=window_dtype or made.dtype)
+    before = windows.clone()
+    out = form(made.spoilt(x, sum(LENS)), weight, offsets, windows, state_rows(made, index_dtype))
+    assert torch.equal(windows.view(torch.uint8), before.view(torch.uint8)) and not out[sum(LENS) :].any()
+    return [out]
+
+
+@case((4, torch.float32), (2, torch.float32), (4, torch.float16))
+def commit_conv_windows(form, made, width, window_dtype):
+    """The taps of a window lie apart."""
+    x, *_ = made.conv(sum(LENS) + 2, 21, layers=(2,))
+    made.spoilt(x.transpose(0, 1), sum(LENS))
+    windows = states(made, width - 1, 21, layers=2, dtype=window_dtype).mT
+    before = windows.clone()
+    form(x, windows, replayed_rows(made))
+    return advanced(windows.mT.contiguous(), before.mT.contiguous())
