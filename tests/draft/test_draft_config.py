@@ -16,18 +16,6 @@ def read(content):
     return read_content(content, origin="some/config.json").config
 
 
-def test_the_golden_checkpoint_is_read(golden_dir):
-    config = read_config(golden_dir / "vanilla_g7")
-    assert (config.block_size, config.target_layer_ids, config.num_target_layers) == (7, (0, 2, 4), 6)
-    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (128, 256, 2)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 32)
-    assert (config.vocab_size, config.mask_token_id, config.max_position_embeddings) == (256, 2, 1024)
-    assert (config.rms_norm_eps, config.rope_theta) == (1e-6, 10000.0)
-    assert (config.markov_rank, config.markov_head_type) == (32, "vanilla")
-    assert (config.enable_confidence_head, config.confidence_head_with_markov) == (True, True)
-    assert (config.num_taps, config.confidence_input_size, config.num_anchors) == (3, 160, 32)
-
-
 VARIANTS = {
     "gated": {"markov_head_type": "gated"},
     "rank 0": {"markov_rank": 0, "markov_head_type": ..., "confidence_head_with_markov": False},

@@ -74,26 +74,6 @@ def test_drafting_matches_the_literal_loop(make_checkpoint, overrides):
             torch.testing.assert_close(got.double(), torch.stack(expected), atol=TOLERANCE, rtol=0)
 
 
-@torch.no_grad()
-def test_the_block_sees_itself_in_both_directions_and_no_other_block(make_checkpoint):
-    model = load_draft_model(make_checkpoint(), dtype=torch.float32, device="cpu")
-    context = ContextKV(model)
-    context.append(torch.randn(4, 72))
-    seen = []
-
-    def attend(layer, q, k, v, sinks):
-        seen.append((layer, tuple(q.shape), tuple(k.shape), tuple(v.shape)))
-        scores = torch.einsum("thd,shd->hts", q, k.repeat_interleave(3, 1)) * 8**-0.5
-        return torch.einsum("hts,shd->thd", scores.softmax(-1), v.repeat_interleave(3, 1))
-
-    embeds, positions = torch.randn(5, 24), torch.arange(4, 9)
-    before = model.forward_block(embeds, positions, attend)
-    embeds[-1] += 1.0
-    after = model.forward_block(embeds, positions, attend)
-    assert (before[0] - after[0]).abs().max() > 1e-3
-    assert seen[:2] == [(0, (5, 6, 8), (5, 2, 8), (5, 2, 8)), (1, (5, 6, 8), (5, 2, 8), (5, 2, 8))]
-
-
 @pytest.mark.parametrize(
     "overrides", [{"num_hidden_layers": 3, "layer_types": ...}, GEMMA, GEMMA | {"attention_k_eq_v": False}]
 )

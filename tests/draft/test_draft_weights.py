@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from canonical_drafter import GEMMA
 from safetensors.torch import load_file, save_file
 
-from sglang_dspark.draft.formats import read_config
+from sglang_dspark.draft.formats import read, read_config
 from sglang_dspark.draft.weights import check_draft_model, load_draft_model, random_draft_model, save_draft_model
 from sglang_dspark.errors import CheckpointError
 
@@ -166,17 +167,21 @@ def test_a_target_of_another_vocabulary_is_refused(make_checkpoint, which):
         load(make_checkpoint()).bind_target(*weights)
 
 
-@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
-def test_a_model_is_its_file_and_a_saved_one_loads_back_identical(make_checkpoint, tmp_path, head):
+NETWORKS = {head: {"markov_head_type": head} for head in ("vanilla", "gated", "rnn")}
+NETWORKS |= {"Gemma": GEMMA, "Gemma, own values": GEMMA | {"attention_k_eq_v": False}}
+
+
+@pytest.mark.parametrize("keys", NETWORKS.values(), ids=NETWORKS)
+def test_a_model_is_its_file_and_a_saved_one_loads_back_identical(make_checkpoint, tmp_path, keys):
     """Every tensor of the file stands under its name, and of all of them a file is written."""
-    path = make_checkpoint(markov_head_type=head, num_hidden_layers=1, layer_types=...)
+    path = make_checkpoint(num_hidden_layers=1, layer_types=..., **keys)
     model, stored = load(path), load_file(path / "model.safetensors")
     assert model.state_dict().keys() == stored.keys()
     assert all(torch.equal(tensor, stored[name]) for name, tensor in model.state_dict().items())
     assert not model.training and not any(p.requires_grad for p in model.parameters())
     save_draft_model(model, tmp_path / "out" / "saved", include_embeddings=True)
-    again = load(tmp_path / "out" / "saved")
-    assert again.config == model.config
+    again, written = load(tmp_path / "out" / "saved"), read(tmp_path / "out" / "saved")
+    assert again.config == model.config and (written.unknown_keys, written.remarks) == ((), ())
     assert again.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 

@@ -10,7 +10,6 @@ from dspark_kernels import (
     RoundKeys,
     accept,
 )
-from dspark_kernels.acceptance.acceptance import Rules, verify_drafts
 from scipy import stats
 
 FORMS = [
@@ -45,19 +44,6 @@ def test_what_lies_past_the_rows_is_not_read(device, temperature):
         assert torch.equal(accepted.out_tokens[:3], alone.out_tokens)
         assert accepted.out_tokens[3:].tolist() == [[0, -1, -1, -1, -1]] * 2
         assert accepted.accept_lens[3:].tolist() == accepted.bonus_tokens[3:].tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_rows_that_are_no_distribution_give_some_token(device, temperature):
-    case = make_case(device, [temperature] * 4, 2, 5000, verify_lens=[2] * 4)
-    case.logits[:3] = torch.nan
-    case.logits[3:6] = -torch.inf
-    case.logits[6:9, 4500:] = torch.nan
-    case.logits[9:] = torch.inf
-    accepted = case.accept()
-    assert ((accepted.bonus_tokens >= 0) & (accepted.bonus_tokens < 5000)).all()
-    if temperature == 0:
-        assert_same(accepted, reference(case))
 
 
 def test_ties_go_to_the_lowest_token(device):
@@ -182,77 +168,3 @@ def test_another_vocabulary_is_refused(device):
     narrow = DraftDistribution(case.distribution.scores[..., :22], case.distribution.log_norms)
     with pytest.raises(ValueError, match=r"22 tokens.*\(3, 4\) and 23"):
         case.accept(distribution=narrow)
-
-
-@pytest.mark.thorough
-def test_emitted_tokens_follow_the_target_distribution(device):
-    """One slot, by kinds: plain steps, drafts of a reduced vocabulary, copied tokens."""
-    vocab_size, bs = 6, 30_000 if device.type == "cuda" else 180  # the interpreter takes 30 ms per request
-    generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(vocab_size, generator=generator) * 1.5
-    token_ids = torch.tensor([0, 2, 3, 5])
-    scores = torch.randn(4, generator=generator)
-    columns = torch.full((vocab_size,), -1, dtype=torch.int32)
-    columns[token_ids] = torch.arange(4, dtype=torch.int32)
-    distribution = DraftDistribution(scores.expand(bs, 1, 4), scores.logsumexp(-1).expand(bs, 1), columns)
-    kind = torch.arange(bs) % 3
-    verify_lens = (kind > 0).long()
-    drawn = token_ids[torch.multinomial(scores.softmax(-1).expand(bs, 4), 1, generator=generator)]
-    case = Case(
-        drafts=torch.where((kind == 2)[:, None], 3, drawn).to(device),
-        verify_lens=verify_lens.to(device),
-        logits=logits.expand(int((verify_lens + 1).sum()), vocab_size).contiguous().to(device),
-        indptr=torch.nn.functional.pad((verify_lens + 1).cumsum(0), (1, 0)).to(device),
-        distribution=DraftDistribution(
-            distribution.scores.contiguous().to(device), distribution.log_norms.to(device), columns.to(device)
-        ),
-        rows=rows_of([0.8] * bs, device),
-        keys=RoundKeys(SEED, STEP, torch.arange(bs, device=device), torch.zeros(bs, dtype=torch.int64, device=device)),
-        copied=(kind == 2)[:, None].to(device),
-    )
-    emitted = case.accept().out_tokens[:, 0].cpu()
-    expected = (logits.double() / 0.8).softmax(-1)
-    for one in range(3):
-        counts = torch.bincount(emitted[kind == one], minlength=vocab_size).double()
-        assert stats.chisquare(counts.numpy(), (expected * counts.sum()).numpy()).pvalue > 1e-4
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA graphs")
-def test_a_captured_graph_serves_other_batches(device):
-    """Captured for 5 slots, replayed with other requests, lengths, temperatures and another step."""
-    temperatures, step = torch.zeros(5, device=device), torch.zeros((), dtype=torch.int64, device=device)
-    case = make_case(device, [1.0] * 5, 4, 9001, verify_lens=[4] * 5)
-    static = [
-        case.drafts,
-        case.verify_lens,
-        case.logits,
-        case.indptr,
-        case.distribution.scores,
-        case.distribution.log_norms,
-    ]
-    keys = replace(case.keys, step=step)
-
-    def run():
-        return verify_drafts(*case.given, Rules(temperatures, any_sampled=True), keys)
-
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        accepted = run()
-    for seed in (1, 2):
-        other = make_case(device, [0.0, 1.0, 0.5], 4, 9001, seed=seed, slots=2)
-        fresh = [
-            other.drafts,
-            other.verify_lens,
-            other.logits,
-            other.indptr,
-            other.distribution.scores,
-            other.distribution.log_norms,
-        ]
-        for target, source in zip(static, fresh, strict=True):
-            target[: len(source)].copy_(source)
-        temperatures.copy_(other.rows.draw_temperatures)
-        step.fill_(STEP)
-        graph.replay()
-        assert_same(accepted, other.accept())

@@ -135,12 +135,17 @@ def test_neutral_filters_and_nobodys_seeds_change_nothing(device):
 
 
 def test_rows_that_are_no_distribution_give_some_token(device):
-    case = rules_case(device, [QWEN, SEEDED, SEEDED_QWEN, NUCLEUS] * 3, 1, 200, verify_lens=[1] * 12)
-    case.logits[:8] = torch.nan
-    case.logits[8:16] = -torch.inf
-    case.logits[16:, 150:] = torch.inf
+    """Greedy requests get what the reference gives them."""
+    rules = [GREEDY, PLAIN, QWEN, SEEDED, SEEDED_QWEN, NUCLEUS]
+    case = rules_case(device, rules * 4, 1, 5000, verify_lens=[1] * 24)
+    case.logits[:12] = torch.nan
+    case.logits[12:24] = -torch.inf
+    case.logits[24:36, 4500:] = torch.nan
+    case.logits[36:, 150:] = torch.inf
     accepted = case.accept()
-    assert ((accepted.bonus_tokens >= 0) & (accepted.bonus_tokens < 200)).all()
+    assert ((accepted.bonus_tokens >= 0) & (accepted.bonus_tokens < 5000)).all()
+    expected = accept_ref(*case.given, case.rows, case.keys).out_tokens[::6]
+    assert torch.equal(accepted.out_tokens[::6], expected)
 
 
 @pytest.mark.thorough
@@ -175,10 +180,9 @@ def test_emitted_tokens_follow_the_filtered_distribution(device):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA graphs")
 def test_a_captured_graph_serves_other_rules(device):
-    case, other = (
-        rules_case(device, rules, 3, 9001, seed=seed, verify_lens=[3] * len(ALL))
-        for seed, rules in enumerate((ALL, ALL[::-1]))
-    )
+    """With other requests, of which two slots have none, and windows of other lengths."""
+    case = rules_case(device, ALL, 3, 9001, verify_lens=[3] * len(ALL))
+    other = rules_case(device, ALL[:1:-1], 3, 9001, seed=1, slots=2)
     temperatures, step = case.rows.draw_temperatures.clone(), torch.tensor(STEP, device=device)
     filters, seeds = case.rows.filter_params, (case.rows.seeds, case.rows.is_seeded)
     keys = replace(case.keys, step=step)
@@ -192,20 +196,14 @@ def test_a_captured_graph_serves_other_rules(device):
     with torch.cuda.graph(graph):
         accepted = run()
     temperatures.copy_(other.rows.draw_temperatures)
-    static = [case.drafts, case.logits, case.distribution.scores, case.distribution.log_norms, *seeds]
-    fresh = [
-        other.drafts,
-        other.logits,
-        other.distribution.scores,
-        other.distribution.log_norms,
-        other.rows.seeds,
-        other.rows.is_seeded,
-    ]
-    for name in ("top_ks", "top_ps", "min_ps"):
-        static.append(getattr(filters, name))
-        fresh.append(getattr(other.rows.filter_params, name))
-    for target, source in zip(static, fresh, strict=True):
-        target.copy_(source)
+
+    def read(of, rows):
+        drawn, filters = of.distribution, rows.filter_params
+        of_rows = rows.seeds, rows.is_seeded, filters.top_ks, filters.top_ps, filters.min_ps
+        return of.drafts, of.verify_lens, of.indptr, of.logits, drawn.scores, drawn.log_norms, *of_rows
+
+    for target, source in zip(read(case, case.rows), read(other, other.rows), strict=True):
+        target[: len(source)].copy_(source)
     graph.replay()
     assert_same(accepted, other.accept())
 

@@ -99,16 +99,3 @@ def test_output_goes_where_it_is_kept(forms, device):
     for pools, inputs in zip(left, (x, wide), strict=True):
         commit(inputs[None], pools, replayed(rows, [1, 2]))
     assert torch.equal(*left)
-
-
-def test_what_does_not_fit_together_is_refused(device):
-    made = Rows(device)
-    (x, weight, bias), windows, rows = made.conv(3, 5), made.rand(2, 5, 3), made.state_rows([3], [1])
-    with pytest.raises(ValueError, match=r"expected \[C, W\]"):
-        causal_conv_rows(x, weight[:, 1:], bias, windows, rows)
-    with pytest.raises(ValueError, match="contiguous"):
-        causal_conv_rows(x, weight.T.contiguous().T, bias, windows, rows)
-    with pytest.raises(ValueError, match="contiguous channels"):
-        commit_conv_windows(x.T.contiguous().T[None], windows[None], replayed(rows, [1]))
-    with pytest.raises(ValueError, match="do not fit x"):
-        commit_conv_windows(x[None], windows, replayed(rows, [1]))

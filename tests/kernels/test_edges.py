@@ -9,7 +9,11 @@ from dspark_kernels import (
     VerifyRows,
     add_norm,
     block_confidence,
+    causal_conv_rows,
+    commit_conv_windows,
+    commit_gated_delta,
     distribution_loss,
+    gated_delta,
     kv_inject,
     plan_top,
     plan_uniform,
@@ -17,6 +21,7 @@ from dspark_kernels import (
     qk_norm_rope,
     silu_mul,
 )
+from recurrent_rows import Rows, part, replayed
 
 EPS = 1e-5
 
@@ -24,8 +29,8 @@ EPS = 1e-5
 def test_a_sum_of_zeros_stays_zero_and_columns_may_lie_apart(device):
     generator = torch.Generator().manual_seed(0)
     hidden, update, weight = (torch.randn(*s, generator=generator).to(device) for s in ((6, 24), (6, 24), (24,)))
-    for part in add_norm(hidden, -hidden, weight, EPS):
-        assert (part == 0).all() and part.is_contiguous()
+    for found in add_norm(hidden, -hidden, weight, EPS):
+        assert (found == 0).all() and found.is_contiguous()
     apart = update.t().contiguous().t()
     for one, other in zip(add_norm(hidden, apart, weight, EPS), add_norm(hidden, update, weight, EPS), strict=True):
         assert torch.equal(one, other)
@@ -55,7 +60,7 @@ def test_losses_of_extreme_logits_are_finite_and_gradients_take_their_place(devi
     assert all(torch.isfinite(t).all() for t in (ce, tv, grad)) and grad.data_ptr() == place
     assert float(ce[0]) == pytest.approx(-torch.log(torch.tensor(1e-30)).item(), rel=1e-4)
     empty = distribution_loss(logits[:0], target[:0], None, labels[:0], torch.ones(0, device=device), **weights)
-    assert [len(part) for part in empty] == [0, 0, 0]
+    assert [len(found) for found in empty] == [0, 0, 0]
 
 
 Z, N = torch.zeros, lambda *shape: torch.zeros(shape, dtype=torch.int64)
@@ -83,7 +88,39 @@ def planned(num_tokens, out=None):
     return plan_top(Z(3, 5), 0, N(3, 5), requests(), num_tokens, out and VerifyRows.empty(*out, "cpu"))
 
 
+def recurrent(kind, q_width=5, turned=False):
+    """Rows of one request through layers whose states may have other axes or strides."""
+    made = Rows("cpu")
+    q, inputs, gates = made.delta(3, (2, 4), (5, 3))
+    states, rows = made.rand(4, 4, 3, 5), made.state_rows([3], [1])
+    if kind == "commit":
+        return commit_gated_delta(part(inputs, None), part(gates, None), states, replayed(rows, [1]))
+    return gated_delta(q[..., :q_width], inputs, gates, states.mT.contiguous().mT if turned else states, rows)
+
+
+def convolved(weight=lambda w: w, x=lambda x: x, commits=False, layers=True):
+    made = Rows("cpu")
+    (given, taps, bias), windows, rows = made.conv(3, 5), made.rand(2, 5, 3), made.state_rows([3], [1])
+    if commits:
+        return commit_conv_windows(x(given)[None], windows[None] if layers else windows, replayed(rows, [1]))
+    return causal_conv_rows(given, weight(taps), bias, windows, rows)
+
+
+def apart(x):
+    return x.T.contiguous().T
+
+
 REFUSED = {
+    "narrow queries of a state": (lambda: recurrent("verify", q_width=4), r"q is \[3, 2, 4\] .* need \[3, 2, 5\]"),
+    "states of no layer": (lambda: recurrent("commit"), "states is"),
+    "states that lie apart": (
+        lambda: recurrent("verify", turned=True),
+        "3 dimensions of states must be contiguous",
+    ),
+    "a narrow tap": (lambda: convolved(weight=lambda w: w[:, 1:]), r"expected \[C, W\]"),
+    "taps that lie apart": (lambda: convolved(weight=apart), "contiguous"),
+    "channels that lie apart": (lambda: convolved(x=apart, commits=True), "contiguous channels"),
+    "windows of no layer": (lambda: convolved(commits=True, layers=False), "do not fit x"),
     "rows that differ": (lambda: add_norm(Z(3, 24), Z(2, 24), Z(24), EPS), "do not fit together"),
     "a weight that is narrow": (lambda: add_norm(Z(3, 24), Z(3, 24), Z(12), EPS), "do not fit together"),
     "too few queries": (lambda: rotated(q=(2, 4, 24)), "do not fit together"),

@@ -57,21 +57,6 @@ def test_uniform_is_uniform_with_53_bits():
     assert (lattice % 2 == 1).double().mean() > 0.49  # the last bit is used
 
 
-@pytest.mark.parametrize("neighbour", ["step", "request", "slot", "purpose"])
-def test_neighbouring_keys_are_uncorrelated(neighbour):
-    keys = torch.arange(0, 200_000, 2)
-    first = uniform(2, 3, keys, 4, Purpose.DRAFT)
-    second = {
-        "step": lambda: uniform(2, 4, keys, 4, Purpose.DRAFT),
-        "request": lambda: uniform(2, 3, keys + 1, 4, Purpose.DRAFT),
-        "slot": lambda: uniform(2, 3, keys, 5, Purpose.DRAFT),
-        "purpose": lambda: uniform(2, 3, keys, 4, Purpose.ACCEPT),
-    }[neighbour]()
-    cells = torch.stack((first * 8, second * 8)).long()
-    counts = torch.bincount(cells[0] * 8 + cells[1], minlength=64).double()
-    assert stats.chisquare(counts.numpy()).pvalue > ALPHA
-
-
 def test_exponential_does_not_depend_on_vocabulary_or_batch():
     seeds, positions = torch.tensor([1, -7, 2**62]), torch.tensor([0, 31, 70_000])
     wide = exponential(seeds, positions, 1001)

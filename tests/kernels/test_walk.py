@@ -181,24 +181,6 @@ def test_the_noise_is_precise_from_end_to_end(device):
     torch.testing.assert_close(found.double(), expected, atol=0, rtol=NOISE_RTOL)
 
 
-@pytest.mark.thorough
-def test_sampled_tokens_follow_their_scores(device):
-    """1280 draws from one distribution by five launches, in a chi-square; two independent slots at a time."""
-    v, bs = 11, 128
-    case = WalkCase(device, [Request(0.7)], bs=bs, gamma=2, v=v, head_type=None)
-    case.base[:] = torch.linspace(-1.5, 1.5, v, device=device)
-    probs = torch.softmax(case.base[0, 0] / 0.7, 0)
-    counts, pairs = torch.zeros(v), torch.zeros(4)
-    for step in range(5):
-        block = case.run(draft_block, keys=RoundKeys(3, step, torch.arange(bs, device=device), case.anchors))
-        counts += torch.bincount(block.tokens.flatten(), minlength=v).cpu()
-        high = (block.tokens >= v - 2).long()
-        pairs += torch.bincount(2 * high[:, 0] + high[:, 1], minlength=4).cpu()
-        torch.testing.assert_close(block.distribution.probs(), probs.expand(bs, 2, v), **FLOAT32_TOL)
-    assert stats.chisquare(counts, probs.double().cpu() * counts.sum() / probs.double().cpu().sum()).pvalue > ALPHA
-    assert stats.chi2_contingency(pairs.view(2, 2)).pvalue > ALPHA
-
-
 def test_the_noise_of_a_race_is_exponential():
     values = noise.race_exponential(5, 9, torch.arange(50), 0, Purpose.DRAFT, 4001)
     assert values.shape == (50, 4001)

@@ -1,13 +1,9 @@
 """Against a fake server: after a while the policy ``auto`` is as good as the best choice that could be made."""
 
-from dataclasses import replace
-from functools import partial
-from itertools import product
-
 import numpy as np
 import pytest
 from closed_loop import ClosedLoop, blocks, wrong_by
-from step_tables import GAMMA, compute_bound, memory_bound
+from step_tables import compute_bound, memory_bound
 
 pytestmark = pytest.mark.slow
 
@@ -59,35 +55,6 @@ def test_a_wrong_table_would_cost_more_if_it_were_believed(monkeypatch):
         loop.run(200)
         missed[users] = 1 - loop.run(200) / loop.best()
     assert max(missed.values()) > 2 * TOLERANCE, missed
-
-
-def wrong_at(table, drafts, factor):
-    """``table`` with one kind of step off, at every load."""
-    verify_ms = table.verify_ms.copy()
-    verify_ms[:, drafts] *= factor
-    return replace(table, verify_ms=verify_ms)
-
-
-@pytest.mark.parametrize(
-    ("machine", "most", "users"),
-    [
-        ("compute bound", 0.035, 8),
-        *(pytest.param("compute bound", 0.035, users, marks=pytest.mark.thorough) for users in (1, 16)),
-        *(pytest.param("memory bound", 0.02, users, marks=pytest.mark.thorough) for users in (1, 8, 16)),
-    ],
-)
-def test_a_cold_start_with_a_wrong_table_costs_little(machine, most, users):
-    """Any one kind of step wrong by 30 %, over the first 300 steps, against a start with the right table."""
-
-    def rate(believed):
-        return np.mean([simulate(machine, 0.75, users, seed, believed).run(300) for seed in (1, 2)])
-
-    right = rate(lambda table: table)
-    lost = {
-        (drafts, factor): 1 - rate(partial(wrong_at, drafts=drafts, factor=factor)) / right
-        for drafts, factor in product(range(GAMMA + 1), (0.7, 1.3))
-    }
-    assert max(lost.values()) < most, lost
 
 
 @pytest.mark.parametrize("users", [1, 64])

@@ -16,7 +16,6 @@ from step_tables import make_table
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.step import selection
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DraftOutput
@@ -125,22 +124,6 @@ def test_the_text_follows_the_target_whatever_requests_ask_for(model, name):
     assert model.distribution_p_value(anchors, out_tokens) > ALPHA
     lens = torch.stack([lens for _, lens in choices])
     assert (lens[:, 1::4] <= 1).all()
-
-
-def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
-    """The same server with drafts judged by their successor's confidence."""
-    honest = selection.above_threshold
-
-    def ahead(confidence, threshold):
-        return honest(torch.cat([confidence[:, 1:], confidence[:, -1:]], dim=1), threshold)
-
-    def bounded(anchors):
-        return RequestLimits((GAMMA,) * BS, (0.6,) * BS)
-
-    for rule, exact in ((ahead, False), (honest, True)):
-        monkeypatch.setattr(selection, "above_threshold", rule)
-        anchors, out_tokens, _ = serve(model, make_schedule(DSparkConfig(schedule="static")), ask=bounded)
-        assert (model.distribution_p_value(anchors, out_tokens) > ALPHA) == exact
 
 
 def kinds(choices):

@@ -35,7 +35,7 @@ PROMPT = CASES[1]["prompt_ids"]
 def test_plain_dflash_in_the_form_in_which_it_is_published(dflash):
     """Sixteen slots of which fifteen predict, no heads; without a confidence head ``auto`` goes by past acceptance.
 
-    Other forms of heads and networks: tests/worker/test_head_variants.py.
+    Other forms of heads and networks: tests/worker/test_switches.py.
     """
     stats = dflash.get_json("/dspark/stats")
     assert (stats["block_size"], stats["policy"]) == (15, "auto")

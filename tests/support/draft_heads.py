@@ -1,10 +1,11 @@
 """The real heads of a draft model, with random weights."""
 
 import torch
+from canonical_drafter import config_json
 from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, MarkovWeights
 
 from sglang_dspark.draft.confidence_head import ConfidenceHead
-from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.formats import read_content
 from sglang_dspark.draft.markov_head import MarkovHead, VanillaMarkovHead, build_markov_head
 
 
@@ -19,26 +20,10 @@ def draft_heads(
     std: float = 0.8,
     seed: int = 0,
 ) -> tuple[MarkovHead | None, ConfidenceHead]:
-    config = DraftConfig(
-        hidden_size=hidden_size,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=4,
-        vocab_size=vocab_size,
-        rms_norm_eps=1e-6,
-        rope_theta=10_000.0,
-        max_position_embeddings=64,
-        block_size=block_size,
-        mask_token_id=0,
-        target_layer_ids=(0,),
-        num_target_layers=2,
-        markov_rank=rank if head_type else 0,
-        markov_head_type=head_type,
-        enable_confidence_head=True,
-        confidence_head_with_markov=confidence_with_markov,
-    )
+    sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "block_size": block_size, "mask_token_id": 0}
+    markov = {"markov_rank": rank if head_type else 0, "markov_head_type": head_type or ...}
+    content = config_json(**sizes, **markov, confidence_head_with_markov=confidence_with_markov)
+    config = read_content(content, origin="").config
     heads = build_markov_head(config), ConfidenceHead(config)
     generator = torch.Generator().manual_seed(seed)
     for head in heads:
