@@ -5,11 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from acceptance_cases import SEED, STEP, Case, assert_same, check_sampled, make_case, reference, rows_of
-from dspark_kernels import (
-    DraftDistribution,
-    RoundKeys,
-    accept,
-)
+from dspark_kernels import DraftDistribution, RoundKeys, accept
 from scipy import stats
 
 FORMS = [

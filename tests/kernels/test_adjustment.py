@@ -4,12 +4,7 @@ import random
 
 import pytest
 import torch
-from dspark_kernels import (
-    Adjustment,
-    AdjustmentTable,
-    adjust,
-    adjust_ref,
-)
+from dspark_kernels import Adjustment, AdjustmentTable, adjust, adjust_ref
 from literal import literal_adjust
 
 RTOL = 2e-6  # float32 against float64; a logit passes four roundings

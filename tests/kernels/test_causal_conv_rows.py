@@ -2,12 +2,7 @@
 
 import pytest
 import torch
-from dspark_kernels import (
-    causal_conv_rows,
-    causal_conv_rows_ref,
-    commit_conv_windows,
-    commit_conv_windows_ref,
-)
+from dspark_kernels import causal_conv_rows, causal_conv_rows_ref, commit_conv_windows, commit_conv_windows_ref
 from dspark_kernels.recurrence import causal_conv_rows as module
 from recurrent_rows import Rows, replayed, served
 

@@ -113,10 +113,7 @@ def apart(x):
 REFUSED = {
     "narrow queries of a state": (lambda: recurrent("verify", q_width=4), r"q is \[3, 2, 4\] .* need \[3, 2, 5\]"),
     "states of no layer": (lambda: recurrent("commit"), "states is"),
-    "states that lie apart": (
-        lambda: recurrent("verify", turned=True),
-        "3 dimensions of states must be contiguous",
-    ),
+    "states that lie apart": (lambda: recurrent("verify", turned=True), "3 dimensions of states must be contiguous"),
     "a narrow tap": (lambda: convolved(weight=lambda w: w[:, 1:]), r"expected \[C, W\]"),
     "taps that lie apart": (lambda: convolved(weight=apart), "contiguous"),
     "channels that lie apart": (lambda: convolved(x=apart, commits=True), "contiguous channels"),

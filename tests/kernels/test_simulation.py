@@ -18,10 +18,7 @@ def case(bs, gamma, device):
     verify_lens = ints(bs, most=gamma + 1)
     accept_lens = (torch.rand(bs, generator=generator) * (verify_lens + 1)).long()
     judged = AcceptResult(
-        accept_lens.to(device),
-        ints(bs).to(device),
-        ints(bs, gamma + 1).to(device),
-        (500 + accept_lens + 1).to(device),
+        accept_lens.to(device), ints(bs).to(device), ints(bs, gamma + 1).to(device), (500 + accept_lens + 1).to(device)
     )
     # A part of a wider buffer, as the drafts of a captured step are.
     drafts = ints(bs, gamma + 3).to(device)[:, :gamma]

@@ -7,15 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from dspark_kernels import (
-    DraftVocabulary,
-    Purpose,
-    RoundKeys,
-    SamplingBatch,
-    draft_block,
-    draft_block_ref,
-    draw,
-)
+from dspark_kernels import DraftVocabulary, Purpose, RoundKeys, SamplingBatch, draft_block, draft_block_ref, draw
 from dspark_kernels.drafting import walk
 from dspark_kernels.sampling import noise
 from dspark_kernels.sampling.noise_device import race_noise, unit_exponential
@@ -53,8 +45,7 @@ OTHER = DraftVocabulary(torch.arange(3), 150)
 
 
 @pytest.mark.parametrize(
-    ("head_type", "dtype", "rules"),
-    pairwise(["vanilla", "gated", "rnn", None], [torch.float32, HALF], [GREEDY, MIXED]),
+    ("head_type", "dtype", "rules"), pairwise(["vanilla", "gated", "rnn", None], [torch.float32, HALF], [GREEDY, MIXED])
 )
 def test_every_head_type(device, head_type, dtype, rules):
     check(WalkCase(device, rules, head_type=head_type, dtype=dtype))

@@ -121,10 +121,7 @@ def test_nothing_to_train_on_begins_as_a_held_out_conversation(prompt_format, tm
     assert len(apart) == 2 and len(trained) >= 3 * (len(NOUNS) - 2)
     assert not {first for first, _ in apart} & {first for first, _ in trained}
     path.write_text("".join(json.dumps({"turns": ["cat 1", f"cat {n}"]}) + "\n" for n in "234"))
-    with pytest.raises(
-        ConfigError,
-        match=r"--held-out 2: of 3 prompts.* begins otherwise",
-    ):
+    with pytest.raises(ConfigError, match=r"--held-out 2: of 3 prompts.* begins otherwise"):
         written(tmp_path / "none", plan, prompt_format)
 
 
