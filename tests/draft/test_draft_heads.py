@@ -1,7 +1,6 @@
 """Markov and confidence heads alone: teacher forcing equals stepping, the rnn's old-state rule, inputs and dtypes."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from reference_decoding import markov_step
 
 from sglang_dspark.draft.confidence_head import ConfidenceHead
 from sglang_dspark.draft.formats import read_content
-from sglang_dspark.draft.markov_head import build_markov_head
+from sglang_dspark.draft.model import DraftModel
 
 
 @pytest.fixture
@@ -19,17 +18,18 @@ def config(make_config):
 
 
 def build(config, head):
-    return build_markov_head(dataclasses.replace(config, markov_head_type=head))
+    return DraftModel(dataclasses.replace(config, markov_head_type=head)).requires_grad_()
 
 
-def block_bias(markov, prev_tokens, hidden):
+def block_bias(model, prev_tokens, hidden):
     """Return the biases of whole blocks as the trainer computes them."""
-    return markov.markov_w2(block_latents(SimpleNamespace(markov_head=markov), prev_tokens, hidden)[0])
+    return model.markov_head.markov_w2(block_latents(model, prev_tokens, hidden)[0])
 
 
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
 def test_teacher_forcing_equals_walking_the_block(config, head):
-    markov = build(config, head)
+    model = build(config, head)
+    markov = model.markov_head
     prev_tokens, hidden = torch.randint(19, (3, 6)), torch.randn(3, 6, 24)
     state = markov.initial_state(3, torch.device("cpu"), torch.float32)
     biases = []
@@ -38,18 +38,19 @@ def test_teacher_forcing_equals_walking_the_block(config, head):
         assert bias.shape == (3, 19)
         assert torch.equal(w1_embedding, markov.markov_w1.weight[prev_tokens[:, slot]])
         biases.append(bias)
-    torch.testing.assert_close(block_bias(markov, prev_tokens, hidden), torch.stack(biases, dim=1))
+    torch.testing.assert_close(block_bias(model, prev_tokens, hidden), torch.stack(biases, dim=1))
 
 
 def test_the_rnn_state_is_required(config):
     with pytest.raises(ValueError, match="initial_state"):
-        markov_step(build(config, "rnn"), torch.tensor([1]), torch.randn(1, 24), None)
+        markov_step(build(config, "rnn").markov_head, torch.tensor([1]), torch.randn(1, 24), None)
 
 
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
 def test_block_bias_trains_every_parameter(config, head):
-    markov = build(config, head)
-    block_bias(markov, torch.randint(19, (2, 5)), torch.randn(2, 5, 24)).square().sum().backward()
+    model = build(config, head)
+    markov = model.markov_head
+    block_bias(model, torch.randint(19, (2, 5)), torch.randn(2, 5, 24)).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in markov.parameters())
 
 

@@ -17,7 +17,6 @@ QWEN3_8B = json.loads("""\
 "tie_word_embeddings": false, "use_cache": true, "use_sliding_window": false, "vocab_size": 151936}
 """)
 TAPS = {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 DFLASH = {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
 HEADS = {
     "markov_rank": 256,

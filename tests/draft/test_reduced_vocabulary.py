@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from dspark_kernels import MarkovWalk, RoundKeys, SamplingBatch, draft_block_ref
+from dspark_kernels import MarkovWalk
 from reference_decoding import markov_step
 
 from sglang_dspark.draft.reduced_vocabulary import FILE, ProposalHeads, load_token_ids, save_token_ids
@@ -12,14 +12,6 @@ from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import CheckpointError
 
 IDS = [3, 5, 8, 21, 40]
-
-
-def rows(bs, temperature, seed=None):
-    return SamplingBatch.from_lists([temperature] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [seed] * bs)
-
-
-def keys(bs, step=1):
-    return RoundKeys(seed=7, step=step, request_keys=torch.arange(bs), positions=torch.full((bs,), 10))
 
 
 @pytest.fixture
@@ -35,28 +27,6 @@ def test_heads_give_the_same_numbers_for_their_tokens(model):
     torch.testing.assert_close(part_bias, bias[:, IDS])
     expected, _, _ = markov_step(model.markov_head, tokens, hidden, None)
     assert torch.equal(bias, expected)
-
-
-@pytest.mark.parametrize("seed", [None, 5])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_block_is_that_of_the_whole_vocabulary_with_the_others_forbidden(model, temperature, seed):
-    bs, gamma = 3, 4
-    hidden = torch.randn(bs, gamma, model.config.hidden_size)
-    anchors = torch.tensor([1, 7, 21])
-    heads = ProposalHeads(model, IDS)
-    flat = hidden.view(bs * gamma, -1)
-    reduced = heads.base_logits(flat).view(bs, gamma, -1)
-    forbidden = torch.full((bs, gamma, model.config.vocab_size), float("-inf"))
-    forbidden[..., IDS] = reduced
-    group = rows(bs, temperature, seed)
-    found = draft_block_ref(reduced, hidden, anchors, heads.weights, group, keys(bs))
-    expected = draft_block_ref(forbidden, hidden, anchors, ProposalHeads(model, None).weights, group, keys(bs))
-    assert torch.equal(found.tokens, expected.tokens)
-    assert set(found.tokens.flatten().tolist()) <= set(IDS)
-    if expected.probs is None:
-        assert found.probs is None
-    else:
-        torch.testing.assert_close(found.probs, expected.probs)
 
 
 def test_file(tmp_path):
