@@ -1,14 +1,11 @@
-"""Attention of ragged rows on the CPU, and of whole draft blocks in both forms, against dense attention in float64."""
+"""Attention of ragged rows on the CPU, against dense attention in float64."""
 
 import pytest
 import torch
 from dense import FP32_TOL, dense_attention
 from dspark_kernels import (
-    StepRequests,
     VisibleKeys,
     attend_groups,
-    block_attention,
-    block_attention_ref,
     group_contexts,
 )
 
@@ -66,25 +63,3 @@ def test_a_pool_that_numbers_its_rows_itself(key_lens, query_lens, window):
     translated = visible._replace(translation=translation)
     groups = group_contexts(table, rows, key_lens, query_lens, translated, **how)
     torch.testing.assert_close(attend_groups(q, *moved, groups, 0.2), expected, **FP32_TOL)
-
-
-@pytest.mark.parametrize("form", [block_attention, block_attention_ref])
-@pytest.mark.parametrize("prefix_lens", [[0], [40, 0, 7], [50, 50], [3, 200, 64, 4]])
-def test_rows_of_a_block_see_their_context_and_all_of_the_block(form, prefix_lens, device):
-    gamma, heads, kv_heads, head_dim, bs = 5, 6, 2, 16, len(prefix_lens)
-    generator = torch.Generator().manual_seed(bs)
-    q = torch.randn(bs * gamma, heads, head_dim, generator=generator).to(device)
-    k, v = (torch.randn(bs * gamma, kv_heads, head_dim, generator=generator).to(device) for _ in range(2))
-    pool = tuple(torch.randn(300, kv_heads, head_dim, generator=generator).to(device) for _ in range(2))
-    table = torch.randint(1, 300, (bs + 2, 210), generator=generator, dtype=torch.int32).to(device)
-    rows = torch.randperm(bs + 2, generator=generator)[:bs].to(device)
-    lens = torch.tensor(prefix_lens, device=device)
-    scale = head_dim**-0.5
-    requests = StepRequests(lens, lens, rows, table)
-    attend = form(requests, gamma, heads_per_kv=heads // kv_heads, dtype=q.dtype, scale=scale)
-    out = attend(q, k, v, pool, None)
-    for request, (row, prefix) in enumerate(zip(rows.tolist(), prefix_lens, strict=True)):
-        part, slots = slice(request * gamma, (request + 1) * gamma), table[row, :prefix].long()
-        keys, values = torch.cat([pool[0][slots], k[part]]), torch.cat([pool[1][slots], v[part]])
-        mask = torch.ones(gamma, prefix + gamma, dtype=torch.bool, device=device)
-        torch.testing.assert_close(out[part].double(), dense_attention(q[part], keys, values, mask), **FP32_TOL)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dspark_kernels import StepRequests
+from dspark_kernels import StepRequests, block_attention
 from reference_decoding import attend_dense, block_mask
 
 from sglang_dspark.draft.visibility import Visibility
@@ -38,7 +38,8 @@ def step_of(device):
     )
 
 
-def check(form, visibility, device, sinks=None):
+def check(form, shown, device, sinks=None):
+    """Compare blocks that see what ``shown`` says; all of them see everything where it is None."""
     requests = step_of(device)
     generator = torch.Generator().manual_seed(1)
 
@@ -49,31 +50,24 @@ def check(form, visibility, device, sinks=None):
     rows = len(PREFIXES) * SLOTS
     q, k, v = rand(rows, HEADS), rand(rows, KV_HEADS), rand(rows, KV_HEADS)
     how = {"heads_per_kv": HEADS // KV_HEADS, "dtype": torch.float32, "scale": SCALE}
-    found = form(requests, SLOTS, visibility, **how)(q, k, v, pool, sinks)
+    found = form(requests, SLOTS, *(() if shown is None else (shown,)), **how)(q, k, v, pool, sinks)
     for request, prefix in enumerate(PREFIXES):
         own = slice(request * SLOTS, (request + 1) * SLOTS)
         places = requests.req_to_token[requests.req_pool_indices[request], :prefix].long()
         keys, values = (torch.cat((cached[places], x[own])) for cached, x in zip(pool, (k, v), strict=True))
-        seen = block_mask(visibility, prefix, SLOTS).to(device)
+        seen = block_mask(shown or Visibility(), prefix, SLOTS).to(device)
         expected = attend_dense(q[own], keys, values, scale=SCALE, seen=seen, sinks=sinks)
         torch.testing.assert_close(found[own], expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("visibility", KINDS.values(), ids=KINDS.keys())
-def test_blocks_see_what_their_layer_shows(visibility):
-    check(partial_attention.reference, visibility, "cpu")
-
-
-@pytest.mark.parametrize("visibility", KINDS.values(), ids=KINDS.keys())
-def test_blocks_see_the_same_by_kernels(visibility):
-    check(partial_attention.kernel, visibility, DEVICE)
-
-
-@pytest.mark.parametrize("name", ["full", "window from the slot, causal"])
-def test_sinks_take_their_share_of_every_head(name):
-    sinks = torch.linspace(-1, 4, HEADS)
-    for form, device in ((partial_attention.reference, "cpu"), (partial_attention.kernel, DEVICE)):
-        check(form, KINDS[name], device, sinks.to(device))
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+@pytest.mark.parametrize("visibility", [None, *KINDS.values()], ids=["whole blocks", *KINDS])
+def test_blocks_see_what_their_layer_shows(visibility, kernels):
+    """Sinks take their share of every head."""
+    function = block_attention if visibility is None else partial_attention
+    form, device = (function.kernel, DEVICE) if kernels else (function.reference, "cpu")
+    for sinks in (None, torch.linspace(-1, 4, HEADS, device=device)):
+        check(form, visibility, device, sinks)
 
 
 def test_a_layout_for_kernels_reads_no_length():
