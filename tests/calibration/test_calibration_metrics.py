@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sglang_dspark.calibration.metrics import auc, brier, ece, reliability_bins
-from sglang_dspark.calibration.survival import prefix_survival, reached, sigmoid, survived
+from sglang_dspark.calibration.survival import as_shown, reached, sigmoid, survived
 
 
 def literal_ece(predicted, observed, num_bins=20):
@@ -30,13 +30,6 @@ def test_ece_and_brier_equal_their_definitions(sample):
     assert brier(predicted, observed) == pytest.approx(
         np.mean([(p - o) ** 2 for p, o in zip(predicted, observed, strict=True)])
     )
-
-
-def test_bins_leave_out_what_is_empty():
-    bins = reliability_bins(np.array([0.2, 0.24, 0.9]), np.array([True, False, True]))
-    assert bins.counts.tolist() == [2, 1]
-    assert bins.predicted.tolist() == pytest.approx([0.22, 0.9])
-    assert bins.observed.tolist() == [0.5, 1.0]
 
 
 def test_auc_counts_pairs_and_half_of_the_ties():
@@ -73,13 +66,19 @@ def test_sigmoid_does_not_overflow():
     assert sigmoid(2.0) == pytest.approx(1 / (1 + np.exp(-2.0)))
 
 
-def test_survival_is_the_running_product():
-    conditional = np.array([[0.5, 0.5, 1.0], [1.0, 0.25, 0.0]])
-    assert prefix_survival(conditional).tolist() == [[0.5, 0.25, 0.25], [1.0, 0.25, 0.0]]
-
-
 def test_outcomes_of_accepted_and_verified_counts():
     verified, accepted = np.array([3, 3, 2, 0]), np.array([0, 3, 2, 0])
     assert survived(accepted, 3).astype(int).tolist() == [[0, 0, 0], [1, 1, 1], [1, 1, 0], [0, 0, 0]]
     # the first rejection is an observation; what was never verified is none
     assert reached(verified, accepted, 3).astype(int).tolist() == [[1, 0, 0], [1, 1, 1], [1, 1, 0], [0, 0, 0]]
+
+
+def test_what_was_not_verified_goes_on_as_predicted_if_all_before_it_was_accepted():
+    predicted = np.tile([0.8, 0.4, 0.2, np.nan], (5, 1))
+    shown = as_shown(predicted, np.array([3, 3, 2, 1, 0]), np.array([3, 1, 2, 0, 0]))
+    expected = [[1, 1, 1], [1, 0, 0], [1, 1, 0.5], [0, 0, 0], [0.8, 0.4, 0.2]]
+    np.testing.assert_allclose(shown, [[*row, np.nan] for row in expected])
+
+
+def test_a_broken_heads_nothing_divides_nothing():
+    assert as_shown(np.zeros((1, 2)), np.array([1]), np.array([1])).tolist() == [[1.0, 0.0]]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from dspark_kernels import ASKED_ROWS, CACHED_ROWS, KIND_ROWS
 
-from sglang_dspark.calibration.chain_weights import BOOST, WINDOW, WORTHY_RATE, ChainWeights
+from sglang_dspark.calibration.chain_weights import BOOST, WINDOW, ChainWeights
 
 MOST, SLOTS = 14, 3
 SCALE, SHIFT = np.full(SLOTS, 2.0), np.full(SLOTS, -0.5)
@@ -62,13 +62,6 @@ def test_what_is_right_today_outweighs_what_was_right_before():
     for _ in range(20):
         observe(weights, *[(3, 0, 4)] * (WINDOW // 10))
     assert tables(weights)[0][3, 0] == 0
-
-
-def test_candidates_weigh_something_from_a_rate_on():
-    for right, weighs in ((0.5, False), (0.7, True)):
-        weights, rounds = ChainWeights(MOST), 100
-        observe(weights, *[(3, 1, 1)] * int(right * rounds), *[(3, 0, 1)] * int((1 - right) * rounds))
-        assert (tables(weights)[0][3, 0] > 0) == weighs == (weights.rates()[0][3] > WORTHY_RATE)
 
 
 def test_weights_are_finite():

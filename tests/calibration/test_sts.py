@@ -27,12 +27,6 @@ def test_a_stretched_head_is_mended(factor):
     assert factor == 1.0 or min(before) > 0.06
 
 
-def test_every_position_has_its_own_temperature():
-    logits, accepted = draw_rounds(np.random.default_rng(0), 20_000)
-    factors = np.array([0.5, 2.0, 1.0, 3.0, 0.7, 1.5, 1.0])
-    assert fit_sts(factors * logits, accepted) == pytest.approx(factors, rel=0.25)
-
-
 def test_positions_are_fitted_in_order_with_the_earlier_ones_frozen():
     logits, accepted = draw_rounds(np.random.default_rng(3), 500, gamma=3)
     logits *= 2

@@ -1,11 +1,16 @@
-"""The kernels of verification against ``accept_ref``, against the same races in float64, and by distribution."""
+"""The kernels of verification: by references, by the same races in float64, by distribution, in mixed batches."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from acceptance_cases import SEED, STEP, Case, assert_same, check_sampled, make_case, reference, rows_of
-from dspark_kernels import DraftDistribution, RoundKeys, accept
+import triton
+import triton.language as tl
+from acceptance_cases import SEED, STEP, Case, assert_same, check_sampled, make_case, params_of, reference, rows_of
+from dspark_kernels import DraftDistribution, RoundKeys, SamplingBatch, accept, accept_ref, target_probs
+from dspark_kernels.acceptance.acceptance import Rules, verify_drafts
+from dspark_kernels.sampling import noise
+from dspark_kernels.sampling.noise_device import seeded_noise, unit_exponential_52
 from scipy import stats
 
 
@@ -136,3 +141,233 @@ def test_another_vocabulary_is_refused(device):
     narrow = DraftDistribution(case.distribution.scores[..., :22], case.distribution.log_norms)
     with pytest.raises(ValueError, match=r"22 tokens.*\(3, 4\) and 23"):
         case.accept(distribution=narrow)
+
+
+NOISE_RTOL = 1e-6  # what device_noise promises
+NEAR = 1e-5  # scores of the best two tokens that float32 may exchange
+
+# temperature, top_k, top_p, min_p, seed
+GREEDY = (0.0, -1, 1.0, 0.0, None)
+PLAIN = (0.9, -1, 1.0, 0.0, None)
+QWEN = (0.6, 20, 0.95, 0.0, None)
+NUCLEUS = (1.2, -1, 0.8, 0.0, None)
+MIN_P = (1.0, 50, 1.0, 0.1, None)
+SEEDED = (1.0, -1, 1.0, 0.0, -7)
+SEEDED_QWEN = (0.6, 20, 0.95, 0.0, 2**63 + 5)
+ALL = [GREEDY, PLAIN, QWEN, SEEDED, NUCLEUS, SEEDED_QWEN, MIN_P, (1.4, -1, 0.9, 0.02, 3)]
+
+
+def rules_case(device, rules, gamma, vocab_size, **options):
+    """``make_case`` with these requests; drafts of seeded ones are mostly what their seeds draw."""
+    case = make_case(device, [rule[0] for rule in rules], gamma, vocab_size, **options)
+    padding = len(case.drafts) - len(rules)
+    case.rows = SamplingBatch.from_lists(
+        *(list(column) for column in zip(*rules, *[PLAIN] * padding, strict=True)), device
+    )
+    positions = torch.arange(len(case.drafts), device=device) * 1000 + 2**31
+    case.keys = replace(case.keys, positions=positions)
+    return with_seeded_drafts(case)
+
+
+def seeded_scores(case, r):
+    """Scores p / E of every verify row of request r, float64."""
+    num_rows, first = int(case.verify_lens[r]) + 1, int(case.indptr[r])
+    positions = (case.keys.positions[r] + torch.arange(num_rows, device=case.keys.positions.device)).cpu()
+    probs = target_probs(case.logits[first : first + num_rows].cpu(), params_of(case, r, num_rows))
+    return probs / noise.exponential(case.rows.seeds[r].cpu().expand(num_rows), positions, probs.shape[1])
+
+
+def with_seeded_drafts(case):
+    for r in case.rows.seeded_index.tolist():
+        for slot, token in enumerate(seeded_scores(case, r).argmax(-1)[:-1].tolist()):
+            if (r + slot) % 4 != 3:
+                case.drafts[r, slot] = token
+    return case
+
+
+def check_exact(case, accepted):
+    """Greedy and seeded requests equal the reference token for token."""
+    expected = accept_ref(*case.given, case.rows, case.keys)
+    for r in case.rows.seeded_index.tolist():
+        best = seeded_scores(case, r).topk(2, dim=-1).values
+        assert (best[:, 1] < best[:, 0] * (1 - NEAR)).all(), "choose a case without near-ties"
+    for r in [*case.rows.greedy_index.tolist(), *case.rows.seeded_index.tolist()]:
+        assert accepted.out_tokens[r].tolist() == expected.out_tokens[r].tolist()
+        assert accepted.accept_lens[r] == expected.accept_lens[r]
+        assert accepted.bonus_tokens[r] == expected.bonus_tokens[r]
+    return expected
+
+
+@pytest.fixture(autouse=True)
+def kernels_alone(monkeypatch):
+    """Nothing here may go to the reference unnoticed."""
+    monkeypatch.setattr(accept, "reference", None)
+
+
+SHAPES = [
+    pytest.param((1, 0, 2), torch.float32, id="bs1-g0-v2"),
+    pytest.param((2, 7, 9001), torch.bfloat16, id="bs2-g7-v9001-bfloat16"),
+    pytest.param((3, 4, 4097), torch.float32, id="bs3-g4-v4097"),
+    pytest.param((17, 5, 23), torch.float32, id="bs17-g5-v23"),
+]
+KINDS = {
+    "greedy": [GREEDY],
+    "plain": [PLAIN, (1.0, *PLAIN[1:]), (1.7, *PLAIN[1:])],
+    "filtered": [QWEN, NUCLEUS, MIN_P],
+    "seeded": [SEEDED, (0.8, -1, 1.0, 0.0, 2**40 - 7)],
+    "seeded, filtered": [SEEDED_QWEN, (1.4, -1, 0.9, 0.02, 3)],
+    "all": ALL,
+}
+
+
+@pytest.mark.parametrize(("shape", "dtype"), SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_verification_follows_the_rule_of_each_request(device, kind, shape, dtype):
+    """Sampled requests run the same race in float64; greedy and seeded ones take what the reference takes.
+
+    Decisions do not depend on the kind of noise behind the draw that follows. Rows behind the last one are no number.
+    """
+    (bs, gamma, vocab_size), rules = shape, KINDS[kind]
+    how = {"dtype": dtype, "reduced": vocab_size == 23, "slots": 2 if kind == "all" else 0}
+    case = rules_case(device, [rules[r % len(rules)] for r in range(bs)], gamma, vocab_size, **how)
+    poisoned = torch.cat([case.logits, torch.full_like(case.logits[:3], torch.nan)])
+    narrow = {"verify_lens": case.verify_lens.int(), "indptr": case.indptr.int()} if kind == "greedy" else {}
+    accepted = case.accept(logits=poisoned, **narrow)
+    expected = check_exact(case, accepted)
+    sampled = [r for r in case.rows.sampled_index.tolist() if r < bs]
+    assert check_sampled(case, accepted, sampled) >= len(sampled) - 1
+    assert torch.equal(accepted.accept_lens, expected.accept_lens)
+    assert torch.equal(
+        accepted.new_seq_lens, torch.arange(len(case.drafts), device=device) * 10 + 1 + expected.accept_lens
+    )
+    assert bs < 17 or len(set(accepted.accept_lens.tolist())) >= 3
+    assert accepted.out_tokens[bs:].tolist() == [[0, *[-1] * gamma]] * how["slots"]
+
+
+def test_copied_tokens_of_filtered_requests(device):
+    case = rules_case(device, [QWEN, NUCLEUS, MIN_P] * 2, 4, 23, verify_lens=[4] * 6)
+    case.copied = torch.rand(6, 4, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
+    assert check_sampled(case, case.accept(), range(6)) >= 5
+
+
+def test_neutral_filters_and_nobodys_seeds_change_nothing(device):
+    """A CUDA graph that is captured for whatever comes reads rules as tensors."""
+    case = make_case(device, [0.0, 1.0, 0.7], 4, 111)
+    plain = Rules.of(case.rows)
+    params = SamplingBatch.by_temperature(3, case.rows.draw_temperatures, device).filter_params
+    whatever = replace(plain, filters=params, seeds=case.rows.seeds, is_seeded=case.rows.is_seeded)
+    assert_same(verify_drafts(*case.given, whatever, case.keys), verify_drafts(*case.given, plain, case.keys))
+
+
+def test_rows_that_are_no_distribution_give_some_token(device):
+    """Greedy requests get what the reference gives them."""
+    rules = [GREEDY, PLAIN, QWEN, SEEDED, SEEDED_QWEN, NUCLEUS]
+    case = rules_case(device, rules * 4, 1, 5000, verify_lens=[1] * 24)
+    case.logits[:12] = torch.nan
+    case.logits[12:24] = -torch.inf
+    case.logits[24:36, 4500:] = torch.nan
+    case.logits[36:, 150:] = torch.inf
+    accepted = case.accept()
+    assert ((accepted.bonus_tokens >= 0) & (accepted.bonus_tokens < 5000)).all()
+    expected = accept_ref(*case.given, case.rows, case.keys).out_tokens[::6]
+    assert torch.equal(accepted.out_tokens[::6], expected)
+
+
+@pytest.mark.thorough
+def test_emitted_tokens_follow_the_filtered_distribution(device):
+    """Drafts of a flat distribution, of which many are not possible."""
+    vocab_size, bs = 8, 30_000 if device.type == "cuda" else 40  # the interpreter takes 120 ms per request
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(5))
+    rule = (0.8, 6, 0.9, 0.02)
+    rows = SamplingBatch.from_lists(*([value] * bs for value in rule), [None] * bs, device)
+    distribution = make_case(device, [1.0] * bs, 1, vocab_size).distribution
+    distribution.scores.zero_()
+    distribution.log_norms.fill_(torch.tensor(float(vocab_size)).log())
+    requests = torch.arange(bs, device=device)
+    case = Case(
+        drafts=torch.randint(vocab_size, (bs, 1), generator=torch.Generator().manual_seed(6)).to(device),
+        verify_lens=torch.ones_like(requests),
+        logits=logits.expand(2 * bs, vocab_size).contiguous().to(device),
+        indptr=torch.arange(bs + 1, device=device) * 2,
+        distribution=distribution,
+        rows=rows,
+        keys=RoundKeys(11, 12, requests, requests),
+    )
+    emitted = case.accept().out_tokens[:, 0].cpu()
+    expected = target_probs(logits[None].cpu(), params_of(case, 0, 1))[0].double()
+    possible = expected > 0
+    assert 3 <= possible.sum() < 6
+    counts = torch.bincount(emitted, minlength=vocab_size).double()
+    assert counts[~possible].sum() == 0
+    shares = expected[possible] / expected.sum() * counts.sum()
+    assert stats.chisquare(counts[possible].numpy(), shares.numpy()).pvalue > 1e-4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA graphs")
+def test_a_captured_graph_serves_other_rules(device):
+    """With other requests, of which two slots have none, and windows of other lengths."""
+    case = rules_case(device, ALL, 3, 9001, verify_lens=[3] * len(ALL))
+    other = rules_case(device, ALL[:1:-1], 3, 9001, seed=1, slots=2)
+    temperatures, step = case.rows.draw_temperatures.clone(), torch.tensor(STEP, device=device)
+    filters, seeds = case.rows.filter_params, (case.rows.seeds, case.rows.is_seeded)
+    keys = replace(case.keys, step=step)
+
+    def run():
+        return verify_drafts(*case.given, Rules(temperatures, filters, *seeds, any_sampled=True), keys)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        accepted = run()
+    temperatures.copy_(other.rows.draw_temperatures)
+
+    def read(of, rows):
+        drawn, filters = of.distribution, rows.filter_params
+        of_rows = rows.seeds, rows.is_seeded, filters.top_ks, filters.top_ps, filters.min_ps
+        return of.drafts, of.verify_lens, of.indptr, of.logits, drawn.scores, drawn.log_norms, *of_rows
+
+    for target, source in zip(read(case, case.rows), read(other, other.rows), strict=True):
+        target[: len(source)].copy_(source)
+    graph.replay()
+    assert_same(accepted, other.accept())
+
+
+@triton.jit
+def _noise_kernel(out_ptr, seeds_ptr, positions_ptr, first_pair, side: tl.constexpr):
+    lane = tl.program_id(0)
+    pairs = first_pair + tl.arange(0, side)
+    drawn = seeded_noise(tl.load(seeds_ptr + lane), tl.load(positions_ptr + lane), pairs)
+    tl.store(out_ptr + lane * (2 * side) + tl.arange(0, 2 * side), drawn)
+
+
+@pytest.mark.parametrize("first_pair", [0, 75_900])
+def test_the_noise_is_that_of_the_torch_generator(device, first_pair):
+    side, seeds = 512, torch.tensor([0, 1, -7, 2**62 + 5, -(2**63)], device=device)
+    positions = torch.tensor([0, 31, 70_000, 2**31 + 1, 2**32 - 1], device=device)
+    found = torch.empty((5, 2 * side), dtype=torch.float32, device=device)
+    _noise_kernel[(5,)](found, seeds, positions, first_pair, side=side)
+    tokens = 2 * first_pair + torch.arange(2 * side, device=device)
+    expected = noise.exponential_at(seeds[:, None], positions[:, None], tokens)
+    torch.testing.assert_close(found.double(), expected, atol=0, rtol=NOISE_RTOL)
+
+
+@triton.jit
+def _exponential_kernel(high_ptr, low_ptr, out_ptr, side: tl.constexpr):
+    lanes = tl.arange(0, side)
+    high, low = tl.load(high_ptr + lanes).to(tl.uint32), tl.load(low_ptr + lanes).to(tl.uint32)
+    tl.store(out_ptr + lanes, unit_exponential_52(high, low))
+
+
+def test_the_noise_is_precise_from_end_to_end(device):
+    """Every power of two and its neighbours, counted from both ends; the smallest decide."""
+    edges = [2**power + shift for power in range(52) for shift in (-1, 0, 1)]
+    edges = sorted({bits for edge in edges for bits in (edge, 2**52 - 1 - edge)})
+    bits = torch.tensor((edges * 2)[:512])
+    assert len(edges) > 256
+    high, low = (bits >> 26 << 6) + 63, (bits & (2**26 - 1)) << 6
+    found = torch.empty(512, dtype=torch.float32, device=device)
+    _exponential_kernel[(1,)](high.to(device), low.to(device), found, side=512)
+    # Near 1 the odd multiples of 2**-53 leave x, but not 1 - x, without rounding.
+    rest = (2**52 - 1 - bits).double().add(0.5).mul(2.0**-52)
+    torch.testing.assert_close(found.double().cpu(), -torch.log1p(-rest), atol=0, rtol=NOISE_RTOL)

@@ -1,11 +1,13 @@
-"""The drafts that a decision selects, within what single requests ask for."""
+"""A policy's decision within what single requests ask for, and the drafts that it selects."""
 
 import pytest
 import torch
 from dspark_kernels import DraftBlock
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_dspark.step.confidence import Confidence
-from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold, TopK
 from sglang_dspark.step.state import DraftOutput
@@ -62,3 +64,89 @@ def test_a_forced_request_is_verified_in_full_and_one_alone_excludes_the_others(
     for decision, lens in ((forced, [1, 3]), (alone, [0, 3])):
         draft = DraftOutput(block, confidence, decision.draft_lens(2))
         assert decision.select(draft).verify_lens.tolist() == lens
+
+
+DEPTH = 4
+
+
+@st.composite
+def choices(draw, requests):
+    rule = draw(st.sampled_from([FixedLength, TopK, EarlyStop, Threshold]))
+    depth = draw(st.integers(1, DEPTH))
+    if rule is FixedLength:
+        return draw(st.sampled_from([PLAIN, StepDecision(depth, FixedLength())]))
+    if rule is not TopK:
+        return StepDecision(depth, EarlyStop(()) if rule is EarlyStop else Threshold(0.5))
+    drafted = draw(st.none() | st.sets(st.integers(0, requests - 1), min_size=1).map(lambda r: tuple(sorted(r))))
+    budget = draw(st.integers(0, depth * (requests if drafted is None else len(drafted))))
+    forced = draw(st.none() | st.sampled_from(range(requests) if drafted is None else drafted))
+    return StepDecision(depth, TopK(budget, forced), draft_requests=drafted)
+
+
+@st.composite
+def cases(draw):
+    requests = draw(st.integers(1, 5))
+    lens = st.lists(st.integers(0, DEPTH), min_size=requests, max_size=requests)
+    most = draw(lens.map(tuple))
+    bounds = draw(st.none() | st.lists(st.sampled_from([0.0, 0.5]), min_size=requests, max_size=requests))
+    thresholds = tuple(bounds) if bounds and any(bounds) else None
+    limits = RequestLimits(most, thresholds) if thresholds or draw(st.booleans()) else None
+    return draw(choices(requests)), limits, requests
+
+
+@given(cases())
+def test_nobody_gets_more_than_asked_for(case):
+    decision, limits, requests = case
+    within = decision.within(limits)
+    allowed = (DEPTH,) * requests if limits is None else limits.max_verify
+    if within.limits is None:
+        # Nothing binds, or nothing is left to verify.
+        assert within in (decision, PLAIN)
+        if within is not PLAIN and decision.draft_len:
+            drafted = range(requests) if decision.draft_requests is None else decision.draft_requests
+            assert all(allowed[r] >= decision.draft_len for r in drafted)
+        return
+    most = within.limits.max_verify
+    assert not within.is_fixed(requests)
+    drafted = set(range(requests) if within.draft_requests is None else within.draft_requests)
+    for r in range(requests):
+        assert most[r] <= min(allowed[r], within.draft_len if r in drafted else 0)
+    assert within.selection.probe_request is None or within.selection.probe_request in drafted
+    if isinstance(within.selection, TopK):
+        assert within.selection.budget <= sum(most)
+        if isinstance(decision.selection, TopK):
+            assert within.selection.budget <= decision.selection.budget
+
+
+@given(st.integers(1, 5), st.integers(0, DEPTH))
+def test_limits_that_do_not_bind_change_nothing(requests, depth):
+    decision = StepDecision(depth, TopK(requests * depth // 2)) if depth else PLAIN
+    assert decision.within(RequestLimits((DEPTH,) * requests)) == decision.within(None) == decision
+
+
+def test_a_fixed_length_becomes_ragged():
+    within = StepDecision(3, FixedLength()).within(RequestLimits((7, 1, 0)))
+    assert (within.selection, within.draft_requests) == (TopK(4), (0, 1))
+    assert within.max_drafts(3) == 4
+
+
+def test_bounds_by_confidence_leave_the_total_open():
+    within = StepDecision(3, TopK(4)).within(RequestLimits((3, 3), (0.5, 0.0)))
+    assert within.has_threshold
+    assert within.max_drafts(2) == 4
+
+
+def test_a_request_that_may_verify_nothing_is_not_drafted():
+    decision = StepDecision(3, TopK(6)).within(RequestLimits((3, 0)))
+    assert decision.draft_requests == (0,)
+    assert decision.draft_lens(2) == [3, 0]
+
+
+def test_a_step_that_drafts_for_some_verifies_nothing_of_the_others():
+    """Whatever the rule said of all of them."""
+    some = StepDecision(3, FixedLength()).for_some([0, 2], 4)
+    assert (some.selection, some.draft_requests) == (TopK(6), (0, 2))
+    assert not some.is_fixed(4)
+    assert not StepDecision(3, FixedLength(), draft_requests=(0,)).is_fixed(2)
+    assert StepDecision(3, TopK(4)).for_some([1], 4).max_drafts(4) == 3
+    assert StepDecision(3, FixedLength()).for_some(range(4), 4).is_fixed(4)
