@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from switches import SWITCHES
 
 from sglang_dspark.draft.formats import read_config, read_content
 from sglang_dspark.draft.pairing import check_dimensions
@@ -16,37 +17,20 @@ def read(content):
     return read_content(content, origin="some/config.json").config
 
 
-VARIANTS = {
-    "gated": {"markov_head_type": "gated"},
-    "rank 0": {"markov_rank": 0, "markov_head_type": ..., "confidence_head_with_markov": False},
-    "no heads": {
-        "markov_rank": 0,
-        "markov_head_type": ...,
-        "enable_confidence_head": False,
-        "confidence_head_with_markov": ...,
-    },
+NO_HEADS = {
+    "markov_rank": 0,
+    "markov_head_type": ...,
+    "enable_confidence_head": False,
+    "confidence_head_with_markov": ...,
+}
+VARIANTS = SWITCHES | {
+    "no heads": NO_HEADS,
+    "rank 0": NO_HEADS | {"enable_confidence_head": True, "confidence_head_with_markov": False},
     "no confidence": {"enable_confidence_head": False, "confidence_head_with_markov": ...},
     "single tap": {"target_layer_ids": [-1]},
     "inference only": {"num_anchors": ..., "layer_types": ..., "tie_word_embeddings": ...},
     "transformers 4": {"rope_parameters": ..., "rope_theta": 500.0, "rope_scaling": None},
     "theta twice, equal": {"rope_theta": 500.0},
-    "DFlash layout": {"sample_from_anchor": False},
-    "sliding layers": {
-        "layer_types": ["full_attention", "sliding_attention"],
-        "sliding_window": 16,
-        "window_from_anchor": True,
-        "causal_layers": [False, False],
-    },
-    "causal layers": {"causal_layers": [True, False]},
-    "reduced vocabulary": {"draft_vocab_size": 7},
-    "YaRN": {"rope_parameters": {"rope_theta": 500.0, "rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0}},
-    "some pairs rotate": {
-        "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "rotary_pairs": "whole_head"}
-    },
-    "proportional RoPE": {
-        "rope_parameters": {"rope_theta": 500.0, "rope_type": "proportional", "partial_rotary_factor": 0.5}
-    },
-    "biases": {"attention_bias": True},
     "depth unknown": {"num_target_layers": None},
     "no vocabulary in common with defaults": {"vocab_size": 151936, "mask_token_id": 151669},
 }

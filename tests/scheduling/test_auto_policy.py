@@ -73,12 +73,6 @@ def test_the_first_step_is_the_whole_block(requests):
         assert make_policy(table).choose(requests, CONTEXT) == whole(requests)
 
 
-def test_it_speculates_where_drafts_are_good():
-    policy = make_policy(memory_bound(), GOOD)
-    assert set(untried(policy, PROBE_STEPS - 1)) == {whole(4)}
-    assert not policy.parked
-
-
 def test_it_trims_where_tokens_cost():
     policy = make_policy(compute_bound(), 0.7, depths=draft_depths(compute_bound().draft_ms))
     decision = policy.choose(32, CONTEXT)
@@ -219,11 +213,6 @@ def test_a_step_that_is_known_well_and_slower_is_left_alone():
     choices = list(run_and_time(policy, 8000, lambda decision: 1.0))
     assert 0 < choices[:4000].count(PLAIN) < 12
     assert choices[4000:].count(PLAIN) < 6
-
-
-def test_a_step_out_of_the_question_is_not_timed():
-    policy = make_policy(break_even(GOOD, advantage=1.0), GOOD)
-    assert PLAIN not in run_and_time(policy, 3000, lambda decision: 1.0)
 
 
 def trimming_policy(confidence=0.6):

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 from dspark_kernels import ASKED_ROWS, KIND_ROWS, MOST_MATCH, NUM_ROWS, USUAL, Adjustment, SamplingBatch, SecondTexts
 from stage_loop import NO_CHAINS
+from step_tables import make_table
 from told_noise import every_run
 from toy_pair import GAMMA, ToyLoop, target_distribution, toy_drafter
 
@@ -30,9 +30,7 @@ NO_FILTER = (-1, 1.0, 0.0)
 
 def table(gamma: int) -> SpsTable:
     """Drafts cost so much that not all of them are worth it."""
-    drafts, requests = np.arange(gamma + 1.0), np.array([[1.0], [4.0]])
-    verify, draft = 4 + 1.5 * drafts * requests, np.where(drafts > 0, 0.5, 0.0) * requests
-    return SpsTable({}, [1, 4], range(gamma + 1), [64], draft[..., None], verify[..., None])
+    return make_table(lambda r, d, c: 4 + 1.5 * d * r, lambda r, d, c: 0.5 * r, gamma=gamma, requests=(1, 4))
 
 
 @cache
