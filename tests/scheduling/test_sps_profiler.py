@@ -150,24 +150,12 @@ def test_two_loads_are_measured_on_the_slowest_machine(monkeypatch):
 
 def test_noise_above_a_larger_load_is_lowered_to_it(monkeypatch):
     """One cell of each kind took ten times as long in every pass."""
-
-    def slow_cell(steps, run, clock, warm_up):
-        requests, kind, (num_drafts,) = steps.requests, run.func.__name__, run.args
-        base = (5.0 if kind == "draft" else 20.0) + requests + num_drafts
-        return 10 * base if (requests, num_drafts) == (2, 1) else base
-
-    class Load:
-        def __init__(self, requests, context):
-            self.requests = requests
-
-        def draft(self, depth): ...
-
-        def verify(self, drafts): ...
-
-    monkeypatch.setattr(sps_profiler, "_time", slow_cell)
-    grid = {"key": {}, "requests": [1, 2, 4], "drafts": range(3), "contexts": [64], "limit_s": 60.0}
-    noisy = sps_profiler.measure(Load, **grid)
-    assert noisy.verify_ms[1, 1, 0] == 230.0
-    repaired = sps_profiler.measure(Load, **grid, monotone=True)
-    assert repaired.verify_ms[:, :, 0].tolist() == [[21, 22, 23], [22, 24, 24], [24, 25, 26]]
-    assert repaired.draft_ms[:, :, 0].tolist() == [[0, 7, 8], [0, 9, 9], [0, 10, 11]]
+    machine = Machine(monkeypatch)
+    calm, seconds = machine.measure(), machine.seconds
+    machine.seconds = lambda r, c, kind, d: seconds(r, c, kind, d) * (10 if (r, d) == (2, 1) else 1)
+    noisy, repaired = machine.measure(), machine.measure(monotone=True)
+    for name in ("draft_ms", "verify_ms"):
+        expected = getattr(calm, name).copy()
+        assert getattr(noisy, name)[1, 1] == pytest.approx(10 * expected[1, 1])
+        expected[1, 1] = expected[1, 2]
+        assert getattr(repaired, name) == pytest.approx(expected)

@@ -1,5 +1,7 @@
 """Flattening of the tokens to be verified."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingBatch, kernels_anywhere
@@ -26,10 +28,6 @@ def step():
     )
 
 
-def uniform_plan(step, tokens, verify_len):
-    return build_plan(step.requests, tokens, FixedLens(verify_len, len(step), tokens.device))
-
-
 def ragged_plan(step, lens):
     return build_plan(step.requests, DRAFTS, DeviceLens(torch.tensor(lens)))
 
@@ -53,32 +51,27 @@ def test_ragged(step, lens):
         assert columns == list(range(verify_len + 1))
 
 
-def test_uniform_is_the_ragged_plan_of_equal_lengths(step):
-    uniform, ragged = uniform_plan(step, DRAFTS, 3), ragged_plan(step, [3, 3, 3])
-    for name in ("verify_lens", "indptr", "requests", "columns", "input_ids", "positions", "slots"):
-        assert torch.equal(getattr(uniform, name), getattr(ragged, name)), name
+SURVIVAL = torch.tensor([[0.9, 0.5, 0.1], [2.0, 2.0, -1.0], [0.6, 0.5, 0.4]])
+SELECTED = {
+    "all": FixedLens(3, 3, torch.device("cpu")),
+    "some of each": FixedLens(2, 3, torch.device("cpu")),
+    **{f"best {budget}": TopDrafts(SURVIVAL, budget) for budget in (1, 4, 7)},
+}
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SELECTED)
+def test_every_selection_is_the_ragged_plan_of_its_lengths(step, name, kernels):
+    """On a GPU, here by Triton's interpreter, too. A draft must not be verified, and others have to be."""
+    selected = SELECTED[name]
+    with kernels_anywhere() if kernels else nullcontext():
+        plan = build_plan(step.requests, DRAFTS, selected)
+    ragged = ragged_plan(step, selected.verify_lens.tolist())
+    for part in ("verify_lens", "indptr", "requests", "columns", "input_ids", "positions", "slots"):
+        assert torch.equal(getattr(plan, part), getattr(ragged, part)), part
+    assert plan.width == (3 if name == "some of each" else 4)
 
 
 def test_verifying_nothing_needs_no_drafts(step):
-    assert uniform_plan(step, DRAFTS[:, :0], 0).input_ids.tolist() == [10, 20, 30]
-
-
-@pytest.mark.parametrize("budget", [1, 4, 7])
-def test_top_is_the_ragged_plan_of_the_best_drafts(step, budget):
-    """A draft that must not be verified, and one that must."""
-    best = TopDrafts(torch.tensor([[0.9, 0.5, 0.1], [2.0, 2.0, -1.0], [0.6, 0.5, 0.4]]), budget)
-    top, ragged = build_plan(step.requests, DRAFTS, best), ragged_plan(step, best.verify_lens.tolist())
-    for name in ("verify_lens", "indptr", "requests", "columns", "input_ids", "positions", "slots"):
-        assert torch.equal(getattr(top, name), getattr(ragged, name)), name
-    assert top.width == 4
-
-
-@pytest.mark.slow
-def test_on_a_gpu_the_best_drafts_are_laid_out_in_one_launch(step):
-    """Here by Triton's interpreter."""
-    best = TopDrafts(torch.tensor([[0.9, 0.5, 0.1], [2.0, 2.0, -1.0], [0.6, 0.5, 0.4]]), 4)
-    on_host = build_plan(step.requests, DRAFTS, best)
-    with kernels_anywhere():
-        on_kernels = build_plan(step.requests, DRAFTS, best)
-    for name, rows in vars(on_kernels).items():
-        assert torch.equal(torch.as_tensor(rows), torch.as_tensor(getattr(on_host, name))), name
+    nothing = FixedLens(0, 3, torch.device("cpu"))
+    assert build_plan(step.requests, DRAFTS[:, :0], nothing).input_ids.tolist() == [10, 20, 30]
