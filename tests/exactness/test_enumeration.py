@@ -23,7 +23,6 @@ from enumerated_distribution import (
     all_but_the_first,
     bounded,
     distribution_error,
-    drafter_of_longer_blocks,
     half_of,
     half_of_all,
     one_of_three,
@@ -32,121 +31,88 @@ from enumerated_distribution import (
 )
 from stage_loop import NO_CHAINS
 from switches import SWITCHES
-from toy_pair import ToyLoop, toy_drafter
+from toy_pair import GAMMA, ToyLoop, toy_drafter
 
 pytestmark = pytest.mark.slow
 
-KINDS = [COMPETING, COPYING]
-QUICK = ("DFlash", "reduced vocabulary, gated", "everything")
-TOLERANCE = 1e-9
-ROUNDED = 2e-7  # penalties are float32
+KINDS = {"compete": COMPETING, "copy": COPYING}
+TOP_K = {"filters": FILTERS["top-k"]}
+ONE_DRAFT, REDUCED = {"block_size": 1}, SWITCHES["reduced vocabulary, gated"]
+BESIDE = {"requests": 3, "bounds": (NO_CHAINS, COPYING, NO_CHAINS), **TOP_K}
+RARE: set[str] = set()  # for `make thorough`
 
 
-def rarely(case):
-    """A case for ``make thorough``."""
-    return pytest.param(case, marks=pytest.mark.thorough)
+def cases():
+    """Yield name, options of the schedule, tokens of the text, the rest, and the switches of another drafter."""
+    for policy, options in POLICIES.items():
+        # The second round draws again what the first one did not verify.
+        yield f"two rounds, {policy}", options, 2, {}, None
+    for choose in (half_of, one_of_two, bounded):
+        # Their joint distribution: neither may know of the other.
+        yield f"two requests, {choose.__name__}", {}, 1, {"requests": 2, "choose": choose}, None
+    for choose in (third_of, one_of_three, all_but_the_first):
+        # The middle one copies; two tokens of three are left, which spares most of the runs.
+        yield f"three requests, {choose.__name__}", {}, 1, BESIDE | {"choose": choose}, None
+        RARE.add(f"three requests, {choose.__name__}")
+    for name, switches in SWITCHES.items():
+        # The whole block is verified, so that each of its drafts and of its stored distributions counts.
+        yield f"network, {name}", STATIC, 2, {}, switches
+        RARE.add(f"network, {name}")
+    RARE.difference_update(f"network, {name}" for name in ("DFlash", "reduced vocabulary, gated", "everything"))
+    for (policy, options), name in zip(POLICIES.items(), itertools.cycle(FILTERS), strict=False):
+        yield f"filter {name}, {policy}", options, 1, {"filters": FILTERS[name]}, None
+    for (policy, options), name in zip(POLICIES.items(), itertools.cycle(PENALTIES), strict=False):
+        # A second round counts what the first one has committed, and a row the drafts before it.
+        yield f"penalty {name}, {policy}", options, 2, TOP_K | {"adjustment": PENALTIES[name]}, None
+        RARE.update({f"penalty {name}, {policy}"} - {f"penalty all, {policy}"})
+    for kind, bounds in KINDS.items():
+        # Chains of the text's own tokens weigh something in the walk, or all there is, die in it, and ask for rows.
+        for policy, options in POLICIES.items():
+            yield f"candidates {kind}, {policy}", options, 2, {"bounds": [bounds]}, None
+            RARE.update({f"candidates {kind}, {policy}"} - {f"candidates {kind}, static"})
+        everything = TOP_K | {"bounds": [bounds], "adjustment": PENALTIES["all"]}
+        yield f"candidates {kind}, penalties and filters", {}, 2, everything, None
+        # Some are copied outright, others are left.
+        yield f"candidates {kind}, without a column", STATIC, 2, {"bounds": [bounds]}, REDUCED
+        longer = 2 if bounds is COPYING else 3
+        yield (
+            f"candidates {kind}, longer blocks",
+            STATIC,
+            longer,
+            TOP_K | {"bounds": [bounds]},
+            {"block_size": GAMMA + 1},
+        )
+        for policy in ("auto", "static"):
+            # One draft is drawn, and up to two behind it are copied.
+            options = POLICIES[policy] | {"block_size": 3}
+            yield f"candidates {kind}, behind the block, {policy}", options, 3, {"bounds": [bounds]}, ONE_DRAFT
+    RARE.add("candidates compete, longer blocks")
+    both = {"requests": 2, "bounds": [COMPETING, COPYING]}
+    # One draft of two is verified, and its chain speaks for it.
+    yield "two requests with candidates", {}, 1, both | {"choose": half_of}, None
+    # The request whose chain is alive there has its tail verified.
+    yield "two requests, behind their blocks", {"block_size": 2}, 1, both | {"choose": half_of_all}, ONE_DRAFT
+    for rows in (CACHED_ROWS, ASKED_ROWS):
+        # It goes on where the text ends with 0, or with 2 and 1; what it was asked for is copied in any case.
+        parts = [-1, 0, 2, -1, 2, 1, 1, -1], [9, 1, 9, 9, 1, 2, 9, 9], [rows] * 8, [0] * 8
+        second = SecondTexts(*torch.tensor(parts))
+        yield f"a second text, {rows}", STATIC, 2, {"bounds": [COMPETING], "second": second}, None
+    for length in (1, 2):
+        # One candidate or two, or none.
+        yield f"no drafter, {length}", {"draft_free": True}, 2, {"bounds": [(2, 3, length, COPYING[3])]}, None
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_two_rounds_of_one_request(monkeypatch, policy):
-    """The second round draws again what the first one did not verify."""
-    assert distribution_error(monkeypatch, POLICIES[policy], 2) < TOLERANCE
-
-
-@pytest.mark.parametrize("choose", [half_of, one_of_two, bounded])
-def test_two_requests_that_share_a_step(monkeypatch, choose):
-    """Their joint distribution: neither may know of the other."""
-    assert distribution_error(monkeypatch, {}, 1, requests=2, choose=choose) < TOLERANCE
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("choose", [third_of, one_of_three, all_but_the_first])
-def test_three_requests_that_share_a_step(monkeypatch, choose):
-    """The middle one copies; two tokens of three are left, which spares most of the runs."""
-    how = {"requests": 3, "choose": choose, "filters": FILTERS["top-k"], "bounds": (NO_CHAINS, COPYING, NO_CHAINS)}
-    assert distribution_error(monkeypatch, {}, 1, **how) < TOLERANCE
-
-
-@pytest.mark.parametrize("switch", [switch if switch in QUICK else rarely(switch) for switch in SWITCHES])
-def test_distribution_with_switches_of_the_network(monkeypatch, switch):
-    """The whole block is verified, so that each of its drafts and of its stored distributions counts."""
-    drafter = toy_drafter(SWITCHES[switch])
-    assert distribution_error(monkeypatch, STATIC, 2, drafter=drafter) < TOLERANCE
-
-
-@pytest.mark.parametrize(("policy", "filters"), zip(POLICIES, itertools.cycle(FILTERS), strict=False))
-def test_distribution_under_filters(monkeypatch, policy, filters):
-    assert distribution_error(monkeypatch, POLICIES[policy], 1, filters=FILTERS[filters]) < TOLERANCE
+CASES = {name: case for name, *case in cases()}
 
 
 @pytest.mark.parametrize(
-    ("policy", "penalty"),
-    [
-        pytest.param(policy, penalty, marks=[] if penalty == "all" else pytest.mark.thorough)
-        for policy, penalty in zip(POLICIES, itertools.cycle(PENALTIES), strict=False)
-    ],
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in RARE else name for name in CASES]
 )
-def test_distribution_under_penalties(monkeypatch, policy, penalty):
-    """A second round counts what the first one has committed, and a row the drafts before it."""
-    how = {"adjustment": PENALTIES[penalty], "filters": FILTERS["top-k"]}
-    assert distribution_error(monkeypatch, POLICIES[policy], 2, **how) < ROUNDED
-
-
-@pytest.mark.parametrize("bounds", KINDS, ids=["compete", "copy"])
-@pytest.mark.parametrize("policy", [name if name == "static" else rarely(name) for name in POLICIES])
-def test_distribution_with_candidates(monkeypatch, policy, bounds):
-    """Chains of the text's own tokens weigh something in the walk, or all there is, die in it, and ask for rows."""
-    assert distribution_error(monkeypatch, POLICIES[policy], 2, bounds=[bounds]) < TOLERANCE
-
-
-def test_two_requests_with_candidates_share_a_step(monkeypatch):
-    """One draft of two is verified, and its chain speaks for it."""
-    how = {"requests": 2, "choose": half_of, "bounds": [COMPETING, COPYING]}
-    assert distribution_error(monkeypatch, {}, 1, **how) < TOLERANCE
-
-
-@pytest.mark.parametrize("bounds", KINDS, ids=["compete", "copy"])
-def test_distribution_with_candidates_penalties_and_filters(monkeypatch, bounds):
-    how = {"bounds": [bounds], "adjustment": PENALTIES["all"], "filters": FILTERS["top-k"]}
-    assert distribution_error(monkeypatch, {}, 2, **how) < ROUNDED
-
-
-@pytest.mark.parametrize("bounds", KINDS, ids=["compete", "copy"])
-def test_distribution_with_candidates_that_no_column_stands_for(monkeypatch, bounds):
-    """Some are copied outright, others are left."""
-    drafter = toy_drafter(SWITCHES["reduced vocabulary, gated"])
-    assert distribution_error(monkeypatch, STATIC, 2, drafter=drafter, bounds=[bounds]) < TOLERANCE
-
-
-@pytest.mark.parametrize("bounds", [rarely(COMPETING), COPYING], ids=["compete", "copy"])
-def test_distribution_with_candidates_in_longer_blocks(monkeypatch, bounds):
-    """Two tokens of three are left, which spares most of the runs."""
-    how = {"drafter": drafter_of_longer_blocks(), "bounds": [bounds], "filters": FILTERS["top-k"]}
-    assert distribution_error(monkeypatch, STATIC, 2 if bounds is COPYING else 3, **how) < TOLERANCE
-
-
-@pytest.mark.parametrize("rows", [CACHED_ROWS, ASKED_ROWS], ids=["compete", "copy"])
-def test_distribution_with_a_second_text(monkeypatch, rows):
-    """It goes on where the text ends with 0, or with 2 and 1; what it was asked for is copied in any case."""
-    parts = [-1, 0, 2, -1, 2, 1, 1, -1], [9, 1, 9, 9, 1, 2, 9, 9], [rows] * 8, [0] * 8
-    second = SecondTexts(*torch.tensor(parts))
-    assert distribution_error(monkeypatch, STATIC, 2, bounds=[COMPETING], second=second) < TOLERANCE
-
-
-@pytest.mark.parametrize("bounds", [COMPETING, COPYING], ids=["compete", "copy"])
-@pytest.mark.parametrize("policy", ["auto", "static"])
-def test_distribution_with_candidates_behind_the_drafters_block(monkeypatch, policy, bounds):
-    """One draft is drawn, and up to two behind it are copied."""
-    options = POLICIES[policy] | {"block_size": 3}
-    how = {"drafter": toy_drafter({"block_size": 1}), "bounds": [bounds]}
-    assert distribution_error(monkeypatch, options, 3, **how) < TOLERANCE
-
-
-def test_two_requests_with_candidates_behind_the_drafters_blocks(monkeypatch):
-    """The request whose chain is alive there has its tail verified."""
-    how = {"requests": 2, "choose": half_of_all, "bounds": [COMPETING, COPYING]}
-    how["drafter"] = toy_drafter({"block_size": 1})
-    assert distribution_error(monkeypatch, {"block_size": 2}, 1, **how) < TOLERANCE
+def test_the_text_has_the_targets_distribution(monkeypatch, name):
+    options, length, how, switches = CASES[name]
+    drafter = None if switches is None else toy_drafter(switches)
+    tolerance = 2e-7 if "adjustment" in how else 1e-9  # penalties are float32
+    assert distribution_error(monkeypatch, options, length, drafter=drafter, **how) < tolerance
 
 
 def test_nothing_is_copied_without_a_drafter_that_no_preset_asked_for():
@@ -155,10 +121,3 @@ def test_nothing_is_copied_without_a_drafter_that_no_preset_asked_for():
         loop.bounds = [bounds]
         loop.serve([ALL_TOKENS], 8)
         assert any(kept for *_, kept in loop.traces[0]) == copies
-
-
-@pytest.mark.parametrize("length", [1, 2])
-def test_distribution_without_a_drafter(monkeypatch, length):
-    """One candidate or two, or none."""
-    bounds = [(2, 3, length, COPYING[3])]
-    assert distribution_error(monkeypatch, {"draft_free": True}, 2, bounds=bounds) < TOLERANCE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from dspark_kernels import ASKED_ROWS, KIND_ROWS, MOST_MATCH, NUM_ROWS, USUAL, A
 from stage_loop import NO_CHAINS
 from step_tables import make_table
 from told_noise import every_run
-from toy_pair import GAMMA, ToyLoop, target_distribution, toy_drafter
+from toy_pair import GAMMA, ToyLoop, target_distribution
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.model import DraftModel
@@ -31,12 +30,6 @@ NO_FILTER = (-1, 1.0, 0.0)
 def table(gamma: int) -> SpsTable:
     """Drafts cost so much that not all of them are worth it."""
     return make_table(lambda r, d, c: 4 + 1.5 * d * r, lambda r, d, c: 0.5 * r, gamma=gamma, requests=(1, 4))
-
-
-@cache
-def drafter_of_longer_blocks() -> DraftModel:
-    """A block of three drafts."""
-    return toy_drafter({"block_size": GAMMA + 1})
 
 
 def distribution_error(
