@@ -1,4 +1,4 @@
-"""Acceptance against the literal rules, one request at a time, on odd and ragged shapes."""
+"""Drafting and verification in torch against the literal rules, one request at a time, with the real heads."""
 
 import itertools
 from dataclasses import replace
@@ -6,17 +6,96 @@ from dataclasses import replace
 import pytest
 import torch
 from acceptance_cases import make_case
-from dspark_kernels import DraftBlock, RoundKeys, Windows, accept_ref, draw
+from dspark_kernels import (
+    DraftBlock,
+    DraftHeads,
+    MarkovWeights,
+    Purpose,
+    RoundKeys,
+    Windows,
+    accept_ref,
+    draft_block_ref,
+    draw,
+    target_probs,
+)
 from dspark_kernels.acceptance import acceptance_reference
-from literal import Request, batch_of, literal_accept
+from literal import Request, batch_of, literal_accept, literal_distribution, literal_draw, literal_uniform
+from reference_decoding import markov_step
+from walk_case import WalkCase
 
-GREEDY = Request(temperature=0.0)
+VOCAB = 37
 RULES = {
-    "greedy": [GREEDY],
+    "greedy": [Request(temperature=0.0)],
     "sampled": [Request(0.7, 5, 0.9), Request(1.0), Request(1.3, min_p=0.1)],
     "seeded": [Request(1.0, seed=3), Request(0.8, 4, 0.9, seed=-4)],
 }
 RULES["mixed"] = [rule for pair in itertools.zip_longest(*RULES.values()) for rule in pair if rule is not None]
+
+
+def made(kind, bs, gamma, head_type="vanilla", **options):
+    return WalkCase("cpu", RULES[kind], bs=bs, gamma=gamma, v=VOCAB, head_type=head_type, **options)
+
+
+def literal(case, r):
+    """Tokens, corrected logits and confidence logits of request r."""
+    request, previous = case.requests[r], case.anchors[r : r + 1]
+    state = case.markov.initial_state(1, torch.device("cpu"), case.hidden.dtype) if case.markov else None
+    tokens, corrected, confidences = [], [], []
+    for k in range(case.base.shape[1]):
+        hidden = case.hidden[r : r + 1, k]
+        logits, embedding = case.base[r, k].float(), None
+        if case.markov:
+            bias, embedding, state = markov_step(case.markov, previous, hidden, state)
+            logits = logits + bias[0].float()
+        confidences.append(case.confidence(hidden, embedding).item())
+        tokens.append(literal_draw(logits, request, literal_uniform(case.keys, request, k, Purpose.DRAFT), k))
+        corrected.append(logits)
+        previous = torch.tensor(tokens[-1:])
+    return tokens, torch.stack(corrected), confidences
+
+
+@pytest.mark.parametrize(("bs", "gamma"), [(1, 1), (3, 5), (7, 7)])
+@pytest.mark.parametrize("head_type", ["vanilla", "gated", "rnn", None])
+@pytest.mark.parametrize("kind", RULES)
+def test_the_walk_matches_the_literal_loop(kind, head_type, bs, gamma):
+    case = made(kind, bs, gamma, head_type)
+    block = case.run(draft_block_ref)
+    for r in range(bs):
+        tokens, corrected, confidences = literal(case, r)
+        assert block.tokens[r].tolist() == tokens
+        torch.testing.assert_close(block.confidence_logits[r], torch.tensor(confidences))
+        request = case.requests[r]
+        if not request.greedy and request.seed is None:
+            expected = [literal_distribution(logits, request) for logits in corrected]
+            torch.testing.assert_close(block.probs[r], torch.tensor(expected))
+    assert (block.probs is not None) == any(not r.greedy and r.seed is None for r in case.requests)
+
+
+def test_the_stored_distribution_is_bitwise_the_drawn_one(monkeypatch):
+    """Verification divides by the numbers the draw used, not by a recomputation of them."""
+    drawn = []
+
+    def spy(logits, params):
+        drawn.append(target_probs(logits, params))
+        return drawn[-1]
+
+    monkeypatch.setattr("dspark_kernels.sampling.token_draw.target_probs", spy)
+    block = made("sampled", 5, 4, dtype=torch.bfloat16).run(draft_block_ref)
+    assert torch.equal(block.probs, torch.stack(drawn, dim=1))
+
+
+def test_no_confidence_head_gives_no_confidence():
+    case = made("greedy", 2, 3)
+    assert case.run(draft_block_ref, heads=replace(case.heads, confidence=None)).confidence_logits is None
+    assert case.run(draft_block_ref, with_confidence=False).confidence_logits is None
+
+
+def test_bfloat16_heads_are_corrected_in_float32():
+    """A bfloat16 sum would round the bias away: 256 + 0.5 is 256 in bfloat16."""
+    w1, w2 = torch.ones(VOCAB, 1, dtype=torch.bfloat16), torch.tensor([[0.0], [0.5], [0.25]], dtype=torch.bfloat16)
+    case = made("greedy", 1, 1)
+    case.base = torch.full((1, 1, 3), 256.0, dtype=torch.bfloat16)
+    assert case.run(draft_block_ref, heads=DraftHeads(MarkovWeights(w1, w2, None))).tokens.tolist() == [[1]]
 
 
 def requests_of(kind, bs):
@@ -27,7 +106,7 @@ def requests_of(kind, bs):
     ]
 
 
-def made(kind, bs, gamma, vocab_size, seed, verify_lens=None):
+def verification(kind, bs, gamma, vocab_size, seed, verify_lens=None):
     """A case whose drafter's distribution is written out, and the requests."""
     requests = requests_of(kind, bs)
     temperatures = [request.temperature for request in requests]
@@ -42,7 +121,7 @@ def accepted_of(case, probs, **changes):
     return accept_ref(block, windows, logits, prefix_lens, case.rows, case.keys)
 
 
-def literal(case, probs, requests, r):
+def literal_outcome(case, probs, requests, r):
     logits = case.logits[case.indptr[r] : case.indptr[r + 1]]
     given = case.drafts[r].tolist(), int(case.verify_lens[r]), logits, probs[r].double().tolist()
     return literal_accept(*given, requests[r], case.keys)
@@ -59,10 +138,10 @@ def assert_outcome(accepted, r, expected):
 @pytest.mark.parametrize("kind", RULES)
 def test_every_request_matches_the_literal_rule(kind, bs, gamma, vocab_size):
     for seed in range(6):
-        case = made(kind, bs, gamma, vocab_size, seed)
+        case = verification(kind, bs, gamma, vocab_size, seed)
         accepted = accepted_of(*case[:2])
         for r in range(bs):
-            assert_outcome(accepted, r, literal(*case, r))
+            assert_outcome(accepted, r, literal_outcome(*case, r))
 
 
 @pytest.mark.parametrize("kind", RULES)
@@ -70,7 +149,7 @@ def test_the_cases_reach_every_outcome(kind):
     """The comparison above would be hollow without full acceptance, rejection at several depths and plain draws."""
     outcomes = set()
     for seed in range(6):
-        case, probs, _ = made(kind, 13, 5, 41, seed)
+        case, probs, _ = verification(kind, 13, 5, 41, seed)
         outcomes |= set(zip(case.verify_lens.tolist(), accepted_of(case, probs).accept_lens.tolist(), strict=True))
     assert (0, 0) in outcomes
     assert any(verified == kept > 1 for verified, kept in outcomes)
@@ -78,7 +157,7 @@ def test_the_cases_reach_every_outcome(kind):
 
 
 def test_a_block_without_drafts_is_a_plain_step():
-    case, probs, _ = made("mixed", 7, 5, 41, seed=4, verify_lens=[0] * 7)
+    case, probs, _ = verification("mixed", 7, 5, 41, seed=4, verify_lens=[0] * 7)
     for none in (None, torch.empty(7, 0, 41)):
         accepted = accepted_of(case, none, tokens=torch.empty(7, 0, dtype=torch.long))
         assert torch.equal(accepted.out_tokens, accepted_of(case, probs).out_tokens[:, :1])
@@ -87,13 +166,13 @@ def test_a_block_without_drafts_is_a_plain_step():
 
 def test_copied_tokens_are_one_hot_proposals():
     for seed in range(5):
-        case, probs, requests = made("sampled", 9, 5, 23, seed)
+        case, probs, requests = verification("sampled", 9, 5, 23, seed)
         copied = torch.rand(9, 5, generator=torch.Generator().manual_seed(seed)) < 0.5
         one_hot = torch.nn.functional.one_hot(case.drafts, 23).float()
         mixture = torch.where(copied[..., None], one_hot, probs)
         accepted = accepted_of(case, probs, copied=copied)
         for r in range(9):
-            assert_outcome(accepted, r, literal(case, mixture, requests, r))
+            assert_outcome(accepted, r, literal_outcome(case, mixture, requests, r))
         assert torch.equal(accepted_of(case, None).out_tokens, accepted_of(case, one_hot).out_tokens)
 
 
@@ -112,13 +191,13 @@ def test_a_vanished_residual_falls_back_to_the_target(monkeypatch):
 
 
 def test_the_accelerators_route_gives_the_same_outcome(monkeypatch):
-    case, probs, _ = made("mixed", 13, 5, 41, seed=5)
+    case, probs, _ = verification("mixed", 13, 5, 41, seed=5)
     expected = accepted_of(case, probs)
     monkeypatch.setattr(acceptance_reference, "reads_are_free", lambda _: False)
     assert torch.equal(accepted_of(case, probs).out_tokens, expected.out_tokens)
 
 
 def test_another_vocabulary_is_refused():
-    case, probs, _ = made("sampled", 3, 4, 23, seed=0)
+    case, probs, _ = verification("sampled", 3, 4, 23, seed=0)
     with pytest.raises(ValueError, match=r"\(3, 4, 22\).*\(3, 4, 23\)"):
         accepted_of(case, probs[..., :22])
