@@ -10,9 +10,6 @@ from dspark_kernels.attention import window as module
 from pairwise import pairwise
 from triton import next_power_of_2
 
-HALF_TOL = {"atol": 2e-2, "rtol": 2e-2}
-
-
 WINDOWS = {
     "blocks-gqa3": ((5, 0, 131, 64), (7, 7, 7, 7), (6, 2, 32)),
     "one-token-mha": ((1,), (1,), (3, 3, 16)),
@@ -83,20 +80,29 @@ def test_reference_shows_what_the_rules_of_windows_say(window, sight, causal):
         torch.testing.assert_close(out[part].double(), dense_attention(q[part], keys, values, mask, sinks), **FP32_TOL)
 
 
+# The interpreter's tl.dot multiplies the bit patterns of bfloat16.
+TOLERANCES = {
+    torch.float32: FP32_TOL,
+    torch.bfloat16 if torch.cuda.is_available() else torch.float16: {"atol": 2e-2, "rtol": 2e-2},
+}
+AXES = [False, True], [1, 2, 8], [False, True], [1, 4], [False, True]
+
+
 @pytest.mark.parametrize(
-    ("window", "sight", "causal", "splits", "with_sinks", "tiles", "crowded"),
-    pairwise(list(WINDOWS), list(SIGHTS), [False, True], [1, 2, 8], [False, True], [1, 4], [False, True]),
+    ("window", "sight", "causal", "splits", "with_sinks", "tiles", "crowded", "dtype"),
+    pairwise(list(WINDOWS), list(SIGHTS), *AXES, list(TOLERANCES)),
 )
-def test_kernel_equals_reference(window, sight, causal, splits, with_sinks, tiles, crowded, device, monkeypatch):
+def test_kernel_equals_reference(window, sight, causal, splits, with_sinks, tiles, crowded, dtype, device, monkeypatch):
     """With programs of either size, for every tile of keys and for the usual number of them."""
     monkeypatch.setattr(module, "_TILES_PER_SPLIT", tiles)
     monkeypatch.setattr(module, "is_crowded", lambda *batch: crowded)
     prefix_lens, query_lens, shape = WINDOWS[window]
-    case = sighted(window_case(prefix_lens, query_lens, shape, device), sight)
+    q, kv, pools, windows = case = sighted(window_case(prefix_lens, query_lens, shape, device, dtype), sight)
     sinks = torch.linspace(-2, 3, shape[0], device=device) if with_sinks else None
     how = {"causal": causal, "scale": shape[2] ** -0.5, "sinks": sinks}
+    exact = q.float(), *(tuple(x.float() for x in pair) for pair in (kv, pools)), windows
     found = window_attention(*case, splits=splits, **how)
-    torch.testing.assert_close(found, window_attention_ref(*case, **how), **FP32_TOL)
+    torch.testing.assert_close(found.float(), window_attention_ref(*exact, **how), **TOLERANCES[dtype])
 
 
 def in_a_pool_of_its_own(case, device):
@@ -207,21 +213,6 @@ def test_groups_of_heads_are_shared_out(heads, kv_heads, max_tile, device, monke
         out = window_attention(*case, causal=causal, scale=0.125, splits=splits)
         expected = window_attention_ref(*case, causal=causal, scale=0.125)
         torch.testing.assert_close(out[:12], expected[:12], **FP32_TOL)
-
-
-def test_kernel_in_16_bit(device, monkeypatch):
-    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
-    # The interpreter's tl.dot multiplies the bit patterns of bfloat16.
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    prefix_lens, query_lens, shape = (70, 200), (3, 8), (8, 2, 64)
-    case = window_case(prefix_lens, query_lens, shape, device, dtype)
-    how = {"causal": True, "scale": shape[2] ** -0.5}
-    q, kv, pool, windows = case
-    exact = (tuple(x.float() for x in pair) for pair in (kv, pool))
-    expected = window_attention_ref(q.float(), *exact, windows, **how)
-    for splits in (1, 4):
-        out = window_attention(*case, splits=splits, **how)
-        torch.testing.assert_close(out[:11].float(), expected[:11], **HALF_TOL)
 
 
 @pytest.mark.parametrize(

@@ -24,18 +24,23 @@ def half_trained(trainer_in, config, tmp_path_factory):
     return trainer_in(tmp_path_factory.mktemp("half"), replace(config, steps=60, checkpoint_every=60)).run()
 
 
-@pytest.mark.slow
-def test_greedy_replay_equals_the_literal_decoding_loop(target, rows, half_trained):
-    def run_target(ids):
+def runner(target):
+    """The target as the literal loop calls it."""
+
+    def run(ids):
         states = target.forward(torch.tensor([list(ids)]))
         return target.logits(states.last_hidden)[0], states.features[0]
 
+    return run
+
+
+def test_greedy_replay_equals_the_literal_decoding_loop(target, rows, half_trained):
     rounds = committed = 0
     accepted = torch.zeros(4)
     for row in rows:
         prompt = row.input_ids[: row.prompt_len].tolist()
         decoded = decode_greedy(
-            half_trained, run_target, prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=target.stop_ids
+            half_trained, runner(target), prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=target.stop_ids
         )
         rounds += len(decoded.rounds)
         committed += round(decoded.accept_length * len(decoded.rounds))
@@ -47,18 +52,13 @@ def test_greedy_replay_equals_the_literal_decoding_loop(target, rows, half_train
     assert 1.1 < report.accept_length < 4.9
 
 
-@pytest.mark.slow
 def test_sampled_replay_accepts_with_the_probability_of_speculative_sampling(target, rows, half_trained):
     """First-slot acceptance on fixed texts: the mean of min(1, p_d(y) / p_t(y)) over the anchors that were visited."""
     row = rows[0]
     states = target.forward(row.input_ids[None])
     p_target = torch.softmax(target.logits(states.last_hidden)[0], dim=-1)
 
-    def run_target(ids):
-        states = target.forward(torch.tensor([list(ids)]))
-        return target.logits(states.last_hidden)[0], states.features[0]
-
-    decoded = decode_greedy(half_trained, run_target, row.input_ids[: row.prompt_len].tolist(), max_new_tokens=1)
+    decoded = decode_greedy(half_trained, runner(target), row.input_ids[: row.prompt_len].tolist(), max_new_tokens=1)
     p_draft = torch.softmax(decoded.rounds[0].block.logits[0], dim=-1)
     label = row.input_ids[row.prompt_len + 1]
     expected = min(1.0, float(p_draft[label] / p_target[row.prompt_len, label]))
