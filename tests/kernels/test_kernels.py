@@ -25,7 +25,10 @@ SIZES = [
 @pytest.mark.parametrize(("name", "dtype", "size"), SIZES)
 def test_kernel_equals_reference(name, dtype, size, device):
     case, function = CASES[name], getattr(dspark_kernels, name)
-    found, expected = (case.call(form, Made(device, dtype), *size) for form in (function, function.reference))
+    both = Made(device, dtype), Made(device, dtype)
+    forms = zip((function, function.reference), both, strict=True)
+    found, expected = (case.call(form, made, *size) for form, made in forms)
+    assert case.in_place or all(torch.equal(given, before) for made in both for given, before in made.given)
     for kernel, reference in zip(found, expected, strict=True):
         if dtype in case.tolerance:
             torch.testing.assert_close(kernel, reference, **case.tolerance[dtype])
