@@ -1,36 +1,31 @@
 """Attention over the blocks of many anchors, against one query at a time in plain torch."""
 
-from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
+from canonical_drafter import config_json
 from dspark_training import attention
 from dspark_training.attention import ChunkedAttention
+from dspark_training.block_forward import block_hidden, context_kv
+from reference_decoding import ContextKV, draft_block
+from switches import SWITCHES
 
-from sglang_dspark.draft.formats import read_config
+from sglang_dspark.draft.formats import read_content
+from sglang_dspark.draft.model import DraftModel
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "vanilla_g7"
 # Float32 sums in another order.
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}
 # Odd in every respect, and unused anchors behind the used ones of the second text.
 ANCHORS = torch.tensor([[1, 6, 7, 10, 12], [2, 3, 9, 0, 0]])
 CTX_LEN, SLOTS, LAYERS = 13, 5, 2
-SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4}
-SWITCHES = {
-    "full": {},
-    "window from the anchor": SLIDING | {"window_from_anchor": True},
-    "window from the slot": SLIDING,
-    "causal": {"causal_layers": (False, True)},
-    "sinks": SLIDING | {"sink_layers": (True, True)},
-}
+KINDS = ["biases", "window from the anchor", "window from the slot", "causal block", "sinks", "everything"]
 
 
-@pytest.fixture(params=SWITCHES.values(), ids=SWITCHES.keys())
+@pytest.fixture(params=KINDS)
 def config(request):
-    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "num_hidden_layers": LAYERS}
-    return replace(read_config(GOLDEN), **({"layer_types": (), "block_size": SLOTS} | sizes | request.param))
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "block_size": SLOTS}
+    return read_content(config_json(**sizes, **SWITCHES[request.param]), origin="").config
 
 
 @pytest.fixture
@@ -106,3 +101,24 @@ def test_a_chunk_bounds_what_is_held(config, tensors, monkeypatch):
     assert len(sizes) == 2 * 3  # five anchors, two at a time, forward and again backward
     assert max(sizes) <= 2500
     assert max(kept) <= max(x.numel() for x in tensors if x is not None)
+
+
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+@torch.no_grad()
+def test_blocks_of_all_anchors_equal_those_of_the_reference(switches):
+    config = read_content(config_json(**switches), origin="").config
+    torch.manual_seed(7)
+    model = DraftModel(config)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.3)
+    if model.token_ids is not None:
+        model.token_ids.copy_(torch.arange(len(model.token_ids)))
+    features = torch.randn(2, 11, config.num_taps * config.hidden_size)
+    anchors, ids = torch.tensor([[1, 6, 10], [2, 3, 9]]), torch.tensor([[7, 8, 9], [10, 11, 12]])
+    hidden = block_hidden(model, *context_kv(model, features), anchors, ids)
+    for text in range(2):
+        for block in range(3):
+            context = ContextKV(model)
+            context.append(features[text, : anchors[text, block]])
+            expected = draft_block(model, context, int(ids[text, block])).hidden
+            torch.testing.assert_close(hidden[text, block], expected, atol=1e-4, rtol=0)
