@@ -140,23 +140,6 @@ def write_canonical(
         save_token_ids(path, token_ids.tolist())
 
 
-def convert(source: str | Path, output: str | Path, settings: dict[str, object]) -> Reading:
-    """Write the checkpoint in ``source``, of any format, in the canonical form into ``output``; values stay bit by bit.
-
-    Args:
-        settings: keys to add to config.json, which answer what it leaves open.
-
-    Raises:
-        CheckpointError: as for :func:`load_draft_model`.
-    """
-    with ExitStack() as stack:
-        checkpoint = _Checkpoint(Path(source), stack, read(source, settings))
-        names = checkpoint.model.state_dict()
-        tensors = {name: checkpoint.tensor(name).contiguous() for name in names}
-        write_canonical(output, checkpoint.reading.config, tensors, checkpoint.token_ids())
-        return checkpoint.reading
-
-
 class _Checkpoint:
     """An open checkpoint whose tensors fit the model of its configuration, which is without memory still.
 

@@ -1,4 +1,4 @@
-"""A checkpoint in words: its format, the switches of its network, and what reading it puts in order."""
+"""A drafter's network in words, and its switches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.formats.reading import Reading
 
 
 @dataclass(frozen=True)
@@ -48,18 +47,6 @@ def switches(config: DraftConfig) -> list[Switch]:
         found.append(Switch("value scale", f"values times {config.attention_value_scale:g}"))
     if config.final_logit_softcapping is not None:
         found.append(Switch("softcap", f"logits capped at {config.final_logit_softcapping:g}"))
-    return found
-
-
-def adjustments(reading: Reading) -> list[str]:
-    """Return the changes that reading makes to the order of the tensors' rows and columns, and to their names."""
-    found = []
-    if reading.rules.renamed:
-        found.append("names of the heads' tensors")
-    if reading.rules.tap_order:
-        found.append("taps in ascending order, the columns of fc with them")
-    if reading.rules.rotary_order:
-        found.append("channels of queries and keys such that RoPE pairs the halves of a head")
     return found
 
 

@@ -50,14 +50,10 @@ _OWN_CLASSES = {
 }
 """Architectures with networks of their own, and what is different in them."""
 
-_MAY_BE_ITS_OWN = (
-    "its layers may be its own, and then drafts are poor. If they are those of a class that loads, say so with "
-    "`python -m sglang_dspark convert --set"
+_UNKNOWN_CLASS = (
+    "its layers may be its own, and then drafts are poor. If they are those of a class that loads, name that class, such "
+    "as DFlashDraftModel, in architectures, and leave auto_map out"
 )
-_UNKNOWN_CLASS = {
-    "architectures": f"""{_MAY_BE_ITS_OWN} architectures='["DFlashDraftModel"]'`, or with the name of that class""",
-    "auto_map": f"{_MAY_BE_ITS_OWN} auto_map=null`",
-}
 
 _SPECULATORS_KINDS = {
     "dflash2": "it has the convolutions and the candidate selector of DFlash2",
@@ -139,7 +135,7 @@ def _refuse_other_networks(
         raise refuse("a drafter inside its target", "its layers are DeepSeek V4's")
     for key, names in (("architectures", _architectures(config)), ("auto_map", _remote_classes(config))):
         for name in sorted(names - _SERVED_CLASSES):
-            unknown = "it is a target, not a drafter" if name in _TARGETS else _UNKNOWN_CLASS[key]
+            unknown = "it is a target, not a drafter" if name in _TARGETS else _UNKNOWN_CLASS
             raise refuse(f"{key}: {name}", _OWN_CLASSES.get(name, unknown))
     keys = config.keys() | dflash.keys()
     if any(key.startswith("lilicorr_") for key in keys):
