@@ -3,7 +3,7 @@
 One list, for the checks at start-up, for the seam to SGLang and for the table in docs/compatibility.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -114,139 +114,40 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Unserved:
-    """Targets that DSPARK does not serve.
-
-    Attributes:
-        names: of their architectures, as config.json has them, separated by spaces.
-        models: published models of these classes.
-        reason: what is missing for them.
-        instead: how they are served.
-        own_dspark: how SGLang's own DSPARK may verify them, with a drafter for them: ``by request`` if its layers take
-            other numbers of rows for each request, otherwise ``alike``. None if it does not know them.
-    """
-
-    names: str
-    models: str
-    reason: str
-    instead: str
-    own_dspark: Literal["by request", "alike"] | None = None
-
-    @property
-    def architectures(self) -> list[str]:
-        """Return the names one by one."""
-        return self.names.split()
-
-
-_STATE = "its layers of {} keep a recurrent state"
-_KDA, _MAMBA2 = _STATE.format("Kimi delta attention (KDA)"), _STATE.format("Mamba 2")
-_CONVOLUTIONS = _STATE.format("short convolutions")
+_RECURRENT = "its layers keep a recurrent state of a kind that is not served"
 _LATENT = "its attention is latent (MLA)"
 
-_DFLASH, _EAGLE3, _EAGLE, _OWN_LAYER, _NGRAM = (
-    f"SGLang's own --speculative-algorithm {name} serves it {how}"
-    for name, how in (
-        ("DFLASH", "with a DFlash drafter"),
-        ("EAGLE3", "with an EAGLE-3 drafter"),
-        ("EAGLE", "with an EAGLE drafter"),
-        ("EAGLE", "with the draft layer of its own checkpoint"),
-        ("NGRAM", "without a drafter"),
-    )
-)
-_OWN_DSPARK = (
-    "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine auto or builtin"
-)
-
-UNSERVED: tuple[Unserved, ...] = (
-    Unserved(
-        "InternS2PreviewForConditionalGeneration Qwen4ExpForConditionalGeneration",
-        "Intern-S2 preview, Qwen4 preview",
-        "its gated delta nets have not been tried",
-        _DFLASH,
-        own_dspark="alike",
+UNSERVED: Mapping[str, str] = {
+    "FalconH1ForCausalLM": _RECURRENT,
+    "GraniteMoeHybridForCausalLM": _RECURRENT,
+    "ZayaForCausalLM": _RECURRENT,
+    "BailingMoeV2_5ForCausalLM": _RECURRENT,
+    "JetNemotronForCausalLM": _RECURRENT,
+    "LongcatFlashForCausalLM": _LATENT,
+    "KimiVLForConditionalGeneration": _LATENT,
+    "MiniCPM3ForCausalLM": _LATENT,
+    **dict.fromkeys(
+        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        "SGLang returns states of its layers that are not summed up, from which drafts would hardly ever be right",
     ),
-    Unserved(
-        "KimiLinearForCausalLM KimiK3ForConditionalGeneration KimiK3LinearForCausalLM BailingMoeV3ForCausalLM",
-        "Kimi Linear, Kimi K3, Ling 3",
-        _KDA,
-        _NGRAM,
-        own_dspark="by request",
-    ),
-    Unserved("Glm5NextForConditionalGeneration", "GLM-5 Next", _KDA, _NGRAM, own_dspark="alike"),
-    Unserved("NemotronHForCausalLM NemotronHPuzzleForCausalLM", "Nemotron-H", _MAMBA2, _NGRAM, own_dspark="alike"),
-    Unserved("FalconH1ForCausalLM GraniteMoeHybridForCausalLM", "Falcon-H1, Granite 4 hybrids", _MAMBA2, _NGRAM),
-    Unserved(
-        "Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration",
-        "LFM2",
-        _CONVOLUTIONS,
-        _NGRAM,
-        own_dspark="alike",
-    ),
-    Unserved("InklingForConditionalGeneration", "Inkling", _CONVOLUTIONS, _NGRAM, own_dspark="alike"),
-    Unserved("ZayaForCausalLM", "Zaya", _STATE.format("convolutions before attention"), _NGRAM),
-    Unserved("BailingMoeV2_5ForCausalLM", "Ling 2.5", _STATE.format("lightning attention"), _NGRAM),
-    Unserved(
-        "JetNemotronForCausalLM", "Jet-Nemotron", _STATE.format("gated delta nets with dynamic convolutions"), _NGRAM
-    ),
-    Unserved(
-        "DeepseekV3ForCausalLM DeepseekV4ForCausalLM Glm4MoeLiteForCausalLM",
-        "DeepSeek V3 and V4, Kimi K2, GLM-4.7-Flash",
-        _LATENT,
-        _OWN_LAYER,
-        own_dspark="by request",
-    ),
-    Unserved(
-        "DeepseekV32ForCausalLM GlmMoeDsaForCausalLM", "DeepSeek V3.2, GLM-5", _LATENT, _OWN_LAYER, own_dspark="alike"
-    ),
-    Unserved("LongcatFlashForCausalLM", "LongCat-Flash", _LATENT, _OWN_LAYER),
-    Unserved(
-        "DeepseekV2ForCausalLM KimiK25ForConditionalGeneration",
-        "DeepSeek V2, Kimi K2.5",
-        _LATENT,
-        _EAGLE3,
-        own_dspark="by request",
-    ),
-    Unserved("MistralLarge3ForCausalLM", "Mistral Large 3", _LATENT, _EAGLE, own_dspark="by request"),
-    Unserved("KimiVLForConditionalGeneration MiniCPM3ForCausalLM", "Kimi-VL, MiniCPM 3", _LATENT, _NGRAM),
-    Unserved(
-        "Gemma3ForCausalLM Gemma3ForConditionalGeneration",
-        "Gemma 3",
-        "SGLang returns hidden states of its layers that are not summed up, from which drafts would hardly ever be "
-        "right",
-        "serve it without --speculative-algorithm",
-    ),
-    Unserved(
-        "Gemma4ForCausalLM",
-        "Gemma 4 without the wrapper for images",
-        "without the wrapper for images SGLang does not read the sizes of its heads",
-        "serve a checkpoint of Gemma4ForConditionalGeneration",
-    ),
-    Unserved(
-        "LagunaForCausalLM",
-        "Laguna",
-        "its layers have unequal numbers of heads, with which verification is not tried yet",
-        _EAGLE3,
-        own_dspark="by request",
-    ),
-    Unserved(
-        "Llama4ForConditionalGeneration Llama4ForCausalLM",
-        "Llama 4",
+    "Gemma4ForCausalLM": "SGLang does not read the sizes of its heads; serve it as Gemma4ForConditionalGeneration",
+    **dict.fromkeys(
+        ("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
         "three of every four layers see only a chunk of the context, and verification would show them all of it",
-        _EAGLE3,
     ),
+}
+"""Architectures that no DSPARK serves, SGLang's own neither, and why."""
+
+_UNKNOWN = (
+    "this plugin does not know it. SGLang's own DSPARK may serve it on a GPU, with a drafter for it: "
+    "--speculative-dspark-engine auto or builtin"
 )
 
 
-def left_to_sglang(architectures: Sequence[str] | None) -> str | None:
-    """Return why a target is left to SGLang's own DSPARK; None if ours serves it, or SGLang's does not either."""
+def is_left_to_sglang(architectures: Sequence[str] | None) -> bool:
+    """Return whether our worker leaves a target to SGLang's own DSPARK, which may know its architecture."""
     names = set(architectures or ())
-    if any(family.architecture in names for family in FAMILIES):
-        return None
-    for unserved in UNSERVED:
-        if names & set(unserved.architectures):
-            return unserved.reason if unserved.own_dspark else None
-    return "this plugin does not know its architecture"
+    return not names & {*UNSERVED, *(family.architecture for family in FAMILIES)}
 
 
 def family_of(architectures: Sequence[str] | None) -> Family:
@@ -262,13 +163,5 @@ def family_of(architectures: Sequence[str] | None) -> Family:
     for family in FAMILIES:
         if family.architecture in names:
             return family
-    for unserved in UNSERVED:
-        if set(unserved.architectures) & set(names):
-            raise UnservedError(
-                f"--model-path: target architecture {names} is not served with DSPARK: {unserved.reason}; "
-                f"{unserved.instead}{f', and {_OWN_DSPARK}' if unserved.own_dspark else ''}"
-            )
-    raise UnservedError(
-        f"--model-path: target architecture {names} is not served with DSPARK; "
-        f"served are {', '.join(family.architecture for family in FAMILIES)}; perhaps {_OWN_DSPARK}"
-    )
+    reason = next((UNSERVED[name] for name in names if name in UNSERVED), _UNKNOWN)
+    raise UnservedError(f"--model-path: target architecture {names} is not served with DSPARK: {reason}")

@@ -51,8 +51,8 @@ _OWN_CLASSES = {
 """Architectures with networks of their own, and what is different in them."""
 
 _UNKNOWN_CLASS = (
-    "its layers may be its own, and then drafts are poor. If they are those of a class that loads, name that class, such "
-    "as DFlashDraftModel, in architectures, and leave auto_map out"
+    "its layers may be its own, and then drafts are poor. If they are those of a class that loads, name that class in "
+    "architectures, such as DFlashDraftModel, and leave auto_map out"
 )
 
 _SPECULATORS_KINDS = {

@@ -47,7 +47,6 @@ CHECKS: tuple[Check, ...] = (
     Check("device", Moment.MODELS, model_checks.device, unserved=True),
     Check("target family", Moment.MODELS, model_checks.family, unserved=True),
     Check("dimensions of the pair", Moment.MODELS, model_checks.dimensions, unserved=True),
-    Check("layers read from the target", Moment.MODELS, model_checks.own_layers, unserved=True),
     Check("block size", Moment.MODELS, model_checks.block_size),
     Check("context of the target's RoPE", Moment.MODELS, model_checks.rope, unserved=True),
     Check("rows of attention", Moment.MODELS, model_checks.attention_rows),

@@ -87,14 +87,12 @@ def _diagnose(target: Path | None, draft: Path | None, prompts: Path | None, *, 
     yield from check_device()
     if target is not None and draft is not None:
         from sglang_dspark.tools.doctor.finding import failed
-        from sglang_dspark.tools.doctor.models import check_pair, check_start
+        from sglang_dspark.tools.doctor.models import check_pair
 
-        findings = list(check_pair(target, draft))
+        findings = list(check_pair(target, draft, _flags(target, draft)))
         yield from findings
         if prompts is not None and not failed(findings):
             yield _try_drafts(target, draft, prompts)
-        if not failed(findings):
-            yield check_start(_flags(target, draft))  # last, because it changes this process
 
 
 def _try_drafts(target: Path, draft: Path, prompts: Path) -> Finding:
