@@ -39,7 +39,6 @@ from sglang_dspark.scheduling import schedule as schedule_module
 from sglang_dspark.scheduling.auto_policy import AutoPolicy
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
-from sglang_dspark.scheduling.request_acceptance import RequestAcceptance
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.scheduling.step_times import StepTimes
 from sglang_dspark.step.decision import StepDecision
@@ -244,7 +243,6 @@ PARTS: dict[str, Callable[[], Any]] = {
     "probes": lambda: _patched(AutoPolicy, _steps_to_probe=property(lambda _: 1 << 30, lambda *_: None)),
     "parking": lambda: _patched(auto_policy, MIN_ROUNDS=1 << 60),
     "lagged survivals": lambda: _patched(LaggedSurvivals, gains=_mean_gains),
-    "re-prediction": lambda: _patched(LaggedSurvivals, revise=lambda *_: None),
     "draft lengths": lambda: _patched(schedule_module, draft_depths=lambda draft_ms: (draft_ms.shape[1] - 1,)),
     "leaving out, in a batch": lambda: _patched(
         AutoPolicy, min_acceptance=lambda self, n, *rest: _min_acceptance(self, n, *rest) if n == 1 else 0.0
@@ -252,7 +250,6 @@ PARTS: dict[str, Callable[[], Any]] = {
     "leaving out, alone": lambda: _patched(
         AutoPolicy, min_acceptance=lambda self, n, *rest: _min_acceptance(self, n, *rest) if n > 1 else 0.0
     ),
-    "drafts of a parked server": lambda: _patched(RequestAcceptance, above=lambda *_: []),
     "outcomes of single requests": lambda: _patched(forecast, as_shown=lambda survival, *_: survival),
     "first rounds at once": lambda: _patched(Forecast, _is_new_text=lambda *_: False),
     "batches of outcomes": lambda: _patched(forecast, UPDATE_STEPS=1),
