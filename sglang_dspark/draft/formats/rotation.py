@@ -8,7 +8,7 @@ from typing import Any
 from sglang_dspark.draft.checked import REMEDY
 from sglang_dspark.draft.config import FULL, SLIDING
 from sglang_dspark.draft.formats.content import Content
-from sglang_dspark.draft.formats.leftovers import DOUBTFUL, PART_OF_HEAD, ROPE
+from sglang_dspark.draft.formats.leftovers import DOUBTFUL, PART_OF_HEAD, REASON, ROPE
 from sglang_dspark.draft.formats.recognition import FormatName
 from sglang_dspark.draft.rope import ALL_KEYS, RopeScaling, keys_of
 from sglang_dspark.errors import CheckpointError
@@ -17,7 +17,7 @@ WHOLE_HEAD, LEADING = "whole_head", "leading"
 """Values of ``rotary_pairs``: if a part of the pairs rotates, channel i is paired with i + head_dim / 2, as it is done
 here, or the first channels are paired up among each other, as Hugging Face's ``partial_rotary_factor`` has it."""
 
-_READ = ("rope_theta", "rope_type", "type", "rotary_pairs", "rope_dim", *PART_OF_HEAD.keys)
+_READ = ("rope_theta", "rope_type", "type", "rotary_pairs", "rope_dim", *PART_OF_HEAD)
 
 
 def rope(content: Content, name: FormatName, *, kind: str | None = None) -> bool:
@@ -75,7 +75,7 @@ class _RopeKeys:
             if not isinstance(parameters, Mapping):
                 raise content.refuse(key, "should be an object or null")
             for place, name, value in _of_kind(content, key, parameters, {kind} if kind else occurring):
-                if self.inner.setdefault(name, value) != value and name not in (*PART_OF_HEAD.keys, *ROPE.keys):
+                if self.inner.setdefault(name, value) != value and name not in (*PART_OF_HEAD, *ROPE):
                     raise content.refuse(key, f"contradicts {name}={self.inner[name]!r} in rope_parameters")
                 self.places.setdefault(name, place)
 
@@ -141,9 +141,9 @@ def _of_type(content: Content, keys: _RopeKeys, rope_type: str, *, said: bool) -
         elif name in ALL_KEYS:
             words = "is ignored, which may be wrong: no rope_type says what it is for. Ask who trained the drafter"
             content.remark(keys.places[name], value, words, doubtful=True)
-        elif name in ROPE.keys and value:
-            content.remark(keys.places[name], value, f"is ignored: {ROPE.reason}")
-        elif name not in ROPE.keys:
+        elif name in ROPE and value:
+            content.remark(keys.places[name], value, f"is ignored: {REASON}")
+        elif name not in ROPE:
             unknown.append(name)
     if unknown:
         raise CheckpointError(
@@ -172,8 +172,7 @@ def _doubt_scaling(content: Content, keys: _RopeKeys, scaling: RopeScaling, name
             factor,
             scaling.factor,
             f"is used, though max_position_embeddings={longest} over original_max_position_embeddings={original} is "
-            f"{ratio}. transformers 4 took {ratio}: if the drafter was trained with it, "
-            f"`python -m sglang_dspark convert --set {factor}={ratio}` writes that",
+            f"{ratio}. transformers 4 took {ratio}: if the drafter was trained with it, write {factor}={ratio}",
             doubtful=True,
         )
 
@@ -203,7 +202,7 @@ def _read_part(content: Content, keys: _RopeKeys, name: FormatName, *, spans_hea
         if (value := keys.agreed(share)) is not None:
             content.values[share] = value
         return bool(pairs == WHOLE_HEAD)
-    for key in PART_OF_HEAD.keys:
+    for key in PART_OF_HEAD:
         for place, value in keys.everywhere(key).items():
             if value in (1, head_dim):
                 continue
@@ -212,7 +211,7 @@ def _read_part(content: Content, keys: _RopeKeys, name: FormatName, *, spans_hea
             content.remark(
                 place,
                 value,
-                words.format(rotary_pairs=answer) if words else f"is ignored: {PART_OF_HEAD.reason}",
+                words.format(rotary_pairs=answer) if words else f"is ignored: {REASON}",
                 doubtful=words is not None,
             )
     return False
