@@ -123,7 +123,10 @@ def _stretched(
     keys.setdefault("original_max_position_embeddings", longest)
     # What the functions read of a configuration; a real one warns of lengths that are none of its business here.
     config = SimpleNamespace(
-        **{"head_dim": head_dim, "hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": longest},
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=longest,
         rope_parameters=keys,
         standardize_rope_params=lambda: None,
     )

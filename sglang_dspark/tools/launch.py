@@ -66,14 +66,6 @@ def dspark_flags(draft_path: str | Path) -> tuple[str, ...]:
     return (*PLUGIN, "--speculative-draft-model-path", str(draft_path))
 
 
-# What `torchrun` tells its processes about each other. A server that inherits it takes itself for one of them: where it
-# should open the store for its own ranks, it then waits for that of a launcher.
-_OF_TORCHRUN = (
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
-)
-_OF_TORCHELASTIC = "TORCHELASTIC_"
-
 STARTUP_TIMEOUT_S = 600.0
 _LAST_BREATH_S = 30.0
 POLL_S = 0.25
@@ -109,8 +101,7 @@ class LaunchedServer:
         Args:
             model_path: the target checkpoint.
             flags: further arguments of ``sglang.launch_server``. A ``--port`` among them is used, else a free one.
-            env: variables set on top of this process's environment, of which the server gets all but those by which
-                ``torchrun`` groups its processes.
+            env: variables set on top of this process's environment.
             python: interpreter that has SGLang.
             log_path: where the server's output goes; default: a new file in the temporary directory.
             startup_timeout_s: how long the server may take until it answers, warm-up request included.
@@ -122,7 +113,7 @@ class LaunchedServer:
             self._command += ["--port", self._port]
         if "--host" not in flags:
             self._command += ["--host", "127.0.0.1"]
-        self._env = {**_own_environment(), **(env or {})}
+        self._env = {**os.environ, **(env or {})}
         self._startup_timeout_s = startup_timeout_s
         self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
@@ -314,15 +305,6 @@ def _group_runs(group: int) -> bool:
             if int(of_group) == group and state not in "ZX":
                 return True
     return False
-
-
-def _own_environment() -> dict[str, str]:
-    """Return this process's environment without its place among the processes of a launcher."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _OF_TORCHRUN and not name.startswith(_OF_TORCHELASTIC)
-    }
 
 
 def _flag_value(flags: tuple[str, ...], name: str) -> str | None:

@@ -53,7 +53,7 @@ def measure_steps(stepper: Stepper, key: dict[str, str], check: SpsTable | None 
     """
     target_worker, agreement, max_verify = stepper.target_worker, stepper.agreement, stepper.max_verify
     runner, device = target_worker.model_runner, torch.device(target_worker.device).type
-    window = max_verify + 1
+    window, wait = max_verify + 1, torch.cuda.synchronize if device == "cuda" else None
     room = min(runner.model_config.context_len, runner.token_to_kv_pool.size) - window
     contexts = sorted({max(1, min(context, room)) for context in _CONTEXTS})
     requests, limit_s = geometric_grid(most_requests(runner)), LIMIT_S[device]
@@ -83,7 +83,8 @@ def measure_steps(stepper: Stepper, key: dict[str, str], check: SpsTable | None 
         first = load(1, contexts[0])
         for drafts in (0, max_verify):
             first.verify(drafts)
-            first.wait()
+        if wait is not None:
+            wait()
         return measure(
             load,
             key=key,
@@ -93,6 +94,7 @@ def measure_steps(stepper: Stepper, key: dict[str, str], check: SpsTable | None 
             limit_s=limit_s,
             tiers=stepper.tiers,
             monotone=device == "cpu",
+            wait=wait,
             progress=progress,
             clock=lambda: agreement.share(time.perf_counter()),
         )
