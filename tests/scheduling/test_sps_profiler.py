@@ -150,8 +150,8 @@ def test_two_loads_are_measured_on_the_slowest_machine(monkeypatch):
 def test_noise_above_a_larger_load_is_lowered_to_it(monkeypatch):
     """One cell of each kind took ten times as long in every pass."""
 
-    def slow_cell(steps, run, clock, warm_up):
-        requests, kind, (num_drafts,) = steps.requests, run.func.__name__, run.args
+    def slow_cell(run, wait, clock, warm_up):
+        requests, kind, (num_drafts,) = run.func.__self__.requests, run.func.__name__, run.args
         base = (5.0 if kind == "draft" else 20.0) + requests + num_drafts
         return 10 * base if (requests, num_drafts) == (2, 1) else base
 
