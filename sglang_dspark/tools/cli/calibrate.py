@@ -64,8 +64,8 @@ def calibrate(prompts: Path, held_out: float, output: Path, **options: Any) -> N
     console.print(_table(temperatures, pairs, before, after))
     fitted = f"fitted to {len(fit_logits)} rounds, measured on {len(logits)} rounds of other prompts"
     console.print(
-        f"Prefix survival, {fitted}. pairs: rounds that tested the draft; noise: about the ECE of perfect predictions on "
-        "as many rounds."
+        f"Prefix survival, {fitted}. pairs: rounds that tested the draft; noise: about the ECE of perfect predictions "
+        "on as many rounds."
     )
     StsCalibration(
         tuple(temperatures.tolist()),
