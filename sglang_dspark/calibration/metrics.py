@@ -62,12 +62,7 @@ def errors(predicted: Floats, observed: Bools) -> Errors:
 
 
 def reliability_bins(predicted: Floats, observed: Bools) -> ReliabilityBins:
-    """Sort predictions into 20 bins: ``floor(p * 20)``, 1 into the last.
-
-    Args:
-        predicted: [n] probabilities, n >= 1.
-        observed: [n] whether the predicted event happened.
-    """
+    """Sort predictions [n], n >= 1, into 20 bins, ``floor(p * 20)`` with 1 in the last, beside outcomes [n]."""
     bins = _bin(predicted, ECE_BINS)
     counts = np.bincount(bins, minlength=ECE_BINS)
     used = counts > 0

@@ -46,11 +46,7 @@ class OnlineCalibration:
 
     @classmethod
     def from_file(cls, path: str | None, drawn: int, max_verify: int) -> OnlineCalibration:
-        """Begin with the temperatures of a file, for blocks of ``drawn`` drafts; without one, with 1.
-
-        Raises:
-            ConfigError: the file cannot be used.
-        """
+        """Begin with the temperatures of a file, which is for blocks of ``drawn`` drafts; without one, with 1."""
         temperatures = () if path is None else StsCalibration.load(Path(path), drawn).temperatures[:max_verify]
         return cls(max_verify, (*temperatures, *[1.0] * (max_verify - len(temperatures))), drawn)
 

@@ -32,10 +32,6 @@ class ResolvedDrafter:
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read the small files of a checkpoint, and the names and shapes of its tensors.
-
-        Raises:
-            CheckpointError: one of them is missing, damaged or unsupported.
-        """
+        """Read the small files of a checkpoint, and the names and shapes of its tensors, or raise CheckpointError."""
         reading = read(path)
         return cls(str(path), reading, load_token_ids(path, reading.config.vocab_size))

@@ -90,14 +90,7 @@ def random_draft_model(config: DraftConfig, *, dtype: torch.dtype, device: torch
 
 
 def check_draft_model(path: str | Path, reading: Reading | None = None) -> None:
-    """Look at a checkpoint without reading its weights; what this accepts, :func:`load_draft_model` loads.
-
-    Args:
-        reading: of the checkpoint, if it has been read already.
-
-    Raises:
-        CheckpointError: as there.
-    """
+    """Look at a checkpoint without reading its weights; raise for what :func:`load_draft_model` does not load."""
     with ExitStack() as stack:
         _Checkpoint(Path(path), stack, reading or read(path)).token_ids()
 

@@ -87,14 +87,7 @@ class Schedule:
         self.policy = self._make_policy(self.options)
 
     def switch(self, fields: dict[str, Any]) -> None:
-        """Take another policy from the next step on.
-
-        Args:
-            fields: ``policy``, and ``verify_len`` or ``confidence_threshold`` if it takes one.
-
-        Raises:
-            ConfigError: names the field, its value and the remedy.
-        """
+        """Take another policy from the next step on; the fields, and errors, are those of :meth:`with_policy`."""
         options = self.options.with_policy(fields)
         self.policy = self._make_policy(options)
         self.options = options
@@ -214,12 +207,7 @@ class Schedule:
         self._clock.invalidate()
 
     def observe(self, rounds: StepRecord, running: list[int], accept_lens: list[int]) -> None:
-        """Learn from the outcome of a step.
-
-        Args:
-            running: indices of the requests that are still running.
-            accept_lens: drafts accepted of these.
-        """
+        """Learn from a step: the indices of the requests that are still running, and how many drafts each accepted."""
         drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
         if not drafted:
             self.forecast.observe_plain()

@@ -99,14 +99,7 @@ class SpsTable:
         return self._by_load[requests]
 
     def step_ms(self, requests: int, num_tokens: int, depth: int, context: float) -> float:
-        """Return the milliseconds of one step.
-
-        Args:
-            requests: requests in the step.
-            num_tokens: tokens in the verify forward, anchors included.
-            depth: drafts proposed per request; 0 for a plain step.
-            context: mean context tokens per request.
-        """
+        """Return the milliseconds of a step, by the tokens of its verify forward and the mean context of a request."""
         times = self.times(requests)
         return float(times.at(context, (depth, times.room_for(num_tokens))))
 

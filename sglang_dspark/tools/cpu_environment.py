@@ -29,11 +29,7 @@ def is_enabled() -> bool:
 
 
 def enable() -> None:
-    """Have processes watch their imports from their next start on.
-
-    Raises:
-        EngineError: this environment cannot be written to.
-    """
+    """Have processes watch their imports from their next start on; raise if the environment cannot be written to."""
     try:
         path_file().write_text(_LINE, encoding="utf-8")
     except OSError as error:
@@ -41,11 +37,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo :func:`enable`.
-
-    Raises:
-        EngineError: this environment cannot be written to.
-    """
+    """Undo :func:`enable`."""
     try:
         path_file().unlink(missing_ok=True)
     except OSError as error:

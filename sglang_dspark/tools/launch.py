@@ -124,20 +124,12 @@ class LaunchedServer:
 
     @property
     def pid(self) -> int:
-        """Return the process id of the server.
-
-        Raises:
-            LaunchError: the server was never started.
-        """
+        """Return the process id of the server, which has been started."""
         return self._started().pid
 
     @property
     def exit_status(self) -> int | None:
-        """Return how the server's first process ended, as ``subprocess`` says it; None while it runs.
-
-        Raises:
-            LaunchError: the server was never started.
-        """
+        """Return how the server's first process ended, as ``subprocess`` says it; None while it runs."""
         return self._started().poll()
 
     def __enter__(self) -> Self:
@@ -193,19 +185,11 @@ class LaunchedServer:
         self._signal(signal.SIGCONT)
 
     def get_json(self, path: str, *, timeout_s: float = 60.0) -> Any:
-        """Return the decoded JSON answer to ``GET path``.
-
-        Raises:
-            urllib.error.HTTPError: the status is not 2xx; its ``read()`` gives the body.
-        """
+        """Return the decoded JSON answer to ``GET path``; ``urllib.error.HTTPError`` has the body of a refusal."""
         return json.loads(self._answer(urllib.request.Request(self.url + path), timeout_s))
 
     def post(self, path: str, body: Any, *, timeout_s: float = 600.0) -> bytes:
-        """Return the answer to ``POST path`` with a JSON body: a sentence, or nothing, of some routes.
-
-        Raises:
-            urllib.error.HTTPError: the status is not 2xx; its ``read()`` gives the body.
-        """
+        """Return the answer to ``POST path`` with a JSON body: a sentence, or nothing, of some routes."""
         headers = {"Content-Type": "application/json"}
         return self._answer(urllib.request.Request(self.url + path, json.dumps(body).encode(), headers), timeout_s)
 
@@ -214,13 +198,7 @@ class LaunchedServer:
         return json.loads(self.post(path, body, timeout_s=timeout_s))
 
     def flush_cache(self) -> None:
-        """Empty the radix cache, so that the next request is prefilled in full.
-
-        Waits for the server to be idle: under overlap one more step runs after the last answer.
-
-        Raises:
-            urllib.error.HTTPError: the server still has requests after 30 s.
-        """
+        """Empty the radix cache, when the server is idle: under overlap one more step runs after the last answer."""
         self.post("/flush_cache?timeout=30", {}, timeout_s=60.0)
 
     @staticmethod

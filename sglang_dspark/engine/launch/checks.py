@@ -13,11 +13,9 @@ from sglang_dspark.errors import ConfigError, UnservedError
 
 
 def refuse(context: LaunchContext, *moments: Moment) -> None:
-    """Make all checks of these moments.
+    """Make all checks of these moments, and raise the messages of those that fail, one a line.
 
-    Raises:
-        UnservedError: at least one says that DSPARK does not serve the device, the target or the pair.
-        ConfigError: others fail. The error has the messages of all that fail, one a line.
+    The error is an :class:`UnservedError` if one says that DSPARK does not serve the device, the target or the pair.
     """
     if failed := failures(context, *moments):
         kind = UnservedError if any(failed.values()) else ConfigError

@@ -45,19 +45,11 @@ class LaunchContext:
 
     @property
     def family(self) -> Family:
-        """Return the target's family.
-
-        Raises:
-            UnservedError: the target is of a class that is not served.
-        """
+        """Return the target's family; raise :class:`UnservedError` if it is of a class that is not served."""
         return family_of(self.target.hf_config.architectures)
 
     @property
     def text_config(self) -> Any:
-        """Return transformers' configuration of the target's text.
-
-        Raises:
-            UnservedError: the target is of a class that is not served, whose configuration may have other keys.
-        """
+        """Return transformers' configuration of the target's text; those of unserved classes may have other keys."""
         _ = self.family
         return self.target.hf_text_config

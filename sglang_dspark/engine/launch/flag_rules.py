@@ -125,11 +125,7 @@ def all_rules() -> tuple[FlagRule, ...]:
 
 
 def unread(args: Any) -> list[str]:
-    """Return the flags that have no effect under DSPARK, and that the operator has set all the same.
-
-    Args:
-        args: SGLang's ``ServerArgs``.
-    """
+    """Return the flags that have no effect under DSPARK, and that the operator has set all the same."""
     ruled = {rule.name for rule in all_rules()}
     fields = (field for field in record_fields(ServerArgs) if field.name.startswith(UNREAD))
     set_by_hand = (field.name for field in fields if getattr(args, field.name) != field.default)
@@ -137,12 +133,7 @@ def unread(args: Any) -> list[str]:
 
 
 def refusals(args: Any, resolved: Any) -> Iterator[str]:
-    """Yield a message for every flag with a value that DSPARK does not serve.
-
-    Args:
-        args: SGLang's ``ServerArgs``.
-        resolved: the same, with what SGLang has decided about them by now.
-    """
+    """Yield a message for every flag with a value that DSPARK does not serve, given or ``resolved`` by SGLang."""
     for rule in all_rules():
         for found in (args, resolved):
             if rule.refuses(found):

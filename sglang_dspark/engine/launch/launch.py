@@ -65,11 +65,7 @@ class Launch(DSparkServer):
         return launch
 
     def validate(self, args: ServerArgs) -> None:
-        """Refuse what cannot be served, before SGLang looks at the speculative options itself.
-
-        Raises:
-            ConfigError, UnservedError: with the messages of all checks that fail.
-        """
+        """Refuse what cannot be served, with all messages, before SGLang looks at the speculative options itself."""
         refuse(LaunchContext(args, self), Moment.MODELS, Moment.FLAGS)
 
     def after(self, args: ServerArgs) -> None:

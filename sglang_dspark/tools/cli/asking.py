@@ -61,11 +61,7 @@ def asking_options(command: _Command) -> _Command:
 
 
 def refuse_without_template(options: Mapping[str, Any]) -> None:
-    """Refuse arguments of a chat template that is not used.
-
-    Raises:
-        click.UsageError: both are given.
-    """
+    """Refuse arguments of a chat template that is not used."""
     if options["raw"] and options["chat_template_kwargs"]:
         raise click.UsageError(
             f"--raw leaves the chat template out, so {json.dumps(options['chat_template_kwargs'])} would have no "

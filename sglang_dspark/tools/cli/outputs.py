@@ -24,11 +24,7 @@ class OutputFile(click.Path):
         super().__init__(dir_okay=False, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Return the path.
-
-        Raises:
-            ConfigError: its folder is missing.
-        """
+        """Return the path, whose folder exists."""
         path = Path(str(super().convert(value, param, ctx)))
         flag = param.opts[0] if param is not None else "file"
         if not path.parent.is_dir():
