@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 
 from sglang.srt.environ import envs
 from sglang.srt.plugins import load_plugins
-from sglang.srt.server_args import ServerArgs, prepare_server_args
-from sglang.srt.speculative.spec_registry import get_spec
+from sglang.srt.server_args import prepare_server_args
 
-from sglang_dspark.config import flag_name
 from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.hook import Hook
 from sglang_dspark.engine.launch.hooks import all_hooks
 from sglang_dspark.engine.launch_state import DSparkServer
-from sglang_dspark.engine.support import ALGORITHM
-
-
-def is_registered() -> bool:
-    """Load the plugins as SGLang's own processes do, and return whether DSPARK is known then."""
-    load_plugins()
-    return get_spec(ALGORITHM) is not None
-
-
-def has_flags() -> bool:
-    """Return whether our flags are on the server's command line. Call :func:`is_registered` first."""
-    parser = ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    return flag_name("engine") in parser.format_help()  # SGLang's own DSPARK has other flags with our prefix
 
 
 def plugin_filter() -> str | None:
