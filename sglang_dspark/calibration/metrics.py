@@ -3,8 +3,6 @@
 The definitions are those of DeepSpec's evaluator (confidence metrics of ``eval.py``), so that numbers compare.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

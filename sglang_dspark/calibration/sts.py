@@ -17,8 +17,6 @@ All keys but ``version``, ``target`` and ``draft`` are also those of the DSPARK 
 versions of SGLang.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Annotated, Self

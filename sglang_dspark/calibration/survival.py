@@ -1,7 +1,5 @@
 """Confidence logits -> conditional acceptance -> prefix survival, and the outcome that it is compared with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """K/V of the drafter: one pool row per K/V slot of the target, so that prefix caching and eviction are shared."""
 
-from __future__ import annotations
-
 import torch
 from dspark_kernels import CommitRows, kv_inject
 

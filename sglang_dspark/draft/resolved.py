@@ -1,7 +1,5 @@
 """A drafter by what its folder says, read once and handed on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self

@@ -4,8 +4,6 @@ Every variant here changes the frequencies alone, YaRN a factor of the attention
 Hugging Face's ``rope_parameters``, and transformers computes what they say.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import SimpleNamespace

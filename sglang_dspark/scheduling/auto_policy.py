@@ -1,7 +1,5 @@
 """The policy ``auto``: the step that promises the most tokens per millisecond, by what earlier steps have shown."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Predict which drafts survive verification, by the confidence head and corrected by the outcomes."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import numpy as np

@@ -3,8 +3,6 @@
 ``auto`` has a module of its own.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Track the acceptance of single requests, so that those are left out whose text is beyond the drafter."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Measures the SPS table at start-up. The steps to time are passed in as callables."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Switch an environment for servers on a CPU on and off; :mod:`sglang_dspark.on_cpu` says what that does."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 

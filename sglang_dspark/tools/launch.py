@@ -7,8 +7,6 @@ imports neither SGLang nor torch.
         server.get_json("/dspark/stats")
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -12,8 +12,6 @@ A text may be a list of parts ``{"type": "text", "text": text}``. Of a row with 
 read that says something: data sets repeat the first turn of a conversation as its prompt.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Iterable

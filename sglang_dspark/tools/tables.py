@@ -1,7 +1,5 @@
 """Rows of files: JSONL, JSON and parquet, each row with the place that messages about it name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

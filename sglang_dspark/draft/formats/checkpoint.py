@@ -1,7 +1,5 @@
 """Reading a checkpoint folder of any format."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """A drafter's network in words, and its switches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ transformers, which read few of these keys: the others stand in the file and had
 experts, recurrent states, gates, latent K/V, pictures, norms and scales that the drafter's layers do not have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 from sglang_dspark.draft.formats.content import Content

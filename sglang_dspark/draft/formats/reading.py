@@ -1,7 +1,5 @@
 """The values that a reader of a format finds, and how they become a configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Recognition of a checkpoint's format by its content: formats share the names of architectures."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Keys of the rotary embedding: at the top, in ``rope_parameters`` (transformers 5), in ``rope_scaling`` (4)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The format of vLLM's speculators library, of its kinds dspark and dflash."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ask SGLang's model what the attention of verification needs to know."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Also, `launch.py` refuses a drafter that cannot be read, and `config.py` options that contradict each other.
 """
 
-from __future__ import annotations
-
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.launch import flag_checks, model_checks
 from sglang_dspark.engine.launch.check import Check, Moment

@@ -1,7 +1,5 @@
 """Answer for `doctor` if a server that starts now would know DSPARK and serve a pair."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from sglang.srt.environ import envs

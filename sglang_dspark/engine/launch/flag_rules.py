@@ -3,8 +3,6 @@
 A flag that is not named here means what it means on a plain server, or other modules of this folder decide about it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks that need target, drafter and device alone. `doctor` makes them without a server."""
 
-from __future__ import annotations
-
 import torch
 from dspark_kernels import widest_window
 

@@ -1,7 +1,5 @@
 """Decides whether the requests of a step may verify different numbers of drafts on SGLang's own worker."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

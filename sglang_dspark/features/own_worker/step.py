@@ -1,7 +1,5 @@
 """One step of SGLang's own worker: what is proposed, and how much of it is verified."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

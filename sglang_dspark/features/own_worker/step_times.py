@@ -1,7 +1,5 @@
 """Measures how long the steps of SGLang's own worker take, by running them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window

@@ -1,7 +1,5 @@
 """The command line. A command is one function in a module of this package and one line in :data:`COMMANDS`."""
 
-from __future__ import annotations
-
 import importlib
 
 import click

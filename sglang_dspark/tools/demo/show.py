@@ -1,7 +1,5 @@
 """Serve a target with and without the plugin, side by side, and print how they compare."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence

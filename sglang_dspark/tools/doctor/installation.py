@@ -1,7 +1,5 @@
 """Checks versions, entry point and device."""
 
-from __future__ import annotations
-
 import platform
 import sys
 import warnings

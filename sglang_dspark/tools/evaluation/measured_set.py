@@ -1,7 +1,5 @@
 """Summarise a drafter's rounds on a set of prompts. Definitions are those of DeepSpec."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """Run the parts of a step on requests that do not exist, to take their times."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from dspark_kernels import DraftBlock, SamplingBatch
