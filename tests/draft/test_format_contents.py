@@ -1,7 +1,5 @@
 """Everything that formats say and leave open: read, asked for, or refused by name, whatever a file holds."""
 
-import json
-
 import format_exports as exports
 import pytest
 import torch
@@ -163,18 +161,6 @@ def test_windows_of_speculators_may_stand_beside_the_layers():
         with pytest.raises(CheckpointError, match=f"transformer_layer_config.{key}=.* contradicts {key}="):
             read_content(moved, origin="")
         moved["transformer_layer_config"][key] = None
-
-
-@pytest.mark.parametrize("place", ["", "transformer_layer_config."])
-def test_a_causality_that_vllm_reads_and_speculators_did_not_train_is_doubted(place):
-    content, _ = content_of(exports.speculators, **WINDOW, causal_layers=[False, True])
-    plain = read_content(content, origin="")
-    changed = json.loads(json.dumps(content))
-    (changed["transformer_layer_config"] if place else changed)["is_causal"] = True
-    reading = read_content(changed, origin="")
-    assert reading.config == plain.config
-    [remark] = set(reading.remarks) - set(plain.remarks)
-    assert remark.doubtful and remark.sentence.startswith(f"{place}is_causal=True is ignored")
 
 
 def test_windows_that_two_engines_would_read_differently():

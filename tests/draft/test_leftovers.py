@@ -130,17 +130,6 @@ def test_dynamic_rope_is_plain_up_to_the_length_of_the_training(name):
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
-@EVERY_FORMAT
-def test_yarn_that_its_lengths_contradict_is_doubtful(name):
-    longest = lambda length: lambda c: layers(c).update(max_position_embeddings=length)  # noqa: E731
-    reading = reading_of(name, lambda c: rope(c).update(YARN), longest(160))
-    sentence = next(s for s in said(reading, doubtful=True) if "max_position_embeddings=160" in s)
-    assert "factor=4.0 is used, though" in sentence and ".factor=1.25" in sentence
-    agreeing = reading_of(name, lambda c: rope(c).update(YARN), longest(512))
-    assert not any("max_position_embeddings" in sentence for sentence in said(agreeing, doubtful=True))
-    assert agreeing.config.rope_scaling == reading.config.rope_scaling
-
-
 def test_an_original_length_beside_the_layers_counts_where_rope_reads_it():
     beside = {"rope_type": "yarn", "factor": 4.0}
     reading = reading_of(

@@ -5,10 +5,9 @@ transformers, which read few of these keys: the others stand in the file and had
 experts, recurrent states, gates, latent K/V, pictures, norms and scales that the drafter's layers do not have.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from sglang_dspark.draft.formats.content import Content
-from sglang_dspark.draft.formats.recognition import FormatName
 
 REASON = "it is a copy of the target's, and no trainer reads it"
 
@@ -64,17 +63,11 @@ LAYERS = (
 ).split()
 """Keys beside the layers."""
 
-DOUBTFUL: Mapping[tuple[FormatName, str], str] = {
-    ("speculators", "partial_rotary_factor"): (
-        "is ignored, which may be wrong: newer releases of speculators can rotate a part of a head. Compare accept "
-        'lengths with those of {rotary_pairs}="leading"'
-    ),
-    ("TorchSpec", "rope_type"): (
-        "is used, which may be wrong: TorchSpec's own trainer knows plain RoPE alone. Compare accept lengths with "
-        'those of {rope_type}="default"'
-    ),
-}
-"""Format and key -> what is made of a key that the format leaves ambiguous, and what to do."""
+DOUBT = (
+    "is ignored, which may be wrong: newer releases of speculators can rotate a part of a head. Compare accept lengths "
+    'with those of {}="leading"'
+)
+"""The same of a part of the head in a file of speculators."""
 
 
 def pass_over(content: Content, read: Collection[str]) -> None:

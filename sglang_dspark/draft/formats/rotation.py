@@ -6,7 +6,7 @@ from typing import Any
 from sglang_dspark.draft.checked import REMEDY
 from sglang_dspark.draft.config import FULL, SLIDING
 from sglang_dspark.draft.formats.content import Content
-from sglang_dspark.draft.formats.leftovers import DOUBTFUL, PART_OF_HEAD, REASON, ROPE
+from sglang_dspark.draft.formats.leftovers import DOUBT, PART_OF_HEAD, REASON, ROPE
 from sglang_dspark.draft.formats.recognition import FormatName
 from sglang_dspark.draft.rope import ALL_KEYS, RopeScaling, keys_of
 from sglang_dspark.errors import CheckpointError
@@ -44,7 +44,6 @@ def rope(content: Content, name: FormatName, *, kind: str | None = None) -> bool
         origin = f"{content.origin}: rope_parameters"
         scaling = RopeScaling(rope_type=rope_type, origin=origin, **given)  # type: ignore[arg-type]  # it checks
         content.values["rope_scaling"] = scaling
-        _doubt_scaling(content, keys, scaling, name)
     return _read_part(content, keys, name, spans_head=rope_type == "proportional")
 
 
@@ -156,25 +155,6 @@ def _of_type(content: Content, keys: _RopeKeys, rope_type: str, *, said: bool) -
     return given
 
 
-def _doubt_scaling(content: Content, keys: _RopeKeys, scaling: RopeScaling, name: FormatName) -> None:
-    """Note what a stretched embedding was perhaps not trained with."""
-    place = next(keys.places[key] for key in ("rope_type", "type") if key in keys.places)
-    if words := DOUBTFUL.get((name, "rope_type")):
-        content.remark(place, scaling.rope_type, words.format(rope_type=place), doubtful=True)
-    longest, original = content.values.get("max_position_embeddings"), scaling.original_max_position_embeddings
-    if scaling.rope_type != "yarn" or original is None or type(longest) is not int or scaling.factor is None:
-        return
-    if abs(longest / original / scaling.factor - 1) > 0.01:
-        ratio, factor = f"{longest / original:g}", keys.places["factor"]
-        content.remark(
-            factor,
-            scaling.factor,
-            f"is used, though max_position_embeddings={longest} over original_max_position_embeddings={original} is "
-            f"{ratio}. transformers 4 took {ratio}: if the drafter was trained with it, write {factor}={ratio}",
-            doubtful=True,
-        )
-
-
 def _read_part(content: Content, keys: _RopeKeys, name: FormatName, *, spans_head: bool) -> bool:
     """Read which part of a head rotates: the whole one, unless the file says that a part is meant.
 
@@ -204,12 +184,7 @@ def _read_part(content: Content, keys: _RopeKeys, name: FormatName, *, spans_hea
         for place, value in keys.everywhere(key).items():
             if value in (1, head_dim):
                 continue
-            words = DOUBTFUL.get((name, key)) if channels is None else None
-            answer = place.replace(key, "rotary_pairs")
-            content.remark(
-                place,
-                value,
-                words.format(rotary_pairs=answer) if words else f"is ignored: {REASON}",
-                doubtful=words is not None,
-            )
+            doubtful = (name, key, channels) == ("speculators", "partial_rotary_factor", None)
+            words = DOUBT.format(place.replace(key, "rotary_pairs")) if doubtful else f"is ignored: {REASON}"
+            content.remark(place, value, words, doubtful=doubtful)
     return False
