@@ -3,8 +3,6 @@
 ``Annotated[int, int_range(0, 7)]`` carries the rule for the check, and its words for the message.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from msgspec import Meta, ValidationError, convert

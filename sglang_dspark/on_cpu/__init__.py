@@ -6,6 +6,8 @@ SGLang serves on the CPU, its import of ``sgl_kernel`` finds the package of that
 :data:`REPLACED` lists is taken from that package.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 from functools import cache

@@ -1,5 +1,7 @@
 """Predict which drafts survive verification, by the confidence head and corrected by the outcomes."""
 
+from __future__ import annotations
+
 from collections import deque
 
 import numpy as np

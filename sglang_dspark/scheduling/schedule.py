@@ -1,5 +1,7 @@
 """The schedule of a server: decides each step by its policy, and learns from the outcomes."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

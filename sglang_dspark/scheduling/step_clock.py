@@ -1,5 +1,7 @@
 """Measures decode steps, from the choice of one to the choice of the next."""
 
+from __future__ import annotations
+
 import time
 from collections import deque
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The outcome of decode steps, kept until it is learned from."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

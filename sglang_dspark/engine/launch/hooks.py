@@ -5,6 +5,8 @@ instead. Hooks that say ``flags`` are there before DSPARK is selected; all other
 in the one process that needs it, and those of a feature only if the server uses it.
 """
 
+from __future__ import annotations
+
 import logging
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType

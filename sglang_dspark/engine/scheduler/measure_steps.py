@@ -1,7 +1,5 @@
 """Measures how long the steps of a server take, on requests that do not exist."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

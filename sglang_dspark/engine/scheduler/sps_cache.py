@@ -1,7 +1,5 @@
 """The SPS table of a server: taken from its file when it fits, else measured and written there."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,5 +1,7 @@
 """Drives SGLang's own DSPARK worker by our schedule, and learns from its outcomes."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial

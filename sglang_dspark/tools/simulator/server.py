@@ -1,5 +1,7 @@
 """A server made of measured times: SGLang's loop around the schedule of a real one, in simulated time."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
