@@ -30,15 +30,10 @@ from sglang_dspark.tools.http_client import open_directly
 CPU_ENV: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
 """Environment that makes SGLang serve on a machine without a GPU, from local checkpoints."""
 
-CPU_DEVICE_FLAGS = (
+CPU_FLAGS = (
     *("--device", "cpu", "--disable-cuda-graph", "--mem-fraction-static", "0.3"),
     # An idle scheduler otherwise polls its sockets with a whole core.
     "--sleep-on-idle",
-)
-"""What any server on a CPU needs."""
-
-CPU_FLAGS = (
-    *CPU_DEVICE_FLAGS,
     # SGLang sizes the K/V pool from free memory; on a shared machine with a small model a fixed pool starts faster.
     *("--max-total-tokens", "16384", "--max-running-requests", "16"),
 )

@@ -49,18 +49,13 @@ def check_pair(target_dir: Path, draft_dir: Path, command: Sequence[str]) -> Ite
 
 def _check_models(start: LaunchContext, draft_dir: Path) -> Iterator[Finding]:
     """Describe a pair that our worker serves, and read the drafter's tensors."""
-    from sglang_dspark.draft.formats.description import switches
     from sglang_dspark.draft.weights import load_draft_model
 
     architectures, text = ", ".join(start.target.hf_config.architectures), start.text_config
     sizes = f"hidden size {text.hidden_size}, vocabulary {text.vocab_size}, {text.num_hidden_layers} layers"
     yield Finding("ok", "engine", "plugin: our worker serves the target")
     yield Finding("ok", "target", f"{architectures}: {sizes}, as the drafter expects")
-    if remark := start.family.remark:
-        yield Finding("note", "target", remark)
     model = load_draft_model(draft_dir, dtype=start.target.dtype, device="cpu")
-    words = "; ".join(f"{switch.name}: {switch.words}" for switch in switches(model.config))
-    yield Finding("ok", "switches", words or "none: the network is DeepSpec's")
     _check_finite(model)
     tensors = f"{sum(1 for _ in model.parameters())} tensors, all expected, all finite"
     yield Finding("ok", "tensors", f"{tensors}; {_describe_memory(model)}")

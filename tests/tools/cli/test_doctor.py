@@ -168,20 +168,16 @@ def test_a_drafter_of_another_target(run, target, broken):
 
 
 @pytest.mark.usefixtures("without_sglang")
-def test_switches_of_the_network(run, target, draft, tmp_path):
-    result = run("doctor", "--target", target, "--draft", draft)
-    assert "none: the network is DeepSpec's" in result.output
+def test_switches_of_the_network(run, target, tmp_path):
     result = run("doctor", "--target", target, "--draft", random_drafter(tmp_path, "every-switch"))
-    assert result.exit_code == 0, result.output
     for words in (
-        "layout: 6 slots of which the anchor's does not predict; window: window of 5 rows that slides along with",
-        "reduced vocabulary: heads for 60 of 256 tokens; RoPE: RoPE of type yarn, factor 4; bias: biases in the",
-        "sinks: attention sinks in layers 1, 2; value scale: values times 0.7",
+        "6 slots of which the anchor's does not predict, window of 5 rows that slides along with",
+        "heads for 60 of 256 tokens, RoPE of type yarn, factor 4, biases in the attention",
+        "attention sinks in layers 1, 2, values times 0.7",
     ):
         assert words in result.output
 
 
-@pytest.mark.usefixtures("without_sglang")
 @pytest.mark.parametrize(
     ("architecture", "says"),
     [
