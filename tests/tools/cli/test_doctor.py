@@ -133,7 +133,7 @@ def test_a_cpu_without_the_stand_in(run, monkeypatch):
 @pytest.mark.parametrize(
     ("sides", "says"),
     [
-        ("draft target", ("fail start", "is a target, not a drafter", "is a drafter; give the model that it was")),
+        ("draft target", ("fail start", "is a drafter; give the model that it was trained for")),
         ("target target", ("fail start", "is a target, not a drafter")),
         ("draft draft", ("fail start", "is a drafter; give the model that it was trained for")),
     ],
