@@ -1,10 +1,8 @@
 """Calibration that follows the running server: fitted to what verification observed, refitted as it goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +43,7 @@ class OnlineCalibration:
     """
 
     @classmethod
-    def from_file(cls, path: str | None, drawn: int, max_verify: int) -> OnlineCalibration:
+    def from_file(cls, path: str | None, drawn: int, max_verify: int) -> Self:
         """Begin with the temperatures of a file, which is for blocks of ``drawn`` drafts; without one, with 1."""
         temperatures = () if path is None else StsCalibration.load(Path(path), drawn).temperatures[:max_verify]
         return cls(max_verify, (*temperatures, *[1.0] * (max_verify - len(temperatures))), drawn)

@@ -1,10 +1,8 @@
 """Collect the facts that start-up checks look at."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
@@ -27,7 +25,7 @@ class LaunchContext:
     server: DSparkServer
 
     @classmethod
-    def of(cls, args: ServerArgs, config: DSparkConfig) -> LaunchContext:
+    def of(cls, args: ServerArgs, config: DSparkConfig) -> Self:
         """Return what is known before the drafter is."""
         return cls(args, DSparkServer(config, drafter=None, dummy_draft=False))
 
