@@ -243,6 +243,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "probes": lambda: _patched(AutoPolicy, _steps_to_probe=property(lambda _: 1 << 30, lambda *_: None)),
     "parking": lambda: _patched(auto_policy, MIN_ROUNDS=1 << 60),
     "lagged survivals": lambda: _patched(LaggedSurvivals, gains=_mean_gains),
+    "re-prediction": lambda: _patched(LaggedSurvivals, revise=lambda *_: None),
     "draft lengths": lambda: _patched(schedule_module, draft_depths=lambda draft_ms: (draft_ms.shape[1] - 1,)),
     "leaving out, in a batch": lambda: _patched(
         AutoPolicy, min_acceptance=lambda self, n, *rest: _min_acceptance(self, n, *rest) if n == 1 else 0.0

@@ -13,8 +13,8 @@ from sglang_dspark.calibration.chain_weights import ChainWeights
 from sglang_dspark.calibration.logistic import LogisticMap
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
-from sglang_dspark.calibration.survival import as_shown
-from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
+from sglang_dspark.calibration.survival import as_shown, prefix_survival, sigmoid
+from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
 from sglang_dspark.scheduling.position_acceptance import PositionAcceptance
 from sglang_dspark.scheduling.request_acceptance import RequestAcceptance
 from sglang_dspark.scheduling.step_feedback import StepFeedback, repeat_by_weight, verified_and_accepted
@@ -56,6 +56,7 @@ class Forecast:
         self._pending: list[StepFeedback] = []
         self._rounds_ahead = 0  # that were kept of more than their share of steps
         self._steps = 0  # since the calibration was shown anything
+        self._predictions = np.empty((2, 0, max_verify))  # the last rounds: logits, and survivals as predicted
         self._num_refits = 0
         self._chains = ChainWeights(MOST_MATCH + max_verify)
         self._earlier: deque[torch.Tensor] = deque(maxlen=2)
@@ -146,13 +147,15 @@ class Forecast:
         # Depths differ where policies cut blocks short.
         logits, survival = np.concatenate([step.confidence(self._max_verify) for step in predicted], axis=1)
         self.predicted.observe(survival, *verified_and_accepted(predicted))
+        renewed = self.calibration is None or self._calibrate(self.calibration, predicted, logits)
         if self.lagged is not None:
             ids = [step.rounds.requests[request] for step in predicted for request in step.requests]
             self.acceptance.observe(ids, as_shown(survival, *verified_and_accepted(predicted)))
             # A probe of a whole batch shows as many rounds as it stands for, or more.
             times = [-(-step.rounds.decision.weight // len(step.requests)) for step in predicted for _ in step.requests]
-            self.lagged.observe(np.repeat(survival, times, axis=0))
-        return self.calibration is None or self._calibrate(self.calibration, predicted, logits)
+            predictions = np.repeat(np.stack([logits, survival]), times, axis=1)
+            self._observe_survivals(self.lagged, predictions, renewed)
+        return renewed
 
     def _calibrate(
         self, calibration: OnlineCalibration, feedback: list[StepFeedback], logits: NDArray[np.float64]
@@ -171,6 +174,25 @@ class Forecast:
             return False
         self._num_refits = calibration.num_refits
         return True
+
+    def _observe_survivals(self, lagged: LaggedSurvivals, predictions: NDArray[np.float64], renewed: bool) -> None:
+        """Add rounds [2, n, max_verify], logits and survivals, to those that budgets are based on.
+
+        When confidences are ``renewed``, all of them are predicted again: an overconfident drafter would otherwise be
+        believed until its last early round has left the window.
+        """
+        lagged.observe(predictions[1])
+        self._predictions = np.concatenate([self._predictions, predictions], axis=1)[:, -WINDOW_ROUNDS:]
+        if renewed:
+            lagged.revise(self._predict_again(*self._predictions))
+
+    def _predict_again(self, logits: NDArray[np.float64], survival: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return [n, max_verify] survivals of earlier rounds as predicted now; NaN past the drafted depth."""
+        if self.calibration is None:
+            return np.where(np.isnan(survival), np.nan, self.positions.conditional().cumprod())
+        again = prefix_survival(sigmoid(self.calibration.scale * logits + self.calibration.shift))
+        # A broken head's NaN was predicted to be rejected, and stays that.
+        return np.where(np.isnan(logits), survival, again)
 
     def renew(self) -> None:
         """Replace what was learned, and keep what was before: a forward that was launched may not have read it yet.

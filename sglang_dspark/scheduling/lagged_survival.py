@@ -43,6 +43,11 @@ class LaggedSurvivals:
         self.num_observed += len(survival)
         self._gains.clear()
 
+    def revise(self, survival: NDArray[np.float64]) -> None:
+        """Take rounds observed before as they would be predicted now, and forget all others, the prior too."""
+        self._rounds = self._whole(survival)
+        self._gains.clear()
+
     def _whole(self, survival: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return ``survival`` with cut blocks completed."""
         if not np.isnan(survival).any():
