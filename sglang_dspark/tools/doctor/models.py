@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sglang_dspark.calibration.fit import Fit, Verdict
 from sglang_dspark.errors import CheckpointError, DSparkError
 from sglang_dspark.tools.doctor.finding import Finding, one_line
 
@@ -59,24 +58,6 @@ def _check_models(start: LaunchContext, draft_dir: Path) -> Iterator[Finding]:
     _check_finite(model)
     tensors = f"{sum(1 for _ in model.parameters())} tensors, all expected, all finite"
     yield Finding("ok", "tensors", f"{tensors}; {_describe_memory(model)}")
-
-
-def judge_drafts(replayed: Mapping[str, Any]) -> Finding:
-    """Judge a drafter as a server does.
-
-    Args:
-        replayed: what came of its drafts along answers of the target, as ``evaluate`` measures it in process.
-    """
-    rounds = replayed["num_rounds"]
-    fit = Fit(rounds, round(rounds * replayed["survival"][0]))
-    found = f"{fit.sentence}, accept length {replayed['accept_length']:.2f}"
-    match fit.verdict:
-        case Verdict.MISFIT:
-            return Finding("fail", "drafts", str(fit.warning))
-        case Verdict.UNKNOWN:
-            return Finding("note", "drafts", found, "too few to say whether the drafter fits: give more prompts")
-        case Verdict.FITS:
-            return Finding("ok", "drafts", found)
 
 
 def _drafter_in(folder: Path) -> ResolvedDrafter | None:
