@@ -103,22 +103,6 @@ class SpsTable:
         times = self.times(requests)
         return float(times.at(context, (depth, times.room_for(num_tokens))))
 
-    def change(self, other: SpsTable) -> float:
-        """Return the factor, at least 1, by which the cost of drafted steps against plain ones differs in ``other``.
-
-        It is the largest one among the loads that both have measured, in the smallest context of ``other``.
-        """
-        context, changes = float(other.contexts[0]), [0.0]
-        for requests in {*self.requests} & {*other.requests}:
-            ratios = [
-                np.log(
-                    other.step_ms(requests, tokens, drafts, context) / self.step_ms(requests, tokens, drafts, context)
-                )
-                for drafts, tokens in ((drafts, requests * (1 + drafts)) for drafts in self.drafts)
-            ]
-            changes.append(abs(float(np.median(ratios[1:])) - ratios[0]))
-        return float(np.exp(max(changes)))
-
     def mismatch(self, key: Mapping[str, str]) -> str | None:
         """Return the first difference between this table's key and ``key`` in words; None if they agree."""
         for name in sorted(set(self.key) | set(key)):

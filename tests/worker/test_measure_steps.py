@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,18 +89,6 @@ def test_a_named_file_that_cannot_be_used_ends_the_start(tmp_path, how):
     spoil(path, how)
     with pytest.raises(ConfigError, match=r"--speculative-dspark-sps-table-path='.*table.json'.*or name another one"):
         sps_cache._load_named(path, KEY)
-
-
-@pytest.mark.parametrize("named", [None, Path("/x/t.json")])
-def test_a_table_whose_steps_take_other_times_now_is_noticed(named, caplog):
-    before, now = table(), replace(table(), verify_ms=np.array([[[2.0], [8.0], [8.0]]]))
-    with caplog.at_level(logging.WARNING):
-        assert not sps_cache._is_wrong(before, before, named)
-        assert not caplog.text
-        # A file that the user names is the user's.
-        assert sps_cache._is_wrong(before, now, named) == (named is None)
-    assert "a factor of 2.5" in caplog.text
-    assert ("remove the file" if named else "measured again") in caplog.text
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch, caplog):

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 _FLAG = flag_name("sps_table_path")
 CACHE = Path("~/.cache/sglang-dspark/sps")
 _NEEDS_TABLE = ("auto", "early-stop")
-_MAX_CHANGE = 1.5  # of drafted steps against plain ones; less is corrected while the server runs
 
 
 def load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]) -> SpsTable | None:
@@ -48,32 +47,12 @@ def load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]
     if agreement.leads:
         table = _load_cached(cached, key) if named is None else _load_named(named, key)
     table = agreement.share(table)
-    if options.schedule not in _NEEDS_TABLE:
+    if table is not None or options.schedule not in _NEEDS_TABLE:
         return table
-    if table is not None:
-        now = measure_steps(stepper, key, check=table)
-        if not agreement.share(agreement.leads and _is_wrong(table, now, named)):
-            return table
     table = agreement.share(measure_steps(stepper, key))
     if agreement.leads:
         _save(table, named or cached, named is not None)
     return table
-
-
-def _is_wrong(table: SpsTable, now: SpsTable, named: Path | None) -> bool:
-    """Return whether a table has to be measured again because steps take other times now: only the cached one is."""
-    change = table.change(now)
-    if change <= _MAX_CHANGE:
-        return False
-    remedy = "remove the file, and it is measured again" if named else "they are measured again"
-    logger.warning(
-        "DSPARK: the step times of %s no longer hold: the cost of drafted steps against plain ones has changed by a "
-        "factor of %.1f; %s",
-        named or "an earlier start",
-        change,
-        remedy,
-    )
-    return named is None
 
 
 def _cache_folder() -> Path | None:
