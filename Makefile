@@ -8,13 +8,13 @@ unexport PYTHONDONTWRITEBYTECODE
 # What `make evidence` measures: the bundled pair, unless TARGET and DRAFT name another one.
 SMOLLM2 := $(HOME)/.cache/sglang-dspark/smollm2-135m-instruct
 PAIR = --target $(or $(TARGET),$(SMOLLM2)) --draft $(or $(DRAFT),sglang_dspark/drafters/smollm2-135m-instruct)
-# Not benchmarks/results, whose files the documents quote; a sweep would refuse to mix with those of another commit.
+# Not benchmarks/results, whose files the documents quote. A sweep refuses a folder with results of another commit.
 RESULTS ?= results
 SWEEP ?= $(RESULTS)/quick_sweep
 # For policy_turns.py; the first is compared with each of the others.
 POLICIES := --config auto --config static:1 --config static:2 --config static:3 --config static:4 --config static:5 \
 	--config threshold:0.6
-# More options for sweep_concurrency.py, e.g. --existing replace, which measures anew what another commit has measured.
+# More options for sweep_concurrency.py, e.g. --num-prompts 8.
 SWEEP_FLAGS ?=
 
 .DEFAULT_GOAL := help
@@ -88,8 +88,6 @@ evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/identity.json
 	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --only user --dtype bfloat16 \
 		--output $(RESULTS)/identity_bfloat16.json
-	$(RUN) benchmarks/kits.py $(PAIR) --output $(RESULTS)/kits.json
-	$(RUN) benchmarks/soak.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/soak.json
 	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/sweep \
 		--config plain --config off --config auto --config static:5 --config static:4 --config static:3 \
 		--config static:2 --config static:1 --concurrency 1,2,4,8,16 --max-tokens 96 --ignore-eos --rounds 8 $(SWEEP_FLAGS)

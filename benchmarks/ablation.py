@@ -15,22 +15,20 @@ recorded blocks otherwise.
 
 from __future__ import annotations
 
-import csv
 import json
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import product, repeat
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import click
 import numpy as np
-from formula_tables import compute_bound, memory_bound
-from numpy.typing import NDArray
 from rich.progress import track
+from serving.output import append_row
+from simulated import MACHINES, Floats, Invented, Loop, Recorded, Traffic
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.files import atomic_write_text
@@ -41,56 +39,10 @@ from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.scheduling.step_times import StepTimes
-from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.selection import FixedLength
 from sglang_dspark.tools import provenance
-from sglang_dspark.tools.simulator.blocks import RecordedBlocks
-from sglang_dspark.tools.simulator.costs import Costs, Prefill
-from sglang_dspark.tools.simulator.server import SimulatedServer
-from sglang_dspark.tools.simulator.workload import Request
 
-RESULTS = Path(__file__).parent / "results"
-GAMMA = 5
-CONTEXT = 200
-LOADS = (1, 2, 4, 8, 16, 64)
-FEW_LOADS = (1, 8, 64)
 STEPS = {1: 1200, 2: 1000, 4: 800, 8: 600, 16: 500, 64: 400}
-LAG = 2
-NOISE = 0.03
-FIELDS = (
-    "machine",
-    "traffic",
-    "load",
-    "seed",
-    "without",
-    "tokens_per_s",
-    "parked",
-    "of_best_fixed",
-    "of_plain",
-    "best_fixed",
-)
-
-Floats = NDArray[np.float64]
-
-
-# ---- machines
-
-
-def cpu_table() -> SpsTable:
-    """Return the step times of the committed sweep."""
-    return SpsTable.load(RESULTS / "sweep" / "sps.json")
-
-
-def gpu_table() -> SpsTable:
-    """Return formulas of a GPU on which blocks are drafted whole and steps have tiers."""
-    tiers = [*range(1, 17), *(size * eighth // 8 for size in (16, 32, 64, 128, 256) for eighth in range(9, 17))]
-    return memory_bound(gamma=GAMMA, tiers=tiers)
-
-
-def costly_table() -> SpsTable:
-    """Return formulas of a target whose every token costs, as one with experts does."""
-    return compute_bound(gamma=GAMMA)
+FEW_LOADS = (1, 8, 64)
 
 
 def misread(table: SpsTable, seed: int) -> SpsTable:
@@ -101,116 +53,35 @@ def misread(table: SpsTable, seed: int) -> SpsTable:
     return replace(table, verify_ms=table.verify_ms * off[:, :, None])
 
 
-# ---- texts
+def _half(request: int) -> float:
+    return 0.05 if request % 2 else 0.85
 
 
-class Text:
-    """Blocks of drafts, which remembers the survivals of those that it drew last.
-
-    Attributes:
-        survival: [n, gamma] probability that a draft is accepted; 0 or 1 for recorded blocks.
-    """
-
-    gamma = GAMMA
-    name = "ablation"
-
-    def __init__(self) -> None:
-        self.survival: Floats = np.zeros((0, GAMMA))
-
-    def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[Floats | None, NDArray[np.int64]]:
-        """Draw a block for each of ``requests``; see :class:`BlockSource`."""
-        raise NotImplementedError
-
-
-class Recorded(Text):
-    """The recorded blocks of the committed evaluation."""
-
-    def __init__(self, *, head: bool = True) -> None:
-        super().__init__()
-        self._blocks = RecordedBlocks.load(RESULTS / "evaluation" / "blocks.jsonl")
-        if not head:
-            self._blocks = replace(self._blocks, logits=None)
-
-    def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[Floats | None, NDArray[np.int64]]:
-        logits, accepted = self._blocks.draw(requests, rng)
-        self.survival = (accepted[:, None] > np.arange(GAMMA)).astype(float)
-        return logits, accepted
-
-
-class Invented(Text):
-    """Blocks by a mean acceptance of each request.
-
-    Args:
-        rates: of requests by number.
-        bias: added to the logits of the confidence head, which knows the acceptance otherwise.
-        exchanged: whether every request shows the confidences of its neighbour.
-    """
-
-    def __init__(self, rates: Callable[[int], float], bias: float = 0.0, *, exchanged: bool = False) -> None:
-        super().__init__()
-        self._rates, self._bias, self._exchanged = rates, bias, exchanged
-
-    def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[Floats | None, NDArray[np.int64]]:
-        means = np.clip([[self._rates(request)] * GAMMA for request in requests], 1e-3, 1 - 1e-3)
-        rates = np.clip(rng.beta(4 * means, 4 * (1 - means)), 1e-4, 1 - 1e-4)
-        accepted = (rng.random(rates.shape) < rates).cumprod(1).sum(1)
-        self.survival = rates.cumprod(1)
-        logits = np.log(rates / (1 - rates)) + self._bias
-        return (np.roll(logits, 1, axis=0) if self._exchanged else logits), accepted
-
-
-# ---- traffic
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """The work of a server.
-
-    Attributes:
-        texts: one after the other, for equal parts of the run.
-        other_load: requests of every second hundred of steps; None: the load stays.
-        answer_steps: steps after which a request is replaced by the next one.
-        wrong_table: the schedule is told wrong step times.
-        hiccups: share of steps that take five times as long.
-        loads: those that the traffic is of interest for.
-    """
-
-    texts: Callable[[], Sequence[Text]]
-    other_load: int | None = None
-    answer_steps: int = 50
-    wrong_table: bool = False
-    hiccups: float = 0.0
-    loads: tuple[int, ...] = FEW_LOADS
-
-
-def _constant(rate: float) -> Callable[[int], float]:
-    return lambda request: rate
-
-
-TRAFFIC = {
-    "recorded text": Traffic(lambda: [Recorded()], loads=LOADS),
-    "recorded text, no confidence head": Traffic(lambda: [Recorded(head=False)]),
-    "one hard request among easy ones": Traffic(
-        lambda: [Invented(lambda request: 0.02 if request == 0 else 0.85)], answer_steps=1 << 30, loads=(2, 8, 64)
+TRAFFIC: dict[str, tuple[Traffic, tuple[int, ...]]] = {
+    "recorded text": (Traffic(lambda: [Recorded()]), tuple(STEPS)),
+    "recorded text, no confidence head": (Traffic(lambda: [Recorded(head=False)]), FEW_LOADS),
+    "one hard request among easy ones": (
+        Traffic(lambda: [Invented(lambda request: 0.02 if request == 0 else 0.85)], answer_steps=1 << 30),
+        (2, 8, 64),
     ),
-    "half of the requests hard": Traffic(
-        lambda: [Invented(lambda request: 0.05 if request % 2 else 0.85)], loads=(1, 4, 16)
+    "half of the requests hard": (Traffic(lambda: [Invented(_half)]), (1, 4, 16)),
+    "text that changes": (Traffic(lambda: [Invented(rate) for rate in (0.9, 0.1, 0.9)]), FEW_LOADS),
+    "long answers, most of them hard": (
+        Traffic(lambda: [Invented(lambda request: 0.9 if request % 4 == 1 else 0.03)], answer_steps=150),
+        (1,),
     ),
-    "text that changes": Traffic(lambda: [Invented(_constant(rate)) for rate in (0.9, 0.1, 0.9)]),
-    "long answers, most of them hard": Traffic(
-        lambda: [Invented(lambda request: 0.9 if request % 4 == 1 else 0.03)], answer_steps=150, loads=(1,)
+    "hard text": (Traffic(lambda: [Invented(0.05)]), FEW_LOADS),
+    "overconfident head": (Traffic(lambda: [Invented(0.3, lambda logits: logits + 3.0)]), FEW_LOADS),
+    "underconfident head": (Traffic(lambda: [Invented(0.85, lambda logits: logits - 3.0)]), FEW_LOADS),
+    "confidences exchanged": (
+        Traffic(lambda: [Invented(_half, lambda logits: np.roll(logits, 1, axis=0))]),
+        (2, 8, 64),
     ),
-    "hard text": Traffic(lambda: [Invented(_constant(0.05))]),
-    "overconfident head": Traffic(lambda: [Invented(_constant(0.3), bias=3.0)]),
-    "underconfident head": Traffic(lambda: [Invented(_constant(0.85), bias=-3.0)]),
-    "confidences exchanged": Traffic(
-        lambda: [Invented(lambda request: 0.05 if request % 2 else 0.85, exchanged=True)], loads=(2, 8, 64)
-    ),
-    "wrong step times": Traffic(lambda: [Recorded()], wrong_table=True),
-    "hiccups": Traffic(lambda: [Recorded()], hiccups=0.02),
-    "load that changes": Traffic(lambda: [Recorded()], other_load=64, loads=(1, 8)),
+    "wrong step times": (Traffic(lambda: [Recorded()], believed=misread), FEW_LOADS),
+    "hiccups": (Traffic(lambda: [Recorded()], hiccups=0.02), FEW_LOADS),
+    "load that changes": (Traffic(lambda: [Recorded()], other_load=64), (1, 8)),
 }
-MACHINES = {"CPU": cpu_table, "GPU": gpu_table, "costly tokens": costly_table}
+"""Traffic, and the loads at which it is of interest."""
 
 
 # ---- parts
@@ -260,105 +131,16 @@ PARTS: dict[str, Callable[[], Any]] = {
 }
 
 
-# ---- the loop
-
-
-@dataclass(frozen=True)
-class SlowSteps(Costs):
-    """Costs of a machine of which some steps take five times as long.
-
-    Attributes:
-        factors: of the steps, in order.
-    """
-
-    factors: Iterator[float] = field(default_factory=lambda: repeat(1.0))
-
-    def step_ms(self, decision: StepDecision, requests: int, num_tokens: int, context: float, longest: int) -> float:
-        return next(self.factors) * super().step_ms(decision, requests, num_tokens, context, longest)
-
-
-class Loop:
-    """A simulated server and the users of one traffic."""
-
-    def __init__(self, machine: str, traffic: Traffic, load: int, seed: int, options: DSparkConfig) -> None:
-        truth = MACHINES[machine]()
-        believed = misread(truth, seed) if traffic.wrong_table else None
-        self._traffic, self._load, self._steps = traffic, load, STEPS[load]
-        self._texts = traffic.texts()
-        slow = np.random.default_rng(seed).random(self._steps) < traffic.hiccups
-        self._factors = np.where(slow, 5.0, 1.0)
-        self._costs = Costs(truth, Prefill(0.0, 0.0), NOISE, believed)
-        costs = SlowSteps(truth, Prefill(0.0, 0.0), NOISE, believed, iter(self._factors))
-        self._server = SimulatedServer(costs, self._texts[0], options, seed=seed)
-        self._fixed_ms: dict[int, list[float]] = {}
-
-    def run(self) -> tuple[float, float, list[float]]:
-        """Return tokens per ms of the policy, its share of parked steps, and tokens per ms of every fixed length."""
-        tokens, ms, parked, fixed = 0.0, 0.0, 0, np.zeros((2, GAMMA + 1))
-        behind: deque[tuple[StepRecord, NDArray[np.int64], list[int]]] = deque()
-        ids: list[int] = []
-        for step in range(self._steps):
-            text = self._server.blocks = self._texts[step * len(self._texts) // self._steps]
-            before, ids = ids, self._requests(step)
-            if ids != before:
-                self._server.prefill([])
-            step_ms, result = self._server.decode([Request(index, CONTEXT, 1 << 30) for index in ids])
-            assert result.rounds is not None, "a decode step has rounds"
-            survival = text.survival.cumsum(1)
-            lens = result.rounds.verify_lens.numpy()
-            tokens += len(ids) + float(survival[lens > 0, lens[lens > 0] - 1].sum())
-            ms += step_ms
-            parked += self._server.schedule.parked
-            fixed[0] += len(ids) + np.concatenate([[0.0], survival.sum(0)])
-            fixed[1] += np.multiply(self._fixed(len(ids)), self._factors[step])
-            behind.append((result.rounds, result.accepted, ids))
-            if len(behind) > LAG:
-                self._observe(*behind.popleft(), ids)
-        return tokens / ms, parked / self._steps, (fixed[0] / fixed[1]).tolist()
-
-    def _observe(self, rounds: StepRecord, accepted: NDArray[np.int64], ids: list[int], now: list[int]) -> None:
-        """Show the schedule an earlier step, as far as its requests are still running."""
-        running = [place for place, index in enumerate(ids) if index in now]
-        self._server.schedule.observe(rounds, running, accepted[running].tolist())
-
-    def _requests(self, step: int) -> list[int]:
-        """Return the numbers of the running requests: each ends after so many steps, and one more begins."""
-        load = self._load
-        if self._traffic.other_load is not None and step // 100 % 2:
-            load = self._traffic.other_load
-        each = self._traffic.answer_steps
-        return [place + load * ((step + place * each // load) // each) for place in range(load)]
-
-    def _fixed(self, requests: int) -> list[float]:
-        """Return milliseconds of a step by its fixed number of drafts."""
-        if requests not in self._fixed_ms:
-            self._fixed_ms[requests] = [
-                self._costs.step_ms(
-                    StepDecision(drafts, FixedLength()), requests, requests * (1 + drafts), CONTEXT, drafts
-                )
-                for drafts in range(GAMMA + 1)
-            ]
-        return self._fixed_ms[requests]
-
-
 def measure(machine: str, traffic: str, load: int, seed: int, parts: Sequence[str]) -> list[dict[str, Any]]:
     """Return a row per part that is left out."""
     rows = []
     for part in parts:
         options = DSparkConfig(online_calibration=part != "online calibration")
         with PARTS[part]():
-            rate, parked, fixed = Loop(machine, TRAFFIC[traffic], load, seed, options).run()
+            rate, parked, fixed = Loop(machine, TRAFFIC[traffic][0], load, STEPS[load], seed, options).run()
         row = {"machine": machine, "traffic": traffic, "load": load, "seed": seed, "without": part}
-        rows.append(
-            {
-                **row,
-                "tokens_per_s": round(1e3 * rate, 3),
-                "parked": round(parked, 3),
-                "of_best_fixed": round(rate / max(fixed), 4),
-                "of_plain": round(rate / fixed[0], 4),
-                "best_fixed": int(np.argmax(fixed)),
-            }
-        )
+        row |= {"tokens_per_s": 1e3 * rate, "parked": parked, "of_best_fixed": rate / max(fixed)}
+        rows.append(row | {"of_plain": rate / fixed[0], "best_fixed": int(np.argmax(fixed))})
     return rows
 
 
@@ -367,26 +149,21 @@ def measure(machine: str, traffic: str, load: int, seed: int, parts: Sequence[st
 @click.option("--seeds", default=1, show_default=True, help="Runs of every case.")
 @click.option("--first-seed", default=0, show_default=True, help="Seed of the first of them.")
 @click.option("--only", default="", help="Traffic to run, by a part of its name.")
-@click.option("--machine", type=click.Choice(list(MACHINES)), multiple=True, help="All by default.")
 @click.option("--part", type=click.Choice(list(PARTS)), multiple=True, help="To leave out; all by default.")
-def main(output: Path, seeds: int, first_seed: int, only: str, machine: tuple[str, ...], part: tuple[str, ...]) -> None:
+def main(output: Path, seeds: int, first_seed: int, only: str, part: tuple[str, ...]) -> None:
     """Command line; see the module."""
     seed_range = range(first_seed, first_seed + seeds)
     parts = ["all parts", *(part or list(PARTS)[1:])]
     cases = [
         (kind, name, load, seed)
-        for seed, kind, (name, traffic) in product(seed_range, machine or MACHINES, TRAFFIC.items())
+        for seed, kind, (name, (_, loads)) in product(seed_range, MACHINES, TRAFFIC.items())
         if only in name
-        for load in traffic.loads
+        for load in loads
     ]
     output.mkdir(exist_ok=True)
-    with (output / "ablation.csv").open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        if not file.tell():
-            writer.writeheader()
-        for case in track(cases, "cases"):
-            writer.writerows(measure(*case, parts))
-            file.flush()
+    for case in track(cases, "cases"):
+        for row in measure(*case, parts):
+            append_row(output / "ablation.csv", row)
     record = output / "provenance.json"
     earlier = json.loads(record.read_text(encoding="utf-8")) if record.exists() else []
     atomic_write_text(record, json.dumps([*earlier, provenance.record()], indent=2) + "\n")

@@ -7,7 +7,7 @@ the same ones from the same seed. Streams are read, dropped after a few parts, o
 lets a request hang, the bodies that it had are written down with the line of its log, and another one takes over. Then
 a server without DSPARK is asked what ours answered with an HTTP 5xx, and a share of what it served: status, and what is
 said where that is determined. (Some of what ours refuses would end that server.) A request that streams all the time
-tells by which body others were held up: the worst are asked again alone beside it, of both servers.
+tells what holds others up: the longest times between two of its tokens, and the bodies that were under way.
 All traffic is to 127.0.0.1.
 """
 
@@ -35,7 +35,6 @@ from fuzz.traffic import (
     Answer,
     Probe,
     Traffic,
-    held_up_s,
     is_determined,
     open_session,
     send,
@@ -54,7 +53,6 @@ STAND_INS = {"PYTHONPATH": f"{TESTS / 'server' / 'random_lengths'}:{TESTS / 'ser
 USERS = 12
 EXAMPLES = 8  # of each finding
 SHOWN = 600  # letters of a body
-SUSPECTS = 12  # bodies that are timed alone
 START_S = 1200.0
 # Threads that wait for each other lose most of a machine that others use as well.
 _ALONE = {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
@@ -109,13 +107,7 @@ class Findings:
         self.failed_advice: Counter[str] = Counter()
         self.differences: list[dict[str, Any]] = []
         self.errors: list[dict[str, Any]] = []
-        self.held_up: list[dict[str, Any]] = []
         self.compared = 0
-
-    def suspects(self) -> dict[int, None]:
-        """Return numbers of bodies that were under way in the longest steps, in order."""
-        longest = sorted(self.probe.gaps, reverse=True)
-        return dict.fromkeys(number for _, numbers in longest for number in numbers)
 
     def report(self) -> dict[str, Any]:
         """Return them for JSON."""
@@ -129,7 +121,7 @@ class Findings:
             "differences": self.differences,
             "texts_of_the_probe": list(self.probe.texts.values()),
             "steps_ms": {name: _ms(usual[int(q * (len(usual) - 1))]) for name, q in (("median", 0.5), ("longest", 1))},
-            "held_up_ms": self.held_up,
+            "held_up": [{"ms": _ms(gap), "bodies": numbers} for gap, numbers in sorted(self.probe.gaps, reverse=True)],
             "failed_advice": dict(self.failed_advice),
             "logged": dict(self.logged.most_common(20)),
         }
@@ -143,7 +135,7 @@ class Hunt:
         bodies: by number.
         share: of the bodies, also sent to a server without DSPARK.
         folder: for logs, with the tokenizer.
-        seconds: of traffic, at most.
+        seconds: after which no more bodies are sent.
     """
 
     def __init__(self, kind: Kind, bodies: Mapping[int, Body], share: float, folder: Path, seconds: float) -> None:
@@ -173,14 +165,6 @@ class Hunt:
             found.probe.gaps += traffic.probe.gaps
             if stands:
                 found.failed_advice.update(server.get_json("/dspark/stats").get("failed_advice", {}))
-                suspects = dict.fromkeys(list(found.suspects())[:SUSPECTS])
-                try:
-                    times = asyncio.run(held_up_s(server.url, {number: self._bodies[number] for number in suspects}))
-                except Exception as error:  # noqa: BLE001 a server that ends here is a finding as well
-                    stands, times = False, {}
-                    traffic.last = {number: self._bodies[number] for number in suspects}
-                    found.logged[f"alone: {error!r}"] += 1
-                found.held_up = [{"ours": _ms(s), "number": number} for number, s in times.items()]
             log = server.log_path.read_text(errors="replace")
         found.logged.update(_without_numbers(line) for line in _FAILURE.findall(log))
         if not stands:
@@ -209,11 +193,6 @@ class Hunt:
             with self._server((), {}, "--disable-overlap-schedule") as server:
                 left = asyncio.run(self._compare(server.url, questions))
                 if left is None:
-                    timed = {each["number"]: self._bodies[each["number"]] for each in self.found.held_up}
-                    times = asyncio.run(held_up_s(server.url, {n: without_speculation(b) for n, b in timed.items()}))
-                    for each in self.found.held_up:
-                        number = each["number"]
-                        each |= {"plain": _ms(times[number]), "body": _shown(number, self._bodies[number])}
                     return
 
     async def _compare(self, url: str, questions: Iterator[tuple[int, Body]]) -> int | None:
@@ -277,16 +256,7 @@ def _shown(number: int, body: Body) -> dict[str, Any]:
 @click.option("--most-ends", default=5, show_default=True, help="Of servers of a kind, after which its rest is left.")
 @click.option("--minutes", default=20.0, show_default=True, help="Of traffic to servers of a kind, at most.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
-def main(
-    bodies: int,
-    seed: int,
-    kinds: tuple[str, ...],
-    skip: str,
-    share: float,
-    most_ends: int,
-    minutes: float,
-    output: Path,
-) -> None:
+def main(bodies: int, seed: int, kinds: tuple[str, ...], skip: str, output: Path, **limits: Any) -> None:
     """Command line; see the module."""
     console, chosen = Console(), kinds or tuple(KINDS)
     drawn = {number: Draw(seed, number).body() for number in range(bodies)}
@@ -295,8 +265,9 @@ def main(
     for i, name in enumerate(chosen):
         mine = {number: body for number, body in sent.items() if number % len(chosen) == i}
         with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-            hunt = Hunt(KINDS[name], mine, share, tokenizer.save(Path(folder), KINDS[name].unknown), 60 * minutes)
-            reports[name] = hunt.run(most_ends).report()
+            kind, path, seconds = KINDS[name], Path(folder), 60 * limits["minutes"]
+            hunt = Hunt(kind, mine, limits["share"], tokenizer.save(path, kind.unknown), seconds)
+            reports[name] = hunt.run(limits["most_ends"]).report()
         console.print(name, _total({name: reports[name]}))
         report = _total(reports) | {"seed": seed, "skip": skip, "kinds": reports}
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -313,7 +284,7 @@ def _total(reports: Mapping[str, Any]) -> dict[str, Any]:
         "differences": sum(len(one["differences"]) for one in each),
         "probes_with_another_text": sum(sum(t := one["texts_of_the_probe"]) - max(t, default=0) for one in each),
         "failed_advice": sum(sum(one["failed_advice"].values()) for one in each),
-        "most_held_up_ms": max((entry["ours"] for one in each for entry in one["held_up_ms"]), default=0),
+        "most_held_up_ms": max((held["ms"] for one in each for held in one["held_up"]), default=0),
     }
 
 

@@ -1,24 +1,19 @@
 r"""Run all that needs an NVIDIA GPU, in the order in which a short time on one is best spent.
 
     python benchmarks/gpu.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS
-    python benchmarks/gpu.py ... --only ttft,sweep --builtin
-    python benchmarks/gpu.py ... --rehearse
+    python benchmarks/gpu.py ... --only trace,sweep --builtin
 
-The parts are commands of this folder, one after another, each part with a limit; those that run unasked have 43 minutes
+The parts are commands of this folder, one after another, each part with a limit; those that run unasked have 33 minutes
 together. What fails or takes too long stops nothing else. RESULTS gets a folder and a log of each part, and
 ``order.json``: commands, seconds, and how it ended. A part that has ended well is not run again with the same code and
-arguments on the same machine; a sweep that was stopped goes on. What other code or arguments have made is put aside.
+arguments; a sweep that was stopped goes on. Of other code or arguments, choose another folder.
 
 Plain servers run as SGLang configures itself. With ``--builtin`` SGLang's own DSPARK is measured as well, as it comes
 and by our schedule; of the random pair it keeps as many drafts as ours, by SGLang's own simulation.
-
-``--rehearse`` runs the same commands on a CPU with few tokens, and a small shape in place of the large one, into
-RESULTS/rehearsal: whether they work, not how fast. What a CPU cannot run is collected or compiled only.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -26,8 +21,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -37,10 +33,10 @@ from rich.console import Console
 from shape_pair import ACCEPTANCE
 
 from sglang_dspark.tools import provenance
+from sglang_dspark.tools.launch import dspark_flags
 
 EXISTING = click.Path(exists=True, resolve_path=True)
 ROOT = Path(__file__).resolve().parents[1]
-NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
 SERVED = "--max-running-requests 64 --cuda-graph-max-bs-decode 64"
 # Of what is free when a server starts. Up to four share the GPU, and all of them have the same room for K/V.
 SMALL = f"{SERVED} --mem-fraction-static 0.25 --max-total-tokens 65536"
@@ -59,10 +55,7 @@ CONTEXTS: Mapping[int, tuple[str, Mapping[str, float]]] = {
 }
 KEPT = ACCEPTANCE["mixed"]
 STOPPED = "stopped at its limit"
-READERS = ("benchmarks/report.py", "benchmarks/paired_ratio.py")
-READING_S = 60  # for what shows a sweep, also one that was stopped
-TERMS = ("commit", "changes", "versions", "hardware", "prompts")  # of which results must not be mixed
-PATIENCE = 4  # of a rehearsal: servers start slowly on a CPU
+READER, READING_S = "benchmarks/report.py", 60  # for what shows a sweep, also one that was stopped
 
 
 @dataclass(frozen=True)
@@ -73,25 +66,20 @@ class Setting:
         pair: arguments that name target, draft and prompts.
         output: folder of the part's results.
         with_builtin: measure SGLang's own DSPARK as well.
-        rehearses: on a CPU, with few tokens.
     """
 
     pair: tuple[str, ...]
     output: Path
     with_builtin: bool
-    rehearses: bool
 
     def run(self, script: str, *words: str, output: str) -> list[str]:
-        """Return the command of a script of this folder on the device, with its results in ``output``."""
-        device = "cpu" if self.rehearses else "cuda"
-        return [*_script(script), *words, "--device", device, "--output", str(self.output / output)]
+        """Return the command of a script of this folder on the GPU, with its results in ``output``."""
+        return [*_script(script), *words, "--device", "cuda", "--output", str(self.output / output)]
 
     def sweep(
         self, output: str, what: Sequence[str], configs: Sequence[str], users: str, flags: str, **numbers: float
     ) -> list[str]:
-        """Return a sweep; ``numbers``: prompts, tokens of an answer and rounds, of which a rehearsal has few."""
-        if self.rehearses:
-            users, numbers = "1,2", {"num_prompts": 2, "max_tokens": 6, "rounds": 1}
+        """Return a sweep; ``numbers``: prompts, tokens of an answer and rounds."""
         words = [*what, *_each("--config", configs), "--concurrency", users, f"--server-flags={flags}"]
         words += [f"--{name.replace('_', '-')}={number}" for name, number in numbers.items()]
         return self.run("sweep_concurrency.py", *words, output=output)
@@ -113,48 +101,28 @@ class Part:
         minutes: after which they are stopped.
         commands: made from the setting.
         unasked: whether the part runs when none is named.
-        resumes: whether a part that was stopped goes on with what it has left behind.
     """
 
     question: str
     minutes: float
     commands: Callable[[Setting], Commands]
     unasked: bool = True
-    resumes: bool = False
 
 
 def start(setting: Setting) -> Commands:
     """Serve the shape of a usual target with no flag of memory or backend, as in the README."""
-    pair, named_shape = _shape(setting)
-    made = [*_script("shape_pair.py"), "--shape", named_shape, "--context", "100", "--output", str(pair)]
+    pair = setting.output / "pair"
     what = [*_named_pair(pair), "--prompts", str(pair / "context_100.jsonl"), "--ignore-eos"]
     numbers = {"num_prompts": 2, "max_tokens": 32, "rounds": 1}
-    return [made, setting.sweep("", what, ("auto",), "1", "--load-format dummy", **numbers)]
-
-
-def ttft(setting: Setting) -> Commands:
-    """Measure prefill in SGLang's graphs and without. Equal accept lengths: the drafter reads the same states."""
-    configs = (
-        "plain",
-        f"plain-eager=plain {NO_PREFILL_GRAPHS}",
-        "static:5",
-        f"static5-eager=static:5 {NO_PREFILL_GRAPHS}",
-    )
-    numbers = {"num_prompts": 32, "max_tokens": 32, "rounds": 4}
-    measured = setting.sweep("", [*setting.pair, "--ignore-eos"], configs, "1,16", SMALL, **numbers)
-    shown = [*_script("paired_ratio.py"), str(setting.output / "sweep.csv"), "--baseline", "plain@bfloat16"]
-    return [measured, *([*shown, "--metric", metric] for metric in ("ttft_ms", "tpot_ms")), _report(setting.output)]
+    return [_made(pair, 100), setting.sweep("", what, ("auto",), "1", "--load-format dummy", **numbers)]
 
 
 def identity(setting: Setting) -> Commands:
     """Compare texts with the target's alone, and see what a served step launches and waits for."""
-    if setting.rehearses:
-        few = ("--num-prompts", "2", "--max-tokens", "6", "--only", "auto, 1 user")
-        return [setting.run("identity.py", *setting.pair, *few, output="identity.json")]
     texts = ("--dtype", "bfloat16", "--num-prompts", "32", "--only", "user")  # the scenarios of one server
     return [
         setting.run("identity.py", *setting.pair, *texts, output="identity.json"),
-        _pytest("tests/gpu/test_served_step.py"),
+        _module("pytest", "-q", "tests/gpu/test_served_step.py"),
     ]
 
 
@@ -166,21 +134,14 @@ def sweep(setting: Setting) -> Commands:
     return [setting.sweep("", setting.pair, configs, "1,4,16,64", SMALL, **numbers), _report(setting.output)]
 
 
-def oracle(setting: Setting) -> Commands:
-    """Measure drafts that are always right and cost nothing: what is left is the engine's."""
-    numbers = {"num_prompts": 8, "max_tokens": 256, "rounds": 2}
-    return [
-        setting.sweep("", setting.pair, ("plain", "auto", "oracle"), "1,8,64", SMALL, **numbers),
-        _report(setting.output),
-    ]
-
-
 def trace(setting: Setting) -> Commands:
     """Return what a decode step of 1 and of 64 users is made of."""
-    more = ("--steps", "4", "--max-tokens", "200") if setting.rehearses else (f"--server-flags={SMALL}",)
-    words = (*setting.pair, "--config", "static:5", *more)
-    users = ("1", "2") if setting.rehearses else ("1", "64")
-    return [setting.run("step_trace.py", *words, "--concurrency", n, output=f"{n}_users") for n in users]
+    target, draft = (setting.pair[setting.pair.index(name) + 1] for name in ("--target", "--draft"))
+    served = ["--model-path", target, *dspark_flags(draft), "--speculative-dspark-schedule", "static", *SMALL.split()]
+    sizes = ["--batch-size", "1", "64", "--input-len", "100", "--output-len", "1024"]
+    recorded = ["--profile", "--profile-steps", "36", "--profile-output-dir", str(setting.output)]
+    command = _module("sglang.benchmark.one_batch_server", *served, *sizes, *recorded)
+    return [command, [*_script("step_trace.py"), str(setting.output)]]
 
 
 def shape(setting: Setting) -> Commands:
@@ -188,55 +149,44 @@ def shape(setting: Setting) -> Commands:
 
     With long ones look at ``itl_p50_ms`` and ``accept_length``: prefills are most of the rest.
     """
-    pair, named_shape = _shape(setting)
+    pair = setting.output / "pair"
     simulated = f"--speculative-dspark-simulate-acceptance {','.join(map(str, KEPT))}"
     named = (("off", "off"), ("auto", "auto"), ("static7", "static:7"))
     ours = ("plain", *(f"{name}={policy} {simulated}" for name, policy in named))
     builtin = setting.builtin(f"SGLANG_SIMULATE_ACC_LEN={1 + sum(accumulate(KEPT, mul)):.2f}")
-    contexts = _each("--context", list(map(str, CONTEXTS)))
-    commands = [[*_script("shape_pair.py"), "--shape", named_shape, *contexts, "--output", str(pair)]]
-    what = [*_named_pair(pair), "--ignore-eos"]
+    commands, what = [_made(pair, *CONTEXTS)], [*_named_pair(pair), "--ignore-eos"]
     # SGLang's own afterwards: three servers do not fit one GPU, and a sweep starts those that it has not measured.
     for configs in dict.fromkeys((ours, (*ours, *builtin))):
         for context, (users, numbers) in CONTEXTS.items():
             prompts = ["--prompts", str(pair / f"context_{context}.jsonl")]
-            flags = "--load-format dummy" if setting.rehearses else LARGE
-            commands.append(setting.sweep(f"context_{context}", [*what, *prompts], configs, users, flags, **numbers))
+            commands.append(setting.sweep(f"context_{context}", [*what, *prompts], configs, users, LARGE, **numbers))
     return [*commands, *(_report(setting.output / f"context_{context}") for context in CONTEXTS)]
 
 
 def kernels(setting: Setting) -> Commands:
-    """Measure the time of every kernel, and test whether it gives what its torch form gives."""
-    tests = _pytest("tests/kernels", "tests/draft/test_fused_layer.py")
-    if setting.rehearses:
-        return [[*tests, "--collect-only"]]
-    return [[*_script("kernels/run.py"), "--quick", "--output", str(setting.output / "kernels.json")], tests]
+    """Test whether every kernel gives what its torch form gives."""
+    return [_module("pytest", "-q", "tests/kernels", "tests/draft/test_fused_layer.py")]
 
 
 def turns(setting: Setting) -> Commands:
     """Let policies take turns of a few steps on the same texts."""
-    users, rounds, tokens = ("1", "1", "200") if setting.rehearses else ("1,4,16,64", "10", "2000")
-    configs = ("auto", *(f"static:{length}" for length in ((3,) if setting.rehearses else range(1, 6))))
-    words = [*_each("--config", configs), "--concurrency", users, "--rounds", rounds, "--seconds", "0.05"]
-    words += ["--max-tokens", tokens, *([] if setting.rehearses else [f"--server-flags={SMALL}"])]
-    return [setting.run("policy_turns.py", *setting.pair, *words, output="turns")]
+    words = [*_each("--config", ("auto", *(f"static:{length}" for length in range(1, 6))))]
+    words += ["--concurrency", "1,4,16,64", "--rounds", "10", "--seconds", "0.05", "--max-tokens", "2000"]
+    return [setting.run("policy_turns.py", *setting.pair, *words, f"--server-flags={SMALL}", output="turns")]
 
 
 def tests(setting: Setting) -> Commands:
     """Run all tests that wait for a GPU."""
-    # Without one they are not even collected.
-    return [[sys.executable, "-m", "compileall", "-q", "tests/gpu"] if setting.rehearses else _pytest("tests/gpu")]
+    return [_module("pytest", "-q", "tests/gpu")]
 
 
 PARTS: Mapping[str, Part] = {
     "start": Part("does a server start that is told nothing but its pair?", 4, start),
-    "ttft": Part("does the first token come as soon as with SGLang alone?", 6, ttft, resumes=True),
     "identity": Part("are the texts the target's?", 5, identity),
-    "sweep": Part("is it faster than SGLang at every load?", 5, sweep, resumes=True),
-    "oracle": Part("what could it do with drafts that are always right?", 4, oracle, resumes=True),
+    "sweep": Part("is it faster than SGLang at every load?", 5, sweep),
     "trace": Part("what is a step made of?", 3, trace),
-    "shape": Part("and with a target of 8 billion parameters?", 12, shape, resumes=True),
-    "kernels": Part("are the kernels right, and how fast?", 4, kernels),
+    "shape": Part("and with a target of 8 billion parameters?", 12, shape),
+    "kernels": Part("are the kernels right?", 4, kernels),
     "turns": Part("which policy decodes fastest?", 15, turns, unasked=False),
     "tests": Part("does everything else run that was written for a GPU?", 30, tests, unasked=False),
 }
@@ -248,27 +198,32 @@ def run_part(commands: Commands, minutes: float, log_path: Path) -> dict[str, An
     with log_path.open("a", encoding="utf-8") as log:
         for command in commands:
             left_s = 60 * minutes - (time.monotonic() - began)
-            ended.append(_run(command, log, max(left_s, READING_S) if command[1] in READERS else left_s))
+            ended.append(_run(command, log, max(left_s, READING_S) if command[1] == READER else left_s))
     status = next((status for status in ended if status != "ok"), "ok")
     return {"status": status, "seconds": round(time.monotonic() - began, 1)}
 
 
 def _run(command: list[str], log: Any, limit_s: float) -> str:
-    """Run one command; our servers end with the process that started them."""
+    """Run one command, and end what it leaves behind; our servers end with the process that started them."""
     if limit_s <= 0:
         return STOPPED
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=log, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired:
-        return STOPPED
-    return "ok" if done.returncode == 0 else f"exit status {done.returncode}"
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True) as process:
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return STOPPED
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return "ok" if status == 0 else f"exit status {status}"
 
 
-def _shape(setting: Setting) -> tuple[Path, str]:
-    """Return folder and name of a random pair: of a usual target, or of one that a rehearsal can serve."""
-    return setting.output / "pair", "rehearsal" if setting.rehearses else "qwen3-8b"
+def _made(pair: Path, *contexts: int) -> list[str]:
+    """Return what makes a random pair of the shape of a usual target, with prompts of so many tokens."""
+    words = ["--shape", "qwen3-8b", *_each("--context", list(map(str, contexts)))]
+    return [*_script("shape_pair.py"), *words, "--output", str(pair)]
 
 
 def _named_pair(pair: Path) -> list[str]:
@@ -283,8 +238,8 @@ def _report(sweep: Path) -> list[str]:
     return [*_script("report.py"), str(sweep)]
 
 
-def _pytest(*words: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", *words]
+def _module(name: str, *words: str) -> list[str]:
+    return [sys.executable, "-m", name, *words]
 
 
 def _each(flag: str, values: Sequence[str]) -> list[str]:
@@ -306,61 +261,33 @@ def _named(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
 @click.option("--only", "names", callback=_named, metavar="PART,...", help=f"Of {', '.join(PARTS)}.")
 @click.option("--builtin", is_flag=True, help="Measure SGLang's own DSPARK as well, as it comes and by our schedule.")
-@click.option("--rehearse", is_flag=True, help="On a CPU, with few tokens.")
-def main(
-    target: str,
-    draft: str,
-    prompts: tuple[str, ...],
-    output: Path,
-    names: list[str],
-    builtin: bool,
-    rehearse: bool,
-) -> None:
+def main(target: str, draft: str, prompts: tuple[str, ...], output: Path, names: list[str], builtin: bool) -> None:
     """Command line; see the module."""
     console = Console(highlight=False, soft_wrap=True)
     # Python ends on SIGTERM without unwinding, which would leave the servers of a part behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    if builtin and rehearse:
-        raise click.UsageError("SGLang's own DSPARK needs a GPU; rehearse without --builtin")
-    pair = ("--target", target, "--draft", draft, *_each("--prompts", prompts))
-    output = (output / "rehearsal" if rehearse else output).resolve()
+    pair, output = ("--target", target, "--draft", draft, *_each("--prompts", prompts)), output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     path = output / "order.json"
     parts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    made = {
-        **provenance.record(),
-        "changes": provenance.changes_digest(),
-        "prompts": provenance.files(map(Path, prompts)),
-    }
+    made = {**provenance.record(), "changes": provenance.changes_digest()}
     for name in names:
         part, folder = PARTS[name], output / name
-        commands = part.commands(Setting(pair, folder, builtin, rehearse))
-        # With the folders of this machine, which the commands below lose.
-        digest = hashlib.sha256(json.dumps(commands).encode()).hexdigest()
-        terms = {key: made[key] for key in TERMS} | {"digest": digest}
+        commands = part.commands(Setting(pair, folder, builtin))
+        terms = {"commit": made["commit"], "changes": made["changes"], "commands": _portable(commands)}
         before = parts.get(name, {})
-        same = terms == {key: before.get(key) for key in terms}
-        if same and before["status"] == "ok":
+        if terms.items() <= before.items() and before["status"] == "ok":
             console.print(f"{name}: done before")
             continue
-        if not (same and part.resumes):
-            _put_aside(folder)
         folder.mkdir(exist_ok=True)
-        minutes = part.minutes * (PATIENCE if rehearse else 1)
-        console.print(f"{name}: {part.question} At most {minutes:g} minutes.")
+        console.print(f"{name}: {part.question} At most {part.minutes:g} minutes.")
         # Before it runs: what is ended from outside goes on all the same.
-        parts[name] = {**made, **terms, "commands": _portable(commands), "status": "running", "seconds": None}
+        parts[name] = {**made, **terms, "status": "running", "seconds": None}
         provenance.write_json(path, parts)
-        parts[name] |= run_part(commands, minutes, output / f"{name}.log")
+        parts[name] |= run_part(commands, part.minutes, output / f"{name}.log")
         provenance.write_json(path, parts)
         console.print(f"{name}: {parts[name]['status']}, {parts[name]['seconds']:.0f} s; {output / name}.log")
     sys.exit(0 if all(parts[name]["status"] == "ok" for name in names) else 1)
-
-
-def _put_aside(folder: Path) -> None:
-    """Give a folder that is there another name."""
-    if folder.exists():
-        folder.rename(next(aside for n in count(1) if not (aside := folder.with_name(f"{folder.name}.{n}")).exists()))
 
 
 def _portable(commands: Commands) -> Commands:

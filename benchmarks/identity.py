@@ -28,7 +28,6 @@ from typing import Any
 import click
 from judge import LEAK, NEAR_TIE, Judge, judged_tokens, power
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoTokenizer
 
 from sglang_dspark.files import atomic_write_text
@@ -217,24 +216,13 @@ def encode(target: Path, files: Sequence[Path], num: int) -> list[list[int]]:
 @click.option("--only", default="", help="Run the scenarios whose name contains this text.")
 @click.option("--server-flags", default="", help="Further arguments of every server, as one text.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
-def main(
-    target: Path,
-    draft: Path,
-    files: tuple[Path, ...],
-    num_prompts: int,
-    max_tokens: int,
-    device: str,
-    dtype: str,
-    only: str,
-    server_flags: str,
-    output: Path,
-) -> None:
-    """Run every scenario, write the report and print its table."""
-    console = Console()
-    prompts = encode(target, files, num_prompts)
+def main(target: Path, draft: Path, output: Path, max_tokens: int, device: str, dtype: str, **options: Any) -> None:
+    """Run every scenario, and print and write what it shows."""
+    console, files = Console(), options["files"]
+    prompts = encode(target, files, options["num_prompts"])
     device_flags, env = (CPU_FLAGS, CPU_ENV) if device == "cpu" else (CUDA_MEMORY_FLAGS, {})
-    flags = [*device_flags, "--dtype", dtype, *server_flags.split()]
-    wanted = [scenario for scenario in SCENARIOS if only in scenario.name]
+    flags = [*device_flags, "--dtype", dtype, *options["server_flags"].split()]
+    wanted = [scenario for scenario in SCENARIOS if options["only"] in scenario.name]
     head: dict[str, Any] = {
         **provenance.record(),
         "device": device,
@@ -266,21 +254,7 @@ def main(
         with LaunchedServer(target, *flags, *dspark_flags(draft), *extra, env=env) as server:
             for scenario in group:
                 keep(run_scenario(scenario, server, comparison, max_tokens))
-    console.print(_table(results))
     sys.exit(0 if all(result["passed"] for result in results) else 1)
-
-
-def _table(results: Sequence[dict[str, Any]]) -> Table:
-    kinds = ("near-ties", "the target's own", "other splits")
-    table = Table("scenario", "texts", "identical", *kinds, "power", "accept length", "verify length")
-    for result in results:
-        ties = sum(split["near_tie"] for split in result["splits"])
-        own = sum(split["emitted"] and not split["near_tie"] for split in result["splits"])
-        cells = (result["texts"], result["identical"], ties, own, len(result["splits"]) - ties - own)
-        lengths = [result.get(f"{kind}_length") for kind in ("accept", "verify")]
-        shown = ("" if length is None else f"{length:.2f}" for length in lengths)
-        table.add_row(result["scenario"], *map(str, cells), f"{result['power']:.3f}", *shown)
-    return table
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -24,6 +23,7 @@ import click
 ROOT = Path(__file__).resolve().parents[1]
 MUTANTS = ROOT / "tests" / "mutants.toml"
 TIMEOUT_S = 900
+CAUGHT, SURVIVED, NOT_RUN = "caught", "SURVIVED", "NOT RUN"
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,6 @@ class Mutant:
         return source
 
 
-class Verdict(Enum):
-    """The outcome of a mutant."""
-
-    CAUGHT = "caught"
-    SURVIVED = "SURVIVED"
-    NOT_RUN = "NOT RUN"
-
-
 def read_mutants(path: Path = MUTANTS) -> list[Mutant]:
     """Return the list."""
     return [Mutant(**entry) for entry in tomllib.loads(path.read_text())["mutant"]]
@@ -91,7 +83,7 @@ def run_tests(tree: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def try_one(mutant: Mutant, tree: Path) -> tuple[Verdict, str]:
+def try_one(mutant: Mutant, tree: Path) -> tuple[str, str]:
     """Return the verdict, and what pytest printed."""
     source = mutant.apply(tree)
     try:
@@ -99,9 +91,9 @@ def try_one(mutant: Mutant, tree: Path) -> tuple[Verdict, str]:
     finally:
         (tree / mutant.file).write_text(source)
     # Of pytest: 0 all passed, 1 some failed; the rest were not run, for an error of syntax perhaps.
-    passed = Verdict.SURVIVED if " passed" in done.stdout else Verdict.NOT_RUN  # a test that is skipped shows nothing
-    verdicts = {0: passed, 1: Verdict.CAUGHT, -signal.SIGSEGV: Verdict.CAUGHT}
-    return verdicts.get(done.returncode, Verdict.NOT_RUN), done.stdout + done.stderr
+    passed = SURVIVED if " passed" in done.stdout else NOT_RUN  # a test that is skipped shows nothing
+    verdicts = {0: passed, 1: CAUGHT, -signal.SIGSEGV: CAUGHT}
+    return verdicts.get(done.returncode, NOT_RUN), done.stdout + done.stderr
 
 
 @click.command()
@@ -120,7 +112,7 @@ def main(only: str, jobs: int) -> None:
         if unchanged.returncode != 0:
             raise click.ClickException(f"the tests fail without any change:\n{unchanged.stdout[-4000:]}")
 
-        def judge(mutant: Mutant) -> tuple[float, Verdict, str]:
+        def judge(mutant: Mutant) -> tuple[float, str, str]:
             tree, start = trees.get(), time.monotonic()
             try:
                 verdict, printed = try_one(mutant, tree)
@@ -130,8 +122,8 @@ def main(only: str, jobs: int) -> None:
 
         wrong = 0
         for mutant, (seconds, verdict, printed) in zip(mutants, pool.map(judge, mutants), strict=True):
-            click.echo(f"{verdict.value:9} {seconds:5.0f} s  {mutant.file}: {mutant.why}")
-            if verdict is not Verdict.CAUGHT:
+            click.echo(f"{verdict:9} {seconds:5.0f} s  {mutant.file}: {mutant.why}")
+            if verdict != CAUGHT:
                 wrong += 1
                 click.echo(f"  by {mutant.test}\n{printed[-1500:]}", err=True)
     click.echo(f"{len(mutants) - wrong} of {len(mutants)} caught")

@@ -1,14 +1,13 @@
 """Ratios of each configuration of a sweep to its baseline, paired by load and round.
 
     python benchmarks/paired_ratio.py RESULTS/sweep.csv
-    python benchmarks/paired_ratio.py RESULTS/sweep.csv --metric per_user_tok_s --baseline static:7@float32
-    python benchmarks/paired_ratio.py RESULTS/sweep.csv --of auto@bfloat16
+    python benchmarks/paired_ratio.py RESULTS/sweep.csv --metric per_user_tok_s --of auto@bfloat16
 
 A machine that other people use drifts by tens of percent within minutes, so means of two configurations say little.
 The two rounds of a pair ran right after one another, on equal prompts: their ratio keeps the effect and drops the
 drift. Shown are the geometric mean of the ratios, its interval (Student's t on their logarithms, which on normal noise
-holds the true ratio in 95 % of cases for any number of rounds), their range, and in how many rounds the ratio was above
-1. Include the same configuration under a second name to see what noise alone does.
+holds the true ratio in 95 % of cases for any number of rounds) or, of few rounds, their range, and in how many rounds
+the ratio was above 1. Include the same configuration under a second name to see what noise alone does.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import t
-from serving.configurations import choose_ratio_baselines
+from serving.configurations import choose_baselines
 from serving.results import read_sweep
 
 from sglang_dspark.errors import ConfigError, DSparkError
@@ -33,23 +32,10 @@ MIN_ROUNDS = 4
 """Rounds below which no interval is given: with two, it would reach to 13 times their spread."""
 
 
-def frame_baselines(frame: pd.DataFrame, baseline: str | None = None) -> dict[str, str]:
-    """Return the label of the configuration that each one is compared with, by label.
-
-    Args:
-        frame: rows of a sweep, as :func:`serving.results.read_sweep` gives them.
-        baseline: one label for all; default: :func:`serving.configurations.choose_ratio_baselines`.
-
-    Raises:
-        ConfigError: ``baseline`` is not among the configurations.
-    """
-    labels = list(frame["config"].unique())
-    if baseline is None:
-        served = frame[["config", "policy", "dtype"]].drop_duplicates()
-        return choose_ratio_baselines(list(served.itertuples(index=False, name=None)))
-    if baseline not in labels:
-        raise ConfigError(f"--baseline {baseline!r} is not in the sweep; use one of {', '.join(labels)}")
-    return dict.fromkeys(labels, baseline)
+def frame_baselines(frame: pd.DataFrame) -> dict[str, str]:
+    """Return the label of the configuration that the speed of each one of a sweep is divided by."""
+    served = frame[["config", "policy", "dtype"]].drop_duplicates()
+    return choose_baselines(list(served.itertuples(index=False, name=None)))
 
 
 def paired_ratios(frame: pd.DataFrame, metric: str, baselines: dict[str, str]) -> pd.DataFrame:
@@ -64,7 +50,8 @@ def paired_ratios(frame: pd.DataFrame, metric: str, baselines: dict[str, str]) -
         ConfigError: the sweep has no such figure, or it is not above 0 everywhere (goodput may be 0), so that geometric
             means of its ratios mean nothing.
     """
-    _check_metric(frame, metric)
+    if metric not in (numbers := frame.select_dtypes("number").columns):
+        raise ConfigError(f"--metric {metric!r} is not a figure of the sweep; use one of {', '.join(numbers)}")
     texts = ["batch"] if "batch" in frame else []
     cells = frame[["config", "load", "round", *texts, metric]].assign(baseline=frame["config"].map(baselines))
     references = cells.rename(columns={"config": "of", metric: "reference"}).drop(columns=["baseline", *texts])
@@ -77,12 +64,6 @@ def paired_ratios(frame: pd.DataFrame, metric: str, baselines: dict[str, str]) -
         )
     pairs["ratio"] = pairs[metric] / pairs["reference"]
     return pairs.dropna(subset=["ratio"])[["config", "baseline", "load", "round", *texts, "ratio"]]
-
-
-def _check_metric(frame: pd.DataFrame, metric: str) -> None:
-    if metric not in frame.select_dtypes("number").columns:
-        numbers = ", ".join(frame.select_dtypes("number").columns)
-        raise ConfigError(f"--metric {metric!r} is not a figure of the sweep; use one of {numbers}")
 
 
 def ratios_to_each(frame: pd.DataFrame, metric: str, label: str) -> pd.DataFrame:
@@ -131,21 +112,9 @@ def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
         if "batch" in group:
             logs = pd.Series(logs).groupby(group["batch"].to_numpy()).mean().to_numpy()
         low, high = _interval(logs)
-        records.append(
-            {
-                "config": config,
-                "baseline": baseline,
-                "load": load,
-                "rounds": len(ratios),
-                "batches": len(logs),
-                "ratio": float(np.exp(logs.mean())),
-                "low": low,
-                "high": high,
-                "smallest": ratios.min(),
-                "largest": ratios.max(),
-                "above": int((ratios > 1).sum()),
-            }
-        )
+        record = {"config": config, "baseline": baseline, "load": load, "rounds": len(ratios), "batches": len(logs)}
+        record |= {"ratio": float(np.exp(logs.mean())), "low": low, "high": high, "smallest": ratios.min()}
+        records.append(record | {"largest": ratios.max(), "above": int((ratios > 1).sum())})
     return pd.DataFrame(records)
 
 
@@ -163,16 +132,11 @@ def ratio_text(row: Any) -> str:
 def ratio_table(summary: pd.DataFrame, metric: str) -> Table:
     """Return ``summary`` as a table for the terminal."""
     table = Table(title=f"{metric}: ratio to the baseline in the same row, paired by round")
-    for name in ("config", "baseline"):
-        table.add_column(name)
-    for name in ("load", "rounds", "ratio", f"{CONFIDENCE:.0%} interval", "range", "above 1"):
-        table.add_column(name, justify="right")
+    for name in ("config", "baseline", "load", "rounds", "ratio (interval)", "above 1"):
+        table.add_column(name, justify="left" if name in ("config", "baseline") else "right")
     for row in summary.itertuples():
-        interval = "-" if np.isnan(row.low) else f"{row.low:.3f} .. {row.high:.3f}"
-        table.add_row(
-            *(row.config, row.baseline, row.load, str(row.rounds), f"{row.ratio:.3f}", interval),
-            *(f"{row.smallest:.3f} .. {row.largest:.3f}", f"{row.above}/{row.rounds}"),
-        )
+        above = f"{row.above}/{row.rounds}"
+        table.add_row(row.config, row.baseline, row.load, str(row.rounds), ratio_text(row), above)
     return table
 
 
@@ -187,20 +151,15 @@ def _interval(logs: np.ndarray) -> tuple[float, float]:
 @click.command(help="Ratios of each configuration of a sweep to its baseline, paired by load and round.")
 @click.argument("sweep", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--metric", default="output_tok_s", show_default=True, help="A numeric column of the sweep.")
-@click.option("--baseline", help="Label to compare with. Default: off for what speculates, plain for off.")
-@click.option("--of", "label", help="Label to compare with each of the others.")
-def main(sweep: Path, metric: str, baseline: str | None, label: str | None) -> None:
+@click.option("--of", "label", help="Label to compare with each of the others. Default: with off, or off with plain.")
+def main(sweep: Path, metric: str, label: str | None) -> None:
     """Command line; see the module."""
-    if baseline and label:
-        raise click.UsageError("--baseline and --of exclude each other")
     try:
         frame = read_sweep(sweep)
-        if label:
-            pairs = ratios_to_each(frame, metric, label)
-        else:
-            pairs = paired_ratios(frame, metric, frame_baselines(frame, baseline))
+        baselines = frame_baselines(frame)
+        pairs = ratios_to_each(frame, metric, label) if label else paired_ratios(frame, metric, baselines)
         if pairs.empty:
-            raise ConfigError(f"{sweep} holds no pair: every configuration is a baseline; add one or pass --baseline")
+            raise ConfigError(f"{sweep} holds no pair: every configuration is a baseline; add one or pass --of")
     except DSparkError as error:
         raise click.ClickException(str(error)) from error
     Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False).print(

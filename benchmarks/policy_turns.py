@@ -4,14 +4,12 @@ r"""Compare policies on one server, where they take turns of a few steps while i
         --config auto --config static:3 --config static:5 --concurrency 1,4,16 --rounds 20
     python benchmarks/paired_ratio.py RESULTS/turns.csv --metric decode_tok_s --of auto@bfloat16
 
-A machine that others use too changes its speed by ten percent from one second to the next, and some texts are easier to
-draft than others. Against the one, a turn is a fraction of a second: policies are switched while requests are being
-decoded, and the server says with every switch what it has counted until then. Against the other, a round decodes the
-same texts as often as there are policies, which change places every time, so that each has its turn at every part of
-the texts. Prompts are in the prefix cache, and nothing is counted before all users are being served or after the first
-answer has ended. What is left are steps that verify differently. Batches of prompts do not overlap, and paired_ratio.py
-makes intervals of batches, not of rounds, so that they hold for other texts as well. For what a user sees, prefill and
-all, and against a plain server, there is ``sweep_concurrency.py``.
+A shared machine changes its speed by ten percent from one second to the next, so a turn is a fraction of a second:
+policies are switched while requests are being decoded, and the server says with every switch what it has counted until
+then. Some texts are easier to draft than others, so a round decodes the same texts once per policy, and each policy has
+its turn at every part of them. Prompts are in the prefix cache, and nothing is counted before all users are being
+served or after the first answer has ended. Batches of prompts do not overlap, and paired_ratio.py makes intervals of
+batches, so that they hold for other texts as well. What a user sees, prefill and all, is for ``sweep_concurrency.py``.
 
 The server runs without overlap scheduling, so that a step is counted before the next one is chosen.
 
@@ -20,22 +18,21 @@ RESULTS, a new folder, gets ``turns.csv``, one row per policy, load and round, a
 
 from __future__ import annotations
 
-import asyncio
-import csv
-import json
 import random
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import click
 from paired_ratio import ratio_table, ratios_to_each, summarise
 from rich.console import Console
 from serving.client import Sampling, request_body
 from serving.configurations import Configuration, parse_configurations
+from serving.output import append_row
 from serving.prompts import Prompt, load_mixed_prompts
 from serving.results import read_sweep
 from serving.schedule import USERS
@@ -51,11 +48,14 @@ LEAD_IN_TOKENS = 3  # of each user in the mean, until all are being served
 POLL_S = 0.05
 SEED = 0
 
+Answers = Sequence[Future[Any]]
 
+
+@dataclass(frozen=True)
 class Turns:
     """A server, and simulated users that send it the given prompts.
 
-    Args:
+    Attributes:
         prompts: shuffled and divided into batches, one prompt per user; each round decodes the next batch, and when all
             have been decoded, the first one again.
         seconds: of a turn.
@@ -63,112 +63,100 @@ class Turns:
         sampling: how all prompts are asked; answers have to last for all turns.
     """
 
-    def __init__(
-        self, server: LaunchedServer, prompts: Sequence[Prompt], seconds: float, cycles: int, sampling: Sampling
-    ) -> None:
-        self._server, self._prompts, self._sampling = server, prompts, sampling
-        self._seconds, self._cycles = seconds, cycles
+    server: LaunchedServer
+    prompts: Sequence[Prompt]
+    seconds: float
+    cycles: int
+    sampling: Sampling
 
-    async def run(self, configurations: Sequence[Configuration], users: int, num_rounds: int) -> list[dict[str, Any]]:
+    def run(self, configurations: Sequence[Configuration], users: int, num_rounds: int) -> list[dict[str, Any]]:
         """Return one row per configuration and round; what comes before the first round is not counted."""
         shuffle, rows = random.Random(SEED), []
-        timeout, connector = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(self._server.url, timeout=timeout, connector=connector) as session:
-            batches = prompt_batches(self._prompts, users)
-            await self._prefill(session, batches[-1])
-            await self._decode(session, batches[-1], configurations, _nothing(configurations))
+        batches = prompt_batches(self.prompts, users)
+        with ThreadPoolExecutor(users) as pool:
+            self._prefill(pool, batches[-1])
+            self._decode(pool, batches[-1], configurations, _nothing(configurations))
             for number in range(num_rounds):
                 batch = number % len(batches)
-                prompts = batches[batch]
-                await self._prefill(session, prompts)
+                self._prefill(pool, batches[batch])
                 order = shuffle.sample(configurations, len(configurations))
                 sums = _nothing(order)
                 for shift in range(len(order)):
-                    await self._decode(session, prompts, order[shift:] + order[:shift], sums)
-                rows += [self._row(each, users, number, batch, sums[each.label]) for each in configurations]
+                    self._decode(pool, batches[batch], order[shift:] + order[:shift], sums)
+                rows += [_row(each, users, number, batch, sums[each.label]) for each in configurations]
                 if any(counts["rounds"] != users * counts["steps"] for counts in sums.values()):
                     raise DSparkError(f"the server did not decode for all {users} users at a time; ask for fewer")
         return rows
 
-    async def _prefill(self, session: aiohttp.ClientSession, prompts: Sequence[Prompt]) -> None:
+    def _prefill(self, pool: ThreadPoolExecutor, prompts: Sequence[Prompt]) -> None:
         """Put prompts into the prefix cache."""
-        await asyncio.gather(*(self._ask(session, prompt, max_tokens=1) for prompt in prompts))
+        for answer in self._ask(pool, prompts, replace(self.sampling, max_tokens=1)):
+            answer.result()
 
-    async def _decode(
+    def _decode(
         self,
-        session: aiohttp.ClientSession,
+        pool: ThreadPoolExecutor,
         prompts: Sequence[Prompt],
         order: Sequence[Configuration],
         sums: dict[str, dict[str, float]],
     ) -> None:
         """Decode answers to ``prompts``, policies taking turns in this order, and add what they did to ``sums``."""
+        begun = self._switch(order[0])
+        answers = self._ask(pool, prompts, self.sampling)
         try:
-            async with asyncio.TaskGroup() as group:
-                begun = await self._switch(session, order[0])
-                answers = [group.create_task(self._ask(session, prompt)) for prompt in prompts]
-                while (await self._tokens(session)) - begun["committed_tokens"] < LEAD_IN_TOKENS * len(prompts):
-                    self._check_that_none_ended(answers)
-                    await asyncio.sleep(POLL_S)
-                await self._take_turns(session, list(order) * self._cycles, sums)
-                self._check_that_none_ended(answers)
-                await self._json(session, "/abort_request", {"rid": "", "abort_all": True})
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
+            while self._committed() - begun["committed_tokens"] < LEAD_IN_TOKENS * len(prompts):
+                _check_that_none_ended(answers)
+                time.sleep(POLL_S)
+            self._take_turns(list(order) * self.cycles, sums)
+            _check_that_none_ended(answers)
+        finally:
+            self.server.post("/abort_request", {"rid": "", "abort_all": True})
+        for answer in answers:
+            answer.result()
 
-    @staticmethod
-    def _check_that_none_ended(answers: Sequence[asyncio.Task[None]]) -> None:
-        if any(answer.done() for answer in answers):
-            raise DSparkError("an answer ended before all policies had had their turns; raise --max-tokens")
-
-    async def _take_turns(
-        self, session: aiohttp.ClientSession, turns: Sequence[Configuration], sums: dict[str, dict[str, float]]
-    ) -> None:
-        before = await self._switch(session, turns[0])
+    def _take_turns(self, turns: Sequence[Configuration], sums: dict[str, dict[str, float]]) -> None:
+        before = self._switch(turns[0])
         for turn, following in zip(turns, [*turns[1:], turns[0]], strict=True):
-            await asyncio.sleep(self._seconds)
-            after = await self._switch(session, following)
+            time.sleep(self.seconds)
+            after = self._switch(following)
             for name in COUNTED:
                 sums[turn.label][name] += after[name] - before[name]
             before = after
 
-    async def _switch(self, session: aiohttp.ClientSession, configuration: Configuration) -> dict[str, float]:
+    def _switch(self, configuration: Configuration) -> dict[str, float]:
         """Return the server's counts up to the switch."""
-        answer = await self._json(session, "/dspark/policy", configuration.policy_fields)
-        return dict(answer["until_now"])
+        return dict(self.server.post_json("/dspark/policy", configuration.policy_fields)["until_now"])
 
-    async def _tokens(self, session: aiohttp.ClientSession) -> int:
-        return int((await self._json(session, "/dspark/stats"))["committed_tokens"])
+    def _committed(self) -> int:
+        return int(self.server.get_json("/dspark/stats")["committed_tokens"])
 
-    async def _ask(self, session: aiohttp.ClientSession, prompt: Prompt, max_tokens: int | None = None) -> None:
-        sampling = self._sampling if max_tokens is None else replace(self._sampling, max_tokens=max_tokens)
-        body = request_body(prompt, sampling) | {"stream": False, "stream_options": None}
-        await self._json(session, sampling.path, body)
+    def _ask(self, pool: ThreadPoolExecutor, prompts: Sequence[Prompt], sampling: Sampling) -> Answers:
+        bodies = [request_body(prompt, sampling) | {"stream": False, "stream_options": None} for prompt in prompts]
+        return [pool.submit(self.server.post_json, sampling.path, body) for body in bodies]
 
-    async def _json(self, session: aiohttp.ClientSession, path: str, body: Any = None) -> Any:
-        async with session.get(path) if body is None else session.post(path, json=body) as response:
-            if response.status != 200:
-                raise DSparkError(f"{response.url}: HTTP {response.status}: {(await response.text())[:500]}")
-            content = await response.read()
-        return json.loads(content) if content else None
 
-    @staticmethod
-    def _row(
-        configuration: Configuration, users: int, number: int, batch: int, counts: dict[str, float]
-    ) -> dict[str, Any]:
-        return {
-            "config": configuration.label,
-            "policy": configuration.policy,
-            "dtype": configuration.dtype,
-            "concurrency": users,
-            "round": number,
-            "batch": batch,
-            "decode_tok_s": counts["committed_tokens"] / counts["uptime_s"],
-            "ms_per_step": 1e3 * counts["uptime_s"] / counts["steps"],
-            "accept_length": counts["committed_tokens"] / counts["rounds"],
-            "mean_verify_len": counts["verified_tokens"] / counts["rounds"],
-            "seconds": counts["uptime_s"],
-            **{name: round(counts[name]) for name in COUNTERS},
-        }
+def _check_that_none_ended(answers: Answers) -> None:
+    for answer in answers:
+        if answer.done():
+            answer.result()  # raises what the request failed with
+            raise DSparkError("an answer ended before all policies had had their turns; raise --max-tokens")
+
+
+def _row(configuration: Configuration, users: int, number: int, batch: int, counts: dict[str, float]) -> dict[str, Any]:
+    return {
+        "config": configuration.label,
+        "policy": configuration.policy,
+        "dtype": configuration.dtype,
+        "concurrency": users,
+        "round": number,
+        "batch": batch,
+        "decode_tok_s": counts["committed_tokens"] / counts["uptime_s"],
+        "ms_per_step": 1e3 * counts["uptime_s"] / counts["steps"],
+        "accept_length": counts["committed_tokens"] / counts["rounds"],
+        "mean_verify_len": counts["verified_tokens"] / counts["rounds"],
+        "seconds": counts["uptime_s"],
+        **{name: round(counts[name]) for name in COUNTERS},
+    }
 
 
 def prompt_batches(prompts: Sequence[Prompt], users: int) -> list[list[Prompt]]:
@@ -188,19 +176,6 @@ def prompt_batches(prompts: Sequence[Prompt], users: int) -> list[list[Prompt]]:
 def _nothing(configurations: Sequence[Configuration]) -> dict[str, dict[str, float]]:
     """Return the sums of what the server counts, by label, before anything was counted."""
     return {configuration.label: dict.fromkeys(COUNTED, 0.0) for configuration in configurations}
-
-
-def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Load by load, so that a run that is cut short keeps what it measured."""
-    is_new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        for row in rows:
-            writer.writerow(
-                {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()}
-            )
 
 
 def _policies(texts: Sequence[str], dtype: str) -> list[Configuration]:
@@ -241,23 +216,20 @@ def main(**options: Any) -> None:
             raise ConfigError(f"--output {output} holds turns already; name another folder")
         output.mkdir(parents=True, exist_ok=True)
         provenance.write_json(output / "provenance.json", record)
-        flags = [
-            *dspark_flags(options["draft"]),
-            "--dtype",
-            options["dtype"],
-            NO_OVERLAP,
-            *options["server_flags"].split(),
-        ]
+        flags = [*dspark_flags(options["draft"]), "--dtype", options["dtype"], NO_OVERLAP]
+        flags += options["server_flags"].split()
         device_flags, env = (CPU_FLAGS, CPU_ENV) if options["device"] == "cpu" else ((), None)
         with LaunchedServer(options["target"], *device_flags, *flags, env=env) as server:
             sampling = Sampling(options["max_tokens"], temperature=0.0, ignore_eos=True, raw=options["raw_prompts"])
             turns = Turns(server, prompts, options["seconds"], options["cycles"], sampling)
             for users in options["concurrency"]:
-                rows = asyncio.run(turns.run(configurations, users, options["rounds"]))
-                _append(output / "turns.csv", rows)
+                for row in turns.run(
+                    configurations, users, options["rounds"]
+                ):  # load by load, so that a run that is cut short keeps what it measured
+                    append_row(output / "turns.csv", row)
                 console.print(f"{users} users measured", highlight=False)
         frame = read_sweep(output / "turns.csv")
-    except DSparkError as error:
+    except (DSparkError, OSError) as error:
         raise click.ClickException(str(error)) from error
     if len(configurations) > 1:
         pairs = ratios_to_each(frame, "decode_tok_s", configurations[0].label)

@@ -1,6 +1,6 @@
 r"""A target and a drafter of a production shape without weights, to measure how long their steps take.
 
-    python benchmarks/shape_pair.py --shape qwen3-8b --output PAIR     # or a shape for a rehearsal on a CPU
+    python benchmarks/shape_pair.py --shape qwen3-8b --output PAIR
     python benchmarks/sweep_concurrency.py --target PAIR/target --draft PAIR/draft --device cuda --ignore-eos \
         --server-flags "--load-format dummy" --config plain \
         --config "auto=auto --speculative-dspark-simulate-acceptance 0.842,0.833,0.829,0.83,0.834,0.839,0.831" ...
@@ -103,19 +103,6 @@ _QWEN3_4B = Shape(
     target_layer_ids=(1, 9, 17, 25, 33),
 )
 SHAPES: Mapping[str, Shape] = {
-    "rehearsal": replace(
-        _QWEN3_4B,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=512,
-        target_layer_ids=(0, 1, 2),
-        draft_layers=1,
-        markov_rank=16,
-    ),
     "qwen3-4b": _QWEN3_4B,
     "qwen3-8b": replace(_QWEN3_4B, hidden_size=4096, intermediate_size=12_288, tie_word_embeddings=False),
     "qwen3-14b": replace(

@@ -1,21 +1,18 @@
-r"""Trace decode steps on a GPU: GPU time and launches by kernel, and the time in which the GPU had nothing to do.
+r"""Sum the decode steps of a trace: GPU time and launches by kernel, and the time in which the GPU had nothing to do.
 
-    python benchmarks/step_trace.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS \
-        --config static:5 --concurrency 64 --server-flags "--max-running-requests 64"
+    python -m sglang.benchmark.one_batch_server --model-path TARGET --speculative-algorithm DSPARK \
+        --speculative-draft-model-path DRAFT --speculative-dspark-schedule static --speculative-dspark-verify-len 5 \
+        --max-running-requests 64 --batch-size 1 64 --input-len 100 --output-len 1024 \
+        --profile --profile-steps 36 --profile-activities CPU GPU --profile-output-dir RESULTS
+    python benchmarks/step_trace.py RESULTS
 
-The script starts a server with DSPARK, keeps so many users busy with greedy answers, and has SGLang profile some steps
-(``POST /start_profile``). RESULTS, a new folder, gets ``trace.json.gz``, which chrome://tracing and Perfetto open,
-``provenance.json``, and on a GPU ``step.json``, a summary. A step reaches from one ``_prepare_kernel`` to the next.
-
-    python benchmarks/step_trace.py --trace TRACE.json.gz --output RESULTS
-
-A trace that is there is summed likewise, of any engine: where there is no ``_prepare_kernel``, a step begins with the
-first of the kernels that occur once in it, or with the one that ``--first-kernel`` names.
+SGLang's benchmark starts a server, keeps so many users busy, and profiles some steps of each batch size. This script
+sums every ``*.trace.json.gz`` below RESULTS, which chrome://tracing and Perfetto open as well, into ``steps.json``. A
+step reaches from one ``_prepare_kernel`` to the next. Of another engine, ``--first-kernel`` names a kernel that occurs
+once in a step.
 
 The project's goal is a share of its own kernels below 3 % for 64 requests. Profiling costs the host time in every
 launch, so spans may be longer than without it.
-
-On a CPU the script keeps the trace, which has no kernels to summarise.
 """
 
 from __future__ import annotations
@@ -23,10 +20,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import sys
-import tempfile
-from collections import Counter
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -34,32 +27,22 @@ from typing import Any
 
 import click
 import pandas as pd
-from rich.console import Console
-from rich.table import Table
-from serving.client import Sampling
-from serving.configurations import parse_configurations
-from serving.profiler import record_steps
-from serving.prompts import load_mixed_prompts
 
 from sglang_dspark.errors import ConfigError, DSparkError
 from sglang_dspark.tools import provenance
-from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 
-PATH = click.Path(path_type=Path, exists=True)
 KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "dspark_kernels"
 FIRST_KERNEL = "_prepare_kernel"
-RECORDED = {"target": "--target", "draft": "--draft", "files": "--prompts"}
-"""Options that a recording needs."""
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 SHOWN = 24
 """Kernels that are printed, those with the most GPU time."""
 
 
-def summary_of(path: Path, first_kernel: str | None = None) -> dict[str, Any]:
+def summary_of(path: Path, first_kernel: str = FIRST_KERNEL) -> dict[str, Any]:
     """Return what the steps of a trace are made of; all figures are medians over the complete steps.
 
     Args:
-        first_kernel: begins a step; None finds one.
+        first_kernel: begins a step.
 
     Returns:
         steps: complete ones in the trace.
@@ -79,7 +62,6 @@ def summary_of(path: Path, first_kernel: str | None = None) -> dict[str, Any]:
     except (EOFError, OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read as a trace of torch.profiler: {error!r}") from error
     activities = sorted((e for e in events if e.get("cat") in ON_GPU), key=lambda event: event["ts"])
-    first_kernel = first_kernel or _first_kernel([activity["name"] for activity in activities])
     starts = [place for place, activity in enumerate(activities) if activity["name"] == first_kernel]
     if len(starts) < 2:
         raise ConfigError(f"{path}: no complete decode step; profile a few steps more, of a server on a GPU")
@@ -101,21 +83,6 @@ def summary_of(path: Path, first_kernel: str | None = None) -> dict[str, Any]:
         "launches": median(launches),
         "kernels": kernels.to_dict(orient="index"),
     }
-
-
-def _first_kernel(names: Sequence[str]) -> str | None:
-    """Return the kernel that begins a step of ours, else the first one that occurs once in a step; None without any.
-
-    Kernels of a layer occur many times in a step, those of prefills hardly ever; most others occur once.
-    """
-    counts = Counter(names)
-    if FIRST_KERNEL in counts:
-        return FIRST_KERNEL
-    repeated = Counter(count for count in counts.values() if count > 1)
-    if not repeated:
-        return None
-    steps = max(repeated, key=lambda count: (repeated[count], count))
-    return next(name for name in names if counts[name] == steps)
 
 
 def own_kernels() -> set[str]:
@@ -140,81 +107,34 @@ def _busy_us(activities: list[dict[str, Any]]) -> float:
     return total
 
 
-def _print(summary: dict[str, Any]) -> None:
-    table = Table(title=f"GPU time of a decode step by kernel, medians over {summary['steps']} steps")
-    for name in ("kernel", "us", "share", "number"):
-        table.add_column(name, justify="left" if name == "kernel" else "right")
-    for name, part in list(summary["kernels"].items())[:SHOWN]:
-        table.add_row(name[:80], f"{part['us']:.1f}", f"{part['us'] / summary['gpu_us']:.1%}", f"{part['count']:g}")
-    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False, highlight=False)
-    console.print(table)
-    console.print(
-        f"{summary['launches']:g} launches; from step to step {summary['span_us']:.0f} us, busy "
-        f"{summary['busy_share']:.1%}; this project's kernels take {summary['own_share']:.1%} of the GPU time"
+def _text(summary: dict[str, Any]) -> str:
+    kernels = [
+        f"{part['us']:9.1f} us {part['us'] / summary['gpu_us']:6.1%} {part['count']:4g} times  {name[:80]}"
+        for name, part in list(summary["kernels"].items())[:SHOWN]
+    ]
+    total = (
+        f"{summary['trace']}, medians of {summary['steps']} steps: {summary['launches']:g} launches; from step to step "
+        f"{summary['span_us']:.0f} us, busy {summary['busy_share']:.1%}; this project's kernels take "
+        f"{summary['own_share']:.1%} of the GPU time"
     )
-
-
-def _record(options: dict[str, Any]) -> Path:
-    output, users = options["output"], options["concurrency"]
-    if (output / "trace.json.gz").exists():
-        raise ConfigError(f"--output {output} holds a trace already; name another folder")
-    (configuration,) = parse_configurations([options["config"]], options["dtype"])
-    if not configuration.is_dspark:
-        raise ConfigError(f"--config {options['config']} does not decode with DSPARK; name one of its policies")
-    prompts = load_mixed_prompts(options["files"])
-    record = provenance.record() | {"prompts": provenance.files(options["files"])}
-    on_cpu = options["device"] == "cpu"
-    flags = (*configuration.server_flags(str(options["draft"])), *options["server_flags"].split())
-    sampling = Sampling(options["max_tokens"], temperature=0.0, ignore_eos=True, raw=options["raw_prompts"])
-    output.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(dir=output) as folder,
-        LaunchedServer(
-            options["target"], *(CPU_FLAGS if on_cpu else ()), *flags, env=CPU_ENV if on_cpu else None
-        ) as server,
-    ):
-        server.post_json("/dspark/policy", configuration.policy_fields)
-        trace = record_steps(
-            server,
-            [prompts[user % len(prompts)] for user in range(users)],
-            sampling,
-            options["steps"],
-            ["CPU"] if on_cpu else ["CPU", "GPU"],
-            Path(folder),
-        )
-        provenance.write_json(output / "provenance.json", record)
-        return trace.rename(output / "trace.json.gz")
+    return "\n".join([*kernels, total])
 
 
 @click.command(help=__doc__)
-@click.option("--target", type=PATH)
-@click.option("--draft", type=PATH)
-@click.option("--prompts", "files", type=click.Path(path_type=Path), multiple=True)
-@click.option("--trace", type=PATH, help="Sum the steps of this trace instead of recording one.")
-@click.option("--first-kernel", metavar="NAME", help="The kernel that begins a step, by its whole name.")
-@click.option("--config", default="auto", show_default=True, help="A policy, as in sweep_concurrency.py.")
-@click.option("--concurrency", default=64, show_default=True, type=click.IntRange(1), help="Number of users.")
-@click.option("--steps", default=32, show_default=True, type=click.IntRange(1), help="Steps to profile.")
-@click.option("--max-tokens", default=1024, show_default=True, type=click.IntRange(1), help="Length of an answer.")
-@click.option("--raw-prompts", is_flag=True, help="Send the text as it is, without the chat template.")
-@click.option("--dtype", default="bfloat16", show_default=True)
-@click.option("--device", default="cuda", show_default=True, type=click.Choice(["cpu", "cuda"]))
-@click.option("--server-flags", default="", help="Further arguments of the server, as one text.")
-@click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
-def main(**options: Any) -> None:
+@click.argument("results", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--first-kernel", metavar="NAME", default=FIRST_KERNEL, show_default=True, help="It begins a step.")
+def main(results: Path, first_kernel: str) -> None:
     """Command line; see the module."""
+    traces = sorted(results.rglob("*.trace.json.gz"))
+    if not traces:
+        raise click.ClickException(f"{results} has no *.trace.json.gz; record some steps first")
     try:
-        if (trace := options["trace"]) is None:
-            if missing := [option for name, option in RECORDED.items() if not options[name]]:
-                raise click.UsageError(f"pass {', '.join(missing)} to record a trace, or --trace to sum one")
-            trace = _record(options)
-        if options["device"] == "cuda":
-            summary = summary_of(trace, options["first_kernel"])
-            options["output"].mkdir(parents=True, exist_ok=True)
-            provenance.write_json(options["output"] / "step.json", summary)
-            _print(summary)
-    except (DSparkError, OSError) as error:
+        summaries = [summary_of(trace, first_kernel) for trace in traces]
+    except DSparkError as error:
         raise click.ClickException(str(error)) from error
+    provenance.write_json(results / "steps.json", {**provenance.record(), "traces": summaries})
+    for summary in summaries:
+        click.echo(_text(summary))
 
 
 if __name__ == "__main__":

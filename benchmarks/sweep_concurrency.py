@@ -1,95 +1,51 @@
 r"""Measure plain serving and DSPARK policies side by side, at several loads, on one set of prompts.
 
     python benchmarks/sweep_concurrency.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS \
-        --config plain --config auto --config static:3 --concurrency 1,2,4,8 --rate 0.5,1,2 \
-        --sla-ttft-ms 500 --sla-tpot-ms 50 --rounds 6
+        --config plain --config auto --config static:3 --concurrency 1,2,4,8 --rounds 6
 
 A configuration is ``[NAME=]POLICY[:ARGUMENT][@DTYPE] [VARIABLE=VALUE ...] [SERVER FLAGS]``: ``static:3@float32``,
-``"small=static:5 --speculative-dspark-block-size 5"``; POLICY is ``plain``, a DSPARK schedule, ``dflash`` (SGLang's
-own algorithm, on CUDA, with ``--dflash-draft``), ``builtin`` (SGLang's own DSPARK, on CUDA; ``builtin:compact`` with
-a table of its own among the flags), or ``oracle:N`` (N drafts per step that replay what the server has answered before,
-always right: what the engine can do, whatever the drafter). The same one under two names (``--config plain --config
-again=plain``) shows how much of a difference is noise.
-
-A load is a number of users that wait for their answers (``--concurrency``, closed loop), or requests per second that
-arrive as a Poisson process whatever the server does (``--rate``, open loop).
+``"small=static:5 --speculative-dspark-block-size 5"``; POLICY is ``plain``, a DSPARK policy, or ``builtin`` (SGLang's
+own DSPARK, on CUDA). Other algorithms of SGLang are flags of a plain server: ``"ngram=plain --speculative-algorithm
+NGRAM"``. The same one under two names (``--config plain --config again=plain``) shows how much is noise.
 
 DSPARK configurations with equal flags share one server, which is told its policy before each cell. Every server is
-started once, one after the other unless ``--together`` is given. All configurations run one after another on the same
-prompts (and arrivals) before the next load and then the next round, so that drift of the machine meets all of them
-alike; idle servers are suspended. RESULTS gets ``sweep.csv`` (one row per configuration, load and round),
-``requests.jsonl`` (every answer with its times), ``agreement.json`` (texts identical to the baseline's) and
-``provenance.json``. Run again after an interruption, it goes on where it stopped. Read the results with paired_ratio.py
-and report.py.
+started once, one after the other. All configurations run one after another on the same prompts before the next number
+of users and then the next round, so that drift of the machine meets all of them alike; idle servers are suspended. A
+user waits for the answer before the next prompt: the load follows the server. For arrivals by the clock, and goodput,
+there is SGLang's own benchmark.
+
+RESULTS gets ``sweep.csv`` (one row per configuration, load and round), ``requests.jsonl`` (every answer with its times)
+and ``provenance.json``. Run again after an interruption, it goes on where it stopped. Read the results with
+paired_ratio.py and report.py.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import click
-from msgspec import Meta
 from paired_ratio import frame_baselines, paired_ratios, ratio_table, summarise
 from rich.console import Console
-from rich.table import Table
 from serving.client import Sampling
 from serving.configurations import GRAMMAR, parse_configurations
 from serving.results import read_sweep
-from serving.resume import MIX, REPLACE, RESUME
-from serving.row import Sla
-from serving.schedule import DEFAULT_CONCURRENCY, USERS, loads
+from serving.schedule import USERS
 from serving.sweep import PROMPTS_PER_USER, Sweep, run_sweep
 
 from sglang_dspark.errors import DSparkError
-from sglang_dspark.tools.cli.numbers import Numbers
-
-SHOWN = ("output_tok_s", "loaded_tok_s", "server_cpu_ms_per_tok")
-"""Metrics whose ratios are printed at the end of a sweep."""
-
-
-def _agreement_table(agreements: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="texts identical to the baseline's (a baseline: to its own at the first load)")
-    for name in ("config", "load", "baseline", "load", "identical"):
-        table.add_column(name)
-    for entry in agreements:
-        names = (entry[name] for name in ("config", "load", "baseline", "baseline_load"))
-        table.add_row(*names, f"{entry['identical']}/{entry['compared']}")
-    return table
-
-
-_RATES = Numbers(Annotated[float, Meta(gt=0, lt=1e6, description="must be above 0")], distinct=True)
 
 
 @click.command(help="Measure plain serving and DSPARK policies side by side, at several loads, on one set of prompts.")
 @click.option("--target", required=True, help="Target checkpoint.")
 @click.option("--draft", help="DSPARK draft checkpoint, for configurations that speculate.")
-@click.option("--dflash-draft", help="DFlash draft checkpoint, for the configuration dflash.")
 @click.option("--config", "configs", multiple=True, metavar="CONFIG", help=f"{GRAMMAR}. Repeatable.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of configurations that name none.")
-@click.option(
-    "--concurrency",
-    type=USERS,
-    help=f"Closed loop: numbers of users. Default: {DEFAULT_CONCURRENCY}, none with --rate.",
-)
-@click.option("--rate", "rates", type=_RATES, help="Open loop: requests per second, e.g. 0.5,1,2.")
-@click.option(
-    "--rate-seconds",
-    default=30.0,
-    show_default=True,
-    type=click.FloatRange(0, min_open=True),
-    help="Open loop: how long requests arrive in a round, at least.",
-)
-@click.option("--sla-ttft-ms", type=click.FloatRange(0, min_open=True), help="Goodput: longest time to first token.")
-@click.option(
-    "--sla-tpot-ms",
-    type=click.FloatRange(0, min_open=True),
-    help="Goodput: longest mean time per further output token.",
-)
-@click.option("--rounds", default=4, show_default=True, type=click.IntRange(1), help="Recorded rounds.")
+@click.option("--concurrency", "users", default="1,2,4,8", show_default=True, type=USERS, help="Numbers of users.")
+@click.option("--rounds", "num_rounds", default=4, show_default=True, type=click.IntRange(1), help="Recorded rounds.")
 @click.option(
     "--prompts",
     required=True,
@@ -115,68 +71,30 @@ _RATES = Numbers(Annotated[float, Meta(gt=0, lt=1e6, description="must be above 
 )
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
 @click.option("--ignore-eos", is_flag=True, help="Answers of --max-tokens tokens: no tail of a few long ones.")
-@click.option("--raw-prompts", is_flag=True, help="Send the text as it is, without the chat template.")
-@click.option("--request-timeout", default=600.0, show_default=True, type=click.FloatRange(1), help="Seconds.")
+@click.option("--raw-prompts", "raw", is_flag=True, help="Send the text as it is, without the chat template.")
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
 @click.option("--server-flags", default="", help="Further arguments of every server, as one text.")
-@click.option("--together", is_flag=True, help="Start all servers at once. Step times are then measured side by side.")
-@click.option(
-    "--existing",
-    default=RESUME,
-    show_default=True,
-    type=click.Choice([RESUME, MIX, REPLACE]),
-    help="Results in --output: go on if commit, flags and prompts are the same; go on in any case; start over.",
-)
 @click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
-def main(**options: Any) -> None:
+def main(configs: tuple[str, ...], dtype: str, server_flags: str, output: Path, **options: Any) -> None:
     """Command line; see the module."""
     # Texts and labels may look like markup.
     console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
     # Python ends on SIGTERM without unwinding, which would leave suspended servers behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    output = options["output"]
+    sampling = Sampling(**{field.name: options.pop(field.name) for field in fields(Sampling)})
     try:
-        agreements = run_sweep(_sweep(options), output, options["existing"], console)
+        configurations = parse_configurations(configs, dtype)
+        sweep = Sweep(
+            **options, configurations=configurations, sampling=sampling, server_flags=tuple(server_flags.split())
+        )
+        run_sweep(sweep, output, console)
         frame = read_sweep(output / "sweep.csv")
-        metrics = [metric for metric in SHOWN if (known := frame[metric].dropna()).any() and (known > 0).all()]
-        summaries = {metric: summarise(paired_ratios(frame, metric, frame_baselines(frame))) for metric in metrics}
+        summary = summarise(paired_ratios(frame, "output_tok_s", frame_baselines(frame)))
     except DSparkError as error:
         raise click.ClickException(str(error)) from error
-    if agreements:
-        console.print(_agreement_table(agreements))
-    for metric, summary in summaries.items():
-        if not summary.empty:
-            console.print(ratio_table(summary, metric))
+    if not summary.empty:
+        console.print(ratio_table(summary, "output_tok_s"))
     console.print(f"Tables and a figure: python benchmarks/report.py {output}", highlight=False)
-
-
-def _sweep(options: dict[str, Any]) -> Sweep:
-    concurrencies = options["concurrency"]
-    if not concurrencies and not options["rates"]:
-        concurrencies = USERS.convert(DEFAULT_CONCURRENCY, None, None)
-    return Sweep(
-        target=options["target"],
-        draft=options["draft"],
-        dflash_draft=options["dflash_draft"],
-        device=options["device"],
-        configurations=parse_configurations(options["configs"], options["dtype"]),
-        loads=loads(concurrencies or (), options["rates"] or ()),
-        num_rounds=options["rounds"],
-        num_prompts=options["num_prompts"],
-        rate_seconds=options["rate_seconds"],
-        prompts_paths=options["prompts"],
-        sampling=Sampling(
-            max_tokens=options["max_tokens"],
-            temperature=options["temperature"],
-            ignore_eos=options["ignore_eos"],
-            spread=options["spread"],
-            raw=options["raw_prompts"],
-            timeout_s=options["request_timeout"],
-        ),
-        sla=Sla(options["sla_ttft_ms"], options["sla_tpot_ms"]),
-        server_flags=tuple(options["server_flags"].split()),
-        together=options["together"],
-    )
 
 
 if __name__ == "__main__":

@@ -8,50 +8,224 @@ function writes what was measured, and links the file. A test compares the docum
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
-import support_matrix
-from tabled import drafter, simulated, speeds, step_parts
-from tabled.layout import RESULTS, markdown_table
+import pandas as pd
+from paired_ratio import frame_baselines, paired_ratios, ratio_text, ratios_to_each, summarise
+from plot_sweep import prompt_names
+from report import figure_text, markdown_table
+from serving.results import config_name, over_rounds, read_sweep
 
 ROOT = Path(__file__).resolve().parents[1]
-DRAFTER = ROOT / "sglang_dspark" / "drafters" / "smollm2-135m-instruct" / "README.md"
-DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     ROOT / "README.md",
-    DRAFTER,
     ROOT / "benchmarks" / "README.md",
-    *(DOCS / f"{name}.md" for name in ("performance", "scheduling", "support")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "support")),
 )
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+WIDTH = 140
 
 
-def support() -> str:
-    """Return the support matrix."""
-    return markdown_table(support_matrix.HEADER, list(support_matrix.rows(RESULTS)))
+# ---- the committed sweep of the bundled pair
+
+
+def speeds() -> str:
+    """Return the speeds of plain serving, ``off`` and ``auto``, and the ratios between them, by number of users."""
+    frame = read_sweep(RESULTS / "sweep" / "sweep.csv")
+    told = summarise(paired_ratios(frame, "output_tok_s", frame_baselines(frame))).set_index(["load", "config"])
+    rows = []
+    for users, cells in frame.groupby("concurrency"):
+        plain, off, auto = (cells[cells["policy"] == policy] for policy in ("plain", "off", "auto"))
+        measured = (figure_text(part, "output_tok_s") for part in (plain, off, auto))
+        ratios = (ratio_text(told.loc[part["load"].iloc[0], part["config"].iloc[0]]) for part in (off, auto))
+        rows.append([str(users), *measured, *ratios, f"{over_rounds(auto, 'accept_length'):.2f}"])
+    header = ("users", "plain SGLang", "plugin, `off`", "plugin, `auto`", "off / plain", "auto / off", "accept length")
+    return section(header, rows, _origin("Output tokens per second of all users together", frame))
+
+
+def fixed_lengths() -> str:
+    """Return how fast ``auto`` is beside every fixed length, and how many drafts it verifies, by number of users."""
+    frame = read_sweep(RESULTS / "sweep" / "sweep.csv")
+    (auto,) = frame.loc[frame["policy"] == "auto", "config"].unique()
+    told = summarise(ratios_to_each(frame, "output_tok_s", auto)).set_index(["load", "baseline"])
+    lengths = sorted(label for label in frame["config"].unique() if label.startswith("static:"))
+    rows = []
+    for users, cells in frame.groupby("concurrency"):
+        beside = (ratio_text(told.loc[cells["load"].iloc[0], label]) for label in lengths)
+        drafts = over_rounds(cells[cells["config"] == auto], "mean_verify_len")
+        rows.append([str(users), *beside, f"{drafts:.1f}"])
+    header = ["users", *(f"`{config_name(frame, label)}`" for label in lengths), "drafts that `auto` verifies"]
+    return section(header, rows, _origin("Throughput of `auto` in multiples of each fixed length", frame))
+
+
+def _origin(what: str, frame: pd.DataFrame) -> str:
+    """Return a sentence on what the sweep measured, where, and how often."""
+    record, rounds = content_of("sweep/provenance.json"), frame["round"].nunique()
+    return (
+        f"{what}: {record['target']}, {frame['dtype'].iloc[0]}, {record['hardware']['cpu']}, SGLang "
+        f"{record['versions']['sglang']}; prompts of {prompt_names(record)}, "
+        f"{round(frame['num_tokens'].sum() / frame['num_requests'].sum())} tokens per answer; medians of {rounds} "
+        f"rounds, ratios as geometric means with 95 % intervals ([sweep.csv](sweep/sweep.csv), commit "
+        f"{record['commit'][:7]})."
+    )
+
+
+def step_times() -> str:
+    """Return the step times that the server of the sweep measured at its start."""
+    table = content_of("sweep/sps.json")
+    depth, key = table["drafts"][-1], table["key"]
+    rows = [
+        [str(users), *(f"{times[0]:.1f}" for times in (verify[0], draft[-1], *verify[1:]))]
+        for users, draft, verify in zip(table["requests"], table["draft_ms"], table["verify_ms"], strict=True)
+    ]
+    header = ["users", "plain step", f"draft {depth}", *(f"verify {drafts}" for drafts in table["drafts"][1:])]
+    note = (
+        f"Milliseconds with {table['contexts'][0]} tokens of context, as the server measured them at its start: "
+        f"{key['dtype']}, {key['threads']} threads of {key['device']}, SGLang {key['sglang']} "
+        "([sps.json](sweep/sps.json))."
+    )
+    return section(header, rows, note)
+
+
+# ---- the policy auto in simulated time
+
+
+def ablation() -> str:
+    """Return what each part of the policy ``auto`` brings: the throughput without it."""
+    frame = pd.read_csv(RESULTS / "ablation" / "ablation.csv")
+    case = ["machine", "traffic", "load", "seed"]
+    whole = frame[frame["without"] == "all parts"].set_index(case)
+    frame = frame[frame["without"] != "all parts"].join(whole["tokens_per_s"].rename("whole"), on=case)
+    frame["change"] = 100 * (frame["tokens_per_s"] / frame["whole"] - 1)
+    by_case = frame.groupby(["without", "machine", "traffic", "load"], sort=False)["change"].agg(["mean", "std"])
+    rows = []
+    for part, cases in by_case.groupby("without", sort=False):
+        common = cases.loc[cases.index.get_level_values("traffic") == "recorded text", "mean"].mean()
+        rows.append([str(part), f"{common:+.1f}"])
+        for found in (cases["mean"].idxmin(), cases["mean"].idxmax()):
+            _, machine, traffic, load = found
+            changed = f"{cases.loc[found, 'mean']:+.1f} ± {cases.loc[found, 'std']:.1f}"
+            rows[-1] += [changed, f"{traffic}, {machine}, {load}"]
+    record = content_of("ablation/provenance.json")[-1]
+    recorded = whole.xs("recorded text", level="traffic")
+    beside_fixed = recorded.groupby(["machine", "load"])["of_best_fixed"].mean()
+    note = (
+        "Change of the throughput without a part in percent, mean and standard deviation of "
+        f"{frame['seed'].nunique()} seeds: for recorded text in the mean of all machines and loads, and in the cases "
+        "that lose and gain most (traffic, machine, requests). With all parts, recorded text is served at "
+        f"{beside_fixed.min():.2f} to {beside_fixed.max():.2f} times the speed of the best fixed length in hindsight "
+        f"([ablation.csv](ablation/ablation.csv), commit {record['commit'][:7]})."
+    )
+    return section(("without", "recorded text", "largest loss", "where", "largest gain", "where"), rows, note)
+
+
+def adversarial() -> str:
+    """Return the cases in which ``auto`` is furthest behind the best fixed length."""
+    frame = pd.read_csv(RESULTS / "adversarial" / "adversarial.csv", index_col=0)
+    worst = frame.loc[frame.min(axis=1).nsmallest(10).index]
+    rows = [[str(case), *(f"{ratio:.2f}" for ratio in ratios)] for case, *ratios in worst.itertuples()]
+    note = (
+        f"Throughput of `auto` over that of the best fixed length in hindsight: the 10 worst of {len(frame)} cases. "
+        "Unless a case says more, it is one answer of 500 steps ([adversarial.csv](adversarial/adversarial.csv), "
+        f"commit {content_of('adversarial/provenance.json')['commit'][:7]})."
+    )
+    return section(("case", *frame.columns), rows, note)
+
+
+# ---- which pairs were measured where
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A pair on a device.
+
+    Attributes:
+        sweep: folder of its sweep in ``results/``; None if it was not run.
+        identity: files of ``identity.py`` there, with the same release.
+    """
+
+    pair: str
+    device: str
+    sweep: str | None = None
+    identity: tuple[str, ...] = ()
+
+
+MEASURED = (
+    Measured("SmolLM2-135M, bundled drafter", "2 CPU cores", "sweep", ("identity.json", "identity_bfloat16.json")),
+    Measured("SmolLM2-135M, bundled drafter", "H200", "h200/sweep"),
+    Measured("Qwen3-8B's shape, answers of 32 to 224 tokens", "H200", "h200/qwen3_8b_shape/apart"),
+    Measured("Qwen3-8B's shape, answers of 128 tokens", "H200", "h200/qwen3_8b_shape/equal"),
+    Measured("Qwen3-8B's shape, prompts of 4000 tokens", "H200", "h200/qwen3_8b_shape/long"),
+    Measured("Qwen3-8B, Qwen3-4B, MiniCPM5-2B, Qwen3.8-27B with published drafters", "H100, H200"),
+)
+SUPPORT = ("pair", "device", "users", "auto / plain", "texts", "date", "release", "verdict", "files")
+PASSES = 0.95
+"""Least speed of ``auto`` over that of plain SGLang."""
+
+
+def verdict(ratios: Sequence[float], identity: bool | None) -> str:
+    """Return ``pass``, ``warn`` or ``fail``.
+
+    Args:
+        ratios: throughput of ``auto`` over that of plain SGLang, by load.
+        identity: whether every text was the target's own or split where the target does; None if it was not looked at.
+    """
+    if min(ratios) < PASSES or identity is False:
+        return "fail"
+    return "pass" if identity else "warn"
+
+
+def support_rows(results: Path = RESULTS) -> Iterator[list[str]]:
+    """Yield a row per pair and device; links are relative to the folder of results."""
+    for entry in MEASURED:
+        if entry.sweep is None:
+            yield [entry.pair, entry.device, *["-"] * 5, "not run", ""]
+            continue
+        frame = read_sweep(results / entry.sweep / "sweep.csv")
+        frame = frame[[config_name(frame, label) in ("plain", "auto") for label in frame["config"]]]
+        record = content_of(f"{entry.sweep}/provenance.json", results)
+        scenarios = [scenario for file in entry.identity for scenario in content_of(file, results)["scenarios"]]
+        identity = all(scenario["passed"] for scenario in scenarios) if scenarios else None
+        texts = {None: "not compared", True: "same", False: "differ"}[identity]
+        release = f"{record['versions']['sglang-dspark']} on SGLang {record['versions']['sglang']}"
+        linked = (f"{entry.sweep}/provenance.json", *entry.identity)
+        files = ", ".join(f"[{Path(file).name}]({file})" for file in linked)
+        told = summarise(paired_ratios(frame, "output_tok_s", frame_baselines(frame)))
+        users, ratios = ", ".join(load.split()[0] for load in told["load"]), [float(ratio) for ratio in told["ratio"]]
+        cells = (users, ", ".join(f"{ratio:.2f}" for ratio in ratios), texts, record["started"][:10], release)
+        yield [entry.pair, entry.device, *cells, verdict(ratios, identity), files]
+
+
+# ---- writing
+
+
+def content_of(file: str, results: Path = RESULTS) -> Any:
+    """Return what a JSON file among the results holds."""
+    return json.loads((results / file).read_text(encoding="utf-8"))
+
+
+def section(header: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
+    """Return a table and the note under it."""
+    filled = textwrap.fill(note, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return f"{markdown_table(header, rows)}\n\n{filled}"
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "sweep": speeds.speeds,
-    "h200_shape": speeds.shape,
-    "equal_work": speeds.equal_work,
-    "h200_pair": speeds.bundled_on_gpu,
-    "attention": step_parts.attention,
-    "fixed_lengths": speeds.fixed_lengths,
-    "step_times": step_parts.step_times,
-    "kernels": step_parts.kernels,
-    "calibration": drafter.calibration,
-    "accept_lengths": drafter.accept_lengths,
-    "ablation": simulated.ablation,
-    "adversarial": simulated.adversarial,
-    "published": simulated.published,
-    "support": support,
-    "oracle": speeds.oracle,
-    "draft_windows": drafter.draft_windows,
+    "sweep": speeds,
+    "fixed_lengths": fixed_lengths,
+    "step_times": step_times,
+    "ablation": ablation,
+    "adversarial": adversarial,
+    "support": lambda: markdown_table(SUPPORT, list(support_rows())),
 }
 
 

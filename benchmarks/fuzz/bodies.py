@@ -16,63 +16,17 @@ MODES = ("whole", "whole", "stream", "stream", "dropped", "abandoned")
 
 # Letters of a script share their first bytes; pairs that differ in the last one.
 WORDS = (
-    *(
-        "да",
-        "нет",
-        "дом",
-        "é",
-        "è",
-        "e\u0301",
-        "日本",
-        "日木",
-        "あい",
-        "あう",
-        "한국",
-        "한글",
-        "نعم",
-        "نعت",
-        "לא",
-        "कि",
-        "की",
-    ),
+    *"да нет дом é è e\u0301 日本 日木 あい あう 한국 한글 نعم نعت לא कि की".split(),
     *("😀", "😁", "👩‍👩‍👧", "🇩🇪", "yes", "no", "true", "a b", "{", '"', "\\", "ß", "ﬁ", "𝒳", "\u202eab", "\ufeff"),
 )
 ODD_WORDS = (
-    "",
-    " ",
-    "\n",
-    VANISHING,
-    "\x00",
-    *UNKNOWN,
-    "<pad>",
-    "<eos>",
-    "�",
-    "x" * 200,
-    "да" * 100,
+    *("", " ", "\n", VANISHING, "\x00", *UNKNOWN, "<pad>", "<eos>", "�", "x" * 200, "да" * 100),
     "ok" + UNKNOWN[0],
 )
 HALF_LETTERS = ("\ud83d", "ab\udc00", "\ud800" * 3)
 WRONG: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        -1,
-        0,
-        1.5,
-        2**31,
-        2**63,
-        10**30,
-        1e308,
-        float("nan"),
-        "x",
-        "",
-        [],
-        {},
-        [[]],
-        [None],
-        {"a": {"b": [1]}},
-    ),
-    *HALF_LETTERS,
+    *(None, True, -1, 0, 1.5, 2**31, 2**63, 10**30, 1e308, float("nan")),
+    *("x", "", [], {}, [[]], [None], {"a": {"b": [1]}}, *HALF_LETTERS),
 )
 LONG = 20_000  # letters of a constant
 

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import aiohttp
@@ -23,8 +22,7 @@ PROBE = {
     "sampling_params": {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True},
     "stream": True,
 }
-_KEPT_GAPS = 40
-_REPEATS = 3
+_KEPT_GAPS = 12
 _LAST_BREATH_S = 10.0
 
 HUNG, BROKEN, ENDED, LEFT = "hung", "broken", "ended", "left"
@@ -180,30 +178,6 @@ class Traffic:
     def _fall(self) -> None:
         if not self._over:
             self._over, self.last = True, dict(self._under_way)
-
-
-async def held_up_s(url: str, bodies: dict[int, Body]) -> dict[int, float]:
-    """Return by how much each body, alone beside a probe, makes a step longer [s], the least of some tries."""
-    found: dict[int, float] = {}
-    async with open_session() as session:
-        for number, body in bodies.items():
-            found[number] = min([await _held_up_once(session, url, body) for _ in range(_REPEATS)])
-    return found
-
-
-async def _held_up_once(session: aiohttp.ClientSession, url: str, body: Body) -> float:
-    probe = Probe()
-    running = asyncio.create_task(probe.run(session, url, {}))
-    while len(probe.usual) < 20:
-        await asyncio.sleep(0.01)
-        if running.done():
-            running.result()
-    before = len(probe.usual)
-    await send(session, url, body)
-    during = probe.usual[before:]
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    return max(during, default=0.0) - median(probe.usual[:before])
 
 
 def without_speculation(body: Body) -> Body:

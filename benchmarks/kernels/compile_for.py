@@ -3,7 +3,7 @@
     python benchmarks/kernels/compile_for.py
     python benchmarks/kernels/compile_for.py --capability 89 --output RESULTS/compiled.json
 
-Every launch of the cases that run.py times is compiled down to machine code for each compute capability, and nothing is
+Every launch of ``cases_*.py`` is compiled down to machine code for each compute capability, and nothing is
 run. That needs no GPU: Triton's compiler and assembler come with its wheel. What they say of registers, of stack (where
 registers do not suffice) and of shared memory is printed; a kernel that wants more shared memory than a block of that
 GPU can have fails here as it would there.
@@ -11,10 +11,8 @@ GPU can have fails here as it would there.
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +24,10 @@ from unittest.mock import patch
 import click
 import torch
 import triton
+from cases import Case, all_cases
 from dspark_kernels import kernels_anywhere
 from dspark_kernels.attention import window
 from dspark_kernels.drafting import walk
-from harness import Case, bench_modules
-from rich.console import Console
-from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
@@ -159,20 +155,6 @@ def _usage(kernel: CompiledKernel) -> tuple[int, int]:
     return int(usage[1]), int(usage[2])
 
 
-def result_table(kernels: list[Compiled]) -> Table:
-    """Kernels for the terminal."""
-    table = Table(title="compiled, not run")
-    table.add_column("kernel")
-    table.add_column("cases", overflow="fold")
-    for name in ("sm", "warps", "registers", "stack bytes", "shared bytes", "room"):
-        table.add_column(name, justify="right")
-    for k in kernels:
-        room = SHARED_BYTES[k.capability]
-        figures = (k.capability, k.warps, k.registers, k.stack_bytes or "", k.shared_bytes or "")
-        table.add_row(k.kernel, ", ".join(k.cases), *map(str, figures), f"{room}" if k.fits else f"[red]{room}[/red]")
-    return table
-
-
 @click.command(help=__doc__)
 @click.option(
     "--capability",
@@ -181,21 +163,21 @@ def result_table(kernels: list[Compiled]) -> Table:
     type=click.Choice([str(number) for number in SHARED_BYTES]),
     help="Compute capability times ten, e.g. 90. Default: all of them.",
 )
-@click.option("--only", default="", help="Modules to compile, without bench_, separated by commas; all by default.")
+@click.option("--only", default="", help="Folders of kernels, separated by commas; all by default.")
 @click.option("--first-forms", is_flag=True, help="Compile the first form of every kernel alone.")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
 def main(capabilities: tuple[str, ...], only: str, *, first_forms: bool, output: Path | None) -> None:
     """Command line; see the module."""
-    cases = [
-        case for module in bench_modules(only) for case in importlib.import_module(module).cases(torch.device("meta"))
-    ]
     with torch.inference_mode():
+        cases = list(all_cases(torch.device("meta"), only))
         kernels = [
             kernel
             for number in capabilities or SHARED_BYTES
             for kernel in compile_cases(cases, int(number), first_forms=first_forms)
         ]
-    Console(width=None if sys.stdout.isatty() else 160).print(result_table(kernels))
+    for k in kernels:
+        figures = f"{k.warps} warps, {k.registers} registers, {k.stack_bytes} bytes of stack, {k.shared_bytes} shared"
+        click.echo(f"sm_{k.capability} {k.kernel}: {figures}")
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         provenance.write_json(output, {**provenance.record(), "kernels": [asdict(kernel) for kernel in kernels]})

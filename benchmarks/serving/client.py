@@ -1,4 +1,4 @@
-"""Streaming clients of an OpenAI API: a fixed number of users (closed loop), or arrivals by the clock (open loop)."""
+"""Streaming clients of an OpenAI API: users that wait for their answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,8 @@ from sglang_dspark.errors import DSparkError
 
 CHAT_PATH = "/v1/chat/completions"
 RAW_PATH = "/v1/completions"
+ANSWER_S = 600.0
+"""Longest time for one answer."""
 
 
 class ReplyError(DSparkError):
@@ -32,7 +34,6 @@ class Sampling:
         spread: share of ``max_tokens`` by which the longest answer to a prompt is drawn above or below it, the same for
             every configuration; 0 asks for as many tokens of all.
         raw: send the text as it is (``/v1/completions``) instead of through the chat template.
-        timeout_s: longest time for one answer.
     """
 
     max_tokens: int
@@ -40,7 +41,6 @@ class Sampling:
     ignore_eos: bool = False
     spread: float = 0.0
     raw: bool = False
-    timeout_s: float = 600.0
 
     def most_tokens(self, prompt: Prompt) -> int:
         """Return the tokens that are asked for at most behind a prompt."""
@@ -58,8 +58,7 @@ class Reply:
 
     Attributes:
         prompt_index: line of the prompt file.
-        sent_s: when the request was sent; in an open loop when it was due, so that a client that falls behind does
-            not flatter the server.
+        sent_s: when the request was sent.
         chunks_s: arrival of every chunk with text; under speculation a chunk holds the tokens of one step.
         done_s: arrival of the chunk that gave the finish reason, thus of the last token.
         num_tokens: generated tokens, by the server's ``usage``.
@@ -97,59 +96,32 @@ class Reply:
         return [later - earlier for earlier, later in pairwise(self.chunks_s)]
 
 
-def ask_all(
-    url: str,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    *,
-    users: int | None = None,
-    arrivals_s: Sequence[float] | None = None,
-    speculation: Mapping[int, Mapping[str, Any]] | None = None,
-    on_reply: Callable[[], None] = lambda: None,
-) -> list[Reply]:
+def ask_all(url: str, prompts: Sequence[Prompt], sampling: Sampling, users: int) -> list[Reply]:
     """Return the answers to ``prompts``, in their order.
 
     Args:
         url: of the server, without a trailing slash.
-        users: closed loop: so many wait for an answer before they send the next prompt.
-        arrivals_s: open loop: when each prompt is sent whatever the server does, in seconds from the start, ascending.
-        speculation: the field of that name, by the index of the prompt; None for none.
-        on_reply: called after every answer.
+        users: so many wait for an answer before they send the next prompt.
 
     Raises:
         ReplyError: one of the requests failed; the others are cancelled.
     """
-    fields = [(speculation or {}).get(prompt.index) for prompt in prompts]
-    bodies = [(prompt, request_body(prompt, sampling, field)) for prompt, field in zip(prompts, fields, strict=True)]
-    return asyncio.run(_ask_all(url, bodies, sampling, users or len(prompts), arrivals_s, on_reply))
+    return asyncio.run(_ask_all(url, prompts, sampling, users))
 
 
-async def _ask_all(
-    url: str,
-    bodies: Sequence[tuple[Prompt, dict[str, Any]]],
-    sampling: Sampling,
-    users: int,
-    arrivals_s: Sequence[float] | None,
-    on_reply: Callable[[], None],
-) -> list[Reply]:
-    timeout = aiohttp.ClientTimeout(total=sampling.timeout_s)
+async def _ask_all(url: str, prompts: Sequence[Prompt], sampling: Sampling, users: int) -> list[Reply]:
+    timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     connector = aiohttp.TCPConnector(limit=0)
-    free, start_s = asyncio.Semaphore(users), time.perf_counter()  # users get their turns in the order of the prompts
+    free = asyncio.Semaphore(users)  # users get their turns in the order of the prompts
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
-        async def ask(asked: tuple[Prompt, dict[str, Any]], arrival_s: float | None) -> Reply:
-            due_s = None if arrival_s is None else start_s + arrival_s
-            if due_s is not None:
-                await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+        async def ask(prompt: Prompt) -> Reply:
             async with free:
-                reply = await _ask(session, url, *asked, sampling, due_s)
-            on_reply()
-            return reply
+                return await _ask(session, url, prompt, sampling)
 
         try:
             async with asyncio.TaskGroup() as group:
-                due = arrivals_s or [None] * len(bodies)
-                tasks = [group.create_task(ask(*each)) for each in zip(bodies, due, strict=True)]
+                tasks = [group.create_task(ask(prompt)) for prompt in prompts]
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
             if isinstance(first, ReplyError):
@@ -158,19 +130,12 @@ async def _ask_all(
     return [task.result() for task in tasks]
 
 
-async def _ask(
-    session: aiohttp.ClientSession,
-    url: str,
-    prompt: Prompt,
-    body: dict[str, Any],
-    sampling: Sampling,
-    due_s: float | None,
-) -> Reply:
+async def _ask(session: aiohttp.ClientSession, url: str, prompt: Prompt, sampling: Sampling) -> Reply:
     chunks_s: list[float] = []
     pieces: list[str] = []
     done_s, usage = None, None
-    sent_s = time.perf_counter() if due_s is None else due_s
-    async with session.post(url + sampling.path, json=body) as response:
+    sent_s = time.perf_counter()
+    async with session.post(url + sampling.path, json=request_body(prompt, sampling)) as response:
         await _check(response)
         async for event in _events(response):
             now_s = time.perf_counter()
@@ -195,8 +160,8 @@ async def _ask(
     )
 
 
-def request_body(prompt: Prompt, sampling: Sampling, speculation: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return what is sent to :attr:`Sampling.path` for a streamed answer; ``speculation``: the field of that name."""
+def request_body(prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
+    """Return what is sent to :attr:`Sampling.path` for a streamed answer."""
     content = {"prompt": prompt.text} if sampling.raw else {"messages": [{"role": "user", "content": prompt.text}]}
     return {
         **content,
@@ -206,7 +171,6 @@ def request_body(prompt: Prompt, sampling: Sampling, speculation: Mapping[str, A
         "ignore_eos": sampling.ignore_eos,
         "stream": True,
         "stream_options": {"include_usage": True},
-        **({} if speculation is None else {"speculation": speculation}),
     }
 
 

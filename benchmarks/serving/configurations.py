@@ -12,12 +12,8 @@ from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.launch import dspark_flags
 
-PLAIN, DFLASH, BUILTIN, OFF, ORACLE = "plain", "dflash", "builtin", "off", "oracle"
-OF_SGLANG = (DFLASH, BUILTIN)
-"""Algorithms of SGLang's own that speculate."""
-POLICIES = (PLAIN, *OF_SGLANG, ORACLE, *POLICY_NAMES)
-VERIFY_MODES = ("static", "cap-accept", "compact")
-"""Of SGLang's own DSPARK; ``compact`` wants a table of step times among the flags."""
+PLAIN, BUILTIN, OFF = "plain", "builtin", "off"
+POLICIES = (PLAIN, BUILTIN, *POLICY_NAMES)
 DTYPES = ("float32", "bfloat16", "float16")
 GRAMMAR = "[NAME=]POLICY[:ARGUMENT][@DTYPE] [VARIABLE=VALUE ...] [SERVER FLAGS]"
 
@@ -31,10 +27,8 @@ class Configuration:
 
     Attributes:
         label: what tables and figures call it; unique within a sweep.
-        policy: ``plain`` (no speculation), ``dflash`` and ``builtin`` (SGLang's own DFLASH and DSPARK), a DSPARK
-            schedule, or ``oracle``: drafts are the answer that the server has given to the same prompt before.
-        argument: the verify length of ``static`` and of ``oracle``, the confidence threshold of ``threshold``, the
-            verify mode of ``builtin``; else empty.
+        policy: ``plain`` (without DSPARK), ``builtin`` (SGLang's own DSPARK), or a policy of DSPARK.
+        argument: the verify length of ``static``, the confidence threshold of ``threshold``; else empty.
         dtype: ``--dtype`` of the server.
         extra_flags: further arguments of the server.
         variables: of its environment, each as ``NAME=value``.
@@ -50,35 +44,29 @@ class Configuration:
     @property
     def is_dspark(self) -> bool:
         """Return whether this is a server of ours that runs DSPARK."""
-        return self.policy in POLICY_NAMES or self.is_oracle
-
-    @property
-    def is_oracle(self) -> bool:
-        """Return whether drafts are recorded answers."""
-        return self.policy == ORACLE
+        return self.policy in POLICY_NAMES
 
     @property
     def verify_len(self) -> int | None:
         """Return the drafts verified per request and step when the configuration fixes that number."""
-        return int(self.argument) if self.policy in ("static", ORACLE) and self.argument else None
+        return int(self.argument) if self.policy == "static" and self.argument else None
 
     @property
     def policy_fields(self) -> dict[str, str | int | float] | None:
         """Return the body of ``POST /dspark/policy`` for a running server; None without DSPARK."""
         if not self.is_dspark:
             return None
-        policy = "static" if self.is_oracle else self.policy  # all that is copied is verified
         if not self.argument:
-            return {"policy": policy}
-        value = int(self.argument) if policy == "static" else float(self.argument)
-        return {"policy": policy, "verify_len" if policy == "static" else "confidence_threshold": value}
+            return {"policy": self.policy}
+        if self.policy == "static":
+            return {"policy": self.policy, "verify_len": int(self.argument)}
+        return {"policy": self.policy, "confidence_threshold": float(self.argument)}
 
-    def server_flags(self, draft: str | None, dflash_draft: str | None = None) -> tuple[str, ...]:
+    def server_flags(self, draft: str | None) -> tuple[str, ...]:
         """Return the arguments of ``sglang.launch_server``; the server is told its policy while it runs.
 
         Args:
-            draft: folder of the DSPARK draft checkpoint.
-            dflash_draft: folder of the DFlash draft checkpoint.
+            draft: folder of the draft checkpoint.
 
         Raises:
             ConfigError: the configuration speculates and there is no drafter.
@@ -88,22 +76,14 @@ class Configuration:
             if draft is None:
                 raise ConfigError(f"--config {self.label} speculates; pass --draft with a checkpoint for the target")
             flags += dspark_flags(draft)
-        elif self.policy == DFLASH:
-            if dflash_draft is None:
-                raise ConfigError(f"--config {self.label}: pass --dflash-draft with a DFlash checkpoint for the target")
-            flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", dflash_draft]
         return (*flags, *self.extra_flags)
 
     @property
     def environment(self) -> dict[str, str]:
         """Return the variables that the server is told also."""
         given = dict(variable.split("=", 1) for variable in self.variables)
-        if self.policy != BUILTIN:
-            return given
-        return {
-            "SGLANG_DSPARK_ENGINE": "builtin",
-            "SGLANG_RAGGED_VERIFY_MODE": self.argument or VERIFY_MODES[0],
-        } | given
+        own = {"SGLANG_DSPARK_ENGINE": "builtin", "SGLANG_RAGGED_VERIFY_MODE": "static"}
+        return (own if self.policy == BUILTIN else {}) | given
 
 
 def parse_configuration(text: str, default_dtype: str) -> Configuration:
@@ -151,10 +131,12 @@ def parse_configurations(texts: Sequence[str], default_dtype: str) -> list[Confi
 
 
 def choose_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, str]:
-    """Return the label of the configuration that each one is compared with, by label.
+    """Return the label of the configuration that the speed of each one is divided by, by label.
 
-    That is the first plain one of the same dtype, else the first of the same dtype: a ratio across dtypes would mix two
-    effects, and texts of two dtypes differ anyway. A baseline maps to itself.
+    A DSPARK policy is divided by ``off`` of the same dtype, which runs on the same server: that ratio is speculation's.
+    ``off`` and all others are divided by the first plain one of the same dtype, else by the first of that dtype: for
+    ``off``, that ratio is what the plugin's own steps gain without any draft. A ratio of a policy to plain serving
+    would mix the two; it is all that is left where the sweep has no ``off``. A baseline maps to itself.
 
     Args:
         served: label, policy and dtype of every configuration.
@@ -162,39 +144,20 @@ def choose_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, str]:
     by_dtype: dict[str, str] = {}
     for label, _, dtype in sorted(served, key=lambda entry: entry[1] != PLAIN):
         by_dtype.setdefault(dtype, label)
-    return {label: by_dtype[dtype] for label, _, dtype in served}
-
-
-def choose_ratio_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, str]:
-    """Return the label of the configuration that the speed of each one is divided by, by label.
-
-    A DSPARK policy is divided by ``off`` of the same dtype, which runs on the same server: that ratio is speculation's.
-    ``off`` and all others are divided by what :func:`choose_baselines` says, plain serving where it was measured: for
-    ``off``, that ratio is what the plugin's own steps gain without any draft. A ratio of a policy to plain serving
-    would mix the two; it is all that is left where the sweep has no ``off``.
-
-    Args:
-        served: label, policy and dtype of every configuration.
-    """
-    baselines = choose_baselines(served)
     without_drafts = {dtype: label for label, policy, dtype in reversed(served) if policy == OFF}
-    speculates = {label: policy in (ORACLE, *POLICY_NAMES) and policy != OFF for label, policy, _ in served}
-    dtypes = {label: dtype for label, _, dtype in served}
+    speculates = {label: policy in POLICY_NAMES and policy != OFF for label, policy, _ in served}
     return {
-        label: without_drafts.get(dtypes[label], baseline) if speculates[label] else baseline
-        for label, baseline in baselines.items()
+        label: without_drafts.get(dtype, by_dtype[dtype]) if speculates[label] else by_dtype[dtype]
+        for label, _, dtype in served
     }
 
 
 def _check_argument(text: str, policy: str, argument: str) -> None:
-    if policy in ("static", ORACLE):
+    if policy == "static":
         if argument and not argument.isdecimal():
             raise ConfigError(f"--config {text!r}: the verify length {argument!r} is not a number of drafts, 0 or more")
     elif policy == "threshold":
         if not re.fullmatch(r"0?\.\d+|[01](\.0*)?", argument):
             raise ConfigError(f"--config {text!r}: pass a threshold from 0 to 1, e.g. threshold:0.5")
-    elif policy == BUILTIN:
-        if argument not in ("", *VERIFY_MODES):
-            raise ConfigError(f"--config {text!r}: the verify mode {argument!r} is none of {', '.join(VERIFY_MODES)}")
     elif argument:
         raise ConfigError(f"--config {text!r}: policy {policy} takes no argument; drop {argument!r}")

@@ -11,7 +11,7 @@ from typing import Self
 
 import psutil
 
-from serving.configurations import OF_SGLANG, Configuration
+from serving.configurations import Configuration
 from sglang_dspark.tools.launch import LaunchedServer
 
 STAT_KEYS = {
@@ -36,11 +36,11 @@ def read_counters(server: LaunchedServer, configuration: Configuration) -> dict[
 
 
 def read_accept_length(server: LaunchedServer, configuration: Configuration) -> float | None:
-    """Return the accept length since the cache was flushed, as SGLang reports it; None if the server does not.
+    """Return the accept length since the cache was flushed, as SGLang reports that of its own algorithms; else None.
 
     SGLang counts in units of its decode log interval (40 steps), so the last few steps of a round are missing.
     """
-    if configuration.policy not in OF_SGLANG:
+    if configuration.is_dspark:
         return None
     states = server.get_json("/server_info").get("internal_states") or [{}]
     length = states[0].get("avg_spec_accept_length")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self
@@ -23,41 +22,33 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        servers: Mapping[str, LaunchedServer],
-        on_start: Callable[[str], None] = lambda label: None,
-        *,
-        together: bool = False,
+        self, servers: Mapping[str, LaunchedServer], on_start: Callable[[str], None] = lambda label: None
     ) -> None:
         """Describe the fleet; the servers start when the ``with`` block is entered.
 
         Args:
             servers: servers that were not started yet, by label; several labels may share one.
             on_start: called with the (first) label before each start.
-            together: start all of them at once, not one after the other.
         """
         self._servers = servers
         self._on_start = on_start
-        self._together = together
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        """Start all servers.
+        """Start all servers, one after the other.
 
         Raises:
             LaunchError: one of them did not start; the others are stopped.
         """
-
-        def start(unstarted: tuple[str, LaunchedServer]) -> None:
-            label, server = unstarted
-            self._on_start(label)
-            stack.enter_context(server)
-            # A suspended process cannot act on a signal that asks it to end.
-            stack.callback(server.resume)
-            server.suspend()
-
-        with ExitStack() as stack, ThreadPoolExecutor() as pool:
-            list((pool.map if self._together else map)(start, self._unique()))
+        first = {id(server): label for label, server in reversed(self._servers.items())}
+        with ExitStack() as stack:
+            for label, server in self._servers.items():
+                if first[id(server)] == label:
+                    self._on_start(label)
+                    stack.enter_context(server)
+                    # A suspended process cannot act on a signal that asks it to end.
+                    stack.callback(server.resume)
+                    server.suspend()
             self._stack = stack.pop_all()
         return self
 
@@ -65,10 +56,6 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
-
-    def _unique(self) -> list[tuple[str, LaunchedServer]]:
-        first = {id(server): label for label, server in reversed(self._servers.items())}
-        return [(label, server) for label, server in self._servers.items() if first[id(server)] == label]
 
     @contextmanager
     def awake(self, label: str) -> Iterator[LaunchedServer]:

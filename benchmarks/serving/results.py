@@ -1,4 +1,4 @@
-"""Reading ``sweep.csv``, also of releases that wrote fewer columns."""
+"""Reading ``sweep.csv``, and figures of several of its rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from serving.row import COLUMNS
 from serving.schedule import load_label
 from sglang_dspark.errors import ConfigError
 
@@ -44,7 +43,7 @@ def config_name(frame: pd.DataFrame, label: str) -> str:
 
 
 def read_sweep(path: Path) -> pd.DataFrame:
-    """Return the rows of a ``sweep.csv``, completed by :func:`complete`.
+    """Return the rows of a ``sweep.csv`` or ``turns.csv``, as :func:`with_loads` gives them.
 
     Raises:
         ConfigError: the file has no rows.
@@ -52,34 +51,9 @@ def read_sweep(path: Path) -> pd.DataFrame:
     frame = pd.read_csv(path)
     if frame.empty:
         raise ConfigError(f"{path} has no rows; run benchmarks/sweep_concurrency.py to the end of a round first")
-    return complete(frame)
+    return with_loads(frame)
 
 
-def complete(frame: pd.DataFrame) -> pd.DataFrame:
-    """Add a column ``load`` (its name), and what older files lack as far as their counts tell it.
-
-    ``frame.attrs["absent"]`` names the columns that the file does not have.
-
-    Files from before open loops have users only. Mean verify length, wasted and parked share follow from the counts;
-    percentiles over requests and goodput cannot be recovered, and are left out.
-    """
-    frame = frame.copy()
-    frame.attrs["absent"] = [column for column in COLUMNS if column not in frame]
-    if "rate" not in frame:
-        frame["rate"] = float("nan")
-    # Whole numbers again: a column with empty cells is read as floats.
-    frame["concurrency"] = frame["concurrency"].astype("Int64")
-    frame["load"] = [
-        load_label(None if pd.isna(users) else int(users), None if pd.isna(rate) else rate)
-        for users, rate in zip(frame["concurrency"], frame["rate"], strict=True)
-    ]
-    derived = {
-        "mean_verify_len": ("verified", "decode_rounds"),
-        "plain_share": ("plain_steps", "steps"),
-    }
-    for column, (part, whole) in derived.items():
-        if column not in frame and {part, whole} <= set(frame.columns):
-            frame[column] = frame[part] / frame[whole].where(frame[whole] > 0)
-    if "wasted_share" not in frame and {"accepted", "verified"} <= set(frame.columns):
-        frame["wasted_share"] = 1 - frame["accepted"] / frame["verified"].where(frame["verified"] > 0)
-    return frame
+def with_loads(frame: pd.DataFrame) -> pd.DataFrame:
+    """Add a column ``load``, the name of the number of users."""
+    return frame.assign(load=frame["concurrency"].map(load_label))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import fmean
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -20,25 +17,12 @@ from serving.schedule import Cell
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The origin of a sweep's rows; the same in every row, so that rows of several sweeps can be told apart."""
-
-    prompt_set: str  # names of the prompt files
-    model: str  # name of the target
-    draft: str  # name of the drafter; empty without one
-    commit: str  # of this repository, with -dirty when the tree differed from it
-    versions: str  # ``name=version`` of what was measured, separated by spaces
-    cpu: str  # model and number of cores
-    gpu: str  # model; empty without one
-
-
-@dataclass(frozen=True)
 class SweepRow:
     """One round of one configuration at one load; empty where a figure does not exist. Shares are from 0 to 1."""
 
-    policy: str  # ``plain``, ``dflash``, ``builtin`` or a DSPARK schedule
-    concurrency: int | None  # closed loop: users, each with one request at a time
-    round: int  # from 0; rounds of equal number and load had equal prompts, and equal arrivals in an open loop
+    policy: str  # ``plain``, ``builtin`` or a DSPARK policy
+    concurrency: int  # users, each with one request at a time
+    round: int  # from 0; rounds of equal number and load had equal prompts
     output_tok_s: float  # generated tokens of all users per second, from the first request to the last token
     # Mean over the requests, from sending to the last token. The time to the first token is part of it: a starved HTTP
     # process delivers the first chunks late and all at once, and then a speed counted from the first chunk is a fiction
@@ -67,18 +51,7 @@ class SweepRow:
     num_requests: int
     num_tokens: int
     num_prompt_tokens: int
-    prompt_set: str  # these seven: see `Origin`
-    model: str
-    draft: str
-    commit: str
-    versions: str
-    cpu: str
-    gpu: str
     timestamp: str  # end of the round, UTC
-    rate: float | None  # open loop: requests per second that arrived on average (Poisson)
-    # Closed loop: generated tokens per second while every user had a request. A round ends when its slowest answer
-    # does; what the last users get while the others are done says nothing about the load.
-    loaded_tok_s: float | None
     in_flight: float  # requests that were in the server, averaged over the round
     per_user_tok_s_p5: float  # 5th percentile of the requests' speeds: 95 % were served faster
     ttft_p50_ms: float  # percentiles over the requests
@@ -92,33 +65,9 @@ class SweepRow:
     plain_share: float | None  # share of the steps in which nothing was drafted
     parked_steps: int | None  # steps while speculation rested because plain steps are faster
     parked_share: float | None
-    sla_ttft_ms: float | None  # the SLO of every request
-    sla_tpot_ms: float | None
-    sla_met_share: float | None  # share of the requests that met it
-    goodput_req_s: float | None  # those requests, and their output tokens, per second of the round
-    goodput_tok_s: float | None
 
 
 COLUMNS = tuple(field.name for field in fields(SweepRow))
-
-
-@dataclass(frozen=True)
-class Sla:
-    """The SLO of every single request. None: that latency has no limit.
-
-    Attributes:
-        ttft_ms: longest time to the first token.
-        tpot_ms: longest mean time per output token after the first.
-    """
-
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-
-    def is_met(self, reply: Reply) -> bool:
-        """Return whether a request met the SLO; the limits themselves still count as met."""
-        if self.ttft_ms is not None and 1e3 * reply.ttft_s > self.ttft_ms:
-            return False
-        return self.tpot_ms is None or reply.tpot_s is None or 1e3 * reply.tpot_s <= self.tpot_ms
 
 
 @dataclass(frozen=True)
@@ -136,7 +85,7 @@ class Observation:
     accept_length: float | None = None
 
 
-def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla: Sla, origin: Origin) -> SweepRow:
+def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation) -> SweepRow:
     """Summarise one round of at least one answer."""
     wall_s = max(reply.done_s for reply in replies) - min(reply.sent_s for reply in replies)
     num_tokens = sum(reply.num_tokens for reply in replies)
@@ -146,9 +95,7 @@ def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla
     configuration, cpu_time = cell.configuration, observation.cpu_time
     return SweepRow(
         policy=configuration.policy,
-        concurrency=cell.load.concurrency,
-        rate=cell.load.rate,
-        loaded_tok_s=None if cell.load.concurrency is None else loaded_throughput(replies),
+        concurrency=cell.users,
         round=cell.round,
         output_tok_s=num_tokens / wall_s,
         per_user_tok_s=fmean(speeds),
@@ -170,40 +117,8 @@ def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla
         num_requests=len(replies),
         num_tokens=num_tokens,
         num_prompt_tokens=sum(reply.num_prompt_tokens for reply in replies),
-        **asdict(origin),
         timestamp=datetime.now(UTC).isoformat(timespec="seconds"),
-        sla_ttft_ms=sla.ttft_ms,
-        sla_tpot_ms=sla.tpot_ms,
-        **goodput(replies, wall_s, sla),
     )
-
-
-def loaded_throughput(replies: Sequence[Reply]) -> float | None:
-    """Return the tokens per second from the first prompt until a user finds no more prompts; None without any text.
-
-    Tokens of an answer count evenly at the chunks that brought them.
-    """
-    start, last_sent = (extreme(reply.sent_s for reply in replies) for extreme in (min, max))
-    end = min(reply.done_s for reply in replies if reply.done_s >= last_sent)
-    shares = (
-        reply.num_tokens * sum(chunk <= end for chunk in reply.chunks_s) / len(reply.chunks_s)
-        for reply in replies
-        if reply.chunks_s
-    )
-    tokens = sum(shares)
-    return tokens / (end - start) if tokens else None
-
-
-def goodput(replies: Sequence[Reply], wall_s: float, sla: Sla) -> dict[str, float | None]:
-    """Return the columns of goodput of a round that took ``wall_s`` seconds; all None without an SLO."""
-    if sla == Sla():
-        return dict.fromkeys(("sla_met_share", "goodput_req_s", "goodput_tok_s"))
-    met = [reply for reply in replies if sla.is_met(reply)]
-    return {
-        "sla_met_share": len(met) / len(replies),
-        "goodput_req_s": len(met) / wall_s,
-        "goodput_tok_s": sum(reply.num_tokens for reply in met) / wall_s,
-    }
 
 
 def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
@@ -226,32 +141,3 @@ def _speculation(observation: Observation) -> dict[str, Any]:
         "wasted_share": 1 - counts["accepted"] / verified if verified else None,
         "plain_share": counts["plain_steps"] / steps if steps else None,
     }
-
-
-class RowWriter:
-    """Write ``sweep.csv`` row by row, so that a sweep that is cut short keeps what it measured."""
-
-    def __init__(self, path: Path) -> None:
-        """Open the file for appending; a new one gets its header."""
-        is_new = not path.exists() or path.stat().st_size == 0
-        self._file = path.open("a", newline="", encoding="utf-8")
-        self._writer = csv.DictWriter(self._file, COLUMNS, lineterminator="\n")
-        if is_new:
-            self._writer.writeheader()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def write(self, row: SweepRow) -> None:
-        """Append ``row`` and hand it to the operating system."""
-        self._writer.writerow({name: _text(value) for name, value in asdict(row).items()})
-        self._file.flush()
-
-
-def _text(value: Any) -> Any:
-    return f"{value:.6g}" if isinstance(value, float) else value

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -11,20 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from serving.agreement import identical_texts
 from serving.client import Reply, Sampling, ask_all
-from serving.configurations import OF_SGLANG, Configuration, choose_baselines
+from serving.configurations import BUILTIN, Configuration
 from serving.counters import CpuTime, read_accept_length, read_counters
 from serving.fleet import Fleet
-from serving.oracle import check_oracle, recorded_drafts
+from serving.output import Output
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
-from serving.request_log import RequestLog
-from serving.results import read_sweep
-from serving.resume import prepare_output
-from serving.row import Observation, Origin, RowWriter, Sla, SweepRow, make_row
-from serving.schedule import Cell, Load, interleave, poisson_arrivals, still_to_measure
+from serving.row import Observation, SweepRow, make_row
+from serving.schedule import WARM_UP_ROUND, Cell, interleave, load_label, still_to_measure
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools import provenance
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
@@ -37,39 +31,30 @@ PROMPTS_PER_USER = 2
 SETTLE_PROMPT = Prompt(-1, "Count from one to twenty.")
 SETTLE_TOKENS = 16
 
-WARM_UP_S = 5.0
-"""Arrivals of an open loop that a warm-up round takes."""
-
 
 @dataclass(frozen=True)
 class Sweep:
     """The measurements to make.
 
     Attributes:
-        target, draft, dflash_draft: checkpoint folders.
+        target, draft: checkpoint folders.
         device: ``cpu`` or ``cuda``.
-        loads: load points.
-        num_rounds: recorded rounds per configuration and load.
+        users: numbers of users.
+        num_rounds: recorded rounds per configuration and number of users.
         num_prompts: prompts per round, at least; every user gets :data:`PROMPTS_PER_USER` or more.
-        rate_seconds: how long requests arrive in a round of an open loop, at least.
         server_flags: further arguments of every server.
-        together: start all servers at once.
     """
 
     target: str
     draft: str | None
-    dflash_draft: str | None
     device: str
     configurations: list[Configuration]
-    loads: list[Load]
+    users: list[int]
     num_rounds: int
     num_prompts: int
-    rate_seconds: float
-    prompts_paths: tuple[Path, ...]
+    prompts: tuple[Path, ...]
     sampling: Sampling
-    sla: Sla
     server_flags: tuple[str, ...]
-    together: bool = False
 
     def servers(self, labels: set[str]) -> dict[str, LaunchedServer]:
         """Return the servers of some configurations by label, not started yet."""
@@ -89,60 +74,36 @@ class Sweep:
         Raises:
             ConfigError: it cannot run.
         """
-        check_oracle(configuration, self.sampling)
-        if configuration.policy in OF_SGLANG and self.device == "cpu":
+        if configuration.policy == BUILTIN and self.device == "cpu":
             raise ConfigError(
-                f"--config {configuration.label}: SGLang's own {configuration.policy} does not run on a CPU (its cache"
-                " allocation and verification are Triton kernels); pass --device cuda, or leave it out"
+                f"--config {configuration.label}: SGLang's own DSPARK does not run on a CPU (its cache allocation and"
+                " verification are Triton kernels); pass --device cuda, or leave it out"
             )
-        return (*configuration.server_flags(self.draft, self.dflash_draft), *self.server_flags)
+        return (*configuration.server_flags(self.draft), *self.server_flags)
 
     def cells(self) -> list[Cell]:
         """Return all cells in their order, the warm-up round first."""
-        return interleave(self.configurations, self.loads, self.num_rounds)
+        return interleave(self.configurations, self.users, self.num_rounds)
 
     def num_prompts_of(self, cell: Cell) -> int:
         """Return the number of prompts of a cell. A warm-up round only has to see every batch size once."""
-        users, rate = cell.load.concurrency, cell.load.rate
-        if rate is not None:
-            seconds = WARM_UP_S if cell.is_warm_up else self.rate_seconds
-            return max(2 if cell.is_warm_up else self.num_prompts, math.ceil(rate * seconds))
-        assert users is not None, "a load has users or a rate"
-        return users if cell.is_warm_up else max(self.num_prompts, PROMPTS_PER_USER * users)
+        return cell.users if cell.is_warm_up else max(self.num_prompts, PROMPTS_PER_USER * cell.users)
 
-    def origin(self) -> Origin:
-        """Return the columns that say where the rows come from."""
-        return Origin(
-            prompt_set="+".join(path.stem for path in self.prompts_paths),
-            model=_name(self.target),
-            draft=_name(self.draft),
-            commit=provenance.commit(),
-            versions=" ".join(f"{name}={number}" for name, number in provenance.versions().items()),
-            cpu=provenance.cpu(),
-            gpu=provenance.gpu(),
-        )
-
-    def describe(self, origin: Origin) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the ``provenance.json`` of a sweep that starts now."""
         return {
-            "command": provenance.command(),
+            **provenance.record(),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "finished": None,
-            "commit": origin.commit,
             "changes": provenance.changes_digest(),
-            "versions": provenance.versions(),
-            "hardware": provenance.hardware(),
             "target": _name(self.target),
             "draft": _name(self.draft),
-            "dflash_draft": _name(self.dflash_draft),
             "device": self.device,
             # More users later would mean other servers.
             "cpu_flags": [*CPU_FLAGS, *self._admitted()] if self.device == "cpu" else None,
-            "prompts": provenance.files(self.prompts_paths),
+            "prompts": provenance.files(self.prompts),
             "num_prompts": self.num_prompts,
-            "rate_seconds": self.rate_seconds,
             "sampling": asdict(self.sampling),
-            "sla": asdict(self.sla),
             "configurations": {
                 c.label: {
                     "server_flags": [provenance.portable(flag) for flag in self.flags(c)],
@@ -162,109 +123,48 @@ class Sweep:
         return LaunchedServer(self.target, *flags, env=configuration.environment)
 
     def _admitted(self) -> tuple[str, str]:
-        limit = max([CPU_MAX_REQUESTS, *(load.concurrency or 0 for load in self.loads)])
-        return "--max-running-requests", str(limit)
+        return "--max-running-requests", str(max(CPU_MAX_REQUESTS, *self.users))
 
 
-def run_sweep(sweep: Sweep, output: Path, existing: str, console: Console) -> list[dict[str, Any]]:
-    """Measure what ``output`` does not hold yet, and write the files that sweep_concurrency.py lists.
-
-    Args:
-        existing: see :func:`serving.resume.prepare_output`.
-
-    Returns:
-        Counts of :func:`identical_texts`; none unless decoding was greedy.
+def run_sweep(sweep: Sweep, folder: Path, console: Console) -> None:
+    """Measure what ``folder`` does not hold yet, and write the files that sweep_concurrency.py lists.
 
     Raises:
         ConfigError: options, prompts or earlier results cannot work.
         LaunchError: a server did not start, failed a request or died.
     """
-    prompts = load_mixed_prompts(sweep.prompts_paths)
-    # Before the servers start: the tree may change while they run.
-    origin = sweep.origin()
-    measured, record = prepare_output(output, sweep.describe(origin), existing)
-    cells = still_to_measure(sweep.cells(), measured)
-    if measured:
+    prompts = load_mixed_prompts(sweep.prompts)
+    output = Output(folder, sweep.describe())
+    cells = still_to_measure(sweep.cells(), output.measured)
+    if output.measured:
         open_cells = sum(not cell.is_warm_up for cell in cells)
-        console.print(f"{len(measured)} cells are measured already, {open_cells} are left", highlight=False)
+        console.print(f"{len(output.measured)} cells are measured already, {open_cells} are left", highlight=False)
     servers = sweep.servers({cell.configuration.label for cell in cells})
-    provenance.write_json(output / "provenance.json", record)
-    with (
-        RequestLog(output / "requests.jsonl", measured) as log,
-        RowWriter(output / "sweep.csv") as rows,
-        _progress(console) as progress,
-    ):
-        progress.add_task("starting servers", total=None)
-        say = partial(progress.console.print, highlight=False)
-        with Fleet(servers, lambda label: say(f"starting {label}"), together=sweep.together) as fleet:
-            for cell, row, replies in _measure_all(sweep, cells, prompts, fleet, origin, progress):
-                # The row last: it says that the cell is complete.
-                log.write(cell, replies)
-                rows.write(row)
-                say(_line(row, cell.load))
-    # Of the file: earlier runs may have measured other configurations.
-    served = read_sweep(output / "sweep.csv")[["config", "policy", "dtype"]].drop_duplicates()
-    baselines = choose_baselines(list(served.itertuples(index=False, name=None)))
-    greedy = sweep.sampling.temperature == 0
-    agreements = identical_texts(output / "requests.jsonl", baselines) if greedy else []
-    provenance.write_json(output / "agreement.json", {"agreements": agreements})
-    record["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
-    provenance.write_json(output / "provenance.json", record)
-    return agreements
+    say = partial(console.print, highlight=False)
+    with Fleet(servers, lambda label: say(f"starting {label}")) as fleet:
+        for number, cell in enumerate(cells):
+            chosen = round_prompts(prompts, cell.round, sweep.num_prompts_of(cell))
+            row, replies = _measure(sweep, cell, chosen, fleet)
+            if not cell.is_warm_up:
+                output.write(cell, row, replies)
+            say(f"{number + 1} of {len(cells)}: {_line(row)}")
+    output.finish()
 
 
-def _measure_all(
-    sweep: Sweep, cells: Sequence[Cell], prompts: Sequence[Prompt], fleet: Fleet, origin: Origin, progress: Progress
-) -> Iterator[tuple[Cell, SweepRow, list[Reply]]]:
-    """Measure cell by cell; the warm-up round is left out of the results."""
-    task = progress.task_ids[0]
-    progress.reset(task, total=len(cells))
-    for cell in cells:
-        kind = "warm-up" if cell.is_warm_up else f"round {cell.round}"
-        progress.update(task, description=f"{kind}, {cell.load}, {cell.configuration.label}")
-        chosen = round_prompts(prompts, cell.round, sweep.num_prompts_of(cell))
-        on_reply = partial(progress.advance, task, 1 / len(chosen))
-        row, replies = _measure(sweep, cell, chosen, fleet, origin, on_reply)
-        if not cell.is_warm_up:
-            yield cell, row, replies
-
-
-def _measure(
-    sweep: Sweep,
-    cell: Cell,
-    prompts: Sequence[Prompt],
-    fleet: Fleet,
-    origin: Origin,
-    on_reply: Callable[[], None],
-) -> tuple[SweepRow, list[Reply]]:
+def _measure(sweep: Sweep, cell: Cell, prompts: Sequence[Prompt], fleet: Fleet) -> tuple[SweepRow, list[Reply]]:
     configuration = cell.configuration
     with fleet.awake(configuration.label) as server:
         if configuration.policy_fields is not None:
             server.post_json("/dspark/policy", configuration.policy_fields)
-        drafts = None
-        if configuration.is_oracle:
-            at_once = cell.load.concurrency or PROMPTS_PER_USER
-            drafts = recorded_drafts(server, configuration, prompts, sweep.sampling, at_once)
-        _settle(server, sweep.sampling, cell.load.concurrency or 1)
+        _settle(server, sweep.sampling, cell.users)
         counts_before, cpu_before = read_counters(server, configuration), CpuTime.read(server.pid)
-        users, rate, arrivals_s = cell.load.concurrency, cell.load.rate, None
-        if rate is not None:
-            arrivals_s = poisson_arrivals(rate, len(prompts), seed=(cell.round + 1, round(1e6 * rate)))
-        replies = ask_all(
-            server.url,
-            prompts,
-            sweep.sampling,
-            users=users,
-            arrivals_s=arrivals_s,
-            speculation=drafts,
-            on_reply=on_reply,
-        )
+        replies = ask_all(server.url, prompts, sweep.sampling, cell.users)
         cpu_time = CpuTime.read(server.pid) - cpu_before
         counts_after, accept_length = read_counters(server, configuration), read_accept_length(server, configuration)
     counts = None
     if counts_before is not None and counts_after is not None:
         counts = {name: counts_after[name] - counts_before[name] for name in counts_after}
-    return make_row(cell, replies, Observation(cpu_time, counts, accept_length), sweep.sla, origin), replies
+    return make_row(cell, replies, Observation(cpu_time, counts, accept_length)), replies
 
 
 def _settle(server: LaunchedServer, sampling: Sampling, users: int) -> None:
@@ -273,24 +173,15 @@ def _settle(server: LaunchedServer, sampling: Sampling, users: int) -> None:
     A server that has just been woken up, or has changed its policy, is not yet what it is measured as.
     """
     short = replace(sampling, max_tokens=min(SETTLE_TOKENS, sampling.max_tokens))
-    ask_all(server.url, [SETTLE_PROMPT] * users, short)
+    ask_all(server.url, [SETTLE_PROMPT] * users, short, users)
     server.flush_cache()
 
 
-def _line(row: SweepRow, load: Load) -> str:
+def _line(row: SweepRow) -> str:
     accept = f", accept length {row.accept_length:.2f}" if row.accept_length else ""
-    goodput = f", {row.sla_met_share:.0%} within the SLA" if row.sla_met_share is not None else ""
-    others = row.other_cpu_share
-    return (
-        f"round {row.round}, {load!s:>9}, {row.config}: {row.output_tok_s:.1f} tok/s, "
-        f"{row.per_user_tok_s:.1f} per user{accept}{goodput}"
-        f"{f' (others used {others:.0%} of the CPU)' if others > 0.1 else ''}"
-    )
-
-
-def _progress(console: Console) -> Progress:
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True)
+    others = f" (others used {row.other_cpu_share:.0%} of the CPU)" if row.other_cpu_share > 0.1 else ""
+    kind = "warm-up" if row.round == WARM_UP_ROUND else f"round {row.round}"
+    return f"{kind}, {load_label(row.concurrency)}, {row.config}: {row.output_tok_s:.1f} tok/s{accept}{others}"
 
 
 def _name(path: str | None) -> str:

@@ -22,8 +22,8 @@ VARIABLE = "SGLANG_USE_CPU_ENGINE"
 """Tells SGLang to serve on the CPU; a value that the user has set stays."""
 
 WAITING = "OMP_WAIT_POLICY"
-"""How the threads of one operation wait for each other. If they spin, as OpenMP has it, beside a busy program a step
-takes four to ten times as long: each waits for a thread whose core the program has."""
+"""How the threads of one operation wait for each other. If they spin, as OpenMP has it, a step beside a busy program
+takes four to ten times as long: each thread waits for one whose core the program has."""
 
 REPLACED = {
     "sglang.kernels.ops.attention.fla.layernorm_gated": "gates.layernorm_fn",

@@ -4,16 +4,16 @@ import pytest
 from adversarial import CASES, ratio
 
 HARDEST = [
-    "head much too careful, 2048 tokens",
-    "inverted head, text that changes",
-    "all rejected, 2048 tokens",
+    "head much too careful, 500 steps",
+    "inverted head",
+    "all rejected, 1500 steps",
     "plain steps 3 times too slow in the table, 1 users, acceptance 0.05",
     "plain steps 3 times too slow in the table, 8 users, acceptance 0.05",
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", ["small GPU model", "CPU"])
+@pytest.mark.parametrize("machine", ["GPU", "costly tokens"])
 @pytest.mark.parametrize("case", HARDEST)
 def test_auto_brings_nine_tenths_of_the_best_fixed_length(case, machine):
     assert ratio(machine, CASES[case], seed=0) > 0.9

@@ -8,7 +8,7 @@ from paired_ratio import frame_baselines, main, paired_ratios, ratios_to_each, s
 from policy_turns import prompt_batches
 from scipy.stats import ttest_1samp
 from serving.prompts import Prompt
-from serving.results import complete
+from serving.results import with_loads
 
 from sglang_dspark.errors import ConfigError
 
@@ -22,7 +22,7 @@ def sweep(ratios, *, concurrency=4):
         for config, policy, factor in (("p", "plain", 1.0), ("s", "static", ratio)):
             row = {"config": config, "policy": policy, "dtype": "float32", "concurrency": concurrency, "round": index}
             rows.append(row | {"output_tok_s": speed * factor, "versions": "x=1"})
-    return complete(pd.DataFrame(rows))
+    return with_loads(pd.DataFrame(rows))
 
 
 def ratios_of(frame, **options):
@@ -57,7 +57,7 @@ def test_command_prints_the_table(tmp_path):
     path = tmp_path / "sweep.csv"
     sweep([1.25] * 3).to_csv(path, index=False)
     result = CliRunner().invoke(main, [str(path)])
-    assert result.exit_code == 0 and "1.250" in result.output and "3/3" in result.output
+    assert result.exit_code == 0 and "1.25 (1.25 to 1.25)" in result.output and "3/3" in result.output
 
 
 def test_one_configuration_against_each_of_the_others():

@@ -47,12 +47,6 @@ def of_another_engine():
     return tape
 
 
-def test_step_of_another_engine_begins_with_a_kernel_that_occurs_once_in_it(tmp_path):
-    summary = summary_of(of_another_engine().save(tmp_path / "trace.json.gz"))
-    assert (summary["first_kernel"], summary["steps"], summary["gpu_us"]) == ("assign_locations", 3, GPU_US)
-    assert summary["kernels"]["gemm"] == {"us": 197, "count": 3}
-
-
 def test_step_begins_with_the_kernel_that_is_named(tmp_path):
     path = of_another_engine().save(tmp_path / "trace.json.gz")
     assert summary_of(path, "_plan_kernel")["steps"] == 3
@@ -60,18 +54,23 @@ def test_step_begins_with_the_kernel_that_is_named(tmp_path):
         summary_of(path, "_prepare_kernel")
 
 
-def test_command_sums_a_trace_that_is_there(tmp_path):
-    trace, output = of_another_engine().save(tmp_path / "trace.json.gz"), tmp_path / "results"
-    words = ["--trace", str(trace), "--output", str(output), "--first-kernel", "_plan_kernel"]
-    result = CliRunner().invoke(step_trace.main, words)
+def test_command_sums_all_traces_of_a_folder(tmp_path):
+    (tmp_path / "deep").mkdir()
+    for number in (1, 2):
+        of_another_engine().save(tmp_path / "deep" / f"{number}.trace.json.gz")
+    result = CliRunner().invoke(step_trace.main, [str(tmp_path), "--first-kernel", "_plan_kernel"])
     assert result.exit_code == 0, result.output
-    assert json.loads((output / "step.json").read_text())["first_kernel"] == "_plan_kernel"
+    summaries = json.loads((tmp_path / "steps.json").read_text())["traces"]
+    assert [(each["trace"], each["first_kernel"]) for each in summaries] == [
+        ("1.trace.json.gz", "_plan_kernel"),
+        ("2.trace.json.gz", "_plan_kernel"),
+    ]
 
 
-def test_command_says_what_a_recording_lacks(tmp_path):
-    result = CliRunner().invoke(step_trace.main, ["--output", str(tmp_path), "--target", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "pass --draft, --prompts" in " ".join(result.output.split())
+def test_command_says_that_there_is_no_trace(tmp_path):
+    result = CliRunner().invoke(step_trace.main, [str(tmp_path)])
+    assert result.exit_code == 1
+    assert "record some steps first" in " ".join(result.output.split())
 
 
 def test_overlapping_activities_are_busy_once(tmp_path):

@@ -11,14 +11,13 @@ GREEDY = Sampling(max_tokens=9, temperature=0)
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_replies_come_in_the_order_of_the_prompts(raw):
-    engine, answered = FakeEngine(), []
+    engine = FakeEngine()
     with served(engine) as url:
         sampling = Sampling(max_tokens=9, temperature=0.5, ignore_eos=True, raw=raw)
-        replies = ask_all(url, PROMPTS, sampling, users=3, on_reply=lambda: answered.append(1))
+        replies = ask_all(url, PROMPTS, sampling, users=3)
     assert [reply.prompt_index for reply in replies] == list(range(7))
     assert [reply.text for reply in replies] == [f"prompt {index} " for index in range(7)]
     assert engine.most_running == 3
-    assert len(answered) == 7
     path, body = engine.bodies[0]
     assert path == ("/v1/completions" if raw else "/v1/chat/completions")
     assert (body["max_tokens"], body["temperature"], body["ignore_eos"]) == (9, 0.5, True)
@@ -26,7 +25,7 @@ def test_replies_come_in_the_order_of_the_prompts(raw):
 
 def test_times_and_tokens_of_a_reply():
     with served(FakeEngine()) as url:
-        (reply,) = ask_all(url, [Prompt(4, "one two three")], GREEDY)
+        (reply,) = ask_all(url, [Prompt(4, "one two three")], GREEDY, users=1)
     assert reply.num_tokens == 4 and reply.num_prompt_tokens == len("one two three")
     assert len(reply.chunks_s) == 3 and len(reply.gaps_s) == 2  # neither the role nor the finish reason is text
     assert reply.sent_s < reply.chunks_s[0] <= reply.chunks_s[1] <= reply.chunks_s[2] <= reply.done_s
@@ -36,25 +35,6 @@ def test_times_and_tokens_of_a_reply():
 def test_refused_request_fails_the_round_with_the_message_of_the_server():
     with served(FakeEngine()) as url, pytest.raises(ReplyError, match=r"HTTP 400.*too long"):
         ask_all(url, [*PROMPTS, Prompt(9, "refused")], GREEDY, users=2)
-
-
-def test_open_loop_sends_at_its_times_whatever_the_server_does():
-    engine = FakeEngine()
-    arrivals_s = [0.0, 0.05, 0.06, 0.07, 0.2]
-    prompts = [Prompt(index, " ".join(["word"] * 100)) for index in range(5)]  # an answer takes 0.2 s or more
-    with served(engine) as url:
-        replies = ask_all(url, prompts, GREEDY, arrivals_s=arrivals_s)
-    assert [reply.prompt_index for reply in replies] == list(range(5))
-    sent_s = [reply.sent_s - replies[0].sent_s for reply in replies]
-    assert sent_s == pytest.approx(arrivals_s)
-    assert engine.most_running >= 4
-
-
-def test_wait_of_a_late_client_counts_as_time_to_first_token():
-    # All are due at once; the last one cannot be sent in the same instant, yet is timed from it.
-    with served(FakeEngine()) as url:
-        replies = ask_all(url, PROMPTS, GREEDY, arrivals_s=[0.0] * len(PROMPTS))
-    assert len({reply.sent_s for reply in replies}) == 1
 
 
 def test_spread_answers_have_lengths_of_their_prompts():

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import urllib.request
 
-import numpy as np
 import pandas as pd
 import psutil
 import pytest
@@ -16,7 +15,6 @@ from click.testing import CliRunner
 from fake_engine import FakeEngine, served
 from serving import sweep as sweep_module
 from serving.row import COLUMNS
-from serving.schedule import poisson_arrivals
 
 from sglang_dspark.tools import provenance
 
@@ -51,6 +49,8 @@ class FakeServer:
         os.killpg(self.pid, signal.SIGCONT)
 
     def get_json(self, path):
+        if path == "/server_info":
+            return {"internal_states": [{}]}
         assert path == "/dspark/stats"
         self._rounds += 2
         others = ("drafted_tokens", "verified_tokens", "accepted_tokens", "steps", "plain_steps", "parked_steps")
@@ -102,7 +102,7 @@ def test_sweep_writes_every_cell(sweep):
     cells = list(zip(frame["config"], frame["concurrency"], frame["round"], strict=True))
     assert [cell[1:] for cell in cells[::2]] == [cell[1:] for cell in cells[1::2]] == [(1, 0), (2, 0), (1, 1), (2, 1)]
     assert all({a[0], b[0]} == {"plain@bfloat16", "static:3@bfloat16"} for a, b in zip(*[iter(cells)] * 2, strict=True))
-    assert (frame["num_tokens"] == 12).all() and (frame["draft"] == "draft").all()
+    assert (frame["num_tokens"] == 12).all()
     speculative = frame[frame["policy"] == "static"]
     assert (speculative["decode_rounds"] == 2).all() and (speculative["accept_length"] == 3.0).all()
     assert frame[frame["policy"] == "plain"]["drafted"].isna().all()
@@ -110,10 +110,8 @@ def test_sweep_writes_every_cell(sweep):
     requests = [json.loads(line) for line in (output / "requests.jsonl").read_text().splitlines()]
     asked = {(r["config"], r["concurrency"], r["round"], r["slot"]): r["prompt_index"] for r in requests}
     assert [asked["plain@bfloat16", 2, 1, slot] for slot in range(4)] == [4, 5, 6, 7]
-    agreements = json.loads((output / "agreement.json").read_text())["agreements"]
-    assert len(agreements) == 3 and all(a["identical"] == a["compared"] == 8 for a in agreements)
     record = json.loads((output / "provenance.json").read_text())
-    assert record["finished"] and record["commit"] == frame["commit"][0]
+    assert record["finished"] and (record["commit"], record["draft"]) == ("this", "draft")
     assert "static:3@bfloat16" in result.output and "output_tok_s: ratio" in result.output
     assert len(FakeServer.pids) == 2 and not any(psutil.pid_exists(pid) for pid in FakeServer.pids)
 
@@ -149,25 +147,7 @@ TWO = ("--config", "plain", "--config", "static:3", "--draft", "folder/draft", "
 
 def cells_of(output):
     frame = pd.read_csv(output / "sweep.csv")
-    return list(zip(frame["config"], frame["concurrency"], frame["rate"].fillna(0), frame["round"], strict=True))
-
-
-def test_open_loop_has_rows_of_its_own(sweep, monkeypatch):
-    monkeypatch.setattr(sweep_module, "WARM_UP_S", 0.05)
-    options = ("--concurrency", "2", "--rate", "40,80", "--rate-seconds", "0.25", "--rounds", "2")
-    result, output = sweep(*TWO, *options, "--sla-ttft-ms", "60000")
-    assert result.exit_code == 0, result.output
-    frame = pd.read_csv(output / "sweep.csv")
-    assert len(frame) == 12
-    opened = frame[frame["concurrency"].isna()]
-    assert opened.groupby("rate")["num_requests"].unique().map(list).to_dict() == {40.0: [10], 80.0: [20]}
-    # The arrivals are the same for both configurations: the rounds last about as long.
-    arrival_s = [sum(np.diff(poisson_arrivals(80.0, 20, (index + 1, 80_000_000)))) for index in (0, 1)]
-    for index in (0, 1):
-        walls = opened[(opened["rate"] == 80) & (opened["round"] == index)]["wall_s"]
-        assert (walls > arrival_s[index]).all() and (walls < arrival_s[index] + 10).all()
-    assert (frame["sla_met_share"] == 1).all() and (frame["goodput_tok_s"] == frame["output_tok_s"]).all()
-    assert "80 req/s" in result.output and "within the SLA" in result.output
+    return list(zip(frame["config"], frame["concurrency"], frame["round"], strict=True))
 
 
 def test_interrupted_sweep_goes_on_where_it_stopped(sweep):
@@ -185,25 +165,17 @@ def test_interrupted_sweep_goes_on_where_it_stopped(sweep):
     requests = [json.loads(line) for line in (output / "requests.jsonl").read_text().splitlines()]
     keys = [(r["config"], r["concurrency"], r["round"], r["slot"]) for r in requests]
     assert len(keys) == len(set(keys)) == 2 * 2 * (2 + 4)
-    agreements = json.loads((output / "agreement.json").read_text())["agreements"]
-    assert all(a["identical"] == a["compared"] for a in agreements) and {a["compared"] for a in agreements} == {4, 8}
     record = json.loads((output / "provenance.json").read_text())
-    assert len(record["earlier_runs"]) == 1 and record["earlier_runs"][0]["differences"] == []
+    (earlier,) = record["earlier_runs"]
+    assert record["finished"] >= record["started"] >= earlier["finished"] >= earlier["started"]
 
 
-def test_other_terms_are_not_mixed_unless_told_to(sweep):
+def test_other_terms_are_not_mixed(sweep):
     change, named = ("--max-tokens", "7"), "sampling"
     options = ("--config", "plain", "--num-prompts", "2", "--concurrency", "1", "--rounds", "1")
     _, output = sweep(*options)
     before = (output / "sweep.csv").read_text()
     FakeServer.pids.clear()
     result, _ = sweep(*options, *change, "--rounds", "2")
-    assert result.exit_code == 1 and named in result.output and "--existing replace" in result.output
+    assert result.exit_code == 1 and named in result.output and "choose another folder" in result.output
     assert (output / "sweep.csv").read_text() == before and FakeServer.pids == []
-    result, _ = sweep(*options, *change, "--rounds", "2", "--existing", "mix")
-    assert result.exit_code == 0, result.output
-    assert (output / "sweep.csv").read_text().startswith(before) and len(cells_of(output)) == 2
-    (earlier,) = json.loads((output / "provenance.json").read_text())["earlier_runs"]
-    assert named in earlier["differences"][0]
-    result, _ = sweep(*options, *change, "--existing", "replace")
-    assert result.exit_code == 0 and len(cells_of(output)) == 1

@@ -62,10 +62,9 @@ def servers():
     return {"a": FakeServer(), "b": FakeServer()}
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_all_but_the_chosen_server_are_suspended(servers, together):
+def test_all_but_the_chosen_server_are_suspended(servers):
     started = []
-    with Fleet(servers, started.append, together=together) as fleet:
+    with Fleet(servers | {"again": servers["a"]}, started.append) as fleet:
         assert servers["a"].becomes(suspended=True) and servers["b"].becomes(suspended=True)
         with fleet.awake("b") as server:
             assert server is servers["b"]
@@ -80,15 +79,12 @@ class Unstartable(FakeServer):
         raise LaunchError("no room")
 
 
-@pytest.mark.parametrize(("together", "names"), [(False, "abc"), (True, "acb")])
-def test_a_server_that_does_not_start_leaves_no_other_behind(together, names):
-    """Servers behind it are not started one after the other; of all at once, some may have been."""
-    servers = {name: Unstartable() if name == "b" else FakeServer() for name in names}
-    before = names.partition("b")[0]
-    with pytest.raises(LaunchError, match="no room"), Fleet(servers, together=together):
+def test_a_server_that_does_not_start_leaves_no_other_behind():
+    servers = {name: Unstartable() if name == "b" else FakeServer() for name in "abc"}
+    with pytest.raises(LaunchError, match="no room"), Fleet(servers):
         pytest.fail("it started")
-    assert [name for name, server in servers.items() if hasattr(server, "pid")] == list(before)
-    assert all(servers[name].ended_by_itself for name in before)
+    assert [name for name, server in servers.items() if hasattr(server, "pid")] == ["a"]
+    assert servers["a"].ended_by_itself
 
 
 def test_failed_request_shows_the_log_and_servers_are_stopped(servers):

@@ -3,17 +3,14 @@
 from collections import Counter
 from itertools import pairwise
 
-import numpy as np
 import pytest
-from scipy.stats import expon, kstest
 from serving.configurations import (
     Configuration,
     choose_baselines,
-    choose_ratio_baselines,
     parse_configuration,
 )
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
-from serving.schedule import WARM_UP_ROUND, Load, interleave, loads, poisson_arrivals, still_to_measure
+from serving.schedule import WARM_UP_ROUND, interleave, still_to_measure
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.launch import dspark_flags
@@ -46,7 +43,7 @@ def test_baseline_is_the_plain_configuration_of_the_same_dtype():
         ("c", "auto", "bfloat16"),
         ("d", "off", "bfloat16"),
     ]
-    assert choose_baselines(served) == {"a": "b", "b": "b", "c": "c", "d": "c"}
+    assert choose_baselines(served) == {"a": "b", "b": "b", "c": "d", "d": "c"}
 
 
 def test_speed_is_divided_by_off_for_what_speculates_and_by_plain_for_off():
@@ -55,16 +52,16 @@ def test_speed_is_divided_by_off_for_what_speculates_and_by_plain_for_off():
         ("plain", "plain", "float32"),
         ("off", "off", "float32"),
         ("other off", "off", "float32"),
-        ("dflash", "dflash", "float32"),
+        ("builtin", "builtin", "float32"),
         ("static16", "static", "bfloat16"),
         ("plain16", "plain", "bfloat16"),
     ]
-    assert choose_ratio_baselines(served) == {
+    assert choose_baselines(served) == {
         "auto": "off",
         "plain": "plain",
         "off": "plain",
         "other off": "plain",
-        "dflash": "plain",
+        "builtin": "plain",
         "static16": "plain16",  # nothing else is left without an off of its dtype
         "plain16": "plain16",
     }
@@ -72,11 +69,11 @@ def test_speed_is_divided_by_off_for_what_speculates_and_by_plain_for_off():
 
 def test_no_configuration_always_runs_at_one_position_or_after_the_same_one():
     configurations = [PLAIN, STATIC, OTHER]
-    cells = [cell for cell in interleave(configurations, loads([1, 8], []), 30) if not cell.is_warm_up]
-    assert cells == [cell for cell in interleave(configurations, loads([1, 8], []), 30) if not cell.is_warm_up]
+    cells = [cell for cell in interleave(configurations, [1, 8], 30) if not cell.is_warm_up]
+    assert cells == [cell for cell in interleave(configurations, [1, 8], 30) if not cell.is_warm_up]
     assert len(cells) == 3 * 2 * 30
-    for load in (Load(1), Load(8)):
-        seen = Counter((cell.configuration, cell.position) for cell in cells if cell.load == load)
+    for users in (1, 8):
+        seen = Counter((cell.configuration, cell.position) for cell in cells if cell.users == users)
         assert len(seen) == 9 and min(seen.values()) >= 4  # 10 in the mean; below 4 in one of 150 draws
     groups = [cells[start : start + 3] for start in range(0, len(cells), 3)]
     followers = Counter((a.configuration, b.configuration) for group in groups for a, b in pairwise(group))
@@ -84,14 +81,14 @@ def test_no_configuration_always_runs_at_one_position_or_after_the_same_one():
 
 
 def test_cells_that_are_compared_run_in_a_row():
-    cells = interleave([PLAIN, STATIC, OTHER], loads([1], [2.0]), 2)
+    cells = interleave([PLAIN, STATIC, OTHER], [1, 2], 2)
     groups = [cells[start : start + 3] for start in range(0, len(cells), 3)]
     for group in groups:
-        assert len({(cell.load, cell.round) for cell in group}) == 1
+        assert len({(cell.users, cell.round) for cell in group}) == 1
         assert {cell.configuration for cell in group} == {PLAIN, STATIC, OTHER}
         assert [cell.position for cell in group] == [0, 1, 2]
-    assert [(group[0].round, str(group[0].load)) for group in groups] == [
-        (index, load) for index in (WARM_UP_ROUND, 0, 1) for load in ("1 user", "2 req/s")
+    assert [(group[0].round, group[0].users) for group in groups] == [
+        (index, users) for index in (WARM_UP_ROUND, 0, 1) for users in (1, 2)
     ]
 
 
@@ -110,26 +107,11 @@ def test_prompt_files_take_turns(tmp_path):
     assert mixed == [Prompt(index, text) for index, text in enumerate(("a0", "b0", "a1", "b1"))]
 
 
-def test_poisson_arrivals_have_the_rate_and_the_spread_of_the_process():
-    rate, count = 4.0, 20_000
-    times_s = np.array(poisson_arrivals(rate, count, (1, 2)))
-    gaps_s = np.diff(times_s)
-    assert times_s[0] == 0 and (gaps_s > 0).all()
-    # Exponential: mean and standard deviation are 1 / rate (standard error 0.7 %), and no memory.
-    assert gaps_s.mean() == pytest.approx(1 / rate, rel=0.03)
-    assert gaps_s.std() == pytest.approx(1 / rate, rel=0.05)
-    assert abs(np.corrcoef(gaps_s[:-1], gaps_s[1:])[0, 1]) < 0.03
-    assert kstest(gaps_s, expon(scale=1 / rate).cdf).pvalue > 1e-3
-    # Arrivals per second: variance equals mean.
-    per_second = np.bincount(times_s.astype(int))[:-1]
-    assert per_second.var() / per_second.mean() == pytest.approx(1, abs=0.1)
-
-
 def test_interrupted_sweep_measures_the_rest_after_its_warm_up():
-    cells = interleave([PLAIN, STATIC], loads([1, 8], []), 2)
-    done = {cell.key for cell in cells if cell.round == 0 or cell.load == Load(1) or cell.configuration == PLAIN}
+    cells = interleave([PLAIN, STATIC], [1, 8], 2)
+    done = {cell.key for cell in cells if cell.round == 0 or cell.users == 1 or cell.configuration == PLAIN}
     rest = still_to_measure(cells, done)
-    assert [(c.configuration.label, c.load.concurrency, c.round) for c in rest] == [
+    assert [(c.configuration.label, c.users, c.round) for c in rest] == [
         ("static", 8, WARM_UP_ROUND),
         ("static", 8, 1),
     ]
@@ -137,16 +119,15 @@ def test_interrupted_sweep_measures_the_rest_after_its_warm_up():
 
 
 def test_sglangs_own_dspark_is_asked_for_without_ours():
-    static, compact = (parse_configuration(text, "bfloat16") for text in ("builtin", "builtin:compact --a-flag 1"))
+    own = parse_configuration("builtin SGLANG_RAGGED_VERIFY_MODE=compact --a-flag 1", "bfloat16")
     flags = ("--dtype", "bfloat16", "--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", "DRAFT")
-    assert (static.server_flags("DRAFT"), compact.server_flags("DRAFT")) == (flags, (*flags, "--a-flag", "1"))
-    assert static.environment["SGLANG_DSPARK_ENGINE"] == "builtin"
-    modes = [configuration.environment["SGLANG_RAGGED_VERIFY_MODE"] for configuration in (static, compact)]
-    assert modes == ["static", "compact"]
+    assert own.server_flags("DRAFT") == (*flags, "--a-flag", "1")
+    assert own.environment == {"SGLANG_DSPARK_ENGINE": "builtin", "SGLANG_RAGGED_VERIFY_MODE": "compact"}
+    assert parse_configuration("builtin", "bfloat16").environment["SGLANG_RAGGED_VERIFY_MODE"] == "static"
     given = parse_configuration("own=static:3 A_VARIABLE=1,2 OTHER= --flag A=B", "bfloat16")
     assert (given.environment, given.extra_flags) == ({"A_VARIABLE": "1,2", "OTHER": ""}, ("--flag", "A=B"))
-    assert static.policy_fields is None and parse_configuration("auto", "bfloat16").environment == {}
-    with pytest.raises(ConfigError, match="verify mode 'fast'"):
+    assert own.policy_fields is None and parse_configuration("auto", "bfloat16").environment == {}
+    with pytest.raises(ConfigError, match="takes no argument"):
         parse_configuration("builtin:fast", "bfloat16")
     with pytest.raises(ConfigError, match="--draft"):
-        static.server_flags(None)
+        own.server_flags(None)

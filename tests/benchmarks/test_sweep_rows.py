@@ -9,14 +9,12 @@ import pytest
 from serving.client import Reply
 from serving.configurations import Configuration
 from serving.counters import CpuTime
-from serving.request_log import RequestLog
-from serving.results import complete, over_rounds
-from serving.row import COLUMNS, Observation, Origin, RowWriter, Sla, make_row
-from serving.schedule import Cell, Load
+from serving.output import Output
+from serving.results import over_rounds, read_sweep
+from serving.row import COLUMNS, Observation, make_row
+from serving.schedule import Cell
 
-ORIGIN = Origin("set.jsonl", "target", "draft", "abc", "sglang=1 torch=2", "cpu, 2 cores", "")
-CELL = Cell(Configuration("s3", "static", "3", "float32"), Load(2), 5, 1)
-NO_SLA = Sla()
+CELL = Cell(Configuration("s3", "static", "3", "float32"), 2, 5, 1)
 REPLIES = [
     Reply(0, sent_s=10.0, chunks_s=(10.5, 11.0, 11.5), done_s=12.5, num_tokens=9, num_prompt_tokens=4, text="a b c"),
     Reply(1, sent_s=10.0, chunks_s=(11.0, 13.0), done_s=14.0, num_tokens=4, num_prompt_tokens=6, text="d e"),
@@ -36,7 +34,7 @@ OBSERVED = Observation(CpuTime(server_s=2.6, others_s=1.0), STATS)
 
 
 def test_row_of_a_round():
-    row = make_row(CELL, REPLIES, OBSERVED, NO_SLA, ORIGIN)
+    row = make_row(CELL, REPLIES, OBSERVED)
     assert (row.policy, row.verify_len, row.concurrency, row.round, row.position) == ("static", 3, 2, 5, 1)
     assert row.wall_s == 4.0
     assert row.output_tok_s == pytest.approx(13 / 4)
@@ -49,12 +47,8 @@ def test_row_of_a_round():
     assert row.accept_length == 3.0
     assert (row.mean_verify_len, row.wasted_share, row.plain_share) == (3.0, pytest.approx(1 / 3), 0.0)
     assert row.in_flight == pytest.approx((2.5 + 4) / 4)
-    # The first user is done after 2.5 s, when the other one has half of its tokens.
-    assert row.loaded_tok_s == pytest.approx((9 + 2) / 2.5)
-    assert make_row(replace(CELL, load=Load(rate=2.0)), REPLIES, OBSERVED, NO_SLA, ORIGIN).loaded_tok_s is None
     assert row.per_user_tok_s_p5 == pytest.approx(1 + 0.05 * (9 / 2.5 - 1))
     assert (row.ttft_p50_ms, row.tpot_p50_ms) == pytest.approx((750, 625))
-    assert row.rate is None and row.goodput_req_s is None
     assert (row.parked_steps, row.parked_share) == (2, pytest.approx(2 / 3))
     assert (row.num_requests, row.num_tokens, row.num_prompt_tokens) == (2, 13, 10)
 
@@ -64,64 +58,41 @@ def test_schema_starts_with_the_columns_that_others_rely_on():
     assert len(set(COLUMNS)) == len(COLUMNS)
 
 
-def test_csv_reads_back(tmp_path):
-    row = make_row(CELL, REPLIES, OBSERVED, NO_SLA, ORIGIN)
-    path = tmp_path / "sweep.csv"
-    with RowWriter(path) as rows:
-        rows.write(row)
-        assert len(pd.read_csv(path)) == 1  # on disk before the sweep ends
-        rows.write(make_row(replace(CELL, load=Load(rate=1.5)), REPLIES, Observation(CpuTime(1, 0)), NO_SLA, ORIGIN))
-    frame = pd.read_csv(path)
-    assert tuple(frame.columns) == COLUMNS
+def test_files_hold_every_round_at_once_and_read_back(tmp_path):
+    output = Output(tmp_path, {})
+    output.write(CELL, make_row(CELL, REPLIES, OBSERVED), REPLIES)
+    assert len(pd.read_csv(tmp_path / "sweep.csv")) == 1  # on disk before the sweep ends
+    other = replace(CELL, users=1)
+    output.write(other, make_row(other, REPLIES, Observation(CpuTime(1, 0))), REPLIES)
+    frame = read_sweep(tmp_path / "sweep.csv")
+    assert tuple(frame.columns) == (*COLUMNS, "load")
     assert frame["output_tok_s"].tolist() == pytest.approx([3.25, 3.25])
-    assert frame["versions"][0] == ORIGIN.versions
     assert frame["drafted"][0] == 28 and pd.isna(frame["drafted"][1])
-    assert complete(frame)["load"].tolist() == ["2 users", "1.5 req/s"]
+    assert frame["load"].tolist() == ["2 users", "1 user"]
 
-
-def test_request_log_keeps_answers_and_times(tmp_path):
-    with RequestLog(tmp_path / "requests.jsonl") as log:
-        log.write(CELL, REPLIES)
-    first, second = (json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines())
-    assert (first["config"], first["concurrency"], first["rate"], first["round"], first["slot"]) == (
-        "s3",
-        2,
-        None,
-        5,
-        0,
-    )
+    first, second, *_ = (json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines())
+    assert (first["config"], first["concurrency"], first["round"], first["slot"]) == ("s3", 2, 5, 0)
     assert first["chunks_s"] == [0.5, 1.0, 1.5] and first["done_s"] == 2.5
     assert second["text"] == "d e"
 
 
-def test_goodput_counts_the_requests_that_met_both_promises():
-    # Times to first token: 500 and 1000 ms; times per further token: 250 and 1000 ms; the round took 4 s.
-    def kept(**limits):
-        row = make_row(CELL, REPLIES, OBSERVED, Sla(**limits), ORIGIN)
-        return row.sla_met_share, row.goodput_req_s, row.goodput_tok_s
-
-    assert kept(ttft_ms=1000, tpot_ms=1000) == (1.0, 0.5, 13 / 4)  # the limit itself is kept
-    assert kept(ttft_ms=999) == (0.5, 0.25, 9 / 4)
-    assert kept(tpot_ms=300) == (0.5, 0.25, 9 / 4)
-    assert kept(ttft_ms=1000, tpot_ms=249) == (0.0, 0.0, 0.0)
-    row = make_row(CELL, REPLIES, OBSERVED, Sla(ttft_ms=700), ORIGIN)
-    assert (row.sla_ttft_ms, row.sla_tpot_ms) == (700, None)
-
-
 def test_sglangs_own_algorithms_tell_their_accept_length_only():
-    row = make_row(CELL, REPLIES, Observation(CpuTime(1, 0), accept_length=2.5), NO_SLA, ORIGIN)
+    row = make_row(CELL, REPLIES, Observation(CpuTime(1, 0), accept_length=2.5))
     assert row.accept_length == 2.5 and row.verified is None
 
 
-def test_log_keeps_complete_cells_only_when_a_sweep_goes_on(tmp_path):
-    path, cut_short = tmp_path / "requests.jsonl", replace(CELL, round=6)
-    with RequestLog(path) as log:
-        log.write(CELL, REPLIES)
-        log.write(cut_short, REPLIES)
+def test_replies_of_complete_cells_are_kept_when_a_sweep_goes_on(tmp_path):
+    path, row = tmp_path / "requests.jsonl", make_row(CELL, REPLIES, OBSERVED)
+    record = {"configurations": {}, "command": "", "started": "", "finished": None}
+    output = Output(tmp_path, dict(record))
+    output.write(CELL, row, REPLIES)
+    rows = (tmp_path / "sweep.csv").read_text()
+    output.write(replace(CELL, round=6), row, REPLIES)
+    (tmp_path / "sweep.csv").write_text(rows)  # of the second cell the row is missing, of the third most of its replies
     with path.open("a") as file:
         file.write('{"config": "s3", "conc')
-    with RequestLog(path, {CELL.key}):
-        assert [json.loads(line)["round"] for line in path.read_text().splitlines()] == [5, 5]
+    assert Output(tmp_path, dict(record)).measured == {CELL.key}
+    assert [json.loads(line)["round"] for line in path.read_text().splitlines()] == [5, 5]
 
 
 def test_counts_are_pooled_over_rounds_and_times_are_medians():
@@ -131,6 +102,6 @@ def test_counts_are_pooled_over_rounds_and_times_are_medians():
     )
     assert over_rounds(rows, "accept_length") == pytest.approx((2.0 * 90 + 3.0 * 10) / 100)
     assert over_rounds(rows, "itl_p50_ms") == 20.0
-    assert np.isnan(over_rounds(rows, "goodput_tok_s"))
+    assert np.isnan(over_rounds(rows, "no_such_column"))
     told = rows.assign(decode_rounds=np.nan)  # a server that tells the quotient only
     assert over_rounds(told, "accept_length") == 3.0

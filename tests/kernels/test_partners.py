@@ -1,8 +1,8 @@
-"""Every kernel's reference, wrapper, test and benchmark share one name, and callers never ask for the device.
+"""A kernel's reference, wrapper and test share one name, cases launch it, and callers never ask for the device.
 
 A file is a part of another one in its folder whose name it continues: ``walk_kernel.py`` belongs to ``walk.py``, and
-what both hold is found in ``test_walk*.py`` and ``bench_walk.py``. Device code that is never launched needs no
-benchmark.
+what both hold is found in ``test_walk*.py`` and, as all of their folder, in ``cases_drafting.py``. Device code that is
+never launched needs no case.
 """
 
 import ast
@@ -47,9 +47,9 @@ def missing_partners(path, source):
         return [f"tests/kernels/test_{path.stem}.py"]
     if not re.search(r"^def \w+_kernel\(", source, re.MULTILINE):
         return []
-    bench = ROOT / "benchmarks" / "kernels" / f"bench_{path.stem}.py"
-    if not bench.exists():
-        return [f"benchmarks/kernels/{bench.name}"]
+    launches = ROOT / "benchmarks" / "kernels" / f"cases_{path.parent.name}.py"
+    if not launches.exists():
+        return [f"benchmarks/kernels/{launches.name}"]
     functions = dispatched(source)
     lacking = [] if functions else [f"a function of {path.name} that is decorated with on_kernels"]
     for name, reference in functions.items():
@@ -57,7 +57,7 @@ def missing_partners(path, source):
         lacking += [] if f"def {reference}(" in source else [f"{reference} beside {name}"]
         lacking += [
             f"{name} in {place}"
-            for place, text in (("tests", tests), (bench.name, bench.read_text()))
+            for place, text in (("tests", tests), (launches.name, launches.read_text()))
             if name not in text
         ]
     return lacking

@@ -1,7 +1,5 @@
 """The benchmark of policies in turns, on a real server."""
 
-import asyncio
-
 import pytest
 from golden_server import assert_pool_is_whole, policy
 from policy_turns import Turns
@@ -18,7 +16,7 @@ def measured(server, max_tokens):
     configurations = parse_configurations(["static:2", "off"], "float32")
     turns = Turns(server, PROMPTS, 0.05, 2, Sampling(max_tokens, temperature=0.0, ignore_eos=True, raw=True))
     with policy(server, "auto"):
-        return asyncio.run(turns.run(configurations, users=2, num_rounds=2))
+        return turns.run(configurations, users=2, num_rounds=2)
 
 
 def test_every_policy_gets_its_turns_and_nothing_runs_on_after_them(corner):

@@ -1,0 +1,96 @@
+"""The walk through a draft block, confidences, candidates of prompt lookup, and parts of the draft layers; bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+from cases import Case, case
+from dspark_kernels import (
+    MOST_MATCH,
+    NUM_ROWS,
+    Candidates,
+    ConfidenceWeights,
+    DraftHeads,
+    MarkovWeights,
+    RoundKeys,
+    SamplingBatch,
+    StepRequests,
+    add_norm,
+    block_confidence,
+    draft_block,
+    silu_mul,
+    suffix_match,
+)
+
+_GAMMA, _RANK, _VOCAB = 7, 256, 151_936
+_HIDDEN, _INTERMEDIATE = 2560, 9728  # of a Qwen3-4B drafter
+_BATCH_SIZES = (1, 8, 64, 256)
+_DTYPE = torch.bfloat16
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    """Yield every batch size; walks of greedy, sampled and seeded requests, and contexts that are short and long."""
+    for v in (49152, _VOCAB):
+        heads = _heads(v, device)
+        for sampled, bs in product((False, True), _BATCH_SIZES):
+            yield _walk(bs, v, heads, sampled)
+    for seeded in (1, 64):
+        yield _walk(64, _VOCAB, heads, True, seeded)
+    for width, bs in product((576, _HIDDEN), _BATCH_SIZES):
+        yield _confidence(bs, width, device)
+    for context, bs in product((2048, 32_768), (1, 8, 64)):
+        yield _suffix_match(bs, context, device)
+    for bs in _BATCH_SIZES:
+        yield from _layer(bs * _GAMMA, device)
+
+
+def _heads(v: int, device: torch.device) -> DraftHeads:
+    w1, w2 = (torch.randn(v, _RANK, device=device, dtype=_DTYPE) for _ in range(2))
+    projection, bias = torch.randn(2048 + _RANK, device=device), torch.zeros(1, device=device)
+    return DraftHeads(MarkovWeights(w1, w2, None), ConfidenceWeights(projection, bias))
+
+
+def _walk(bs: int, v: int, heads: DraftHeads, sampled: bool, seeded: int = 0) -> Case:
+    """Return a walk through the vanilla Markov head and the confidence head, with candidates."""
+    device = heads.markov.w2.device if heads.markov else None
+    base_logits = torch.randn(bs, _GAMMA, v, device=device, dtype=_DTYPE)
+    hidden = torch.randn(bs, _GAMMA, 2048, device=device, dtype=_DTYPE)
+    anchors = torch.arange(bs, device=device)
+    seeds = [7] * seeded + [None] * (bs - seeded)
+    rows = SamplingBatch.from_lists([float(sampled)] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, seeds, anchors.device)
+    keys = RoundKeys(1, torch.zeros((), dtype=torch.int64, device=device), anchors, anchors)
+    chains = torch.randint(v, (bs, 2 + _GAMMA + 1), device=device)
+    chains[:, 0], chains[:, 1] = MOST_MATCH, 0
+    candidates = Candidates(chains, torch.ones(2, NUM_ROWS, _GAMMA, device=device))
+    name = "markov_sample_" + (("sampled" if seeded < bs else "seeded") if sampled else "greedy")
+    return case(draft_block, base_logits, hidden, anchors, heads, rows, keys, candidates, name=name)
+
+
+def _confidence(bs: int, width: int, device: torch.device) -> Case:
+    return case(
+        block_confidence,
+        torch.randn(bs, _GAMMA, width, device=device, dtype=_DTYPE),
+        torch.randint(_VOCAB, (bs,), device=device),
+        torch.randint(_VOCAB, (bs, _GAMMA), device=device),
+        ConfidenceWeights(torch.randn(width + _RANK, device=device), torch.zeros(1, device=device)),
+        torch.randn(_VOCAB, _RANK, device=device, dtype=_DTYPE),
+    )
+
+
+def _suffix_match(bs: int, context: int, device: torch.device) -> Case:
+    requests = StepRequests(
+        anchors=torch.randint(150_000, (bs,), device=device),
+        prefix_lens=torch.full((bs,), context - 1, device=device),
+        req_pool_indices=torch.arange(bs, device=device),
+        req_to_token=torch.arange(bs * context, device=device, dtype=torch.int32).view(bs, context),
+    )
+    return case(suffix_match, requests, torch.randint(150_000, (bs * context,), device=device), _GAMMA + 1)
+
+
+def _layer(num_rows: int, device: torch.device) -> Iterator[Case]:
+    """Yield the activation of SwiGLU, and a residual with the norm behind it."""
+    yield case(silu_mul, torch.randn(num_rows, 2 * _INTERMEDIATE, device=device).to(_DTYPE))
+    hidden, update = (torch.randn(num_rows, _HIDDEN, device=device).to(_DTYPE) for _ in range(2))
+    yield case(add_norm, hidden, update, torch.ones(_HIDDEN, dtype=_DTYPE, device=device), 1e-6)

@@ -1,1 +1,0 @@
-"""The tables of measured figures, by what they show."""
