@@ -37,7 +37,6 @@ from sglang_dspark.scheduling import schedule as schedule_module
 from sglang_dspark.scheduling.auto_policy import AutoPolicy
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
-from sglang_dspark.scheduling.request_acceptance import RequestAcceptance
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.scheduling.step_times import StepTimes
 from sglang_dspark.tools import provenance
@@ -123,7 +122,6 @@ PARTS: dict[str, Callable[[], Any]] = {
     "leaving out, alone": lambda: _patched(
         AutoPolicy, min_acceptance=lambda self, n, *rest: _min_acceptance(self, n, *rest) if n > 1 else 0.0
     ),
-    "drafts of a parked server": lambda: _patched(RequestAcceptance, above=lambda *_: []),
     "outcomes of single requests": lambda: _patched(forecast, as_shown=lambda survival, *_: survival),
     "first rounds at once": lambda: _patched(Forecast, _is_new_text=lambda *_: False),
     "batches of outcomes": lambda: _patched(forecast, UPDATE_STEPS=1),

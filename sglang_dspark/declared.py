@@ -3,13 +3,9 @@
 ``Annotated[int, int_range(0, 7)]`` carries the rule for the check, and its words for the message.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from msgspec import Meta, ValidationError, convert
-
-from sglang_dspark.errors import ConfigError
 
 
 def int_range(minimum: int, maximum: int | None = None) -> Meta:
@@ -34,21 +30,6 @@ def validate(value: Any, annotation: Any) -> Any:
         return convert(value, annotation)
     except ValidationError as error:
         raise ValueError(describe(annotation)) from error
-
-
-def check_fields(config: Any) -> None:
-    """Check the declared fields of a dataclass that are not None.
-
-    Raises:
-        ConfigError: names the first field that breaks its rule, its value and the rule.
-    """
-    for name, annotation in field_types(type(config)).items():
-        value = getattr(config, name)
-        if value is not None and get_origin(annotation) in (Annotated, Literal):
-            try:
-                validate(value, annotation)
-            except ValueError as error:
-                raise ConfigError(f"{name}={value!r} {error}") from error
 
 
 def truncate(value: Any) -> str:

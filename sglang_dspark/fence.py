@@ -3,8 +3,6 @@
 What a step has to do is not fenced: a fault there may have left K/V half written, and ends the server.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Writes files and folders atomically, and splits files into lines."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints by the name that they have on the Hugging Face hub."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

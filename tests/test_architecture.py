@@ -152,9 +152,9 @@ def test_kernels_import_only_torch_and_triton():
 
 
 def test_only_commands_know_the_trainer():
-    """``train`` is a name in the table of commands; ``evaluate`` and ``doctor`` replay. No server imports it."""
+    """``train`` is a name in the table of commands; ``evaluate`` replays. No server imports it."""
     knowing = {in_package(path) for path in python_files(PACKAGE, KERNELS) if "dspark_training" in path.read_text()}
-    commands = ("__init__", "doctor", "evaluate")
+    commands = ("__init__", "evaluate")
     assert knowing == {f"sglang_dspark/tools/cli/{name}.py" for name in commands}
 
 

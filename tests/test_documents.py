@@ -45,24 +45,14 @@ def test_speculation_table_equals_the_request_field():
     assert table_keys("key") == [option.name for option in fields(Speculation)]
 
 
-def family_rows() -> list[str]:
-    """The rows that the table of targets has to have."""
-    return [f"| {each.models} | `{each.architecture}` | {each.remark} |" for each in FAMILIES]
-
-
-def test_the_table_of_targets_equals_the_list_of_families():
+def test_the_table_of_targets_has_the_families():
     table = SERVED.split("| target |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
-    expected = family_rows()
-    assert table == expected, "write these rows into docs/compatibility.md:\n" + "\n".join(expected)
+    assert [row.split("|")[2].strip(" `") for row in table] == [each.architecture for each in FAMILIES]
 
 
 def test_the_table_of_unserved_targets_equals_the_list():
     table = SERVED.split("| targets that the plugin refuses |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
-    expected = [
-        f"| {each.models} | {', '.join(f'`{name}`' for name in each.architectures)} | {each.reason} | "
-        f"{each.own_dspark or 'no'} |"
-        for each in UNSERVED
-    ]
+    expected = [f"| `{architecture}` | {reason} |" for architecture, reason in UNSERVED.items()]
     assert table == expected, "write these rows into docs/compatibility.md:\n" + "\n".join(expected)
 
 

@@ -1,7 +1,5 @@
 """Weigh copied candidates by what verification has shown of others that matched as well."""
 
-from __future__ import annotations
-
 import numpy as np
 from dspark_kernels import KIND_ROWS, NUM_ROWS
 

@@ -1,7 +1,5 @@
 """Judges whether a drafter fits its target by its first drafts, beside what its own confidence promises, and chance."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 from math import sqrt

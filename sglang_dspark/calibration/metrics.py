@@ -3,8 +3,6 @@
 The definitions are those of DeepSpec's evaluator (confidence metrics of ``eval.py``), so that numbers compare.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,36 +11,6 @@ from sglang_dspark.calibration.survival import Bools, Floats
 
 ECE_BINS = 20
 AUC_BINS = 1000
-
-
-@dataclass(frozen=True)
-class ReliabilityBins:
-    """Predictions in equal-width bins of [0, 1]; bins without predictions are left out.
-
-    Attributes:
-        predicted: [bins] mean prediction.
-        observed: [bins] share of the predictions that came true.
-        counts: [bins] predictions.
-    """
-
-    predicted: Floats
-    observed: Floats
-    counts: Floats
-
-    @property
-    def ece(self) -> float:
-        """Return the expected calibration error ``sum_b n_b / n |predicted_b - observed_b|`` (Naeini et al. 2015)."""
-        return float(self.counts @ np.abs(self.predicted - self.observed) / self.counts.sum())
-
-    @property
-    def ece_noise(self) -> float:
-        """Return about the ECE that perfect predictions would show with this many outcomes.
-
-        The mean of a bin's ``n_b`` coins of probability ``p_b`` is off by ``sqrt(2 p_b (1 - p_b) / (pi n_b))`` on
-        average (normal approximation).
-        """
-        spread = np.sqrt(2.0 / np.pi * self.counts * self.predicted * (1.0 - self.predicted))
-        return float(spread.sum() / self.counts.sum())
 
 
 @dataclass(frozen=True)
@@ -57,28 +25,28 @@ class Errors:
 
 def errors(predicted: Floats, observed: Bools) -> Errors:
     """Return the errors of predictions [n], n >= 1, whose outcomes are ``observed`` [n]."""
-    bins = reliability_bins(predicted, observed)
-    return Errors(bins.ece, bins.ece_noise, auc(predicted, observed), brier(predicted, observed))
+    ece, noise = ece_and_noise(predicted, observed)
+    return Errors(ece, noise, auc(predicted, observed), brier(predicted, observed))
 
 
-def reliability_bins(predicted: Floats, observed: Bools) -> ReliabilityBins:
-    """Sort predictions into 20 bins: ``floor(p * 20)``, 1 into the last.
+def ece_and_noise(predicted: Floats, observed: Bools) -> tuple[float, float]:
+    """Return the expected calibration error of predictions [n], n >= 1, and about that of perfect ones.
 
-    Args:
-        predicted: [n] probabilities, n >= 1.
-        observed: [n] whether the predicted event happened.
+    The error is ``sum_b n_b / n |predicted_b - observed_b|`` over 20 bins of [0, 1] (Naeini et al. 2015): ``floor(p *
+    20)``, 1 into the last. The mean of a bin's ``n_b`` coins of probability ``p_b`` is off by ``sqrt(2 p_b (1 - p_b) /
+    (pi n_b))`` on average (normal approximation).
     """
     bins = _bin(predicted, ECE_BINS)
     counts = np.bincount(bins, minlength=ECE_BINS)
-    used = counts > 0
-    sums = [np.bincount(bins, weights=values, minlength=ECE_BINS) for values in (predicted, observed)]
-    predicted_mean, observed_mean = (total[used] / counts[used] for total in sums)
-    return ReliabilityBins(predicted_mean, observed_mean, counts[used].astype(np.float64))
+    totals, events = (np.bincount(bins, weights=values, minlength=ECE_BINS) for values in (predicted, observed))
+    means = totals / np.maximum(counts, 1)
+    spread = np.sqrt(2.0 / np.pi * counts * means * (1.0 - means))
+    return float(np.abs(totals - events).sum() / counts.sum()), float(spread.sum() / counts.sum())
 
 
 def ece(predicted: Floats, observed: Bools) -> float:
-    """Return the expected calibration error of predictions [n], n >= 1, with 20 equal-width bins."""
-    return reliability_bins(predicted, observed).ece
+    """Return the expected calibration error of predictions [n], n >= 1."""
+    return ece_and_noise(predicted, observed)[0]
 
 
 def brier(predicted: Floats, observed: Bools) -> float:

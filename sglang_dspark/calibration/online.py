@@ -1,10 +1,8 @@
 """Calibration that follows the running server: fitted to what verification observed, refitted as it goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +26,6 @@ first one 8 rounds in any number of steps, the next as many as there were before
 user most of the throughput until it is corrected."""
 NEWTON_STEPS = 4
 """Per refit; each starts where the last one ended."""
-FIT_STEPS = 200
-"""Of a fit that does not start near its end; more of them move nothing in the third digit."""
 REPORT_ROUNDS = 4096
 """Rounds behind the reported errors. With 20 bins even perfect predictions show an ECE of up to 0.02 on that many."""
 
@@ -47,12 +43,8 @@ class OnlineCalibration:
     """
 
     @classmethod
-    def from_file(cls, path: str | None, drawn: int, max_verify: int) -> OnlineCalibration:
-        """Begin with the temperatures of a file, for blocks of ``drawn`` drafts; without one, with 1.
-
-        Raises:
-            ConfigError: the file cannot be used.
-        """
+    def from_file(cls, path: str | None, drawn: int, max_verify: int) -> Self:
+        """Begin with the temperatures of a file, which is for blocks of ``drawn`` drafts; without one, with 1."""
         temperatures = () if path is None else StsCalibration.load(Path(path), drawn).temperatures[:max_verify]
         return cls(max_verify, (*temperatures, *[1.0] * (max_verify - len(temperatures))), drawn)
 
@@ -156,21 +148,6 @@ class OnlineCalibration:
         logits, outcomes = self._pairs.values
         self._map = self._map.refined(self._start_scale, logits, outcomes, self._pairs.filled, NEWTON_STEPS)
         self.num_refits += 1
-
-
-def fit_once(logits: Floats, accepted: Ints) -> LogisticMap:
-    """Return the map that :class:`OnlineCalibration` would tend to, fitted to all rounds at once.
-
-    Args:
-        logits: [n, gamma] raw logits of rounds whose whole block was verified.
-        accepted: [n] drafts accepted in each.
-    """
-    gamma = logits.shape[1]
-    pairs = PositionWindow(gamma, len(logits), num_fields=2)
-    tested = reached(np.full(len(logits), gamma), accepted, gamma)
-    pairs.append(tested, logits, survived(accepted, gamma))
-    start, (window_logits, outcomes) = LogisticMap(np.ones(gamma), np.zeros(gamma)), pairs.values
-    return start.refined(start.scale, window_logits, outcomes, pairs.filled, FIT_STEPS)
 
 
 def _ece_by_position(predicted: Floats, outcomes: Bools, mask: Bools) -> list[float | None]:

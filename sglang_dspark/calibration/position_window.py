@@ -1,7 +1,5 @@
 """The most recent values at every position of the block."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from sglang_dspark.calibration.survival import Bools, Floats

@@ -1,7 +1,5 @@
 """Predicted survivals against what verification observed, by position in the block."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -10,15 +10,12 @@ The file is a JSON object::
       "dataset": "alpaca.jsonl",             the rest is for the reader: prompts, rounds that were fitted,
       "num_samples": 12345,                  and ECE by position before and after, on rounds that were not
       "ece_before": [0.057, ...],
-      "ece_after": [0.020, ...],
-      "ece_shifted": [0.012, ...]            with a scale and a shift per position instead
+      "ece_after": [0.020, ...]
     }
 
-All keys but ``version``, ``target``, ``draft`` and ``ece_shifted`` are also those of the DSPARK built into later
+All keys but ``version``, ``target`` and ``draft`` are also those of the DSPARK built into later
 versions of SGLang.
 """
-
-from __future__ import annotations
 
 import math
 from pathlib import Path
@@ -99,7 +96,7 @@ class StsCalibration(
     num_samples: Annotated[int, Meta(ge=0)] = 0
     ece_before: tuple[float, ...] = ()
     ece_after: tuple[float, ...] = ()
-    ece_shifted: tuple[float, ...] = ()
+    ece_shifted: tuple[float, ...] = ()  # of files of earlier versions
 
     def save(self, path: Path) -> None:
         """Write the file.

@@ -1,7 +1,5 @@
 """Confidence logits -> conditional acceptance -> prefix survival, and the outcome that it is compared with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -18,14 +16,7 @@ def sigmoid(x: npt.ArrayLike) -> Floats:
 
 
 def prefix_survival(conditional: Floats) -> Floats:
-    """Probability that a draft and all before it are accepted: ``a_k = prod_{i <= k} c_i`` (paper 3.2.1).
-
-    Args:
-        conditional: [n, gamma], acceptance of each draft given that all before it were accepted.
-
-    Returns:
-        [n, gamma], not increasing along a row.
-    """
+    """Return [n, gamma] survivals, ``a_k = prod_{i <= k} c_i``, of conditional acceptances [n, gamma] (paper 3.2.1)."""
     return np.cumprod(conditional, axis=1)
 
 
@@ -35,15 +26,7 @@ def survived(accepted: Ints, gamma: int) -> Bools:
 
 
 def reached(verified: Ints, accepted: Ints, gamma: int) -> Bools:
-    """Return whether the draft itself was put to the test: verified, and nothing before it rejected.
-
-    Args:
-        verified: [n] drafts that went through the target.
-        accepted: [n] drafts that it kept.
-
-    Returns:
-        [n, gamma]
-    """
+    """Return [n, gamma] whether a draft was put to the test: one of [n] verified, and nothing before it rejected."""
     return np.minimum(verified, np.asarray(accepted) + 1)[:, None] > np.arange(gamma)
 
 

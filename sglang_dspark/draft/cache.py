@@ -1,7 +1,5 @@
 """K/V of the drafter: one pool row per K/V slot of the target, so that prefix caching and eviction are shared."""
 
-from __future__ import annotations
-
 import torch
 from dspark_kernels import CommitRows, kv_inject
 
@@ -38,12 +36,9 @@ class DraftCache:
         slots: torch.Tensor,
         rows: CommitRows | None = None,
     ) -> None:
-        """Store what target rows contribute to every layer.
+        """Store what target rows contribute to every layer: features [n, m * d], positions and slots [n] int64.
 
-        Args:
-            features: [n, m * d] of the target.
-            positions, slots: [n] int64.
-            rows: which of the rows are stored; None stores all.
+        ``rows`` says which of them are stored; None stores all.
         """
         projected = drafter.context_projection(drafter.project_context(features))
         norm = drafter.context_k_norm, drafter.config.rms_norm_eps

@@ -1,7 +1,5 @@
 """Dataclasses whose values come from files: types and bounds are declared once, with the fields, and checked."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields

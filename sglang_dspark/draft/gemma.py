@@ -4,8 +4,6 @@ They differ from those of ``backbone.py`` in their norms, in the scale of the sc
 norm, too, and in the activation of the MLP. All of them have full attention.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -10,8 +10,6 @@ The drafter may have heads for the whole vocabulary still: loaders that do not k
 Or it was trained for these tokens alone and has no other rows (``draft_vocab_size``).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A drafter by what its folder says, read once and handed on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -32,10 +30,6 @@ class ResolvedDrafter:
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read the small files of a checkpoint, and the names and shapes of its tensors.
-
-        Raises:
-            CheckpointError: one of them is missing, damaged or unsupported.
-        """
+        """Read the small files of a checkpoint, and the names and shapes of its tensors, or raise CheckpointError."""
         reading = read(path)
         return cls(str(path), reading, load_token_ids(path, reading.config.vocab_size))

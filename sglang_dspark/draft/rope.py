@@ -1,13 +1,12 @@
 """Frequencies of the rotary position embedding and the ways in which they are stretched for long contexts.
 
-Every variant here changes the frequencies alone, YaRN a factor of the attention's scores as well. Formulas and keys are
-those of Hugging Face's ``rope_parameters``.
+Every variant here changes the frequencies alone, YaRN a factor of the attention's scores as well. Keys are those of
+Hugging Face's ``rope_parameters``, and transformers computes what they say.
 """
 
-from __future__ import annotations
-
-import math
 from dataclasses import dataclass, field, fields
+from functools import cache
+from types import SimpleNamespace
 from typing import Literal
 
 from sglang_dspark.draft.checked import Count, Positive, check
@@ -82,7 +81,7 @@ def inverse_frequencies(
     *,
     scaling: RopeScaling | None = None,
     partial_rotary_factor: float = 1.0,
-    max_position_embeddings: int | None = None,
+    max_position_embeddings: int = 1,
 ) -> list[float]:
     """Return the angles per position of the ``head_dim / 2`` channel pairs; pairs that do not rotate have 0.
 
@@ -94,17 +93,10 @@ def inverse_frequencies(
         max_position_embeddings: YaRN's original context length if ``scaling`` gives none.
     """
     rotated = rotary_dim(head_dim, partial_rotary_factor)
-    spread = head_dim if scaling is not None and scaling.rope_type == "proportional" else rotated
-    plain = [theta ** (-2 * i / spread) for i in range(rotated // 2)]
-    if scaling is None:
-        stretched = plain
-    elif scaling.rope_type in ("linear", "proportional"):
-        stretched = [frequency / (scaling.factor or 1.0) for frequency in plain]
-    elif scaling.rope_type == "llama3":
-        stretched = [_llama3(frequency, scaling) for frequency in plain]
-    else:
-        stretched = _yarn(plain, theta, rotated, scaling, max_position_embeddings)
-    return stretched + [0.0] * (head_dim // 2 - rotated // 2)
+    frequencies = [theta ** (-2 * i / rotated) for i in range(rotated // 2)]
+    if scaling is not None:
+        frequencies, _ = _stretched(theta, head_dim, scaling, partial_rotary_factor, max_position_embeddings)
+    return frequencies + [0.0] * (head_dim // 2 - len(frequencies))
 
 
 def rotary_dim(head_dim: int, partial_rotary_factor: float) -> int:
@@ -114,52 +106,28 @@ def rotary_dim(head_dim: int, partial_rotary_factor: float) -> int:
 
 def score_factor(scaling: RopeScaling | None) -> float:
     """Return the factor of the attention's scores: YaRN scales cosines and sines, of queries and keys alike."""
-    if scaling is None or scaling.rope_type != "yarn":
-        return 1.0
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor**2
-    factor = _given(scaling.factor)
-    if scaling.mscale and scaling.mscale_all_dim:
-        return (_yarn_mscale(factor, scaling.mscale) / _yarn_mscale(factor, scaling.mscale_all_dim)) ** 2
-    return _yarn_mscale(factor, 1.0) ** 2
+    return 1.0 if scaling is None else _stretched(10_000.0, 8, scaling, 1.0, 1)[1] ** 2
 
 
-def _yarn_mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+@cache
+def _stretched(
+    theta: float, head_dim: int, scaling: RopeScaling, partial_rotary_factor: float, longest: int
+) -> tuple[list[float], float]:
+    """Return the frequencies by transformers, and its factor of cosines and sines, which ``scaling`` alone decides."""
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-
-def _yarn(
-    plain: list[float], theta: float, rotated: int, scaling: RopeScaling, max_position_embeddings: int | None
-) -> list[float]:
-    """Fast pairs as they are, slow ones slowed down by the factor, those between them blended."""
-    factor = _given(scaling.factor)
-    length = _given(scaling.original_max_position_embeddings or max_position_embeddings)
-
-    def pair_of(rotations: float) -> float:
-        """Index, not whole, of the pair that turns so often within the original length."""
-        return rotated * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = pair_of(scaling.beta_fast or 32.0), pair_of(scaling.beta_slow or 1.0)
-    if scaling.truncate is not False:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rotated - 1)
-    width = (high - low) or 0.001
-    blended = []
-    for pair, frequency in enumerate(plain):
-        slowed = min(max((pair - low) / width, 0.0), 1.0)
-        blended.append(frequency * (1 - slowed) + frequency / factor * slowed)
-    return blended
-
-
-def _llama3(frequency: float, scaling: RopeScaling) -> float:
-    """Long wavelengths are stretched by the factor, short ones stay, those between are blended."""
-    length = _given(scaling.original_max_position_embeddings)
-    low, high = _given(scaling.low_freq_factor), _given(scaling.high_freq_factor)
-    rotations = length * frequency / (2 * math.pi)
-    kept = min(max((rotations - low) / (high - low), 0.0), 1.0)
-    return frequency * kept + frequency / _given(scaling.factor) * (1 - kept)
-
-
-def _given(value: float | None) -> float:
-    assert value is not None, "checked when the scaling was read"
-    return value
+    keys = {"rope_theta": theta, "partial_rotary_factor": partial_rotary_factor} | scaling.to_dict()
+    keys.setdefault("original_max_position_embeddings", longest)
+    # What the functions read of a configuration; a real one warns of lengths that are none of its business here.
+    config = SimpleNamespace(
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=longest,
+        rope_parameters=keys,
+        standardize_rope_params=lambda: None,
+    )
+    with torch.device("cpu"):  # also where a model is made without memory
+        frequencies, factor = ROPE_INIT_FUNCTIONS[scaling.rope_type](config)
+    return frequencies.tolist(), float(factor)

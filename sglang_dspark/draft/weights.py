@@ -90,26 +90,9 @@ def random_draft_model(config: DraftConfig, *, dtype: torch.dtype, device: torch
 
 
 def check_draft_model(path: str | Path, reading: Reading | None = None) -> None:
-    """Look at a checkpoint without reading its weights; what this accepts, :func:`load_draft_model` loads.
-
-    Args:
-        reading: of the checkpoint, if it has been read already.
-
-    Raises:
-        CheckpointError: as there.
-    """
+    """Look at a checkpoint without reading its weights; raise for what :func:`load_draft_model` does not load."""
     with ExitStack() as stack:
         _Checkpoint(Path(path), stack, reading or read(path)).token_ids()
-
-
-def own_tensors(path: str | Path, reading: Reading) -> frozenset[str]:
-    """Return which of :data:`EMBEDDING` and :data:`LM_HEAD` a checkpoint holds. Reads no weights.
-
-    Raises:
-        CheckpointError: as for :func:`load_draft_model`.
-    """
-    with ExitStack() as stack:
-        return _Checkpoint(Path(path), stack, reading).own
 
 
 def save_draft_model(model: DraftModel, path: str | Path, include_embeddings: bool) -> None:
@@ -138,23 +121,6 @@ def write_canonical(
     atomic_write_text(path / "config.json", json.dumps(content, indent=2) + "\n")
     if token_ids is not None:
         save_token_ids(path, token_ids.tolist())
-
-
-def convert(source: str | Path, output: str | Path, settings: dict[str, object]) -> Reading:
-    """Write the checkpoint in ``source``, of any format, in the canonical form into ``output``; values stay bit by bit.
-
-    Args:
-        settings: keys to add to config.json, which answer what it leaves open.
-
-    Raises:
-        CheckpointError: as for :func:`load_draft_model`.
-    """
-    with ExitStack() as stack:
-        checkpoint = _Checkpoint(Path(source), stack, read(source, settings))
-        names = checkpoint.model.state_dict()
-        tensors = {name: checkpoint.tensor(name).contiguous() for name in names}
-        write_canonical(output, checkpoint.reading.config, tensors, checkpoint.token_ids())
-        return checkpoint.reading
 
 
 class _Checkpoint:

@@ -1,7 +1,5 @@
 """A bound on the context that a draft network sees, whatever its layers could see."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -4,8 +4,6 @@ A hook on such a function is applied and does nothing, without a word. So every 
 been called, and is looked for then.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections import defaultdict

@@ -3,8 +3,6 @@
 A release that renames one of them breaks us where the field is used: this is the list of what to look for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Names what of SGLang and of GPUs is served, and refuses the rest."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet

@@ -1,7 +1,5 @@
 """The policy ``auto``: the step that promises the most tokens per millisecond, by what earlier steps have shown."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,12 +73,6 @@ class AutoPolicy(Policy):
         self.probing = trial != decision
         return trial
 
-    def resumed(self, requests: int) -> StepDecision:
-        if requests == 1:
-            return _decision(self._evaluations[requests][1].best, requests)
-        gamma = self.times.table.gamma
-        return StepDecision(gamma, TopK(requests * gamma))
-
     def forget_evaluations(self) -> None:
         """Forget what was worked out from what was known some time ago."""
         self._evaluations.clear()
@@ -100,8 +92,7 @@ class AutoPolicy(Policy):
         """Return the accepted drafts per round that pay for drafting a request: those of a plain step's throughput.
 
         One of several requests leaves its part of the verification to the others, so that it costs its share of the
-        draft stage. A lone one costs all that a speculative step needs beyond the plain one, and so does the only one
-        that a parked server drafts.
+        draft stage. A lone one costs all that a speculative step needs beyond the plain one.
 
         Args:
             requests: as many as the last decision was made for.
@@ -111,8 +102,6 @@ class AutoPolicy(Policy):
         if requests == 1:
             return (steps.best.ms - steps.plain.ms) * steps.plain.tokens_per_ms
         assert self._last is not None, "a step has been chosen"
-        if self.parked:
-            return (self._one_drafted_ms(requests, context) - steps.plain.ms) * steps.plain.tokens_per_ms
         share_ms = self._draft_ms(requests, depth, context) - self._draft_ms(requests - 1, depth, context)
         return max(0.0, share_ms) * self._last.tokens_per_ms
 

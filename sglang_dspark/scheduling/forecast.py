@@ -121,10 +121,7 @@ class Forecast:
         return is_alone and self.acceptance.num_rounds(requests[0]) < UPDATE_STEPS
 
     def observe_plain(self) -> None:
-        """Account for a step that drafted nothing.
-
-        What was drafted before it may have been a trial, and little else may follow that could be learned from.
-        """
+        """Account for a step that drafted nothing: little may follow the trial before it that could be learned from."""
         self._count_step()
         self.update()
 

@@ -5,8 +5,6 @@ survivals of earlier rounds: the last rounds are dealt into imagined batches of 
 drafts is worth the mean, over these batches, of the sum of their K largest survivals.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -4,8 +4,6 @@ All inputs were known before the step's noise is drawn: measured times and the s
 the output exact, see docs/scheduling.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

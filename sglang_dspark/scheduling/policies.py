@@ -3,8 +3,6 @@
 ``auto`` has a module of its own.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -39,10 +37,6 @@ class Policy(ABC):
     @abstractmethod
     def report(self) -> dict[str, Any]:
         """Return JSON for the statistics."""
-
-    def resumed(self, requests: int) -> StepDecision:
-        """Return the step that a parked server would take if it speculated."""
-        return PLAIN
 
     def min_acceptance(self, requests: int, depth: int, context: float) -> float:
         """Return the accepted drafts per round without which a request is not drafted; 0 drafts them all."""

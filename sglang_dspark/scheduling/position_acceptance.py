@@ -1,7 +1,5 @@
 """Acceptance by position in the block, as observed: the survival estimate of drafters without a confidence head."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """Track the acceptance of single requests, so that those are left out whose text is beyond the drafter."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -69,11 +67,6 @@ class RequestAcceptance:
         """Return how many rounds of ``request`` were observed."""
         known = self._by_request.get(request)
         return 0 if known is None else known.rounds
-
-    def above(self, requests: Sequence[Hashable], minimum: float) -> list[int]:
-        """Return the indices of the requests whose rounds are above ``minimum`` accepted drafts by two errors."""
-        known = map(self._by_request.get, requests)
-        return [i for i, request in enumerate(known) if request and request.mean - request.uncertainty >= minimum]
 
     def observe(self, requests: Sequence[Hashable], survival: NDArray[np.float64]) -> None:
         """Add a round of each request.

@@ -87,14 +87,7 @@ class Schedule:
         self.policy = self._make_policy(self.options)
 
     def switch(self, fields: dict[str, Any]) -> None:
-        """Take another policy from the next step on.
-
-        Args:
-            fields: ``policy``, and ``verify_len`` or ``confidence_threshold`` if it takes one.
-
-        Raises:
-            ConfigError: names the field, its value and the remedy.
-        """
+        """Take another policy from the next step on; the fields, and errors, are those of :meth:`with_policy`."""
         options = self.options.with_policy(fields)
         self.policy = self._make_policy(options)
         self.options = options
@@ -175,19 +168,14 @@ class Schedule:
     def _choose(self, requests: Sequence[str], context: float) -> StepDecision:
         """Return the policy's step for all requests, or only for those whose own blocks are worth drafting."""
         decision, alone = self.policy.choose(len(requests), context), len(requests) == 1
-        parked, acceptance = self.policy.parked, self.forecast.acceptance
-        # Leaving some of several out saves nothing if they are drafted together, and a trial of one that is left out
-        # would cost what leaving it out saves.
-        if self.policy.probing and (parked or not alone):
+        # A parked server drafts in probes alone. Leaving some of several out saves nothing if all are drafted together,
+        # and a trial of one that is left out would cost what leaving it out saves.
+        if self.policy.parked or (not alone and (self.policy.probing or self.fixed_draft_shape)):
             return decision
-        step = self.policy.resumed(len(requests)) if parked else decision
-        if not alone and (step.draft_len == 0 or self.fixed_draft_shape):
-            return decision
-        minimum = self.policy.min_acceptance(len(requests), step.draft_len, context)
+        minimum = self.policy.min_acceptance(len(requests), decision.draft_len, context)
         if minimum == 0:
             return decision
-        worthy = (acceptance.above if parked else acceptance.worth_drafting)(requests, minimum)
-        return step.for_some(worthy, len(requests))
+        return decision.for_some(self.forecast.acceptance.worth_drafting(requests, minimum), len(requests))
 
     @property
     def parked(self) -> bool:
@@ -219,12 +207,7 @@ class Schedule:
         self._clock.invalidate()
 
     def observe(self, rounds: StepRecord, running: list[int], accept_lens: list[int]) -> None:
-        """Learn from the outcome of a step.
-
-        Args:
-            running: indices of the requests that are still running.
-            accept_lens: drafts accepted of these.
-        """
+        """Learn from a step: the indices of the requests that are still running, and how many drafts each accepted."""
         drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
         if not drafted:
             self.forecast.observe_plain()

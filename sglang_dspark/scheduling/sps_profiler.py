@@ -1,7 +1,5 @@
 """Measures the SPS table at start-up. The steps to time are passed in as callables."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +21,7 @@ _RUNS_PER_WAIT = 4
 
 
 class SteppedLoad(Protocol):
-    """A fixed load whose steps can be run any number of times.
-
-    Attributes:
-        queues: whether calls may return before the device has finished.
-    """
-
-    queues: bool
-
-    def wait(self) -> None:
-        """Wait until the device has finished."""
+    """A fixed load whose steps can be run any number of times."""
 
     def draft(self, depth: int) -> None:
         """Propose ``depth`` drafts per request."""
@@ -61,6 +50,7 @@ def measure(  # noqa: PLR0913 - what is measured, and how long it may take
     tiers: Sequence[int] = (),
     monotone: bool = False,
     progress: Progress | None = None,
+    wait: Callable[[], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> SpsTable:
     """Time every cell of the grid several times, in passes over the whole grid, and keep the medians.
@@ -75,6 +65,7 @@ def measure(  # noqa: PLR0913 - what is measured, and how long it may take
             request counts, which are then extrapolated.
         monotone: more tokens, requests or context never take less time here, so that a cell above a larger one is noise
             and is lowered to it. Not so if some shapes run in CUDA graphs and others do not.
+        wait: returns when the device has finished; None if calls return no sooner.
         clock: seconds, for the limit; of the ranks of one server, all must read the same time.
     """
     started = clock()
@@ -95,7 +86,7 @@ def measure(  # noqa: PLR0913 - what is measured, and how long it may take
             for d, num_drafts in enumerate(drafts):
                 for kind, step in (("draft", steps.draft), ("verify", steps.verify)):
                     if num_drafts > 0 or kind == "verify":
-                        elapsed = _time(steps, partial(step, num_drafts), clock, warm_up=done == 0)
+                        elapsed = _time(partial(step, num_drafts), wait, clock, warm_up=done == 0)
                         samples[kind][done, r, d, c] = elapsed
         if progress is not None:
             progress(done + 1, MAX_PASSES, spent())
@@ -132,25 +123,28 @@ def _with_those_between(values: NDArray[np.float64], drafts: Sequence[int]) -> N
     return along(values.swapaxes(0, 1), drafts, every).swapaxes(0, 1)
 
 
-def _time(steps: SteppedLoad, run: Callable[[], None], clock: Callable[[], float], *, warm_up: bool) -> float:
+def _time(
+    run: Callable[[], None], wait: Callable[[], None] | None, clock: Callable[[], float], *, warm_up: bool
+) -> float:
     """Return the milliseconds of one run. The first run of a shape pays for allocations, compilations and cold caches.
 
     Args:
         clock: seconds; by this one, all ranks of a server agree that a run is short, and repeat it.
     """
     if warm_up:
-        _run(steps, run, 1)
+        _run(run, wait, 1)
     began = clock()
-    elapsed_ms = _run(steps, run, 1)
-    if steps.queues and (clock() - began) * 1e3 < _SHORT_MS:
-        elapsed_ms = _run(steps, run, _RUNS_PER_WAIT)
+    elapsed_ms = _run(run, wait, 1)
+    if wait is not None and (clock() - began) * 1e3 < _SHORT_MS:
+        elapsed_ms = _run(run, wait, _RUNS_PER_WAIT)
     return elapsed_ms
 
 
-def _run(steps: SteppedLoad, run: Callable[[], None], times: int) -> float:
+def _run(run: Callable[[], None], wait: Callable[[], None] | None, times: int) -> float:
     """Return the milliseconds of each of several runs, one after the other."""
     before = time.perf_counter()
     for _ in range(times):
         run()
-    steps.wait()
+    if wait is not None:
+        wait()
     return (time.perf_counter() - before) * 1e3 / times

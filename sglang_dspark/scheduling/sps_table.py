@@ -99,32 +99,9 @@ class SpsTable:
         return self._by_load[requests]
 
     def step_ms(self, requests: int, num_tokens: int, depth: int, context: float) -> float:
-        """Return the milliseconds of one step.
-
-        Args:
-            requests: requests in the step.
-            num_tokens: tokens in the verify forward, anchors included.
-            depth: drafts proposed per request; 0 for a plain step.
-            context: mean context tokens per request.
-        """
+        """Return the milliseconds of a step, by the tokens of its verify forward and the mean context of a request."""
         times = self.times(requests)
         return float(times.at(context, (depth, times.room_for(num_tokens))))
-
-    def change(self, other: SpsTable) -> float:
-        """Return the factor, at least 1, by which the cost of drafted steps against plain ones differs in ``other``.
-
-        It is the largest one among the loads that both have measured, in the smallest context of ``other``.
-        """
-        context, changes = float(other.contexts[0]), [0.0]
-        for requests in {*self.requests} & {*other.requests}:
-            ratios = [
-                np.log(
-                    other.step_ms(requests, tokens, drafts, context) / self.step_ms(requests, tokens, drafts, context)
-                )
-                for drafts, tokens in ((drafts, requests * (1 + drafts)) for drafts in self.drafts)
-            ]
-            changes.append(abs(float(np.median(ratios[1:])) - ratios[0]))
-        return float(np.exp(max(changes)))
 
     def mismatch(self, key: Mapping[str, str]) -> str | None:
         """Return the first difference between this table's key and ``key`` in words; None if they agree."""

@@ -96,11 +96,7 @@ class StepClock:
         self._staging = time.perf_counter()
 
     def end_step(self, kind: StepKind | None) -> None:
-        """End the step: it has committed.
-
-        Args:
-            kind: of step; None if its time says nothing about other steps.
-        """
+        """End the step, which has committed; its kind is None if its time says nothing about other steps."""
         self._kinds.append(kind)
         if self._synchronous:
             self._device_ms = (time.perf_counter() - self._staging) * 1e3

@@ -5,8 +5,6 @@ takes the sum of both times. Under overlap it takes the larger one: while the ho
 nothing.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Measures what a step takes a GPU, and how long the host waits for it, without a wait of its own."""
 
-from __future__ import annotations
-
 import time
 from itertools import cycle
 from typing import Any

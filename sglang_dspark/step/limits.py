@@ -1,7 +1,5 @@
 """Limits that single requests set for their own verification, whatever the policy would do."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

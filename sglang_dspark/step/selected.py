@@ -1,7 +1,5 @@
 """The drafts of a step that are verified, and the flattened tokens of their verification."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

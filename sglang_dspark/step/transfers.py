@@ -1,7 +1,5 @@
 """Copies between host and device without a wait."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

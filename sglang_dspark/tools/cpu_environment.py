@@ -1,7 +1,5 @@
 """Switch an environment for servers on a CPU on and off; :mod:`sglang_dspark.on_cpu` says what that does."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 
@@ -29,11 +27,7 @@ def is_enabled() -> bool:
 
 
 def enable() -> None:
-    """Have processes watch their imports from their next start on.
-
-    Raises:
-        EngineError: this environment cannot be written to.
-    """
+    """Have processes watch their imports from their next start on; raise if the environment cannot be written to."""
     try:
         path_file().write_text(_LINE, encoding="utf-8")
     except OSError as error:
@@ -41,11 +35,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo :func:`enable`.
-
-    Raises:
-        EngineError: this environment cannot be written to.
-    """
+    """Undo :func:`enable`."""
     try:
         path_file().unlink(missing_ok=True)
     except OSError as error:

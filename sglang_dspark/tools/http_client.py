@@ -1,7 +1,5 @@
 """Requests to a server of one's own: no proxy, JSON both ways, errors that say what to do."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

@@ -7,8 +7,6 @@ imports neither SGLang nor torch.
         server.get_json("/dspark/stats")
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -32,15 +30,10 @@ from sglang_dspark.tools.http_client import open_directly
 CPU_ENV: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
 """Environment that makes SGLang serve on a machine without a GPU, from local checkpoints."""
 
-CPU_DEVICE_FLAGS = (
+CPU_FLAGS = (
     *("--device", "cpu", "--disable-cuda-graph", "--mem-fraction-static", "0.3"),
     # An idle scheduler otherwise polls its sockets with a whole core.
     "--sleep-on-idle",
-)
-"""What any server on a CPU needs."""
-
-CPU_FLAGS = (
-    *CPU_DEVICE_FLAGS,
     # SGLang sizes the K/V pool from free memory; on a shared machine with a small model a fixed pool starts faster.
     *("--max-total-tokens", "16384", "--max-running-requests", "16"),
 )
@@ -65,14 +58,6 @@ def dspark_flags(draft_path: str | Path) -> tuple[str, ...]:
     """Return the flags that make a server decode with DSPARK."""
     return (*PLUGIN, "--speculative-draft-model-path", str(draft_path))
 
-
-# What `torchrun` tells its processes about each other. A server that inherits it takes itself for one of them: where it
-# should open the store for its own ranks, it then waits for that of a launcher.
-_OF_TORCHRUN = (
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
-)
-_OF_TORCHELASTIC = "TORCHELASTIC_"
 
 STARTUP_TIMEOUT_S = 600.0
 _LAST_BREATH_S = 30.0
@@ -109,8 +94,7 @@ class LaunchedServer:
         Args:
             model_path: the target checkpoint.
             flags: further arguments of ``sglang.launch_server``. A ``--port`` among them is used, else a free one.
-            env: variables set on top of this process's environment, of which the server gets all but those by which
-                ``torchrun`` groups its processes.
+            env: variables set on top of this process's environment.
             python: interpreter that has SGLang.
             log_path: where the server's output goes; default: a new file in the temporary directory.
             startup_timeout_s: how long the server may take until it answers, warm-up request included.
@@ -122,7 +106,7 @@ class LaunchedServer:
             self._command += ["--port", self._port]
         if "--host" not in flags:
             self._command += ["--host", "127.0.0.1"]
-        self._env = {**_own_environment(), **(env or {})}
+        self._env = {**os.environ, **(env or {})}
         self._startup_timeout_s = startup_timeout_s
         self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
@@ -133,20 +117,12 @@ class LaunchedServer:
 
     @property
     def pid(self) -> int:
-        """Return the process id of the server.
-
-        Raises:
-            LaunchError: the server was never started.
-        """
+        """Return the process id of the server, which has been started."""
         return self._started().pid
 
     @property
     def exit_status(self) -> int | None:
-        """Return how the server's first process ended, as ``subprocess`` says it; None while it runs.
-
-        Raises:
-            LaunchError: the server was never started.
-        """
+        """Return how the server's first process ended, as ``subprocess`` says it; None while it runs."""
         return self._started().poll()
 
     def __enter__(self) -> Self:
@@ -202,19 +178,11 @@ class LaunchedServer:
         self._signal(signal.SIGCONT)
 
     def get_json(self, path: str, *, timeout_s: float = 60.0) -> Any:
-        """Return the decoded JSON answer to ``GET path``.
-
-        Raises:
-            urllib.error.HTTPError: the status is not 2xx; its ``read()`` gives the body.
-        """
+        """Return the decoded JSON answer to ``GET path``; ``urllib.error.HTTPError`` has the body of a refusal."""
         return json.loads(self._answer(urllib.request.Request(self.url + path), timeout_s))
 
     def post(self, path: str, body: Any, *, timeout_s: float = 600.0) -> bytes:
-        """Return the answer to ``POST path`` with a JSON body: a sentence, or nothing, of some routes.
-
-        Raises:
-            urllib.error.HTTPError: the status is not 2xx; its ``read()`` gives the body.
-        """
+        """Return the answer to ``POST path`` with a JSON body: a sentence, or nothing, of some routes."""
         headers = {"Content-Type": "application/json"}
         return self._answer(urllib.request.Request(self.url + path, json.dumps(body).encode(), headers), timeout_s)
 
@@ -223,13 +191,7 @@ class LaunchedServer:
         return json.loads(self.post(path, body, timeout_s=timeout_s))
 
     def flush_cache(self) -> None:
-        """Empty the radix cache, so that the next request is prefilled in full.
-
-        Waits for the server to be idle: under overlap one more step runs after the last answer.
-
-        Raises:
-            urllib.error.HTTPError: the server still has requests after 30 s.
-        """
+        """Empty the radix cache, when the server is idle: under overlap one more step runs after the last answer."""
         self.post("/flush_cache?timeout=30", {}, timeout_s=60.0)
 
     @staticmethod
@@ -314,15 +276,6 @@ def _group_runs(group: int) -> bool:
             if int(of_group) == group and state not in "ZX":
                 return True
     return False
-
-
-def _own_environment() -> dict[str, str]:
-    """Return this process's environment without its place among the processes of a launcher."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _OF_TORCHRUN and not name.startswith(_OF_TORCHELASTIC)
-    }
 
 
 def _flag_value(flags: tuple[str, ...], name: str) -> str | None:

@@ -1,7 +1,5 @@
 """Record the origin of a result: command, commit, versions, hardware."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

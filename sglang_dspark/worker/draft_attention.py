@@ -1,7 +1,5 @@
 """Attention callbacks of the draft backbone over the paged draft cache."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

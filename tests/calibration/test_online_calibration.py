@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from head_distribution import DISTORTIONS, GAMMA, draw_rounds, survival_eces
 
-from sglang_dspark.calibration import online
 from sglang_dspark.calibration.logistic import SCALE_BOUNDS, SHIFT_BOUNDS
 from sglang_dspark.calibration.online import (
     FIRST_REFIT_ROUNDS,
@@ -15,7 +14,6 @@ from sglang_dspark.calibration.online import (
     REFIT_STEPS,
     WINDOW_PAIRS,
     OnlineCalibration,
-    fit_once,
 )
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.calibration.survival import sigmoid
@@ -187,15 +185,3 @@ def test_errors_are_those_of_the_map_that_was_in_force():
     assert calibration.report()["survival_ece"][0] > 0.4
     run(calibration, rng, DISTORTIONS["minus 3"], 2000)
     assert max(calibration.report()["survival_ece"]) < 0.04
-
-
-@pytest.mark.parametrize("distortion", DISTORTIONS)
-def test_one_fit_to_all_rounds_undoes_scale_and_shift(distortion, monkeypatch):
-    logits, accepted = draw_rounds(np.random.default_rng(0), 20_000)
-    distorted = DISTORTIONS[distortion](logits)
-    fitted = fit_once(distorted[:10_000], accepted[:10_000])
-    assert max(survival_eces(fitted(distorted[10_000:]), accepted[10_000:])) < 0.02
-    monkeypatch.setattr(online, "FIT_STEPS", 4 * online.FIT_STEPS)
-    longer = fit_once(distorted[:10_000], accepted[:10_000])
-    assert fitted.scale == pytest.approx(longer.scale, abs=1e-3)
-    assert fitted.shift == pytest.approx(longer.shift, abs=1e-3)

@@ -61,7 +61,11 @@ def test_our_worker_decodes(flags):
 @pytest.mark.parametrize(
     ("flags", "because", "refusal"),
     [
-        (LEFT_TO_SGLANG, "serve BaichuanForCausalLM: this plugin does not know", "target architecture ['Baichuan"),
+        (
+            LEFT_TO_SGLANG,
+            "serve BaichuanForCausalLM, an architecture that it does not know",
+            "target architecture ['Baichuan",
+        ),
         (("--device", "npu"), "serve DSPARK cannot run with --device=npu", "DSPARK cannot run with --device=npu"),
         ((ENGINE, "scheduled"), f"{ENGINE} asks for it", ""),
         ((ENGINE, "scheduled", *SERVED_BY_NONE), f"{ENGINE} asks for it", ""),

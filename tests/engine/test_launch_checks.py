@@ -207,7 +207,6 @@ SERVED = [
     {"target": {"context_len": 4088, **text(rope_parameters=LONGROPE)}},
 ]
 ELSEWHERE = {  # and the file that tests it
-    "layers read from the target": "test_launch.py",
     "flags of SGLang": "test_flag_rules.py",
     "server in Rust": "test_launch.py",
     "size of the K/V pool": "test_launch.py",

@@ -61,12 +61,6 @@ def test_a_request_left_out_comes_back_when_a_round_is_out_of_all_proportion():
     assert known.worth_drafting(["a"], minimum=0.25) == [0]
 
 
-def test_a_request_is_above_what_its_rounds_have_shown_only():
-    assert RequestAcceptance().above("ab", minimum=0.1) == fed("b", BAD, 30).above("ab", minimum=0.1) == []
-    assert fed("b", GOOD, 3).above("ab", minimum=0.5) == [1]
-    assert fed("b", GOOD, 1).above("ab", minimum=0.5) == []
-
-
 def test_a_request_that_ended_is_forgotten():
     known = fed("a", BAD, 30)
     known.worth_drafting(["b"], minimum=0.5)

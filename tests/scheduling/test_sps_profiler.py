@@ -26,11 +26,6 @@ class Machine:
         machine = self
 
         class Load:
-            queues = machine.queue_s > 0
-
-            def wait(self):
-                machine.now += machine.queue_s
-
             def run(self, kind, drafts):
                 cell = (requests, context, kind, drafts)
                 machine.runs[cell] = machine.runs.get(cell, 0) + 1
@@ -47,7 +42,11 @@ class Machine:
     def measure(self, limit_s=1e9, **options):
         arguments = {"key": {"device": "fake"}, "requests": REQUESTS, "drafts": DRAFTS, "contexts": CONTEXTS}
         clock = lambda: self.now  # noqa: E731
-        return measure(self.load, limit_s=limit_s, clock=clock, **(arguments | options))
+        wait = self.wait if self.queue_s else None
+        return measure(self.load, limit_s=limit_s, wait=wait, clock=clock, **(arguments | options))
+
+    def wait(self):
+        self.now += self.queue_s
 
     def expected_ms(self, requests, kind):
         grid = [[[self.seconds(r, c, kind, d) * 1e3 for c in CONTEXTS] for d in DRAFTS] for r in requests]

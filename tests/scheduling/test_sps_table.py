@@ -240,17 +240,3 @@ def test_a_step_whose_time_is_far_off_moves_no_other_one_far(drafts, factor):
     one_draft = np.diff(table.verify_ms, axis=1).max(1, keepdims=True)
     others = [number for number in range(1, GAMMA + 1) if number != drafts]
     assert (np.abs(mended.verify_ms - table.verify_ms)[:, others] <= 1.001 * one_draft).all()
-
-
-@pytest.mark.parametrize(("factors", "change"), [((1, 1), 1), ((2, 2), 1), ((3, 1), 3), ((1, 3), 3)])
-def test_the_cost_of_drafted_steps_against_plain_ones_may_change(factors, change):
-    table = compute_bound()
-    plain, drafted = factors
-    now = replace(
-        table,
-        requests=[1, 8],
-        draft_ms=table.draft_ms[[0, 3]] * drafted,
-        verify_ms=table.verify_ms[[0, 3]] * np.array([plain, *[drafted] * GAMMA])[None, :, None],
-    )
-    assert list(table.requests)[3] == 8
-    assert table.change(now) == pytest.approx(change)

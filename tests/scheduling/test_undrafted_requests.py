@@ -1,4 +1,4 @@
-"""Leave requests out that are beyond the drafter; on a parked server, draft those that are worth it."""
+"""Leave requests out that are beyond the drafter."""
 
 import numpy as np
 import pytest
@@ -86,33 +86,3 @@ def test_a_lone_request_that_gets_easier_is_drafted_again_though_its_head_is_bli
     drafted = [decision.draft_len > 0 for decision in serve_alone(made, "r", HARD, 100, accepted=GAMMA)]
     assert not made.parked
     assert sum(drafted) > 30
-
-
-def test_a_parked_server_drafts_a_lone_request_that_is_worth_it():
-    made = schedule(online_calibration=False)
-    for index in range(20):
-        serve_alone(made, f"hard{index}", HARD, 20)
-    assert made.parked
-    drafted = [decision.draft_len > 0 for decision in serve_alone(made, "easy", EASY, 100)]
-    assert sum(drafted) > 60
-    assert made.choose(["next"], 64.0).draft_len == 0 or not made.parked
-
-
-@pytest.mark.parametrize("fixed_draft_shape", [False, True])
-def test_a_parked_server_drafts_the_one_of_several_that_is_worth_it(fixed_draft_shape):
-    """Unless drafting one of them costs as much as drafting all."""
-    made = schedule(online_calibration=False)
-    made.fixed_draft_shape = made.policy.fixed_draft_shape = fixed_draft_shape
-    for index in range(20):
-        serve_alone(made, f"hard{index}", HARD, 20)
-    made.choose(["easy"], 64.0)
-    made.forecast.acceptance.observe(["easy"] * 4, np.array([EASY] * 4))
-    made.policy.probing = False
-    made.policy._steps_to_probe = made.policy._steps_to_explore = 99
-    decision = made.choose(["hard", "easy", "hard2"], 64.0)
-    assert made.parked
-    if fixed_draft_shape:
-        assert decision.draft_len == 0
-    else:
-        assert (decision.draft_requests, decision.max_drafts(3)) == ((1,), GAMMA)
-        assert made.choose(["hard", "next"], 64.0).draft_len == 0

@@ -81,7 +81,7 @@ SILENT = {"conversations": []}
 
 def test_a_folder_is_read_as_one_source(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [ROW, SILENT])))
-    (tmp_path / "b.csv").write_text("prompt\nTwo?\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "Two?"}))
     (tmp_path / "c.json").write_text(json.dumps([SILENT, {"turns": ["Three?", "Four?"]}]))
     (tmp_path / "LICENSE").write_text("of the data")
     assert read_conversations(str(tmp_path)) == [("One?",), ("Two?",), ("Three?", "Four?")]

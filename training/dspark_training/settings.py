@@ -6,19 +6,35 @@ The command takes its options from here, so this module does without torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 from msgspec import Meta
 
 from dspark_training.options import Flag
-from sglang_dspark.declared import check_fields, int_range
+from sglang_dspark.declared import field_types, int_range, validate
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
 _POSITIVE = Meta(gt=0, description="must be above 0")
 _NOT_NEGATIVE = Meta(ge=0, description="must be 0 or more")
+
+
+def check_fields(config: Any) -> None:
+    """Check the declared fields of a dataclass that are not None.
+
+    Raises:
+        ConfigError: names the first field that breaks its rule, its value and the rule.
+    """
+    for name, annotation in field_types(type(config)).items():
+        value = getattr(config, name)
+        if value is not None and get_origin(annotation) in (Annotated, Literal):
+            try:
+                validate(value, annotation)
+            except ValueError as error:
+                raise ConfigError(f"{name}={value!r} {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

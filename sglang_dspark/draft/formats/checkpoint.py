@@ -1,7 +1,5 @@
 """Reading a checkpoint folder of any format."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -25,11 +23,8 @@ def read_config(folder: str | Path) -> DraftConfig:
     return read(folder).config
 
 
-def read(folder: str | Path, settings: Mapping[str, Any] | None = None) -> Reading:
+def read(folder: str | Path) -> Reading:
     """Read the checkpoint in ``folder``, of whatever format, but for the values of its tensors.
-
-    Args:
-        settings: keys to add to config.json, which answer what it leaves open; a dot leads into an object.
 
     Raises:
         CheckpointError: files are missing or damaged, or the drafter is one that is not served.
@@ -39,18 +34,7 @@ def read(folder: str | Path, settings: Mapping[str, Any] | None = None) -> Readi
     if has_tensors(folder):
         with ExitStack() as stack:
             shapes = StoredTensors(folder, stack).shapes
-    content = _decode(folder / CONFIG_FILE)
-    for path, value in (settings or {}).items():
-        _set(content, path, value)
-    return read_content(content, origin=str(folder / CONFIG_FILE), shapes=shapes)
-
-
-def _set(content: dict[str, Any], path: str, value: Any) -> None:
-    *objects, key = path.split(".")
-    for name in objects:
-        content[name] = dict(content[name]) if isinstance(content.get(name), Mapping) else {}
-        content = content[name]
-    content[key] = value
+    return read_content(_decode(folder / CONFIG_FILE), origin=str(folder / CONFIG_FILE), shapes=shapes)
 
 
 def read_content(content: Mapping[str, Any], *, origin: str, shapes: Shapes | None = None) -> Reading:

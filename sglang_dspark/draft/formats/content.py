@@ -1,7 +1,5 @@
 """A decoded config.json that is read by tables, and that knows which of its keys were not read."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

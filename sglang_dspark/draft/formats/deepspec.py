@@ -6,8 +6,6 @@ and mask in ``dflash_config``. Keys that DeepSpec lacks, such as ``sample_from_a
 :meth:`DraftConfig.to_dict`.
 """
 
-from __future__ import annotations
-
 from sglang_dspark.draft.formats import gemma4, qwen3, rotation
 from sglang_dspark.draft.formats.content import Content, Table
 from sglang_dspark.draft.formats.reading import Reading, finish, heads, own_embedding

@@ -1,65 +1,37 @@
-"""A checkpoint in words: its format, the switches of its network, and what reading it puts in order."""
-
-from __future__ import annotations
+"""A drafter's network in words, and its switches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.formats.reading import Reading
 
 
-@dataclass(frozen=True)
-class Switch:
-    """One way in which a drafter's network differs from DeepSpec's, or from its target's layers."""
-
-    name: str
-    words: str
-
-
-def switches(config: DraftConfig) -> list[Switch]:
-    """Return the differences between the network and DeepSpec's; empty for one of DeepSpec's."""
+def switches(config: DraftConfig) -> list[str]:
+    """Return the ways in which the network differs from DeepSpec's, in words; none for one of DeepSpec's."""
     found = []
     if config.backbone == "gemma4":
-        shared = ", whose values are the keys" if config.attention_k_eq_v else ""
-        found.append(Switch("layers", f"layers of Gemma 4{shared}"))
+        found.append(f"layers of Gemma 4{', whose values are the keys' if config.attention_k_eq_v else ''}")
     if not config.sample_from_anchor:
-        found.append(Switch("layout", f"{config.block_size} slots of which the anchor's does not predict"))
+        found.append(f"{config.block_size} slots of which the anchor's does not predict")
     seen = list(enumerate(config.visibilities))
     if windowed := [layer for layer, visibility in seen if visibility.window is not None]:
         start = "before the anchor" if config.window_from_anchor else "that slides along with the slots"
-        words = f"window of {config.sliding_window} rows {start} in {_layers(windowed, config)}"
-        found.append(Switch("window", words))
+        found.append(f"window of {config.sliding_window} rows {start} in {_layers(windowed, config)}")
     if causal := [layer for layer, visibility in seen if visibility.causal]:
-        found.append(Switch("causality", f"causal block in {_layers(causal, config)}"))
+        found.append(f"causal block in {_layers(causal, config)}")
     if config.draft_vocab_size is not None:
-        words = f"heads for {config.draft_vocab_size} of {config.vocab_size} tokens"
-        found.append(Switch("reduced vocabulary", words))
+        found.append(f"heads for {config.draft_vocab_size} of {config.vocab_size} tokens")
     if config.rope_scaling is not None:
-        words = f"RoPE of type {config.rope_scaling.rope_type}, factor {config.rope_scaling.factor or 1:g}"
-        found.append(Switch("RoPE", words))
+        found.append(f"RoPE of type {config.rope_scaling.rope_type}, factor {config.rope_scaling.factor or 1:g}")
     if config.partial_rotary_factor != 1:
-        found.append(Switch("RoPE", f"RoPE of {config.partial_rotary_factor:g} of the channel pairs"))
+        found.append(f"RoPE of {config.partial_rotary_factor:g} of the channel pairs")
     if config.attention_bias:
-        found.append(Switch("bias", "biases in the attention"))
+        found.append("biases in the attention")
     if layers := [layer for layer, has_sinks in enumerate(config.sinks) if has_sinks]:
-        found.append(Switch("sinks", f"attention sinks in {_layers(layers, config)}"))
+        found.append(f"attention sinks in {_layers(layers, config)}")
     if config.attention_value_scale != 1:
-        found.append(Switch("value scale", f"values times {config.attention_value_scale:g}"))
+        found.append(f"values times {config.attention_value_scale:g}")
     if config.final_logit_softcapping is not None:
-        found.append(Switch("softcap", f"logits capped at {config.final_logit_softcapping:g}"))
-    return found
-
-
-def adjustments(reading: Reading) -> list[str]:
-    """Return the changes that reading makes to the order of the tensors' rows and columns, and to their names."""
-    found = []
-    if reading.rules.renamed:
-        found.append("names of the heads' tensors")
-    if reading.rules.tap_order:
-        found.append("taps in ascending order, the columns of fc with them")
-    if reading.rules.rotary_order:
-        found.append("channels of queries and keys such that RoPE pairs the halves of a head")
+        found.append(f"logits capped at {config.final_logit_softcapping:g}")
     return found
 
 
@@ -78,7 +50,7 @@ def describe(config: DraftConfig) -> str:
         markov,
         confidence,
     ]
-    return ", ".join(parts + [switch.words for switch in switches(config)])
+    return ", ".join(parts + switches(config))
 
 
 def _layers(layers: Sequence[int], config: DraftConfig) -> str:

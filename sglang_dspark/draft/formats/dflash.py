@@ -1,7 +1,5 @@
 """Formats that keep the drafter's own keys in ``dflash_config``: SpecForge, ModelOpt, TorchSpec and plain DFlash."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

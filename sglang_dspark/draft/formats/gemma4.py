@@ -4,8 +4,6 @@ DeepSpec copies the text configuration of Gemma 4 12B, and builds every layer of
 full attention are built.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Keys of the Qwen3 layers that every format describes, most of them under the same names."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The values that a reader of a format finds, and how they become a configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,6 +146,5 @@ def layout_question(content: Content) -> CheckpointError:
     """Return the error of a file that does not say which slots predict."""
     return CheckpointError(
         f"{content.origin}: does the slot of the anchor predict? The file does not say (no key sample_from_anchor), "
-        "and both answers are in use. Ask who trained the drafter, write the answer with `python -m sglang_dspark "
-        "convert --set sample_from_anchor=true` or `=false`, and serve the result"
+        "and both answers are in use. Ask who trained the drafter, and add the answer to the file"
     )

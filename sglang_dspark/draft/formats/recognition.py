@@ -1,7 +1,5 @@
 """Recognition of a checkpoint's format by its content: formats share the names of architectures."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
@@ -25,47 +23,12 @@ _SERVED_CLASSES = {
     *("DSparkDraftModel", "DSparkSpeculator", "Lfm2DSparkDraftModel", "DFlashDraftModel", "DFlashSpeculator"),
 }
 """Architectures with Qwen3's layers, or Gemma 4's. The layers of any other may differ in what no tensor shows."""
-_OF_DRAFTERS = re.compile("DSpark|DFlash|Draft|Speculator|Eagle", re.IGNORECASE)
+_OF_DRAFTERS = re.compile("DSpark|DFlash|Draft|Speculator|Eagle|Assistant", re.IGNORECASE)
 
-_OWN_CLASSES = {
-    "K3DSparkModel": "its attention is latent (MLA)",
-    "KimiK3DSparkModel": "its attention is latent (MLA)",
-    "DeepseekV4DSparkModel": "its layers are DeepSeek V4's",
-    "DeepSeekV4DSparkModel": "its layers are DeepSeek V4's",
-    "DeepseekV4ForCausalLMDSpark": "its layers are DeepSeek V4's",
-    "DSparkV41DraftModel": "its layers are DeepSeek V4.1's",
-    "Glm5_2DSparkModel": "its layers are GLM 5.2's",
-    "MiniMaxM3DSparkModel": "its layers are MiniMax M3's",
-    "DSparkMiniMaxDraftModel": "its layers are MiniMax M3's",
-    "MiniMaxDFlash2DraftModel": "it has the convolutions and the candidate selector of DFlash2",
-    "MuseSparkDSparkModel": "its layers are Muse Spark's",
-    "MuseGlimmerAssistantModel": "its layers are Muse Glimmer's",
-    "DFlashLagunaForCausalLM": "its layers are Laguna's",
-    "DFlash2DraftModel": "it has the convolutions and the candidate selector of DFlash2",
-    "DFlash2BeamDraftModel": "it has the convolutions and the candidate selector of DFlash2",
-    "LiLiCorrDraftModel": "it has the candidate corrector of LiLiCorr",
-    "DFlashLinearDraftModel": "its attention is linear",
-    "Eagle3DraftModel": "it is an EAGLE-3 drafter",
-    "LlamaForCausalLMEagle3": "it is an EAGLE-3 drafter",
-}
-"""Architectures with networks of their own, and what is different in them."""
-
-_MAY_BE_ITS_OWN = (
-    "its layers may be its own, and then drafts are poor. If they are those of a class that loads, say so with "
-    "`python -m sglang_dspark convert --set"
+_UNKNOWN_CLASS = (
+    "its layers may be its own, and then drafts are poor. If they are those of a class that loads, name that class in "
+    "architectures, such as DFlashDraftModel, and leave auto_map out"
 )
-_UNKNOWN_CLASS = {
-    "architectures": f"""{_MAY_BE_ITS_OWN} architectures='["DFlashDraftModel"]'`, or with the name of that class""",
-    "auto_map": f"{_MAY_BE_ITS_OWN} auto_map=null`",
-}
-
-_SPECULATORS_KINDS = {
-    "dflash2": "it has the convolutions and the candidate selector of DFlash2",
-    "xpress": "it has the refiner of XPress",
-    "eagle3": "it is an EAGLE-3 drafter",
-    "peagle": "it is a P-EAGLE drafter",
-    "mtp": "it is a multi-token-prediction module",
-}
 
 
 def recognise(config: Mapping[str, Any], tensors: Collection[str], origin: str) -> FormatName:
@@ -81,7 +44,7 @@ def recognise(config: Mapping[str, Any], tensors: Collection[str], origin: str) 
     """
     nested = config.get("dflash_config")
     dflash: Mapping[str, Any] = nested if isinstance(nested, Mapping) else {}
-    _refuse_other_networks(config, dflash, tensors, origin)
+    _refuse_other_classes(config, origin)
     if config.get("speculators_model_type") is not None:
         return "speculators"
     names = _architectures(config)
@@ -115,38 +78,19 @@ def _remote_classes(config: Mapping[str, Any]) -> set[str]:
     listed = config.get("auto_map")
     items = listed.items() if isinstance(listed, Mapping) else ()
     names = {str(name).rpartition(".")[2] for key, name in items if str(key).startswith("AutoModel")}
-    return {name for name in names if name in _OWN_CLASSES or _OF_DRAFTERS.search(name)}
+    return {name for name in names if _OF_DRAFTERS.search(name)}
 
 
 def _is_modelopt(dflash: Mapping[str, Any], tensors: Collection[str]) -> bool:
     return "markov_w1.weight" in tensors or bool(dflash.keys() & {"use_confidence_head", "shift_label"})
 
 
-def _refuse_other_networks(
-    config: Mapping[str, Any], dflash: Mapping[str, Any], tensors: Collection[str], origin: str
-) -> None:
-    """Raise for everything that only resembles the network that is served."""
-
-    def refuse(what: str, reason: str) -> CheckpointError:
-        return CheckpointError(f"{origin}: {what} is not supported: {reason}; {SERVED}")
-
+def _refuse_other_classes(config: Mapping[str, Any], origin: str) -> None:
+    """Raise for networks that may only resemble the one that is served. What their tensors show is refused later."""
     kind = config.get("speculators_model_type")
     if kind not in (None, "dspark", "dflash"):
-        raise refuse(f"speculators_model_type={kind!r}", _SPECULATORS_KINDS.get(str(kind), "its network is not known"))
-    if config.get("model_type") == "k3_dspark":
-        raise refuse("model_type='k3_dspark'", _OWN_CLASSES["K3DSparkModel"])
-    if "dspark_target_layer_ids" in config or any(name.startswith("mtp.") for name in tensors):
-        raise refuse("a drafter inside its target", "its layers are DeepSeek V4's")
+        raise CheckpointError(f"{origin}: speculators_model_type={kind!r} is not supported; {SERVED}")
     for key, names in (("architectures", _architectures(config)), ("auto_map", _remote_classes(config))):
         for name in sorted(names - _SERVED_CLASSES):
-            unknown = "it is a target, not a drafter" if name in _TARGETS else _UNKNOWN_CLASS[key]
-            raise refuse(f"{key}: {name}", _OWN_CLASSES.get(name, unknown))
-    keys = config.keys() | dflash.keys()
-    if any(key.startswith("lilicorr_") for key in keys):
-        raise refuse("lilicorr_*", _OWN_CLASSES["LiLiCorrDraftModel"])
-    if keys & {"conv_kernel_size", "selector_rank"}:
-        raise refuse("selector_rank", _OWN_CLASSES["DFlash2DraftModel"])
-    if dflash.get("projector_type") == "domino" or any(name.startswith("prefix_gru.") for name in tensors):
-        raise refuse("projector_type='domino'", "it has the recurrent head of Domino")
-    if any(name.startswith(("xpress_head.", "refiner_head.")) for name in tensors):
-        raise refuse("refiner_head", "it has the refiner of XPress")
+            reason = "it is a target, not a drafter" if name in _TARGETS else _UNKNOWN_CLASS
+            raise CheckpointError(f"{origin}: {key}: {name} is not supported: {reason}; {SERVED}")

@@ -1,14 +1,12 @@
 """Keys of the rotary embedding: at the top, in ``rope_parameters`` (transformers 5), in ``rope_scaling`` (4)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 from sglang_dspark.draft.checked import REMEDY
 from sglang_dspark.draft.config import FULL, SLIDING
 from sglang_dspark.draft.formats.content import Content
-from sglang_dspark.draft.formats.leftovers import DOUBTFUL, PART_OF_HEAD, ROPE
+from sglang_dspark.draft.formats.leftovers import DOUBT, PART_OF_HEAD, REASON, ROPE
 from sglang_dspark.draft.formats.recognition import FormatName
 from sglang_dspark.draft.rope import ALL_KEYS, RopeScaling, keys_of
 from sglang_dspark.errors import CheckpointError
@@ -17,7 +15,7 @@ WHOLE_HEAD, LEADING = "whole_head", "leading"
 """Values of ``rotary_pairs``: if a part of the pairs rotates, channel i is paired with i + head_dim / 2, as it is done
 here, or the first channels are paired up among each other, as Hugging Face's ``partial_rotary_factor`` has it."""
 
-_READ = ("rope_theta", "rope_type", "type", "rotary_pairs", "rope_dim", *PART_OF_HEAD.keys)
+_READ = ("rope_theta", "rope_type", "type", "rotary_pairs", "rope_dim", *PART_OF_HEAD)
 
 
 def rope(content: Content, name: FormatName, *, kind: str | None = None) -> bool:
@@ -46,7 +44,6 @@ def rope(content: Content, name: FormatName, *, kind: str | None = None) -> bool
         origin = f"{content.origin}: rope_parameters"
         scaling = RopeScaling(rope_type=rope_type, origin=origin, **given)  # type: ignore[arg-type]  # it checks
         content.values["rope_scaling"] = scaling
-        _doubt_scaling(content, keys, scaling, name)
     return _read_part(content, keys, name, spans_head=rope_type == "proportional")
 
 
@@ -75,7 +72,7 @@ class _RopeKeys:
             if not isinstance(parameters, Mapping):
                 raise content.refuse(key, "should be an object or null")
             for place, name, value in _of_kind(content, key, parameters, {kind} if kind else occurring):
-                if self.inner.setdefault(name, value) != value and name not in (*PART_OF_HEAD.keys, *ROPE.keys):
+                if self.inner.setdefault(name, value) != value and name not in (*PART_OF_HEAD, *ROPE):
                     raise content.refuse(key, f"contradicts {name}={self.inner[name]!r} in rope_parameters")
                 self.places.setdefault(name, place)
 
@@ -141,9 +138,9 @@ def _of_type(content: Content, keys: _RopeKeys, rope_type: str, *, said: bool) -
         elif name in ALL_KEYS:
             words = "is ignored, which may be wrong: no rope_type says what it is for. Ask who trained the drafter"
             content.remark(keys.places[name], value, words, doubtful=True)
-        elif name in ROPE.keys and value:
-            content.remark(keys.places[name], value, f"is ignored: {ROPE.reason}")
-        elif name not in ROPE.keys:
+        elif name in ROPE and value:
+            content.remark(keys.places[name], value, f"is ignored: {REASON}")
+        elif name not in ROPE:
             unknown.append(name)
     if unknown:
         raise CheckpointError(
@@ -156,26 +153,6 @@ def _of_type(content: Content, keys: _RopeKeys, rope_type: str, *, said: bool) -
     else:
         content.ignore(content.section + original, f"rope_type={rope_type!r} does not read it")
     return given
-
-
-def _doubt_scaling(content: Content, keys: _RopeKeys, scaling: RopeScaling, name: FormatName) -> None:
-    """Note what a stretched embedding was perhaps not trained with."""
-    place = next(keys.places[key] for key in ("rope_type", "type") if key in keys.places)
-    if words := DOUBTFUL.get((name, "rope_type")):
-        content.remark(place, scaling.rope_type, words.format(rope_type=place), doubtful=True)
-    longest, original = content.values.get("max_position_embeddings"), scaling.original_max_position_embeddings
-    if scaling.rope_type != "yarn" or original is None or type(longest) is not int or scaling.factor is None:
-        return
-    if abs(longest / original / scaling.factor - 1) > 0.01:
-        ratio, factor = f"{longest / original:g}", keys.places["factor"]
-        content.remark(
-            factor,
-            scaling.factor,
-            f"is used, though max_position_embeddings={longest} over original_max_position_embeddings={original} is "
-            f"{ratio}. transformers 4 took {ratio}: if the drafter was trained with it, "
-            f"`python -m sglang_dspark convert --set {factor}={ratio}` writes that",
-            doubtful=True,
-        )
 
 
 def _read_part(content: Content, keys: _RopeKeys, name: FormatName, *, spans_head: bool) -> bool:
@@ -203,16 +180,11 @@ def _read_part(content: Content, keys: _RopeKeys, name: FormatName, *, spans_hea
         if (value := keys.agreed(share)) is not None:
             content.values[share] = value
         return bool(pairs == WHOLE_HEAD)
-    for key in PART_OF_HEAD.keys:
+    for key in PART_OF_HEAD:
         for place, value in keys.everywhere(key).items():
             if value in (1, head_dim):
                 continue
-            words = DOUBTFUL.get((name, key)) if channels is None else None
-            answer = place.replace(key, "rotary_pairs")
-            content.remark(
-                place,
-                value,
-                words.format(rotary_pairs=answer) if words else f"is ignored: {PART_OF_HEAD.reason}",
-                doubtful=words is not None,
-            )
+            doubtful = (name, key, channels) == ("speculators", "partial_rotary_factor", None)
+            words = DOUBT.format(place.replace(key, "rotary_pairs")) if doubtful else f"is ignored: {REASON}"
+            content.remark(place, value, words, doubtful=doubtful)
     return False

@@ -1,7 +1,5 @@
 """The format of vLLM's speculators library, of its kinds dspark and dflash."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,7 +72,6 @@ def read(content: Content) -> Reading:
     if SLIDING in (types := values.get("layer_types", ())):
         values["window_from_anchor"] = True
         values["causal_layers"] = () if window_looks_ahead else tuple(layer == SLIDING for layer in types)
-    _doubt_causality(content)
     qwen3.extras(content, tensors)
     values["rope_theta"] = _ROPE_THETA
     span_head = rotation.rope(content, "speculators", kind=_rope_kind(content))
@@ -114,18 +111,6 @@ def _sample_from_anchor(content: Content, kind: str) -> Any:
     if drafts == block_size and kind == "dspark":
         return True
     raise layout_question(content)
-
-
-def _doubt_causality(content: Content) -> None:
-    """Note keys that vLLM knows of other formats and reads here as well, and that the library has not trained by."""
-    num_layers, causal = content.values.get("num_hidden_layers"), content.values.get("causal_layers") or ()
-    for key in (f"{_LAYERS}is_causal", "is_causal"):
-        value = content.find(key)
-        if type(num_layers) is int and value is not None and (causal or (False,) * num_layers) != (value,) * num_layers:
-            words = (
-                "is ignored: speculators trains sliding layers alone with a causal block. Ask who trained the drafter"
-            )
-            content.remark(key, value, words, doubtful=True)
 
 
 def _check_target_width(content: Content) -> None:

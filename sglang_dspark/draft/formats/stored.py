@@ -1,7 +1,5 @@
 """The tensor files of a checkpoint: safetensors, one file or several with an index."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Refuse requests that ask for what DSPARK does not serve, or that the scheduler would not survive."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator, Sequence

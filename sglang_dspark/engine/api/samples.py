@@ -1,7 +1,5 @@
 """Several samples of one seeded request."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names the request fields, sampling parameters and HTTP routes of SGLang that DSPARK refuses."""
 
-from __future__ import annotations
-
 REFUSED_FIELDS = (
     "return_hidden_states",
     "custom_logit_processor",

@@ -1,7 +1,5 @@
 """``ServerArgs``: fields hold what the operator wrote, and what SGLang decides about them stands beside them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Answer what schedulers ask of a speculative worker beyond the Spec V2 interface itself."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

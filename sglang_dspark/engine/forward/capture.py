@@ -1,7 +1,5 @@
 """Ask SGLang's model of a target for hidden states and for its embedding, whatever its class calls that."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from typing import Any
 

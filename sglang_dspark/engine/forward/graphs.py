@@ -1,7 +1,5 @@
 """CUDA graphs the way SGLang captures them, of functions that are ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Ask SGLang's model what the attention of verification needs to know."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -16,13 +14,9 @@ def sliding_window(layer: Any) -> int | None:
 
 
 def row_bounds(layout: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Return [bs + 1] int, the first row of each request of a verification.
+    """Return [bs + 1] int, the first row of each request of a verification, by its ``spec_info`` and its rows [N, ...].
 
     The dummy forwards by which SGLang tunes experts verify as many rows for every request.
-
-    Args:
-        layout: ``spec_info`` of the batch.
-        rows: [N, ...] anything of its rows.
     """
     indptr: torch.Tensor | None = getattr(layout, "indptr", None)
     return torch.arange(0, len(rows) + 1, layout.draft_token_num, device=rows.device) if indptr is None else indptr

@@ -1,7 +1,5 @@
 """SGLang's own CUDA graphs: none of decode, and of prefill those that return hidden states."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The target model as the drafter sees it: tapped hidden states, embedding and LM head."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

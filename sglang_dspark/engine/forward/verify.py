@@ -1,7 +1,5 @@
 """The target's forward over the tokens to be verified."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

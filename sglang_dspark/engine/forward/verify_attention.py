@@ -1,7 +1,5 @@
 """Attend over the ragged rows of a verification, beside SGLang's own attention of prompts."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,7 +1,5 @@
 """Describe what a start can be refused for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum

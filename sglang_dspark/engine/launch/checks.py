@@ -3,8 +3,6 @@
 Also, `launch.py` refuses a drafter that cannot be read, and `config.py` options that contradict each other.
 """
 
-from __future__ import annotations
-
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.launch import flag_checks, model_checks
 from sglang_dspark.engine.launch.check import Check, Moment
@@ -13,11 +11,9 @@ from sglang_dspark.errors import ConfigError, UnservedError
 
 
 def refuse(context: LaunchContext, *moments: Moment) -> None:
-    """Make all checks of these moments.
+    """Make all checks of these moments, and raise the messages of those that fail, one a line.
 
-    Raises:
-        UnservedError: at least one says that DSPARK does not serve the device, the target or the pair.
-        ConfigError: others fail. The error has the messages of all that fail, one a line.
+    The error is an :class:`UnservedError` if one says that DSPARK does not serve the device, the target or the pair.
     """
     if failed := failures(context, *moments):
         kind = UnservedError if any(failed.values()) else ConfigError
@@ -47,7 +43,6 @@ CHECKS: tuple[Check, ...] = (
     Check("device", Moment.MODELS, model_checks.device, unserved=True),
     Check("target family", Moment.MODELS, model_checks.family, unserved=True),
     Check("dimensions of the pair", Moment.MODELS, model_checks.dimensions, unserved=True),
-    Check("layers read from the target", Moment.MODELS, model_checks.own_layers, unserved=True),
     Check("block size", Moment.MODELS, model_checks.block_size),
     Check("context of the target's RoPE", Moment.MODELS, model_checks.rope, unserved=True),
     Check("rows of attention", Moment.MODELS, model_checks.attention_rows),

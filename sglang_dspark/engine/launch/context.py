@@ -1,10 +1,8 @@
 """Collect the facts that start-up checks look at."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
@@ -27,7 +25,7 @@ class LaunchContext:
     server: DSparkServer
 
     @classmethod
-    def of(cls, args: ServerArgs, config: DSparkConfig) -> LaunchContext:
+    def of(cls, args: ServerArgs, config: DSparkConfig) -> Self:
         """Return what is known before the drafter is."""
         return cls(args, DSparkServer(config, drafter=None, dummy_draft=False))
 
@@ -45,19 +43,11 @@ class LaunchContext:
 
     @property
     def family(self) -> Family:
-        """Return the target's family.
-
-        Raises:
-            UnservedError: the target is of a class that is not served.
-        """
+        """Return the target's family; raise :class:`UnservedError` if it is of a class that is not served."""
         return family_of(self.target.hf_config.architectures)
 
     @property
     def text_config(self) -> Any:
-        """Return transformers' configuration of the target's text.
-
-        Raises:
-            UnservedError: the target is of a class that is not served, whose configuration may have other keys.
-        """
+        """Return transformers' configuration of the target's text; those of unserved classes may have other keys."""
         _ = self.family
         return self.target.hf_text_config

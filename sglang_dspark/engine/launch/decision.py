@@ -1,7 +1,5 @@
 """Decides whose worker decodes, and why, before anything is written to SGLang's arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 

@@ -1,7 +1,5 @@
 """Set the fields of SGLang's ``ServerArgs`` that DSPARK decides."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -1,7 +1,5 @@
 """Checks of flags and variables, ours and SGLang's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

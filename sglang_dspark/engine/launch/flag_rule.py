@@ -1,7 +1,5 @@
 """Describe a flag of SGLang that is served with some values only."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 A flag that is not named here means what it means on a plain server, or other modules of this folder decide about it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,32 +17,35 @@ HTTP = "drop the flag: requests are checked on their way through HTTP"
 PARTS_OF_STATES = (
     "drop the flag: each rank would hold the hidden states of some tokens only, and a drafter reads all of them"
 )
+EXACT = "drop the flag: DSPARK always keeps the target's distribution"
+ADAPTS = "drop the flag: the policy auto of DSPARK adapts by itself"
 OTHER_ALGORITHM = "drop the flag: it belongs to other speculative algorithms"
 UNREAD = ("speculative_ngram_", "speculative_domino_", "speculative_dsa_", "uno_", "decoupled_spec_", "spec_trace_")
 """What the names of flags begin with that SGLang reads for other speculative algorithms alone."""
 
+_OFF = (
+    "enable_dp_attention enable_mixed_chunk enable_lmcache enable_flexkv enable_unified_cache_external_linker "
+    "enable_kv_cache_sharding enable_two_batch_overlap enable_pdmux enable_strict_thinking enable_memory_saver "
+    "enable_unified_memory enable_page_major_kv_layout enable_hisparse prefill_only_disable_kv_cache "
+    "enable_return_routed_experts enable_return_indexer_topk enable_return_aux_hidden_states enable_watermark "
+    "speculative_use_block_verification"
+).split()
+"""Switches that are served off."""
+
 FLAG_RULES: tuple[FlagRule, ...] = (
+    *(FlagRule(name, (False,)) for name in _OFF),
+    *(
+        FlagRule(name, (1,), "pass 1")
+        for name in ("attn_dp_size", "dwdp_size", "attn_cp_size", "dcp_size", "tokenizer_worker_num")
+    ),
     FlagRule("pp_size", (1,), "pass --pp-size 1"),
     FlagRule("dp_size", (1,), "pass --dp-size 1 and scale out with replicas behind a router"),
-    FlagRule("enable_dp_attention", (False,)),
-    FlagRule("attn_dp_size", (1,), "pass 1"),
-    FlagRule("dwdp_size", (1,), "pass 1"),
-    FlagRule("attn_cp_size", (1,), "pass 1"),
-    FlagRule("dcp_size", (1,), "pass 1"),
     FlagRule("disaggregation_mode", ("null",), "drop the flag: draft K/V is not handed on between servers"),
-    FlagRule("tokenizer_worker_num", (1,), "pass 1"),
     FlagRule("page_size", (*PAGE_SIZES, None), "pass 1, 16, 32 or 64"),
-    FlagRule("enable_mixed_chunk", (False,)),
     FlagRule("kv_cache_dtype", ("auto", "bfloat16", "bf16", "fp8_e4m3"), "pass auto, bfloat16 or fp8_e4m3"),
-    FlagRule("enable_lmcache", (False,)),
-    FlagRule("enable_flexkv", (False,)),
-    FlagRule("enable_unified_cache_external_linker", (False,)),
-    FlagRule("enable_kv_cache_sharding", (False,)),
     FlagRule("moe_a2a_backend", ("none",), PARTS_OF_STATES),
     FlagRule("moe_dense_tp_size", (None,), PARTS_OF_STATES),
     FlagRule("enable_layernorm_sp", (False,), PARTS_OF_STATES),
-    FlagRule("enable_two_batch_overlap", (False,)),
-    FlagRule("enable_pdmux", (False,)),
     FlagRule("grpc_mode", (False,), HTTP),
     FlagRule("smg_grpc_mode", (False,), HTTP),
     FlagRule("grpc_port", (None,), f"{HTTP}; SGLANG_GRPC_PORT sets it as well"),
@@ -53,23 +54,13 @@ FLAG_RULES: tuple[FlagRule, ...] = (
         ("xgrammar", "llguidance", "none"),
         "pass xgrammar, llguidance or none: drafts are tried out on a grammar that can go back",
     ),
-    FlagRule("enable_strict_thinking", (False,)),
-    FlagRule("enable_memory_saver", (False,)),
     FlagRule(
         "enable_deterministic_inference",
         (False,),
         "drop the flag; requests with a seed are reproducible under DSPARK without it",
     ),
-    FlagRule("enable_unified_memory", (False,)),
-    FlagRule("enable_page_major_kv_layout", (False,)),
-    FlagRule("enable_hisparse", (False,)),
-    FlagRule("prefill_only_disable_kv_cache", (False,)),
     FlagRule("dllm_algorithm", (None,)),
     FlagRule("enable_streaming_session", (False,), "drop the flag; sessions without streaming are served"),
-    FlagRule("enable_return_routed_experts", (False,)),
-    FlagRule("enable_return_indexer_topk", (False,)),
-    FlagRule("enable_return_aux_hidden_states", (False,)),
-    FlagRule("enable_watermark", (False,)),
     FlagRule(
         "enable_quant_communications",
         (False, None),
@@ -99,14 +90,9 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("speculative_num_steps", (None, 1), "drop the flag; --speculative-dspark-block-size shortens the block"),
     FlagRule("speculative_eagle_topk", (None, 1), OTHER_ALGORITHM),
     FlagRule("speculative_dflash_block_size", (None,), "pass --speculative-dspark-block-size"),
-    FlagRule(
-        "speculative_accept_threshold_single", (1.0,), "drop the flag: DSPARK always keeps the target's distribution"
-    ),
-    FlagRule(
-        "speculative_accept_threshold_acc", (1.0,), "drop the flag: DSPARK always keeps the target's distribution"
-    ),
+    FlagRule("speculative_accept_threshold_single", (1.0,), EXACT),
+    FlagRule("speculative_accept_threshold_acc", (1.0,), EXACT),
     FlagRule("speculative_use_rejection_sampling", (False,), "drop the flag: DSPARK always samples by rejection"),
-    FlagRule("speculative_use_block_verification", (False,)),
     FlagRule("speculative_token_map", (None,), "drop the flag: a drafter of DSPARK brings its draft_vocabulary.json"),
     FlagRule("speculative_attention_mode", ("prefill",), OTHER_ALGORITHM),
     FlagRule(
@@ -125,8 +111,8 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("speculative_moe_a2a_backend", (None, "none"), OTHER_ALGORITHM),
     FlagRule("enable_multi_layer_eagle", (False,), OTHER_ALGORITHM),
     FlagRule("speculative_enable_w4a4_mxfp4_megamoe", (None,), OTHER_ALGORITHM),
-    FlagRule("speculative_adaptive", (False,), "drop the flag: the policy auto of DSPARK adapts by itself"),
-    FlagRule("speculative_adaptive_config", (None,), "drop the flag: the policy auto of DSPARK adapts by itself"),
+    FlagRule("speculative_adaptive", (False,), ADAPTS),
+    FlagRule("speculative_adaptive_config", (None,), ADAPTS),
     FlagRule("decoupled_spec_role", ("null",), OTHER_ALGORITHM),
 )
 
@@ -137,11 +123,7 @@ def all_rules() -> tuple[FlagRule, ...]:
 
 
 def unread(args: Any) -> list[str]:
-    """Return the flags that have no effect under DSPARK, and that the operator has set all the same.
-
-    Args:
-        args: SGLang's ``ServerArgs``.
-    """
+    """Return the flags that have no effect under DSPARK, and that the operator has set all the same."""
     ruled = {rule.name for rule in all_rules()}
     fields = (field for field in record_fields(ServerArgs) if field.name.startswith(UNREAD))
     set_by_hand = (field.name for field in fields if getattr(args, field.name) != field.default)
@@ -149,12 +131,7 @@ def unread(args: Any) -> list[str]:
 
 
 def refusals(args: Any, resolved: Any) -> Iterator[str]:
-    """Yield a message for every flag with a value that DSPARK does not serve.
-
-    Args:
-        args: SGLang's ``ServerArgs``.
-        resolved: the same, with what SGLang has decided about them by now.
-    """
+    """Yield a message for every flag with a value that DSPARK does not serve, given or ``resolved`` by SGLang."""
     for rule in all_rules():
         for found in (args, resolved):
             if rule.refuses(found):

@@ -1,7 +1,5 @@
 """Describe a patch of SGLang."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name

@@ -1,11 +1,9 @@
 """A start with our worker: the drafter is found, and then SGLang asks us at three moments."""
 
-from __future__ import annotations
-
 import logging
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from sglang.srt.environ import envs
 
@@ -32,7 +30,7 @@ class Launch(DSparkServer):
     """The start of one server. It is attached to SGLang's arguments, and found again in every process."""
 
     @classmethod
-    def find(cls, args: ServerArgs, config: DSparkConfig) -> Launch:
+    def find(cls, args: ServerArgs, config: DSparkConfig) -> Self:
         """Find the drafter. Nothing is written to ``args``, which SGLang has not resolved.
 
         Raises:
@@ -50,7 +48,7 @@ class Launch(DSparkServer):
         defaults.prepare(args)
 
     @classmethod
-    def of(cls, args: ServerArgs) -> Launch:
+    def of(cls, args: ServerArgs) -> Self:
         """Return the launch that :meth:`before` has attached.
 
         Raises:
@@ -65,11 +63,7 @@ class Launch(DSparkServer):
         return launch
 
     def validate(self, args: ServerArgs) -> None:
-        """Refuse what cannot be served, before SGLang looks at the speculative options itself.
-
-        Raises:
-            ConfigError, UnservedError: with the messages of all checks that fail.
-        """
+        """Refuse what cannot be served, with all messages, before SGLang looks at the speculative options itself."""
         refuse(LaunchContext(args, self), Moment.MODELS, Moment.FLAGS)
 
     def after(self, args: ServerArgs) -> None:

@@ -1,17 +1,11 @@
 """Checks that need target, drafter and device alone. `doctor` makes them without a server."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import torch
 from dspark_kernels import widest_window
 
 from sglang_dspark.config import flag_name
-from sglang_dspark.draft.families import left_to_sglang
-from sglang_dspark.draft.pairing import check_dimensions, lacks_own
-from sglang_dspark.draft.target_files import quantised_layers
-from sglang_dspark.draft.weights import own_tensors
+from sglang_dspark.draft.families import is_left_to_sglang
+from sglang_dspark.draft.pairing import check_dimensions
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.support import DEVICES, gpu_refusal
 
@@ -42,8 +36,8 @@ def why_not_ours(context: LaunchContext) -> str | None:
         None if ours serves both, or neither worker does.
     """
     architectures = context.target.hf_config.architectures
-    if reason := left_to_sglang(architectures):
-        return f"{', '.join(architectures)}: {reason}"
+    if is_left_to_sglang(architectures):
+        return f"{', '.join(architectures)}, an architecture that it does not know"
     return device(context)
 
 
@@ -51,22 +45,6 @@ def dimensions(context: LaunchContext) -> None:
     """Refuse a drafter that was made for another target."""
     if (drafter := context.server.drafter) is not None:
         check_dimensions(drafter.config, context.text_config)
-
-
-def own_layers(context: LaunchContext) -> str | None:
-    """Refuse a drafter that would read a quantised layer of its target.
-
-    What only shows once the target is loaded, its handle refuses then.
-    """
-    drafter, target = context.server.drafter, context.target
-    if drafter is None or target.quantization is None:
-        return None
-    own: frozenset[str] = frozenset() if context.server.dummy_draft else own_tensors(drafter.path, drafter.reading)
-    tied = bool(getattr(context.text_config, "tie_word_embeddings", False))
-    for layer in quantised_layers(Path(context.args.model_path), tied=tied):
-        if f"{layer}.weight" not in own:
-            raise lacks_own(drafter.config, layer, f"is quantised ({target.quantization})")
-    return None
 
 
 def block_size(context: LaunchContext) -> None:

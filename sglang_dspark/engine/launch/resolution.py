@@ -1,7 +1,5 @@
 """Has SGLang resolve its arguments for the worker that decodes, see ``decision.py``."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

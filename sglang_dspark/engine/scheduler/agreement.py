@@ -15,8 +15,6 @@ In between, ranks compute from equal values: SGLang all-gathers the target's log
 statistics depend on floating-point confidences and may drift on the other ranks; nothing reads them there.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 import torch

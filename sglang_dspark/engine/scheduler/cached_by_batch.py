@@ -1,7 +1,5 @@
 """Values made from a batch's requests, kept while these stay the same: as they do from most steps to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any, Generic, TypeVar

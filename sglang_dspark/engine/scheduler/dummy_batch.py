@@ -1,7 +1,5 @@
 """Make decode batches for warming up and timing steps before the first request arrives."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """Describe a failed step for the log: the part that failed, and what becomes of its requests."""
 
-from __future__ import annotations
-
 import traceback
 
 import torch

@@ -1,7 +1,5 @@
 """SGLang's relay of per-request values between overlapped steps, as CUDA graphs write to it."""
 
-from __future__ import annotations
-
 import torch
 from dspark_kernels import AcceptResult
 from sglang.srt.managers.overlap_utils import FutureRelayBuffers, offer_future_relay_buffers

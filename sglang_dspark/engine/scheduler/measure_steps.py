@@ -1,7 +1,5 @@
 """Measures how long the steps of a server take, on requests that do not exist."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +17,6 @@ from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
 logger = logging.getLogger(__name__)
 
 LIMIT_S = {"cpu": 60.0, "cuda": 20.0}
-CHECK_LIMIT_S = {"cpu": 3.0, "cuda": 1.0}
-_CHECKED_REQUESTS = (1, 8)
 _CONTEXTS = (64, 1024)  # tokens per request, where pool and context limit have room for them
 _MAX_REQUESTS = 256
 
@@ -44,25 +40,21 @@ class Stepper:
     tiers: Sequence[int] = ()
 
 
-def measure_steps(stepper: Stepper, key: dict[str, str], check: SpsTable | None = None) -> SpsTable:
+def measure_steps(stepper: Stepper, key: dict[str, str]) -> SpsTable:
     """Measure a table.
 
     Args:
         key: what the table is valid for.
-        check: an earlier table, for which only some of its steps are measured.
     """
     target_worker, agreement, max_verify = stepper.target_worker, stepper.agreement, stepper.max_verify
     runner, device = target_worker.model_runner, torch.device(target_worker.device).type
-    window = max_verify + 1
+    window, wait = max_verify + 1, torch.cuda.synchronize if device == "cuda" else None
     room = min(runner.model_config.context_len, runner.token_to_kv_pool.size) - window
     contexts = sorted({max(1, min(context, room)) for context in _CONTEXTS})
-    requests, limit_s = geometric_grid(most_requests(runner)), LIMIT_S[device]
-    if check is not None:
-        contexts, limit_s = contexts[:1], CHECK_LIMIT_S[device]
-        requests = [count for count in _CHECKED_REQUESTS if count in check.requests]
-    purpose = "kept for the next start" if check is None else "to check the table"
+    limit_s = LIMIT_S[device]
     logger.info(
-        "DSPARK: measuring step times (at most about %.0f s once first steps are compiled; %s)", limit_s, purpose
+        "DSPARK: measuring step times (at most about %.0f s once first steps are compiled; kept for the next start)",
+        limit_s,
     )
 
     def progress(done: int, most: int, seconds: float) -> None:
@@ -83,16 +75,18 @@ def measure_steps(stepper: Stepper, key: dict[str, str], check: SpsTable | None 
         first = load(1, contexts[0])
         for drafts in (0, max_verify):
             first.verify(drafts)
-            first.wait()
+        if wait is not None:
+            wait()
         return measure(
             load,
             key=key,
-            requests=requests,
+            requests=geometric_grid(most_requests(runner)),
             drafts=timed_drafts(max_verify),
             contexts=contexts,
             limit_s=limit_s,
             tiers=stepper.tiers,
             monotone=device == "cpu",
+            wait=wait,
             progress=progress,
             clock=lambda: agreement.share(time.perf_counter()),
         )

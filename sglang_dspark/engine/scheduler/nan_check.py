@@ -1,7 +1,5 @@
 """Treat NaN in logits as SGLang's sampler does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,16 +1,11 @@
 """The SPS table of a server: taken from its file when it fits, else measured and written there."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
 import os
 import platform
-import stat
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,9 +22,9 @@ from sglang_dspark.scheduling.sps_table import SpsTable
 
 logger = logging.getLogger(__name__)
 
+_FLAG = flag_name("sps_table_path")
 CACHE = Path("~/.cache/sglang-dspark/sps")
 _NEEDS_TABLE = ("auto", "early-stop")
-_MAX_CHANGE = 1.5  # of drafted steps against plain ones; less is corrected while the server runs
 
 
 def load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]) -> SpsTable | None:
@@ -52,47 +47,21 @@ def load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]
     if agreement.leads:
         table = _load_cached(cached, key) if named is None else _load_named(named, key)
     table = agreement.share(table)
-    if options.schedule not in _NEEDS_TABLE:
+    if table is not None or options.schedule not in _NEEDS_TABLE:
         return table
-    if table is not None:
-        now = measure_steps(stepper, key, check=table)
-        if not agreement.share(agreement.leads and _is_wrong(table, now, named)):
-            return table
     table = agreement.share(measure_steps(stepper, key))
     if agreement.leads:
         _save(table, named or cached, named is not None)
     return table
 
 
-def _is_wrong(table: SpsTable, now: SpsTable, named: Path | None) -> bool:
-    """Return whether a table has to be measured again because steps take other times now: only the cached one is."""
-    change = table.change(now)
-    if change <= _MAX_CHANGE:
-        return False
-    remedy = "remove the file, and it is measured again" if named else "they are measured again"
-    logger.warning(
-        "DSPARK: the step times of %s no longer hold: the cost of drafted steps against plain ones has changed by a "
-        "factor of %.1f; %s",
-        named or "an earlier start",
-        change,
-        remedy,
-    )
-    return named is None
-
-
 def _cache_folder() -> Path | None:
-    """Return where tables are kept; None where another user could put one."""
+    """Return where tables are kept; None for a user without a home, as in some containers."""
     try:
         return CACHE.expanduser()
-    except RuntimeError:  # a user without a home, as in some containers
-        folder = Path(tempfile.gettempdir()) / f"sglang-dspark-{os.getuid()}"
-    with suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
-            return folder
-    logger.warning("DSPARK: %s belongs to another user, or others may write to it; step times are not kept", folder)
-    return None
+    except RuntimeError:
+        logger.warning("DSPARK: this user has no home; step times are not kept unless %s names a file", _FLAG)
+        return None
 
 
 def _save(table: SpsTable, path: Path | None, named: bool) -> None:
@@ -103,7 +72,7 @@ def _save(table: SpsTable, path: Path | None, named: bool) -> None:
     except OSError as error:
         if named:
             raise ConfigError(
-                f"{flag_name('sps_table_path')}={str(path)!r} cannot be written: {error.strerror}; name a file in a "
+                f"{_FLAG}={str(path)!r} cannot be written: {error.strerror}; name a file in a "
                 "folder that this server may write to"
             ) from error
         logger.warning("DSPARK: step times cannot be kept, the next start measures them again: %s", error)
@@ -134,8 +103,7 @@ def _load_named(path: Path, key: dict[str, str]) -> SpsTable | None:
         return _load(path, key)
     except ConfigError as error:
         raise ConfigError(
-            f"{flag_name('sps_table_path')}={str(path)!r}: {error}; remove the file, and it is measured again, or name "
-            "another one"
+            f"{_FLAG}={str(path)!r}: {error}; remove the file, and it is measured again, or name another one"
         ) from error
 
 

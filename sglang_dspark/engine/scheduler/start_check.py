@@ -1,7 +1,5 @@
 """Check that SGLang has done what it was asked for when a server starts. Asked in the wrong place, it does nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from inspect import signature
 from typing import Any

@@ -1,7 +1,5 @@
 """LoRA adapters of the target: requests name them, and each row of a verification gets those of its request."""
 
-from __future__ import annotations
-
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.feature import Feature

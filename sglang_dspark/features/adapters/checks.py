@@ -1,7 +1,5 @@
 """Refuse adapters that no kernel serves on this machine."""
 
-from __future__ import annotations
-
 import torch
 
 from sglang_dspark.engine.launch.check import Check, Moment

@@ -1,7 +1,5 @@
 """Penalties, minimum lengths, biases and grammars: each row of a verification knows the drafts before it."""
 
-from __future__ import annotations
-
 from sglang_dspark.engine.feature import Feature
 
 FEATURE = Feature(__name__, is_used=lambda args: True, part="served.Adjustments.of")

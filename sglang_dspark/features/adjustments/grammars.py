@@ -5,8 +5,6 @@ that the grammar forbids: that row gives the draft probability 0, so nothing beh
 walk takes tensors for single tokens, and twelve times as long or more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ends of texts: a step brings several tokens, and the first of several ends among them counts."""
 
-from __future__ import annotations
-
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.feature import Feature

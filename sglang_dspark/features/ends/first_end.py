@@ -1,7 +1,5 @@
 """Let the first of several ends finish a request when a step brings several of its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Refuse a stop expression that does not compile."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Prefixes that move to host memory and come back (SGLang's hierarchical cache): the drafter's K/V moves along."""
 
-from __future__ import annotations
-
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.launch.flag_rule import FlagRule
 

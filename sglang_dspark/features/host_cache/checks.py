@@ -1,7 +1,5 @@
 """Refuse prefixes in host memory where no kernel copies them."""
 
-from __future__ import annotations
-
 from sglang_dspark.engine.launch.check import Check, Moment
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.flag_checks import WINDOWS

@@ -1,7 +1,5 @@
 """Show the drafter's K/V as a pool of SGLang's own kind, to features that copy a draft pool along with the target's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import GB, MHATokenToKVPool

@@ -1,7 +1,5 @@
 """Serve prefixes from host memory in a scheduler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ SGLang's function for speculative steps wants as many rows for every request, co
 every entry alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A server of several nodes: all are started alike, and none goes on without the others."""
 
-from __future__ import annotations
-
 from sglang_dspark.engine.feature import Feature
 
 FEATURE = Feature(

@@ -1,7 +1,5 @@
 """Refuse options that several nodes cannot have."""
 
-from __future__ import annotations
-
 from sglang_dspark.config import flag_name
 from sglang_dspark.engine.launch.check import Check, Moment
 from sglang_dspark.engine.launch.context import LaunchContext

@@ -6,8 +6,6 @@ its own node, and all but the first have none that watches at all. So every rank
 rank 0, over which nothing is ever sent, and which breaks when either dies.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -3,8 +3,6 @@
 ``server.py`` is its start, ``driver.py`` decides and learns, ``step.py`` is one step.
 """
 
-from __future__ import annotations
-
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.compat.arguments import speculating

@@ -1,10 +1,8 @@
 """Rows of a verification in which each request has its own number."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, round_up_grid
@@ -29,7 +27,7 @@ class CapturedRows:
     lengths = None
 
     @classmethod
-    def of(cls, runner: Any, window: int) -> CapturedRows:
+    def of(cls, runner: Any, window: int) -> Self:
         """Return those of the target's runner."""
         graphs = runner.decode_cuda_graph_runner
         if graphs is None:

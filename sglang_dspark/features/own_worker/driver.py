@@ -89,12 +89,7 @@ class ScheduledWorker:
         return ScheduledStep(decision, requests, self.rows)
 
     def run(self, decode: Callable[[], Any], batch: Any) -> Any:
-        """Decide, run the worker's own step, and return its result with a record of what it did.
-
-        Args:
-            decode: the worker's step, which comes back here for its drafts and its rows.
-            batch: SGLang's.
-        """
+        """Decide, run the worker's own step, which comes back here for drafts and rows, and return its result."""
         try:
             return self._run(decode, batch) if self._started else decode()  # a step that is measured
         finally:
@@ -148,11 +143,7 @@ class ScheduledWorker:
         )
 
     def observe(self, result: Any, reqs: Sequence[Any]) -> None:
-        """Learn from a result whose tensors have reached the host.
-
-        Args:
-            reqs: of its step, whose tokens SGLang has taken.
-        """
+        """Learn from a result whose tensors have reached the host; SGLang has taken its tokens."""
         device_ms, waited_ms = result.dspark_span.ms, getattr(result.copy_done, "waited_ms", 0.0)
         times_ms = None if device_ms is None else (device_ms, waited_ms)
         self.control.observe(reqs, result.dspark_record, result.accept_lens.tolist(), times_ms)

@@ -1,7 +1,5 @@
 """Handles the hooks on SGLang's own DSPARK; ``__init__.py`` says where each stands and why."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

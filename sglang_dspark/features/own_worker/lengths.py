@@ -1,7 +1,5 @@
 """Decides whether the requests of a step may verify different numbers of drafts on SGLang's own worker."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -26,11 +24,7 @@ KV_BACKENDS = {
 
 
 def why_one_length(args: ServerArgs) -> str | None:
-    """Return why all requests of a step verify as many drafts; None if each may have its own number.
-
-    Args:
-        args: resolved by SGLang.
-    """
+    """Return why all requests of a step verify as many drafts, by resolved arguments; None if each may have its own."""
     return next(_reasons(resolved_view(args), model_config_of(args)), None)
 
 
@@ -39,10 +33,6 @@ def has_narrow_rows(args: ServerArgs, target: Any) -> bool:
 
     Layers that keep a state of each draft (recurrent ones, DeepSeek V4) address it by the rows of the verification, and
     SGLang commits it by those of the block: with fewer, as that of another request. So attention has to keep K/V alone.
-
-    Args:
-        args: resolved by SGLang.
-        target: SGLang's configuration of the model.
     """
     backends = attention_backends_of(resolved_view(args))
     return mambaish_config(target) is None and set(backends) <= KV_BACKENDS and not is_minimax_sparse(target.hf_config)

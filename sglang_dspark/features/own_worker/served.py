@@ -1,7 +1,5 @@
 """Refuses what SGLang's own worker would verify wrongly under our schedule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sglang.srt.arg_groups.overrides import resolving_view

@@ -1,9 +1,7 @@
 """One step of SGLang's own worker: what is proposed, and how much of it is verified."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import torch
@@ -12,45 +10,15 @@ from sglang.srt.speculative.dspark_components.dspark_draft import DraftBlockResu
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.features.own_worker.captured_rows import CapturedRows
+from sglang_dspark.features.own_worker.widths import Widths
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.state import DraftOutput
 
-
-class Rows(Protocol):
-    """The rows that the worker's verifications may have.
-
-    Attributes:
-        window: the most rows of a request, its anchor included.
-        tiers: of captured forwards, if rows are padded to the next of them.
-        lengths: drafts per request that a step may verify if all requests verify as many; None lets each have its own.
-        digest: what step times depend on.
-    """
-
-    @property
-    def window(self) -> int: ...
-
-    @property
-    def tiers(self) -> Sequence[int]: ...
-
-    @property
-    def lengths(self) -> tuple[int, ...] | None: ...
-
-    @property
-    def digest(self) -> str: ...
-
-    def fit(self, requests: int) -> bool:
-        """Return whether a step of so many requests may verify less than all."""
-
-    def take(self, proposal: Any, decision: StepDecision, requests: int) -> Any:
-        """Return what is verified of a proposal."""
-
-    def lay_out(self, lens: torch.Tensor, total: int | None) -> tuple[RaggedVerifyLayout | None, int]:
-        """Return the layout of ``lens`` [bs] rows per request, None for all that was taken, and the rows computed."""
-
-    def release(self) -> None:
-        """End a step."""
+Rows = CapturedRows | Widths
+"""The rows that the worker's verifications may have: by request, or alike for all."""
 
 
 class ScheduledStep:

@@ -1,11 +1,7 @@
 """Measures how long the steps of SGLang's own worker take, by running them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
 
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
@@ -39,23 +35,16 @@ def step_times(driver: ScheduledWorker) -> SpsTable | None:
 
 
 class MeasuredSteps:
-    """Steps of greedy requests that do not exist, in the two parts that a table has times of.
-
-    Attributes:
-        queues: whether calls may return before the device has finished.
-        wait: returns when it has.
-    """
+    """Steps of greedy requests that do not exist, in the two parts that a table has times of."""
 
     def __init__(self, driver: ScheduledWorker, dummy: DummyBatch) -> None:
         self._driver, self._dummy = driver, dummy
         self._tokens = dummy.tokens(driver.gamma + 1)[:, 1:].contiguous()
-        self.queues = driver.device.type == "cuda"
         # Served steps have no lengths on the host then, and with them the worker would wait for the device.
         on_host = (
             driver.server_args.disable_overlap_schedule or driver.worker.model_runner.attn_backend.needs_cpu_seq_lens
         )
-        self._lengths_on_device = self.queues and not on_host
-        self.wait: Callable[[], None] = torch.cuda.synchronize if self.queues else lambda: None
+        self._lengths_on_device = driver.device.type == "cuda" and not on_host
 
     def draft(self, depth: int) -> None:
         """Draft whole blocks: the worker knows no shorter ones."""

@@ -1,7 +1,5 @@
 """Targets that read pictures: rows of a verification stand behind those of their own request."""
 
-from __future__ import annotations
-
 from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.plugins.hook_registry import HookType
 

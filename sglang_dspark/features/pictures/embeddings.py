@@ -1,7 +1,5 @@
 """Keep the embeddings of prompts with pictures, whose ids no embedding has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch

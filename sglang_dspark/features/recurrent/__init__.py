@@ -1,7 +1,5 @@
 """Targets whose layers keep a recurrent state: verifications leave it alone, commits run the accepted rows again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

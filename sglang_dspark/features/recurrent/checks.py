@@ -1,7 +1,5 @@
 """Refuse what recurrent layers are not served with."""
 
-from __future__ import annotations
-
 from sglang.srt.utils import cpu_has_amx_support
 
 from sglang_dspark.engine.launch.check import Check, Moment

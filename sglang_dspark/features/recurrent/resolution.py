@@ -1,7 +1,5 @@
 """Decide how states are cached, where SGLang resolves its arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

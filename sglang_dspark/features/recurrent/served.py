@@ -1,7 +1,5 @@
 """Serve targets with recurrent layers in a scheduler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sglang_dspark.engine.feature import Part

@@ -5,8 +5,6 @@ defined here; the others belong to other speculative algorithms. Layers with a g
 torch: sums, states and gates are float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each has the name of SGLang's, in whose module it is put.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@
 convolution [slots, channels, width - 1], and both are written in place. What SGLang's decode rounds is rounded here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any

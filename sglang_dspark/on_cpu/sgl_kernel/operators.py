@@ -1,7 +1,5 @@
 """Operators around a gated delta net and in the attention beside it, as SGLang's models of Qwen3.5 look them up."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -3,8 +3,6 @@
 A build of torch that knows CUDA would look for a GPU.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command line. A command is one function in a module of this package and one line in :data:`COMMANDS`."""
 
-from __future__ import annotations
-
 import importlib
 
 import click
@@ -11,12 +9,10 @@ from sglang_dspark.errors import DSparkError
 
 COMMANDS = {
     "calibrate": "sglang_dspark.tools.cli.calibrate:calibrate",
-    "convert": "sglang_dspark.tools.cli.convert:convert",
     "demo": "sglang_dspark.tools.cli.demo:demo",
     "doctor": "sglang_dspark.tools.cli.doctor:doctor",
     "enable-cpu": "sglang_dspark.tools.cli.enable_cpu:enable_cpu",
     "evaluate": "sglang_dspark.tools.cli.evaluate:evaluate",
-    "profile": "sglang_dspark.tools.cli.profile:profile",
     "simulate": "sglang_dspark.tools.cli.simulate:simulate",
     "train": "dspark_training.command:train",
 }

@@ -16,14 +16,11 @@ DEFAULT_URL = "http://127.0.0.1:30000"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def _json_object(ctx: click.Context, param: click.Parameter, value: Any) -> dict[str, Any]:
-    """Turn a JSON object into a dictionary; one that a protocol sets is a dictionary already."""
-    content = value
-    if isinstance(value, str):
-        try:
-            content = json.loads(value)
-        except ValueError:
-            content = None
+def _json_object(ctx: click.Context, param: click.Parameter, value: str) -> dict[str, Any]:
+    try:
+        content = json.loads(value)
+    except ValueError:
+        content = None
     if not isinstance(content, dict):
         raise click.BadParameter(f"""{value!r} is not a JSON object such as '{{"enable_thinking": false}}'""")
     return content
@@ -64,15 +61,11 @@ def asking_options(command: _Command) -> _Command:
 
 
 def refuse_without_template(options: Mapping[str, Any]) -> None:
-    """Refuse arguments of a chat template that is not used.
-
-    Raises:
-        click.UsageError: both are given.
-    """
+    """Refuse arguments of a chat template that is not used."""
     if options["raw"] and options["chat_template_kwargs"]:
         raise click.UsageError(
             f"--raw leaves the chat template out, so {json.dumps(options['chat_template_kwargs'])} would have no "
-            "effect; drop --raw, or --chat-template-kwargs and --protocol"
+            "effect; drop one of them"
         )
 
 

@@ -38,7 +38,6 @@ def calibrate(prompts: Path, held_out: float, output: Path, **options: Any) -> N
 
     from rich.console import Console
 
-    from sglang_dspark.calibration.online import fit_once
     from sglang_dspark.calibration.sts import StsCalibration, fit_sts
     from sglang_dspark.errors import ConfigError
     from sglang_dspark.tools.evaluation.measured_set import MeasuredSet
@@ -58,16 +57,15 @@ def calibrate(prompts: Path, held_out: float, output: Path, **options: Any) -> N
     test = rounds.held_out(held_out)
     fit_logits, fit_accepted = rounds.logits[~test], rounds.accepted[~test]
     with console.status("fitting temperatures"):
-        temperatures, shifted = fit_sts(fit_logits, fit_accepted), fit_once(fit_logits, fit_accepted)
+        temperatures = fit_sts(fit_logits, fit_accepted)
     logits, outcomes = rounds.logits[test], rounds.outcomes[test]
-    before, after, with_shift = (_errors(z, outcomes) for z in (logits, logits / temperatures, shifted(logits)))
+    before, after = (_errors(z, outcomes) for z in (logits, logits / temperatures))
     pairs = [len(outcomes), *outcomes.sum(axis=0)[:-1].tolist()]
-    console.print(_table(temperatures, pairs, before, after, with_shift))
+    console.print(_table(temperatures, pairs, before, after))
     fitted = f"fitted to {len(fit_logits)} rounds, measured on {len(logits)} rounds of other prompts"
     console.print(
-        f"Prefix survival, {fitted}. pairs: rounds that tested the draft; shifted: with a scale and a shift per "
-        "position, as a server calibrates itself while it runs; noise: about the ECE of perfect predictions on as many "
-        "rounds."
+        f"Prefix survival, {fitted}. pairs: rounds that tested the draft; noise: about the ECE of perfect predictions "
+        "on as many rounds."
     )
     StsCalibration(
         tuple(temperatures.tolist()),
@@ -77,7 +75,6 @@ def calibrate(prompts: Path, held_out: float, output: Path, **options: Any) -> N
         num_samples=len(fit_logits),
         ece_before=tuple(position.ece for position in before),
         ece_after=tuple(position.ece for position in after),
-        ece_shifted=tuple(position.ece for position in with_shift),
     ).save(output)
     console.print(f"\n--speculative-dspark-confidence-sts-path {output}", soft_wrap=True)
 
@@ -90,18 +87,16 @@ def _errors(logits: Floats, outcomes: Bools) -> list[Errors]:
     return [errors(*column) for column in zip(prefix_survival(sigmoid(logits)).T, outcomes.T, strict=True)]
 
 
-def _table(
-    temperatures: Floats, pairs: list[int], before: list[Errors], after: list[Errors], shifted: list[Errors]
-) -> Table:
-    headings = ("draft", "pairs", "T", "ECE\nbefore", "ECE\nafter", "ECE\nshifted", "ECE\nnoise", "AUC")
+def _table(temperatures: Floats, pairs: list[int], before: list[Errors], after: list[Errors]) -> Table:
+    headings = ("draft", "pairs", "T", "ECE\nbefore", "ECE\nafter", "ECE\nnoise", "AUC")
     table = new_table(*headings, "Brier\nbefore", "Brier\nafter")
-    rows = zip(temperatures, pairs, before, after, shifted, strict=True)
-    for draft, (temperature, num_pairs, raw, scaled, moved) in enumerate(rows, start=1):
+    rows = zip(temperatures, pairs, before, after, strict=True)
+    for draft, (temperature, num_pairs, raw, scaled) in enumerate(rows, start=1):
         table.add_row(
             str(draft),
             str(num_pairs),
             f"{temperature:.3f}",
-            *(f"{ece:.2%}" for ece in (raw.ece, scaled.ece, moved.ece, scaled.ece_noise)),
+            *(f"{ece:.2%}" for ece in (raw.ece, scaled.ece, scaled.ece_noise)),
             "-" if scaled.auc is None else f"{scaled.auc:.3f}",
             f"{raw.brier:.4f}",
             f"{scaled.brier:.4f}",

@@ -1,7 +1,5 @@
 """Options that name a model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """``python -m sglang_dspark demo``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -13,28 +13,20 @@ from sglang_dspark.tools.cli.checkpoint import Checkpoint
 if TYPE_CHECKING:
     from sglang_dspark.tools.doctor.finding import Finding
 
-_NUM_PROMPTS, _ANSWER_TOKENS = 8, 64
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[bold red]fail[/]"}
 
 
 @click.command(short_help="Say whether this installation can serve, and whether a drafter fits a target.")
 @click.option("--target", type=Checkpoint(), help="The target model.")
 @click.option("--draft", type=Checkpoint(), help="Its drafter.")
-@click.option(
-    "--prompts",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Also have the target answer the first few of these in this process, and see whether the drafter predicts it.",
-)
 @click.option("--hooks", is_flag=True, help="Also look at every function of SGLang that is patched, and say why it is.")
-def doctor(target: Path | None, draft: Path | None, prompts: Path | None, hooks: bool) -> None:
+def doctor(target: Path | None, draft: Path | None, hooks: bool) -> None:
     """Say whether this installation can serve, and whether a drafter fits a target.
 
     Ends with exit status 1 when something stands in the way.
     """
     if (target is None) != (draft is None):
         raise click.UsageError("--target and --draft belong together: give both or neither")
-    if prompts is not None and target is None:
-        raise click.UsageError("--prompts asks the pair of --target and --draft; give these, or drop it")
 
     from rich.console import Console
     from rich.table import Table
@@ -45,7 +37,7 @@ def doctor(target: Path | None, draft: Path | None, prompts: Path | None, hooks:
     table = Table.grid(padding=(0, 2))
     findings = []
     with console.status("importing SGLang and running the checks"):
-        for finding in _diagnose(target, draft, prompts, hooks=hooks):
+        for finding in _diagnose(target, draft, hooks=hooks):
             findings.append(finding)
             table.add_row(_MARKS[finding.status], finding.subject, _text(finding))
     console.print(table)
@@ -77,7 +69,7 @@ def _command(target: Path, draft: Path) -> str:
     return f"{variable}python -m sglang.launch_server {' '.join(flags)}"
 
 
-def _diagnose(target: Path | None, draft: Path | None, prompts: Path | None, *, hooks: bool) -> Iterator[Finding]:
+def _diagnose(target: Path | None, draft: Path | None, *, hooks: bool) -> Iterator[Finding]:
     from sglang_dspark.tools.doctor.installation import check_device, check_hooks, check_plugin, check_versions
 
     yield from check_versions()
@@ -86,29 +78,9 @@ def _diagnose(target: Path | None, draft: Path | None, prompts: Path | None, *, 
         yield from check_hooks()
     yield from check_device()
     if target is not None and draft is not None:
-        from sglang_dspark.tools.doctor.finding import failed
-        from sglang_dspark.tools.doctor.models import check_pair, check_start
+        from sglang_dspark.tools.doctor.models import check_pair
 
-        findings = list(check_pair(target, draft))
-        yield from findings
-        if prompts is not None and not failed(findings):
-            yield _try_drafts(target, draft, prompts)
-        if not failed(findings):
-            yield check_start(_flags(target, draft))  # last, because it changes this process
-
-
-def _try_drafts(target: Path, draft: Path, prompts: Path) -> Finding:
-    """Have the target write short answers in this process, and replay the drafter along them."""
-    from dspark_training.in_process import evaluate_in_process
-    from transformers import AutoTokenizer
-
-    from sglang_dspark.tools.doctor.models import judge_drafts
-    from sglang_dspark.tools.prompts import read_prompts
-
-    raw = AutoTokenizer.from_pretrained(target).chat_template is None
-    sets = {"prompts": read_prompts(prompts, _NUM_PROMPTS)}
-    served, *_ = evaluate_in_process(target, draft, sets, temperature=0, max_tokens=_ANSWER_TOKENS, raw=raw)
-    return judge_drafts(served)
+        yield from check_pair(target, draft, _flags(target, draft))
 
 
 def _text(finding: Finding) -> str:

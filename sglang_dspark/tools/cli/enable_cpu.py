@@ -1,7 +1,5 @@
 """``sglang-dspark enable-cpu``."""
 
-from __future__ import annotations
-
 import click
 
 

@@ -1,7 +1,5 @@
 """Options that are lists of numbers."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, get_args, get_origin
 
 import click

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,28 +18,17 @@ if TYPE_CHECKING:
 
 
 class OutputFile(click.Path):
-    """A file that the command writes at its end. What would fail then is refused before a server has worked.
+    """A file that the command writes at its end. What would fail then is refused before a server has worked."""
 
-    Args:
-        is_figure: it is drawn with matplotlib.
-    """
-
-    def __init__(self, *, is_figure: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__(dir_okay=False, path_type=Path)
-        self._is_figure = is_figure
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Return the path.
-
-        Raises:
-            ConfigError: its folder, or matplotlib, is missing.
-        """
+        """Return the path, whose folder exists."""
         path = Path(str(super().convert(value, param, ctx)))
         flag = param.opts[0] if param is not None else "file"
         if not path.parent.is_dir():
             raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; make it first")
-        if self._is_figure and find_spec("matplotlib") is None:
-            raise ConfigError(f"{flag} {path} needs matplotlib: pip install '.[bench]' in the repository")
         return path
 
 

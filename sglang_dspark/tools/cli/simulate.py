@@ -18,7 +18,6 @@ from sglang_dspark.tools.cli.outputs import OutputFile, new_table, progress_bars
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sglang_dspark.scheduling.sps_table import SpsTable
     from sglang_dspark.tools.simulator.blocks import BlockSource
     from sglang_dspark.tools.simulator.sweep import Point
 
@@ -27,7 +26,7 @@ _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at m
 
 
 @click.command(short_help="Simulate a server under a load: measured step times, acceptance, real policies.")
-@click.option("--table", metavar="FILE|NAME", help="SPS table of a machine, or V4-Flash or V4-Pro as published.")
+@click.option("--table", type=click.Path(path_type=Path), help="SPS table of a machine.")
 @click.option(
     "--blocks", "blocks_file", type=click.Path(path_type=Path), help="Blocks of the drafter, from evaluate --blocks."
 )
@@ -51,7 +50,6 @@ _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at m
 @click.option("--output-tokens", default="~128", show_default=True, help="Length of an answer, in the same forms.")
 @click.option("--csv", "csv_file", type=OutputFile(), help="CSV file of the figures.")
 @click.option("--html", type=OutputFile(), help="HTML file of a page with sliders.")
-@click.option("--published", is_flag=True, help="Print the DSpark paper's figures beside this code's.")
 @click.pass_context
 def simulate(ctx: click.Context, /, **options: Any) -> None:
     """Simulate a server under a load, from its step times and its drafter's acceptance.
@@ -62,22 +60,19 @@ def simulate(ctx: click.Context, /, **options: Any) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    if options["published"]:
-        _refuse_others(ctx, "--published prints a table and takes nothing else", "published")
-        _published(console)
-    elif options["table"] is None:
-        _refuse_others(ctx, "without --table there is the crossover model alone", "users", "html")
+    if options["table"] is None:
+        _refuse_all_but(ctx, "users", "html")
         _model(console, options)
     else:
         _simulate(console, options)
 
 
-def _refuse_others(ctx: click.Context, why: str, *taken: str) -> None:
-    """Refuse options that would have no effect."""
+def _refuse_all_but(ctx: click.Context, *taken: str) -> None:
+    """Refuse options that would have no effect without a table."""
     for param in ctx.command.params:
         given = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
         if given and param.name not in taken:
-            raise click.UsageError(f"{why}; drop {param.opts[0]}")
+            raise click.UsageError(f"without --table there is the crossover model alone; drop {param.opts[0]}")
 
 
 def _model(console: Console, options: dict[str, Any]) -> None:
@@ -103,25 +98,13 @@ def _model(console: Console, options: dict[str, Any]) -> None:
         console.print(options["html"], soft_wrap=True)
 
 
-def _published(console: Console) -> None:
-    from sglang_dspark.tools.simulator import published
-
-    with console.status("simulating"):
-        compared = [*published.accept_lengths(), *published.thresholds(), *published.budgets()]
-    table = new_table("figure", "what", "paper", "ours", "difference", left=["figure", "what"])
-    for one in compared:
-        numbers = (f"{one.published:.2f}", f"{one.ours:.2f}", f"{one.ours / one.published - 1:+.1%}")
-        table.add_row(one.figure, one.case, *numbers)
-    console.print(table)
-    console.print("What differs, and why: docs/simulation.md")
-
-
 def _simulate(console: Console, options: dict[str, Any]) -> None:
+    from sglang_dspark.scheduling.sps_table import SpsTable
     from sglang_dspark.tools.simulator.costs import Costs, Prefill
     from sglang_dspark.tools.simulator.sweep import Conditions, sweep, write_csv
     from sglang_dspark.tools.simulator.workload import Lengths
 
-    table, blocks = _table(options["table"]), _blocks(options)
+    table, blocks = SpsTable.load(options["table"]), _blocks(options)
     if options["conditional"] and len(options["conditional"]) < table.gamma:
         raise click.UsageError(
             f"--conditional has {len(options['conditional'])} numbers, and blocks of --table {options['table']} have "
@@ -153,16 +136,8 @@ def _simulate(console: Console, options: dict[str, Any]) -> None:
         console.print(options["html"], soft_wrap=True)
 
 
-def _table(name: str) -> SpsTable:
-    from sglang_dspark.scheduling.sps_table import SpsTable
-    from sglang_dspark.tools.simulator.published import FIGURE_8_MTP, step_times
-
-    return step_times(name) if name in FIGURE_8_MTP else SpsTable.load(name)
-
-
 def _blocks(options: dict[str, Any]) -> BlockSource:
     from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance, RecordedBlocks
-    from sglang_dspark.tools.simulator.published import FIGURE_8_MTP, acceptance
 
     if options["blocks_file"] and options["conditional"]:
         raise click.UsageError("--blocks and --conditional say the same thing; give one of them")
@@ -171,8 +146,6 @@ def _blocks(options: dict[str, Any]) -> BlockSource:
     if options["conditional"]:
         rates = options["conditional"]
         return ConditionalAcceptance(rates, name="acceptance " + " ".join(f"{rate:g}" for rate in rates))
-    if options["table"] in FIGURE_8_MTP:
-        return acceptance()
     raise click.UsageError("--table needs acceptance: give --blocks or --conditional")
 
 

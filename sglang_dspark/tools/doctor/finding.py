@@ -1,7 +1,5 @@
 """Holds the unit of the report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Checks versions, entry point and device."""
 
-from __future__ import annotations
-
 import platform
 import sys
 import warnings
@@ -66,10 +64,6 @@ def _register(entry_point: EntryPoint) -> Finding:
     if allowed is not None and entry_point.name not in [name.strip() for name in allowed.split(",")]:
         remedy = f"add {entry_point.name} to it or unset it"
         return Finding("fail", "registration", f"SGLANG_PLUGINS={allowed} keeps the plugin out", remedy)
-    if not diagnosis.is_registered():
-        return Finding("fail", "registration", "SGLang does not know DSPARK after loading its plugins")
-    if not diagnosis.has_flags():
-        return Finding("fail", "registration", "the --speculative-dspark-* flags are not on SGLang's command line")
     known = f"{support.COMMON_NAME} and its flags are known to SGLang in this process"
     return Finding("ok", "registration", known, f"{flag_name('engine')} builtin asks for SGLang's own DSPARK")
 

@@ -1,7 +1,5 @@
 """Summarise a drafter's rounds on a set of prompts. Definitions are those of DeepSpec."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -13,8 +11,6 @@ from sglang_dspark.calibration.survival import Bools, Floats, Ints, prefix_survi
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.evaluation.trace_client import Answer
 from sglang_dspark.tools.simulator.blocks import RecordedBlocks
-
-THRESHOLDS = tuple(step / 10 for step in range(11))
 
 
 @dataclass(frozen=True)
@@ -146,31 +142,6 @@ class MeasuredSet:
                 )
         return held_out
 
-    def thresholds(self) -> list[dict[str, float]]:
-        """Apply the policy ``threshold`` to these rounds: what it verifies, and what is accepted, by threshold.
-
-        ``accept_length`` and ``verified`` per round, the bonus token and the anchor included; ``rate``: their ratio
-        (DSpark, Fig. 5). Rounds stay those of whole blocks, while a server that verifies less starts them elsewhere.
-        Empty without a confidence head.
-        """
-        if self.logits is None:
-            return []
-        rows = []
-        for threshold in THRESHOLDS:
-            lens = (sigmoid(self.logits) >= threshold).cumprod(1).sum(1)
-            # A block that is cut before its stop token is accepted commits one token more, as any other.
-            committed = np.where(lens >= self.accepted, self.committed, lens + 1).mean()
-            verified = np.minimum(lens, self.proposed).mean() + 1
-            rows.append(
-                {
-                    "threshold": threshold,
-                    "accept_length": float(committed),
-                    "verified": float(verified),
-                    "rate": float(committed / verified),
-                }
-            )
-        return rows
-
     @property
     def predicted(self) -> Floats | None:
         """Return [n, gamma] survival as the raw head predicts it; None without one."""
@@ -201,7 +172,6 @@ class MeasuredSet:
             "verify_rate": self.verify_rate,
             "survival": self.survival,
             "conditional": self.conditional,
-            "thresholds": self.thresholds(),
             "confidence": self.confidence(),
         }
 

@@ -1,7 +1,5 @@
 """Ask a running DSPARK server and keep the traces of its rounds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field

@@ -1,13 +1,11 @@
 """Draw simulated blocks: the confidences of their drafts, and how many are accepted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,7 +153,7 @@ class RecordedBlocks:
         path.write_text("\n".join([json.dumps(head), *lines]) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path) -> RecordedBlocks:
+    def load(cls, path: Path) -> Self:
         """Read a file of :meth:`save`.
 
         Raises:
@@ -169,7 +167,7 @@ class RecordedBlocks:
             ) from error
 
     @classmethod
-    def _parse(cls, text: str) -> RecordedBlocks:
+    def _parse(cls, text: str) -> Self:
         head, *answers = (json.loads(line) for line in lines_of(text))
         if (head["format"], head["version"]) != (_FORMAT, FORMAT_VERSION):
             raise ValueError(f"format {head['format']!r}, version {head['version']!r}")

@@ -1,8 +1,7 @@
 """Time simulated work: steps by a measured table, prefills by a line."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
 from sglang_dspark.step.decision import StepDecision
@@ -16,7 +15,7 @@ class Prefill:
     token_ms: float
 
     @classmethod
-    def from_table(cls, table: SpsTable) -> Prefill:
+    def from_table(cls, table: SpsTable) -> Self:
         """Take it from the step times.
 
         A batch costs as much as the plain step of one request, and a token what a verified token costs under the

@@ -6,8 +6,6 @@ with probability ``first * decay ** i``, given that all before it are. Plain dec
 step, ``fixed`` verifies the whole block, ``scheduled`` as many drafts as give the most tokens per unit of time.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

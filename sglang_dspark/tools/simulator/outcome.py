@@ -1,7 +1,5 @@
 """The outcome of a simulated workload."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import NamedTuple

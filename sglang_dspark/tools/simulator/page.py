@@ -1,7 +1,5 @@
 """A simulation as one HTML page with sliders, for which everything was computed beforehand; nothing else is loaded."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

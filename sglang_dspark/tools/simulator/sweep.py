@@ -1,7 +1,5 @@
 """Policies side by side in simulated time, over the number of users."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace

@@ -1,9 +1,8 @@
 """Simulated requests, and how long they are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -59,7 +58,7 @@ class Lengths:
     geometric: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> Lengths:
+    def parse(cls, text: str) -> Self:
         """Read one of the forms above.
 
         Raises:

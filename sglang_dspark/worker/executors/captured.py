@@ -5,8 +5,6 @@ the plan's buffers: whatever reads them was launched before it. What the host ge
 its own (:mod:`sglang_dspark.step.packed`) before the next replay.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence

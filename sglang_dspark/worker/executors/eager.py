@@ -1,7 +1,5 @@
 """A decode step whose stages run eagerly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Decode steps that CUDA graphs replay."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import TypeVar

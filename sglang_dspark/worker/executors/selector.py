@@ -1,7 +1,5 @@
 """Select the executor of a step."""
 
-from __future__ import annotations
-
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.state import DecodeBatch
 from sglang_dspark.worker.executors.captured import CapturedSteps, Tier

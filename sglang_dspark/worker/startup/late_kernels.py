@@ -1,7 +1,5 @@
 """Says so when a kernel is compiled after start-up: requests wait for it, and the warm-up has missed it."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from typing import Any

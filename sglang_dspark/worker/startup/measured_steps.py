@@ -1,11 +1,7 @@
 """Run the parts of a step on requests that do not exist, to take their times."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from dspark_kernels import DraftBlock, SamplingBatch
 
 from sglang_dspark.engine.scheduler.batch import read_decode_batch
@@ -17,19 +13,12 @@ from sglang_dspark.worker.executors.selector import ExecutorSelector
 
 
 class MeasuredSteps:
-    """Decode steps on a dummy batch of greedy requests, in the two parts that a table has times of.
-
-    Attributes:
-        queues: whether calls may return before the device has finished.
-        wait: returns when it has.
-    """
+    """Decode steps on a dummy batch of greedy requests, in the two parts that a table has times of."""
 
     def __init__(self, executors: ExecutorSelector, dummy: DummyBatch, max_verify: int) -> None:
         self._executors, self._dummy = executors, dummy
         batch = dummy.fresh()
         bs, device = len(batch.seq_lens), batch.seq_lens.device
-        self.queues = device.type == "cuda"
-        self.wait: Callable[[], None] = torch.cuda.synchronize if self.queues else lambda: None
         rows = SamplingBatch.from_lists([0.0] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, device)
         # Graphs need no batch of SGLang's: making one would count as time of the step.
         self._step = replace(read_decode_batch(batch, rows, seed=0, step=0), batch=None)

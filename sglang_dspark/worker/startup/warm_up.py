@@ -6,8 +6,6 @@ stages run here eagerly, once for every such difference, on requests that do not
 same kernels, and steps that fit into no graph need them all.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence

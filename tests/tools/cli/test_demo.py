@@ -24,7 +24,6 @@ def test_three_ways_to_decode_are_compared(demo, tmp_path):
     assert result.exit_code == 0, result.output
     assert result.output.count("\none two three four\n") == 1
     assert result.output.count("\none two three 4\n") == 1
-    assert "'one two three 4'\n...'one two three four'" in result.output
     table = rows(result.output)
     assert [row for row in table if row[:2] == ["plain", "SGLang"] and "times" not in row]
     off = next(row for row in table if row[:2] == ["plugin,", "off"])
@@ -39,7 +38,6 @@ def test_three_ways_to_decode_are_compared(demo, tmp_path):
         ("same", "1.50", "yes"),
         ("these", "1.50", "no"),
     ]
-    assert result.output.count("texts differ from character 14:") == 1
     assert (tmp_path / "c" / "demo-dspark.log").exists()
     assert (tmp_path / "c" / "demo-plain.log").exists()
 

@@ -1,7 +1,6 @@
 """`doctor` on good and bad installations and pairs: what it says and how it ends."""
 
 import json
-import re
 import shutil
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -31,12 +30,11 @@ def broken(tmp_path: Path, draft: Path) -> Path:
 
 @pytest.fixture
 def without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out what imports SGLang; those checks have tests of their own."""
+    """Leave out the look at the plugin, which has tests of its own."""
     monkeypatch.setattr(installation, "check_plugin", lambda: iter(()))
-    monkeypatch.setattr(models, "check_start", lambda command: Finding("ok", "start", "not looked at"))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def without_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep a start from patching SGLang in this process, and from leaving variables behind."""
     monkeypatch.setattr(hooks, "install", lambda *places: None)
@@ -57,7 +55,6 @@ def edit_tensors(folder: Path, edit) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_traces")
 def test_a_good_installation_and_the_golden_pair(run, target, draft):
     result = run("doctor", "--target", target, "--draft", draft)
     assert result.exit_code == 0, result.output
@@ -69,15 +66,13 @@ def test_a_good_installation_and_the_golden_pair(run, target, draft):
     )
     assert "Qwen3ForCausalLM: hidden size 128, vocabulary 256, 6 layers" in result.output
     assert "plugin: our worker serves the target" in result.output
-    assert "passed: device, target family, " in result.output
     assert "SGLang takes the arguments of the command below" in result.output
-    [others] = [line for line in result.output.splitlines() if "the server also checks, with its flags: " in line]
-    assert "window of the drafter" in others and "fallback of nodes" in others
+    [checked] = [line for line in result.output.splitlines() if "checked: " in line]
+    assert all(name in checked for name in ("target family", "window of the drafter", "fallback of nodes"))
     assert f"DSPARK --speculative-draft-model-path {draft}" in result.output
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_traces")
 def test_a_start_that_sglang_ends_is_told(run, target, tmp_path, monkeypatch):
     """As if SGLang knew the drafter's path: it reads the drafter's files then, and transformers knows no such type."""
     drafter = published_drafter(tmp_path / "draft", "speculators")
@@ -93,34 +88,7 @@ def test_a_start_that_sglang_ends_is_told(run, target, tmp_path, monkeypatch):
     result = run("doctor", "--target", target, "--draft", drafter)
     assert result.exit_code == 1 and "Ready" not in result.output
     said = " ".join(result.output.split())
-    assert "SGLang ends the start of such a server: ValueError: The checkpoint you are trying to load" in said
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_traces")
-@pytest.mark.parametrize(("random", "says"), [(False, "ok +drafts "), (True, "fail +drafts ")])
-def test_prompts_show_whether_the_drafter_predicts_the_target(run, target, draft, tmp_path, random, says):
-    if random:
-        edit_tensors(broken := shutil.copytree(draft, tmp_path / "draft", copy_function=shutil.copyfile), _randomise)
-        draft = broken
-    prompts = tmp_path / "prompts.jsonl"
-    texts = [
-        f"{start} {end}"
-        for start in ("if the dog", "the dark cloud", "the stone", "a red lamp")
-        for end in ("is", "sees")
-    ]
-    prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
-    result = run("doctor", "--target", target, "--draft", draft, "--prompts", prompts)
-    assert result.exit_code == random, result.output
-    assert re.search(says, result.output), result.output
-    assert ("hardly predicts this target" in " ".join(result.output.split())) == random
-
-
-def _randomise(tensors):
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in tensors.items():
-        if tensor.ndim == 2:
-            tensors[name] = torch.randn(tensor.shape, generator=generator) * tensor.std()
+    assert "SGLang ends the start: ValueError: The checkpoint you are trying to load" in said
 
 
 @pytest.mark.usefixtures("without_sglang")
@@ -138,9 +106,9 @@ def test_a_cpu_without_the_stand_in(run, monkeypatch):
 @pytest.mark.parametrize(
     ("sides", "says"),
     [
-        ("draft target", ("fail drafter --draft: ", "is a target, not a drafter", "is a drafter: the two are swapped")),
-        ("target target", ("fail drafter --draft: ", "is a target, not a drafter")),
-        ("draft draft", ("fail target --target=", "is a drafter", "give the model that it was trained for")),
+        ("draft target", ("fail start", "is a drafter; give the model that it was trained for")),
+        ("target target", ("fail start", "is a target, not a drafter")),
+        ("draft draft", ("fail start", "is a drafter; give the model that it was trained for")),
     ],
 )
 def test_the_wrong_side_of_a_pair_is_named(run, target, draft, sides, says):
@@ -150,7 +118,6 @@ def test_the_wrong_side_of_a_pair_is_named(run, target, draft, sides, says):
     assert result.exit_code == 1
     shown = " ".join(result.output.split())
     assert [words for words in says if words not in shown] == []
-    assert ("swapped" in result.output) == (sides == "draft target")
 
 
 @pytest.mark.usefixtures("without_sglang")
@@ -159,7 +126,7 @@ def test_the_command_is_for_this_machine(run, target, draft, monkeypatch, on_gpu
     for name in ("check_device", "check_versions"):
         monkeypatch.setattr(installation, name, lambda: iter(()))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    monkeypatch.setattr(models, "check_pair", lambda target, draft: iter(()))
+    monkeypatch.setattr(models, "check_pair", lambda target, draft, command: iter(()))
     command = run("doctor", "--target", target, "--draft", draft).output.splitlines()[-1]
     assert command.startswith("python" if on_gpu else "SGLANG_USE_CPU_ENGINE=1 python")
     assert ("--device cpu" in command) == (not on_gpu)
@@ -174,45 +141,29 @@ def test_a_drafter_of_another_target(run, target, broken):
 
 
 @pytest.mark.usefixtures("without_sglang")
-def test_switches_of_the_network(run, target, draft, tmp_path):
-    result = run("doctor", "--target", target, "--draft", draft)
-    assert "none: the network is DeepSpec's" in result.output
+def test_switches_of_the_network(run, target, tmp_path):
     result = run("doctor", "--target", target, "--draft", random_drafter(tmp_path, "every-switch"))
-    assert result.exit_code == 0, result.output
     for words in (
-        "layout: 6 slots of which the anchor's does not predict; window: window of 5 rows that slides along with",
-        "reduced vocabulary: heads for 60 of 256 tokens; RoPE: RoPE of type yarn, factor 4; bias: biases in the",
-        "sinks: attention sinks in layers 1, 2; value scale: values times 0.7",
+        "6 slots of which the anchor's does not predict, window of 5 rows that slides along with",
+        "heads for 60 of 256 tokens, RoPE of type yarn, factor 4, biases in the attention",
+        "attention sinks in layers 1, 2, values times 0.7",
     ):
         assert words in result.output
 
 
-@pytest.mark.usefixtures("without_sglang")
 @pytest.mark.parametrize(
-    ("architecture", "on_gpu", "says"),
+    ("architecture", "says"),
     [
-        (
-            "GPT2LMHeadModel",
-            False,
-            "fail engine scheduled: the plugin's worker does not serve GPT2LMHeadModel: this plugin",
-        ),
-        (
-            "GPT2LMHeadModel",
-            True,
-            "note engine scheduled: the plugin's worker does not serve GPT2LMHeadModel: this plugin",
-        ),
-        ("Llama4ForCausalLM", False, "target architecture ['Llama4ForCausalLM'] is not served with DSPARK"),
+        ("GPT2LMHeadModel", "SGLang's own worker does not serve it either"),
+        ("Llama4ForCausalLM", "target architecture ['Llama4ForCausalLM'] is not served with DSPARK: three of every"),
     ],
 )
-def test_a_target_family_that_is_not_served(run, target, draft, tmp_path, monkeypatch, architecture, on_gpu, says):
-    """SGLang's own worker may serve some."""
+def test_a_target_family_that_is_not_served(run, target, draft, tmp_path, architecture, says):
     other = Path(shutil.copytree(target, tmp_path / "target", copy_function=shutil.copyfile))
     edit_config(other, architectures=[architecture])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    monkeypatch.setattr(installation, "check_device", lambda: iter(()))
     result = run("doctor", "--target", other, "--draft", draft)
     assert says in " ".join(result.output.split())
-    assert result.exit_code == (0 if says.startswith("note") else 1)
+    assert result.exit_code == 1
 
 
 @pytest.mark.usefixtures("without_sglang")

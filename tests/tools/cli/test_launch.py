@@ -69,18 +69,6 @@ def test_variables_reach_the_server_on_top_of_the_environment(tmp_path, monkeypa
     assert (environment["INHERITED"], environment["SETTING"]) == ("kept", "of the caller")
 
 
-def test_a_server_is_none_of_the_processes_of_a_launcher(tmp_path, monkeypatch):
-    """With torchrun's variables its first rank would wait for a store that no process opens."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-    names += ("ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID")
-    for name in names:
-        monkeypatch.setenv(name, "1")
-    with LaunchedServer("model", env={"MASTER_PORT": "2"}, log_path=tmp_path / "log") as server:
-        environment = server.get_json("/environment")
-    assert {name: environment[name] for name in names if name in environment} == {"MASTER_PORT": "2"}
-    assert environment["PATH"]
-
-
 def test_a_server_that_dies_is_reported_with_its_log(tmp_path):
     log = tmp_path / "log"
     with pytest.raises(LaunchError) as caught, LaunchedServer("some/die", log_path=log):

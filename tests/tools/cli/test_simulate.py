@@ -36,13 +36,6 @@ def test_policies_are_compared_with_off_and_written(run, tmp_path):
     assert files["--html"].read_text().startswith("<!doctype html>")
 
 
-def test_published_step_times_come_with_an_acceptance(run):
-    result = run("simulate", "--table", "V4-Flash", "--policies", "static:5", "--users", 8, "--output-tokens", 20)
-    assert result.exit_code == 0, result.output
-    (row,) = (row for line in result.output.splitlines() if (row := line.split())[:1] == ["static:5"])
-    assert float(row[6]) == pytest.approx(3.2, abs=0.4)
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -50,8 +43,7 @@ def test_published_step_times_come_with_an_acceptance(run):
         (("--users", "0"), "must be an integer of at least 1"),
         (("--csv", "out.csv"), "drop --csv"),
         (("--conditional", "0.5"), "drop --conditional"),
-        (("--published", "--html", "x.html"), "drop --html"),
-        (("--table", "V4-Pro", "--blocks", "b", "--conditional", "0.5"), "give one of them"),
+        (("--table", "sps.json", "--blocks", "b", "--conditional", "0.5"), "give one of them"),
         (("--table", "sps.json"), "give --blocks or --conditional"),
         (("--table", "sps.json", "--conditional", "0.5"), "has 1 numbers, and blocks of --table"),
         (("--table", "sps.json", "--conditional", "0.5"), "have 2 drafts; give one for each draft"),
@@ -77,12 +69,3 @@ def test_a_folder_that_does_not_exist(run, tmp_path):
 def test_a_policy_that_does_not_exist(run, tmp_path):
     result = run("simulate", "--table", write_table(tmp_path), "--conditional", "0.5,0.5", "--policies", "fast")
     assert (result.exit_code, "'fast' is no policy" in result.output) == (1, True)
-
-
-@pytest.mark.slow
-def test_published_numbers_stand_beside_ours(run):
-    result = run("simulate", "--published")
-    assert result.exit_code == 0, result.output
-    lines = [" ".join(line.split()) for line in result.output.splitlines()]
-    assert "Table 1 accept length, math 5.57 5.56 -0.1%" in lines
-    assert any("V4-Flash with 200 requests 3.48" in line for line in lines)

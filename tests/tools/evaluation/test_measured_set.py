@@ -68,16 +68,6 @@ def test_a_split_without_rounds_on_one_side():
         measured_set("set", [answer([]), answer([1])]).held_out(0.5)
 
 
-def test_thresholds_cut_before_the_first_unsure_draft():
-    confidence = [[SURE, UNSURE, SURE], [UNSURE, SURE, SURE]]
-    measured = measured_set("set", [answer([3, 1], confidence=confidence)])
-    rows = {row["threshold"]: row for row in measured.thresholds()}
-    assert rows[0.0] == {"threshold": 0.0, "accept_length": 3.0, "verified": 4.0, "rate": 0.75}
-    assert rows[0.5] == {"threshold": 0.5, "accept_length": 1.5, "verified": 1.5, "rate": 1.0}
-    assert rows[1.0]["verified"] == 1.0
-    assert len(rows) == 11
-
-
 def test_calibration_of_a_head_that_is_right_and_of_one_that_is_not():
     logit = float(np.log(0.75 / 0.25))
     answers = [answer([1 if n % 4 else 0], confidence=[[logit, UNSURE, UNSURE]]) for n in range(400)]

@@ -1,4 +1,4 @@
-"""An evaluation as it is shown: tables that fit, and figures whose panels and caption can be read."""
+"""An evaluation as it is shown: tables that fit."""
 
 import io
 import random
@@ -32,5 +32,3 @@ def test_tables_fit_a_hundred_columns(has_head):
         console.print(table)
     shown = console.export_text()
     assert f"{measured[3].conditional[GAMMA - 1]:.3f}" in shown
-    if has_head:
-        assert all(f"{row['verified']:.2f}" in shown for row in measured[1].thresholds())
