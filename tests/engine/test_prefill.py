@@ -2,6 +2,7 @@
 
 import ast
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,49 +89,37 @@ def test_prompts_go_to_one_backend_and_verification_to_the_other(mode, monkeypat
         assert get_attn_backend() is stock
 
 
-def capture(monkeypatch, chosen, original, ranks=1):
-    """The runner of prefills after the hook."""
+def failing():
+    raise RuntimeError("out of memory")
+
+
+def never():
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("chosen", "original", "ranks", "expected", "warning"),
+    [
+        (Backend.BREAKABLE, lambda: "graphs", 1, "graphs", ""),
+        (Backend.DISABLED, lambda: "what SGLang does then", 1, "what SGLang does then", ""),
+        (Backend.BREAKABLE, failing, 1, "eager", "prefill without CUDA graphs.*out of memory"),
+        (Backend.BREAKABLE, failing, 2, None, ""),  # the other ranks wait for it at every size that they capture
+        (Backend.TC_PIECEWISE, never, 1, "eager", "return no hidden states"),
+    ],
+    ids=["breakable", "disabled", "out of memory", "out of memory on a rank", "piecewise"],
+)
+def test_graphs_of_prefills(monkeypatch, caplog, chosen, original, ranks, expected, warning):
     monkeypatch.setattr(stock_graphs, "check_cuda_graph_backend", lambda phase, backend: backend == chosen)
-    with get_parallel().override(tp_size=ranks):
+    with get_parallel().override(tp_size=ranks), caplog.at_level(logging.WARNING):
+        if expected is None:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                stock_graphs.prefill_graphs(lambda **given: original(), model_runner=None, eager_runner="eager")
+            return
         made = stock_graphs.prefill_graphs(
             lambda **given: SimpleNamespace(runner=original()), model_runner=None, eager_runner="eager"
         )
-    return made.runner
-
-
-def test_breakable_graphs_are_sglangs_own(monkeypatch):
-    assert capture(monkeypatch, Backend.BREAKABLE, lambda: "graphs") == "graphs"
-    assert capture(monkeypatch, Backend.DISABLED, lambda: "what SGLang does then") == "what SGLang does then"
-
-
-def test_graphs_that_cannot_be_captured_do_not_end_the_start(monkeypatch, caplog):
-    def fail():
-        raise RuntimeError("out of memory")
-
-    with caplog.at_level(logging.WARNING):
-        assert capture(monkeypatch, Backend.BREAKABLE, fail) == "eager"
-    [record] = caplog.records
-    assert "prefill without CUDA graphs" in record.getMessage()
-    assert "out of memory" in record.getMessage()
-
-
-def test_a_rank_that_cannot_capture_ends_the_start(monkeypatch):
-    """The others wait for it at every size that they capture."""
-
-    def fail():
-        raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        capture(monkeypatch, Backend.BREAKABLE, fail, ranks=2)
-
-
-def test_graphs_that_lose_the_hidden_states_are_not_captured(monkeypatch, caplog):
-    def never():
-        raise AssertionError
-
-    with caplog.at_level(logging.WARNING):
-        assert capture(monkeypatch, Backend.TC_PIECEWISE, never) == "eager"
-    assert "return no hidden states" in caplog.text
+    assert made.runner == expected and re.search(warning, caplog.text)
+    assert bool(warning) == bool(caplog.records)
 
 
 @pytest.mark.parametrize("is_prefill", [True, False])

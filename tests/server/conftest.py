@@ -227,10 +227,7 @@ SERVERS: dict[str, Recipe] = {
         lambda folder: (*DSPARK, *adapter_flags(folder, "triton"), "--max-running-requests", "4"),
         env=emulated_graphs(),
     ),
-    # One family of targets for each of SGLang's methods that return hidden states.
-    "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
     # Layers with windows have a K/V pool of their own.
-    "gemma4": _tiny(GEMMA4, *GEMMA4_FLAGS, env=LITERALLY),
     "gemma4_graphs": _tiny(GEMMA4, *GEMMA4_FLAGS, "--max-running-requests", "4", env=LITERALLY | emulated_graphs()),
     "gemma4_pictures": _reading(GEMMA4, *GEMMA4_FLAGS, env=LITERALLY),
     "gemma4_12b_pictures": _reading(GEMMA4_12B, *GEMMA4_FLAGS, env=LITERALLY),
@@ -242,11 +239,6 @@ SERVERS: dict[str, Recipe] = {
     "pictures": _reading(
         "Qwen3VLForConditionalGeneration",
         *("--chunked-prefill-size", "16", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01"),
-    ),
-    # Under overlap SGLang counts penalties one token late.
-    "plain_pictures": Recipe(
-        lambda folder: ("--disable-overlap-schedule",),
-        model=lambda folder: picture_target("Qwen3VLForConditionalGeneration", folder / "target"),
     ),
     "hybrid_overlap": _tiny("Qwen3_5ForCausalLM", *MIDDLE_STATES, *CROWDED, env=SNAPSHOTS),
     "hybrid_graphs": _tiny(

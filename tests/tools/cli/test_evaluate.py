@@ -13,6 +13,14 @@ from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH, TraceServer
 from sglang_dspark.tools.simulator.blocks import RecordedBlocks
 
 NUM_PROMPTS = 20
+PROTOCOL = {
+    "name": None,
+    "max_tokens": 128,
+    "limit": None,
+    "shuffle_seed": None,
+    "raw": False,
+    "chat_template_kwargs": {},
+}
 
 
 @pytest.fixture
@@ -47,15 +55,7 @@ def test_everything_is_measured_and_written(run, server, sets, tmp_path):
 
     content = json.loads(paths["json"].read_text())
     assert (content["target"], content["draft"]) == ("Target-1B", "draft-1b")
-    assert content["protocol"] == {
-        "name": None,
-        "max_tokens": 128,
-        "temperature": 0.5,
-        "limit": None,
-        "shuffle_seed": None,
-        "raw": False,
-        "chat_template_kwargs": {},
-    }
+    assert content["protocol"] == PROTOCOL | {"temperature": 0.5}
     assert [prompts["file"] for prompts in content["prompts"]] == ["math.jsonl", "chat.jsonl"]
     assert {"command", "commit", "versions", "hardware"} <= content.keys()
     assert [one["set"] for one in content["results"]] == ["math", "chat"]
@@ -93,15 +93,9 @@ def test_the_protocol_of_deepspec_sets_everything_that_it_says(run, server, tmp_
     out = tmp_path / "out.json"
     result = run("evaluate", "--url", server.url, "--prompts", path, "--protocol", "deepspec", "--output", out)
     assert result.exit_code == 0, result.output
-    assert json.loads(out.read_text())["protocol"] == {
-        "name": "deepspec",
-        "max_tokens": 2048,
-        "temperature": 1.0,
-        "limit": 500,
-        "shuffle_seed": 980406,
-        "raw": False,
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
+    chosen = {"name": "deepspec", "max_tokens": 2048, "temperature": 1.0, "limit": 500, "shuffle_seed": 980406}
+    thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert json.loads(out.read_text())["protocol"] == PROTOCOL | chosen | thinking
     random.Random(980406).shuffle(numbers)
     asked = {body["messages"][0]["content"] for _, _, body in server.requests}
     assert asked == {f"problem {i}" for i in numbers[:500]}
@@ -150,19 +144,12 @@ def test_a_drafter_without_a_confidence_head(run, server, sets):
     assert "threshold" not in result.output
 
 
-@pytest.mark.parametrize(
-    ("state", "says"),
-    [
-        ({"verified": GAMMA - 1}, "start the server with --speculative-dspark-schedule static"),
-        ({"has_traces": False}, "no answer has a dspark_trace"),
-        ({"algorithm": None}, "start it with --speculative-algorithm DSPARK"),
-    ],
-)
-def test_servers_that_cannot_be_evaluated(run, server, sets, state, says):
-    vars(server).update(state)
+def test_a_server_that_does_not_verify_whole_blocks(run, server, sets):
+    """Others that cannot be measured: test_calibrate.py."""
+    server.verified = GAMMA - 1
     result = run("evaluate", "--url", server.url, *sets)
     assert result.exit_code == 1
-    assert says in result.output
+    assert "start the server with --speculative-dspark-schedule static" in result.output
 
 
 def test_in_process_with_and_without_the_markov_head(run, sets, target, draft, tmp_path):

@@ -1,0 +1,78 @@
+"""Objects of SGLang's own classes, without a server: arguments, a target's configuration, requests, a start."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.draft.resolved import ResolvedDrafter
+from sglang_dspark.engine.launch.checks import all_checks
+from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.launch_state import DSparkServer
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+OPTIONS = {option.name for option in fields(DSparkConfig)}
+_golden_target = cache(lambda: ModelConfig(str(GOLDEN / "target"), dtype="bfloat16"))
+
+
+def model_config(architecture: str = "Qwen3ForCausalLM", text: Mapping[str, Any] | None = None, **changes: Any) -> Any:
+    """The golden target's configuration, of another class, with other keys of its text, and with other attributes."""
+    made = deepcopy(_golden_target())
+    made.hf_config.architectures = [architecture]
+    vars(made.hf_text_config).update(text or {})
+    vars(made).update(changes)
+    return made
+
+
+def server_args(target: Any = None, **given: Any) -> ServerArgs:
+    """Arguments of a server, unresolved, with this configuration of its target."""
+    args = ServerArgs(model_path="target", **given)
+    args._model_config = target or model_config()
+    return args
+
+
+def request(output_ids: Sequence[int] = (), prompt: Sequence[int] = (0,), rid: str = "r", **parameters: Any) -> Req:
+    """A request of a scheduler, with these sampling parameters, after these tokens of its answer."""
+    made = Req(rid, "", array("q", prompt), SamplingParams(**parameters))
+    made.output_ids.extend(output_ids)
+    return made
+
+
+def partly(cls: type, **attributes: Any) -> Any:
+    """An object of a class of SGLang that takes a server to make, with these attributes alone."""
+    made = object.__new__(cls)
+    vars(made).update(attributes)
+    return made
+
+
+def launch_context(*, drafter=None, target=None, prefill="fa3", decode="fa3", **given) -> LaunchContext:
+    """The start of the golden drafter on a GPU, or of none for ``draft_free``, as checks see it.
+
+    Args:
+        target: what :func:`model_config` takes.
+        given: options of ours, and arguments of SGLang.
+    """
+    config = DSparkConfig(**{name: given.pop(name) for name in OPTIONS & given.keys()})
+    if drafter is None and not config.draft_free:
+        drafter = ResolvedDrafter.read(GOLDEN / "vanilla_g7")
+    backends = {"prefill_attention_backend": prefill, "decode_attention_backend": decode}
+    found = model_config(**{"head_dim": 128, "context_len": 8192} | (target or {}))
+    args = server_args(found, **{"device": "cuda"} | backends | given)
+    return LaunchContext(args, DSparkServer(config, drafter, dummy_draft=False))
+
+
+def found_by(name: str, context: LaunchContext) -> str | None:
+    """Return the message of the check of this name."""
+    [check] = [check for check in all_checks() if check.name == name]
+    return check.message(context)
