@@ -130,7 +130,7 @@ def test_pictures_without_a_drafter(server_pool, tmp_path):
     """
     architecture = "Qwen3VLForConditionalGeneration"
     recipe = Recipe(
-        lambda folder: (*PLUGIN, "--speculative-dspark-draft-free"),
+        (*PLUGIN, "--speculative-dspark-draft-free"),
         model=lambda folder: picture_target(architecture, folder / "target"),
     )
     with server_pool.lent(recipe, tmp_path) as server:

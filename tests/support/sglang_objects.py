@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.distributed.parallel_state import GroupCoordinator
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
@@ -54,6 +59,34 @@ def partly(cls: type, **attributes: Any) -> Any:
     made = object.__new__(cls)
     vars(made).update(attributes)
     return made
+
+
+ONE_RANK = partly(GroupCoordinator, world_size=1, rank_in_group=0)
+
+
+def runner(**attributes: Any) -> Any:
+    """A target's runner."""
+    return partly(ModelRunner, **attributes)
+
+
+def worker(**attributes: Any) -> Any:
+    """The worker of a target's runner with these attributes."""
+    return partly(TpModelWorker, _model_runner=runner(**attributes))
+
+
+def batch(*reqs: Any, **attributes: Any) -> Any:
+    """A scheduler's batch of these requests."""
+    return partly(ScheduleBatch, reqs=list(reqs), **attributes)
+
+
+def forward(mode: ForwardMode = ForwardMode.TARGET_VERIFY, **attributes: Any) -> Any:
+    """What a model's forward is given."""
+    return partly(ForwardBatch, forward_mode=mode, **attributes)
+
+
+def table(rows: int, columns: int) -> ReqToTokenPool:
+    """K/V slots by request, all of them 0, with a row more than asked for."""
+    return ReqToTokenPool(rows, columns, "cpu", enable_memory_saver=False)
 
 
 def launch_context(*, drafter=None, target=None, prefill="fa3", decode="fa3", **given) -> LaunchContext:

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from made_schedule import schedule
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang_objects import ONE_RANK, partly, runner
 
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.features.own_worker import lengths
@@ -15,17 +17,17 @@ from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selection import FixedLength, TopK
 
-ALONE = Agreement(SimpleNamespace(world_size=1, rank_in_group=0))
+ALONE = Agreement(ONE_RANK)
 FORECAST = schedule(gamma=7).forecast
 
 
 @pytest.fixture
 def worker(monkeypatch):
     """A worker of blocks of seven drafts whose forwards are captured; its narrower widths take a gigabyte each."""
-    runner = SimpleNamespace(attn_backend="whole", decode_cuda_graph_runner=SimpleNamespace(capture_bs=[1, 2]))
-    found = SimpleNamespace(
-        verify_num_draft_tokens=8, _verify_executor="whole", model_runner=runner, device="cuda", gpu_id=0, free=9.0
-    )
+    graphs = partly(DecodeCudaGraphRunner, capture_bs=[1, 2])
+    target = runner(attn_backend="whole", decode_cuda_graph_runner=graphs)
+    found = SimpleNamespace(device="cuda", gpu_id=0, free=9.0, model_runner=target)
+    found.verify_num_draft_tokens, found._verify_executor = 8, "whole"
 
     def narrowed(self, worker, rows):
         worker.free -= 1.0
@@ -109,10 +111,8 @@ def test_a_step_takes_the_narrowest_width_with_room(worker, drafts, width):
     assert (lens, num_rows) == ([drafts] * 3, 3 * width)
     assert cut == (None if drafts == width - 1 else [1 + drafts] * 3)
     rows.release()
-    assert (worker.verify_num_draft_tokens, worker._verify_executor, worker.model_runner.attn_backend) == (
-        *(8, "whole"),
-        "whole",
-    )
+    assert (worker.verify_num_draft_tokens, worker._verify_executor) == (8, "whole")
+    assert worker.model_runner.attn_backend == "whole"
 
 
 def test_what_a_graph_accepts_is_taken_of_whole_blocks_alone(worker):
