@@ -3,17 +3,11 @@
 import json
 
 import pytest
-from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH, TraceServer
+from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH
 
 from sglang_dspark.calibration.sts import StsCalibration
 
 NUM_PROMPTS = 40
-
-
-@pytest.fixture
-def server():
-    with TraceServer() as server:
-        yield server
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH, TraceServer
+from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH
 
 from sglang_dspark.tools.simulator.blocks import RecordedBlocks
 
@@ -21,12 +21,6 @@ PROTOCOL = {
     "raw": False,
     "chat_template_kwargs": {},
 }
-
-
-@pytest.fixture
-def server():
-    with TraceServer() as server:
-        yield server
 
 
 @pytest.fixture
