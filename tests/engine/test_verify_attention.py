@@ -41,7 +41,8 @@ class Pool:
 
 
 def a_layer(scales=(None, None), keys_before=-1):
-    layer = RadixAttention(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, layer_id=0, sliding_window_size=keys_before)
+    layer = RadixAttention(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, layer_id=0)
+    layer.sliding_window_size = keys_before  # SGLang itself would take 0 for no window
     layer.k_scale_float, layer.v_scale_float = scales
     return layer
 

@@ -274,14 +274,14 @@ def test_the_convolution_is_that_of_the_whole_text():
 def test_prompts_are_sglangs():
     """Whatever is no verification goes to its own backend, and so does what else it is asked."""
     asked = []
-    stock = partly(GDNAttnBackend, req_to_token_pool=None, mamba_chunk_size=64)
+    stock = partly(GDNAttnBackend, req_to_token_pool=None, pad_slot_id=64)
     stock.init_forward_metadata, stock.forward_extend = asked.append, lambda **given: given["mixed_qkv"]
     backend = RecurrentBackend(stock, torch.float32)
     prompt = forward(ForwardMode.EXTEND)
     backend.init_forward_metadata(prompt)
     assert asked == [prompt]
     assert backend.forward_extend(None, prompt, "rows", None, None) == "rows"
-    assert backend.mamba_chunk_size == 64
+    assert backend.pad_slot_id == 64
 
 
 OF_SGLANG = partly(GDNAttnBackend, req_to_token_pool=pool(0, torch.float32))
