@@ -7,9 +7,10 @@ import pytest
 import torch
 from made_schedule import schedule
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang_objects import ONE_RANK, model_config, runner
+from sglang_objects import ONE_RANK, model_config, partly, runner
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.compat.arguments import attach
@@ -77,7 +78,7 @@ def test_a_plain_step_drafts_nothing():
     def draft():
         raise AssertionError("a forward")
 
-    step, sampling = ScheduledStep(PLAIN, 2, CAPTURED), SimpleNamespace(top_ks=torch.tensor([1, 40]))
+    step, sampling = ScheduledStep(PLAIN, 2, CAPTURED), partly(SamplingBatchInfo, top_ks=torch.tensor([1, 40]))
     told = step.propose(draft, torch.tensor([4, 5]), sampling)
     assert told.draft_block.greedy_mask.tolist() == [True, False]  # of a batch, some may be sampled
     assert told.draft_block_ids[:, 0].tolist() == [4, 5]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from made_schedule import schedule
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang_objects import ONE_RANK, partly, runner
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang_objects import ONE_RANK, model_config, partly, runner, server_args
 
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.features.own_worker import lengths
@@ -91,7 +92,7 @@ def test_layers_with_states_of_each_draft_verify_whole_blocks(backend, recurrent
     found = {"resolved_view": None, "mambaish_config": recurrent, "is_minimax_sparse": sparse}
     for name, value in {**found, "attention_backends_of": ("fa3", backend)}.items():
         monkeypatch.setattr(lengths, name, lambda *_, value=value: value)
-    assert lengths.has_narrow_rows(SimpleNamespace(), SimpleNamespace(hf_config=None)) is narrow
+    assert lengths.has_narrow_rows(server_args(), model_config()) is narrow
 
 
 def test_what_has_no_memory_is_left_out(worker, caplog):
@@ -132,7 +133,7 @@ def test_limits_cut_what_is_accepted(worker):
 
 def test_a_plain_step_has_nothing_to_divide_by(worker):
     """SGLang turns logits of the drafter into probabilities for requests that are sampled."""
-    rows, sampling = Widths(worker, ALONE, narrow=True), SimpleNamespace(top_ks=torch.tensor([1, 40]))
+    rows, sampling = Widths(worker, ALONE, narrow=True), partly(SamplingBatchInfo, top_ks=torch.tensor([1, 40]))
     step = ScheduledStep(PLAIN, 2, rows)
     block = step.propose(lambda: proposal(2), torch.tensor([4, 5]), sampling).draft_block
     assert (block.draft_tokens.shape, block.greedy_draft, block.corrected_logits) == ((2, 0), True, None)
