@@ -3,7 +3,7 @@
 import pytest
 import torch
 from dspark_kernels import AcceptResult
-from sglang.srt.managers.overlap_utils import FutureMap, offer_future_relay_buffers
+from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload, offer_future_relay_buffers
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_objects import table
 
@@ -41,7 +41,8 @@ def accepted(lens, tokens):
 def relayed(made, outcome):
     """Lengths and tokens of all rows, after a step that had this outcome."""
     made.publish(ROWS, outcome.new_seq_lens)
-    made.stash(ROWS, DSparkDraftInput(outcome.bonus_tokens, outcome.new_seq_lens))
+    state = DSparkDraftInput(outcome.bonus_tokens, outcome.new_seq_lens)
+    made.stash(ROWS, RelayPayload.from_draft_input(state))
     return made.new_seq_lens_buf.tolist(), made.output_tokens_buf.tolist()
 
 

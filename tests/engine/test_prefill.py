@@ -117,8 +117,9 @@ def test_graphs_of_prefills(monkeypatch, caplog, chosen, original, ranks, expect
             with pytest.raises(RuntimeError, match="out of memory"):
                 stock_graphs.prefill_graphs(lambda **given: original(), model_runner=None, eager_runner="eager")
             return
+        captured = {"memory_phase": "prefill", "memory_usage_gb": 0, "capture_time": 0}
         made = stock_graphs.prefill_graphs(
-            lambda **given: partly(GraphCapture, runner=original()), model_runner=None, eager_runner="eager"
+            lambda **given: GraphCapture(runner=original(), **captured), model_runner=None, eager_runner="eager"
         )
     assert made.runner == expected and re.search(warning, caplog.text)
     assert bool(warning) == bool(caplog.records)
