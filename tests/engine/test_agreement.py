@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 import torch
+from sglang_objects import ONE_RANK
 
 from sglang_dspark.engine.scheduler.agreement import Agreement
 
@@ -28,13 +29,6 @@ class Group:
         return tensor.copy_(self.broadcast_object(tensor.clone()))
 
 
-class Alone:
-    world_size = 1
-
-    def broadcast_object(self, value: Any) -> Any:
-        return value
-
-
 def test_the_others_take_over_rank_zeros_values_in_one_broadcast():
     wire: deque[Any] = deque()
     leader, follower = (Agreement(Group(rank, wire)) for rank in (0, 1))
@@ -55,7 +49,7 @@ def test_nothing_to_adopt_is_not_broadcast():
 
 
 def test_one_rank_keeps_its_own():
-    alone, tensor, value = Agreement(Alone()), torch.tensor([1, 2]), object()
+    alone, tensor, value = Agreement(ONE_RANK), torch.tensor([1, 2]), object()
     alone.adopt(tensor)
     assert tensor.tolist() == [1, 2]
     assert alone.share(value) is value

@@ -1,11 +1,10 @@
 """A step's result, from the worker's tensors to what SGLang and the statistics read."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from dspark_kernels import ASKED_ROWS, CACHED_ROWS, KIND_ROWS, NUM_ROWS, AcceptResult
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang_objects import partly, request
 
 from sglang_dspark.engine.scheduler.batch import (
     DSparkBatchResult,
@@ -16,13 +15,29 @@ from sglang_dspark.engine.scheduler.batch import (
 )
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import PLAIN, StepDecision
+from sglang_dspark.step.device_time import DeviceSpan
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.selection import FixedLength
-from sglang_dspark.step.state import StepOutcome, TargetOutput
+from sglang_dspark.step.state import StepOutcome, TargetOutput, VerifyPlan
 
 CPU = torch.device("cpu")
 CHAINS = torch.tensor([[3, 2, 7, 8, 5], [ASKED_ROWS, 1, 6, -1, -1]])
+
+
+class Event:
+    """One of a device, three milliseconds before another."""
+
+    def record(self):
+        pass
+
+    synchronize = record
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, end):
+        return 3.0
 
 
 def accepted():
@@ -36,10 +51,10 @@ def accepted():
 
 def result(confidence, traced):
     rounds = StepRecord(["a", "b"], PLAIN, [2, 2], torch.tensor([2, 1]), confidence, traced, CHAINS)
-    output, span = LogitsProcessorOutput(next_token_logits=None), SimpleNamespace(ms=3.0)
-    outcome = StepOutcome(None, SimpleNamespace(indptr=None), TargetOutput(output, None), accepted())
+    output, span = LogitsProcessorOutput(next_token_logits=None), partly(DeviceSpan, _events=(Event(), Event()))
+    outcome = StepOutcome(None, partly(VerifyPlan, indptr=None), TargetOutput(output, None), accepted())
     made = decode_result(outcome, output, rounds, PackedCopies(0, CPU), span, in_graphs=True)
-    made.copy_done = SimpleNamespace(record=lambda: None)
+    made.copy_done = Event()
     return made
 
 
@@ -101,7 +116,6 @@ def test_what_arrived_stays_when_the_memory_of_copies_is_used_again():
 
 def test_times_of_a_step_are_known_where_a_device_tells_them():
     made = result(None, None)
-    made.copy_done.synchronize = lambda: None
     assert made.times_ms is None
     made.copy_to_cpu(return_logprob=False)
     made.copy_done.synchronize()
@@ -113,11 +127,6 @@ def test_an_idle_result_has_nothing_to_arrive():
     idle = DSparkBatchResult(next_token_ids=torch.empty(0), accept_lens=torch.empty(0))
     idle.read_copy()
     assert idle.accept_lens.shape == (0,)
-
-
-def request(**parameters):
-    defaults = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "sampling_seed": None}
-    return SimpleNamespace(sampling_params=SimpleNamespace(**{**defaults, **parameters}))
 
 
 def test_greedy_batches_share_their_sampling_rows():
@@ -144,9 +153,6 @@ def test_a_trace_shows_no_draft_of_an_earlier_answer(row, shown):
         chains=torch.tensor([[row + 3, 0, 7, 8, 9]]),
         num_drawn=1,
     )
-    parameters = SimpleNamespace(custom_params={"dspark": '{"trace": true}'})
-    req = SimpleNamespace(
-        sampling_params=parameters, customized_info=None, output_ids=[1], is_retracted=False, finished=lambda: False
-    )
+    req = request([1], custom_params={"dspark": '{"trace": true}'})
     record_traces([req], rounds, [1])
     assert req.customized_info["dspark_trace"][-1]["draft"] == shown

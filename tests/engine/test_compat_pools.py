@@ -1,7 +1,6 @@
 """The needs of a drafter are noted at the place that this SGLang reads."""
 
 import inspect
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,8 @@ from sglang.srt.model_executor import pool_configurator
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import SpecAuxHiddenStateConfig
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, HybridSWAPoolConfigurator
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang_objects import GOLDEN, model_config, partly, runner, server_args
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.resolved import ResolvedDrafter
@@ -20,22 +21,19 @@ from sglang_dspark.engine.compat.arguments import attach
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.errors import EngineError
 
-DRAFT = Path(__file__).parents[1] / "data" / "golden" / "vanilla_g7"
-
 
 def test_wishes_reach_the_one_place_that_is_read():
     functions = [inspect.unwrap(function) for _, function in inspect.getmembers(ModelRunner, inspect.isfunction)]
     assert any("spec_aux_config" in function.__code__.co_names for function in functions)
-    runner = SimpleNamespace(spec_aux_config=SpecAuxHiddenStateConfig())
-    pools.request_capture(runner, (1, 2))
-    wishes = runner.spec_aux_config
+    target = runner(spec_aux_config=(wishes := SpecAuxHiddenStateConfig()))
+    pools.request_capture(target, (1, 2))
     assert (wishes.dflash_use_aux_hidden_state, wishes.dflash_target_layer_ids) == (True, [1, 2])
 
 
-@pytest.mark.parametrize("runner", [SimpleNamespace(), SimpleNamespace(spec_aux_config=SimpleNamespace())])
-def test_wishes_that_nobody_reads_end_the_start(runner):
+@pytest.mark.parametrize("attributes", [{}, {"spec_aux_config": object()}])
+def test_wishes_that_nobody_reads_end_the_start(attributes):
     with pytest.raises(EngineError, match=r"has no dflash_use_aux_hidden_state in its"):
-        pools.request_capture(runner, (1, 2))
+        pools.request_capture(runner(**attributes), (1, 2))
 
 
 def of_layers_with_windows(configurator, monkeypatch):
@@ -61,31 +59,14 @@ def configurator(monkeypatch):
         monkeypatch.setattr(pool_configurator, name, lambda settings=settings: SimpleNamespace(**settings))
     monkeypatch.setattr(KVCacheConfigurator, "fused_entry_bytes", lambda self, kind: None)
     heads = {"head_dim": 32, "v_head_dim": 32, "swa_head_dim": 16, "swa_v_head_dim": 16}
-    made = KVCacheConfigurator.__new__(KVCacheConfigurator)
-    for name, value in {
-        "server_args": SimpleNamespace(),
-        "model_config": SimpleNamespace(
-            attention_arch=AttentionArch.MHA,
-            get_num_kv_heads=lambda *ranks: 2,
-            get_swa_num_kv_heads=lambda *ranks: 4,
-            **heads,
-        ),
-        "model_dtype": torch.bfloat16,
-        "kv_cache_dtype": torch.float8_e4m3fn,
-        "kv_cache_dtype_str": "auto",
-        "dflash_draft_cell_size_per_token": None,
-        "spec_aux_config": SpecAuxHiddenStateConfig(),
-        "spec_algorithm": SimpleNamespace(
-            is_eagle=lambda: False, is_standalone=lambda: False, is_dflash_family=lambda: True
-        ),
-        "is_draft_worker": False,
-        "page_size": 1,
-        "sliding_window_size": 8,
-        "layer_info": SimpleNamespace(
-            full_attention_layer_ids=[3], swa_attention_layer_ids=[0, 1, 2], num_effective_layers=4
-        ),
-    }.items():
-        setattr(made, name, value)
+    counts = {"get_num_kv_heads": lambda *ranks: 2, "get_swa_num_kv_heads": lambda *ranks: 4}
+    layers = SimpleNamespace(full_attention_layer_ids=[3], swa_attention_layer_ids=[0, 1, 2], num_effective_layers=4)
+    dtypes = {"model_dtype": torch.bfloat16, "kv_cache_dtype": torch.float8_e4m3fn, "kv_cache_dtype_str": "auto"}
+    made = partly(KVCacheConfigurator, **dtypes, is_draft_worker=False, page_size=1, sliding_window_size=8)
+    made.model_config = model_config(attention_arch=AttentionArch.MHA, **counts, **heads)
+    made.server_args, made.layer_info = server_args(), layers
+    made.dflash_draft_cell_size_per_token, made.spec_aux_config = None, SpecAuxHiddenStateConfig()
+    made.spec_algorithm = SpeculativeAlgorithm.DFLASH
     return made
 
 
@@ -96,7 +77,7 @@ def test_a_token_of_the_pool_has_room_for_its_draft_kv(token_size, configurator,
     attach(configurator.server_args, DSparkServer(DSparkConfig(), None, dummy_draft=False))
     pools.make_room(configurator, pre_model_load_memory=0)
     assert token_size(configurator, monkeypatch) == without
-    drafter = ResolvedDrafter.read(DRAFT)
+    drafter = ResolvedDrafter.read(GOLDEN / "vanilla_g7")
     attach(configurator.server_args, DSparkServer(DSparkConfig(), drafter, dummy_draft=False))
     pools.make_room(configurator, pre_model_load_memory=0)
     config = drafter.config

@@ -1,28 +1,36 @@
 """Whose worker decodes: decided once, with the reason, before anything is written to SGLang's arguments."""
 
-from pathlib import Path
+import pickle
 
 import pytest
 from sglang.srt.arg_groups import serving_hook
+from sglang.srt.arg_groups.arg_utils import record_fields
+from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.plugins import load_plugins
-from sglang.srt.server_args import prepare_server_args
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang_objects import GOLDEN
 
+from sglang_dspark.engine import support
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.launch import decision, hooks
 from sglang_dspark.engine.launch.decision import OtherStart, decide
 from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.engine.launch.resolution import given_texts
 from sglang_dspark.engine.launch_state import TargetOnly
-from sglang_dspark.errors import ConfigError, UnservedError
+from sglang_dspark.errors import ConfigError, DSparkError, UnservedError
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 TARGET = ("--model-path", str(GOLDEN / "target"))
-PAIR = (*TARGET, "--speculative-draft-model-path", str(GOLDEN / "vanilla_g7"), "--speculative-algorithm", "DSPARK")
+DRAFTER = (*TARGET, "--speculative-draft-model-path", str(GOLDEN / "vanilla_g7"))
+PAIR = (*DRAFTER, "--speculative-algorithm", "DSPARK")
+BY_NAME = (*DRAFTER, "--speculative-algorithm", "DSPARK_PLUGIN")
 LEFT_TO_SGLANG = ("--json-model-override-args", '{"architectures": ["BaichuanForCausalLM"]}')
 SERVED_BY_NONE = ("--json-model-override-args", '{"architectures": ["Llama4ForCausalLM"]}')
 OF_ANOTHER_PAIR = ("--json-model-override-args", '{"vocab_size": 300}')
 ENGINE, VERIFY_LEN = "--speculative-dspark-engine", "--speculative-dspark-verify-len"
+BUILT_IN = (*PAIR, ENGINE, "builtin")
 FALLBACK = ("--speculative-dspark-fallback", "target-only")
+OURS = ("--speculative-dspark-schedule", "static")
+BLOCK = ("--speculative-dspark-block-size", "3")
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +39,8 @@ def on_a_cpu(monkeypatch):
     load_plugins()
     monkeypatch.setattr(hooks, "install", lambda *places: None)
     monkeypatch.setattr(serving_hook, "get_device", lambda: "cpu")
+    for name in ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"):
+        monkeypatch.setenv(name, "0")  # or starting would leave it behind
 
 
 def decided(*flags):
@@ -40,15 +50,6 @@ def decided(*flags):
     found = decide(args, given_texts(args))
     assert arguments.snapshot(args) == written
     return found
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [TARGET, (*PAIR, ENGINE, "builtin"), (*TARGET, "--speculative-algorithm", "NGRAM")],
-    ids=["plain", "builtin", "another algorithm"],
-)
-def test_what_is_not_asked_of_us(flags):
-    assert decided(*flags) is None
 
 
 @pytest.mark.parametrize("flags", [(), (ENGINE, "plugin"), FALLBACK], ids=["auto", "plugin", "fallback"])
@@ -81,7 +82,7 @@ def test_another_worker_decodes(flags, because, refusal):
 
 def test_options_that_may_fit_the_drafter_are_not_said_to_be_wrong():
     """Ours would refuse them beside a drafter of seven drafts; this one is left to the other worker."""
-    found = decided(*PAIR, *LEFT_TO_SGLANG, *("--speculative-dspark-schedule", "static"), VERIFY_LEN, "10")
+    found = decided(*PAIR, *LEFT_TO_SGLANG, *OURS, VERIFY_LEN, "10")
     assert VERIFY_LEN not in found.refusal
 
 
@@ -105,6 +106,90 @@ def resolve(*flags):
     prepare_server_args([*flags]).resolve_once()
 
 
+WHY = "DSpark speculative decoding only supports CUDA"
+SERVED, OF_SGLANG = "plugin: 8 tokens, auto, cpu", f"ValueError: {WHY}"
+REFUSED = "--model-path: target architecture ['BaichuanForCausalLM'] is not served with DSPARK; served are "
+SERVED_BY = f"UnservedError: {REFUSED}"
+OTHER_RELEASE = "EngineError: sglang 0.5.99 is installed; sglang-dspark drives"
+# Arguments made by a program, in place of flags.
+OFFLINE = {
+    "model_path": TARGET[1], "device": "cpu", "disable_cuda_graph": True, "attention_backend": "torch_native",
+    "speculative_algorithm": "DSPARK", "speculative_draft_model_path": DRAFTER[-1],
+}  # fmt: skip
+BY_VARIABLE = {"SGLANG_DSPARK_ENGINE": "builtin"}
+# Flags, or arguments by name, what the outcome begins with, and variables.
+OUTCOMES = {
+    "plain": (TARGET, "plain", {}),
+    "lower case": ((*DRAFTER, "--speculative-algorithm", "dspark"), SERVED, {}),
+    "plugin by its name": (BY_NAME, SERVED, {}),
+    "built-in by flag": (BUILT_IN, OF_SGLANG, {}),
+    "built-in by variable": (PAIR, OF_SGLANG, BY_VARIABLE),
+    "built-in by a file": ((*PAIR, "--config", str(GOLDEN.parent / "built_in.yaml")), OF_SGLANG, {}),
+    "flag before variable": ((*PAIR, ENGINE, "plugin"), SERVED, BY_VARIABLE),
+    "the first that serves": ((*PAIR, ENGINE, "auto"), SERVED, {}),
+    "SGLang's by our schedule": ((*PAIR, ENGINE, "scheduled"), OF_SGLANG, {}),
+    "neither": ((*PAIR, ENGINE, "ours"), f"ConfigError: {ENGINE}='ours': must be one of auto, plugin, scheduled", {}),
+    "a target that SGLang's may serve": ((*PAIR, *LEFT_TO_SGLANG), SERVED_BY, {}),
+    "the same for the plugin alone": ((*PAIR, *LEFT_TO_SGLANG, ENGINE, "plugin"), SERVED_BY, {}),
+    "the same by the plugin's name": ((*BY_NAME, *LEFT_TO_SGLANG), SERVED_BY, {}),
+    "the target alone, for want of both": ((*PAIR, *LEFT_TO_SGLANG, *FALLBACK), f"target only: {REFUSED}", {}),
+    "both": (
+        (*BY_NAME, ENGINE, "builtin"),
+        "ConfigError: --speculative-algorithm DSPARK_PLUGIN is the plugin, and ",
+        {},
+    ),
+    "an option of the plugin for the built-in": (
+        (*BUILT_IN, *OURS),
+        f"ConfigError: {OURS[0]}=static belongs to the",
+        {},
+    ),
+    "an option of both": ((*PAIR, *BLOCK), "plugin: 4 tokens, auto, cpu", {}),
+    "an option of both for the built-in": ((*BUILT_IN, *BLOCK), OF_SGLANG, {}),
+    "a variable of the built-in": (PAIR, SERVED, {"SGLANG_DSPARK_FAST_KERNEL": "0"}),
+    "a quantised target": ((*PAIR, "--quantization", "fp8"), SERVED, {}),
+    "0.5.99": (PAIR, OTHER_RELEASE, {}),
+    "0.5.99 on request": ((*PAIR, "--speculative-dspark-untested-sglang"), SERVED, {}),
+    "0.5.99 without DSPARK": (TARGET, "plain", {}),
+    "0.5.99 with its own": (BUILT_IN, OF_SGLANG, {}),
+    "target only": ((*PAIR, *BLOCK, *FALLBACK, *OF_ANOTHER_PAIR), "target only: ", {}),
+    "offline": (OFFLINE, SERVED, {}),
+    "offline, built-in": (OFFLINE, OF_SGLANG, BY_VARIABLE),
+}
+
+
+def outcome(flags):
+    """Return what a start with these flags, or arguments by name, ends with, as its scheduler finds it."""
+    try:
+        given = ("--device", "cpu", "--disable-cuda-graph")
+        args = ServerArgs(**flags) if isinstance(flags, dict) else prepare_server_args([*flags, *given])
+        args.resolve_once()
+    except (DSparkError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    args = pickle.loads(pickle.dumps(args))
+    view, found = resolving_view(args), arguments.attached(args)
+    if found is None:
+        return view.speculative_algorithm or "plain"
+    if isinstance(found, TargetOnly):
+        given = [field.name for field in record_fields(ServerArgs) if field.name.startswith("speculative_")]
+        assert all(getattr(args, name) != 3 for name in given), "what was asked of the drafter stayed"
+        return f"target only: {found.reason}"
+    return f"plugin: {view.speculative_num_draft_tokens} tokens, {found.config.schedule}, {view.device}"
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_outcome_of_a_start(name, monkeypatch):
+    flags, begins, variables = OUTCOMES[name]
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    if name.startswith("0.5.99"):
+        monkeypatch.setattr(support, "installed_sglang", lambda: "0.5.99")
+    found = outcome(flags)
+    assert found.startswith(begins)
+    # SGLang's own is tried where its DSPARK may serve the target, and nowhere else.
+    tried = f"SGLang's own worker does not serve it either: {WHY}" in found
+    assert tried == (name in ("a target that SGLang's may serve", "the target alone, for want of both"))
+
+
 def test_a_flag_that_is_refused_is_no_reason_for_another_worker():
     """Nor is a device that SGLang finds unasked."""
     with pytest.raises(ConfigError, match="--page-size=2") as caught:
@@ -112,19 +197,10 @@ def test_a_flag_that_is_refused_is_no_reason_for_another_worker():
     assert "own worker" not in str(caught.value)
 
 
-@pytest.fixture
-def without_another_worker(monkeypatch):
+def test_a_worker_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr(decision, "other_servers", list)
-
-
-@pytest.mark.usefixtures("without_another_worker")
-def test_a_worker_that_is_not_installed_is_refused():
     with pytest.raises(ConfigError, match=f"{ENGINE}=scheduled asks for a worker that this installation .* pass auto"):
         decided(*PAIR, ENGINE, "scheduled")
-
-
-@pytest.mark.usefixtures("without_another_worker")
-def test_a_target_that_only_another_worker_serves_is_refused_without_it():
     assert isinstance(decided(*PAIR, *LEFT_TO_SGLANG, *FALLBACK), TargetOnly)
     with pytest.raises(UnservedError, match="BaichuanForCausalLM'] is not served with DSPARK") as caught:
         resolve(*PAIR, *LEFT_TO_SGLANG)
@@ -132,15 +208,12 @@ def test_a_target_that_only_another_worker_serves_is_refused_without_it():
 
 
 def test_a_target_that_cannot_be_read_is_left_to_sglangs_own_words():
-    drafter = [*PAIR, "--device", "cpu"]
-    drafter[drafter.index("--model-path") + 1] = "/nowhere"
-    assert isinstance(decided(*drafter), Launch)
+    assert isinstance(decided(*PAIR, "--device", "cpu", "--model-path", "/nowhere"), Launch)
 
 
 def test_sglang_looks_up_no_files_of_the_drafter(monkeypatch):
     """Where models come from elsewhere, it would fetch them."""
-    looked = []
-    real = arguments.handle_model_source_paths
+    looked, real = [], arguments.handle_model_source_paths
 
     def look(args):
         looked.append(args.speculative_draft_model_path)

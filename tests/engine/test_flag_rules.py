@@ -5,7 +5,6 @@ import json
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,6 +12,7 @@ from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang_objects import server_args
 
 from sglang_dspark.config import DSparkConfig, flag_dest
 from sglang_dspark.engine.api import served_requests
@@ -77,26 +77,25 @@ def test_what_is_refused_exists(kind, refused):
     assert set(refused) <= NAMES[kind]
 
 
-DEFAULTS = {field.name: field.default for field in record_fields(ServerArgs)} | {"grammar_backend": "xgrammar"}
+def given(**changed):
+    return server_args(**{"grammar_backend": "xgrammar"} | changed)
 
 
 @pytest.mark.parametrize("rule", flag_rules.all_rules(), ids=lambda rule: rule.name)
 def test_defaults_are_served_and_other_values_refused_by_name(rule):
-    defaults = SimpleNamespace(**DEFAULTS)
-    assert list(flag_rules.refusals(defaults, defaults)) == []
-    flag = "--" + rule.name.replace("_", "-")
-    given = SimpleNamespace(**{**DEFAULTS, rule.name: "something"})
-    assert list(flag_rules.refusals(given, defaults)) == [f"DSPARK cannot run with {flag}=something; {rule.remedy}"]
-    assert list(flag_rules.refusals(defaults, given)) == [f"DSPARK cannot run with {flag}=something; {rule.remedy}"]
+    assert list(flag_rules.refusals(given(), given())) == []
+    message = f"DSPARK cannot run with --{rule.name.replace('_', '-')}=something; {rule.remedy}"
+    for pair in ((given(**{rule.name: "something"}), given()), (given(), given(**{rule.name: "something"}))):
+        assert list(flag_rules.refusals(*pair)) == [message]
 
 
 def test_flags_without_effect_are_named():
-    given = {"speculative_ngram_capacity": 5, "uno_lora_path": "here", "decoupled_spec_rank": 1}
-    assert flag_rules.unread(SimpleNamespace(**DEFAULTS)) == []
-    found = flag_rules.unread(SimpleNamespace(**DEFAULTS | given | {"decoupled_spec_role": "drafter", "pp_size": 2}))
+    unread = {"speculative_ngram_capacity": 5, "uno_lora_path": "here", "decoupled_spec_rank": 1}
+    assert flag_rules.unread(given()) == []
+    found = flag_rules.unread(given(**unread, decoupled_spec_role="drafter", pp_size=2))
     assert set(found) == {"--speculative-ngram-capacity", "--uno-lora-path", "--decoupled-spec-rank"}
 
 
 @pytest.mark.parametrize("prefix", flag_rules.UNREAD)
 def test_flags_without_effect_exist(prefix):
-    assert any(name.startswith(prefix) for name in DEFAULTS)
+    assert any(name.startswith(prefix) for name in NAMES["flags"])

@@ -1,12 +1,13 @@
 """SGLang's future map leaves some fields to CUDA graphs and writes the others."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from dspark_kernels import AcceptResult
-from sglang.srt.managers.overlap_utils import FutureMap, offer_future_relay_buffers
+from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload, offer_future_relay_buffers
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang_objects import table
 
+from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.scheduler.future_map import Relay
 
 CPU = torch.device("cpu")
@@ -26,19 +27,8 @@ def no_relay():
     offer_future_relay_buffers(None)
 
 
-class Pool:
-    req_to_token = torch.zeros(5, 8, dtype=torch.int32)
-
-
-class Algorithm(SimpleNamespace):
-    """The part of our buffers that the map uses."""
-
-    is_some = is_speculative = lambda self: True
-    is_none = is_ngram = need_topk = lambda self: False
-
-
 def future_map():
-    made = FutureMap("cpu", Algorithm(), Pool(), needs_cpu_seq_lens=False)
+    made = FutureMap("cpu", SpeculativeAlgorithm.DFLASH, table(4, 8), needs_cpu_seq_lens=False)
     made.output_tokens_buf.zero_()
     made.new_seq_lens_buf.zero_()
     return made
@@ -48,29 +38,25 @@ def accepted(lens, tokens):
     return AcceptResult(torch.zeros(2), torch.tensor(tokens), torch.zeros(2, 3), torch.tensor(lens))
 
 
-def payload(tokens):
-    names = ("topk_p", "topk_index", "hidden_states", "draft_probs", "dsa_topk_indices")
-    return SimpleNamespace(bonus_tokens=tokens, **dict.fromkeys(names))
-
-
 def relayed(made, outcome):
     """Lengths and tokens of all rows, after a step that had this outcome."""
     made.publish(ROWS, outcome.new_seq_lens)
-    made.stash(ROWS, payload(outcome.bonus_tokens))
+    state = DSparkDraftInput(outcome.bonus_tokens, outcome.new_seq_lens)
+    made.stash(ROWS, RelayPayload.from_draft_input(state))
     return made.new_seq_lens_buf.tolist(), made.output_tokens_buf.tolist()
 
 
 @pytest.mark.parametrize("with_relay", [True, False])
 def test_what_no_graph_has_written_is_written(with_relay):
     if with_relay:
-        Relay(len(Pool.req_to_token), CPU)
+        Relay(5, CPU)
     made = future_map()
     assert relayed(made, accepted([7, 9], [70, 90])) == ([0, 9, 0, 7, 0], [0, 90, 0, 70, 0])
     assert made.publish_ready is not None
 
 
 def test_what_a_graph_has_written_is_there():
-    relay = Relay(len(Pool.req_to_token), CPU)
+    relay = Relay(5, CPU)
     made, outcome = future_map(), accepted([7, 9], [70, 90])
     for _ in range(2):  # replays have the same tensors
         relay.write(ROWS, outcome)

@@ -1,14 +1,15 @@
 """Hooks on functions that SGLang still has and no longer calls."""
 
 import os
-from types import SimpleNamespace
 
 import pytest
+from sglang_objects import partly
 
 from sglang_dspark.engine import hook_checks
 from sglang_dspark.engine.hook_checks import Moment, check, expect_called
 from sglang_dspark.engine.scheduler.worker_base import SpecWorkerBase
 from sglang_dspark.errors import EngineError
+from sglang_dspark.worker.worker import DSparkWorker
 
 
 @pytest.fixture(autouse=True)
@@ -52,4 +53,4 @@ def test_a_forked_process_waits_for_its_own_hooks_alone():
 def test_hooks_are_looked_for_when_a_step_has_been_processed():
     expect_called("dead", "sglang.dead", Moment.ANSWERED, lambda: None)
     with pytest.raises(EngineError, match="when the first request had been answered"):
-        SpecWorkerBase.observe(SimpleNamespace(), result=None, batch=None)
+        SpecWorkerBase.observe(partly(DSparkWorker), result=None, batch=None)

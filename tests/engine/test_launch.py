@@ -2,25 +2,24 @@
 
 import os
 import pickle
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from family_targets import written_target
 from random_drafter import random_drafter
 from sglang.srt.arg_groups import overrides
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
+from sglang_objects import GOLDEN, server_args
 
 from sglang_dspark.draft import resolved
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.launch import defaults, hooks, model_checks
+from sglang_dspark.engine.launch import defaults, hooks
 from sglang_dspark.engine.launch.launch import Launch
-from sglang_dspark.errors import CheckpointError, ConfigError, EngineError, UnservedError
+from sglang_dspark.errors import CheckpointError, ConfigError, EngineError
 from sglang_dspark.tools.launch import PLUGIN
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 DRAFT = GOLDEN / "vanilla_g7"
 
 
@@ -75,19 +74,14 @@ def test_options_of_one_server_are_not_those_of_the_next(reads):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, "0"),
-        ({"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "1"}, "1"),
-        ({"CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1"}, None),
-    ],
-    ids=["not asked", "SGLang is told", "CUDA is told"],
+    ("variable", "expected"),
+    [(None, "0"), ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "1"), ("CUDA_ENABLE_USER_TRIGGERED_COREDUMP", None)],
 )
-def test_nobody_waits_for_core_dumps_that_nobody_writes(reads, monkeypatch, given, expected):
+def test_nobody_waits_for_core_dumps_that_nobody_writes(reads, monkeypatch, variable, expected):
     for name in ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "CUDA_ENABLE_USER_TRIGGERED_COREDUMP"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
+    if variable:
+        monkeypatch.setenv(variable, "1")
     settled()
     assert os.environ.get("SGLANG_CUDA_COREDUMP_BEFORE_CRASH") == expected
 
@@ -103,7 +97,7 @@ def test_variables_that_end_the_start(reads, monkeypatch, variable):
 def test_a_resolution_without_our_hook_ends_the_start():
     """It would go on with the defaults of all options."""
     with pytest.raises(EngineError, match=r"did not call .*ServerArgs\.resolve_once"):
-        Launch.of(SimpleNamespace())
+        Launch.of(server_args())
 
 
 def test_the_kernels_of_experts_may_be_chosen(reads):
@@ -117,26 +111,6 @@ def test_the_kernels_of_experts_may_be_chosen(reads):
     assert "--speculative-moe-runner-backend" not in str(caught.value)  # which SGLang would choose
 
 
-def test_machines_do_not_fall_back_each_by_itself(reads):
-    two = ("--nnodes", "2", "--node-rank", "1", "--tp-size", "2", "--dist-init-addr", "127.0.0.1:20000")
-    with pytest.raises(
-        ConfigError, match="--speculative-dspark-fallback=target-only cannot be combined with --nnodes=2"
-    ):
-        resolve(*two, "--speculative-dspark-fallback", "target-only")
-    assert resolve(*two).node_rank == 1
-
-
-def test_all_refusals_are_said_at_once(reads, monkeypatch):
-    with pytest.raises(ConfigError) as caught:
-        resolve("--page-size", "2", "--speculative-num-draft-tokens", "4", "--enable-mixed-chunk")
-    assert not isinstance(caught.value, UnservedError)
-    named = ("--page-size=2", "--speculative-num-draft-tokens=4", "--enable-mixed-chunk=True")
-    assert [flag for flag in named if f"{flag}" not in str(caught.value)] == []
-    monkeypatch.setattr(model_checks, "DEVICES", ("cuda",))
-    with pytest.raises(UnservedError, match="--device=cpu; pass"):
-        resolve("--page-size", "2")
-
-
 def test_a_target_that_reads_images_is_started_as_without_dspark(reads, tmp_path):
     target = written_target("Qwen3VLForConditionalGeneration", tmp_path / "target")
     draft = random_drafter(tmp_path / "draft", "tiny")
@@ -144,38 +118,34 @@ def test_a_target_that_reads_images_is_started_as_without_dspark(reads, tmp_path
     assert ModelConfig.from_server_args(made).is_image_understandable_model
 
 
-def limit_of(monkeypatch, device, given, max_verify):
-    """Requests at a time, with what an operator has given."""
-    declared = {"max_running_requests": given}
-    monkeypatch.setattr(defaults, "declare_resolution", lambda args, source, **fields: declared.update(fields))
-    args = SimpleNamespace(device=device, max_running_requests=given)
-    defaults.limit_requests(args, max_verify + 1)
-    assert args.max_running_requests == given
-    return declared["max_running_requests"]
+GPU = {"device": "cuda", "given": None, "of_graphs": 256, "max_verify": 7}
 
 
 @pytest.mark.parametrize(
-    ("device", "given", "of_graphs", "max_verify", "expected"),
+    ("changed", "expected"),
     [
-        ("cuda", None, 256, 7, 256),
-        ("cuda", None, 160, 7, 160),
-        ("cuda", None, 512, 7, 256),
-        ("cuda", None, 512, 15, 128),
-        ("cuda", None, 512, 3, 512),
-        ("cuda", None, 8, 7, defaults.MIN_REQUESTS),
-        ("cuda", None, 256, 63, defaults.MIN_REQUESTS),
-        ("cuda", 1000, 256, 7, 1000),
-        ("cuda", 1, 256, 7, 1),
-        ("cpu", None, 256, 7, None),
+        ({}, 256),
+        ({"of_graphs": 160}, 160),
+        ({"of_graphs": 512}, 256),
+        ({"of_graphs": 512, "max_verify": 15}, 128),
+        ({"of_graphs": 512, "max_verify": 3}, 512),
+        ({"of_graphs": 8}, defaults.MIN_REQUESTS),
+        ({"max_verify": 63}, defaults.MIN_REQUESTS),
+        ({"given": 1000}, 1000),
+        ({"given": 1}, 1),
+        ({"device": "cpu"}, None),
     ],
+    ids=str,
 )
-def test_a_gpu_admits_as_many_requests_as_graphs_are_captured_for(
-    monkeypatch, device, given, of_graphs, max_verify, expected
-):
+def test_a_gpu_admits_as_many_requests_as_graphs_are_captured_for(monkeypatch, changed, expected):
     """SGLang would admit thousands, for all of which start-up holds memory."""
-    graphs = SimpleNamespace(decode=SimpleNamespace(max_bs=of_graphs))
-    monkeypatch.setattr(defaults, "resolving_view", lambda args: SimpleNamespace(cuda_graph_config=graphs))
-    assert limit_of(monkeypatch, device, given, max_verify) == expected
+    device, given, of_graphs, max_verify = (GPU | changed).values()
+    args, declared = server_args(device=device, max_running_requests=given), {"max_running_requests": given}
+    args.cuda_graph_config = CudaGraphConfig(decode=PhaseConfig(max_bs=of_graphs))
+    monkeypatch.setattr(defaults, "resolving_view", lambda args: args)
+    monkeypatch.setattr(defaults, "declare_resolution", lambda args, source, **fields: declared.update(fields))
+    defaults.limit_requests(args, max_verify + 1)
+    assert (declared["max_running_requests"], args.max_running_requests) == (expected, given)
 
 
 def test_the_limit_reaches_the_scheduler(reads, monkeypatch):
@@ -186,9 +156,3 @@ def test_the_limit_reaches_the_scheduler(reads, monkeypatch):
     monkeypatch.setattr(defaults, "limit_requests", as_on_a_gpu)
     made, _ = settled()
     assert made.max_running_requests == 77
-
-
-@pytest.mark.parametrize(("flag", "value"), [("--moe-a2a-backend", "deepep"), ("--moe-dense-tp-size", "1")])
-def test_ranks_hold_the_hidden_states_of_all_tokens(reads, flag, value):
-    with pytest.raises(ConfigError, match=f"{flag}={value}; drop the flag: each rank would hold"):
-        resolve("--tp-size", "2", flag, value)

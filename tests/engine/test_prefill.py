@@ -2,26 +2,32 @@
 
 import ast
 import logging
+import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from made_schedule import schedule
 from sglang.srt import layers
 from sglang.srt.layers.attention import hybrid_attn_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_objects import ONE_RANK, batch, forward, model_config, partly, request, runner, server_args
 
 from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.forward import stock_graphs
 from sglang_dspark.engine.forward.verify_attention import PhasedBackend, as_without_dspark
 from sglang_dspark.engine.launch.flag_checks import KNOWN_BY, SINKS
 from sglang_dspark.engine.scheduler import worker_base
+from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.scheduler.batch import SamplingReader
 from sglang_dspark.worker.worker import DSparkWorker
 
 
@@ -63,158 +69,130 @@ class Spy(AttentionBackend):
 def test_prompts_go_to_one_backend_and_verification_to_the_other(mode, monkeypatch):
     """Whatever ``--speculative-attention-mode`` says, and no length is read back in a decode step."""
     stock, ours = Spy(), Spy()
-    runner = SimpleNamespace(
+    target = runner(
+        **dict.fromkeys(("token_to_kv_pool", "req_to_token_pool", "kv_index_translator")),
         attn_backend=stock,
         kv_cache_dtype=torch.float32,
-        token_to_kv_pool=None,
-        req_to_token_pool=None,
-        kv_index_translator=None,
-        model_config=SimpleNamespace(context_len=8),
-        server_args=SimpleNamespace(speculative_attention_mode=mode),
+        model_config=model_config(context_len=8),
+        server_args=server_args(speculative_attention_mode=mode),
         prefill_attention_backend_str="stock",
     )
-    monkeypatch.setattr(hybrid_attn_backend, "get_spec", lambda: runner.server_args)
-    runner.attn_backend = backend = PhasedBackend(runner, runner.attn_backend, ours)
+    monkeypatch.setattr(hybrid_attn_backend, "get_spec", lambda: target.server_args)
+    target.attn_backend = backend = PhasedBackend(target, stock, ours)
     for forward_mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
-        batch = SimpleNamespace(forward_mode=forward_mode)
-        backend.init_forward_metadata(batch)
-        backend.forward(torch.zeros(1), None, None, None, batch)
+        backend.init_forward_metadata(rows := forward(forward_mode))
+        backend.forward(torch.zeros(1), None, None, None, rows)
     assert stock.laid_out == stock.attended == [ForwardMode.EXTEND]
     assert ours.laid_out == ours.attended == [ForwardMode.TARGET_VERIFY]
     assert not backend.needs_cpu_seq_lens
     assert (backend.prefill_attention_backend_str, backend.decode_attention_backend_str) == ("stock", "spy")
     # Gemma masks pictures if this one is of the right class.
-    with as_without_dspark(runner):
+    with as_without_dspark(target):
         assert get_attn_backend() is stock
 
 
-def capture(monkeypatch, chosen, original, ranks=1):
-    """The runner of prefills after the hook."""
+def failing():
+    raise RuntimeError("out of memory")
+
+
+def never():
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("chosen", "original", "ranks", "expected", "warning"),
+    [
+        (Backend.BREAKABLE, lambda: "graphs", 1, "graphs", ""),
+        (Backend.DISABLED, lambda: "what SGLang does then", 1, "what SGLang does then", ""),
+        (Backend.BREAKABLE, failing, 1, "eager", "prefill without CUDA graphs.*out of memory"),
+        (Backend.BREAKABLE, failing, 2, None, ""),  # the other ranks wait for it at every size that they capture
+        (Backend.TC_PIECEWISE, never, 1, "eager", "return no hidden states"),
+    ],
+    ids=["breakable", "disabled", "out of memory", "out of memory on a rank", "piecewise"],
+)
+def test_graphs_of_prefills(monkeypatch, caplog, chosen, original, ranks, expected, warning):
     monkeypatch.setattr(stock_graphs, "check_cuda_graph_backend", lambda phase, backend: backend == chosen)
-    with get_parallel().override(tp_size=ranks):
+    with get_parallel().override(tp_size=ranks), caplog.at_level(logging.WARNING):
+        if expected is None:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                stock_graphs.prefill_graphs(lambda **given: original(), model_runner=None, eager_runner="eager")
+            return
+        captured = {"memory_phase": "prefill", "memory_usage_gb": 0, "capture_time": 0}
         made = stock_graphs.prefill_graphs(
-            lambda **given: SimpleNamespace(runner=original()), model_runner=None, eager_runner="eager"
+            lambda **given: GraphCapture(runner=original(), **captured), model_runner=None, eager_runner="eager"
         )
-    return made.runner
+    assert made.runner == expected and re.search(warning, caplog.text)
+    assert bool(warning) == bool(caplog.records)
 
 
-def test_breakable_graphs_are_sglangs_own(monkeypatch):
-    assert capture(monkeypatch, Backend.BREAKABLE, lambda: "graphs") == "graphs"
-    assert capture(monkeypatch, Backend.DISABLED, lambda: "what SGLang does then") == "what SGLang does then"
+class Noting(Part):
+    """Notes what a worker shows it, and changes the first logits."""
+
+    def __init__(self, seen):
+        self._seen = seen
+
+    def batch_comes(self, batch):
+        self._seen.append("batch")
+
+    def prefill_comes(self, batch):
+        self._seen.append("prefill")
+
+    def first_logits(self, batch, logits):
+        logits[:, 4] = 7.0
+
+    def first_tokens(self, batch, tokens):
+        self._seen.append(tokens.tolist())
+
+    def tokens_drawn(self, batch, output, drawn):
+        self._seen.append((drawn.tokens.tolist(), drawn.indptr.tolist()))
+        return output
+
+    def prefill_done(self, batch):
+        self._seen.append("done")
 
 
-def test_graphs_that_cannot_be_captured_do_not_end_the_start(monkeypatch, caplog):
-    def fail():
-        raise RuntimeError("out of memory")
+def run(mode, output, rows, monkeypatch):
+    """Return what the parts of a worker see while it runs a batch, among what it does itself, and its draft rows."""
+    seen, injected = [], []
 
-    with caplog.at_level(logging.WARNING):
-        assert capture(monkeypatch, Backend.BREAKABLE, fail) == "eager"
-    [record] = caplog.records
-    assert "prefill without CUDA graphs" in record.getMessage()
-    assert "out of memory" in record.getMessage()
+    def generate(**given):
+        seen.append("forward")
+        return GenerationBatchResult(logits_output=output)
 
-
-def test_a_rank_that_cannot_capture_ends_the_start(monkeypatch):
-    """The others wait for it at every size that they capture."""
-
-    def fail():
-        raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        capture(monkeypatch, Backend.BREAKABLE, fail, ranks=2)
-
-
-def test_graphs_that_lose_the_hidden_states_are_not_captured(monkeypatch, caplog):
-    def never():
-        raise AssertionError
-
-    with caplog.at_level(logging.WARNING):
-        assert capture(monkeypatch, Backend.TC_PIECEWISE, never) == "eager"
-    assert "return no hidden states" in caplog.text
+    target = partly(TpModelWorker, _model_runner=runner(attn_backend=None, model_config=model_config()), random_seed=1)
+    target.forward_batch_generation = generate
+    worker = partly(DSparkWorker, _target_worker=target, device=torch.device("cpu"), step=1, check_logits=None)
+    worker.agreement, worker.sampling, worker.schedule = Agreement(ONE_RANK), SamplingReader("cpu"), schedule()
+    worker.decode = lambda *given: seen.append("step")
+    worker.inject_context = lambda *rows: injected.append(rows)
+    worker.remember = lambda *rows: seen.append(rows)
+    worker.parts = [Noting(seen), Part(), Noting(seen)]
+    monkeypatch.setattr(worker_base, "capturing_forward", lambda *given: rows)
+    lens, slots = torch.tensor([2]), torch.tensor([7, 8])
+    given = batch(request(top_k=1), forward_mode=mode, seq_lens=lens, req_pool_indices=lens, out_cache_loc=slots)
+    worker._run(given, lambda lens: None)
+    return seen, injected
 
 
-@pytest.mark.parametrize("is_prefill", [True, False])
-def test_features_prepare_for_a_batch_before_its_forward(is_prefill, monkeypatch):
-    """SGLang's own worker would do so for batches that it is handed; it is handed a forward."""
-    awaited = []
-
-    class Waiting(Part):
-        def batch_comes(self, batch):
-            awaited.append("batch")
-
-        def prefill_comes(self, batch):
-            awaited.append("prefill")
-
-    def forward(*args):
-        raise InterruptedError(f"made after {awaited}")
-
-    worker = object.__new__(DSparkWorker)
-    worker._target_worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=None))
-    worker.schedule = SimpleNamespace(invalidate=lambda: None)
-    worker.parts = [Waiting(), Part()]
-    worker.decode = forward
-    worker._target_worker.forward_batch_generation = lambda **given: forward()
-    monkeypatch.setattr(worker_base, "capturing_forward", lambda *given: None)
-    mode = SimpleNamespace(is_extend=lambda: is_prefill, is_idle=lambda: False)
-    batch = SimpleNamespace(
-        reqs=[], forward_mode=mode, is_extend_in_batch=False, return_logprob=False, is_prefill_only=False
-    )
-    expected = "'batch', 'prefill'" if is_prefill else "'batch'"
-    with pytest.raises(InterruptedError, match=rf"made after \[{expected}\]"):
-        worker._run(batch, None)
-
-
-def test_features_change_the_logits_of_first_tokens_and_look_at_these(monkeypatch):
-    seen = []
-
-    class Looking(Part):
-        def first_logits(self, batch, logits):
-            logits[:, 4] = 7.0
-
-        def first_tokens(self, batch, tokens):
-            seen.append(tokens.tolist())
-
-        def tokens_drawn(self, batch, output, drawn):
-            return [*output, drawn.tokens.tolist(), drawn.indptr.tolist()] if isinstance(output, list) else [output]
-
-    worker = object.__new__(DSparkWorker)
-    worker._target_worker, worker.device, worker.step = SimpleNamespace(random_seed=1), torch.device("cpu"), 1
-    worker.check_logits, worker.agreement = None, SimpleNamespace(adopt=lambda *tensors: None)
-    worker.sampling = SimpleNamespace(read=lambda reqs: SimpleNamespace(filter_params=SimpleNamespace(temperatures=1)))
-    worker.parts = [Looking(), Looking()]
-    monkeypatch.setattr(worker_base, "round_keys", lambda *given, **named: None)
-    monkeypatch.setattr(worker_base, "draw", lambda logits, rows, keys: logits.argmax(-1))
-    req = Req("r", "", [0], SamplingParams())
-    batch = SimpleNamespace(reqs=[req], has_grammar=False, return_logprob=False, seq_lens=torch.tensor([3]))
-    output = SimpleNamespace(next_token_logits=torch.zeros(1, 9))
-    worker._draw_first(batch, result := SimpleNamespace(logits_output=output))
-    assert seen == [[4], [4]] and result.logits_output == [output, [4], [0, 1]]
+def test_features_prepare_for_a_step(monkeypatch):
+    assert run(ForwardMode.DECODE, None, None, monkeypatch) == (["batch", "batch", "step"], [])
 
 
 @pytest.mark.parametrize("pictures", [True, False])
-def test_a_drafter_reads_pictures_as_they_are_embedded(pictures, monkeypatch):
+def test_a_prefill(pictures, monkeypatch):
+    """Features prepare before its forward, change the logits of the first tokens, and look at these and at the end.
+
+    SGLang's own worker would have them prepare for batches that it is handed; it is handed a forward. A drafter reads
+    pictures as they are embedded.
+    """
     ids, embedded, states = torch.tensor([3, 4]), torch.randn(2, 3), torch.randn(2, 6)
-    output = SimpleNamespace(mm_input_embeds=embedded if pictures else None, hidden_states=states)
-    result = SimpleNamespace(logits_output=output, next_token_ids=torch.tensor([5]))
-    injected, remembered, seen = [], [], []
-
-    class Seeing(Part):
-        def prefill_done(self, batch):
-            seen.append(list(remembered))
-
-    worker = object.__new__(DSparkWorker)
-    worker.parts = [Seeing()]
-    worker.remember = lambda *rows: remembered.append(rows)
-    worker._target_worker = SimpleNamespace(
-        model_runner=SimpleNamespace(attn_backend=None, model_config=SimpleNamespace(model_is_mrope=False)),
-        forward_batch_generation=lambda **given: result,
+    output = LogitsProcessorOutput(next_token_logits=torch.zeros(1, 9), hidden_states=states)
+    output.mm_input_embeds = embedded if pictures else None
+    seen, [(rows, captured, *_)] = run(
+        ForwardMode.EXTEND, output, forward(input_ids=ids, positions=torch.arange(2)), monkeypatch
     )
-    worker.inject_context = lambda *rows: injected.append(rows)
-    forward = SimpleNamespace(input_ids=ids, positions=torch.arange(2))
-    monkeypatch.setattr(worker_base, "capturing_forward", lambda *given: forward)
-    batch = SimpleNamespace(is_prefill_only=True, seq_lens=torch.tensor([2]), out_cache_loc=torch.tensor([7, 8]))
-    worker._prefill(batch, lambda lens: None)
-    [(rows, captured, *_)] = injected
-    assert rows is (embedded if pictures else ids) and captured is states
-    assert remembered == [(ids, batch.out_cache_loc)] and seen == [remembered]
-    assert output.mm_input_embeds is None
+    [remembered] = [entry for entry in seen if isinstance(entry, tuple) and entry[0] is ids]
+    drawn = ([4], [0, 1])
+    assert seen == [*["batch"] * 2, *["prefill"] * 2, "forward", [4], [4], drawn, drawn, remembered, "done", "done"]
+    assert remembered[1].tolist() == [7, 8]
+    assert rows is (embedded if pictures else ids) and captured is states and output.mm_input_embeds is None

@@ -2,12 +2,13 @@
 
 from array import array
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, TokenizedGenerateReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling import sampling_params
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_objects import model_config, partly, server_args
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.api.requests import check_request
@@ -16,6 +17,9 @@ from sglang_dspark.engine.launch_state import DSparkServer, TargetOnly
 from sglang_dspark.features.ends.stop_regex import parse_stop_regex
 
 OURS = DSparkServer(DSparkConfig(), None, dummy_draft=False)
+PARTS = dict.fromkeys(("input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob"))
+NUMBERS = {"return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0, "stream": True}
+PICTURES = "Qwen3VLForConditionalGeneration"
 
 
 def checked(ids=(5,), parameters=None, request=None, architecture="LlamaForCausalLM", server=OURS, **fields):
@@ -27,24 +31,11 @@ def checked(ids=(5,), parameters=None, request=None, architecture="LlamaForCausa
         server: attached to SGLang's arguments.
         fields: fields of what travels.
     """
-    made = {
-        "rid": "a",
-        "input_text": "a",
-        "input_ids": array("q", ids),
-        "input_embeds": None,
-        "mm_inputs": None,
-        "token_type_ids": None,
-        "sampling_params": SamplingParams(**(parameters or {})),
-        "return_logprob": False,
-        "logprob_start_len": -1,
-        "top_logprobs_num": 0,
-        "token_ids_logprob": None,
-        "stream": True,
-    }
+    named = {"rid": "a", "input_text": "a", "input_ids": array("q", ids)}
+    made = {**named, **PARTS, **NUMBERS, "sampling_params": SamplingParams(**(parameters or {}))}
     tokenized = TokenizedGenerateReqInput(**made | fields)
-    hf_config = SimpleNamespace(architectures=[architecture])
-    model_config = SimpleNamespace(vocab_size=256, hf_config=hf_config)
-    manager = SimpleNamespace(model_config=model_config, server_args=SimpleNamespace())
+    target = model_config(architecture)
+    manager = partly(TokenizerManager, model_config=target, server_args=server_args(target))
     if server is not None:
         attach(manager.server_args, server)
     check_request(tokenized, manager, GenerateReqInput(text="a", **(request or {})), "a", ids)
@@ -57,134 +48,79 @@ def test_another_engine_of_the_process_checks_nothing(server):
     assert checked(request={"return_hidden_states": True}, server=server).input_ids.tolist() == [5]
 
 
-FIELDS = {
-    "return_hidden_states": True,
-    "custom_logit_processor": "x",
-    "input_embeds": [[0.5]],
-    "watermark": {"key": 1},
-    "return_sampling_mask": True,
-    "max_thinking_tokens": 5,
-    "token_indices_to_pool": [1],
-    "sampling_logprobs_mode": "selected",
-    "return_flat_raw_top_logprobs": True,
+UNSERVED = {
+    "return_hidden_states": True, "custom_logit_processor": "x", "input_embeds": [[0.5]], "watermark": {"key": 1},
+    "return_sampling_mask": True, "max_thinking_tokens": 5, "token_indices_to_pool": [1],
+    "sampling_logprobs_mode": "selected", "return_flat_raw_top_logprobs": True,
     "return_flat_raw_output_top_logprobs": True,
-}
+}  # fmt: skip
+# Of a wrong type: SGLang's own decoder in the scheduler raises over them, and nothing there catches that.
+FIELDS = {
+    "logprob_start_len": [1], "top_logprobs_num": [2, 3], "token_ids_logprob": ["a"], "priority": "high",
+    "extra_key": {"a": 1}, "return_logprob": [True], "rid": 5,
+}  # fmt: skip
+PARAMETERS = [
+    *(("top_k", 1.5), ("n", "x"), ("ignore_eos", "x"), ("regex", 3), ("json_schema", {"type": "object"})),
+    *(("custom_params", {"mine": {"a": [1]}}), ("custom_params", [1])),
+]
+BEYOND = "which is no token id; pass integers from 0 to 255$"
+# What is asked, and what is said of it.
+REFUSED = [
+    *(({"request": {field: value}}, f"not serve {field}=.*; drop the field") for field, value in UNSERVED.items()),
+    *(
+        ({"parameters": {name: value}}, f"DSPARK does not serve sampling_params.{name}=.*; drop it")
+        for name, value in (("watermark", {"enabled": True}), ("beam_width", 4))
+    ),
+    *(({"ids": ids}, f"^input_ids holds {named}, {BEYOND}") for ids, named in (([5, -1], -1), ([2**40, 1], 2**40))),
+    ({"ids": [256]}, f"^input_ids holds 256, {BEYOND}"),
+    ({"ids": []}, "the prompt has no token"),
+    ({"ids": [], "session_params": SessionParams(rid="r")}, "the prompt has no token"),
+    *(({name: value}, f"at `{name}") for name, value in FIELDS.items()),
+    ({"session_params": SessionParams(id=3)}, "got `int` - at `session_params.id"),
+    *(({"parameters": {name: value}}, f"at `sampling_params.{name}") for name, value in PARAMETERS),
+    ({"parameters": {"top_k": 2**31}}, "^sampling_params.top_k=2147483648 is out of range"),
+    ({"parameters": {"min_new_tokens": 2**40, "max_new_tokens": None}}, "min_new_tokens=1099511627776 is out of range"),
+    *(
+        ({"parameters": {"logit_bias": {"5": bias}}}, f"^sampling_params.logit_bias of token 5 is {said}")
+        for bias, said in ((1e39, r"1e\+39"), (float("inf"), "inf"), (float("nan"), "nan"))
+    ),
+    *(
+        ({"return_logprob": True, "top_logprobs_num": most}, f"^top_logprobs_num={most} is out of range; pass 0 to 256")
+        for most in (257, -1)
+    ),
+]
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_fields_that_are_not_served(field):
-    with pytest.raises(ValueError, match=f"DSPARK does not serve {field}=.*; drop the field"):
-        checked(request={field: FIELDS[field]})
-
-
-@pytest.mark.parametrize(("name", "value"), [("watermark", {"enabled": True}), ("beam_width", 4)])
-def test_sampling_parameters_that_are_not_served(name, value):
-    with pytest.raises(ValueError, match=f"DSPARK does not serve sampling_params.{name}=.*; drop it"):
-        checked(parameters={name: value})
+@pytest.mark.parametrize(("asked", "said"), REFUSED, ids=str)
+def test_what_is_refused_is_named(asked, said):
+    with pytest.raises(ValueError, match=said):
+        checked(**asked)
 
 
 @pytest.mark.parametrize("field", ["video_data", "audio_data"])
-@pytest.mark.parametrize("architecture", ["Qwen3VLForConditionalGeneration", "Mistral3ForConditionalGeneration"])
+@pytest.mark.parametrize("architecture", [PICTURES, "Mistral3ForConditionalGeneration"])
 def test_media_that_are_not_tried(field, architecture):
     with pytest.raises(ValueError, match=f"serves text and images of this target, and not {field} yet"):
         checked(request={field: ["x.mp4"]}, architecture=architecture)
 
 
-def test_images_are_served():
-    checked(request={"image_data": ["x.png"]}, architecture="Qwen3VLForConditionalGeneration")
-
-
-@pytest.mark.parametrize("ids", [[0], [255, 0, 3], [True]])
-def test_ids_of_the_vocabulary_are_served(ids):
-    checked(ids)
-
-
-@pytest.mark.parametrize(("ids", "named"), [([5, -1], "-1"), ([256], "256"), ([2**40, 1], str(2**40))])
-def test_other_ids_are_refused_by_value(ids, named):
-    with pytest.raises(
-        ValueError, match=rf"^input_ids holds {named}, which is no token id; pass integers from 0 to 255$"
-    ):
-        checked(ids)
-
-
-def test_a_prompt_has_a_token():
-    """A tokenizer makes none of an empty text. In a session, SGLang looks at what earlier turns have brought."""
-    for nowhere in (None, SessionParams(rid="r")):
-        with pytest.raises(ValueError, match=r"the prompt has no token"):
-            checked([], session_params=nowhere)
-    checked([], session_params=SessionParams(id="s"))
-
-
-def test_what_clients_usually_send_passes():
-    usual = {"priority": 3, "extra_key": "k", "token_ids_logprob": [1, 2], "routing_key": "r", "return_logprob": True}
-    parameters = {"stop": ["a", "b"], "logit_bias": {"5": 1.0}, "custom_params": {"mine": {"a": 1}}, "top_k": 2**31 - 1}
-    assert checked(parameters=parameters, **usual).priority == 3
+USUAL = {"priority": 3, "extra_key": "k", "token_ids_logprob": [1, 2], "routing_key": "r", "return_logprob": True}
+HARMLESS = {"stop": ["a", "b"], "logit_bias": {"5": float("-inf"), "6": 1.0}, "custom_params": {"mine": {"a": 1}}}
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    "asked",
     [
-        ("logprob_start_len", [1]),
-        ("top_logprobs_num", [2, 3]),
-        ("token_ids_logprob", ["a"]),
-        ("priority", "high"),
-        ("extra_key", {"a": 1}),
-        ("return_logprob", [True]),
-        ("rid", 5),
+        *({"ids": ids} for ids in ([0], [255, 0, 3], [True])),
+        {"ids": [], "session_params": SessionParams(id="s")},  # SGLang looks at what earlier turns have brought
+        {"parameters": HARMLESS | {"top_k": 2**31 - 1}, **USUAL},
+        {"request": {"image_data": ["x.png"]}, "architecture": PICTURES},
+        {"top_logprobs_num": 257},  # of a request without log-probabilities
     ],
+    ids=str,
 )
-def test_a_field_of_a_wrong_type_is_named(name, value):
-    """SGLang's own decoder in the scheduler raises over it, and nothing there catches that."""
-    with pytest.raises(ValueError, match=f"at `{name}"):
-        checked(**{name: value})
-
-
-def test_a_part_of_a_wrong_type_is_named():
-    with pytest.raises(ValueError, match=r"got `int` - at `session_params.id`"):
-        checked(session_params=SessionParams(id=3))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("top_k", 1.5),
-        ("n", "x"),
-        ("ignore_eos", "x"),
-        ("regex", 3),
-        ("json_schema", {"type": "object"}),
-        ("custom_params", {"mine": {"a": [1]}}),
-        ("custom_params", [1]),
-    ],
-)
-def test_a_sampling_parameter_of_a_wrong_type_is_named(name, value):
-    with pytest.raises(ValueError, match=f"at `sampling_params.{name}"):
-        checked(parameters={name: value})
-
-
-@pytest.mark.parametrize(
-    ("parameters", "named"),
-    [
-        ({"top_k": 2**31}, r"top_k=2147483648 is out of range"),
-        ({"min_new_tokens": 2**40, "max_new_tokens": None}, r"min_new_tokens=1099511627776 is out of range"),
-        ({"logit_bias": {"5": 1e39}}, r"logit_bias of token 5 is 1e\+39"),
-        ({"logit_bias": {"5": float("inf")}}, r"logit_bias of token 5 is inf"),
-        ({"logit_bias": {"5": float("nan")}}, r"logit_bias of token 5 is nan"),
-    ],
-)
-def test_a_number_that_no_tensor_of_sglang_holds_is_named(parameters, named):
-    with pytest.raises(ValueError, match=f"^sampling_params.{named}"):
-        checked(parameters=parameters)
-
-
-def test_large_numbers_that_do_no_harm_pass():
-    checked(parameters={"top_k": 2**31 - 1, "logit_bias": {"5": float("-inf")}})
-
-
-@pytest.mark.parametrize("number", [257, -1])
-def test_more_logprobs_than_tokens(number):
-    with pytest.raises(ValueError, match=f"^top_logprobs_num={number} is out of range; pass 0 to 256"):
-        checked(return_logprob=True, top_logprobs_num=number)
-    checked(top_logprobs_num=number)
+def test_what_is_served_passes(asked):
+    assert checked(**asked).priority == asked.get("priority")
 
 
 @pytest.mark.parametrize(("given", "left"), [([3, 2**40, -1, 255, 256], {3, 255}), ([2**40], set()), (None, None)])

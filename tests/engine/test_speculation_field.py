@@ -82,20 +82,29 @@ def test_a_deep_body_is_passed_on(where, depth):
     assert field is not None or depth >= 900
 
 
+HICACHE = "/hicache/storage-backend"
+
+
 @pytest.mark.parametrize("path", ROUTES)
 def test_every_route_that_generates_has_it(path):
     assert send(BODY.encode(), path, chunk=7) == FIELD
 
 
-def test_other_routes_have_none():
-    assert send(BODY.encode(), "/v1/embeddings") is None
-
-
 @pytest.mark.parametrize(
-    ("root", "path"), [("/x/y", "/x/y/generate"), ("/x/", "/x//generate"), ("/", "//generate"), ("/x", "/generate")]
+    ("path", "scope", "found"),
+    [
+        ("/v1/embeddings", {}, None),
+        ("/generate", {"method": "PUT"}, FIELD),  # SGLang's takes both methods
+        # Behind a proxy paths begin with its prefix.
+        ("/x/y/generate", {"root_path": "/x/y"}, FIELD),
+        ("/x//generate", {"root_path": "/x/"}, FIELD),
+        ("//generate", {"root_path": "/"}, FIELD),
+        ("/generate", {"root_path": "/x"}, FIELD),
+        (HICACHE, {"method": "GET"}, None),
+    ],
 )
-def test_behind_a_proxy_paths_begin_with_its_prefix(root, path):
-    assert send(BODY.encode(), path, root_path=root) == FIELD
+def test_paths_and_methods(path, scope, found):
+    assert send(BODY.encode(), path, **scope) == found
 
 
 @pytest.mark.parametrize("value", [None, 1, "x", [], {"trace": 1}, {"candidates": ["yes", "no"]}])
@@ -104,18 +113,13 @@ def test_whatever_the_field_holds_is_kept(value):
     assert json.loads(send(json.dumps({"text": "a", "speculation": value}).encode())) == value
 
 
-@pytest.mark.parametrize("path", ["/weights_checker", "/begin_weight_update", "/end_weight_update", "/pd_role_switch"])
-def test_routes_that_would_change_the_target(path):
-    status, message = send(b"{}", path=path)
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *(("POST", f"/{name}") for name in ("weights_checker", "begin_weight_update", "end_weight_update")),
+        *(("POST", "/pd_role_switch"), ("PUT", HICACHE), ("DELETE", HICACHE)),
+    ],
+)
+def test_routes_that_would_change_the_target_or_its_cache(method, path):
+    status, message = send(b"{}", path=path, method=method)
     assert status == 400 and f"DSPARK does not serve {path} yet" in message
-
-
-@pytest.mark.parametrize(("method", "served"), [("PUT", False), ("DELETE", False), ("GET", True)])
-def test_a_storage_behind_the_host_cache_can_be_asked_for_and_not_attached(method, served):
-    found = send(b"{}", path="/hicache/storage-backend", method=method)
-    assert (found is None) == served
-
-
-def test_a_body_may_be_put_as_well():
-    """SGLang's /generate takes both methods."""
-    assert send(BODY.encode(), method="PUT") == FIELD

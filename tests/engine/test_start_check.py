@@ -1,9 +1,11 @@
 """SGLang's work before a server decodes, each part left undone once."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+from sglang_objects import model_config, partly, runner, table
 
 from sglang_dspark.engine.scheduler import start_check
 from sglang_dspark.engine.scheduler.start_check import check_start
@@ -12,15 +14,13 @@ from sglang_dspark.errors import EngineError
 WINDOW, CONTEXT = 8, 100
 
 
-def runner(*, slots=64, free=64, columns=CONTEXT + 2 * WINDOW, captures=True):
-    return SimpleNamespace(
-        token_to_kv_pool=SimpleNamespace(size=slots),
-        token_to_kv_pool_allocator=SimpleNamespace(size_full=free),
-        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros((2, columns), dtype=torch.int32)),
-        model_config=SimpleNamespace(
-            context_len=CONTEXT, hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"])
-        ),
-        model=SimpleNamespace(capture_aux_hidden_states=captures),
+def started(*, slots=64, free=64, columns=CONTEXT + 2 * WINDOW, captures=True):
+    return runner(
+        token_to_kv_pool=partly(MHATokenToKVPool, size=slots),
+        token_to_kv_pool_allocator=TokenToKVPoolAllocator(free, torch.float32, "cpu", None, need_sort=False),
+        req_to_token_pool=table(2, columns),
+        model_config=model_config(context_len=CONTEXT),
+        model=partly(Qwen3ForCausalLM, capture_aux_hidden_states=captures),
     )
 
 
@@ -33,14 +33,14 @@ def resolved(monkeypatch):
 
 
 def test_a_start_as_it_should_be():
-    check_start(runner(), WINDOW, captures=True)
-    check_start(runner(captures=False), WINDOW, captures=False)
+    check_start(started(), WINDOW, captures=True)
+    check_start(started(captures=False), WINDOW, captures=False)
 
 
 def test_a_reservation_by_raw_arguments_ends_the_start(resolved):
     resolved["tokens"] = 1
     with pytest.raises(EngineError, match="reserves for 1 tokens per request and step, and DSPARK verifies up to 8"):
-        check_start(runner(), WINDOW, captures=True)
+        check_start(started(), WINDOW, captures=True)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_reservation_by_raw_arguments_ends_the_start(resolved):
 )
 def test_what_was_not_done_is_named(fields, says):
     with pytest.raises(EngineError, match=says):
-        check_start(runner(**fields), WINDOW, captures=True)
+        check_start(started(**fields), WINDOW, captures=True)
 
 
 def test_a_release_whose_requests_end_elsewhere(monkeypatch):
@@ -65,4 +65,4 @@ def test_a_release_whose_requests_end_elsewhere(monkeypatch):
 
     monkeypatch.setattr(start_check, "Req", Req)
     with pytest.raises(EngineError, match="update_finish_state, which looks for the end of a text"):
-        check_start(runner(), WINDOW, captures=True)
+        check_start(started(), WINDOW, captures=True)

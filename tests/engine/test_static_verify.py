@@ -1,13 +1,13 @@
 """Captured verifications tell the target of their padding."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingBatch, VerifyRows
-from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_context import get_forward_context
+from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+from sglang_objects import model_config, partly, runner
 
 from sglang_dspark.engine.forward.graphs import copy_logits, static_verify
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
@@ -15,12 +15,11 @@ from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 ROWS, REQUESTS = 8, 3
 
 
-def runner_of(forward):
+def runner_of(forward, pool=None):
     """A runner of a model whose forward this is."""
-    config, model = SimpleNamespace(model_is_mrope=False), SimpleNamespace(forward=forward)
-    return SimpleNamespace(
-        model=model, model_config=config, attn_backend=None, spec_algorithm=None, token_to_kv_pool=None
-    )
+    model = partly(Qwen3ForCausalLM, forward=forward)
+    known = {"model_config": model_config(), "attn_backend": None, "spec_algorithm": None}
+    return runner(model=model, token_to_kv_pool=pool, **known)
 
 
 def buffers():
@@ -37,10 +36,10 @@ def buffers():
 def test_without_a_buffer_logits_keep_their_dtype(buffered, cap):
     """But for those that are capped. Padding of the vocabulary is cut off, and other forwards get float32 as before."""
     logits = torch.randn(ROWS, 6).bfloat16()
-    processor = SimpleNamespace(vocab_size=5, final_logit_softcapping=cap)
+    processor = partly(LogitsProcessor, vocab_size=5, final_logit_softcapping=cap)
 
     def copied(buffer):
-        metadata = SimpleNamespace(next_token_logits_buffer=buffer)
+        metadata = partly(LogitsMetadata, next_token_logits_buffer=buffer)
         return copy_logits(LogitsProcessor._copy_logits_to_buffer, processor, logits, metadata)
 
     def forward(input_ids, positions, batch):
@@ -63,12 +62,10 @@ def test_every_replay_translates_its_slots():
         seen.append(batch.spec_info.slots_of_windows.tolist())
         return LogitsProcessorOutput(next_token_logits=None)
 
-    runner = runner_of(forward)
-    runner.token_to_kv_pool = SWAKVPool.__new__(SWAKVPool)
-    translation = torch.arange(100) % 7
-    runner.token_to_kv_pool.register_mapping(translation)
+    pool, translation = partly(SWAKVPool), torch.arange(100) % 7
+    pool.register_mapping(translation)
     step, plan = buffers()
-    run = static_verify(runner, step, plan, torch.zeros(ROWS, 5))
+    run = static_verify(runner_of(forward, pool), step, plan, torch.zeros(ROWS, 5))
     for slots in (torch.arange(ROWS), 50 - torch.arange(ROWS)):
         plan.slots.copy_(slots)
         run()

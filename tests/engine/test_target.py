@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import SpecAuxHiddenStateConfig
+from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.runtime_context import get_parallel
+from sglang_objects import ONE_RANK, model_config, partly, runner
 
 from sglang_dspark.draft.config import EMBEDDING_TAP, DraftConfig
 from sglang_dspark.draft.formats import read_config
@@ -21,6 +23,7 @@ from sglang_dspark.errors import CheckpointError
 DRAFT_DIR = Path(__file__).parents[1] / "data" / "golden" / "vanilla_g7"
 DRAFT = read_config(DRAFT_DIR)
 ROWS_PER_RANK = 160  # of a vocabulary of 256, padded to 320
+layer = partial(partly, torch.nn.Module)
 
 
 class TwoRanks:
@@ -35,45 +38,22 @@ class TwoRanks:
         return torch.cat([part, self._others.pop(0)], dim)
 
 
-def target_runner(**fields: Any) -> SimpleNamespace:
-    defaults = {
-        "spec_aux_config": SpecAuxHiddenStateConfig(),
-        "model_config": SimpleNamespace(
-            hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
-            head_dim=DRAFT.head_dim,
-            get_num_kv_heads=lambda ranks: max(1, 2 // ranks),
-            quantization="fp8",
-        ),
-        "model": None,
-        "dtype": torch.float32,
-        "kv_cache_dtype": torch.float32,
-    }
-    return SimpleNamespace(**{**defaults, **fields})
-
-
-class OneRank:
-    world_size = 1
-
-    def all_gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        return part
-
-
-ONE_RANK = OneRank()
-
-
-def target_of(runner: SimpleNamespace, draft: DraftConfig = DRAFT, group: Any = ONE_RANK) -> Target:
+def target_of(embedding: Any, head: Any, draft: DraftConfig = DRAFT, group: Any = ONE_RANK) -> Target:
+    """The handle of a target with these layers."""
+    model = partly(Qwen3ForCausalLM, get_input_embeddings=lambda: embedding, lm_head=head)
+    known = {"dtype": torch.float32, "kv_cache_dtype": torch.float32, "spec_aux_config": SpecAuxHiddenStateConfig()}
+    target = runner(model_config=model_config(quantization="fp8"), model=model, **known)
     with get_parallel().override(tp_group=group, tp_size=group.world_size):
-        return Target(runner, draft)
+        return Target(target, draft)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_drafter_reads_whole_matrices(tied):
     embedding, head = (torch.randn(2 * ROWS_PER_RANK, DRAFT.hidden_size) for _ in range(2))
     head = embedding if tied else head
-    layers = [SimpleNamespace(weight=torch.nn.Parameter(whole[:ROWS_PER_RANK])) for whole in (embedding, head)]
-    model = SimpleNamespace(get_input_embeddings=lambda: layers[0], lm_head=layers[0] if tied else layers[1])
+    layers = [layer(weight=whole[:ROWS_PER_RANK]) for whole in (embedding, head)]
     group = TwoRanks(embedding[ROWS_PER_RANK:], head[ROWS_PER_RANK:])
-    target = target_of(target_runner(model=model), group=group)
+    target = target_of(layers[0], layers[0] if tied else layers[1], group=group)
     drafter = load_draft_model(DRAFT_DIR, dtype=torch.float32, device="cpu")
     drafter.embed_tokens = drafter.lm_head = None  # as in a checkpoint that leaves them out
     assert target.share_with(drafter) == ("embed_tokens.weight", "lm_head.weight")
@@ -84,22 +64,20 @@ def test_the_drafter_reads_whole_matrices(tied):
 
 PLAIN = torch.nn.Linear(DRAFT.hidden_size, 320, bias=False).half()  # of a vocabulary of 256
 UNREADABLE = {
-    "codes": SimpleNamespace(weight=torch.zeros(320, DRAFT.hidden_size, dtype=torch.int8)),
-    "eight-bit floats": SimpleNamespace(weight=torch.zeros(320, DRAFT.hidden_size).to(torch.float8_e4m3fn)),
-    "turned": SimpleNamespace(weight=torch.zeros(DRAFT.hidden_size, 320)),
-    "packed under another name": SimpleNamespace(qweight=torch.zeros(16, 320, dtype=torch.int32)),
-    "packed for AMX": SimpleNamespace(weight=PLAIN.weight, use_intel_amx_backend=True),
+    "codes": layer(weight=torch.zeros(320, DRAFT.hidden_size, dtype=torch.int8)),
+    "eight-bit floats": layer(weight=torch.zeros(320, DRAFT.hidden_size).to(torch.float8_e4m3fn)),
+    "turned": layer(weight=torch.zeros(DRAFT.hidden_size, 320)),
+    "packed under another name": layer(qweight=torch.zeros(16, 320, dtype=torch.int32)),
+    "packed for AMX": layer(weight=PLAIN.weight.data, use_intel_amx_backend=True),
 }
 
 
 def share(embedding: Any, head: Any, *, own: bool) -> tuple[Any, tuple[str, ...]]:
     """A drafter and what it reads of a target with these layers."""
-    model = SimpleNamespace(get_input_embeddings=lambda: embedding, lm_head=head)
-    target = target_of(target_runner(model=model))
     drafter = load_draft_model(DRAFT_DIR, dtype=torch.float32, device="cpu")
     if not own:
         drafter.embed_tokens = drafter.lm_head = None
-    return drafter, target.share_with(drafter)
+    return drafter, target_of(embedding, head).share_with(drafter)
 
 
 @pytest.mark.parametrize("head", UNREADABLE.values(), ids=UNREADABLE)
@@ -124,19 +102,15 @@ def test_each_layer_is_decided_by_itself():
 def test_the_drafter_reads_layers_below_their_adapters():
     """Whose forms are known of them alone; an adapter's embedding is laid out for the rows of a forward."""
 
-    def adapted(layer):
-        def forward(input_ids):
-            raise AssertionError
-
-        return SimpleNamespace(base_layer=layer, weight=layer.weight, __call__=forward)
+    def adapted(below):
+        return layer(weight=below.weight, base_layer=below)
 
     assert share(adapted(PLAIN), adapted(PLAIN), own=False)[1] == ("embed_tokens.weight", "lm_head.weight")
     with pytest.raises(CheckpointError, match="is packed for AMX"):
         share(adapted(PLAIN), adapted(UNREADABLE["packed for AMX"]), own=False)
     embedding = torch.nn.Embedding(256, DRAFT.hidden_size)
     with_embedding = replace(DRAFT, target_layer_ids=(EMBEDDING_TAP, *DRAFT.target_layer_ids))
-    model = SimpleNamespace(get_input_embeddings=lambda: adapted(embedding))
-    target = target_of(target_runner(model=model), with_embedding)
+    target = target_of(adapted(embedding), None, with_embedding)
     ids, captured = torch.tensor([5, 6]), torch.zeros(2, 3 * DRAFT.hidden_size)
     assert target.features(ids, captured)[:, : DRAFT.hidden_size].equal(embedding(ids))
     # Rows of pictures have no ids, and bring what they are embedded as.

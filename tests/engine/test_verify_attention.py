@@ -7,10 +7,13 @@ import torch
 from dense import FP32_TOL, dense_attention
 from dspark_kernels import PagedWindows, window_attention_ref
 from sglang.srt.layers.attention import hybrid_attn_backend
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang_objects import forward, partly
 
 from sglang_dspark.engine.forward import verify_attention
+from sglang_dspark.engine.forward.verify import DSparkVerifyInput
 from sglang_dspark.engine.forward.verify_attention import CudaVerifyBackend, PhasedBackend, check_pool
 from sglang_dspark.errors import ConfigError
 
@@ -38,18 +41,10 @@ class Pool:
 
 
 def a_layer(scales=(None, None), keys_before=-1):
-    return SimpleNamespace(
-        tp_q_head_num=HEADS,
-        tp_k_head_num=KV_HEADS,
-        tp_v_head_num=KV_HEADS,
-        qk_head_dim=HEAD_DIM,
-        v_head_dim=HEAD_DIM,
-        layer_id=0,
-        sliding_window_size=keys_before,
-        scaling=HEAD_DIM**-0.5,
-        k_scale_float=scales[0],
-        v_scale_float=scales[1],
-    )
+    layer = RadixAttention(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, layer_id=0)
+    layer.sliding_window_size = keys_before  # SGLang itself would take 0 for no window
+    layer.k_scale_float, layer.v_scale_float = scales
+    return layer
 
 
 def verify(dtype=torch.float32, scales=(None, None), keys_before=-1, sinks=None):
@@ -62,63 +57,41 @@ def verify(dtype=torch.float32, scales=(None, None), keys_before=-1, sinks=None)
     k, v = (torch.randn(5, KV_HEADS * HEAD_DIM) for _ in range(2))
     layer = a_layer(scales, keys_before)
     slots = torch.cat([backend.req_to_token[2, 5:8], backend.req_to_token[0, 1:3]]).long()
-    batch = SimpleNamespace(
-        forward_mode=SimpleNamespace(is_target_verify=lambda: True),
-        spec_info=SimpleNamespace(indptr=indptr, draft_token_num=3),
-        req_pool_indices=rows,
-        seq_lens=lens,
-        out_cache_loc=slots,
-    )
+    layout = partly(DSparkVerifyInput, indptr=indptr, draft_token_num=3)
+    batch = forward(spec_info=layout, req_pool_indices=rows, seq_lens=lens, out_cache_loc=slots)
     given = q.clone(), k.clone(), v.clone()
     attended = backend.forward_extend(q, k, v, layer, batch, sinks=sinks)
     return attended, given, backend, PagedWindows(backend.req_to_token, rows, lens, indptr, 3), slots
-
-
-@pytest.fixture
-def verified():
-    return verify()
 
 
 def heads_of(x):
     return x.view(5, -1, HEAD_DIM)
 
 
-def test_no_row_sees_a_later_one(verified):
-    attended, rows, backend, windows, _ = verified
-    pool = backend.token_to_kv_pool.k, backend.token_to_kv_pool.v
-    q, *kv = map(heads_of, rows)
-    expected = window_attention_ref(q, tuple(kv), pool, windows, causal=True, scale=HEAD_DIM**-0.5)
-    torch.testing.assert_close(heads_of(attended), expected)
-
-
 @pytest.mark.parametrize("sinks", [None, torch.tensor([3.0, -1.0, 0.0, 2.0]).bfloat16()], ids=["plain", "sinks"])
 @pytest.mark.parametrize("keys_before", [-1, 0, 3, 6])
-def test_a_layer_with_a_window_sees_as_many_keys_before_a_row(keys_before, sinks):
-    """And its heads have sinks, each its own."""
-    attended, rows, backend, windows, _ = verify(keys_before=keys_before, sinks=sinks)
+def test_which_keys_a_row_sees(keys_before, sinks):
+    """No row sees a later one, a layer without a window (-1) all before, and heads have sinks, each its own."""
+    attended, rows, backend, windows, slots = verify(keys_before=keys_before, sinks=sinks)
     pool = backend.token_to_kv_pool.k, backend.token_to_kv_pool.v
     q, *kv = map(heads_of, rows)
     for request, (start, end) in enumerate([(0, 3), (3, 5)]):
         prefix = int(windows.prefix_lens[request])
-        slots = backend.req_to_token[windows.req_pool_indices[request], :prefix].long()
-        keys, values = (torch.cat([cached[slots], x[start:end]]) for cached, x in zip(pool, kv, strict=True))
+        before = backend.req_to_token[windows.req_pool_indices[request], :prefix].long()
+        keys, values = (torch.cat([cached[before], x[start:end]]) for cached, x in zip(pool, kv, strict=True))
         ages = prefix + torch.arange(end - start)[:, None] - torch.arange(prefix + end - start)
         seen = (ages >= 0) & ((ages <= keys_before) | (keys_before < 0))
         expected = dense_attention(q[start:end], keys, values, seen, sinks)
         torch.testing.assert_close(heads_of(attended)[start:end].double(), expected, **FP32_TOL)
+    assert all(torch.equal(stored[slots], x) for stored, x in zip(pool, kv, strict=True))
 
 
 @pytest.mark.parametrize("translated", [True, False], ids=["a step", "a dummy forward"])
 def test_a_layer_in_a_pool_of_windows(translated):
     """Its K/V lie elsewhere than those of other layers, in heads of its own; a later layer reads them again."""
     torch.manual_seed(2)
-    heads = {
-        "head_num": 1,
-        "head_dim": 16,
-        "swa_head_num": KV_HEADS,
-        "swa_head_dim": HEAD_DIM,
-        "swa_v_head_dim": HEAD_DIM,
-    }
+    heads = {"head_num": 1, "head_dim": 16, "swa_head_num": KV_HEADS}
+    heads |= {"swa_head_dim": HEAD_DIM, "swa_v_head_dim": HEAD_DIM}
     backend = CudaVerifyBackend.__new__(CudaVerifyBackend)
     backend.req_to_token = torch.randperm(30).view(3, 10).int() + 1
     backend.token_to_kv_pool = pool = SWAKVPool(
@@ -138,12 +111,11 @@ def test_a_layer_in_a_pool_of_windows(translated):
     pool.register_mapping(translation)
     pool.swa_kv_pool.k_buffer[0][translation[slots[2:5]]] = keys[2:5]
     pool.swa_kv_pool.v_buffer[0][translation[slots[2:5]]] = values[2:5]
-    layout = SimpleNamespace(indptr=torch.tensor([0, 3]), draft_token_num=3)
+    layout = partly(DSparkVerifyInput, indptr=torch.tensor([0, 3]), draft_token_num=3)
     if translated:
         layout.slots_of_windows = translation[slots[5:]]
-    batch = SimpleNamespace(
-        spec_info=layout, req_pool_indices=torch.tensor([2]), seq_lens=torch.tensor([5]), out_cache_loc=slots[5:]
-    )
+    of_request = {"req_pool_indices": torch.tensor([2]), "seq_lens": torch.tensor([5])}
+    batch = forward(spec_info=layout, out_cache_loc=slots[5:], **of_request)
     q, layer = torch.randn(3, HEADS * HEAD_DIM), a_layer(keys_before=3)
     found = backend.forward_extend(q, keys[5:].flatten(1), values[5:].flatten(1), layer, batch)
     again = backend.forward_extend(q, None, None, layer, batch, save_kv_cache=False)
@@ -164,7 +136,7 @@ def test_dummy_forwards_of_sglang_are_attended(monkeypatch):
     settings = SimpleNamespace(dllm=SimpleNamespace(dllm_algorithm=None))
     monkeypatch.setattr(hybrid_attn_backend, "get_exec", lambda: settings)
     context = phased.get_cuda_graph_seq_len_fill_value()
-    batch = SimpleNamespace(
+    batch = forward(
         spec_info=DFlashVerifyInput(draft_token=None, positions=None, draft_token_num=4),
         req_pool_indices=torch.zeros(3, dtype=torch.int64),
         seq_lens=torch.full((3,), context),
@@ -180,12 +152,6 @@ def test_dummy_forwards_of_sglang_are_attended(monkeypatch):
     q, k, v = (torch.randn(12, heads * HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     assert backend.forward_extend(q, k, v, a_layer(), batch).isfinite().all()
     assert seen == [([0, 4, 8, 12], 4)]
-
-
-def test_what_is_verified_goes_into_the_pool(verified):
-    _, (_, k, v), backend, _, slots = verified
-    assert torch.equal(backend.token_to_kv_pool.k[slots], heads_of(k))
-    assert torch.equal(backend.token_to_kv_pool.v[slots], heads_of(v))
 
 
 @pytest.mark.parametrize("scales", [(None, None), (4.0, 0.25)])

@@ -7,10 +7,9 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from sglang.srt.server_args import ServerArgs
+from sglang_objects import model_config, server_args
 
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.launch.check import Check
@@ -149,16 +148,12 @@ USED = [
     ({"nnodes": 2}, {}, ["nodes"]),
     ({}, {"is_multimodal": True}, ["pictures"]),
     ({}, {"model_is_mrope": True}, ["pictures"]),
-    ({}, {"hf_config": SimpleNamespace(architectures=["Qwen3NextForCausalLM"])}, ["recurrent"]),
+    ({}, {"architecture": "Qwen3NextForCausalLM"}, ["recurrent"]),
 ]
 
 
 @pytest.mark.parametrize(("given", "target", "used"), USED)
 def test_features_are_used_if_arguments_or_the_target_ask_for_them(given, target, used):
-    args = ServerArgs(model_path="none", **given)
-    of_text = SimpleNamespace(architectures=["LlamaForCausalLM"])
-    args._model_config = SimpleNamespace(
-        **{"is_multimodal": False, "model_is_mrope": False, "hf_config": of_text} | target
-    )
+    args = server_args(model_config(**target), **given)
     found = [feature.room.rpartition(".")[2] for feature in all_features() if feature.is_used(args)]
     assert found == sorted([*ASKED_BY_REQUESTS, *used])

@@ -7,7 +7,7 @@ another, so that every server is started once. All but the emulated ones know on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,93 +31,92 @@ from lora_adapters import adapter_flags
 from picture_targets import picture_target
 from published_drafters import published_drafter
 from random_drafter import damaged_drafter, random_drafter
-from server_pool import NO_SCRIPTS, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Recipe, ServerPool
+from server_pool import NO_SCRIPTS, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Flags, Recipe, ServerPool
 from spoken_target import spoken_target
 
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.tools.demo import smollm2
 from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
 
-BUNDLED = Path(smollm2.__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
-STATIC = ("--speculative-dspark-schedule", "static")
-WITHOUT_A_DRAFTER = ("speculative-algorithm: DSPARK", "speculative-dspark-draft-free: true")
-KEEPS_ANSWERS = ("--speculative-dspark-answer-cache", "1")
-# A pool that cannot hold the running requests, and a context that they grow out of.
-TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01")
-# Of texts, the radix cache gets states from their middle, and steps overlap, as on a GPU.
-SNAPSHOTS = {"SNAPSHOTS_ON_A_CPU": "1", **WHOLE_WINDOWS}
-MIDDLE_STATES = ("--mamba-track-interval", "64", "--max-mamba-cache-size", "80", "--context-length", "256")
-CROWDED = ("--context-length", "256", "--max-total-tokens", "450", "--schedule-conservativeness", "0.01")
-STATES = ("--max-mamba-cache-size", "48", "--context-length", "256")
-LLGUIDANCE = ("--grammar-backend", "llguidance")
-PARSERS = ("--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1")
-LORA = "csgmv" if ON_GPU else "torch_native"
-# Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.
-PARALLEL = ("--tp-size", "2", "--max-running-requests", "4", "--speculative-dspark-block-size", "3")
-PROFILE = "1,0.5,0.75,0"  # the rest as the last
+
+def _drafter(write: Callable[[Path], Path]) -> Callable[[Path], Flags]:
+    return lambda folder: dspark_flags(write(folder / "draft"))
 
 
-def _letters(folder: Path, *flags: str) -> tuple[str | Path, ...]:
-    """Return flags for a tokenizer of letters. Grammars have SGLang's default backend unless flags say otherwise."""
-    # If a schema allows whitespace, the golden target writes nothing else.
-    return ("--tokenizer-path", save_byte_tokenizer(folder), "--constrained-json-disable-any-whitespace", *flags)
+def _random(variant: str) -> Callable[[Path], Flags]:
+    return _drafter(partial(random_drafter, variant=variant))
 
 
-def _advised(folder: Path) -> tuple[str | Path, ...]:
-    tokenizer = ("--tokenizer-path", save_byte_tokenizer(folder, beyond=("<beyond>",)))
-    watched = ("--enable-metrics", "--decode-log-interval", "8")
-    return (*DSPARK, *KEEPS_ANSWERS, *tokenizer, "--constrained-json-disable-any-whitespace", *watched)
+def _published(form: str) -> Callable[[Path], Flags]:
+    return _drafter(partial(published_drafter, form=form))
 
 
-def _by_a_file(folder: Path, *lines: str) -> tuple[str | Path, ...]:
+def _target(write: Callable[[str, Path], Path], architecture: str) -> Callable[[Path], Path]:
+    return lambda folder: write(architecture, folder / "target")
+
+
+def _tokenizer(save: Callable[[Path], Path], folder: Path) -> Flags:
+    return ("--tokenizer-path", save(folder))
+
+
+def _by_a_file(lines: Sequence[str], folder: Path) -> Flags:
     """Return the flags of a server whose options stand in a file."""
     (folder / "server.yaml").write_text("\n".join(lines))
     return ("--config", folder / "server.yaml")
 
 
-def _configured(folder: Path) -> tuple[str | Path, ...]:
-    """Return flags that no other server has."""
+def _configured(folder: Path) -> Flags:
     StsCalibration((2.0,) * 7).save(folder / "temperatures.json")
-    options = (
-        "speculative-algorithm: DSPARK",
-        f"speculative-draft-model-path: {DRAFT}",
-        "speculative-dspark-engine: plugin",
-        "speculative-dspark-schedule: threshold",
-        "speculative-dspark-confidence-threshold: 0.6",
-        f"speculative-dspark-confidence-sts-path: {folder / 'temperatures.json'}",
-        "speculative-dspark-online-calibration: off",
-        "speculative-dspark-untested-sglang: true",
-        "enable-priority-scheduling: true",
-        "stream-interval: 8",
-    )
-    return (*_by_a_file(folder, *options), "--max-running-requests", "2")
+    path = f"speculative-dspark-confidence-sts-path: {folder / 'temperatures.json'}"
+    return _by_a_file((*CONFIGURED, path), folder)
 
 
 def _tiny(architecture: str, *flags: str, env: Mapping[str, str] | None = None) -> Recipe:
     """Return the recipe of a target of this family and a drafter, both with random weights."""
-    tokenizer = ("--tokenizer-path", str(TARGET))
-    return Recipe(
-        lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *tokenizer, *flags),
-        model=lambda folder: written_target(architecture, folder / "target"),
-        env=env or {},
-    )
+    tokenizer = ("--tokenizer-path", TARGET)
+    return Recipe((_random("tiny"), *tokenizer, *flags), model=_target(written_target, architecture), env=env or {})
 
 
 def _reading(architecture: str, *flags: str, env: Mapping[str, str] | None = None) -> Recipe:
     """Return the same, of a target that reads pictures."""
-    return Recipe(
-        lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *flags),
-        model=lambda folder: picture_target(architecture, folder / "target"),
-        env=env or {},
-    )
+    return Recipe((_random("tiny"), *flags), model=_target(picture_target, architecture), env=env or {})
 
 
-OF_BATCHES = {"self_attn": "batch", "mlp": "batch"}
+BUNDLED = Path(smollm2.__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
+STATIC = "--speculative-dspark-schedule static"
+WITHOUT_A_DRAFTER = ("speculative-algorithm: DSPARK", "speculative-dspark-draft-free: true")
+KEEPS_ANSWERS = "--speculative-dspark-answer-cache 1"
+CONFIGURED = (
+    *("speculative-algorithm: DSPARK", f"speculative-draft-model-path: {DRAFT}", "speculative-dspark-engine: plugin"),
+    *("speculative-dspark-schedule: threshold", "speculative-dspark-confidence-threshold: 0.6"),
+    *("speculative-dspark-online-calibration: off", "speculative-dspark-untested-sglang: true"),
+    *("enable-priority-scheduling: true", "stream-interval: 8"),
+)
+CHUNKS = "--chunked-prefill-size"
+# A pool that cannot hold the running requests.
+CROWDED = "--schedule-conservativeness 0.01 --max-total-tokens"
+# Of texts, the radix cache gets states from their middle, and steps overlap, as on a GPU.
+SNAPSHOTS = {"SNAPSHOTS_ON_A_CPU": "1", **WHOLE_WINDOWS}
+MIDDLE_STATES = "--mamba-track-interval 64 --max-mamba-cache-size 80 --context-length 256"
+STATES = "--max-mamba-cache-size 48 --context-length 256"
+LLGUIDANCE = "--grammar-backend llguidance"
+PARSERS = "--tool-call-parser qwen25 --reasoning-parser deepseek-r1"
+LORA = "csgmv" if ON_GPU else "torch_native"
+FOUR = "--max-running-requests 4"
+# Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.
+PARALLEL = f"--tp-size 2 {FOUR} --speculative-dspark-block-size 3"
+PROFILE = "1,0.5,0.75,0"  # the rest as the last
+# If a schema allows whitespace, the golden target writes nothing else.
+TERSE = "--constrained-json-disable-any-whitespace"
+PIECES = partial(_tokenizer, save_piece_tokenizer)
+LETTERS = partial(_tokenizer, save_byte_tokenizer)  # grammars have SGLang's default backend unless flags say otherwise
+BEYOND = partial(_tokenizer, partial(save_byte_tokenizer, beyond=("<beyond>",)))
+ADVISED = (*DSPARK, KEEPS_ANSWERS, BEYOND, TERSE, "--enable-metrics --decode-log-interval 8")
+OF_BATCHES = partial(int8_target, scales={"self_attn": "batch", "mlp": "batch"})
 GEMMA4 = "Gemma4ForConditionalGeneration"
 GEMMA4_12B = "Gemma4UnifiedForConditionalGeneration"
-GEMMA4_FLAGS = (
-    *(() if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")),
-    *("--chunked-prefill-size", "16"),
+GEMMA4_FLAGS = "--chunked-prefill-size 16" + (
+    "" if ON_GPU else " --attention-backend intel_amx --moe-runner-backend triton"
 )
 # SGLang has no attention for Gemma 4 on a CPU.
 LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1"}
@@ -125,152 +124,82 @@ LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1"}
 SERVERS: dict[str, Recipe] = {
     # The target alone, and DSPARK with its defaults.
     "plain": Recipe(),
-    "dspark": Recipe(lambda folder: DSPARK),
+    "dspark": Recipe(DSPARK),
     # Every scheduling of SGLang that is not the default, K/V in pages, and a part of the drafter's block and context.
     # Tokens of this one and of SGLang's own worker are pieces of letters.
     "corner": Recipe(
-        lambda folder: (
-            *(*DSPARK, "--disable-overlap-schedule", "--chunked-prefill-size", "64", "--page-size", "16"),
-            *("--speculative-dspark-block-size", "3", "--speculative-draft-window-size", "12"),
-            *("--tokenizer-path", save_piece_tokenizer(folder), "--incremental-streaming-output"),
+        (
+            *(*DSPARK, f"--disable-overlap-schedule {CHUNKS} 64 --page-size 16", PIECES),
+            "--speculative-dspark-block-size 3 --speculative-draft-window-size 12 --incremental-streaming-output",
         )
     ),
-    # Drafters of other forms than DeepSpec's: test_checkpoint_variants.py.
-    "tight": Recipe(
-        lambda folder: (
-            *dspark_flags(published_drafter(folder, "speculators")),
-            *(*TIGHT, "--chunked-prefill-size", "64"),
-        )
-    ),
+    # Drafters of other forms than DeepSpec's: test_checkpoint_variants.py; in a context that requests grow out of.
+    "tight": Recipe((_published("speculators"), f"--context-length 128 {CROWDED} 600 {CHUNKS} 64")),
     # Random weights: it knows nothing.
-    "dflash": Recipe(lambda folder: (*dspark_flags(random_drafter(folder, "dflash")), *KEEPS_ANSWERS)),
-    "long_block": Recipe(
-        lambda folder: (
-            *(*dspark_flags(random_drafter(folder, "long-block")), *STATIC),
-            *("--speculative-dspark-verify-len", "1", "--context-length", "96"),
-        )
-    ),
-    "draft_free": Recipe(
-        lambda folder: (*_by_a_file(folder, *WITHOUT_A_DRAFTER), "--fastapi-root-path", "/behind/a/proxy")
-    ),
-    "configured": Recipe(_configured),
-    "target_only": Recipe(
-        lambda folder: (*dspark_flags(damaged_drafter(folder)), "--speculative-dspark-fallback", "target-only")
-    ),
-    "guarded": Recipe(lambda folder: GUARDED),
+    "dflash": Recipe((_random("dflash"), KEEPS_ANSWERS)),
+    "long_block": Recipe((_random("long-block"), STATIC, "--speculative-dspark-verify-len 1 --context-length 96")),
+    "draft_free": Recipe((partial(_by_a_file, WITHOUT_A_DRAFTER), "--fastapi-root-path /behind/a/proxy")),
+    # Options in a file that no other server has.
+    "configured": Recipe((_configured, "--max-running-requests 2")),
+    "target_only": Recipe((_drafter(damaged_drafter), "--speculative-dspark-fallback target-only")),
+    "guarded": Recipe(GUARDED),
     # Blocks longer than the drafter's, whose last slots are copied.
-    "letters": Recipe(
-        lambda folder: (*DSPARK, *_letters(folder), "--speculative-dspark-block-size", "15", *KEEPS_ANSWERS)
-    ),
+    "letters": Recipe((*DSPARK, LETTERS, TERSE, "--speculative-dspark-block-size 15", KEEPS_ANSWERS)),
     # All that advises: kept answers, metrics, forced tokens of SGLang's default grammar backend. The tokenizer knows a
     # token more than the target.
-    "advised": Recipe(_advised),
-    "planted": Recipe(_advised, env=PLANTED_FAULTS),
+    "advised": Recipe(ADVISED),
+    "planted": Recipe(ADVISED, env=PLANTED_FAULTS),
     # Under overlap SGLang counts penalties one token late.
-    "plain_letters": Recipe(lambda folder: (*_letters(folder), "--disable-overlap-schedule")),
+    "plain_letters": Recipe((LETTERS, TERSE, "--disable-overlap-schedule")),
     # Streams that are parsed; every step commits as much as it can.
-    "plain_parsers": Recipe(lambda folder: PARSERS, model=spoken_target),
-    "parsers": Recipe(lambda folder: (*DSPARK, *STATIC, *PARSERS), model=spoken_target),
+    "plain_parsers": Recipe([PARSERS], model=spoken_target),
+    "parsers": Recipe((*DSPARK, STATIC, PARSERS), model=spoken_target),
     # SGLang's own DSPARK, by our schedule and as it comes.
-    "scheduled": Recipe(
-        lambda folder: (*DSPARK, *PARSERS, "--tokenizer-path", save_piece_tokenizer(folder)),
-        env=own_worker("scheduled", "compact"),
-    ),
+    "scheduled": Recipe((*DSPARK, PARSERS, PIECES), env=own_worker("scheduled", "compact")),
     "scheduled_corner": Recipe(
-        lambda folder: (
-            *(*DSPARK, "--disable-overlap-schedule", "--chunked-prefill-size", "64"),
-            *("--max-total-tokens", "600", "--schedule-conservativeness", "0.01"),
-        ),
-        env=own_worker("scheduled", "compact"),
+        (*DSPARK, f"--disable-overlap-schedule {CHUNKS} 64 {CROWDED} 600"), env=own_worker("scheduled", "compact")
     ),
     "scheduled_parallel": Recipe(
-        lambda folder: (*DSPARK, *PARALLEL), env={**own_worker("scheduled", "compact"), **TWO_RANKS}, forked=False
+        (*DSPARK, PARALLEL), env={**own_worker("scheduled", "compact"), **TWO_RANKS}, forked=False
     ),
-    # One length for the batch, taken because our worker refuses the target. In a pool that cannot hold all requests.
-    "widths": Recipe(
-        lambda folder: (*DSPARK, "--max-total-tokens", "600", "--schedule-conservativeness", "0.01"),
-        env=own_worker("auto"),
-        model=of_sglang_alone,
-    ),
-    "widths_parallel": Recipe(
-        lambda folder: (*DSPARK, *PARALLEL), env={**own_worker("scheduled"), **TWO_RANKS}, forked=False
-    ),
-    "builtin": Recipe(lambda folder: DSPARK, env=own_worker("builtin")),
-    "parallel": Recipe(lambda folder: (*DSPARK, *PARALLEL, *KEEPS_ANSWERS), env=TWO_RANKS),
+    # One length for the batch, taken because our worker refuses the target.
+    "widths": Recipe((*DSPARK, f"{CROWDED} 600"), env=own_worker("auto"), model=of_sglang_alone),
+    "widths_parallel": Recipe((*DSPARK, PARALLEL), env={**own_worker("scheduled"), **TWO_RANKS}, forked=False),
+    "builtin": Recipe(DSPARK, env=own_worker("builtin")),
+    "parallel": Recipe((*DSPARK, PARALLEL, KEEPS_ANSWERS), env=TWO_RANKS),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
-    "graphs": Recipe(
-        lambda folder: (*DSPARK, "--max-running-requests", "4", "--speculative-dspark-block-size", "11"),
-        env=emulated_graphs(),
-    ),
+    "graphs": Recipe((*DSPARK, FOUR, "--speculative-dspark-block-size 11"), env=emulated_graphs()),
     # A quantised target of which a row's result depends on the whole batch.
-    "plain_int8_batch": Recipe(model=partial(int8_target, scales=OF_BATCHES)),
-    "int8_batch": Recipe(
-        lambda folder: (*DSPARK, "--max-running-requests", "4"),
-        model=partial(int8_target, scales=OF_BATCHES),
-        env=emulated_graphs(),
-    ),
-    "simulated": Recipe(
-        lambda folder: (*(*DSPARK, "--load-format", "dummy", "--speculative-dspark-simulate-acceptance", PROFILE),)
-    ),
-    "plain_adapters": Recipe(lambda folder: adapter_flags(folder, LORA)),
+    "plain_int8_batch": Recipe(model=OF_BATCHES),
+    "int8_batch": Recipe((*DSPARK, FOUR), model=OF_BATCHES, env=emulated_graphs()),
+    "simulated": Recipe((*DSPARK, f"--load-format dummy --speculative-dspark-simulate-acceptance {PROFILE}")),
+    "plain_adapters": Recipe([partial(adapter_flags, backend=LORA)]),
     # In a pool that is too small for sixteen requests.
-    "adapters": Recipe(
-        lambda folder: (
-            *(*dspark_flags(published_drafter(folder / "draft", "ModelOpt")), *adapter_flags(folder, LORA)),
-            *("--max-total-tokens", "700", "--schedule-conservativeness", "0.01"),
-        )
-    ),
-    "parallel_adapters": Recipe(
-        lambda folder: (*DSPARK, *adapter_flags(folder, LORA), *PARALLEL), env=TWO_RANKS, forked=False
-    ),
-    "adapter_graphs": Recipe(
-        lambda folder: (*DSPARK, *adapter_flags(folder, "triton"), "--max-running-requests", "4"),
-        env=emulated_graphs(),
-    ),
-    # One family of targets for each of SGLang's methods that return hidden states.
-    "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
+    "adapters": Recipe((_published("ModelOpt"), partial(adapter_flags, backend=LORA), f"{CROWDED} 700")),
+    "parallel_adapters": Recipe((*DSPARK, partial(adapter_flags, backend=LORA), PARALLEL), env=TWO_RANKS, forked=False),
+    "adapter_graphs": Recipe((*DSPARK, partial(adapter_flags, backend="triton"), FOUR), env=emulated_graphs()),
     # Layers with windows have a K/V pool of their own.
-    "gemma4": _tiny(GEMMA4, *GEMMA4_FLAGS, env=LITERALLY),
-    "gemma4_graphs": _tiny(GEMMA4, *GEMMA4_FLAGS, "--max-running-requests", "4", env=LITERALLY | emulated_graphs()),
-    "gemma4_pictures": _reading(GEMMA4, *GEMMA4_FLAGS, env=LITERALLY),
-    "gemma4_12b_pictures": _reading(GEMMA4_12B, *GEMMA4_FLAGS, env=LITERALLY),
-    "plain_gemma4_12b_pictures": Recipe(
-        lambda folder: GEMMA4_FLAGS, model=lambda folder: picture_target(GEMMA4_12B, folder / "target"), env=LITERALLY
-    ),
-    "qwen2_5_vl": _reading("Qwen2_5_VLForConditionalGeneration", "--max-running-requests", "4", env=emulated_graphs()),
+    "gemma4_graphs": _tiny(GEMMA4, GEMMA4_FLAGS, FOUR, env=LITERALLY | emulated_graphs()),
+    "gemma4_pictures": _reading(GEMMA4, GEMMA4_FLAGS, env=LITERALLY),
+    "gemma4_12b_pictures": _reading(GEMMA4_12B, GEMMA4_FLAGS, env=LITERALLY),
+    "plain_gemma4_12b_pictures": Recipe([GEMMA4_FLAGS], model=_target(picture_target, GEMMA4_12B), env=LITERALLY),
+    "qwen2_5_vl": _reading("Qwen2_5_VLForConditionalGeneration", FOUR, env=emulated_graphs()),
     # Chunks of prompts end within pictures, and the pool cannot hold all requests.
-    "pictures": _reading(
-        "Qwen3VLForConditionalGeneration",
-        *("--chunked-prefill-size", "16", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01"),
-    ),
-    # Under overlap SGLang counts penalties one token late.
-    "plain_pictures": Recipe(
-        lambda folder: ("--disable-overlap-schedule",),
-        model=lambda folder: picture_target("Qwen3VLForConditionalGeneration", folder / "target"),
-    ),
-    "hybrid_overlap": _tiny("Qwen3_5ForCausalLM", *MIDDLE_STATES, *CROWDED, env=SNAPSHOTS),
-    "hybrid_graphs": _tiny(
-        "Qwen3_5ForCausalLM", *MIDDLE_STATES, "--max-running-requests", "4", env=SNAPSHOTS | emulated_graphs()
-    ),
-    "plain_mistral3": Recipe(
-        model=lambda folder: picture_target("Mistral3ForConditionalGeneration", folder / "target"), env=NO_SCRIPTS
-    ),
+    "pictures": _reading("Qwen3VLForConditionalGeneration", f"{CHUNKS} 16 {CROWDED} 600"),
+    "hybrid_overlap": _tiny("Qwen3_5ForCausalLM", MIDDLE_STATES, f"{CROWDED} 450", env=SNAPSHOTS),
+    "hybrid_graphs": _tiny("Qwen3_5ForCausalLM", MIDDLE_STATES, FOUR, env=SNAPSHOTS | emulated_graphs()),
+    "plain_mistral3": Recipe(model=_target(picture_target, "Mistral3ForConditionalGeneration"), env=NO_SCRIPTS),
     "mistral3": _reading("Mistral3ForConditionalGeneration", env=NO_SCRIPTS),
     # Layers that keep recurrent states.
     "plain_hybrid": Recipe(
-        lambda folder: (*_letters(folder, *LLGUIDANCE), *STATES, *NO_SNAPSHOTS),
-        model=lambda folder: written_target("Qwen3_5ForCausalLM", folder / "target"),
+        (LETTERS, TERSE, LLGUIDANCE, STATES, *NO_SNAPSHOTS), model=_target(written_target, "Qwen3_5ForCausalLM")
     ),
     "hybrid": Recipe(
-        lambda folder: (
-            *dspark_flags(random_drafter(folder / "draft", "tiny")),
-            *(*_letters(folder, *LLGUIDANCE), *STATES),
-        ),
-        model=lambda folder: written_target("Qwen3_5ForCausalLM", folder / "target"),
+        (_random("tiny"), LETTERS, TERSE, LLGUIDANCE, STATES), model=_target(written_target, "Qwen3_5ForCausalLM")
     ),
-    "hybrid_pictures": _reading("Qwen3_5ForConditionalGeneration", *STATES, env=WHOLE_WINDOWS),
+    "hybrid_pictures": _reading("Qwen3_5ForConditionalGeneration", STATES, env=WHOLE_WINDOWS),
     "smollm2": Recipe(
-        lambda folder: (*dspark_flags(BUNDLED), *STATIC, "--max-running-requests", "4"),
+        (*dspark_flags(BUNDLED), STATIC, FOUR),
         model=lambda folder: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),
     ),
 }

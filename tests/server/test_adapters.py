@@ -8,21 +8,16 @@ import pytest
 from golden_server import (
     CASES,
     DRAFTER_ALONE,
-    TARGET,
     assert_retracted_unnoticed,
-    counting,
     generate,
     greedy,
-    in_background,
     mixed_bodies,
     output_ids,
     policy,
     prompts,
     rounds_of,
 )
-from lora_adapters import RANKS, merged_target, written_adapter
-from sampled_text import ALPHA, DEPTH, PROMPT, sample
-from target_distribution import TargetDistribution, p_value
+from lora_adapters import RANKS, written_adapter
 
 NAMES = [*RANKS, None]
 
@@ -63,16 +58,6 @@ def test_text_equals_the_target_alone(adapters, plain_adapters):
     with policy(adapters, "random"):
         assert output_ids(adapters, bodies[:4], 1) == expected[:4]
         assert output_ids(adapters, bodies, 16) == expected
-
-
-def test_drafts_of_the_base_drafter_are_verified_by_the_adapter(adapters):
-    with policy(adapters, "static"):
-        [answer] = generate(
-            adapters, [greedy(CASES[0]["prompt_ids"], 40, lora_path="red", speculation={"trace": True})], 1
-        )
-    rounds = rounds_of(answer)
-    assert {entry["verified"] for entry in rounds} == {7}
-    assert sum(entry["accepted"] for entry in rounds) < 7 * len(rounds)
 
 
 def test_a_cached_prompt_is_that_of_its_adapter(adapters):
@@ -116,45 +101,6 @@ def test_retracted_requests_keep_their_adapters(adapters, plain_adapters):
     expected = output_ids(plain_adapters, bodies, 16)
     with policy(adapters, "random"):
         assert_retracted_unnoticed(adapters, bodies, expected)
-
-
-@pytest.mark.thorough
-def test_distribution_of_text_with_an_adapter(adapters, tmp_path):
-    """That of a target which has the adapter in its weights; the sample is told from the target alone.
-
-    Greedy requests of other adapters share the steps.
-    """
-    num, parameters = 1024, {"temperature": 1.0, "top_k": 6}
-    adapter = written_adapter(tmp_path / "red", RANKS["red"], seed=0)
-    targets = {"red": merged_target(tmp_path / "merged", adapter), None: TARGET}
-    distributions = {
-        name: TargetDistribution(path, PROMPT, **parameters).cells(DEPTH, 10 / num) for name, path in targets.items()
-    }
-    others = with_adapters(mixed_bodies(40, seed=12))[1:]
-    with policy(adapters, "static"):
-        beside = in_background(lambda: output_ids(adapters, others, 4))
-        with counting(adapters) as counts:
-            drawn = sample(adapters, parameters, num, lora_path="red")
-        beside.join()
-    assert p_value(drawn, distributions["red"]) > ALPHA
-    assert p_value(drawn, distributions[None]) < ALPHA
-    assert counts["accepted_tokens"] > num / 8  # else every draft would have been rejected
-
-
-@pytest.mark.thorough
-def test_seeds_with_adapters_do_not_depend_on_load_or_policy(adapters):
-    parameters = {"temperature": 1.5, "top_k": 20, "max_new_tokens": 16}
-    bodies = with_adapters(
-        [
-            {"input_ids": CASES[1]["prompt_ids"], "sampling_params": {**parameters, "sampling_seed": i // 5}}
-            for i in range(20)
-        ]
-    )
-    expected = output_ids(adapters, bodies, 1)
-    assert len(set(map(tuple, expected))) == len(bodies)
-    for name in ("random", "off"):
-        with policy(adapters, name):
-            assert output_ids(adapters, bodies, 16) == expected
 
 
 @pytest.mark.thorough

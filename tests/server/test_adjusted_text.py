@@ -1,4 +1,4 @@
-"""Penalties, biases and grammars together, against a literal decoder and against the distribution of its text."""
+"""Penalties, biases and grammars together, against a literal decoder. Distributions: tests/exactness."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import xgrammar
 from dspark_kernels import Adjustment
 from golden_server import CASES, TARGET, counting, greedy, output_ids, policy
 from literal import literal_adjust
-from sampled_text import ALPHA, HOT, PROMPT, sample
-from target_distribution import TargetDistribution, p_value
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPTS = [case["prompt_ids"] for case in CASES[:2]]
@@ -76,32 +74,6 @@ def test_everything_together_equals_a_literal_loop(dspark, name):
     for request, tokens in zip(bodies, texts, strict=True):
         parameters = {k: v for k, v in request["sampling_params"].items() if k in {key for t in TOGETHER for key in t}}
         assert tokens == decoder.text(request["input_ids"], 40, **parameters)
-
-
-@pytest.mark.thorough
-def test_sampled_text_under_adjustments_follows_the_distribution(dspark):
-    """The first two tokens of many samples, against the distribution of the target after a literal adjustment."""
-    num, depth = 4096, 3
-    parameters = {"temperature": HOT, "frequency_penalty": 1.5, "repetition_penalty": 1.4, "logit_bias": {"39": 8.0}}
-    with policy(dspark, "random"):
-        drawn = sample(dspark, parameters, num, depth)
-    cells = AdjustedDistribution(parameters).cells(depth, min_prob=10 / num)
-    assert len(cells) > 20
-    assert p_value(drawn, cells) > ALPHA
-    unpenalised = {"temperature": HOT, "logit_bias": {"39": 8.0}}
-    assert p_value(drawn, AdjustedDistribution(unpenalised).cells(depth, min_prob=10 / num)) < ALPHA
-
-
-class AdjustedDistribution(TargetDistribution):
-    """The distribution of continuations of PROMPT under adjustments."""
-
-    def __init__(self, parameters: dict[str, Any]) -> None:
-        super().__init__(TARGET, PROMPT, temperature=parameters["temperature"])
-        self._adjustment = adjustment(parameters)
-
-    def _next_logits(self, prefixes: list[tuple[int, ...]]) -> torch.Tensor:
-        rows = zip(super()._next_logits(prefixes).tolist(), prefixes, strict=True)
-        return torch.tensor([literal_adjust(row, self._adjustment, prefix) for row, prefix in rows])
 
 
 def test_seeded_text_under_adjustments_does_not_depend_on_policy_or_load(dspark):

@@ -22,12 +22,9 @@ from golden_server import (
     policy,
     rounds_of,
 )
-from published_drafters import published_drafter
 from reference_decoding import decode_greedy
-from server_pool import Recipe
 
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.tools.launch import dspark_flags
 
 PROMPT = CASES[1]["prompt_ids"]
 
@@ -61,14 +58,6 @@ def test_the_form_of_speculators(tight):
 
 def test_the_form_of_modelopt(adapters):
     assert_golden_traces(adapters)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("form", ["speculators 0.9", "SpecForge", "TorchSpec"])
-def test_other_forms(server_pool, tmp_path, form):
-    recipe = Recipe(lambda folder: dspark_flags(published_drafter(folder / "draft", form)))
-    with server_pool.lent(recipe, tmp_path) as server:
-        assert_golden_traces(server)
 
 
 @pytest.mark.thorough

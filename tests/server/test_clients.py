@@ -204,11 +204,6 @@ def test_openai_answers_carry_what_aiperf_reads(letters, route, stream):
         assert events[-1]["usage"]["completion_tokens"] == 24
 
 
-def test_several_samples_have_no_counts_of_one(letters):
-    answer = letters.post_json("/v1/completions", {"model": "m", "prompt": PROMPT, "max_tokens": 4, "n": 2})
-    assert "metrics" not in answer
-
-
 def test_what_sglangs_benchmark_prints(letters):
     """It reads the meta_info of answers, and the mean over all requests in what the server says of itself."""
     body = greedy([5, 9, 6, 7], 60, {"ignore_eos": True})

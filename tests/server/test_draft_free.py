@@ -19,10 +19,6 @@ from golden_server import (
     rounds_of,
     with_options,
 )
-from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
-from target_distribution import TargetDistribution, p_value
-
-NUM_SAMPLES = 1024
 
 
 def without_confidence(bodies):
@@ -56,15 +52,6 @@ def test_only_presets_speculate(draft_free):
     rounds = verified(preset="summarization")
     assert max(rounds) == 7
     assert len(rounds) < 40
-
-
-@pytest.mark.thorough
-def test_distribution_of_the_text(draft_free):
-    distribution = TargetDistribution(TARGET, PROMPT, temperature=HOT).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
-    options = {"preset": "summarization", "min_ngram": 1}
-    with counting(draft_free) as counts:
-        assert p_value(sample(draft_free, {"temperature": HOT}, NUM_SAMPLES, speculation=options), distribution) > ALPHA
-    assert counts["copied_tokens"] > 0
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,3 @@ def test_accept_length_agrees_with_the_counters(dspark, tmp_path, temperature):
     assert accepted >= round(measured["survival"][0] * rounds)
     assert len(RecordedBlocks.load(blocks).accepted) <= rounds
     assert len(measured["confidence"]) == GAMMA
-
-
-def test_a_server_that_does_not_verify_whole_blocks(dspark, tmp_path):
-    (tmp_path / "set.jsonl").write_text('{"turns": ["red cat"]}\n')
-    with policy(dspark, "static", verify_len=2):
-        result = CliRunner().invoke(
-            main, ["evaluate", "--url", dspark.url, "--prompts", str(tmp_path / "set.jsonl"), "--raw"]
-        )
-    assert result.exit_code == 1
-    assert "did not verify a whole block" in result.output

@@ -20,28 +20,6 @@ from reference_decoding import decode_greedy
 from sglang_dspark.draft.weights import load_draft_model
 
 
-@pytest.mark.thorough
-def test_a_mixture_of_experts(qwen3_moe):
-    assert_rounds_and_texts(qwen3_moe)
-
-
-@pytest.mark.thorough
-def test_two_pools_of_kv(gemma4):
-    """Prompts are encoded in chunks of two windows, and what a window has left is given to others."""
-    assert_rounds_and_texts(gemma4)
-
-
-@pytest.mark.thorough
-def test_two_pools_of_kv_in_replayed_steps(gemma4_graphs):
-    assert_rounds_and_texts(gemma4_graphs, then="auto")
-
-
-@pytest.mark.thorough
-def test_positions_of_three_coordinates_in_replayed_steps(qwen2_5_vl):
-    """Its hidden states come through the method for EAGLE-3."""
-    assert_rounds_and_texts(qwen2_5_vl, then="auto")  # emulated servers know no policy of the tests
-
-
 def target_of(folder):
     """The model that was written there, made again: not every one can be loaded from the form of published ones."""
     [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
@@ -49,8 +27,19 @@ def target_of(folder):
         return write_target(architecture, Path(elsewhere))
 
 
-def assert_rounds_and_texts(server, then="random"):
-    """Under ``static``, and under the policy ``then``."""
+@pytest.mark.thorough
+def test_two_pools_of_kv_in_replayed_steps(gemma4_graphs):
+    """Prompts are encoded in chunks of two windows, and what a window has left is given to others."""
+    assert_rounds_and_texts(gemma4_graphs)
+
+
+@pytest.mark.thorough
+def test_positions_of_three_coordinates_in_replayed_steps(qwen2_5_vl):
+    """Its hidden states come through the method for EAGLE-3."""
+    assert_rounds_and_texts(qwen2_5_vl)
+
+
+def assert_rounds_and_texts(server):
     folder = Path(server.get_json("/dspark/capabilities")["drafter"]["path"])
     model = load_draft_model(folder, dtype=torch.float32, device="cpu")
     target = lend_target(target_of(folder.parent / "target"), model)
@@ -62,7 +51,7 @@ def assert_rounds_and_texts(server, then="random"):
         assert len(answer["output_ids"]) == NUM_TOKENS
         assert_rounds_of_reference(answer, one)
     # Another batch, other verify lengths, a cached prefix.
-    with policy(server, then):
+    with policy(server, "auto"):  # emulated servers know no policy of the tests
         again = generate(server, bodies * 3, 9)
     assert [answer["output_ids"] for answer in again] == [one.output_ids[:NUM_TOKENS] for one in expected] * 3
     assert_pool_is_whole(server)

@@ -192,8 +192,8 @@ class Pair:
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     recipes = {}
     for name, form in FORMS.items():
-        recipes[f"{name} plain"] = Recipe(form.plain, model=form.model, env=form.env)
-        recipes[f"{name} dspark"] = Recipe(form.dspark, model=form.model, env=form.env)
+        recipes[f"{name} plain"] = Recipe([form.plain], model=form.model, env=form.env)
+        recipes[f"{name} dspark"] = Recipe([form.dspark], model=form.model, env=form.env)
     servers = ServerPool(recipes, tmp_path_factory.mktemp("forms"), most=2)
     try:
         yield servers

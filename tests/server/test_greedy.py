@@ -6,12 +6,10 @@ import http.client
 import json
 from typing import Any
 
-import pytest
 from golden_server import (
     CASES,
     assert_golden_traces,
     assert_pool_is_whole,
-    counting,
     endless,
     generate,
     greedy,
@@ -57,24 +55,15 @@ def check_text(server, plain):
     assert output_ids(server, with_options(bodies), 16) == expected
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        # The one that waits for a step's own values; test_eager_executor.py has all.
-        settings if settings["name"] == "early-stop" else pytest.param(settings, marks=pytest.mark.thorough)
-        for settings in POLICIES
-    ],
-    ids=lambda settings: settings["name"],
-)
-def test_text_does_not_depend_on_the_policy(dspark, plain, settings):
+def test_text_under_the_policy_that_waits_for_a_steps_own_values(dspark, plain):
+    """All policies: tests/worker/test_eager_executor.py."""
     bodies = mixed_bodies(18, seed=2)
     expected = output_ids(plain, bodies, 16)
-    with counting(dspark) as counts, policy(dspark, **settings):
+    with policy(dspark, "early-stop"):
         assert output_ids(dspark, bodies[:3], 1) == expected[:3]
         assert output_ids(dspark, bodies, 16) == expected
         assert output_ids(dspark, with_options(bodies), 8) == expected
-        assert dspark.get_json("/dspark/stats")["policy"] == settings["name"]
-    assert (counts["verified_tokens"] == 0) == (settings["name"] == "off")
+        assert dspark.get_json("/dspark/stats")["policy"] == "early-stop"
 
 
 def test_text_while_policies_change_under_load(dspark, plain):

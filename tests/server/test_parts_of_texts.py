@@ -137,13 +137,3 @@ def test_samples_of_a_seeded_request_differ_and_come_back(parsers, stream):
     assert len(set(samples)) == 3
     assert texts(seed=5, n=3) == samples
     assert [texts(seed=seed, n=1)[0] for seed in (5, 6, 7)] == samples
-
-
-@pytest.mark.parametrize("route", ["/generate", "/v1/completions"])
-def test_a_stop_regex_that_does_not_compile_is_refused(parsers, route):
-    body = {"model": "m", "prompt": "the", "stop_regex": "("}
-    if route == "/generate":
-        body = {"text": "the", "sampling_params": {"stop_regex": "("}}
-    status, answer = call(parsers, route, body=body)
-    assert status == 400
-    assert "stop_regex is not a regular expression" in answer

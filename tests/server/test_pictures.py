@@ -130,7 +130,7 @@ def test_pictures_without_a_drafter(server_pool, tmp_path):
     """
     architecture = "Qwen3VLForConditionalGeneration"
     recipe = Recipe(
-        lambda folder: (*PLUGIN, "--speculative-dspark-draft-free"),
+        (*PLUGIN, "--speculative-dspark-draft-free"),
         model=lambda folder: picture_target(architecture, folder / "target"),
     )
     with server_pool.lent(recipe, tmp_path) as server:
@@ -181,13 +181,3 @@ def test_pictures_and_two_pools_of_kv(gemma4_pictures):
 @pytest.mark.thorough
 def test_pictures_and_recurrent_states(hybrid_pictures):
     assert_pictures_are_read(hybrid_pictures, "random", cached=False)
-
-
-@pytest.mark.thorough
-def test_a_plain_server_writes_the_same(pictures, plain_pictures):
-    bodies = [
-        {**body, "sampling_params": {**body["sampling_params"], "frequency_penalty": 0.5, "min_new_tokens": 4}}
-        for body in bodies_of(pictures)
-    ]
-    expected, found = (generate(server, bodies, 1) for server in (plain_pictures, pictures))
-    assert_texts(found, [answer["output_ids"] for answer in expected])

@@ -19,24 +19,28 @@ def refused(server, path, body):
 
 
 @pytest.mark.parametrize(
-    ("field", "named"),
+    ("path", "body", "named"),
     [
-        ({"return_logprob": True, "top_logprobs_num": 257}, "top_logprobs_num=257 is out of range; pass 0 to 256"),
-        ({"lora_path": "x"}, "--enable-lora"),
-        ({"return_logprob": [True]}, "return_logprob"),
-        ({"session_params": {"id": 3}}, "session_params.id"),
-        ({"sampling_params": {"custom_params": {"mine": {"a": [1]}}}}, "sampling_params.custom_params"),
-        ({"sampling_params": {"top_k": 2**31}}, "sampling_params.top_k"),
-        ({"sampling_params": {"logit_bias": {"5": 1e39}}}, "sampling_params.logit_bias"),
-        ({"input_ids": [5, 256]}, "input_ids"),
+        ("/generate", {"input_ids": [5, 256]}, "input_ids"),
+        ("/generate", {"input_ids": [5], "lora_path": "x"}, "--enable-lora"),
+        ("/generate", {"text": "a", "sampling_params": {"stop_regex": "("}}, "stop_regex is not a regular expression"),
+        ("/v1/completions", {"model": "m", "prompt": "a", "stop_regex": "("}, "stop_regex is not a regular expression"),
+        ("/generate", {"input_ids": [5], "session_params": {"id": 3}}, "session_params.id"),
+        (
+            "/generate",
+            {"text": "a", "speculation": {"max_verify": -1}},
+            "speculation.max_verify must be an integer from",
+        ),
+        ("/generate", {"text": "a", "speculation": {"cache": "k"}}, "--speculative-dspark-answer-cache"),
+        ("/dspark/policy", {"policy": "static", "verify_len": 8}, "verify-len=8 exceeds the 7 drafts"),
+        ("/dspark/policy", [], "JSON object"),
+        ("/update_weights_from_disk", {"model_path": "x"}, "/update_weights_from_disk"),
     ],
 )
-def test_fields_that_the_scheduler_would_not_survive(dspark, field, named):
-    """SGLang's scheduler would fail over them; the front end refuses them by name.
-
-    More of them: tests/engine/test_refused_requests.py.
-    """
-    assert named in refused(dspark, "/generate", {"input_ids": [5, 6, 7], **field})
+def test_what_is_refused_is_named_and_changes_nothing(dspark, path, body, named):
+    """The tables: tests/engine/test_refused_requests.py, tests/test_speculation_options.py, tests/test_config.py."""
+    assert named in refused(dspark, path, body)
+    assert dspark.get_json("/dspark/stats")["policy"] == "auto"
 
 
 def test_a_number_beside_no_log_probabilities_counts_for_no_one(dspark):
@@ -45,15 +49,6 @@ def test_a_number_beside_no_log_probabilities_counts_for_no_one(dspark):
     alone, other = dspark.post_json("/generate", {"input_ids": [[5, 6, 7]] * 2, **fields})
     assert "output_top_logprobs" not in alone["meta_info"]
     assert {len(entry) for entry in other["meta_info"]["input_top_logprobs"][1:]} == {2}
-
-
-def test_bad_speculation_field(dspark):
-    """Other routes: test_clients.py; other values: tests/test_speculation_options.py."""
-    for field, named in (
-        ({"max_verify": -1}, "speculation.max_verify must be an integer from 0 to 65535, not -1"),
-        ({"cache": "k"}, "--speculative-dspark-answer-cache"),
-    ):
-        assert named in refused(dspark, "/generate", {"text": "a", "speculation": field})
 
 
 def test_hostile_custom_params(dspark):
@@ -72,24 +67,6 @@ def test_hostile_custom_params(dspark):
     assert "dspark_trace" not in answer["meta_info"]
 
 
-@pytest.mark.parametrize(
-    ("body", "named"),
-    [
-        ({"policy": "static", "verify_len": 8}, "verify-len=8 exceeds the 7 drafts"),
-        ({"policy": "threshold"}, "confidence-threshold"),
-        ([], "JSON object"),
-    ],
-)
-def test_refused_policies_change_nothing(dspark, body, named):
-    """More of them: tests/test_config.py."""
-    assert named in refused(dspark, "/dspark/policy", body)
-    assert dspark.get_json("/dspark/stats")["policy"] == "auto"
-
-
-def test_routes_that_would_change_the_target(dspark):
-    assert "/update_weights_from_disk" in refused(dspark, "/update_weights_from_disk", {"model_path": "x"})
-
-
 def test_bad_speculation_field_of_a_stream(dspark):
     """SGLang has sent its status before it looks at the request, and says so as for every other parameter."""
     body = {"input_ids": [5, 6], "stream": True, "speculation": {"trace": 1}}
@@ -103,55 +80,24 @@ def test_the_server_survives_refusals(dspark):
     assert dspark.post_json("/generate", greedy([5, 6, 7], 4))["output_ids"]
 
 
-STATIC = ("--speculative-dspark-schedule", "static")
-DUMMY = ("--load-format", "dummy")
-
-# One process tries all of them: importing SGLang takes longer than everything else. More, without SGLang's own
-# resolution of flags: tests/engine/test_launch_checks.py.
+# One process tries all of them: importing SGLang takes longer than everything else. Of each table a row or two, and
+# rows that SGLang itself resolves first. The tables: tests/engine/test_launch_checks.py, test_flag_rules.py.
 STARTUP = [
     (["--speculative-draft-model-path", ""], "--speculative-draft-model-path"),
     (["--speculative-draft-model-path", "./no-such-folder"], "no-such-folder"),
-    (["--pp-size", "2"], "--pp-size=2"),
     (["--tp-size", "2", "--attn-cp-size", "2"], "--attn-cp-size=2"),
-    (["--enable-lora", "--lora-backend", "csgmv"], "--enable-lora"),
     (["--enable-lora", "--enable-lora-overlap-loading"], "--enable-lora-overlap-loading=True"),
-    (["--disaggregation-mode", "prefill"], "--disaggregation-mode=prefill"),
-    (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num=2"),
-    (["--dp-size", "2"], "--dp-size=2"),
     (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "dp-size=2"),
     (["--page-size", "8"], "--page-size=8; pass 1, 16, 32 or 64"),
-    (
-        ["--quantization", "fp8", "--speculative-draft-model-quantization", "fp8"],
-        "--speculative-draft-model-quantization=fp8",
-    ),
-    (["--enable-strict-thinking"], "--enable-strict-thinking"),
+    (["--quantization", "fp8", "--speculative-draft-model-quantization", "fp8"], "-draft-model-quantization=fp8"),
     (["--grammar-backend", "outlines"], "--grammar-backend=outlines"),
-    (["--enable-mixed-chunk"], "--enable-mixed-chunk"),
-    (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype=fp8_e5m2; pass auto, bfloat16 or fp8_e4m3"),
     (["--enable-hierarchical-cache", "--hicache-storage-backend", "file"], "--hicache-storage-backend=file"),
-    (["--enable-streaming-session"], "--enable-streaming-session=True; drop the flag; sessions without streaming"),
     (["--speculative-num-steps", "3"], "--speculative-num-steps=3"),
-    (["--speculative-eagle-topk", "4"], "--speculative-eagle-topk=4"),
-    (["--speculative-accept-threshold-single", "0.5"], "--speculative-accept-threshold-single=0.5"),
-    (["--speculative-token-map", "x"], "--speculative-token-map=x"),
-    ([*STATIC, "--speculative-dspark-verify-len", "8"], "--speculative-dspark-verify-len=8"),
-    (["--speculative-dspark-verify-len", "3"], "--speculative-dspark-verify-len=3"),
     (["--speculative-dspark-verify-len", "two"], "--speculative-dspark-verify-len='two'"),
-    (["--speculative-dspark-schedule", "fast"], "--speculative-dspark-schedule='fast'"),
-    (
-        [*DUMMY, "--speculative-dspark-simulate-acceptance", ",".join(["0.5"] * 8)],
-        "8 probabilities, and a block has 7",
-    ),
-    (["--speculative-dspark-fallback", "plain"], "--speculative-dspark-fallback='plain'"),
     (["--speculative-dspark-fallback", "target-only", "--page-size", "128"], "--page-size=128"),
-    (["--tp-size", "2", "--attn-dp-size", "2"], "--attn-dp-size=2"),
-    (["--grpc-port", "12345"], "--grpc-port=12345"),
-    (["--startup-weight-load-mode", "overlap"], "--startup-weight-load-mode=overlap"),
 ]
-
 DRAFT_FREE = [
     ([], "--speculative-dspark-draft-free to serve"),
-    (["--speculative-dspark-draft-free", "--speculative-dspark-schedule", "early-stop"], "schedule=early-stop"),
     (["--speculative-dspark-draft-free", "--speculative-num-draft-tokens", "4"], "--speculative-num-draft-tokens=4"),
 ]
 

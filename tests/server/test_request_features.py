@@ -1,6 +1,7 @@
 """Every request feature that SGLang has without speculation: the DSPARK server answers what the plain server answers.
 
-The plain server schedules synchronously: under overlap SGLang counts penalties one token late.
+Each by itself, and every two of them at once. The plain server schedules synchronously: under overlap SGLang counts
+penalties one token late.
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ import functools
 import json
 import math
 import re
-import urllib.error
-import urllib.request
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from golden_server import CASES, generate, greedy, output_ids, policy, rounds_of
+from golden_server import CASES, call, generate, greedy, output_ids, policy, rounds_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pairwise import pairwise
 
-from sglang_dspark.tools.http_client import open_directly
 from sglang_dspark.tools.launch import LaunchedServer
 
 LOGPROB_TOL = 2e-4  # float32, logits of another batch shape
@@ -107,13 +107,17 @@ def of_feature(feature: str, asked: list[tuple[str, list[int]]], results: list[A
 def test_answers_equal_those_of_the_plain_server(answers, feature):
     for answer, expected in zip(answers["dspark"][feature], answers["plain"][feature], strict=True):
         for one, other in zip(as_list(answer), as_list(expected), strict=True):
-            assert one["output_ids"] == other["output_ids"]
-            assert one["text"] == other["text"]
-            assert one["meta_info"]["finish_reason"] == other["meta_info"]["finish_reason"]
-            names = {name for name in other["meta_info"] if "logprobs" in name}
-            assert bool(names) == ("logprobs" in feature)
-            for name in names:
-                assert_close(one["meta_info"][name], other["meta_info"][name])
+            assert_same(one, other, has_logprobs="logprobs" in feature)
+
+
+def assert_same(answer: dict[str, Any], expected: dict[str, Any], *, has_logprobs: bool) -> None:
+    assert answer["output_ids"] == expected["output_ids"]
+    assert answer["text"] == expected["text"]
+    assert answer["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
+    names = {name for name in expected["meta_info"] if "logprobs" in name}
+    assert bool(names) == has_logprobs
+    for name in names:
+        assert_close(answer["meta_info"][name], expected["meta_info"][name])
 
 
 def as_list(answer: Any) -> list[Any]:
@@ -167,42 +171,103 @@ def test_of_several_ends_in_a_block_the_first_counts(letters, plain_letters):
     assert {type(reason["matched"]) for reason in reasons} == {int, str}  # none ended for its length
 
 
+def events(text: str) -> list[dict[str, Any]]:
+    """Return the messages of a stream."""
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+
+
 def test_streams_say_the_same_and_count_their_tokens(letters, plain_letters):
-    request = {
-        "model": "m",
-        "prompt": PROMPTS[1],
-        "max_tokens": 40,
-        "temperature": 0,
-        "frequency_penalty": 0.5,
-        "logprobs": 2,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    streams = [read_stream(server, request) for server in (letters, plain_letters)]
-    texts = ["".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) for chunks in streams]
+    request = {"model": "m", "prompt": PROMPTS[1], "max_tokens": 40, "temperature": 0, "frequency_penalty": 0.5}
+    request |= {"logprobs": 2, "stream": True, "stream_options": {"include_usage": True}}
+    streams = [events(call(server, "/v1/completions", body=request)[1]) for server in (letters, plain_letters)]
+    choices = [[choice for chunk in chunks for choice in chunk["choices"]] for chunks in streams]
+    texts = ["".join(choice["text"] for choice in found) for found in choices]
     assert texts[0] == texts[1] != ""
     usages = [next(chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage")) for chunks in streams]
     assert usages[0] == usages[1]
-    logprobs = [
-        [
-            value
-            for chunk in chunks
-            for c in chunk["choices"]
-            if c.get("logprobs")
-            for value in c["logprobs"]["token_logprobs"]
-        ]
-        for chunks in streams
-    ]
+    told = [[c["logprobs"]["token_logprobs"] for c in found if c.get("logprobs")] for found in choices]
+    logprobs = [[value for values in found for value in values] for found in told]
     assert_close(*logprobs)
     assert len(logprobs[0]) == usages[0]["completion_tokens"]
 
 
-def read_stream(server: LaunchedServer, request: dict[str, Any]) -> list[dict[str, Any]]:
-    data = json.dumps(request).encode()
-    call = urllib.request.Request(f"{server.url}/v1/completions", data, {"Content-Type": "application/json"})
-    with open_directly(call, timeout=60) as response:
-        lines = [line.decode().removeprefix("data: ").strip() for line in response if line.startswith(b"data: ")]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
+WORDS = {"type": "array", "items": {"enum": ["да", "дом", "日本", "日木", "نعم"]}, "minItems": 4, "maxItems": 9}
+# Sampling parameters. Grammars may end behind the fewest tokens that another axis asks for.
+GRAMMARS: list[dict[str, Any]] = [
+    {},
+    {"regex": "(да|дом|한국|한글|[a-z ]){24,60}"},
+    {"json_schema": json.dumps(WORDS)},
+    {"ebnf": 'root ::= item+\nitem ::= "да" | "дом" | "😀" | "😁" | [a-z0-9]'},
+    {"structural_tag": json.dumps({"type": "structural_tag", **TAGS})},
+]
+# One at a time: SGLang keeps the kinds in a set, so that what is added comes before or behind what is multiplied as it
+# happens in a process.
+PENALTIES: list[dict[str, Any]] = [
+    {},
+    {"frequency_penalty": 0.6},
+    {"repetition_penalty": 1.5},
+    {"presence_penalty": 0.4},
+]
+ENDS: list[dict[str, Any]] = [
+    {},
+    {"min_new_tokens": 12},
+    {"stop": ["а", "木", "q1"]},
+    {"stop_token_ids": [1, 33, 47]},
+    {"stop_regex": "[дk😁]."},
+]
+BIASES: list[dict[str, Any]] = [{}, {"logit_bias": {"5": 4.0, "21": -100.0}}]
+SAMPLES: list[dict[str, Any]] = [{}, {"n": 2}]
+# Fields of the request.
+LOGPROBS: list[dict[str, Any]] = [
+    {},
+    {"return_logprob": True, "top_logprobs_num": 3},
+    {"return_logprob": True, "logprob_start_len": 0},
+]
+STREAMS: list[dict[str, Any]] = [{}, {"stream": True}]
+SPECULATION: list[dict[str, Any]] = [
+    {},
+    {"enabled": False},
+    {"max_verify": 1, "trace": True},
+    {"confidence_threshold": 0.6},
+    {"preset": "none"},
+    {"preset": "summarization", "min_ngram": 1},
+    {"preset": "classification", "candidates": ["да", "дом", "日本", "😀"]},
+    {"preset": "replay", "recorded": CASES[0]["output_ids"]},
+]
+
+
+def pairs() -> list[dict[str, Any]]:
+    """Bodies of one prompt in which all pairs of values of different axes meet."""
+    found = []
+    for *parameters, logprobs, stream, speculation in pairwise(
+        GRAMMARS, PENALTIES, ENDS, BIASES, SAMPLES, LOGPROBS, STREAMS, SPECULATION
+    ):
+        together = {key: value for each in parameters for key, value in each.items()}
+        found.append(greedy(CASES[1]["prompt_ids"], 32, together, **logprobs, **stream, speculation=speculation))
+    return found
+
+
+def samples(status: int, text: str) -> list[dict[str, Any]]:
+    """Return the samples of an answer; of a stream, what it has said in the end."""
+    assert status == 200, text
+    if not text.startswith("data: "):
+        return as_list(json.loads(text))
+    return [part for _, part in sorted({part.get("index", 0): part for part in events(text)}.items())]
+
+
+def test_every_two_features_at_once(letters, plain_letters):
+    def answered(server: LaunchedServer, asked: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        with ThreadPoolExecutor(12) as pool:
+            return list(pool.map(lambda body: samples(*call(server, "/generate", body=body)), asked))
+
+    asked = pairs()
+    expected = answered(plain_letters, [{**body, "speculation": None} for body in asked])
+    with policy(letters, "random"):
+        answers = answered(letters, asked)
+    for body, found, rightly in zip(asked, answers, expected, strict=True):
+        assert len(found) == len(rightly)
+        for one, other in zip(found, rightly, strict=True):
+            assert_same(one, other, has_logprobs="return_logprob" in body)
 
 
 CHATS: dict[str, dict[str, Any]] = {
@@ -226,8 +291,8 @@ def test_chats(letters, plain_letters, kind):
         server.post_json("/v1/chat/completions", request)["choices"][0] for server in (letters, plain_letters)
     )
     for message in (choice["message"], expected["message"]):
-        for call in message.get("tool_calls") or ():  # null once, now left out
-            del call["id"]
+        for called in message.get("tool_calls") or ():  # null once, now left out
+            del called["id"]
     assert choice["message"] == expected["message"]
     assert choice["finish_reason"] == expected["finish_reason"]
     if kind == "logprobs":
@@ -267,13 +332,6 @@ def test_prompt_up_to_the_context_limit(letters, plain_letters):
     answer, expected = (server.post_json("/generate", request) for server in (letters, plain_letters))
     assert answer["output_ids"] == expected["output_ids"]
     assert_close(answer["meta_info"]["input_token_logprobs"], expected["meta_info"]["input_token_logprobs"])
-
-
-def test_nothing_is_left_behind_by_a_flush(letters):
-    request = greedy(PROMPTS[0], 24, {"frequency_penalty": 0.8})
-    before = output_ids(letters, [request])
-    letters.flush_cache()
-    assert output_ids(letters, [request]) == before
 
 
 # Values of the right types, in and out of range; wrong types are in test_refusals.py.
@@ -321,7 +379,7 @@ def test_any_parameters_get_the_status_of_the_plain_server(letters, plain_letter
     @given(parameters=PARAMETERS, fields=FIELDS)
     def try_one(parameters: dict[str, Any], fields: dict[str, Any]) -> None:
         request = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, **parameters}, **fields}
-        code, expected = (status(server, request) for server in (letters, plain_letters))
+        code, expected = (call(server, "/generate", body=request)[0] for server in (letters, plain_letters))
         codes[code] += 1
         if code != expected or code >= 500:
             different.append((code, expected, request))
@@ -333,14 +391,6 @@ def test_any_parameters_get_the_status_of_the_plain_server(letters, plain_letter
     assert different == []
     assert min(codes[200], codes[400]) > 5
     assert output_ids(letters, bodies) == expected
-
-
-def status(server: LaunchedServer, request: dict[str, Any]) -> int:
-    try:
-        server.post_json("/generate", request)
-    except urllib.error.HTTPError as error:
-        return error.code
-    return 200
 
 
 def test_a_grammar_ends_a_text_that_ignores_its_end(letters, plain_letters):

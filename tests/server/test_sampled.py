@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
 from golden_server import CASES, TARGET, counting, greedy, in_background, output_ids, policy
 from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
 from target_distribution import TargetDistribution, p_value
@@ -34,19 +33,6 @@ def test_distribution_of_filtered_text(dspark):
     assert counts["accepted_tokens"] < 0.95 * counts["verified_tokens"]  # enough rejected for a wrong rule to show
     for wrong in ({"temperature": 0.5 * HOT}, {"top_k": -1, "top_p": 1.0, "min_p": 0.0}):
         assert p_value(drawn, distribution(KINDS["all"] | wrong)) < ALPHA
-
-
-@pytest.mark.thorough
-def test_distribution_under_a_policy_that_looks_at_the_step(dspark):
-    """Verify lengths follow from confidences, and these from drafts: none of that may show in the text.
-
-    The same sample is told from one of a temperature 8 % off.
-    """
-    num_samples = 4 * NUM_SAMPLES
-    with policy(dspark, "early-stop"):
-        drawn = sample(dspark, KINDS["temperature"], num_samples)
-    assert p_value(drawn, distribution(KINDS["temperature"], num_samples)) > ALPHA
-    assert p_value(drawn, distribution({"temperature": 0.92 * HOT}, num_samples)) < ALPHA
 
 
 def test_greedy_and_sampled_requests_share_batches(dspark, plain):

@@ -181,27 +181,17 @@ def test_distribution_of_sampled_text(scheduled):
     assert p_value(drawn, distribution(0.92 * HOT, num_samples)) < ALPHA
 
 
-def check_greedy_and_sampled(server, repeats, num_samples, name, **fields):
-    """Neither shows in the texts of the other."""
-    texts: list[list[int]] = []
-    with policy(server, name, **fields):
-        thread = in_background(lambda: texts.extend(output_ids(server, GOLDEN * repeats, 4)))
-        drawn = sample(server, {"temperature": HOT}, num_samples)
-        thread.join()
-    assert texts == TEXTS * repeats
-    assert p_value(drawn, distribution(HOT, num_samples)) > ALPHA
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["off", "random"])
-def test_greedy_and_sampled_requests_share_steps(scheduled, name):
-    check_greedy_and_sampled(scheduled, 6, 512, name)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "fields"), [("random", {}), ("off", {}), ("static", {"verify_len": 1})])
-def test_greedy_and_sampled_requests_share_steps_of_one_width(widths, name, fields):
-    check_greedy_and_sampled(widths, 3, 1024, name, **fields)
+def test_greedy_and_sampled_requests_share_steps(widths, name, fields):
+    """Neither shows in the texts of the other."""
+    texts: list[list[int]] = []
+    with policy(widths, name, **fields):
+        thread = in_background(lambda: texts.extend(output_ids(widths, GOLDEN * 3, 4)))
+        drawn = sample(widths, {"temperature": HOT}, 1024)
+        thread.join()
+    assert texts == TEXTS * 3
+    assert p_value(drawn, distribution(HOT, 1024)) > ALPHA
 
 
 def check_mixed_requests(server, plain):

@@ -49,27 +49,6 @@ def test_blocks_go_on_behind_the_drafters(graphs):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("settings", [{"name": "static", "verify_len": 2}, {"name": "early-stop"}], ids=str)
-def test_text_does_not_depend_on_the_policy(graphs, settings):
-    """Nor does it under the policies of ``test_a_step_is_launched_in_few_pieces``."""
-    with policy(graphs, **settings):
-        assert output_ids(graphs, bodies(), 2) == expected()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "options",
-    [{"max_verify": 1}, {"enabled": False}, {"confidence_threshold": 0.5}, {"preset": "summarization", "min_ngram": 1}],
-    ids=str,
-)
-def test_text_does_not_depend_on_options(graphs, options):
-    """One of two requests in a batch has them."""
-    asked = bodies()
-    asked[::2] = [body | {"speculation": options} for body in asked[::2]]
-    assert output_ids(graphs, asked, 2) == expected()
-
-
-@pytest.mark.thorough
 def test_adjusted_logits_are_not_judged_by_a_graph(graphs):
     """A bias that forbids a token of the golden text keeps it out; a neighbour has its own text."""
     forbidden = expected()[0][1]
@@ -96,31 +75,6 @@ def test_log_probabilities_are_those_of_eager_steps(graphs):
 
 
 @pytest.mark.thorough
-def test_more_requests_than_were_captured(graphs):
-    """Steps that fit no tier run eagerly; tests/worker/test_graph_executors.py has both without a server."""
-    assert output_ids(graphs, bodies(), 3) == expected()
-
-
-@pytest.mark.thorough
-def test_greedy_neighbours_of_sampled_requests(graphs):
-    """Whatever the rule of its neighbours, a greedy request gets its text, and a seeded one the same twice."""
-    others: list[dict[str, Any]] = [
-        {"temperature": 1.0},
-        {"temperature": 0.8, "top_k": 5},
-        {"temperature": 1.2, "top_p": 0.9, "min_p": 0.05},
-        {"temperature": 1.0, "sampling_seed": 7},
-    ]
-    prompt = CASES[0]["prompt_ids"]
-    sampled = [{"input_ids": prompt, "sampling_params": {"max_new_tokens": TOKENS, **other}} for other in others]
-    with policy(graphs, "static"):
-        first = output_ids(graphs, [*bodies(), *sampled], 2)
-        [alone] = output_ids(graphs, sampled[-1:], 1)
-    assert first[: len(CASES)] == expected()
-    assert all(0 < len(ids) <= TOKENS for ids in first)
-    assert first[-1] == alone
-
-
-@pytest.mark.thorough
 def test_every_step_draws_with_noise_of_its_own(graphs):
     """Requests that follow each other in few rows draft more blocks behind one anchor than there are rows."""
     rows = graphs.get_json("/server_info")["max_running_requests"]
@@ -135,11 +89,17 @@ def test_every_step_draws_with_noise_of_its_own(graphs):
     assert max(map(len, drafts.values())) > rows
 
 
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5, "top_p": 0.9},
+    {"temperature": 1.0, "sampling_seed": 7},
+    {"temperature": 0},
+]
+
+
 def test_nothing_is_read_back_in_a_step(graphs):
     """Neither the tests above nor this one wait for the device; emulated_graphs/waits.py names what would."""
-    hot, filtered = {"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
-    distributions: list[dict[str, Any]] = [hot, hot, filtered]
-    for name, distribution in zip(("off", "static", "auto"), distributions, strict=True):
+    for name, distribution in zip(("off", "static", "auto"), (SAMPLED[0], *SAMPLED[:2]), strict=True):
         with policy(graphs, name):
             body = {"input_ids": CASES[0]["prompt_ids"], "sampling_params": {"max_new_tokens": 3, **distribution}}
             output_ids(graphs, [body, greedy(CASES[1]["prompt_ids"], 3)], 2)
@@ -149,26 +109,17 @@ def test_nothing_is_read_back_in_a_step(graphs):
 
 @pytest.mark.thorough
 def test_nothing_is_compiled_in_a_request(graphs):
-    """Neither the tests above nor this one compile: more requests than were captured, and copied drafts."""
-    distributions: list[dict[str, Any]] = [
-        {"temperature": 1.0},
-        {"temperature": 0.7, "top_k": 5, "top_p": 0.9},
-        {"temperature": 1.0, "sampling_seed": 7},
-        {"temperature": 0},
-    ]
+    """Nor does what seeds and greedy neighbours write depend on others: more than were captured, and copied drafts."""
     prompt = CASES[0]["prompt_ids"]
-    mixed = [
-        {"input_ids": prompt, "sampling_params": {"max_new_tokens": 3, **distribution}}
-        for distribution in distributions
-    ]
+    mixed = [{"input_ids": prompt, "sampling_params": {"max_new_tokens": 3, **one}} for one in SAMPLED]
     copying = {"speculation": {"preset": "summarization", "min_ngram": 1}}
+    [seeded] = output_ids(graphs, mixed[2:3], 1)
     output_ids(graphs, mixed[:1] * 4, 4)
-    output_ids(graphs, mixed, 4)
     output_ids(graphs, [mixed[0] | copying, mixed[1], mixed[0] | copying, mixed[1] | copying], 2)
-    for length in (1, 6):
-        with policy(graphs, "static", verify_len=length):
-            output_ids(graphs, mixed, 4)
-            output_ids(graphs, mixed[3:] * 3, 3)
+    for settings in ({"name": "static", "verify_len": 1}, {"name": "static", "verify_len": 6}, {"name": "auto"}):
+        with policy(graphs, **settings):
+            assert output_ids(graphs, mixed, 4)[2:] == [seeded, expected()[0][:3]]
+            assert output_ids(graphs, mixed[3:] * 3, 3) == [expected()[0][:3]] * 3
     log = graphs.log_path.read_text()
     assert "forms of kernels compiled at start-up" in log
     assert [line for line in log.splitlines() if "compiled while serving" in line] == []

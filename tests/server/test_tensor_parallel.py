@@ -12,7 +12,6 @@ import psutil
 import pytest
 from golden_server import (
     CASES,
-    VOCAB,
     call,
     counting,
     endless,
@@ -20,14 +19,10 @@ from golden_server import (
     greedy,
     output_ids,
     policy,
+    prompts,
     rounds_of,
     wait_for_running,
 )
-
-
-def prompts(num: int, seed: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [rng.choices(VOCAB, k=rng.choice((1, 3, 17, 40, 90, 130))) for _ in range(num)]
 
 
 @pytest.mark.parametrize(

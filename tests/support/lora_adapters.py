@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
 from golden_server import TARGET
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 RANKS = {"red": 4, "green": 8, "blue": 2, "grey": 4}
 """Adapters by name, of unequal ranks. With requests that name none, one kind more than the servers below hold."""
@@ -48,19 +47,6 @@ def written_adapter(folder: Path, rank: int, seed: int) -> Path:
         "base_model_name_or_path": str(TARGET),
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def merged_target(folder: Path, adapter: Path) -> Path:
-    """The golden target with an adapter added to its weights; returns ``folder``."""
-    shutil.copytree(TARGET, folder, copy_function=shutil.copyfile)
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    weights, parts = load_file(folder / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
-    for name in [name for name in parts if name.endswith(".lora_A.weight")]:
-        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        added = parts[name.replace("lora_A", "lora_B")] @ parts[name]
-        weights[f"{module}.weight"] += config["lora_alpha"] / config["r"] * added
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -27,10 +27,7 @@ FORMS: Mapping[str, tuple[format_exports.Export, Mapping[str, Any]]] = {
         | {"model_type": "speculator_model", "auto_map": {"": "dspark.DSparkSpeculatorConfig"}}
         | {"has_no_defaults_at_init": False},
     ),
-    "speculators 0.9": (format_exports.speculators, _SPECULATORS | {"architectures": ["DSparkDraftModel"]}),
-    "SpecForge": (format_exports.specforge, {"auto_map": {"AutoModel": "dspark.DSparkDraftModel"}}),
     "ModelOpt": (format_exports.modelopt, {"torch_dtype": "bfloat16", "is_causal": False}),
-    "TorchSpec": (format_exports.torchspec, {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "use_cache": True}),
 }
 """Name -> what writes the network, and the other keys of config.json. DeepSpec's form is the golden drafter's own, and
 ``random_drafter`` has DFlash's."""

@@ -95,6 +95,7 @@ def _publish_as_dflash(file: Path) -> None:
 
 def damaged_drafter(folder: Path) -> Path:
     """The golden drafter with the end of its weights missing; returns ``folder``."""
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_bytes((DRAFT / "config.json").read_bytes())
     (folder / "model.safetensors").write_bytes((DRAFT / "model.safetensors").read_bytes()[:-1000])
     return folder

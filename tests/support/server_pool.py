@@ -40,22 +40,34 @@ EIGHT_BITS = pytest.mark.skipif(
 """Mark of tests whose target has weights or a K/V cache of eight-bit floats."""
 
 
+Flags = Sequence[str | Path]
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Flags, environment and model of a server.
 
     Attributes:
-        flags: its flags, given an empty folder for the files that they name.
+        flags: its flags, several to a string, and functions that return more of them, given an empty folder for the
+            files that they name.
         env: variables on top of those that every server has.
         model: gives the target's folder, likewise.
         forked: its processes are forked from one that has imported SGLang. Servers without show that no process needs
             what another one has left behind.
     """
 
-    flags: Callable[[Path], Sequence[str | Path]] = lambda folder: ()
+    flags: Sequence[str | Path | Callable[[Path], Flags]] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     model: Callable[[Path], Path] = lambda folder: TARGET
     forked: bool = True
+
+    def words(self, folder: Path) -> Iterator[str]:
+        """Yield its flags."""
+        for flag in self.flags:
+            if callable(flag):
+                yield from map(str, flag(folder))
+            else:
+                yield from flag.split() if isinstance(flag, str) and flag.startswith("--") else [str(flag)]
 
 
 def run_script(script: str, argument: Any, env: Mapping[str, str], log: Path) -> str:
@@ -125,7 +137,7 @@ class ServerPool:
             server.stop()
 
     def _started(self, recipe: Recipe, folder: Path) -> LaunchedServer:
-        flags = [*(CUDA_FLAGS if ON_GPU else CPU_FLAGS), "--dtype", "float32", *map(str, recipe.flags(folder))]
+        flags = [*(CUDA_FLAGS if ON_GPU else CPU_FLAGS), "--dtype", "float32", *recipe.words(folder)]
         # Step times are measured in a second here; they shall not end up in the user's cache.
         table = {"HF_HUB_OFFLINE": "1", "SGLANG_DSPARK_SPS_TABLE_PATH": str(folder / "step_times.json")}
         env = {**_COMMON, **table, **recipe.env}

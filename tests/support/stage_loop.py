@@ -25,6 +25,7 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
@@ -41,16 +42,12 @@ NO_CHAINS = (MOST_MATCH + 1, *USUAL[1:])
 
 
 class OneRank:
-    """The agreement of a server with one rank."""
+    """SGLang's group of a server with one rank, whose own class takes seconds to import."""
 
-    needed = False
-    leads = True
+    world_size, rank_in_group = 1, 0
 
-    def share(self, value):
+    def broadcast_object(self, value):
         return value
-
-    def adopt(self, *tensors):
-        pass
 
 
 class StageLoop:
@@ -87,7 +84,7 @@ class StageLoop:
             self.drafter = NoDrafter(config, model.config.vocab_size, CPU)
         self.schedule = Schedule(config, self.gamma, self.drafter.calibration(config, self.gamma), CPU)
         self.schedule.start(table)
-        self.eager = EagerExecutor(self.drafter, self.schedule, self._verify, OneRank())
+        self.eager = EagerExecutor(self.drafter, self.schedule, self._verify, Agreement(OneRank()))
         self.noise_seed = 1
         self.filters = (-1, 1.0, 0.0)
         self.adjustment: Adjustment | None = None

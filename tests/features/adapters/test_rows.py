@@ -8,7 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.lora.backend.lora_registry import get_backend_from_name
+from sglang.srt.lora.lora import LoRAAdapter
+from sglang.srt.lora.lora_config import LoRAConfig
+from sglang.srt.lora.lora_manager import LoRAManager
+from sglang.srt.lora.mem_pool import LoRAMemoryPool
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_objects import batch, forward, partly, worker
 
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput
 from sglang_dspark.errors import UnservedError
@@ -83,24 +89,22 @@ def test_every_row_gets_the_adapter_of_its_request(name, slices, monkeypatch):
     assert torch.equal(result.cpu()[sum(LENGTHS) :], base[sum(LENGTHS) :])
 
 
-class Manager:
-    """The part of SGLang's ``LoRAManager`` that says which adapter lies where."""
-
-    max_loras_per_batch = PLACES
-
-    def __init__(self):
-        self.memory_pool = SimpleNamespace(uid_to_buffer_id={None: 0, "red": 1, "green": 2})
-        configs = zip(("red", "green"), RANKS[1:], SCALINGS[1:], strict=True)
-        self.loras = {name: SimpleNamespace(config=SimpleNamespace(r=r), scaling=s) for name, r, s in configs}
-        self.lora_backend = get_backend_from_name("triton")(PLACES, "cpu")
-        self.fetched = []
-
-    def fetch_new_loras(self, names):
-        self.fetched.append(names)
+@pytest.fixture
+def manager():
+    """SGLang's, with two adapters in its pool; ``fetched`` is what it was asked to fetch."""
+    loras = {
+        name: partly(LoRAAdapter, config=partly(LoRAConfig, r=r), scaling=scaling)
+        for name, r, scaling in zip(("red", "green"), RANKS[1:], SCALINGS[1:], strict=True)
+    }
+    backend, fetched = get_backend_from_name("triton")(PLACES, "cpu"), []
+    made = partly(LoRAManager, max_loras_per_batch=PLACES, loras=loras, lora_backend=backend, fetched=fetched)
+    made.memory_pool = partly(LoRAMemoryPool, uid_to_buffer_id={None: 0, "red": 1, "green": 2})
+    made.fetch_new_loras = fetched.append
+    return made
 
 
 def batch_of(*names):
-    return SimpleNamespace(reqs=[SimpleNamespace(lora_id=name) for name in names])
+    return batch(*(partly(Req, lora_id=name) for name in names))
 
 
 def plan_of(*lengths, rows, width=4):
@@ -109,9 +113,8 @@ def plan_of(*lengths, rows, width=4):
     )
 
 
-def test_a_replay_reads_what_was_staged_for_it():
+def test_a_replay_reads_what_was_staged_for_it(manager):
     """At the addresses that were captured; what prompts have displaced from the pool is fetched again every time."""
-    manager = Manager()
     captured = CapturedAdapters(manager, 4, "cpu")
     plan = plan_of(1, 3, 0, rows=8)
     captured.prepare(plan, None)
@@ -132,8 +135,7 @@ def test_a_replay_reads_what_was_staged_for_it():
     assert manager.fetched == [{"green", None}, {"green", "red"}, set()]
 
 
-def test_what_does_not_change_is_not_copied():
-    manager = Manager()
+def test_what_does_not_change_is_not_copied(manager):
     captured = CapturedAdapters(manager, 4, "cpu")
     captured.stage(batch_of("red"))
     captured._buffers.ranks.fill_(-1)  # by nobody but this test
@@ -143,33 +145,28 @@ def test_what_does_not_change_is_not_copied():
     assert captured._buffers.ranks.tolist() == [0, 8, 0]
 
 
-def test_a_verification_launch_by_launch_is_laid_out_by_its_rows():
-    manager, laid_out = Manager(), []
+def test_a_verification_launch_by_launch_is_laid_out_by_its_rows(manager):
+    laid_out = []
     manager.lora_backend.lm_head_batch_info = manager.lora_backend.sgemm_batch_info = "of a prompt"
     layout = DSparkVerifyInput(
         draft_token=torch.zeros(4), positions=torch.zeros(4), draft_token_num=4, indptr=torch.tensor([0, 3, 4])
     )
-    batch = SimpleNamespace(
-        spec_info=layout,
-        forward_mode=ForwardMode.TARGET_VERIFY,
-        lora_ids=["red", None],
-        input_ids=torch.zeros(4, dtype=torch.int64),
-    )
-    rows.prepare_verification(lambda *args: laid_out.append(args), manager, batch)
+    given = forward(spec_info=layout, lora_ids=["red", None], input_ids=torch.zeros(4, dtype=torch.int64))
+    rows.prepare_verification(lambda *args: laid_out.append(args), manager, given)
     assert laid_out == []
     info = manager.lora_backend.batch_info
     assert info.seg_indptr.tolist() == [0, 3, 4] and info.weight_indices.tolist() == [1, 0]
     assert manager.lora_backend.lm_head_batch_info is manager.lora_backend.sgemm_batch_info is None
-    batch.forward_mode, batch.spec_info = ForwardMode.EXTEND, None
-    rows.prepare_verification(lambda *args: laid_out.append(args), manager, batch)
-    assert laid_out == [(manager, batch)]
+    given.forward_mode, given.spec_info = ForwardMode.EXTEND, None
+    rows.prepare_verification(lambda *args: laid_out.append(args), manager, given)
+    assert laid_out == [(manager, given)]
 
 
-def test_adapters_of_experts_are_refused():
-    manager = Manager()
-    worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager, device="cpu"))
-    assert isinstance(Adapters.of(worker).captured(requests=2, rows=4), CapturedAdapters)
-    assert Adapters.of(SimpleNamespace(model_runner=SimpleNamespace(lora_manager=None))) is None
+def test_adapters_of_experts_are_refused(manager):
+    assert isinstance(
+        Adapters.of(worker(lora_manager=manager, device="cpu")).captured(requests=2, rows=4), CapturedAdapters
+    )
+    assert Adapters.of(worker(lora_manager=None)) is None
     manager.lora_backend.is_moe_lora = True
     with pytest.raises(UnservedError, match="adapters of experts"):
-        Adapters.of(worker)
+        Adapters.of(worker(lora_manager=manager, device="cpu"))

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.managers.schedule_batch import Req
+from sglang_objects import batch, request
 
 from sglang_dspark.features.adjustments import adjuster as module
 from sglang_dspark.features.adjustments.adjuster import LogitsAdjuster, adjustment_of, has_adjustment
@@ -16,37 +17,26 @@ from sglang_dspark.features.adjustments.served import Adjustments
 VOCAB = 20
 
 
-class Request:
-    """The fields that are read of SGLang's request."""
-
-    def __init__(self, output_ids: list[int] | None = None, **parameters: Any) -> None:
-        self.sampling_params = SamplingParams(**parameters)
-        self.output_ids = output_ids or []
-        self.eos_token_ids = {1, 4}  # a model may have more than its tokenizer knows
-        self.tokenizer = SimpleNamespace(eos_token_id=1, additional_stop_token_ids={2, VOCAB + 5})
-        self.grammar = None
-        self.is_retracted = self.ended = False
-
-    def finished(self) -> bool:
-        return self.ended
+def asking(output_ids: list[int] | None = None, **parameters: Any) -> Req:
+    """A request whose model has more ends than its tokenizer knows, and the other way round."""
+    made = request(output_ids or [], **parameters)
+    made.eos_token_ids = {1, 4}
+    made.tokenizer = SimpleNamespace(eos_token_id=1, additional_stop_token_ids={2, VOCAB + 5})
+    return made
 
 
-def batch_of(*reqs: Request) -> Any:
-    return SimpleNamespace(reqs=list(reqs), has_grammar=False)
-
-
-def prefill(adjuster: LogitsAdjuster, *reqs: Request) -> torch.Tensor:
+def prefill(adjuster: LogitsAdjuster, *reqs: Req) -> torch.Tensor:
     logits = torch.zeros(len(reqs), VOCAB)
-    adjuster.begin(batch_of(*reqs), logits)
+    adjuster.begin(batch(*reqs), logits)
     return logits
 
 
-def step(adjuster: LogitsAdjuster, *reqs: Request) -> torch.Tensor:
+def step(adjuster: LogitsAdjuster, *reqs: Req) -> torch.Tensor:
     """Logits [bs, V] of a step that verifies nothing, from 0."""
     logits, indptr = torch.zeros(len(reqs), VOCAB), torch.arange(len(reqs) + 1)
     nothing = torch.zeros(len(reqs), dtype=torch.int64)
     plan = SimpleNamespace(requests=indptr[:-1], columns=nothing, input_ids=nothing, indptr=indptr)
-    if part := adjuster.of_step(batch_of(*reqs)):
+    if part := adjuster.of_step(batch(*reqs)):
         part.after_verify(plan, logits)
     return logits
 
@@ -57,20 +47,20 @@ def adjuster() -> LogitsAdjuster:
 
 
 def test_batches_without_adjustments_are_left_alone(adjuster):
-    plain, greedy = Request(), Request(temperature=0.0, stop=["x"], frequency_penalty=0.0)
+    plain, greedy = asking(), asking(temperature=0.0, stop=["x"], frequency_penalty=0.0)
     prefill(adjuster, plain, greedy)
     assert len(adjuster._table) == 0
-    assert adjuster.of_step(batch_of(plain, greedy)) is None
-    penalised = Request(presence_penalty=1.0)
+    assert adjuster.of_step(batch(plain, greedy)) is None
+    penalised = asking(presence_penalty=1.0)
     prefill(adjuster, plain, penalised)
-    assert adjuster.of_step(batch_of(plain, penalised)) is not None
-    assert adjuster.of_step(batch_of(plain)) is None
+    assert adjuster.of_step(batch(plain, penalised)) is not None
+    assert adjuster.of_step(batch(plain)) is None
 
 
 def test_counts_follow_the_request_through_changing_batches(adjuster):
-    reqs = [Request(frequency_penalty=float(1 + i % 2)) for i in range(20)]  # more than the first table holds
+    reqs = [asking(frequency_penalty=float(1 + i % 2)) for i in range(20)]  # more than the first table holds
     prefill(adjuster, *reqs)
-    plain = Request()
+    plain = asking()
     for i, req in enumerate(reqs):
         adjuster.count([plain, req], torch.tensor([[5, 5], [i % VOCAB, -1]]))
     shuffled = [*reversed(reqs), plain]
@@ -81,11 +71,11 @@ def test_counts_follow_the_request_through_changing_batches(adjuster):
 
 
 def test_slots_of_the_finished_are_used_again(adjuster):
-    first = [Request(presence_penalty=1.0) for _ in range(8)]
+    first = [asking(presence_penalty=1.0) for _ in range(8)]
     prefill(adjuster, *first)
     adjuster.count(first, torch.full((8, 1), 3))
-    first[2].ended = first[5].is_retracted = True
-    later = [Request(presence_penalty=0.5) for _ in range(2)]
+    first[2].finished_reason, first[5].is_retracted = "of some kind", True
+    later = [asking(presence_penalty=0.5) for _ in range(2)]
     assert torch.equal(prefill(adjuster, *later), torch.zeros(2, VOCAB))  # nothing of the former owners
     assert adjuster._table is not None and len(adjuster._table) == 8
     adjusted = step(adjuster, *first, *later)
@@ -96,23 +86,23 @@ def test_slots_of_the_finished_are_used_again(adjuster):
 
 def test_the_finished_are_forgotten_when_the_batch_changes(adjuster):
     """Else a server keeps their texts, and looks for adjustments in every step."""
-    first, plain = Request(presence_penalty=1.0), Request()
+    first, plain = asking(presence_penalty=1.0), asking()
     prefill(adjuster, first)
-    assert adjuster.of_step(batch_of(first, plain)) is not None
-    first.ended = True
-    assert adjuster.of_step(batch_of(plain)) is None
+    assert adjuster.of_step(batch(first, plain)) is not None
+    first.finished_reason = "of some kind"
+    assert adjuster.of_step(batch(plain)) is None
     assert adjuster._slots == {}
     assert torch.equal(step(adjuster, plain), torch.zeros(1, VOCAB))
 
 
 def test_a_retracted_request_starts_from_its_output(adjuster):
-    req = Request(frequency_penalty=1.0)
+    req = asking(frequency_penalty=1.0)
     prefill(adjuster, req)
     adjuster.count([req], torch.tensor([[4, 4, 7]]))
     # The last step's tokens were dropped with the retraction.
     req.output_ids = [4]
     req.is_retracted = True
-    prefill(adjuster, Request(presence_penalty=1.0))
+    prefill(adjuster, asking(presence_penalty=1.0))
     req.is_retracted = False
     assert prefill(adjuster, req)[0].nonzero().tolist() == [[4]]
     adjuster.count([req], torch.tensor([9]).view(1, 1))
@@ -120,7 +110,7 @@ def test_a_retracted_request_starts_from_its_output(adjuster):
 
 
 def test_what_ends_the_text_before_min_new_tokens(adjuster):
-    req = Request(min_new_tokens=2, stop_token_ids=[7, -3])
+    req = asking(min_new_tokens=2, stop_token_ids=[7, -3])
     assert sorted(adjustment_of(req, VOCAB).stop_token_ids) == [1, 2, 4, 7]
     assert prefill(adjuster, req)[0].isinf().nonzero().flatten().tolist() == [1, 2, 4, 7]
     adjuster.count([req], torch.tensor([[3, 3]]))
@@ -132,7 +122,7 @@ def test_what_ends_the_text_before_min_new_tokens(adjuster):
     [({}, False), ({"logit_bias": {}}, False), ({"logit_bias": {"3": 1.0}}, True), ({"repetition_penalty": 0.9}, True)],
 )
 def test_which_requests_have_adjustments(parameters, expected):
-    assert has_adjustment(Request(**parameters)) == expected
+    assert has_adjustment(asking(**parameters)) == expected
 
 
 def test_masks_of_grammars_wait_for_no_forward(adjuster, monkeypatch):
@@ -142,7 +132,7 @@ def test_masks_of_grammars_wait_for_no_forward(adjuster, monkeypatch):
     monkeypatch.setattr(module, "grammar_masks", lambda reqs, windows, vocab_size: ([0, 2], bitmask))
     monkeypatch.setattr(module, "to_device", lambda tensor, device: (sent.append(tensor), tensor)[1])
     monkeypatch.setattr(module, "mask_tokens", lambda *given: applied.append(given))
-    adjuster.mask([Request(), Request()], logits := torch.zeros(3, VOCAB), [[0], [0, 1]])
+    adjuster.mask([asking(), asking()], logits := torch.zeros(3, VOCAB), [[0], [0, 1]])
     assert [tensor is bitmask for tensor in sent] == [True]
     [(masked, rows, found)] = applied
     assert masked is logits
@@ -151,13 +141,13 @@ def test_masks_of_grammars_wait_for_no_forward(adjuster, monkeypatch):
 
 
 def test_the_first_token_of_a_text_counts_for_its_penalties():
-    part, req = Adjustments(VOCAB, torch.device("cpu")), Request(presence_penalty=2.0)
-    batch, logits = batch_of(req), torch.zeros(1, VOCAB)
-    part.first_logits(batch, logits)
-    part.first_tokens(batch, torch.tensor([4]))
+    part, req = Adjustments(VOCAB, torch.device("cpu")), asking(presence_penalty=2.0)
+    given, logits = batch(req), torch.zeros(1, VOCAB)
+    part.first_logits(given, logits)
+    part.first_tokens(given, torch.tensor([4]))
     nothing, indptr = torch.zeros(1, dtype=torch.int64), torch.arange(2)
     plan = SimpleNamespace(requests=nothing, columns=nothing, input_ids=nothing, indptr=indptr)
-    part.step_comes(batch).after_verify(plan, logits)
+    part.step_comes(given).after_verify(plan, logits)
     assert logits.nonzero().tolist() == [[0, 4]] and logits[0, 4] == -2
 
 

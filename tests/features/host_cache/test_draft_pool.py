@@ -1,5 +1,6 @@
 """The drafter's K/V as SGLang's features for draft pools see it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,13 +8,16 @@ import torch
 from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 from sglang.srt.mem_cache.pool_host import common, mha
 from sglang.srt.speculative import base_spec_worker
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang_objects import GOLDEN, worker
 
 from sglang_dspark.draft.cache import DraftCache
+from sglang_dspark.draft.formats import read_config
 from sglang_dspark.engine.compat.worker_face import WorkerFace
 from sglang_dspark.features.host_cache.draft_pool import DraftPool
 
 LAYERS, HEADS, DIM, SIZE, PAGE = 3, 2, 8, 24, 4
-CONFIG = SimpleNamespace(num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=DIM)
+CONFIG = replace(read_config(GOLDEN / "vanilla_g7"), num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=DIM)
 
 
 @pytest.fixture
@@ -46,15 +50,14 @@ def test_sglang_plans_to_move_it_beside_the_target(cache, switched_on, monkeypat
     monkeypatch.setattr(base_spec_worker, "get_memory", lambda: memory)
     disaggregation = SimpleNamespace(disaggregation_decode_retraction_backup="cpu_tensor")
     monkeypatch.setattr(base_spec_worker, "get_disagg", lambda: disaggregation)
-    algorithm = SimpleNamespace(is_eagle=lambda: False, is_dspark=lambda: False)
-    worker = WorkerFace(SimpleNamespace(model_runner=SimpleNamespace(spec_algorithm=algorithm)))
-    worker.init_hicache_draft_plan()
-    assert worker.hicache_draft_plan == base_spec_worker.HiCacheDraftPlan()  # of a server without a drafter
-    worker.draft_pool = DraftPool(cache, SIZE, PAGE)
-    worker.init_hicache_draft_plan()
-    planned = worker.hicache_draft_plan.mode, worker.hicache_draft_plan.device_pools
+    face = WorkerFace(worker(spec_algorithm=SpeculativeAlgorithm.NONE))
+    face.init_hicache_draft_plan()
+    assert face.hicache_draft_plan == base_spec_worker.HiCacheDraftPlan()  # of a server without a drafter
+    face.draft_pool = DraftPool(cache, SIZE, PAGE)
+    face.init_hicache_draft_plan()
+    planned = face.hicache_draft_plan.mode, face.hicache_draft_plan.device_pools
     modes = base_spec_worker.HiCacheDraftMode
-    assert planned == ((modes.SIDECAR, (worker.draft_pool,)) if switched_on else (modes.NONE, ()))
+    assert planned == ((modes.SIDECAR, (face.draft_pool,)) if switched_on else (modes.NONE, ()))
 
 
 def beside_target(pool, host_slots):

@@ -9,9 +9,10 @@ import signal
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
+from sglang.srt.distributed.parallel_state import GroupCoordinator
+from sglang_objects import partly, server_args
 from torch import distributed
 
 from sglang_dspark.config import DSparkConfig
@@ -52,7 +53,7 @@ def test_machines_keep_their_files_where_they_like(tmp_path):
 
 
 def test_one_machine_exchanges_nothing():
-    assert [FEATURE.is_used(SimpleNamespace(nnodes=nodes)) for nodes in (1, 2)] == [False, True]
+    assert [FEATURE.is_used(server_args(nnodes=nodes)) for nodes in (1, 2)] == [False, True]
 
 
 def serve(rank: int, told: dict[str, object], folder) -> None:
@@ -66,7 +67,7 @@ def serve(rank: int, told: dict[str, object], folder) -> None:
         distributed.all_gather_object(values, value)
         return values
 
-    group = SimpleNamespace(ranks=[0, 1, 2, 3], rank_in_group=rank, all_gather_object=gathered)
+    group = partly(GroupCoordinator, ranks=[0, 1, 2, 3], rank_in_group=rank, all_gather_object=gathered)
     try:
         join(group, 2, told, end=lambda: os._exit(3))
     except ConfigError as error:

@@ -6,8 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from made_schedule import schedule
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang_objects import ONE_RANK, model_config, partly, runner
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.compat.arguments import attach
@@ -23,7 +26,7 @@ from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
 
 CAPTURED = CapturedRows(window=8, tiers=(8, 16, 32), requests=4)
-ALONE = Agreement(SimpleNamespace(world_size=1, rank_in_group=0))
+ALONE = Agreement(ONE_RANK)
 FORECAST = schedule(gamma=7).forecast
 
 
@@ -75,7 +78,7 @@ def test_a_plain_step_drafts_nothing():
     def draft():
         raise AssertionError("a forward")
 
-    step, sampling = ScheduledStep(PLAIN, 2, CAPTURED), SimpleNamespace(top_ks=torch.tensor([1, 40]))
+    step, sampling = ScheduledStep(PLAIN, 2, CAPTURED), partly(SamplingBatchInfo, top_ks=torch.tensor([1, 40]))
     told = step.propose(draft, torch.tensor([4, 5]), sampling)
     assert told.draft_block.greedy_mask.tolist() == [True, False]  # of a batch, some may be sampled
     assert told.draft_block_ids[:, 0].tolist() == [4, 5]
@@ -116,10 +119,7 @@ def test_how_much_is_verified_is_decided_once_and_told_to_the_worker(monkeypatch
     monkeypatch.setattr(server, "why_one_length", lambda args: next(reasons))
     monkeypatch.delenv(MODE, raising=False)
     each, all_ = settled(), settled()
-    assert (each.by_request, each.has_confidence_head, all_.by_request, all_.has_confidence_head) == (
-        *(True, True),
-        *(False, False),
-    )
+    assert [(found.by_request, found.has_confidence_head) for found in (each, all_)] == [(True, True), (False, False)]
     assert each.reason.endswith("asked; each request verifies its own number of drafts")
     assert all_.reason.endswith("asked; all requests verify the same number of drafts (its layers)")
     for found, mode in ((each, "compact"), (all_, "static")):
@@ -160,22 +160,12 @@ def test_temperatures_need_a_confidence_head(monkeypatch):
         settled(confidence_sts_path="temperatures")
 
 
-SERVED = {
-    "attention_backend": "fa3",
-    "prefill_attention_backend": None,
-    "decode_attention_backend": None,
-    "speculative_attention_mode": "prefill",
-    "cuda_graph_config": SimpleNamespace(decode=SimpleNamespace(backend="full")),
-    "enable_lora": False,
-    "mla": False,
-    "head": True,
-    "recurrent": None,
-    "kda": None,
-    "sparse": False,
-    "engram": (),
-    "mrope": False,
-    "sm100": False,
-}
+# What is found of arguments and target where each request verifies drafts of its own.
+BY_REQUEST = {
+    "attention_backend": "fa3", "speculative_attention_mode": "prefill", "enable_lora": False, "graphs": "full",
+    "mla": False, "head": True, "recurrent": None, "kda": None, "sparse": False, "engram": (), "mrope": False,
+    "sm100": False, "prefill_attention_backend": None, "decode_attention_backend": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -189,7 +179,7 @@ SERVED = {
         ({"attention_backend": "trtllm_mha", "sm100": True}, None),
         ({"decode_attention_backend": "triton"}, None),  # it verifies nothing
         ({"decode_attention_backend": "triton", "speculative_attention_mode": "decode"}, "triton"),
-        ({"cuda_graph_config": SimpleNamespace(decode=SimpleNamespace(backend="disabled"))}, "CUDA graphs"),
+        ({"graphs": "disabled"}, "CUDA graphs"),
         ({"recurrent": object()}, "recurrent layers"),
         ({"recurrent": object(), "kda": object()}, None),
         ({"sparse": True}, "sparse attention"),
@@ -200,10 +190,9 @@ SERVED = {
     ],
 )
 def test_where_all_requests_verify_as_many_drafts(found, why, monkeypatch):
-    args = SimpleNamespace(**SERVED | found)
-    target = SimpleNamespace(
-        hf_config=None, hf_text_config=SimpleNamespace(engram_layer_ids=args.engram), model_is_mrope=args.mrope
-    )
+    args = SimpleNamespace(**BY_REQUEST | found)
+    args.cuda_graph_config = CudaGraphConfig(decode=PhaseConfig(backend=args.graphs))
+    target = model_config(text={"engram_layer_ids": args.engram}, model_is_mrope=args.mrope)
     for name, value in {
         "resolved_view": args,
         "model_config_of": target,
@@ -219,29 +208,27 @@ def test_where_all_requests_verify_as_many_drafts(found, why, monkeypatch):
     assert said is None if why is None else why in said
 
 
+WORKER = dict.fromkeys(("enable_lora", "enable_dp_attention", "enable_two_batch_overlap", "enable_pdmux"), False) | {
+    "nnodes": 1,
+    "pp_size": 1,
+    "disaggregation_mode": "null",
+    "mrope": False,
+    "engram": None,
+    "graphs": object(),
+    "backend": SimpleNamespace(supports_ragged_verify_graph=True, decode_attention_backend_str="fa3"),
+}
+
+
 def served(**found):
     """A worker that is served, but for what is found."""
-    backend = SimpleNamespace(supports_ragged_verify_graph=True, decode_attention_backend_str="fa3")
-    runner = {"mrope": False, "engram": None, "graphs": object(), "backend": backend} | found
-    args = {
-        "enable_lora": False,
-        "enable_dp_attention": False,
-        "enable_two_batch_overlap": False,
-        "enable_pdmux": False,
-        "nnodes": 1,
-        "pp_size": 1,
-        "disaggregation_mode": "null",
-    }
-    return SimpleNamespace(
-        device="cuda",
-        server_args=SimpleNamespace(**{name: found.get(name, value) for name, value in args.items()}),
-        model_runner=SimpleNamespace(
-            attn_backend=runner["backend"],
-            decode_cuda_graph_runner=runner["graphs"],
-            model_config=SimpleNamespace(model_is_mrope=runner["mrope"]),
-            ngram_embedding_manager=SimpleNamespace(engram_hasher=runner["engram"]),
-        ),
+    found = SimpleNamespace(**WORKER | found)
+    target = runner(
+        attn_backend=found.backend,
+        decode_cuda_graph_runner=found.graphs,
+        model_config=model_config(model_is_mrope=found.mrope),
+        ngram_embedding_manager=SimpleNamespace(engram_hasher=found.engram),
     )
+    return SimpleNamespace(device="cuda", server_args=found, model_runner=target)
 
 
 UNIFORM = SimpleNamespace(supports_ragged_verify_graph=False, decode_attention_backend_str="triton")

@@ -5,6 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from made_schedule import schedule
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang_objects import ONE_RANK, model_config, partly, runner, server_args
 
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.features.own_worker import lengths
@@ -15,17 +18,17 @@ from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selection import FixedLength, TopK
 
-ALONE = Agreement(SimpleNamespace(world_size=1, rank_in_group=0))
+ALONE = Agreement(ONE_RANK)
 FORECAST = schedule(gamma=7).forecast
 
 
 @pytest.fixture
 def worker(monkeypatch):
     """A worker of blocks of seven drafts whose forwards are captured; its narrower widths take a gigabyte each."""
-    runner = SimpleNamespace(attn_backend="whole", decode_cuda_graph_runner=SimpleNamespace(capture_bs=[1, 2]))
-    found = SimpleNamespace(
-        verify_num_draft_tokens=8, _verify_executor="whole", model_runner=runner, device="cuda", gpu_id=0, free=9.0
-    )
+    graphs = partly(DecodeCudaGraphRunner, capture_bs=[1, 2])
+    target = runner(attn_backend="whole", decode_cuda_graph_runner=graphs)
+    found = SimpleNamespace(device="cuda", gpu_id=0, free=9.0, model_runner=target)
+    found.verify_num_draft_tokens, found._verify_executor = 8, "whole"
 
     def narrowed(self, worker, rows):
         worker.free -= 1.0
@@ -89,7 +92,7 @@ def test_layers_with_states_of_each_draft_verify_whole_blocks(backend, recurrent
     found = {"resolved_view": None, "mambaish_config": recurrent, "is_minimax_sparse": sparse}
     for name, value in {**found, "attention_backends_of": ("fa3", backend)}.items():
         monkeypatch.setattr(lengths, name, lambda *_, value=value: value)
-    assert lengths.has_narrow_rows(SimpleNamespace(), SimpleNamespace(hf_config=None)) is narrow
+    assert lengths.has_narrow_rows(server_args(), model_config()) is narrow
 
 
 def test_what_has_no_memory_is_left_out(worker, caplog):
@@ -109,10 +112,8 @@ def test_a_step_takes_the_narrowest_width_with_room(worker, drafts, width):
     assert (lens, num_rows) == ([drafts] * 3, 3 * width)
     assert cut == (None if drafts == width - 1 else [1 + drafts] * 3)
     rows.release()
-    assert (worker.verify_num_draft_tokens, worker._verify_executor, worker.model_runner.attn_backend) == (
-        *(8, "whole"),
-        "whole",
-    )
+    assert (worker.verify_num_draft_tokens, worker._verify_executor) == (8, "whole")
+    assert worker.model_runner.attn_backend == "whole"
 
 
 def test_what_a_graph_accepts_is_taken_of_whole_blocks_alone(worker):
@@ -132,7 +133,7 @@ def test_limits_cut_what_is_accepted(worker):
 
 def test_a_plain_step_has_nothing_to_divide_by(worker):
     """SGLang turns logits of the drafter into probabilities for requests that are sampled."""
-    rows, sampling = Widths(worker, ALONE, narrow=True), SimpleNamespace(top_ks=torch.tensor([1, 40]))
+    rows, sampling = Widths(worker, ALONE, narrow=True), partly(SamplingBatchInfo, top_ks=torch.tensor([1, 40]))
     step = ScheduledStep(PLAIN, 2, rows)
     block = step.propose(lambda: proposal(2), torch.tensor([4, 5]), sampling).draft_block
     assert (block.draft_tokens.shape, block.greedy_draft, block.corrected_logits) == ((2, 0), True, None)

@@ -1,27 +1,23 @@
 """Features that are not served beside recurrent layers are refused with flag, value and remedy, and the rest passes."""
 
 import re
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from launch_contexts import found_by, launch_context
+from sglang_objects import found_by, launch_context
 
-from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.features.recurrent import checks
 
-DRAFT = Path(__file__).parents[2] / "data" / "golden" / "vanilla_g7"
-HYBRID = {"hf_config": SimpleNamespace(architectures=["Qwen3_5ForCausalLM"])}
-# What an operator gives, what SGLang makes of that, and what is refused with which remedy.
+HYBRID = {"architecture": "Qwen3_5ForCausalLM"}
+CHOSEN = {"mamba_radix_cache_strategy": "extra_buffer"}
 REFUSED = [
-    ({"enable_hierarchical_cache": True}, {}, "--enable-hierarchical-cache", "drop the flag"),
-    ({"enable_linear_replayssm_spec": True}, {}, "--enable-linear-replayssm-spec", "drop the flag"),
-    ({"enable_lora": True}, {}, "--enable-lora", "drop the flag"),
-    ({"lora_paths": ["x"]}, {}, "--lora-paths", "drop the flag"),
-    ({}, {"mamba_radix_cache_strategy": "extra_buffer_lazy"}, "-strategy=extra_buffer_lazy", "pass extra_buffer"),
-    ({}, {"linear_attn_prefill_backend": "cutedsl"}, "--linear-attn-prefill-backend=cutedsl", "pass triton"),
-    ({}, {"linear_attn_backend": "flashinfer"}, "--linear-attn-prefill-backend=flashinfer", "pass triton"),
-    ({}, {"mamba_track_interval": 15}, "--mamba-track-interval=15", "pass 16 or more"),
+    ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache", "drop the flag"),
+    ({"enable_linear_replayssm_spec": True}, "--enable-linear-replayssm-spec", "drop the flag"),
+    ({"enable_lora": True}, "--enable-lora", "drop the flag"),
+    ({"lora_paths": ["x"]}, "--lora-paths", "drop the flag"),
+    ({"mamba_radix_cache_strategy": "extra_buffer_lazy"}, "-strategy=extra_buffer_lazy", "pass extra_buffer"),
+    ({"linear_attn_prefill_backend": "cutedsl"}, "--linear-attn-prefill-backend=cutedsl", "pass triton"),
+    ({"linear_attn_backend": "flashinfer"}, "--linear-attn-prefill-backend=flashinfer", "pass triton"),
+    ({"mamba_track_interval": 15}, "--mamba-track-interval=15", "pass 16 or more"),
 ]
 SERVED = [
     {},
@@ -31,22 +27,20 @@ SERVED = [
 ]
 
 
-def flags_of(**given):
-    """Returns the message of the check of flags, for a start with the golden drafter."""
-    context = launch_context(**{"drafter": ResolvedDrafter.read(DRAFT), "target": HYBRID} | given)
-    return found_by("flags beside recurrent layers", context)
+def found(**given):
+    """Return the message of the check of flags, for a start with the golden drafter."""
+    return found_by("flags beside recurrent layers", launch_context(**{"target": HYBRID} | CHOSEN | given))
 
 
-@pytest.mark.parametrize(("given", "hybrid", "flag", "remedy"), REFUSED, ids=lambda value: str(value)[:40])
-def test_flags_that_are_refused(given, hybrid, flag, remedy):
-    assert re.search(f"{flag} beside a target with recurrent layers; {remedy}", flags_of(hybrid=hybrid, **given))
-    assert flags_of(hybrid=hybrid, target={}, **given) is None
+@pytest.mark.parametrize(("given", "flag", "remedy"), REFUSED, ids=lambda value: str(value)[:40])
+def test_flags_that_are_refused(given, flag, remedy):
+    assert re.search(f"{flag} beside a target with recurrent layers; {remedy}", found(**given))
+    assert found(target={}, **given) is None
 
 
-@pytest.mark.parametrize("hybrid", SERVED, ids=str)
-def test_flags_that_are_served(hybrid):
-    assert flags_of(hybrid=hybrid) is None
-    assert flags_of(hybrid=hybrid, device="cpu", tp_size=2) is None
+@pytest.mark.parametrize("given", SERVED, ids=str)
+def test_flags_that_are_served(given):
+    assert found(**given) is found(device="cpu", tp_size=2, **given) is None
 
 
 @pytest.mark.parametrize(("device", "packed"), [("cpu", True), ("cpu", False), ("cuda", True)])

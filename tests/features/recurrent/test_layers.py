@@ -1,12 +1,18 @@
 """States and windows of recurrent layers: after any number of rejected drafts they are those of plain decoding."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from dspark_kernels import StateRows, causal_conv_rows, kernels_anywhere
 from recorded_graph import RecordedGraph
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool, MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang_objects import batch, forward, partly, runner, server_args
 
+from sglang_dspark.engine.forward.verify import DSparkVerifyInput
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.recurrent import layers as recurrent_layers
 from sglang_dspark.features.recurrent import recurrence
@@ -20,7 +26,6 @@ OF_REQUEST = torch.tensor([0, 4, 8, 2])  # slot by row of SGLang's table
 TRACKS = torch.tensor([[0, 0], [5, 9], [1, 13], [12, 7]])  # likewise, two slots in turns
 MOST_ROWS, INTERVAL = 6, 8  # of a request in a step; tokens between two states that are kept
 WIDTHS = (CHANNELS, VALUE_HEADS, VALUE_HEADS)
-VERIFY = SimpleNamespace(is_target_verify=lambda: True)
 
 
 def pool(seed, dtype):
@@ -28,8 +33,10 @@ def pool(seed, dtype):
     draw = torch.Generator().manual_seed(seed)
     temporal = torch.randn(LAYERS, SLOTS, VALUE_HEADS, VALUE_DIM, KEY_DIM, generator=draw)
     window = torch.randn(LAYERS, SLOTS, CHANNELS, WIDTH - 1, generator=draw).to(dtype)
-    return SimpleNamespace(
-        mamba_pool=SimpleNamespace(mamba_cache=SimpleNamespace(conv=[window], temporal=temporal)),
+    kept = partly(MambaPool, mamba_cache=MambaPool.State(conv=[window], temporal=temporal))
+    return partly(
+        HybridReqToTokenPool,
+        mamba_pool=kept,
         mamba2_layer_index=lambda layer_id: layer_id // 2,
         get_mamba_indices=lambda rows: OF_REQUEST[rows],
         translate_mamba_indices=lambda slots: slots,
@@ -38,19 +45,15 @@ def pool(seed, dtype):
 
 def layers():
     draw = torch.Generator().manual_seed(1)
+    sizes = {"q_dim": KEYS, "k_dim": KEYS, "v_dim": VALUES}
+    sizes |= {"num_q_heads": KEY_HEADS, "num_k_heads": KEY_HEADS, "num_v_heads": VALUE_HEADS}
+    weights = {"conv_weights": (CHANNELS, WIDTH), "bias": CHANNELS, "A_log": VALUE_HEADS, "dt_bias": VALUE_HEADS}
     return [
-        SimpleNamespace(
+        partly(
+            RadixLinearAttention,
             layer_id=2 * i,
-            conv_weights=torch.randn(CHANNELS, WIDTH, generator=draw),
-            bias=torch.randn(CHANNELS, generator=draw),
-            A_log=torch.randn(VALUE_HEADS, generator=draw),
-            dt_bias=torch.randn(VALUE_HEADS, generator=draw),
-            q_dim=KEYS,
-            k_dim=KEYS,
-            v_dim=VALUES,
-            num_q_heads=KEY_HEADS,
-            num_k_heads=KEY_HEADS,
-            num_v_heads=VALUE_HEADS,
+            **sizes,
+            **{name: torch.randn(shape, generator=draw) for name, shape in weights.items()},
         )
         for i in range(LAYERS)
     ]
@@ -73,16 +76,15 @@ class Steps:
     def __init__(self, dtype, interval=None):
         kept, self.layers = pool(0, dtype), layers()
         self.cache, self.track_slots = kept.mamba_pool.mamba_cache, TRACKS[:, 0].clone()
-        self.backend = RecurrentBackend(SimpleNamespace(req_to_token_pool=kept), torch.float32, interval)
+        self.backend = RecurrentBackend(partly(GDNAttnBackend, req_to_token_pool=kept), torch.float32, interval)
 
     def batch(self, requests, seq_lens, indptr, num_rows):
-        return SimpleNamespace(
-            forward_mode=VERIFY,
+        return forward(
             input_ids=torch.zeros(num_rows, dtype=torch.int64),
             req_pool_indices=requests,
             seq_lens=seq_lens,
             mamba_track_indices=self.track_slots[requests],
-            spec_info=SimpleNamespace(indptr=indptr),
+            spec_info=partly(DSparkVerifyInput, indptr=indptr),
         )
 
     def forward(self, batch, parts):
@@ -147,7 +149,7 @@ class SplitSteps(Steps):
         indptr[bs + 1 :] = num_rows
         for buffer, part in zip(inputs, parts, strict=True):
             buffer[:, :num_rows] = part
-        self.states.stage(SimpleNamespace(req_pool_indices=torch.tensor(requests)))
+        self.states.stage(batch(req_pool_indices=torch.tensor(requests)))
         outputs, advance = graph.replay()
         if not self.fused:
             advance(torch.tensor(lengths))
@@ -252,11 +254,11 @@ def test_a_verification_leaves_states_and_windows_alone():
 def test_rows_of_dummy_forwards():
     """SGLang tunes experts by forwards of its own, with as many rows for every request."""
     steps, parts = Steps(torch.float32), [part[:, :2, :3].flatten(1, 2) for part in inputs_of(5)]
-    batch = steps.batch(torch.tensor([3, 1]), None, None, 6)
-    batch.mamba_track_indices, batch.spec_info = None, SimpleNamespace(draft_token_num=3)
-    steps.backend.init_forward_metadata(batch)
+    rows = steps.batch(torch.tensor([3, 1]), None, None, 6)
+    rows.mamba_track_indices, rows.spec_info = None, partly(DFlashVerifyInput, draft_token_num=3)
+    steps.backend.init_forward_metadata(rows)
     expected, _ = steps.verify(parts, [3, 1], [3, 3], [7, 7])
-    assert torch.equal(steps.forward(batch, parts), expected)
+    assert torch.equal(steps.forward(rows, parts), expected)
 
 
 def test_the_convolution_is_that_of_the_whole_text():
@@ -272,49 +274,41 @@ def test_the_convolution_is_that_of_the_whole_text():
 def test_prompts_are_sglangs():
     """Whatever is no verification goes to its own backend, and so does what else it is asked."""
     asked = []
-    stock = SimpleNamespace(
-        req_to_token_pool=None,
-        init_forward_metadata=asked.append,
-        forward_extend=lambda **given: given["mixed_qkv"],
-        mamba_chunk_size=64,
-    )
+    stock = partly(GDNAttnBackend, req_to_token_pool=None, pad_slot_id=64)
+    stock.init_forward_metadata, stock.forward_extend = asked.append, lambda **given: given["mixed_qkv"]
     backend = RecurrentBackend(stock, torch.float32)
-    prompt = SimpleNamespace(forward_mode=SimpleNamespace(is_target_verify=lambda: False))
+    prompt = forward(ForwardMode.EXTEND)
     backend.init_forward_metadata(prompt)
     assert asked == [prompt]
     assert backend.forward_extend(None, prompt, "rows", None, None) == "rows"
-    assert backend.mamba_chunk_size == 64
+    assert backend.pad_slot_id == 64
 
 
-class GDNAttnBackend:
-    """SGLang's, by its name."""
-
-    req_to_token_pool = pool(0, torch.float32)
+OF_SGLANG = partly(GDNAttnBackend, req_to_token_pool=pool(0, torch.float32))
 
 
 def test_a_shortage_of_states_ends_the_start():
     """A default may be lowered, a number that was asked for may not."""
-    backend = RecurrentBackend(GDNAttnBackend(), torch.float32)
-    runner = SimpleNamespace(
-        max_running_requests=3, token_to_kv_pool=SimpleNamespace(size=1000), server_args=SimpleNamespace()
-    )
+    backend = RecurrentBackend(OF_SGLANG, torch.float32)
+    full = partly(MHATokenToKVPool, size=1000)
+    target = runner(max_running_requests=3, token_to_kv_pool=full, server_args=server_args())
     for asked in (None, 2, 3):
-        runner.server_args.max_running_requests = asked
-        check_room(backend, runner)
-    runner.server_args.max_running_requests = 4
+        target.server_args.max_running_requests = asked
+        check_room(backend, target)
+    target.server_args.max_running_requests = 4
     with pytest.raises(
         ConfigError,
         match=r"^--max-running-requests=4: there is room for 13 recurrent states of 0.00 MB.*"
         r" pass --max-running-requests 3 or less, or make room with --mamba-full-memory-ratio",
     ):
-        check_room(backend, runner)
-    runner.token_to_kv_pool.size = 6  # tokens are short, and SGLang says so
-    check_room(backend, runner)
+        check_room(backend, target)
+    target.token_to_kv_pool.size = 6  # tokens are short, and SGLang says so
+    check_room(backend, target)
 
 
 def test_the_recurrence_is_named():
     """Whichever worker serves it."""
-    ours = RecurrentBackend(GDNAttnBackend(), torch.float32)
-    for backend, name in ((ours, "GDN"), (GDNAttnBackend(), "GDN"), (None, None)):
-        runner = SimpleNamespace(attn_backend=SimpleNamespace(linear_attn_backend=backend))
-        assert recurrence(runner) == {"recurrence": name}
+    ours = RecurrentBackend(OF_SGLANG, torch.float32)
+    for backend, name in ((ours, "GDN"), (OF_SGLANG, "GDN"), (None, None)):
+        both = partly(HybridLinearAttnBackend, linear_attn_backend=backend)
+        assert recurrence(runner(attn_backend=both)) == {"recurrence": name}

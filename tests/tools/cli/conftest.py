@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from trace_server import TraceServer
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden"
 
@@ -42,3 +43,9 @@ def stub_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (package / "__init__.py").touch()
     shutil.copyfile(Path(__file__).parent / "stub_server.py", package / "launch_server.py")
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
+
+
+@pytest.fixture
+def server() -> Iterator[TraceServer]:
+    with TraceServer() as server:
+        yield server

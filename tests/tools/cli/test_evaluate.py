@@ -6,17 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH, TraceServer
+from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH
 
 from sglang_dspark.tools.simulator.blocks import RecordedBlocks
 
 NUM_PROMPTS = 20
-
-
-@pytest.fixture
-def server():
-    with TraceServer() as server:
-        yield server
+PROTOCOL = {
+    "name": None,
+    "max_tokens": 128,
+    "limit": None,
+    "shuffle_seed": None,
+    "raw": False,
+    "chat_template_kwargs": {},
+}
 
 
 @pytest.fixture
@@ -103,19 +105,12 @@ def test_a_drafter_without_a_confidence_head(run, server, sets):
     assert "ECE" not in result.output
 
 
-@pytest.mark.parametrize(
-    ("state", "says"),
-    [
-        ({"verified": GAMMA - 1}, "start the server with --speculative-dspark-schedule static"),
-        ({"has_traces": False}, "no answer has a dspark_trace"),
-        ({"algorithm": None}, "start it with --speculative-algorithm DSPARK"),
-    ],
-)
-def test_servers_that_cannot_be_evaluated(run, server, sets, state, says):
-    vars(server).update(state)
+def test_a_server_that_does_not_verify_whole_blocks(run, server, sets):
+    """Others that cannot be measured: test_calibrate.py."""
+    server.verified = GAMMA - 1
     result = run("evaluate", "--url", server.url, *sets)
     assert result.exit_code == 1
-    assert says in result.output
+    assert "start the server with --speculative-dspark-schedule static" in result.output
 
 
 def test_in_process_with_and_without_the_markov_head(run, sets, target, draft, tmp_path):

@@ -1,12 +1,15 @@
 """`LaunchedServer`: starts, waits, reports failures with the log, and leaves no process behind."""
 
+import contextlib
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sglang_dspark.errors import LaunchError
@@ -18,18 +21,19 @@ pytestmark = pytest.mark.usefixtures("stub_sglang")
 
 def is_alive(pid: int) -> bool:
     """Return whether the process runs; one that has ended but was not yet collected does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def becomes(condition: Callable[[], bool], seconds: float = 5) -> bool:
+    """Return whether it holds within that time."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
 
 
 def wait_until_dead(pid: int) -> bool:
-    deadline = time.monotonic() + 5
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not is_alive(pid)
+    return becomes(lambda: not is_alive(pid))
 
 
 def child_in(log: Path) -> int:
@@ -38,7 +42,10 @@ def child_in(log: Path) -> int:
 
 def test_a_server_runs_inside_the_block_and_only_there(tmp_path):
     log = tmp_path / "log"
-    with LaunchedServer("model", "--dtype", "float32", log_path=log) as server:
+    server = LaunchedServer("model", "--dtype", "float32", log_path=log)
+    with pytest.raises(LaunchError, match="not started"):
+        _ = server.pid
+    with server:
         argv = server.get_json("/argv")
         assert is_alive(server.pid)
     assert argv[:4] == ["--model-path", "model", "--dtype", "float32"]
@@ -48,17 +55,14 @@ def test_a_server_runs_inside_the_block_and_only_there(tmp_path):
     assert wait_until_dead(server.pid)
 
 
-def test_an_exception_inside_the_block_stops_the_server(tmp_path):
-    with pytest.raises(KeyError), LaunchedServer("model", log_path=tmp_path / "log") as server:
-        raise KeyError
-    assert wait_until_dead(server.pid)
-
-
-def test_a_proxy_of_the_environment_is_not_asked(tmp_path, monkeypatch):
+def test_an_exception_stops_a_server_that_is_asked_without_a_proxy(tmp_path, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    with LaunchedServer("model", log_path=tmp_path / "log") as server:
-        assert server.get_json("/dspark/stats")["rounds"] == 0
+    server, rounds = LaunchedServer("model", log_path=tmp_path / "log"), None
+    with contextlib.suppress(KeyError), server:
+        rounds = server.get_json("/dspark/stats")["rounds"]
+        raise KeyError
+    assert rounds == 0 and wait_until_dead(server.pid)
 
 
 def test_variables_reach_the_server_on_top_of_the_environment(tmp_path, monkeypatch):
@@ -115,34 +119,21 @@ def test_nothing_outlives_a_launching_process_that_is_killed(tmp_path, how):
     server = f"LaunchedServer('hang', log_path={str(log)!r})"
     script = f"from sglang_dspark.tools.launch import LaunchedServer\n{server}.__enter__()"
     launching = subprocess.Popen([sys.executable, "-c", script])
-    deadline = time.monotonic() + 20
-    while not (log.exists() and "child" in log.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert becomes(lambda: log.exists() and "child" in log.read_text(), 20)
     launching.send_signal(how)
     launching.wait()
     assert wait_until_dead(child_in(log))
 
 
-def test_there_is_no_process_before_the_block():
-    with pytest.raises(LaunchError, match="not started"):
-        _ = LaunchedServer("model").pid
-
-
 def test_a_suspended_server_does_nothing_until_it_is_resumed_and_can_be_stopped(tmp_path):
-    def state():
-        return Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-    def becomes(stopped):
-        deadline = time.monotonic() + 5
-        while (state() == "T") != stopped and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return (state() == "T") == stopped
+    def is_stopped():
+        return psutil.Process(server.pid).status() == psutil.STATUS_STOPPED
 
     with LaunchedServer("model", log_path=tmp_path / "log") as server:
         server.suspend()
-        assert becomes(stopped=True)
+        assert becomes(is_stopped)
         server.resume()
-        assert becomes(stopped=False)
+        assert becomes(lambda: not is_stopped())
         assert server.get_json("/dspark/stats")["rounds"] == 0
         server.suspend()
     assert wait_until_dead(server.pid)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +11,9 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
 from sglang_dspark.tools.simulator.costs import Costs, Prefill
+from sglang_dspark.tools.simulator.outcome import Figures
 from sglang_dspark.tools.simulator.server import SimulatedServer
-from sglang_dspark.tools.simulator.sweep import Conditions, crossovers, parse_policy, simulate_point
+from sglang_dspark.tools.simulator.sweep import Conditions, Point, crossovers, parse_policy, simulate_point
 from sglang_dspark.tools.simulator.workload import Lengths, Workload
 
 PREFILL = Prefill(batch_ms=20.0, token_ms=0.5)
@@ -153,7 +153,7 @@ def test_lanes_are_the_first_steps_of_the_first_requests():
 def test_where_speculation_stops_to_pay(ratios, users):
     speeds = {"off": (1.0,) * 3, "auto": ratios}
     points = [
-        SimpleNamespace(policy=policy, users=count, figures=SimpleNamespace(user_tok_s=speed))
+        Point(policy, count, Figures(0.0, speed, *[0.0] * 7), [])
         for policy, row in speeds.items()
         for count, speed in zip((1, 2, 4), row, strict=True)
     ]
