@@ -123,7 +123,7 @@ class Unserved:
         models: published models of these classes.
         reason: what is missing for them.
         instead: how they are served.
-        own_dspark: how SGLang's own DSPARK may verify them, with a drafter for them: ``by request`` if its layers take
+        own_dspark: how SGLang's own worker may verify them, with a drafter for them: ``by request`` if its layers take
             other numbers of rows for each request, otherwise ``alike``. None if it does not know them.
     """
 
@@ -155,7 +155,7 @@ _DFLASH, _EAGLE3, _EAGLE, _OWN_LAYER, _NGRAM = (
     )
 )
 _OWN_DSPARK = (
-    "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine auto or builtin"
+    "SGLang's own worker may serve it on a GPU, with a drafter for it: --speculative-dspark-engine auto or builtin"
 )
 
 UNSERVED: tuple[Unserved, ...] = (
@@ -239,7 +239,7 @@ UNSERVED: tuple[Unserved, ...] = (
 
 
 def left_to_sglang(architectures: Sequence[str] | None) -> str | None:
-    """Return why a target is left to SGLang's own DSPARK; None if ours serves it, or SGLang's does not either."""
+    """Return why a target is left to SGLang's own worker; None if ours serves it, or SGLang's does not either."""
     names = set(architectures or ())
     if any(family.architecture in names for family in FAMILIES):
         return None

@@ -11,7 +11,7 @@ from sglang_dspark.draft.families import FAMILIES, UNSERVED, family_of, left_to_
 from sglang_dspark.errors import UnservedError
 
 OWN_DSPARK = (
-    "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine auto or builtin"
+    "SGLang's own worker may serve it on a GPU, with a drafter for it: --speculative-dspark-engine auto or builtin"
 )
 
 
@@ -27,7 +27,7 @@ def models():
 
 
 def captures(architecture):
-    """Return whether SGLang's own DSPARK can ask the class, or a base of it, for hidden states."""
+    """Return whether SGLang's own worker can ask the class, or a base of it, for hidden states."""
     parents, text = models().get(architecture, ((), ""))
     return bool(re.search(r"def set_(dflash|dspark)_layers_to_capture", text)) or any(map(captures, parents))
 

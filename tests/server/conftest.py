@@ -171,7 +171,7 @@ SERVERS: dict[str, Recipe] = {
     # Streams that are parsed; every step commits as much as it can.
     "plain_parsers": Recipe(lambda folder: PARSERS, model=spoken_target),
     "parsers": Recipe(lambda folder: (*DSPARK, *STATIC, *PARSERS), model=spoken_target),
-    # SGLang's own DSPARK, by our schedule and as it comes.
+    # SGLang's own worker, by our schedule and as it comes.
     "scheduled": Recipe(
         lambda folder: (*DSPARK, *PARSERS, "--tokenizer-path", save_piece_tokenizer(folder)),
         env=own_worker("scheduled", "compact"),

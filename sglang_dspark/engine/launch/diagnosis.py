@@ -33,7 +33,7 @@ def has_flags() -> bool:
     """Return whether our flags are on the server's command line. Call :func:`is_registered` first."""
     parser = ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    return flag_name("engine") in parser.format_help()  # SGLang's own DSPARK has other flags with our prefix
+    return flag_name("engine") in parser.format_help()  # SGLang's own worker has other flags with our prefix
 
 
 def plugin_filter() -> str | None:
@@ -74,7 +74,7 @@ def resolve(command: Sequence[str]) -> None:
 
 
 def launch_without_flags(target: Path, drafter: ResolvedDrafter) -> LaunchContext:
-    """Return what the checks of ``Moment.MODELS`` look at, for a server on this machine with our default options.
+    """Return what the checks of ``Stage.MODELS`` look at, for a server on this machine with our default options.
 
     Raises:
         OSError, ValueError: SGLang cannot read the target.

@@ -1,4 +1,4 @@
-"""Drives SGLang's own DSPARK worker by our schedule, and learns from its outcomes."""
+"""Drives SGLang's own worker by our schedule, and learns from its outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handles the hooks on SGLang's own DSPARK; ``__init__.py`` says where each stands and why."""
+"""Handles the hooks on SGLang's own worker; ``__init__.py`` says where each stands and why."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _register(entry_point: EntryPoint) -> Finding:
     if not diagnosis.has_flags():
         return Finding("fail", "registration", "the --speculative-dspark-* flags are not on SGLang's command line")
     known = f"{support.COMMON_NAME} and its flags are known to SGLang in this process"
-    return Finding("ok", "registration", known, f"{flag_name('engine')} builtin asks for SGLang's own DSPARK")
+    return Finding("ok", "registration", known, f"{flag_name('engine')} builtin asks for SGLang's own worker")
 
 
 def check_hooks() -> Iterator[Finding]:

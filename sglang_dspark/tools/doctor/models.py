@@ -152,10 +152,10 @@ def _launch(target_dir: Path, drafter: ResolvedDrafter) -> LaunchContext:
 
 def _launch_checks(context: LaunchContext) -> Iterator[Finding]:
     """Make the checks of a start that need no flags, and name the others."""
-    from sglang_dspark.engine.launch.check import Moment
+    from sglang_dspark.engine.launch.check import Stage
     from sglang_dspark.engine.launch.checks import all_checks
 
-    made = [check for check in all_checks() if check.moment is Moment.MODELS]
+    made = [check for check in all_checks() if check.stage is Stage.MODELS]
     messages = {check.name: message for check in made if (message := check.message(context))}
     for name, message in messages.items():
         yield Finding("fail", name, message)
