@@ -17,9 +17,10 @@ statistics depend on floating-point confidences and may drift on the other ranks
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+from sglang.srt.distributed import GroupCoordinator
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class Agreement:
         group: SGLang's ``GroupCoordinator``.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: GroupCoordinator) -> None:
         self._group = group
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_dspark.config import flag_name
-from sglang_dspark.engine.launch.check import Check, Moment
+from sglang_dspark.engine.launch.check import Check, Stage
 from sglang_dspark.engine.launch.context import LaunchContext
 
 
@@ -17,4 +17,4 @@ def fallback_of_nodes(context: LaunchContext) -> str | None:
     )
 
 
-CHECKS = (Check("fallback of nodes", Moment.OPTIONS, fallback_of_nodes),)
+CHECKS = (Check("fallback of nodes", Stage.OPTIONS, fallback_of_nodes),)
