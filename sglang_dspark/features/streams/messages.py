@@ -16,6 +16,7 @@ from sglang_dspark.engine.sglang_types import Answer, TokenizerManager
 
 # Token ids before a window of text: some tokenizers decode the first token of a text otherwise. SGLang's number.
 _CONTEXT = 5
+_WINDOW = 16  # token ids, behind which a new one is looked for
 _LETTER = 4  # bytes of UTF-8 at most
 # Of the meta_info: lists with an entry per token, and counts of tokens.
 _PER_TOKEN = {"output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "dspark_trace"}
@@ -96,8 +97,8 @@ class StreamCutter:
     def _cuts(self, known: int, shown: int) -> Iterator[tuple[int, int]]:
         """Yield (tokens, characters of their text) for every new token whose text can be told from what follows.
 
-        Windows of text begin at the last ends, and where a letter is cut no text is made: a text may consist of such
-        ends for as long as it is.
+        Windows of text begin at the last ends. Far behind these no text is made where a letter is cut: a whole text may
+        consist of such ends.
 
         Args:
             known: tokens that are not new.
@@ -105,10 +106,12 @@ class StreamCutter:
         """
         if len(self._text) <= shown:
             return
+        start, before, length = -_WINDOW, "", 0
         for end in range(known + 1, len(self._ids)):
-            if self._cuts_letter(end):
-                continue
-            start, before, length = self._window()
+            if end - start > _WINDOW:
+                if self._cuts_letter(end):
+                    continue
+                start, before, length = self._window()
             new = self._decoded(start, end)[len(before) :]
             told = new and not new.endswith(_INCOMPLETE) and length + len(new) >= shown
             # What a stop string has cut off, or a tokenizer writes otherwise in a longer text, is no prefix.
