@@ -8,7 +8,7 @@ together. What fails or takes too long stops nothing else. RESULTS gets a folder
 ``order.json``: commands, seconds, and how it ended. A part that has ended well is not run again with the same code and
 arguments; a sweep that was stopped goes on. Of other code or arguments, choose another folder.
 
-Plain servers run as SGLang configures itself. With ``--builtin`` SGLang's own DSPARK is measured as well, as it comes
+Plain servers run as SGLang configures itself. With ``--builtin`` SGLang's own worker is measured as well, as it comes
 and by our schedule; of the random pair it keeps as many drafts as ours, by SGLang's own simulation.
 """
 
@@ -65,7 +65,7 @@ class Setting:
     Attributes:
         pair: arguments that name target, draft and prompts.
         output: folder of the part's results.
-        with_builtin: measure SGLang's own DSPARK as well.
+        with_builtin: measure SGLang's own worker as well.
     """
 
     pair: tuple[str, ...]
@@ -85,7 +85,7 @@ class Setting:
         return self.run("sweep_concurrency.py", *words, output=output)
 
     def builtin(self, *variables: str) -> tuple[str, ...]:
-        """Return the configuration of SGLang's own DSPARK, where it is measured."""
+        """Return the configuration of SGLang's own worker, where it is measured."""
         return (" ".join(("builtin", *variables)),) if self.with_builtin else ()
 
 
@@ -260,7 +260,7 @@ def _named(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--prompts", required=True, multiple=True, type=EXISTING)
 @click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
 @click.option("--only", "names", callback=_named, metavar="PART,...", help=f"Of {', '.join(PARTS)}.")
-@click.option("--builtin", is_flag=True, help="Measure SGLang's own DSPARK as well, as it comes and by our schedule.")
+@click.option("--builtin", is_flag=True, help="Measure SGLang's own worker as well, as it comes and by our schedule.")
 def main(target: str, draft: str, prompts: tuple[str, ...], output: Path, names: list[str], builtin: bool) -> None:
     """Command line; see the module."""
     console = Console(highlight=False, soft_wrap=True)

@@ -45,14 +45,22 @@ def _numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def _option(help_text: str, *, default: Any = None, read: Callable[[str], Any] = str, **flag: Any) -> Any:
+def _option(
+    help_text: str,
+    *,
+    default: Any = None,
+    read: Callable[[str], object] = str,
+    nargs: Literal["?", "+"] | None = None,
+    const: str | None = None,
+) -> Any:
     """Declare one option.
 
     Args:
         read: turns its text into a value.
-        flag: what ``argparse`` has to know of its flag if that does not take exactly one value.
+        nargs: of its flag, for ``argparse``, if that does not take exactly one value.
+        const: its text if the flag has no value.
     """
-    return field(default=default, metadata={"help": help_text, "read": read, "flag": flag})
+    return field(default=default, metadata={"help": help_text, "read": read, "flag": {"nargs": nargs, "const": const}})
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Configuration:
 
     Attributes:
         label: what tables and figures call it; unique within a sweep.
-        policy: ``plain`` (without DSPARK), ``builtin`` (SGLang's own DSPARK), or a policy of DSPARK.
+        policy: ``plain`` (without DSPARK), ``builtin`` (SGLang's own worker), or a policy of DSPARK.
         argument: the verify length of ``static``, the confidence threshold of ``threshold``; else empty.
         dtype: ``--dtype`` of the server.
         extra_flags: further arguments of the server.

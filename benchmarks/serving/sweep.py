@@ -76,7 +76,7 @@ class Sweep:
         """
         if configuration.policy == BUILTIN and self.device == "cpu":
             raise ConfigError(
-                f"--config {configuration.label}: SGLang's own DSPARK does not run on a CPU (its cache allocation and"
+                f"--config {configuration.label}: SGLang's own worker does not run on a CPU (its cache allocation and"
                 " verification are Triton kernels); pass --device cuda, or leave it out"
             )
         return (*configuration.server_flags(self.draft), *self.server_flags)

@@ -131,7 +131,7 @@ class StsCalibration(
             raise ConfigError(f"{path}: {error}; make one with python -m sglang_dspark calibrate") from error
         if "version" not in document:
             raise ConfigError(
-                f"{path} has no version, as files for SGLang's own DSPARK; calibrate for this one with python -m "
+                f"{path} has no version, as files for SGLang's own worker; calibrate for this one with python -m "
                 "sglang_dspark calibrate"
             )
         if (count := len(calibration.temperatures)) != gamma:

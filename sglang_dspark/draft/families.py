@@ -85,13 +85,13 @@ UNSERVED: Mapping[str, str] = {
 """Architectures that no DSPARK serves, SGLang's own neither, and why."""
 
 _UNKNOWN = (
-    "this plugin does not know it. SGLang's own DSPARK may serve it on a GPU, with a drafter for it: "
+    "this plugin does not know it. SGLang's own worker may serve it on a GPU, with a drafter for it: "
     "--speculative-dspark-engine auto or builtin"
 )
 
 
 def is_left_to_sglang(architectures: Sequence[str] | None) -> bool:
-    """Return whether our worker leaves a target to SGLang's own DSPARK, which may know its architecture."""
+    """Return whether our worker leaves a target to SGLang's own worker, which may know its architecture."""
     names = set(architectures or ())
     return not names & {*UNSERVED, *(family.architecture for family in FAMILIES)}
 

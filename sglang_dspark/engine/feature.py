@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -16,15 +16,49 @@ from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.launch.check import Check
 from sglang_dspark.engine.launch.flag_rule import FlagRule
 from sglang_dspark.engine.launch.hook import Hook
-from sglang_dspark.engine.launch_state import OtherServer
-from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.engine.launch_state import DSparkServer, OtherServer
+from sglang_dspark.engine.sglang_types import (
+    ForwardBatch,
+    GenerationBatchResult,
+    ModelRunner,
+    Req,
+    ScheduleBatch,
+    ServerArgs,
+)
 from sglang_dspark.step.state import VerifyPlan
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import KVCache
+
+
+class Worker(Protocol):
+    """Our worker, as far as parts know it.
+
+    Attributes:
+        max_verify: drafts that a step may verify per request.
+        draft_pool: the draft K/V as SGLang's kind of pool, where a feature copies it along.
+    """
+
+    server_args: ServerArgs
+    settled: DSparkServer
+    model_runner: ModelRunner
+    device: torch.device
+    max_verify: int
+    draft_pool: KVCache | None
+
+    def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keep tokens [n] of requests' texts with their slots [n], to draft from them."""
+
+    def set_hicache_consumer(self, index: int) -> None:
+        """Have the next forward wait for a load from host memory, layer by layer; for none if the index is -1."""
 
 
 class CapturedPart(Protocol):
     """A feature's part of verifications that CUDA graphs replay."""
 
-    def prepare(self, plan: VerifyPlan, forward_batch: Any) -> None:
+    def prepare(self, plan: VerifyPlan, forward_batch: ForwardBatch) -> None:
         """Launch what comes before the target's forward, as a part of a captured verification. No host sync.
 
         Args:
@@ -32,7 +66,7 @@ class CapturedPart(Protocol):
             forward_batch: SGLang's, of the forward.
         """
 
-    def stage(self, batch: Any) -> None:
+    def stage(self, batch: ScheduleBatch | None) -> None:
         """Write what the next replay reads.
 
         Args:
@@ -70,12 +104,17 @@ class DrawnTokens(NamedTuple):
 class Part:
     """A feature's part in a server's scheduler. Every method here does nothing: override the moments that matter."""
 
+    @classmethod
+    def of(cls, worker: Worker) -> Part | None:
+        """Return the part of our worker, whose target has been loaded; None if the target has no use for it."""
+        return cls()
+
     @property
     def timed(self) -> Mapping[str, str]:
         """Return the properties of the server that its step times depend on, by name."""
         return {}
 
-    def pools_made(self, allocator: Any, cache: DraftCache | None) -> None:
+    def pools_made(self, allocator: BaseTokenToKVPoolAllocator, cache: DraftCache | None) -> None:
         """Look at the memory, before any backend of attention exists.
 
         Args:
@@ -95,26 +134,28 @@ class Part:
         """
         return None
 
-    def batch_comes(self, batch: Any) -> None:
+    def batch_comes(self, batch: ScheduleBatch) -> None:
         """Prepare for SGLang's batch, a prefill or a decode step."""
 
-    def prefill_comes(self, batch: Any) -> None:
+    def prefill_comes(self, batch: ScheduleBatch) -> None:
         """Prepare for SGLang's batch, whose prompts are about to be encoded. No host sync."""
 
-    def first_logits(self, batch: Any, logits: torch.Tensor) -> None:
+    def first_logits(self, batch: ScheduleBatch, logits: torch.Tensor) -> None:
         """Change the logits [bs, V], in place, that the first tokens of SGLang's batch of prompts are drawn from."""
 
-    def first_tokens(self, batch: Any, tokens: torch.Tensor) -> None:
+    def first_tokens(self, batch: ScheduleBatch, tokens: torch.Tensor) -> None:
         """Look at the first tokens [bs] int64 of SGLang's batch of prompts. No host sync."""
 
-    def prefill_done(self, batch: Any) -> None:
+    def prefill_done(self, batch: ScheduleBatch) -> None:
         """Look at SGLang's batch, whose prompts have their K/V. No host sync."""
 
-    def step_comes(self, batch: Any) -> StepPart | None:
+    def step_comes(self, batch: ScheduleBatch) -> StepPart | None:
         """Return the feature's part of the decode step ahead; None if it leaves the logits alone."""
         return None
 
-    def tokens_drawn(self, batch: Any, output: Any, drawn: DrawnTokens) -> Any:
+    def tokens_drawn(
+        self, batch: ScheduleBatch, output: LogitsProcessorOutput, drawn: DrawnTokens
+    ) -> LogitsProcessorOutput:
         """Return SGLang's ``LogitsProcessorOutput`` with what requests ask to know of their new tokens.
 
         Args:
@@ -122,7 +163,7 @@ class Part:
         """
         return output
 
-    def tokens_come(self, batch: Any, result: Any, tokens: Sequence[Sequence[int]]) -> None:
+    def tokens_come(self, batch: ScheduleBatch, result: GenerationBatchResult, tokens: Sequence[Sequence[int]]) -> None:
         """Look at a decode step's tokens on the host, before SGLang appends them to their requests.
 
         Args:
@@ -130,7 +171,7 @@ class Part:
             tokens: of each request of the batch.
         """
 
-    def request_ended(self, req: Any) -> None:
+    def request_ended(self, req: Req) -> None:
         """Look at SGLang's request, whose text is complete."""
 
     def warm_up(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
@@ -141,7 +182,7 @@ class Part:
             logits: [N, V] of its rows.
         """
 
-    def held(self, requests: int) -> AbstractContextManager[Any]:
+    def held(self, requests: int) -> AbstractContextManager[object]:
         """Hold what memory the feature takes beside the largest step, of so many requests."""
         return nullcontext()
 
@@ -157,8 +198,7 @@ class Feature:
         hooks: patches of SGLang that the feature alone needs.
         flag_rules: flags of SGLang that it refuses, on every server.
         checks: name of its ``tuple[Check, ...]`` below ``room``, made on every server; empty if it has none.
-        part: name of a function below ``room`` that takes our worker and returns its :class:`Part`, or None if the
-            target turns out to have no use for it. It is called when the target has been loaded. Empty if it has none.
+        part: name of a function below ``room`` such as :meth:`Part.of`; empty if the feature has none.
         describe_target: takes SGLang's runner of a target, and returns what ``GET /dspark/capabilities`` says of it, by
             key; on every server, of either worker.
         other_server: name of an :class:`OtherServer` below ``room``, whose worker decodes in place of ours where it is
@@ -171,14 +211,14 @@ class Feature:
     flag_rules: tuple[FlagRule, ...] = ()
     checks: str = ""
     part: str = ""
-    describe_target: Callable[[Any], Mapping[str, Any]] = lambda runner: {}
+    describe_target: Callable[[ModelRunner], Mapping[str, object]] = lambda runner: {}
     other_server: str = ""
 
     def load_checks(self) -> tuple[Check, ...]:
         """Import and return its checks."""
         return resolve_name(f"{self.room}.{self.checks}") if self.checks else ()
 
-    def load_part(self) -> Callable[[Any], Part | None]:
+    def load_part(self) -> Callable[[Worker], Part | None]:
         """Import and return the function that makes its part."""
         return resolve_name(f"{self.room}.{self.part}") if self.part else lambda worker: None
 
@@ -195,7 +235,7 @@ def other_servers() -> Sequence[type[OtherServer]]:
     return [resolve_name(f"{feature.room}.{feature.other_server}") for feature in offering]
 
 
-def parts_of(worker: Any, args: ServerArgs) -> Sequence[Part]:
+def parts_of(worker: Worker, args: ServerArgs) -> Sequence[Part]:
     """Return the parts of the features that our worker's server uses; its target has been loaded.
 
     Raises:

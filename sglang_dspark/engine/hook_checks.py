@@ -9,10 +9,12 @@ import os
 from collections import defaultdict
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import TypeVar
 
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
+
+T = TypeVar("T")
 
 
 class Moment(Enum):
@@ -27,13 +29,13 @@ class Moment(Enum):
 _expected: defaultdict[tuple[int, Moment], dict[str, str]] = defaultdict(dict)
 
 
-def expect_called(name: str, target: str, moment: Moment, function: Callable[..., Any]) -> Callable[..., Any]:
+def expect_called(name: str, target: str, moment: Moment, function: Callable[..., T]) -> Callable[..., T]:
     """Return ``function``, a hook on ``target``, wrapped so that its first call is noted."""
     expected = _expected[os.getpid(), moment]
     expected[name] = target
 
     @functools.wraps(function)
-    def noting(*args: Any, **kwargs: Any) -> Any:
+    def noting(*args: object, **kwargs: object) -> T:
         expected.pop(name, None)
         return function(*args, **kwargs)
 

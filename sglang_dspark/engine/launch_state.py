@@ -28,12 +28,12 @@ class DSparkServer:
     dummy_draft: bool
     draft_window: DraftWindow | None = None
 
-    engine = "plugin"
-    presets = True
+    engine: ClassVar[str] = "plugin"
+    presets: ClassVar[bool] = True
 
     @property
     def draft_path(self) -> str:
-        """Return the folder of the drafter; empty if none is served. SGLang's own field for it is empty always."""
+        """Return the folder of the drafter; empty if none is served."""
         return "" if self.drafter is None else self.drafter.path
 
     @property

@@ -3,10 +3,35 @@
 A release that renames one of them breaks us where the field is used: this is the list of what to look for.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.dp_attention import DpPaddingMode
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.managers.schedule_batch import BaseFinishReason, MultimodalInputs, ReqKvInfo
+    from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+    from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+    from sglang.srt.model_executor.model_runner_components.ngram_embedding_manager import NgramEmbeddingManager
+    from sglang.srt.model_executor.runner.base_cuda_graph_runner import BaseCudaGraphRunner
+    from sglang.srt.model_executor.runner.base_runner import BaseRunner
+    from sglang.srt.speculative.spec_info import CustomSpecAlgo, SpecInput
+    from transformers import PreTrainedTokenizerBase
+
+Answer = dict[str, Any]
+"""A message of the front end about one request, as ``/generate`` returns it."""
 
 
 class ServerArgs(Protocol):
@@ -48,6 +73,21 @@ class ServerArgs(Protocol):
     speculative_draft_load_format: str | None
     speculative_draft_window_size: int | None
     speculative_draft_sink_size: int | None
+    stream_interval: int
+    served_model_name: str | None
+    trust_remote_code: bool
+    json_model_override_args: str
+    cuda_graph_config: CudaGraphConfig
+    disable_overlap_schedule: bool
+    disaggregation_mode: str
+    enable_dp_attention: bool
+    enable_metrics: bool
+    enable_pdmux: bool
+    enable_two_batch_overlap: bool
+    pp_size: int
+    speculative_attention_mode: str
+    tool_call_parser: str | None
+    reasoning_parser: str | None
     tokenizer_metrics_allowed_custom_labels: list[str] | None
 
 
@@ -63,23 +103,78 @@ class ModelConfig(Protocol):
     vocab_size: int
     has_attention_sinks: bool
     is_hybrid_swa: bool
+    is_multimodal: bool
+    model_is_mrope: bool
 
 
 class ModelRunner(Protocol):
     """``sglang.srt.model_executor.model_runner.ModelRunner``, of the target."""
 
-    model: Any
+    model: Any  # of the target's family
     model_config: ModelConfig
+    server_args: ServerArgs
+    spec_algorithm: CustomSpecAlgo
+    device: str
+    forward_stream: torch.cuda.Stream
     dtype: torch.dtype
     kv_cache_dtype: torch.dtype
+    page_size: int
+    max_running_requests: int
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool: KVCache
+    token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
+    attn_backend: AttentionBackend
+    kv_index_translator: KVIndexTranslator
+    init_new_workspace: bool
+    decode_cuda_graph_runner: BaseCudaGraphRunner
+    prefill_cuda_graph_runner: BaseCudaGraphRunner
+    eager_runner: BaseRunner
+    graph_shared_output: GraphSharedOutput
+    capture_tail_hooks: list[Callable[..., object]]
+    prefill_attention_backend_str: str
+    lora_manager: LoRAManager
+    ngram_embedding_manager: NgramEmbeddingManager
+    mrope_deltas: torch.Tensor  # ours
+
+    def _get_attention_backend(self, init_new_workspace: bool = False) -> AttentionBackend:
+        """Make the backend of attention that the arguments name."""
+
+
+class TpModelWorker(Protocol):
+    """``sglang.srt.managers.tp_worker.TpModelWorker``: runs the target."""
+
+    model_runner: ModelRunner
+    device: str
+    random_seed: int
+    tokenizer: PreTrainedTokenizerBase
+
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch | None,
+        forward_batch: ForwardBatch | None = None,
+        *,
+        is_verify: bool = False,
+        skip_attn_backend_init: bool = False,
+    ) -> GenerationBatchResult:
+        """Run the target; a verification leaves tokens to the caller."""
 
 
 class SamplingParams(Protocol):
     """``sglang.srt.sampling.sampling_params.SamplingParams``, of one request."""
 
     custom_params: Any  # whatever the client has sent
+    temperature: float
     top_k: int
+    top_p: float
+    min_p: float
+    sampling_seed: int | None
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    max_new_tokens: int
     min_new_tokens: int
+    stop_strs: list[str]
+    stop_regex_strs: list[str]
     logit_bias: Mapping[str, float] | None
     stop_token_ids: set[int] | None
 
@@ -90,12 +185,89 @@ class Req(Protocol):
     rid: str
     origin_input_ids: Sequence[int]
     output_ids: list[int]
+    output_ids_through_stop: Sequence[int]
+    sampling_params: SamplingParams
+    grammar: BaseGrammarObject
+    tokenizer: PreTrainedTokenizerBase
+    kv: ReqKvInfo
+    lora_id: str | None
+    eos_token_ids: set[int] | None
+    customized_info: dict[str, list[object]] | None
+    decode_batch_idx: int
+    reasoning_tokens: int
+    finished_len: int | None
+    finished_reason: BaseFinishReason
+    to_finish: BaseFinishReason
+    is_retracted: bool
+    return_logprob: bool
+    update_finish_state: Callable[..., None]
+
+    def finished(self) -> bool:
+        """Return whether the text is complete."""
+
+    def get_fill_ids(self) -> Sequence[int]:
+        """Return the tokens of the prompt and the output."""
+
+    def tail_str(self, new_accepted_len: int) -> str:
+        """Return the end of the text, in which a stop string may be."""
 
 
 class ScheduleBatch(Protocol):
     """``sglang.srt.managers.schedule_batch.ScheduleBatch``: what the scheduler runs at once."""
 
     reqs: Sequence[Req]
+    forward_mode: ForwardMode
+    forward_iter: int
+    is_prefill_only: bool
+    is_extend_in_batch: bool
+    has_grammar: bool
+    return_logprob: bool
+    top_logprobs_nums: list[int]
+    token_ids_logprobs: list[list[int] | None]
+    device: str
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    seq_lens_sum: int
+    orig_seq_lens: torch.Tensor
+    prefix_lens: list[int]
+    req_pool_indices: torch.Tensor
+    out_cache_loc: torch.Tensor
+    spec_info: SpecInput
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
+    tree_cache: BasePrefixCache
+    multimodal_inputs: list[MultimodalInputs | None]
+    mamba_track_indices: torch.Tensor
+    hicache_consumer_index: int
+
+    def maybe_evict_swa(self) -> None:
+        """Free the K/V that no window sees any more."""
+
+
+class ForwardBatch(Protocol):
+    """``sglang.srt.model_executor.forward_batch_info.ForwardBatch``: what one forward of the target reads."""
+
+    forward_mode: ForwardMode
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    mrope_positions: torch.Tensor
+    seq_lens: torch.Tensor
+    req_pool_indices: torch.Tensor
+    out_cache_loc: torch.Tensor
+    spec_info: SpecInput
+    mm_input_embeds: torch.Tensor | None
+    mamba_track_indices: torch.Tensor | None
+    lora_ids: list[str | None]
+    dp_padding_mode: DpPaddingMode
+
+
+class GenerationBatchResult(Protocol):
+    """``sglang.srt.managers.utils.GenerationBatchResult``: what a worker returns to the scheduler."""
+
+    logits_output: LogitsProcessorOutput
+    next_token_ids: torch.Tensor
+    new_seq_lens: torch.Tensor
+    next_draft_input: SpecInput
 
 
 class TokenizerManager(Protocol):
@@ -103,7 +275,8 @@ class TokenizerManager(Protocol):
 
     server_args: ServerArgs
     model_config: ModelConfig
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
+    incremental_streaming_output: bool
 
     def auto_create_handle_loop(self) -> None:
         """Start to read answers of the scheduler, if nothing reads them yet."""

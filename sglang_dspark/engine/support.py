@@ -82,7 +82,7 @@ def gpu_refusal(capability: tuple[int, int], *, rocm: bool) -> str | None:
     if rocm:
         return (
             "this torch was built for ROCm, on which DSPARK has not been tried; serve on an NVIDIA GPU or on a CPU, or "
-            f"pass {flag_name('engine')} builtin for SGLang's own DSPARK"
+            f"pass {flag_name('engine')} builtin for SGLang's own worker"
         )
     if capability < MIN_CAPABILITY:
         found, needed = (".".join(map(str, pair)) for pair in (capability, MIN_CAPABILITY))

@@ -80,13 +80,12 @@ class SpsTable:
         Of steps that contradict each other the (lower) median counts, so that one that is far off, either way, moves no
         other one far. Only a plain step may be pulled down by the next one: nothing says which of the two is wrong.
         """
-        verify_ms, columns = np.empty_like(self.verify_ms), range(self.verify_ms.shape[1])
-        for column in columns:
-            least = [
-                np.min([_lower_median(self.verify_ms[:, a : b + 1]) for b in columns[column:]], axis=0)
-                for a in columns[: column + 1]
-            ]
-            verify_ms[:, column] = np.max(least, axis=0)
+        verify_ms, numbers = np.zeros_like(self.verify_ms), range(self.verify_ms.shape[1])
+        for first in numbers:
+            medians = [_lower_median(self.verify_ms[:, first : last + 1]) for last in numbers[first:]]
+            # Of each number of drafts, over all that are no smaller.
+            least = np.minimum.accumulate(medians[::-1], axis=0)[::-1]
+            verify_ms[:, first:] = np.maximum(verify_ms[:, first:], np.moveaxis(least, 0, 1))
         return replace(self, verify_ms=verify_ms)
 
     def times(self, requests: int) -> LoadTimes:
@@ -140,7 +139,7 @@ class SpsTable:
             raise ConfigError(f"SPS table {str(path)!r} cannot be read: {error}") from error
         if isinstance(content, dict) and _KEYS_OF_SGLANG & content.keys():
             raise ConfigError(
-                f"SPS table {str(path)!r} was written for SGLang's own DSPARK; name another file, and the steps of "
+                f"SPS table {str(path)!r} was written for SGLang's own worker; name another file, and the steps of "
                 "this server are measured and written there"
             )
         if not isinstance(content, dict) or content.get("version") != FORMAT_VERSION:

@@ -97,7 +97,7 @@ GOOD = {"version": 1, "temperatures": [1.0, 2.0]}
     ("document", "says"),
     [
         ({**GOOD, "version": 2}, ": Invalid value 2 - at `$.version`; make one with python -m sglang_dspark calibrate"),
-        ({"temperatures": [1.0, 2.0]}, " has no version, as files for SGLang's own DSPARK"),
+        ({"temperatures": [1.0, 2.0]}, " has no version, as files for SGLang's own worker"),
         ({**GOOD, "temperatures": [1.0]}, ": 1 temperatures for blocks of 2 drafts"),
         ({"version": 1}, ": Object missing required field `temperatures`"),
         ({**GOOD, "temperatures": [1.0, "2"]}, ": Expected `float`, got `str` - at `$.temperatures[1]`"),

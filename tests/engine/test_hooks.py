@@ -2,6 +2,7 @@
 
 import inspect
 import pkgutil
+from collections import Counter
 from dataclasses import replace
 from typing import get_args
 
@@ -23,8 +24,15 @@ def names(function, *kinds):
 
 
 def test_names_and_targets_are_told_apart():
-    assert len({hook.name for hook in HOOKS}) == len({(hook.target, hook.where) for hook in HOOKS}) == len(HOOKS)
+    assert len({hook.name for hook in HOOKS}) == len({(hook.target, hook.handler) for hook in HOOKS}) == len(HOOKS)
     assert {hook.where for hook in HOOKS} == set(get_args(Where))
+
+
+def test_several_hooks_on_one_target_follow_it():
+    """SGLang warns of several that stand around one, and of several that replace it the last one counts."""
+    placed = Counter((hook.target, hook.where) for hook in HOOKS)
+    several = [hook for hook in HOOKS if placed[hook.target, hook.where] > 1]
+    assert several and {hook.kind for hook in several} == {HookType.AFTER}
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.name)
@@ -65,7 +73,7 @@ class Registry:
 
 @pytest.fixture
 def install(monkeypatch):
-    def install(*places, rows=hooks.HOOKS, patched=(), used=True):
+    def install(*places, rows=hooks.HOOKS, patched=(), used=(True, True)):
         registry = Registry(patched)
         monkeypatch.setattr(hooks, "HookRegistry", registry)
         monkeypatch.setattr(hooks, "HOOKS", tuple(rows))
@@ -73,8 +81,8 @@ def install(monkeypatch):
         monkeypatch.setattr(hooks, "all_features", lambda: features)
         monkeypatch.setattr(hooks, "_installed", set())
         monkeypatch.setattr(hooks, "expect_called", lambda name, target, moment, handler: handler)
-        for _ in range(2):
-            hooks.install("uses all" if used else "uses none", *places)
+        for uses_all in used:
+            hooks.install("uses all" if uses_all else "uses none", *places)
         return registry.registered
 
     return install
@@ -82,15 +90,22 @@ def install(monkeypatch):
 
 def test_a_place_gets_its_hooks_once(install):
     assert install("routes") == [hook.target for hook in HOOKS if hook.where == "routes"]
+    assert install("front_end") == [hook.target for hook in HOOKS if hook.where == "front_end"]
     assert install("scheduler", "cpu") == [hook.target for hook in HOOKS if hook.where in ("scheduler", "cpu")]
 
 
 def test_hooks_of_a_feature_are_left_out_where_it_is_not_used(install):
     hooks_of_features = [hook for feature in all_features() for hook in feature.hooks]
     of_features = {hook.target for hook in hooks_of_features if hook.where == "scheduler"}
-    found = install("scheduler", used=False)
+    found = install("scheduler", used=(False, False))
     assert set(install("scheduler")) - set(found) == of_features
     assert not set(found) & of_features and of_features
+
+
+def test_a_hook_that_would_come_behind_another_one_on_its_target_is_refused(install):
+    """SGLang would drop it without a word: what hooks a target of the core has to be used by every server."""
+    with pytest.raises(EngineError, match=r"hook stream-tokens finds .* patched"):
+        install("front_end", used=(False, True))
 
 
 def test_a_target_that_another_plugin_has_patched_is_refused(install):

@@ -9,7 +9,7 @@ from sglang_objects import GOLDEN, found_by, launch_context
 
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.engine.launch import checks
-from sglang_dspark.engine.launch.check import Check, Moment
+from sglang_dspark.engine.launch.check import Check, Stage
 from sglang_dspark.engine.launch.checks import all_checks, refuse
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 
@@ -203,26 +203,26 @@ def raising(error):
 
 
 def check(message, unserved=False):
-    return Check(message, Moment.FLAGS, lambda context: message, unserved)
+    return Check(message, Stage.FLAGS, lambda context: message, unserved)
 
 
 def test_all_that_fails_is_said_at_once_and_once(monkeypatch):
-    rows = (check("a"), Check("b", Moment.FLAGS, raising(ConfigError("b"))), check("b", unserved=True), check(None))
-    monkeypatch.setattr(checks, "all_checks", lambda: (*rows, Check("later", Moment.MODELS, lambda context: "later")))
+    rows = (check("a"), Check("b", Stage.FLAGS, raising(ConfigError("b"))), check("b", unserved=True), check(None))
+    monkeypatch.setattr(checks, "all_checks", lambda: (*rows, Check("later", Stage.MODELS, lambda context: "later")))
     with pytest.raises(ConfigError) as caught:
-        refuse(launch_context(), Moment.FLAGS)
+        refuse(launch_context(), Stage.FLAGS)
     assert str(caught.value) == "a\nb" and not isinstance(caught.value, UnservedError)
-    refuse(launch_context(), Moment.OPTIONS)
+    refuse(launch_context(), Stage.OPTIONS)
 
 
 def test_what_is_not_served_may_fall_back(monkeypatch):
-    unusable = Check("drafter", Moment.FLAGS, raising(CheckpointError("unusable")), unserved=True)
+    unusable = Check("drafter", Stage.FLAGS, raising(CheckpointError("unusable")), unserved=True)
     monkeypatch.setattr(checks, "all_checks", lambda: (check("a"), unusable))
     with pytest.raises(UnservedError, match="a\nunusable"):
-        refuse(launch_context(), Moment.FLAGS)
+        refuse(launch_context(), Stage.FLAGS)
 
 
 def test_a_failure_of_our_own_is_no_message(monkeypatch):
-    monkeypatch.setattr(checks, "all_checks", lambda: (Check("broken", Moment.FLAGS, raising(KeyError("x"))),))
+    monkeypatch.setattr(checks, "all_checks", lambda: (Check("broken", Stage.FLAGS, raising(KeyError("x"))),))
     with pytest.raises(KeyError):
-        refuse(launch_context(), Moment.FLAGS)
+        refuse(launch_context(), Stage.FLAGS)

@@ -23,13 +23,13 @@ def models():
 
 
 def captures(architecture):
-    """Return whether SGLang's own DSPARK can ask the class, or a base of it, for hidden states."""
+    """Return whether SGLang's own worker can ask the class, or a base of it, for hidden states."""
     parents, text = models().get(architecture, ((), ""))
     return bool(re.search(r"def set_(dflash|dspark)_layers_to_capture", text)) or any(map(captures, parents))
 
 
 def test_an_unknown_target_is_told_of_sglangs_own():
-    with pytest.raises(UnservedError, match="SGLang's own DSPARK may serve it on a GPU"):
+    with pytest.raises(UnservedError, match="SGLang's own worker may serve it on a GPU"):
         family_of(["NoSuchForCausalLM"])
     assert is_left_to_sglang(["NoSuchForCausalLM"]) and is_left_to_sglang(None)
     assert not is_left_to_sglang(["LlamaForCausalLM"])

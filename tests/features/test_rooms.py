@@ -17,7 +17,7 @@ from sglang_dspark.features import ROOMS
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = "tests/worker/test_eager_executor.py::test_the_golden_rounds_are_decoded_in_one_batch"
-ASKED_BY_REQUESTS = ("adjustments", "ends", "logprobs")
+ASKED_BY_REQUESTS = ("adjustments", "ends", "logprobs", "streams")
 """Rooms that every server uses, because any request may ask for them."""
 IMPORT_ALL = """
 import importlib, pkgutil, sglang_dspark

@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import replace
+from statistics import median_low
 
 import numpy as np
 import pytest
@@ -229,6 +230,20 @@ def test_no_step_is_slower_than_one_with_more_drafts():
     assert (np.diff(mended.verify_ms, axis=1) >= 0).all()
     assert (mended.verify_ms[:, 1:] == table.verify_ms[:, 1:]).all()
     assert (table.monotone().verify_ms == table.verify_ms).all()
+
+
+def test_a_step_takes_the_most_of_the_least_medians_around_it():
+    rng, table = np.random.default_rng(0), compute_bound()
+    for _ in range(20):
+        times = rng.integers(1, 9, table.verify_ms.shape).astype(float)
+        mended = replace(table, verify_ms=times).monotone().verify_ms
+        numbers = range(times.shape[1])
+        for request, drafts, context in np.ndindex(times.shape):
+            least = [
+                min(median_low(times[request, first : last + 1, context]) for last in numbers[drafts:])
+                for first in numbers[: drafts + 1]
+            ]
+            assert mended[request, drafts, context] == max(least)
 
 
 @pytest.mark.parametrize("factor", [0.3, 0.5, 2.0, 3.0])

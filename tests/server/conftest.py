@@ -154,7 +154,7 @@ SERVERS: dict[str, Recipe] = {
     # Streams that are parsed; every step commits as much as it can.
     "plain_parsers": Recipe([PARSERS], model=spoken_target),
     "parsers": Recipe((*DSPARK, STATIC, PARSERS), model=spoken_target),
-    # SGLang's own DSPARK, by our schedule and as it comes.
+    # SGLang's own worker, by our schedule and as it comes.
     "scheduled": Recipe((*DSPARK, PARSERS, PIECES), env=own_worker("scheduled", "compact")),
     "scheduled_corner": Recipe(
         (*DSPARK, f"--disable-overlap-schedule {CHUNKS} 64 {CROWDED} 600"), env=own_worker("scheduled", "compact")

@@ -1,4 +1,4 @@
-"""SGLang's own DSPARK under our schedule: its worker, whole, on a CPU with stand-ins for what it lacks there.
+"""SGLang's own worker under our schedule: its worker, whole, on a CPU with stand-ins for what it lacks there.
 
 ``scheduled`` verifies another number of drafts of every request. ``widths`` verifies as many of all, and is what
 ``auto`` starts where our worker refuses the target.

@@ -73,7 +73,7 @@ LATE = (*OWN_WORKER, *PLANTED_FAULTS)
 
 
 def own_worker(engine: str, mode: str = "static") -> dict[str, str]:
-    """Return the environment of a CPU server that decodes with SGLang's own DSPARK.
+    """Return the environment of a CPU server that decodes with SGLang's own worker.
 
     Args:
         engine: ``scheduled``, ``builtin``, or ``auto`` for :func:`of_sglang_alone`.

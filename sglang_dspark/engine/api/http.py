@@ -23,7 +23,7 @@ _MAY_HOLD_FIELD = re.compile(rb"speculation|\\u00[67]|\0")
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
-def mount(server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
+def mount(server_args: ServerArgs, *args: object, **kwargs: object) -> None:
     """Add our routes, and the middleware for the ``speculation`` field and for metrics, to SGLang's application.
 
     Hooked before the application starts, thus inside SGLang's own API-key middleware. If the target decodes alone, add

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any
 
 import msgspec
+from transformers import PreTrainedTokenizerBase
 
 from sglang_dspark.config import flag_name
 from sglang_dspark.declared import truncate
@@ -67,7 +67,7 @@ def settle(manager: TokenizerManager, parameters: SamplingParams) -> None:
     parameters.custom_params = kept
 
 
-def _parsed(given: Any) -> Speculation:
+def _parsed(given: object) -> Speculation:
     try:
         if isinstance(given, str):
             with suppress(ValueError):  # another text of the client's own is no object either
@@ -93,7 +93,9 @@ def _labels(manager: TokenizerManager, field: Speculation) -> tuple[tuple[int, .
 
 
 @lru_cache(maxsize=4)  # the requests of a batch have the same candidates
-def _label_tokens(tokenizer: Any, candidates: tuple[str, ...], vocab_size: int) -> tuple[tuple[int, ...], ...]:
+def _label_tokens(
+    tokenizer: PreTrainedTokenizerBase, candidates: tuple[str, ...], vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of every spelling of every label.
 
     Raises:

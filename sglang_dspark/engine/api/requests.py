@@ -26,7 +26,7 @@ _UNTRIED_MEDIA = ("video_data", "audio_data")
 _PLACE = re.compile(r"\$\[(\d+)\](?:\[(\d+)\])?")
 
 
-def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args: Any, **kwargs: Any) -> None:
+def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args: object, **kwargs: object) -> None:
     """Refuse a generation request that DSPARK would answer differently from the target alone, or not survive.
 
     Runs after SGLang has made what travels to the scheduler, for every route and the offline engine.

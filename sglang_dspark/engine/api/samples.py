@@ -6,7 +6,7 @@ from typing import Any
 _SEEDS = 2**63
 
 
-def seed_each(manager: Any, tokenized: Any, *args: Any, **kwargs: Any) -> None:
+def seed_each(manager: Any, tokenized: Any, *args: object, **kwargs: object) -> None:
     """Hook before a request goes to the scheduler: give sample k of ``n`` the seed of the request plus k.
 
     SGLang sends ``n`` requests that share one ``SamplingParams``, and so would draw the same text ``n`` times.

@@ -50,12 +50,11 @@ def attached_to_ours(args: ServerArgs) -> DSparkServer:
 def looked_up(args: ServerArgs) -> ServerArgs:
     """Return a view of a copy of ``args`` for which SGLang has looked up the target's files and the device.
 
-    These are the first things that it does when it resolves ``args``, which stay as they are. It is not told of the
-    drafter, whose files it would look up as well.
+    These are the first things that it does when it resolves ``args``, which stay as they are.
     """
     looked: Any = copy.copy(args)
     vars(looked).update(vars(args))
-    looked.speculative_draft_model_path = None
+    looked.speculative_draft_model_path = None  # see defaults.prepare
     looked._resolved_overrides = list(getattr(args, "_resolved_overrides", ()))
     handle_model_source_paths(looked)
     handle_missing_default_values(looked)
@@ -63,7 +62,7 @@ def looked_up(args: ServerArgs) -> ServerArgs:
     return view
 
 
-Snapshot = tuple[dict[str, Any], dict[str, Any]]
+Snapshot = tuple[dict[str, object], dict[str, object]]
 
 
 def snapshot(args: ServerArgs) -> Snapshot:

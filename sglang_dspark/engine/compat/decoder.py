@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_dspark.metrics.reporting import Reporting
 from sglang_dspark.scheduling.schedule import Schedule
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
 
 _DECODER = "dspark_decoder"
 
@@ -25,7 +28,7 @@ class Decoder(Protocol):
         """Return the JSON of ``GET /dspark/capabilities``."""
 
 
-def attach_decoder(decoder: Decoder, *parts: Any) -> None:
+def attach_decoder(decoder: Decoder, *parts: object) -> None:
     """Put a decoder on SGLang's own worker, and on the parts of it that are hooked."""
     for part in parts:
         setattr(part, _DECODER, decoder)
@@ -37,6 +40,6 @@ def attached_decoder(part: Any) -> Decoder:
     return decoder
 
 
-def decoder_of(scheduler: Any) -> Decoder:
+def decoder_of(scheduler: Scheduler) -> Decoder:
     """Return what answers for SGLang's scheduler."""
     return attached_decoder(scheduler.draft_worker)

@@ -1,17 +1,21 @@
 """Ask SGLang for what a drafter needs: the target's hidden states, and room beside its K/V pools."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_dspark.draft.cache import bytes_per_token
 from sglang_dspark.engine.compat.arguments import attached_to_ours
+from sglang_dspark.engine.sglang_types import ModelRunner
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
 _RECORD = "spec_aux_config"
 
 
-def _wish(owner: Any, name: str, value: Any) -> None:
+def _wish(owner: object, name: str, value: object) -> None:
     # One that SGLang reads elsewhere would go unnoticed until the first prefill, or until the memory is full.
     if not hasattr(owner, name):
         raise EngineError(
@@ -21,7 +25,7 @@ def _wish(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def request_capture(runner: Any, layers: Sequence[int]) -> None:
+def request_capture(runner: ModelRunner, layers: Sequence[int]) -> None:
     """Have the target's forwards return the outputs of these layers, 0-based.
 
     Raises:
@@ -32,7 +36,7 @@ def request_capture(runner: Any, layers: Sequence[int]) -> None:
     _wish(wishes, "dflash_target_layer_ids", list(layers))
 
 
-def make_room(configurator: Any, *, pre_model_load_memory: int) -> None:
+def make_room(configurator: KVCacheConfigurator, *, pre_model_load_memory: int) -> None:
     """Have the target's K/V pools, which are about to be sized, leave room for the drafter's K/V.
 
     Every slot has a row there, whole on every rank, whatever layers of the target have a pool of their own.

@@ -3,7 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
+from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+
+from sglang_dspark.engine.sglang_types import TpModelWorker
 
 
 class WorkerFace(BaseSpecWorker):
@@ -13,10 +16,10 @@ class WorkerFace(BaseSpecWorker):
     with. Its K/V it shows where prefixes move to host memory.
     """
 
-    draft_pool: Any = None  # the draft K/V as SGLang's kind of pool, where a feature of the server copies it along
+    draft_pool: KVCache | None = None  # see ``Worker`` in feature.py
     _draft_worker = None  # the base class takes it for a drafter without a model
 
-    def __init__(self, target_worker: Any) -> None:
+    def __init__(self, target_worker: TpModelWorker) -> None:
         self._target_worker = target_worker
         super().__init__()
 
@@ -26,6 +29,6 @@ class WorkerFace(BaseSpecWorker):
             raise AttributeError(name)
         return getattr(self._target_worker, name)
 
-    def _draft_model_runners(self) -> tuple[Any, ...]:
+    def _draft_model_runners(self) -> tuple[SimpleNamespace, ...]:
         # The base class plans by their K/V pools what moves to host memory beside the target's.
         return () if self.draft_pool is None else (SimpleNamespace(token_to_kv_pool=self.draft_pool),)

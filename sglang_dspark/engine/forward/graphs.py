@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.layers.dp_attention import DpPaddingMode, set_dp_buffer_len, set_is_extend_in_batch
+from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -22,6 +23,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.feature import CapturedPart
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput, slots_of_windows
+from sglang_dspark.engine.sglang_types import ModelRunner
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
 T = TypeVar("T")
@@ -51,7 +53,7 @@ class Captured(Generic[T]):
 class Capture:
     """Captures functions into one memory pool, see :func:`capturing`."""
 
-    def __init__(self, model_runner: Any, stream: torch.cuda.Stream) -> None:
+    def __init__(self, model_runner: ModelRunner, stream: torch.cuda.Stream) -> None:
         self._tp_group = get_parallel().tp_group
         self._stream = stream
         self._pool = get_or_create_global_graph_memory_pool(torch.cuda)
@@ -70,7 +72,7 @@ class Capture:
 
 
 @contextmanager
-def capturing(model_runner: Any) -> Iterator[Capture]:
+def capturing(model_runner: ModelRunner) -> Iterator[Capture]:
     """Enter the state in which SGLang's layers and collectives can be captured.
 
     All functions share one pool of memory: what is captured later may work in memory that earlier functions have given
@@ -82,7 +84,7 @@ def capturing(model_runner: Any) -> Iterator[Capture]:
         yield Capture(model_runner, context.stream)
 
 
-def graph_request_slots(model_runner: Any) -> list[int]:
+def graph_request_slots(model_runner: ModelRunner) -> list[int]:
     """Return the batch sizes that SGLang's options want captured, ascending; none if they turn CUDA graphs off."""
     if check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
         return []
@@ -90,12 +92,12 @@ def graph_request_slots(model_runner: Any) -> list[int]:
     return sizes
 
 
-def has_prefill_graphs(model_runner: Any) -> bool:
+def has_prefill_graphs(model_runner: ModelRunner) -> bool:
     """Return whether SGLang has captured CUDA graphs of prefill."""
     return model_runner.prefill_cuda_graph_runner not in (None, model_runner.eager_runner)
 
 
-def logits_buffer(model_runner: Any, rows: int) -> torch.Tensor:
+def logits_buffer(model_runner: ModelRunner, rows: int) -> torch.Tensor:
     """Return [rows, V] float32 for the logits of captured verifications.
 
     Graphs of prefill have a buffer for the largest batch, whose logits are read before the next step: no second one.
@@ -108,7 +110,7 @@ def logits_buffer(model_runner: Any, rows: int) -> torch.Tensor:
 
 
 def static_verify(
-    model_runner: Any,
+    model_runner: ModelRunner,
     step: DecodeBatch,
     plan: VerifyPlan,
     logits: torch.Tensor | None,
@@ -182,7 +184,11 @@ def _uncopied_logits() -> Iterator[None]:
 
 
 def copy_logits(
-    original: Callable[..., torch.Tensor], processor: Any, logits: torch.Tensor, *args: Any, **kwargs: Any
+    original: Callable[..., torch.Tensor],
+    processor: LogitsProcessor,
+    logits: torch.Tensor,
+    *args: object,
+    **kwargs: object,
 ) -> torch.Tensor:
     """Leave the copy of logits to float32 out inside :func:`_uncopied_logits`.
 

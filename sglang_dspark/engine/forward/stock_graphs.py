@@ -2,21 +2,24 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_dspark.engine.sglang_types import ModelRunner
+
 logger = logging.getLogger(__name__)
 
 
-def no_decode_graphs(*, model_runner: Any) -> GraphCapture:
+def no_decode_graphs(*, model_runner: ModelRunner) -> GraphCapture:
     """Capture nothing."""
     return _nothing_captured(None, "target_verify")
 
 
-def prefill_graphs(original: Callable[..., Any], *, model_runner: Any, eager_runner: Any, **others: Any) -> Any:
+def prefill_graphs(
+    original: Callable[..., object], *, model_runner: ModelRunner, eager_runner: object, **others: object
+) -> object:
     """Around SGLang's capture: go on without where it fails, or where it would lose the hidden states."""
     try:
         if not _lose_states():
@@ -36,5 +39,5 @@ def _lose_states() -> bool:
     return True
 
 
-def _nothing_captured(runner: Any, phase: str) -> GraphCapture:
+def _nothing_captured(runner: object, phase: str) -> GraphCapture:
     return GraphCapture(runner=runner, memory_phase=phase, memory_usage_gb=0, capture_time=0)

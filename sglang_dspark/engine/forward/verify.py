@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from dspark_kernels import ContextGroup, VisibleKeys, group_contexts
@@ -11,6 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
 from sglang_dspark.engine.forward.layers import slot_translation
+from sglang_dspark.engine.sglang_types import ModelRunner, TpModelWorker
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
 
@@ -33,13 +33,13 @@ class DSparkVerifyInput(DFlashVerifyInput):
     advance: Callable[[torch.Tensor], None] | None = None
 
 
-def slots_of_windows(runner: Any, slots: torch.Tensor) -> torch.Tensor | None:
+def slots_of_windows(runner: ModelRunner, slots: torch.Tensor) -> torch.Tensor | None:
     """Return :attr:`DSparkVerifyInput.slots_of_windows` of rows with these slots [N]."""
     translation = slot_translation(runner.token_to_kv_pool)
     return None if translation is None else translation[slots]
 
 
-def run_verify(target_worker: Any, decode: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
+def run_verify(target_worker: TpModelWorker, decode: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
     """Run the target over ``plan``'s tokens, eagerly."""
     batch = decode.batch
     verify_input = DSparkVerifyInput(
@@ -69,7 +69,9 @@ def run_verify(target_worker: Any, decode: DecodeBatch, plan: VerifyPlan) -> Tar
     return TargetOutput(output, captured, verify_input.advance)
 
 
-def _context_groups(runner: Any, decode: DecodeBatch, verify_lens: list[int]) -> Callable[..., list[ContextGroup]]:
+def _context_groups(
+    runner: ModelRunner, decode: DecodeBatch, verify_lens: list[int]
+) -> Callable[..., list[ContextGroup]]:
     """Return the layout of a step, made once for each kind of layer."""
     query_lens = [verify_len + 1 for verify_len in verify_lens]
 

@@ -2,21 +2,25 @@
 
 from abc import abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from dspark_kernels import PagedWindows, attend_groups, window_attention
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_dspark.engine.forward.layers import row_bounds, sliding_window, translation_of_layer
+from sglang_dspark.engine.sglang_types import ForwardBatch, ModelRunner
 from sglang_dspark.errors import ConfigError
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 _READS_E4M3 = (8, 9)
 
+KV = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
 Sight = tuple[int | None, torch.Tensor | None]
 """What a layer's rows see: keys at most, their own among them, or None for all of them; and the [slots] int64 rows of
 its pool for all slots, or None if they are the same."""
@@ -33,7 +37,7 @@ class PhasedBackend(HybridAttnBackend):
         verify: attention of TARGET_VERIFY.
     """
 
-    def __init__(self, model_runner: Any, prefill: AttentionBackend, verify: AttentionBackend) -> None:
+    def __init__(self, model_runner: ModelRunner, prefill: AttentionBackend, verify: AttentionBackend) -> None:
         super().__init__(model_runner, prefill_backend=prefill, decode_backend=verify)
         # SGLang would copy the lengths of every decode step to the host; prompts bring their own.
         self.needs_cpu_seq_lens = False
@@ -43,15 +47,15 @@ class PhasedBackend(HybridAttnBackend):
             prefill.use_captured_forward_metadata_for_breakable_cuda_graph
         )
 
-    def _select_backend(self, forward_mode: Any) -> AttentionBackend:
+    def _select_backend(self, forward_mode: ForwardMode) -> AttentionBackend:
         verifies = forward_mode.is_target_verify() or forward_mode.is_decode_or_idle()
         return self.decode_backend if verifies else self.prefill_backend
 
-    def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: Any) -> Any:
+    def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: ForwardBatch) -> object:
         """Do what the backend of prompts does: no other forward is captured so."""
         return self.prefill_backend.init_forward_metadata_for_breakable_cuda_graph_capture(forward_batch)
 
-    def prepare_forward_metadata_for_breakable_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> None:
+    def prepare_forward_metadata_for_breakable_cuda_graph_replay(self, *args: object, **kwargs: object) -> None:
         """Do what the backend of prompts does."""
         self.prefill_backend.prepare_forward_metadata_for_breakable_cuda_graph_replay(*args, **kwargs)
 
@@ -64,7 +68,7 @@ class VerifyBackend(AttentionBackend):
     other numbers.
     """
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: ModelRunner) -> None:
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
 
@@ -73,8 +77,8 @@ class VerifyBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -110,10 +114,10 @@ class VerifyBackend(AttentionBackend):
     def _attend(
         self,
         queries: torch.Tensor,
-        kv: tuple[torch.Tensor, torch.Tensor] | None,
-        pools: tuple[torch.Tensor, torch.Tensor],
+        kv: KV | None,
+        pools: KV,
         scale: float,
-        forward_batch: Any,
+        forward_batch: ForwardBatch,
         sight: Sight,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -131,7 +135,14 @@ class CpuVerifyBackend(VerifyBackend):
     decode_attention_backend_str = "grouped SDPA"
 
     def _attend(
-        self, queries: Any, kv: Any, pools: Any, scale: float, forward_batch: Any, sight: Sight, sinks: Any
+        self,
+        queries: torch.Tensor,
+        kv: KV | None,
+        pools: KV,
+        scale: float,
+        forward_batch: ForwardBatch,
+        sight: Sight,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         keys, values = pools
         groups = forward_batch.spec_info.groups(*sight, heads_per_kv=queries.shape[1] // keys.shape[1])
@@ -146,7 +157,7 @@ class CudaVerifyBackend(VerifyBackend):
 
     decode_attention_backend_str = "window_attention"
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: ModelRunner) -> None:
         check_pool(model_runner.kv_cache_dtype, torch.cuda.get_device_capability())
         super().__init__(model_runner)
 
@@ -155,7 +166,14 @@ class CudaVerifyBackend(VerifyBackend):
         return 1
 
     def _attend(
-        self, queries: Any, kv: Any, pools: Any, scale: float, forward_batch: Any, sight: Sight, sinks: Any
+        self,
+        queries: torch.Tensor,
+        kv: KV | None,
+        pools: KV,
+        scale: float,
+        forward_batch: ForwardBatch,
+        sight: Sight,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         window, translation = sight
         windows = PagedWindows(
@@ -170,7 +188,7 @@ class CudaVerifyBackend(VerifyBackend):
         return window_attention(queries, kv, pools, windows, causal=True, scale=scale, sinks=sinks)
 
 
-def _slots_of_windows(forward_batch: Any, translation: torch.Tensor | None) -> torch.Tensor | None:
+def _slots_of_windows(forward_batch: ForwardBatch, translation: torch.Tensor | None) -> torch.Tensor | None:
     """Return where the rows' K/V lie in the pool of layers with a window; None if the layer is in no such pool."""
     if translation is None:
         return None
@@ -179,7 +197,7 @@ def _slots_of_windows(forward_batch: Any, translation: torch.Tensor | None) -> t
     return translation[forward_batch.out_cache_loc] if slots is None else slots
 
 
-def as_without_dspark(runner: Any) -> AbstractContextManager[None]:
+def as_without_dspark(runner: ModelRunner) -> AbstractContextManager[None]:
     """Return the context of a prefill: in it a model that asks for the backend of attention gets SGLang's own.
 
     Some ask for its class, and mask pictures by it.
@@ -190,7 +208,7 @@ def as_without_dspark(runner: Any) -> AbstractContextManager[None]:
     )
 
 
-def verify_beside_prompts(runner: Any) -> None:
+def verify_beside_prompts(runner: ModelRunner) -> None:
     """Put our attention of verification beside the target's backend, before any graph is captured."""
     verify = (CpuVerifyBackend if torch.device(runner.device).type == "cpu" else CudaVerifyBackend)(runner)
     runner.attn_backend = PhasedBackend(runner, runner.attn_backend, verify)

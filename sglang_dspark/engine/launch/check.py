@@ -8,7 +8,7 @@ from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.errors import CheckpointError, ConfigError
 
 
-class Moment(Enum):
+class Stage(Enum):
     """The facts that a check needs."""
 
     OPTIONS = "before SGLang resolves its arguments"
@@ -22,14 +22,14 @@ class Check:
 
     Attributes:
         name: of the check, for the report of `doctor`.
-        moment: when it can be made.
+        stage: when it can be made.
         find: returns what is wrong, with flag, value and remedy, or None. It may raise ``ConfigError`` or
             ``CheckpointError`` with such a message instead.
         unserved: whether ``--speculative-dspark-fallback target-only`` serves the target alone then.
     """
 
     name: str
-    moment: Moment
+    stage: Stage
     find: Callable[[LaunchContext], str | None]
     unserved: bool = False
 

@@ -5,26 +5,26 @@ Also, `launch.py` refuses a drafter that cannot be read, and `config.py` options
 
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.launch import flag_checks, model_checks
-from sglang_dspark.engine.launch.check import Check, Moment
+from sglang_dspark.engine.launch.check import Check, Stage
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.errors import ConfigError, UnservedError
 
 
-def refuse(context: LaunchContext, *moments: Moment) -> None:
-    """Make all checks of these moments, and raise the messages of those that fail, one a line.
+def refuse(context: LaunchContext, *stages: Stage) -> None:
+    """Make all checks of these stages, and raise the messages of those that fail, one a line.
 
     The error is an :class:`UnservedError` if one says that DSPARK does not serve the device, the target or the pair.
     """
-    if failed := failures(context, *moments):
+    if failed := failures(context, *stages):
         kind = UnservedError if any(failed.values()) else ConfigError
         raise kind("\n".join(failed))
 
 
-def failures(context: LaunchContext, *moments: Moment) -> dict[str, bool]:
-    """Return the messages of the checks of these moments that fail; True if DSPARK does not serve what is there."""
+def failures(context: LaunchContext, *stages: Stage) -> dict[str, bool]:
+    """Return the messages of the checks of these stages that fail; True if DSPARK does not serve what is there."""
     failed: dict[str, bool] = {}
     for check in all_checks():
-        if check.moment in moments and (message := check.message(context)):
+        if check.stage in stages and (message := check.message(context)):
             # A check that needs what another one has refused says the same.
             failed.setdefault(message, check.unserved)
     return failed
@@ -36,26 +36,26 @@ def all_checks() -> tuple[Check, ...]:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("drafter beside draft-free", Moment.OPTIONS, flag_checks.drafter_beside_draft_free),
-    Check("window of the drafter", Moment.OPTIONS, flag_checks.draft_window),
-    Check("form of draft weights", Moment.OPTIONS, flag_checks.draft_load_format),
-    Check("kernels of experts", Moment.OPTIONS, flag_checks.expert_kernels),
-    Check("device", Moment.MODELS, model_checks.device, unserved=True),
-    Check("target family", Moment.MODELS, model_checks.family, unserved=True),
-    Check("dimensions of the pair", Moment.MODELS, model_checks.dimensions, unserved=True),
-    Check("block size", Moment.MODELS, model_checks.block_size),
-    Check("context of the target's RoPE", Moment.MODELS, model_checks.rope, unserved=True),
-    Check("rows of attention", Moment.MODELS, model_checks.attention_rows),
-    Check("number of draft tokens", Moment.FLAGS, flag_checks.draft_tokens),
-    Check("simulated acceptance", Moment.FLAGS, flag_checks.simulated_acceptance),
-    Check("confidence head", Moment.FLAGS, flag_checks.confidence_head),
-    Check("temperatures", Moment.FLAGS, flag_checks.temperatures),
-    Check("dtype of K/V", Moment.FLAGS, flag_checks.kv_dtype),
-    Check("flags of SGLang", Moment.FLAGS, flag_checks.flags),
-    Check("pages", Moment.FLAGS, flag_checks.pages),
-    Check("server in Rust", Moment.FLAGS, flag_checks.rust_server),
-    Check("size of the K/V pool", Moment.FLAGS, flag_checks.kv_sizing),
-    Check("attention of prompts", Moment.FLAGS, flag_checks.prefill_attention),
-    Check("attention of decoding", Moment.FLAGS, flag_checks.decode_attention),
-    Check("graphs of prefills", Moment.FLAGS, flag_checks.prefill_graphs),
+    Check("drafter beside draft-free", Stage.OPTIONS, flag_checks.drafter_beside_draft_free),
+    Check("window of the drafter", Stage.OPTIONS, flag_checks.draft_window),
+    Check("form of draft weights", Stage.OPTIONS, flag_checks.draft_load_format),
+    Check("kernels of experts", Stage.OPTIONS, flag_checks.expert_kernels),
+    Check("device", Stage.MODELS, model_checks.device, unserved=True),
+    Check("target family", Stage.MODELS, model_checks.family, unserved=True),
+    Check("dimensions of the pair", Stage.MODELS, model_checks.dimensions, unserved=True),
+    Check("block size", Stage.MODELS, model_checks.block_size),
+    Check("context of the target's RoPE", Stage.MODELS, model_checks.rope, unserved=True),
+    Check("rows of attention", Stage.MODELS, model_checks.attention_rows),
+    Check("number of draft tokens", Stage.FLAGS, flag_checks.draft_tokens),
+    Check("simulated acceptance", Stage.FLAGS, flag_checks.simulated_acceptance),
+    Check("confidence head", Stage.FLAGS, flag_checks.confidence_head),
+    Check("temperatures", Stage.FLAGS, flag_checks.temperatures),
+    Check("dtype of K/V", Stage.FLAGS, flag_checks.kv_dtype),
+    Check("flags of SGLang", Stage.FLAGS, flag_checks.flags),
+    Check("pages", Stage.FLAGS, flag_checks.pages),
+    Check("server in Rust", Stage.FLAGS, flag_checks.rust_server),
+    Check("size of the K/V pool", Stage.FLAGS, flag_checks.kv_sizing),
+    Check("attention of prompts", Stage.FLAGS, flag_checks.prefill_attention),
+    Check("attention of decoding", Stage.FLAGS, flag_checks.decode_attention),
+    Check("graphs of prefills", Stage.FLAGS, flag_checks.prefill_graphs),
 )

@@ -18,7 +18,7 @@ class LaunchContext:
 
     Attributes:
         args: SGLang's arguments, as the operator wrote them.
-        server: our options, and the drafter; without the drafter for checks of ``Moment.OPTIONS``.
+        server: our options, and the drafter; without the drafter for checks of ``Stage.OPTIONS``.
     """
 
     args: ServerArgs

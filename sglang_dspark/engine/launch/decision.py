@@ -10,7 +10,7 @@ from sglang_dspark.config import ENV_PREFIX, DSparkConfig, flag_dest, flag_name,
 from sglang_dspark.engine import support
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.feature import other_servers
-from sglang_dspark.engine.launch.check import Moment
+from sglang_dspark.engine.launch.check import Stage
 from sglang_dspark.engine.launch.checks import failures, refuse
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.launch import Launch
@@ -70,7 +70,7 @@ def decide(args: ServerArgs, texts: Mapping[str, str | None]) -> Decision:
     try:
         launch = Launch.find(args, config)
         if config.fallback == "target-only":
-            refuse(LaunchContext(arguments.looked_up(args), launch), Moment.MODELS)
+            refuse(LaunchContext(arguments.looked_up(args), launch), Stage.MODELS)
     except (CheckpointError, UnservedError) as error:
         if config.fallback != "target-only":
             raise
@@ -106,7 +106,7 @@ def _left_to_another(args: ServerArgs, config: DSparkConfig) -> OtherStart | Non
     if why is None:
         return None
     # The drafter is not looked at: what is said of options may not hold for it.
-    refusals = [message for message, unserved in failures(context, Moment.MODELS).items() if unserved]
+    refusals = [message for message, unserved in failures(context, Stage.MODELS).items() if unserved]
     return OtherStart(servers[0], config, f"the plugin's worker does not serve {why}", "\n".join(refusals))
 
 
@@ -123,7 +123,7 @@ def _is_ours(args: ServerArgs, texts: Mapping[str, str | None]) -> bool:
     if engine in ("scheduled", "builtin") and name == ALGORITHM:
         raise ConfigError(
             f"--speculative-algorithm {ALGORITHM} is the plugin, and {flag_name('engine')}={engine} asks for SGLang's "
-            "own DSPARK; drop one of them"
+            "own worker; drop one of them"
         )
     if engine != "builtin":
         return True
@@ -131,7 +131,7 @@ def _is_ours(args: ServerArgs, texts: Mapping[str, str | None]) -> bool:
     if ours:
         raise ConfigError(
             f"{flag_name(ours[0])}={texts[ours[0]]} belongs to the plugin, and {flag_name('engine')} builtin asks for "
-            "SGLang's own DSPARK; drop one of them"
+            "SGLang's own worker; drop one of them"
         )
     return False
 

@@ -20,7 +20,9 @@ DRAFT_SINKS = 4
 
 def prepare(args: ServerArgs) -> None:
     """Decide what SGLang would decide otherwise when it resolves ``args``, if the operator has not."""
-    args.speculative_draft_model_path = None  # see Launch.after
+    # Whatever SGLang does with the path of a drafter begins with transformers, which does not know every format: no
+    # process of SGLang knows it.
+    args.speculative_draft_model_path = None
     # SGLang would say that these have no effect; Launch.after gives them back.
     args.speculative_draft_window_size = args.speculative_draft_sink_size = None
     if args.speculative_draft_model_quantization is None:

@@ -1,7 +1,8 @@
 """Describe a flag of SGLang that is served with some values only."""
 
 from dataclasses import dataclass
-from typing import Any
+
+from sglang_dspark.engine.sglang_types import ServerArgs
 
 
 @dataclass(frozen=True)
@@ -16,11 +17,11 @@ class FlagRule:
     """
 
     name: str
-    allowed: tuple[Any, ...]
+    allowed: tuple[object, ...]
     remedy: str = "drop the flag"
     follows: str = ""
 
-    def refuses(self, args: Any) -> bool:
+    def refuses(self, args: ServerArgs) -> bool:
         """Return whether ``args`` have another value."""
         value = getattr(args, self.name)
         return value not in self.allowed and not (self.follows and value == getattr(args, self.follows))

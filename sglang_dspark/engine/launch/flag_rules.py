@@ -4,7 +4,6 @@ A flag that is not named here means what it means on a plain server, or other mo
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.server_args import ServerArgs
@@ -104,7 +103,7 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule(
         "speculative_dspark_align_verify_tokens_to_graph_tier",
         (False,),
-        "drop the flag: it belongs to SGLang's own DSPARK",
+        "drop the flag: it belongs to SGLang's own worker",
     ),
     FlagRule("speculative_draft_model_quantization", (None, "unquant"), "serve an unquantised drafter"),
     FlagRule("speculative_moe_runner_backend", (None, "auto"), OTHER_ALGORITHM, follows="moe_runner_backend"),
@@ -122,7 +121,7 @@ def all_rules() -> tuple[FlagRule, ...]:
     return (*FLAG_RULES, *(rule for feature in all_features() for rule in feature.flag_rules))
 
 
-def unread(args: Any) -> list[str]:
+def unread(args: ServerArgs) -> list[str]:
     """Return the flags that have no effect under DSPARK, and that the operator has set all the same."""
     ruled = {rule.name for rule in all_rules()}
     fields = (field for field in record_fields(ServerArgs) if field.name.startswith(UNREAD))
@@ -130,7 +129,7 @@ def unread(args: Any) -> list[str]:
     return [flag_of(name) for name in set_by_hand if name not in ruled]
 
 
-def refusals(args: Any, resolved: Any) -> Iterator[str]:
+def refusals(args: ServerArgs, resolved: ServerArgs) -> Iterator[str]:
     """Yield a message for every flag with a value that DSPARK does not serve, given or ``resolved`` by SGLang."""
     for rule in all_rules():
         for found in (args, resolved):

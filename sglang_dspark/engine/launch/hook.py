@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any, Literal
+from typing import Literal
 
 from sglang.srt.plugins.hook_registry import HookType
 
@@ -38,12 +38,12 @@ class Hook:
     reason: str
     by: Moment = Moment.ANSWERED
 
-    def load_target(self) -> Callable[..., Any]:
+    def load_target(self) -> Callable[..., object]:
         """Import and return the function that is patched."""
-        function: Callable[..., Any] = resolve_name(self.target)
+        function: Callable[..., object] = resolve_name(self.target)
         return function
 
-    def load_handler(self) -> Callable[..., Any]:
+    def load_handler(self) -> Callable[..., object]:
         """Import and return our function."""
-        function: Callable[..., Any] = resolve_name(f"sglang_dspark.{self.handler}")
+        function: Callable[..., object] = resolve_name(f"sglang_dspark.{self.handler}")
         return function

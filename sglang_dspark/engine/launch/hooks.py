@@ -29,6 +29,7 @@ _OPENAI = (("chat", "OpenAIServingChat", "chat"), ("completions", "OpenAIServing
 """SGLang's module, class and name of what serves the OpenAI routes."""
 
 _installed: set[str] = set()
+"""Names. Hooks on one target are installed together: SGLang patches it once, with the first of them innermost."""
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -62,7 +63,7 @@ HOOKS: tuple[Hook, ...] = (
         HookType.AFTER,
         "engine.launch.launch.tell_drafter",
         "front_end",
-        "SGLang reads the files of a drafter whose path it knows, so it does not know it, and could not name it either",
+        "SGLang is not told of the drafter, which its description of a server names",
         Moment.SOME_TIME,
     ),
     Hook(
@@ -92,21 +93,12 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
-        "stream-tokens",
+        "look-at-answers",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._stream_one_response",
-        HookType.AROUND,
-        "engine.api.streams.stream_tokens",
+        HookType.AFTER,
+        "engine.api.answers.look_at_answers",
         "front_end",
-        "parsers of tool calls and reasoning, and Ollama's routes, expect messages of one token, not of a step",
-    ),
-    Hook(
-        "show-whole-letters",
-        "sglang.srt.managers.detokenizer_manager.find_printable_text",
-        HookType.REPLACE,
-        "engine.api.detokenizer.whole_letters",
-        "children",
-        "SGLang shows text twice, or late, if messages after each other end within different letters, as steps may",
-        Moment.SOME_TIME,  # called in the detokenizer alone
+        "with the first answer it is known which hooks SGLang calls; events of OpenAI's streams do not have its counts",
     ),
     *(
         Hook(
@@ -296,7 +288,7 @@ def install(args: ServerArgs, *places: Where) -> None:
     for feature in all_features():
         here = [hook for hook in feature.hooks if hook.where in places]
         placed += here if here and feature.is_used(args) else []
-    wanted = [hook for hook in placed if hook.target not in _installed]
+    wanted = [hook for hook in placed if hook.name not in _installed]
     for hook in wanted:
         if hook.target in HookRegistry._patched:
             # SGLang patches a target once: ours would be dropped without a word.
@@ -309,7 +301,7 @@ def install(args: ServerArgs, *places: Where) -> None:
     HookRegistry.apply_hooks()
     release = installed_sglang()
     for hook in wanted:
-        _installed.add(hook.target)
+        _installed.add(hook.name)
         if hook.target not in HookRegistry._patched:
             raise EngineError(
                 f"hook {hook.name} did not take effect on {hook.target} ({hook.reason}); this is not an unmodified "

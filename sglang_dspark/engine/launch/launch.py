@@ -3,7 +3,7 @@
 import logging
 import os
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from sglang.srt.environ import envs
 
@@ -12,7 +12,7 @@ from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.launch import defaults, hooks
-from sglang_dspark.engine.launch.check import Moment
+from sglang_dspark.engine.launch.check import Stage
 from sglang_dspark.engine.launch.checks import refuse
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.flag_rules import unread
@@ -36,7 +36,7 @@ class Launch(DSparkServer):
         Raises:
             ConfigError, CheckpointError: options that cannot work, or no usable drafter.
         """
-        refuse(LaunchContext.of(args, config), Moment.OPTIONS)
+        refuse(LaunchContext.of(args, config), Stage.OPTIONS)
         if ignored := unread(args):
             logger.warning("%s: DSPARK reads no flags of other speculative algorithms", ", ".join(ignored))
         dummy = (args.speculative_draft_load_format or args.load_format) == "dummy"
@@ -64,14 +64,10 @@ class Launch(DSparkServer):
 
     def validate(self, args: ServerArgs) -> None:
         """Refuse what cannot be served, with all messages, before SGLang looks at the speculative options itself."""
-        refuse(LaunchContext(args, self), Moment.MODELS, Moment.FLAGS)
+        refuse(LaunchContext(args, self), Stage.MODELS, Stage.FLAGS)
 
     def after(self, args: ServerArgs) -> None:
-        """Fill the fields that size SGLang's buffers, and install the hooks of the front end.
-
-        The field of the drafter's path stays empty, in every process: whatever SGLang does with a path begins with
-        transformers, which does not know every format. :func:`tell_drafter` says which one is served.
-        """
+        """Fill the fields that size SGLang's buffers, and install the hooks of the front end."""
         if self.draft_window is not None:
             args.speculative_draft_window_size = self.draft_window.size
             args.speculative_draft_sink_size = self.draft_window.sinks
@@ -90,7 +86,7 @@ class Launch(DSparkServer):
         )
 
 
-def tell_drafter(described: dict[str, Any], args: ServerArgs) -> None:
+def tell_drafter(described: dict[str, object], args: ServerArgs) -> None:
     """Put the drafter's path into SGLang's description of a server, which logs and ``/server_info`` show."""
     server = arguments.attached(args)
     if isinstance(server, Launch):

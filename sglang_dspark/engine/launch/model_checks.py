@@ -16,7 +16,7 @@ def device(context: LaunchContext) -> str | None:
     if found not in DEVICES:
         return (
             f"DSPARK cannot run with --device={found}; pass cpu or cuda, or {flag_name('engine')} builtin if SGLang's "
-            "own DSPARK knows the device"
+            "own worker knows the device"
         )
     if found == "cpu" or not torch.cuda.is_available():  # SGLang itself says that there is no GPU
         return None

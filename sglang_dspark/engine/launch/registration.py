@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_dspark import __version__
 from sglang_dspark.engine import support
+from sglang_dspark.engine.sglang_types import ServerArgs
 
 if TYPE_CHECKING:
     from sglang_dspark.engine.compat.decoder import Decoder
@@ -43,8 +44,8 @@ def register_algorithm(load_worker: Callable[[], type[Decoder]]) -> None:
     hooks.register_flags()
 
 
-def _worker_factory(load_worker: Callable[[], type[Decoder]]) -> Callable[[Any], type]:
-    def create_worker_class(server_args: Any) -> type:
+def _worker_factory(load_worker: Callable[[], type[Decoder]]) -> Callable[[ServerArgs], type]:
+    def create_worker_class(server_args: ServerArgs) -> type:
         # Called by the scheduler after the target is loaded and before any memory pool exists.
         from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -65,7 +66,7 @@ def _algorithm_class() -> type:
 
         _drafter_attached = False
 
-        def create_worker(self, server_args: Any) -> type:
+        def create_worker(self, server_args: ServerArgs) -> type:
             worker_class = super().create_worker(server_args)
             self._drafter_attached = True
             return worker_class
@@ -79,7 +80,7 @@ def _algorithm_class() -> type:
         def supports_target_verify_for_draft(self) -> bool:
             return True
 
-        def handle_server_args(self, server_args: Any) -> None:
+        def handle_server_args(self, server_args: ServerArgs) -> None:
             from sglang_dspark.engine.launch.launch import Launch
 
             Launch.of(server_args).after(server_args)
@@ -90,7 +91,7 @@ def _algorithm_class() -> type:
         def need_topk(self) -> bool:
             return False
 
-        def create_future_map(self, device: Any, req_to_token_pool: Any, **wishes: Any) -> Any:
+        def create_future_map(self, device: Any, req_to_token_pool: Any, **wishes: object) -> Any:
             from sglang.srt.managers.overlap_utils import FutureMap
 
             return FutureMap(device, self, req_to_token_pool, **wishes)

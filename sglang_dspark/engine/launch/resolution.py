@@ -1,8 +1,8 @@
 """Has SGLang resolve its arguments for the worker that decodes, see ``decision.py``."""
 
 import logging
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from typing import Any
 
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.server_args import ServerArgs as Record
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 _TEXTS = "_dspark_flags"  # texts of our flags, on the way from the command line to the resolution
 
 
-def add_cli_args(result: Any, parser: Any) -> None:
+def add_cli_args(result: object, parser: ArgumentParser) -> None:
     """Add our flags to SGLang's parser."""
     add_flags(parser, but=SHARED)
 
 
-def from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
+def from_cli_args(original: Callable[..., ServerArgs], cls: type, namespace: Namespace) -> ServerArgs:
     """Make a ``ServerArgs`` from the command line, with the texts of our flags beside it."""
     args = original(cls, namespace)
     setattr(args, _TEXTS, flag_texts(namespace))

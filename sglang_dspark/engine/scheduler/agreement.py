@@ -15,9 +15,12 @@ In between, ranks compute from equal values: SGLang all-gathers the target's log
 statistics depend on floating-point confidences and may drift on the other ranks; nothing reads them there.
 """
 
-from typing import Any, TypeVar
+from __future__ import annotations
+
+from typing import TypeVar
 
 import torch
+from sglang.srt.distributed import GroupCoordinator
 
 T = TypeVar("T")
 
@@ -29,7 +32,7 @@ class Agreement:
         group: SGLang's ``GroupCoordinator``.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: GroupCoordinator) -> None:
         self._group = group
 
     @property

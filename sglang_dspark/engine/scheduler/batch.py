@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from dspark_kernels import ChainRules, DraftBlock, RoundKeys, SamplingBatch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.scheduler.request_options import request_options
+from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.step.device_time import AwaitedEvent, DeviceSpan
 from sglang_dspark.step.packed import Packed, PackedCopies, PendingCopy
@@ -28,7 +30,7 @@ class SamplingReader(CachedByBatch[SamplingBatch]):
         self._device = device
         self._greedy: dict[int, SamplingBatch] = {}  # by size: greedy requests are all alike
 
-    def _rows_of(self, reqs: Sequence[Any]) -> SamplingBatch:
+    def _rows_of(self, reqs: Sequence[Req]) -> SamplingBatch:
         parameters = [req.sampling_params for req in reqs]
         if all(p.top_k == 1 for p in parameters):  # what SGLang makes of temperature 0
             if len(reqs) not in self._greedy:
@@ -44,7 +46,7 @@ class SamplingReader(CachedByBatch[SamplingBatch]):
         )
 
 
-def round_keys(batch: Any, positions: torch.Tensor, *, seed: int, step: int) -> RoundKeys:
+def round_keys(batch: ScheduleBatch, positions: torch.Tensor, *, seed: int, step: int) -> RoundKeys:
     """Return the keys of the random numbers of one step.
 
     None is used twice: ``step`` never repeats, and a request occupies its ``req_pool_indices`` row alone.
@@ -56,7 +58,7 @@ def round_keys(batch: Any, positions: torch.Tensor, *, seed: int, step: int) -> 
 
 
 def read_decode_batch(
-    batch: Any,
+    batch: ScheduleBatch,
     rows: SamplingBatch,
     *,
     seed: int,
@@ -93,7 +95,7 @@ def read_decode_batch(
 class DSparkBatchResult(GenerationBatchResult):
     """Carry the outcome of a step to the host, with one copy.
 
-    SGLang adds up two lengths of every request, which its own DSPARK fills: ``cap_lens``, the rows verified, for its
+    SGLang adds up two lengths of every request, which its own worker fills: ``cap_lens``, the rows verified, for its
     log, its metrics and every answer, and ``block_accept_lens``, which here carries the drafter's drafts to the answer.
 
     Attributes:
@@ -106,10 +108,10 @@ class DSparkBatchResult(GenerationBatchResult):
     rounds: StepRecord | None = None
     pending: PendingCopy | None = None
     span: DeviceSpan | None = None
-    copy_done: Any = None
+    copy_done: AwaitedEvent | None = None
     _copied: Packed | None = None
 
-    def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
+    def copy_to_cpu(self, *args: object, **kwargs: object) -> None:
         """Start the copies on SGLang's copy stream; the base class, last, records the event that readers wait for."""
         if self.pending is not None:
             self._copied = self.pending.copy()
@@ -142,7 +144,7 @@ class DSparkBatchResult(GenerationBatchResult):
 
 def decode_result(
     outcome: StepOutcome,
-    output: Any,
+    output: LogitsProcessorOutput,
     rounds: StepRecord,
     copies: PackedCopies,
     span: DeviceSpan,
@@ -182,7 +184,7 @@ def most_words(requests: int, max_verify: int, gamma: int) -> int:
     return requests * (2 * (window + 2) + 2 * (window + 1) + 2 * (window + 2) + 2 * gamma)
 
 
-def is_running(req: Any) -> bool:
+def is_running(req: Req) -> bool:
     """Return whether a step's tokens still reach the request."""
     return not (req.finished() or req.is_retracted)
 
@@ -193,7 +195,7 @@ def copy_drafts(step: DecodeBatch, block: DraftBlock) -> torch.Tensor:
 
 
 @fenced("traces", instead=nothing)
-def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Sequence[int]) -> None:
+def record_traces(reqs: Sequence[Req], rounds: StepRecord, committed_lens: Sequence[int]) -> None:
     """Append this step to the trace of every request that asked for one.
 
     ``customized_info`` lists are parallel to a request's output tokens (SGLang slices them so when it streams): the
@@ -216,7 +218,7 @@ def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Seque
 
 
 @fenced("rounds of a trace", instead=nothing)
-def _add_round(req: Any, num_drawn: int | None, of_request: Sequence[Any]) -> None:
+def _add_round(req: Req, num_drawn: int | None, of_request: Sequence[Any]) -> None:
     traced, depth, copied, followed, cached, from_answers, confidence, verified, committed = of_request
     start, anchor, *draft = traced
     # Behind the drafter's block all drafts are the chain's, whether the block has followed it or not.

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
+
+from sglang_dspark.engine.sglang_types import Req
 
 T = TypeVar("T")
 
@@ -14,12 +16,12 @@ class CachedByBatch(Generic[T]):
         make: from the requests, in order.
     """
 
-    def __init__(self, make: Callable[[Sequence[Any]], T]) -> None:
+    def __init__(self, make: Callable[[Sequence[Req]], T]) -> None:
         self._make = make
         # The objects, not their ids: a client may use a request id again with other parameters.
-        self._last: tuple[list[Any], T] | None = None
+        self._last: tuple[list[Req], T] | None = None
 
-    def read(self, reqs: Sequence[Any]) -> T:
+    def read(self, reqs: Sequence[Req]) -> T:
         """Return the value of ``reqs``."""
         if self._last is not None:
             last, value = self._last

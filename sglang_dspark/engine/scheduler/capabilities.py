@@ -12,6 +12,7 @@ from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.forward.graphs import has_prefill_graphs
+from sglang_dspark.engine.sglang_types import ModelRunner, ServerArgs
 from sglang_dspark.engine.support import versions
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.speculation import OF_PRESETS, Speculation
@@ -35,7 +36,11 @@ class Decoding:
 
 
 def capabilities(
-    server_args: Any, model_runner: Any, schedule: Schedule, drafter: dict[str, Any] | None, decoding: Decoding
+    server_args: ServerArgs,
+    model_runner: ModelRunner,
+    schedule: Schedule,
+    drafter: dict[str, Any] | None,
+    decoding: Decoding,
 ) -> dict[str, Any]:
     """Return JSON: the decode path and why, versions, checkpoints, policies and features.
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from dspark_kernels import to_device
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size, page_aligned_decode_alloc_lens
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
+from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 
 STRIDE = 32
 """Tokens that a reservation reaches past what the step needs."""
@@ -44,12 +46,12 @@ class DSparkDraftInput(DFlashDraftInputV2):
         )
 
     @classmethod
-    def idle(cls, device: Any) -> DSparkDraftInput:
+    def idle(cls, device: torch.device) -> DSparkDraftInput:
         """Return the state of a batch without requests."""
         empty = torch.empty((0,), dtype=torch.int64, device=device)
         return cls(bonus_tokens=empty, new_seq_lens=empty)
 
-    def prepare_for_decode(self, batch: Any) -> None:
+    def prepare_for_decode(self, batch: ScheduleBatch) -> None:
         """Reserve K/V slots for the step ahead and enter them in ``req_to_token``."""
         if not batch.reqs:
             return
@@ -63,7 +65,7 @@ class DSparkDraftInput(DFlashDraftInputV2):
         batch.seq_lens_sum = sum(committed)
 
 
-def kv_lengths(reqs: Sequence[Any]) -> tuple[list[int], list[int]]:
+def kv_lengths(reqs: Sequence[Req]) -> tuple[list[int], list[int]]:
     """Return, for every request, the tokens whose K/V is valid as the host knows and the tokens that have slots."""
     records = [req.kv for req in reqs]
     return [record.kv_committed_len for record in records], [record.kv_allocated_len for record in records]
@@ -77,7 +79,7 @@ def row_headroom(original: Callable[[], int]) -> int:
     return original() + tokens_per_step() + STRIDE + get_alloc_page_size() - 1
 
 
-def _reserve(batch: Any) -> list[int]:
+def _reserve(batch: ScheduleBatch) -> list[int]:
     """Give every request of ``batch`` slots for two verify windows past its committed length, or more.
 
     Under overlap the committed length lags behind the device by up to one window, and the step needs one of its own.
@@ -110,7 +112,7 @@ def _reserve(batch: Any) -> list[int]:
     return reserved
 
 
-def _spare(pool: Any, cache: Any) -> int:
+def _spare(pool: BaseTokenToKVPoolAllocator, cache: BasePrefixCache) -> int:
     """Return the slots that are free, or that the prefix cache would give up."""
     if not cache.supports_swa():
         return int(pool.available_size() + cache.evictable_size())

@@ -1,7 +1,7 @@
 """Make decode batches for warming up and timing steps before the first request arrives."""
 
 from types import SimpleNamespace, TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -9,6 +9,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dspark.engine.forward.layers import slot_translation
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
+from sglang_dspark.engine.sglang_types import TpModelWorker
 
 _FIRST_SLOT = 1  # slot 0 is padding
 # Tokens differ from request to request: a forward whose tokens all choose the same experts looks cheaper than it is.
@@ -27,7 +28,7 @@ class DummyBatch:
     batch: take a :meth:`fresh` one for each.
     """
 
-    def __init__(self, target_worker: Any, requests: int, context: int, window: int) -> None:
+    def __init__(self, target_worker: TpModelWorker, requests: int, context: int, window: int) -> None:
         self._runner = target_worker.model_runner
         self._requests, self._context, self._window = requests, context, window
 

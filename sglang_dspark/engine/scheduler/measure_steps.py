@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
+from sglang_dspark.engine.sglang_types import ModelRunner, TpModelWorker
 from sglang_dspark.scheduling.sps_profiler import SteppedLoad, measure, timed_drafts
 from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
 
@@ -33,7 +33,7 @@ class Stepper:
         tiers: rows that forwards are padded to; empty if they are not.
     """
 
-    target_worker: Any
+    target_worker: TpModelWorker
     agreement: Agreement
     max_verify: int
     of: Callable[[DummyBatch], SteppedLoad]
@@ -92,11 +92,11 @@ def measure_steps(stepper: Stepper, key: dict[str, str]) -> SpsTable:
         )
 
 
-def most_requests(runner: Any) -> int:
+def most_requests(runner: ModelRunner) -> int:
     """Return the requests of the largest step that is measured: SGLang admits as many as the free memory allows."""
     return min(most_running(runner), _MAX_REQUESTS)
 
 
-def most_running(runner: Any) -> int:
+def most_running(runner: ModelRunner) -> int:
     """Return how many requests may run at a time."""
     return min(int(runner.max_running_requests), int(runner.req_to_token_pool.size))

@@ -8,7 +8,6 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from sglang_dspark import __version__
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft import reduced_vocabulary
 from sglang_dspark.engine.scheduler.measure_steps import Stepper, measure_steps, most_requests
+from sglang_dspark.engine.sglang_types import ServerArgs, TpModelWorker
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hub import checkpoint_name
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -132,7 +132,13 @@ _METHOD = "3"  # of measuring; another one makes tables of before useless
 
 
 def table_key(
-    target_worker: Any, server_args: Any, *, draft_path: str, block_size: int, max_verify: int, cuda_graphs: str
+    target_worker: TpModelWorker,
+    server_args: ServerArgs,
+    *,
+    draft_path: str,
+    block_size: int,
+    max_verify: int,
+    cuda_graphs: str,
 ) -> dict[str, str]:
     """Return the properties of a server that its table depends on.
 
@@ -169,7 +175,7 @@ def _identity(model_path: str, content: bytes) -> str:
     return f"{checkpoint_name(model_path)}:{hashlib.sha256(content).hexdigest()[:12]}"
 
 
-def _shape(config: Mapping[str, Any]) -> bytes:
+def _shape(config: Mapping[str, object]) -> bytes:
     """Return a target's configuration as the server runs it, overrides included: its shape follows from it."""
     shape = {key: value for key, value in config.items() if key not in _NOT_OF_THE_SHAPE}
     return json.dumps(shape, sort_keys=True, default=str).encode()

@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator
 from inspect import signature
-from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.forward.capture import text_model
+from sglang_dspark.engine.sglang_types import ModelRunner
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
 
 
-def check_start(runner: Any, window: int, *, captures: bool) -> None:
+def check_start(runner: ModelRunner, window: int, *, captures: bool) -> None:
     """Refuse to serve if SGLang has not done so; pools and attention backends exist.
 
     Args:
@@ -27,7 +27,7 @@ def check_start(runner: Any, window: int, *, captures: bool) -> None:
         raise EngineError(f"{problem}; sglang-dspark cannot serve on sglang {installed_sglang()} as it is")
 
 
-def _problems(runner: Any, window: int, captures: bool) -> Iterator[str]:
+def _problems(runner: ModelRunner, window: int, captures: bool) -> Iterator[str]:
     if (resolved := tokens_per_step()) != window:
         yield f"SGLang reserves for {resolved} tokens per request and step, and DSPARK verifies up to {window}"
     pool, allocator = runner.token_to_kv_pool.size, runner.token_to_kv_pool_allocator.size_full

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import is_running, record_traces
 from sglang_dspark.engine.scheduler.draft_input import kv_lengths
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
+from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.metrics.reporting import Reporting
 from sglang_dspark.scheduling.schedule import Schedule
@@ -33,7 +33,7 @@ class StepControl:
     reporting: Reporting
     on_gpu: bool
 
-    def choose(self, batch: Any, options: BatchOptions) -> StepDecision:
+    def choose(self, batch: ScheduleBatch, options: BatchOptions) -> StepDecision:
         """Return how deep to draft and how much to verify, by what is known by now of the steps before.
 
         All ranks of the server get rank 0's decision.
@@ -56,7 +56,7 @@ class StepControl:
         self.reporting.record_time()
 
     def observe(
-        self, reqs: Sequence[Any], rounds: StepRecord, committed: list[int], times_ms: tuple[float, float] | None
+        self, reqs: Sequence[Req], rounds: StepRecord, committed: list[int], times_ms: tuple[float, float] | None
     ) -> None:
         """Learn from a step whose result has reached the host.
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from dspark_kernels import draw
 from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.compat.arguments import attached_to_ours
 from sglang_dspark.engine.compat.worker_face import WorkerFace
 from sglang_dspark.engine.feature import DrawnTokens, parts_of
@@ -32,6 +34,7 @@ from sglang_dspark.engine.scheduler.nan_check import nan_check
 from sglang_dspark.engine.scheduler.request_options import request_options
 from sglang_dspark.engine.scheduler.start_check import check_start
 from sglang_dspark.engine.scheduler.step_control import StepControl
+from sglang_dspark.engine.sglang_types import GenerationBatchResult, Req, ScheduleBatch, ServerArgs, TpModelWorker
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.scheduling.schedule import Schedule
 
@@ -52,7 +55,7 @@ class SpecWorkerBase(WorkerFace):
     schedule: Schedule
     control: StepControl
 
-    def __init__(self, *, server_args: Any, target_worker: Any, **_given: Any) -> None:
+    def __init__(self, *, server_args: ServerArgs, target_worker: TpModelWorker, **_given: object) -> None:
         super().__init__(target_worker)
         self.server_args = resolving_view(server_args)
         ranks = get_parallel().tp_group
@@ -73,7 +76,9 @@ class SpecWorkerBase(WorkerFace):
         self.step = 0
 
     @abstractmethod
-    def inject_context(self, input_ids: torch.Tensor, captured: torch.Tensor, positions: Any, slots: Any) -> None:
+    def inject_context(
+        self, input_ids: torch.Tensor, captured: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
         """Write the draft K/V of target rows: [n] ids, [n, taps * d] captured states, [n] positions, [n] slots.
 
         In place of the ids come embeddings [n, d] of the rows if pictures are among them.
@@ -84,11 +89,11 @@ class SpecWorkerBase(WorkerFace):
         """Keep tokens [n] of requests' texts with their slots [n], to draft from them."""
 
     @abstractmethod
-    def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
+    def decode(self, batch: ScheduleBatch, publish: Publish) -> DSparkBatchResult:
         """Run one speculative step; call ``publish(new_seq_lens)`` once the lengths are known on the device."""
 
     @abstractmethod
-    def allocate_draft_cache(self, num_slots: int) -> Any:
+    def allocate_draft_cache(self, num_slots: int) -> DraftCache | None:
         """Make the draft K/V pool of ``num_slots`` rows and return it."""
 
     @abstractmethod
@@ -123,7 +128,7 @@ class SpecWorkerBase(WorkerFace):
         """Drop the answers; a draft K/V row is valid exactly as long as the target's row with the same slot."""
         self.answers.clear()
 
-    def observe(self, result: Any, batch: Any) -> None:
+    def observe(self, result: GenerationBatchResult, batch: ScheduleBatch) -> None:
         """Learn from a decode result whose tensors have reached the host.
 
         Raises:
@@ -133,20 +138,22 @@ class SpecWorkerBase(WorkerFace):
         if isinstance(result, DSparkBatchResult) and result.rounds is not None:
             self.control.observe(batch.reqs, result.rounds, result.accept_lens.tolist(), result.times_ms)
 
-    def end_request(self, req: Any) -> None:
+    def end_request(self, req: Req) -> None:
         """Look at a request whose text is complete."""
         for part in self.parts:
             part.request_ended(req)
         self._keep_answer(req)
 
     @fenced("answers to keep", instead=nothing)
-    def _keep_answer(self, req: Any) -> None:
+    def _keep_answer(self, req: Req) -> None:
         """Keep the answer of a request that was not aborted, if it has a key."""
         key = request_options(req).cache
         if key and not isinstance(req.finished_reason, FINISH_ABORT):
             self.answers.keep(key, req.output_ids_through_stop)
 
-    def forward_batch_generation(self, batch: Any, on_publish: Publish | None = None, **_unused: Any) -> Any:
+    def forward_batch_generation(
+        self, batch: ScheduleBatch, on_publish: Publish | None = None, **_unused: object
+    ) -> GenerationBatchResult:
         """Run one batch of the scheduler: a prefill, a decode step, or nothing.
 
         An exception goes on to SGLang, which ends the server over it; see docs/operating.md.
@@ -159,7 +166,7 @@ class SpecWorkerBase(WorkerFace):
             logger.error(faults.report(error, self.step, len(batch.reqs)))  # noqa: TRY400 - SGLang logs the traceback
             raise
 
-    def _run(self, batch: Any, publish: Publish) -> Any:
+    def _run(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
         for part in self.parts:
             part.batch_comes(batch)
         is_prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
@@ -169,7 +176,7 @@ class SpecWorkerBase(WorkerFace):
         return self._prefill(batch, publish) if is_prefill else self._idle(publish)
 
     @torch.no_grad()
-    def _prefill(self, batch: Any, publish: Publish) -> Any:
+    def _prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
         runner = self._target_worker.model_runner
         forward_batch = capturing_forward(batch, runner)
         for part in self.parts:
@@ -198,7 +205,7 @@ class SpecWorkerBase(WorkerFace):
         )
         return result
 
-    def _draw_first(self, batch: Any, result: Any) -> None:
+    def _draw_first(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         """Draw the token after each prompt, and after a retraction the next one, into ``result``."""
         rows, output = self.sampling.read(batch.reqs), result.logits_output
         if self.check_logits is not None:
@@ -220,7 +227,9 @@ class SpecWorkerBase(WorkerFace):
             # Of prompts that are only scored; SGLang would give them one, since it takes no such batch for what it is.
             result.logits_output.next_token_logprobs = None
 
-    def described(self, batch: Any, output: Any, drawn: DrawnTokens) -> Any:
+    def described(
+        self, batch: ScheduleBatch, output: LogitsProcessorOutput, drawn: DrawnTokens
+    ) -> LogitsProcessorOutput:
         """Return SGLang's ``LogitsProcessorOutput`` with what requests ask to know of their new tokens."""
         for part in self.parts:
             output = part.tokens_drawn(batch, output, drawn)

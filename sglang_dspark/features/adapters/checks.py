@@ -2,7 +2,7 @@
 
 import torch
 
-from sglang_dspark.engine.launch.check import Check, Moment
+from sglang_dspark.engine.launch.check import Check, Stage
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.sglang_types import ServerArgs
 
@@ -49,6 +49,6 @@ def adapters_fit(args: ServerArgs) -> None:
 
 
 CHECKS = (
-    Check("kernels of adapters", Moment.FLAGS, backend),
-    Check("memory of adapters", Moment.FLAGS, pinned_memory),
+    Check("kernels of adapters", Stage.FLAGS, backend),
+    Check("memory of adapters", Stage.FLAGS, pinned_memory),
 )

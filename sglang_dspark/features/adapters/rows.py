@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from dspark_kernels import to_device
+from sglang.srt.lora.backend.base_backend import BaseLoRABackend
 from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABatchInfo
+from sglang.srt.lora.lora_manager import LoRAManager
 
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput
+from sglang_dspark.engine.sglang_types import ForwardBatch, ScheduleBatch
 from sglang_dspark.step.state import VerifyPlan
 
 _SEGMENT = 16
@@ -26,7 +28,7 @@ HostChoice = tuple[list[int], list[int], list[float]]
 """The lists of an :class:`AdapterChoice`, on the host."""
 
 
-def choose_adapters(manager: Any, adapter_ids: Sequence[str | None]) -> HostChoice:
+def choose_adapters(manager: LoRAManager, adapter_ids: Sequence[str | None]) -> HostChoice:
     """Return where the adapters of a step's requests lie in the pool of loaded ones.
 
     Args:
@@ -90,7 +92,7 @@ def segment_bounds(indptr: torch.Tensor, width: int) -> torch.Tensor:
     return torch.cat([starts.flatten(), indptr[-1:]]).to(torch.int32)
 
 
-def lay_out(backend: Any, choice: AdapterChoice, indptr: torch.Tensor, width: int, rows: int) -> None:
+def lay_out(backend: BaseLoRABackend, choice: AdapterChoice, indptr: torch.Tensor, width: int, rows: int) -> None:
     """Have SGLang's LoRA backend compute the next forward with these adapters. Waits for nothing; may be captured.
 
     Args:
@@ -127,7 +129,7 @@ def lay_out(backend: Any, choice: AdapterChoice, indptr: torch.Tensor, width: in
     )
 
 
-def prepare_verification(original: Callable[..., None], manager: Any, forward_batch: Any) -> None:
+def prepare_verification(original: Callable[..., None], manager: LoRAManager, forward_batch: ForwardBatch) -> None:
     """Lay a verification out instead of SGLang, which does so for other forwards; adapters have been fetched before."""
     layout = forward_batch.spec_info
     if not (forward_batch.forward_mode.is_target_verify() and isinstance(layout, DSparkVerifyInput)):
@@ -149,18 +151,18 @@ class CapturedAdapters:
         device: of the target.
     """
 
-    def __init__(self, manager: Any, requests: int, device: torch.device | str) -> None:
+    def __init__(self, manager: LoRAManager, requests: int, device: torch.device | str) -> None:
         self._manager = manager
         self._buffers = AdapterChoice.empty(requests, manager.max_loras_per_batch, device)
         self._staged: HostChoice | None = None
 
-    def prepare(self, plan: VerifyPlan, forward_batch: Any) -> None:
+    def prepare(self, plan: VerifyPlan, forward_batch: ForwardBatch) -> None:
         """Lay out the adapters over the rows of ``plan``, as a part of its captured verification."""
         slots = len(plan.indptr) - 1
         choice = AdapterChoice(self._buffers.buffers[:slots], self._buffers.ranks, self._buffers.scalings)
         lay_out(self._manager.lora_backend, choice, plan.indptr, plan.width, len(plan.input_ids))
 
-    def stage(self, batch: Any) -> None:
+    def stage(self, batch: ScheduleBatch | None) -> None:
         """Fetch the adapters of SGLang's batch, which prompts may have displaced, and choose them for the next replay.
 
         Args:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from sglang.srt.lora.lora_manager import LoRAManager
 
-from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.feature import Part, Worker
 from sglang_dspark.errors import UnservedError
 from sglang_dspark.features.adapters.rows import CapturedAdapters
 
@@ -20,7 +20,7 @@ class Adapters(Part):
         UnservedError: the adapters change experts.
     """
 
-    def __init__(self, manager: Any, device: str) -> None:
+    def __init__(self, manager: LoRAManager, device: str) -> None:
         if manager.lora_backend.is_moe_lora:
             raise UnservedError(
                 "DSPARK does not serve LoRA adapters of experts; pass --lora-target-modules with those of attention "
@@ -29,7 +29,7 @@ class Adapters(Part):
         self._manager, self._device = manager, device
 
     @classmethod
-    def of(cls, worker: Any) -> Adapters | None:
+    def of(cls, worker: Worker) -> Adapters | None:
         """Return the part of a worker; None if SGLang has loaded no adapters."""
         runner = worker.model_runner
         return None if runner.lora_manager is None else cls(runner.lora_manager, runner.device)

@@ -10,6 +10,7 @@ from dspark_kernels import Adjustment, AdjustmentTable, adjust, mask_tokens, to_
 
 from sglang_dspark.engine.scheduler.batch import is_running
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
+from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.features.adjustments.grammars import grammar_masks
 from sglang_dspark.step.state import VerifyPlan
 from sglang_dspark.step.transfers import host_index
@@ -31,12 +32,12 @@ class LogitsAdjuster:
         self._free: list[int] = []
         self._index = CachedByBatch(self._index_of)
 
-    def of_step(self, batch: Any) -> StepAdjuster | None:
+    def of_step(self, batch: ScheduleBatch) -> StepAdjuster | None:
         """Return the adjuster of a decode step; None if no request of it has adjustments."""
         has_any = batch.has_grammar or self._slots_of(batch.reqs) is not None
         return StepAdjuster(self, batch) if has_any else None
 
-    def begin(self, batch: Any, logits: torch.Tensor) -> None:
+    def begin(self, batch: ScheduleBatch, logits: torch.Tensor) -> None:
         """Set up the requests of a prefill and adjust the logits [bs, V] of the tokens that it draws, in place."""
         if not (batch.has_grammar or any(map(has_adjustment, batch.reqs))):
             return
@@ -50,34 +51,34 @@ class LogitsAdjuster:
         if batch.has_grammar:
             self.mask(batch.reqs, logits, [[0]] * len(batch.reqs))
 
-    def count(self, reqs: Sequence[Any], tokens: torch.Tensor) -> None:
+    def count(self, reqs: Sequence[Req], tokens: torch.Tensor) -> None:
         """Count new output tokens [bs, w] int64, -1 behind them. No host sync."""
         slots = self._slots_of(reqs)
         if slots is not None:
             self._table.count(slots, tokens)
 
-    def adjust(self, reqs: Sequence[Any], logits: torch.Tensor, *layout: torch.Tensor) -> None:
+    def adjust(self, reqs: Sequence[Req], logits: torch.Tensor, *layout: torch.Tensor) -> None:
         """Apply penalties, minimum lengths and biases to logits [N, V] in place; ``layout`` as in the kernel."""
         slots = self._slots_of(reqs)
         if slots is not None:
             adjust(logits, self._table, slots, *layout)
 
-    def mask(self, reqs: Sequence[Any], logits: torch.Tensor, windows: list[list[int]]) -> None:
+    def mask(self, reqs: Sequence[Req], logits: torch.Tensor, windows: list[list[int]]) -> None:
         """Exclude what grammars forbid from logits [N, V] in place; ``windows``: tokens under verification."""
         rows, bitmask = grammar_masks(reqs, windows, self._vocab_size)
         if bitmask is not None:
             mask_tokens(logits, host_index(rows, self._device), to_device(bitmask, self._device))
 
-    def _slots_of(self, reqs: Sequence[Any]) -> torch.Tensor | None:
+    def _slots_of(self, reqs: Sequence[Req]) -> torch.Tensor | None:
         """Return [bs] int64 slots, -1 for requests without one; None if none has one."""
         return self._index.read(reqs) if self._slots else None
 
-    def _index_of(self, reqs: Sequence[Any]) -> torch.Tensor | None:
+    def _index_of(self, reqs: Sequence[Req]) -> torch.Tensor | None:
         self._forget_finished()
         slots = [self._slots.get(req, -1) for req in reqs]
         return host_index(slots, self._device) if max(slots, default=-1) >= 0 else None
 
-    def _slot_for(self, req: Any) -> int:
+    def _slot_for(self, req: Req) -> int:
         if req in self._slots:
             return self._slots[req]
         self._forget_finished()
@@ -99,7 +100,7 @@ class LogitsAdjuster:
 class StepAdjuster:
     """Adjust the logits of one decode step."""
 
-    def __init__(self, adjuster: LogitsAdjuster, batch: Any) -> None:
+    def __init__(self, adjuster: LogitsAdjuster, batch: ScheduleBatch) -> None:
         self._adjuster, self._batch = adjuster, batch
         self._windows: list[list[int]] | None = None
 
@@ -124,7 +125,7 @@ class StepAdjuster:
         self._adjuster.count(self._batch.reqs, tokens)
 
 
-def has_adjustment(req: Any) -> bool:
+def has_adjustment(req: Req) -> bool:
     """Return whether a request has a penalty, a minimum length or a logit bias."""
     parameters = req.sampling_params
     return bool(
@@ -136,7 +137,7 @@ def has_adjustment(req: Any) -> bool:
     )
 
 
-def adjustment_of(req: Any, vocab_size: int) -> Adjustment:
+def adjustment_of(req: Req, vocab_size: int) -> Adjustment:
     """Return a request's penalties, minimum length and biases, as the kernels take them."""
     parameters = req.sampling_params
     stops: set[int | None] = set()

@@ -6,15 +6,19 @@ walk takes tensors for single tokens, and twelve times as long or more.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+
+from sglang_dspark.engine.sglang_types import Req
 
 _BITS = 32  # of a word of a mask
 
 
 def grammar_masks(
-    reqs: Sequence[Any], windows: Sequence[Sequence[int]], vocab_size: int
+    reqs: Sequence[Req], windows: Sequence[Sequence[int]], vocab_size: int
 ) -> tuple[list[int], torch.Tensor | None]:
     """Return the masks of all rows whose request has a grammar.
 
@@ -38,7 +42,7 @@ def grammar_masks(
     return rows, torch.cat(masks) if rows else None
 
 
-def _walk(grammar: Any, drafts: Sequence[int], mask: torch.Tensor) -> int:
+def _walk(grammar: BaseGrammarObject, drafts: Sequence[int], mask: torch.Tensor) -> int:
     """Fill the masks [1 + len(drafts), W] of the rows that the grammar reaches, and return how many these are."""
     words = mask.numpy()
     accepted = row = 0
@@ -54,7 +58,7 @@ def _walk(grammar: Any, drafts: Sequence[int], mask: torch.Tensor) -> int:
     return row
 
 
-def _allows(words: Any, token: int) -> bool:
+def _allows(words: NDArray[np.int32], token: int) -> bool:
     """Return whether a mask [W] allows a token; the vocabulary of a model may be larger than its tokenizer's."""
     word, bit = divmod(token, _BITS)
     return word < len(words) and bool(int(words[word]) >> bit & 1)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from dspark_kernels import AdjustmentTable, adjust
 
-from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.feature import Part, Worker
+from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.adjustments.adjuster import FIRST_SLOTS, LogitsAdjuster, StepAdjuster
 from sglang_dspark.step.state import VerifyPlan
 from sglang_dspark.step.transfers import host_index
@@ -27,18 +27,18 @@ class Adjustments(Part):
         self._adjuster = LogitsAdjuster(vocab_size, device)
 
     @classmethod
-    def of(cls, worker: Any) -> Adjustments:
+    def of(cls, worker: Worker) -> Adjustments:
         """Return the part of a worker."""
         runner = worker.model_runner
         return cls(int(runner.model_config.vocab_size), torch.device(runner.device))
 
-    def first_logits(self, batch: Any, logits: torch.Tensor) -> None:
+    def first_logits(self, batch: ScheduleBatch, logits: torch.Tensor) -> None:
         self._adjuster.begin(batch, logits)
 
-    def first_tokens(self, batch: Any, tokens: torch.Tensor) -> None:
+    def first_tokens(self, batch: ScheduleBatch, tokens: torch.Tensor) -> None:
         self._adjuster.count(batch.reqs, tokens[:, None])
 
-    def step_comes(self, batch: Any) -> StepAdjuster | None:
+    def step_comes(self, batch: ScheduleBatch) -> StepAdjuster | None:
         return self._adjuster.of_step(batch)
 
     def warm_up(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ class Adjustments(Part):
         no_slot = host_index([-1], logits.device)
         adjust(logits, table, no_slot, plan.requests, plan.columns, plan.input_ids, plan.indptr)
 
-    def held(self, requests: int) -> AbstractContextManager[Any]:
+    def held(self, requests: int) -> AbstractContextManager[object]:
         """Hold the table of all requests: once some have adjustments, it lies beside every step."""
         slots = max(FIRST_SLOTS, 2 ** (requests - 1).bit_length())
         # It doubles, from one that is copied.

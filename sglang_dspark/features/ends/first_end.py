@@ -5,9 +5,10 @@ from functools import partial
 from typing import Any
 
 from sglang_dspark.engine.scheduler.batch import is_running
+from sglang_dspark.engine.sglang_types import Req
 
 
-def let_first_end_count(reqs: Sequence[Any], runs: Sequence[Sequence[int]]) -> None:
+def let_first_end_count(reqs: Sequence[Req], runs: Sequence[Sequence[int]]) -> None:
     """Have requests with stop strings, and aborted ones, look for their end token by token, as without speculation.
 
     Call it before the tokens of a step are appended to their requests. SGLang finds the first stop token, and knows
@@ -26,7 +27,7 @@ def let_first_end_count(reqs: Sequence[Any], runs: Sequence[Sequence[int]]) -> N
             req.update_finish_state = partial(_token_by_token, req)
 
 
-def _token_by_token(req: Any, new_accepted_len: int) -> None:
+def _token_by_token(req: Req, new_accepted_len: int) -> None:
     """Take the place of SGLang's method once: call it after each of the last ``new_accepted_len`` output tokens."""
     del req.update_finish_state
     aborted = req.to_finish
@@ -47,7 +48,7 @@ def _token_by_token(req: Any, new_accepted_len: int) -> None:
     req.output_ids.extend(run)
 
 
-def _may_hold_stop(req: Any, new_accepted_len: int) -> bool:
+def _may_hold_stop(req: Req, new_accepted_len: int) -> bool:
     """Return whether a stop string or expression may match in the request's last tokens."""
     parameters = req.sampling_params
     if parameters.stop_regex_strs:
@@ -56,7 +57,7 @@ def _may_hold_stop(req: Any, new_accepted_len: int) -> bool:
     return any(stop in tail for stop in parameters.stop_strs)
 
 
-def forget_overshoot(session: Any, *args: Any, **kwargs: Any) -> None:
+def forget_overshoot(session: Any, *args: object, **kwargs: object) -> None:
     """Drop the tokens behind the end of a session's requests before SGLang makes the next turn out of them.
 
     A step may commit tokens behind the one that ends a request. They are no part of its answer, and SGLang would put

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.sglang_types import GenerationBatchResult, Req, ScheduleBatch
 from sglang_dspark.features.ends.first_end import let_first_end_count
 
 
 class Ends(Part):
     """Have the first of several ends count."""
 
-    @classmethod
-    def of(cls, worker: Any) -> Ends:
-        """Return the part of a worker."""
-        return cls()
-
-    def tokens_come(self, batch: Any, result: Any, tokens: Sequence[Sequence[int]]) -> None:
+    def tokens_come(self, batch: ScheduleBatch, result: GenerationBatchResult, tokens: Sequence[Sequence[int]]) -> None:
         let_first_end_count(batch.reqs, tokens)
 
-    def request_ended(self, req: Any) -> None:
+    def request_ended(self, req: Req) -> None:
         """Take off the reasoning tokens that SGLang has counted behind the end, before it looked for it.
 
         Reasoning stands at the beginning of a text, so it has at most as many tokens as the text.

@@ -14,5 +14,5 @@ FEATURE = Feature(
         ),
     ),
     checks="checks.CHECKS",
-    part="served.HostCache",
+    part="served.HostCache.of",
 )

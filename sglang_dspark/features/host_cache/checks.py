@@ -1,6 +1,6 @@
 """Refuse prefixes in host memory where no kernel copies them."""
 
-from sglang_dspark.engine.launch.check import Check, Moment
+from sglang_dspark.engine.launch.check import Check, Stage
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.flag_checks import WINDOWS
 
@@ -25,4 +25,4 @@ def host_cache(context: LaunchContext) -> str | None:
     )
 
 
-CHECKS = (Check("prefixes in host memory", Moment.FLAGS, host_cache),)
+CHECKS = (Check("prefixes in host memory", Stage.FLAGS, host_cache),)

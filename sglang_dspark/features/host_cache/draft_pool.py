@@ -1,8 +1,8 @@
 """Show the drafter's K/V as a pool of SGLang's own kind, to features that copy a draft pool along with the target's."""
 
-from typing import Any
+from __future__ import annotations
 
-from sglang.srt.mem_cache.memory_pool import GB, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import GB, KVCache, MHATokenToKVPool
 
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.errors import UnservedError
@@ -43,7 +43,7 @@ class DraftPool(MHATokenToKVPool):
         self.mem_usage = self._cache.num_bytes / GB
 
 
-def check_layers(draft_pool: DraftPool, target_pool: Any) -> None:
+def check_layers(draft_pool: DraftPool, target_pool: KVCache) -> None:
     """Refuse a drafter whose layers SGLang would not all fetch: it fetches one of them with each of the target's.
 
     Raises:

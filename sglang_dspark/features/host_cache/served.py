@@ -1,12 +1,14 @@
 """Serve prefixes from host memory in a scheduler."""
 
-from typing import Any
+from __future__ import annotations
 
 import torch
 from dspark_kernels import to_device
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 
 from sglang_dspark.draft.cache import DraftCache
-from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.feature import Part, Worker
+from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.host_cache.draft_pool import DraftPool, check_layers
 
 
@@ -17,10 +19,15 @@ class HostCache(Part):
         worker: ours.
     """
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    def pools_made(self, allocator: Any, cache: DraftCache | None) -> None:
+    @classmethod
+    def of(cls, worker: Worker) -> HostCache:
+        """Return the part of a worker."""
+        return cls(worker)
+
+    def pools_made(self, allocator: BaseTokenToKVPoolAllocator, cache: DraftCache | None) -> None:
         """Show SGLang the drafter's K/V.
 
         Raises:
@@ -31,11 +38,11 @@ class HostCache(Part):
             check_layers(pool, allocator.get_kvcache())
             self._worker.draft_pool = pool
 
-    def batch_comes(self, batch: Any) -> None:
+    def batch_comes(self, batch: ScheduleBatch) -> None:
         # What comes back for a prompt is waited for layer by layer; a decode step waits for nothing.
         self._worker.set_hicache_consumer(batch.hicache_consumer_index)
 
-    def prefill_done(self, batch: Any) -> None:
+    def prefill_done(self, batch: ScheduleBatch) -> None:
         """Keep the tokens of cached prefixes: what comes back from host memory has slots of other texts."""
         table = batch.req_to_token_pool.req_to_token
         for req, length in zip(batch.reqs, batch.prefix_lens, strict=True):

@@ -8,11 +8,12 @@ every entry alone.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
+from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.step.transfers import copy_to_host, host_index
 
 # Rows whose log-probabilities are computed together: 160 MB with 152k tokens.
@@ -20,12 +21,12 @@ _MAX_ROWS = 256
 
 
 def with_logprobs(
-    batch: Any,
-    output: Any,
+    batch: ScheduleBatch,
+    output: LogitsProcessorOutput,
     indptr: torch.Tensor,  # [at least bs + 1] int64
     tokens: torch.Tensor,  # [bs] or [bs, w] int64
     temperatures: torch.Tensor,  # [bs] float32
-) -> Any:
+) -> LogitsProcessorOutput:
     """Return SGLang's ``LogitsProcessorOutput`` with the log-probabilities that requests of ``batch`` asked for.
 
     Args:
@@ -61,7 +62,7 @@ def with_logprobs(
     return filled
 
 
-def drop_rejected(output: Any, committed: Sequence[int]) -> None:
+def drop_rejected(output: LogitsProcessorOutput, committed: Sequence[int]) -> None:
     """Empty the entries of tokens that were not committed: SGLang makes Python lists of all of them.
 
     Args:
@@ -92,7 +93,9 @@ def _logprobs(
     return scaled.log_softmax(-1).clamp_min_(torch.finfo(torch.float32).min)
 
 
-def _fill_top(filled: Any, logprobs: torch.Tensor, width: int, requests: list[int], top_ks: list[int]) -> None:
+def _fill_top(
+    filled: LogitsProcessorOutput, logprobs: torch.Tensor, width: int, requests: list[int], top_ks: list[int]
+) -> None:
     """Enter the most likely tokens of ``logprobs`` [m * width, V], for each of m requests as many as it asked for."""
     largest = max(top_ks[request] for request in requests)
     values, ids = (copy_to_host(part) for part in logprobs.topk(largest, dim=-1))
@@ -103,7 +106,11 @@ def _fill_top(filled: Any, logprobs: torch.Tensor, width: int, requests: list[in
 
 
 def _fill_named(
-    filled: Any, logprobs: torch.Tensor, width: int, requests: list[int], named: list[list[int] | None]
+    filled: LogitsProcessorOutput,
+    logprobs: torch.Tensor,
+    width: int,
+    requests: list[int],
+    named: list[list[int] | None],
 ) -> None:
     """Enter the tokens that the m requests of ``logprobs`` [m * width, V] named."""
     for place, request in enumerate(requests):

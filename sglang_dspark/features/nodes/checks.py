@@ -1,7 +1,7 @@
 """Refuse options that several nodes cannot have."""
 
 from sglang_dspark.config import flag_name
-from sglang_dspark.engine.launch.check import Check, Moment
+from sglang_dspark.engine.launch.check import Check, Stage
 from sglang_dspark.engine.launch.context import LaunchContext
 
 
@@ -15,4 +15,4 @@ def fallback_of_nodes(context: LaunchContext) -> str | None:
     )
 
 
-CHECKS = (Check("fallback of nodes", Moment.OPTIONS, fallback_of_nodes),)
+CHECKS = (Check("fallback of nodes", Stage.OPTIONS, fallback_of_nodes),)

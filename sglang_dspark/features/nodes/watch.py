@@ -27,6 +27,7 @@ from torch import distributed
 
 from sglang_dspark import __version__
 from sglang_dspark.config import DSparkConfig, flag_name
+from sglang_dspark.engine.feature import Worker
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.errors import ConfigError
 
@@ -93,7 +94,7 @@ def check_alike(facts: Sequence[Mapping[str, object]], nodes: Nodes) -> None:
                 )
 
 
-def join_nodes(worker: Any) -> None:
+def join_nodes(worker: Worker) -> None:
     """Join the nodes of a worker's server; nothing is left to do afterwards.
 
     Raises:

@@ -1,4 +1,4 @@
-"""SGLang's own DSPARK worker under our schedule, which decides what is verified, and whether anything is drafted.
+"""SGLang's own worker under our schedule, which decides what is verified, and whether anything is drafted.
 
 ``server.py`` is its start, ``driver.py`` decides and learns, ``step.py`` is one step.
 """
@@ -62,7 +62,7 @@ FEATURE = Feature(
             HookType.AROUND,
             "features.own_worker.handlers.propose",
             "any_worker",
-            "SGLang's own DSPARK drafts in every step; its planner reads confidences that the schedule replaces",
+            "SGLang's own worker drafts in every step; its planner reads confidences that the schedule replaces",
         ),
         Hook(
             "lay-out-rows",

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, round_up_grid
 
+from sglang_dspark.engine.sglang_types import ModelRunner
 from sglang_dspark.step.decision import StepDecision
 
 
@@ -27,7 +28,7 @@ class CapturedRows:
     lengths = None
 
     @classmethod
-    def of(cls, runner: Any, window: int) -> Self:
+    def of(cls, runner: ModelRunner, window: int) -> Self:
         """Return those of the target's runner."""
         graphs = runner.decode_cuda_graph_runner
         if graphs is None:

@@ -1,11 +1,11 @@
-"""Drives SGLang's own DSPARK worker by our schedule, and learns from its outcomes."""
+"""Drives SGLang's own worker by our schedule, and learns from its outcomes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
@@ -17,6 +17,7 @@ from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.capabilities import Decoding, capabilities, in_one_line
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.step_control import StepControl
+from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.features.own_worker.captured_rows import CapturedRows
 from sglang_dspark.features.own_worker.lengths import has_narrow_rows
 from sglang_dspark.features.own_worker.server import scheduled
@@ -29,6 +30,9 @@ from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.selection import FixedLength
+
+if TYPE_CHECKING:
+    from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +48,7 @@ class ScheduledWorker:
         worker: SGLang's ``DSparkWorkerV2``, ready to serve.
     """
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: DSparkWorkerV2) -> None:
         self.worker, self.target_worker = worker, worker.target_worker
         self.server_args = resolving_view(worker.server_args)
         self.settled = scheduled(worker.server_args)
@@ -88,14 +92,14 @@ class ScheduledWorker:
         decision = StepDecision(self.gamma, FixedLength(), with_confidence=False, context=context)
         return ScheduledStep(decision, requests, self.rows)
 
-    def run(self, decode: Callable[[], Any], batch: Any) -> Any:
+    def run(self, decode: Callable[[], Any], batch: ScheduleBatch) -> Any:
         """Decide, run the worker's own step, which comes back here for drafts and rows, and return its result."""
         try:
             return self._run(decode, batch) if self._started else decode()  # a step that is measured
         finally:
             self.rows.release()
 
-    def _run(self, decode: Callable[[], Any], batch: Any) -> Any:
+    def _run(self, decode: Callable[[], Any], batch: ScheduleBatch) -> Any:
         reqs = batch.reqs
         options = self._request_options.read(reqs)
         self._step = step = self._chosen(batch, options)
@@ -108,7 +112,7 @@ class ScheduledWorker:
         span.end()
         return result
 
-    def _chosen(self, batch: Any, options: BatchOptions) -> ScheduledStep:
+    def _chosen(self, batch: ScheduleBatch, options: BatchOptions) -> ScheduledStep:
         decision, requests = self.control.choose(batch, options), len(batch.reqs)
         if not self.rows.fit(requests):
             return self.whole_blocks(requests, decision.context)
@@ -126,7 +130,7 @@ class ScheduledWorker:
         """Return the rows that the step under way verifies, see :meth:`ScheduledStep.lay_out`."""
         return self._step.lay_out(self.schedule.forecast, self.agreement)
 
-    def _record(self, batch: Any, options: BatchOptions, step: ScheduledStep) -> StepRecord:
+    def _record(self, batch: ScheduleBatch, options: BatchOptions, step: ScheduledStep) -> StepRecord:
         assert step.verify_lens is not None, "every step verifies"
         reqs, traced = batch.reqs, None
         if options.traced:
@@ -142,7 +146,7 @@ class ScheduledWorker:
             parked=self.schedule.parked,
         )
 
-    def observe(self, result: Any, reqs: Sequence[Any]) -> None:
+    def observe(self, result: Any, reqs: Sequence[Req]) -> None:
         """Learn from a result whose tensors have reached the host; SGLang has taken its tokens."""
         device_ms, waited_ms = result.dspark_span.ms, getattr(result.copy_done, "waited_ms", 0.0)
         times_ms = None if device_ms is None else (device_ms, waited_ms)

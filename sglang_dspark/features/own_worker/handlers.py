@@ -1,8 +1,8 @@
-"""Handles the hooks on SGLang's own DSPARK; ``__init__.py`` says where each stands and why."""
+"""Handles the hooks on SGLang's own worker; ``__init__.py`` says where each stands and why."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.utils.common import async_d2h
@@ -10,28 +10,31 @@ from sglang.srt.utils.common import async_d2h
 from sglang_dspark.engine.compat.decoder import attach_decoder, attached_decoder
 from sglang_dspark.engine.hook_checks import Moment, check
 from sglang_dspark.engine.launch import hooks
-from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.engine.sglang_types import ScheduleBatch, ServerArgs
 from sglang_dspark.features.own_worker.driver import ScheduledWorker
 from sglang_dspark.features.own_worker.served import refuse_unserved
 from sglang_dspark.features.own_worker.server import scheduled
 from sglang_dspark.features.own_worker.step_times import step_times
 from sglang_dspark.step.device_time import AwaitedEvent
 
+if TYPE_CHECKING:
+    from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
-def install_hooks(algorithm: Any, server_args: ServerArgs) -> None:
+
+def install_hooks(algorithm: object, server_args: ServerArgs) -> None:
     """Hook SGLang's own worker, in the scheduler that is about to make it."""
     scheduled(server_args).set_mode()
     hooks.install(server_args, "any_worker")
 
 
-def driver_of(part: Any) -> ScheduledWorker:
-    """Return what drives SGLang's worker, of the worker or of a part of it that is hooked."""
+def driver_of(part: object) -> ScheduledWorker:
+    """Return what drives SGLang's own worker, of the worker or of a part of it that is hooked."""
     driver = attached_decoder(part)
     assert isinstance(driver, ScheduledWorker), "SGLang's own worker is not driven yet"
     return driver
 
 
-def start(result: None, worker: Any) -> None:
+def start(result: None, worker: DSparkWorkerV2) -> None:
     """Take over the worker's steps, once it is ready to serve.
 
     Raises:
@@ -45,29 +48,33 @@ def start(result: None, worker: Any) -> None:
     check(Moment.READY)
 
 
-def decode(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def decode(
+    original: Callable[..., Any], worker: DSparkWorkerV2, batch: ScheduleBatch, *args: object, **kwargs: object
+) -> Any:
     """Run a decode step as the schedule decides."""
     step = partial(original, worker, batch, *args, **kwargs)
     return step() if batch.forward_mode.is_idle() else driver_of(worker).run(step, batch)
 
 
-def before_prefill(worker: Any, *args: Any, **kwargs: Any) -> None:
+def before_prefill(worker: DSparkWorkerV2, *args: object, **kwargs: object) -> None:
     """Take note that what comes next is not a decode step."""
     driver_of(worker).schedule.invalidate()
 
 
-def propose(original: Callable[..., Any], proposer: Any, *, draft_input: Any, sampling_info: Any, **given: Any) -> Any:
+def propose(
+    original: Callable[..., Any], proposer: Any, *, draft_input: Any, sampling_info: Any, **given: object
+) -> Any:
     """Draft, or not."""
     draft = partial(original, proposer, draft_input=draft_input, sampling_info=sampling_info, **given)
     return driver_of(proposer).propose(draft, draft_input.bonus_tokens, sampling_info)
 
 
-def lay_out(planner: Any, **given: Any) -> Any:
+def lay_out(planner: Any, **given: object) -> Any:
     """Return the rows that are verified."""
     return driver_of(planner).lay_out()
 
 
-def copy_to_cpu(original: Callable[..., None], result: Any, *args: Any, **kwargs: Any) -> None:
+def copy_to_cpu(original: Callable[..., None], result: Any, *args: object, **kwargs: object) -> None:
     """Copy what the step was asked to do, before SGLang records the event that readers wait for."""
     record = getattr(result, "dspark_record", None)
     if record is not None:
@@ -78,7 +85,7 @@ def copy_to_cpu(original: Callable[..., None], result: Any, *args: Any, **kwargs
         result.copy_done = AwaitedEvent(result.copy_done)
 
 
-def observe(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
+def observe(original: Callable[..., Any], processor: Any, result: Any, batch: ScheduleBatch) -> Any:
     """Count what was verified, and learn from what SGLang reads of a result."""
     check(Moment.ANSWERED)
     record = getattr(result, "dspark_record", None)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolved_view, use_mla_backend
 from sglang.srt.configs.hybrid_arch import hybrid_kda_config, mambaish_config
@@ -11,7 +10,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.runtime_context import get_platform
 from sglang.srt.utils.hf_transformers_utils import get_config
 
-from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.engine.sglang_types import ModelConfig, ServerArgs
 
 RAGGED_BACKENDS = ("fa3", "fa4", "trtllm_mla", "dsv4")
 """Attention backends that verify ragged rows, of all targets that they serve."""
@@ -28,7 +27,7 @@ def why_one_length(args: ServerArgs) -> str | None:
     return next(_reasons(resolved_view(args), model_config_of(args)), None)
 
 
-def has_narrow_rows(args: ServerArgs, target: Any) -> bool:
+def has_narrow_rows(args: ServerArgs, target: ModelConfig) -> bool:
     """Return whether fewer rows of each request may be verified than a block has.
 
     Layers that keep a state of each draft (recurrent ones, DeepSeek V4) address it by the rows of the verification, and
@@ -38,7 +37,7 @@ def has_narrow_rows(args: ServerArgs, target: Any) -> bool:
     return mambaish_config(target) is None and set(backends) <= KV_BACKENDS and not is_minimax_sparse(target.hf_config)
 
 
-def _reasons(args: Any, target: Any) -> Iterator[str]:
+def _reasons(args: ServerArgs, target: ModelConfig) -> Iterator[str]:
     prefill, decode = attention_backends_of(args)
     backend = decode if args.speculative_attention_mode == "decode" else prefill
     if not _is_ragged(backend, args):
@@ -59,14 +58,14 @@ def _reasons(args: Any, target: Any) -> Iterator[str]:
         yield "the drafter has no confidence head"
 
 
-def _is_ragged(backend: str | None, args: Any) -> bool:
+def _is_ragged(backend: str | None, args: ServerArgs) -> bool:
     """Return whether an attention backend verifies ragged rows of this target on this GPU."""
     if backend == "trtllm_mha":
         return bool(get_platform().is_sm100)  # its kernels for other GPUs do not
     return backend in RAGGED_BACKENDS or (backend == "flashinfer" and use_mla_backend(args))
 
 
-def _has_head(args: Any) -> bool:
+def _has_head(args: ServerArgs) -> bool:
     """Return whether the drafter's configuration has a confidence head; one that says nothing has it, as in SGLang."""
     config = get_config(
         args.speculative_draft_model_path,

@@ -1,18 +1,24 @@
 """Refuses what SGLang's own worker would verify wrongly under our schedule."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.environ import envs
 
 from sglang_dspark.config import flag_name
+from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.own_worker.server import MODE
+
+if TYPE_CHECKING:
+    from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
 _INSTEAD = f"or {flag_name('engine')} builtin"
 
 
-def refuse_unserved(worker: Any, *, by_request: bool) -> None:
+def refuse_unserved(worker: DSparkWorkerV2, *, by_request: bool) -> None:
     """Look at a worker that is ready to serve.
 
     Args:
@@ -35,7 +41,7 @@ def refuse_unserved(worker: Any, *, by_request: bool) -> None:
             )
 
 
-def _unserved(args: Any) -> dict[str, bool]:
+def _unserved(args: ServerArgs) -> dict[str, bool]:
     """Return what is not served whatever is verified, and whether it is asked for."""
     return {
         "prefill-decode disaggregation": args.disaggregation_mode != "null",
@@ -48,7 +54,7 @@ def _unserved(args: Any) -> dict[str, bool]:
     }
 
 
-def _unserved_rows(worker: Any, args: Any) -> dict[str, bool]:
+def _unserved_rows(worker: DSparkWorkerV2, args: ServerArgs) -> dict[str, bool]:
     """Return the same of what would verify ragged rows wrongly, or wait for the device in every step."""
     runner = worker.model_runner
     backend = runner.attn_backend
@@ -63,7 +69,7 @@ def _unserved_rows(worker: Any, args: Any) -> dict[str, bool]:
     }
 
 
-def _unserved_widths(worker: Any, args: Any) -> dict[str, bool]:
+def _unserved_widths(worker: DSparkWorkerV2, args: ServerArgs) -> dict[str, bool]:
     """Return the same of what SGLang keeps once for the graphs of all widths, or hands from one step to the next."""
     captured = worker.model_runner.decode_cuda_graph_runner is not None
     return {

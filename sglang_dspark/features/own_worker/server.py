@@ -1,4 +1,4 @@
-"""A start of SGLang's own DSPARK under our schedule."""
+"""A start of SGLang's own worker under our schedule."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.own_worker.lengths import why_one_length
 
 MODE = "SGLANG_RAGGED_VERIFY_MODE"
-"""Variable that SGLang's own DSPARK reads in its schedulers: whether requests verify different numbers of rows."""
+"""Variable that SGLang's own worker reads in its schedulers: whether requests verify different numbers of rows."""
 _BY_REQUEST = {"compact": True, "static": False}
 _IGNORED = (("min_p", 0.0), ("sampling_seed", None))
-"""Parameters of requests that SGLang's own DSPARK ignores, and the values with which it is right to do so."""
+"""Parameters of requests that SGLang's own worker ignores, and the values with which it is right to do so."""
 
 
 @dataclass(frozen=True)
 class ScheduledServer:
-    """A server that decodes with SGLang's own DSPARK, by our schedule.
+    """A server that decodes with SGLang's own worker, by our schedule.
 
     Attributes:
         config: our options.
@@ -105,7 +105,7 @@ class ScheduledServer:
         for name, neutral in _IGNORED:
             if (value := getattr(parameters, name)) != neutral:
                 yield (
-                    f"SGLang's own DSPARK ignores sampling_params.{name}={truncate(value)}; drop it, or start the "
+                    f"SGLang's own worker ignores sampling_params.{name}={truncate(value)}; drop it, or start the "
                     f"server with {flag_name('engine')} plugin if that serves the target"
                 )
 

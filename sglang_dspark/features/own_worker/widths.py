@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -21,7 +21,11 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 from sglang.srt.utils.common import get_available_gpu_memory
 
 from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.sglang_types import ModelRunner, ScheduleBatch
 from sglang_dspark.step.decision import StepDecision
+
+if TYPE_CHECKING:
+    from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +35,7 @@ _SPARE_GB = 1.0  # with less free memory SGLang captures no graphs of a drafter 
 class NarrowVerify(TargetVerifyExecutor):
     """Verifies fewer rows per request than the worker has reserved slots for, its first ones."""
 
-    def __init__(self, worker: Any, rows: int) -> None:
+    def __init__(self, worker: DSparkWorkerV2, rows: int) -> None:
         super().__init__(
             target_worker=worker.target_worker,
             gamma=rows - 1,
@@ -45,7 +49,7 @@ class NarrowVerify(TargetVerifyExecutor):
         self._offsets = worker._block_pos_offsets[:rows]
         self._window: VerifyWindow | None = None
 
-    def run_non_compact(self, *, batch: Any, draft_input: Any, verify_window: Any, **given: Any) -> Any:
+    def run_non_compact(self, *, batch: ScheduleBatch, draft_input: Any, verify_window: Any, **given: object) -> Any:
         """Run the forward; the drafter's window is wider."""
         lens = draft_input.nxt_kv_lens_cpu if batch.seq_lens_cpu is None else batch.seq_lens_cpu
         self._window = alloc_verify_window(
@@ -59,7 +63,7 @@ class NarrowVerify(TargetVerifyExecutor):
         )
         return super().run_non_compact(batch=batch, draft_input=draft_input, verify_window=self._window, **given)
 
-    def commit_hidden(self, *, verify_window: Any, **given: Any) -> None:
+    def commit_hidden(self, *, verify_window: Any, **given: object) -> None:
         """Write the draft K/V of the rows that were accepted."""
         super().commit_hidden(verify_window=self._window, **given)
 
@@ -74,13 +78,13 @@ class Width:
     graphs: Any
 
     @classmethod
-    def of(cls, worker: Any) -> Width:
+    def of(cls, worker: DSparkWorkerV2) -> Width:
         """Return the worker's own."""
         runner = worker.model_runner
         own = worker._verify_executor, runner.attn_backend, runner.decode_cuda_graph_runner
         return cls(worker.verify_num_draft_tokens, *own)
 
-    def narrowed(self, worker: Any, rows: int) -> Width:
+    def narrowed(self, worker: DSparkWorkerV2, rows: int) -> Width:
         """Return a narrower one, captured where this one is."""
         runner, graphs = worker.model_runner, None
         with _sized(runner, rows):
@@ -89,7 +93,7 @@ class Width:
                 graphs = type(self.graphs)(runner, attn_backend=attention, speculative_num_draft_tokens=rows)
         return replace(self, rows=rows, executor=NarrowVerify(worker, rows), attention=attention, graphs=graphs)
 
-    def apply(self, worker: Any) -> None:
+    def apply(self, worker: DSparkWorkerV2) -> None:
         """Have the worker verify so many rows from now on."""
         worker.verify_num_draft_tokens, worker._verify_executor = self.rows, self.executor
         worker.model_runner.attn_backend = self.attention
@@ -97,7 +101,7 @@ class Width:
 
 
 @contextmanager
-def _sized(runner: Any, rows: int) -> Iterator[None]:
+def _sized(runner: ModelRunner, rows: int) -> Iterator[None]:
     """Let SGLang size for so many rows of each request what is made inside the block."""
     whole, made_new = get_spec().speculative_num_draft_tokens, runner.init_new_workspace
     hooks, runner.capture_tail_hooks = runner.capture_tail_hooks, []  # of the worker's own width
@@ -129,7 +133,7 @@ class Widths:
 
     tiers: Sequence[int] = ()
 
-    def __init__(self, worker: Any, agreement: Agreement, *, narrow: bool) -> None:
+    def __init__(self, worker: DSparkWorkerV2, agreement: Agreement, *, narrow: bool) -> None:
         self._worker, self._agreement = worker, agreement
         own, free = Width.of(worker), self._free_gb()
         self.window = own.rows

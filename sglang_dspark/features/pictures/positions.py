@@ -6,11 +6,10 @@ request. Prefill writes it to a table on the device, from which steps read it: e
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.feature import Part, Worker
+from sglang_dspark.engine.sglang_types import ForwardBatch, ModelRunner, ScheduleBatch
 from sglang_dspark.step.state import VerifyPlan
 from sglang_dspark.step.transfers import host_index
 
@@ -22,11 +21,11 @@ class Positions(Part):
         runner: SGLang's, of the target.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
     @classmethod
-    def of(cls, worker: Any) -> Positions | None:
+    def of(cls, worker: Worker) -> Positions | None:
         """Return the part of a worker; None if positions have one coordinate."""
         runner = worker.model_runner
         return cls(runner) if runner.model_config.model_is_mrope else None
@@ -37,7 +36,7 @@ class Positions(Part):
         slots = len(runner.req_to_token_pool.req_to_token)
         runner.mrope_deltas = torch.zeros(slots, dtype=torch.int64, device=runner.device)
 
-    def prefill_comes(self, batch: Any) -> None:
+    def prefill_comes(self, batch: ScheduleBatch) -> None:
         """Enter the requests of a prefill. No host sync.
 
         A request slot that is taken again is entered again: every request passes a prefill.
@@ -49,15 +48,17 @@ class Positions(Part):
     def captured(self, requests: int, rows: int) -> Positions:
         return self
 
-    def prepare(self, plan: VerifyPlan, forward_batch: Any) -> None:
+    def prepare(self, plan: VerifyPlan, forward_batch: ForwardBatch) -> None:
         """Give the rows of a captured verification their coordinates."""
         place_rows(forward_batch, self._runner)
 
-    def stage(self, batch: Any) -> None:
+    def stage(self, batch: ScheduleBatch | None) -> None:
         """Do nothing: prefills have entered the requests."""
 
 
-def place_rows(forward_batch: Any, runner: Any, batch: Any = None, seq_positions: Any = None) -> None:
+def place_rows(
+    forward_batch: ForwardBatch, runner: ModelRunner, batch: object = None, seq_positions: object = None
+) -> None:
     """Give the rows of a verification their coordinates, [3, N] int64. No host sync; safe under graph capture."""
     deltas = runner.mrope_deltas[forward_batch.req_pool_indices][forward_batch.spec_info.requests]
     forward_batch.mrope_positions = (forward_batch.positions + deltas).repeat(3, 1)

@@ -1,7 +1,6 @@
 """Targets whose layers keep a recurrent state: verifications leave it alone, commits run the accepted rows again."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.plugins.hook_registry import HookType
@@ -10,6 +9,7 @@ from sglang_dspark.draft.families import FAMILIES
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.hook_checks import Moment
 from sglang_dspark.engine.launch.hook import Hook
+from sglang_dspark.engine.sglang_types import ModelRunner
 
 
 def keeps_states(architectures: Sequence[str]) -> bool:
@@ -17,7 +17,7 @@ def keeps_states(architectures: Sequence[str]) -> bool:
     return any(family.recurrent and family.architecture in architectures for family in FAMILIES)
 
 
-def recurrence(runner: Any) -> dict[str, str | None]:
+def recurrence(runner: ModelRunner) -> dict[str, str | None]:
     """Return the capability ``recurrence`` of a target: SGLang's name of it, such as GDN or KDA; None without one.
 
     Args:
@@ -53,6 +53,6 @@ FEATURE = Feature(
         ),
     ),
     checks="checks.CHECKS",
-    part="served.States",
+    part="served.States.of",
     describe_target=recurrence,
 )

@@ -2,7 +2,7 @@
 
 from sglang.srt.utils import cpu_has_amx_support
 
-from sglang_dspark.engine.launch.check import Check, Moment
+from sglang_dspark.engine.launch.check import Check, Stage
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.flag_rule import flag_of
 
@@ -53,6 +53,6 @@ def flags(context: LaunchContext) -> str | None:
 
 
 CHECKS = (
-    Check("recurrent layers", Moment.MODELS, packed_layers, unserved=True),
-    Check("flags beside recurrent layers", Moment.FLAGS, flags),
+    Check("recurrent layers", Stage.MODELS, packed_layers, unserved=True),
+    Check("flags beside recurrent layers", Stage.FLAGS, flags),
 )

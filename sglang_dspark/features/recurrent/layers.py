@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from dspark_kernels import StateRows
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import MambaAttnBackendBase
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.runtime_context import get_exec, mamba_track_grid
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 
 from sglang_dspark.engine.forward.layers import row_bounds
+from sglang_dspark.engine.sglang_types import ForwardBatch, ModelRunner, ScheduleBatch
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.recurrent.rows import RecordedRows, StatePools, Tracks, VerifiedRows
 from sglang_dspark.step.state import VerifyPlan
@@ -32,7 +35,7 @@ class RecurrentBackend:
 
     supports_packed_verify = False  # its models would hand over what the convolution is yet to be given
 
-    def __init__(self, prompts: Any, dtype: torch.dtype, track_interval: int | None = None) -> None:
+    def __init__(self, prompts: MambaAttnBackendBase, dtype: torch.dtype, track_interval: int | None = None) -> None:
         self.prompts, self._pool = prompts, prompts.req_to_token_pool
         self._dtype, self.track_interval = dtype, track_interval
         self._recorded: RecordedRows | None = None
@@ -41,7 +44,7 @@ class RecurrentBackend:
         return getattr(self.prompts, name)
 
     @classmethod
-    def beside(cls, prompts: Any, runner: Any) -> RecurrentBackend:
+    def beside(cls, prompts: MambaAttnBackendBase, runner: ModelRunner) -> RecurrentBackend:
         """Return ours of the target's runner, and log what its states take."""
         interval = int(mamba_track_grid(runner.page_size)) if get_exec().mamba.enable_mamba_extra_buffer else None
         backend = cls(prompts, runner.dtype, interval)
@@ -69,7 +72,7 @@ class RecurrentBackend:
         cache = self._pool.mamba_pool.mamba_cache
         return StatePools(cache.conv[0], cache.temporal)
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Prepare a forward; for the layers and the commit of a verification, in ``spec_info.advance``."""
         if not forward_batch.forward_mode.is_target_verify():
             self.prompts.init_forward_metadata(forward_batch)
@@ -106,14 +109,20 @@ class RecurrentBackend:
         size_gb = self._recorded.nbytes / 2**30
         logger.info("DSPARK: %.2f GB for the inputs of %d rows to recurrent layers", size_gb, num_rows)
 
-    def _tracks(self, forward_batch: Any) -> Tracks | None:
+    def _tracks(self, forward_batch: ForwardBatch) -> Tracks | None:
         slots = forward_batch.mamba_track_indices
         if self.track_interval is None or slots is None:  # SGLang's dummy forwards have none
             return None
         return Tracks(self._pool.translate_mamba_indices(slots), forward_batch.seq_lens, self.track_interval)
 
     def forward_extend(
-        self, layer: Any, forward_batch: Any, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any
+        self,
+        layer: RadixLinearAttention,
+        forward_batch: ForwardBatch,
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        **kwargs: object,
     ) -> torch.Tensor:
         """Return [1, tokens, HV, V] of one layer.
 
@@ -144,12 +153,12 @@ class CapturedStates:
         self._track_slots = torch.full((requests,), -1, device=backend.pools.states.device)
         backend.hold_rows(rows)
 
-    def prepare(self, plan: VerifyPlan, forward_batch: Any) -> None:
+    def prepare(self, plan: VerifyPlan, forward_batch: ForwardBatch) -> None:
         """Find the states of the requests, as a part of a captured verification."""
         forward_batch.mamba_track_indices = self._track_slots[: len(forward_batch.req_pool_indices)]
         self._backend.init_forward_metadata(forward_batch)
 
-    def stage(self, batch: Any) -> None:
+    def stage(self, batch: ScheduleBatch | None) -> None:
         """Copy where the radix cache wants the next states of SGLang's batch, for the next replay.
 
         Args:

@@ -13,7 +13,7 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.recurrent import keeps_states
 
 
-def resolve_states(original: Callable[..., None], args: Any, hf_config: Any) -> None:
+def resolve_states(original: Callable[..., None], args: ServerArgs, hf_config: Any) -> None:
     """Resolve how states are cached; on a CPU with DSPARK as SGLang can there, which asks for a limit of requests too.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from dspark_kernels import (
@@ -17,6 +16,7 @@ from dspark_kernels import (
     commit_gated_delta,
     gated_delta,
 )
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,10 @@ class VerifiedRows:
     pools: StatePools
     recorded: RecordedRows
     tracks: Tracks | None
-    layers: dict[int, Any] = field(default_factory=dict)
+    layers: dict[int, RadixLinearAttention] = field(default_factory=dict)
 
     def outputs(
-        self, index: int, layer: Any, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+        self, index: int, layer: RadixLinearAttention, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor
     ) -> torch.Tensor:
         """Return [N, HV, V] of one layer, and leave its states alone.
 
@@ -153,13 +153,13 @@ class VerifiedRows:
         commit_conv_windows(self.recorded.inputs, self.pools.windows, rows)
 
 
-def _inputs(layer: Any, recorded: RecordedRows) -> DeltaInputs:
+def _inputs(layer: RadixLinearAttention, recorded: RecordedRows) -> DeltaInputs:
     """Return the inputs to the states, of one layer or of all."""
     _, keys, values = recorded.convolved.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=-1)
     keys, values = keys.unflatten(-1, (layer.num_k_heads, -1)), values.unflatten(-1, (layer.num_v_heads, -1))
     return DeltaInputs(keys, values, recorded.a, recorded.b)
 
 
-def _gates(layers: Sequence[Any]) -> DeltaGates:
+def _gates(layers: Sequence[RadixLinearAttention]) -> DeltaGates:
     """Return the weights of all layers' decays."""
     return DeltaGates(torch.stack([layer.A_log for layer in layers]), torch.stack([layer.dt_bias for layer in layers]))

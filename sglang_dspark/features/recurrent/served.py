@@ -1,9 +1,10 @@
 """Serve targets with recurrent layers in a scheduler."""
 
-from typing import Any
+from __future__ import annotations
 
-from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.feature import Part, Worker
 from sglang_dspark.engine.forward.verify_attention import PhasedBackend
+from sglang_dspark.engine.sglang_types import ModelRunner
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.recurrent.layers import CapturedStates, RecurrentBackend
 
@@ -15,9 +16,14 @@ class States(Part):
         worker: ours.
     """
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Worker) -> None:
         self._runner = worker.model_runner
         self._backend: RecurrentBackend | None = None
+
+    @classmethod
+    def of(cls, worker: Worker) -> States:
+        """Return the part of a worker."""
+        return cls(worker)
 
     def attention_made(self) -> None:
         """Verify in both kinds of layers. Models expect SGLang's backend for both around those of each.
@@ -42,7 +48,7 @@ class States(Part):
         return CapturedStates(self._backend, requests, rows)
 
 
-def check_room(backend: RecurrentBackend, runner: Any) -> None:
+def check_room(backend: RecurrentBackend, runner: ModelRunner) -> None:
     """Refuse to serve fewer requests at a time than an operator has asked for, where states are what is short.
 
     Args:

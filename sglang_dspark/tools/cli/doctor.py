@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,8 +72,13 @@ def _command(target: Path, draft: Path) -> str:
 
 
 def _diagnose(target: Path | None, draft: Path | None, *, hooks: bool) -> Iterator[Finding]:
+    from sglang_dspark.on_cpu import VARIABLE
     from sglang_dspark.tools.doctor.installation import check_device, check_hooks, check_plugin, check_versions
 
+    if target is not None and draft is not None:
+        with suppress(ImportError):  # of torch, which check_device reports
+            if "--device" in _flags(target, draft):
+                os.environ.setdefault(VARIABLE, "1")  # as in the command; SGLang reads it once
     yield from check_versions()
     yield from check_plugin()
     if hooks:

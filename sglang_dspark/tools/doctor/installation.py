@@ -65,7 +65,7 @@ def _register(entry_point: EntryPoint) -> Finding:
         remedy = f"add {entry_point.name} to it or unset it"
         return Finding("fail", "registration", f"SGLANG_PLUGINS={allowed} keeps the plugin out", remedy)
     known = f"{support.COMMON_NAME} and its flags are known to SGLang in this process"
-    return Finding("ok", "registration", known, f"{flag_name('engine')} builtin asks for SGLang's own DSPARK")
+    return Finding("ok", "registration", known, f"{flag_name('engine')} builtin asks for SGLang's own worker")
 
 
 def check_hooks() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""SGLang's own DSPARK under our schedule, without a server: rows, steps, and what is refused at start-up."""
+"""SGLang's own worker under our schedule, without a server: rows, steps, and what is refused at start-up."""
 
 import os
 from types import SimpleNamespace

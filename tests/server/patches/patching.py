@@ -91,7 +91,7 @@ def plant_faults():
 
 
 def serve_sglangs_own():
-    """Let SGLang's own DSPARK serve on a CPU, whole: what it lacks there is given literally, in torch.
+    """Let SGLang's own worker serve on a CPU, whole: what it lacks there is given literally, in torch.
 
     What is exercised is real: its worker, its planner, its draft and verification. What is not: CUDA graphs, hence
     tiers, and its Triton kernels.

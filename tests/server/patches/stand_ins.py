@@ -1,4 +1,4 @@
-"""Stand in for what SGLang's own DSPARK lacks on a CPU."""
+"""Stand in for what SGLang's own worker lacks on a CPU."""
 
 import os
 

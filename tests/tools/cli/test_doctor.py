@@ -1,6 +1,7 @@
 """`doctor` on good and bad installations and pairs: what it says and how it ends."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -70,6 +71,22 @@ def test_a_good_installation_and_the_golden_pair(run, target, draft):
     assert [words for words in said if words not in result.output] == []
     [checked] = [line for line in result.output.splitlines() if "checked: " in line]
     assert all(name in checked for name in ("target family", "window of the drafter", "fallback of nodes"))
+
+
+@pytest.mark.usefixtures("without_sglang")
+@pytest.mark.parametrize(("on_gpu", "value"), [(False, "1"), (True, None)])
+def test_a_start_is_tried_as_the_command_says(run, target, draft, monkeypatch, on_gpu, value):
+    """SGLang reads the variable when it is imported, and takes the CPU for none without it."""
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    seen = []
+    monkeypatch.setattr(
+        installation, "check_plugin", lambda: seen.append(os.environ.get("SGLANG_USE_CPU_ENGINE")) or ()
+    )
+    run("doctor", "--target", target, "--draft", draft)
+    assert seen == [value]
 
 
 @pytest.mark.slow

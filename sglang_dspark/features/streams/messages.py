@@ -7,15 +7,17 @@ message cuts, and Ollama's routes drop the text of the last message.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Mapping
 
-from sglang_dspark.engine.api.acceptance import note
-from sglang_dspark.engine.hook_checks import Moment, check
+from sglang.srt.managers.io_struct import GenerateReqInput
+from transformers import PreTrainedTokenizerBase
+
+from sglang_dspark.engine.sglang_types import Answer, TokenizerManager
 
 # Token ids before a window of text: some tokenizers decode the first token of a text otherwise. SGLang's number.
 _CONTEXT = 5
+_WINDOW = 16  # token ids, behind which a new one is looked for
+_LETTER = 4  # bytes of UTF-8 at most
 # Of the meta_info: lists with an entry per token, and counts of tokens.
 _PER_TOKEN = {"output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "dspark_trace"}
 _COUNTS = {"output_token_logprobs_length", "reasoning_tokens"}
@@ -23,18 +25,18 @@ _INCOMPLETE = "\ufffd"
 
 
 async def stream_tokens(
-    original: Callable[..., AsyncIterator[dict[str, Any]]], manager: Any, obj: Any, state: Any, request: Any = None
-) -> AsyncIterator[dict[str, Any]]:
+    answers: AsyncIterator[Answer],
+    manager: TokenizerManager,
+    obj: GenerateReqInput,
+    state: object,
+    request: object = None,
+) -> AsyncIterator[Answer]:
     """Yield the answers of one request: cut the messages of a stream where its tokens end. A hook.
 
     If the server has a parser of tool calls or reasoning, every token gets a message of its own. Otherwise only what
     completes the last letter does, which the routes of Ollama drop. Streams at a longer interval stay as they are:
     there a message has several tokens without speculation, too.
-
-    Raises:
-        EngineError: see :func:`~sglang_dspark.engine.hook_checks.check`.
     """
-    answers = _checked(original(manager, obj=obj, state=state, request=request), obj)
     arguments = manager.server_args
     one_by_one = getattr(obj, "stream", False) and manager.tokenizer is not None
     if not one_by_one or (obj.sampling_params.get("stream_interval") or arguments.stream_interval) > 1:
@@ -48,20 +50,6 @@ async def stream_tokens(
             yield message
 
 
-async def _checked(answers: AsyncIterator[dict[str, Any]], request: Any) -> AsyncIterator[dict[str, Any]]:
-    """Yield the answers; before the last one, look for our hooks and keep its counts.
-
-    A request that is aborted while it waits ends without most of what SGLang does with an answer.
-    """
-    async for answer in answers:
-        meta_info = answer.get("meta_info") or {}
-        if (reason := meta_info.get("finish_reason")) is not None:
-            note(request, meta_info)
-            if reason["type"] != "abort":
-                check(Moment.ANSWERED)
-        yield answer
-
-
 class StreamCutter:
     """Cuts the messages of one stream into messages of one token.
 
@@ -71,7 +59,9 @@ class StreamCutter:
         incremental: a message has the text and token ids that are new; otherwise all of them.
     """
 
-    def __init__(self, tokenizer: Any, parameters: Mapping[str, Any], *, incremental: bool) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, parameters: Mapping[str, object], *, incremental: bool
+    ) -> None:
         self._tokenizer, self._incremental = tokenizer, incremental
         self._options = {
             name: bool(parameters.get(name, True)) for name in ("skip_special_tokens", "spaces_between_special_tokens")
@@ -80,7 +70,7 @@ class StreamCutter:
         self._text = ""
         self._ends = [(0, 0)]  # tokens, and characters of their text, where messages end
 
-    def cut(self, answer: dict[str, Any], *, every_token: bool) -> Iterator[dict[str, Any]]:
+    def cut(self, answer: Answer, *, every_token: bool) -> Iterator[Answer]:
         """Yield the messages that take the place of `answer`, which is the last of them.
 
         Args:
@@ -93,41 +83,61 @@ class StreamCutter:
             return
         self._ids += answer["output_ids"][0 if self._incremental else known :]
         self._text = self._text + text if self._incremental else text
-        ends = range(known + 1, len(self._ids))
-        if every_token:
-            cuts = list(self._cuts(shown, ends))
-        else:
-            finished = meta_info.get("finish_reason") is not None
-            cuts = list(islice(self._cuts(shown, ends[::-1]), 1)) if finished else []
+        finished = meta_info.get("finish_reason") is not None
+        cuts = list(self._cuts(known, shown)) if every_token or finished else []
+        if not every_token:
+            cuts = cuts[-1:]
         start = known
         for end, length in cuts:
             yield self._part(answer, (start, end), (shown, length))
             start, shown = end, length
         yield self._part(answer, (start, len(self._ids)), (shown, len(self._text))) if cuts else answer
-        self._ends += [*cuts, (len(self._ids), len(self._text))]
+        self._ends.append((len(self._ids), len(self._text)))
 
-    def _cuts(self, shown: int, ends: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield (tokens, characters of their text) for every one of `ends` whose text can be told from what follows."""
-        if not ends:
+    def _cuts(self, known: int, shown: int) -> Iterator[tuple[int, int]]:
+        """Yield (tokens, characters of their text) for every new token whose text can be told from what follows.
+
+        Windows of text begin at the last ends. Far behind these no text is made where a letter is cut: a whole text may
+        consist of such ends.
+
+        Args:
+            known: tokens that are not new.
+            shown: characters of their text.
+        """
+        if len(self._text) <= shown:
             return
+        start, before, length = -_WINDOW, "", 0
+        for end in range(known + 1, len(self._ids)):
+            if end - start > _WINDOW:
+                if self._cuts_letter(end):
+                    continue
+                start, before, length = self._window()
+            new = self._decoded(start, end)[len(before) :]
+            told = new and not new.endswith(_INCOMPLETE) and length + len(new) >= shown
+            # What a stop string has cut off, or a tokenizer writes otherwise in a longer text, is no prefix.
+            if told and self._text.startswith(new, length):
+                self._ends.append((end, length + len(new)))
+                yield self._ends[-1]
+
+    def _cuts_letter(self, end: int) -> bool:
+        """Return whether no letter ends there. One has at most four bytes, so it begins within four tokens."""
+        starts = range(end - 1, max(end - 1 - _LETTER, -1), -1)
+        return all(self._decoded(start, end).endswith(_INCOMPLETE) for start in starts)
+
+    def _window(self) -> tuple[int, str, int]:
+        """Return the token at which a window begins, its text up to the last end, and the characters up to there."""
         while True:  # until an end at which no letter is cut, such as the beginning
             known, length = self._ends[-1]
             start = next((end for end, _ in reversed(self._ends) if end <= known - _CONTEXT), 0)
             before = self._decoded(start, known)
             if not before.endswith(_INCOMPLETE):
-                break
+                return start, before, length
             self._ends.pop()
-        for end in ends:
-            new = self._decoded(start, end)[len(before) :]
-            told = new and not new.endswith(_INCOMPLETE) and length + len(new) >= shown
-            # What a stop string has cut off, or a tokenizer writes otherwise in a longer text, is no prefix.
-            if told and self._text.startswith(new, length):
-                yield end, length + len(new)
 
     def _decoded(self, start: int, end: int) -> str:
         return str(self._tokenizer.decode(self._ids[start:end], **self._options))
 
-    def _part(self, answer: dict[str, Any], tokens: tuple[int, int], text: tuple[int, int]) -> dict[str, Any]:
+    def _part(self, answer: Answer, tokens: tuple[int, int], text: tuple[int, int]) -> Answer:
         """Return the message of the tokens and characters in these ranges; a whole one begins at 0."""
         meta_info, end = dict(answer["meta_info"]), tokens[1]
         if not self._incremental:

@@ -8,9 +8,7 @@ import pytest
 from byte_tokenizer import save_byte_tokenizer
 from transformers import AutoTokenizer
 
-from sglang_dspark.engine.api import streams
-from sglang_dspark.engine.api.streams import StreamCutter, stream_tokens
-from sglang_dspark.engine.hook_checks import Moment
+from sglang_dspark.features.streams.messages import StreamCutter, stream_tokens
 
 TEXT = 'a "year": é € 😀 end'
 SKIPPED = 2  # <mask>, a token without a text
@@ -128,7 +126,7 @@ def test_what_a_stop_string_cuts_off_is_in_no_message(tokenizer):
 def test_the_server_and_the_request_decide(tokenizer, stream, parser, intervals, expected):
     ids = tokenizer("abcde", add_special_tokens=False)["input_ids"]
 
-    async def answers(manager, *, obj, state, request):
+    async def answers():
         for message in messages(tokenizer, ids, [1, 5], False):
             yield message
 
@@ -136,25 +134,36 @@ def test_the_server_and_the_request_decide(tokenizer, stream, parser, intervals,
         arguments = SimpleNamespace(tool_call_parser=parser, reasoning_parser=None, stream_interval=intervals[0])
         manager = SimpleNamespace(server_args=arguments, tokenizer=tokenizer, incremental_streaming_output=False)
         obj = SimpleNamespace(stream=stream, sampling_params={"stream_interval": intervals[1]})
-        return len([message async for message in stream_tokens(answers, manager, obj=obj, state=None)])
+        return len([message async for message in stream_tokens(answers(), manager, obj=obj, state=None)])
 
     assert asyncio.run(number()) == expected
 
 
-@pytest.mark.parametrize(("reason", "looked"), [("stop", True), ("length", True), ("abort", False)])
-def test_hooks_are_looked_for_with_the_first_answer_that_was_decoded(reason, looked, monkeypatch):
-    """One that was aborted while it waited has not been where the others are."""
-    moments = []
-    monkeypatch.setattr(streams, "check", moments.append)
+class Counting:
+    """A tokenizer whose tokens are bytes, which counts those that it has read."""
 
-    async def answers(manager, *, obj, state, request):
-        yield {"meta_info": {"finish_reason": None}}
-        assert moments == []
-        yield {"meta_info": {"finish_reason": {"type": reason}}}
+    def __init__(self):
+        self.read = 0
 
-    async def number():
-        manager = SimpleNamespace(server_args=SimpleNamespace(), tokenizer=None)
-        return len([answer async for answer in stream_tokens(answers, manager, SimpleNamespace(), None)])
+    def decode(self, ids, **options):
+        self.read += len(ids)
+        return b"".join(ids).decode(errors="replace")
 
-    assert asyncio.run(number()) == 2
-    assert moments == [Moment.ANSWERED] * looked
+
+HALVES = [b"\xf0"] * 4000
+# No token ends with a letter, though every step completes some.
+ACROSS = ["한".encode()[:1], *["한".encode()[1:] + "글".encode()[:2], "글".encode()[2:] + "한".encode()[:1]] * 2000]
+
+
+@pytest.mark.parametrize("step", [5, 4000])
+@pytest.mark.parametrize("run", [HALVES, ACROSS], ids=["halves", "across"])
+def test_a_run_of_half_letters_is_read_as_often_as_other_text(run, step):
+    tokenizer, ids = Counting(), [b"a", *run, b"x", b"z"]
+    cutter, found = StreamCutter(tokenizer, {}, incremental=False), []
+    for end in (*range(1, len(ids), step), len(ids)):
+        text, last = b"".join(ids[:end]).decode(errors="replace"), end == len(ids)
+        meta_info = {"finish_reason": {"type": "stop"} if last else None, "completion_tokens": end}
+        answer = {"text": text if last else text.rstrip("\ufffd"), "output_ids": ids[:end], "meta_info": meta_info}
+        found += cutter.cut(answer, every_token=True)
+    assert tokenizer.read < 16 * len(ids)
+    assert [message["text"][-2:] for message in found[-2:]] == ["\ufffdx", "xz"]
