@@ -1,5 +1,7 @@
 """Ask SGLang for what a drafter needs: the target's hidden states, and room beside its K/V pools."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 

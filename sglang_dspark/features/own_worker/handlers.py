@@ -1,5 +1,7 @@
 """Handles the hooks on SGLang's own worker; ``__init__.py`` says where each stands and why."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
