@@ -305,23 +305,23 @@ class Loop:
             if ids != before:
                 self._server.prefill([])
             step_ms, result = self._server.decode([Request(index, CONTEXT, 1 << 30) for index in ids])
-            assert result.rounds is not None, "a decode step has rounds"
+            assert result.record is not None, "a decode step has a record"
             survival = text.survival.cumsum(1)
-            lens = result.rounds.verify_lens.numpy()
+            lens = result.record.verify_lens.numpy()
             tokens += len(ids) + float(survival[lens > 0, lens[lens > 0] - 1].sum())
             ms += step_ms
             parked += self._server.schedule.parked
             fixed[0] += len(ids) + np.concatenate([[0.0], survival.sum(0)])
             fixed[1] += np.multiply(self._fixed(len(ids)), self._factors[step])
-            behind.append((result.rounds, result.accepted, ids))
+            behind.append((result.record, result.accepted, ids))
             if len(behind) > LAG:
                 self._observe(*behind.popleft(), ids)
         return tokens / ms, parked / self._steps, (fixed[0] / fixed[1]).tolist()
 
-    def _observe(self, rounds: StepRecord, accepted: NDArray[np.int64], ids: list[int], now: list[int]) -> None:
+    def _observe(self, record: StepRecord, accepted: NDArray[np.int64], ids: list[int], now: list[int]) -> None:
         """Show the schedule an earlier step, as far as its requests are still running."""
         running = [place for place, index in enumerate(ids) if index in now]
-        self._server.schedule.observe(rounds, running, accepted[running].tolist())
+        self._server.schedule.observe(record, running, accepted[running].tolist())
 
     def _requests(self, step: int) -> list[int]:
         """Return the numbers of the running requests: each ends after so many steps, and one more begins."""

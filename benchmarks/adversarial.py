@@ -159,22 +159,22 @@ def ratio(machine: str, case: Case, seed: int) -> float:
     behind: deque[tuple[StepRecord, NDArray[np.int64], list[int]]] = deque()
     while text.done < case.tokens:
         step_ms, result = server.decode([Request(index, CONTEXT, 1 << 30) for index in ids])
-        assert result.rounds is not None, "a decode step has rounds"
-        lens = result.rounds.verify_lens.numpy()
+        assert result.record is not None, "a decode step has a record"
+        lens = result.record.verify_lens.numpy()
         tokens = 1 + np.where(lens > 0, text.gains[np.arange(users), lens - 1], 0.0)
         text.done += float(tokens.mean())
         ms += step_ms
-        behind.append((result.rounds, result.accepted, ids))
+        behind.append((result.record, result.accepted, ids))
         answered += tokens
         if case.answer is not None and (ended := answered >= case.answer).any():
             ids = [max(ids) + 1 + place if ended[place] else index for place, index in enumerate(ids)]
             answered[ended] = 0.0
             server.prefill([])
         if len(behind) > LAG:
-            rounds, accepted, then = behind.popleft()
+            record, accepted, then = behind.popleft()
             running = [place for place, index in enumerate(then) if index in ids]
             if running:
-                server.schedule.observe(rounds, running, accepted[running].tolist())
+                server.schedule.observe(record, running, accepted[running].tolist())
     return min(_fixed_ms(case, costs, drafts, text.done) for drafts in range(GAMMA + 1)) / ms
 
 

@@ -13,4 +13,5 @@ ROOMS = (
     "own_worker",
     "pictures",
     "recurrent",
+    "reports",
 )

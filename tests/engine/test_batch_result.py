@@ -56,12 +56,12 @@ def test_what_arrives_is_what_was_sent(logits, traced):
     made.read_copy()
     assert made.next_token_ids.tolist() == [7, 8, 9, 4, -1, -1]
     assert made.accept_lens.tolist() == [3, 1]  # with the bonus token
-    assert made.rounds.verify_lens.tolist() == [2, 1]
+    assert made.record.verify_lens.tolist() == [2, 1]
     assert made.cap_lens.tolist() == [3, 2] and made.block_accept_lens.tolist() == [2, 1]  # SGLang adds these up
-    assert torch.equal(made.rounds.chains, CHAINS) and made.rounds.followed == [2, 0] and made.rounds.copied == [0, 1]
-    assert made.rounds.committed.tolist() == [[7, 8, 9], [4, -1, -1]]
-    assert torch.equal(made.rounds.confidence.survival, survival)
-    for got, sent in ((made.rounds.confidence.logits, logits), (made.rounds.traced, traced)):
+    assert torch.equal(made.record.chains, CHAINS) and made.record.followed == [2, 0] and made.record.copied == [0, 1]
+    assert made.record.committed.tolist() == [[7, 8, 9], [4, -1, -1]]
+    assert torch.equal(made.record.confidence.survival, survival)
+    for got, sent in ((made.record.confidence.logits, logits), (made.record.traced, traced)):
         assert (got is None) == (sent is None)
         assert got is None or torch.equal(got, sent)
 
@@ -94,7 +94,7 @@ def test_what_arrived_stays_when_the_memory_of_copies_is_used_again():
     made.read_copy()
     flat.fill_(-5)
     assert made.next_token_ids.tolist() == [7, 8, 9, 4, -1, -1]
-    assert made.rounds.verify_lens.tolist() == [2, 1]
+    assert made.record.verify_lens.tolist() == [2, 1]
     made.read_copy()  # once more changes nothing
     assert made.accept_lens.tolist() == [3, 1]
 

@@ -18,8 +18,8 @@ from sglang_dspark.features import ROOMS
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = "tests/worker/test_eager_executor.py::test_the_golden_rounds_are_decoded_in_one_batch"
-ASKED_BY_REQUESTS = ("adjustments", "ends", "logprobs")
-"""Rooms that every server uses, because any request may ask for them."""
+USED_BY_ALL = ("adjustments", "ends", "logprobs", "reports")
+"""Rooms that every server uses, because any request may ask for them, or a reader."""
 IMPORT_ALL = """
 import importlib, pkgutil, sglang_dspark
 from sglang_dspark.engine.feature import all_features
@@ -161,4 +161,4 @@ def test_features_are_used_if_arguments_or_the_target_ask_for_them(given, target
         **{"is_multimodal": False, "model_is_mrope": False, "hf_config": of_text} | target
     )
     found = [feature.room.rpartition(".")[2] for feature in all_features() if feature.is_used(args)]
-    assert found == sorted([*ASKED_BY_REQUESTS, *used])
+    assert found == sorted([*USED_BY_ALL, *used])

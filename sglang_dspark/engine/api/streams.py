@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from sglang_dspark.engine.api.acceptance import note
 from sglang_dspark.engine.hook_checks import Moment, check
 
 # Token ids before a window of text: some tokenizers decode the first token of a text otherwise. SGLang's number.
@@ -34,7 +33,7 @@ async def stream_tokens(
     Raises:
         EngineError: see :func:`~sglang_dspark.engine.hook_checks.check`.
     """
-    answers = _checked(original(manager, obj=obj, state=state, request=request), obj)
+    answers = _checked(original(manager, obj=obj, state=state, request=request))
     arguments = manager.server_args
     one_by_one = getattr(obj, "stream", False) and manager.tokenizer is not None
     if not one_by_one or (obj.sampling_params.get("stream_interval") or arguments.stream_interval) > 1:
@@ -48,17 +47,15 @@ async def stream_tokens(
             yield message
 
 
-async def _checked(answers: AsyncIterator[dict[str, Any]], request: Any) -> AsyncIterator[dict[str, Any]]:
-    """Yield the answers; before the last one, look for our hooks and keep its counts.
+async def _checked(answers: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    """Yield the answers; before the last one, look for our hooks.
 
     A request that is aborted while it waits ends without most of what SGLang does with an answer.
     """
     async for answer in answers:
-        meta_info = answer.get("meta_info") or {}
-        if (reason := meta_info.get("finish_reason")) is not None:
-            note(request, meta_info)
-            if reason["type"] != "abort":
-                check(Moment.ANSWERED)
+        reason = (answer.get("meta_info") or {}).get("finish_reason")
+        if reason is not None and reason["type"] != "abort":
+            check(Moment.ANSWERED)
         yield answer
 
 

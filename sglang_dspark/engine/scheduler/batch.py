@@ -97,13 +97,13 @@ class DSparkBatchResult(GenerationBatchResult):
     log, its metrics and every answer, and ``block_accept_lens``, which here carries the drafter's drafts to the answer.
 
     Attributes:
-        rounds: what the step did; its tensors are on the host after :meth:`read_copy`.
-        pending: tokens [bs * width], accepted lengths [bs], and the rounds' tensors.
+        record: what the step did; its tensors are on the host after :meth:`read_copy`.
+        pending: tokens [bs * width], accepted lengths [bs], and the record's tensors.
         span: around everything that the step has launched.
         copy_done: SGLang's event, which it waits for.
     """
 
-    rounds: StepRecord | None = None
+    record: StepRecord | None = None
     pending: PendingCopy | None = None
     span: DeviceSpan | None = None
     copy_done: Any = None
@@ -127,23 +127,23 @@ class DSparkBatchResult(GenerationBatchResult):
         return device_ms, self.copy_done.waited_ms
 
     def read_copy(self) -> None:
-        """Give SGLang its tokens, and the rounds their tensors, in memory of their own; once the copy is done."""
+        """Give SGLang its tokens, and the record its tensors, in memory of their own; once the copy is done."""
         if self._copied is None:
             return
-        assert self.rounds is not None, "a step has rounds"
+        assert self.record is not None, "a step has a record"
         packed, self._copied = self._copied, None
         self.next_token_ids, accept_lens, *tensors = Packed(packed.flat.clone(), packed.shapes).read()
         self.accept_lens = accept_lens + 1  # SGLang counts the bonus token too
         parts = iter(tensors)
-        found = [None if tensor is None else next(parts) for tensor in self.rounds.tensors]
-        self.rounds = self.rounds.of(found, self.next_token_ids.view(len(accept_lens), -1))
-        self.cap_lens, self.block_accept_lens = self.rounds.verify_lens + 1, torch.tensor(self.rounds.drawn)
+        found = [None if tensor is None else next(parts) for tensor in self.record.tensors]
+        self.record = self.record.of(found, self.next_token_ids.view(len(accept_lens), -1))
+        self.cap_lens, self.block_accept_lens = self.record.verify_lens + 1, torch.tensor(self.record.drawn)
 
 
 def decode_result(
     outcome: StepOutcome,
     output: Any,
-    rounds: StepRecord,
+    record: StepRecord,
     copies: PackedCopies,
     span: DeviceSpan,
     *,
@@ -160,7 +160,7 @@ def decode_result(
     """
     accepted = outcome.accepted
     tokens = accepted.out_tokens.reshape(-1)
-    sent = [tensor for tensor in rounds.tensors if tensor is not None]
+    sent = [tensor for tensor in record.tensors if tensor is not None]
     return DSparkBatchResult(
         logits_output=output,
         next_token_ids=tokens,
@@ -168,7 +168,7 @@ def decode_result(
         next_draft_input=DSparkDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),
         speculative_num_draft_tokens=accepted.out_tokens.shape[1],
         new_seq_lens=accepted.new_seq_lens,
-        rounds=rounds,
+        record=record,
         span=span,
         pending=copies.pack([tokens, accepted.accept_lens, *sent]),
     )
@@ -193,7 +193,7 @@ def copy_drafts(step: DecodeBatch, block: DraftBlock) -> torch.Tensor:
 
 
 @fenced("traces", instead=nothing)
-def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Sequence[int]) -> None:
+def record_traces(reqs: Sequence[Any], record: StepRecord, committed_lens: Sequence[int]) -> None:
     """Append this step to the trace of every request that asked for one.
 
     ``customized_info`` lists are parallel to a request's output tokens (SGLang slices them so when it streams): the
@@ -203,16 +203,16 @@ def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Seque
     Args:
         committed_lens: tokens committed per request, bonus included.
     """
-    if rounds.traced is None:
+    if record.traced is None:
         return
-    logits = None if rounds.confidence is None else rounds.confidence.logits
+    logits = None if record.confidence is None else record.confidence.logits
     confidences = [None] * len(reqs) if logits is None else logits.tolist()
-    lens = rounds.verify_lens.tolist()
-    kinds = (rounds.drafted, rounds.copied, rounds.followed, rounds.cached, rounds.from_answers)
-    columns = (rounds.traced.tolist(), *kinds, confidences, lens, committed_lens)
+    lens = record.verify_lens.tolist()
+    kinds = (record.drafted, record.copied, record.followed, record.cached, record.from_answers)
+    columns = (record.traced.tolist(), *kinds, confidences, lens, committed_lens)
     for req, *of_request in zip(reqs, *columns, strict=True):
         if request_options(req).trace and is_running(req):
-            _add_round(req, rounds.num_drawn, of_request)
+            _add_round(req, record.num_drawn, of_request)
 
 
 @fenced("rounds of a trace", instead=nothing)

@@ -2,12 +2,14 @@
 
 from types import SimpleNamespace
 
-from sglang_dspark.engine.api.request_counts import report
+from sglang_dspark.features.reports.acceptance import NOTED
+from sglang_dspark.features.reports.request_counts import report
 
 
 def outputs(*, rounds, drafted, rows, accepted):
     """Return a batch whose second request has these counts; the ``rows`` of its verifications include the anchors."""
     return SimpleNamespace(
+        rids=["another", "asked"],
         spec_verify_ct=[9, rounds],
         spec_num_block_accept_tokens=[9, drafted],
         spec_num_cap_tokens=[9, rows],
@@ -16,9 +18,11 @@ def outputs(*, rounds, drafted, rows, accepted):
 
 
 def meta_info(*, rounds, drafted, rows, accepted, **of_sglang):
-    """Return the report of such a request."""
-    found = dict(of_sglang)
-    report(None, None, found, outputs(rounds=rounds, drafted=drafted, rows=rows, accepted=accepted), 1)
+    """Return the report of such a request, which keeps it."""
+    found, request = dict(of_sglang), SimpleNamespace()
+    manager = SimpleNamespace(rid_to_state={"asked": SimpleNamespace(obj=request)})
+    report(None, manager, found, outputs(rounds=rounds, drafted=drafted, rows=rows, accepted=accepted), 1)
+    assert getattr(request, NOTED, {}) == found
     return found
 
 

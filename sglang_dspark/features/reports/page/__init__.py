@@ -9,7 +9,7 @@ from importlib.resources import files
 
 
 @cache
-def page(needs_key: bool) -> tuple[str, str]:
+def document(needs_key: bool) -> tuple[str, str]:
     """Return the document, and the ``Content-Security-Policy`` to serve it with.
 
     Args:
@@ -20,13 +20,13 @@ def page(needs_key: bool) -> tuple[str, str]:
     folder = files(__name__)
     names = ("page.html", "page.css", "page.js")
     html, style, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in names)
-    document = html.replace("{{needs_key}}", "yes" if needs_key else "no")
-    document = document.replace("{{style}}", style).replace("{{script}}", script)
+    filled = html.replace("{{needs_key}}", "yes" if needs_key else "no")
+    filled = filled.replace("{{style}}", style).replace("{{script}}", script)
     policy = (
         f"default-src 'none'; connect-src 'self'; img-src data:; style-src '{_hash(style)}'; "
         f"script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
     )
-    return document, policy
+    return filled, policy
 
 
 def _hash(content: str) -> str:

@@ -11,9 +11,9 @@ from sglang.srt.managers import io_struct  # noqa: F401 - imported late by what 
 from sglang.srt.managers.communicator import FanOutCommunicator
 from starlette.testclient import TestClient
 
-from sglang_dspark.engine.api import channel, routes
-from sglang_dspark.engine.api.channel import KEY, MAX_WAITING, Channel
 from sglang_dspark.errors import BusyError
+from sglang_dspark.features.reports import channel, routes
+from sglang_dspark.features.reports.channel import KEY, MAX_WAITING, Channel
 
 
 class Manager:
@@ -49,7 +49,7 @@ def test_everybody_gets_the_answer_to_his_own_question():
         manager = Manager()
         asked = Channel(lambda: manager)
         policies = [asked.ask("policy", {"policy": f"p{i}"}) for i in range(MAX_WAITING - 1)]
-        reads = [asked.ask("stats", {"history_s": 0}) for _ in range(100)]
+        reads = [asked.ask("stats", {}) for _ in range(100)]
         answers = await asyncio.gather(*policies, *reads)
         assert [answer["fields"].get("policy") for answer in answers[: len(policies)]] == [
             f"p{i}" for i in range(MAX_WAITING - 1)
@@ -57,7 +57,7 @@ def test_everybody_gets_the_answer_to_his_own_question():
         assert {answer["question"] for answer in answers[len(policies) :]} == {"stats"}
         # Those who only read, and had to wait, share an answer that was made after they asked.
         assert [question["question"] for question in manager.asked].count("stats") == 1
-        await asked.ask("stats", {"history_s": 0})
+        await asked.ask("stats", {})
         assert [question["question"] for question in manager.asked].count("stats") == 2
 
     asyncio.run(run())
@@ -67,9 +67,9 @@ def test_a_reader_never_gets_what_was_asked_before_him():
     async def run():
         manager = Manager(answers=False)
         asked = Channel(lambda: manager)
-        first = asyncio.create_task(asked.ask("stats", {"history_s": 0}))
+        first = asyncio.create_task(asked.ask("stats", {}))
         await asyncio.sleep(0.01)
-        second = asyncio.create_task(asked.ask("stats", {"history_s": 0}))
+        second = asyncio.create_task(asked.ask("stats", {}))
         await asyncio.sleep(0.01)
         assert len(manager.asked) == 1
         manager.reply({"fields": {}, "place": 1})
@@ -99,13 +99,13 @@ def test_a_silent_scheduler_is_reported_and_its_late_answer_goes_to_nobody_else(
         asked = Channel(lambda: manager, limit_s=0.05)
         for _ in range(3):
             with pytest.raises(BusyError, match=r"not answered for 0\.05 s"):
-                await asked.ask("stats", {"history_s": 0})
+                await asked.ask("stats", {})
         # One question was sent; all others waited for it, and share the next one.
         assert len(manager.asked) == 1
         manager.answers = True
         manager.reply({"fields": {}, "question": "late"})
         assert (await asked.ask("capabilities", {}))["question"] == "capabilities"
-        assert (await asked.ask("stats", {"history_s": 0}))["question"] == "stats"
+        assert (await asked.ask("stats", {}))["question"] == "stats"
 
     asyncio.run(run())
 

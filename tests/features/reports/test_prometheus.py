@@ -12,11 +12,12 @@ from prometheus_client import CollectorRegistry
 
 from sglang_dspark.calibration.fit import Verdict
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
-from sglang_dspark.metrics.counters import Counters
-from sglang_dspark.metrics.history import History
-from sglang_dspark.metrics.prometheus import Metrics, State
+from sglang_dspark.features.reports import prometheus
+from sglang_dspark.features.reports.counters import Counters
+from sglang_dspark.features.reports.prometheus import Metrics
+from sglang_dspark.step.record import TimedStep
 
-GRAFANA = Path(__file__).parents[2] / "docker" / "grafana" / "dspark.json"
+GRAFANA = Path(__file__).parents[3] / "docker" / "grafana" / "dspark.json"
 LABELS = {"model_name": "m", "tp_rank": 0}
 
 
@@ -24,10 +25,9 @@ class Exporter:
     def __init__(self):
         self.predicted = PredictedSurvival(3)
         self.counters = Counters(3, self.predicted)
-        self.state = State(parked=False)
+        self.verdict = Verdict.UNKNOWN
         self.registry = CollectorRegistry()
-        history = History(self.counters)
-        self.metrics = Metrics(self.counters, history, lambda: self.state, 16, LABELS, self.registry)
+        self.metrics = Metrics(self.counters, lambda: self.verdict, LABELS, self.registry)
 
     def value(self, name, **labels):
         return self.registry.get_sample_value(f"sglang:dspark_{name}", {"model_name": "m", "tp_rank": "0", **labels})
@@ -38,25 +38,21 @@ def exporter():
     made = Exporter()
     made.counters.record([3, 3, 3], [3, 2, 0], [3, 1, 0], policy="auto")
     made.counters.record([0], [0], [0], policy="static", parked=True)
-    made.counters.record_time(3, 40.0, 50.0)
+    made.counters.record_time(TimedStep(3, 40.0, 50.0))
     made.predicted.observe(np.full((3, 3), 0.75), np.array([3, 2, 0]), np.array([3, 1, 0]))
     return made
 
 
-def test_counters_and_gauges(exporter):
+def test_counters(exporter):
     exporter.metrics.update()
     assert exporter.value("verified_tokens_total", load="4") == 5
-    assert exporter.value("wasted_tokens_total", load="4") == 1
     assert exporter.value("request_steps_total", load="1") == exporter.value("parked_steps_total", load="1") == 1
     assert exporter.value("committed_tokens_total", load="4") == 7
     assert exporter.value("step_seconds_measured_total", load="4") == pytest.approx(0.04)
     assert exporter.value("policy_steps_total", policy="static") == 1
     assert [exporter.value("position_accepted_total", position=str(p)) for p in range(3)] == [2, 1, 1]
-    assert [exporter.value("position_tested_total", position=str(p)) for p in range(3)] == [2, 2, 1]
     assert exporter.value("position_predicted_survival_total", position="1") == 1.5
-    assert exporter.value("accept_length") == 2.0
-    assert exporter.value("occupancy") == 2 / 16
-    assert exporter.value("parked") == 0
+    assert exporter.value("timed_steps_total", load="4") == 1
 
 
 def test_counters_follow_and_never_fall(exporter):
@@ -64,37 +60,27 @@ def test_counters_follow_and_never_fall(exporter):
     exporter.metrics.update()
     assert exporter.value("steps_total", load="4") == 1
     exporter.counters.record([3, 3, 3], [1, 1, 1], [0, 0, 0], policy="auto")
-    exporter.state = State(parked=True, fit=Verdict.MISFIT)
     exporter.metrics.update()
     assert exporter.value("steps_total", load="4") == 2
-    assert exporter.value("parked") == 1
-    assert exporter.value("drafter_misfit") == 1
-    exporter.state = State(parked=True, fit=Verdict.FITS)
-    exporter.metrics.update()
-    assert exporter.value("drafter_misfit") == 0
 
 
-def test_what_was_not_seen_is_a_gap():
-    idle = Exporter()
-    idle.metrics.update()
-    assert math.isnan(idle.value("accept_length"))
-    assert math.isnan(idle.value("drafter_misfit"))
-    assert idle.value("tokens_per_second") == 0
+def test_a_drafter_that_is_not_judged_yet_is_a_gap(exporter):
+    values = []
+    for verdict in (Verdict.UNKNOWN, Verdict.MISFIT, Verdict.FITS):
+        exporter.verdict = verdict
+        exporter.metrics.update()
+        values.append(exporter.value("drafter_misfit"))
+    assert math.isnan(values[0])
+    assert values[1:] == [1, 0]
 
 
 def test_every_metric_of_the_dashboard_exists(exporter):
     exporter.metrics.update()
-    exposed = {sample.name for family in exporter.registry.collect() for sample in family.samples}
-    named = set(re.findall(r"sglang:dspark_\w+", GRAFANA.read_text()))
-    assert len(named) > 10
-    assert named - exposed == set()
-    made = {name.removesuffix("_created") for name in exposed}
-    assert {
-        name.removeprefix("sglang:dspark_") for name in made - named - {n.removesuffix("_total") for n in named}
-    } == {
-        "accept_length",  # for those who draw one figure
-        "drafter_misfit",  # for an alert
-    }
+    families = {family.name for family in exporter.registry.collect()}
+    shown = {name.removesuffix("_total") for name in re.findall(r"sglang:dspark_\w+", GRAFANA.read_text())}
+    # Beside the panels: what alerts are for.
+    assert families - shown == {"sglang:dspark_drafter_misfit", "sglang:dspark_failed_advice"}
+    assert shown - families == set()
 
 
 def test_the_dashboard_tells_instances_apart():
@@ -111,13 +97,11 @@ def test_the_dashboard_tells_instances_apart():
     apart = [target for panel in panels[row + 1 :] for target in panel["targets"]]
     assert apart and all("by (instance)" in target["expr"] for target in apart)
     assert {target["legendFormat"] for target in apart} == {"{{instance}}"}
-    # A last-minute figure of an idle instance is NaN, and so would the mean over all of them be.
-    assert [query for query in queries if "avg" in query] == []
 
 
 def test_metrics_outlive_a_full_disk(exporter, monkeypatch, caplog):
     """Those of several processes are files; what cannot be written now is written later."""
-    monkeypatch.setattr("sglang_dspark.metrics.prometheus.PERIOD_S", 0.001)
+    monkeypatch.setattr(prometheus, "PERIOD_S", 0.001)
     update, calls, again = exporter.metrics.update, [], threading.Event()
 
     def now_and_then():

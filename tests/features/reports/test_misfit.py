@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from sglang_dspark.calibration.fit import Verdict
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.metrics.first_drafts import FirstDrafts
+from sglang_dspark.features.reports.first_drafts import FirstDrafts
 
 
 def randomise(tensors, seed):
@@ -34,9 +34,9 @@ def fit_of(tokens, *, random_drafter=False, other_target=False, **options):
     loop._set_up(model, target, None, options or {"schedule": "static"})
     learn = loop.schedule.observe
 
-    def observe(rounds, running, accept_lens):
-        drafts.record(rounds, running, accept_lens)
-        learn(rounds, running, accept_lens)
+    def observe(record, running, accept_lens):
+        drafts.count(record, running, accept_lens)
+        learn(record, running, accept_lens)
 
     loop.schedule.observe = observe
     prompts = [case.prompt_ids[shift:] for case in load_golden(DRAFT).cases for shift in (0, 3)]

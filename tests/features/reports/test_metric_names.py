@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families as of_text
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from sglang_dspark.engine.api.metric_names import UnescapedNames
+from sglang_dspark.features.reports.metric_names import UnescapedNames
 
 OPENMETRICS, TEXT = "application/openmetrics-text", "text/plain"
 OLDER = f"{OPENMETRICS};version=1.0.0,{OPENMETRICS};version=0.0.1;q=0.75,{TEXT};version=0.0.4;q=0.5,*/*;q=0.1"

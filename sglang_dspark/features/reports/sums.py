@@ -1,7 +1,6 @@
 """Sums over decode steps, and the figures that follow from them.
 
-Everything reported is a function of sums, so that any span of time is a difference of two: since the start, the last
-minute, one second.
+Everything reported is a function of sums, so that any span of time is a difference of two.
 """
 
 from __future__ import annotations
@@ -114,8 +113,8 @@ class Figures:
             },
             "verified_tokens": self.verified,
             "accepted_tokens": self.accepted,
-            "wasted_tokens": self.verified - self.accepted,
             "committed_tokens": self.committed,
+            "timed_steps": int(self._row[TIMED_STEPS]),
         }
 
     def means(self) -> dict[str, float | None]:
@@ -129,7 +128,6 @@ class Figures:
             "verify_length": _ratio(self.verified, self.rounds),
             "wasted_verify_fraction": _ratio(self.verified - self.accepted, self.verified),
             "running_requests": _ratio(self.rounds, self.steps),
-            "parked_share": _ratio(row[PARKED_STEPS], self.steps),
             "measured_step_ms": _ratio(row[MEASURED_MS], timed),
             # A server without a table of step times predicts none.
             "predicted_step_ms": _ratio(row[PREDICTED_MS], timed) if row[PREDICTED_MS] else None,

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 from fastapi import Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.middleware import Middleware
 
-from sglang_dspark import dashboard
-from sglang_dspark.engine.api.channel import Channel
+from sglang_dspark.engine.api.http import error_response, without_root
 from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
 from sglang_dspark.engine.support import versions
 from sglang_dspark.errors import BusyError, ConfigError
+from sglang_dspark.features.reports import page
+from sglang_dspark.features.reports.channel import Channel
+from sglang_dspark.features.reports.metric_names import UnescapedNames
 from sglang_dspark.fence import FAILURES
-from sglang_dspark.metrics.history import HISTORY_S, Snapshot, full_report
 
 PAGE = "/dspark"
 MAX_POLICY_BYTES = 4096
 """Bytes of a policy in JSON."""
-_ERROR_TYPES = {
-    400: "BadRequestError",
-    404: "NotFoundError",
-    415: "UnsupportedMediaTypeError",
-    503: "ServiceUnavailableError",
-}
 
 
 def add(app: Any, target_only: str | None) -> None:
-    """Add our routes to SGLang's application.
+    """Add our routes, and the middleware for metrics, to SGLang's application.
 
     Args:
         target_only: why the target decodes alone; None if it does not.
@@ -51,15 +45,8 @@ def add(app: Any, target_only: str | None) -> None:
         return await routes.policy(request)
 
     app.add_api_route("/dspark/policy", policy, methods=["POST"])
-
-
-def without_root(path: str, root_path: str) -> str:
-    """Return the path that routes are found by, as Starlette sees it.
-
-    Behind a proxy (``--fastapi-root-path``) uvicorn puts the proxy's prefix before every path, as it is.
-    """
-    rest = path.removeprefix(root_path)
-    return rest if rest.startswith("/") else path
+    if target_only is None:
+        app.user_middleware.append(Middleware(UnescapedNames))
 
 
 class Routes:
@@ -68,13 +55,9 @@ class Routes:
     def __init__(self) -> None:
         self._channel = Channel(tokenizer_manager)
 
-    async def stats(self, history_s: int = 0) -> Response:
-        """Return the figures since the start and of the last minute; ``history_s``: seconds to list one by one."""
-        if not 0 <= history_s <= HISTORY_S:
-            return error_response(400, f"history_s={history_s} must lie between 0 and {HISTORY_S}", "history_s")
-        # All that is kept or nothing: readers with other spans share one question.
-        fields = {"history_s": HISTORY_S if history_s else 0}
-        return await self._respond("stats", fields, partial(_stats, history_s=history_s))
+    async def stats(self) -> Response:
+        """Return the figures since the start and of the last minute."""
+        return await self._respond("stats", {}, _with_failures_here)
 
     async def capabilities(self) -> Response:
         """Return the decode path of this server, and the reason for it."""
@@ -109,17 +92,12 @@ class Routes:
             return error_response(400, str(error), question)
         except BusyError as error:
             return error_response(503, str(error), question)
-        content = await asyncio.to_thread(lambda: msgspec.json.encode(report(answer), enc_hook=_plain_number))
-        return Response(content, media_type="application/json")
+        return Response(msgspec.json.encode(report(answer), enc_hook=_plain_number), media_type="application/json")
 
 
-def _stats(answer: dict[str, Any], history_s: int) -> dict[str, Any]:
-    report = full_report(answer["known"], Snapshot.unpacked(answer["snapshot"]), with_history=history_s > 0)
-    # The scheduler's, and those of this process.
-    report["failed_advice"] = dict(Counter(report["failed_advice"]) + FAILURES)
-    if history_s:
-        report["history"] = report["history"][-history_s:]
-    return report
+def _with_failures_here(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the statistics of the scheduler with what has failed in this process, too."""
+    return answer | {"failed_advice": dict(Counter(answer["failed_advice"]) + FAILURES)}
 
 
 def _plain_number(value: Any) -> Any:
@@ -167,8 +145,8 @@ class TargetOnlyRoutes:
 
 
 async def _page() -> HTMLResponse:
-    page, policy = dashboard.page(needs_key=bool(_server_args().api_key))
-    return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
+    document, policy = page.document(needs_key=bool(_server_args().api_key))
+    return HTMLResponse(document, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
 
 
 def tokenizer_manager() -> TokenizerManager:
@@ -181,12 +159,6 @@ def tokenizer_manager() -> TokenizerManager:
 
 def _server_args() -> ServerArgs:
     return tokenizer_manager().server_args
-
-
-def error_response(status: int, message: str, param: str | None) -> JSONResponse:
-    """Return an error in the form of SGLang's and OpenAI's at once."""
-    error = {"object": "error", "message": message, "type": _ERROR_TYPES[status], "param": param, "code": status}
-    return JSONResponse({**error, "error": error}, status_code=status)
 
 
 def page_needs_no_key(decision: Any, *, method: str, path: str, **credentials: Any) -> Any:

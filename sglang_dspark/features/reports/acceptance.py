@@ -16,7 +16,8 @@ from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.fence import fenced, nothing
 
 _DONE = "data: [DONE]"
-_NOTED = "dspark_meta_info"
+NOTED = "dspark_meta_info"
+"""Where a request that SGLang's serving class has made keeps the counts of its whole answer."""
 
 
 @fenced("acceptance of requests", instead=nothing)
@@ -26,7 +27,7 @@ def acceptance(meta_info: Mapping[str, Any]) -> dict[str, Any] | None:
     Drafts that the schedule left out are none of ``num_draft_tokens``: these went through the target.
 
     Args:
-        meta_info: of its whole answer, see :func:`~sglang_dspark.engine.api.request_counts.report`.
+        meta_info: of its whole answer, see :func:`~sglang_dspark.features.reports.request_counts.report`.
     """
     counts = meta_info.get("dspark")
     if counts is None:
@@ -41,16 +42,6 @@ def acceptance(meta_info: Mapping[str, Any]) -> dict[str, Any] | None:
         "num_draft_tokens": verified,
         "num_spec_tokens": tokens_per_step() - 1,
     }
-
-
-@fenced("notes of requests", instead=nothing)
-def note(request: Any, meta_info: Mapping[str, Any]) -> None:
-    """Keep the counts of a whole answer where :func:`stream_with_acceptance` finds them.
-
-    Args:
-        request: SGLang's, as its serving class has made it.
-    """
-    setattr(request, _NOTED, meta_info)
 
 
 @fenced("acceptance of requests", instead=nothing)
@@ -79,7 +70,7 @@ async def stream_with_acceptance(
     """
     held = None
     async for event in original(serving, adapted, *args, **kwargs):
-        meta_info = getattr(adapted, _NOTED, None)
+        meta_info = getattr(adapted, NOTED, None)
         if meta_info is None:
             yield event
             continue

@@ -7,11 +7,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.sglang_types import TokenizerManager
 from sglang_dspark.errors import BusyError, ConfigError
-from sglang_dspark.fence import fenced
-from sglang_dspark.metrics.history import HISTORY_S
 
 KEY = "dspark"
 """Where our answer lies among the figures that the channel was made for."""
@@ -103,33 +100,3 @@ class Channel:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # its caller may be gone, and nothing else looks at it
-
-
-def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """Answer our questions at the scheduler's end of the channel; others go on to SGLang."""
-    from sglang.srt.managers.io_struct import GetInternalStateReqOutput
-
-    if recv_req.rid is None:
-        return original(scheduler, recv_req)
-    message = json.loads(recv_req.rid)[KEY]
-    reply = _reply(decoder_of(scheduler), message["question"], message["fields"])
-    return GetInternalStateReqOutput(internal_state={KEY: reply})
-
-
-@fenced("answers to questions", instead=lambda worker, question, fields: {"failed": question})
-def _reply(worker: Any, question: str, fields: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return {"answer": _answer_of(worker, question, fields)}
-    except ConfigError as error:
-        return {"refusal": str(error)}
-
-
-def _answer_of(worker: Any, question: str, fields: dict[str, Any]) -> Any:
-    match question:
-        case "stats":
-            return worker.reporting.report(min(max(fields["history_s"], 0), HISTORY_S))
-        case "policy":
-            return worker.reporting.switch_policy(fields)
-        case "capabilities":
-            return worker.capabilities()
-    raise ConfigError(f"{question}: no question that the scheduler answers")

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from sglang_dspark import dashboard
+from sglang_dspark.features.reports.page import document
 
-DOCUMENT, POLICY = dashboard.page(needs_key=False)
+DOCUMENT, POLICY = document(needs_key=False)
 
 
 def test_nothing_comes_from_elsewhere():
@@ -32,4 +32,4 @@ def test_the_script_finds_every_element_it_names():
 
 def test_nothing_is_left_to_fill_in():
     assert re.findall(r"\{\{\w+\}\}", DOCUMENT) == []
-    assert 'data-needs-key="yes"' in dashboard.page(needs_key=True)[0]
+    assert 'data-needs-key="yes"' in document(needs_key=True)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from sglang_dspark.engine.api import routes
+from sglang_dspark.engine.api.http import without_root
 
 _OPENMETRICS = re.compile(rb"(application/openmetrics-text)([^,]*)")
 
@@ -30,7 +30,7 @@ class UnescapedNames:
         await self.app(scope, receive, send)
 
     def _is_of_metrics(self, scope: Any) -> bool:
-        return routes.without_root(scope["path"], scope.get("root_path", "")).rstrip("/") == "/metrics"
+        return without_root(scope["path"], scope.get("root_path", "")).rstrip("/") == "/metrics"
 
 
 def _unescaped(accept: bytes) -> bytes:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
-from sglang_dspark.metrics.counters import Counters
-from sglang_dspark.metrics.sums import load_of, requests_of
+from sglang_dspark.features.reports.counters import Counters
+from sglang_dspark.features.reports.sums import load_of, requests_of
+from sglang_dspark.step.record import TimedStep
 
 
 def record(counters, draft_lens, verify_lens, accept_lens, policy="auto", **fields):
@@ -25,8 +26,8 @@ def test_figures():
     record(counters, [3, 3], verify_lens=[3, 3], accept_lens=[3, 1])
     record(counters, [3, 3], verify_lens=[2, 0], accept_lens=[0, 0], policy="static")
     record(counters, [0], verify_lens=[0], accept_lens=[0], parked=True)
-    counters.record_time(2, 10.0, 12.0)
-    counters.record_time(2, 20.0, 14.0)
+    counters.record_time(TimedStep(2, 10.0, 12.0))
+    counters.record_time(TimedStep(2, 20.0, 14.0))
     report = counters.sums().report()
     by_load = report.pop("by_load")
     assert report == {
@@ -45,13 +46,12 @@ def test_figures():
         "cache_accepted_tokens": 0,
         "verified_tokens": 8,
         "accepted_tokens": 4,
-        "wasted_tokens": 4,
         "committed_tokens": 9,
+        "timed_steps": 2,
         "accept_length": 9 / 5,
         "verify_length": 8 / 5,
         "wasted_verify_fraction": 1 / 2,
         "running_requests": 5 / 3,
-        "parked_share": 1 / 3,
         "measured_step_ms": 15.0,
         "predicted_step_ms": 13.0,
         # position 0 was verified three times and kept twice; position 2 verified twice and kept once

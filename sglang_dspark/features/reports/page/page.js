@@ -73,6 +73,7 @@ function label(root, x, y, words, attributes = {}) {
 // Lines over the last minutes. `lines`: {name, style, of: point -> number or null, area}; those without a number are
 // not named.
 const SPAN_S = 300;
+const SMOOTH_S = 3;
 
 function timeChart(host, { points, now, lines: all, format, shaded }) {
   const lines = all.filter((line) => points.map(line.of).some(known));
@@ -81,10 +82,10 @@ function timeChart(host, { points, now, lines: all, format, shaded }) {
   const { root, box, y } = frame(host, { most: Math.max(...values, 0) * 1.05, format });
   const x = (second) => box.right - ((box.right - box.left) * (now - second)) / SPAN_S;
   const shown = points.filter((point) => point.second > now - SPAN_S);
+  const start = (point) => Math.max(x(point.second - point.seconds), box.left);
   if (shaded) {
-    const second = (box.right - box.left) / SPAN_S;
     for (const point of shown.filter(shaded)) {
-      const place = { x: x(point.second), y: box.top, width: second + 0.3, height: box.bottom - box.top };
+      const place = { x: start(point), y: box.top, width: x(point.second) - start(point) + 0.3, height: box.bottom - box.top };
       root.append(svg("rect", { class: "band", ...place }));
     }
   }
@@ -102,8 +103,11 @@ function timeChart(host, { points, now, lines: all, format, shaded }) {
     };
     for (const point of shown) {
       const value = line.of(point);
-      if (known(value)) run.push([x(point.second), y(value)]);
-      else flush();
+      if (!known(value)) flush();
+      else {
+        if (point.seconds > SMOOTH_S) run.push([start(point), y(value)]); // a mean of a span that nothing else is known of
+        run.push([x(point.second), y(value)]);
+      }
     }
     flush();
     if (line.area) root.append(svg("path", { class: "area", d: area }));
@@ -123,11 +127,9 @@ function timeChart(host, { points, now, lines: all, format, shaded }) {
   host.read = (clientX) => {
     const place = ((clientX - host.getBoundingClientRect().left) * box.width) / host.clientWidth;
     const wanted = now - ((box.right - place) * SPAN_S) / (box.right - box.left);
-    const nearest = shown.reduce(
-      (best, point) => (!best || Math.abs(point.second - wanted) < Math.abs(best.second - wanted) ? point : best),
-      null,
-    );
-    if (!nearest || Math.abs(nearest.second - wanted) > 5) return null;
+    const distance = (point) => Math.max(wanted - point.second, point.second - point.seconds - wanted, 0);
+    const nearest = shown.reduce((best, point) => (!best || distance(point) < distance(best) ? point : best), null);
+    if (!nearest || distance(nearest) > 5) return null;
     cursor.setAttribute("x1", x(nearest.second));
     cursor.setAttribute("x2", x(nearest.second));
     cursor.setAttribute("visibility", "visible");
@@ -203,40 +205,51 @@ accept length ${number(load.accept_length)}\n${plural(load.steps, "step")}`;
 
 let capabilities = null;
 let stats = null;
-let points = []; // seconds, oldest first
+let points = []; // spans of about a second, oldest first
 let chosenSpan = "recent";
 
-// Figures of a second and the two before: a step may take a good part of a second.
+// The sums that the curves are ratios of.
+function sumsOf({ measured_step_ms, predicted_step_ms, ...counts }) {
+  const keys = ["steps", "parked_steps", "rounds", "verified_tokens", "committed_tokens", "timed_steps"];
+  const times = { measured: measured_step_ms * counts.timed_steps, predicted: predicted_step_ms * counts.timed_steps };
+  return { ...Object.fromEntries(keys.map((key) => [key, counts[key]])), ...times };
+}
+
+// Keep what has happened since the last answer; the first one tells of the minute before.
+function remember(fresh) {
+  const second = fresh.uptime_s;
+  if (stats === null) points = [{ second, seconds: fresh.recent.seconds, ...sumsOf(fresh.recent) }];
+  else {
+    const before = sumsOf(stats);
+    const grown = Object.entries(sumsOf(fresh)).map(([key, value]) => [key, value - before[key]]);
+    points.push({ second, seconds: second - stats.uptime_s, ...Object.fromEntries(grown) });
+  }
+  points = points.filter((point) => point.second > second - SPAN_S - SMOOTH_S);
+}
+
+// Figures of a span and of those that ended in the two seconds before: a step may take a good part of a second.
 function smooth(all) {
   return all.map((point, index) => {
-    const part = all.slice(Math.max(0, index - 2), index + 1).filter((other) => other.second > point.second - 3);
-    const steps = sum(part, "steps");
-    const timed = part.filter((other) => known(other.measured_step_ms));
-    const weighted = (key) =>
-      ratio(timed.reduce((total, other) => total + other[key] * other.steps, 0), sum(timed, "steps"));
+    const beside = (other) => other.second > point.second - SMOOTH_S && other.seconds < SMOOTH_S;
+    const part = [...all.slice(Math.max(0, index - SMOOTH_S), index).filter(beside), point];
+    const mean = (key, over) => ratio(sum(part, key), sum(part, over));
     return {
       second: point.second,
-      speed: sum(part, "committed_tokens") / part.length,
-      accept_length: ratio(sum(part, "committed_tokens"), sum(part, "rounds")),
-      verify_length: ratio(sum(part, "verified_tokens"), sum(part, "rounds")),
-      running_requests: ratio(sum(part, "rounds"), steps),
+      seconds: point.seconds,
+      speed: mean("committed_tokens", "seconds"),
+      accept_length: mean("committed_tokens", "rounds"),
+      verify_length: mean("verified_tokens", "rounds"),
+      running_requests: mean("rounds", "steps"),
       parked: point.parked_steps > 0,
-      measured: weighted("measured_step_ms"),
-      predicted: timed.some((other) => known(other.predicted_step_ms)) ? weighted("predicted_step_ms") : null,
+      measured: mean("measured", "timed_steps"),
+      predicted: mean("predicted", "timed_steps") || null,
     };
   });
 }
 
-function remember(fresh) {
-  const known = new Map(points.map((point) => [point.second, point]));
-  for (const point of fresh) known.set(point.second, point);
-  const oldest = Math.floor(stats.uptime_s) - SPAN_S - 3;
-  points = [...known.values()].filter((point) => point.second > oldest).sort((a, b) => a.second - b.second);
-}
-
 function draw() {
   const recent = stats.recent;
-  const now = Math.floor(stats.uptime_s);
+  const now = stats.uptime_s;
   const idle = recent.steps === 0;
   const span = chosenSpan === "recent" && !idle ? recent : stats;
   const drawn = smooth(points);
@@ -246,11 +259,11 @@ function draw() {
   $("tile-speed-note").textContent = `${number(recent.tokens_per_s)} over the last minute`;
   $("tile-accept").textContent = fixed(2)(recent.accept_length);
   $("tile-verify").textContent = fixed(2)(recent.verify_length);
-  $("tile-verify-of").textContent = `of ${stats.block_size} drafts`;
+  $("tile-verify-of").textContent = `of ${capabilities.block_size} drafts`;
   $("tile-waste").textContent = percent(recent.wasted_verify_fraction);
-  $("tile-waste-note").textContent = idle ? "" : `${number(recent.wasted_tokens)} of ${number(recent.verified_tokens)} drafts`;
+  $("tile-waste-note").textContent = idle ? "" : `${number(recent.verified_tokens - recent.accepted_tokens)} of ${number(recent.verified_tokens)} drafts`;
   $("tile-load").textContent = idle ? "0" : fixed(1)(recent.running_requests);
-  $("tile-load-of").textContent = `of ${stats.max_running_requests} requests`;
+  $("tile-load-of").textContent = `of ${capabilities.max_running_requests} requests`;
   $("tile-step").textContent = number(recent.measured_step_ms);
   $("tile-step-note").textContent = known(recent.predicted_step_ms) ? `${number(recent.predicted_step_ms)} predicted` : "";
 
@@ -275,7 +288,7 @@ function draw() {
     ],
   });
   const busy = drawn.filter((point) => known(point.running_requests));
-  if (busy.length) scatterChart($("chart-scatter"), { points: busy, now, gamma: stats.block_size, loads: span.by_load });
+  if (busy.length) scatterChart($("chart-scatter"), { points: busy, now, gamma: capabilities.block_size, loads: span.by_load });
   else nothing($("chart-scatter"), "no decode step in five minutes");
   drawSpan(span);
   drawFacts();
@@ -310,7 +323,7 @@ function drawSpan(span) {
         name: range(load.requests),
         value: load.wasted_verify_fraction,
         text: percent(load.wasted_verify_fraction),
-        tip: `${range(load.requests)} requests\n${plural(load.wasted_tokens, "draft")} of ${number(load.verified_tokens)} verified were not kept
+        tip: `${range(load.requests)} requests\n${plural(load.verified_tokens - load.accepted_tokens, "draft")} of ${number(load.verified_tokens)} verified were not kept
 ${plural(load.steps, "step")}, ${number(load.measured_step_ms)} ms each`,
       })),
     });
@@ -373,7 +386,7 @@ function drawFacts() {
   const { drafter, features, versions, target, policies } = capabilities;
   facts("facts-drafter", drafter === null ? [["none", "requests with a preset speculate"]] : [
     ["path", drafter.path],
-    ["block size", `${stats.block_size}${stats.block_size < drafter.block_size ? ` of ${drafter.block_size}` : ""}`],
+    ["block size", `${capabilities.block_size}${capabilities.block_size < drafter.block_size ? ` of ${drafter.block_size}` : ""}`],
     ["layers", drafter.num_hidden_layers],
     ["reads target layers", drafter.target_layer_ids.join(", ")],
     ["Markov head", drafter.markov_head_type ? `${drafter.markov_head_type}, rank ${drafter.markov_rank}` : "none"],
@@ -433,7 +446,6 @@ const KEY = "dspark-api-key";
 const POLL_MS = 1000;
 const RETRY_MS = 2000;
 const TIMEOUT_MS = 8000;
-let answeredAt = null;
 let lostSince = null;
 
 class Refused extends Error {}
@@ -471,17 +483,13 @@ async function poll() {
     notice(`This server decodes with the target alone. ${capabilities.reason}`, true);
     return false;
   }
-  const missed = answeredAt === null ? SPAN_S : (performance.now() - answeredAt) / 1000 + 4;
-  const fresh = await get(`dspark/stats?history_s=${Math.min(SPAN_S, Math.ceil(missed))}`);
-  const restarted = stats !== null && fresh.uptime_s < stats.uptime_s;
-  stats = fresh;
-  answeredAt = restarted ? null : performance.now();
-  if (restarted) {
-    points = [];
-    capabilities = null;
+  const fresh = await get("dspark/stats");
+  if (stats !== null && fresh.uptime_s < stats.uptime_s) {
+    stats = capabilities = null; // of a server that has been started anew
     return true;
   }
-  remember(fresh.history);
+  remember(fresh);
+  stats = fresh;
   lostSince = null;
   const warning = stats.drafter_fit.warning;
   notice(warning ? `${warning[0].toUpperCase()}${warning.slice(1)}.` : "");
@@ -503,7 +511,7 @@ function lost() {
 async function run() {
   let wait = POLL_MS;
   try {
-    // A page that nobody sees asks for nothing; the seconds it missed are fetched when it is seen again.
+    // A page that nobody sees asks for nothing; of the seconds that it missed it shows the mean.
     if (!document.hidden && !(await poll())) return;
   } catch (error) {
     if (error instanceof Refused) {

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
-from sglang_dspark.metrics.sums import (
+from sglang_dspark.features.reports.sums import (
     CACHE,
     COPIED,
     COPIED_ACCEPTED,
@@ -28,6 +28,7 @@ from sglang_dspark.metrics.sums import (
     Sums,
     load_of,
 )
+from sglang_dspark.step.record import TimedStep
 
 
 class Counters:
@@ -102,12 +103,12 @@ class Counters:
             row[COPYING_VERIFIED] += verified
             row[COPYING_ACCEPTED] += accepted
 
-    def record_time(self, requests: int, measured_ms: float, predicted_ms: float | None) -> None:
-        """Add the time of one step of ``requests`` requests; ``predicted_ms`` was expected before it, None without."""
-        row = self._loads[load_of(requests)]
+    def record_time(self, timed: TimedStep) -> None:
+        """Add the time of one step."""
+        row = self._loads[load_of(timed.requests)]
         row[TIMED_STEPS] += 1
-        row[MEASURED_MS] += measured_ms
-        row[PREDICTED_MS] += predicted_ms or 0.0
+        row[MEASURED_MS] += timed.measured_ms
+        row[PREDICTED_MS] += timed.expected_ms or 0.0
 
     def sums(self) -> Sums:
         """Return a copy of all sums up to now."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_dspark.features.reports.acceptance import NOTED
 from sglang_dspark.fence import fenced, nothing
 
 
 @fenced("counts of requests", instead=nothing)
 def report(result: None, manager: Any, meta_info: dict[str, Any], recv_obj: Any, i: int) -> None:
-    """Add ``dspark`` to the ``meta_info`` of an ended request, and correct SGLang's figures there.
+    """Add ``dspark`` to the ``meta_info`` of an ended request, and correct SGLang's figures there. A hook.
+
+    The request keeps its ``meta_info`` for its stream, which may have to tell of it.
 
     Args:
         recv_obj: a batch of SGLang's outputs; ``DSparkBatchResult`` says what it counts.
@@ -28,6 +31,7 @@ def report(result: None, manager: Any, meta_info: dict[str, Any], recv_obj: Any,
         verified = counts["verified_tokens"]
         meta_info["spec_accept_rate"] = counts["accepted_tokens"] / verified if verified else 0.0
         meta_info["spec_num_proposed_drafts"] = verified
+    setattr(manager.rid_to_state[recv_obj.rids[i]].obj, NOTED, meta_info)
 
 
 def _counts(recv_obj: Any, i: int) -> dict[str, Any] | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
 
-from sglang_dspark.calibration.fit import Fit
 from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.engine.compat.arguments import speculating
+from sglang_dspark.engine.compat.decoder import Decoder
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.forward.graphs import has_prefill_graphs
 from sglang_dspark.engine.support import versions
@@ -17,34 +17,10 @@ from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.speculation import OF_PRESETS, Speculation
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """Say how a server decodes.
-
-    Attributes:
-        reason: why by this path.
-        gamma: drafts of a block.
-        cuda_graphs: whether steps are replayed from CUDA graphs.
-        fit: whether the drafter fits, as far as requests have shown.
-    """
-
-    reason: str
-    gamma: int
-    cuda_graphs: bool
-    fit: Fit
-
-
-def capabilities(
-    server_args: Any, model_runner: Any, schedule: Schedule, drafter: dict[str, Any] | None, decoding: Decoding
-) -> dict[str, Any]:
-    """Return JSON: the decode path and why, versions, checkpoints, policies and features.
-
-    Args:
-        server_args, model_runner: SGLang's, of the server and of its target.
-        schedule: of the server.
-        drafter: what is known of its checkpoint; None if none is served.
-        decoding: how the server decodes.
-    """
+def capabilities(decoder: Decoder) -> dict[str, Any]:
+    """Return JSON: the decode path and why, versions, checkpoints, policies and features."""
+    server_args, model_runner = decoder.server_args, decoder.target_worker.model_runner
+    schedule, decoding = decoder.schedule, decoder.decoding()
     server = speculating(server_args)
     assert server is not None, "a scheduler that decodes with DSPARK asks"
     options = server.config
@@ -65,8 +41,7 @@ def capabilities(
             "context_length": model.context_len,
             **{key: said for feature in all_features() for key, said in feature.describe_target(model_runner).items()},
         },
-        "drafter": drafter,
-        "drafter_fit": None if drafter is None else decoding.fit.report(),
+        "drafter": decoding.drafter,
         "simulated_acceptance": options.acceptance_profile(decoding.gamma),
         "block_size": decoding.gamma,
         "max_verify": schedule.max_verify,

@@ -8,8 +8,8 @@ import pytest
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from sglang_dspark.engine.api import acceptance
-from sglang_dspark.engine.api.acceptance import add_acceptance, note, stream_with_acceptance
+from sglang_dspark.features.reports import acceptance
+from sglang_dspark.features.reports.acceptance import NOTED, add_acceptance, stream_with_acceptance
 
 ROUNDS = {"rounds": 5, "drafted_tokens": 35, "verified_tokens": 8, "accepted_tokens": 6, "accept_length": 2.2}
 META_INFO = {"dspark": ROUNDS, "spec_correct_drafts_histogram": [2, 1, 1, 1]}
@@ -46,7 +46,7 @@ def streamed(events, *, counted_before):
     async def original(serving, adapted, *args):
         for index, text in enumerate(events):
             if index == counted_before:
-                note(adapted, META_INFO)
+                setattr(adapted, NOTED, META_INFO)
             yield text
             seen.append(len(received))
 
