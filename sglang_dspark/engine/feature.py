@@ -134,10 +134,13 @@ class Part:
             tokens: of each request of the batch.
         """
 
-    def step_done(self, record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
+    def step_done(
+        self, reqs: Sequence[Any], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
+    ) -> None:
         """Look at the outcome of a decode step, whose tokens SGLang has appended.
 
         Args:
+            reqs: SGLang's requests of the step.
             record: of the step; its tensors are on the host.
             running: requests of the step that its tokens have reached.
             accepted: drafts accepted, of each of these.

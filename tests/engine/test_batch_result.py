@@ -7,18 +7,11 @@ import torch
 from dspark_kernels import ASKED_ROWS, CACHED_ROWS, KIND_ROWS, NUM_ROWS, AcceptResult
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_dspark.engine.scheduler.batch import (
-    DSparkBatchResult,
-    SamplingReader,
-    decode_result,
-    most_words,
-    record_traces,
-)
+from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, SamplingReader, decode_result, most_words
 from sglang_dspark.step.confidence import Confidence
-from sglang_dspark.step.decision import PLAIN, StepDecision
+from sglang_dspark.step.decision import PLAIN
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.selection import FixedLength
 from sglang_dspark.step.state import StepOutcome, TargetOutput
 
 CPU = torch.device("cpu")
@@ -129,24 +122,3 @@ def test_greedy_batches_share_their_sampling_rows():
     assert reader.read([request(top_k=1), request(top_k=1, sampling_seed=3)]) is rows
     mixed = reader.read([request(top_k=1), request(sampling_seed=3)])
     assert (mixed.any_greedy, mixed.any_seeded, mixed.all_greedy) == (True, True, False)
-
-
-@pytest.mark.parametrize(("row", "shown"), [(CACHED_ROWS, [4, None, None]), (0, [4, 8, 9]), (ASKED_ROWS, [4, 8, 9])])
-def test_a_trace_shows_no_draft_of_an_earlier_answer(row, shown):
-    """The last two of three stand behind the drafter's block, and are the chain's, which the block has not followed."""
-    rounds = StepRecord(
-        requests=["r"],
-        decision=StepDecision(3, FixedLength()),
-        drafted=[3],
-        verify_lens=torch.tensor([0]),
-        confidence=None,
-        traced=torch.tensor([[5, 1, 4, 8, 9]]),
-        chains=torch.tensor([[row + 3, 0, 7, 8, 9]]),
-        num_drawn=1,
-    )
-    parameters = SimpleNamespace(custom_params={"dspark": '{"trace": true}'})
-    req = SimpleNamespace(
-        sampling_params=parameters, customized_info=None, output_ids=[1], is_retracted=False, finished=lambda: False
-    )
-    record_traces([req], rounds, [1])
-    assert req.customized_info["dspark_trace"][-1]["draft"] == shown

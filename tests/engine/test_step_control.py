@@ -15,7 +15,7 @@ class Looking(Part):
     def __init__(self):
         self.seen = []
 
-    def step_done(self, record, running, accepted):
+    def step_done(self, reqs, record, running, accepted):
         self.seen.append((record, running, accepted))
 
 

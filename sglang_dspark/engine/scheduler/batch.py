@@ -12,8 +12,6 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
-from sglang_dspark.engine.scheduler.request_options import request_options
-from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.step.device_time import AwaitedEvent, DeviceSpan
 from sglang_dspark.step.packed import Packed, PackedCopies, PendingCopy
 from sglang_dspark.step.record import StepRecord
@@ -190,50 +188,3 @@ def is_running(req: Any) -> bool:
 def copy_drafts(step: DecodeBatch, block: DraftBlock) -> torch.Tensor:
     """Return [bs, 2 + depth] int64 for a trace: context length, anchor and drafts."""
     return torch.cat([step.prefix_lens[:, None], step.anchors[:, None], block.tokens], dim=1)
-
-
-@fenced("traces", instead=nothing)
-def record_traces(reqs: Sequence[Any], record: StepRecord, committed_lens: Sequence[int]) -> None:
-    """Append this step to the trace of every request that asked for one.
-
-    ``customized_info`` lists are parallel to a request's output tokens (SGLang slices them so when it streams): the
-    round stands at the first token that it committed, null at the others. Null also takes the place of drafts from
-    earlier answers: they are what other users of the key were answered.
-
-    Args:
-        committed_lens: tokens committed per request, bonus included.
-    """
-    if record.traced is None:
-        return
-    logits = None if record.confidence is None else record.confidence.logits
-    confidences = [None] * len(reqs) if logits is None else logits.tolist()
-    lens = record.verify_lens.tolist()
-    kinds = (record.drafted, record.copied, record.followed, record.cached, record.from_answers)
-    columns = (record.traced.tolist(), *kinds, confidences, lens, committed_lens)
-    for req, *of_request in zip(reqs, *columns, strict=True):
-        if request_options(req).trace and is_running(req):
-            _add_round(req, record.num_drawn, of_request)
-
-
-@fenced("rounds of a trace", instead=nothing)
-def _add_round(req: Any, num_drawn: int | None, of_request: Sequence[Any]) -> None:
-    traced, depth, copied, followed, cached, from_answers, confidence, verified, committed = of_request
-    start, anchor, *draft = traced
-    # Behind the drafter's block all drafts are the chain's, whether the block has followed it or not.
-    shown = range(cached, num_drawn if from_answers and num_drawn is not None else len(draft))
-    if req.customized_info is None:
-        req.customized_info = {}
-    trace = req.customized_info.setdefault("dspark_trace", [])
-    trace.extend([None] * (len(req.output_ids) - len(trace)))
-    round_ = {
-        "start": start,
-        "anchor": anchor,
-        "draft": [token if place in shown else None for place, token in enumerate(draft[: depth or copied])],
-        "copied": copied > 0,
-        "from_text": followed,
-        "from_cache": cached,
-        "confidence": confidence[:depth] if confidence is not None and depth else None,
-        "verified": verified,
-        "accepted": committed - 1,
-    }
-    trace += [round_, *[None] * (committed - 1)]

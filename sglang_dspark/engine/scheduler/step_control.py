@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.batch import is_running, record_traces
+from sglang_dspark.engine.scheduler.batch import is_running
 from sglang_dspark.engine.scheduler.draft_input import kv_lengths
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.fence import fenced, nothing
@@ -68,8 +68,7 @@ class StepControl:
         if running:
             self._learn(record, running, accepted)
         for part in self.parts:
-            part.step_done(record, running, accepted)
-        record_traces(reqs, record, committed)
+            part.step_done(reqs, record, running, accepted)
 
     @fenced("lessons of step times", instead=nothing)
     def _learn_time(self, times_ms: tuple[float, float] | None) -> None:

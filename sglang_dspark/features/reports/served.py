@@ -14,6 +14,7 @@ from sglang_dspark.features.reports.counters import Counters
 from sglang_dspark.features.reports.first_drafts import FirstDrafts
 from sglang_dspark.features.reports.prometheus import Metrics
 from sglang_dspark.features.reports.recent import Recent
+from sglang_dspark.features.reports.traces import trace
 from sglang_dspark.fence import FAILURES, fenced, nothing
 from sglang_dspark.step.record import StepRecord
 
@@ -43,8 +44,14 @@ class Reports(Part):
         self._recent = Recent(self._counters)
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
 
+    def step_done(
+        self, reqs: Sequence[Any], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        self._count(record, running, accepted)
+        trace(reqs, record, running, accepted)
+
     @fenced("statistics of steps", instead=nothing)
-    def step_done(self, record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
+    def _count(self, record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
         self._recent.tick()
         if record.behind is not None:
             self._counters.record_time(record.behind)

@@ -77,7 +77,7 @@ const SMOOTH_S = 3;
 
 function timeChart(host, { points, now, lines: all, format, shaded }) {
   const lines = all.filter((line) => points.map(line.of).some(known));
-  if (!lines.length) return nothing(host, "no decode step in five minutes");
+  if (!lines.length) return nothing(host, "no decode step in the last minutes");
   const values = lines.flatMap((line) => points.map(line.of)).filter(known);
   const { root, box, y } = frame(host, { most: Math.max(...values, 0) * 1.05, format });
   const x = (second) => box.right - ((box.right - box.left) * (now - second)) / SPAN_S;
@@ -289,7 +289,7 @@ function draw() {
   });
   const busy = drawn.filter((point) => known(point.running_requests));
   if (busy.length) scatterChart($("chart-scatter"), { points: busy, now, gamma: capabilities.block_size, loads: span.by_load });
-  else nothing($("chart-scatter"), "no decode step in five minutes");
+  else nothing($("chart-scatter"), "no decode step in the last minutes");
   drawSpan(span);
   drawFacts();
   document.querySelectorAll(".span-name").forEach((node) => {
