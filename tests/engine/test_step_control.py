@@ -1,4 +1,4 @@
-"""What becomes of a step's outcome: the schedule learns from it, and features look at it."""
+"""What becomes of a step's outcome: features look at it."""
 
 from types import SimpleNamespace
 
@@ -25,11 +25,9 @@ def req(*, ended):
 
 
 def test_features_see_every_step_and_of_its_requests_those_that_got_its_tokens():
-    parts, made = [Looking(), Part(), Looking()], schedule()
-    control = StepControl(made, OneRank(), parts, on_gpu=False)
+    parts = [Looking(), Part(), Looking()]
+    control = StepControl(schedule(), OneRank(), parts, on_gpu=False)
     done = record(StepDecision(GAMMA, FixedLength()), [GAMMA] * 3, [GAMMA] * 3)
     control.observe([req(ended=False), req(ended=True), req(ended=False)], done, [3, 1, 1], None)
     control.observe([req(ended=True)] * 3, done, [1, 1, 1], None)
-    made.forecast.update()
     assert parts[0].seen == parts[2].seen == [(done, [0, 2], [2, 0]), (done, [], [])]
-    assert made.forecast.acceptance.num_rounds("r0") == 1 and made.forecast.acceptance.num_rounds("r1") == 0

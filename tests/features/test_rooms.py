@@ -137,6 +137,7 @@ def test_what_a_room_declares_is_there(feature):
     assert bool(feature.load_checks()) == bool(feature.checks)
     assert all(isinstance(check, Check) for check in feature.load_checks())
     assert not feature.part or callable(feature.load_part())
+    assert not feature.routes or callable(feature.load_routes())
     assert all(hook.handler.startswith(feature.room.removeprefix("sglang_dspark.")) for hook in feature.hooks)
 
 
