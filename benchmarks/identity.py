@@ -154,7 +154,7 @@ def run_scenario(scenario: Scenario, server: LaunchedServer, comparison: Compari
     server.flush_cache()
     before = server.get_json("/dspark/stats")
     if scenario.policy == CHANGING:
-        block_size = before["block_size"]
+        block_size = server.get_json("/dspark/capabilities")["block_size"]
         most = [random.Random(index).randint(0, block_size) for index in range(len(prompts))]
         lengths: AbstractContextManager[None] = changing_lengths(server, block_size)
     else:

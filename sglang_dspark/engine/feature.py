@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +25,7 @@ from sglang_dspark.engine.sglang_types import (
     ScheduleBatch,
     ServerArgs,
 )
+from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import VerifyPlan
 
 if TYPE_CHECKING:
@@ -134,6 +135,9 @@ class Part:
         """
         return None
 
+    def ready(self) -> None:
+        """Look at what decodes, before the first request comes."""
+
     def batch_comes(self, batch: ScheduleBatch) -> None:
         """Prepare for SGLang's batch, a prefill or a decode step."""
 
@@ -171,6 +175,18 @@ class Part:
             tokens: of each request of the batch.
         """
 
+    def step_done(
+        self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """Look at the outcome of a decode step, whose tokens SGLang has appended.
+
+        Args:
+            reqs: SGLang's requests of the step.
+            record: of the step; its tensors are on the host.
+            running: requests of the step that its tokens have reached.
+            accepted: drafts accepted, of each of these.
+        """
+
     def request_ended(self, req: Req) -> None:
         """Look at SGLang's request, whose text is complete."""
 
@@ -199,6 +215,10 @@ class Feature:
         flag_rules: flags of SGLang that it refuses, on every server.
         checks: name of its ``tuple[Check, ...]`` below ``room``, made on every server; empty if it has none.
         part: name of a function below ``room`` such as :meth:`Part.of`; empty if the feature has none.
+        of_any_worker: whether the part also serves another worker than ours, by :meth:`Part.ready` and
+            :meth:`Part.step_done` alone: its function takes a :class:`~.compat.decoder.Decoder` then.
+        routes: name of a function below ``room`` that adds routes and middleware to SGLang's application. It takes the
+            application, and why the target decodes alone, None if it does not. Empty if it adds none.
         describe_target: takes SGLang's runner of a target, and returns what ``GET /dspark/capabilities`` says of it, by
             key; on every server, of either worker.
         other_server: name of an :class:`OtherServer` below ``room``, whose worker decodes in place of ours where it is
@@ -211,6 +231,8 @@ class Feature:
     flag_rules: tuple[FlagRule, ...] = ()
     checks: str = ""
     part: str = ""
+    of_any_worker: bool = False
+    routes: str = ""
     describe_target: Callable[[ModelRunner], Mapping[str, object]] = lambda runner: {}
     other_server: str = ""
 
@@ -221,6 +243,10 @@ class Feature:
     def load_part(self) -> Callable[[Worker], Part | None]:
         """Import and return the function that makes its part."""
         return resolve_name(f"{self.room}.{self.part}") if self.part else lambda worker: None
+
+    def load_routes(self) -> Callable[[Any, str | None], None]:
+        """Import and return the function that adds its routes."""
+        return resolve_name(f"{self.room}.{self.routes}") if self.routes else lambda app, target_only: None
 
 
 @cache
@@ -235,11 +261,16 @@ def other_servers() -> Sequence[type[OtherServer]]:
     return [resolve_name(f"{feature.room}.{feature.other_server}") for feature in offering]
 
 
-def parts_of(worker: Worker, args: ServerArgs) -> Sequence[Part]:
-    """Return the parts of the features that our worker's server uses; its target has been loaded.
+def parts_of(worker: Any, args: ServerArgs, *, ours: bool = True) -> Sequence[Part]:
+    """Return the parts of the features that a server uses; its target has been loaded.
+
+    Args:
+        worker: ours, or what drives another one.
+        ours: which of these it is.
 
     Raises:
         UnservedError, ConfigError: the server or its target cannot be served with a feature.
     """
-    found = [feature.load_part()(worker) for feature in all_features() if feature.is_used(args)]
+    used = [feature for feature in all_features() if (ours or feature.of_any_worker) and feature.is_used(args)]
+    found = [feature.load_part()(worker) for feature in used]
     return [part for part in found if part is not None]

@@ -13,5 +13,6 @@ ROOMS = (
     "own_worker",
     "pictures",
     "recurrent",
+    "reports",
     "streams",
 )

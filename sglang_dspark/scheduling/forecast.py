@@ -100,7 +100,7 @@ class Forecast:
         :data:`UPDATE_STEPS` steps may have.
         """
         # For long, a parked server's probe is all that it gets to see.
-        is_parked_probe = feedback.rounds.decision.weight > 1
+        is_parked_probe = feedback.record.decision.weight > 1
         self._count_step()
         if self._rounds_ahead and not is_parked_probe:
             return
@@ -116,7 +116,7 @@ class Forecast:
 
         Its text decides about every step, so a hard one is given up soon.
         """
-        requests = feedback.rounds.requests
+        requests = feedback.record.requests
         is_alone = self.lagged is not None and len(requests) == 1
         return is_alone and self.acceptance.num_rounds(requests[0]) < UPDATE_STEPS
 
@@ -134,10 +134,10 @@ class Forecast:
         pending, self._pending = self._pending, []
         if not pending:
             return
-        if chained := [step for step in pending if step.rounds.has_chain]:
+        if chained := [step for step in pending if step.record.has_chain]:
             self._chains.observe(*map(np.concatenate, zip(*(step.chains() for step in chained), strict=True)))
         self.positions.observe(*repeat_by_weight(pending, *verified_and_accepted(pending)))
-        predicted = [step for step in pending if step.rounds.confidence is not None]
+        predicted = [step for step in pending if step.record.confidence is not None]
         renewed = self._learn_survivals(predicted) if predicted else self.calibration is None
         if renewed or chained:
             self.renew()
@@ -149,10 +149,10 @@ class Forecast:
         self.predicted.observe(survival, *verified_and_accepted(predicted))
         renewed = self.calibration is None or self._calibrate(self.calibration, predicted, logits)
         if self.lagged is not None:
-            ids = [step.rounds.requests[request] for step in predicted for request in step.requests]
+            ids = [step.record.requests[request] for step in predicted for request in step.requests]
             self.acceptance.observe(ids, as_shown(survival, *verified_and_accepted(predicted)))
             # A probe of a whole batch shows as many rounds as it stands for, or more.
-            times = [-(-step.rounds.decision.weight // len(step.requests)) for step in predicted for _ in step.requests]
+            times = [-(-step.record.decision.weight // len(step.requests)) for step in predicted for _ in step.requests]
             predictions = np.repeat(np.stack([logits, survival]), times, axis=1)
             self._observe_survivals(self.lagged, predictions, renewed)
         return renewed

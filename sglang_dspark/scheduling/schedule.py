@@ -16,12 +16,12 @@ from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.policies import EarlyStopPolicy, FixedPolicy, Policy, ThresholdPolicy
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.scheduling.step_clock import StepClock, TimedStep
+from sglang_dspark.scheduling.step_clock import StepClock
 from sglang_dspark.scheduling.step_feedback import StepFeedback
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.limits import RequestLimits
-from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.record import StepRecord, TimedStep
 
 
 class Schedule:
@@ -206,13 +206,13 @@ class Schedule:
         """Forget the steps behind: something else runs, and the time until the next step is not a step's."""
         self._clock.invalidate()
 
-    def observe(self, rounds: StepRecord, running: list[int], accept_lens: list[int]) -> None:
+    def observe(self, record: StepRecord, running: list[int], accept_lens: list[int]) -> None:
         """Learn from a step: the indices of the requests that are still running, and how many drafts each accepted."""
-        drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
+        drafted = [i for i, request in enumerate(running) if record.drafted[request]]
         if not drafted:
             self.forecast.observe_plain()
             return
-        self.forecast.observe(StepFeedback(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
+        self.forecast.observe(StepFeedback(record, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
 
     def report(self) -> dict[str, Any]:
         """Return JSON for the statistics."""

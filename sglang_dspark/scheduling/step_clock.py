@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
+from sglang_dspark.step.record import TimedStep
 
 UPDATE_S = 0.005
 """Seconds between two updates of the step times while steps repeat: one takes 0.04 ms, 1 % of the host's time then."""
-
-
-@dataclass(frozen=True)
-class TimedStep:
-    """A step of so many requests: how long it took, and what was expected; None without measured step times."""
-
-    requests: int
-    measured_ms: float
-    expected_ms: float | None
 
 
 class StepClock:

@@ -15,6 +15,15 @@ from sglang_dspark.step.decision import StepDecision
 
 
 @dataclass(frozen=True)
+class TimedStep:
+    """A step of so many requests: how long it took, and what was expected; None without measured step times."""
+
+    requests: int
+    measured_ms: float
+    expected_ms: float | None
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """The record of a step for statistics, calibration and traces. Tensors are on the host when SGLang has the result.
 
@@ -29,6 +38,7 @@ class StepRecord:
         num_drawn: drafts of a block that the drafter proposes at most, those behind are copied; None if none ever is.
         committed: [bs, width] int64 tokens that the step committed, -1 behind them; on the host from the start.
         policy, parked: name of the policy that chose, and whether it let speculation rest.
+        behind: the step before, as it was measured when this one was chosen; None if it could not be.
     """
 
     requests: list[str]
@@ -42,6 +52,7 @@ class StepRecord:
     committed: torch.Tensor | None = None
     policy: str = "auto"
     parked: bool = False
+    behind: TimedStep | None = None
 
     @cached_property
     def verified(self) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sglang_dspark.draft.cache import DraftCache
+from sglang_dspark.engine.compat.decoder import Decoding
 from sglang_dspark.engine.feature import DrawnTokens, StepPart
 from sglang_dspark.engine.forward.graphs import graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
@@ -21,7 +22,6 @@ from sglang_dspark.engine.scheduler.batch import (
     read_decode_batch,
 )
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
-from sglang_dspark.engine.scheduler.capabilities import Decoding, capabilities, in_one_line
 from sglang_dspark.engine.scheduler.forced import ForcedTokens
 from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.engine.scheduler.measure_steps import Stepper
@@ -29,7 +29,6 @@ from sglang_dspark.engine.scheduler.request_options import BatchOptions, with_fo
 from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
-from sglang_dspark.metrics.reporting import Reporting
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
@@ -96,8 +95,7 @@ class DSparkWorker(SpecWorkerBase):
 
     def prepare_to_serve(self) -> None:
         runner = self.target_worker.model_runner
-        self.reporting = Reporting(self.schedule, self.drafter.gamma, int(runner.max_running_requests))
-        self.control = StepControl(self.schedule, self.agreement, self.reporting, self.on_gpu)
+        self.control = StepControl(self.schedule, self.agreement, self.parts, self.on_gpu)
         words = most_words(int(runner.req_to_token_pool.size), self.max_verify, self.drafter.gamma)
         self.copies = PackedCopies(words, self.device)
         if self.on_gpu:
@@ -116,7 +114,8 @@ class DSparkWorker(SpecWorkerBase):
         self.schedule.start(table, fixed_draft_shape=self.executors.captured is not None)
         if self.on_gpu:
             report_late_kernels()
-        logger.info("DSPARK: %s", in_one_line(self.capabilities()))
+        for part in self.parts:
+            part.ready()
 
     def step_times(self) -> SpsTable | None:
         """Return the measured times of steps; None for a policy that needs none."""
@@ -227,6 +226,7 @@ class DSparkWorker(SpecWorkerBase):
             num_drawn=self.drafter.num_drawn,
             policy=self.schedule.policy.name,
             parked=self.schedule.parked,
+            behind=self.schedule.last_time,
         )
 
     def inject_context(
@@ -237,13 +237,13 @@ class DSparkWorker(SpecWorkerBase):
     def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
         self.drafter.remember(tokens, slots)
 
-    def capabilities(self) -> dict[str, Any]:
-        described = self.drafter.describe(self.settled.draft_path)
-        drafting = "requests with a preset speculate" if described is None else "the drafter fits the target"
-        decoding = Decoding(
+    def decoding(self) -> Decoding:
+        """Return how the server decodes."""
+        drafter = self.drafter.describe(self.settled.draft_path)
+        drafting = "requests with a preset speculate" if drafter is None else "the drafter fits the target"
+        return Decoding(
             f"selected by --speculative-algorithm, and {drafting}",
             self.drafter.gamma,
             cuda_graphs=self.executors.captured is not None,
-            fit=self.reporting.fit,
+            drafter=drafter,
         )
-        return capabilities(self.server_args, self.target_worker.model_runner, self.schedule, described, decoding)

@@ -6,19 +6,12 @@ from dspark_kernels import ASKED_ROWS, CACHED_ROWS, KIND_ROWS, NUM_ROWS, AcceptR
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_objects import partly, request
 
-from sglang_dspark.engine.scheduler.batch import (
-    DSparkBatchResult,
-    SamplingReader,
-    decode_result,
-    most_words,
-    record_traces,
-)
+from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, SamplingReader, decode_result, most_words
 from sglang_dspark.step.confidence import Confidence
-from sglang_dspark.step.decision import PLAIN, StepDecision
+from sglang_dspark.step.decision import PLAIN
 from sglang_dspark.step.device_time import DeviceSpan
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.selection import FixedLength
 from sglang_dspark.step.state import StepOutcome, TargetOutput, VerifyPlan
 
 CPU = torch.device("cpu")
@@ -71,12 +64,12 @@ def test_what_arrives_is_what_was_sent(logits, traced):
     made.read_copy()
     assert made.next_token_ids.tolist() == [7, 8, 9, 4, -1, -1]
     assert made.accept_lens.tolist() == [3, 1]  # with the bonus token
-    assert made.rounds.verify_lens.tolist() == [2, 1]
+    assert made.record.verify_lens.tolist() == [2, 1]
     assert made.cap_lens.tolist() == [3, 2] and made.block_accept_lens.tolist() == [2, 1]  # SGLang adds these up
-    assert torch.equal(made.rounds.chains, CHAINS) and made.rounds.followed == [2, 0] and made.rounds.copied == [0, 1]
-    assert made.rounds.committed.tolist() == [[7, 8, 9], [4, -1, -1]]
-    assert torch.equal(made.rounds.confidence.survival, survival)
-    for got, sent in ((made.rounds.confidence.logits, logits), (made.rounds.traced, traced)):
+    assert torch.equal(made.record.chains, CHAINS) and made.record.followed == [2, 0] and made.record.copied == [0, 1]
+    assert made.record.committed.tolist() == [[7, 8, 9], [4, -1, -1]]
+    assert torch.equal(made.record.confidence.survival, survival)
+    for got, sent in ((made.record.confidence.logits, logits), (made.record.traced, traced)):
         assert (got is None) == (sent is None)
         assert got is None or torch.equal(got, sent)
 
@@ -109,7 +102,7 @@ def test_what_arrived_stays_when_the_memory_of_copies_is_used_again():
     made.read_copy()
     flat.fill_(-5)
     assert made.next_token_ids.tolist() == [7, 8, 9, 4, -1, -1]
-    assert made.rounds.verify_lens.tolist() == [2, 1]
+    assert made.record.verify_lens.tolist() == [2, 1]
     made.read_copy()  # once more changes nothing
     assert made.accept_lens.tolist() == [3, 1]
 
@@ -138,21 +131,3 @@ def test_greedy_batches_share_their_sampling_rows():
     assert reader.read([request(top_k=1), request(top_k=1, sampling_seed=3)]) is rows
     mixed = reader.read([request(top_k=1), request(sampling_seed=3)])
     assert (mixed.any_greedy, mixed.any_seeded, mixed.all_greedy) == (True, True, False)
-
-
-@pytest.mark.parametrize(("row", "shown"), [(CACHED_ROWS, [4, None, None]), (0, [4, 8, 9]), (ASKED_ROWS, [4, 8, 9])])
-def test_a_trace_shows_no_draft_of_an_earlier_answer(row, shown):
-    """The last two of three stand behind the drafter's block, and are the chain's, which the block has not followed."""
-    rounds = StepRecord(
-        requests=["r"],
-        decision=StepDecision(3, FixedLength()),
-        drafted=[3],
-        verify_lens=torch.tensor([0]),
-        confidence=None,
-        traced=torch.tensor([[5, 1, 4, 8, 9]]),
-        chains=torch.tensor([[row + 3, 0, 7, 8, 9]]),
-        num_drawn=1,
-    )
-    req = request([1], custom_params={"dspark": '{"trace": true}'})
-    record_traces([req], rounds, [1])
-    assert req.customized_info["dspark_trace"][-1]["draft"] == shown

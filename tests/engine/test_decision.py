@@ -108,7 +108,7 @@ def resolve(*flags):
 
 WHY = "DSpark speculative decoding only supports CUDA"
 SERVED, OF_SGLANG = "plugin: 8 tokens, auto, cpu", f"ValueError: {WHY}"
-REFUSED = "--model-path: target architecture ['BaichuanForCausalLM'] is not served with DSPARK: this plugin does not know"
+REFUSED = "--model-path: target architecture ['BaichuanForCausalLM'] is not served with DSPARK: this plugin does "
 SERVED_BY = f"UnservedError: {REFUSED}"
 OTHER_RELEASE = "EngineError: sglang 0.5.99 is installed; sglang-dspark drives"
 # Arguments made by a program, in place of flags.

@@ -17,8 +17,8 @@ from sglang_dspark.features import ROOMS
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = "tests/worker/test_eager_executor.py::test_the_golden_rounds_are_decoded_in_one_batch"
-ASKED_BY_REQUESTS = ("adjustments", "ends", "logprobs", "streams")
-"""Rooms that every server uses, because any request may ask for them."""
+USED_BY_ALL = ("adjustments", "ends", "logprobs", "reports", "streams")
+"""Rooms that every server uses, because any request may ask for them, or a reader."""
 IMPORT_ALL = """
 import importlib, pkgutil, sglang_dspark
 from sglang_dspark.engine.feature import all_features
@@ -136,6 +136,7 @@ def test_what_a_room_declares_is_there(feature):
     assert bool(feature.load_checks()) == bool(feature.checks)
     assert all(isinstance(check, Check) for check in feature.load_checks())
     assert not feature.part or callable(feature.load_part())
+    assert not feature.routes or callable(feature.load_routes())
     assert all(hook.handler.startswith(feature.room.removeprefix("sglang_dspark.")) for hook in feature.hooks)
 
 
@@ -156,4 +157,4 @@ USED = [
 def test_features_are_used_if_arguments_or_the_target_ask_for_them(given, target, used):
     args = server_args(model_config(**target), **given)
     found = [feature.room.rpartition(".")[2] for feature in all_features() if feature.is_used(args)]
-    assert found == sorted([*ASKED_BY_REQUESTS, *used])
+    assert found == sorted([*USED_BY_ALL, *used])

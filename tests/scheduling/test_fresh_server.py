@@ -57,12 +57,12 @@ def to_off(chat, believed, seed):
     behind = deque()
     while tokens < TOKENS:
         step_ms, result = server.decode([request])
-        tokens += 1 + chat.gains[int(result.rounds.verify_lens[0])]
+        tokens += 1 + chat.gains[int(result.record.verify_lens[0])]
         ms += step_ms
         behind.append(result)
         if len(behind) > 1:  # its outcome is known when the next step has run
             known = behind.popleft()
-            server.schedule.observe(known.rounds, [0], known.accepted.tolist())
+            server.schedule.observe(known.record, [0], known.accepted.tolist())
     return tokens * truth.step_ms(1, 1, 0, CONTEXT) / ms
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from dspark_kernels import ASKED_ROWS
-from made_schedule import GAMMA, rounds, schedule, table, tokens
+from made_schedule import GAMMA, record, schedule, table, tokens
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
@@ -55,7 +55,7 @@ def test_what_a_launched_step_reads_outlives_two_renewals():
     read = weakref.ref(made.forecast.learned)
     for _ in range(2):
         before = made.forecast.learned
-        made.observe(rounds(StepDecision(GAMMA, FixedLength()), [GAMMA], [GAMMA]), [0], [1])
+        made.observe(record(StepDecision(GAMMA, FixedLength()), [GAMMA], [GAMMA]), [0], [1])
         made.report()
         assert made.forecast.learned is not before
     del before
@@ -82,7 +82,7 @@ def test_without_a_head_survival_follows_the_observed_acceptance():
     made = schedule(with_head=False)
     decision = StepDecision(GAMMA, TopK(4 * GAMMA))
     for _ in range(300):  # the first draft always, the second never
-        made.observe(rounds(decision, [GAMMA] * 4, [GAMMA] * 4), [0, 1, 2, 3], [1] * 4)
+        made.observe(record(decision, [GAMMA] * 4, [GAMMA] * 4), [0, 1, 2, 3], [1] * 4)
     survival = made.forecast.survival(None, 2, GAMMA)
     assert survival.shape == (2, GAMMA)
     assert survival[0, 0] > 0.99
@@ -93,7 +93,7 @@ def test_only_drafted_requests_that_still_run_are_learned_from():
     made = schedule()
     decision = StepDecision(GAMMA, TopK(GAMMA, probe_request=1), draft_requests=(1,))
     logits, survival = torch.zeros(3, GAMMA), torch.full((3, GAMMA), 0.5)
-    step = rounds(decision, [0, GAMMA, 0], [0, GAMMA, 0], logits, survival)
+    step = record(decision, [0, GAMMA, 0], [0, GAMMA, 0], logits, survival)
     before = made.forecast.positions.conditional().copy()
     made.observe(step, [0, 2], [0, 0])  # the drafted one has ended
     made.forecast.update()
@@ -107,7 +107,7 @@ def test_only_drafted_requests_that_still_run_are_learned_from():
 def test_rounds_in_which_a_preset_copied_say_nothing_about_the_drafter():
     """But how sure copies are, and with them survivals, is learned from them."""
     made = schedule()
-    step = rounds(StepDecision(GAMMA, FixedLength()), [GAMMA], [GAMMA], torch.zeros(1, GAMMA))
+    step = record(StepDecision(GAMMA, FixedLength()), [GAMMA], [GAMMA], torch.zeros(1, GAMMA))
     chains = torch.tensor([[ASKED_ROWS + 4, GAMMA, *[7] * (GAMMA + 1)]])
     positions, weights = made.forecast.positions.conditional().copy(), made.forecast.weights
     committed = torch.tensor([[5, *[-1] * GAMMA]])
@@ -124,7 +124,7 @@ def test_blocks_cut_short_are_learned_from_as_far_as_they_go():
     made = schedule()
     decision = StepDecision(2, TopK(2))
     for _ in range(200):
-        made.observe(rounds(decision, [2], [2], torch.zeros(1, 2), torch.tensor([[0.5, 0.25]])), [0], [2])
+        made.observe(record(decision, [2], [2], torch.zeros(1, 2), torch.tensor([[0.5, 0.25]])), [0], [2])
     assert made.forecast.calibration.report()["pairs"] == [200, 200, 0]
     survival = made.forecast.survival(torch.zeros(1, GAMMA), 1, GAMMA)[0]
     assert survival[1] > 0.9
@@ -137,7 +137,7 @@ def test_calibration_can_be_frozen():
     made = schedule(online_calibration=False)
     decision = StepDecision(GAMMA, TopK(GAMMA))
     for _ in range(200):
-        made.observe(rounds(decision, [GAMMA], [GAMMA], torch.full((1, GAMMA), 3.0), None), [0], [0])
+        made.observe(record(decision, [GAMMA], [GAMMA], torch.full((1, GAMMA), 3.0), None), [0], [0])
     torch.testing.assert_close(
         made.forecast.survival(torch.zeros(1, GAMMA), 1, GAMMA), torch.tensor([[0.5, 0.25, 0.125]])
     )
@@ -146,7 +146,7 @@ def test_calibration_can_be_frozen():
 def outcome(decision, users, accepted=0):
     """A step of so many requests that verified the first one's block."""
     lens = [GAMMA] + [0] * (users - 1)
-    return rounds(
+    return record(
         decision, [GAMMA] * users, lens, survival=torch.full((users, GAMMA), 0.5), logits=torch.zeros(users, GAMMA)
     )
 
@@ -161,7 +161,7 @@ def test_many_requests_are_learned_from_at_once():
     for _ in range(14):
         note()
     assert seen.num_observed == 256
-    made.observe(rounds(PLAIN, [0] * 256, [0] * 256), list(range(256)), [0] * 256)
+    made.observe(record(PLAIN, [0] * 256, [0] * 256), list(range(256)), [0] * 256)
     note()
     assert seen.num_observed == 512
     # A parked server's probe is noted whenever it comes.
@@ -231,7 +231,7 @@ def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(
 def test_predicted_survivals_are_kept_with_what_came_of_them():
     made = schedule()
     survival = torch.tensor([[0.9, 0.6, 0.3], [0.8, 0.5, 0.1]])
-    step = rounds(StepDecision(GAMMA, TopK(4)), [GAMMA] * 2, [3, 1], torch.zeros(2, GAMMA), survival)
+    step = record(StepDecision(GAMMA, TopK(4)), [GAMMA] * 2, [3, 1], torch.zeros(2, GAMMA), survival)
     made.observe(step, [0, 1], [2, 1])
     made.forecast.update()
     drafts, predicted, survived = made.forecast.predicted.sums()

@@ -77,8 +77,8 @@ def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=l
         anchors, out_tokens = accepted.bonus_tokens, accepted.out_tokens
         choices.append((decision, lens))
         if len(on_the_way) > 2:
-            rounds = on_the_way.pop(0)
-            schedule.observe(rounds, list(range(BS)), history[step - 2][1].accept_lens.tolist())
+            record = on_the_way.pop(0)
+            schedule.observe(record, list(range(BS)), history[step - 2][1].accept_lens.tolist())
     return (
         torch.cat([anchors for anchors, _ in history]),
         torch.cat([accepted.out_tokens for _, accepted in history]),

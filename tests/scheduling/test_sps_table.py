@@ -195,7 +195,7 @@ OF_SGLANG = [
     ("text", "message"),
     [
         *((text, r"table\.json") for text in ("", "{", "[]", "3")),
-        *((json.dumps(content), "written for SGLang's own DSPARK; name another file") for content in OF_SGLANG),
+        *((json.dumps(content), "written for SGLang's own worker; name another file") for content in OF_SGLANG),
     ],
 )
 def test_a_file_of_something_else_is_refused_and_kept(tmp_path, text, message):

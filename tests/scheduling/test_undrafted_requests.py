@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from made_schedule import GAMMA, confidence, rounds, schedule, tokens
+from made_schedule import GAMMA, confidence, record, schedule, tokens
 
 from sglang_dspark.scheduling.forecast import UPDATE_STEPS
 from sglang_dspark.step.confidence import Confidence
@@ -16,7 +16,7 @@ from sglang_dspark.step.state import DraftOutput
 def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
     """The blocks of request r1 bring nothing."""
     made = schedule()
-    step = rounds(
+    step = record(
         StepDecision(GAMMA, TopK(6)), [GAMMA] * 2, [GAMMA] * 2, torch.zeros(2, GAMMA),
         torch.tensor([[0.9, 0.8, 0.7], [0.01, 0.0, 0.0]]),
     )  # fmt: skip

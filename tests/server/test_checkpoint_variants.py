@@ -35,8 +35,9 @@ def test_plain_dflash_in_the_form_in_which_it_is_published(dflash):
     Other forms of heads and networks: tests/worker/test_switches.py.
     """
     stats = dflash.get_json("/dspark/stats")
-    assert (stats["block_size"], stats["policy"]) == (15, "auto")
-    folder = Path(dflash.get_json("/dspark/capabilities")["drafter"]["path"])
+    found = dflash.get_json("/dspark/capabilities")
+    assert (found["block_size"], stats["policy"]) == (15, "auto")
+    folder = Path(found["drafter"]["path"])
     model = load_draft_model(folder, dtype=torch.float32, device="cpu")
     expected = decode_greedy(model, load_target(TARGET, model), PROMPT, max_new_tokens=12, stop_token_ids=[1])
     with policy(dflash, "static"):

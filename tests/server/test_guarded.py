@@ -43,7 +43,7 @@ def test_metrics_equal_the_statistics(guarded):
     for i in range(3):
         call(guarded, "/generate", "user-key", greedy([5 + i, 6, 7], 40))
     stats = json.loads(call(guarded, "/dspark/stats", "user-key")[1])
-    totals = ("steps", "drafted_tokens", "verified_tokens", "accepted_tokens", "wasted_tokens", "committed_tokens")
+    totals = ("steps", "drafted_tokens", "verified_tokens", "accepted_tokens", "committed_tokens")
     expected = {f"sglang:dspark_{name}_total": stats[name] for name in totals}
     deadline = time.monotonic() + 10
     while True:
@@ -55,7 +55,7 @@ def test_metrics_equal_the_statistics(guarded):
         time.sleep(0.3)
     assert found == expected
     labels = {sample.name: set(sample.labels) for sample in samples}
-    assert labels["sglang:dspark_accept_length"] == labels["sglang:gen_throughput"]
+    assert labels["sglang:dspark_drafter_misfit"] == labels["sglang:gen_throughput"]
     assert labels["sglang:dspark_steps_total"] == labels["sglang:gen_throughput"] | {"load"}
 
 

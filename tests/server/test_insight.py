@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,20 +22,18 @@ PROMPTS = [[5 + i, 9, 20 + i, 7] for i in range(16)]
 def test_statistics_add_up(dspark):
     with counting(dspark) as counts:
         texts = output_ids(dspark, [greedy(prompt, 48) for prompt in PROMPTS], 8)
-    time.sleep(1.1)  # the second that has not ended is not part of the history
-    stats = dspark.get_json("/dspark/stats?history_s=60")
+    stats = dspark.get_json("/dspark/stats")
     # The first token of every text is the prefill's; drafts that were accepted past the end of a text are committed.
     gained = sum(len(text) - 1 for text in texts)
     assert gained <= counts["committed_tokens"] <= gained + 7 * len(PROMPTS)
     assert stats["committed_tokens"] == stats["accepted_tokens"] + stats["rounds"]
-    assert stats["wasted_tokens"] == stats["verified_tokens"] - stats["accepted_tokens"]
     k, tau = stats["verify_length"], stats["accept_length"]
     assert stats["wasted_verify_fraction"] == pytest.approx((k - (tau - 1)) / k)
     for key in ("steps", "rounds", "verified_tokens", "parked_steps"):
         assert stats[key] == sum(load[key] for load in stats["by_load"])
     assert stats["steps"] == sum(stats["steps_by_policy"].values())
-    assert 1 <= stats["running_requests"] <= stats["max_running_requests"] == 16
-    assert stats["occupancy"] == stats["running_requests"] / 16
+    assert 1 <= stats["running_requests"] <= 16
+    assert 0 < stats["timed_steps"] <= stats["steps"]
     assert stats["measured_step_ms"] > 0 and stats["predicted_step_ms"] > 0
     observed, conditional = stats["survival"], stats["conditional_acceptance"]
     assert observed[0] == conditional[0]
@@ -45,7 +42,7 @@ def test_statistics_add_up(dspark):
     assert abs(stats["calibration_error"][0]) < 0.5
     recent = stats["recent"]
     assert recent["tokens_per_s"] == pytest.approx(recent["committed_tokens"] / recent["seconds"])
-    assert 0 < sum(second["rounds"] for second in stats["history"]) <= stats["rounds"]
+    assert 0 < recent["rounds"] <= stats["rounds"]
 
 
 def test_statistics_have_the_keys_that_are_documented(dspark):
@@ -57,14 +54,7 @@ def test_statistics_have_the_keys_that_are_documented(dspark):
     stats = dspark.get_json("/dspark/stats")
     recent = stats.pop("recent")
     assert stats.keys() == documented
-    assert recent.keys() == documented - whole | {"seconds", "tokens_per_s", "steps_per_s"}
-
-
-@pytest.mark.parametrize("seconds", ["-1", "301", "x"])
-def test_spans_that_are_not_kept(dspark, seconds):
-    status, text = call(dspark, f"/dspark/stats?history_s={seconds}")
-    assert status == 400
-    assert "history_s" in text
+    assert recent.keys() == documented - whole | {"seconds", "tokens_per_s"}
 
 
 def test_auto_reports_what_it_knows(dspark):
@@ -73,7 +63,7 @@ def test_auto_reports_what_it_knows(dspark):
     assert stats["policy"] == "auto"
     schedule = stats["schedule"]
     assert schedule["expected_tokens_per_s"] > 0
-    assert len(schedule["lagged_survival"]) == stats["block_size"] == 7
+    assert len(schedule["lagged_survival"]) == 7
     assert schedule["step_time"]["measured_ms"] > 0
     assert schedule["step_time"]["predicted_ms"] > 0
     if not torch.cuda.is_available():
@@ -121,8 +111,7 @@ def test_capabilities(dspark):
 
 def test_a_pair_that_fits_causes_no_warning(dspark):
     output_ids(dspark, [greedy(prompt, 24) for prompt in PROMPTS], 8)
-    fit = dspark.get_json("/dspark/capabilities")["drafter_fit"]
-    assert fit["verdict"] == dspark.get_json("/dspark/stats")["drafter_fit"]["verdict"] == "fits"
+    assert dspark.get_json("/dspark/stats")["drafter_fit"]["verdict"] == "fits"
     assert "hardly predicts this target" not in dspark.log_path.read_text()
 
 

@@ -123,7 +123,7 @@ def test_empty_panels_say_why(dspark, page):
         assert words == ["no decode step yet", "nothing was verified: the policy off never speculates"]
         chart = "timeChart($('chart-step'), {points: [], now: 9, lines: [], format: compact})"
         # In one go: the page draws again every second.
-        assert page.run(f"({chart}, $('chart-step').textContent)") == "no decode step in five minutes"
+        assert page.run(f"({chart}, $('chart-step').textContent)") == "no decode step in the last minutes"
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1280, "dark")])

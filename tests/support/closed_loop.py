@@ -53,14 +53,14 @@ class ClosedLoop:
         tokens = ms = 0.0
         for _ in range(steps):
             step_ms, result = self.server.decode(self._requests)
-            tokens += len(self._requests) + self._gain(result.rounds.decision)
-            self.drafts.append(result.rounds.decision.draft_len > 0)
+            tokens += len(self._requests) + self._gain(result.record.decision)
+            self.drafts.append(result.record.decision.draft_len > 0)
             ms += step_ms
             self.parked.append(self.schedule.parked)
             self._on_the_way.append(result)
             if len(self._on_the_way) > LAG:
                 known = self._on_the_way.popleft()
-                self.schedule.observe(known.rounds, list(range(len(self._requests))), known.accepted.tolist())
+                self.schedule.observe(known.record, list(range(len(self._requests))), known.accepted.tolist())
         return tokens / ms
 
     def best(self) -> float:

@@ -1,4 +1,4 @@
-"""A schedule of drafts of three tokens, and rounds for it to learn from."""
+"""A schedule of drafts of three tokens, and records of steps for it to learn from."""
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ def schedule(*, gamma=GAMMA, with_head=True, with_table=True, **options):
     return made
 
 
-def rounds(decision, drafted, verify_lens, logits=None, survival=None):
+def record(decision, drafted, verify_lens, logits=None, survival=None):
     requests = [f"r{index}" for index in range(len(drafted))]
     return StepRecord(requests, decision, drafted, torch.tensor(verify_lens), confidence(logits, survival), None)
 

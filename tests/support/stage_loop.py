@@ -160,8 +160,8 @@ class StageLoop:
         chains = None if draft.block.chains is None else draft.block.chains.clone()
         learned = {"chains": chains, "committed": accepted.out_tokens.clone()}
         drafted = draft.draft_lens if self.drafter.num_drawn else [0] * bs
-        rounds = StepRecord(names, decision, drafted, lens, draft.confidence, None, **learned)
-        self.schedule.observe(rounds, list(range(bs)), accepted.accept_lens.tolist())
+        record = StepRecord(names, decision, drafted, lens, draft.confidence, None, **learned)
+        self.schedule.observe(record, list(range(bs)), accepted.accept_lens.tolist())
         for request, (text, kept) in enumerate(zip(self.texts, accepted.accept_lens.tolist(), strict=True)):
             drafts = draft.block.tokens[request].tolist()
             self.traces[request].append((len(text) - 1, text[-1], drafts, kept))

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_dspark.engine.api.acceptance import note
 from sglang_dspark.engine.hook_checks import Moment, check
 from sglang_dspark.engine.sglang_types import Answer, TokenizerManager
 
@@ -18,7 +17,7 @@ async def look_at_answers(
     state: object,
     request: object = None,
 ) -> AsyncIterator[Answer]:
-    """Yield the answers of one request; before the last one, look for our hooks and keep its counts. A hook.
+    """Yield the answers of one request; before the last one, look for our hooks. A hook.
 
     A request that is aborted while it waits ends without most of what SGLang does with an answer.
 
@@ -26,9 +25,7 @@ async def look_at_answers(
         EngineError: see :func:`~sglang_dspark.engine.hook_checks.check`.
     """
     async for answer in answers:
-        meta_info = answer.get("meta_info") or {}
-        if (reason := meta_info.get("finish_reason")) is not None:
-            note(obj, meta_info)
-            if reason["type"] != "abort":
-                check(Moment.ANSWERED)
+        reason = (answer.get("meta_info") or {}).get("finish_reason")
+        if reason is not None and reason["type"] != "abort":
+            check(Moment.ANSWERED)
         yield answer

@@ -1,4 +1,4 @@
-"""Adds to SGLang's HTTP server: the routes, the ``speculation`` field of request bodies, names of metrics."""
+"""Adds to SGLang's HTTP server: the routes of features, the ``speculation`` field of request bodies."""
 
 from __future__ import annotations
 
@@ -6,25 +6,31 @@ import json
 import re
 from typing import Any
 
+from fastapi.responses import JSONResponse
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 
-from sglang_dspark.engine.api import routes
-from sglang_dspark.engine.api.metric_names import UnescapedNames
 from sglang_dspark.engine.api.request_field import ASKED
 from sglang_dspark.engine.api.served_requests import is_refused
 from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.launch_state import TargetOnly
 from sglang_dspark.engine.sglang_types import ServerArgs
 
 FIELD = "speculation"
 _MAY_HOLD_FIELD = re.compile(rb"speculation|\\u00[67]|\0")
 """The field as it is, with a letter of it escaped, or in an encoding of several bytes per letter."""
+_ERROR_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    415: "UnsupportedMediaTypeError",
+    503: "ServiceUnavailableError",
+}
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
 def mount(server_args: ServerArgs, *args: object, **kwargs: object) -> None:
-    """Add our routes, and the middleware for the ``speculation`` field and for metrics, to SGLang's application.
+    """Add the routes of features, and the middleware for the ``speculation`` field, to SGLang's application.
 
     Hooked before the application starts, thus inside SGLang's own API-key middleware. If the target decodes alone, add
     only the routes: requests are served as without the plugin.
@@ -33,10 +39,27 @@ def mount(server_args: ServerArgs, *args: object, **kwargs: object) -> None:
 
     server = attached(server_args)
     target_only = server.reason if isinstance(server, TargetOnly) else None
-    routes.add(app, target_only)
+    for feature in all_features():
+        if feature.is_used(server_args):
+            feature.load_routes()(app, target_only)
     if target_only is None:
         # Innermost: inside the decompression of bodies, and inside CORS, whose headers belong on our errors too.
-        app.user_middleware += [Middleware(SpeculationMiddleware), Middleware(UnescapedNames)]
+        app.user_middleware.append(Middleware(SpeculationMiddleware))
+
+
+def without_root(path: str, root_path: str) -> str:
+    """Return the path that routes are found by, as Starlette sees it.
+
+    Behind a proxy (``--fastapi-root-path``) uvicorn puts the proxy's prefix before every path, as it is.
+    """
+    rest = path.removeprefix(root_path)
+    return rest if rest.startswith("/") else path
+
+
+def error_response(status: int, message: str, param: str | None) -> JSONResponse:
+    """Return an error in the form of SGLang's and OpenAI's at once."""
+    error = {"object": "error", "message": message, "type": _ERROR_TYPES[status], "param": param, "code": status}
+    return JSONResponse({**error, "error": error}, status_code=status)
 
 
 class SpeculationMiddleware:
@@ -53,10 +76,10 @@ class SpeculationMiddleware:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        path = routes.without_root(scope["path"], scope.get("root_path", "")) if scope["type"] == "http" else ""
+        path = without_root(scope["path"], scope.get("root_path", "")) if scope["type"] == "http" else ""
         if scope["type"] == "http" and is_refused(path, scope["method"]):
             message = f"DSPARK does not serve {path} yet; restart the server instead"
-            await routes.error_response(400, message, None)(scope, receive, send)
+            await error_response(400, message, None)(scope, receive, send)
             return
         if path not in ROUTES or scope["method"] not in ("POST", "PUT"):
             await self.app(scope, receive, send)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sglang_dspark.metrics.reporting import Reporting
+from sglang_dspark.engine.feature import Part
 from sglang_dspark.scheduling.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -13,19 +15,39 @@ if TYPE_CHECKING:
 _DECODER = "dspark_decoder"
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """Say how a server decodes.
+
+    Attributes:
+        reason: why by this path.
+        gamma: drafts of a block.
+        cuda_graphs: whether steps are replayed from CUDA graphs.
+        drafter: what is known of its checkpoint, as JSON; None if none is served.
+    """
+
+    reason: str
+    gamma: int
+    cuda_graphs: bool
+    drafter: dict[str, Any] | None
+
+
 class Decoder(Protocol):
-    """The object that answers for the decode steps of a scheduler."""
+    """The object that answers for the decode steps of a scheduler.
 
-    @property
-    def schedule(self) -> Schedule:
-        """Return what decides the steps."""
+    Attributes:
+        server_args, target_worker: SGLang's.
+        schedule: what decides the steps.
+        parts: what features do with them.
+    """
 
-    @property
-    def reporting(self) -> Reporting:
-        """Return what counts them."""
+    server_args: Any
+    target_worker: Any
+    schedule: Schedule
+    parts: Sequence[Part]
 
-    def capabilities(self) -> dict[str, Any]:
-        """Return the JSON of ``GET /dspark/capabilities``."""
+    def decoding(self) -> Decoding:
+        """Return how the server decodes, once it is ready."""
 
 
 def attach_decoder(decoder: Decoder, *parts: object) -> None:

@@ -25,9 +25,6 @@ _OURS = HookSource("dspark", "sglang-dspark")
 
 _GRAPHS = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
 
-_OPENAI = (("chat", "OpenAIServingChat", "chat"), ("completions", "OpenAIServingCompletion", "completion"))
-"""SGLang's module, class and name of what serves the OpenAI routes."""
-
 _installed: set[str] = set()
 """Names. Hooks on one target are installed together: SGLang patches it once, with the first of them innermost."""
 
@@ -76,14 +73,6 @@ HOOKS: tuple[Hook, ...] = (
         "HTTP 400; this makes what travels to the scheduler, for every route and the offline engine",
     ),
     Hook(
-        "report-counts",
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
-        HookType.AFTER,
-        "engine.api.request_counts.report",
-        "front_end",
-        "SGLang assumes that every draft is verified, and understates the acceptance of requests",
-    ),
-    Hook(
         "seed-samples",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
         HookType.BEFORE,
@@ -100,30 +89,6 @@ HOOKS: tuple[Hook, ...] = (
         "front_end",
         "with the first answer it is known which hooks SGLang calls; events of OpenAI's streams do not have its counts",
     ),
-    *(
-        Hook(
-            f"acceptance-of-{route}s",
-            f"sglang.srt.entrypoints.openai.serving_{module}.{serving}._build_{route}_response",
-            HookType.AFTER,
-            "engine.api.acceptance.add_acceptance",
-            "front_end",
-            "SGLang has no place for what benchmarks read of the drafts of one request",
-            Moment.SOME_TIME,
-        )
-        for module, serving, route in _OPENAI
-    ),
-    *(
-        Hook(
-            f"acceptance-of-{route}-streams",
-            f"sglang.srt.entrypoints.openai.serving_{module}.{serving}._generate_{route}_stream",
-            HookType.AROUND,
-            "engine.api.acceptance.stream_with_acceptance",
-            "front_end",
-            "SGLang has no place for what benchmarks read of the drafts of one request",
-            Moment.SOME_TIME,
-        )
-        for module, serving, route in _OPENAI
-    ),
     Hook(
         "mount-routes",
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
@@ -131,15 +96,6 @@ HOOKS: tuple[Hook, ...] = (
         "engine.api.http.mount",
         "routes",
         "SGLang has no plugin interface for routes and middleware",
-        Moment.SOME_TIME,
-    ),
-    Hook(
-        "page-without-key",
-        "sglang.srt.utils.auth.decide_request_auth",
-        HookType.AFTER,
-        "engine.api.routes.page_needs_no_key",
-        "routes",
-        "a browser has to load the page at /dspark before it can ask for the API key",
         Moment.SOME_TIME,
     ),
     Hook(
@@ -188,24 +144,6 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
-        "report-verified",
-        "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats",
-        HookType.AROUND,
-        "engine.scheduler.hook_handlers.report_verified",
-        "any_worker",
-        "SGLang assumes that every draft is verified, and understates the acceptance in its log and its metrics",
-        Moment.SOME_TIME,  # behind the first result, and not worth the end of a server
-    ),
-    Hook(
-        "answer-questions",
-        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
-        HookType.AROUND,
-        "engine.api.channel.answer",
-        "any_worker",
-        "the routes below /dspark reach the scheduler through SGLang's channel for looking at a running server",
-        Moment.SOME_TIME,
-    ),
-    Hook(
         "pause",
         "sglang.srt.managers.scheduler.Scheduler.pause_generation",
         HookType.AFTER,
@@ -213,14 +151,6 @@ HOOKS: tuple[Hook, ...] = (
         "any_worker",
         "decoding may go on after a pause without a prefill: the pause is not the time of a step",
         Moment.SOME_TIME,
-    ),
-    Hook(
-        "export-metrics",
-        "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
-        HookType.AFTER,
-        "engine.scheduler.hook_handlers.export_metrics",
-        "any_worker",
-        "our Prometheus metrics carry the labels of SGLang's, which are known from here on",
     ),
     Hook(
         "uncopied-logits",

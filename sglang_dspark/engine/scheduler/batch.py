@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from dspark_kernels import ChainRules, DraftBlock, RoundKeys, SamplingBatch
@@ -13,9 +12,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
-from sglang_dspark.engine.scheduler.request_options import request_options
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
-from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.step.device_time import AwaitedEvent, DeviceSpan
 from sglang_dspark.step.packed import Packed, PackedCopies, PendingCopy
 from sglang_dspark.step.record import StepRecord
@@ -99,13 +96,13 @@ class DSparkBatchResult(GenerationBatchResult):
     log, its metrics and every answer, and ``block_accept_lens``, which here carries the drafter's drafts to the answer.
 
     Attributes:
-        rounds: what the step did; its tensors are on the host after :meth:`read_copy`.
-        pending: tokens [bs * width], accepted lengths [bs], and the rounds' tensors.
+        record: what the step did; its tensors are on the host after :meth:`read_copy`.
+        pending: tokens [bs * width], accepted lengths [bs], and the record's tensors.
         span: around everything that the step has launched.
         copy_done: SGLang's event, which it waits for.
     """
 
-    rounds: StepRecord | None = None
+    record: StepRecord | None = None
     pending: PendingCopy | None = None
     span: DeviceSpan | None = None
     copy_done: AwaitedEvent | None = None
@@ -129,23 +126,23 @@ class DSparkBatchResult(GenerationBatchResult):
         return device_ms, self.copy_done.waited_ms
 
     def read_copy(self) -> None:
-        """Give SGLang its tokens, and the rounds their tensors, in memory of their own; once the copy is done."""
+        """Give SGLang its tokens, and the record its tensors, in memory of their own; once the copy is done."""
         if self._copied is None:
             return
-        assert self.rounds is not None, "a step has rounds"
+        assert self.record is not None, "a step has a record"
         packed, self._copied = self._copied, None
         self.next_token_ids, accept_lens, *tensors = Packed(packed.flat.clone(), packed.shapes).read()
         self.accept_lens = accept_lens + 1  # SGLang counts the bonus token too
         parts = iter(tensors)
-        found = [None if tensor is None else next(parts) for tensor in self.rounds.tensors]
-        self.rounds = self.rounds.of(found, self.next_token_ids.view(len(accept_lens), -1))
-        self.cap_lens, self.block_accept_lens = self.rounds.verify_lens + 1, torch.tensor(self.rounds.drawn)
+        found = [None if tensor is None else next(parts) for tensor in self.record.tensors]
+        self.record = self.record.of(found, self.next_token_ids.view(len(accept_lens), -1))
+        self.cap_lens, self.block_accept_lens = self.record.verify_lens + 1, torch.tensor(self.record.drawn)
 
 
 def decode_result(
     outcome: StepOutcome,
     output: LogitsProcessorOutput,
-    rounds: StepRecord,
+    record: StepRecord,
     copies: PackedCopies,
     span: DeviceSpan,
     *,
@@ -162,7 +159,7 @@ def decode_result(
     """
     accepted = outcome.accepted
     tokens = accepted.out_tokens.reshape(-1)
-    sent = [tensor for tensor in rounds.tensors if tensor is not None]
+    sent = [tensor for tensor in record.tensors if tensor is not None]
     return DSparkBatchResult(
         logits_output=output,
         next_token_ids=tokens,
@@ -170,7 +167,7 @@ def decode_result(
         next_draft_input=DSparkDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),
         speculative_num_draft_tokens=accepted.out_tokens.shape[1],
         new_seq_lens=accepted.new_seq_lens,
-        rounds=rounds,
+        record=record,
         span=span,
         pending=copies.pack([tokens, accepted.accept_lens, *sent]),
     )
@@ -192,50 +189,3 @@ def is_running(req: Req) -> bool:
 def copy_drafts(step: DecodeBatch, block: DraftBlock) -> torch.Tensor:
     """Return [bs, 2 + depth] int64 for a trace: context length, anchor and drafts."""
     return torch.cat([step.prefix_lens[:, None], step.anchors[:, None], block.tokens], dim=1)
-
-
-@fenced("traces", instead=nothing)
-def record_traces(reqs: Sequence[Req], rounds: StepRecord, committed_lens: Sequence[int]) -> None:
-    """Append this step to the trace of every request that asked for one.
-
-    ``customized_info`` lists are parallel to a request's output tokens (SGLang slices them so when it streams): the
-    round stands at the first token that it committed, null at the others. Null also takes the place of drafts from
-    earlier answers: they are what other users of the key were answered.
-
-    Args:
-        committed_lens: tokens committed per request, bonus included.
-    """
-    if rounds.traced is None:
-        return
-    logits = None if rounds.confidence is None else rounds.confidence.logits
-    confidences = [None] * len(reqs) if logits is None else logits.tolist()
-    lens = rounds.verify_lens.tolist()
-    kinds = (rounds.drafted, rounds.copied, rounds.followed, rounds.cached, rounds.from_answers)
-    columns = (rounds.traced.tolist(), *kinds, confidences, lens, committed_lens)
-    for req, *of_request in zip(reqs, *columns, strict=True):
-        if request_options(req).trace and is_running(req):
-            _add_round(req, rounds.num_drawn, of_request)
-
-
-@fenced("rounds of a trace", instead=nothing)
-def _add_round(req: Req, num_drawn: int | None, of_request: Sequence[Any]) -> None:
-    traced, depth, copied, followed, cached, from_answers, confidence, verified, committed = of_request
-    start, anchor, *draft = traced
-    # Behind the drafter's block all drafts are the chain's, whether the block has followed it or not.
-    shown = range(cached, num_drawn if from_answers and num_drawn is not None else len(draft))
-    if req.customized_info is None:
-        req.customized_info = {}
-    trace = req.customized_info.setdefault("dspark_trace", [])
-    trace.extend([None] * (len(req.output_ids) - len(trace)))
-    round_ = {
-        "start": start,
-        "anchor": anchor,
-        "draft": [token if place in shown else None for place, token in enumerate(draft[: depth or copied])],
-        "copied": copied > 0,
-        "from_text": followed,
-        "from_cache": cached,
-        "confidence": confidence[:depth] if confidence is not None and depth else None,
-        "verified": verified,
-        "accepted": committed - 1,
-    }
-    trace += [round_, *[None] * (committed - 1)]

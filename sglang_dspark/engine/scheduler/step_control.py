@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.batch import is_running, record_traces
+from sglang_dspark.engine.scheduler.batch import is_running
 from sglang_dspark.engine.scheduler.draft_input import kv_lengths
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.fence import fenced, nothing
-from sglang_dspark.metrics.reporting import Reporting
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.record import StepRecord
@@ -24,13 +24,13 @@ class StepControl:
     Attributes:
         schedule: of the server.
         agreement: of its ranks.
-        reporting: of what steps do.
+        parts: what features do with steps.
         on_gpu: whether host and device work side by side.
     """
 
     schedule: Schedule
     agreement: Agreement
-    reporting: Reporting
+    parts: Sequence[Part]
     on_gpu: bool
 
     def choose(self, batch: ScheduleBatch, options: BatchOptions) -> StepDecision:
@@ -48,21 +48,16 @@ class StepControl:
         context = sum(kv_lengths(batch.reqs)[0]) / len(batch.reqs)
         requests = [req.rid for req in batch.reqs]
         decision = self.schedule.choose(requests, context, options.limits, traced=options.traced, awaited=awaited)
-        self._count_time()
         return self.agreement.share(decision)
 
-    @fenced("statistics of step times", instead=nothing)
-    def _count_time(self) -> None:
-        self.reporting.record_time()
-
     def observe(
-        self, reqs: Sequence[Req], rounds: StepRecord, committed: list[int], times_ms: tuple[float, float] | None
+        self, reqs: Sequence[Req], record: StepRecord, committed: list[int], times_ms: tuple[float, float] | None
     ) -> None:
         """Learn from a step whose result has reached the host.
 
         Args:
             reqs: SGLang's requests of the step, which have taken its tokens.
-            rounds: the step.
+            record: of the step.
             committed: tokens committed per request, bonus included.
             times_ms: what the step took the device, and how long the host has waited for it; None if it is not known.
         """
@@ -71,9 +66,9 @@ class StepControl:
         accepted = [committed[index] - 1 for index in running]
         self._learn_time(times_ms)
         if running:
-            self._learn(rounds, running, accepted)
-            self._count(rounds, running, accepted)
-        record_traces(reqs, rounds, committed)
+            self._learn(record, running, accepted)
+        for part in self.parts:
+            part.step_done(reqs, record, running, accepted)
 
     @fenced("lessons of step times", instead=nothing)
     def _learn_time(self, times_ms: tuple[float, float] | None) -> None:
@@ -81,10 +76,5 @@ class StepControl:
             self.schedule.processed(*times_ms)
 
     @fenced("lessons of outcomes", instead=nothing)
-    def _learn(self, rounds: StepRecord, running: list[int], accepted: list[int]) -> None:
-        self.schedule.observe(rounds, running, accepted)
-
-    @fenced("statistics of steps", instead=nothing)
-    def _count(self, rounds: StepRecord, running: list[int], accepted: list[int]) -> None:
-        self.reporting.record(rounds, running, accepted)
-        self.reporting.log()
+    def _learn(self, record: StepRecord, running: list[int], accepted: list[int]) -> None:
+        self.schedule.observe(record, running, accepted)

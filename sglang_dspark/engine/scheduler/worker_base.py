@@ -100,10 +100,6 @@ class SpecWorkerBase(WorkerFace):
     def prepare_to_serve(self) -> None:
         """Capture, measure and warm up what a step needs; no request has arrived yet."""
 
-    @abstractmethod
-    def capabilities(self) -> dict[str, Any]:
-        """Return the JSON of ``GET /dspark/capabilities``."""
-
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Make the draft K/V; the target's pool exists."""
         allocator = pools["token_to_kv_pool_allocator"]
@@ -135,8 +131,8 @@ class SpecWorkerBase(WorkerFace):
             EngineError: SGLang has not called a hook that every answered request needs.
         """
         check(Moment.ANSWERED)
-        if isinstance(result, DSparkBatchResult) and result.rounds is not None:
-            self.control.observe(batch.reqs, result.rounds, result.accept_lens.tolist(), result.times_ms)
+        if isinstance(result, DSparkBatchResult) and result.record is not None:
+            self.control.observe(batch.reqs, result.record, result.accept_lens.tolist(), result.times_ms)
 
     def end_request(self, req: Req) -> None:
         """Look at a request whose text is complete."""

@@ -12,9 +12,10 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.calibration.online import OnlineCalibration
+from sglang_dspark.engine.compat.decoder import Decoding
+from sglang_dspark.engine.feature import parts_of
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
-from sglang_dspark.engine.scheduler.capabilities import Decoding, capabilities, in_one_line
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
@@ -23,7 +24,6 @@ from sglang_dspark.features.own_worker.lengths import has_narrow_rows
 from sglang_dspark.features.own_worker.server import scheduled
 from sglang_dspark.features.own_worker.step import Rows, ScheduledStep
 from sglang_dspark.features.own_worker.widths import Widths
-from sglang_dspark.metrics.reporting import Reporting
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
@@ -33,8 +33,6 @@ from sglang_dspark.step.selection import FixedLength
 
 if TYPE_CHECKING:
     from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
-
-logger = logging.getLogger(__name__)
 
 
 class ScheduledWorker:
@@ -57,15 +55,14 @@ class ScheduledWorker:
         self.agreement = Agreement(get_parallel().tp_group)
         if not self.agreement.leads:
             logging.getLogger("sglang_dspark").setLevel(logging.WARNING)
-        runner = self.target_worker.model_runner
         self.rows = self._rows()
         lag = int(self.device.type == "cuda" and not self.server_args.disable_overlap_schedule)
         calibration = None
         if self.has_head:
             calibration = OnlineCalibration.from_file(self.options.confidence_sts_path, self.gamma, self.gamma)
         self.schedule = Schedule(self.options, self.gamma, calibration, self.device, lag)
-        self.reporting = Reporting(self.schedule, self.gamma, int(runner.max_running_requests))
-        self.control = StepControl(self.schedule, self.agreement, self.reporting, self.device.type == "cuda")
+        self.parts = parts_of(self, worker.server_args, ours=False)
+        self.control = StepControl(self.schedule, self.agreement, self.parts, self.device.type == "cuda")
         self._request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma, device=self.device))
         self._timer = DeviceTimer(self.device)
         self._step, self._started = self.whole_blocks(0), False
@@ -85,7 +82,8 @@ class ScheduledWorker:
         """Let the configured policy decide from now on, by measured step times if it needs them."""
         self.schedule.start(table, fixed_draft_shape=True, lengths=self.rows.lengths)
         self._started = True
-        logger.info("DSPARK: %s", in_one_line(self.capabilities()))
+        for part in self.parts:
+            part.ready()
 
     def whole_blocks(self, requests: int, context: float = 0.0) -> ScheduledStep:
         """Return a step that drafts and verifies all that it can, of texts of ``context`` tokens on average."""
@@ -144,6 +142,7 @@ class ScheduledWorker:
             traced=traced,
             policy=self.schedule.policy.name,
             parked=self.schedule.parked,
+            behind=self.schedule.last_time,
         )
 
     def observe(self, result: Any, reqs: Sequence[Req]) -> None:
@@ -152,8 +151,8 @@ class ScheduledWorker:
         times_ms = None if device_ms is None else (device_ms, waited_ms)
         self.control.observe(reqs, result.dspark_record, result.accept_lens.tolist(), times_ms)
 
-    def capabilities(self) -> dict[str, Any]:
-        """Return the JSON of ``GET /dspark/capabilities``."""
+    def decoding(self) -> Decoding:
+        """Return how the server decodes."""
         config, worker = self.worker.draft_model_runner.model_config, self.worker
         text, head = config.hf_text_config, worker.draft_model.markov_head
         drafter = {
@@ -166,10 +165,9 @@ class ScheduledWorker:
             "confidence_head": self.has_head,
             "vocab_size": config.vocab_size,
         }
-        decoding = Decoding(
+        return Decoding(
             self.settled.reason,
             self.gamma,
             cuda_graphs=self.target_worker.model_runner.decode_cuda_graph_runner is not None,
-            fit=self.reporting.fit,
+            drafter=drafter,
         )
-        return capabilities(self.server_args, self.target_worker.model_runner, self.schedule, drafter, decoding)

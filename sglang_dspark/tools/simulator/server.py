@@ -30,10 +30,10 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class Result:
-    """A batch that ran: a decode step, or with ``rounds`` None a prefill."""
+    """A batch that ran: a decode step, or with ``record`` None a prefill."""
 
     requests: list[Request]
-    rounds: StepRecord | None = None
+    record: StepRecord | None = None
     accepted: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
@@ -99,8 +99,8 @@ class SimulatedServer:
         ms *= float(np.exp(self.costs.noise * self._rng.standard_normal()))
         kind = StepKind(bs, num_tokens, decision.draft_len, context)
         self._timed = (kind, ms) if is_of_a_kind(decision, bs) else None
-        rounds = StepRecord(ids, decision, draft.draft_lens, lens, draft.confidence, None)
-        return ms, Result(list(requests), rounds, np.minimum(whole, lens.numpy()))
+        record = StepRecord(ids, decision, draft.draft_lens, lens, draft.confidence, None)
+        return ms, Result(list(requests), record, np.minimum(whole, lens.numpy()))
 
     def prefill(self, requests: Sequence[Request]) -> tuple[float, Result]:
         """Run one prefill batch, and return its milliseconds and its result."""
@@ -148,7 +148,7 @@ class _Episode:
         elif self._running:
             ms, result = self._server.decode(self._running)
             self._outcome.step_ms.append(ms)
-            self._outcome.plain_steps += result.rounds is not None and result.rounds.decision.draft_len == 0
+            self._outcome.plain_steps += result.record is not None and result.record.decision.draft_len == 0
         else:
             return None
         self._now_ms += ms
@@ -166,18 +166,18 @@ class _Episode:
 
     def _deliver(self, result: Result) -> None:
         """Look at a result: tokens reach their users, and users whose answer is complete go on."""
-        rounds = result.rounds
-        if rounds is None:
+        record = result.record
+        if record is None:
             for request in result.requests:
                 request.known_tokens, request.first_ms = 1, self._now_ms
         else:
             running = [place for place, request in enumerate(result.requests) if not request.done]
-            accepted, verified = result.accepted[running].tolist(), rounds.verify_lens.tolist()
-            self._server.schedule.observe(rounds, running, accepted)
+            accepted, verified = result.accepted[running].tolist(), record.verify_lens.tolist()
+            self._server.schedule.observe(record, running, accepted)
             for place, count in zip(running, accepted, strict=True):
                 request = result.requests[place]
                 request.known_tokens += count + 1
-                self._outcome.rounds.append(Round(request.index, rounds.drafted[place], verified[place], count))
+                self._outcome.rounds.append(Round(request.index, record.drafted[place], verified[place], count))
         for request in [request for request in self._running if request.done]:
             request.done_ms = self._now_ms
             self._running.remove(request)

@@ -48,20 +48,21 @@ def offer_random_lengths():
     def offer(module):
         from random_policy import RandomPolicy
 
-        def switch_policy(self, fields, original=module.Reporting.switch_policy):
+        def switch_policy(self, fields, original=module.Reports.switch_policy):
             if fields != {"policy": "random"}:
                 return original(self, fields)
-            self._schedule.policy = RandomPolicy(self._schedule.max_verify)
+            schedule = self._decoder.schedule
+            schedule.policy = RandomPolicy(schedule.max_verify)
             return {"policy": "random"}
 
-        module.Reporting.switch_policy = switch_policy
+        module.Reports.switch_policy = switch_policy
 
     def measure_briefly(module):
         from sglang_dspark.scheduling import sps_profiler
 
         sps_profiler.MAX_PASSES, module._CONTEXTS, module.LIMIT_S["cpu"] = 1, (64,), 6.0
 
-    patch_when_imported("sglang_dspark.metrics.reporting", offer)
+    patch_when_imported("sglang_dspark.features.reports.served", offer)
     patch_when_imported("sglang_dspark.engine.scheduler.measure_steps", measure_briefly)
 
 

@@ -1,0 +1,93 @@
+"""What a server says of itself: statistics, metrics, the live page, the counts of every answer; and the policy switch.
+
+In the scheduler ``served.py`` counts steps, and answers what the routes ask through ``channel.py``. ``prometheus.py``
+exports the counts. The front end adds to every answer what became of its drafts.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_dspark.engine.feature import Feature
+from sglang_dspark.engine.hook_checks import Moment
+from sglang_dspark.engine.launch.hook import Hook
+
+_OPENAI = (("chat", "OpenAIServingChat", "chat"), ("completions", "OpenAIServingCompletion", "completion"))
+"""SGLang's module, class and name of what serves the OpenAI routes."""
+
+FEATURE = Feature(
+    __name__,
+    is_used=lambda args: True,
+    hooks=(
+        Hook(
+            "report-counts",
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+            HookType.AFTER,
+            "features.reports.request_counts.report",
+            "front_end",
+            "SGLang assumes that every draft is verified, and understates the acceptance of requests",
+        ),
+        *(
+            Hook(
+                f"acceptance-of-{route}s",
+                f"sglang.srt.entrypoints.openai.serving_{module}.{serving}._build_{route}_response",
+                HookType.AFTER,
+                "features.reports.acceptance.add_acceptance",
+                "front_end",
+                "SGLang has no place for what benchmarks read of the drafts of one request",
+                Moment.SOME_TIME,
+            )
+            for module, serving, route in _OPENAI
+        ),
+        *(
+            Hook(
+                f"acceptance-of-{route}-streams",
+                f"sglang.srt.entrypoints.openai.serving_{module}.{serving}._generate_{route}_stream",
+                HookType.AROUND,
+                "features.reports.acceptance.stream_with_acceptance",
+                "front_end",
+                "SGLang has no place for what benchmarks read of the drafts of one request",
+                Moment.SOME_TIME,
+            )
+            for module, serving, route in _OPENAI
+        ),
+        Hook(
+            "page-without-key",
+            "sglang.srt.utils.auth.decide_request_auth",
+            HookType.AFTER,
+            "features.reports.routes.page_needs_no_key",
+            "routes",
+            "a browser has to load the page at /dspark before it can ask for the API key",
+            Moment.SOME_TIME,
+        ),
+        Hook(
+            "report-verified",
+            "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats",
+            HookType.AROUND,
+            "features.reports.handlers.report_verified",
+            "any_worker",
+            "SGLang assumes that every draft is verified, and understates the acceptance in its log and its metrics",
+            Moment.SOME_TIME,  # behind the first result, and not worth the end of a server
+        ),
+        Hook(
+            "answer-questions",
+            "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+            HookType.AROUND,
+            "features.reports.handlers.answer",
+            "any_worker",
+            "the routes below /dspark reach the scheduler through SGLang's channel for looking at a running server",
+            Moment.SOME_TIME,
+        ),
+        Hook(
+            "export-metrics",
+            "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
+            HookType.AFTER,
+            "features.reports.handlers.export_metrics",
+            "any_worker",
+            "our Prometheus metrics carry the labels of SGLang's, which are known from here on",
+        ),
+    ),
+    part="served.Reports",
+    of_any_worker=True,
+    routes="routes.add",
+)

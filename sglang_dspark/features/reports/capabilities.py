@@ -1,0 +1,109 @@
+"""Describe the server for ``GET /dspark/capabilities`` and the log."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from sglang_dspark.config import POLICY_NAMES
+from sglang_dspark.engine.compat.arguments import speculating
+from sglang_dspark.engine.compat.decoder import Decoder
+from sglang_dspark.engine.feature import all_features
+from sglang_dspark.engine.forward.graphs import has_prefill_graphs
+from sglang_dspark.engine.support import versions
+from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.speculation import OF_PRESETS, Speculation
+
+
+def capabilities(decoder: Decoder) -> dict[str, Any]:
+    """Return JSON: the decode path and why, versions, checkpoints, policies and features."""
+    server_args, model_runner = decoder.server_args, decoder.target_worker.model_runner
+    schedule, decoding = decoder.schedule, decoder.decoding()
+    server = speculating(server_args)
+    assert server is not None, "a scheduler that decodes with DSPARK asks"
+    options = server.config
+    model, on_gpu = model_runner.model_config, model_runner.device == "cuda"
+    has_head = schedule.forecast.calibration is not None
+    return {
+        "effective_decode_path": "dspark",
+        "engine": server.engine,
+        "reason": decoding.reason,
+        "versions": versions(),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "dtype": str(model_runner.dtype).removeprefix("torch."),
+        "target": {
+            "path": server_args.model_path,
+            "name": server_args.served_model_name,
+            "architecture": (model.hf_config.architectures or [None])[0],
+            "vocab_size": model.hf_text_config.vocab_size,
+            "context_length": model.context_len,
+            **{key: said for feature in all_features() for key, said in feature.describe_target(model_runner).items()},
+        },
+        "drafter": decoding.drafter,
+        "simulated_acceptance": options.acceptance_profile(decoding.gamma),
+        "block_size": decoding.gamma,
+        "max_verify": schedule.max_verify,
+        "max_running_requests": int(model_runner.max_running_requests),
+        "policy": schedule.policy.name,
+        "policies": {name: _policy(schedule, name, on_gpu=on_gpu) for name in POLICY_NAMES},
+        "features": {
+            "speculation_fields": _speculation_fields(
+                has_head=has_head, presets=server.presets, keeps_answers=options.answer_cache is not None
+            ),
+            "cuda_graphs": decoding.cuda_graphs,
+            "overlap": not server_args.disable_overlap_schedule,
+            "prefill_attention": model_runner.attn_backend.prefill_attention_backend_str,
+            "prefill_cuda_graphs": has_prefill_graphs(model_runner),
+            "decode_attention": model_runner.attn_backend.decode_attention_backend_str,
+            "tensor_parallel_size": server_args.tp_size,
+            "online_calibration": has_head and options.online_calibration,
+            "prometheus": bool(server_args.enable_metrics),
+        },
+    }
+
+
+def in_one_line(found: dict[str, Any]) -> str:
+    """Return one line for the log with the findings of :func:`capabilities`."""
+    features, drafter = found["features"], _drafter_in_words(found["drafter"])
+    prefill, decode = ("with" if features[name] else "without" for name in ("prefill_cuda_graphs", "cuda_graphs"))
+    available = [name for name, policy in found["policies"].items() if policy["available"]]
+    return (
+        f"effective decode path {found['effective_decode_path']} ({found['reason']}); policy {found['policy']} of "
+        f"{', '.join(available)}; {drafter}; "
+        f"prefill by {features['prefill_attention']} {prefill} CUDA graphs, "
+        f"decode by {features['decode_attention']} {decode} CUDA graphs, "
+        f"overlap {'on' if features['overlap'] else 'off'}; "
+        + ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    )
+
+
+def _drafter_in_words(drafter: dict[str, Any] | None) -> str:
+    if drafter is None:
+        return "no drafter"
+    markov = f"{drafter['markov_head_type']} Markov head of rank {drafter['markov_rank']}"
+    return (
+        f"drafter {drafter['path']}: block size {drafter['block_size']}, {drafter['num_hidden_layers']} layers, taps "
+        f"{drafter['target_layer_ids']}, {markov if drafter['markov_rank'] else 'no Markov head'}, "
+        f"{'a' if drafter['confidence_head'] else 'no'} confidence head, {drafter['vocab_size']} tokens"
+    )
+
+
+def _speculation_fields(*, has_head: bool, presets: bool, keeps_answers: bool) -> list[str]:
+    absent = () if presets else OF_PRESETS
+    if not has_head:
+        absent = (*absent, "confidence_threshold")
+    if not keeps_answers:
+        absent = (*absent, "cache")
+    return [field.name for field in fields(Speculation) if field.name not in absent]
+
+
+def _policy(schedule: Schedule, name: str, *, on_gpu: bool) -> dict[str, Any]:
+    unavailable = schedule.why_not(name)
+    return {
+        "available": unavailable is None,
+        "reason": unavailable,
+        # On a CPU, host and device are the same.
+        "waits_for_device": on_gpu and schedule.waits_for_device(name),
+    }

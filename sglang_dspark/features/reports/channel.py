@@ -1,0 +1,102 @@
+"""Questions of the HTTP process to the scheduler process, over SGLang's channel for looking at a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dspark.engine.sglang_types import TokenizerManager
+from sglang_dspark.errors import BusyError, ConfigError
+
+KEY = "dspark"
+"""Where our answer lies among the figures that the channel was made for."""
+ANSWER_LIMIT_S = 10.0
+"""Longest time that a caller waits. A scheduler that computes a long prefill answers after it."""
+PAUSE_S = 0.02
+"""Shortest time between two questions that only read: many readers cost the scheduler no more than one."""
+MAX_WAITING = 16
+READ_ONLY = ("stats", "capabilities")
+
+
+class Channel:
+    """Asks the scheduler one question at a time.
+
+    SGLang's channel answers in the order of the questions, and hangs or fails when several callers wait in its queue
+    and one of them fails. So ours wait for a lock of their own, and a question that was sent keeps the lock until its
+    answer is there, whether its caller still waits or not.
+
+    A question travels as the id of SGLang's request for the scheduler's state, which carries nothing else and which no
+    client can write.
+
+    Args:
+        manager: gives SGLang's ``TokenizerManager``.
+        limit_s: longest time that a caller waits.
+    """
+
+    def __init__(self, manager: Callable[[], TokenizerManager], limit_s: float = ANSWER_LIMIT_S) -> None:
+        self._manager, self._limit_s = manager, limit_s
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        # Questions that have not been sent yet, so that equal questions get the same answer.
+        self._unsent: dict[tuple[Any, ...], asyncio.Task[Any]] = {}
+        self._last_sent = float("-inf")
+
+    async def ask(self, question: str, fields: dict[str, Any]) -> Any:
+        """Return the scheduler's answer, that of rank 0 if there are several.
+
+        Args:
+            question: ``stats``, ``policy`` or ``capabilities``.
+            fields: what belongs to it, scalars.
+
+        Raises:
+            ConfigError: the scheduler refuses.
+            BusyError: it cannot answer, or not in time, or too many questions wait already.
+        """
+        key = (question, *sorted(fields.items()))
+        task = self._unsent.get(key) if question in READ_ONLY else None
+        if task is None:
+            if len(self._tasks) >= MAX_WAITING:
+                raise BusyError(f"{len(self._tasks)} questions already wait for the scheduler; try again later")
+            task = asyncio.create_task(self._ask(key, question, fields))
+            self._unsent[key] = task
+            self._tasks.add(task)
+            task.add_done_callback(self._forget)
+        try:
+            reply = await asyncio.wait_for(asyncio.shield(task), self._limit_s)
+        except TimeoutError:
+            raise BusyError(
+                f"the scheduler has not answered for {self._limit_s:g} s; it may be in a long step, and a change "
+                "of the policy may still take effect: try again later"
+            ) from None
+        if "refusal" in reply:
+            raise ConfigError(reply["refusal"])
+        if "failed" in reply:
+            raise BusyError(f"the scheduler could not answer {reply['failed']}; its log says why")
+        return reply["answer"]
+
+    async def _ask(self, key: tuple[Any, ...], question: str, fields: dict[str, Any]) -> Any:
+        from sglang.srt.managers.io_struct import GetInternalStateReq
+
+        clock = asyncio.get_running_loop().time
+        async with self._lock:
+            if question in READ_ONLY:
+                await asyncio.sleep(self._last_sent + PAUSE_S - clock())
+            if self._unsent.get(key) is asyncio.current_task():
+                del self._unsent[key]
+            self._last_sent = clock()
+            manager = self._manager()
+            manager.auto_create_handle_loop()
+            request = GetInternalStateReq(rid=json.dumps({KEY: {"question": question, "fields": fields}}))
+            while True:
+                try:
+                    return (await manager.get_internal_state_communicator(request))[0].internal_state[KEY]
+                except AssertionError:
+                    # Nothing was sent: a question of SGLang's own, for its /server_info, took the turn of this one.
+                    continue
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may be gone, and nothing else looks at it

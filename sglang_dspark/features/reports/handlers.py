@@ -1,0 +1,78 @@
+"""Handle the hooks of the scheduler process; ``__init__.py`` says where each stands and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dspark.engine.compat.arguments import tokens_per_step
+from sglang_dspark.engine.compat.decoder import decoder_of
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.features.reports.channel import KEY
+from sglang_dspark.features.reports.served import Reports
+from sglang_dspark.fence import fenced, nothing
+
+
+def reports_of(scheduler: Any) -> Reports:
+    """Return the reports of SGLang's scheduler."""
+    return next(part for part in decoder_of(scheduler).parts if isinstance(part, Reports))
+
+
+def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Answer our questions at the scheduler's end of the channel; others go on to SGLang."""
+    from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+
+    if recv_req.rid is None:
+        return original(scheduler, recv_req)
+    message = json.loads(recv_req.rid)[KEY]
+    reply = _reply(reports_of(scheduler), message["question"], message["fields"])
+    return GetInternalStateReqOutput(internal_state={KEY: reply})
+
+
+@fenced("answers to questions", instead=lambda reports, question, fields: {"failed": question})
+def _reply(reports: Reports, question: str, fields: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"answer": _answer_of(reports, question, fields)}
+    except ConfigError as error:
+        return {"refusal": str(error)}
+
+
+def _answer_of(reports: Reports, question: str, fields: dict[str, Any]) -> Any:
+    match question:
+        case "stats":
+            return reports.stats()
+        case "policy":
+            return reports.switch_policy(fields)
+        case "capabilities":
+            return reports.capabilities()
+    raise ConfigError(f"{question}: no question that the scheduler answers")
+
+
+def export_metrics(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Add our Prometheus metrics to SGLang's."""
+    context = scheduler.metrics_collector_context
+    if context.current_scheduler_metrics_enabled:
+        reports_of(scheduler).export_metrics(context.collector.labels)
+
+
+def report_verified(original: Callable[..., None], reporter: Any, *args: Any, **kwargs: Any) -> None:
+    """Have SGLang divide the accepted drafts by the verified ones, in its log and in ``sglang:spec_accept_rate``.
+
+    It divides them by all drafts of a block in every round. So the accepted ones are scaled while it does. It would
+    also report drafts proposed as accepted lengths of blocks, so it is told of none.
+    """
+    accepted = reporter.spec_num_correct_drafts
+    _scale_accepted(reporter)
+    original(reporter, *args, **kwargs)
+    if reporter.spec_num_forward_ct:  # it goes on adding
+        reporter.spec_num_correct_drafts = accepted
+
+
+@fenced("shares of accepted drafts", instead=nothing)
+def _scale_accepted(reporter: Any) -> None:
+    reporter.spec_num_block_accept_tokens = 0
+    accepted, rounds = reporter.spec_num_correct_drafts, reporter.spec_num_forward_ct
+    verified = reporter.spec_num_cap_tokens - rounds
+    if verified:
+        reporter.spec_num_correct_drafts = accepted / verified * rounds * (tokens_per_step() - 1)

@@ -1,0 +1,151 @@
+"""The statistics as Prometheus metrics, beside SGLang's own: counters since the start, whose rates give all figures.
+
+A step costs nothing here: a thread copies the sums once a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sglang_dspark.calibration.fit import Verdict
+from sglang_dspark.features.reports.counters import Counters
+from sglang_dspark.features.reports.sums import (
+    MEASURED_MS,
+    PREDICTED_MS,
+    STEPS,
+    TIMED_STEPS,
+    Figures,
+    Sums,
+    requests_of,
+)
+from sglang_dspark.fence import FAILURES
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "sglang:dspark_"
+PERIOD_S = 1.0
+
+LOAD_COUNTERS = {
+    "steps_total": "Decode steps.",
+    "plain_steps_total": "Decode steps in which nothing was drafted.",
+    "parked_steps_total": "Decode steps while speculation rested because plain steps are faster.",
+    "request_steps_total": "Requests, summed over the decode steps.",
+    "drafted_tokens_total": "Draft tokens that the drafter proposed, without copied ones.",
+    "copied_tokens_total": "Draft tokens that presets copied; they count as verified and accepted, not as drafted.",
+    "verified_tokens_total": "Draft tokens that went through the target.",
+    "accepted_tokens_total": "Draft tokens that the target kept.",
+    "committed_tokens_total": "Tokens gained: accepted drafts and one correction or bonus token per request and step.",
+    "timed_steps_total": "Decode steps that were timed.",
+    "step_seconds_measured_total": "Their time.",
+    "step_seconds_predicted_total": "Predicted time of the timed decode steps; stays 0 without measured step times.",
+}
+"""By label ``load``: most requests of a step, a power of two."""
+POSITION_COUNTERS = {
+    "position_verified_total": "Draft tokens that went through the target.",
+    "position_accepted_total": "Draft tokens that the target kept.",
+    "position_predicted_total": "Verified draft tokens whose survival was predicted.",
+    "position_predicted_survival_total": "The sum of these predictions.",
+    "position_predicted_survivors_total": "Draft tokens with a predicted survival that survived.",
+}
+"""By label ``position``: index in the block, 0 first."""
+ADVICE_COUNTERS = {"failed_advice_total": "Failed calls of functions that only advise; the requests went on without."}
+"""By label ``advice``."""
+POLICY_COUNTERS = {"policy_steps_total": "Decode steps chosen by the policy."}
+"""By label ``policy``."""
+MISFIT = "drafter_misfit"
+
+
+class Metrics:
+    """Keeps Prometheus metrics equal to the counters.
+
+    Args:
+        counters: what is exported.
+        verdict: returns whether the drafter fits; called from another thread.
+        labels: on every metric.
+        registry: of prometheus_client; None means its default one, which SGLang exports from all its processes.
+    """
+
+    def __init__(
+        self,
+        counters: Counters,
+        verdict: Callable[[], Verdict],
+        labels: Mapping[str, Any],
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        # Not before SGLang has said in the environment where its processes meet.
+        import prometheus_client
+
+        self._counters, self._verdict, self._labels = counters, verdict, dict(labels)
+        self._exported: dict[tuple[str, ...], float] = {}
+        registry = prometheus_client.REGISTRY if registry is None else registry
+        self._families: dict[str, Any] = {}
+        for label, described in {
+            "load": LOAD_COUNTERS,
+            "position": POSITION_COUNTERS,
+            "policy": POLICY_COUNTERS,
+            "advice": ADVICE_COUNTERS,
+        }.items():
+            for name, text in described.items():
+                names = [*self._labels, label]
+                self._families[name] = prometheus_client.Counter(PREFIX + name, text, names, registry=registry)
+        self._misfit = prometheus_client.Gauge(
+            PREFIX + MISFIT,
+            "1 if the drafter's first drafts say that it does not fit the target, NaN before they can.",
+            list(self._labels),
+            registry=registry,
+            multiprocess_mode="mostrecent",
+        )
+
+    def start(self) -> None:
+        """Update now and once a second, until the process ends."""
+        self.update()
+        threading.Thread(target=self._run, name="dspark-metrics", daemon=True).start()
+
+    def _run(self) -> None:
+        waiting = threading.Event()
+        fails = False
+        while not waiting.wait(PERIOD_S):
+            try:
+                self.update()
+            except (OSError, ValueError) as error:  # a full disk: metrics of several processes are files
+                if not fails:
+                    logger.warning("DSPARK: metrics cannot be updated, which is tried again every second: %r", error)
+                fails = True
+            else:
+                fails = False
+
+    def update(self) -> None:
+        """Bring all metrics up to date."""
+        for name, value, label in self._counts(self._counters.sums()):
+            series = name, *label.values()
+            self._families[name].labels(**self._labels, **label).inc(max(0.0, value - self._exported.get(series, 0.0)))
+            self._exported[series] = value
+        verdict = self._verdict()
+        unknown = verdict is Verdict.UNKNOWN  # a gap in a graph
+        self._misfit.labels(**self._labels).set(float("nan") if unknown else float(verdict is Verdict.MISFIT))
+
+    def _counts(self, sums: Sums) -> Iterator[tuple[str, float, dict[str, str]]]:
+        for load, row in enumerate(sums.loads):
+            if row[STEPS] or row[TIMED_STEPS]:
+                figures, label = Figures(row), {"load": str(requests_of(load)[1])}
+                for key, value in figures.counts().items():
+                    name = {"rounds": "request_steps"}.get(key, key) + "_total"
+                    if name in LOAD_COUNTERS:
+                        yield name, value, label
+                yield "step_seconds_measured_total", row[MEASURED_MS] / 1e3, label
+                yield "step_seconds_predicted_total", row[PREDICTED_MS] / 1e3, label
+        verified, _, accepted = sums.total().positions()
+        columns = [verified, accepted, *sums.predicted]
+        for name, values in zip(POSITION_COUNTERS, columns, strict=True):
+            for position, value in enumerate(values.tolist()):
+                yield name, value, {"position": str(position)}
+        for policy, steps in list(self._counters.steps_by_policy.items()):
+            yield "policy_steps_total", steps, {"policy": policy}
+        for advice, failures in list(FAILURES.items()):
+            yield "failed_advice_total", failures, {"advice": advice}

@@ -1,0 +1,172 @@
+"""``/dspark`` and the routes below it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+from fastapi import Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.middleware import Middleware
+
+from sglang_dspark.engine.api.http import error_response, without_root
+from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
+from sglang_dspark.engine.support import versions
+from sglang_dspark.errors import BusyError, ConfigError
+from sglang_dspark.features.reports import page
+from sglang_dspark.features.reports.channel import Channel
+from sglang_dspark.features.reports.metric_names import UnescapedNames
+from sglang_dspark.fence import FAILURES
+
+PAGE = "/dspark"
+MAX_POLICY_BYTES = 4096
+"""Bytes of a policy in JSON."""
+
+
+def add(app: Any, target_only: str | None) -> None:
+    """Add our routes, and the middleware for metrics, to SGLang's application.
+
+    Args:
+        target_only: why the target decodes alone; None if it does not.
+    """
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    routes = TargetOnlyRoutes(target_only) if target_only is not None else Routes()
+    app.add_api_route(PAGE, _page, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/dspark/stats", routes.stats, methods=["GET"])
+    app.add_api_route("/dspark/capabilities", routes.capabilities, methods=["GET"])
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def policy(request: Request) -> Response:
+        return await routes.policy(request)
+
+    app.add_api_route("/dspark/policy", policy, methods=["POST"])
+    if target_only is None:
+        app.user_middleware.append(Middleware(UnescapedNames))
+
+
+class Routes:
+    """Serve the routes of a server that decodes with DSPARK; the scheduler answers."""
+
+    def __init__(self) -> None:
+        self._channel = Channel(tokenizer_manager)
+
+    async def stats(self) -> Response:
+        """Return the figures since the start and of the last minute."""
+        return await self._respond("stats", {}, _with_failures_here)
+
+    async def capabilities(self) -> Response:
+        """Return the decode path of this server, and the reason for it."""
+        return await self._respond("capabilities", {})
+
+    async def policy(self, request: Request) -> Response:
+        """Switch to another verify policy from the next step on: ``{"policy": "static", "verify_len": 3}``."""
+        if _media_type(request) != "application/json":
+            return error_response(415, "the header must say Content-Type: application/json", "Content-Type")
+        try:
+            fields = json.loads(await _short_body(request))
+        except (ValueError, RecursionError):
+            fields = None
+        if not isinstance(fields, dict) or any(isinstance(value, dict | list) for value in fields.values()):
+            return error_response(
+                400,
+                f'the body must be a flat JSON object of at most {MAX_POLICY_BYTES} bytes like {{"policy": "auto"}}',
+                "policy",
+            )
+        return await self._respond("policy", fields)
+
+    async def _respond(
+        self, question: str, fields: dict[str, Any], report: Callable[[Any], Any] = lambda answer: answer
+    ) -> Response:
+        """Return the JSON that ``report`` makes of the scheduler's answer, or the reason why there is none.
+
+        JSON does not know NaN: such a figure is null.
+        """
+        try:
+            answer = await self._channel.ask(question, fields)
+        except ConfigError as error:
+            return error_response(400, str(error), question)
+        except BusyError as error:
+            return error_response(503, str(error), question)
+        return Response(msgspec.json.encode(report(answer), enc_hook=_plain_number), media_type="application/json")
+
+
+def _with_failures_here(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the statistics of the scheduler with what has failed in this process, too."""
+    return answer | {"failed_advice": dict(Counter(answer["failed_advice"]) + FAILURES)}
+
+
+def _plain_number(value: Any) -> Any:
+    """Return a number of numpy's as Python's."""
+    if not isinstance(value, np.generic):
+        raise TypeError(f"{type(value).__name__} is no JSON")
+    return value.item()
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def _short_body(request: Request) -> bytes:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_POLICY_BYTES:
+            raise ValueError("too long")
+    return body
+
+
+class TargetOnlyRoutes:
+    """Serve the routes of a server on which the target decodes alone."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    async def stats(self) -> JSONResponse:
+        """Refuse: there are no figures."""
+        return self._nothing()
+
+    async def capabilities(self) -> JSONResponse:
+        """Return the decode path of this server, and the reason for it."""
+        return JSONResponse(
+            {"effective_decode_path": "target-only", "reason": self._reason, "versions": versions(), "policies": {}}
+        )
+
+    async def policy(self, request: Request) -> JSONResponse:
+        """Refuse: there is no policy."""
+        return self._nothing()
+
+    def _nothing(self) -> JSONResponse:
+        return error_response(404, f"this server decodes with the target alone: {self._reason}", None)
+
+
+async def _page() -> HTMLResponse:
+    document, policy = page.document(needs_key=bool(_server_args().api_key))
+    return HTMLResponse(document, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
+
+
+def tokenizer_manager() -> TokenizerManager:
+    """Return SGLang's own, which talks to the scheduler."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    manager: TokenizerManager = get_global_state().tokenizer_manager
+    return manager
+
+
+def _server_args() -> ServerArgs:
+    return tokenizer_manager().server_args
+
+
+def page_needs_no_key(decision: Any, *, method: str, path: str, **credentials: Any) -> Any:
+    """Hook after SGLang's decision on a request: the page, which holds no data and asks for the key, is free.
+
+    A browser cannot be told to send a header with the address that somebody types.
+    """
+    from sglang.srt.utils.auth import AuthDecision
+
+    is_page = method == "GET" and path.endswith(PAGE) and without_root(path, _server_args().fastapi_root_path) == PAGE
+    return AuthDecision(allowed=True) if is_page else None

@@ -1,0 +1,111 @@
+"""Reports of a scheduler: its statistics, its metrics, and what it writes into the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_dspark.engine.compat.decoder import Decoder
+from sglang_dspark.engine.feature import Part
+from sglang_dspark.features.reports.capabilities import capabilities, in_one_line
+from sglang_dspark.features.reports.counters import Counters
+from sglang_dspark.features.reports.first_drafts import FirstDrafts
+from sglang_dspark.features.reports.prometheus import Metrics
+from sglang_dspark.features.reports.recent import Recent
+from sglang_dspark.features.reports.traces import trace
+from sglang_dspark.fence import FAILURES, fenced, nothing
+from sglang_dspark.step.record import StepRecord
+
+logger = logging.getLogger(__name__)
+
+_LOG_INTERVAL_S = 30.0
+
+
+class Reports(Part):
+    """Counts what steps do, and reports it.
+
+    Args:
+        decoder: of the scheduler.
+    """
+
+    _counters: Counters
+    _recent: Recent
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._first_drafts = FirstDrafts()
+        self._logged_at = time.monotonic()
+
+    def ready(self) -> None:
+        """Begin to count, and say in the log how the server decodes."""
+        self._counters = Counters(self._decoder.decoding().gamma, self._decoder.schedule.forecast.predicted)
+        self._recent = Recent(self._counters)
+        logger.info("DSPARK: %s", in_one_line(self.capabilities()))
+
+    def step_done(
+        self, reqs: Sequence[Any], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        self._count(record, running, accepted)
+        trace(reqs, record, running, accepted)
+
+    @fenced("statistics of steps", instead=nothing)
+    def _count(self, record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
+        self._recent.tick()
+        if record.behind is not None:
+            self._counters.record_time(record.behind)
+        if not running:
+            return
+        self._first_drafts.count(record, running, accepted)
+        self._counters.record(
+            [record.drawn[request] for request in running],
+            [record.verified[request] for request in running],
+            accepted,
+            policy=record.policy,
+            parked=record.parked,
+            copied_lens=[record.copied[request] for request in running],
+            followed_lens=[record.followed[request] for request in running],
+            cached_lens=[record.cached[request] for request in running],
+        )
+        self._log()
+
+    def _log(self) -> None:
+        """Write a line now and then."""
+        now = time.monotonic()
+        if now - self._logged_at >= _LOG_INTERVAL_S:
+            self._logged_at = now
+            logger.info("DSPARK: %s", self._counters)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the JSON of ``GET /dspark/stats``."""
+        return {
+            "uptime_s": self._recent.uptime_s,
+            # The schedule first: it learns from what it has only noted so far.
+            **self._decoder.schedule.report(),
+            "drafter_fit": self._first_drafts.fit.report(),
+            "failed_advice": dict(FAILURES),
+            "steps_by_policy": dict(self._counters.steps_by_policy),
+            **self._counters.sums().report(),
+            "recent": self._recent.report(),
+        }
+
+    def capabilities(self) -> dict[str, Any]:
+        """Return the JSON of ``GET /dspark/capabilities``."""
+        return capabilities(self._decoder)
+
+    def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Verify by another policy from the next step on; return the JSON answer of ``POST /dspark/policy``.
+
+        Raises:
+            ConfigError: this server cannot run the policy.
+        """
+        schedule = self._decoder.schedule
+        schedule.switch(fields)
+        logger.info("DSPARK: policy %s from now on", schedule.policy.name)
+        until_now = {"uptime_s": self._recent.uptime_s, **self._counters.sums().total().counts()}
+        return {"policy": schedule.policy.name, "schedule": schedule.policy.report(), "until_now": until_now}
+
+    def export_metrics(self, labels: dict[str, Any]) -> None:
+        """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
+        Metrics(self._counters, lambda: self._first_drafts.fit.verdict, labels).start()

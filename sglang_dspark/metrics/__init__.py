@@ -1,1 +1,0 @@
-"""Counters of what speculation did, kept on the host, and all that is reported of them."""

@@ -1,0 +1,118 @@
+"""Prometheus metrics: every figure, its labels, and the dashboard's queries."""
+
+import json
+import math
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from sglang_dspark.calibration.fit import Verdict
+from sglang_dspark.calibration.predicted_survival import PredictedSurvival
+from sglang_dspark.features.reports import prometheus
+from sglang_dspark.features.reports.counters import Counters
+from sglang_dspark.features.reports.prometheus import Metrics
+from sglang_dspark.step.record import TimedStep
+
+GRAFANA = Path(__file__).parents[3] / "docker" / "grafana" / "dspark.json"
+LABELS = {"model_name": "m", "tp_rank": 0}
+
+
+class Exporter:
+    def __init__(self):
+        self.predicted = PredictedSurvival(3)
+        self.counters = Counters(3, self.predicted)
+        self.verdict = Verdict.UNKNOWN
+        self.registry = CollectorRegistry()
+        self.metrics = Metrics(self.counters, lambda: self.verdict, LABELS, self.registry)
+
+    def value(self, name, **labels):
+        return self.registry.get_sample_value(f"sglang:dspark_{name}", {"model_name": "m", "tp_rank": "0", **labels})
+
+
+@pytest.fixture
+def exporter():
+    made = Exporter()
+    made.counters.record([3, 3, 3], [3, 2, 0], [3, 1, 0], policy="auto")
+    made.counters.record([0], [0], [0], policy="static", parked=True)
+    made.counters.record_time(TimedStep(3, 40.0, 50.0))
+    made.predicted.observe(np.full((3, 3), 0.75), np.array([3, 2, 0]), np.array([3, 1, 0]))
+    return made
+
+
+def test_counters(exporter):
+    exporter.metrics.update()
+    assert exporter.value("verified_tokens_total", load="4") == 5
+    assert exporter.value("request_steps_total", load="1") == exporter.value("parked_steps_total", load="1") == 1
+    assert exporter.value("committed_tokens_total", load="4") == 7
+    assert exporter.value("step_seconds_measured_total", load="4") == pytest.approx(0.04)
+    assert exporter.value("policy_steps_total", policy="static") == 1
+    assert [exporter.value("position_accepted_total", position=str(p)) for p in range(3)] == [2, 1, 1]
+    assert exporter.value("position_predicted_survival_total", position="1") == 1.5
+    assert exporter.value("timed_steps_total", load="4") == 1
+
+
+def test_counters_follow_and_never_fall(exporter):
+    exporter.metrics.update()
+    exporter.metrics.update()
+    assert exporter.value("steps_total", load="4") == 1
+    exporter.counters.record([3, 3, 3], [1, 1, 1], [0, 0, 0], policy="auto")
+    exporter.metrics.update()
+    assert exporter.value("steps_total", load="4") == 2
+
+
+def test_a_drafter_that_is_not_judged_yet_is_a_gap(exporter):
+    values = []
+    for verdict in (Verdict.UNKNOWN, Verdict.MISFIT, Verdict.FITS):
+        exporter.verdict = verdict
+        exporter.metrics.update()
+        values.append(exporter.value("drafter_misfit"))
+    assert math.isnan(values[0])
+    assert values[1:] == [1, 0]
+
+
+def test_every_metric_of_the_dashboard_exists(exporter):
+    exporter.metrics.update()
+    families = {family.name for family in exporter.registry.collect()}
+    shown = {name.removesuffix("_total") for name in re.findall(r"sglang:dspark_\w+", GRAFANA.read_text())}
+    # Beside the panels: what alerts are for.
+    assert families - shown == {"sglang:dspark_drafter_misfit", "sglang:dspark_failed_advice"}
+    assert shown - families == set()
+
+
+def test_the_dashboard_tells_instances_apart():
+    """Every query asks for the chosen instances, and one row of panels shows each alone."""
+    board = json.loads(GRAFANA.read_text())
+    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+    assert variables["instance"]["multi"] and variables["instance"]["includeAll"]
+    panels = board["panels"]
+    queries = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    selectors = [selector for query in queries for selector in re.findall(r"sglang:\w+(\{.*?\})", query)]
+    assert len(selectors) == sum(query.count("sglang:") for query in queries) > 20
+    assert set(selectors) == {'{model_name=~"$model", instance=~"$instance"}'}
+    [row] = [index for index, panel in enumerate(panels) if panel["type"] == "row"]
+    apart = [target for panel in panels[row + 1 :] for target in panel["targets"]]
+    assert apart and all("by (instance)" in target["expr"] for target in apart)
+    assert {target["legendFormat"] for target in apart} == {"{{instance}}"}
+
+
+def test_metrics_outlive_a_full_disk(exporter, monkeypatch, caplog):
+    """Those of several processes are files; what cannot be written now is written later."""
+    monkeypatch.setattr(prometheus, "PERIOD_S", 0.001)
+    update, calls, again = exporter.metrics.update, [], threading.Event()
+
+    def now_and_then():
+        calls.append(len(calls))
+        if len(calls) in (2, 3, 4):
+            raise OSError(28, "No space left on device")
+        update()
+        if len(calls) > 5:
+            again.set()
+
+    monkeypatch.setattr(exporter.metrics, "update", now_and_then)
+    exporter.metrics.start()
+    assert again.wait(60)
+    assert caplog.text.count("metrics cannot be updated") == 1
