@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import KVCache
+    from starlette.types import ASGIApp
 
 
 class Worker(Protocol):
@@ -264,6 +265,8 @@ class Feature:
         flag_rules: flags of SGLang that it refuses, on every server.
         request_keys: name of its :class:`RequestKeys` below ``room``, which are read on every server; empty if it has
             none.
+        middleware: name of a class below ``room`` that wraps SGLang's application, within what reads the field
+            ``speculation``, on servers that use the feature; empty if it has none.
         checks: name of its ``tuple[Check, ...]`` below ``room``, made on every server; empty if it has none.
         part: name of a function below ``room`` such as :meth:`Part.of`; empty if the feature has none.
         describe_target: takes SGLang's runner of a target, and returns what ``GET /dspark/capabilities`` says of it, by
@@ -277,6 +280,7 @@ class Feature:
     hooks: tuple[Hook, ...] = ()
     flag_rules: tuple[FlagRule, ...] = ()
     request_keys: str = ""
+    middleware: str = ""
     checks: str = ""
     part: str = ""
     describe_target: Callable[[ModelRunner], Mapping[str, object]] = lambda runner: {}
@@ -291,6 +295,10 @@ class Feature:
         """Import and return its keys, if it has any."""
         keys: type[RequestKeys] = resolve_name(f"{self.room}.{self.request_keys}")
         return keys
+
+    def load_middleware(self) -> list[Callable[..., ASGIApp]]:
+        """Import and return its middleware."""
+        return [resolve_name(f"{self.room}.{self.middleware}")] if self.middleware else []
 
     def load_checks(self) -> tuple[Check, ...]:
         """Import and return its checks."""

@@ -14,6 +14,7 @@ from sglang_dspark.engine.api.metric_names import UnescapedNames
 from sglang_dspark.engine.api.request_field import ASKED
 from sglang_dspark.engine.api.served_requests import is_refused
 from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.launch_state import TargetOnly
 from sglang_dspark.engine.sglang_types import ServerArgs
 
@@ -37,6 +38,9 @@ def mount(server_args: ServerArgs, *args: object, **kwargs: object) -> None:
     if target_only is None:
         # Innermost: inside the decompression of bodies, and inside CORS, whose headers belong on our errors too.
         app.user_middleware += [Middleware(SpeculationMiddleware), Middleware(UnescapedNames)]
+        for feature in all_features():
+            if feature.is_used(server_args):
+                app.user_middleware += map(Middleware, feature.load_middleware())
 
 
 class SpeculationMiddleware:
@@ -68,12 +72,13 @@ class SpeculationMiddleware:
         # Tasks that this request starts see it, too; those of other requests do not.
         before = ASKED.set(_field_of(body))
         try:
-            await self.app(scope, _replay(body, receive), send)
+            await self.app(scope, replayed(body, receive), send)
         finally:
             ASKED.reset(before)
 
 
-def _replay(body: bytes, receive: Any) -> Any:
+def replayed(body: bytes, receive: Any) -> Any:
+    """Return what gives an application a body that was read, and then what ``receive`` gives."""
     pending = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Any:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from sglang.srt.plugins.hook_registry import HookType
+
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.feature import Feature
+from sglang_dspark.engine.launch.hook import Hook
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.sglang_types import ServerArgs
 
@@ -14,4 +17,20 @@ def verifies_drafts(args: ServerArgs) -> bool:
     return isinstance(server, DSparkServer) and server.config.schedule != "off"
 
 
-FEATURE = Feature(__name__, is_used=verifies_drafts, part="served.PromptLookup.of", request_keys="keys.LookupKeys")
+FEATURE = Feature(
+    __name__,
+    is_used=verifies_drafts,
+    hooks=(
+        Hook(
+            "counts-of-predictions",
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+            HookType.AROUND,
+            "features.prompt_lookup.prediction.keep_counts",
+            "front_end",
+            "SGLang's usage has no place for what became of a prediction",
+        ),
+    ),
+    request_keys="keys.LookupKeys",
+    middleware="prediction.Predictions",
+    part="served.PromptLookup.of",
+)

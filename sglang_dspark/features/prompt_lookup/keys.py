@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from sglang_dspark.config import flag_name
 from sglang_dspark.declared import field_types, int_range, truncate
@@ -19,7 +20,6 @@ from sglang_dspark.features.prompt_lookup.options import (
     AUTO,
     CLASSIFICATION,
     NAMING,
-    REPLAY,
     SUMMARIZATION,
     LookupOptions,
     Preset,
@@ -32,7 +32,8 @@ MAX_LABEL_TOKENS = 16384
 _MOST_CANDIDATES = 1000
 _LONGEST_CANDIDATE = 200  # bytes
 _LONGEST_CANDIDATES = 32768  # bytes in all: the front end serves no other request while it tokenizes them
-_LONGEST_RECORDED = 32768
+_LONGEST_PREDICTION = 131072  # bytes
+_MOST_PREDICTED = 32768  # tokens
 _LONGEST_KEY = 256
 
 # Which presets read a key; given without one of them, it would have no effect.
@@ -41,7 +42,7 @@ _READERS = {
     "max_ngram": (SUMMARIZATION,),
     "max_draft": NAMING,
     "candidates": (CLASSIFICATION,),
-    "recorded": (REPLAY,),
+    "prediction": (AUTO,),
     "cache": (AUTO, SUMMARIZATION),
 }
 
@@ -54,12 +55,30 @@ Labels = Annotated[
         description=f"must be a list of 1 to {_MOST_CANDIDATES} strings that are not blank",
     ),
 ]
-Recorded = Annotated[
-    tuple[Annotated[int, Meta(ge=0)], ...],
+
+
+class TextPart(Struct, tag_field="type", tag="text"):
+    """A part of a predicted text, in OpenAI's form."""
+
+    text: str
+
+
+class Content(Struct, tag_field="type", tag="content"):
+    """A predicted text, in OpenAI's form."""
+
+    content: str | tuple[TextPart, ...]
+
+    @property
+    def text(self) -> str:
+        """Return it as a whole."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+Prediction = Annotated[
+    Content,
     Meta(
-        min_length=1,
-        max_length=_LONGEST_RECORDED,
-        description=f"must be a list of 1 to {_LONGEST_RECORDED} token ids",
+        description='must be {"type": "content", "content": TEXT} with a string, or a list of '
+        '{"type": "text", "text": TEXT}'
     ),
 ]
 Key = Annotated[
@@ -77,12 +96,12 @@ class LookupKeys(RequestKeys):
 
     Attributes:
         preset: where drafts come from: the drafter, beside which candidates from the text compete (auto); the drafter
-            alone (none); or, where there are candidates, the text itself (summarization), the labels of
-            ``candidates`` (classification), or the text of ``recorded`` (replay).
+            alone (none); or, where there are candidates, the text itself (summarization), or the labels of
+            ``candidates`` (classification).
         min_ngram, max_ngram: lengths of the suffix that summarization looks up, the longest first.
         max_draft: most candidates that are drafted per step; None leaves it to the server.
         candidates: labels that the answer may consist of.
-        recorded: token ids that the answer is expected to be.
+        prediction: the text that the answer is expected to be; None for none.
         cache: key under which the answer is kept, and under which earlier ones are looked up; None for neither.
     """
 
@@ -91,7 +110,7 @@ class LookupKeys(RequestKeys):
     max_ngram: Ngram = 5
     max_draft: Annotated[int, int_range(1, MOST_DRAFTS)] | None = None
     candidates: Labels = ()
-    recorded: Recorded = ()
+    prediction: Prediction | None = None
     cache: Key | None = None
 
     @classmethod
@@ -104,9 +123,11 @@ class LookupKeys(RequestKeys):
         self._check_together(given)
         server = speculating(manager.server_args)
         assert server is not None, "requests of other servers are not checked"
-        if self.preset in NAMING and not server.takes_candidates:
+        named = [f'preset="{self.preset}"'] if self.preset in NAMING else []
+        named += ["prediction"] if self.prediction is not None else []
+        if named and not server.takes_candidates:
             raise ValueError(
-                f'speculation.preset="{self.preset}" is not served by SGLang\'s own worker; drop the key, or start the '
+                f"speculation.{named[0]} is not served by SGLang's own worker; drop the key, or start the "
                 "server with --speculative-dspark-engine plugin if that serves the target"
             )
         if self.cache is not None and server.config.answer_cache is None:
@@ -120,6 +141,7 @@ class LookupKeys(RequestKeys):
             max_ngram=self.max_ngram,
             max_draft=self.max_draft,
             labels=self._labels(manager),
+            predicted=self._predicted(manager),
             cache=self.cache or "",
         )
         return None if options == LookupOptions() else options
@@ -140,27 +162,33 @@ class LookupKeys(RequestKeys):
             raise ValueError(
                 'speculation.candidates is missing: the preset classification needs the labels, e.g. ["yes", "no"]'
             )
-        if self.preset == REPLAY and not self.recorded:
-            raise ValueError("speculation.recorded is missing: the preset replay needs the token ids of the answer")
 
     def _labels(self, manager: TokenizerManager) -> tuple[Tokens, ...]:
-        vocab_size = manager.model_config.vocab_size
-        if self.preset == REPLAY:
-            _check_recorded(self.recorded, vocab_size)
-            return (self.recorded,)
         if self.preset != CLASSIFICATION:
             return ()
         _check_sizes(self.candidates)
         if manager.tokenizer is None:
             raise ValueError("speculation.candidates needs a tokenizer; start the server without --skip-tokenizer-init")
-        return _label_tokens(manager.tokenizer, self.candidates, vocab_size)
+        return _label_tokens(manager.tokenizer, self.candidates, manager.model_config.vocab_size)
 
-
-def _check_recorded(recorded: Sequence[int], vocab_size: int) -> None:
-    if (largest := max(recorded)) >= vocab_size:
-        raise ValueError(
-            f"speculation.recorded holds {largest}, which is no token id; pass integers below {vocab_size}"
-        )
+    def _predicted(self, manager: TokenizerManager) -> tuple[Tokens, ...]:
+        text = "" if self.prediction is None else self.prediction.text
+        if not text:
+            return ()
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"speculation.prediction must be text that UTF-8 can encode, not {truncate(text)}"
+            ) from None
+        if size > _LONGEST_PREDICTION:
+            raise ValueError(
+                f"speculation.prediction has {size} bytes; pass at most {_LONGEST_PREDICTION}, the part that is most "
+                "likely to come"
+            )
+        if manager.tokenizer is None:
+            raise ValueError("speculation.prediction needs a tokenizer; start the server without --skip-tokenizer-init")
+        return _predicted_tokens(manager.tokenizer, text, manager.model_config.vocab_size)
 
 
 def _check_sizes(labels: tuple[str, ...]) -> None:
@@ -200,6 +228,23 @@ def _label_tokens(tokenizer: Any, candidates: tuple[str, ...], vocab_size: int) 
             f"pass fewer or shorter labels, of at most {MAX_LABEL_TOKENS} tokens in all"
         )
     return tuple(labels)
+
+
+@lru_cache(maxsize=4)  # the samples of a request have the same prediction
+def _predicted_tokens(tokenizer: Any, text: str, vocab_size: int) -> tuple[Tokens, ...]:
+    """Return the tokens of a predicted text, in parts between those that the target does not have.
+
+    Raises:
+        ValueError: there are too many.
+    """
+    [tokens] = tokenizer([text], add_special_tokens=False)["input_ids"]
+    if len(tokens) > _MOST_PREDICTED:
+        raise ValueError(
+            f"speculation.prediction has {len(tokens)} tokens; pass at most {_MOST_PREDICTED}, the part that is most "
+            "likely to come"
+        )
+    parts = groupby(tokens, key=lambda token: token < vocab_size)
+    return tuple(tuple(part) for is_known, part in parts if is_known)
 
 
 def _spellings(label: str) -> list[str]:

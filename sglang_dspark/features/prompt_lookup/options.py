@@ -10,11 +10,14 @@ from msgspec import Struct
 from sglang_dspark.engine.scheduler.request_options import request_options
 from sglang_dspark.fence import fenced
 
-Preset = Literal["auto", "none", "summarization", "classification", "replay"]
+Preset = Literal["auto", "none", "summarization", "classification"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
-AUTO, NO_PRESET, SUMMARIZATION, CLASSIFICATION, REPLAY = PRESETS
-NAMING: tuple[Preset, ...] = (SUMMARIZATION, CLASSIFICATION, REPLAY)
+AUTO, NO_PRESET, SUMMARIZATION, CLASSIFICATION = PRESETS
+NAMING: tuple[Preset, ...] = (SUMMARIZATION, CLASSIFICATION)
 """Presets whose candidates are drafted, whatever others have been worth."""
+
+COUNTS = "dspark_prediction"
+"""Of SGLang's ``customized_info``: for each output token, predicted tokens accepted and rejected up to there."""
 
 Tokens = tuple[int, ...]
 
@@ -24,7 +27,8 @@ class LookupOptions(Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         preset, min_ngram, max_ngram, max_draft: as in :class:`~.keys.LookupKeys`.
-        labels: tokens of every spelling of every label, or those of the recorded answer.
+        labels: tokens of every spelling of every label.
+        predicted: tokens of the prediction, in parts between those that the target does not have.
         cache: as in :class:`~.keys.LookupKeys`; empty for none.
     """
 
@@ -33,7 +37,13 @@ class LookupOptions(Struct, frozen=True, omit_defaults=True):
     max_ngram: int = 5
     max_draft: int | None = None
     labels: tuple[Tokens, ...] = ()
+    predicted: tuple[Tokens, ...] = ()
     cache: str = ""
+
+    @property
+    def names_drafts(self) -> bool:
+        """Return whether candidates are drafted whatever others have been worth."""
+        return self.preset in NAMING or bool(self.predicted)
 
 
 _NOTHING = LookupOptions()

@@ -66,7 +66,7 @@ def with_forced(
     allowed = [
         tokens if lookup_options(req).preset != NO_PRESET else () for req, tokens in zip(reqs, forced, strict=True)
     ]
-    second = _in_a_row([_laid_out((tokens,)) if tokens else _NO_TEXT for tokens in allowed], device)
+    second = _in_a_row([_laid_out((tokens,), MOST_MATCH) if tokens else _NO_TEXT for tokens in allowed], device)
     if second is None:
         return rules
     if rules is None:
@@ -106,10 +106,10 @@ def _second_text(req: Any, answers: AnswerCache) -> NDArray[np.int64]:
     """Return [3, n], a text, what is needed and the rows in :class:`SecondTexts`, of a request; always the same."""
     if not hasattr(req, "dspark_second_text"):
         options = lookup_options(req)
+        texts = [_looked_up(options.labels, MOST_MATCH), _looked_up(options.predicted, LEAST_MATCH)]
         if options.cache:
-            req.dspark_second_text = _answered(answers.read(options.cache))
-        else:
-            req.dspark_second_text = _looked_up(options.labels)
+            texts.append(_answered(answers.read(options.cache)))
+        req.dspark_second_text = np.concatenate(texts, axis=1)
     text: NDArray[np.int64] = req.dspark_second_text
     return text
 
@@ -123,10 +123,10 @@ def _answered(text: NDArray[np.int32]) -> NDArray[np.int64]:
     return np.stack([text, np.where(goes_on, LEAST_MATCH, _NEVER), np.full_like(text, CACHED_ROWS)]).astype(np.int64)
 
 
-def _laid_out(labels: tuple[Tokens, ...]) -> NDArray[np.int64]:
+def _laid_out(labels: tuple[Tokens, ...], most: int) -> NDArray[np.int64]:
     """Return [3, n] of labels.
 
-    All tokens from the beginning of a label to its place have to match, as many of them as are compared; and behind its
+    All tokens from the beginning of a label to its place have to match, or the last ``most`` of them; and behind its
     last token there is nothing to be found.
     """
     if not labels:
@@ -134,7 +134,7 @@ def _laid_out(labels: tuple[Tokens, ...]) -> NDArray[np.int64]:
     tokens, needed = [], []
     for label in labels:
         tokens += [-1, *label]
-        needed += [_NEVER, *(min(place, MOST_MATCH) for place in range(1, len(label))), _NEVER]
+        needed += [_NEVER, *(min(place, most) for place in range(1, len(label))), _NEVER]
     return np.array([[*tokens, -1], [*needed, _NEVER], [ASKED_ROWS] * (len(tokens) + 1)], dtype=np.int64)
 
 

@@ -10,12 +10,14 @@ from dspark_kernels import Candidates, ChainRules, find_chains, usual_bounds
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_dspark.engine.feature import CandidateSource
+from sglang_dspark.engine.scheduler.batch import is_running
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
 from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
-from sglang_dspark.features.prompt_lookup.options import NAMING, lookup_options
+from sglang_dspark.features.prompt_lookup.options import COUNTS, lookup_options
 from sglang_dspark.features.prompt_lookup.rules import rules_of, with_forced
 from sglang_dspark.fence import fenced, nothing
+from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DecodeBatch
 
 
@@ -31,6 +33,7 @@ class PromptLookup(CandidateSource):
     def __init__(self, answers: AnswerCache, forced: ForcedTokens, device: torch.device) -> None:
         self._answers, self._forced, self._device = answers, forced, device
         self._rules = CachedByBatch(self._rules_of)
+        self._predicted = CachedByBatch(_with_predictions)
 
     @classmethod
     def of(cls, worker: Any) -> PromptLookup:
@@ -51,13 +54,19 @@ class PromptLookup(CandidateSource):
         return rules
 
     def names_drafts(self, req: Any) -> bool:
-        return lookup_options(req).preset in NAMING
+        return lookup_options(req).names_drafts
 
     def find(self, step: DecodeBatch, slot_tokens: torch.Tensor, number: int) -> torch.Tensor:
         return _found(step, slot_tokens, number)
 
     def buffers(self, slots: int) -> StagedRules:
         return StagedRules(slots, self._device)
+
+    @fenced("counts of predictions", instead=nothing)
+    def tokens_come(self, batch: Any, result: Any, tokens: Sequence[Sequence[int]]) -> None:
+        for place in self._predicted.read(batch.reqs):
+            if result.rounds is not None and is_running(batch.reqs[place]):
+                _count(batch.reqs[place], result.rounds, place, len(tokens[place]))
 
     @fenced("answers to keep", instead=nothing)
     def request_ended(self, req: Any) -> None:
@@ -73,6 +82,23 @@ class PromptLookup(CandidateSource):
 @fenced("candidates", instead=lambda step, tokens, number: Candidates.no_chains(len(step), number, tokens.device))
 def _found(step: DecodeBatch, slot_tokens: torch.Tensor, number: int) -> torch.Tensor:
     return find_chains(step.requests, slot_tokens, number, step.rules)
+
+
+def _with_predictions(reqs: Sequence[Any]) -> list[int]:
+    """Return the places of requests that have a prediction."""
+    return [place for place, req in enumerate(reqs) if lookup_options(req).predicted]
+
+
+def _count(req: Any, rounds: StepRecord, place: int, committed: int) -> None:
+    """Note for each token that a request has committed what it and those before it owe to its prediction."""
+    if req.customized_info is None:
+        req.customized_info = {}
+    entries = req.customized_info.setdefault(COUNTS, [])
+    accepted, rejected = entries[-1] if entries else (0, 0)
+    entries += [(accepted, rejected)] * (len(req.output_ids) - len(entries))
+    verified = min(rounds.copied[place], rounds.verified[place])
+    kept = min(verified, committed - 1)
+    entries += [(accepted + min(token + 1, kept), rejected + verified - kept) for token in range(committed)]
 
 
 class StagedRules:

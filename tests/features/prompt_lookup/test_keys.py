@@ -15,6 +15,13 @@ from sglang_dspark.features.prompt_lookup.keys import MAX_LABEL_TOKENS, LookupKe
 from sglang_dspark.features.prompt_lookup.options import NAMING, PRESETS, LookupOptions, lookup_options
 
 lengths = st.integers(1, 8)
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+predictions = st.fixed_dictionaries(
+    {
+        "type": st.just("content"),
+        "content": texts | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": texts}), max_size=3),
+    }
+)
 labels = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=50).filter(str.strip)
 
 
@@ -27,8 +34,8 @@ def good_fields(draw):
         optional["cache"] = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=256)
     if preset in NAMING:
         optional["max_draft"] = st.integers(1, 65535)
-    if preset == "replay":
-        required["recorded"] = st.lists(st.integers(0, 200_000), min_size=1, max_size=9)
+    if preset == "auto":
+        optional["prediction"] = predictions
     if preset == "classification":
         required["candidates"] = st.lists(labels, min_size=1, max_size=4)
     value = draw(st.fixed_dictionaries(required, optional=optional))
@@ -40,14 +47,23 @@ def good_fields(draw):
 @given(good_fields())
 def test_good_fields_are_taken_over_and_reach_the_scheduler(value):
     options = lookup_options(settled(json.loads(json.dumps(value)), LetterTokenizer(), answer_cache=1))
-    for key in {*value} - {"candidates", "recorded"}:
+    for key in {*value} - {"candidates", "prediction"}:
         assert getattr(options, key) == value[key]
-    expected = {tuple(value["recorded"])} if "recorded" in value else set()
-    expected |= {tuple(map(ord, label)) for label in value.get("candidates", ())}
+    content = value.get("prediction", {}).get("content", "")
+    whole = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    assert options.predicted == ((tuple(map(ord, whole)),) if whole else ())
+    expected = {tuple(map(ord, label)) for label in value.get("candidates", ())}
     assert expected <= {*options.labels} and bool(expected) == bool(options.labels)
 
 
-@pytest.mark.parametrize("value", [None, {}, {"preset": "auto"}, {"trace": True}])
+def content(text):
+    """OpenAI's form of a predicted text."""
+    return {"type": "content", "content": text}
+
+
+@pytest.mark.parametrize(
+    "value", [None, {}, {"preset": "auto"}, {"trace": True}, {"prediction": content("")}, {"prediction": content([])}]
+)
 def test_values_that_ask_for_nothing(value):
     req = settled(value)
     assert lookup_options(req) == LookupOptions() and lookup_options(req) is lookup_options(req)
@@ -60,10 +76,18 @@ def test_values_that_ask_for_nothing(value):
         ({"preset": "summary"}, "speculation.preset must be one of auto, none, summarization, .*, not 'summary'"),
         ({"min_ngram": 3}, 'speculation.min_ngram belongs to the preset summarization, but speculation.preset is "a'),
         ({"preset": "classification", "candidates": ["a"], "max_ngram": 4}, "speculation.max_ngram belongs to"),
-        ({"max_draft": 3}, "speculation.max_draft belongs to the preset summarization or classification or replay"),
-        ({"preset": "replay"}, "speculation.recorded is missing: the preset replay needs the token ids of the answer"),
-        ({"preset": "replay", "recorded": [-1]}, "speculation.recorded must be a list of 1 to 32768 token ids"),
-        ({"recorded": [3]}, "speculation.recorded belongs to the preset replay"),
+        ({"max_draft": 3}, "speculation.max_draft belongs to the preset summarization or classification, "),
+        ({"preset": "replay"}, "speculation.preset must be one of auto, none, summarization, classification, not "),
+        ({"prediction": content("a"), "preset": "none"}, "speculation.prediction belongs to the preset auto"),
+        ({"prediction": content("a")}, "speculation.prediction needs a tokenizer"),
+        ({"prediction": content("ab\ud83d")}, "speculation.prediction must be text that UTF-8 can encode, not 'ab"),
+        ({"prediction": content("д" * 65537)}, "speculation.prediction has 131074 bytes; pass at most 131072"),
+        *(
+            ({"prediction": value}, 'speculation.prediction must be {"type": "content", "content": TEXT} with a string')
+            for value in ("a", 7, [], {}, {"type": "content"}, content(None), content(7), content([7]), content(["a"]))
+        ),
+        ({"prediction": content("a") | {"type": "text"}}, "speculation.prediction must be"),
+        ({"prediction": content([{"type": "image_url", "text": "a"}])}, "speculation.prediction must be"),
         ({"preset": "summarization", "max_draft": 0}, "speculation.max_draft must be an integer from 1"),
         ({"preset": "summarization", "min_ngram": 6}, "speculation.min_ngram=6 exceeds speculation.max_ngram=5"),
         ({"preset": "summarization", "max_ngram": 9}, "speculation.max_ngram must be an integer from 1 to 8, not 9"),
@@ -76,7 +100,6 @@ def test_values_that_ask_for_nothing(value):
         ({"preset": "classification", "candidates": ["a"]}, "speculation.candidates needs a tokenizer"),
         *(({"cache": key}, "speculation.cache must be a string of 1 to 256") for key in ("", 7, "a" * 257, "\ud800")),
         ({"cache": "a", "preset": "none"}, "speculation.cache belongs to the preset auto or summarization"),
-        ({"cache": "a", "preset": "replay", "recorded": [3]}, "speculation.cache belongs to the preset auto or summar"),
         ({"cache": "k"}, "speculation.cache='k' needs .* start this one with --speculative-dspark-answer-cache"),
     ],
 )  # fmt: skip
@@ -144,3 +167,20 @@ def test_too_many_bytes_are_refused_before_they_are_tokenized(candidates):
         ValueError, match=r"speculation.candidates must be strings of at most 200 bytes, and 32768 in all"
     ):
         with_labels(None, candidates)
+
+
+def predicted(text, **more):
+    return lookup_options(settled({"prediction": content(text)}, **({"tokenizer": LetterTokenizer()} | more))).predicted
+
+
+def test_a_prediction_arrives_in_parts_that_the_target_can_write():
+    parts = [{"type": "text", "text": "да"}, {"type": "text", "text": ", 日"}]
+    assert predicted(parts) == predicted("да, 日") == (tuple(map(ord, "да, 日")),)
+    assert predicted("ab\u0100c\u0101\u0102", vocab_size=256) == (tuple(b"ab"), tuple(b"c"))
+    assert predicted("\u0100", vocab_size=256) == ()
+
+
+def test_too_many_predicted_tokens_are_refused_by_name():
+    assert len(predicted("a" * 32768)[0]) == 32768
+    with pytest.raises(ValueError, match=r"speculation.prediction has 32769 tokens; pass at most 32768"):
+        predicted("a" * 32769)

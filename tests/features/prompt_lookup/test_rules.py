@@ -6,9 +6,9 @@ import pytest
 import torch
 from dspark_kernels import ASKED_ROWS, CACHED_ROWS, MOST_MATCH, USUAL
 from settled_requests import LetterTokenizer, settled
+from stage_loop import lookup_of
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.feature import source_of
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.features import prompt_lookup
@@ -54,18 +54,34 @@ def test_requests_say_what_is_looked_up():
 
 
 def test_labels_are_one_text_that_is_looked_up_from_their_beginnings():
-    """A recorded answer is a label."""
-    usual, labelled = settled(None), with_labels(["ab", "c"])
-    recorded = settled({"preset": "replay", "recorded": list(range(12)), "max_draft": 4})
-    rules = rules_for([usual, labelled, recorded])
-    assert [tuple(row) for row in rules.bounds[:, [0, 2, 3]].tolist()] == [(3, USUAL[2], 0)] * 2 + [(3, 4, 0)]
+    usual, labelled, long = settled(None), with_labels(["ab", "c"]), with_labels(["\t0123456789"])
+    rules = rules_for([usual, labelled, long])
+    assert [tuple(row) for row in rules.bounds[:, [0, 2, 3]].tolist()] == [(3, USUAL[2], 0)] * 3
     assert set(rules.second.rows.tolist()) == {ASKED_ROWS}
     assert second_text(rules, 0) == ([], [])
     assert second_text(rules, 1) == (
         [-1, *b"ab", -1, *b" ab", -1, *b"c", -1, *b" c", -1],
         [NEVER, 1, NEVER, NEVER, 1, 2, NEVER, NEVER, NEVER, NEVER, 1, NEVER, NEVER],
     )
-    assert second_text(rules, 2) == ([-1, *range(12), -1], [NEVER, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, NEVER, NEVER])
+    assert second_text(rules, 2)[1] == [NEVER, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, NEVER, NEVER]
+
+
+def predicting(text, **more):
+    return {"prediction": {"type": "content", "content": text}, **more}
+
+
+def test_a_prediction_goes_on_wherever_the_answer_comes_back_to_it():
+    cache = AnswerCache(10**6)
+    cache.keep("k", [4, 5])
+    alone = settled(predicting("abcdef\u0100gh"), LetterTokenizer(), 256)
+    beside = settled(predicting("ab", cache="k"), LetterTokenizer(), 256, answer_cache=1)
+    rules = rules_for([alone, beside], cache)
+    assert second_text(rules, 0) == (
+        [-1, *b"abcdef", -1, *b"gh", -1],
+        [NEVER, 1, 2, 3, 3, 3, NEVER, NEVER, 1, NEVER, NEVER],
+    )
+    assert second_text(rules, 1)[0] == [-1, *b"ab", -1, -1, 4, 5, -1]
+    assert rules.second.rows[rules.second.requests == 1].tolist() == [ASKED_ROWS] * 4 + [CACHED_ROWS] * 4
 
 
 def test_answers_of_a_key_are_one_text_that_matches_anywhere_but_at_their_ends():
@@ -105,10 +121,9 @@ def test_forced_tokens_are_a_label_of_one_step():
 def test_what_a_step_looks_up_is_bounded(monkeypatch):
     """Requests past the bound keep their bounds, and are drafted without their texts."""
     monkeypatch.setattr(module, "MOST_PLACES", 8)
-    recorded = [{"preset": "replay", "recorded": list(range(length)), "max_draft": 2} for length in (3, 9, 1)]
-    rules = rules_for([settled(field) for field in recorded])
-    assert [second_text(rules, request)[0] for request in range(3)] == [[-1, 0, 1, 2, -1], [], [-1, 0, -1]]
-    assert rules.bounds[:, 2].tolist() == [2, 2, 2]
+    rules = rules_for([settled(predicting("a" * length), LetterTokenizer()) for length in (3, 9, 1)])
+    assert [second_text(rules, request)[0] for request in range(3)] == [[-1, *b"aaa", -1], [], [-1, *b"a", -1]]
+    assert rules.bounds.tolist() == [[*USUAL]] * 3
 
 
 @pytest.mark.parametrize(("options", "used"), [({}, True), ({"draft_free": True}, True), ({"schedule": "off"}, False)])
@@ -119,16 +134,10 @@ def test_servers_that_verify_no_draft_look_nothing_up(options, used):
     assert not prompt_lookup.FEATURE.is_used(SimpleNamespace(_dspark=of_sglang))
 
 
-def worker(**options):
-    runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=9))
-    target = SimpleNamespace(model_runner=runner, tokenizer=None)
-    return SimpleNamespace(options=DSparkConfig(**options), target_worker=target, max_verify=7, device=CPU)
-
-
 def test_nothing_but_named_candidates_is_verified_without_a_drafter():
-    config = DSparkConfig(draft_free=True)
-    source = source_of([prompt_lookup.FEATURE.load_part()(worker(draft_free=True))])
-    reqs = [settled(None), settled({"preset": "summarization"}), settled({"preset": "none"})]
-    for found, most in ((source, (0, 7, 0)), (None, (0, 0, 0))):
+    config, source = DSparkConfig(draft_free=True), lookup_of(7)
+    fields = [None, {"preset": "summarization"}, {"preset": "none"}, predicting("a"), predicting("")]
+    reqs = [settled(field, LetterTokenizer()) for field in fields]
+    for found, most in ((source, (0, 7, 0, 7, 0)), (None, (0,) * 5)):
         drafter = NoDrafter(config, 9, CPU, found)
         assert BatchOptions.of(reqs, 7, drafter.drafts_for).limits == RequestLimits(most)
