@@ -97,8 +97,8 @@ class DSparkConfig:
         "under the policies `auto` and `early-stop`. Without the flag it is kept below ~/.cache/sglang-dspark.",
     )
     draft_free: Switch = _option(
-        "Serve without a drafter: requests with a preset speculate, others decode plainly. The flag needs no value; "
-        "the variable takes `on` or `off`.",
+        "Serve without a drafter: requests with a preset or a prediction speculate, others decode plainly. The flag "
+        "needs no value; the variable takes `on` or `off`.",
         default=False,
         read=_on_or_off,
         nargs="?",

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_dspark.config import ENV_PREFIX, DSparkConfig, default_text, flag_name
 from sglang_dspark.draft.families import FAMILIES, UNSERVED
-from sglang_dspark.speculation import Speculation
+from sglang_dspark.engine.api.request_field import known_keys
 from sglang_dspark.tools.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +42,7 @@ def test_options_table_equals_the_configuration():
 
 
 def test_speculation_table_equals_the_request_field():
-    assert table_keys("key") == [option.name for option in fields(Speculation)]
+    assert table_keys("key") == [*known_keys()]
 
 
 def test_the_table_of_targets_has_the_families():

@@ -97,8 +97,11 @@ class Draw:
         drawn = self._random.choices(range(VOCABULARY), k=self._random.choice((1, 2, 5, 17, 64, 300)))
         return [*drawn, edge] if edge else drawn * self._random.choice((1, 1, 1, 2))
 
-    def recorded(self) -> list[int]:
-        return self.ids() * self._random.choice((1, 1, 1, 1, 100))
+    def prediction(self) -> dict[str, Any]:
+        """Return a predicted text, sometimes a long one, in either form."""
+        text = self.prose() * self._random.choice((1, 1, 1, 1, 1000))
+        parts = [{"type": "text", "text": part} for part in (text, self.word())]
+        return {"type": "content", "content": self._random.choice((text, parts))}
 
     def biases(self) -> dict[str, float]:
         tokens = self._random.sample(range(VOCABULARY), self._random.choice((1, 3, 40)))
@@ -321,13 +324,12 @@ PRESET_KEYS: dict[str, Values] = {
     "max_ngram": (1, 5, 8),
     "max_draft": (1, 2, 15, 65535),
     "candidates": (Draw.words, lambda draw: draw.words() * 60),
-    "recorded": (Draw.recorded,),
+    "prediction": (Draw.prediction,),
     "cache": ("a", "ключ", Draw.word),
 }
 OF_PRESETS = {
-    "auto": ("cache",),
+    "auto": ("cache", "prediction"),
     "none": (),
     "summarization": ("min_ngram", "max_ngram", "max_draft", "cache"),
     "classification": ("candidates", "max_draft"),
-    "replay": ("recorded", "max_draft"),
 }

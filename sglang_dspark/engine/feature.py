@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +11,8 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from dspark_kernels import ChainRules
+from msgspec import Struct
 
 from sglang_dspark import features
 from sglang_dspark.draft.cache import DraftCache
@@ -24,9 +27,10 @@ from sglang_dspark.engine.sglang_types import (
     Req,
     ScheduleBatch,
     ServerArgs,
+    TokenizerManager,
 )
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -190,6 +194,9 @@ class Part:
     def request_ended(self, req: Req) -> None:
         """Look at SGLang's request, whose text is complete."""
 
+    def flushed(self) -> None:
+        """Drop what earlier requests have left: an operator has SGLang drop its prefixes."""
+
     def warm_up(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
         """Launch the kernels of a step once, at start-up: a request shall compile none.
 
@@ -203,6 +210,64 @@ class Part:
         return nullcontext()
 
 
+class StagedRules(Protocol):
+    """The rules of captured searches for candidates, in buffers that stay where they are."""
+
+    def stage(self, step: DecodeBatch) -> None:
+        """Copy the rules of a step. No host sync."""
+
+    def first(self, slots: int) -> ChainRules:
+        """Return the staged rules of so many requests."""
+
+
+class CandidateSource(Part):
+    """A part that finds candidates, which compete with the drafter's tokens or are drafted in their place."""
+
+    @abstractmethod
+    def rules(self, batch: ScheduleBatch) -> ChainRules | None:
+        """Return what SGLang's batch asks for in the step ahead; None if no request asks for anything."""
+
+    @abstractmethod
+    def names_drafts(self, req: Req) -> bool:
+        """Return whether SGLang's request has asked for candidates in place of a drafter's tokens."""
+
+    @abstractmethod
+    def find(self, step: DecodeBatch, slot_tokens: torch.Tensor, number: int) -> torch.Tensor:
+        """Return [bs, 2 + number] int64 chains of :class:`dspark_kernels.Candidates`.
+
+        No host sync; CUDA graphs capture it.
+
+        Args:
+            slot_tokens: [slots] int64, the token whose K/V each slot holds; negative where none has one.
+            number: of candidates for each request.
+        """
+
+    @abstractmethod
+    def buffers(self, slots: int) -> StagedRules:
+        """Return the rules of captured steps of up to so many requests."""
+
+
+class RequestKeys(ABC):
+    """Keys of the field ``speculation``: a frozen dataclass whose fields have types to check, and defaults."""
+
+    @classmethod
+    @abstractmethod
+    def unserved(cls, server: DSparkServer | OtherServer) -> Collection[str]:
+        """Return the keys that have no effect on a server."""
+
+    @abstractmethod
+    def for_scheduler(self, given: Collection[str], manager: TokenizerManager) -> Struct | None:
+        """Return what the scheduler reads; None if nothing is asked for.
+
+        Args:
+            given: keys that are in the field.
+            manager: SGLang's, in the front end.
+
+        Raises:
+            ValueError: keys do not go together, or the server does not serve one; names it, its value and the remedy.
+        """
+
+
 @dataclass(frozen=True)
 class Feature:
     """A feature as its folder declares it. Every process reads the declaration; a scheduler imports no part besides.
@@ -213,12 +278,15 @@ class Feature:
             installed only then, and those of the place ``flags`` always: there are no arguments yet.
         hooks: patches of SGLang that the feature alone needs.
         flag_rules: flags of SGLang that it refuses, on every server.
+        request_keys: name of its :class:`RequestKeys` below ``room``, which are read on every server; empty if it has
+            none.
         checks: name of its ``tuple[Check, ...]`` below ``room``, made on every server; empty if it has none.
         part: name of a function below ``room`` such as :meth:`Part.of`; empty if the feature has none.
         of_any_worker: whether the part also serves another worker than ours, by :meth:`Part.ready` and
             :meth:`Part.step_done` alone: its function takes a :class:`~.compat.decoder.Decoder` then.
-        routes: name of a function below ``room`` that adds routes and middleware to SGLang's application. It takes the
-            application, and why the target decodes alone, None if it does not. Empty if it adds none.
+        routes: name of a function below ``room`` that adds routes and middleware to SGLang's application, on servers
+            that use the feature. It takes the application, inside what reads the field ``speculation``, and why the
+            target decodes alone, None if it does not. Empty if it adds none.
         describe_target: takes SGLang's runner of a target, and returns what ``GET /dspark/capabilities`` says of it, by
             key; on every server, of either worker.
         other_server: name of an :class:`OtherServer` below ``room``, whose worker decodes in place of ours where it is
@@ -229,12 +297,23 @@ class Feature:
     is_used: Callable[[ServerArgs], bool]
     hooks: tuple[Hook, ...] = ()
     flag_rules: tuple[FlagRule, ...] = ()
+    request_keys: str = ""
     checks: str = ""
     part: str = ""
     of_any_worker: bool = False
     routes: str = ""
     describe_target: Callable[[ModelRunner], Mapping[str, object]] = lambda runner: {}
     other_server: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return the name of its folder."""
+        return self.room.rpartition(".")[2]
+
+    def load_request_keys(self) -> type[RequestKeys]:
+        """Import and return its keys, if it has any."""
+        keys: type[RequestKeys] = resolve_name(f"{self.room}.{self.request_keys}")
+        return keys
 
     def load_checks(self) -> tuple[Check, ...]:
         """Import and return its checks."""
@@ -274,3 +353,8 @@ def parts_of(worker: Any, args: ServerArgs, *, ours: bool = True) -> Sequence[Pa
     used = [feature for feature in all_features() if (ours or feature.of_any_worker) and feature.is_used(args)]
     found = [feature.load_part()(worker) for feature in used]
     return [part for part in found if part is not None]
+
+
+def source_of(parts: Sequence[Part]) -> CandidateSource | None:
+    """Return the part that finds candidates; None if there is none."""
+    return next((part for part in parts if isinstance(part, CandidateSource)), None)

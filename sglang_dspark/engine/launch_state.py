@@ -29,7 +29,7 @@ class DSparkServer:
     draft_window: DraftWindow | None = None
 
     engine: ClassVar[str] = "plugin"
-    presets: ClassVar[bool] = True
+    takes_candidates: ClassVar[bool] = True
 
     @property
     def draft_path(self) -> str:
@@ -68,11 +68,11 @@ class OtherServer(Protocol):
 
     Attributes:
         engine: value of ``--speculative-dspark-engine`` that asks for the worker.
-        presets: whether requests may have presets.
+        takes_candidates: whether it verifies drafts that are not its drafter's.
     """
 
     engine: ClassVar[str]
-    presets: ClassVar[bool]
+    takes_candidates: ClassVar[bool]
 
     @property
     def config(self) -> DSparkConfig:

@@ -12,6 +12,7 @@ ROOMS = (
     "nodes",
     "own_worker",
     "pictures",
+    "prompt_lookup",
     "recurrent",
     "reports",
     "streams",

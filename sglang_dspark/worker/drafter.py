@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any, Self
 
 import torch
-from dspark_kernels import AcceptResult, Candidates, CommitRows, DraftBlock, draft_block, find_chains, prepare
+from dspark_kernels import AcceptResult, Candidates, CommitRows, DraftBlock, draft_block, prepare
 
 from sglang_dspark.calibration.online import OnlineCalibration
-from sglang_dspark.config import DSparkConfig
+from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.formats import Reading
@@ -21,8 +21,9 @@ from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import load_draft_model, random_draft_model
 from sglang_dspark.draft.window import DraftWindow
+from sglang_dspark.engine.feature import CandidateSource
 from sglang_dspark.engine.forward.target import Target
-from sglang_dspark.fence import fenced
+from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 from sglang_dspark.worker.draft_attention import block_attend
 
@@ -43,13 +44,14 @@ class Drafter:
         heads: what proposes tokens from its hidden states.
         gamma: drafts of a block; those behind the checkpoint's are candidates.
         features: of target rows.
-        window: see the attribute.
+        window, candidates: see the attributes.
 
     Attributes:
         num_drawn: drafts of a block that the network proposes; 0 without a network.
         num_slots: rows of a block in the network: these drafts, and the anchor where that does not predict.
         cache: K/V of the context; made by :meth:`allocate`.
         window: of the context, that the network sees; None for all that its layers see.
+        candidates: finds what competes with its tokens; None if nothing does.
     """
 
     cache: DraftCache
@@ -64,11 +66,13 @@ class Drafter:
         device: torch.device,
         features: Features,
         window: DraftWindow | None = None,
+        candidates: CandidateSource | None = None,
     ) -> None:
         self.config, self.model, self.heads, self.gamma = config, model, heads, gamma
         self.num_drawn, self.num_slots = config.drawn(gamma), config.num_slots(gamma)
         self.mask_token_id = config.mask_token_id
-        self._device, self._features, self.window = device, features, window
+        self._device, self._features = device, features
+        self.window, self.candidates = window, candidates
 
     @classmethod
     def load(
@@ -80,14 +84,24 @@ class Drafter:
         *,
         dummy: bool,
         window: DraftWindow | None,
+        candidates: CandidateSource | None,
     ) -> Self:
         """Load a checkpoint beside the target of ``model_runner``.
 
         Args:
             dummy: take random weights of its shape.
-            window: of the context, that the network sees; None for all that its layers see.
+            window, candidates: see the attributes.
+
+        Raises:
+            ConfigError: blocks are to be longer than the drafter's, and nothing finds candidates.
         """
         path, config = resolved.path, resolved.config
+        gamma = options.gamma(config.gamma)
+        if candidates is None and gamma > config.gamma and options.max_verify(gamma):
+            raise ConfigError(
+                f"{flag_name('block_size')}={gamma} exceeds the {config.gamma} drafts of a block of the draft "
+                f"checkpoint, and nothing finds candidates for what is behind it; pass {config.gamma} or less"
+            )
         log_remarks(path, resolved.reading)
         target = Target(model_runner, config)
         if dummy:
@@ -104,8 +118,16 @@ class Drafter:
             describe(config),
             ", ".join(shared) or "nothing",
         )
-        gamma = options.gamma(config.gamma)
-        return cls(config, model, heads, gamma=gamma, device=device, features=target.features, window=window)
+        return cls(
+            config,
+            model,
+            heads,
+            gamma=gamma,
+            device=device,
+            features=target.features,
+            window=window,
+            candidates=candidates,
+        )
 
     def allocate(self, num_slots: int, dtype: torch.dtype) -> DraftCache:
         """Make the pool of K/V slots."""
@@ -143,8 +165,9 @@ class Drafter:
         drawn = self.config.drawn(depth)
         hidden = hidden[:, first : first + drawn].reshape(bs * drawn, -1)
         # One more than slots: the token behind a block shows how good candidates are, too.
-        chains = found_chains(step, self.cache.tokens, depth + 1)
-        candidates = Candidates(chains, weights)
+        candidates = None
+        if self.candidates is not None:
+            candidates = Candidates(self.candidates.find(step, self.cache.tokens, depth + 1), weights)
         block = draft_block(
             self.heads.base_logits(hidden).view(bs, drawn, -1),
             hidden.view(bs, drawn, -1),
@@ -155,7 +178,11 @@ class Drafter:
             candidates,
             with_confidence=with_confidence,
         )
-        return block.with_tail(candidates, depth)
+        return block if candidates is None else block.with_tail(candidates, depth)
+
+    def drafts_for(self, req: Any) -> bool:
+        """Return whether anything is drafted for SGLang's request."""
+        return True
 
     def _lay_out(self, step: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and positions [bs, num_slots] of the blocks: the anchor, and masks after it."""
@@ -203,12 +230,6 @@ class Drafter:
         }
 
 
-@fenced("candidates", instead=lambda step, tokens, number: Candidates.no_chains(len(step), number, tokens.device))
-def found_chains(step: DecodeBatch, slot_tokens: torch.Tensor, num_candidates: int) -> torch.Tensor:
-    """Return the chains of a step, see :func:`dspark_kernels.find_chains`."""
-    return find_chains(step.requests, slot_tokens, num_candidates, step.rules)
-
-
 def log_remarks(path: str, reading: Reading) -> None:
     """Log what reading the checkpoint at ``path`` made of keys that are left over, doubtful or unknown."""
     for remark in reading.remarks:
@@ -219,18 +240,26 @@ def log_remarks(path: str, reading: Reading) -> None:
 
 
 class NoDrafter:
-    """A server without a drafter: steps are plain but for what presets copy.
+    """A server without a drafter: steps are plain but for the candidates that requests name.
 
     There is no draft K/V, and nothing is read from the target's layers.
 
     Args:
         vocab_size: of the target.
+        candidates: finds them; None if nothing does.
     """
 
     num_drawn = 0
     mask_token_id = 0  # of staged blocks that are not read
 
-    def __init__(self, options: DSparkConfig, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        options: DSparkConfig,
+        vocab_size: int,
+        device: torch.device,
+        candidates: CandidateSource | None = None,
+    ) -> None:
+        self.candidates = candidates
         self.gamma = self.num_slots = options.gamma(None)
         self._vocab_size, self._device = vocab_size, device
         logger.info("DSPARK: no drafter; requests with a preset speculate")
@@ -243,8 +272,16 @@ class NoDrafter:
         """Return None: there is nothing to calibrate."""
 
     def propose(self, step: DecodeBatch, depth: int, *_given: Any) -> DraftBlock:
-        """Return the candidates that the chains of requests offer."""
-        return DraftBlock.of_chains(found_chains(step, self._tokens, depth), depth)
+        """Return the candidates that requests have named."""
+        if self.candidates is None:
+            chains = Candidates.no_chains(len(step), depth, self._device)
+        else:
+            chains = self.candidates.find(step, self._tokens, depth)
+        return DraftBlock.of_chains(chains, depth)
+
+    def drafts_for(self, req: Any) -> bool:
+        """Return whether SGLang's request names candidates."""
+        return self.candidates is not None and self.candidates.names_drafts(req)
 
     def commit(self, plan: VerifyPlan, accepted: AcceptResult, captured: torch.Tensor) -> None:
         """Keep the tokens alone: the target's K/V is all there is."""

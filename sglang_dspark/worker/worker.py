@@ -11,7 +11,7 @@ import torch
 
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.compat.decoder import Decoding
-from sglang_dspark.engine.feature import DrawnTokens, StepPart
+from sglang_dspark.engine.feature import DrawnTokens, StepPart, source_of
 from sglang_dspark.engine.forward.graphs import graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
 from sglang_dspark.engine.scheduler.batch import (
@@ -22,10 +22,9 @@ from sglang_dspark.engine.scheduler.batch import (
     read_decode_batch,
 )
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
-from sglang_dspark.engine.scheduler.forced import ForcedTokens
 from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.engine.scheduler.measure_steps import Stepper
-from sglang_dspark.engine.scheduler.request_options import BatchOptions, with_forced
+from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
@@ -52,6 +51,7 @@ class DSparkWorker(SpecWorkerBase):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.candidates = source_of(self.parts)
         self.drafter = self.load_drafter()
         # Under overlap a CUDA device is one step behind the host; on a CPU they are the same.
         self.on_gpu = self.device.type == "cuda"
@@ -61,16 +61,8 @@ class DSparkWorker(SpecWorkerBase):
         forward = partial(run_verify, self.target_worker)
         self.eager = EagerExecutor(self.drafter, self.schedule, forward, self.agreement, self.acceptance_profile())
         self.executors = ExecutorSelector(self.eager)
-        asked = partial(
-            BatchOptions.of,
-            max_verify=self.max_verify,
-            device=self.device,
-            draft_free=not self.drafter.num_drawn,
-            answers=self.answers,
-        )
+        asked = partial(BatchOptions.of, max_verify=self.max_verify, speculates=self.drafter.drafts_for)
         self.request_options = CachedByBatch(asked)
-        vocab_size = int(self.target_worker.model_runner.model_config.vocab_size)
-        self.forced = ForcedTokens(self.target_worker.tokenizer, vocab_size, self.max_verify + 1)
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
 
@@ -78,9 +70,16 @@ class DSparkWorker(SpecWorkerBase):
         """Return the drafter that the options name."""
         drafter, runner = self.settled.drafter, self.target_worker.model_runner
         if drafter is None:
-            return NoDrafter(self.options, int(runner.model_config.vocab_size), self.device)
-        dummy, window = self.settled.dummy_draft, self.settled.draft_window
-        return Drafter.load(drafter, self.options, runner, self.device, dummy=dummy, window=window)
+            return NoDrafter(self.options, int(runner.model_config.vocab_size), self.device, self.candidates)
+        return Drafter.load(
+            drafter,
+            self.options,
+            runner,
+            self.device,
+            dummy=self.settled.dummy_draft,
+            window=self.settled.draft_window,
+            candidates=self.candidates,
+        )
 
     def acceptance_profile(self) -> torch.Tensor | None:
         """Return [gamma] float64 probabilities by which drafts are kept whatever the target says; None to ask it."""
@@ -164,7 +163,7 @@ class DSparkWorker(SpecWorkerBase):
         """Choose, draft, plan, verify, accept, publish, commit."""
         options = self.request_options.read(batch.reqs)
         adjusting = [part for feature in self.parts if (part := feature.step_comes(batch)) is not None]
-        step = self.read(batch, options, adjusted=bool(adjusting))
+        step = self.read(batch, adjusted=bool(adjusting))
         decision = self.control.choose(batch, options)
         span = self.timer.begin()
         executor = self.executors.select(step, decision)
@@ -180,11 +179,9 @@ class DSparkWorker(SpecWorkerBase):
         span.end()
         return result
 
-    def read(self, batch: Any, options: BatchOptions, *, adjusted: bool) -> DecodeBatch:
+    def read(self, batch: Any, *, adjusted: bool) -> DecodeBatch:
         """Read the step ahead out of SGLang's batch."""
-        reqs, rules = batch.reqs, options.rules
-        if batch.has_grammar and any(forced := [self.forced.of(req) for req in reqs]):
-            rules = with_forced(rules, reqs, forced, self.device)
+        reqs = batch.reqs
         return read_decode_batch(
             batch,
             self.sampling.read(reqs),
@@ -192,7 +189,7 @@ class DSparkWorker(SpecWorkerBase):
             seed=self.target_worker.random_seed,
             step=self.step,
             adjusted=adjusted,
-            rules=rules,
+            rules=None if self.candidates is None else self.candidates.rules(batch),
         )
 
     def hooks(self, adjusting: Sequence[StepPart], publish: Publish) -> StepHooks:

@@ -1,6 +1,5 @@
 """The fuzzer draws the same bodies from the same seed, of all keys, and knows a failure when it reads one."""
 
-import dataclasses
 import json
 
 import pytest
@@ -9,7 +8,8 @@ from fuzz.bodies import CHAT, COMPLETIONS, GENERATE, PRESET_KEYS, SPECULATION, B
 from fuzz.traffic import Answer, _errors, is_determined, without_speculation
 from transformers import AutoTokenizer
 
-from sglang_dspark.speculation import PRESETS, Speculation
+from sglang_dspark.engine.api.request_field import known_keys
+from sglang_dspark.features.prompt_lookup.options import PRESETS
 
 NUM = 600
 
@@ -26,7 +26,7 @@ def test_bodies_are_the_same_each_time(bodies):
 
 
 def test_every_key_of_speculation_is_drawn(bodies):
-    known = {option.name for option in dataclasses.fields(Speculation)}
+    known = {*known_keys()}
     assert SPECULATION.keys() | PRESET_KEYS.keys() | {"preset"} == known
     asked = [body.fields.get("speculation") for body in bodies]
     asked = [fields for fields in asked if isinstance(fields, dict)]

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from golden_server import CASES, call, generate, mixed_bodies, output_ids, policy
+from golden_server import call, generate, mixed_bodies, output_ids, policy
 
 import sglang_dspark
 
@@ -62,7 +62,7 @@ def asking_for_advice():
     fields = [
         {"preset": "summarization", "trace": True},
         {"preset": "classification", "candidates": ["да", "нет", "12 34"]},
-        {"preset": "replay", "recorded": CASES[0]["output_ids"]},
+        {"prediction": {"type": "content", "content": "да, <beyond> нет 12 34"}},
         {"cache": "ключ", "trace": True},
         {},
     ]

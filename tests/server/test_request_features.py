@@ -232,7 +232,7 @@ SPECULATION: list[dict[str, Any]] = [
     {"preset": "none"},
     {"preset": "summarization", "min_ngram": 1},
     {"preset": "classification", "candidates": ["да", "дом", "日本", "😀"]},
-    {"preset": "replay", "recorded": CASES[0]["output_ids"]},
+    {"prediction": {"type": "content", "content": "дом: да, 日本 😀"}},
 ]
 
 

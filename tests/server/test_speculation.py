@@ -10,7 +10,6 @@ from golden_server import (
     OPTIONS,
     TARGET,
     VOCAB,
-    call,
     counting,
     generate,
     greedy,
@@ -142,16 +141,16 @@ def test_classification_proposes_the_rest_of_a_label(draft_free):
     assert partly
 
 
-@pytest.mark.parametrize("most", [7, 3])
-def test_a_recorded_answer_is_right(draft_free, most):
+def test_a_predicted_answer_is_verified_without_a_drafter(draft_free):
     body = greedy(CASES[0]["prompt_ids"], 64)
-    recorded = CASES[0]["output_ids"][:64]
-    text, rounds = traced(draft_free, body, preset="replay", recorded=recorded, max_draft=most)
-    late, others = traced(draft_free, body, preset="replay", recorded=[9, *recorded], max_draft=most)
-    assert text == late == recorded
-    assert [entry["accepted"] for entry in rounds[:-1]] == [most] * (len(rounds) - 1)
-    # An answer that begins otherwise is copied from once it goes on as recorded.
-    assert (others[0]["verified"], others[-2]["verified"]) == (0, most)
+    [plain] = generate(draft_free, [body], 1)
+    predicted = {"type": "content", "content": plain["text"]}
+    text, rounds = traced(draft_free, body, prediction=predicted)
+    late, others = traced(draft_free, body, prediction=predicted | {"content": "the red dog . " + plain["text"]})
+    assert text == late == CASES[0]["output_ids"]
+    assert [entry["accepted"] for entry in rounds[:-1]] == [7] * (len(rounds) - 1)
+    # An answer that begins otherwise is copied from once it goes on as predicted.
+    assert others[-2]["accepted"] == 7
 
 
 def test_answers_are_copied_under_their_key_alone(dflash):
@@ -176,15 +175,6 @@ def test_answers_are_copied_under_their_key_alone(dflash):
         texts[None] = output_ids(dflash, bodies, 4)
     assert texts["mine"] == texts["hers"] == texts[None] and texts[None][-1] == CASES[1]["output_ids"][:32]
     assert rounds["mine"] < 0.7 * rounds["hers"], rounds
-
-
-@pytest.mark.parametrize("largest", [255, 256, 999])
-def test_recorded_ids_are_tokens(dspark, largest):
-    """The vocabulary has 256 tokens."""
-    body = greedy([5, 6], 4, speculation={"preset": "replay", "recorded": [largest]})
-    status, text = call(dspark, "/generate", body=body)
-    refused = f"speculation.recorded holds {largest}, which is no token id" in text
-    assert (status, refused) == ((200, False) if largest < 256 else (400, True))
 
 
 def test_copies_are_counted_apart(dspark):

@@ -25,6 +25,7 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.engine.feature import CandidateSource
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -50,6 +51,15 @@ class OneRank:
         return value
 
 
+def lookup_of(gamma: int) -> CandidateSource:
+    """Return what finds candidates; the tests of the core run where its folder is gone."""
+    from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
+    from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
+    from sglang_dspark.features.prompt_lookup.served import PromptLookup
+
+    return PromptLookup(AnswerCache(0), ForcedTokens(None, COLUMNS, gamma + 1), CPU)
+
+
 class StageLoop:
     """Serves a batch of prompts to the end, as the worker does.
 
@@ -58,20 +68,24 @@ class StageLoop:
         noise_seed: of requests without a seed of their own.
         filters: top-k, top-p and min-p of all requests.
         adjustment: penalties and biases of all requests; None for none.
-        bounds: of the requests' chains, in turn; None for the usual ones. No request has any chain at first.
+        bounds: of the requests' chains, in turn; None for the usual ones. No request has any chain at first, and none
+            ever without ``lookup``.
         second: see :class:`ChainRules`; None without.
         texts: committed ids of every request.
         traces: [(start, anchor, drafts, accepted)] of every request.
     """
 
-    def __init__(self, table: SpsTable | None = None, draft: Path = DRAFT, **options) -> None:
+    def __init__(self, table: SpsTable | None = None, draft: Path = DRAFT, lookup: bool = False, **options) -> None:
         model = load_draft_model(draft, dtype=torch.float32, device="cpu")
-        self._set_up(model, load_target(DATA / "target", model), table, options)
+        self._set_up(model, load_target(DATA / "target", model), table, options, lookup)
 
-    def _set_up(self, model: DraftModel, target: Target, table: SpsTable | None, options: dict[str, Any]) -> None:
+    def _set_up(
+        self, model: DraftModel, target: Target, table: SpsTable | None, options: dict[str, Any], lookup: bool = False
+    ) -> None:
         self.target = target
         config = DSparkConfig(**options)
         self.gamma = config.gamma(model.config.gamma)
+        candidates = lookup_of(self.gamma) if lookup else None
         self.drafter: Drafter | NoDrafter = Drafter(
             model.config,
             model,
@@ -79,9 +93,10 @@ class StageLoop:
             gamma=self.gamma,
             device=CPU,
             features=lambda input_ids, captured: captured,
+            candidates=candidates,
         )
         if config.draft_free:
-            self.drafter = NoDrafter(config, model.config.vocab_size, CPU)
+            self.drafter = NoDrafter(config, model.config.vocab_size, CPU, candidates)
         self.schedule = Schedule(config, self.gamma, self.drafter.calibration(config, self.gamma), CPU)
         self.schedule.start(table)
         self.eager = EagerExecutor(self.drafter, self.schedule, self._verify, Agreement(OneRank()))
@@ -141,7 +156,7 @@ class StageLoop:
         )
 
     def _rules(self, bs: int) -> ChainRules | None:
-        if self.bounds is None:
+        if self.bounds is None or self.drafter.candidates is None:
             return None
         return ChainRules(torch.tensor([self.bounds[r % len(self.bounds)] for r in range(bs)]), self.second)
 

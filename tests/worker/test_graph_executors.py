@@ -205,8 +205,8 @@ def test_live_policies_and_large_batches_are_launched(monkeypatch):
 @pytest.mark.parametrize("seeds", [[1, 2, 3], []], ids=["seeded", "by step"])
 def test_sampled_text_is_that_of_launched_steps(monkeypatch, seeds):
     """Noise is keyed by request and step, wherever these lie, and what candidates weigh is learned by both."""
-    launched = StageLoop(schedule="static")
-    loop = GraphLoop(monkeypatch, [4], schedule="static")
+    launched = StageLoop(schedule="static", lookup=True)
+    loop = GraphLoop(monkeypatch, [4], schedule="static", lookup=True)
     launched.bounds = loop.bounds = [USUAL]
     texts = launched.serve(prompts_of(loop), NUM_TOKENS, temperature=1.0, seeds=seeds)
     assert loop.serve(prompts_of(loop), NUM_TOKENS, temperature=1.0, seeds=seeds) == texts
@@ -252,7 +252,8 @@ def test_what_calibration_has_learned_reaches_replayed_steps(monkeypatch):
 def test_candidates_compete_in_replayed_steps(monkeypatch, tmp_path, temperature):
     """Beside a drafter that knows nothing, chains that weigh all spare steps where the text is in a loop."""
     folder = random_drafter(tmp_path, "gated")
-    loops = GraphLoop(monkeypatch, [4], schedule="static", draft=folder), StageLoop(schedule="static", draft=folder)
+    options = {"schedule": "static", "draft": folder, "lookup": True}
+    loops = GraphLoop(monkeypatch, [4], **options), StageLoop(**options)
     prompts = [case["prompt_ids"] for case in CASES[:3]]
     steps: list[int] = []
     for loop in loops:
@@ -269,7 +270,7 @@ def test_candidates_compete_in_replayed_steps(monkeypatch, tmp_path, temperature
 def test_labels_are_looked_up_beside_graphs(monkeypatch, tmp_path):
     """Drafts with labels are launched, and verified in graphs; here the label is the answer."""
     folder = random_drafter(tmp_path, "gated")
-    loop, case = GraphLoop(monkeypatch, [4], schedule="static", draft=folder), CASES[0]
+    loop, case = GraphLoop(monkeypatch, [4], schedule="static", draft=folder, lookup=True), CASES[0]
     text = [-1, *case["output_ids"][:NUM_TOKENS], -1]
     needed = [9, *range(1, 9), *[8] * (NUM_TOKENS - 9), 9, 9]
     parts = (text, needed, [ASKED_ROWS] * len(text), [0] * len(text))

@@ -48,7 +48,7 @@ class WorkerLoop(StageLoop):
         worker.check_logits = None
         decision = StepDecision(self.gamma, FixedLength())
         worker.control = SimpleNamespace(choose=lambda batch, options: decision)
-        worker.read = lambda batch, options, adjusted: self._batch(worker.step)
+        worker.read = lambda batch, adjusted: self._batch(worker.step)
 
     def _step(self, number):
         mode = SimpleNamespace(is_extend=lambda: False, is_idle=lambda: False)

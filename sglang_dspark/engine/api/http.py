@@ -33,18 +33,18 @@ def mount(server_args: ServerArgs, *args: object, **kwargs: object) -> None:
     """Add the routes of features, and the middleware for the ``speculation`` field, to SGLang's application.
 
     Hooked before the application starts, thus inside SGLang's own API-key middleware. If the target decodes alone, add
-    only the routes: requests are served as without the plugin.
+    only routes: requests are served as without the plugin.
     """
     from sglang.srt.entrypoints.http_server import app
 
     server = attached(server_args)
     target_only = server.reason if isinstance(server, TargetOnly) else None
+    if target_only is None:
+        # Inside the decompression of bodies, and inside CORS, whose headers belong on our errors too.
+        app.user_middleware.append(Middleware(SpeculationMiddleware))
     for feature in all_features():
         if feature.is_used(server_args):
             feature.load_routes()(app, target_only)
-    if target_only is None:
-        # Innermost: inside the decompression of bodies, and inside CORS, whose headers belong on our errors too.
-        app.user_middleware.append(Middleware(SpeculationMiddleware))
 
 
 def without_root(path: str, root_path: str) -> str:
@@ -91,12 +91,13 @@ class SpeculationMiddleware:
         # Tasks that this request starts see it, too; those of other requests do not.
         before = ASKED.set(_field_of(body))
         try:
-            await self.app(scope, _replay(body, receive), send)
+            await self.app(scope, replayed(body, receive), send)
         finally:
             ASKED.reset(before)
 
 
-def _replay(body: bytes, receive: Any) -> Any:
+def replayed(body: bytes, receive: Any) -> Any:
+    """Return what gives an application a body that was read, and then what ``receive`` gives."""
     pending = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Any:

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import msgspec
-import numpy as np
-import torch
-from dspark_kernels import (
-    ASKED_ROWS,
-    CACHED_ROWS,
-    LEAST_MATCH,
-    MOST_MATCH,
-    USUAL,
-    ChainRules,
-    SecondTexts,
-    to_device,
-    usual_bounds,
-)
-from numpy.typing import NDArray
 
-from sglang_dspark.engine.scheduler.answer_cache import AnswerCache
-from sglang_dspark.fence import fenced, nothing
-from sglang_dspark.speculation import COPYING, KEY, NO_PRESET, SUMMARIZATION, RequestOptions
+from sglang_dspark.fence import fenced
+from sglang_dspark.speculation import KEY, RequestOptions
 from sglang_dspark.step.limits import RequestLimits
-from sglang_dspark.step.transfers import host_index
 
-Tokens = tuple[int, ...]
-
-MOST_PLACES = 2**20
-"""Of all texts that a step looks up: of 64 answers of 16,384 tokens, some 60 MB of a device's memory."""
 _NOTHING = RequestOptions()
-_NEVER = MOST_MATCH + 1
-_NO_TEXT = np.empty((3, 0), dtype=np.int64)
 
 
 @fenced("options of requests", instead=lambda req: _NOTHING)
@@ -55,145 +32,28 @@ class BatchOptions:
     Attributes:
         limits: on their verification; None if no request asks for any.
         traced: whether a request wants its rounds.
-        rules: of their chains; None if all requests have the usual ones.
     """
 
     limits: RequestLimits | None
     traced: bool
-    rules: ChainRules | None
 
     @classmethod
     def of(
-        cls,
-        reqs: Sequence[Any],
-        max_verify: int,
-        device: torch.device,
-        *,
-        draft_free: bool = False,
-        answers: AnswerCache | None = None,
+        cls, reqs: Sequence[Any], max_verify: int, speculates: Callable[[Any], bool] = lambda req: True
     ) -> BatchOptions:
         """Read the options of a batch.
 
         Args:
             max_verify: most drafts that the server verifies per request and step.
-            device: where steps are.
-            draft_free: whether nothing is verified of requests without a preset that copies.
-            answers: of which a request sees those that are there when it is first read.
+            speculates: whether anything can be drafted for a request.
         """
         each = tuple(map(request_options, reqs))
-        speculate = [not draft_free or options.preset in COPYING for options in each]
         most = tuple(
-            options.verify_limit(max_verify) if speculates else 0
-            for options, speculates in zip(each, speculate, strict=True)
+            options.verify_limit(max_verify) if speculates(req) else 0 for req, options in zip(reqs, each, strict=True)
         )
         bounds = tuple(options.confidence_threshold for options in each)
         limited = min(most) < max_verify or any(bounds)
         return cls(
             limits=RequestLimits(most, bounds if any(bounds) else None) if limited else None,
             traced=any(options.trace for options in each),
-            rules=chain_rules(reqs, device, answers),
         )
-
-
-@fenced("presets", instead=nothing)
-def chain_rules(reqs: Sequence[Any], device: torch.device, answers: AnswerCache | None = None) -> ChainRules | None:
-    """Return the bounds of requests' chains; None if all of them have the usual ones.
-
-    Args:
-        answers: as in :meth:`BatchOptions.of`.
-    """
-    bounds = [_bounds(request_options(req)) for req in reqs]
-    second = _in_a_row([_second_text(req, answers) for req in reqs], device)
-    if second is None and all(asked == USUAL for asked in bounds):
-        return None
-    return ChainRules(host_index(bounds, device), second)
-
-
-@fenced("tokens that grammars force", instead=lambda rules, *_given: rules)
-def with_forced(
-    rules: ChainRules | None, reqs: Sequence[Any], forced: Sequence[Tokens], device: torch.device
-) -> ChainRules | None:
-    """Return the rules of one step, in which grammars force tokens.
-
-    Args:
-        rules: of :func:`chain_rules`.
-        forced: the last token of each request and those that its grammar forces behind it, which are a label of this
-            step; none for most requests.
-    """
-    allowed = [
-        tokens if request_options(req).preset != NO_PRESET else () for req, tokens in zip(reqs, forced, strict=True)
-    ]
-    second = _in_a_row([_laid_out((tokens,)) if tokens else _NO_TEXT for tokens in allowed], device)
-    if second is None:
-        return rules
-    if rules is None:
-        return ChainRules(usual_bounds(device).repeat(len(reqs), 1), second)
-    return ChainRules(rules.bounds, second.beside(rules.second))
-
-
-def _in_a_row(texts: Sequence[NDArray[np.int64]], device: torch.device) -> SecondTexts | None:
-    """Return what is looked up, of [3, n] for each request; None if there is nothing.
-
-    What a step costs grows with all of it: requests whose texts go past the bound are drafted without them.
-    """
-    kept, left = [], MOST_PLACES
-    for text in texts:
-        fits = text.shape[1] <= left
-        kept.append(text if fits else _NO_TEXT)
-        left -= text.shape[1] * fits
-    if left == MOST_PLACES:
-        return None
-    requests = np.repeat(np.arange(len(kept)), [text.shape[1] for text in kept])
-    laid_out = np.concatenate([np.concatenate(kept, axis=1), requests[None]])
-    return SecondTexts(*to_device(torch.from_numpy(laid_out), device))
-
-
-def _bounds(options: RequestOptions) -> tuple[int, int, int, int]:
-    """Return a row of :attr:`ChainRules.bounds`."""
-    if options.preset == NO_PRESET:
-        return (_NEVER, *USUAL[1:])
-    length = options.max_draft or USUAL[2]
-    if options.preset == SUMMARIZATION:
-        return options.min_ngram, options.max_ngram, length, ASKED_ROWS
-    return LEAST_MATCH, MOST_MATCH, length, 0
-
-
-@fenced("texts to copy from", instead=lambda req, answers: _NO_TEXT)
-def _second_text(req: Any, answers: AnswerCache | None) -> NDArray[np.int64]:
-    """Return [3, n], a text, what is needed and the rows in :class:`SecondTexts`, of a request; always the same."""
-    if not hasattr(req, "dspark_second_text"):
-        options = request_options(req)
-        if answers is not None and options.cache:
-            req.dspark_second_text = _answered(answers.read(options.cache))
-        else:
-            req.dspark_second_text = _looked_up(options.labels)
-    text: NDArray[np.int64] = req.dspark_second_text
-    return text
-
-
-def _answered(text: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return [3, n] of answers: they match anywhere, except at their ends."""
-    if not len(text):
-        return _NO_TEXT
-    text = np.append(text, -1)  # what follows is another request's
-    goes_on = (text >= 0) & (np.append(text[1:], -1) >= 0)
-    return np.stack([text, np.where(goes_on, LEAST_MATCH, _NEVER), np.full_like(text, CACHED_ROWS)]).astype(np.int64)
-
-
-def _laid_out(labels: tuple[Tokens, ...]) -> NDArray[np.int64]:
-    """Return [3, n] of labels.
-
-    All tokens from the beginning of a label to its place have to match, as many of them as are compared; and behind its
-    last token there is nothing to be found.
-    """
-    if not labels:
-        return _NO_TEXT
-    tokens, needed = [], []
-    for label in labels:
-        tokens += [-1, *label]
-        needed += [_NEVER, *(min(place, MOST_MATCH) for place in range(1, len(label))), _NEVER]
-    return np.array([[*tokens, -1], [*needed, _NEVER], [ASKED_ROWS] * (len(tokens) + 1)], dtype=np.int64)
-
-
-# Labels take milliseconds to lay out. What is forced is another text in every step, which would push them out.
-_looked_up = lru_cache(maxsize=64)(_laid_out)

@@ -11,7 +11,6 @@ import torch
 from dspark_kernels import draw
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.draft.cache import DraftCache
@@ -23,7 +22,6 @@ from sglang_dspark.engine.forward.verify_attention import as_without_dspark, ver
 from sglang_dspark.engine.hook_checks import Moment, check
 from sglang_dspark.engine.scheduler import faults
 from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.answer_cache import AnswerCache
 from sglang_dspark.engine.scheduler.batch import (
     DSparkBatchResult,
     SamplingReader,
@@ -31,11 +29,9 @@ from sglang_dspark.engine.scheduler.batch import (
 )
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.scheduler.nan_check import nan_check
-from sglang_dspark.engine.scheduler.request_options import request_options
 from sglang_dspark.engine.scheduler.start_check import check_start
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.engine.sglang_types import GenerationBatchResult, Req, ScheduleBatch, ServerArgs, TpModelWorker
-from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.scheduling.schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -66,13 +62,12 @@ class SpecWorkerBase(WorkerFace):
         self.device = torch.device(target_worker.device)
         self.settled = attached_to_ours(server_args)
         self.options = self.settled.config
-        self.parts = parts_of(self, server_args)
         self.sampling = SamplingReader(self.device)
         self.drafted_sampling = SamplingReader(self.device)  # of the requests that are drafted, where these are not all
         # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
         self.max_verify: int = self.server_args.speculative_num_draft_tokens - 1
+        self.parts = parts_of(self, server_args)
         self.check_logits = nan_check()
-        self.answers = AnswerCache(10**6 * (self.options.answer_cache or 0))
         self.step = 0
 
     @abstractmethod
@@ -121,8 +116,9 @@ class SpecWorkerBase(WorkerFace):
         check(Moment.READY)
 
     def clear_cache_pool(self) -> None:
-        """Drop the answers; a draft K/V row is valid exactly as long as the target's row with the same slot."""
-        self.answers.clear()
+        """Tell the features; a draft K/V row is valid exactly as long as the target's row with the same slot."""
+        for part in self.parts:
+            part.flushed()
 
     def observe(self, result: GenerationBatchResult, batch: ScheduleBatch) -> None:
         """Learn from a decode result whose tensors have reached the host.
@@ -138,14 +134,6 @@ class SpecWorkerBase(WorkerFace):
         """Look at a request whose text is complete."""
         for part in self.parts:
             part.request_ended(req)
-        self._keep_answer(req)
-
-    @fenced("answers to keep", instead=nothing)
-    def _keep_answer(self, req: Req) -> None:
-        """Keep the answer of a request that was not aborted, if it has a key."""
-        key = request_options(req).cache
-        if key and not isinstance(req.finished_reason, FINISH_ABORT):
-            self.answers.keep(key, req.output_ids_through_stop)
 
     def forward_batch_generation(
         self, batch: ScheduleBatch, on_publish: Publish | None = None, **_unused: object

@@ -63,7 +63,7 @@ class ScheduledWorker:
         self.schedule = Schedule(self.options, self.gamma, calibration, self.device, lag)
         self.parts = parts_of(self, worker.server_args, ours=False)
         self.control = StepControl(self.schedule, self.agreement, self.parts, self.device.type == "cuda")
-        self._request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma, device=self.device))
+        self._request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma))
         self._timer = DeviceTimer(self.device)
         self._step, self._started = self.whole_blocks(0), False
 

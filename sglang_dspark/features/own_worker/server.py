@@ -36,7 +36,7 @@ class ScheduledServer:
     by_request: bool = False
 
     engine: ClassVar[str] = "scheduled"
-    presets: ClassVar[bool] = False
+    takes_candidates: ClassVar[bool] = False
 
     @property
     def has_confidence_head(self) -> bool:

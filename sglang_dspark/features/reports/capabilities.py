@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
 
 from sglang_dspark.config import POLICY_NAMES
+from sglang_dspark.declared import field_types
 from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.compat.decoder import Decoder
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.forward.graphs import has_prefill_graphs
+from sglang_dspark.engine.launch_state import DSparkServer, OtherServer
 from sglang_dspark.engine.support import versions
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.speculation import OF_PRESETS, Speculation
+from sglang_dspark.speculation import Speculation
 
 
 def capabilities(decoder: Decoder) -> dict[str, Any]:
@@ -49,9 +50,7 @@ def capabilities(decoder: Decoder) -> dict[str, Any]:
         "policy": schedule.policy.name,
         "policies": {name: _policy(schedule, name, on_gpu=on_gpu) for name in POLICY_NAMES},
         "features": {
-            "speculation_fields": _speculation_fields(
-                has_head=has_head, presets=server.presets, keeps_answers=options.answer_cache is not None
-            ),
+            "speculation_fields": _speculation_fields(server),
             "cuda_graphs": decoding.cuda_graphs,
             "overlap": not server_args.disable_overlap_schedule,
             "prefill_attention": model_runner.attn_backend.prefill_attention_backend_str,
@@ -90,13 +89,15 @@ def _drafter_in_words(drafter: dict[str, Any] | None) -> str:
     )
 
 
-def _speculation_fields(*, has_head: bool, presets: bool, keeps_answers: bool) -> list[str]:
-    absent = () if presets else OF_PRESETS
-    if not has_head:
-        absent = (*absent, "confidence_threshold")
-    if not keeps_answers:
-        absent = (*absent, "cache")
-    return [field.name for field in fields(Speculation) if field.name not in absent]
+def _speculation_fields(server: DSparkServer | OtherServer) -> list[str]:
+    found = list(field_types(Speculation))
+    if not server.has_confidence_head:
+        found.remove("confidence_threshold")
+    for feature in all_features():
+        if feature.request_keys:
+            keys = feature.load_request_keys()
+            found += [key for key in field_types(keys) if key not in keys.unserved(server)]
+    return found
 
 
 def _policy(schedule: Schedule, name: str, *, on_gpu: bool) -> dict[str, Any]:

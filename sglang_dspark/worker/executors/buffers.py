@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import torch
 from dspark_kernels import (
-    ChainRules,
     DraftBlock,
     PlanNumbers,
     PreparedStep,
@@ -16,7 +15,6 @@ from dspark_kernels import (
     StepRequests,
     VerifyRows,
     prepare,
-    usual_bounds,
 )
 
 from sglang_dspark.scheduling.forecast import split_learned
@@ -54,14 +52,14 @@ class StepBuffers:
         self._req_to_token, self._seed = req_to_token, seed
         slots, device = tiers.requests[-1], req_to_token.device
         self.prepared = _zeroed(PreparedStep.empty(slots, self._drafter.num_slots, device))
-        self._bounds = usual_bounds(device).repeat(slots, 1)
         self._step_number = torch.zeros((), dtype=torch.int64, device=device)
         self._temperatures = torch.zeros(slots, device=device)
         self._copied = self._forecast.learned
         self._learned = self._copied.clone()
         self.coefficients, self.weights = split_learned(self._learned)
         self.drafts = torch.zeros((slots, depth), dtype=torch.int64, device=device)
-        self._asked = False  # whether the last step's requests had bounds of their own
+        candidates = eager.drafter.candidates
+        self._rules = None if candidates is None else candidates.buffers(slots)
         scores = torch.zeros((2, slots, depth), device=device)
         self._scores = Confidence(None if self._forecast.calibration is None else scores[0], scores[1])
         self.confidence = cache(self._scores.first)
@@ -71,11 +69,8 @@ class StepBuffers:
         """Copy a step, and what a captured plan does with its drafts; None if that plan is not read."""
         drafter = self._drafter
         prepare(step.requests, drafter.num_slots, drafter.mask_token_id, self.prepared, numbers or PlanNumbers())
-        if step.rules is not None:
-            self._bounds[: len(step)] = step.rules.bounds
-        elif self._asked:
-            self._bounds.copy_(usual_bounds(self._bounds.device))
-        self._asked = step.rules is not None
+        if self._rules is not None:
+            self._rules.stage(step)
 
     def stage_noise(self, step: DecodeBatch, slots: int) -> None:
         """Copy what a captured draft of sampled requests is drawn with."""
@@ -112,7 +107,7 @@ class StepBuffers:
             prefix_lens=requests.prefix_lens,
             req_pool_indices=requests.req_pool_indices,
             req_to_token=requests.req_to_token,
-            rules=ChainRules(self._bounds[:slots]),
+            rules=None if self._rules is None else self._rules.first(slots),
             rows=SamplingBatch.by_temperature(slots, temperatures, self._req_to_token.device),
             # The kernels key their noise by slot; positions matter to seeded requests only.
             keys=RoundKeys(self._seed, self._step_number, requests.req_pool_indices, requests.prefix_lens),

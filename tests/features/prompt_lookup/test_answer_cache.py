@@ -3,10 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 
-from sglang_dspark.engine.scheduler.answer_cache import MOST_TOKENS, AnswerCache
-from sglang_dspark.speculation import RequestOptions
+from sglang_dspark.features.prompt_lookup.answer_cache import MOST_TOKENS, AnswerCache
+from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
+from sglang_dspark.features.prompt_lookup.options import LookupOptions
+from sglang_dspark.features.prompt_lookup.served import PromptLookup
 from sglang_dspark.worker.worker import DSparkWorker
 
 ROOM = 10**6
@@ -83,10 +86,11 @@ def test_nothing_is_kept_without_room():
 )
 def test_answers_are_kept_of_requests_with_a_key_that_end_by_themselves(key, reason, kept):
     worker = object.__new__(DSparkWorker)
-    worker.answers, worker.parts = AnswerCache(ROOM), []
-    options = RequestOptions(cache=key)
-    req = SimpleNamespace(dspark_options=options, finished_reason=reason, output_ids_through_stop=[5, 6, 7])
+    answers = AnswerCache(ROOM)
+    worker.parts = [PromptLookup(answers, ForcedTokens(None, 1, 1), torch.device("cpu"))]
+    options = LookupOptions(cache=key)
+    req = SimpleNamespace(dspark_lookup=options, finished_reason=reason, output_ids_through_stop=[5, 6, 7])
     worker.end_request(req)
-    assert read(worker.answers, key) == kept
+    assert read(answers, key) == kept
     worker.clear_cache_pool()
-    assert read(worker.answers, key) == []
+    assert read(answers, key) == []

@@ -17,7 +17,7 @@ NUM_TOKENS = 40
 
 
 def loop_of(*, chains):
-    loop = StageLoop(schedule="static")
+    loop = StageLoop(schedule="static", lookup=True)
     loop.bounds = [USUAL if chains else NO_CHAINS]
     return loop
 
@@ -48,7 +48,7 @@ def test_seeded_text_is_the_same_whatever_competes_with_the_drafter(temperature)
 
 
 def test_a_text_that_repeats_itself_is_copied_behind_the_drafters_block():
-    loop = StageLoop(block_size=15, schedule="static")
+    loop = StageLoop(block_size=15, schedule="static", lookup=True)
     loop.bounds = [(*USUAL[:3], ASKED_ROWS)]
     for _ in range(2):
         assert loop.serve(PROMPTS, NUM_TOKENS) == [text[:NUM_TOKENS] for text in TEXTS]
@@ -58,7 +58,7 @@ def test_a_text_that_repeats_itself_is_copied_behind_the_drafters_block():
 @pytest.mark.parametrize("options", [{"schedule": "static"}, {"draft_free": True}], ids=["drafter", "draft-free"])
 def test_ids_of_pictures_are_never_copied(options):
     """They are past every vocabulary, and the text behind them goes on with them where it repeats itself."""
-    loop, prompt = StageLoop(**options), [7, 8, 9, 999, 999, 10, 7, 8, 9]
+    loop, prompt = StageLoop(**options, lookup=True), [7, 8, 9, 999, 999, 10, 7, 8, 9]
     loop.bounds = [(1, *USUAL[1:3], ASKED_ROWS)]
     loop.serve([prompt[:1]], 1)
     slots = loop._table[0].long()
@@ -70,7 +70,7 @@ def test_ids_of_pictures_are_never_copied(options):
 
 def test_rules_are_those_of_the_requests_that_are_drafted():
     """Of three requests, each with rules of its own, the second and the third are drafted."""
-    loop, behind = StageLoop(schedule="static"), torch.tensor([[5, 6], [20, 22], [30, 31]])
+    loop, behind = StageLoop(schedule="static", lookup=True), torch.tensor([[5, 6], [20, 22], [30, 31]])
     loop.serve([*PROMPTS, PROMPTS[0]], 2)
     loop.bounds = [NO_CHAINS, NO_CHAINS, (*NO_CHAINS[:2], 1, NO_CHAINS[3])]
     step, ends = replace(loop._batch(9), rows_of=loop._rows), torch.full((3, 1), -1)

@@ -1,0 +1,36 @@
+"""Prompt lookup: tokens that came before in a text, or that a request names, are drafted where they fit."""
+
+from __future__ import annotations
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.feature import Feature
+from sglang_dspark.engine.launch.hook import Hook
+from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.sglang_types import ServerArgs
+
+
+def verifies_drafts(args: ServerArgs) -> bool:
+    """Return whether a server with our worker verifies anything."""
+    server = attached(args)
+    return isinstance(server, DSparkServer) and server.config.schedule != "off"
+
+
+FEATURE = Feature(
+    __name__,
+    is_used=verifies_drafts,
+    hooks=(
+        Hook(
+            "counts-of-predictions",
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+            HookType.AROUND,
+            "features.prompt_lookup.prediction.keep_counts",
+            "front_end",
+            "SGLang's usage has no place for what became of a prediction",
+        ),
+    ),
+    request_keys="keys.LookupKeys",
+    part="served.PromptLookup.of",
+    routes="prediction.add",
+)

@@ -1,0 +1,125 @@
+"""Prompt lookup in a scheduler: what came before in a text, or was named, is a candidate for what comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from dspark_kernels import Candidates, ChainRules, find_chains, usual_bounds
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+from sglang_dspark.engine.feature import CandidateSource
+from sglang_dspark.engine.scheduler.batch import is_running
+from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
+from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
+from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
+from sglang_dspark.features.prompt_lookup.options import COUNTS, lookup_options
+from sglang_dspark.features.prompt_lookup.rules import rules_of, with_forced
+from sglang_dspark.fence import fenced, nothing
+from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.state import DecodeBatch
+
+
+class PromptLookup(CandidateSource):
+    """Look up the ends of requests' texts in the texts themselves, and in what their requests name.
+
+    Args:
+        answers: of earlier requests.
+        forced: reads what grammars force.
+        device: where steps are.
+    """
+
+    def __init__(self, answers: AnswerCache, forced: ForcedTokens, device: torch.device) -> None:
+        self._answers, self._forced, self._device = answers, forced, device
+        self._rules = CachedByBatch(self._rules_of)
+        self._predicted = CachedByBatch(_with_predictions)
+
+    @classmethod
+    def of(cls, worker: Any) -> PromptLookup:
+        """Return the part of a worker."""
+        target = worker.target_worker
+        vocab_size = int(target.model_runner.model_config.vocab_size)
+        answers = AnswerCache(10**6 * (worker.options.answer_cache or 0))
+        return cls(answers, ForcedTokens(target.tokenizer, vocab_size, worker.max_verify + 1), worker.device)
+
+    def _rules_of(self, reqs: Sequence[Any]) -> ChainRules | None:
+        return rules_of(reqs, self._device, self._answers)
+
+    def rules(self, batch: Any) -> ChainRules | None:
+        reqs = batch.reqs
+        rules = self._rules.read(reqs)
+        if batch.has_grammar and any(forced := [self._forced.of(req) for req in reqs]):
+            rules = with_forced(rules, reqs, forced, self._device)
+        return rules
+
+    def names_drafts(self, req: Any) -> bool:
+        return lookup_options(req).names_drafts
+
+    def find(self, step: DecodeBatch, slot_tokens: torch.Tensor, number: int) -> torch.Tensor:
+        return _found(step, slot_tokens, number)
+
+    def buffers(self, slots: int) -> StagedRules:
+        return StagedRules(slots, self._device)
+
+    @fenced("counts of predictions", instead=nothing)
+    def tokens_come(self, batch: Any, result: Any, tokens: Sequence[Sequence[int]]) -> None:
+        for place in self._predicted.read(batch.reqs):
+            if result.rounds is not None and is_running(batch.reqs[place]):
+                _count(batch.reqs[place], result.rounds, place, len(tokens[place]))
+
+    @fenced("answers to keep", instead=nothing)
+    def request_ended(self, req: Any) -> None:
+        """Keep the answer of a request that was not aborted, if it has a key."""
+        key = lookup_options(req).cache
+        if key and not isinstance(req.finished_reason, FINISH_ABORT):
+            self._answers.keep(key, req.output_ids_through_stop)
+
+    def flushed(self) -> None:
+        self._answers.clear()
+
+
+@fenced("candidates", instead=lambda step, tokens, number: Candidates.no_chains(len(step), number, tokens.device))
+def _found(step: DecodeBatch, slot_tokens: torch.Tensor, number: int) -> torch.Tensor:
+    return find_chains(step.requests, slot_tokens, number, step.rules)
+
+
+def _with_predictions(reqs: Sequence[Any]) -> list[int]:
+    """Return the places of requests that have a prediction."""
+    return [place for place, req in enumerate(reqs) if lookup_options(req).predicted]
+
+
+def _count(req: Any, rounds: StepRecord, place: int, committed: int) -> None:
+    """Note for each token that a request has committed what it and those before it owe to its prediction."""
+    if req.customized_info is None:
+        req.customized_info = {}
+    entries = req.customized_info.setdefault(COUNTS, [])
+    accepted, rejected = entries[-1] if entries else (0, 0)
+    entries += [(accepted, rejected)] * (len(req.output_ids) - len(entries))
+    verified = min(rounds.copied[place], rounds.verified[place])
+    kept = min(verified, committed - 1)
+    entries += [(accepted + min(token + 1, kept), rejected + verified - kept) for token in range(committed)]
+
+
+class StagedRules:
+    """The bounds that captured searches read. Named texts have no bounded size, so steps that have some are launched.
+
+    Args:
+        slots: requests of the largest captured step.
+    """
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._bounds = usual_bounds(device).repeat(slots, 1)
+        self._asked = False  # whether the last step's requests had bounds of their own
+
+    def stage(self, step: DecodeBatch) -> None:
+        """Copy the bounds of a step."""
+        if step.rules is not None:
+            self._bounds[: len(step)] = step.rules.bounds
+        elif self._asked:
+            self._bounds.copy_(usual_bounds(self._bounds.device))
+        self._asked = step.rules is not None
+
+    def first(self, slots: int) -> ChainRules:
+        """Return the staged rules of so many requests."""
+        return ChainRules(self._bounds[:slots])

@@ -1,0 +1,37 @@
+"""Requests as the front end settles them, in the form that the scheduler reads."""
+
+from types import SimpleNamespace
+
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.engine.api.request_field import settle
+from sglang_dspark.engine.launch_state import DSparkServer
+
+VOCAB = 0x110000
+
+
+class LetterTokenizer:
+    """A token for each letter."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, texts, add_special_tokens):
+        assert not add_special_tokens
+        self.calls += 1
+        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+
+
+def settled(field, tokenizer=None, vocab_size=VOCAB, **options):
+    """The scheduler-side request of one with this field ``speculation``, on a server with these options."""
+    return settled_params({"dspark": field}, tokenizer, vocab_size, **options)
+
+
+def settled_params(custom_params, tokenizer=None, vocab_size=VOCAB, **options):
+    """The same of one with these ``custom_params``."""
+    parameters = SimpleNamespace(custom_params=custom_params)
+    args = SimpleNamespace(_dspark=DSparkServer(DSparkConfig(**options), drafter=None, dummy_draft=False))
+    manager = SimpleNamespace(
+        tokenizer=tokenizer, server_args=args, model_config=SimpleNamespace(vocab_size=vocab_size)
+    )
+    settle(manager, parameters)
+    return SimpleNamespace(sampling_params=parameters, origin_input_ids=[1, 2])
