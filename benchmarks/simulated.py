@@ -176,15 +176,15 @@ class Loop:
             if ids != before:
                 self._server.prefill([])
             step_ms, result = self._server.decode([Request(index, CONTEXT, 1 << 30) for index in ids])
-            assert result.rounds is not None, "a decode step has rounds"
+            assert result.record is not None, "a decode step has a record"
             survival = text.survival.cumsum(1)
-            lens = result.rounds.verify_lens.numpy()
+            lens = result.record.verify_lens.numpy()
             tokens += len(ids) + float(survival[lens > 0, lens[lens > 0] - 1].sum())
             ms += step_ms
             parked += self._server.schedule.parked
             fixed[0] += len(ids) + np.concatenate([[0.0], survival.sum(0)])
             fixed[1] += np.multiply(self._fixed(len(ids)), self._factors[step])
-            behind.append((result.rounds, result.accepted, ids))
+            behind.append((result.record, result.accepted, ids))
             if len(behind) > LAG:
                 self._observe(*behind.popleft(), ids)
         return tokens / ms, parked / self._steps, (fixed[0] / fixed[1]).tolist()

@@ -118,7 +118,7 @@ class _Counting:
         name, mark, data = event.partition(b"data: ")
         return name + mark + self._counted(data) if mark and not name and b'"usage"' in data else event
 
-    @fenced("counts of predictions", instead=lambda self, body: body)
+    @fenced("usages of predictions", instead=lambda self, body: body)
     def _counted(self, body: bytes) -> bytes:
         """Return JSON with the counts in its usage, if it has one."""
         document = json.loads(body)
@@ -142,7 +142,7 @@ async def keep_counts(
             yield answer
 
 
-@fenced("counts of predictions", instead=nothing)
+@fenced("usages of predictions", instead=nothing)
 def _keep(answer: Mapping[str, Any]) -> None:
     meta_info = answer.get("meta_info") or {}
     entries, counts = meta_info.pop(COUNTS, None), _COUNTS.get()

@@ -65,8 +65,8 @@ class PromptLookup(CandidateSource):
     @fenced("counts of predictions", instead=nothing)
     def tokens_come(self, batch: Any, result: Any, tokens: Sequence[Sequence[int]]) -> None:
         for place in self._predicted.read(batch.reqs):
-            if result.rounds is not None and is_running(batch.reqs[place]):
-                _count(batch.reqs[place], result.rounds, place, len(tokens[place]))
+            if result.record is not None and is_running(batch.reqs[place]):
+                _count(batch.reqs[place], result.record, place, len(tokens[place]))
 
     @fenced("answers to keep", instead=nothing)
     def request_ended(self, req: Any) -> None:
@@ -89,14 +89,14 @@ def _with_predictions(reqs: Sequence[Any]) -> list[int]:
     return [place for place, req in enumerate(reqs) if lookup_options(req).predicted]
 
 
-def _count(req: Any, rounds: StepRecord, place: int, committed: int) -> None:
+def _count(req: Any, record: StepRecord, place: int, committed: int) -> None:
     """Note for each token that a request has committed what it and those before it owe to its prediction."""
     if req.customized_info is None:
         req.customized_info = {}
     entries = req.customized_info.setdefault(COUNTS, [])
     accepted, rejected = entries[-1] if entries else (0, 0)
     entries += [(accepted, rejected)] * (len(req.output_ids) - len(entries))
-    verified = min(rounds.copied[place], rounds.verified[place])
+    verified = min(record.copied[place], record.verified[place])
     kept = min(verified, committed - 1)
     entries += [(accepted + min(token + 1, kept), rejected + verified - kept) for token in range(committed)]
 

@@ -143,7 +143,7 @@ def test_each_token_knows_what_was_owed_to_the_prediction_up_to_there():
     for copied, verified, tokens in ((4, 3, [5, 6, 7]), (0, 2, [8, 9]), (3, 7, [9])):
         chains = torch.tensor([[0, 0, -1], [ASKED_ROWS + 1, copied, 4]])
         rounds = StepRecord(["a", "b"], PLAIN, [7, 7], torch.tensor([1, verified]), None, None, chains=chains)
-        part.tokens_come(SimpleNamespace(reqs=reqs), DSparkBatchResult(rounds=rounds), [[5], tokens])
+        part.tokens_come(SimpleNamespace(reqs=reqs), DSparkBatchResult(record=rounds), [[5], tokens])
         reqs[1].output_ids += tokens
     assert reqs[0].customized_info is None
     assert reqs[1].customized_info == {
