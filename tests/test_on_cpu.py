@@ -74,6 +74,7 @@ def test_threads_wait_without_a_core_unless_the_user_says_otherwise(environment,
     report = ("-c", "import sglang, os; print(os.environ.get('OMP_WAIT_POLICY'))")
     assert environment.run(*report) == "PASSIVE\n"
     assert environment.run(*report, OMP_WAIT_POLICY="ACTIVE") == "ACTIVE\n"
+    assert environment.run(*report, SGLANG_USE_CPU_ENGINE="0") == "None\n"
     assert environment.run(*report, LD_LIBRARY_PATH=driver) == "None\n"
 
 

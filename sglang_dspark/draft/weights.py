@@ -95,6 +95,16 @@ def check_draft_model(path: str | Path, reading: Reading | None = None) -> None:
         _Checkpoint(Path(path), stack, reading or read(path)).token_ids()
 
 
+def own_tensors(path: str | Path, reading: Reading) -> frozenset[str]:
+    """Return which of :data:`EMBEDDING` and :data:`LM_HEAD` a checkpoint holds. Reads no weights.
+
+    Raises:
+        CheckpointError: as for :func:`load_draft_model`.
+    """
+    with ExitStack() as stack:
+        return _Checkpoint(Path(path), stack, reading).own
+
+
 def save_draft_model(model: DraftModel, path: str | Path, include_embeddings: bool) -> None:
     """Write a checkpoint in the canonical form into directory ``path`` (made if needed).
 

@@ -182,12 +182,12 @@ class Part:
     def step_done(
         self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
     ) -> None:
-        """Look at the outcome of a decode step, whose tokens SGLang has appended.
+        """Look at the outcome of a decode step, before SGLang appends its tokens to their requests.
 
         Args:
             reqs: SGLang's requests of the step.
             record: of the step; its tensors are on the host.
-            running: requests of the step that its tokens have reached.
+            running: requests of the step that its tokens are for: places of those that have not ended.
             accepted: drafts accepted, of each of these.
         """
 
@@ -210,7 +210,7 @@ class Part:
         return nullcontext()
 
 
-class StagedRules(Protocol):
+class RulesBuffers(Protocol):
     """The rules of captured searches for candidates, in buffers that stay where they are."""
 
     def stage(self, step: DecodeBatch) -> None:
@@ -220,7 +220,7 @@ class StagedRules(Protocol):
         """Return the staged rules of so many requests."""
 
 
-class CandidateSource(Part):
+class CandidateSource(Part, ABC):
     """A part that finds candidates, which compete with the drafter's tokens or are drafted in their place."""
 
     @abstractmethod
@@ -243,7 +243,7 @@ class CandidateSource(Part):
         """
 
     @abstractmethod
-    def buffers(self, slots: int) -> StagedRules:
+    def buffers(self, slots: int) -> RulesBuffers:
         """Return the rules of captured steps of up to so many requests."""
 
 

@@ -41,7 +41,8 @@ class Finder:
         """Find the stand-in, and prepare the import of SGLang itself."""
         if name == "sglang" and not has_driver():
             os.environ.setdefault(VARIABLE, "1")
-            os.environ.setdefault(WAITING, "PASSIVE")
+            if stands_in():
+                os.environ.setdefault(WAITING, "PASSIVE")
         if name == KERNELS and stands_in():
             from importlib.util import spec_from_file_location
 

@@ -72,7 +72,7 @@ class StepRecord:
 
     @property
     def copied(self) -> list[int]:
-        """Return the leading drafts of each request that go on with a chain which a preset has asked for."""
+        """Return the leading drafts of each request that go on with a chain that the request has asked for."""
         return self._leading[2]
 
     @cached_property

@@ -262,7 +262,7 @@ class NoDrafter:
         self.candidates = candidates
         self.gamma = self.num_slots = options.gamma(None)
         self._vocab_size, self._device = vocab_size, device
-        logger.info("DSPARK: no drafter; requests with a preset speculate")
+        logger.info("DSPARK: no drafter; requests that name a text speculate")
 
     def allocate(self, num_slots: int, dtype: torch.dtype) -> None:
         """Make room for the tokens of the slots: there is no K/V."""

@@ -237,7 +237,7 @@ class DSparkWorker(SpecWorkerBase):
     def decoding(self) -> Decoding:
         """Return how the server decodes."""
         drafter = self.drafter.describe(self.settled.draft_path)
-        drafting = "requests with a preset speculate" if drafter is None else "the drafter fits the target"
+        drafting = "requests that name a text speculate" if drafter is None else "the drafter fits the target"
         return Decoding(
             f"selected by --speculative-algorithm, and {drafting}",
             self.drafter.gamma,

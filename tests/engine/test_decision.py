@@ -64,7 +64,7 @@ def test_our_worker_decodes(flags):
     [
         (
             LEFT_TO_SGLANG,
-            "serve BaichuanForCausalLM, an architecture that it does not know",
+            "serve BaichuanForCausalLM",
             "target architecture ['Baichuan",
         ),
         (("--device", "npu"), "serve DSPARK cannot run with --device=npu", "DSPARK cannot run with --device=npu"),

@@ -2,10 +2,13 @@
 
 import os
 import pickle
+import shutil
 
 import pytest
+import torch
 from family_targets import written_target
 from random_drafter import random_drafter
+from safetensors.torch import load_file, save_file
 from sglang.srt.arg_groups import overrides
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
@@ -15,9 +18,9 @@ from sglang_objects import GOLDEN, server_args
 
 from sglang_dspark.draft import resolved
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.launch import defaults, hooks
+from sglang_dspark.engine.launch import context, defaults, hooks
 from sglang_dspark.engine.launch.launch import Launch
-from sglang_dspark.errors import CheckpointError, ConfigError, EngineError
+from sglang_dspark.errors import CheckpointError, ConfigError, EngineError, UnservedError
 from sglang_dspark.tools.launch import PLUGIN
 
 DRAFT = GOLDEN / "vanilla_g7"
@@ -62,6 +65,42 @@ def test_the_drafter_is_read_once(reads):
 def test_no_drafter_is_read_without_one(reads):
     _, serving = settled("--speculative-dspark-draft-free", draft=None)
     assert (reads, serving.drafter, serving.draft_path) == ([], None, "")
+
+
+def head_of_codes(folder, name="lm_head.weight"):
+    """The golden target with an LM head that is not its embedding, of bytes."""
+    shutil.copytree(GOLDEN / "target", folder, copy_function=shutil.copyfile)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: torch.zeros(256, 128, dtype=torch.int8)}, folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.fixture
+def quantised(monkeypatch):
+    """Says by which method SGLang is to take the target for quantised; its LM head is not tied then."""
+    read = context.model_config_of
+
+    def by(method):
+        def model_config(args):
+            target = read(args)
+            target.quantization, target.hf_text_config.tie_word_embeddings = method, False
+            return target
+
+        monkeypatch.setattr(context, "model_config_of", model_config)
+
+    return by
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "lm_head.qweight"])
+def test_a_drafter_needs_a_head_of_its_own_where_the_targets_is_quantised(reads, quantised, tmp_path, name):
+    target = ("--model-path", head_of_codes(tmp_path / "target", name))
+    drafter = str(random_drafter(tmp_path, "gated"))
+    quantised("gptq")
+    settled(*target)  # the golden drafter has one
+    with pytest.raises(UnservedError, match=r"no lm_head.weight of its own, and the target's lm_head is .*gptq"):
+        settled(*target, draft=drafter)
+    quantised(None)
+    settled(*target, draft=drafter)  # not looked at
 
 
 def test_options_of_one_server_are_not_those_of_the_next(reads):

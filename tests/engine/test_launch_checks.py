@@ -132,6 +132,7 @@ SERVED = [
 ]
 ELSEWHERE = {  # and the file that tests it
     "flags of SGLang": "test_flag_rules.py",
+    "layers read from the target": "test_launch.py",
     "server in Rust": "test_launch.py",
     "size of the K/V pool": "test_launch.py",
     "memory of adapters": "below",

@@ -55,6 +55,14 @@ def test_a_predicted_text_is_accepted_and_counted(letters, expected, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_where_the_text_leaves_its_prediction_drafts_are_rejected(letters, expected, stream):
+    text, usage = asked(letters, stream, prediction=content(expected[:24] + "☂" * 24))
+    details = usage.completion_tokens_details
+    assert text == expected
+    assert details.accepted_prediction_tokens > 0 and details.rejected_prediction_tokens > 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(
     "predicted",
     ["", [], "совсем другое: 猫 고양이 قطة", "\u200b", "a" * 32768],

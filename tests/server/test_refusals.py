@@ -38,7 +38,7 @@ def refused(server, path, body):
     ],
 )
 def test_what_is_refused_is_named_and_changes_nothing(dspark, path, body, named):
-    """The tables: tests/engine/test_refused_requests.py, tests/test_speculation_options.py, tests/test_config.py."""
+    """The tables: tests/engine/test_refused_requests.py, tests/engine/test_request_options.py, tests/test_config.py."""
     assert named in refused(dspark, path, body)
     assert dspark.get_json("/dspark/stats")["policy"] == "auto"
 

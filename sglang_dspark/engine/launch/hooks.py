@@ -87,7 +87,7 @@ HOOKS: tuple[Hook, ...] = (
         HookType.AFTER,
         "engine.api.answers.look_at_answers",
         "front_end",
-        "with the first answer it is known which hooks SGLang calls; events of OpenAI's streams do not have its counts",
+        "with the first answer it is known which hooks SGLang calls",
     ),
     Hook(
         "mount-routes",

@@ -1,11 +1,15 @@
 """Checks that need target, drafter and device alone. `doctor` makes them without a server."""
 
+from pathlib import Path
+
 import torch
 from dspark_kernels import widest_window
 
 from sglang_dspark.config import flag_name
 from sglang_dspark.draft.families import is_left_to_sglang
-from sglang_dspark.draft.pairing import check_dimensions
+from sglang_dspark.draft.pairing import check_dimensions, lacks_own
+from sglang_dspark.draft.target_files import quantised_layers
+from sglang_dspark.draft.weights import own_tensors
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.support import DEVICES, gpu_refusal
 
@@ -37,7 +41,7 @@ def why_not_ours(context: LaunchContext) -> str | None:
     """
     architectures = context.target.hf_config.architectures
     if is_left_to_sglang(architectures):
-        return f"{', '.join(architectures)}, an architecture that it does not know"
+        return ", ".join(architectures or ["a target without an architecture"])
     return device(context)
 
 
@@ -45,6 +49,22 @@ def dimensions(context: LaunchContext) -> None:
     """Refuse a drafter that was made for another target."""
     if (drafter := context.server.drafter) is not None:
         check_dimensions(drafter.config, context.text_config)
+
+
+def own_layers(context: LaunchContext) -> str | None:
+    """Refuse a drafter that would read a quantised layer of its target.
+
+    What only shows once the target is loaded, its handle refuses then.
+    """
+    drafter, target = context.server.drafter, context.target
+    if drafter is None or target.quantization is None:
+        return None
+    own: frozenset[str] = frozenset() if context.server.dummy_draft else own_tensors(drafter.path, drafter.reading)
+    tied = bool(getattr(context.text_config, "tie_word_embeddings", False))
+    for layer in quantised_layers(Path(context.args.model_path), tied=tied):
+        if f"{layer}.weight" not in own:
+            raise lacks_own(drafter.config, layer, f"is quantised ({target.quantization})")
+    return None
 
 
 def block_size(context: LaunchContext) -> None:

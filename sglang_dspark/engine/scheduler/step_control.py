@@ -56,7 +56,7 @@ class StepControl:
         """Learn from a step whose result has reached the host.
 
         Args:
-            reqs: SGLang's requests of the step, which have taken its tokens.
+            reqs: SGLang's requests of the step, which are about to take its tokens.
             record: of the step.
             committed: tokens committed per request, bonus included.
             times_ms: what the step took the device, and how long the host has waited for it; None if it is not known.

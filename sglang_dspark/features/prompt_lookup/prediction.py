@@ -146,5 +146,5 @@ async def keep_counts(
 def _keep(answer: Mapping[str, Any]) -> None:
     meta_info = answer.get("meta_info") or {}
     entries, counts = meta_info.pop(COUNTS, None), _COUNTS.get()
-    if entries and counts is not None:
+    if entries and entries[-1] is not None and counts is not None:
         counts[meta_info["id"]] = entries[-1]

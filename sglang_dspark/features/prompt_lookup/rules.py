@@ -106,7 +106,7 @@ def _second_text(req: Any, answers: AnswerCache) -> NDArray[np.int64]:
     """Return [3, n], a text, what is needed and the rows in :class:`SecondTexts`, of a request; always the same."""
     if not hasattr(req, "dspark_second_text"):
         options = lookup_options(req)
-        texts = [_looked_up(options.labels, MOST_MATCH), _looked_up(options.predicted, LEAST_MATCH)]
+        texts = [_looked_up(options.labels, MOST_MATCH), _laid_out(options.predicted, LEAST_MATCH)]
         if options.cache:
             texts.append(_answered(answers.read(options.cache)))
         req.dspark_second_text = np.concatenate(texts, axis=1)
@@ -138,5 +138,5 @@ def _laid_out(labels: tuple[Tokens, ...], most: int) -> NDArray[np.int64]:
     return np.array([[*tokens, -1], [*needed, _NEVER], [ASKED_ROWS] * (len(tokens) + 1)], dtype=np.int64)
 
 
-# Labels take milliseconds to lay out. What is forced is another text in every step, which would push them out.
+# Labels take milliseconds to lay out. What is forced or predicted is another text each time, which would push them out.
 _looked_up = lru_cache(maxsize=64)(_laid_out)

@@ -63,6 +63,12 @@ class PromptLookup(CandidateSource):
         return StagedRules(slots, self._device)
 
     @fenced("counts of predictions", instead=nothing)
+    def prefill_done(self, batch: Any) -> None:
+        """Give the token behind a prompt its counts: SGLang streams such lists from their first place on."""
+        for place in self._predicted.read(batch.reqs):
+            _counts(batch.reqs[place], 1)
+
+    @fenced("counts of predictions", instead=nothing)
     def tokens_come(self, batch: Any, result: Any, tokens: Sequence[Sequence[int]]) -> None:
         for place in self._predicted.read(batch.reqs):
             if result.record is not None and is_running(batch.reqs[place]):
@@ -91,14 +97,20 @@ def _with_predictions(reqs: Sequence[Any]) -> list[int]:
 
 def _count(req: Any, record: StepRecord, place: int, committed: int) -> None:
     """Note for each token that a request has committed what it and those before it owe to its prediction."""
-    if req.customized_info is None:
-        req.customized_info = {}
-    entries = req.customized_info.setdefault(COUNTS, [])
+    entries = _counts(req, 0)
     accepted, rejected = entries[-1] if entries else (0, 0)
-    entries += [(accepted, rejected)] * (len(req.output_ids) - len(entries))
     verified = min(record.copied[place], record.verified[place])
     kept = min(verified, committed - 1)
     entries += [(accepted + min(token + 1, kept), rejected + verified - kept) for token in range(committed)]
+
+
+def _counts(req: Any, coming: int) -> list[tuple[int, int]]:
+    """Return the counts up to each output token of a request, and to so many that are about to come."""
+    if req.customized_info is None:
+        req.customized_info = {}
+    entries: list[tuple[int, int]] = req.customized_info.setdefault(COUNTS, [])
+    entries += [entries[-1] if entries else (0, 0)] * (len(req.output_ids) + coming - len(entries))
+    return entries
 
 
 class StagedRules:

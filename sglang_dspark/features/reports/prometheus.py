@@ -37,7 +37,7 @@ LOAD_COUNTERS = {
     "parked_steps_total": "Decode steps while speculation rested because plain steps are faster.",
     "request_steps_total": "Requests, summed over the decode steps.",
     "drafted_tokens_total": "Draft tokens that the drafter proposed, without copied ones.",
-    "copied_tokens_total": "Draft tokens that presets copied; they count as verified and accepted, not as drafted.",
+    "copied_tokens_total": "Draft tokens from texts that requests name; verified and accepted, but not drafted ones.",
     "verified_tokens_total": "Draft tokens that went through the target.",
     "accepted_tokens_total": "Draft tokens that the target kept.",
     "committed_tokens_total": "Tokens gained: accepted drafts and one correction or bonus token per request and step.",

@@ -134,12 +134,15 @@ def test_the_usage_of_a_stream_has_the_counts():
 
 
 def test_each_token_knows_what_was_owed_to_the_prediction_up_to_there():
-    """Three output tokens were there before the first step; the second one goes on with nothing predicted."""
+    """Two output tokens were there before the prompt was encoded again; the second step has nothing predicted."""
     reqs = [settled(None), settled({"prediction": PREDICTION}, LetterTokenizer())]
     for req in reqs:
-        req.output_ids, req.customized_info, req.is_retracted = [1, 2, 3], None, False
+        req.output_ids, req.customized_info, req.is_retracted = [1, 2], None, False
         req.finished = lambda: False
     part = lookup_of(7)
+    part.prefill_done(SimpleNamespace(reqs=reqs))
+    assert reqs[1].customized_info == {COUNTS: [(0, 0)] * 3}  # of the token to come, too
+    reqs[1].output_ids.append(3)
     for copied, verified, tokens in ((4, 3, [5, 6, 7]), (0, 2, [8, 9]), (3, 7, [9])):
         chains = torch.tensor([[0, 0, -1], [ASKED_ROWS + 1, copied, 4]])
         rounds = StepRecord(["a", "b"], PLAIN, [7, 7], torch.tensor([1, verified]), None, None, chains=chains)

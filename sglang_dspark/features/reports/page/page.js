@@ -307,7 +307,7 @@ function whyUnverified(span) {
   if (!span.steps) return "no decode step yet";
   if (stats.policy === "off") return "nothing was verified: the policy off never speculates";
   if (stats.schedule.parked) return "nothing was verified: speculation is parked, plain steps are faster";
-  if (capabilities.drafter === null) return "nothing was verified: no request had a preset";
+  if (capabilities.drafter === null) return "nothing was verified: no request named a text to draft from";
   return "no draft was verified";
 }
 
@@ -384,7 +384,7 @@ function facts(id, rows) {
 
 function drawFacts() {
   const { drafter, features, versions, target, policies } = capabilities;
-  facts("facts-drafter", drafter === null ? [["none", "requests with a preset speculate"]] : [
+  facts("facts-drafter", drafter === null ? [["none", "requests that name a text speculate"]] : [
     ["path", drafter.path],
     ["block size", `${capabilities.block_size}${capabilities.block_size < drafter.block_size ? ` of ${drafter.block_size}` : ""}`],
     ["layers", drafter.num_hidden_layers],
