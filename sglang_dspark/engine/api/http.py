@@ -18,8 +18,6 @@ from sglang_dspark.engine.launch_state import TargetOnly
 from sglang_dspark.engine.sglang_types import ServerArgs
 
 FIELD = "speculation"
-_MAY_HOLD_FIELD = re.compile(rb"speculation|\\u00[67]|\0")
-"""The field as it is, with a letter of it escaped, or in an encoding of several bytes per letter."""
 _ERROR_TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
@@ -84,9 +82,8 @@ class SpeculationMiddleware:
         if path not in ROUTES or scope["method"] not in ("POST", "PUT"):
             await self.app(scope, receive, send)
             return
-        try:
-            body = await Request(scope, receive).body()
-        except ClientDisconnect:
+        body = await read_body(scope, receive)
+        if body is None:
             return
         # Tasks that this request starts see it, too; those of other requests do not.
         before = ASKED.set(_field_of(body))
@@ -94,6 +91,14 @@ class SpeculationMiddleware:
             await self.app(scope, replayed(body, receive), send)
         finally:
             ASKED.reset(before)
+
+
+async def read_body(scope: Any, receive: Any) -> bytes | None:
+    """Return the body of a request; None if its client has gone."""
+    try:
+        return await Request(scope, receive).body()
+    except ClientDisconnect:
+        return None
 
 
 def replayed(body: bytes, receive: Any) -> Any:
@@ -108,10 +113,20 @@ def replayed(body: bytes, receive: Any) -> Any:
 
 def _field_of(body: bytes) -> str | None:
     """Return the field as JSON text; None if the body has none, or cannot be read."""
-    if not _MAY_HOLD_FIELD.search(body):
+    document = object_with(body, FIELD)
+    try:
+        return None if document is None else json.dumps(document[FIELD])
+    except RecursionError:
+        return None
+
+
+def object_with(body: bytes, field: str) -> dict[str, Any] | None:
+    """Return the JSON object of a body; None if it has no such field, or cannot be read."""
+    # The field as it is, with a letter of it escaped, or in an encoding of several bytes per letter.
+    if not re.search(rb"%s|\\u00[67]|\0" % field.encode(), body):
         return None
     try:
         document = json.loads(body)
-        return json.dumps(document[FIELD]) if isinstance(document, dict) and FIELD in document else None
     except (ValueError, RecursionError):
         return None  # not JSON, or nested too deeply: SGLang's own parser answers, which has less room still
+    return document if isinstance(document, dict) and field in document else None

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
 
-from sglang_dspark.engine.api.http import replayed, without_root
+from sglang_dspark.engine.api.http import object_with, read_body, replayed, without_root
 from sglang_dspark.engine.api.request_field import ASKED
 from sglang_dspark.features.prompt_lookup.options import COUNTS
 from sglang_dspark.fence import fenced, nothing
 
 FIELD, ROUTE = "prediction", "/v1/chat/completions"
 _DETAILS = "completion_tokens_details"
-_MAY_HOLD_FIELD = re.compile(rb"prediction|\\u00[67]|\0")
-"""The field as it is, with a letter of it escaped, or in an encoding of several bytes per letter."""
 
 Counts = dict[str, tuple[int, int]]
 """Predicted tokens accepted and rejected up to now, by the id of each sample."""
@@ -47,9 +43,8 @@ class Predictions:
         if scope["type"] != "http" or without_root(scope["path"], scope.get("root_path", "")) != ROUTE:
             await self.app(scope, receive, send)
             return
-        try:
-            body = await Request(scope, receive).body()
-        except ClientDisconnect:
+        body = await read_body(scope, receive)
+        if body is None:
             return
         asked = _with_prediction(ASKED.get(), body)
         if asked is None:
@@ -66,13 +61,8 @@ class Predictions:
 
 def _with_prediction(asked: str | None, body: bytes) -> str | None:
     """Return the field ``speculation`` with the prediction of a body; None if that has none, or cannot be read."""
-    if not _MAY_HOLD_FIELD.search(body):
-        return None
-    try:
-        document = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(document, dict) or document.get(FIELD) is None:
+    document = object_with(body, FIELD)
+    if document is None or document[FIELD] is None:
         return None
     field = None if asked is None else json.loads(asked)
     if field is not None and not isinstance(field, dict):
