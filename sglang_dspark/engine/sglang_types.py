@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner_components.ngram_embedding_manager import NgramEmbeddingManager
     from sglang.srt.model_executor.runner.base_cuda_graph_runner import BaseCudaGraphRunner
     from sglang.srt.model_executor.runner.base_runner import BaseRunner
+    from sglang.srt.session.session_controller import Session
     from sglang.srt.speculative.spec_info import CustomSpecAlgo, SpecInput
     from transformers import PreTrainedTokenizerBase
 
@@ -194,8 +195,11 @@ class Req(Protocol):
     eos_token_ids: set[int] | None
     customized_info: dict[str, list[object]] | None
     decode_batch_idx: int
+    require_reasoning: bool
     reasoning_tokens: int
+    _is_reasoning_over: bool
     finished_len: int | None
+    session: Session
     finished_reason: BaseFinishReason
     to_finish: BaseFinishReason
     is_retracted: bool

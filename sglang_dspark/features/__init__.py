@@ -15,5 +15,6 @@ ROOMS = (
     "prompt_lookup",
     "recurrent",
     "reports",
+    "sessions",
     "streams",
 )

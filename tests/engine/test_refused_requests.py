@@ -50,7 +50,7 @@ def test_another_engine_of_the_process_checks_nothing(server):
 
 UNSERVED = {
     "return_hidden_states": True, "custom_logit_processor": "x", "input_embeds": [[0.5]], "watermark": {"key": 1},
-    "return_sampling_mask": True, "max_thinking_tokens": 5, "token_indices_to_pool": [1],
+    "return_sampling_mask": True, "token_indices_to_pool": [1],
     "sampling_logprobs_mode": "selected", "return_flat_raw_top_logprobs": True,
     "return_flat_raw_output_top_logprobs": True,
 }  # fmt: skip

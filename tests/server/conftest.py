@@ -100,9 +100,11 @@ SNAPSHOTS = {"SNAPSHOTS_ON_A_CPU": "1", **WHOLE_WINDOWS}
 MIDDLE_STATES = "--mamba-track-interval 64 --max-mamba-cache-size 80 --context-length 256"
 STATES = "--max-mamba-cache-size 48 --context-length 256"
 LLGUIDANCE = "--grammar-backend llguidance"
+SESSIONS = "--enable-streaming-session"
 PARSERS = "--tool-call-parser qwen25 --reasoning-parser deepseek-r1"
 LORA = "csgmv" if ON_GPU else "torch_native"
 FOUR = "--max-running-requests 4"
+THINKING = "--reasoning-parser qwen3 --enable-strict-thinking"
 # Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.
 PARALLEL = f"--tp-size 2 {FOUR} --speculative-dspark-block-size 3"
 PROFILE = "1,0.5,0.75,0"  # the rest as the last
@@ -129,12 +131,12 @@ SERVERS: dict[str, Recipe] = {
     # Tokens of this one and of SGLang's own worker are pieces of letters.
     "corner": Recipe(
         (
-            *(*DSPARK, f"--disable-overlap-schedule {CHUNKS} 64 --page-size 16", PIECES),
+            *(*DSPARK, f"--disable-overlap-schedule {CHUNKS} 64 --page-size 16 {SESSIONS}", PIECES),
             "--speculative-dspark-block-size 3 --speculative-draft-window-size 12 --incremental-streaming-output",
         )
     ),
     # Drafters of other forms than DeepSpec's: test_checkpoint_variants.py; in a context that requests grow out of.
-    "tight": Recipe((_published("speculators"), f"--context-length 128 {CROWDED} 600 {CHUNKS} 64")),
+    "tight": Recipe((_published("speculators"), f"--context-length 128 {CROWDED} 600 {CHUNKS} 64 {SESSIONS}")),
     # Random weights: it knows nothing.
     "dflash": Recipe((_random("dflash"), KEEPS_ANSWERS)),
     "long_block": Recipe((_random("long-block"), STATIC, "--speculative-dspark-verify-len 1 --context-length 96")),
@@ -154,10 +156,13 @@ SERVERS: dict[str, Recipe] = {
     # Streams that are parsed; every step commits as much as it can.
     "plain_parsers": Recipe([PARSERS], model=spoken_target),
     "parsers": Recipe((*DSPARK, STATIC, PARSERS), model=spoken_target),
+    # Budgets of thinking.
+    "thinking": Recipe((*DSPARK, THINKING, TERSE), model=spoken_target),
     # SGLang's own worker, by our schedule and as it comes.
     "scheduled": Recipe((*DSPARK, PARSERS, PIECES), env=own_worker("scheduled", "compact")),
     "scheduled_corner": Recipe(
-        (*DSPARK, f"--disable-overlap-schedule {CHUNKS} 64 {CROWDED} 600"), env=own_worker("scheduled", "compact")
+        (*DSPARK, f"--disable-overlap-schedule {CHUNKS} 64 {CROWDED} 600 {SESSIONS}"),
+        env=own_worker("scheduled", "compact"),
     ),
     "scheduled_parallel": Recipe(
         (*DSPARK, PARALLEL), env={**own_worker("scheduled", "compact"), **TWO_RANKS}, forked=False

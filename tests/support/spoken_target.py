@@ -27,6 +27,7 @@ _WORDS = {
     140: "<think>",
     141: "</think>",  # SGLang counts reasoning by a token
 }
+THINK_END = 141
 CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 

@@ -60,13 +60,13 @@ def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args
 
 
 def _not_served(request: GenerateReqInput, parameters: SamplingParams, target: ModelConfig) -> Iterator[str]:
-    for name in REFUSED_FIELDS:
-        value = getattr(request, name, None)
-        if value:
-            yield f"DSPARK does not serve {name}={truncate(value)} yet; drop the field or use a server without DSPARK"
-    for name in REFUSED_PARAMETERS:
+    for name, why in REFUSED_FIELDS.items():
+        if value := getattr(request, name, None):
+            shown = f"{name}={truncate(value)}"
+            yield f"DSPARK does not serve {shown}: {why}; drop the field or use a server without DSPARK"
+    for name, why in REFUSED_PARAMETERS.items():
         if (value := getattr(parameters, name)) not in (None, False, 1):
-            yield f"DSPARK does not serve sampling_params.{name}={truncate(value)} yet; drop it"
+            yield f"DSPARK does not serve sampling_params.{name}={truncate(value)}: {why}; drop it"
     for name in _UNTRIED_MEDIA if family_of(target.hf_config.architectures).reads_images else ():
         if getattr(request, name, None):
             yield f"DSPARK serves text and images of this target, and not {name} yet; use a server without DSPARK"

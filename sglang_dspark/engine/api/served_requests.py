@@ -1,25 +1,27 @@
 """Names the request fields, sampling parameters and HTTP routes of SGLang that DSPARK refuses."""
 
-REFUSED_FIELDS = (
-    "return_hidden_states",
-    "custom_logit_processor",
-    "input_embeds",
-    "positional_embed_overrides",
-    "return_routed_experts",
-    "return_indexer_topk",
-    "multi_item_delimiter_indices",
-    "watermark",
-    "return_sampling_mask",
-    "max_thinking_tokens",
-    "token_indices_to_pool",
-    "sampling_logprobs_mode",
-    "return_flat_raw_top_logprobs",
-    "return_flat_raw_output_top_logprobs",
-)
-"""Fields of a request that DSPARK refuses when they are set."""
+_OTHER_LOGPROBS = "rows of a verification have log-probabilities in the usual form alone"
+_ROWS = "a verification has rows of drafts that are rejected, and SGLang would return theirs too"
+_ONE_BY_ONE = "it looks at the tokens before each new one, and SGLang does not know drafts as such"
+REFUSED_FIELDS = {
+    "return_hidden_states": "a verification returns the hidden states that a drafter reads, and not the last ones",
+    "custom_logit_processor": _ONE_BY_ONE,
+    "input_embeds": "a drafter reads the token ids of a prompt",
+    "positional_embed_overrides": "a drafter reads the token ids of a prompt",
+    "return_routed_experts": _ROWS,
+    "return_indexer_topk": _ROWS,
+    "multi_item_delimiter_indices": "it scores a prompt, which a server without DSPARK does as fast",
+    "watermark": _ONE_BY_ONE,
+    "return_sampling_mask": "tokens are drawn without a mask that could be returned",
+    "token_indices_to_pool": "it scores a prompt, which a server without DSPARK does as fast",
+    "sampling_logprobs_mode": _OTHER_LOGPROBS,
+    "return_flat_raw_top_logprobs": _OTHER_LOGPROBS,
+    "return_flat_raw_output_top_logprobs": _OTHER_LOGPROBS,
+}
+"""Fields of a request that DSPARK refuses when they are set, with the reasons."""
 
-REFUSED_PARAMETERS = ("watermark", "beam_width")
-"""Sampling parameters that are refused if they ask for something."""
+REFUSED_PARAMETERS = {"watermark": _ONE_BY_ONE, "beam_width": "each beam would have drafts of its own"}
+"""Sampling parameters that are refused if they ask for something, with the reasons."""
 
 # Most would change or drop the target, and leave the drafter and the draft K/V of cached prefixes behind. Two would
 # give the server another part to play. The last one sets what other speculative algorithms read.

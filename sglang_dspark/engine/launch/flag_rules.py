@@ -24,7 +24,7 @@ UNREAD = ("speculative_ngram_", "speculative_domino_", "speculative_dsa_", "uno_
 
 _OFF = (
     "enable_dp_attention enable_mixed_chunk enable_lmcache enable_flexkv enable_unified_cache_external_linker "
-    "enable_kv_cache_sharding enable_two_batch_overlap enable_pdmux enable_strict_thinking enable_memory_saver "
+    "enable_kv_cache_sharding enable_two_batch_overlap enable_pdmux enable_memory_saver "
     "enable_unified_memory enable_page_major_kv_layout enable_hisparse prefill_only_disable_kv_cache "
     "enable_return_routed_experts enable_return_indexer_topk enable_return_aux_hidden_states enable_watermark "
     "speculative_use_block_verification"
@@ -59,7 +59,6 @@ FLAG_RULES: tuple[FlagRule, ...] = (
         "drop the flag; requests with a seed are reproducible under DSPARK without it",
     ),
     FlagRule("dllm_algorithm", (None,)),
-    FlagRule("enable_streaming_session", (False,), "drop the flag; sessions without streaming are served"),
     FlagRule(
         "enable_quant_communications",
         (False, None),

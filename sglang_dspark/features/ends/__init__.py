@@ -11,15 +11,6 @@ FEATURE = Feature(
     is_used=lambda args: True,
     hooks=(
         Hook(
-            "session-turns",
-            "sglang.srt.session.session_controller.Session.create_req",
-            HookType.BEFORE,
-            "features.ends.first_end.forget_overshoot",
-            "scheduler",
-            "the tokens behind an end, which a step may commit, would become part of the next turn's prompt",
-            Moment.SOME_TIME,
-        ),
-        Hook(
             "parse-stop-regex",
             "sglang.srt.sampling.sampling_params.get_max_seq_length",
             HookType.AROUND,

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from sglang_dspark.engine.scheduler.batch import is_running
 from sglang_dspark.engine.sglang_types import Req
@@ -55,15 +54,3 @@ def _may_hold_stop(req: Req, new_accepted_len: int) -> bool:
         return True
     tail = req.tail_str(new_accepted_len)
     return any(stop in tail for stop in parameters.stop_strs)
-
-
-def forget_overshoot(session: Any, *args: object, **kwargs: object) -> None:
-    """Drop the tokens behind the end of a session's requests before SGLang makes the next turn out of them.
-
-    A step may commit tokens behind the one that ends a request. They are no part of its answer, and SGLang would put
-    them into the next prompt.
-    """
-    for node in session.req_nodes.values():
-        req = node.req
-        if req.finished() and req.finished_len is not None:
-            del req.output_ids[req.finished_len :]

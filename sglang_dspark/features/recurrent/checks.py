@@ -13,6 +13,7 @@ UNSERVED = (
     "enable_linear_replayssm_spec",
     "enable_lora",
     "enable_mamba_cache_stochastic_rounding",
+    "enable_streaming_session",
     "lora_paths",
 )
 """Flags that change where states lie or what is in them, that move K/V without them, or that are not tried."""

@@ -24,6 +24,8 @@ from sglang_dspark.features.reports.sums import (
     PREDICTED_MS,
     STEPS,
     TEXT,
+    THINKING_ACCEPTED,
+    THINKING_ROUNDS,
     TIMED_STEPS,
     Sums,
     load_of,
@@ -102,6 +104,12 @@ class Counters:
             row[COPYING_ROUNDS] += 1
             row[COPYING_VERIFIED] += verified
             row[COPYING_ACCEPTED] += accepted
+
+    def record_thoughts(self, requests: int, accept_lens: Sequence[int]) -> None:
+        """Add the drafts accepted in a step of so many requests by those that reason and have not begun to answer."""
+        row = self._loads[load_of(requests)]
+        row[THINKING_ROUNDS] += len(accept_lens)
+        row[THINKING_ACCEPTED] += sum(accept_lens)
 
     def record_time(self, timed: TimedStep) -> None:
         """Add the time of one step."""

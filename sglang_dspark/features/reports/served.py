@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_dspark.engine.compat.decoder import Decoder
 from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.features.reports.capabilities import capabilities, in_one_line
 from sglang_dspark.features.reports.counters import Counters
 from sglang_dspark.features.reports.first_drafts import FirstDrafts
@@ -45,13 +46,13 @@ class Reports(Part):
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
 
     def step_done(
-        self, reqs: Sequence[Any], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
+        self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
     ) -> None:
-        self._count(record, running, accepted)
+        self._count(reqs, record, running, accepted)
         trace(reqs, record, running, accepted)
 
     @fenced("statistics of steps", instead=nothing)
-    def _count(self, record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
+    def _count(self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
         self._recent.tick()
         if record.behind is not None:
             self._counters.record_time(record.behind)
@@ -68,6 +69,8 @@ class Reports(Part):
             followed_lens=[record.followed[request] for request in running],
             cached_lens=[record.cached[request] for request in running],
         )
+        thoughts = [kept for request, kept in zip(running, accepted, strict=True) if is_thinking(reqs[request])]
+        self._counters.record_thoughts(len(running), thoughts)
         self._log()
 
     def _log(self) -> None:
@@ -109,3 +112,8 @@ class Reports(Part):
     def export_metrics(self, labels: dict[str, Any]) -> None:
         """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
         Metrics(self._counters, lambda: self._first_drafts.fit.verdict, labels).start()
+
+
+def is_thinking(req: Req) -> bool:
+    """Return whether a request reasons, by SGLang's own count of the tokens of its thoughts."""
+    return not req._is_reasoning_over and (req.require_reasoning or req.reasoning_tokens > 0)

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 STEPS, PLAIN_STEPS, PARKED_STEPS, DRAFTED, TIMED_STEPS, MEASURED_MS, PREDICTED_MS = range(7)
 COPIED, COPIED_ACCEPTED, COPYING_ROUNDS, COPYING_VERIFIED, COPYING_ACCEPTED = range(7, 12)
-TEXT, CACHE, NUM_SCALARS = (12, 13, 14), (15, 16, 17), 18  # proposed, verified, accepted
+TEXT, CACHE = (12, 13, 14), (15, 16, 17)  # proposed, verified, accepted
+THINKING_ROUNDS, THINKING_ACCEPTED, NUM_SCALARS = range(18, 21)
 """Columns of :attr:`Sums.loads` before those that count rounds by outcome."""
 NUM_LOADS = 16
 
@@ -111,6 +112,7 @@ class Figures:
                 for source, columns in (("text", TEXT), ("cache", CACHE))
                 for what, column in zip(("proposed", "verified", "accepted"), columns, strict=True)
             },
+            "thinking_rounds": int(self._row[THINKING_ROUNDS]),
             "verified_tokens": self.verified,
             "accepted_tokens": self.accepted,
             "committed_tokens": self.committed,
@@ -123,8 +125,12 @@ class Figures:
         ``wasted_verify_fraction`` is (k - (tau - 1)) / k with k drafts verified per round and accept length tau.
         """
         row, timed = self._row, self._row[TIMED_STEPS]
+        thinking, kept = row[THINKING_ROUNDS], row[THINKING_ACCEPTED]
+        answering = self.rounds - thinking
         return {
             "accept_length": self.accept_length,
+            "thinking_accept_length": _ratio(thinking + kept, thinking),
+            "answer_accept_length": _ratio(answering + self.accepted - kept, answering),
             "verify_length": _ratio(self.verified, self.rounds),
             "wasted_verify_fraction": _ratio(self.verified - self.accepted, self.verified),
             "running_requests": _ratio(self.rounds, self.steps),

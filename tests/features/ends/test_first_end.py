@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dspark.features.ends.first_end import forget_overshoot, let_first_end_count
+from sglang_dspark.features.ends.first_end import let_first_end_count
 
 LETTERS = "abcdefgh"  # of tokens 0 to 7
 EOS = 7
@@ -115,12 +115,3 @@ def test_requests_without_stop_strings_are_left_to_sglang():
     reqs = [request(9, 5, stop_token_ids=[3]), request(9, None), *(request(9, None, stop=["ab"]) for _ in range(2))]
     let_first_end_count(reqs, [[1] * 8, [1] * 9, [1], [1, 2]])
     assert ["update_finish_state" in vars(req) for req in reqs] == [False, False, False, True]
-
-
-def test_a_session_goes_on_behind_what_was_sent():
-    """The tokens that a step committed behind the end are no part of the next prompt."""
-    ended, running = request(9, None), request(9, None)
-    end(ended, [[1, EOS, 2, 3]])
-    running.output_ids.extend([4, 5])
-    forget_overshoot(SimpleNamespace(req_nodes={req: SimpleNamespace(req=req) for req in (ended, running)}))
-    assert [list(req.output_ids) for req in (ended, running)] == [[1, EOS], [4, 5]]

@@ -44,11 +44,14 @@ def test_figures():
         "cache_proposed_tokens": 0,
         "cache_verified_tokens": 0,
         "cache_accepted_tokens": 0,
+        "thinking_rounds": 0,
         "verified_tokens": 8,
         "accepted_tokens": 4,
         "committed_tokens": 9,
         "timed_steps": 2,
         "accept_length": 9 / 5,
+        "thinking_accept_length": None,
+        "answer_accept_length": 9 / 5,
         "verify_length": 8 / 5,
         "wasted_verify_fraction": 1 / 2,
         "running_requests": 5 / 3,
@@ -123,3 +126,14 @@ def test_text_for_the_log():
     assert str(counters).endswith("accept length -")
     record(counters, [2], [2], [1])
     assert str(counters) == "drafted 2, verified 2, accepted 1, committed 2, accept length 2.00"
+
+
+def test_thoughts_and_answers_have_accept_lengths_of_their_own():
+    counters = Counters(gamma=3)
+    record(counters, [3, 3, 0], verify_lens=[3, 2, 3], accept_lens=[2, 0, 3], copied_lens=[0, 0, 3])
+    counters.record_thoughts(3, [2, 3])
+    record(counters, [0, 0], verify_lens=[0, 0], accept_lens=[0, 0])
+    counters.record_thoughts(2, [0])
+    report = counters.sums().report()
+    assert report["thinking_rounds"] == 3
+    assert (report["thinking_accept_length"], report["answer_accept_length"]) == (8 / 3, 1.0)
