@@ -1,4 +1,4 @@
-"""Formats that keep the drafter's own keys in ``dflash_config``: SpecForge, ModelOpt, TorchSpec and plain DFlash."""
+"""Formats that keep the drafter's own keys in ``dflash_config``: SpecForge, ModelOpt, TorchSpec and DFlash; GGUF has none."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ _OPTIONAL: Table = {
     "draft_vocab_size": _anywhere("draft_vocab_size"),
     "num_target_layers": _anywhere("num_target_layers"),
 }
-_SILENT = _anywhere("projector_type", "num_anchors", "num_layers")
+_SILENT = ("format", *_anywhere("projector_type", "num_anchors", "num_layers"))
 _ATTENTION_MODES = ("gqa", "mha")
 
 
@@ -62,6 +62,7 @@ VARIANTS: Mapping[FormatName, Variant] = {
     "ModelOpt": Variant(True, {"markov_head_type": "vanilla", "confidence_head_with_markov": True}, FLAT_HEADS),
     "TorchSpec": Variant(None, {"markov_head_type": "vanilla"}),
     "DFlash": Variant(False, _NO_HEADS),
+    "llama.cpp": Variant(None, _NO_HEADS),
 }
 
 
