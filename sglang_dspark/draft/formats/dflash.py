@@ -87,6 +87,9 @@ def read(name: FormatName, content: Content) -> Reading:
     qwen3.attention(content)
     qwen3.causal_layers(content)
     qwen3.extras(content, tensors)
+    if name == "llama.cpp" and (window := content.values.get("sliding_window")):
+        words = "is read as a window that slides along with the slots, in causal layers: the file does not say its rule"
+        content.remark("sliding_window", window, words, doubtful=True)
     return finish(name, content, rules, span_head=rotation.rope(content, name))
 
 

@@ -125,6 +125,7 @@ def _block(weights: QuantizationArgs, columns: int) -> tuple[int, int]:
 
 
 def _words(scheme: QuantizationScheme) -> str:
-    weights = scheme.weights
-    width = weights.group_size or weights.block_structure
-    return f"{scheme.format} ({weights.type}{weights.num_bits} by {weights.strategy}{f' of {width}' if width else ''})"
+    weights = scheme.weights.model_dump(mode="json")
+    width = weights["group_size"] or weights["block_structure"]
+    number, strategy = f"{weights['type']}{weights['num_bits']}", weights["strategy"]
+    return f"{scheme.format.value} ({number} by {strategy}{f' of {width}' if width else ''})"

@@ -1,6 +1,6 @@
-"""GGUF files of drafters, in the form that llama.cpp's converter writes: architecture ``dflash``, with Markov head or not.
+"""GGUF files of drafters as llama.cpp's converter writes them: architecture ``dflash``, with a Markov head or without.
 
-Read with the gguf package, which also computes the weights. The metadata say what a config.json says otherwise.
+The gguf package reads them and computes the weights. The metadata say what a config.json says otherwise.
 """
 
 import os
@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,7 +50,6 @@ _KEYS = {
     "attention.causal": "is_causal",
     "context_length": "max_position_embeddings",
     "rope.freq_base": "rope_theta",
-    "rope.dimension_count": "rope_dim",
     "vocab_size": "vocab_size",
     "block_size": "block_size",
     "sample_from_anchor": "sample_from_anchor",
@@ -58,6 +58,15 @@ _KEYS = {
     "embedding_scale": "input_embedding_scale",
 }
 """Metadata below the architecture's name -> keys of config.json."""
+_ROPE = {
+    "rope.scaling.type": "rope_type",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.dimension_count": "rope_dim",
+}
+"""The same in ``rope_parameters``."""
+_READ = {*_KEYS, *_ROPE, "target_layers", "attention.sliding_window_pattern"}
+_SAID_BY_TENSORS = {"attention.value_length", "rope.dimension_sections", "has_confidence_head"}
 
 
 class GgufFile:
@@ -102,11 +111,11 @@ class GgufFile:
         from gguf import dequantize
 
         tensor = self._tensors[name]
-        if tensor.tensor_type.name == "I64":
-            ids = torch.from_numpy(tensor.data.copy())
-            return ids - torch.arange(len(ids)) if name == "d2t" else ids
+        if name == "d2t":
+            return torch.from_numpy(tensor.data - np.arange(len(tensor.data)))
         try:
-            values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)).reshape(self.shapes[name])
+            computed = np.require(dequantize(tensor.data, tensor.tensor_type), requirements="W")
+            values = torch.from_numpy(computed).reshape(self.shapes[name])
         except (NotImplementedError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"{self.path}: {tensor.name} of type {tensor.tensor_type.name} cannot be dequantised ({error}); take "
@@ -129,18 +138,14 @@ class GgufFile:
                 f"{self.path}: {what}; GGUF files that load are those of llama.cpp's convert_hf_to_gguf.py for DFlash "
                 f"and DSpark drafters, architecture {ARCHITECTURE!r}: convert the original drafter with it"
             )
-        own = {name.removeprefix(f"{ARCHITECTURE}."): value for name, value in fields.items()}
+        prefix = f"{ARCHITECTURE}."
+        own = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
         content = {key: own[name] for name, key in _KEYS.items() if name in own}
         if "head_dim" not in content and content.get("num_attention_heads"):
             content["head_dim"] = content.get("hidden_size", 0) // content["num_attention_heads"]
-        if content.get("rope_dim") == content.get("head_dim"):
-            content.pop("rope_dim", None)
         if windows := own.get("attention.sliding_window_pattern"):
             content["layer_types"] = [f"{'sliding' if slides else 'full'}_attention" for slides in windows]
-        if own.get("rope.scaling.type", "none") != "none":
-            kind = {"rope_type": own["rope.scaling.type"], "factor": own.get("rope.scaling.factor")}
-            length = own.get("rope.scaling.original_context_length")
-            content["rope_scaling"] = kind | ({"original_max_position_embeddings": length} if length else {})
+        rope = {key: own[name] for name, key in _ROPE.items() if own.get(name, "none") != "none"}
         # The output of layer k is the input of k + 1, which is what the file names.
         taps = [layer - 1 for layer in own.get("target_layers", ())]
         return {
@@ -150,7 +155,9 @@ class GgufFile:
             "mask_token_id": fields["mask"],
             "target_layer_ids": taps,
             "sample_from_anchor": "markov_head.markov_w1.weight" in self.shapes,
+            "rope_parameters": {"rope_type": "default"} | rope,
             **content,
+            **{prefix + name: own[name] for name in own.keys() - _READ - _SAID_BY_TENSORS},
         }
 
 

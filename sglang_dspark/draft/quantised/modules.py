@@ -118,9 +118,9 @@ class DequantisedTensors:
         return weight
 
     def _is_hidden(self, name: str) -> bool:
-        """Return whether a tensor of the files is a part of a quantised weight, or rounds what goes into one."""
+        """Return whether a tensor of the files is a part of a quantised weight, or rounds what goes into a layer."""
         module, _, part = name.rpartition(".")
-        return module in self._modules and part in PARTS | OF_ACTIVATIONS
+        return part in OF_ACTIVATIONS or (part in PARTS and module in self._modules)
 
     def _part_shape(self, name: str, shapes: Mapping[str, Sequence[int]]) -> Sequence[int]:
         return self._stored.read(name).tolist() if name.endswith(".weight_shape") else shapes[name]
