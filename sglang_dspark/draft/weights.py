@@ -11,7 +11,7 @@ from torch import Tensor
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.formats import Reading, read
 from sglang_dspark.draft.formats.files import open_files
-from sglang_dspark.draft.formats.stored import FLOATS, SINGLE_FILE, StoredTensors
+from sglang_dspark.draft.stored import FLOATS, SINGLE_FILE, StoredTensors
 from sglang_dspark.draft.formats.tensors import DRAFT_TO_TARGET, IS_DRAFTED
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids, save_token_ids

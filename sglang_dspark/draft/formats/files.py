@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_dspark.draft.formats.stored import FLOATS, StoredTensors, has_tensors
+from sglang_dspark.draft.stored import FLOATS, StoredTensors, has_tensors
 from sglang_dspark.draft.formats.tensors import DRAFT_TO_TARGET, IS_DRAFTED
 from sglang_dspark.draft.quantised.gguf_file import open_gguf
 from sglang_dspark.draft.quantised.modules import DequantisedTensors

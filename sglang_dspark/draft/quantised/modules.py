@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sglang_dspark.draft.formats.stored import FLOATS, StoredTensors
+from sglang_dspark.draft.stored import FLOATS, StoredTensors
 from sglang_dspark.draft.quantised.storage import Storage
 from sglang_dspark.errors import CheckpointError
 
