@@ -31,7 +31,7 @@ class StoredTensors:
             declared, files = {}, [SINGLE_FILE]
         else:
             raise CheckpointError(
-                f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}; give a complete checkpoint directory or a .gguf "
+                f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}; give a complete checkpoint directory or a GGUF "
                 "file, and convert other weight formats to safetensors"
             )
         self._files: dict[str, Any] = {}

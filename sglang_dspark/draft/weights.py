@@ -11,10 +11,10 @@ from torch import Tensor
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.formats import Reading, read
 from sglang_dspark.draft.formats.files import open_files
-from sglang_dspark.draft.stored import FLOATS, SINGLE_FILE, StoredTensors
 from sglang_dspark.draft.formats.tensors import DRAFT_TO_TARGET, IS_DRAFTED
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids, save_token_ids
+from sglang_dspark.draft.stored import FLOATS, SINGLE_FILE, StoredTensors
 from sglang_dspark.errors import CheckpointError
 from sglang_dspark.files import atomic_write, atomic_write_text
 
@@ -25,13 +25,14 @@ LM_HEAD = "lm_head.weight"
 def load_draft_model(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str, reading: Reading | None = None
 ) -> DraftModel:
-    """Read a checkpoint of any format, its directory or a GGUF file; the model comes back frozen, its confidence head in float32.
+    """Read a checkpoint of any format; the model comes back frozen, its confidence head in float32.
 
     To train it further, call ``requires_grad_()`` and ``train()`` on it.
 
     The embedding and the LM head may be absent: the model then needs ``bind_target`` before use.
 
     Args:
+        path: its directory, or a GGUF file.
         reading: of the checkpoint, if it has been read already.
 
     Raises:

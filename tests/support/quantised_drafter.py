@@ -163,7 +163,8 @@ def of_model_optimizer(algorithm: str) -> Form:
         scales = (parts["weight_scale"].float() - 127).exp2()
         return parts["weight"].float() * spread(scales, 1, 32, parts["weight"].shape)
 
-    content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "exclude_modules": ["lm_head"]}}
+    inner = {"quant_algo": algorithm, "exclude_modules": ["lm_head"]}
+    content = {"producer": {"name": "modelopt"}, "quantization": inner}
     made = (mxfp8, read_mxfp8) if algorithm == "MXFP8" else (nvfp4, read_nvfp4)
     return Form(content, *made, "hf_quant_config.json")
 
@@ -253,7 +254,8 @@ def gguf_drafter(
         **(metadata or {}),
     }
     writer = gguf.GGUFWriter(file, architecture)
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array, str: writer.add_string}
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    add[str] = writer.add_string
     for key, value in values.items():
         if value is not None:
             add[type(value)](f"{architecture}.{key}", value)

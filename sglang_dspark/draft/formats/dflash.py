@@ -1,4 +1,4 @@
-"""Formats that keep the drafter's own keys in ``dflash_config``: SpecForge, ModelOpt, TorchSpec and DFlash; GGUF has none."""
+"""Formats that keep a drafter's own keys in ``dflash_config``: SpecForge, ModelOpt, TorchSpec, DFlash; and GGUF."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_dspark.draft.stored import FLOATS, StoredTensors, has_tensors
 from sglang_dspark.draft.formats.tensors import DRAFT_TO_TARGET, IS_DRAFTED
-from sglang_dspark.draft.quantised.gguf_file import open_gguf
+from sglang_dspark.draft.quantised.gguf_file import GgufFile, open_gguf
 from sglang_dspark.draft.quantised.modules import DequantisedTensors
 from sglang_dspark.draft.quantised.recognition import KEYS, recognise
-from sglang_dspark.draft.quantised.storage import Storage, Tensors
+from sglang_dspark.draft.quantised.storage import Storage
+from sglang_dspark.draft.stored import FLOATS, StoredTensors, has_tensors
 from sglang_dspark.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
+Tensors = StoredTensors | DequantisedTensors | GgufFile
 _QUANTISATION_FILE = "hf_quant_config.json"
 _PLAIN_TENSORS = (".weight", ".bias", ".attention_sink_bias", ".layer_scalar", DRAFT_TO_TARGET, IS_DRAFTED)
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from sglang_dspark.draft.quantised.modules import Parts, PartShapes
+from sglang_dspark.draft.quantised.modules import Parts, PartShapes, UnfitError
 from sglang_dspark.draft.quantised.scaled import grid
 from sglang_dspark.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization import QuantizationScheme
 
 _EMBEDDINGS = ("embed_tokens", "markov_w1")
 _UNTOLD = ("dense", "mixed-precision", "fakequant")
@@ -21,11 +21,7 @@ _UNTOLD = ("dense", "mixed-precision", "fakequant")
 
 
 class CompressedTensors:
-    """Weights that ``quantization_config`` covers by groups, each with its form.
-
-    Attributes:
-        words, methods: see :class:`Storage`.
-    """
+    """Weights that ``quantization_config`` covers by groups, each with its form; for the attributes see Storage."""
 
     methods = frozenset({"compressed-tensors"})
 
@@ -53,79 +49,66 @@ class CompressedTensors:
                 "the config.json that belongs to the checkpoint"
             ) from error
         self._ignored = tuple(parsed.ignore or ())
-        self._schemes = tuple(scheme for scheme in parsed.config_groups.values() if scheme.weights is not None)
-        for scheme in self._schemes:
+        self._groups = tuple(group for group in parsed.config_groups.values() if group.weights is not None)
+        for group in self._groups:
             told = None if parsed.format in _UNTOLD else parsed.format
-            scheme.format = CompressionFormat(scheme.format or told or infer_module_format(nn.Linear, scheme))
-        self.words = f"compressed-tensors {', '.join(sorted(set(map(_words, self._schemes))))}"
+            group.format = CompressionFormat(group.format or told or infer_module_format(nn.Linear, group))
+        self.words = f"compressed-tensors {', '.join(sorted(set(map(_words, self._groups))))}"
 
-    def check(self, module: str, parts: PartShapes) -> list[str]:
-        """Return what is wrong with the parts of a module."""
-        scheme = self._scheme(module)
-        if scheme is None:
-            return [f"{module} is quantised, but quantization_config ignores it or names no group of it"]
-        needed = _compressor(scheme).compression_param_names(scheme)
-        missing = [part for part in needed if part.startswith("weight") and part not in parts]
-        if missing:
-            return [f"missing {module}.{part}" for part in missing]
-        weights, shape, scale = scheme.weights, self.shape(parts), list(parts["weight_scale"])
-        packed = [shape[0], ceil(shape[-1] * weights.num_bits / 32)]
-        if len(shape) != 2 or ("weight_shape" in parts and list(parts["weight_packed"]) != packed):
-            return [f"misshapen {module}.{part} {list(size)}" for part, size in sorted(parts.items())]
-        if weights.group_size and shape[1] > weights.group_size and shape[1] % weights.group_size:
-            return [f"group_size={weights.group_size} does not divide the {shape[1]} columns of {module}.weight"]
-        if weights.strategy == "tensor":
-            expected = scale if prod(scale) == 1 else [1]
-        else:
-            expected = grid(shape, _block(weights, shape[1]))
-        return [] if scale == expected else [f"misshapen {module}.weight_scale {scale}, expected {expected}"]
-
-    def shape(self, parts: PartShapes) -> list[int]:
-        """Return the shape of the weight; without ``weight_shape``, two codes of four bits share a byte."""
-        if "weight_packed" not in parts:
-            return list(parts["weight"])
-        *rows, columns = parts["weight_packed"]
-        return list(parts.get("weight_shape", (*rows, 2 * columns)))
+    def shape(self, module: str, parts: PartShapes) -> list[int]:
+        """Return the shape of the weight, or raise UnfitError."""
+        group = self._group(module)
+        if group is None:
+            raise UnfitError(f"{module} is quantised, but quantization_config ignores it or names no group of it")
+        needed = [part for part in _compressor(group).compression_param_names(group) if part.startswith("weight")]
+        if missing := [f"missing {module}.{part}" for part in needed if part not in parts]:
+            raise UnfitError("; ".join(missing))
+        stored, args, scale = parts[needed[0]], group.weights, list(parts["weight_scale"])
+        shape = list(parts.get("weight_shape", stored))
+        if needed[0] == "weight_packed" and "weight_shape" not in parts:
+            shape[-1] *= 2  # two codes of four bits share a byte
+        if len(shape) != 2 or ("weight_shape" in parts and stored != [shape[0], ceil(shape[1] * args.num_bits / 32)]):
+            raise UnfitError(f"misshapen {module}.{needed[0]} {list(stored)}, for a weight {shape}")
+        if args.group_size and shape[1] > args.group_size and shape[1] % args.group_size:
+            raise UnfitError(f"group_size={args.group_size} does not divide the {shape[1]} columns of {module}.weight")
+        block = args.block_structure or (1, args.group_size or shape[1])
+        expected = [1] if args.strategy == "tensor" else grid(shape, (block[0], block[1]))
+        if scale != expected and not (args.strategy == "tensor" and prod(scale) == 1):
+            raise UnfitError(f"misshapen {module}.weight_scale {scale}, expected {expected}")
+        return shape
 
     def dequantise(self, module: str, parts: Parts) -> Tensor:
         """Return the weight in the library's dtype: that of the scales, or bfloat16."""
         from compressed_tensors.quantization.lifecycle.forward import dequantize
 
-        scheme = self._scheme(module)
-        assert scheme is not None, "check has found it"
-        if scheme.weights.strategy == "block":
+        group = self._group(module)
+        assert group is not None, "shape() has found it"
+        if group.weights.strategy == "block":
             # The decompressor infers blocks from the shapes, which is wrong if the last one is smaller.
             zero_point = parts.get("weight_zero_point")
-            return dequantize(parts["weight"], parts["weight_scale"], zero_point, args=scheme.weights)
-        weight: Tensor = _compressor(scheme).decompress(dict(parts), scheme)["weight"]
+            return dequantize(parts["weight"], parts["weight_scale"], zero_point, args=group.weights)
+        weight: Tensor = _compressor(group).decompress(dict(parts), group)["weight"]
         return weight
 
-    def _scheme(self, module: str) -> QuantizationScheme | None:
+    def _group(self, module: str) -> QuantizationScheme | None:
         """Return the group of a module: one that names it, or else one of its class."""
         from compressed_tensors.utils.match import match_name
 
         if any(match_name(module, pattern) for pattern in self._ignored):
             return None
         kind = "Embedding" if module.endswith(_EMBEDDINGS) else "Linear"
-        named = (scheme for scheme in self._schemes if any(match_name(module, target) for target in scheme.targets))
-        return next(named, next((scheme for scheme in self._schemes if kind in scheme.targets), None))
+        named = (group for group in self._groups if any(match_name(module, target) for target in group.targets))
+        return next(named, next((group for group in self._groups if kind in group.targets), None))
 
 
-def _compressor(scheme: QuantizationScheme) -> Any:
+def _compressor(group: QuantizationScheme) -> Any:
     from compressed_tensors.compressors import BaseCompressor
 
-    return BaseCompressor.get_value_from_registry(scheme.format)
+    return BaseCompressor.get_value_from_registry(group.format)
 
 
-def _block(weights: QuantizationArgs, columns: int) -> tuple[int, int]:
-    if weights.block_structure is not None:
-        rows, columns = weights.block_structure
-        return rows, columns
-    return 1, weights.group_size or columns
-
-
-def _words(scheme: QuantizationScheme) -> str:
-    weights = scheme.weights.model_dump(mode="json")
-    width = weights["group_size"] or weights["block_structure"]
-    number, strategy = f"{weights['type']}{weights['num_bits']}", weights["strategy"]
-    return f"{scheme.format.value} ({number} by {strategy}{f' of {width}' if width else ''})"
+def _words(group: QuantizationScheme) -> str:
+    args = group.weights.model_dump(mode="json")
+    size = args["group_size"] or args["block_structure"]
+    shared = f"{args['strategy']} of {size}" if size else args["strategy"]
+    return f"{group.format.value} ({args['type']}{args['num_bits']} by {shared})"

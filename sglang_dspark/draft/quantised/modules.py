@@ -6,8 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sglang_dspark.draft.stored import FLOATS, StoredTensors
 from sglang_dspark.draft.quantised.storage import Storage
+from sglang_dspark.draft.stored import FLOATS, StoredTensors
 from sglang_dspark.errors import CheckpointError
 
 PARTS = frozenset(
@@ -15,8 +15,8 @@ PARTS = frozenset(
     "weight_zero_point weight_g_idx".split()
 )
 """Last parts of the names of tensors that stand for one weight together."""
-OF_ACTIVATIONS = frozenset("input_scale input_global_scale input_zero_point activation_scale".split())
-"""The same of tensors that round what goes into a layer. Inputs are not rounded here, so these are not read."""
+OF_INPUTS = frozenset("input_scale input_global_scale input_zero_point activation_scale".split())
+"""The same of tensors that round what goes into a layer. It is not rounded here, so these are not read."""
 _CACHE = "is for a quantised K/V cache, and the drafter's has the dtype of its weights; take an export without"
 REFUSED = {
     "pre_quant_scale": "scales the inputs of its layer, which is not implemented; take an export without",
@@ -31,33 +31,30 @@ PartShapes = Mapping[str, Sequence[int]]
 """Their shapes. That of ``weight_shape`` is its content."""
 
 
-class Scheme(Protocol):
-    """A way to store weights.
+class UnfitError(Exception):
+    """Parts are missing or do not fit each other; the message names them."""
 
-    Attributes:
-        words, methods: see :class:`Storage`.
-    """
+
+class Scheme(Protocol):
+    """A way to store weights; for the attributes see :class:`Storage`."""
 
     words: str
     methods: frozenset[str]
 
-    def check(self, module: str, parts: PartShapes) -> list[str]:
-        """Return what is wrong with the parts of a module, each problem with the name of a tensor; nothing if fit."""
-        ...
-
-    def shape(self, parts: PartShapes) -> list[int]:
-        """Return the shape of the weight that fit parts stand for."""
+    def shape(self, module: str, parts: PartShapes) -> list[int]:
+        """Return the shape of the weight that the parts of a module stand for, or raise UnfitError."""
         ...
 
     def dequantise(self, module: str, parts: Parts) -> Tensor:
-        """Return the weight [out, in]."""
+        """Return the weight [out, in] of parts that fit."""
         ...
 
 
 class DequantisedTensors:
-    """The tensors of a quantised checkpoint: a weight is computed when it is read.
+    """The tensors of a quantised checkpoint, as if none were: a weight is computed when it is read.
 
     Attributes:
+        shapes: by the names of tensors.
         storage: what is said of them.
     """
 
@@ -65,8 +62,7 @@ class DequantisedTensors:
         """Check the parts of every quantised weight.
 
         Raises:
-            CheckpointError: parts are missing or do not fit each other, or the drafter needs more than its weights;
-                one message names all such tensors.
+            CheckpointError: some do not fit, or the drafter needs more than its weights; one message names them all.
         """
         self._stored, self._scheme, self._origin = stored, scheme, origin
         shapes, found, problems = stored.shapes, defaultdict[str, set[str]](set), list[str]()
@@ -78,23 +74,23 @@ class DequantisedTensors:
                 found[module].add(part)
         self._modules = {
             module: parts
-            for module, parts in sorted(found.items())
+            for module, parts in found.items()
             if parts != {"weight"} or stored.dtype(f"{module}.weight") not in FLOATS
         }
-        parts_of: dict[str, PartShapes] = {
-            module: {part: self._part_shape(f"{module}.{part}", shapes) for part in parts}
-            for module, parts in self._modules.items()
-        }
-        problems += [problem for module, parts in parts_of.items() for problem in scheme.check(module, parts)]
+        self.shapes = {name: shape for name, shape in shapes.items() if not self._is_hidden(name)}
+        for module, parts in sorted(self._modules.items()):
+            sizes = {part: self._stored.read(f"{module}.{part}").tolist() for part in parts & {"weight_shape"}}
+            try:
+                sizes = {part: shapes[f"{module}.{part}"] for part in parts} | sizes
+                self.shapes[f"{module}.weight"] = scheme.shape(module, sizes)
+            except UnfitError as problem:
+                problems.append(str(problem))
         if problems:
             raise CheckpointError(f"{origin}: {'; '.join(problems)}. If the files were damaged, {AGAIN}")
-        self.shapes = {name: shape for name, shape in shapes.items() if not self._is_hidden(name)}
-        """Shapes of the tensors by their names, as if none were quantised."""
-        self.shapes |= {f"{module}.weight": scheme.shape(parts) for module, parts in parts_of.items()}
         self.storage = Storage(scheme.words, scheme.methods, len(self._modules), stored.num_bytes)
 
     def dtype(self, name: str) -> str:
-        """Return the dtype in the terms of safetensors; that of a quantised weight is one of floating-point numbers."""
+        """Return the dtype in the terms of safetensors; a quantised weight is one of floating-point numbers."""
         return FLOATS[0] if self._is_hidden(name) else self._stored.dtype(name)
 
     def read(self, name: str) -> Tensor:
@@ -120,7 +116,4 @@ class DequantisedTensors:
     def _is_hidden(self, name: str) -> bool:
         """Return whether a tensor of the files is a part of a quantised weight, or rounds what goes into a layer."""
         module, _, part = name.rpartition(".")
-        return part in OF_ACTIVATIONS or (part in PARTS and module in self._modules)
-
-    def _part_shape(self, name: str, shapes: Mapping[str, Sequence[int]]) -> Sequence[int]:
-        return self._stored.read(name).tolist() if name.endswith(".weight_shape") else shapes[name]
+        return part in OF_INPUTS or (part in PARTS and module in self._modules)

@@ -1,27 +1,9 @@
-"""What is said of tensors that are not stored as plain floating-point numbers."""
+"""What is said of a checkpoint whose tensors are not plain floating-point numbers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
-
-
-class Tensors(Protocol):
-    """The tensors of an open checkpoint by name."""
-
-    @property
-    def shapes(self) -> dict[str, list[int]]:
-        """Return the shape of every tensor by its name."""
-        ...
-
-    def dtype(self, name: str) -> str:
-        """Return the dtype in the terms of safetensors, such as BF16."""
-        ...
-
-    def read(self, name: str) -> Tensor:
-        """Read the tensor to the CPU."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -41,11 +23,7 @@ class Storage:
     num_bytes: int
 
     def dequantised(self, parameters: Iterable[Tensor]) -> str:
-        """Say what loading has made of it.
-
-        Args:
-            parameters: of the loaded model.
-        """
+        """Say what loading has made of it; ``parameters`` are those of the loaded model."""
         loaded = list(parameters)
         dtype = str(max(loaded, key=Tensor.numel).dtype).removeprefix("torch.")
         size = sum(parameter.numel() * parameter.element_size() for parameter in loaded)
