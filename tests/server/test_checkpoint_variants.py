@@ -61,6 +61,23 @@ def test_the_form_of_modelopt(adapters):
     assert_golden_traces(adapters)
 
 
+def test_a_drafter_in_four_bits(int4, dspark, plain):
+    """The text is the target's, and nearly as many drafts are accepted as of the drafter before it was quantised."""
+    bodies = [greedy(case["prompt_ids"], 32, speculation=DRAFTER_ALONE) for case in CASES]
+    lengths = []
+    for server in (int4, dspark):
+        with policy(server, "static"):
+            answers = generate(server, bodies, 4)
+        assert [answer["output_ids"] for answer in answers] == output_ids(
+            plain, [greedy(c["prompt_ids"], 32) for c in CASES], 4
+        )
+        tokens, steps = (
+            sum(answer["meta_info"][key] for answer in answers) for key in ("completion_tokens", "spec_verify_ct")
+        )
+        lengths.append(tokens / steps)
+    assert lengths[1] > 2 and 0.8 < lengths[0] / lengths[1] < 1.1
+
+
 @pytest.mark.thorough
 def test_block_much_longer_than_the_verify_length_at_the_context_limit(long_block, plain):
     """The block reaches far past the row of K/V slots; only the verify window may be looked up there."""
