@@ -115,6 +115,7 @@ REFUSED_METADATA = {
     "a multiplier": ({"metadata": {"logit_scale": 2.0}}, r"output_multiplier=2.0 is not supported"),
     "no taps": ({"metadata": {"target_layers": None}}, r"target_layer_ids=\(\) must hold"),
     "no layers": ({"metadata": {"block_count": None}}, r"key 'num_hidden_layers' is missing"),
+    "another type of taps": ({"metadata": {"target_layers": "all"}}, r"cannot be read as GGUF"),
     "a layer less": ({"metadata": {"block_count": 3}}, r"missing layers.2.input_layernorm.weight"),
     "a tensor of no other": ({"metadata": {"feed_forward_length": 96}}, r"misshapen layers.0.mlp.down_proj.weight"),
 }
@@ -204,6 +205,18 @@ UNFIT = {
         r"quant_method='modelopt' with quant_algo=W4A16_AWQ is not read",
     ),
     "scaled inputs": ("fp8", replaced("pre_quant_scale", lambda _: torch.ones(32)), rf"{UP}.pre_quant_scale scales"),
+    "weights beside scales": (
+        "int-quantized",
+        replaced("weight", torch.Tensor.float),
+        rf"{UP}.weight has scales, and is not quantised itself",
+    ),
+    "codes of no matrix": (
+        "nvfp4-pack-quantized",
+        replaced("weight_packed", lambda _: torch.tensor(1, dtype=torch.uint8)),
+        rf"misshapen {UP}.weight_packed \[\]",
+    ),
+    "an older format": ("pack-quantized", configured(format="marlin-24"), r"format='marlin-24' of .* is not read"),
+    "no such preset": ("int-quantized", configured(config_groups={"W3X": ["Linear"]}), r"is none of compressed-tensors"),
     "quantised K/V": ("fp8", replaced("k_scale", lambda _: torch.ones(1)), rf"{UP}.k_scale is for a quantised K/V"),
 }
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from sglang_dspark.draft.quantised.modules import Parts, PartShapes, UnfitError
+from sglang_dspark.draft.quantised.modules import INSTEAD, Parts, PartShapes, UnfitError
 from sglang_dspark.draft.quantised.scaled import grid
 from sglang_dspark.errors import CheckpointError
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
 
 _EMBEDDINGS = ("embed_tokens", "markov_w1")
+_FORMATS = frozenset(
+    "int-quantized float-quantized naive-quantized pack-quantized mxfp8-quantized mxfp4-pack-quantized "
+    "nvfp4-pack-quantized".split()
+)
 _UNTOLD = ("dense", "mixed-precision", "fakequant")
 """Formats that do not say how a module is stored: its group does, or else its numbers."""
 
@@ -36,14 +40,15 @@ class CompressedTensors:
         from compressed_tensors.quantization import QuantizationConfig
 
         sparsity = config.get("sparsity_config")
-        if config.get("transform_config") or (sparsity and sparsity.get("format", "dense") != "dense"):
+        is_sparse = isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense"
+        if config.get("transform_config") or is_sparse:
             raise CheckpointError(
                 f"{origin}: quantization_config has a transform_config or sparsity_config, which is not implemented; "
                 "take an export with quantised weights alone"
             )
         try:
             parsed = QuantizationConfig.model_validate(config)
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except Exception as error:  # of whatever class: it validates what it knows, and looks up names
             raise CheckpointError(
                 f"{origin}: quantization_config is none of compressed-tensors ({' '.join(str(error).split())}); take "
                 "the config.json that belongs to the checkpoint"
@@ -52,7 +57,10 @@ class CompressedTensors:
         self._groups = tuple(group for group in parsed.config_groups.values() if group.weights is not None)
         for group in self._groups:
             told = None if parsed.format in _UNTOLD else parsed.format
-            group.format = CompressionFormat(group.format or told or infer_module_format(nn.Linear, group))
+            group.format = group.format or told or infer_module_format(nn.Linear, group)
+            if group.format not in _FORMATS:
+                raise CheckpointError(f"{origin}: format={group.format!r} of quantization_config is not read; {INSTEAD}")
+            group.format = CompressionFormat(group.format)
         self.words = f"compressed-tensors {', '.join(sorted(set(map(_words, self._groups))))}"
 
     def shape(self, module: str, parts: PartShapes) -> list[int]:
@@ -64,7 +72,7 @@ class CompressedTensors:
         if missing := [f"missing {module}.{part}" for part in needed if part not in parts]:
             raise UnfitError("; ".join(missing))
         stored, args, scale = parts[needed[0]], group.weights, list(parts["weight_scale"])
-        shape = list(parts.get("weight_shape", stored))
+        shape = list(parts.get("weight_shape", stored)) or [0]
         if needed[0] == "weight_packed" and "weight_shape" not in parts:
             shape[-1] *= 2  # two codes of four bits share a byte
         if len(shape) != 2 or ("weight_shape" in parts and stored != [shape[0], ceil(shape[1] * args.num_bits / 32)]):

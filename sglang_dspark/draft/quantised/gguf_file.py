@@ -75,10 +75,12 @@ class GgufFile:
             tokens, mask = (reader.fields.get(f"tokenizer.ggml.{key}") for key in ("tokens", "mask_token_id"))
             fields |= {"tokens": len(tokens.data) if tokens else None, "mask": mask.contents() if mask else None}
             self._tensors = {_name(tensor.name): tensor for tensor in reader.tensors}
-        except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
+            self.shapes = {name: self._shape(name) for name in self._tensors}
+            self.content = self._read(fields)
+        except CheckpointError:
+            raise
+        except Exception as error:  # of whatever class: bytes that are no lengths, values of other types
             raise CheckpointError(f"{path}: cannot be read as GGUF ({error!r}); download it again") from error
-        self.shapes = {name: self._shape(name) for name in self._tensors}
-        self.content = self._read(fields)
         types = [tensor.tensor_type.name for tensor in reader.tensors if tensor.tensor_type.name not in _PLAIN]
         words = f"GGUF {', '.join(sorted(set(types))) or 'without codes'}"
         size = sum(int(tensor.n_bytes) for tensor in reader.tensors)
@@ -98,7 +100,7 @@ class GgufFile:
             return torch.from_numpy(tensor.data - np.arange(len(tensor.data)))
         try:
             computed = np.require(dequantize(tensor.data, tensor.tensor_type), requirements="W")
-        except (NotImplementedError, ValueError) as error:
+        except Exception as error:  # of whatever class: a type that the package does not compute
             raise CheckpointError(
                 f"{self.path}: {tensor.name} of type {tensor.tensor_type.name} cannot be dequantised ({error}); take "
                 "another quantisation of the drafter"

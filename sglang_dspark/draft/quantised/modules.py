@@ -23,6 +23,10 @@ REFUSED = {
     **dict.fromkeys(("k_scale", "v_scale", "q_scale"), _CACHE),
 }
 """The same of tensors without which the drafter would be another, and what to do."""
+INSTEAD = (
+    "methods that load are fp8, fbgemm_fp8, mxfp8, compressed-tensors, Model Optimizer's FP8, MXFP8 and NVFP4 without "
+    "AWQ, and GGUF; take such an export, or an unquantised one"
+)
 AGAIN = "download the checkpoint again, or take another export of the drafter"
 
 Parts = Mapping[str, Tensor]
@@ -79,9 +83,12 @@ class DequantisedTensors:
         }
         self.shapes = {name: shape for name, shape in shapes.items() if not self._is_hidden(name)}
         for module, parts in sorted(self._modules.items()):
-            sizes = {part: self._stored.read(f"{module}.{part}").tolist() for part in parts & {"weight_shape"}}
+            sizes: dict[str, Sequence[int]] = {part: shapes[f"{module}.{part}"] for part in parts}
+            if "weight_shape" in parts:
+                sizes["weight_shape"] = stored.read(f"{module}.weight_shape").flatten().tolist()
             try:
-                sizes = {part: shapes[f"{module}.{part}"] for part in parts} | sizes
+                if "weight" in parts and stored.dtype(f"{module}.weight") in FLOATS:
+                    raise UnfitError(f"{module}.weight has scales, and is not quantised itself")
                 self.shapes[f"{module}.weight"] = scheme.shape(module, sizes)
             except UnfitError as problem:
                 problems.append(str(problem))
@@ -107,7 +114,7 @@ class DequantisedTensors:
             raise CheckpointError(f"{self._origin}: {module}.{dead[0]} is zero; {AGAIN}")
         try:
             weight = self._scheme.dequantise(module, parts)
-        except (ValueError, RuntimeError, IndexError, AssertionError) as error:
+        except Exception as error:  # of whatever class: dtypes that the library does not expect
             raise CheckpointError(f"{self._origin}: {name} cannot be dequantised ({error}); {AGAIN}") from error
         if not bool(weight.isfinite().all()):
             raise CheckpointError(f"{self._origin}: {name} is not finite when it is dequantised; {AGAIN}")
