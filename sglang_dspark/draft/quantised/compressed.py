@@ -38,6 +38,7 @@ class CompressedTensors:
         from compressed_tensors.compressors.format import infer_module_format
         from compressed_tensors.config import CompressionFormat
         from compressed_tensors.quantization import QuantizationConfig
+        from compressed_tensors.utils.match import match_name
 
         sparsity = config.get("sparsity_config")
         is_sparse = isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense"
@@ -48,13 +49,15 @@ class CompressedTensors:
             )
         try:
             parsed = QuantizationConfig.model_validate(config)
+            self._ignored = tuple(parsed.ignore or ())
+            self._groups = tuple(group for group in parsed.config_groups.values() if group.weights is not None)
+            for pattern in (*self._ignored, *(target for group in self._groups for target in group.targets)):
+                match_name("", pattern)  # it may be no regular expression
         except Exception as error:  # of whatever class: it validates what it knows, and looks up names
             raise CheckpointError(
                 f"{origin}: quantization_config is none of compressed-tensors ({' '.join(str(error).split())}); take "
                 "the config.json that belongs to the checkpoint"
             ) from error
-        self._ignored = tuple(parsed.ignore or ())
-        self._groups = tuple(group for group in parsed.config_groups.values() if group.weights is not None)
         for group in self._groups:
             told = None if parsed.format in _UNTOLD else parsed.format
             group.format = group.format or told or infer_module_format(nn.Linear, group)
