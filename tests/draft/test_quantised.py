@@ -217,7 +217,11 @@ UNFIT = {
     ),
     "an older format": ("pack-quantized", configured(format="marlin-24"), r"format='marlin-24' of .* is not read"),
     "no pattern": ("int-quantized", configured(ignore=["re:("]), r"is none of compressed-tensors \(missing \)"),
-    "no such preset": ("int-quantized", configured(config_groups={"W3X": ["Linear"]}), r"is none of compressed-tensors"),
+    "no such preset": (
+        "int-quantized",
+        configured(config_groups={"W3X": ["Linear"]}),
+        r"is none of compressed-tensors",
+    ),
     "quantised K/V": ("fp8", replaced("k_scale", lambda _: torch.ones(1)), rf"{UP}.k_scale is for a quantised K/V"),
 }
 

@@ -62,7 +62,9 @@ class CompressedTensors:
             told = None if parsed.format in _UNTOLD else parsed.format
             group.format = group.format or told or infer_module_format(nn.Linear, group)
             if group.format not in _FORMATS:
-                raise CheckpointError(f"{origin}: format={group.format!r} of quantization_config is not read; {INSTEAD}")
+                raise CheckpointError(
+                    f"{origin}: format={group.format!r} of quantization_config is not read; {INSTEAD}"
+                )
             group.format = CompressionFormat(group.format)
         self.words = f"compressed-tensors {', '.join(sorted(set(map(_words, self._groups))))}"
 

@@ -86,9 +86,10 @@ class DequantisedTensors:
             sizes: dict[str, Sequence[int]] = {part: shapes[f"{module}.{part}"] for part in parts}
             if "weight_shape" in parts:
                 sizes["weight_shape"] = stored.read(f"{module}.weight_shape").flatten().tolist()
+            if "weight" in parts and stored.dtype(f"{module}.weight") in FLOATS:
+                problems.append(f"{module}.weight has scales, and is not quantised itself")
+                continue
             try:
-                if "weight" in parts and stored.dtype(f"{module}.weight") in FLOATS:
-                    raise UnfitError(f"{module}.weight has scales, and is not quantised itself")
                 self.shapes[f"{module}.weight"] = scheme.shape(module, sizes)
             except UnfitError as problem:
                 problems.append(str(problem))

@@ -25,7 +25,7 @@ def times_scales(codes: Tensor, scales: Tensor, block: Block) -> Tensor:
     return codes.float() * of_rows.repeat_interleave(block[1], 1)[:, :columns]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Scaled:
     """Weights in float8 or float4, beside scales of the weight, of its rows or of blocks.
 
