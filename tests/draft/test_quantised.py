@@ -269,6 +269,16 @@ def test_a_module_that_is_not_quantised_stays_as_it_is(plain, tmp_path):
     assert_loads_to(tmp_path / "quantised", expected | {f"{UP}.weight": exact})
 
 
+def test_a_quantisation_that_was_copied_from_the_target_says_nothing(plain):
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    (plain / "config.json").write_text(json.dumps(config))
+    (plain / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    reading = read(plain)
+    assert reading.storage is None
+    assert [remark.sentence for remark in reading.remarks if "is the target's" in remark.sentence]
+    assert_loads_to(plain, load_file(plain / "model.safetensors"))
+
+
 def test_blocks_are_those_of_transformers():
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
     codes = torch.randn(64, 32).to(torch.float8_e4m3fn)
