@@ -48,6 +48,8 @@ def local_folder(
 ) -> str:
     """Folder of the checkpoint ``name``: a folder already, or the name of a repository, which is then downloaded.
 
+    A GGUF file is its own folder.
+
     Args:
         flag: that gave the name, for messages.
         files: patterns of what is downloaded; None for everything.
@@ -59,7 +61,7 @@ def local_folder(
     """
     folder = Path(name).expanduser()
     if folder.exists():
-        if not (folder / "config.json").is_file():
+        if not ((folder / "config.json").is_file() or folder.suffix == ".gguf" or any(folder.glob("*.gguf"))):
             raise CheckpointError(f"{flag}={name!r} holds no config.json; pass the folder of a checkpoint")
         return str(folder)
     try:

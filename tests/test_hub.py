@@ -101,3 +101,13 @@ def test_options_take_a_name_or_a_folder(tmp_path, monkeypatch):
         assert CliRunner().invoke(command, ["--target", value]).output == f"{snapshot}\n"
     refused = CliRunner().invoke(command, ["--target", "org/absent"])
     assert "--target='org/absent': there is no such folder" in str(refused.exception)
+
+
+def test_a_gguf_file_is_its_own_folder(tmp_path):
+    file = tmp_path / "draft.gguf"
+    for path in (file, tmp_path):
+        with pytest.raises(CheckpointError):
+            local_folder(str(path), flag=FLAG)
+    file.write_bytes(b"GGUF")
+    for path in (file, tmp_path):
+        assert local_folder(str(path), flag=FLAG) == str(path)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from sglang_dspark.draft.formats.stored import FLOATS, StoredTensors, has_tensors
+from sglang_dspark.draft.stored import FLOATS, StoredTensors, has_tensors
 
 _PREFIXES = {
     "embed_tokens": ("model.embed_tokens.", "model.language_model.embed_tokens.", "language_model.model.embed_tokens."),

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.formats import Reading, read
-from sglang_dspark.draft.formats.stored import FLOATS, SINGLE_FILE, StoredTensors
+from sglang_dspark.draft.formats.files import open_files
 from sglang_dspark.draft.formats.tensors import DRAFT_TO_TARGET, IS_DRAFTED
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids, save_token_ids
+from sglang_dspark.draft.stored import FLOATS, SINGLE_FILE, StoredTensors
 from sglang_dspark.errors import CheckpointError
 from sglang_dspark.files import atomic_write, atomic_write_text
 
@@ -24,13 +25,14 @@ LM_HEAD = "lm_head.weight"
 def load_draft_model(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str, reading: Reading | None = None
 ) -> DraftModel:
-    """Read a checkpoint directory of any format; the model comes back frozen, its confidence head in float32.
+    """Read a checkpoint of any format; the model comes back frozen, its confidence head in float32.
 
     To train it further, call ``requires_grad_()`` and ``train()`` on it.
 
     The embedding and the LM head may be absent: the model then needs ``bind_target`` before use.
 
     Args:
+        path: its directory, or a GGUF file.
         reading: of the checkpoint, if it has been read already.
 
     Raises:
@@ -142,7 +144,7 @@ class _Checkpoint:
 
     def __init__(self, folder: Path, stack: ExitStack, reading: Reading) -> None:
         self.folder, self.reading = folder, reading
-        self._stored = StoredTensors(folder, stack)
+        self._stored = open_files(folder, stack).tensors or StoredTensors(folder, stack)  # which says that none are
         self._shapes = self._stored.shapes
         self._names = self.reading.rules.names(self._shapes, str(folder))
         self.own = frozenset({EMBEDDING, LM_HEAD} & self._names.keys())
@@ -207,5 +209,5 @@ class _Checkpoint:
         if problems:
             raise CheckpointError(
                 f"{self.folder}: the tensors do not fit config.json: {'; '.join(problems)}. Check that both come from "
-                "the same checkpoint and that it is an unquantised drafter"
+                "the same checkpoint, and that it says how tensors are quantised"
             )

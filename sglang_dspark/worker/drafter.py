@@ -108,6 +108,8 @@ class Drafter:
             model = random_draft_model(config, dtype=target.dtype, device=device)
         else:
             model = load_draft_model(path, dtype=target.dtype, device=device, reading=resolved.reading)
+            if (storage := resolved.reading.storage) is not None:
+                logger.info("DSPARK drafter %s: %s", path, storage.dequantised(model.parameters()))
         shared = target.share_with(model)
         heads = ProposalHeads(model, resolved.token_ids)
         logger.info(

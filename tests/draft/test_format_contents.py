@@ -92,7 +92,6 @@ REFUSED = {
         {"architectures": ["DSparkDraftModel"], "dflash_config": {"attention_mode": "mla", "projector_type": "dspark"}},
         "attention_mode='mla' is not supported",
     ),
-    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config=.* is not supported"),
     "softcap of no size": ({"final_logit_softcapping": 0.0}, "final_logit_softcapping=0.0"),
     "softcap of scores": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
     "contradiction": ({"dflash_config": {"block_size": 4}}, "block_size=5 contradicts dflash_config.block_size=4"),
@@ -204,13 +203,6 @@ def test_tensors_tell_networks_apart_that_config_json_does_not(write):
         folder = write(content, tensors | {name: torch.zeros(4, 4)})
         with pytest.raises(CheckpointError, match=f"unexpected {name}"):
             check_draft_model(folder)
-
-
-def test_a_quantised_folder_is_refused(write):
-    folder = write(*content_of(exports.modelopt))
-    (folder / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"hf_quant_config.json: the drafter is quantised"):
-        read(folder)
 
 
 def test_a_layer_that_fc_reads_beside_the_listed_ones_is_seen(write):

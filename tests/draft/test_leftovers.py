@@ -117,13 +117,6 @@ def test_keys_that_say_nothing_of_the_drafter_are_named(name, sentence, place, k
     assert_left_over(name, sentence, lambda c: place(c).update(keys))
 
 
-def test_a_quantisation_that_the_tensors_show_is_refused():
-    content, tensors = FORMATS["SpecForge"]
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()} | {"layers.0.mlp.up_proj.weight_scale": [1]}
-    with pytest.raises(CheckpointError, match=r"quantization_config=.* is not supported"):
-        read_content(content | IGNORED[-1][2], origin="config.json", shapes=shapes)
-
-
 @EVERY_FORMAT
 def test_a_part_that_is_meant_is_read(name):
     part = {"partial_rotary_factor": 0.5, "rotary_pairs": "leading"}

@@ -7,15 +7,22 @@ import pytest
 import torch
 from sglang_objects import GOLDEN, found_by, launch_context
 
+from sglang_dspark.draft.quantised.storage import Storage
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.engine.launch import checks
 from sglang_dspark.engine.launch.check import Check, Stage
 from sglang_dspark.engine.launch.checks import all_checks, refuse
+from sglang_dspark.engine.launch.flag_rule import flag_of
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 
 DRAFTER = ResolvedDrafter.read(GOLDEN / "vanilla_g7")
 NO_HEAD = {"enable_confidence_head": False, "confidence_head_with_markov": False, "origin": "draft/config.json"}
 HEADLESS = replace(DRAFTER, reading=replace(DRAFTER.reading, config=replace(DRAFTER.config, **NO_HEAD)))
+METHOD, FORM = "speculative_draft_model_quantization", "speculative_draft_load_format"
+INT4, GGUF = (
+    replace(DRAFTER, reading=replace(DRAFTER.reading, storage=Storage(words, frozenset({method}), 9, 9)))
+    for words, method in (("int4 of a library", "compressed-tensors"), ("GGUF", "gguf"))
+)
 BOUNDED = {"schedule": "threshold", "confidence_threshold": 0.5}
 LONGROPE = {"text": {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}}
 TWO_POOLS, SINKS = {"is_hybrid_swa": True, "head_dim": 512}, {"has_attention_sinks": True}
@@ -37,7 +44,14 @@ REFUSED = {
         ({WINDOW: 9, "draft_free": True}, "--speculative-draft-window-size=9 belongs to a drafter, and .*-draft-free"),
     ],
     "form of draft weights": [
-        ({"speculative_draft_load_format": "gguf"}, "-load-format=gguf: .*; drop .*, or pass dummy")
+        ({"speculative_draft_load_format": "pt"}, "-load-format=pt: .* safetensors or GGUF; drop .*, or pass dummy")
+    ],
+    "storage of the drafter": [
+        ({METHOD: "fp8"}, f"{flag_of(METHOD)}=fp8, but the drafter's files are not quantised; drop the flag"),
+        ({METHOD: "fp8", "draft_free": True}, "=fp8, but the drafter's files are not quantised; drop"),
+        ({METHOD: "fp8", "drafter": INT4}, "=fp8, but the drafter's files are int4 of a library; drop"),
+        ({FORM: "gguf"}, f"{flag_of(FORM)}=gguf, but the drafter's files are not quantised; drop"),
+        ({FORM: "safetensors", "drafter": GGUF}, "=safetensors, but the drafter's files are GGUF; drop"),
     ],
     "kernels of experts": [
         ({"moe_a2a_backend": "flashinfer_megamoe"}, "--moe-a2a-backend=flashinfer_megamoe, .*; drop")
@@ -129,6 +143,10 @@ SERVED = [
     {WINDOW: 1, SINK_SIZE: 0},
     {"draft_free": True, "block_size": 127},
     {"target": {"context_len": 4088, **LONGROPE}},
+    {METHOD: "unquant", FORM: "safetensors"},
+    {METHOD: "compressed-tensors", FORM: "safetensors", "drafter": INT4},
+    {METHOD: "gguf", FORM: "gguf", "drafter": GGUF},
+    {METHOD: "unquant", "drafter": GGUF},
 ]
 ELSEWHERE = {  # and the file that tests it
     "flags of SGLang": "test_flag_rules.py",

@@ -30,6 +30,7 @@ from letter_tokenizers import save_piece_tokenizer
 from lora_adapters import adapter_flags
 from picture_targets import picture_target
 from published_drafters import published_drafter
+from quantised_drafter import quantised_drafter
 from random_drafter import damaged_drafter, random_drafter
 from server_pool import NO_SCRIPTS, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Flags, Recipe, ServerPool
 from spoken_target import spoken_target
@@ -49,6 +50,11 @@ def _random(variant: str) -> Callable[[Path], Flags]:
 
 def _published(form: str) -> Callable[[Path], Flags]:
     return _drafter(partial(published_drafter, form=form))
+
+
+def _in_four_bits(folder: Path) -> Flags:
+    quantised_drafter(DRAFT, folder / "draft", "pack-quantized")
+    return dspark_flags(folder / "draft")
 
 
 def _target(write: Callable[[str, Path], Path], architecture: str) -> Callable[[Path], Path]:
@@ -137,6 +143,7 @@ SERVERS: dict[str, Recipe] = {
     ),
     # Drafters of other forms than DeepSpec's: test_checkpoint_variants.py; in a context that requests grow out of.
     "tight": Recipe((_published("speculators"), f"--context-length 128 {CROWDED} 600 {CHUNKS} 64 {SESSIONS}")),
+    "int4": Recipe((_in_four_bits, "--speculative-draft-model-quantization compressed-tensors")),
     # Random weights: it knows nothing.
     "dflash": Recipe((_random("dflash"), KEEPS_ANSWERS)),
     "long_block": Recipe((_random("long-block"), STATIC, "--speculative-dspark-verify-len 1 --context-length 96")),

@@ -1,4 +1,4 @@
-"""Formats that keep the drafter's own keys in ``dflash_config``: SpecForge, ModelOpt, TorchSpec and plain DFlash."""
+"""Formats that keep a drafter's own keys in ``dflash_config``: SpecForge, ModelOpt, TorchSpec, DFlash; and GGUF."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ _OPTIONAL: Table = {
     "draft_vocab_size": _anywhere("draft_vocab_size"),
     "num_target_layers": _anywhere("num_target_layers"),
 }
-_SILENT = _anywhere("projector_type", "num_anchors", "num_layers")
+_SILENT = ("format", *_anywhere("projector_type", "num_anchors", "num_layers"))
 _ATTENTION_MODES = ("gqa", "mha")
 
 
@@ -62,6 +62,7 @@ VARIANTS: Mapping[FormatName, Variant] = {
     "ModelOpt": Variant(True, {"markov_head_type": "vanilla", "confidence_head_with_markov": True}, FLAT_HEADS),
     "TorchSpec": Variant(None, {"markov_head_type": "vanilla"}),
     "DFlash": Variant(False, _NO_HEADS),
+    "llama.cpp": Variant(None, _NO_HEADS),
 }
 
 
@@ -86,6 +87,9 @@ def read(name: FormatName, content: Content) -> Reading:
     qwen3.attention(content)
     qwen3.causal_layers(content)
     qwen3.extras(content, tensors)
+    if name == "llama.cpp" and (window := content.values.get("sliding_window")):
+        words = "is read as a window that slides along with the slots, in causal layers: the file does not say its rule"
+        content.remark("sliding_window", window, words, doubtful=True)
     return finish(name, content, rules, span_head=rotation.rope(content, name))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from sglang_dspark.draft.config import FULL, SLIDING
 from sglang_dspark.draft.formats import leftovers
 from sglang_dspark.draft.formats.content import Content
-from sglang_dspark.draft.formats.tensors import DRAFT_TO_TARGET, IS_DRAFTED
+from sglang_dspark.draft.quantised import recognition
 
 SHAPE = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
@@ -35,7 +35,6 @@ SILENT = (
 ).split()
 """Keys that say nothing about the network."""
 
-_PLAIN_TENSORS = (".weight", ".bias", ".attention_sink_bias", ".layer_scalar", DRAFT_TO_TARGET, IS_DRAFTED)
 _SINKS_OF_KIND = {FULL: "add_full_attention_sink_bias", SLIDING: "add_swa_attention_sink_bias"}
 _MAX_WINDOW_LAYERS = 28  # the class's default: layers before this one have full attention
 
@@ -58,7 +57,9 @@ def shape(
     for key, served in neutral.items():
         for name in _spellings(content, key):
             content.require(name, served)
-    _check_quantisation(content)
+    for key in recognition.KEYS:
+        for name in _spellings(content, key):
+            content.ignore(name, "it is the target's; the drafter's tensors are not quantised")
     content.skip(*SILENT, *(section + key for key in SILENT))
     leftovers.pass_over(content, read={*neutral, *keys.values()})
     table = {field: (section + keys.get(field, field),) for field in (*SHAPE, "attention_bias")}
@@ -67,17 +68,6 @@ def shape(
     if content.shapes and not biases and content.values["attention_bias"] is True:
         content.remark(section + "attention_bias", True, "is ignored: the drafter's attention is stored without biases")
         content.values["attention_bias"] = False
-
-
-def _check_quantisation(content: Content) -> None:
-    """Refuse a quantised drafter; a trainer may have copied the quantisation of the target, which says nothing."""
-    plain = content.shapes and all(name.endswith(_PLAIN_TENSORS) for name in content.shapes)
-    for key in ("quantization_config", "compression_config"):
-        for name in _spellings(content, key):
-            if plain:
-                content.ignore(name, "it is the target's; the drafter's tensors are not quantised")
-            else:
-                content.require(name, None)
 
 
 def attention(content: Content) -> None:

@@ -10,6 +10,7 @@ from sglang_dspark.draft.formats import rotation
 from sglang_dspark.draft.formats.content import SECTIONS, Content, Remark, Shapes
 from sglang_dspark.draft.formats.recognition import FormatName
 from sglang_dspark.draft.formats.tensors import DRAFT_TO_TARGET, TensorRules, rotary_order
+from sglang_dspark.draft.quantised.storage import Storage
 from sglang_dspark.draft.rope import rotary_dim
 from sglang_dspark.errors import CheckpointError
 
@@ -27,6 +28,7 @@ class Reading:
         rules: for the tensors.
         remarks: on keys of config.json that were not taken at their word.
         unknown_keys: of config.json, whose meaning is not known.
+        storage: how its tensors are quantised; None if they are not.
     """
 
     format: FormatName
@@ -34,6 +36,7 @@ class Reading:
     rules: TensorRules
     remarks: tuple[Remark, ...]
     unknown_keys: tuple[str, ...]
+    storage: Storage | None = None
 
 
 def heads(content: Content, tensors: Shapes, defaults: Mapping[str, Any]) -> None:

@@ -8,11 +8,11 @@ from sglang_dspark.draft.config import ARCHITECTURES
 from sglang_dspark.draft.families import FAMILIES
 from sglang_dspark.errors import CheckpointError
 
-FormatName = Literal["DeepSpec", "SpecForge", "ModelOpt", "speculators", "TorchSpec", "DFlash"]
+FormatName = Literal["DeepSpec", "SpecForge", "ModelOpt", "speculators", "TorchSpec", "DFlash", "llama.cpp"]
 
 SERVED = (
     "formats that load are DeepSpec (also NeMo and Ling), SpecForge, ModelOpt, speculators (dspark and dflash), DFlash "
-    "and TorchSpec, of drafters with Qwen3 layers, and DeepSpec with Gemma 4's"
+    "TorchSpec and llama.cpp's GGUF, of drafters with Qwen3 layers, and DeepSpec with Gemma 4's"
 )
 
 _TARGETS = {family.architecture for family in FAMILIES}
@@ -48,6 +48,8 @@ def recognise(config: Mapping[str, Any], tensors: Collection[str], origin: str) 
     if config.get("speculators_model_type") is not None:
         return "speculators"
     names = _architectures(config)
+    if config.get("format") == "llama.cpp":
+        return "llama.cpp"
     if names & _DEEPSPEC:
         return "DeepSpec"
     if dflash.get("projector_type") == "dspark" and _is_modelopt(dflash, tensors):

@@ -44,6 +44,7 @@ CHECKS: tuple[Check, ...] = (
     Check("target family", Stage.MODELS, model_checks.family, unserved=True),
     Check("dimensions of the pair", Stage.MODELS, model_checks.dimensions, unserved=True),
     Check("layers read from the target", Stage.MODELS, model_checks.own_layers, unserved=True),
+    Check("storage of the drafter", Stage.MODELS, model_checks.draft_storage),
     Check("block size", Stage.MODELS, model_checks.block_size),
     Check("context of the target's RoPE", Stage.MODELS, model_checks.rope, unserved=True),
     Check("rows of attention", Stage.MODELS, model_checks.attention_rows),

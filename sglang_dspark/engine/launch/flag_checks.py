@@ -20,7 +20,7 @@ KNOWN_BY = {SINKS: ("fa3", "triton"), WINDOWS: ("fa3", "flashinfer", "triton"), 
 """What a target may have, and those of them that know it."""
 PAGE_DEVICES = ("cuda",)
 """Devices that have SGLang's kernels for slots in pages."""
-DRAFT_FORMATS = (None, "auto", "safetensors", "dummy")
+DRAFT_FORMATS = (None, "auto", "safetensors", "gguf", "dummy")
 
 
 def drafter_beside_draft_free(context: LaunchContext) -> str | None:
@@ -59,8 +59,8 @@ def draft_load_format(context: LaunchContext) -> str | None:
     if given in DRAFT_FORMATS:
         return None
     return (
-        f"--speculative-draft-load-format={given}: DSPARK reads drafters as safetensors; drop the flag, or pass dummy "
-        "for random weights"
+        f"--speculative-draft-load-format={given}: DSPARK reads drafters as safetensors or GGUF; drop the flag, or "
+        "pass dummy for random weights"
     )
 
 

@@ -104,7 +104,6 @@ FLAG_RULES: tuple[FlagRule, ...] = (
         (False,),
         "drop the flag: it belongs to SGLang's own worker",
     ),
-    FlagRule("speculative_draft_model_quantization", (None, "unquant"), "serve an unquantised drafter"),
     FlagRule("speculative_moe_runner_backend", (None, "auto"), OTHER_ALGORITHM, follows="moe_runner_backend"),
     FlagRule("speculative_moe_a2a_backend", (None, "none"), OTHER_ALGORITHM),
     FlagRule("enable_multi_layer_eagle", (False,), OTHER_ALGORITHM),

@@ -67,6 +67,22 @@ def own_layers(context: LaunchContext) -> str | None:
     return None
 
 
+def draft_storage(context: LaunchContext) -> str | None:
+    """Refuse flags that say otherwise than the drafter's files how it is stored."""
+    drafter, args = context.server.drafter, context.args
+    storage = None if drafter is None else drafter.reading.storage
+    methods = frozenset() if storage is None else storage.methods
+    found = "not quantised" if storage is None else storage.words
+    form, is_gguf = args.speculative_draft_load_format, "gguf" in methods
+    if args.speculative_draft_model_quantization not in (None, "unquant", *methods):
+        given = f"--speculative-draft-model-quantization={args.speculative_draft_model_quantization}"
+    elif form in ("gguf", "safetensors") and (form == "gguf") != is_gguf:
+        given = f"--speculative-draft-load-format={form}"
+    else:
+        return None
+    return f"{given}, but the drafter's files are {found}; drop the flag: the files say how they are stored"
+
+
 def block_size(context: LaunchContext) -> None:
     """Refuse longer blocks than the drafter has, and more drafts to verify than a block has."""
     _ = context.server.window

@@ -58,6 +58,9 @@ def _check_models(start: LaunchContext, draft_dir: Path) -> Iterator[Finding]:
     _check_finite(model)
     tensors = f"{sum(1 for _ in model.parameters())} tensors, all expected, all finite"
     yield Finding("ok", "tensors", f"{tensors}; {_describe_memory(model)}")
+    drafter = start.server.drafter
+    if drafter is not None and drafter.reading.storage is not None:
+        yield Finding("ok", "quantised", drafter.reading.storage.dequantised(model.parameters()))
 
 
 def _drafter_in(folder: Path) -> ResolvedDrafter | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -12,6 +13,7 @@ import pytest
 import torch
 from family_targets import written_target
 from published_drafters import published_drafter
+from quantised_drafter import gguf_drafter, quantised_drafter
 from random_drafter import random_drafter
 from safetensors.torch import load_file, save_file
 
@@ -170,6 +172,18 @@ def test_a_bad_drafter(run, target, broken, spoil, says):
     spoil(broken)
     result = run("doctor", "--target", target, "--draft", broken)
     assert (result.exit_code, says in result.output) == (1, True), result.output
+
+
+@pytest.mark.usefixtures("without_sglang")
+def test_quantised_drafters(run, target, draft, tmp_path):
+    """Form, dtype, and sizes before and after."""
+    quantised_drafter(draft, tmp_path / "draft", "pack-quantized")
+    gguf_drafter(draft, tmp_path / "draft.gguf", "Q4_0")
+    form = {"draft": "compressed-tensors pack-quantized (int4 by group of 16)", "draft.gguf": "GGUF Q4_0"}
+    for name, words in form.items():
+        result = run("doctor", "--target", target, "--draft", tmp_path / name)
+        said = rf"stored as {re.escape(words)}, dequantised to \w+: \d\.\d MiB in the files, \d\.\d MiB loaded"
+        assert re.search(said, " ".join(result.output.split())), result.output
 
 
 @pytest.mark.usefixtures("without_sglang")

@@ -31,8 +31,8 @@ class StoredTensors:
             declared, files = {}, [SINGLE_FILE]
         else:
             raise CheckpointError(
-                f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}; give a complete checkpoint directory, and "
-                "convert other weight formats to safetensors"
+                f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}; give a complete checkpoint directory or a GGUF "
+                "file, and convert other weight formats to safetensors"
             )
         self._files: dict[str, Any] = {}
         for file in files:
@@ -49,6 +49,8 @@ class StoredTensors:
                 f"{folder / INDEX_FILE}: lists tensors that its shards do not hold: {', '.join(absent)}; download the "
                 "checkpoint again"
             )
+        self.num_bytes = sum((folder / file).stat().st_size for file in files)
+        """Size of the files."""
 
     @property
     def shapes(self) -> dict[str, list[int]]:
