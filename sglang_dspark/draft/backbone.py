@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.convolution import BlockConvolution, around
 from sglang_dspark.draft.rotary import rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -23,7 +24,11 @@ of a head are ``exp(score) / (exp(sink) + sum of exp(score))``; None without the
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm block; parameter names are those of Qwen3."""
+    """One pre-norm block; parameter names are those of Qwen3.
+
+    Attributes:
+        attention_conv, mlp_conv: round attention and MLP; None without convolutions.
+    """
 
     def __init__(self, config: DraftConfig, *, has_sinks: bool = False) -> None:
         super().__init__()
@@ -31,11 +36,17 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, has_sinks=has_sinks)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = GatedMLP(config)
+        self.attention_conv = BlockConvolution(config) if config.conv_kernel_size else None
+        self.mlp_conv = BlockConvolution(config) if config.conv_kernel_size else None
 
-    def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """``hidden [T, d]``, ``cos, sin [T, 1, hd / 2]`` -> ``[T, d]``."""
-        hidden = hidden + self.self_attn(layer, self.input_layernorm(hidden), cos, sin, attend)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend, width: int) -> Tensor:
+        """``hidden [T, d]`` of blocks of ``width`` rows, ``cos, sin [T, 1, hd / 2]`` -> ``[T, d]``."""
+
+        def attention(rows: Tensor) -> Tensor:
+            return self.self_attn(layer, rows, cos, sin, attend)
+
+        hidden = hidden + around(self.attention_conv, attention, self.input_layernorm(hidden), width)
+        return hidden + around(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden), width)
 
 
 class Attention(nn.Module):

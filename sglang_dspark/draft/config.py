@@ -15,7 +15,7 @@ from sglang_dspark.errors import CheckpointError
 BackboneName = Literal["qwen3", "gemma4"]
 ARCHITECTURES: dict[BackboneName, str] = {"qwen3": "Qwen3DSparkModel", "gemma4": "Gemma4DSparkModel"}
 """DeepSpec's classes by the layers of their backbone."""
-MarkovHeadType = Literal["vanilla", "gated", "rnn"]
+MarkovHeadType = Literal["vanilla", "gated", "rnn", "selector"]
 MARKOV_HEAD_TYPES: tuple[MarkovHeadType, ...] = get_args(MarkovHeadType)
 EMBEDDING_TAP = -1
 """The entry of ``target_layer_ids`` that stands for the target's embedding output."""
@@ -49,6 +49,10 @@ class DraftConfig:
         attention_bias: the projections to queries, keys, values and output have biases.
         sink_layers: for each layer whether its heads have attention sinks; empty stands for no layer.
         attention_value_scale: factor of the values in every layer's attention.
+        conv_kernel_size, conv_group_size: taps of the convolutions round attention and MLP, and channels that share a
+            dynamic kernel (DFlash 2); 0 without convolutions.
+        selector_top_k: tokens of a slot that the selector chooses from; None with any other Markov head.
+        output_multiplier: factor of the logits before the Markov bias, and before their bound.
         final_logit_softcapping: bound c of the logits before the Markov bias, which become c * tanh(logits / c); None
             leaves them as they are.
         num_anchors: training only; carried so that a rewritten config.json still loads in DeepSpec.
@@ -86,6 +90,10 @@ class DraftConfig:
     attention_bias: bool = False
     sink_layers: tuple[bool, ...] = ()
     attention_value_scale: Positive = 1.0
+    conv_kernel_size: Index = 0
+    conv_group_size: Index = 0
+    selector_top_k: Count | None = None
+    output_multiplier: Positive = 1.0
     final_logit_softcapping: Positive | None = None
     num_anchors: Count | None = None
     origin: str = field(default="DraftConfig", compare=False, repr=False)
@@ -121,6 +129,11 @@ class DraftConfig:
     def confidence_input_size(self) -> int:
         """Return the width of the confidence head's input: d, plus r when it reads the Markov embedding."""
         return self.hidden_size + (self.markov_rank if self.confidence_head_with_markov else 0)
+
+    @property
+    def predicts_acceptance(self) -> bool:
+        """Return whether the drafter says how likely its drafts are accepted: by a confidence head, or its selector."""
+        return self.enable_confidence_head or self.selector_top_k is not None
 
     @property
     def num_proposed(self) -> int:
@@ -220,6 +233,7 @@ def _check_rules(config: DraftConfig) -> None:
     _check_taps(config, fail)
     _check_heads(config, fail)
     _check_layers(config, fail)
+    _check_convolutions(config, fail)
     _check_backbone(config, fail)
     rotated = rotary_dim(config.head_dim, config.partial_rotary_factor)
     if config.partial_rotary_factor > 1 or rotated < 2 or rotated % 2:
@@ -244,6 +258,8 @@ def _check_taps(config: DraftConfig, fail: Any) -> None:
 def _check_heads(config: DraftConfig, fail: Any) -> None:
     if config.markov_rank and config.markov_head_type is None:
         raise fail("markov_head_type", f"must be one of {', '.join(MARKOV_HEAD_TYPES)} because markov_rank is not 0")
+    if (config.markov_head_type == "selector") != (config.selector_top_k is not None):
+        raise fail("selector_top_k", f"contradicts markov_head_type={config.markov_head_type!r}")
     if config.markov_head_type == "rnn" and not config.sample_from_anchor:
         raise fail("markov_head_type", "with sample_from_anchor=false is not supported; only vanilla and gated are")
     if config.confidence_head_with_markov and not config.enable_confidence_head:
@@ -260,12 +276,23 @@ def _check_layers(config: DraftConfig, fail: Any) -> None:
         raise fail("sliding_window", "must give the width of the sliding_attention layers in layer_types")
 
 
+def _check_convolutions(config: DraftConfig, fail: Any) -> None:
+    taps, size = config.conv_kernel_size, config.conv_group_size
+    if bool(taps) != bool(size):
+        raise fail("conv_group_size", f"contradicts conv_kernel_size={taps}")
+    if size and config.hidden_size % size:
+        raise fail("conv_group_size", f"does not divide hidden_size={config.hidden_size}")
+    if taps > config.block_size:
+        raise fail("conv_kernel_size", f"exceeds block_size={config.block_size}")
+
+
 def _check_backbone(config: DraftConfig, fail: Any) -> None:
     if config.backbone == "qwen3":
         if config.attention_k_eq_v:
             raise fail("attention_k_eq_v", "needs Gemma 4's layers")
         return
     neutral = {"attention_bias": False, "sink_layers": (), "attention_value_scale": 1, "sliding_window": None}
+    neutral["conv_kernel_size"] = 0
     for key, value in neutral.items():
         if getattr(config, key) != value:
             raise fail(key, "is not supported in Gemma 4's layers")

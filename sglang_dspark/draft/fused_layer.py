@@ -11,6 +11,7 @@ from dspark_kernels import add_norm, qk_norm_rope, silu_mul
 from torch import Tensor, nn
 
 from sglang_dspark.draft.backbone import Attend, DecoderLayer
+from sglang_dspark.draft.convolution import around
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class FusedLayer:
         positions: Tensor,
         inv_freq: Tensor,
         attend: Attend,
+        width: int,
     ) -> tuple[Tensor, Tensor]:
         """Run the layer; ``index`` is for ``attend``.
 
@@ -58,17 +60,25 @@ class FusedLayer:
             normed: ``[T, d]``, the same through the layer's first norm.
             positions: ``[T]``.
             inv_freq: ``[hd / 2]``.
+            width: rows of a block.
 
         Returns:
             The residual stream behind the layer, and the same through ``next_norm``.
         """
         attention, mlp = self.layer.self_attn, self.layer.mlp
         heads = (-1, attention.head_dim)
-        q = attention.q_proj(normed).unflatten(-1, heads)
-        k, v = F.linear(normed, self.kv_weight, self.kv_bias).unflatten(-1, heads).chunk(2, dim=1)
-        norms = attention.q_norm.weight, attention.k_norm.weight
-        q, k = qk_norm_rope(q, k, *norms, self.eps, inv_freq, positions)
-        attended = attention.output(attend(index, q, k, v, attention.attention_sink_bias))
-        hidden, normed = add_norm(hidden, attended, self.layer.post_attention_layernorm.weight, self.eps)
-        gated = silu_mul(F.linear(normed, self.gate_up_weight))
-        return add_norm(hidden, mlp.down_proj(gated), self.next_norm.weight, self.eps)
+
+        def attended(rows: Tensor) -> Tensor:
+            q = attention.q_proj(rows).unflatten(-1, heads)
+            k, v = F.linear(rows, self.kv_weight, self.kv_bias).unflatten(-1, heads).chunk(2, dim=1)
+            norms = attention.q_norm.weight, attention.k_norm.weight
+            q, k = qk_norm_rope(q, k, *norms, self.eps, inv_freq, positions)
+            return attention.output(attend(index, q, k, v, attention.attention_sink_bias))
+
+        def gated(rows: Tensor) -> Tensor:
+            return mlp.down_proj(silu_mul(F.linear(rows, self.gate_up_weight)))
+
+        added = around(self.layer.attention_conv, attended, normed, width)
+        hidden, normed = add_norm(hidden, added, self.layer.post_attention_layernorm.weight, self.eps)
+        added = around(self.layer.mlp_conv, gated, normed, width)
+        return add_norm(hidden, added, self.next_norm.weight, self.eps)

@@ -31,8 +31,8 @@ class GemmaDecoderLayer(nn.Module):
         self.mlp = GatedMLP(config, activation=partial(F.gelu, approximate="tanh"))
         self.layer_scalar = nn.Parameter(torch.ones(1))
 
-    def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """``hidden [T, d]``, ``cos, sin [T, 1, hd / 2]`` -> ``[T, d]``."""
+    def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend, width: int) -> Tensor:
+        """``hidden [T, d]`` of blocks of ``width`` rows, ``cos, sin [T, 1, hd / 2]`` -> ``[T, d]``."""
         attended = self.self_attn(layer, self.input_layernorm(hidden), cos, sin, attend)
         hidden = hidden + self.post_attention_layernorm(attended)
         hidden = hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))

@@ -4,6 +4,7 @@ With ``e = W1[x_{k-1}]`` and h the post-norm backbone hidden of slot k, the bias
 
 * vanilla: ``u = e``
 * gated: ``u = sigmoid(G [h ; e] + b) * e`` (DeepSpec only; the paper has no such variant)
+* selector: ``u = (P h) * e``, among the tokens of a shortlist (DFlash 2);
 * rnn: ``(g, c, o) = split(J [s ; e ; h] + b)``, ``u = tanh(o)`` and ``s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c)``;
   all three branches read the *old* state s, which is zero at the start of every block.
 """
@@ -55,6 +56,18 @@ class GatedMarkovHead(MarkovHead):
         return gate * w1_embedding, None
 
 
+class SelectorMarkovHead(MarkovHead):
+    """The embedding is weighted per channel by a projection of the hidden state: DFlash 2's candidate selector."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__(config)
+        self.hidden_projection = nn.Linear(config.hidden_size, config.markov_rank, bias=False)
+
+    def latent(self, w1_embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`MarkovHead.latent`."""
+        return self.hidden_projection(hidden) * w1_embedding, None
+
+
 class RnnMarkovHead(MarkovHead):
     """Eqs. 5-6: a gated recurrence over the block, so the bias depends on all tokens drafted so far."""
 
@@ -75,7 +88,12 @@ class RnnMarkovHead(MarkovHead):
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
 
 
-_HEADS: dict[str, type[MarkovHead]] = {"vanilla": VanillaMarkovHead, "gated": GatedMarkovHead, "rnn": RnnMarkovHead}
+_HEADS: dict[str, type[MarkovHead]] = {
+    "vanilla": VanillaMarkovHead,
+    "gated": GatedMarkovHead,
+    "rnn": RnnMarkovHead,
+    "selector": SelectorMarkovHead,
+}
 
 
 def build_markov_head(config: DraftConfig) -> MarkovHead | None:

@@ -26,6 +26,8 @@ from sglang_dspark.errors import CheckpointError
 def base_logits(hidden: Tensor, lm_head: Tensor, config: DraftConfig) -> Tensor:
     """Return logits ``[T, v]`` of ``hidden [T, d]``, in the dtype of ``lm_head [v, d]``."""
     logits, cap = F.linear(hidden.to(lm_head.dtype), lm_head), config.final_logit_softcapping
+    if config.output_multiplier != 1:
+        logits = logits * config.output_multiplier
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
@@ -113,12 +115,12 @@ class DraftModel(nn.Module):
         """Run the backbone over block rows. A frozen model on CUDA does so in fewer launches.
 
         Args:
-            embeds: ``[T, d]`` embeddings of ``[anchor, MASK x (block_size - 1)]`` of each request, one after the other.
-            positions: ``[T]`` absolute positions, anchor position first.
+            embeds: ``[..., n, d]`` embeddings of ``[anchor, MASK x (n - 1)]`` of each request.
+            positions: ``[..., n]`` absolute positions, anchor position first.
             attend: see :data:`~sglang_dspark.draft.backbone.Attend`.
 
         Returns:
-            ``[T, d]`` after the final norm. A slot predicts the token after its own position; in blocks whose first
+            ``[..., n, d]`` after the final norm. A slot predicts the token after its own position; in blocks whose first
             slot does not predict, it predicts the token at its position.
         """
         if not self._fused_layers:
@@ -127,18 +129,19 @@ class DraftModel(nn.Module):
 
     def forward_block_plain(self, embeds: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Run :meth:`forward_block` module by module."""
-        cos, sin = self.rotary(positions)
-        hidden = embeds
+        cos, sin = self.rotary(positions.flatten())
+        hidden = embeds.flatten(0, -2)
         for index, layer in enumerate(self.layers):
-            hidden = layer(index, hidden, cos, sin, attend)
-        return self.norm(hidden)
+            hidden = layer(index, hidden, cos, sin, attend, embeds.shape[-2])
+        return self.norm(hidden).view_as(embeds)
 
     def forward_block_fused(self, embeds: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Run :meth:`forward_block` of a frozen model with Triton kernels; v reaches ``attend`` with rows apart."""
-        hidden, normed = embeds, self.decoder_layers[0].input_layernorm(embeds)
+        hidden, positions = embeds.flatten(0, -2), positions.flatten()
+        normed, width = self.decoder_layers[0].input_layernorm(hidden), embeds.shape[-2]
         for index, layer in enumerate(self._fused_layers):
-            hidden, normed = layer.forward(index, hidden, normed, positions, self.rotary.inv_freq, attend)
-        return normed
+            hidden, normed = layer.forward(index, hidden, normed, positions, self.rotary.inv_freq, attend, width)
+        return normed.view_as(embeds)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return embeddings ``[..., d]`` of token ids of any shape, in the model's dtype."""

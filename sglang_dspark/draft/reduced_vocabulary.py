@@ -86,7 +86,8 @@ class ProposalHeads:
         markov = _markov_weights(model.markov_head, chosen)
         self._config = model.config
         self._rows = model.lm_head_weight if chosen is None else model.lm_head_weight[chosen]
-        self.weights = DraftHeads(markov, _confidence_weights(model.confidence_head), vocabulary)
+        confidence = _confidence_weights(model.confidence_head)
+        self.weights = DraftHeads(markov, confidence, vocabulary, model.config.selector_top_k)
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:

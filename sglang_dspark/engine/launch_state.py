@@ -39,7 +39,7 @@ class DSparkServer:
     @property
     def has_confidence_head(self) -> bool:
         """Return whether the drafter says how likely a draft survives."""
-        return self.drafter is not None and self.drafter.config.enable_confidence_head
+        return self.drafter is not None and self.drafter.config.predicts_acceptance
 
     @property
     def gamma(self) -> int:

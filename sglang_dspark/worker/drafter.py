@@ -139,7 +139,7 @@ class Drafter:
 
     def calibration(self, options: DSparkConfig, max_verify: int) -> OnlineCalibration | None:
         """Return the calibration of the confidence head; None without one."""
-        if self.model.confidence_head is None:
+        if not self.config.predicts_acceptance:
             return None
         return OnlineCalibration.from_file(options.confidence_sts_path, self.num_drawn, max_verify)
 
@@ -161,7 +161,7 @@ class Drafter:
         ids, positions = layout or self._lay_out(step)
         requests = step.requests if self.window is None else self.window.of(step.requests)
         attend = block_attend(self.cache, requests, self.num_slots, self.config)
-        hidden = model.forward_block(model.embed(ids.view(-1)), positions.view(-1), attend).view(bs, self.num_slots, -1)
+        hidden = model.forward_block(model.embed(ids), positions, attend)
         # The backbone needs the whole block (its slots see each other), the heads only what may be verified. Two
         # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
         drawn = self.config.drawn(depth)
@@ -226,7 +226,7 @@ class Drafter:
             "target_layer_ids": list(config.target_layer_ids),
             "markov_head_type": config.markov_head_type if config.markov_rank else None,
             "markov_rank": config.markov_rank,
-            "confidence_head": config.enable_confidence_head,
+            "confidence_head": config.predicts_acceptance,
             "vocab_size": config.vocab_size if vocabulary is None else len(vocabulary.token_ids),
             "window": None if self.window is None else asdict(self.window),
         }

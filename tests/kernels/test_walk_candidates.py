@@ -39,7 +39,7 @@ class Case(WalkCase):
 
 
 @pytest.mark.parametrize(
-    ("head_type", "reduced", "rules"), pairwise(["vanilla", "rnn", None], [False, True], [GREEDY, MIXED, SEEDED])
+    ("head_type", "reduced", "rules"), pairwise(["vanilla", "rnn", "selector", None], [False, True], [GREEDY, MIXED, SEEDED])
 )
 def test_kernels_draft_as_the_formula_says(device, head_type, reduced, rules):
     case = Case(device, rules, head_type=head_type, reduced=reduced)
@@ -55,7 +55,7 @@ def test_kernels_draft_as_the_formula_says(device, head_type, reduced, rules):
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("head_type", ["vanilla", None])
+@pytest.mark.parametrize("head_type", ["vanilla", "selector", None])
 def test_greedy_requests_draft_what_the_reference_drafts(device, head_type, reduced):
     case = Case(device, GREEDY, head_type=head_type, reduced=reduced)
     found, expected = (case.walk(form, case.chains) for form in (draft_block, draft_block_ref))

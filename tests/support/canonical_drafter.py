@@ -94,10 +94,16 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]
         if config["attention_bias"]:
             widths = {"q_proj": q, "k_proj": kv, "v_proj": kv, "o_proj": d}
             shapes |= {f"layers.{i}.self_attn.{name}.bias": (width,) for name, width in widths.items()}
+        if taps := config.get("conv_kernel_size"):
+            for conv in (f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv"):
+                shapes[f"{conv}.base_kernel"] = (2, taps, d)
+                shapes[f"{conv}.kernel_projection.weight"] = (2 * taps * d // config["conv_group_size"], d)
         if config.get("sink_layers", [False] * 99)[i]:
             shapes[f"layers.{i}.self_attn.attention_sink_bias"] = (config["num_attention_heads"],)
     if rank:
         shapes |= {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (proposed, rank)}
+        if config["markov_head_type"] == "selector":
+            shapes["markov_head.hidden_projection.weight"] = (rank, d)
         if config["markov_head_type"] == "gated":
             shapes |= {"markov_head.gate_proj.weight": (rank, d + rank), "markov_head.gate_proj.bias": (rank,)}
         if config["markov_head_type"] == "rnn":

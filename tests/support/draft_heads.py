@@ -22,7 +22,8 @@ def draft_heads(
 ) -> tuple[MarkovHead | None, ConfidenceHead]:
     sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "block_size": block_size, "mask_token_id": 0}
     markov = {"markov_rank": rank if head_type else 0, "markov_head_type": head_type or ...}
-    content = config_json(**sizes, **markov, confidence_head_with_markov=confidence_with_markov)
+    selector = {"selector_top_k": 3} if head_type == "selector" else {}
+    content = config_json(**sizes, **markov, **selector, confidence_head_with_markov=confidence_with_markov)
     config = read_content(content, origin="").config
     heads = build_markov_head(config), ConfidenceHead(config)
     generator = torch.Generator().manual_seed(seed)
@@ -33,7 +34,10 @@ def draft_heads(
 
 
 def as_weights(
-    markov: MarkovHead | None, confidence: ConfidenceHead | None, vocabulary: DraftVocabulary | None = None
+    markov: MarkovHead | None,
+    confidence: ConfidenceHead | None,
+    vocabulary: DraftVocabulary | None = None,
+    shortlist: int | None = None,
 ) -> DraftHeads:
     """The tensors of modules, W2 over the tokens of ``vocabulary``."""
     weights = None
@@ -41,4 +45,5 @@ def as_weights(
         w2 = markov.markov_w2.weight if vocabulary is None else markov.markov_w2.weight[vocabulary.token_ids]
         weights = MarkovWeights(markov.markov_w1.weight, w2, None if isinstance(markov, VanillaMarkovHead) else markov)
     proj = None if confidence is None else confidence.proj
-    return DraftHeads(weights, None if proj is None else ConfidenceWeights(proj.weight[0], proj.bias), vocabulary)
+    confidence = None if proj is None else ConfidenceWeights(proj.weight[0], proj.bias)
+    return DraftHeads(weights, confidence, vocabulary, shortlist)

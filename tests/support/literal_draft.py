@@ -87,17 +87,39 @@ class LiteralDraft:
     def add_attended(self, row, out, p):
         return row + (self.rms_norm(out, p + "post_attention_layernorm.weight") if self.is_gemma else out)
 
-    def with_mlp(self, row, p):
-        """The row behind the second half of a layer."""
+    def convolved(self, rows, inputs, name, side):
+        """Rows of a block, by kernels of which a part follows from the inputs of the sublayer; DFlash 2's alone."""
+        taps = self.config.get("conv_kernel_size", 0)
+        if not taps:
+            return rows
+        out, group = [], self.config["conv_group_size"]
+        for j, row in enumerate(rows):
+            dynamic = (self.w[name + ".kernel_projection.weight"] @ inputs[j]).view(2, taps, -1)
+            total = torch.zeros_like(row)
+            for tap in range(min(taps, j + 1)):
+                for channel in range(len(row)):
+                    factor = self.w[name + ".base_kernel"][side, tap, channel] + dynamic[side, tap, channel // group]
+                    total[channel] += factor * rows[j - tap][channel]
+            out.append(total)
+        return out
+
+    def with_mlp(self, rows, p):
+        """The rows behind the second half of a layer."""
         before = "pre_feedforward" if self.is_gemma else "post_attention"
-        x = self.rms_norm(row, f"{p}{before}_layernorm.weight")
+        inputs = [self.rms_norm(row, f"{p}{before}_layernorm.weight") for row in rows]
+        outs = [self.mlp(x, p) for x in self.convolved(inputs, inputs, p + "mlp_conv", 0)]
+        outs = self.convolved(outs, inputs, p + "mlp_conv", 1)
+        if not self.is_gemma:
+            return [row + out for row, out in zip(rows, outs, strict=True)]
+        outs = [self.rms_norm(out, p + "post_feedforward_layernorm.weight") for out in outs]
+        return [(row + out) * self.w[p + "layer_scalar"] for row, out in zip(rows, outs, strict=True)]
+
+    def mlp(self, x, p):
         gate, up = (self.w[f"{p}mlp.{name}_proj.weight"] @ x for name in ("gate", "up"))
         if not self.is_gemma:
-            return row + self.w[p + "mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+            return self.w[p + "mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
         inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-        out = self.w[p + "mlp.down_proj.weight"] @ (gate * (1 + torch.tanh(inner)) / 2 * up)
-        out = self.rms_norm(out, p + "post_feedforward_layernorm.weight")
-        return (row + out) * self.w[p + "layer_scalar"]
+        return self.w[p + "mlp.down_proj.weight"] @ (gate * (1 + torch.tanh(inner)) / 2 * up)
 
     def block_hidden(self, features, anchor):
         c, w = self.config, self.w
@@ -106,9 +128,10 @@ class LiteralDraft:
         rows = [self.embedded(token) for token in [anchor] + [c["mask_token_id"]] * (c["block_size"] - 1)]
         for i in range(c["num_hidden_layers"]):
             p = f"layers.{i}."
-            normed = [self.rms_norm(row, p + "input_layernorm.weight") for row in rows]
+            inputs = [self.rms_norm(row, p + "input_layernorm.weight") for row in rows]
+            normed = self.convolved(inputs, inputs, p + "attention_conv", 0)
             attn = p + "self_attn."
-            keys, values = [], []
+            keys, values, outs = [], [], []
             for position, row in enumerate(context + normed):
                 keys.append(self.heads(row, attn + "k_proj.weight", attn + "k_norm.weight", position))
                 values.append(self.values(row, attn))
@@ -124,8 +147,9 @@ class LiteralDraft:
                     total = weights.sum() + (0 if sinks is None else sinks[head].exp())
                     mix = sum(weight * values[s][kv_head] for weight, s in zip(weights, seen, strict=True)) / total
                     mixed.append(mix * c.get("attention_value_scale", 1.0))
-                attended = self.add_attended(rows[j], self.project(torch.cat(mixed), attn + "o_proj"), p)
-                rows[j] = self.with_mlp(attended, p)
+                outs.append(self.project(torch.cat(mixed), attn + "o_proj"))
+            outs = self.convolved(outs, inputs, p + "attention_conv", 1)
+            rows = self.with_mlp([self.add_attended(row, out, p) for row, out in zip(rows, outs, strict=True)], p)
         first = 0 if c.get("sample_from_anchor", True) else 1
         return [self.rms_norm(row, "norm.weight") for row in rows[first:]]
 
@@ -138,6 +162,8 @@ class LiteralDraft:
                 self.w["markov_head.gate_proj.weight"] @ torch.cat([hidden, e]) + self.w["markov_head.gate_proj.bias"]
             )
             return w2 @ (torch.sigmoid(gate) * e), None
+        if kind == "selector":
+            return w2 @ (self.w["markov_head.hidden_projection.weight"] @ hidden * e), None
         if kind == "rnn":
             z = torch.cat([state, e, hidden])
             joint = self.w["markov_head.joint_proj.weight"] @ z + self.w["markov_head.joint_proj.bias"]
@@ -153,8 +179,11 @@ class LiteralDraft:
         tokens, base_logits, logits, confidences = [], [], [], []
         for h in hidden:
             u = self.w["lm_head.weight"] @ h
+            u = u * c.get("output_multiplier", 1.0)
             if cap := c.get("final_logit_softcapping"):
                 u = cap * torch.tanh(u / cap)
+            if number := c.get("selector_top_k"):
+                u = torch.where(u >= sorted(u.tolist())[-number], u, -torch.inf)
             bias = torch.zeros_like(u)
             if c["markov_rank"]:
                 bias, state = self.markov(token, h, state)

@@ -11,10 +11,13 @@ def raced_walk(base_logits, hidden, anchors, heads, rows, keys, candidates=None)
     is_drawn = temperatures[:, None] > 0
     walk = None if heads.markov is None else MarkovWalk(heads.markov, hidden)
     previous, slots, scores = anchors, [], []
+    listed = None if heads.shortlist is None else shortlist(base_logits, heads, candidates)
     for k in range(base_logits.shape[1]):
         values = base_logits[:, k].float()
         if walk is not None:
             values = values + walk.latent(previous).float() @ heads.markov.w2.float().T
+        if listed is not None:
+            values = values.where(listed[:, k], float("-inf"))
         scores.append(values / temperatures[:, None].masked_fill(~is_drawn, 1.0))
         outright = torch.zeros_like(anchors) > 0
         if candidates is not None:
@@ -40,6 +43,9 @@ def raced_walk(base_logits, hidden, anchors, heads, rows, keys, candidates=None)
     confidence = None
     if heads.confidence is not None:
         confidence = block_confidence_ref(hidden, anchors, tokens, heads.confidence, heads.w1, candidates)
+    elif listed is not None:
+        confidence = own_odds(base_logits, hidden, anchors, tokens, heads)
+        confidence = confidence if candidates is None else candidates.sure(confidence)
     return DraftBlock(tokens, None, confidence, distribution)
 
 
@@ -56,3 +62,35 @@ def raised(scores, candidates, slot, vocabulary):
         else:
             outright[request] = boost >= OUTRIGHT
     return scores, outright
+
+
+def shortlist(base_logits, heads, candidates):
+    """[bs, gamma, v] bool: the columns that compete, of which a candidate that weighs something is one."""
+    listed = torch.zeros_like(base_logits, dtype=torch.bool)
+    for (request, slot), row in ((place, base_logits[place]) for place in places(base_logits)):
+        listed[request, slot, row.topk(heads.shortlist).indices] = True
+        if candidates is not None:
+            token, matched = int(candidates.chains[request, 2 + slot]), int(candidates.chains[request, 0])
+            if token >= 0 and candidates.weights[0, matched, slot] > 0:
+                column = token if heads.vocabulary is None else int(heads.vocabulary.columns[token])
+                listed[request, slot, column] |= column >= 0
+    return listed
+
+
+def own_odds(base_logits, hidden, anchors, tokens, heads):
+    """[bs, gamma] log odds of tokens by the softmax over the best columns, cut at 30."""
+    odds, walk = torch.empty_like(tokens, dtype=torch.float32), MarkovWalk(heads.markov, hidden)
+    for slot in range(tokens.shape[1]):
+        biases = walk.latent(anchors if slot == 0 else tokens[:, slot - 1]).float() @ heads.markov.w2.float().T
+        for request, token in enumerate(tokens[:, slot].tolist()):
+            column = token if heads.vocabulary is None else int(heads.vocabulary.columns[token])
+            best = base_logits[request, slot].topk(heads.shortlist).indices.tolist()
+            probs = (base_logits[request, slot, best].double() + biases[request, best]).softmax(-1)
+            own = probs[best.index(column)] if column in best else torch.zeros(())
+            odds[request, slot] = torch.logit(own, eps=0.0).clamp(-30, 30)
+    return odds
+
+
+def places(base_logits):
+    """Each request and slot."""
+    return [(request, slot) for request in range(base_logits.shape[0]) for slot in range(base_logits.shape[1])]

@@ -110,6 +110,9 @@ def draft_block(
     config, device = model.config, context.k.device
     hidden = _block_hidden(model, context, anchor)
     logits_of_slots = base_logits(hidden, model.lm_head_weight, config)
+    if config.selector_top_k is not None:
+        least = logits_of_slots.topk(min(config.selector_top_k, config.num_proposed)).values[:, -1:]
+        logits_of_slots = logits_of_slots.where(logits_of_slots >= least, float("-inf"))
     state = model.markov_head.initial_state(1, device, hidden.dtype) if model.markov_head is not None else None
     tokens: list[int] = []
     logits, confidences = [], []

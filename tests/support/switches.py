@@ -36,6 +36,16 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "sinks": {"sink_layers": [False, True]},
     "value scale": {"attention_value_scale": 0.4},
     "softcap": {"final_logit_softcapping": 0.5},
+    "DFlash 2": {
+        "sample_from_anchor": False,
+        "markov_head_type": "selector",
+        "selector_top_k": 3,
+        "conv_kernel_size": 2,
+        "conv_group_size": 2,
+        "output_multiplier": 1.4,
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": ...,
+    },
     "everything": _SLIDING
     | _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
     | {

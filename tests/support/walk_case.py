@@ -38,7 +38,10 @@ class WalkCase:
         heads = draft_heads(head_type, **sizes, confidence_with_markov=head_type is not None)
         self.markov, self.confidence = (head if head is None else head.to(device, dtype) for head in heads)
         vocabulary = None if token_ids is None else DraftVocabulary(torch.tensor(token_ids, device=device), v)
-        self.heads, self.device = as_weights(self.markov, self.confidence, vocabulary), device
+        if head_type == "selector":
+            self.confidence = None  # the head itself says how sure it is
+        shortlist = 4 if head_type == "selector" else None
+        self.heads, self.device = as_weights(self.markov, self.confidence, vocabulary, shortlist), device
         self.base = (torch.randn(bs, gamma, v, generator=generator) * 2).to(device, dtype)
         if vocabulary is not None:
             self.base = self.base[..., vocabulary.token_ids].contiguous()

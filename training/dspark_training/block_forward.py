@@ -30,8 +30,7 @@ def block_hidden(
     ids[..., 0] = anchor_ids
     positions = anchors[..., None] + torch.arange(config.block_size, device=anchors.device)
     attend = ChunkedAttention(k_ctx, v_ctx, anchors, config)
-    hidden = model.forward_block(model.embed(ids.flatten()), positions.flatten(), attend)
-    return hidden.view(*ids.shape, -1)[..., config.first_slot :, :]
+    return model.forward_block(model.embed(ids), positions, attend)[..., config.first_slot :, :]
 
 
 def block_latents(model: DraftModel, prev_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

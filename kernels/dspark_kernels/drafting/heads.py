@@ -86,11 +86,14 @@ class DraftHeads:
         markov: corrects the logits of a slot by the token before it.
         confidence: says how likely a draft is accepted.
         vocabulary: the tokens that the columns of the draft logits stand for; None = all, in order.
+        shortlist: number of tokens that compete for a slot, the best of the base logits; None = all. The Markov head
+            says how likely a draft is accepted, too, if there is no other confidence.
     """
 
     markov: MarkovWeights | None = None
     confidence: ConfidenceWeights | None = None
     vocabulary: DraftVocabulary | None = None
+    shortlist: int | None = None
 
     @property
     def w1(self) -> torch.Tensor | None:

@@ -25,6 +25,7 @@ from dspark_kernels.drafting.confidence import block_confidence
 from dspark_kernels.drafting.draft_distribution import DraftDistribution
 from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.drafting.heads import DraftHeads, DraftVocabulary, MarkovWalk, MarkovWeights
+from dspark_kernels.drafting.shortlist import Shortlist
 from dspark_kernels.drafting.walk_kernel import choose_kernel
 from dspark_kernels.drafting.walk_reference import draft_block_ref
 from dspark_kernels.hardware import num_processors, shared_bytes
@@ -78,6 +79,7 @@ def draft_block(
         ValueError: heads or logits do not fit together, or are not contiguous.
     """
     _check(base_logits, heads)
+    base_logits, shortlist = Shortlist.of(base_logits, heads, candidates)
     distribution = _empty_distribution(base_logits, heads.vocabulary) if rows.any_sampled else None
     launches = _Launches(base_logits, heads, distribution, rows, keys, candidates)
     walk = None if heads.markov is None else MarkovWalk(heads.markov, hidden)
@@ -92,6 +94,8 @@ def draft_block(
     confidence_logits = None
     if heads.confidence is not None and with_confidence:
         confidence_logits = block_confidence(hidden, anchors, tokens, heads.confidence, heads.w1, candidates)
+    elif shortlist is not None and with_confidence:
+        confidence_logits = shortlist.confidence(hidden, anchors, tokens, heads, candidates)
     block = DraftBlock(tokens, None, confidence_logits, distribution)
     return block if candidates is None else block.with_candidates(candidates, heads.vocabulary, rows)
 

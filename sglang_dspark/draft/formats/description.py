@@ -30,6 +30,10 @@ def switches(config: DraftConfig) -> list[str]:
         found.append(f"attention sinks in {_layers(layers, config)}")
     if config.attention_value_scale != 1:
         found.append(f"values times {config.attention_value_scale:g}")
+    if config.conv_kernel_size:
+        found.append(f"convolutions of {config.conv_kernel_size} taps")
+    if config.output_multiplier != 1:
+        found.append(f"logits times {config.output_multiplier:g}")
     if config.final_logit_softcapping is not None:
         found.append(f"logits capped at {config.final_logit_softcapping:g}")
     return found
@@ -40,6 +44,8 @@ def describe(config: DraftConfig) -> str:
     markov, confidence = "no Markov head", "no confidence head"
     if config.markov_rank:
         markov = f"{config.markov_head_type} Markov head of rank {config.markov_rank}"
+    if config.selector_top_k is not None:
+        markov = f"selector of rank {config.markov_rank} among {config.selector_top_k} tokens"
     if config.enable_confidence_head:
         confidence = f"confidence head {'with' if config.confidence_head_with_markov else 'without'} Markov features"
     depth = "" if config.num_target_layers is None else f" of {config.num_target_layers}"

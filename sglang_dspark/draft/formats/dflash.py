@@ -30,7 +30,7 @@ _TABLE: Table = {
     "target_layer_ids": _anywhere("target_layer_ids"),
 }
 _OPTIONAL: Table = {
-    "markov_rank": _anywhere("markov_rank", "dspark_markov_rank"),
+    "markov_rank": _anywhere("markov_rank", "dspark_markov_rank", "selector_rank"),
     "markov_head_type": _anywhere("markov_head_type", "dspark_markov_head_type"),
     "enable_confidence_head": _anywhere("enable_confidence_head", "use_confidence_head"),
     "confidence_head_with_markov": _anywhere("confidence_head_with_markov"),
@@ -76,6 +76,8 @@ def read(name: FormatName, content: Content) -> Reading:
     content.skip(*_SILENT)
     content.collect(_TABLE)
     content.collect(_OPTIONAL, optional=True)
+    if content.find(*_anywhere("selector_rank")):
+        content.values.setdefault("markov_head_type", "selector")
     alpha = content.find(*_anywhere("confidence_head_alpha"))
     if isinstance(alpha, int | float):
         content.values.setdefault("enable_confidence_head", alpha > 0)

@@ -16,7 +16,6 @@ SHAPE = (
 NEUTRAL: Mapping[str, Any] = {
     "hidden_act": "silu",
     "attn_logit_softcapping": None,
-    "output_multiplier": 1,
     "input_embedding_scale": 1,
     "mask_embedding": None,
     "use_gemma_norm": False,
@@ -36,6 +35,10 @@ SILENT = (
 """Keys that say nothing about the network."""
 
 _SINKS_OF_KIND = {FULL: "add_full_attention_sink_bias", SLIDING: "add_swa_attention_sink_bias"}
+_EXTRAS = (
+    *("attention_value_scale", "final_logit_softcapping", "output_multiplier"),
+    *("conv_kernel_size", "conv_group_size", "selector_top_k"),
+)
 _MAX_WINDOW_LAYERS = 28  # the class's default: layers before this one have full attention
 
 
@@ -133,7 +136,7 @@ def causal_layers(content: Content) -> None:
 
 
 def extras(content: Content, tensors: Collection[str]) -> None:
-    """Read the attention sinks of each layer, the factor of its values, and the bound of the logits.
+    """Read the attention sinks of each layer, the factor of its values, its convolutions, and what becomes of logits.
 
     Args:
         tensors: names of the network's tensors in the files; they decide if no key speaks of sinks.
@@ -154,9 +157,12 @@ def extras(content: Content, tensors: Collection[str]) -> None:
     else:
         layers = tuple(bool(of_all or of_kind.get(str(layer_type))) for layer_type in types)
     content.values["sink_layers"] = layers if any(layers) else ()
-    for key in ("attention_value_scale", "final_logit_softcapping"):
+    for key in _EXTRAS:
+        content.names[key] = next((name for name in _spellings(content, key) if name in content), key)
         if (value := content.find(*_spellings(content, key))) is not None:
             content.values[key] = value
+    if content.values.get("final_logit_softcapping") == 0:
+        del content.values["final_logit_softcapping"]  # no bound, as DFlash 2 writes it
 
 
 def _switched_on(content: Content, key: str) -> bool | None:

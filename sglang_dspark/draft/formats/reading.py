@@ -52,8 +52,10 @@ def heads(content: Content, tensors: Shapes, defaults: Mapping[str, Any]) -> Non
         defaults = {"markov_rank": 0 if w1 is None else w1[-1], "enable_confidence_head": confidence is not None}
         if confidence is not None and isinstance(hidden_size := values.get("hidden_size"), int):
             defaults["confidence_head_with_markov"] = confidence[-1] > hidden_size
-        types = {"gated": "markov_head.gate_proj.weight", "rnn": "markov_head.joint_proj.weight"}
-        defaults["markov_head_type"] = next((kind for kind, name in types.items() if name in stored), "vanilla")
+        types = {"gated": "gate_proj", "rnn": "joint_proj", "selector": "hidden_projection"}
+        defaults["markov_head_type"] = next(
+            (kind for kind, name in types.items() if f"markov_head.{name}.weight" in stored), "vanilla"
+        )
     for key in ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"):
         if key in defaults:
             values.setdefault(key, defaults[key])

@@ -11,8 +11,8 @@ from sglang_dspark.errors import CheckpointError
 FormatName = Literal["DeepSpec", "SpecForge", "ModelOpt", "speculators", "TorchSpec", "DFlash", "llama.cpp"]
 
 SERVED = (
-    "formats that load are DeepSpec (also NeMo and Ling), SpecForge, ModelOpt, speculators (dspark and dflash), DFlash "
-    "TorchSpec and llama.cpp's GGUF, of drafters with Qwen3 layers, and DeepSpec with Gemma 4's"
+    "formats that load are DeepSpec (also NeMo and Ling), SpecForge, ModelOpt, speculators (dspark, dflash and dflash2), "
+    "DFlash and DFlash 2, TorchSpec and llama.cpp's GGUF, of drafters with Qwen3 layers, and DeepSpec with Gemma 4's"
 )
 
 _TARGETS = {family.architecture for family in FAMILIES}
@@ -20,7 +20,7 @@ _DEEPSPEC = {*ARCHITECTURES.values(), "LingDSparkModel", "Qwen3OmniDSparkModel"}
 
 _SERVED_CLASSES = {
     *_DEEPSPEC,
-    *("DSparkDraftModel", "DSparkSpeculator", "Lfm2DSparkDraftModel", "DFlashDraftModel", "DFlashSpeculator"),
+    *("DSparkDraftModel", "DSparkSpeculator", "Lfm2DSparkDraftModel", "DFlashDraftModel", "DFlashSpeculator", "DFlash2DraftModel"),
 }
 """Architectures with Qwen3's layers, or Gemma 4's. The layers of any other may differ in what no tensor shows."""
 _OF_DRAFTERS = re.compile("DSpark|DFlash|Draft|Speculator|Eagle|Assistant", re.IGNORECASE)
@@ -61,7 +61,7 @@ def recognise(config: Mapping[str, Any], tensors: Collection[str], origin: str) 
     has_heads = any("markov_head." in name for name in tensors)
     if has_heads or config.keys() & {"pard_token", "dspark_markov_rank"}:
         return "TorchSpec"
-    if names & {"DFlashDraftModel", "DFlashSpeculator"} and (
+    if names & {"DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator"} and (
         dflash or {"block_size", "mask_token_id"} <= config.keys()
     ):
         return "DFlash"
@@ -90,7 +90,7 @@ def _is_modelopt(dflash: Mapping[str, Any], tensors: Collection[str]) -> bool:
 def _refuse_other_classes(config: Mapping[str, Any], origin: str) -> None:
     """Raise for networks that may only resemble the one that is served. What their tensors show is refused later."""
     kind = config.get("speculators_model_type")
-    if kind not in (None, "dspark", "dflash"):
+    if kind not in (None, "dspark", "dflash", "dflash2"):
         raise CheckpointError(f"{origin}: speculators_model_type={kind!r} is not supported; {SERVED}")
     for key, names in (("architectures", _architectures(config)), ("auto_map", _remote_classes(config))):
         for name in sorted(names - _SERVED_CLASSES):

@@ -1,4 +1,4 @@
-"""The format of vLLM's speculators library, of its kinds dspark and dflash."""
+"""The format of vLLM's speculators library, of its kinds dspark, dflash and dflash2."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,13 +23,12 @@ _TABLE: Table = {field: (field,) for field in ("block_size", "mask_token_id")} |
 _OPTIONAL: Table = {
     field: (field,)
     for field in (
-        "markov_rank",
         "markov_head_type",
         "enable_confidence_head",
         "confidence_head_with_markov",
         "draft_vocab_size",
     )
-}
+} | {"markov_rank": ("markov_rank", "selector_rank")}
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "dspark": {
         "markov_rank": 256,
@@ -38,7 +37,9 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "confidence_head_with_markov": True,
     },
     "dflash": {"markov_rank": 0, "enable_confidence_head": False},
+    "dflash2": {"markov_rank": 256, "markov_head_type": "selector", "enable_confidence_head": False},
 }
+_EXTRAS_OF_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_top_k": 16}
 _DRAFT_VOCAB_SIZE = 32000
 
 _ROPE_THETA = 10_000.0
@@ -67,11 +68,13 @@ def read(content: Content) -> Reading:
     values["sample_from_anchor"] = _sample_from_anchor(content, kind)
     _check_target_width(content)
     qwen3.attention(content)
-    window_looks_ahead = content.find("sliding_window_non_causal", default=False)
+    window_looks_ahead = content.find("sliding_window_non_causal", default=kind == "dflash2")
     content.names["causal_layers"] = "sliding_window_non_causal"
     if SLIDING in (types := values.get("layer_types", ())):
         values["window_from_anchor"] = True
         values["causal_layers"] = () if window_looks_ahead else tuple(layer == SLIDING for layer in types)
+    if kind == "dflash2":
+        values |= _EXTRAS_OF_DFLASH2
     qwen3.extras(content, tensors)
     values["rope_theta"] = _ROPE_THETA
     span_head = rotation.rope(content, "speculators", kind=_rope_kind(content))
@@ -106,7 +109,7 @@ def _sample_from_anchor(content: Content, kind: str) -> Any:
     block_size = content.values.get("block_size")
     first = methods[0] if isinstance(methods, list) and methods else None
     drafts = first.get("speculative_tokens") if isinstance(first, Mapping) else None
-    if type(block_size) is not int or drafts == block_size - 1 or (drafts is None and kind == "dflash"):
+    if type(block_size) is not int or drafts == block_size - 1 or (drafts is None and kind in ("dflash", "dflash2")):
         return False
     if drafts == block_size and kind == "dspark":
         return True

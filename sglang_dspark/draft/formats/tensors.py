@@ -27,6 +27,13 @@ FLAT_HEADS = {
 }
 """Names of the heads' tensors in files that have no modules for them -> those with modules."""
 
+SELECTOR = {
+    "candidate_selector.predecessor_codebook": "markov_head.markov_w1.weight",
+    "candidate_selector.successor_codebook": "markov_head.markov_w2.weight",
+    "candidate_selector.hidden_projection.weight": "markov_head.hidden_projection.weight",
+}
+"""Names of the tensors of DFlash 2's selector."""
+
 _PREFIXES = {"model.": "", "logit_head.": "", "midlayer.": "layers.0."}
 # What trainers store of the target beside the drafter.
 _DROPPED = ("verifier_lm_head.", "verifier_norm.", DRAFT_TO_TARGET, IS_DRAFTED)
@@ -56,6 +63,7 @@ class TensorRules:
         for prefix, replacement in _PREFIXES.items():
             if name.startswith(prefix):
                 name = replacement + name.removeprefix(prefix)
+        name = SELECTOR.get(name, name)
         return None if name.startswith(_DROPPED) else name
 
     def shapes(self, stored: Shapes) -> Shapes:

@@ -100,7 +100,7 @@ def simulated_acceptance(context: LaunchContext) -> str | None:
 def confidence_head(context: LaunchContext) -> str | None:
     """Refuse a policy that needs confidences of a drafter that has none."""
     config, drafter = context.server.config, context.server.drafter
-    if config.schedule != "threshold" or drafter is None or drafter.config.enable_confidence_head:
+    if config.schedule != "threshold" or drafter is None or drafter.config.predicts_acceptance:
         return None
     return (
         f"{flag_name('schedule')}=threshold needs a confidence head, and {drafter.config.origin} has none; pass auto "

@@ -1,0 +1,86 @@
+"""The few tokens that compete for a slot of a block, where a drafter's head ranks no others (DFlash 2's selector).
+
+Of a slot's base logits the best are kept, and the Markov head chooses among them. All others have probability 0, so the
+distribution of the drafts is sparse and exact: verification divides by the very softmax that drew them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from dspark_kernels.drafting.candidates import Candidates
+from dspark_kernels.drafting.heads import DraftHeads, DraftVocabulary
+
+_CERTAIN = 30.0
+"""Largest confidence logit: a token that has no rival is not certain to be accepted."""
+
+
+class Shortlist(NamedTuple):
+    """The tokens that compete for each slot, best first.
+
+    Attributes:
+        columns: [bs, gamma, k] int64, of the base logits.
+        logits: [bs, gamma, k], base logits.
+    """
+
+    columns: torch.Tensor
+    logits: torch.Tensor
+
+    @staticmethod
+    def of(
+        base_logits: torch.Tensor,  # [bs, gamma, v]
+        heads: DraftHeads,
+        candidates: Candidates | None = None,
+    ) -> tuple[torch.Tensor, Shortlist | None]:
+        """Return the base logits that a walk reads, -inf where no token competes, and the list; None if all compete.
+
+        A candidate of the text that weighs anything competes too, wherever it ranks. No host sync.
+        """
+        if heads.shortlist is None:
+            return base_logits, None
+        logits, columns = base_logits.topk(min(heads.shortlist, base_logits.shape[-1]))
+        kept = torch.full_like(base_logits, float("-inf")).scatter_(-1, columns, logits)
+        if candidates is not None:
+            offered = _offered(candidates, heads.vocabulary, base_logits.shape[1])[..., None]
+            offered = torch.where(offered < 0, columns[..., :1], offered)
+            kept.scatter_(-1, offered, base_logits.gather(-1, offered))
+        return kept, Shortlist(columns, logits)
+
+    def confidence(
+        self,
+        hidden: torch.Tensor,  # [bs, gamma, d]
+        anchors: torch.Tensor,  # [bs] int64
+        tokens: torch.Tensor,  # [bs, gamma] int64
+        heads: DraftHeads,
+        candidates: Candidates | None = None,
+    ) -> torch.Tensor:
+        """Return [bs, gamma] float32 log odds of the drafts by the head itself, at temperature 1.
+
+        A token that the list lacks gets the lowest ones, or what its chain of candidates asks for.
+        """
+        markov, vocabulary = heads.markov, heads.vocabulary
+        assert markov is not None, "a drafter with a shortlist has a head that chooses from it"
+        latents = F.embedding(torch.cat((anchors[:, None], tokens[:, :-1]), dim=1), markov.w1)
+        if markov.head is not None:
+            latents, _ = markov.head.latent(latents, hidden, None)
+        biases = torch.einsum("bgr,bgkr->bgk", latents.float(), markov.w2[self.columns].float())
+        scores = self.logits.float() + biases
+        chosen = tokens if vocabulary is None else vocabulary.columns[tokens].long()
+        is_chosen = self.columns == chosen[..., None]
+        own, others = (
+            scores.where(mask, float("-inf")).logsumexp(-1).clamp_min(torch.finfo(torch.float32).min)
+            for mask in (is_chosen, ~is_chosen)
+        )
+        logits = (own - others).clamp(-_CERTAIN, _CERTAIN)
+        return logits if candidates is None else candidates.sure(logits)
+
+
+def _offered(candidates: Candidates, vocabulary: DraftVocabulary | None, depth: int) -> torch.Tensor:
+    """Return [bs, depth] int64 columns of the candidates that raise their logits, -1 where there is none."""
+    matched, _, tokens = candidates.parts(candidates.chains)
+    tokens, nats = tokens[:, :depth], candidates.weights[0, matched, :depth]
+    columns = tokens if vocabulary is None else vocabulary.columns[tokens.clamp_min(0)].long()
+    return torch.where((tokens >= 0) & (nats > 0), columns, -1)
