@@ -52,9 +52,14 @@ def _published(form: str) -> Callable[[Path], Flags]:
     return _drafter(partial(published_drafter, form=form))
 
 
+def _smollm2(folder: Path) -> Path:
+    return smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct")
+
+
 def _in_four_bits(folder: Path) -> Flags:
-    quantised_drafter(DRAFT, folder / "draft", "pack-quantized")
-    return dspark_flags(folder / "draft")
+    """Return the flags of the bundled drafter in int4, and what SGLang calls its form."""
+    quantised_drafter(BUNDLED, folder / "draft", "pack-quantized")
+    return (*dspark_flags(folder / "draft"), "--speculative-draft-model-quantization", "compressed-tensors")
 
 
 def _target(write: Callable[[str, Path], Path], architecture: str) -> Callable[[Path], Path]:
@@ -143,7 +148,6 @@ SERVERS: dict[str, Recipe] = {
     ),
     # Drafters of other forms than DeepSpec's: test_checkpoint_variants.py; in a context that requests grow out of.
     "tight": Recipe((_published("speculators"), f"--context-length 128 {CROWDED} 600 {CHUNKS} 64 {SESSIONS}")),
-    "int4": Recipe((_in_four_bits, "--speculative-draft-model-quantization compressed-tensors")),
     # Random weights: it knows nothing.
     "dflash": Recipe((_random("dflash"), KEEPS_ANSWERS)),
     "long_block": Recipe((_random("long-block"), STATIC, "--speculative-dspark-verify-len 1 --context-length 96")),
@@ -210,10 +214,8 @@ SERVERS: dict[str, Recipe] = {
         (_random("tiny"), LETTERS, TERSE, LLGUIDANCE, STATES), model=_target(written_target, "Qwen3_5ForCausalLM")
     ),
     "hybrid_pictures": _reading("Qwen3_5ForConditionalGeneration", STATES, env=WHOLE_WINDOWS),
-    "smollm2": Recipe(
-        (*dspark_flags(BUNDLED), STATIC, FOUR),
-        model=lambda folder: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),
-    ),
+    "smollm2": Recipe((*dspark_flags(BUNDLED), STATIC, FOUR), model=_smollm2),
+    "smollm2_int4": Recipe((_in_four_bits, STATIC, FOUR), model=_smollm2),
 }
 
 

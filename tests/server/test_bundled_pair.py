@@ -22,11 +22,11 @@ PROMPTS = [
 ]
 
 
-def answers(server: LaunchedServer) -> list[dict[str, Any]]:
+def answers(server: LaunchedServer, tokens: int = MAX_TOKENS, **fields: Any) -> list[dict[str, Any]]:
     """Return greedy answers to PROMPTS, all at once."""
 
     def ask(prompt: str) -> dict[str, Any]:
-        body = {"text": chat(prompt), "sampling_params": {"temperature": 0, "max_new_tokens": MAX_TOKENS}}
+        body = {"text": chat(prompt), "sampling_params": {"temperature": 0, "max_new_tokens": tokens}, **fields}
         return dict(server.post_json("/generate", body))
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
@@ -52,6 +52,19 @@ def test_every_token_is_the_targets_choice(smollm2):
     for prompt, *text in {(prompt, *answer["output_ids"]) for prompt, answer in answered}:  # mostly once each
         assert len(text) > 8
         assert largest_gap(model, tokenizer(chat(prompt)).input_ids, text) < NEAR_TIE
+
+
+def test_a_drafter_in_four_bits(smollm2, smollm2_int4):
+    """The text is the same, and about as many drafts are accepted as before the drafter was quantised."""
+    texts, lengths = [], []
+    for server in (smollm2, smollm2_int4):
+        found = answers(server, 3 * MAX_TOKENS, speculation={"preset": "none"})  # the drafter's drafts alone
+        texts.append([answer["output_ids"] for answer in found])
+        counts = [answer["meta_info"] for answer in found]
+        steps = sum(count["spec_verify_ct"] for count in counts)
+        lengths.append(sum(count["completion_tokens"] for count in counts) / steps)
+    assert texts[0] == texts[1]
+    assert lengths[0] > 1.4 and 0.85 < lengths[1] / lengths[0] < 1.15
 
 
 HARD = [

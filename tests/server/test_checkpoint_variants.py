@@ -61,21 +61,6 @@ def test_the_form_of_modelopt(adapters):
     assert_golden_traces(adapters)
 
 
-def test_a_drafter_in_four_bits(int4, dspark, plain):
-    """The text is the target's, and nearly as many drafts are accepted as of the drafter before it was quantised."""
-    expected = output_ids(plain, [greedy(case["prompt_ids"], 32) for case in CASES], 4)
-    bodies = [greedy(case["prompt_ids"], 32, speculation=DRAFTER_ALONE) for case in CASES]
-    tokens = {}
-    for server in (int4, dspark):
-        with policy(server, "static"):
-            answers = generate(server, bodies, 4)
-        assert [answer["output_ids"] for answer in answers] == expected
-        counts = [answer["meta_info"] for answer in answers]
-        steps = sum(count["spec_verify_ct"] for count in counts)
-        tokens[server] = sum(count["completion_tokens"] for count in counts) / steps
-    assert tokens[dspark] > 2 and 0.8 < tokens[int4] / tokens[dspark] < 1.1
-
-
 @pytest.mark.thorough
 def test_block_much_longer_than_the_verify_length_at_the_context_limit(long_block, plain):
     """The block reaches far past the row of K/V slots; only the verify window may be looked up there."""
