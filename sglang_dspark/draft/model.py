@@ -120,8 +120,8 @@ class DraftModel(nn.Module):
             attend: see :data:`~sglang_dspark.draft.backbone.Attend`.
 
         Returns:
-            ``[..., n, d]`` after the final norm. A slot predicts the token after its own position; in blocks whose first
-            slot does not predict, it predicts the token at its position.
+            ``[..., n, d]`` after the final norm. A slot predicts the token after its own position; in blocks whose
+            first slot does not predict, it predicts the token at its position.
         """
         if not self._fused_layers:
             return self.forward_block_plain(embeds, positions, attend)

@@ -6,7 +6,7 @@ import format_exports as exports
 import pytest
 import torch
 from canonical_drafter import config_json, proposed_tokens, random_tensors
-from format_exports import BARE_CONFIDENCE, DFLASH, WINDOW, YARN
+from format_exports import BARE_CONFIDENCE, DFLASH, DFLASH2, WINDOW, YARN
 from reference_decoding import ContextKV, draft_block
 
 from sglang_dspark.draft.formats import read
@@ -37,6 +37,9 @@ CASES = {
     "speculators, causal windows": (exports.speculators, "speculators", WINDOW | {"causal_layers": [False, True]}),
     "speculators, reduced vocabulary": (exports.speculators, "speculators", {"draft_vocab_size": 6}),
     "speculators, DFlash": (exports.speculators, "speculators", DFLASH),
+    "DFlash 2": (exports.dflash2, "DFlash", DFLASH2 | {"output_multiplier": 0.6}),
+    "DFlash 2 of speculators": (exports.speculators, "speculators", DFLASH2),
+    "DFlash 2, canonical": (exports.deepspec, "DeepSpec", DFLASH2),
     "speculators, biases": (exports.speculators, "speculators", {"attention_bias": True}),
 }
 

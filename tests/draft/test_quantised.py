@@ -1,10 +1,12 @@
 """Quantised drafters: weights are those of the library that wrote them, and what is unfit is refused by name."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from canonical_drafter import proposed_tokens
+from format_exports import DFLASH2
 from quantised_drafter import FORMS, gguf_drafter, quantised_drafter
 from safetensors.torch import load_file, save_file
 
@@ -80,6 +82,7 @@ METADATA = {
     "a part of the channels": ({"rope.dimension_count": 4}, {"partial_rotary_factor": 0.5}),
     "softcap": ({"final_logit_softcapping": 8.0}, {"final_logit_softcapping": 8.0}),
     "vocabulary": ({"vocab_size": 19}, {"vocab_size": 19}),
+    "multiplier": ({"logit_scale": 2.0}, {"output_multiplier": 2.0}),
 }
 
 
@@ -89,6 +92,15 @@ def test_metadata_say_what_config_json_does(plain, tmp_path, metadata, values):
     reading = read(tmp_path / "draft.gguf")
     assert {key: getattr(reading.config, key) for key in values} == values
     assert [remark.doubtful for remark in reading.remarks] == ([True] if "attention.sliding_window" in metadata else [])
+
+
+def test_dflash_2_in_a_gguf_file(make_checkpoint, tmp_path):
+    source = make_checkpoint(**SIZES | DFLASH2)
+    expected = gguf_drafter(source, tmp_path / "draft.gguf")
+    assert_loads_to(tmp_path / "draft.gguf", expected)
+    found, original = read(tmp_path / "draft.gguf").config, read(source).config
+    unsaid = {"num_target_layers": None, "num_anchors": None, "rms_norm_eps": found.rms_norm_eps}  # a float32
+    assert found == replace(original, **unsaid)
 
 
 def test_yarn_is_read_from_metadata(plain, tmp_path):
@@ -111,8 +123,7 @@ def test_tokens_of_a_reduced_vocabulary_are_the_same(make_checkpoint, tmp_path):
 
 REFUSED_METADATA = {
     "another network": ({"architecture": "dflash-draft"}, r"architecture 'dflash-draft'; GGUF files that load are"),
-    "DFlash2": ({"metadata": {"selector_rank": 8}}, r"DFlash2, whose heads are not served"),
-    "a multiplier": ({"metadata": {"logit_scale": 2.0}}, r"output_multiplier=2.0 is not supported"),
+    "a selector of another kind": ({"metadata": {"selector_rank": 8}}, r"selector_top_k=None contradicts"),
     "no taps": ({"metadata": {"target_layers": None}}, r"target_layer_ids=\(\) must hold"),
     "no layers": ({"metadata": {"block_count": None}}, r"key 'num_hidden_layers' is missing"),
     "another type of taps": ({"metadata": {"target_layers": "all"}}, r"cannot be read as GGUF"),

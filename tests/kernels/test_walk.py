@@ -50,7 +50,9 @@ THIRD = range(1, 150, 3)
 
 @pytest.mark.parametrize(
     ("head_type", "dtype", "rules", "token_ids"),
-    pairwise(["vanilla", "gated", "rnn", "selector", None], [torch.float32, HALF], [GREEDY, MIXED, SEEDED], [None, THIRD]),
+    pairwise(
+        ["vanilla", "gated", "rnn", "selector", None], [torch.float32, HALF], [GREEDY, MIXED, SEEDED], [None, THIRD]
+    ),
 )
 def test_every_walk(device, head_type, dtype, rules, token_ids):
     """Greedy requests draft what the reference drafts."""

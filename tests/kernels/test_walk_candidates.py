@@ -39,7 +39,8 @@ class Case(WalkCase):
 
 
 @pytest.mark.parametrize(
-    ("head_type", "reduced", "rules"), pairwise(["vanilla", "rnn", "selector", None], [False, True], [GREEDY, MIXED, SEEDED])
+    ("head_type", "reduced", "rules"),
+    pairwise(["vanilla", "rnn", "selector", None], [False, True], [GREEDY, MIXED, SEEDED]),
 )
 def test_kernels_draft_as_the_formula_says(device, head_type, reduced, rules):
     case = Case(device, rules, head_type=head_type, reduced=reduced)

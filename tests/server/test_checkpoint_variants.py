@@ -37,11 +37,38 @@ def test_plain_dflash_in_the_form_in_which_it_is_published(dflash):
     stats = dflash.get_json("/dspark/stats")
     found = dflash.get_json("/dspark/capabilities")
     assert (found["block_size"], stats["policy"]) == (15, "auto")
-    folder = Path(found["drafter"]["path"])
+    assert not found["drafter"]["confidence_head"]
+    assert_drafts_as_the_reference(dflash)
+
+
+def test_dflash_2_in_the_form_in_which_it_is_published(dflash2, plain):
+    """Eight slots of which seven predict; its selector says how sure it is, from which ``auto`` learns."""
+    found = dflash2.get_json("/dspark/capabilities")["drafter"]
+    assert (found["block_size"], found["confidence_head"], found["markov_head_type"]) == (7, True, "selector")
+    assert_drafts_as_the_reference(dflash2)
+    with policy(dflash2, "static"):
+        answer = dflash2.post_json("/generate", greedy(PROMPT, 24, speculation=DRAFTER_ALONE | {"trace": True}))
+    confidences = [round_["confidence"] for round_ in rounds_of(answer)]
+    assert all(len(logits) == 7 and max(map(abs, logits)) <= 30 for logits in confidences)
+    assert len({tuple(logits) for logits in confidences}) > 1
+    bodies = [
+        greedy(case["prompt_ids"], 32, {"temperature": 0.8, "sampling_seed": 5} if number % 2 else {})
+        for number, case in enumerate(CASES)
+    ]
+    texts = {}
+    for name in ("off", "static", "auto", "threshold"):
+        with policy(dflash2, name):
+            texts[name] = output_ids(dflash2, bodies)
+    assert texts["static"] == texts["auto"] == texts["threshold"] == texts["off"]
+    assert texts["off"][::2] == output_ids(plain, bodies[::2])
+
+
+def assert_drafts_as_the_reference(server):
+    folder = Path(server.get_json("/dspark/capabilities")["drafter"]["path"])
     model = load_draft_model(folder, dtype=torch.float32, device="cpu")
     expected = decode_greedy(model, load_target(TARGET, model), PROMPT, max_new_tokens=12, stop_token_ids=[1])
-    with policy(dflash, "static"):
-        [answer] = generate(dflash, [greedy(PROMPT, 12, speculation=DRAFTER_ALONE)], 1)
+    with policy(server, "static"):
+        [answer] = generate(server, [greedy(PROMPT, 12, speculation=DRAFTER_ALONE)], 1)
     assert len(answer["output_ids"]) == len(expected.output_ids)
     assert_rounds_of_reference(answer, expected)
     assert len({tuple(entry["draft"]) for entry in rounds_of(answer)}) > 1

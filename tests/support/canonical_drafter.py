@@ -59,6 +59,15 @@ def proposed_tokens(number: int) -> list[int]:
     return [2 * i + (i > 2) for i in range(number)]
 
 
+def _convolutions(config: dict[str, Any], layer: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's convolutions, if it has any."""
+    taps, d, shapes = config.get("conv_kernel_size", 0), config["hidden_size"], {}
+    for conv in ("attention_conv", "mlp_conv") if taps else ():
+        shapes[f"{layer}{conv}.base_kernel"] = (2, taps, d)
+        shapes[f"{layer}{conv}.kernel_projection.weight"] = (2 * taps * d // config["conv_group_size"], d)
+    return shapes
+
+
 def random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     """Every tensor that DeepSpec stores for this config, float32, large enough that each one matters."""
     d, inner, vocab = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size"))
@@ -94,23 +103,18 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]
         if config["attention_bias"]:
             widths = {"q_proj": q, "k_proj": kv, "v_proj": kv, "o_proj": d}
             shapes |= {f"layers.{i}.self_attn.{name}.bias": (width,) for name, width in widths.items()}
-        if taps := config.get("conv_kernel_size"):
-            for conv in (f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv"):
-                shapes[f"{conv}.base_kernel"] = (2, taps, d)
-                shapes[f"{conv}.kernel_projection.weight"] = (2 * taps * d // config["conv_group_size"], d)
+        shapes |= _convolutions(config, f"layers.{i}.")
         if config.get("sink_layers", [False] * 99)[i]:
             shapes[f"layers.{i}.self_attn.attention_sink_bias"] = (config["num_attention_heads"],)
     if rank:
         shapes |= {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (proposed, rank)}
-        if config["markov_head_type"] == "selector":
-            shapes["markov_head.hidden_projection.weight"] = (rank, d)
-        if config["markov_head_type"] == "gated":
-            shapes |= {"markov_head.gate_proj.weight": (rank, d + rank), "markov_head.gate_proj.bias": (rank,)}
-        if config["markov_head_type"] == "rnn":
-            shapes |= {
-                "markov_head.joint_proj.weight": (3 * rank, 2 * rank + d),
-                "markov_head.joint_proj.bias": (3 * rank,),
-            }
+        of_kinds: dict[str, dict[str, tuple[int, ...]]] = {
+            "selector": {"hidden_projection.weight": (rank, d)},
+            "gated": {"gate_proj.weight": (rank, d + rank), "gate_proj.bias": (rank,)},
+            "rnn": {"joint_proj.weight": (3 * rank, 2 * rank + d), "joint_proj.bias": (3 * rank,)},
+        }
+        own = of_kinds.get(config["markov_head_type"], {})
+        shapes |= {f"markov_head.{name}": shape for name, shape in own.items()}
     if config["enable_confidence_head"]:
         width = d + (rank if config["confidence_head_with_markov"] else 0)
         shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}

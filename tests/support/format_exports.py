@@ -35,6 +35,20 @@ NO_HEADS = {
     "confidence_head_with_markov": ...,
 }
 DFLASH = NO_HEADS | {"sample_from_anchor": False, "block_size": 6}
+DFLASH2 = {
+    "markov_head_type": "selector",
+    "selector_top_k": 4,
+    "conv_kernel_size": 2,
+    "conv_group_size": 4,
+    "enable_confidence_head": False,
+    "confidence_head_with_markov": ...,
+    "sample_from_anchor": False,
+}
+SELECTOR = {
+    "markov_head.markov_w1.weight": "candidate_selector.predecessor_codebook",
+    "markov_head.markov_w2.weight": "candidate_selector.successor_codebook",
+    "markov_head.hidden_projection.weight": "candidate_selector.hidden_projection.weight",
+}
 BARE_CONFIDENCE = {"confidence_head_with_markov": False}
 YARN = {
     "rope_parameters": {"rope_theta": 500.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -143,6 +157,22 @@ def dflash(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     return content | {"block_size": config["block_size"], "dflash_config": nested}, without_embeddings(tensors)
 
 
+def selector(config: Config) -> Config:
+    """The keys of DFlash 2."""
+    kept = {key: config[key] for key in ("conv_kernel_size", "conv_group_size", "selector_top_k")}
+    return kept | {"selector_rank": config["markov_rank"]}
+
+
+def dflash2(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """Z-lab's file: 0 stands for no bound of the logits."""
+    content, tensors = dflash(config, tensors)
+    content["dflash_config"] |= selector(config) | {"final_logit_softcapping": 0.0}
+    content["dflash_config"] |= {key: config[key] for key in ("output_multiplier",) if key in config}
+    return content | {"architectures": ["DFlash2DraftModel"], "is_causal": False}, {
+        SELECTOR.get(name, name): tensor for name, tensor in tensors.items()
+    }
+
+
 def speculators(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     layer = layers(config)
     del layer["num_target_layers"]
@@ -167,6 +197,10 @@ def speculators(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
         "sliding_window_non_causal": not any(config.get("causal_layers", [])),
         **{key: config[key] for key in HEAD_KEYS if key in config},
     }
+    if config.get("markov_head_type") == "selector":
+        content = {key: value for key, value in content.items() if key not in HEAD_KEYS} | selector(config)
+        content |= {"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"]}
+        tensors = {SELECTOR.get(name, name): tensor for name, tensor in tensors.items()}
     return content, without_embeddings(tensors)
 
 

@@ -210,6 +210,7 @@ _MODULES = {
     "markov_head.markov_w1": "markov_w1",
     "markov_head.markov_w2": "markov_w2",
     "confidence_head.proj": "conf_proj",
+    "markov_head.hidden_projection": "selector_hidden",
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -221,6 +222,8 @@ _MODULES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
 
 
@@ -253,6 +256,11 @@ def gguf_drafter(
         "sample_from_anchor": True,
         **(metadata or {}),
     }
+    modules = dict(_MODULES)
+    if config["markov_head_type"] == "selector":
+        values |= {key: config[key] for key in ("conv_kernel_size", "conv_group_size", "selector_top_k")}
+        values |= {"selector_rank": config["markov_rank"], "sample_from_anchor": None}
+        modules |= {"markov_head.markov_w1": "selector_predecessor", "markov_head.markov_w2": "selector_successor"}
     writer = gguf.GGUFWriter(file, architecture)
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
     add[str] = writer.add_string
@@ -268,7 +276,10 @@ def gguf_drafter(
             continue
         module, _, part = name.rpartition(".")
         *_, layer, inner = ("", "", *module.removeprefix("layers.").split(".", 1)) if "layers." in module else ("", "")
-        own = f"blk.{layer}.{_MODULES[inner]}.{part}" if inner else f"{_MODULES[module]}.{part}"
+        if part == "base_kernel":
+            own = f"blk.{layer}.{'attn' if inner.startswith('attention') else 'ffn'}_conv_base"
+        else:
+            own = f"blk.{layer}.{modules[inner]}.{part}" if inner else f"{modules[module]}.{part}"
         as_type = gguf.GGMLQuantizationType[kind if is_quantised(name) else "F32"]
         codes = gguf.quantize(tensor.float().numpy(), as_type)
         expected[name] = torch.from_numpy(gguf.dequantize(codes, as_type).copy()).reshape(tensor.shape)

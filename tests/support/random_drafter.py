@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import format_exports
 import torch
 from canonical_drafter import GEMMA
 from golden_server import DRAFT
+from safetensors.torch import load_file, save_file
 
 from sglang_dspark.draft.formats import read_content
 from sglang_dspark.draft.model import DraftModel
@@ -31,6 +33,7 @@ VARIANTS = {
     },
     "long-block": {"block_size": 24, "markov_head_type": "vanilla"},
     "dflash": DFLASH,
+    "dflash2": format_exports.DFLASH2 | {"block_size": 8, "conv_group_size": 8, "sample_from_anchor": False},
     "every-switch": {
         "sample_from_anchor": False,
         "block_size": 6,
@@ -66,7 +69,8 @@ OF_TINY_TARGETS = {"tiny": TINY, "gemma": GEMMA | TINY | {"hidden_act": None, "n
 def random_drafter(folder: Path, variant: str) -> Path:
     """One of these variants, without embedding and LM head, of the golden target by default; returns ``folder``."""
     settings = (VARIANTS | OF_TINY_TARGETS)[variant]
-    config = json.loads((DRAFT / "config.json").read_text()) | {"layer_types": None} | settings
+    given = json.loads((DRAFT / "config.json").read_text()) | {"layer_types": None} | settings
+    config = {key: value for key, value in given.items() if value is not ...}
     torch.manual_seed(3)
     model = DraftModel(read_content(config, origin="test").config, own_embedding=False, own_lm_head=False)
     with torch.no_grad():
@@ -80,6 +84,11 @@ def random_drafter(folder: Path, variant: str) -> Path:
     save_draft_model(model, folder, include_embeddings=False)
     if variant == "dflash":
         _publish_as_dflash(folder / "config.json")
+    if variant == "dflash2":
+        file = folder / "model.safetensors"
+        content, tensors = format_exports.dflash2(json.loads((folder / "config.json").read_text()), load_file(file))
+        (folder / "config.json").write_text(json.dumps(content))
+        save_file(tensors, file)
     return folder
 
 

@@ -28,15 +28,14 @@ def switches(config: DraftConfig) -> list[str]:
         found.append("biases in the attention")
     if layers := [layer for layer, has_sinks in enumerate(config.sinks) if has_sinks]:
         found.append(f"attention sinks in {_layers(layers, config)}")
-    if config.attention_value_scale != 1:
-        found.append(f"values times {config.attention_value_scale:g}")
     if config.conv_kernel_size:
         found.append(f"convolutions of {config.conv_kernel_size} taps")
-    if config.output_multiplier != 1:
-        found.append(f"logits times {config.output_multiplier:g}")
-    if config.final_logit_softcapping is not None:
-        found.append(f"logits capped at {config.final_logit_softcapping:g}")
-    return found
+    numbers = {
+        "values times": (config.attention_value_scale, 1),
+        "logits times": (config.output_multiplier, 1),
+        "logits capped at": (config.final_logit_softcapping, None),
+    }
+    return found + [f"{words} {value:g}" for words, (value, usual) in numbers.items() if value != usual]
 
 
 def describe(config: DraftConfig) -> str:

@@ -11,7 +11,7 @@ from sglang_dspark.errors import CheckpointError
 FormatName = Literal["DeepSpec", "SpecForge", "ModelOpt", "speculators", "TorchSpec", "DFlash", "llama.cpp"]
 
 SERVED = (
-    "formats that load are DeepSpec (also NeMo and Ling), SpecForge, ModelOpt, speculators (dspark, dflash and dflash2), "
+    "formats that load are DeepSpec (also NeMo and Ling), SpecForge, ModelOpt, speculators (dspark, dflash, dflash2), "
     "DFlash and DFlash 2, TorchSpec and llama.cpp's GGUF, of drafters with Qwen3 layers, and DeepSpec with Gemma 4's"
 )
 
@@ -20,7 +20,14 @@ _DEEPSPEC = {*ARCHITECTURES.values(), "LingDSparkModel", "Qwen3OmniDSparkModel"}
 
 _SERVED_CLASSES = {
     *_DEEPSPEC,
-    *("DSparkDraftModel", "DSparkSpeculator", "Lfm2DSparkDraftModel", "DFlashDraftModel", "DFlashSpeculator", "DFlash2DraftModel"),
+    *(
+        "DSparkDraftModel",
+        "DSparkSpeculator",
+        "Lfm2DSparkDraftModel",
+        "DFlashDraftModel",
+        "DFlashSpeculator",
+        "DFlash2DraftModel",
+    ),
 }
 """Architectures with Qwen3's layers, or Gemma 4's. The layers of any other may differ in what no tensor shows."""
 _OF_DRAFTERS = re.compile("DSpark|DFlash|Draft|Speculator|Eagle|Assistant", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""GGUF files of drafters as llama.cpp's converter writes them: architecture ``dflash``, with a Markov head or without.
+"""GGUF files of drafters as llama.cpp's converter writes them: architecture ``dflash``, of DFlash 1 and 2 and DSpark.
 
 The gguf package reads them and computes the weights. The metadata say what a config.json says otherwise.
 """
@@ -26,13 +26,21 @@ def _table(pairs: str) -> dict[str, str]:
 
 _MODULES = _table(
     "fc=fc enc.output_norm=hidden_norm output_norm=norm output=lm_head token_embd=embed_tokens "
-    "markov_w1=markov_head.markov_w1 markov_w2=markov_head.markov_w2 conf_proj=confidence_head.proj"
+    "markov_w1=markov_head.markov_w1 markov_w2=markov_head.markov_w2 conf_proj=confidence_head.proj "
+    "selector_predecessor=markov_head.markov_w1 selector_successor=markov_head.markov_w2 "
+    "selector_hidden=markov_head.hidden_projection"
 )
 _OF_LAYERS = _table(
     "attn_norm=input_layernorm attn_q=self_attn.q_proj attn_k=self_attn.k_proj attn_v=self_attn.v_proj "
     "attn_output=self_attn.o_proj attn_q_norm=self_attn.q_norm attn_k_norm=self_attn.k_norm "
-    "ffn_norm=post_attention_layernorm ffn_gate=mlp.gate_proj ffn_up=mlp.up_proj ffn_down=mlp.down_proj"
+    "ffn_norm=post_attention_layernorm ffn_gate=mlp.gate_proj ffn_up=mlp.up_proj ffn_down=mlp.down_proj "
+    "attn_conv_proj=attention_conv.kernel_projection ffn_conv_proj=mlp_conv.kernel_projection"
 )
+_PARAMETERS = _table(
+    "attn_sinks=self_attn.attention_sink_bias attn_conv_base=attention_conv.base_kernel "
+    "ffn_conv_base=mlp_conv.base_kernel"
+)
+"""Of layers, which are no weights of a module."""
 _KEYS = _table(
     "embedding_length=hidden_size feed_forward_length=intermediate_size block_count=num_hidden_layers "
     "attention.head_count=num_attention_heads attention.head_count_kv=num_key_value_heads "
@@ -40,7 +48,8 @@ _KEYS = _table(
     "attention.sliding_window=sliding_window attention.causal=is_causal context_length=max_position_embeddings "
     "rope.freq_base=rope_theta vocab_size=vocab_size block_size=block_size sample_from_anchor=sample_from_anchor "
     "final_logit_softcapping=final_logit_softcapping logit_scale=output_multiplier "
-    "embedding_scale=input_embedding_scale"
+    "embedding_scale=input_embedding_scale conv_kernel_size=conv_kernel_size conv_group_size=conv_group_size "
+    "selector_rank=selector_rank selector_top_k=selector_top_k"
 )
 _ROPE = _table(
     "rope.scaling.type=rope_type rope.scaling.factor=factor rope.dimension_count=rope_dim "
@@ -117,11 +126,11 @@ class GgufFile:
     def _read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         found, prefix = fields.get("general.architecture"), f"{ARCHITECTURE}."
         own = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
-        if found != ARCHITECTURE or "selector_rank" in own:
-            what = "DFlash2, whose heads are not served" if found == ARCHITECTURE else f"architecture {found!r}"
+        if found != ARCHITECTURE:
             raise CheckpointError(
-                f"{self.path}: {what}; GGUF files that load are those of llama.cpp's convert_hf_to_gguf.py for DFlash "
-                f"and DSpark drafters, architecture {ARCHITECTURE!r}: convert the original drafter with it"
+                f"{self.path}: architecture {found!r}; GGUF files that load are those of llama.cpp's "
+                f"convert_hf_to_gguf.py for DFlash and DSpark drafters, architecture {ARCHITECTURE!r}: convert the "
+                "original drafter with it"
             )
         content = {key: own[name] for name, key in _KEYS.items() if name in own}
         if "head_dim" not in content and content.get("num_attention_heads"):
@@ -136,7 +145,7 @@ class GgufFile:
             "mask_token_id": fields["mask"],
             # The output of layer k is the input of k + 1, which is what the file names.
             "target_layer_ids": [layer - 1 for layer in own.get("target_layers", ())],
-            "sample_from_anchor": "markov_head.markov_w1.weight" in self.shapes,
+            "sample_from_anchor": "markov_head.markov_w1.weight" in self.shapes and "selector_rank" not in own,
             "rope_parameters": {"rope_type": "default"} | rope,
             **content,
             **{prefix + name: own[name] for name in own.keys() - _READ - _SAID_BY_TENSORS},
@@ -159,10 +168,11 @@ def _name(name: str) -> str:
     module, _, part = name.rpartition(".")
     if module in _MODULES:
         return f"{_MODULES[module]}.{part}"
-    block, _, rest = module.partition(".")
-    layer, _, inner = rest.partition(".")
+    block, _, rest = name.partition(".")
+    layer, _, rest = rest.partition(".")
+    inner, _, part = rest.partition(".")
     if block != "blk":
         return name
-    if inner == "attn_sinks":
-        return f"layers.{layer}.self_attn.attention_sink_bias"
+    if inner in _PARAMETERS:
+        return f"layers.{layer}.{_PARAMETERS[inner]}"
     return f"layers.{layer}.{_OF_LAYERS.get(inner, inner)}.{part}"
