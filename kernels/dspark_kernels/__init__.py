@@ -55,6 +55,7 @@ from dspark_kernels.drafting.heads import (
     MarkovWeights,
 )
 from dspark_kernels.drafting.residual import add_norm, add_norm_ref
+from dspark_kernels.drafting.shortlist import Shortlist
 from dspark_kernels.drafting.suffix_match import find_chains, suffix_match, suffix_match_ref
 from dspark_kernels.drafting.swiglu import silu_mul, silu_mul_ref
 from dspark_kernels.drafting.walk import draft_block
@@ -125,6 +126,7 @@ __all__ = [
     "ReplayedRows",
     "RoundKeys",
     "SamplingBatch",
+    "Shortlist",
     "SecondTexts",
     "StateRows",
     "StepRequests",

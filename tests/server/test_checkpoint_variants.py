@@ -57,7 +57,7 @@ def test_dflash_2_in_the_form_in_which_it_is_published(dflash2, plain):
     ]
     texts = {}
     for name in ("off", "static", "auto", "threshold"):
-        with policy(dflash2, name):
+        with policy(dflash2, name, **({"confidence_threshold": 0.5} if name == "threshold" else {})):
             texts[name] = output_ids(dflash2, bodies)
     assert texts["static"] == texts["auto"] == texts["threshold"] == texts["off"]
     assert texts["off"][::2] == output_ids(plain, bodies[::2])

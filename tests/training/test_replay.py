@@ -81,8 +81,9 @@ def literal_rounds(model, target, row, token_ids):
         token, accepted = int(text[start]), 0
         for slot in range(model.config.block_size):
             # The head is a vanilla one: slots do not depend on those before but by the last token.
-            bias = MarkovWalk(heads.weights.markov, hidden[None, slot, None]).bias(torch.tensor([token]))
-            token = token_ids[int((heads.base_logits(hidden[slot : slot + 1]) + bias).argmax())]
+            walk = MarkovWalk(heads.weights.markov, hidden[None, slot, None])
+            logits = walk.corrected(torch.tensor([token]), heads.base_logits(hidden[slot : slot + 1]), None)
+            token = token_ids[int(logits.argmax())]
             if start + 1 + slot > end or token != text[start + 1 + slot]:
                 break
             accepted += 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from dspark_kernels import MarkovWalk
+from dspark_kernels import MarkovWalk, Shortlist
 from torch import Tensor
 
 from dspark_training.block_forward import block_hidden, context_kv
@@ -193,6 +193,7 @@ def _walk(heads: ProposalHeads, hidden: Tensor, tokens: Sequence[Tensor]) -> Ite
     if heads.weights.markov is None:
         yield from base_logits.unbind(1)
         return
-    walk = MarkovWalk(heads.weights.markov, hidden)
+    walk, shortlist = MarkovWalk(heads.weights.markov, hidden), Shortlist.of(base_logits, heads.weights)
     for slot in range(hidden.shape[1]):
-        yield base_logits[:, slot] + walk.bias(tokens[slot])
+        competing = None if shortlist is None else shortlist.competing[:, slot]
+        yield walk.corrected(tokens[slot], base_logits[:, slot], competing)

@@ -124,6 +124,17 @@ class MarkovWalk:
         self._slot += 1
         return latent
 
-    def bias(self, previous: torch.Tensor) -> torch.Tensor:
-        """[bs, v] bias of the next slot, in the weights' dtype."""
-        return F.linear(self.latent(previous), self._markov.w2)
+    def corrected(
+        self, previous: torch.Tensor, base_logits: torch.Tensor, competing: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return [bs, v] float32 ``base_logits`` of the next slot with their bias, whatever the weights' dtype.
+
+        Args:
+            competing: [bs, k] int64 columns, apart from which all get -inf; None for all.
+        """
+        latent = self.latent(previous)
+        if competing is None:
+            return base_logits.float() + F.linear(latent, self._markov.w2)
+        bias = torch.einsum("br,bkr->bk", latent, self._markov.w2[competing])
+        scores = base_logits.gather(1, competing).float() + bias
+        return torch.full_like(base_logits, float("-inf"), dtype=torch.float32).scatter_(1, competing, scores)

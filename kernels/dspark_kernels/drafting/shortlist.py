@@ -24,30 +24,34 @@ class Shortlist(NamedTuple):
     Attributes:
         columns: [bs, gamma, k] int64, of the base logits.
         logits: [bs, gamma, k], base logits.
+        competing: [bs, gamma, k], or one more with candidates: the columns, and that of the candidate of the text if it
+            weighs anything, wherever it ranks; else the best one again.
     """
 
     columns: torch.Tensor
     logits: torch.Tensor
+    competing: torch.Tensor
 
     @staticmethod
     def of(
         base_logits: torch.Tensor,  # [bs, gamma, v]
         heads: DraftHeads,
         candidates: Candidates | None = None,
-    ) -> tuple[torch.Tensor, Shortlist | None]:
-        """Return the base logits that a walk reads, -inf where no token competes, and the list; None if all compete.
-
-        A candidate of the text that weighs anything competes too, wherever it ranks. No host sync.
-        """
+    ) -> Shortlist | None:
+        """Return the tokens that compete in a walk; None if all do. No host sync."""
         if heads.shortlist is None:
-            return base_logits, None
+            return None
         logits, columns = base_logits.topk(min(heads.shortlist, base_logits.shape[-1]))
-        kept = torch.full_like(base_logits, float("-inf")).scatter_(-1, columns, logits)
+        competing = columns
         if candidates is not None:
             offered = _offered(candidates, heads.vocabulary, base_logits.shape[1])[..., None]
-            offered = torch.where(offered < 0, columns[..., :1], offered)
-            kept.scatter_(-1, offered, base_logits.gather(-1, offered))
-        return kept, Shortlist(columns, logits)
+            competing = torch.cat((columns, torch.where(offered < 0, columns[..., :1], offered)), -1)
+        return Shortlist(columns, logits, competing)
+
+    def masked(self, base_logits: torch.Tensor) -> torch.Tensor:
+        """Return base logits [bs, gamma, v], -inf where no token competes."""
+        kept = torch.full_like(base_logits, float("-inf"))
+        return kept.scatter_(-1, self.competing, base_logits.gather(-1, self.competing))
 
     def confidence(
         self,

@@ -79,7 +79,9 @@ def draft_block(
         ValueError: heads or logits do not fit together, or are not contiguous.
     """
     _check(base_logits, heads)
-    base_logits, shortlist = Shortlist.of(base_logits, heads, candidates)
+    shortlist = Shortlist.of(base_logits, heads, candidates)
+    if shortlist is not None:
+        base_logits = shortlist.masked(base_logits)
     distribution = _empty_distribution(base_logits, heads.vocabulary) if rows.any_sampled else None
     launches = _Launches(base_logits, heads, distribution, rows, keys, candidates)
     walk = None if heads.markov is None else MarkovWalk(heads.markov, hidden)

@@ -38,7 +38,7 @@ def draft_block_ref(
         The block, with ``probs`` if a request is sampled. Corrected logits are float32; no host sync.
     """
     gamma, vocabulary = base_logits.shape[1], heads.vocabulary
-    base_logits, shortlist = Shortlist.of(base_logits, heads, candidates)
+    shortlist = Shortlist.of(base_logits, heads, candidates)
     uniforms = keys.block_uniform(gamma, Purpose.DRAFT) if rows.any_sampled else None
     walk = None if heads.markov is None else MarkovWalk(heads.markov, hidden)
     offers = None if candidates is None else _Offers(candidates, vocabulary, rows, gamma)
@@ -48,7 +48,7 @@ def draft_block_ref(
     for k in range(gamma):
         logits = base_logits[:, k]
         if walk is not None:
-            logits = logits.float() + walk.bias(previous)  # float32 whatever the bias's dtype
+            logits = walk.corrected(previous, logits, None if shortlist is None else shortlist.competing[:, k])
         if offers is not None:
             logits = offers.boosted(k, logits)
         if vocabulary is not None and rows.all_greedy:
