@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from sglang_dspark.scheduling.forecast import UPDATE_STEPS
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
+from sglang_dspark.scheduling.lone_credit import LoneCredit
 from sglang_dspark.scheduling.planner import Candidate, Evaluation, evaluate_steps
 from sglang_dspark.scheduling.policies import Policy
 from sglang_dspark.scheduling.step_times import StepTimes
@@ -39,6 +40,7 @@ class AutoPolicy(Policy):
 
     Attributes:
         times, survivals: what it knows; both are fed from outside.
+        credit: of the request that runs alone; its gains come from outside.
         fixed_draft_shape: whether a step that drafts for one request drafts for all, as CUDA graphs do.
         uniform: whether all requests verify as many drafts.
     """
@@ -51,6 +53,7 @@ class AutoPolicy(Policy):
     needs_confidence: bool = True
     parked: bool = False
     probing: bool = False
+    credit: LoneCredit = field(default_factory=LoneCredit, init=False)
     # By requests: the step at which they were made, and evaluations, which hold for as many steps as survivals do.
     _evaluations: dict[int, tuple[int, Evaluation]] = field(default_factory=dict, init=False)
     _steps: int = field(default=0, init=False)
@@ -61,11 +64,13 @@ class AutoPolicy(Policy):
     _probes: int = field(default=0, init=False)
     _trials: int = field(default=0, init=False)  # explorations and probes
     _last: Candidate | None = field(default=None, init=False)
+    _pays: bool = field(default=True, init=False)  # by the last choice
 
     def choose(self, requests: int, context: float) -> StepDecision:
         steps = self._evaluate(requests, context)
+        lead = steps.best.tokens_per_ms / steps.plain.tokens_per_ms - 1
+        self._pays = lead > 0
         if self.survivals.num_observed >= MIN_ROUNDS:
-            lead = steps.best.tokens_per_ms / steps.plain.tokens_per_ms - 1
             self.parked = lead < (MARGIN if self.parked else 0.0)
         best = self._last = steps.plain if self.parked else steps.best
         decision = _decision(best, requests)
@@ -88,19 +93,24 @@ class AutoPolicy(Policy):
     def _evaluated(self, requests: int, context: float) -> Evaluation:
         return evaluate_steps(self.times, self.survivals, requests, context, uniform=self.uniform)
 
-    def min_acceptance(self, requests: int, depth: int, context: float) -> float:
-        """Return the accepted drafts per round that pay for drafting a request: those of a plain step's throughput.
+    def affords(self, request: str, decision: StepDecision, context: float) -> bool:
+        cost = 0.0
+        if decision.draft_len:
+            steps, is_best = self._evaluations[1][1], decision.limits is None and not self.probing
+            drafts = _num_drafts(decision, 1)
+            ms = steps.best.ms if is_best else self.times.single_ms(1, drafts, decision.draft_len, context)
+            cost = ms / steps.plain.ms - 1
+        return self.credit.affords(request, cost, pays=self._pays)
 
-        One of several requests leaves its part of the verification to the others, so that it costs its share of the
-        draft stage. A lone one costs all that a speculative step needs beyond the plain one.
+    def min_acceptance(self, requests: int, depth: int, context: float) -> float:
+        """Return the accepted drafts per round that pay for drafting one of several requests.
+
+        It leaves its part of the verification to the others, so that it costs its share of the draft stage.
 
         Args:
             requests: as many as the last decision was made for.
             depth: drafts proposed for it.
         """
-        steps = self._evaluations[requests][1]
-        if requests == 1:
-            return (steps.best.ms - steps.plain.ms) * steps.plain.tokens_per_ms
         assert self._last is not None, "a step has been chosen"
         share_ms = self._draft_ms(requests, depth, context) - self._draft_ms(requests - 1, depth, context)
         return max(0.0, share_ms) * self._last.tokens_per_ms

@@ -38,8 +38,12 @@ class Policy(ABC):
     def report(self) -> dict[str, Any]:
         """Return JSON for the statistics."""
 
+    def affords(self, request: str, decision: StepDecision, context: float) -> bool:
+        """Return whether a request that runs alone may take the step that was decided; if not, it takes a plain one."""
+        return True
+
     def min_acceptance(self, requests: int, depth: int, context: float) -> float:
-        """Return the accepted drafts per round without which a request is not drafted; 0 drafts them all."""
+        """Return the accepted drafts per round without which one of several is not drafted; 0 drafts them all."""
         return 0.0
 
 

@@ -14,8 +14,7 @@ _MIN_WEIGHT = 1 / 32
 _NUM_ERRORS = 2.0
 # Steps after which a request that was left out is drafted again, in case its text got easier: 1.5 % of its steps.
 RETRY_STEPS = 64
-# Accepted drafts: standard deviation of the rounds of a request before there are two. With 1.0 instead of 1.5, a lone
-# request that is worth drafting is left out after four unlucky rounds, and loses 6 % of its first 200 tokens.
+# Accepted drafts: standard deviation of the rounds of a request before there are two.
 _FIRST_STDDEV = 1.5
 _CAPACITY = 4096  # bounds the memory of a server with CUDA graphs, which only observes
 

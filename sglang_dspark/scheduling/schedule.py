@@ -19,7 +19,7 @@ from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.scheduling.step_clock import StepClock
 from sglang_dspark.scheduling.step_feedback import StepFeedback
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
-from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.record import StepRecord, TimedStep
 
@@ -159,18 +159,19 @@ class Schedule:
             awaited: whether the host of a GPU has waited for the step behind; see :meth:`StepClock.start_step`.
         """
         self._clock.start_step(self.times, awaited=awaited)
-        decision = self._choose(requests, context)
+        decision = self._choose(requests, context).within(limits)
+        if len(requests) == 1 and not self.policy.affords(requests[0], decision, context):
+            decision = PLAIN
         self._clock.decided()
-        decision = decision.within(limits)
         with_confidence = traced or decision.has_threshold or self.policy.needs_confidence
         return replace(decision, context=context, with_confidence=with_confidence)
 
     def _choose(self, requests: Sequence[str], context: float) -> StepDecision:
         """Return the policy's step for all requests, or only for those whose own blocks are worth drafting."""
-        decision, alone = self.policy.choose(len(requests), context), len(requests) == 1
-        # A parked server drafts in probes alone. Leaving some of several out saves nothing if all are drafted together,
-        # and a trial of one that is left out would cost what leaving it out saves.
-        if self.policy.parked or (not alone and (self.policy.probing or self.fixed_draft_shape)):
+        decision = self.policy.choose(len(requests), context)
+        # A parked server drafts in probes alone. Leaving some out saves nothing if all are drafted together, and a
+        # trial of one that is left out would cost what leaving it out saves.
+        if len(requests) == 1 or self.policy.parked or self.policy.probing or self.fixed_draft_shape:
             return decision
         minimum = self.policy.min_acceptance(len(requests), decision.draft_len, context)
         if minimum == 0:
@@ -212,6 +213,8 @@ class Schedule:
         if not drafted:
             self.forecast.observe_plain()
             return
+        if self._auto is not None and len(record.requests) == 1:
+            self._auto.credit.earn(record.requests[0], accept_lens[0])
         self.forecast.observe(StepFeedback(record, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
 
     def report(self) -> dict[str, Any]:
