@@ -106,7 +106,6 @@ def _mean_gains(survivals: LaggedSurvivals, requests: int) -> Floats:
     return values
 
 
-_min_acceptance = AutoPolicy.min_acceptance
 PARTS: dict[str, Callable[[], Any]] = {
     "all parts": ExitStack,
     "step-time filter": lambda: _patched(StepTimes, observe=lambda *_: 0.0),
@@ -116,12 +115,8 @@ PARTS: dict[str, Callable[[], Any]] = {
     "lagged survivals": lambda: _patched(LaggedSurvivals, gains=_mean_gains),
     "re-prediction": lambda: _patched(LaggedSurvivals, revise=lambda *_: None),
     "draft lengths": lambda: _patched(schedule_module, draft_depths=lambda draft_ms: (draft_ms.shape[1] - 1,)),
-    "leaving out, in a batch": lambda: _patched(
-        AutoPolicy, min_acceptance=lambda self, n, *rest: _min_acceptance(self, n, *rest) if n == 1 else 0.0
-    ),
-    "leaving out, alone": lambda: _patched(
-        AutoPolicy, min_acceptance=lambda self, n, *rest: _min_acceptance(self, n, *rest) if n > 1 else 0.0
-    ),
+    "leaving out, in a batch": lambda: _patched(AutoPolicy, min_acceptance=lambda *_: 0.0),
+    "leaving out, alone": lambda: _patched(AutoPolicy, affords=lambda *_: True),
     "outcomes of single requests": lambda: _patched(forecast, as_shown=lambda survival, *_: survival),
     "first rounds at once": lambda: _patched(Forecast, _is_new_text=lambda *_: False),
     "batches of outcomes": lambda: _patched(forecast, UPDATE_STEPS=1),

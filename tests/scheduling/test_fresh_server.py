@@ -17,7 +17,7 @@ from sglang_dspark.tools.simulator.workload import Request
 
 pytestmark = pytest.mark.slow
 
-TOKENS, CONTEXT, SEEDS = 200, 60, range(8)
+TOKENS, CONTEXT, SEEDS = 200, 60, range(5)
 MACHINES = {"CPU": cpu_table, "GPU": gpu_table, "costly tokens": partial(compute_bound, requests=(1,))}
 HEADS = {"calibrated": 0.0, "overconfident": 2.5, "no head": None}
 USELESS, MIDDLING, GOOD = 0.05, 0.5, 0.85
@@ -101,12 +101,12 @@ def test_no_chat_is_slower_than_without_drafts_by_more_than_five_percent(machine
     assert slowest["good"][1] > 1.9, slowest
 
 
-def test_a_server_that_has_seen_hard_chats_begins_the_next_one_as_it_expects():
-    truth = compute_bound(requests=(1,))
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_server_that_has_seen_hard_chats_begins_the_next_one_as_it_expects(machine):
     for seed in SEEDS:
-        server = FreshServer(truth, 0.0, seed)
-        first, second = (server.to_off(0.0, first=(48,))[0] for _ in range(2))
-        assert 1 - second < 0.7 * (1 - first), seed
+        server = FreshServer(MACHINES[machine](), 0.0, seed)
+        first, _, third = (server.to_off(0.0, first=(48,))[0] for _ in range(3))
+        assert 1 - third < 0.75 * (1 - first), seed
 
 
 def measured_in_noise(table, what, factor):
