@@ -3,8 +3,8 @@
 from collections.abc import Hashable
 
 # In plain steps: what a request may lose at once, and what every step adds. Of 200 tokens it is 3 %. With a stake of 3,
-# a text that changes loses another 4 % in the ablation; with a rate of 0.01, drafts that pay on a costly target lose
-# another 3 % of their first 200 tokens, because a plain step takes the place of more of them after bad luck.
+# a text that changes loses up to 4 % more in the ablation; with half the rate, drafts that pay by a fifth on a costly
+# target lose some 4 % more of their first 200 tokens, because more plain steps follow bad luck.
 STAKE, RATE = 2.0, 0.02
 # What was gained is kept up to this: with no more than the stake, drafts that pay by a little are given up too often.
 MOST = 6.0
