@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from sglang.srt.environ import envs
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 
@@ -18,6 +19,7 @@ from sglang_dspark.engine.launch_state import TargetOnly
 from sglang_dspark.engine.sglang_types import ServerArgs
 
 FIELD = "speculation"
+APP_OF_WORKERS = "sglang_dspark.engine.api.worker_app:app"
 _ERROR_TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
@@ -28,13 +30,23 @@ ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses
 
 
 def mount(server_args: ServerArgs, *args: object, **kwargs: object) -> None:
-    """Add the routes of features, and the middleware for the ``speculation`` field, to SGLang's application.
+    """Have SGLang's application carry ours in the process that serves it, or in each of several.
 
-    Hooked before the application starts, thus inside SGLang's own API-key middleware. If the target decodes alone, add
-    only routes: requests are served as without the plugin.
+    Hooked before the application starts, thus inside SGLang's own API-key middleware.
     """
     from sglang.srt.entrypoints.http_server import app
 
+    if server_args.tokenizer_worker_num > 1:
+        envs.SGLANG_HTTP_SERVER_APP_PATH.set(APP_OF_WORKERS)
+    else:
+        add_to(app, server_args)
+
+
+def add_to(app: Any, server_args: ServerArgs) -> None:
+    """Add the routes of features, and the middleware for the ``speculation`` field, to SGLang's application.
+
+    If the target decodes alone, add only routes: requests are served as without the plugin.
+    """
     server = attached(server_args)
     target_only = server.reason if isinstance(server, TargetOnly) else None
     if target_only is None:
