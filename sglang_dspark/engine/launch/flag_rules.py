@@ -33,10 +33,7 @@ _OFF = (
 
 FLAG_RULES: tuple[FlagRule, ...] = (
     *(FlagRule(name, (False,)) for name in _OFF),
-    *(
-        FlagRule(name, (1,), "pass 1")
-        for name in ("attn_dp_size", "dwdp_size", "attn_cp_size", "dcp_size")
-    ),
+    *(FlagRule(name, (1,), "pass 1") for name in ("attn_dp_size", "dwdp_size", "attn_cp_size", "dcp_size")),
     FlagRule("pp_size", (1,), "pass --pp-size 1"),
     FlagRule("disaggregation_mode", ("null",), "drop the flag: draft K/V is not handed on between servers"),
     FlagRule("page_size", (*PAGE_SIZES, None), "pass 1, 16, 32 or 64"),

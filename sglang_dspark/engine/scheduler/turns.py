@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import FileStore
+from torch import distributed
 
 _FOR_EVER = timedelta(days=1)  # SGLang ends the processes of a server of which one has failed
 
@@ -20,7 +20,8 @@ def turn(start: str, replica: int, replicas: int) -> Iterator[None]:
         replica: number of this one, from 0; one of its ranks calls.
         replicas: their number.
     """
-    store = FileStore(str(Path(tempfile.gettempdir()) / f"sglang-dspark-{start}"), replicas)
+    path = Path(tempfile.gettempdir()) / f"sglang-dspark-{start}"
+    store = distributed.FileStore(str(path), replicas)  # type: ignore[attr-defined]
     store.set(f"{replica} is here", "")
     here, through = (f"{other} is here" for other in range(replicas)), (f"{done} is through" for done in range(replica))
     store.wait([*here, *through], _FOR_EVER)

@@ -1,4 +1,4 @@
-"""Questions of an HTTP process to the scheduler of each replica, over SGLang's channel for looking at a running server."""
+"""Questions of an HTTP process to the schedulers, over SGLang's channel for looking at a running server."""
 
 from __future__ import annotations
 

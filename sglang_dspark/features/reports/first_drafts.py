@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -26,7 +25,7 @@ class FirstDrafts:
 
     def __init__(self) -> None:
         self._warned = False
-        self.counts = Counter[str]()
+        self.counts = dict.fromkeys(("verified", "accepted", "promises", "promised"), 0.0)
 
     def count(self, record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
         """Count a step.
@@ -47,7 +46,8 @@ class FirstDrafts:
         if logits is not None and seen:
             # A broken head's NaN promises nothing.
             promises = torch.sigmoid(logits[[running[place] for place in seen], 0]).nan_to_num(0.0)
-            self.counts.update(promises=len(seen), promised=float(promises.sum()))
+            self.counts["promises"] += len(seen)
+            self.counts["promised"] += float(promises.sum())
         if not self._warned and (warning := self.fit.warning) is not None:
             self._warned = True
             logger.warning("DSPARK: %s", warning)
@@ -60,9 +60,5 @@ class FirstDrafts:
 
 def fit_of(counts: Mapping[str, float]) -> Fit:
     """Return whether the drafter fits, by :attr:`FirstDrafts.counts` of one scheduler or the sums of several."""
-    promises = counts.get("promises")
-    return Fit(
-        int(counts.get("verified", 0)),
-        int(counts.get("accepted", 0)),
-        counts["promised"] / promises if promises else None,
-    )
+    promised = counts["promised"] / counts["promises"] if counts["promises"] else None
+    return Fit(int(counts["verified"]), int(counts["accepted"]), promised)

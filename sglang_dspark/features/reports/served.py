@@ -86,7 +86,7 @@ class Reports(Part):
             "uptime_s": self._recent.uptime_s,
             # The schedule first: it learns from what it has only noted so far.
             "state": self._decoder.schedule.report(),
-            "first_drafts": dict(self._first_drafts.counts),
+            "first_drafts": self._first_drafts.counts,
             "failed_advice": dict(FAILURES),
             "steps_by_policy": dict(self._counters.steps_by_policy),
             "sums": self._counters.sums().lists(),
