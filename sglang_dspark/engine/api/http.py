@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 from sglang.srt.environ import envs
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 
@@ -19,6 +20,8 @@ from sglang_dspark.engine.launch_state import TargetOnly
 from sglang_dspark.engine.sglang_types import ServerArgs
 
 FIELD = "speculation"
+HEADER = "X-Request-Id-Speculation"
+"""Says the same as JSON text. SGLang's router drops fields that it does not know, and headers that begin otherwise."""
 APP_OF_WORKERS = "sglang_dspark.engine.api.worker_app:app"
 _ERROR_TYPES = {
     400: "BadRequestError",
@@ -73,7 +76,7 @@ def error_response(status: int, message: str, param: str | None) -> JSONResponse
 
 
 class SpeculationMiddleware:
-    """Keeps ``speculation`` of a request body for the requests that SGLang makes of it.
+    """Keeps ``speculation`` of a request's body, or of a header, for the requests that SGLang makes of it.
 
     SGLang ignores unknown fields of a body silently, and some of its routes make a body of another route out of theirs.
     The field is checked where SGLang makes the request (:mod:`~sglang_dspark.engine.api.request_field`).
@@ -98,7 +101,7 @@ class SpeculationMiddleware:
         if body is None:
             return
         # Tasks that this request starts see it, too; those of other requests do not.
-        before = ASKED.set(_field_of(body))
+        before = ASKED.set(_field_of(body) or Headers(scope=scope).get(HEADER))
         try:
             await self.app(scope, replayed(body, receive), send)
         finally:
