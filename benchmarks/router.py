@@ -22,8 +22,9 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "One, two, three,", "max_tokens": 24},
     "/generate": {"text": "One, two, three,", "sampling_params": {"max_new_tokens": 24, "temperature": 0}},
 }
-LONG = {"prompt": "One, two, three,", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
-REQUESTS = 16
+LONG = {"prompt": "One, two, three,", "max_tokens": 800, "temperature": 0, "ignore_eos": True}
+REQUESTS = 8
 STATIC = ("--speculative-dspark-schedule", "static")  # drafts are verified for every request that does not object
 
 
@@ -54,6 +55,21 @@ def ask(url: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(errors="replace")
+
+
+def stream(url: str, body: Mapping[str, Any]) -> str:
+    """Return the text of a stream of the completions route.
+
+    Raises:
+        OSError: the stream has no end.
+    """
+    data = json.dumps({"model": "default", "stream": True, **body}).encode()
+    request = urllib.request.Request(url + "/v1/completions", data, {"Content-Type": "application/json"})
+    with open_directly(request, timeout=300) as response:
+        events = [line.removeprefix("data: ") for line in response.read().decode().splitlines() if line]
+    if events[-1] != "[DONE]":
+        raise ConnectionResetError
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
 
 
 def drafts_verified(answer: Any) -> int:
@@ -79,27 +95,39 @@ def doors(router: str) -> dict[str, dict[str, str]]:
             found[path][door] = "dropped" if drafts_verified(answer) else "arrives"
         status, _ = ask(router, path, body, {HEADER: json.dumps({"enabled": 3})})
         found[path]["bad header"] = f"HTTP {status}"
+    chat = "/v1/chat/completions"
+    prediction = {"prediction": {"type": "content", "content": "One, two"}}
+    details = ask(router, chat, {**BODIES[chat], **prediction})[1]["usage"]["completion_tokens_details"] or {}
+    found[chat]["prediction"] = "arrives" if "accepted_prediction_tokens" in details else "dropped"
     return found
 
 
-def while_both_answer(router: str, expected: str, act: Callable[[], None]) -> dict[str, int]:
-    """Do something while both servers answer long requests; return how these end."""
-    with ThreadPoolExecutor(REQUESTS) as pool:
-        asked = [pool.submit(ask, router, "/v1/completions", LONG) for _ in range(REQUESTS)]
+def while_both_answer(router: str, expected: str, act: Callable[[], None]) -> dict[str, Any]:
+    """Do something while both servers answer long requests, every other one a stream; return how these end."""
+    with ThreadPoolExecutor(2 * REQUESTS) as pool:
+        whole = [pool.submit(ask, router, "/v1/completions", LONG) for _ in range(REQUESTS)]
+        streams = [pool.submit(stream, router, LONG) for _ in range(REQUESTS)]
         time.sleep(1.0)
         act()
-        ends = Counter(_end(future, expected) for future in asked)
-    return dict(ends)
+        running = sum(not future.done() for future in (*whole, *streams))
+        return {
+            "running": running,
+            "answers": dict(Counter(_end(lambda of=future: _text(*of.result()), expected) for future in whole)),
+            "streams": dict(Counter(_end(future.result, expected) for future in streams)),
+        }
 
 
-def _end(future: Future[tuple[int, Any]], expected: str) -> str:
-    try:
-        status, answer = future.result()
-    except OSError as error:
-        return type(error).__name__
+def _text(status: int, answer: Any) -> str:
     if status != 200:
-        return f"HTTP {status}"
-    return "right" if answer["choices"][0]["text"] == expected else "another text"
+        raise OSError(f"HTTP {status}")
+    return str(answer["choices"][0]["text"])
+
+
+def _end(text: Callable[[], str], expected: str) -> str:
+    try:
+        return "right" if text() == expected else "another text"
+    except (OSError, HTTPException) as error:
+        return str(error) if str(error).startswith("HTTP") else "cut"
 
 
 @contextmanager
