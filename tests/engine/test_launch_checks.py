@@ -34,7 +34,7 @@ REFUSED = {
     "fallback of nodes": [
         ({"nnodes": 2, "fallback": "target-only"}, "-fallback=target-only .* --nnodes=2: .*; drop the")
     ],
-    "replicas of nodes": [({"nnodes": 2, "dp_size": 2}, "--dp-size=2 and --nnodes=2; start a server on each machine")],
+    "nodes of replicas": [({"nnodes": 2, "dp_size": 2}, "--dp-size=2 and --nnodes=2; start a server on each machine")],
     "application of tokenizer workers": [
         ({"tokenizer_worker_num": 2, "admin_api_key": "k"}, "^--admin-api-key cannot .*-worker-num=2: .*; drop one of"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -86,3 +87,18 @@ def test_every_tokenizer_worker_reads_and_checks_requests(replicas, worker):
     assert page[0] == 200
     now = replicas.get_json("/dspark/stats")
     assert [stats[name] for name in COUNTS] == [now[name] for name in COUNTS]
+
+
+def test_a_server_ends_with_one_of_its_schedulers(replicas):
+    """The last test of this server."""
+    controller = _child(psutil.Process(replicas.pid), "data_parallel_controller")
+    _child(controller, "scheduler_DP1").kill()
+    deadline = time.monotonic() + 60
+    while replicas.exit_status is None:
+        assert time.monotonic() < deadline, "the server goes on without a replica"
+        time.sleep(0.2)
+    assert "of a replica has ended with status -9. The server ends" in replicas.log_path.read_text()
+
+
+def _child(process: psutil.Process, name: str) -> psutil.Process:
+    return next(child for child in process.children() if name in child.cmdline()[0])

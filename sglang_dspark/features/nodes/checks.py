@@ -15,18 +15,4 @@ def fallback_of_nodes(context: LaunchContext) -> str | None:
     )
 
 
-def replicas_of_nodes(context: LaunchContext) -> str | None:
-    """Refuse replicas whose schedulers are on several nodes."""
-    nodes, replicas = context.args.nnodes, context.args.dp_size
-    if nodes == 1 or replicas == 1:
-        return None
-    return (
-        f"DSPARK cannot run with --dp-size={replicas} and --nnodes={nodes}; start a server on each machine, with a "
-        "router in front of them"
-    )
-
-
-CHECKS = (
-    Check("fallback of nodes", Stage.OPTIONS, fallback_of_nodes),
-    Check("replicas of nodes", Stage.OPTIONS, replicas_of_nodes),
-)
+CHECKS = (Check("fallback of nodes", Stage.OPTIONS, fallback_of_nodes),)
