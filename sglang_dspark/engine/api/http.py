@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -11,6 +12,7 @@ from sglang.srt.environ import envs
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
+from uvicorn.supervisors import Multiprocess
 
 from sglang_dspark.engine.api.request_field import ASKED
 from sglang_dspark.engine.api.served_requests import is_refused
@@ -37,12 +39,24 @@ def mount(server_args: ServerArgs, *args: object, **kwargs: object) -> None:
 
     Hooked before the application starts, thus inside SGLang's own API-key middleware.
     """
-    from sglang.srt.entrypoints.http_server import app
-
     if server_args.tokenizer_worker_num > 1:
         envs.SGLANG_HTTP_SERVER_APP_PATH.set(APP_OF_WORKERS)
+        _listen_to_failures(signal.getsignal(signal.SIGQUIT))
     else:
+        from sglang.srt.entrypoints.http_server import app
+
         add_to(app, server_args)
+
+
+def _listen_to_failures(end: Any) -> None:
+    """Have uvicorn's supervisor of several workers end the server when a process of SGLang says that it has failed.
+
+    It would take the place of SGLang's handler of that signal, and do nothing: requests would hang.
+
+    Args:
+        end: SGLang's handler.
+    """
+    Multiprocess.handle_quit = lambda supervisor: end(signal.SIGQUIT, None)  # type: ignore[attr-defined]
 
 
 def add_to(app: Any, server_args: ServerArgs) -> None:
