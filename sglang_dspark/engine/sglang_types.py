@@ -44,6 +44,8 @@ class ServerArgs(Protocol):
     load_format: str
     device: str | None
     nnodes: int
+    dp_size: int
+    tokenizer_worker_num: int
     api_key: str | None
     fastapi_root_path: str
     attention_backend: str | None
@@ -145,6 +147,7 @@ class TpModelWorker(Protocol):
     """``sglang.srt.managers.tp_worker.TpModelWorker``: runs the target."""
 
     model_runner: ModelRunner
+    server_args: ServerArgs
     device: str
     random_seed: int
     tokenizer: PreTrainedTokenizerBase

@@ -14,6 +14,7 @@ ROOMS = (
     "pictures",
     "prompt_lookup",
     "recurrent",
+    "replicas",
     "reports",
     "sessions",
     "streams",

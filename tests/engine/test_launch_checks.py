@@ -34,6 +34,10 @@ REFUSED = {
     "fallback of nodes": [
         ({"nnodes": 2, "fallback": "target-only"}, "-fallback=target-only .* --nnodes=2: .*; drop the")
     ],
+    "nodes of replicas": [({"nnodes": 2, "dp_size": 2}, "--dp-size=2 and --nnodes=2; start a server on each machine")],
+    "application of tokenizer workers": [
+        ({"tokenizer_worker_num": 2, "admin_api_key": "k"}, "^--admin-api-key cannot .*-worker-num=2: .*; drop one of"),
+    ],
     "drafter beside draft-free": [
         ({"speculative_draft_model_path": "x", "draft_free": True}, "-model-path=x names .*-draft-free .*; drop one"),
     ],
@@ -175,6 +179,13 @@ def test_every_check_is_tested():
     names = [check.name for check in all_checks()]
     assert {*REFUSED, *ELSEWHERE} == set(names)
     assert len(set(names)) == len(names)
+
+
+def test_another_application_of_tokenizer_workers_is_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_HTTP_SERVER_APP_PATH", "mine:app")
+    found = [found_by("application of tokenizer workers", launch_context(tokenizer_worker_num=n)) for n in (1, 2)]
+    assert found[0] is None
+    assert "SGLANG_HTTP_SERVER_APP_PATH=mine:app" in found[1] and found[1].endswith("unset it")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -107,6 +107,11 @@ def test_paths_and_methods(path, scope, found):
     assert send(BODY.encode(), path, **scope) == found
 
 
+@pytest.mark.parametrize(("body", "found"), [(BODY, FIELD), ('{"text": "a"}', '{"enabled": false}')])
+def test_a_header_says_it_where_a_router_drops_the_field(body, found):
+    assert send(body.encode(), headers=[(b"x-request-id-speculation", b'{"enabled": false}')]) == found
+
+
 @pytest.mark.parametrize("value", [None, 1, "x", [], {"trace": 1}, {"candidates": ["yes", "no"]}])
 def test_whatever_the_field_holds_is_kept(value):
     """It is checked where every request passes, that of a program, too."""

@@ -184,6 +184,12 @@ SERVERS: dict[str, Recipe] = {
     "widths_parallel": Recipe((*DSPARK, PARALLEL), env={**own_worker("scheduled"), **TWO_RANKS}, forked=False),
     "builtin": Recipe(DSPARK, env=own_worker("builtin")),
     "parallel": Recipe((*DSPARK, PARALLEL, KEEPS_ANSWERS), env=TWO_RANKS),
+    # Two schedulers, asked by two processes, of which a test may suspend one for a while.
+    "replicas": Recipe(
+        (*DSPARK, FOUR, "--dp-size 2 --tokenizer-worker-num 2 --enable-metrics --chat-template chatml"),
+        env={**TWO_RANKS, "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "600"},
+        forked=False,
+    ),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
     "graphs": Recipe((*DSPARK, FOUR, "--speculative-dspark-block-size 11"), env=emulated_graphs()),
     # A quantised target of which a row's result depends on the whole batch.

@@ -163,3 +163,25 @@ def test_the_page_asks_for_the_key(guarded, page):
     page.wait_for_state("live")
     page.driver.refresh()
     page.wait_for_state("live")
+
+
+def test_the_page_shows_all_replicas_or_one(replicas, page):
+    traffic(replicas)
+    page.open(replicas)
+    page.wait_for_state("live")
+    stats = replicas.get_json("/dspark/stats")
+    for button, shown in zip(("all replicas", "replica 0", "replica 1"), [stats, *stats["replicas"]], strict=True):
+        page.run(f"[...$('replicas').children].find(b => b.textContent === '{button}').click()")
+        committed = f"{shown['committed_tokens']:,}"
+        page.wait(lambda committed=committed: committed in page.text("facts-server"), f"{button} is not shown")
+        assert "policy auto" in page.text("chips")
+        pressed = page.run("[...$('replicas').children].map(b => b.getAttribute('aria-pressed'))")
+        assert pressed.count("true") == 1
+    assert len({replica["committed_tokens"] for replica in stats["replicas"]} | {stats["committed_tokens"]}) > 1
+    assert page.errors() == []
+
+
+def test_a_server_without_replicas_offers_none(dspark, page):
+    page.open(dspark)
+    page.wait_for_state("live")
+    assert not page.driver.find_element("id", "replicas").is_displayed()

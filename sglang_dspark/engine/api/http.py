@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from sglang.srt.environ import envs
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
+from uvicorn.supervisors import Multiprocess
 
 from sglang_dspark.engine.api.request_field import ASKED
 from sglang_dspark.engine.api.served_requests import is_refused
@@ -18,6 +22,9 @@ from sglang_dspark.engine.launch_state import TargetOnly
 from sglang_dspark.engine.sglang_types import ServerArgs
 
 FIELD = "speculation"
+HEADER = "X-Request-Id-Speculation"
+"""Says the same as JSON text. SGLang's router drops fields that it does not know, and headers that begin otherwise."""
+APP_OF_WORKERS = "sglang_dspark.engine.api.worker_app:app"
 _ERROR_TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
@@ -28,13 +35,35 @@ ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses
 
 
 def mount(server_args: ServerArgs, *args: object, **kwargs: object) -> None:
+    """Have SGLang's application carry ours in the process that serves it, or in each of several.
+
+    Hooked before the application starts, thus inside SGLang's own API-key middleware.
+    """
+    if server_args.tokenizer_worker_num > 1:
+        envs.SGLANG_HTTP_SERVER_APP_PATH.set(APP_OF_WORKERS)
+        _listen_to_failures(signal.getsignal(signal.SIGQUIT))
+    else:
+        from sglang.srt.entrypoints.http_server import app
+
+        add_to(app, server_args)
+
+
+def _listen_to_failures(end: Any) -> None:
+    """Have uvicorn's supervisor of several workers end the server when a process of SGLang says that it has failed.
+
+    It would take the place of SGLang's handler of that signal, and do nothing: requests would hang.
+
+    Args:
+        end: SGLang's handler.
+    """
+    Multiprocess.handle_quit = lambda supervisor: end(signal.SIGQUIT, None)  # type: ignore[attr-defined]
+
+
+def add_to(app: Any, server_args: ServerArgs) -> None:
     """Add the routes of features, and the middleware for the ``speculation`` field, to SGLang's application.
 
-    Hooked before the application starts, thus inside SGLang's own API-key middleware. If the target decodes alone, add
-    only routes: requests are served as without the plugin.
+    If the target decodes alone, add only routes: requests are served as without the plugin.
     """
-    from sglang.srt.entrypoints.http_server import app
-
     server = attached(server_args)
     target_only = server.reason if isinstance(server, TargetOnly) else None
     if target_only is None:
@@ -61,7 +90,7 @@ def error_response(status: int, message: str, param: str | None) -> JSONResponse
 
 
 class SpeculationMiddleware:
-    """Keeps ``speculation`` of a request body for the requests that SGLang makes of it.
+    """Keeps ``speculation`` of a request's body, or of a header, for the requests that SGLang makes of it.
 
     SGLang ignores unknown fields of a body silently, and some of its routes make a body of another route out of theirs.
     The field is checked where SGLang makes the request (:mod:`~sglang_dspark.engine.api.request_field`).
@@ -86,7 +115,7 @@ class SpeculationMiddleware:
         if body is None:
             return
         # Tasks that this request starts see it, too; those of other requests do not.
-        before = ASKED.set(_field_of(body))
+        before = ASKED.set(_field_of(body) or Headers(scope=scope).get(HEADER))
         try:
             await self.app(scope, replayed(body, receive), send)
         finally:

@@ -1,6 +1,7 @@
 """``ServerArgs``: fields hold what the operator wrote, and what SGLang decides about them stands beside them."""
 
 import copy
+import uuid
 from typing import Any
 
 import sglang.srt.environ as environ
@@ -15,18 +16,25 @@ from sglang_dspark.engine.launch_state import Attached, DSparkServer, OtherServe
 from sglang_dspark.engine.sglang_types import ServerArgs
 
 # SGLang keeps attributes with an underscore beside the fields, also when it sends the object to another process.
-_OURS = "_dspark"
+_OURS, _START = "_dspark", "_dspark_start"
 
 
 def attach(args: ServerArgs, ours: Attached) -> None:
     """Put what DSPARK has decided on the arguments; it travels with them to the scheduler."""
     setattr(args, _OURS, ours)
+    setattr(args, _START, uuid.uuid4().hex)
 
 
 def attached(args: ServerArgs) -> Attached | None:
     """Return what :func:`attach` put there; None if DSPARK was not asked for."""
     ours: Attached | None = getattr(args, _OURS, None)
     return ours
+
+
+def name_of_start(args: ServerArgs) -> str:
+    """Return a name that no other start of a server has, the same in all processes of this one."""
+    name: str = getattr(args, _START)
+    return name
 
 
 def speculating(args: ServerArgs) -> DSparkServer | OtherServer | None:

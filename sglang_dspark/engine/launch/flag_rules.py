@@ -33,12 +33,8 @@ _OFF = (
 
 FLAG_RULES: tuple[FlagRule, ...] = (
     *(FlagRule(name, (False,)) for name in _OFF),
-    *(
-        FlagRule(name, (1,), "pass 1")
-        for name in ("attn_dp_size", "dwdp_size", "attn_cp_size", "dcp_size", "tokenizer_worker_num")
-    ),
+    *(FlagRule(name, (1,), "pass 1") for name in ("attn_dp_size", "dwdp_size", "attn_cp_size", "dcp_size")),
     FlagRule("pp_size", (1,), "pass --pp-size 1"),
-    FlagRule("dp_size", (1,), "pass --dp-size 1 and scale out with replicas behind a router"),
     FlagRule("disaggregation_mode", ("null",), "drop the flag: draft K/V is not handed on between servers"),
     FlagRule("page_size", (*PAGE_SIZES, None), "pass 1, 16, 32 or 64"),
     FlagRule("kv_cache_dtype", ("auto", "bfloat16", "bf16", "fp8_e4m3"), "pass auto, bfloat16 or fp8_e4m3"),

@@ -23,7 +23,8 @@ class Hook:
         handler: our function, below ``sglang_dspark``. A name, so that a process imports only what it installs.
         where: the process. ``flags``: any that reads SGLang's command line. ``front_end``: the one that tokenizes
             requests and serves HTTP. ``routes``: the same, also when the target decodes alone. ``children``: all but
-            the first, which are not told what they are: the one that makes text of tokens, and schedulers.
+            the first, which are not told what they are: the one that makes text of tokens, the one that starts
+            replicas, and schedulers.
             ``scheduler``: that of our worker, on ``cuda`` or ``cpu`` as well. ``any_worker``: that of whatever worker
             decodes.
         reason: why SGLang has to be patched there.

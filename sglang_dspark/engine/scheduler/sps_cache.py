@@ -6,15 +6,19 @@ import logging
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark import __version__
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft import reduced_vocabulary
+from sglang_dspark.engine.compat.arguments import name_of_start
 from sglang_dspark.engine.scheduler.measure_steps import Stepper, measure_steps, most_requests
+from sglang_dspark.engine.scheduler.turns import turn
 from sglang_dspark.engine.sglang_types import ServerArgs, TpModelWorker
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hub import checkpoint_name
@@ -30,6 +34,8 @@ _NEEDS_TABLE = ("auto", "early-stop")
 def load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]) -> SpsTable | None:
     """Return the table of this server; None for a policy that needs none and has no file.
 
+    Replicas take turns: the first one measures, undisturbed, and the others read its file if they are like it.
+
     Args:
         stepper: the server's steps.
         key: what a table is valid for, see :func:`table_key`.
@@ -37,6 +43,13 @@ def load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]
     Raises:
         ConfigError: the file that the flag names is damaged, cannot be written, or was measured for something else.
     """
+    args, replica = stepper.target_worker.server_args, get_parallel().dp_rank or 0
+    waits = args.dp_size > 1 and stepper.agreement.leads
+    with turn(name_of_start(args), replica, args.dp_size) if waits else nullcontext():
+        return _load_or_measure(stepper, options, key)
+
+
+def _load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]) -> SpsTable | None:
     agreement = stepper.agreement
     named = None if options.sps_table_path is None else Path(options.sps_table_path).expanduser()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]

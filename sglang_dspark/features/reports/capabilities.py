@@ -57,6 +57,7 @@ def capabilities(decoder: Decoder) -> dict[str, Any]:
             "prefill_cuda_graphs": has_prefill_graphs(model_runner),
             "decode_attention": model_runner.attn_backend.decode_attention_backend_str,
             "tensor_parallel_size": server_args.tp_size,
+            "data_parallel_size": server_args.dp_size,
             "online_calibration": has_head and options.online_calibration,
             "prometheus": bool(server_args.enable_metrics),
         },

@@ -1,10 +1,11 @@
-"""Questions of the HTTP process to the scheduler process, over SGLang's channel for looking at a running server."""
+"""Questions of an HTTP process to the schedulers, over SGLang's channel for looking at a running server."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 from sglang_dspark.engine.sglang_types import TokenizerManager
@@ -12,6 +13,8 @@ from sglang_dspark.errors import BusyError, ConfigError
 
 KEY = "dspark"
 """Where our answer lies among the figures that the channel was made for."""
+REPLICA = "replica"
+"""Where the number of the scheduler's replica lies beside it, from 0."""
 ANSWER_LIMIT_S = 10.0
 """Longest time that a caller waits. A scheduler that computes a long prefill answers after it."""
 PAUSE_S = 0.02
@@ -21,11 +24,10 @@ READ_ONLY = ("stats", "capabilities")
 
 
 class Channel:
-    """Asks the scheduler one question at a time.
+    """Asks the schedulers one question at a time.
 
-    SGLang's channel answers in the order of the questions, and hangs or fails when several callers wait in its queue
-    and one of them fails. So ours wait for a lock of their own, and a question that was sent keeps the lock until its
-    answer is there, whether its caller still waits or not.
+    SGLang's channel gives the next answers that come to the caller whose turn it is. So a question that was sent keeps
+    a lock of ours until its answers are there, whether its caller still waits or not.
 
     A question travels as the id of SGLang's request for the scheduler's state, which carries nothing else and which no
     client can write.
@@ -43,15 +45,15 @@ class Channel:
         self._unsent: dict[tuple[Any, ...], asyncio.Task[Any]] = {}
         self._last_sent = float("-inf")
 
-    async def ask(self, question: str, fields: dict[str, Any]) -> Any:
-        """Return the scheduler's answer, that of rank 0 if there are several.
+    async def ask(self, question: str, fields: dict[str, Any]) -> list[Any]:
+        """Return the answers of all schedulers, that of replica 0 first; of the ranks of a replica, rank 0 answers.
 
         Args:
             question: ``stats``, ``policy`` or ``capabilities``.
             fields: what belongs to it, scalars.
 
         Raises:
-            ConfigError: the scheduler refuses.
+            ConfigError: a scheduler refuses.
             BusyError: it cannot answer, or not in time, or too many questions wait already.
         """
         key = (question, *sorted(fields.items()))
@@ -64,19 +66,20 @@ class Channel:
             self._tasks.add(task)
             task.add_done_callback(self._forget)
         try:
-            reply = await asyncio.wait_for(asyncio.shield(task), self._limit_s)
+            replies = await asyncio.wait_for(asyncio.shield(task), self._limit_s)
         except TimeoutError:
             raise BusyError(
                 f"the scheduler has not answered for {self._limit_s:g} s; it may be in a long step, and a change "
                 "of the policy may still take effect: try again later"
             ) from None
-        if "refusal" in reply:
-            raise ConfigError(reply["refusal"])
-        if "failed" in reply:
-            raise BusyError(f"the scheduler could not answer {reply['failed']}; its log says why")
-        return reply["answer"]
+        for reply in replies:
+            if "refusal" in reply:
+                raise ConfigError(reply["refusal"])
+            if "failed" in reply:
+                raise BusyError(f"the scheduler could not answer {reply['failed']}; its log says why")
+        return [reply["answer"] for reply in replies]
 
-    async def _ask(self, key: tuple[Any, ...], question: str, fields: dict[str, Any]) -> Any:
+    async def _ask(self, key: tuple[Any, ...], question: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
         from sglang.srt.managers.io_struct import GetInternalStateReq
 
         clock = asyncio.get_running_loop().time
@@ -89,12 +92,8 @@ class Channel:
             manager = self._manager()
             manager.auto_create_handle_loop()
             request = GetInternalStateReq(rid=json.dumps({KEY: {"question": question, "fields": fields}}))
-            while True:
-                try:
-                    return (await manager.get_internal_state_communicator(request))[0].internal_state[KEY]
-                except AssertionError:
-                    # Nothing was sent: a question of SGLang's own, for its /server_info, took the turn of this one.
-                    continue
+            states = [output.internal_state for output in await manager.get_internal_state_communicator(request)]
+            return [state[KEY] for state in sorted(states, key=itemgetter(REPLICA))]
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,12 +17,15 @@ class FirstDrafts:
     """Counts drafts at position 0 that the drafter proposed and the target verified, up to the verdict that stays.
 
     The log says once that a drafter does not fit its target.
+
+    Attributes:
+        counts: JSON: how many were ``verified`` and ``accepted``, for how many the head made ``promises``, and the sum
+            of the probabilities ``promised``.
     """
 
     def __init__(self) -> None:
         self._warned = False
-        self._verified = self._accepted = self._promises = 0
-        self._promised = 0.0
+        self.counts = dict.fromkeys(("verified", "accepted", "promises", "promised"), 0.0)
 
     def count(self, record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
         """Count a step.
@@ -32,19 +35,19 @@ class FirstDrafts:
             running: requests of the step that it was meant for.
             accepted: drafts accepted, of these.
         """
-        if self._verified >= MOST:
+        if self.counts["verified"] >= MOST:
             return
         seen = [
             place for place, request in enumerate(running) if record.verified[request] and not record.copied[request]
         ]
-        self._verified += len(seen)
-        self._accepted += sum(accepted[place] > 0 for place in seen)
+        self.counts["verified"] += len(seen)
+        self.counts["accepted"] += sum(accepted[place] > 0 for place in seen)
         logits = None if record.confidence is None else record.confidence.logits
         if logits is not None and seen:
             # A broken head's NaN promises nothing.
             promises = torch.sigmoid(logits[[running[place] for place in seen], 0]).nan_to_num(0.0)
-            self._promises += len(seen)
-            self._promised += float(promises.sum())
+            self.counts["promises"] += len(seen)
+            self.counts["promised"] += float(promises.sum())
         if not self._warned and (warning := self.fit.warning) is not None:
             self._warned = True
             logger.warning("DSPARK: %s", warning)
@@ -52,4 +55,10 @@ class FirstDrafts:
     @property
     def fit(self) -> Fit:
         """Return whether the drafter fits, as far as the drafts have shown."""
-        return Fit(self._verified, self._accepted, self._promised / self._promises if self._promises else None)
+        return fit_of(self.counts)
+
+
+def fit_of(counts: Mapping[str, float]) -> Fit:
+    """Return whether the drafter fits, by :attr:`FirstDrafts.counts` of one scheduler or the sums of several."""
+    promised = counts["promised"] / counts["promises"] if counts["promises"] else None
+    return Fit(int(counts["verified"]), int(counts["accepted"]), promised)

@@ -9,7 +9,7 @@ from typing import Any
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.features.reports.channel import KEY
+from sglang_dspark.features.reports.channel import KEY, REPLICA
 from sglang_dspark.features.reports.served import Reports
 from sglang_dspark.fence import fenced, nothing
 
@@ -22,12 +22,13 @@ def reports_of(scheduler: Any) -> Reports:
 def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """Answer our questions at the scheduler's end of the channel; others go on to SGLang."""
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+    from sglang.srt.runtime_context import get_parallel
 
     if recv_req.rid is None:
         return original(scheduler, recv_req)
     message = json.loads(recv_req.rid)[KEY]
     reply = _reply(reports_of(scheduler), message["question"], message["fields"])
-    return GetInternalStateReqOutput(internal_state={KEY: reply})
+    return GetInternalStateReqOutput(internal_state={KEY: reply, REPLICA: get_parallel().dp_rank or 0})
 
 
 @fenced("answers to questions", instead=lambda reports, question, fields: {"failed": question})

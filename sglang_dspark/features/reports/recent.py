@@ -40,14 +40,14 @@ class Recent:
             self._seconds.append((second, self._counters.sums()))
 
     def report(self) -> dict[str, Any]:
-        """Return JSON: the figures of the last minute, or since the start if that is shorter, and their rate."""
+        """Return JSON: the sums of the last minute, or since the start if that is shorter, and their rate."""
         now = self._clock()
         first = max(int(now) - RECENT_S + 1, int(self._start))
         seconds = now - max(first, self._start)
         sums = self._counters.sums()
         sums = sums - self._at(first, sums)
         rate = sums.total().committed / max(seconds, 1e-9)
-        return {"seconds": seconds, "tokens_per_s": rate, **sums.report()}
+        return {"seconds": seconds, "tokens_per_s": rate, "sums": sums.lists()}
 
     def _at(self, second: int, now: Sums) -> Sums:
         """Return the sums at the start of ``second``. A second without a step has those of the next one that has."""

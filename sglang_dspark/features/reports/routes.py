@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
 from sglang_dspark.engine.support import versions
 from sglang_dspark.errors import BusyError, ConfigError
 from sglang_dspark.features.reports import page
+from sglang_dspark.features.reports.answers import Answer, Report, capabilities, stats, switched
 from sglang_dspark.features.reports.channel import Channel
 from sglang_dspark.features.reports.metric_names import UnescapedNames
 from sglang_dspark.fence import FAILURES
@@ -57,11 +58,11 @@ class Routes:
 
     async def stats(self) -> Response:
         """Return the figures since the start and of the last minute."""
-        return await self._respond("stats", {}, _with_failures_here)
+        return await self._respond("stats", {}, _stats_with_failures_here)
 
     async def capabilities(self) -> Response:
         """Return the decode path of this server, and the reason for it."""
-        return await self._respond("capabilities", {})
+        return await self._respond("capabilities", {}, capabilities)
 
     async def policy(self, request: Request) -> Response:
         """Switch to another verify policy from the next step on: ``{"policy": "static", "verify_len": 3}``."""
@@ -77,27 +78,26 @@ class Routes:
                 f'the body must be a flat JSON object of at most {MAX_POLICY_BYTES} bytes like {{"policy": "auto"}}',
                 "policy",
             )
-        return await self._respond("policy", fields)
+        return await self._respond("policy", fields, switched)
 
-    async def _respond(
-        self, question: str, fields: dict[str, Any], report: Callable[[Any], Any] = lambda answer: answer
-    ) -> Response:
-        """Return the JSON that ``report`` makes of the scheduler's answer, or the reason why there is none.
+    async def _respond(self, question: str, fields: dict[str, Any], report: Report) -> Response:
+        """Return the JSON that ``report`` makes of the schedulers' answers, or the reason why there is none.
 
         JSON does not know NaN: such a figure is null.
         """
         try:
-            answer = await self._channel.ask(question, fields)
+            answers = await self._channel.ask(question, fields)
         except ConfigError as error:
             return error_response(400, str(error), question)
         except BusyError as error:
             return error_response(503, str(error), question)
-        return Response(msgspec.json.encode(report(answer), enc_hook=_plain_number), media_type="application/json")
+        return Response(msgspec.json.encode(report(answers), enc_hook=_plain_number), media_type="application/json")
 
 
-def _with_failures_here(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the statistics of the scheduler with what has failed in this process, too."""
-    return answer | {"failed_advice": dict(Counter(answer["failed_advice"]) + FAILURES)}
+def _stats_with_failures_here(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the statistics of the schedulers with what has failed in this process, too."""
+    found = stats(answers)
+    return found | {"failed_advice": dict(Counter(found["failed_advice"]) + FAILURES)}
 
 
 def _plain_number(value: Any) -> Any:

@@ -81,15 +81,15 @@ class Reports(Part):
             logger.info("DSPARK: %s", self._counters)
 
     def stats(self) -> dict[str, Any]:
-        """Return the JSON of ``GET /dspark/stats``."""
+        """Return what ``GET /dspark/stats`` makes its figures of, as JSON."""
         return {
             "uptime_s": self._recent.uptime_s,
             # The schedule first: it learns from what it has only noted so far.
-            **self._decoder.schedule.report(),
-            "drafter_fit": self._first_drafts.fit.report(),
+            "state": self._decoder.schedule.report(),
+            "first_drafts": self._first_drafts.counts,
             "failed_advice": dict(FAILURES),
             "steps_by_policy": dict(self._counters.steps_by_policy),
-            **self._counters.sums().report(),
+            "sums": self._counters.sums().lists(),
             "recent": self._recent.report(),
         }
 
@@ -98,7 +98,7 @@ class Reports(Part):
         return capabilities(self._decoder)
 
     def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Verify by another policy from the next step on; return the JSON answer of ``POST /dspark/policy``.
+        """Verify by another policy from the next step on; return what ``POST /dspark/policy`` answers, as JSON.
 
         Raises:
             ConfigError: this server cannot run the policy.
@@ -107,7 +107,8 @@ class Reports(Part):
         schedule.switch(fields)
         logger.info("DSPARK: policy %s from now on", schedule.policy.name)
         until_now = {"uptime_s": self._recent.uptime_s, **self._counters.sums().total().counts()}
-        return {"policy": schedule.policy.name, "schedule": schedule.policy.report(), "until_now": until_now}
+        state = {"policy": schedule.policy.name, "schedule": schedule.policy.report()}
+        return {"state": state, "until_now": until_now}
 
     def export_metrics(self, labels: dict[str, Any]) -> None:
         """Keep Prometheus metrics up to date from now on, with these labels on all of them."""

@@ -5,8 +5,9 @@ Everything reported is a function of sums, so that any span of time is a differe
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,16 @@ class Sums:
 
     loads: NDArray[np.float64]
     predicted: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, listed: Iterable[Mapping[str, Any]]) -> Self:
+        """Return the sum of what :meth:`lists` has returned, of one scheduler or several."""
+        loads, predicted = zip(*((one["loads"], one["predicted"]) for one in listed), strict=True)
+        return cls(np.sum(loads, 0), np.sum(predicted, 0))
+
+    def lists(self) -> dict[str, Any]:
+        """Return both arrays as JSON."""
+        return {"loads": self.loads.tolist(), "predicted": self.predicted.tolist()}
 
     def __sub__(self, earlier: Sums) -> Sums:
         return Sums(self.loads - earlier.loads, self.predicted - earlier.predicted)

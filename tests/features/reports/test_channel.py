@@ -11,17 +11,17 @@ from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 from starlette.testclient import TestClient
 
-from sglang_dspark.errors import BusyError
+from sglang_dspark.errors import BusyError, ConfigError
 from sglang_dspark.features.reports import channel, routes
-from sglang_dspark.features.reports.channel import KEY, MAX_WAITING, Channel
+from sglang_dspark.features.reports.channel import KEY, MAX_WAITING, REPLICA, Channel
 
 
 class Manager:
-    """SGLang's end of the channel, with a scheduler that answers every question with itself."""
+    """SGLang's end of the channel, with a scheduler that answers every question with itself, or several."""
 
-    def __init__(self, answers=True):
-        self.answers, self.asked = answers, []
-        self.get_internal_state_communicator = FanOutCommunicator(self._send, fan_out=1)
+    def __init__(self, answers=True, replicas=1):
+        self.answers, self.asked, self.replicas = answers, [], replicas
+        self.get_internal_state_communicator = FanOutCommunicator(self._send, fan_out=replicas)
 
     def auto_create_handle_loop(self):
         pass
@@ -30,12 +30,18 @@ class Manager:
         question = json.loads(request.rid)[KEY]
         self.asked.append(question)
         if self.answers:
-            asyncio.get_running_loop().call_later(0.001, self.reply, question)
+            for replica in reversed(range(self.replicas)):
+                asyncio.get_running_loop().call_later(0.001 * (self.replicas - replica), self.reply, question, replica)
 
-    def reply(self, question):
-        refused = question["fields"].get("policy") == "bad"
-        found = {"refusal": "no such policy"} if refused else {"answer": question | question["fields"]}
-        self.get_internal_state_communicator.handle_recv(GetInternalStateReqOutput(internal_state={KEY: found}))
+    def reply(self, question, replica=0):
+        refused = question["fields"].get("policy") == f"not for {replica}"
+        policy = {"state": {}, "until_now": {"uptime_s": 0}}
+        answer = question | question["fields"] | policy | {"of": replica}
+        self.give({"refusal": "no such policy"} if refused else {"answer": answer}, replica)
+
+    def give(self, found, replica=0):
+        state = {KEY: found, REPLICA: replica}
+        self.get_internal_state_communicator.handle_recv(GetInternalStateReqOutput(internal_state=state))
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +65,7 @@ async def test_everybody_gets_the_answer_to_his_own_question():
     asked = Channel(lambda: manager)
     policies = [asked.ask("policy", {"policy": f"p{i}"}) for i in range(MAX_WAITING - 1)]
     reads = [asked.ask("stats", {}) for _ in range(100)]
-    answers = await asyncio.gather(*policies, *reads)
+    answers = [answer for [answer] in await asyncio.gather(*policies, *reads)]
     assert [answer["fields"].get("policy") for answer in answers[: len(policies)]] == [
         f"p{i}" for i in range(MAX_WAITING - 1)
     ]
@@ -80,10 +86,10 @@ async def test_a_reader_never_gets_what_was_asked_before_him():
     await asyncio.sleep(0.01)
     assert len(manager.asked) == 1
     manager.reply({"fields": {}, "place": 1})
-    assert (await first)["place"] == 1
+    assert (await first)[0]["place"] == 1
     await asyncio.sleep(0.01)
     manager.reply({"fields": {}, "place": 2})
-    assert (await second)["place"] == 2
+    assert (await second)[0]["place"] == 2
 
 
 @in_a_loop
@@ -107,29 +113,16 @@ async def test_a_silent_scheduler_is_reported_and_its_late_answer_goes_to_nobody
     assert len(manager.asked) == 1
     manager.answers = True
     manager.reply({"fields": {}, "question": "late"})
-    assert (await asked.ask("capabilities", {}))["question"] == "capabilities"
-    assert (await asked.ask("stats", {}))["question"] == "stats"
+    for question in ("capabilities", "stats"):
+        assert [answer["question"] for answer in await asked.ask(question, {})] == [question]
 
 
 @in_a_loop
-async def test_a_turn_that_sglang_gives_to_another_is_waited_for_again():
-    """SGLang's channel fails a caller, before anything is sent, whose turn another one takes, as /server_info may."""
-    manager = Manager()
-    communicator, turns = manager.get_internal_state_communicator, []
-
-    async def busy(request):
-        turns.append(request)
-        assert len(turns) % 3 == 0
-        return await communicator(request)
-
-    manager.get_internal_state_communicator = busy
-    asked = Channel(lambda: manager)
-    manager.reply = lambda question: communicator.handle_recv(
-        GetInternalStateReqOutput(internal_state={KEY: {"answer": question}})
-    )
-    for number in range(3):
-        assert (await asked.ask("policy", {"policy": f"p{number}"}))["fields"] == {"policy": f"p{number}"}
-    assert len(manager.asked) == 3
+async def test_every_replica_answers_in_its_place():
+    asked = Channel(lambda: Manager(replicas=3))
+    assert [answer["of"] for answer in await asked.ask("stats", {})] == [0, 1, 2]
+    with pytest.raises(ConfigError, match="no such policy"):
+        await asked.ask("policy", {"policy": "not for 1"})
 
 
 @in_a_loop
@@ -178,8 +171,8 @@ def test_a_form_of_another_site_switches_nothing(client, kind):
 
 
 def test_a_figure_that_is_no_number_is_null(client):
-    client.manager.reply = lambda question: client.manager.get_internal_state_communicator.handle_recv(
-        GetInternalStateReqOutput(internal_state={KEY: {"answer": {"shift": float("nan"), "steps": np.float64(3)}}})
+    client.manager.reply = lambda question, replica: client.manager.give(
+        {"answer": {"shift": float("nan"), "steps": np.float64(3)}}
     )
     answer = client.get("/dspark/capabilities")
     assert (answer.status_code, answer.json()) == (200, {"shift": None, "steps": 3.0})

@@ -204,8 +204,11 @@ accept length ${number(load.accept_length)}\n${plural(load.steps, "step")}`;
 // ---- what is known ---------------------------------------------------------------------------------------------------
 
 let capabilities = null;
+let answer = null; // of all replicas and of each; one replica answers for itself alone
+let curves = []; // of all replicas, then of each: spans of about a second, oldest first
+let shown = 0; // place of what is shown, which has these statistics and curves:
 let stats = null;
-let points = []; // spans of about a second, oldest first
+let points = [];
 let chosenSpan = "recent";
 
 // The sums that the curves are ratios of.
@@ -215,17 +218,48 @@ function sumsOf({ measured_step_ms, predicted_step_ms, ...counts }) {
   return { ...Object.fromEntries(keys.map((key) => [key, counts[key]])), ...times };
 }
 
+const allAndEach = (whole) => [whole, ...(whole.replicas ?? [])];
+
 // Keep what has happened since the last answer; the first one tells of the minute before.
 function remember(fresh) {
-  const second = fresh.uptime_s;
-  if (stats === null) points = [{ second, seconds: fresh.recent.seconds, ...sumsOf(fresh.recent) }];
-  else {
-    const before = sumsOf(stats);
-    const grown = Object.entries(sumsOf(fresh)).map(([key, value]) => [key, value - before[key]]);
-    points.push({ second, seconds: second - stats.uptime_s, ...Object.fromEntries(grown) });
-  }
-  points = points.filter((point) => point.second > second - SPAN_S - SMOOTH_S);
+  const before = answer && allAndEach(answer);
+  curves = allAndEach(fresh).map((now, place) =>
+    before ? grown(curves[place], before[place], now) : [{ second: now.uptime_s, seconds: now.recent.seconds, ...sumsOf(now.recent) }],
+  );
+  answer = fresh;
 }
+
+function grown(curve, then, now) {
+  const before = sumsOf(then);
+  const sums = Object.entries(sumsOf(now)).map(([key, value]) => [key, value - before[key]]);
+  const point = { second: now.uptime_s, seconds: now.uptime_s - then.uptime_s, ...Object.fromEntries(sums) };
+  return [...curve, point].filter((point) => point.second > now.uptime_s - SPAN_S - SMOOTH_S);
+}
+
+function show(place) {
+  shown = place;
+  stats = allAndEach(answer)[place];
+  points = curves[place];
+  const names = allAndEach(answer).map((_, other) => (other ? `replica ${other - 1}` : "all replicas"));
+  $("replicas").hidden = names.length === 1;
+  if ($("replicas").children.length !== names.length) {
+    $("replicas").replaceChildren(
+      ...names.map((name, other) => {
+        const button = document.createElement("button");
+        button.textContent = name;
+        button.addEventListener("click", () => show(other));
+        return button;
+      }),
+    );
+  }
+  [...$("replicas").children].forEach((button, other) => button.setAttribute("aria-pressed", other === place));
+  chips();
+  draw();
+}
+
+// Each replica has a schedule of its own.
+const schedules = () => (stats.replicas ?? [stats]).map((replica) => replica.schedule);
+const parked = () => schedules().every((schedule) => schedule.parked);
 
 // Figures of a span and of those that ended in the two seconds before: a step may take a good part of a second.
 function smooth(all) {
@@ -263,7 +297,8 @@ function draw() {
   $("tile-waste").textContent = percent(recent.wasted_verify_fraction);
   $("tile-waste-note").textContent = idle ? "" : `${number(recent.verified_tokens - recent.accepted_tokens)} of ${number(recent.verified_tokens)} drafts`;
   $("tile-load").textContent = idle ? "0" : fixed(1)(recent.running_requests);
-  $("tile-load-of").textContent = `of ${capabilities.max_running_requests} requests`;
+  const most = allAndEach(capabilities)[shown].max_running_requests;
+  $("tile-load-of").textContent = known(most) ? `of ${most} requests` : "requests";
   $("tile-step").textContent = number(recent.measured_step_ms);
   $("tile-step-note").textContent = known(recent.predicted_step_ms) ? `${number(recent.predicted_step_ms)} predicted` : "";
 
@@ -306,7 +341,7 @@ const compact = (value) => {
 function whyUnverified(span) {
   if (!span.steps) return "no decode step yet";
   if (stats.policy === "off") return "nothing was verified: the policy off never speculates";
-  if (stats.schedule.parked) return "nothing was verified: speculation is parked, plain steps are faster";
+  if (parked()) return "nothing was verified: speculation is parked, plain steps are faster";
   if (capabilities.drafter === null) return "nothing was verified: no request named a text to draft from";
   return "no draft was verified";
 }
@@ -384,6 +419,7 @@ function facts(id, rows) {
 
 function drawFacts() {
   const { drafter, features, versions, target, policies } = capabilities;
+  const devices = features.tensor_parallel_size * features.data_parallel_size;
   facts("facts-drafter", drafter === null ? [["none", "requests that name a text speculate"]] : [
     ["path", drafter.path],
     ["block size", `${capabilities.block_size}${capabilities.block_size < drafter.block_size ? ` of ${drafter.block_size}` : ""}`],
@@ -397,7 +433,7 @@ function drawFacts() {
     ["target", `${target.architecture}, ${capabilities.dtype}`],
     ["engine", `${capabilities.engine}: ${capabilities.reason}`],
     ...(target.recurrence ? [["recurrent layers", target.recurrence]] : []),
-    ["device", capabilities.device + (features.tensor_parallel_size > 1 ? ` × ${features.tensor_parallel_size}` : "")],
+    ["device", capabilities.device + (devices > 1 ? ` × ${devices}` : "")],
     ["prompts", features.prefill_attention + (features.prefill_cuda_graphs ? ", in CUDA graphs" : "")],
     ["decoding", features.decode_attention + (features.cuda_graphs ? ", in CUDA graphs" : "")],
     ["overlap scheduling", features.overlap ? "on" : "off"],
@@ -418,9 +454,10 @@ function drawFacts() {
 }
 
 function chips() {
-  const list = [[`policy ${stats.policy}${known(stats.schedule.verify_len) ? ` ${stats.schedule.verify_len}` : ""}`, "plain"]];
+  const [{ verify_len: length }] = schedules();
+  const list = [[`policy ${stats.policy}${known(length) ? ` ${length}` : ""}`, "plain"]];
   if (stats.recent.steps === 0) list.push(["idle", ""]);
-  else if (stats.schedule.parked) list.push(["parked: plain steps are faster", "wait"]);
+  else if (parked()) list.push(["parked: plain steps are faster", "wait"]);
   else if (stats.policy === "off") list.push(["not speculating", "wait"]);
   else list.push(["speculating", "good"]);
   showChips(list);
@@ -484,18 +521,16 @@ async function poll() {
     return false;
   }
   const fresh = await get("dspark/stats");
-  if (stats !== null && fresh.uptime_s < stats.uptime_s) {
-    stats = capabilities = null; // of a server that has been started anew
+  if (answer !== null && fresh.uptime_s < answer.uptime_s) {
+    answer = stats = capabilities = null; // of a server that has been started anew
     return true;
   }
   remember(fresh);
-  stats = fresh;
   lostSince = null;
-  const warning = stats.drafter_fit.warning;
+  const warning = answer.drafter_fit.warning;
   notice(warning ? `${warning[0].toUpperCase()}${warning.slice(1)}.` : "");
   state("live");
-  chips();
-  draw();
+  show(shown);
   return true;
 }
 

@@ -1,0 +1,45 @@
+"""End a server of which a replica is gone, as SGLang ends a server whose only scheduler is."""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from threading import Thread
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 2.0
+"""Time that a server has to end by itself: one that is told to end kills its processes one after another."""
+
+
+def watch(controller: Any) -> None:
+    """Watch the schedulers that SGLang's controller has started. A hook before it passes on the first request."""
+    arguments = (controller.scheduler_procs, _end_server)
+    Thread(target=end_with_the_first, args=arguments, name="dspark-watch-replicas", daemon=True).start()
+
+
+def end_with_the_first(schedulers: Sequence[BaseProcess], end: Callable[[], None]) -> None:
+    """Wait until one of these processes has failed, and call ``end``; do nothing if all end as they should."""
+    left = list(schedulers)
+    while left:
+        ended = wait([scheduler.sentinel for scheduler in left])
+        for gone in [scheduler for scheduler in left if scheduler.sentinel in ended]:
+            left.remove(gone)
+            gone.join()
+            if gone.exitcode:
+                time.sleep(GRACE_S)
+                logger.error(
+                    "DSPARK: process %d of a replica has ended with status %d. The server ends; start it again",
+                    gone.pid,
+                    gone.exitcode,
+                )
+                end()
+                return
+
+
+def _end_server() -> None:
+    os.kill(os.getppid(), signal.SIGQUIT)

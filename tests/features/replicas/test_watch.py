@@ -1,0 +1,35 @@
+"""A server ends with the first of its schedulers that fails, and with none that ends as it should."""
+
+import multiprocessing
+import time
+from threading import Thread
+
+import pytest
+
+from sglang_dspark.features.replicas import watch
+
+
+@pytest.fixture
+def schedulers(monkeypatch):
+    monkeypatch.setattr(watch, "GRACE_S", 0.0)
+    context = multiprocessing.get_context("spawn")
+    # The first one ends at once, as it should; the others would go on.
+    made = [context.Process(target=time.sleep, args=(seconds,)) for seconds in (0, 600, 600)]
+    for process in made:
+        process.start()
+    yield made
+    for process in made:
+        process.kill()
+
+
+def test_the_first_that_is_killed_ends_the_server(schedulers):
+    ends = []
+    thread = Thread(target=watch.end_with_the_first, args=(schedulers, lambda: ends.append(1)))
+    thread.start()
+    schedulers[0].join(timeout=60)
+    assert schedulers[0].exitcode == 0
+    thread.join(timeout=0.3)
+    assert thread.is_alive() and not ends
+    schedulers[2].kill()
+    thread.join(timeout=60)
+    assert ends == [1]

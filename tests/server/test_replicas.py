@@ -1,0 +1,104 @@
+"""Two replicas behind two tokenizer workers: whichever process gets a request, texts, counts and refusals are right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+from golden_server import CASES, call, generate, greedy, mixed_bodies, output_ids, policy, rounds_of
+
+COUNTS = ("rounds", "drafted_tokens", "verified_tokens", "accepted_tokens")
+
+
+@contextmanager
+def counting_each(server) -> Iterator[list[dict[str, int]]]:
+    """Yield a list that gets, when the block ends, what each replica has counted in it, behind what all have."""
+    before = server.get_json("/dspark/stats")
+    grown: list[dict[str, int]] = []
+    yield grown
+    after = server.get_json("/dspark/stats")
+    for then, now in zip([before, *before["replicas"]], [after, *after["replicas"]], strict=True):
+        grown.append({name: now[name] - then[name] for name in COUNTS})
+
+
+def test_texts_and_counts(replicas, plain):
+    bodies = mixed_bodies(24, seed=5)
+    with counting_each(replicas) as grown:
+        answers = generate(replicas, bodies, 8)
+    assert [answer["output_ids"] for answer in answers] == output_ids(plain, bodies)
+    for place, counts in enumerate(grown):
+        told = [a["meta_info"] for a in answers if place == 0 or a["meta_info"]["dp_rank"] == place - 1]
+        expected = {name: sum(info.get("dspark", {}).get(name, 0) for info in told) for name in COUNTS}
+        assert counts == expected
+        assert counts["accepted_tokens"] > 0
+
+
+def test_a_policy_reaches_every_replica(replicas):
+    with policy(replicas, "static", verify_len=2):
+        with counting_each(replicas) as grown:
+            output_ids(replicas, [greedy(case["prompt_ids"], 24) for case in CASES[:8]])
+        assert [replica["policy"] for replica in replicas.get_json("/dspark/stats")["replicas"]] == ["static"] * 2
+    assert all(counts["verified_tokens"] == 2 * counts["rounds"] > 0 for counts in grown)
+    assert call(replicas, "/dspark/policy", body={"policy": "none"})[0] == 400
+
+
+def test_step_times_are_measured_once(replicas):
+    lines = [line for line in replicas.log_path.read_text().splitlines() if "DSPARK" in line]
+    written, read = ([line for line in lines if f"step times {word}" in line] for word in ("written to", "from"))
+    assert (len(written), len(read)) == (1, 1)
+    assert " DP0] " in written[0] and " DP1] " in read[0]
+    assert all(replica["schedule"]["step_time"] for replica in replicas.get_json("/dspark/stats")["replicas"])
+
+
+def test_metrics_are_of_each_replica(replicas):
+    metrics = call(replicas, "/metrics")[1].splitlines()
+    steps = [line for line in metrics if line.startswith("sglang:dspark_steps_total{")]
+    assert all(any(f'dp_rank="{rank}"' in line for line in steps) for rank in range(2))
+    assert replicas.get_json("/dspark/capabilities")["features"]["data_parallel_size"] == 2
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_every_tokenizer_worker_reads_and_checks_requests(replicas, worker):
+    found = [child for child in psutil.Process(replicas.pid).children() if "tokenizer_worker" in child.cmdline()[0]]
+    assert len(found) == 2
+    [other] = [process for process in found if process != found[worker]]
+    case = CASES[0]
+    other.suspend()
+    try:
+        [answer] = generate(replicas, [greedy(case["prompt_ids"], 8, speculation={"max_verify": 1, "trace": True})], 1)
+        refused = call(replicas, "/generate", body=greedy([5], 2, speculation={"max_verify": "x"}))
+        unserved = call(replicas, "/generate", body=greedy([5, -7], 2))
+        prediction = {"type": "content", "content": "red stone"}
+        chat = {"model": "m", "messages": [{"role": "user", "content": "red"}], "max_tokens": 4}
+        predicted = replicas.post_json("/v1/chat/completions", {**chat, "prediction": prediction})
+        page = call(replicas, "/dspark")
+        stats = replicas.get_json("/dspark/stats")
+    finally:
+        other.resume()
+    assert answer["output_ids"] == case["output_ids"][:8]
+    assert {entry["verified"] for entry in rounds_of(answer)} <= {0, 1}
+    assert refused[0] == 400 and "speculation.max_verify" in refused[1]
+    assert unserved[0] == 400 and "-7" in unserved[1]
+    assert "accepted_prediction_tokens" in predicted["usage"]["completion_tokens_details"]
+    assert predicted["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+    assert page[0] == 200
+    now = replicas.get_json("/dspark/stats")
+    assert [stats[name] for name in COUNTS] == [now[name] for name in COUNTS]
+
+
+def test_a_server_ends_with_one_of_its_schedulers(replicas):
+    """The last test of this server."""
+    controller = _child(psutil.Process(replicas.pid), "data_parallel_controller")
+    _child(controller, "scheduler_DP1").kill()
+    deadline = time.monotonic() + 60
+    while replicas.exit_status is None:
+        assert time.monotonic() < deadline, "the server goes on without a replica"
+        time.sleep(0.2)
+    assert "of a replica has ended with status -9. The server ends" in replicas.log_path.read_text()
+
+
+def _child(process: psutil.Process, name: str) -> psutil.Process:
+    return next(child for child in process.children() if name in child.cmdline()[0])
