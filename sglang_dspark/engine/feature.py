@@ -277,7 +277,7 @@ class Feature:
         is_used: whether a server with these arguments, as the operator wrote them, uses the feature. Its hooks are
             installed only then, and those of the place ``flags`` always: there are no arguments yet.
         hooks: patches of SGLang that the feature alone needs.
-        flag_rules: flags of SGLang that it refuses, on every server.
+        flag_rules: flags of SGLang that it adjusts or refuses, on every server.
         request_keys: name of its :class:`RequestKeys` below ``room``, which are read on every server; empty if it has
             none.
         checks: name of its ``tuple[Check, ...]`` below ``room``, made on every server; empty if it has none.

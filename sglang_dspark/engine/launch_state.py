@@ -21,12 +21,14 @@ class DSparkServer:
         drafter: None if none is served.
         dummy_draft: whether its weights are random.
         draft_window: of the context, that the drafter sees; None for all that its layers see.
+        adjusted: flags that the start has changed, with reasons.
     """
 
     config: DSparkConfig
     drafter: ResolvedDrafter | None
     dummy_draft: bool
     draft_window: DraftWindow | None = None
+    adjusted: tuple[str, ...] = ()
 
     engine: ClassVar[str] = "plugin"
     takes_candidates: ClassVar[bool] = True

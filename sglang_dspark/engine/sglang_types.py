@@ -66,6 +66,7 @@ class ServerArgs(Protocol):
     linear_attn_prefill_backend: str | None
     lora_paths: Any
     lora_backend: str
+    moe_runner_backend: str
     speculative_algorithm: str | None
     speculative_num_draft_tokens: int | None
     speculative_num_steps: int | None

@@ -26,9 +26,6 @@ ALGORITHM = "DSPARK_PLUGIN"
 DEVICES = ("cpu", "cuda")
 """Devices that are served."""
 
-PAGE_SIZES = (1, 16, 32, 64)
-"""K/V slots per page that are served."""
-
 
 def versions() -> dict[str, str]:
     """Return the versions of what a server is made of."""

@@ -13,9 +13,10 @@ from sglang_objects import GOLDEN
 from sglang_dspark.engine import support
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.launch import decision, hooks
-from sglang_dspark.engine.launch.decision import OtherStart, decide
+from sglang_dspark.engine.launch.decision import decide
 from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.engine.launch.resolution import given_texts
+from sglang_dspark.engine.launch.starts import OtherStart
 from sglang_dspark.engine.launch_state import TargetOnly
 from sglang_dspark.errors import ConfigError, DSparkError, UnservedError
 
@@ -192,8 +193,8 @@ def test_outcome_of_a_start(name, monkeypatch):
 
 def test_a_flag_that_is_refused_is_no_reason_for_another_worker():
     """Nor is a device that SGLang finds unasked."""
-    with pytest.raises(ConfigError, match="--page-size=2") as caught:
-        resolve(*PAIR, "--page-size", "2")
+    with pytest.raises(ConfigError, match="--enable-memory-saver") as caught:
+        resolve(*PAIR, "--enable-memory-saver")
     assert "own worker" not in str(caught.value)
 
 

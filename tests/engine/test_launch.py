@@ -19,6 +19,7 @@ from sglang_objects import GOLDEN, server_args
 from sglang_dspark.draft import resolved
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.launch import context, defaults, hooks
+from sglang_dspark.engine.launch.flag_checks import VARIABLES
 from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.errors import CheckpointError, ConfigError, EngineError, UnservedError
 from sglang_dspark.tools.launch import PLUGIN
@@ -108,7 +109,7 @@ def test_options_of_one_server_are_not_those_of_the_next(reads):
     with pytest.raises(CheckpointError):
         settled(draft=GOLDEN)
     with pytest.raises(ConfigError):
-        settled("--page-size", "2")
+        settled("--enable-memory-saver")
     assert settled()[1].config.schedule == "auto"
 
 
@@ -125,9 +126,8 @@ def test_nobody_waits_for_core_dumps_that_nobody_writes(reads, monkeypatch, vari
     assert os.environ.get("SGLANG_CUDA_COREDUMP_BEFORE_CRASH") == expected
 
 
-@pytest.mark.parametrize("variable", ["SGLANG_RUST_SERVER", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"])
+@pytest.mark.parametrize("variable", [variable.name for variable in VARIABLES])
 def test_variables_that_end_the_start(reads, monkeypatch, variable):
-    """The one has requests go round our checks, the other resizes the K/V pool after the drafter's was made."""
     monkeypatch.setenv(variable, "1")
     with pytest.raises(ConfigError, match=f"{variable}=1 in the environment"):
         settled()
@@ -141,13 +141,9 @@ def test_a_resolution_without_our_hook_ends_the_start():
 
 def test_the_kernels_of_experts_may_be_chosen(reads):
     """The operator chooses, or SGLang for some targets and GPUs; the choice holds for drafters with experts also."""
-    made, _ = settled("--moe-runner-backend", "triton")
-    assert made.moe_runner_backend == "triton"
-    with pytest.raises(ConfigError, match="--speculative-moe-runner-backend=triton; drop the flag"):
-        settled("--speculative-moe-runner-backend", "triton")
-    with pytest.raises(ConfigError, match="--moe-runner-backend=flashinfer_megamoe, which") as caught:
-        settled("--moe-runner-backend", "flashinfer_megamoe")
-    assert "--speculative-moe-runner-backend" not in str(caught.value)  # which SGLang would choose
+    for given, expected in (("triton", "triton"), ("megamoe", "auto")):
+        made, _ = settled("--moe-runner-backend", given)
+        assert (made.moe_runner_backend, made.moe_a2a_backend) == (expected, "none")
 
 
 def test_a_target_that_reads_images_is_started_as_without_dspark(reads, tmp_path):

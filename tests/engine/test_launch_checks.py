@@ -25,10 +25,7 @@ INT4, GGUF = (
 )
 BOUNDED = {"schedule": "threshold", "confidence_threshold": 0.5}
 LONGROPE = {"text": {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}}
-TWO_POOLS, SINKS = {"is_hybrid_swa": True, "head_dim": 512}, {"has_attention_sinks": True}
 WINDOW, SINK_SIZE = "speculative_draft_window_size", "speculative_draft_sink_size"
-NATIVE, TRITON = {"device": "cpu", "prefill": "torch_native"}, {"prefill": "triton", "decode": "triton"}
-HOST = {"enable_hierarchical_cache": True}
 # By check: starts that it refuses, and what it says of each.
 REFUSED = {
     "fallback of nodes": [
@@ -57,9 +54,6 @@ REFUSED = {
         ({FORM: "gguf"}, f"{flag_of(FORM)}=gguf, but the drafter's files are not quantised; drop"),
         ({FORM: "safetensors", "drafter": GGUF}, "=safetensors, but the drafter's files are GGUF; drop"),
     ],
-    "kernels of experts": [
-        ({"moe_a2a_backend": "flashinfer_megamoe"}, "--moe-a2a-backend=flashinfer_megamoe, .*; drop")
-    ],
     "device": [({"device": "npu"}, "--device=npu; pass cpu or cuda, or --speculative-dspark-engine builtin")],
     "target family": [
         ({"target": {"architecture": "GPT2LMHeadModel"}}, "--model-path: target arch.*GPT2LMHeadModel.* is not served"),
@@ -79,9 +73,6 @@ REFUSED = {
     ],
     "rows of attention": [
         ({"draft_free": True, "block_size": 256}, "block-size=256 needs 257 rows .* room for 128; pass 127 or less"),
-    ],
-    "number of draft tokens": [
-        ({"speculative_num_draft_tokens": 4}, "=4 contradicts the block size 7; pass 8 or drop")
     ],
     "simulated acceptance": [
         (
@@ -105,45 +96,21 @@ REFUSED = {
     ],
     "attention of prompts": [
         (
-            {"prefill": "trtllm_mha"},
-            "-backend=trtllm_mha on cuda; pass --attention-backend fa3 or flashinfer or triton",
+            {"prefill": "dual_chunk_flash_attn"},
+            "-backend=dual_chunk_flash_attn on cuda; pass --attention-backend fa3 or fa4 or flashinfer or triton",
         ),
-        ({"device": "cpu", **TRITON}, "--attention-backend=triton on cpu; pass --attention-backend torch_native"),
-        ({"prefill": "flashinfer", "target": SINKS}, "=flashinfer on cuda; .* attention sinks: pass .* fa3 or triton"),
-        ({**NATIVE, "target": SINKS}, "on cpu; .* attention sinks: serve it on a GPU and pass .* fa3 or triton"),
-        ({**NATIVE, "target": TWO_POOLS}, "with a window and heads of over 256: serve it on a GPU and pass .* triton"),
-        ({"target": TWO_POOLS}, "--attention-backend=fa3 on cuda; the target has .*: pass --attention-backend triton"),
-    ],
-    "attention of decoding": [({"decode": "triton"}, "--decode-attention-backend=triton: .*; drop the flag")],
-    "graphs of prefills": [({"cuda_graph_backend_prefill": "full"}, "=full, .*; pass breakable or disabled")],
-    "kernels of adapters": [
-        (
-            {"enable_lora": True, "lora_backend": "torch_native"},
-            "--enable-lora .*=torch_native on cuda; .* csgmv or triton",
-        ),
-        ({"lora_paths": ["x"], "device": "cpu"}, "--lora-paths .*=csgmv on cpu; pass --lora-backend torch_native"),
-    ],
-    "pages": [({"page_size": 16, "device": "cpu"}, "--page-size=16 on cpu: SGLang hands out .* CUDA kernels; pass 1")],
-    "prefixes in host memory": [
-        ({**HOST, "device": "cpu"}, "--enable-hierarchical-cache on cpu: SGLang copies K/V .*; drop the flag"),
-        (
-            {**HOST, **TRITON, "target": TWO_POOLS},
-            "beside a target that has a K/V pool .*; drop the flag, or pass --disable",
-        ),
+        ({"device": "cpu", "prefill": "triton"}, "--attention-backend=triton on cpu; pass .* torch_native"),
     ],
 }
 ROWS = [(name, *row) for name, rows in REFUSED.items() for row in rows]
 SERVED = [
     {},
     {"fallback": "target-only"},
-    {**TRITON, "target": SINKS},
-    {**TRITON, "target": TWO_POOLS},
-    {"target": {"has_attention_sinks": True, "is_hybrid_swa": True}},
-    {"prefill": "flashinfer", "decode": "flashinfer", "cuda_graph_backend_prefill": "breakable"},
-    {"kv_cache_dtype": "bfloat16", "speculative_num_draft_tokens": 8},
+    {"prefill": "trtllm_mha", "page_size": 64},
+    {"prefill": "fa4", "page_size": 128},
+    {"device": "cpu", "prefill": "torch_native"},
+    {"kv_cache_dtype": "bfloat16"},
     {"load_format": "dummy", "simulate_acceptance": (0.5,) * 7},
-    {"enable_lora": True, "page_size": 64, **HOST},
-    {"lora_paths": [], "lora_backend": "ascend"},
     {WINDOW: 1, SINK_SIZE: 0},
     {"draft_free": True, "block_size": 127},
     {"target": {"context_len": 4088, **LONGROPE}},
@@ -155,11 +122,10 @@ SERVED = [
 ELSEWHERE = {  # and the file that tests it
     "flags of SGLang": "test_flag_rules.py",
     "layers read from the target": "test_launch.py",
-    "server in Rust": "test_launch.py",
-    "size of the K/V pool": "test_launch.py",
+    "variables of SGLang": "test_launch.py",
     "memory of adapters": "below",
     "recurrent layers": "features/recurrent/test_checks.py",
-    "flags beside recurrent layers": "the same",
+    "snapshots of states": "the same",
 }
 
 

@@ -1,14 +1,11 @@
 """One backend encodes prompts and another verifies; servers run without SGLang's graphs of prefill also."""
 
-import ast
 import logging
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from made_schedule import schedule
-from sglang.srt import layers
 from sglang.srt.layers.attention import hybrid_attn_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -24,29 +21,10 @@ from sglang_objects import ONE_RANK, batch, forward, model_config, partly, reque
 from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.forward import stock_graphs
 from sglang_dspark.engine.forward.verify_attention import PhasedBackend, as_without_dspark
-from sglang_dspark.engine.launch.flag_checks import KNOWN_BY, SINKS
 from sglang_dspark.engine.scheduler import worker_base
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import SamplingReader
 from sglang_dspark.worker.worker import DSparkWorker
-
-
-@pytest.mark.parametrize(
-    ("backend", "module", "name"),
-    [
-        ("fa3", "flashattention", "FlashAttentionBackend"),
-        ("flashinfer", "flashinfer", "FlashInferAttnBackend"),
-        ("triton", "triton", "TritonAttnBackend"),
-        ("torch_native", "torch_native", "TorchNativeAttnBackend"),
-    ],
-)
-def test_which_backends_know_attention_sinks(backend, module, name):
-    """SGLang's own take them as an argument; not all of these can be imported without a GPU."""
-    [folder] = layers.attention.__path__
-    tree = ast.parse((Path(folder) / f"{module}_backend.py").read_text())
-    [found] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-    [attends] = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "forward_extend"]
-    assert ("sinks" in [argument.arg for argument in attends.args.args]) == (backend in KNOWN_BY[SINKS])
 
 
 class Spy(AttentionBackend):

@@ -86,7 +86,7 @@ def test_every_slot_has_one_owner_and_none_is_lost(data):
 
     Prompts end anywhere in a page; positions of a page lie one behind the other in its slots.
     """
-    page, requests = data.draw(st.sampled_from([1, 16, 32, 64])), data.draw(st.integers(1, 5))
+    page, requests = data.draw(st.sampled_from([1, 8, 16, 64, 128])), data.draw(st.integers(1, 5))
     server = Server(requests, 4096 if page > 1 else data.draw(st.sampled_from([5 * (16 + 100), 4000])), page)
     server.prefill([data.draw(st.integers(1, 3 * page)) for _ in server.batch.reqs])
     for _ in range(data.draw(st.integers(1, 12))):

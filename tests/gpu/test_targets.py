@@ -36,8 +36,9 @@ if not torch.cuda.is_available():
 
 FORMS = {
     "flashinfer": ("--attention-backend", "flashinfer"),
-    **{f"pages-{size}": ("--page-size", str(size)) for size in (16, 32, 64)},
+    **{f"pages-{size}": ("--page-size", str(size)) for size in (16, 32, 64, 128)},
     "cache": ("--kv-cache-dtype", "fp8_e4m3"),
+    "coarse-cache": ("--kv-cache-dtype", "fp8_e5m2"),
     "weights": ("--quantization", "fp8"),
     "everything": ("--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3", "--page-size", "64"),
     "two-gpus": ("--tp-size", "2"),

@@ -216,7 +216,8 @@ def test_groups_of_heads_are_shared_out(heads, kv_heads, max_tile, device, monke
 
 
 @pytest.mark.parametrize(
-    ("window", "splits", "dtype"), pairwise(list(WINDOWS), [1, 2], [torch.float16, torch.float8_e4m3fn])
+    ("window", "splits", "dtype"),
+    pairwise(list(WINDOWS), [1, 2], [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]),
 )
 def test_a_window_that_is_stored_is_read_from_the_pool(window, splits, dtype, device, monkeypatch):
     """K/V is stored in the pool's dtype, behind the contexts, as later steps will find it."""

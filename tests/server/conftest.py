@@ -143,7 +143,8 @@ SERVERS: dict[str, Recipe] = {
     "corner": Recipe(
         (
             *(*DSPARK, f"--disable-overlap-schedule {CHUNKS} 64 --page-size 16 {SESSIONS}", PIECES),
-            "--speculative-dspark-block-size 3 --speculative-draft-window-size 12 --incremental-streaming-output",
+            "--speculative-num-draft-tokens 4 --enable-mixed-chunk --speculative-draft-window-size 12",
+            "--incremental-streaming-output",
         )
     ),
     # Drafters of other forms than DeepSpec's: test_checkpoint_variants.py; in a context that requests grow out of.

@@ -42,7 +42,12 @@ def test_text_equals_the_target_alone(dspark, plain):
 
 def test_text_without_overlap_with_chunked_prefill_in_pages_and_a_short_block(corner, plain):
     """The target's own text depends on none of them in float32."""
-    assert corner.get_json("/dspark/capabilities")["drafter"]["window"] == {"size": 12, "sinks": 4}
+    found = corner.get_json("/dspark/capabilities")
+    assert found["drafter"]["window"] == {"size": 12, "sinks": 4} and found["block_size"] == 3
+    assert [said.split(":")[0] for said in found["adjusted_flags"]] == [
+        "--speculative-num-draft-tokens=4 becomes --speculative-dspark-block-size=3",
+        "--enable-mixed-chunk=True becomes False",
+    ]
     check_text(corner, plain)
 
 

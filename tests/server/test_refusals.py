@@ -86,19 +86,16 @@ STARTUP = [
     (["--speculative-draft-model-path", ""], "--speculative-draft-model-path"),
     (["--speculative-draft-model-path", "./no-such-folder"], "no-such-folder"),
     (["--tp-size", "2", "--attn-cp-size", "2"], "--attn-cp-size=2"),
-    (["--enable-lora", "--enable-lora-overlap-loading"], "--enable-lora-overlap-loading=True"),
     (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "dp-size=2"),
-    (["--page-size", "8"], "--page-size=8; pass 1, 16, 32 or 64"),
     (["--quantization", "fp8", "--speculative-draft-model-quantization", "fp8"], "-draft-model-quantization=fp8"),
     (["--grammar-backend", "outlines"], "--grammar-backend=outlines"),
-    (["--enable-hierarchical-cache", "--hicache-storage-backend", "file"], "--hicache-storage-backend=file"),
-    (["--speculative-num-steps", "3"], "--speculative-num-steps=3"),
+    (["--enable-memory-saver"], "--enable-memory-saver=True"),
     (["--speculative-dspark-verify-len", "two"], "--speculative-dspark-verify-len='two'"),
-    (["--speculative-dspark-fallback", "target-only", "--page-size", "128"], "--page-size=128"),
+    (["--speculative-dspark-fallback", "target-only", "--enable-memory-saver"], "--enable-memory-saver=True"),
 ]
 DRAFT_FREE = [
     ([], "--speculative-dspark-draft-free to serve"),
-    (["--speculative-dspark-draft-free", "--speculative-num-draft-tokens", "4"], "--speculative-num-draft-tokens=4"),
+    (["--speculative-dspark-draft-free", "--enable-memory-saver"], "--enable-memory-saver=True"),
 ]
 
 STARTUP_SCRIPT = """

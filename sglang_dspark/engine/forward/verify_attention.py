@@ -16,7 +16,7 @@ from sglang_dspark.engine.forward.layers import row_bounds, sliding_window, tran
 from sglang_dspark.engine.sglang_types import ForwardBatch, ModelRunner
 from sglang_dspark.errors import ConfigError
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _READS_E4M3 = (8, 9)
 
 KV = tuple[torch.Tensor, torch.Tensor]

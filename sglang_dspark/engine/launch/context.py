@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
-from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
+from sglang.srt.arg_groups.overrides import model_config_of
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.families import Family, family_of
@@ -17,7 +17,7 @@ class LaunchContext:
     """The facts that checks look at.
 
     Attributes:
-        args: SGLang's arguments, as the operator wrote them.
+        args: SGLang's arguments, with what SGLang has decided about them by then.
         server: our options, and the drafter; without the drafter for checks of ``Stage.OPTIONS``.
     """
 
@@ -28,12 +28,6 @@ class LaunchContext:
     def of(cls, args: ServerArgs, config: DSparkConfig) -> Self:
         """Return what is known before the drafter is."""
         return cls(args, DSparkServer(config, drafter=None, dummy_draft=False))
-
-    @cached_property
-    def resolved(self) -> ServerArgs:
-        """Return the arguments, with what SGLang has decided about them by now."""
-        resolved: ServerArgs = resolved_view(self.args)
-        return resolved
 
     @cached_property
     def target(self) -> ModelConfig:

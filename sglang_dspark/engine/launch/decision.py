@@ -1,7 +1,7 @@
 """Decides whose worker decodes, and why, before anything is written to SGLang's arguments."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.server_args import ServerArgs as Record
@@ -15,7 +15,7 @@ from sglang_dspark.engine.launch.checks import failures, refuse
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.engine.launch.model_checks import why_not_ours
-from sglang_dspark.engine.launch_state import OtherServer, TargetOnly
+from sglang_dspark.engine.launch.starts import OtherStart, TargetAlone
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import ALGORITHM, COMMON_NAME
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
@@ -26,29 +26,12 @@ SHARED = {option.name for option in fields(DSparkConfig)} & {
 """Our options whose flags SGLang has as well; they keep its help and arrive by the same name."""
 
 
-@dataclass(frozen=True)
-class OtherStart:
-    """A start with another worker than ours. SGLang may still refuse it, which only its resolution tells.
-
-    Attributes:
-        server: kind of the server.
-        config: our options.
-        because: why its worker decodes.
-        refusal: why ours does not; empty if the other one was asked for.
-    """
-
-    server: type[OtherServer]
-    config: DSparkConfig
-    because: str
-    refusal: str = ""
+Start = Launch | OtherStart | TargetAlone
+"""With our worker, with another one, or with the target alone."""
 
 
-Decision = Launch | OtherStart | TargetOnly | None
-"""The start that decodes: with our worker, with another one, or with the target alone; None without DSPARK of ours."""
-
-
-def decide(args: ServerArgs, texts: Mapping[str, str | None]) -> Decision:
-    """Return whose worker decodes. ``args`` stay as they are.
+def decide(args: ServerArgs, texts: Mapping[str, str | None]) -> Start | None:
+    """Return whose worker decodes; None without DSPARK of ours. ``args`` stay as they are.
 
     Args:
         args: SGLang's, as the operator wrote them.
@@ -74,7 +57,7 @@ def decide(args: ServerArgs, texts: Mapping[str, str | None]) -> Decision:
     except (CheckpointError, UnservedError) as error:
         if config.fallback != "target-only":
             raise
-        return TargetOnly(str(error))
+        return TargetAlone(str(error))
     return launch
 
 

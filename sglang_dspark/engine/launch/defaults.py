@@ -1,12 +1,14 @@
 """Set the fields of SGLang's ``ServerArgs`` that DSPARK decides."""
 
 import logging
+from collections.abc import Callable
 
 import torch
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
 from sglang_dspark.draft.window import DraftWindow
 from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.engine.support import ALGORITHM
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +20,10 @@ MAX_STEP_TOKENS = 2048
 DRAFT_SINKS = 4
 
 
+CHOICES = ("handle_model_specific_adjustments", "handle_attention_backend_compatibility")
+"""Steps of SGLang's resolution that choose attention, pages and kernels for a target and a GPU."""
+
+
 def prepare(args: ServerArgs) -> None:
     """Decide what SGLang would decide otherwise when it resolves ``args``, if the operator has not."""
     # Whatever SGLang does with the path of a drafter begins with transformers, which does not know every format: no
@@ -27,15 +33,25 @@ def prepare(args: ServerArgs) -> None:
     args.speculative_draft_window_size = args.speculative_draft_sink_size = None
     if args.speculative_draft_model_quantization is None:
         args.speculative_draft_model_quantization = "unquant"  # SGLang would take the target's for the drafter's
-    if not (args.attention_backend or args.prefill_attention_backend or args.decode_attention_backend):
+    if not (args.attention_backend or args.prefill_attention_backend):
         device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if device == "cpu":
             args.attention_backend = "torch_native"  # the only one that serves; on a GPU SGLang's choice does
-    if args.sampling_backend not in (None, "pytorch"):
-        logger.warning(
-            "--sampling-backend=%s has no effect: DSPARK draws all tokens from the distribution of the pytorch backend",
-            args.sampling_backend,
-        )
+    # Verification has kernels of its own: SGLang shall make one backend, that of prompts.
+    args.decode_attention_backend = args.prefill_attention_backend
+
+
+def choose_as_plain(args: ServerArgs, choose: Callable[[ServerArgs], None]) -> None:
+    """Have SGLang choose as it does for a plain server, in one of :data:`CHOICES`.
+
+    For speculation it chooses other attention of prompts on Blackwell, as if they were verified by it.
+    """
+    if resolving_view(args).speculative_algorithm != ALGORITHM:
+        choose(args)
+        return
+    declare_resolution(args, "dspark", speculative_algorithm=None)
+    choose(args)
+    declare_resolution(args, "dspark", speculative_algorithm=ALGORITHM)
 
 
 def draft_window(args: ServerArgs) -> DraftWindow | None:

@@ -1,5 +1,6 @@
 """Checks of flags and variables, ours and SGLang's."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,16 +11,13 @@ from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import flag_name
 from sglang_dspark.engine.launch import flag_rules
 from sglang_dspark.engine.launch.context import LaunchContext
-from sglang_dspark.engine.launch.flag_rule import flag_of
-from sglang_dspark.engine.sglang_types import ModelConfig
 
-PREFILL_BACKENDS = {"cpu": ("torch_native",), "cuda": ("fa3", "flashinfer", "triton")}
-"""Attention of prompts, by device. Verification has kernels of its own, which read the K/V pools of all of these."""
-SINKS, WINDOWS, WIDE_HEADS = "attention sinks", "a K/V pool of its own for layers with a window", "heads of over 256"
-KNOWN_BY = {SINKS: ("fa3", "triton"), WINDOWS: ("fa3", "flashinfer", "triton"), WIDE_HEADS: ("triton",)}
-"""What a target may have, and those of them that know it."""
-PAGE_DEVICES = ("cuda",)
-"""Devices that have SGLang's kernels for slots in pages."""
+VARIABLES: Mapping[EnvField, str] = {
+    envs.SGLANG_RUST_SERVER: "requests are checked on their way through the Python server",
+    envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: "the drafter's K/V pool has the size that the target's has at first",
+    envs.SGLANG_USE_HND_KVCACHE: "verification reads a K/V pool whose slots lie one after the other",
+}
+"""Switches in the environment that are served off, and why."""
 DRAFT_FORMATS = (None, "auto", "safetensors", "gguf", "dummy")
 
 
@@ -64,28 +62,6 @@ def draft_load_format(context: LaunchContext) -> str | None:
     )
 
 
-def expert_kernels(context: LaunchContext) -> str | None:
-    """Refuse kernels of experts that SGLang has for data-parallel attention alone, before it chooses a drafter's."""
-    for name in ("moe_a2a_backend", "moe_runner_backend"):
-        if getattr(context.args, name) == "flashinfer_megamoe":
-            return (
-                f"DSPARK cannot run with {flag_of(name)}=flashinfer_megamoe, which SGLang offers only with "
-                "data-parallel attention; drop the flag"
-            )
-    return None
-
-
-def draft_tokens(context: LaunchContext) -> str | None:
-    """Refuse SGLang's number of draft tokens if it is not the block's."""
-    given, needed = context.args.speculative_num_draft_tokens, context.server.gamma + 1
-    if given in (None, needed):
-        return None
-    return (
-        f"--speculative-num-draft-tokens={given} contradicts the block size {needed - 1}; pass {needed} or drop the "
-        "flag"
-    )
-
-
 def simulated_acceptance(context: LaunchContext) -> str | None:
     """Refuse simulated acceptance on real weights, whose text it would spoil."""
     profile = context.server.config.acceptance_profile(context.server.gamma)
@@ -123,82 +99,31 @@ def kv_dtype(context: LaunchContext) -> str | None:
         return None
     return (
         f"DSPARK cannot run with --kv-cache-dtype={given} beside a target in {dtype}: it serves K/V in the target's "
-        "dtype or in fp8_e4m3; pass auto, or --dtype bfloat16"
+        "dtype or in eight bits; pass auto, or --dtype bfloat16"
     )
 
 
 def flags(context: LaunchContext) -> str | None:
-    """Refuse flags of SGLang that `flag_rules.py` names."""
-    return "\n".join(flag_rules.refusals(context.args, context.resolved)) or None
+    """Refuse flags of SGLang that rules refuse."""
+    return "\n".join(rule.refusal(context.args) for rule in flag_rules.broken(context, adjusts=False)) or None
 
 
-def pages(context: LaunchContext) -> str | None:
-    """Refuse K/V in pages of several slots where no kernel hands them out."""
-    size = context.args.page_size
-    if size in (None, 1) or context.args.device in PAGE_DEVICES:
-        return None
-    return (
-        f"DSPARK cannot run with --page-size={size} on {context.args.device}: SGLang hands out pages with CUDA "
-        "kernels; pass 1"
+def variables(context: LaunchContext) -> str | None:
+    """Refuse variables of SGLang that a server with our worker cannot follow."""
+    found = (
+        f"DSPARK cannot run with {variable.name}=1 in the environment; unset it: {why}"
+        for variable, why in VARIABLES.items()
+        if variable.get()
     )
-
-
-def rust_server(context: LaunchContext) -> str | None:
-    """Refuse a server that requests reach without our checks."""
-    return _variable(envs.SGLANG_RUST_SERVER, "unset it: requests are checked on their way through the Python server")
-
-
-def kv_sizing(context: LaunchContext) -> str | None:
-    """Refuse a K/V pool that changes its size after the drafter's has been made."""
-    remedy = "unset it: the drafter's K/V pool has the size that the target's has at first"
-    return _variable(envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING, remedy)
-
-
-def _variable(variable: EnvField, remedy: str) -> str | None:
-    return f"DSPARK cannot run with {variable.name}=1 in the environment; {remedy}" if variable.get() else None
+    return "\n".join(found) or None
 
 
 def prefill_attention(context: LaunchContext) -> str | None:
-    """Refuse backends for prompts that do not return hidden states, or do not know what the target has."""
-    if context.args.device not in PREFILL_BACKENDS:
-        return None
-    found = _found_in(context.target)
-
-    def served_on(device: str) -> list[str]:
-        return [name for name in PREFILL_BACKENDS[device] if all(name in KNOWN_BY[what] for what in found)]
-
-    served, (prefill, _) = served_on(context.args.device), attention_backends_of(context.resolved)
-    if prefill in served:
-        return None
-    has = f"the target has {' and '.join(found)}: " if found else ""
-    on_a_gpu = "" if served else "serve it on a GPU and "
-    remedy = f"{has}{on_a_gpu}pass --attention-backend {' or '.join(served or served_on('cuda'))}"
-    return f"DSPARK cannot run with --attention-backend={prefill} on {context.args.device}; {remedy}"
-
-
-def _found_in(target: ModelConfig) -> list[str]:
-    """Return what the target has out of :data:`KNOWN_BY`."""
-    has = {SINKS: target.has_attention_sinks, WINDOWS: target.is_hybrid_swa, WIDE_HEADS: target.head_dim > 256}
-    return [what for what in KNOWN_BY if has[what]]
-
-
-def decode_attention(context: LaunchContext) -> str | None:
-    """Refuse a choice of attention for decoding, which is our own."""
-    prefill, decode = attention_backends_of(context.resolved)
-    if decode == prefill:
+    """Refuse attention of prompts that SGLang itself has chosen, and that is not served."""
+    served, (prefill, _) = flag_rules.PREFILL_BACKENDS.get(context.args.device), attention_backends_of(context.args)
+    if served is None or prefill in served:
         return None
     return (
-        f"DSPARK cannot run with --decode-attention-backend={decode}: verification has kernels of its own; drop the "
-        "flag"
-    )
-
-
-def prefill_graphs(context: LaunchContext) -> str | None:
-    """Refuse graphs of prefills that lose the hidden states."""
-    graphs = context.args.cuda_graph_backend_prefill
-    if graphs in (None, "breakable", "disabled"):
-        return None
-    return (
-        f"DSPARK cannot run with --cuda-graph-backend-prefill={graphs}, whose graphs lose the hidden states that a "
-        "drafter reads; pass breakable or disabled"
+        f"DSPARK cannot run with --attention-backend={prefill} on {context.args.device}; pass --attention-backend "
+        f"{' or '.join(served)}"
     )

@@ -1,112 +1,146 @@
-"""Names the flags of SGLang that DSPARK refuses, with the values that it serves.
+"""Names the flags of SGLang that DSPARK adjusts or refuses, with the values that it serves.
 
-A flag that is not named here means what it means on a plain server, or other modules of this folder decide about it.
+A flag is refused if texts would be wrong with it, or if the server could not do what it asks for. A flag that changes
+speed alone is adjusted. One that is not named here means what it means on a plain server, or other modules of this
+folder decide about it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from sglang.srt.arg_groups.arg_utils import record_fields
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args import ServerArgs as Record
 
 from sglang_dspark.engine.feature import all_features
-from sglang_dspark.engine.launch.flag_rule import FlagRule, flag_of
-from sglang_dspark.engine.support import PAGE_SIZES
+from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.launch.flag_rule import FlagRule
 
-HTTP = "drop the flag: requests are checked on their way through HTTP"
-PARTS_OF_STATES = (
-    "drop the flag: each rank would hold the hidden states of some tokens only, and a drafter reads all of them"
-)
-EXACT = "drop the flag: DSPARK always keeps the target's distribution"
-ADAPTS = "drop the flag: the policy auto of DSPARK adapts by itself"
-OTHER_ALGORITHM = "drop the flag: it belongs to other speculative algorithms"
-UNREAD = ("speculative_ngram_", "speculative_domino_", "speculative_dsa_", "uno_", "decoupled_spec_", "spec_trace_")
+OTHER_ALGORITHM = "it belongs to other speculative algorithms"
+PARTS_OF_STATES = "each rank would hold the hidden states of some tokens only, and a drafter reads all of them"
+PREFIXES = ("speculative_ngram_", "speculative_domino_", "speculative_dsa_", "uno_", "decoupled_spec_", "spec_trace_")
 """What the names of flags begin with that SGLang reads for other speculative algorithms alone."""
 
-_OFF = (
-    "enable_dp_attention enable_mixed_chunk enable_lmcache enable_flexkv enable_unified_cache_external_linker "
-    "enable_kv_cache_sharding enable_two_batch_overlap enable_pdmux enable_memory_saver "
-    "enable_unified_memory enable_page_major_kv_layout enable_hisparse prefill_only_disable_kv_cache "
-    "enable_return_routed_experts enable_return_indexer_topk enable_return_aux_hidden_states enable_watermark "
-    "speculative_use_block_verification"
-).split()
-"""Switches that are served off."""
+PREFILL_BACKENDS: Mapping[str | None, tuple[str, ...]] = {
+    "cpu": ("torch_native",),
+    "cuda": ("fa3", "fa4", "flashinfer", "triton", "trtllm_mha"),
+}
+"""Attention of prompts, by device. Verification has kernels of its own, which read the K/V pools of all of these."""
+PAGE_DEVICES = ("cuda",)
+"""Devices that have SGLang's kernels for slots in pages."""
+
+_DEFAULTS = {field.name: field.default for field in record_fields(Record)}
+
+# By reason: flags whose default is served, and takes the place of all other values.
+_ADJUSTED = {
+    OTHER_ALGORITHM: (
+        "speculative_attention_mode speculative_moe_runner_backend speculative_moe_a2a_backend "
+        "speculative_enable_w4a4_mxfp4_megamoe speculative_use_block_verification enable_multi_layer_eagle "
+        "speculative_dspark_align_verify_tokens_to_graph_tier"
+    ),
+    "DSPARK always keeps the target's distribution, and samples by rejection": (
+        "speculative_accept_threshold_single speculative_accept_threshold_acc speculative_use_rejection_sampling"
+    ),
+    "the policy auto of DSPARK adapts by itself": "speculative_adaptive speculative_adaptive_config",
+    "the drafter has attention kernels of its own": "speculative_draft_attention_backend",
+    "the drafter's K/V has the dtype of the weights": "speculative_draft_kv_cache_dtype",
+    "a drafter of DSPARK brings its draft_vocabulary.json": "speculative_token_map",
+    "DSPARK reads the drafter's own config.json": "decrypted_draft_config_file",
+    "verification has kernels of its own": "decode_attention_backend enable_nvidia_megakernel",
+    "steps of DSPARK are not compiled": "enable_torch_compile",
+    "steps have graphs of their own": "debug_cuda_graph enable_profile_cuda_graph",
+    "SGLang's scheduler follows every step of DSPARK": "num_continuous_decode_steps",
+    "prompts and verifications are batches of their own": "enable_mixed_chunk enable_two_batch_overlap enable_pdmux",
+    "draft K/V lies beside SGLang's own pool of slots alone": (
+        "enable_lmcache enable_flexkv enable_unified_cache_external_linker enable_kv_cache_sharding "
+        "enable_unified_memory enable_page_major_kv_layout radix_cache_backend"
+    ),
+    "it does not know the rows that DSPARK verifies": "kv_canary",
+    PARTS_OF_STATES: "moe_a2a_backend moe_dense_tp_size enable_layernorm_sp enable_waterfill",
+    "it makes sums of several ranks coarser in verification, and not in the steps of a plain server": (
+        "enable_quant_communications"
+    ),
+    "the drafter reads the target's weights before graphs are captured": "startup_weight_load_mode",
+}
+
+# By remedy: flags whose default alone is served.
+_REFUSED = {
+    "drop the flag": (
+        "enable_dp_attention enable_memory_saver prefill_only_disable_kv_cache "
+        "enable_return_routed_experts enable_return_indexer_topk enable_return_aux_hidden_states enable_watermark "
+        "dllm_algorithm"
+    ),
+    "pass 1": "attn_dp_size dwdp_size attn_cp_size dcp_size pp_size",
+    "drop the flag: draft K/V is not handed on between servers": "disaggregation_mode",
+    "drop the flag: requests are checked on their way through HTTP": "grpc_mode smg_grpc_mode",
+    "drop the flag, and unset SGLANG_GRPC_PORT: requests are checked on their way through HTTP": "grpc_port",
+    "drop the flag; requests with a seed are reproducible under DSPARK without it": (
+        "enable_deterministic_inference rl_on_policy_target"
+    ),
+    "drop the flag and score items with a server without DSPARK": "enable_mis",
+    "drop the flag: the target's weights cannot be updated under DSPARK": "checkpoint_engine_wait_weights_before_ready",
+    "drop the flag; --cpu-offload-gb is served": "offload_group_size",
+    "drop the flag: schedulers have to be processes that load the plugin": "use_ray",
+    "drop the flag: the server serves requests": "decoupled_spec_role",
+    PARTS_OF_STATES: "moe_a2a_backend",  # as SGLang itself may choose
+}
+
+
+def _prefill_attention(name: str) -> FlagRule:
+    return FlagRule(
+        name,
+        (None,),
+        "verification reads the K/V of other attention",
+        adjusts=True,
+        beside=lambda context: getattr(context.args, name) not in PREFILL_BACKENDS.get(context.args.device, ()),
+    )
+
 
 FLAG_RULES: tuple[FlagRule, ...] = (
-    *(FlagRule(name, (False,)) for name in _OFF),
-    *(FlagRule(name, (1,), "pass 1") for name in ("attn_dp_size", "dwdp_size", "attn_cp_size", "dcp_size")),
-    FlagRule("pp_size", (1,), "pass --pp-size 1"),
-    FlagRule("disaggregation_mode", ("null",), "drop the flag: draft K/V is not handed on between servers"),
-    FlagRule("page_size", (*PAGE_SIZES, None), "pass 1, 16, 32 or 64"),
-    FlagRule("kv_cache_dtype", ("auto", "bfloat16", "bf16", "fp8_e4m3"), "pass auto, bfloat16 or fp8_e4m3"),
-    FlagRule("moe_a2a_backend", ("none",), PARTS_OF_STATES),
-    FlagRule("moe_dense_tp_size", (None,), PARTS_OF_STATES),
-    FlagRule("enable_layernorm_sp", (False,), PARTS_OF_STATES),
-    FlagRule("grpc_mode", (False,), HTTP),
-    FlagRule("smg_grpc_mode", (False,), HTTP),
-    FlagRule("grpc_port", (None,), f"{HTTP}; SGLANG_GRPC_PORT sets it as well"),
+    *(FlagRule(name, (_DEFAULTS[name],), why) for why, names in _REFUSED.items() for name in names.split()),
+    *(FlagRule(name, (_DEFAULTS[name],), why, True) for why, names in _ADJUSTED.items() for name in names.split()),
+    *(
+        FlagRule(name, (default,), OTHER_ALGORITHM, adjusts=True)
+        for name, default in _DEFAULTS.items()
+        if name.startswith(PREFIXES) and name != "decoupled_spec_role"
+    ),
+    *map(_prefill_attention, ("attention_backend", "prefill_attention_backend")),
+    FlagRule(
+        "page_size",
+        (None, 1),
+        "SGLang hands out pages with CUDA kernels",
+        adjusts=True,
+        beside=lambda context: context.args.device not in PAGE_DEVICES,
+    ),
+    FlagRule(
+        "kv_cache_dtype",
+        ("auto", "bfloat16", "bf16", "fp8_e4m3", "fp8_e5m2"),
+        "pass auto, bfloat16, fp8_e4m3 or fp8_e5m2",
+    ),
     FlagRule(
         "grammar_backend",
-        ("xgrammar", "llguidance", "none"),
+        ("xgrammar", "llguidance", "none", None),
         "pass xgrammar, llguidance or none: drafts are tried out on a grammar that can go back",
     ),
     FlagRule(
-        "enable_deterministic_inference",
-        (False,),
-        "drop the flag; requests with a seed are reproducible under DSPARK without it",
+        "moe_runner_backend",
+        ("auto",),
+        PARTS_OF_STATES,
+        adjusts=True,
+        beside=lambda context: context.args.moe_runner_backend in ("megamoe", "flashinfer_megamoe"),
     ),
-    FlagRule("dllm_algorithm", (None,)),
+    FlagRule("speculative_eagle_topk", (None, 1), "DSPARK drafts chains", adjusts=True),
     FlagRule(
-        "enable_quant_communications",
-        (False, None),
-        "drop the flag: it makes sums of several ranks coarser in verification, and not in the steps of a plain server",
+        "sampling_backend",
+        (None, "pytorch"),
+        "all tokens are drawn from the distribution of the pytorch backend",
+        adjusts=True,
     ),
-    FlagRule("enable_torch_compile", (False,), "drop the flag: steps of DSPARK are not compiled"),
-    FlagRule("enable_nvidia_megakernel", (False,), "drop the flag: verification has kernels of its own"),
+    FlagRule("cuda_graph_backend_decode", ("full", "disabled", None), "steps have graphs of their own", adjusts=True),
     FlagRule(
-        "startup_weight_load_mode",
-        ("serial",),
-        "pass serial: the drafter reads the target's weights before graphs are captured",
+        "cuda_graph_backend_prefill",
+        ("breakable", "disabled", None),
+        "graphs of other kinds lose the hidden states that a drafter reads",
+        adjusts=True,
     ),
-    FlagRule("debug_cuda_graph", (False,), "drop the flag; --disable-cuda-graph runs steps eagerly"),
-    FlagRule("cuda_graph_backend_decode", (None, "full", "disabled"), "pass full or disabled"),
-    FlagRule("enable_mis", (False,), "drop the flag and score items with a server without DSPARK"),
-    FlagRule("kv_canary", ("none",), "drop the flag: it does not know the rows that DSPARK verifies"),
-    FlagRule("rl_on_policy_target", (None,), "drop the flag: it asks for deterministic inference"),
-    FlagRule(
-        "checkpoint_engine_wait_weights_before_ready",
-        (False,),
-        "drop the flag: the target's weights cannot be updated under DSPARK",
-    ),
-    FlagRule("decrypted_draft_config_file", (None,), "drop the flag: DSPARK reads the drafter's own config.json"),
-    FlagRule("radix_cache_backend", (None,), "drop the flag: draft K/V exists only for SGLang's own pool of slots"),
-    FlagRule("offload_group_size", (-1,), "drop the flag; --cpu-offload-gb is served"),
-    FlagRule("use_ray", (False,), "drop the flag: schedulers have to be processes that load the plugin"),
-    FlagRule("speculative_num_steps", (None, 1), "drop the flag; --speculative-dspark-block-size shortens the block"),
-    FlagRule("speculative_eagle_topk", (None, 1), OTHER_ALGORITHM),
-    FlagRule("speculative_dflash_block_size", (None,), "pass --speculative-dspark-block-size"),
-    FlagRule("speculative_accept_threshold_single", (1.0,), EXACT),
-    FlagRule("speculative_accept_threshold_acc", (1.0,), EXACT),
-    FlagRule("speculative_use_rejection_sampling", (False,), "drop the flag: DSPARK always samples by rejection"),
-    FlagRule("speculative_token_map", (None,), "drop the flag: a drafter of DSPARK brings its draft_vocabulary.json"),
-    FlagRule("speculative_attention_mode", ("prefill",), OTHER_ALGORITHM),
-    FlagRule(
-        "speculative_draft_attention_backend", (None,), "drop the flag: the drafter has attention kernels of its own"
-    ),
-    FlagRule(
-        "speculative_draft_kv_cache_dtype", (None,), "drop the flag: the drafter's K/V has the dtype of the weights"
-    ),
-    FlagRule(
-        "speculative_dspark_align_verify_tokens_to_graph_tier",
-        (False,),
-        "drop the flag: it belongs to SGLang's own worker",
-    ),
-    FlagRule("speculative_moe_runner_backend", (None, "auto"), OTHER_ALGORITHM, follows="moe_runner_backend"),
-    FlagRule("speculative_moe_a2a_backend", (None, "none"), OTHER_ALGORITHM),
-    FlagRule("enable_multi_layer_eagle", (False,), OTHER_ALGORITHM),
-    FlagRule("speculative_enable_w4a4_mxfp4_megamoe", (None,), OTHER_ALGORITHM),
-    FlagRule("speculative_adaptive", (False,), ADAPTS),
-    FlagRule("speculative_adaptive_config", (None,), ADAPTS),
-    FlagRule("decoupled_spec_role", ("null",), OTHER_ALGORITHM),
 )
 
 
@@ -115,18 +149,8 @@ def all_rules() -> tuple[FlagRule, ...]:
     return (*FLAG_RULES, *(rule for feature in all_features() for rule in feature.flag_rules))
 
 
-def unread(args: ServerArgs) -> list[str]:
-    """Return the flags that have no effect under DSPARK, and that the operator has set all the same."""
-    ruled = {rule.name for rule in all_rules()}
-    fields = (field for field in record_fields(ServerArgs) if field.name.startswith(UNREAD))
-    set_by_hand = (field.name for field in fields if getattr(args, field.name) != field.default)
-    return [flag_of(name) for name in set_by_hand if name not in ruled]
-
-
-def refusals(args: ServerArgs, resolved: ServerArgs) -> Iterator[str]:
-    """Yield a message for every flag with a value that DSPARK does not serve, given or ``resolved`` by SGLang."""
+def broken(context: LaunchContext, *, adjusts: bool) -> Iterator[FlagRule]:
+    """Yield the rules of a kind that hold on a server and whose flags have other values than those that are served."""
     for rule in all_rules():
-        for found in (args, resolved):
-            if rule.refuses(found):
-                yield f"DSPARK cannot run with {flag_of(rule.name)}={getattr(found, rule.name)}; {rule.remedy}"
-                break
+        if rule.adjusts is adjusts and not rule.serves(context.args) and rule.beside(context):
+            yield rule

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,14 +12,14 @@ from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.launch import defaults, hooks
+from sglang_dspark.engine.launch import adjustments, defaults, hooks
 from sglang_dspark.engine.launch.check import Stage
 from sglang_dspark.engine.launch.checks import refuse
 from sglang_dspark.engine.launch.context import LaunchContext
-from sglang_dspark.engine.launch.flag_rules import unread
+from sglang_dspark.engine.launch.flag_rule import Adjustment
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.sglang_types import ServerArgs
-from sglang_dspark.engine.support import installed_sglang
+from sglang_dspark.engine.support import ALGORITHM, installed_sglang
 from sglang_dspark.errors import ConfigError, EngineError
 from sglang_dspark.hub import DRAFT_FILES, SUBFOLDER, drafter_in_target, local_folder
 
@@ -27,7 +28,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Launch(DSparkServer):
-    """The start of one server. It is attached to SGLang's arguments, and found again in every process."""
+    """The start of one server. It is attached to SGLang's arguments, and found again in every process.
+
+    Attributes:
+        adjustments: flags that the start changes.
+    """
+
+    adjustments: tuple[Adjustment, ...] = ()
 
     @classmethod
     def find(cls, args: ServerArgs, config: DSparkConfig) -> Self:
@@ -37,19 +44,26 @@ class Launch(DSparkServer):
             ConfigError, CheckpointError: options that cannot work, or no usable drafter.
         """
         refuse(LaunchContext.of(args, config), Stage.OPTIONS)
-        if ignored := unread(args):
-            logger.warning("%s: DSPARK reads no flags of other speculative algorithms", ", ".join(ignored))
         dummy = (args.speculative_draft_load_format or args.load_format) == "dummy"
-        return cls(config, find_drafter(args, config, dummy=dummy), dummy, defaults.draft_window(args))
+        drafter = find_drafter(args, config, dummy=dummy)
+        config, of_lengths = adjustments.of_lengths(args, config, None if drafter is None else drafter.config.gamma)
+        server = DSparkServer(config, drafter, dummy, defaults.draft_window(args))
+        found = (*of_lengths, *adjustments.of_rules(LaunchContext(arguments.looked_up(args), server)))
+        return cls(config, drafter, dummy, server.draft_window, tuple(one.said for one in found), found)
 
-    def before(self, args: ServerArgs) -> None:
-        """Prepare ``args`` for SGLang to resolve them."""
+    def resolve(self, original: Callable[[ServerArgs], None], args: ServerArgs) -> None:
+        """Have SGLang resolve ``args``, which it asks our algorithm to check and to complete."""
+        args.speculative_algorithm = ALGORITHM
         arguments.attach(args, self)
+        for adjustment in self.adjustments:
+            setattr(args, adjustment.name, adjustment.value)
+            logger.warning("DSPARK: %s", adjustment.said)
         defaults.prepare(args)
+        original(args)
 
     @classmethod
     def of(cls, args: ServerArgs) -> Self:
-        """Return the launch that :meth:`before` has attached.
+        """Return the launch that :meth:`resolve` has attached.
 
         Raises:
             EngineError: this SGLang resolves its arguments without our hook, which knows our options.

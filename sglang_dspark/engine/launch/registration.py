@@ -27,10 +27,11 @@ def register_algorithm(load_worker: Callable[[], type[Decoder]]) -> None:
     """
     support.installed_sglang()
 
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
-    from sglang_dspark.engine.launch import hooks
+    from sglang_dspark.engine.launch import defaults, hooks
     from sglang_dspark.engine.launch.launch import Launch
 
     if get_spec(support.ALGORITHM) is not None:
@@ -41,6 +42,8 @@ def register_algorithm(load_worker: Callable[[], type[Decoder]]) -> None:
         validate_server_args=lambda args: Launch.of(args).validate(args),
         spec_class=_algorithm_class(),
     )(_worker_factory(load_worker))
+    for choice in defaults.CHOICES:
+        register_resolution_hook(choice)(defaults.choose_as_plain)
     hooks.register_flags()
 
 

@@ -6,10 +6,30 @@ from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.hook_checks import Moment
 from sglang_dspark.engine.launch.flag_rule import FlagRule
 from sglang_dspark.engine.launch.hook import Hook
+from sglang_dspark.engine.sglang_types import ServerArgs
+
+BACKENDS = {"cuda": ("csgmv", "triton"), "cpu": ("torch_native",)}
+"""LoRA backends whose kernels compute ragged rows. On a GPU the torch one would read their numbers on the host."""
+
+
+def asks_for_adapters(args: ServerArgs) -> bool:
+    """Return whether the operator wants adapters."""
+    return bool(args.enable_lora or (args.enable_lora is None and args.lora_paths))
+
+
+def _backend(device: str) -> FlagRule:
+    return FlagRule(
+        "lora_backend",
+        BACKENDS[device],
+        f"its kernels compute as many rows as each request verifies on {device}",
+        adjusts=True,
+        beside=lambda context: context.args.device == device and asks_for_adapters(context.args),
+    )
+
 
 FEATURE = Feature(
     __name__,
-    is_used=lambda args: bool(args.enable_lora or (args.enable_lora is None and args.lora_paths)),
+    is_used=asks_for_adapters,
     hooks=(
         Hook(
             "serve-adapters",
@@ -31,7 +51,8 @@ FEATURE = Feature(
         ),
     ),
     flag_rules=(
-        FlagRule("enable_lora_overlap_loading", (False, None), "drop the flag; adapters are served without it"),
+        FlagRule("enable_lora_overlap_loading", (None, False), "adapters are served without it", adjusts=True),
+        *map(_backend, BACKENDS),
     ),
     checks="checks.CHECKS",
     part="served.Adapters.of",

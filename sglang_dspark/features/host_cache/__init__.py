@@ -3,6 +3,9 @@
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.launch.flag_rule import FlagRule
 
+DEVICES = ("cuda",)
+"""Devices from which SGLang's kernels copy K/V to host memory."""
+
 FEATURE = Feature(
     __name__,
     is_used=lambda args: args.enable_hierarchical_cache,
@@ -10,9 +13,23 @@ FEATURE = Feature(
         FlagRule(
             "hicache_storage_backend",
             (None,),
-            "drop the flag: prefixes can move to host memory, but not beyond it",
+            "prefixes can move to host memory, but not beyond it",
+            adjusts=True,
+        ),
+        FlagRule(
+            "enable_hierarchical_cache",
+            (False,),
+            "SGLang copies K/V to host memory with CUDA kernels",
+            adjusts=True,
+            beside=lambda context: context.args.device not in DEVICES,
+        ),
+        FlagRule(
+            "enable_hierarchical_cache",
+            (False,),
+            "it is not tried with two K/V pools; --disable-hybrid-swa-memory gives one if all heads are alike",
+            adjusts=True,
+            beside=lambda context: context.target.is_hybrid_swa,
         ),
     ),
-    checks="checks.CHECKS",
     part="served.HostCache.of",
 )

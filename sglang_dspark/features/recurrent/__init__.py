@@ -1,6 +1,9 @@
 """Targets whose layers keep a recurrent state: verifications leave it alone, commits run the accepted rows again."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.plugins.hook_registry import HookType
@@ -8,8 +11,12 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_dspark.draft.families import FAMILIES
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.hook_checks import Moment
+from sglang_dspark.engine.launch.flag_rule import FlagRule
 from sglang_dspark.engine.launch.hook import Hook
 from sglang_dspark.engine.sglang_types import ModelRunner
+
+if TYPE_CHECKING:
+    from sglang_dspark.engine.launch.context import LaunchContext
 
 
 def keeps_states(architectures: Sequence[str]) -> bool:
@@ -26,6 +33,17 @@ def recurrence(runner: ModelRunner) -> dict[str, str | None]:
     backend = getattr(runner.attn_backend, "linear_attn_backend", None)
     backend = getattr(backend, "prompts", backend)
     return {"recurrence": None if backend is None else type(backend).__name__.removesuffix("AttnBackend")}
+
+
+_REFUSED = {"enable_lora": (None, False), "lora_paths": (None, []), "enable_streaming_session": (False,)}
+
+
+def _beside(context: LaunchContext) -> bool:
+    return keeps_states(context.target.hf_config.architectures)
+
+
+def _adjusted(name: str, served: tuple[object, ...], reason: str) -> FlagRule:
+    return FlagRule(name, served, f"{reason} of recurrent layers", adjusts=True, beside=_beside)
 
 
 FEATURE = Feature(
@@ -50,6 +68,29 @@ FEATURE = Feature(
             "for targets with recurrent layers SGLang keeps the state after every draft, gigabytes for some requests; "
             "DSPARK runs the accepted rows again instead",
             Moment.SOME_TIME,
+        ),
+    ),
+    flag_rules=(
+        *(
+            FlagRule(name, served, "drop the flag: it is not served beside recurrent layers", beside=_beside)
+            for name, served in _REFUSED.items()
+        ),
+        _adjusted("enable_hierarchical_cache", (False,), "host memory holds no states"),
+        *(
+            _adjusted(f"enable_{name}", (False,), "DSPARK runs accepted rows again from states")
+            for name in (
+                "int8_mamba_checkpoint",
+                "linear_replayssm",
+                "linear_replayssm_spec",
+                "mamba_cache_stochastic_rounding",
+            )
+        ),
+        _adjusted("linear_attn_backend", ("triton",), "DSPARK knows Triton's states"),
+        _adjusted("linear_attn_prefill_backend", ("triton", None), "DSPARK knows Triton's states"),
+        _adjusted(
+            "mamba_radix_cache_strategy",
+            ("extra_buffer", "no_buffer", "auto"),
+            "snapshots are taken at once",
         ),
     ),
     checks="checks.CHECKS",

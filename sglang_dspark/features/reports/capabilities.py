@@ -49,6 +49,7 @@ def capabilities(decoder: Decoder) -> dict[str, Any]:
         "max_running_requests": int(model_runner.max_running_requests),
         "policy": schedule.policy.name,
         "policies": {name: _policy(schedule, name, on_gpu=on_gpu) for name in POLICY_NAMES},
+        "adjusted_flags": list(server.adjusted) if isinstance(server, DSparkServer) else [],
         "features": {
             "speculation_fields": _speculation_fields(server),
             "cuda_graphs": decoding.cuda_graphs,

@@ -22,10 +22,12 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[bold red]fa
 @click.option("--target", type=Checkpoint(), help="The target model.")
 @click.option("--draft", type=Checkpoint(), help="Its drafter.")
 @click.option("--hooks", is_flag=True, help="Also look at every function of SGLang that is patched, and say why it is.")
-def doctor(target: Path | None, draft: Path | None, hooks: bool) -> None:
+@click.argument("flags", nargs=-1)
+def doctor(target: Path | None, draft: Path | None, hooks: bool, flags: tuple[str, ...]) -> None:
     """Say whether this installation can serve, and whether a drafter fits a target.
 
-    Ends with exit status 1 when something stands in the way.
+    With FLAGS of sglang.launch_server behind "--", also what DSPARK changes of them. Ends with exit status 1 when
+    something stands in the way.
     """
     if (target is None) != (draft is None):
         raise click.UsageError("--target and --draft belong together: give both or neither")
@@ -39,7 +41,7 @@ def doctor(target: Path | None, draft: Path | None, hooks: bool) -> None:
     table = Table.grid(padding=(0, 2))
     findings = []
     with console.status("importing SGLang and running the checks"):
-        for finding in _diagnose(target, draft, hooks=hooks):
+        for finding in _diagnose(target, draft, flags, hooks=hooks):
             findings.append(finding)
             table.add_row(_MARKS[finding.status], finding.subject, _text(finding))
     console.print(table)
@@ -49,35 +51,34 @@ def doctor(target: Path | None, draft: Path | None, hooks: bool) -> None:
         raise SystemExit(1)
     console.print("\n[green]Ready.[/]")
     if target is not None and draft is not None:
-        console.print(_command(target, draft), soft_wrap=True)
+        console.print(_command(_flags(target, draft, flags)), soft_wrap=True)
 
 
-def _flags(target: Path, draft: Path) -> list[str]:
+def _flags(target: Path, draft: Path, others: tuple[str, ...]) -> list[str]:
     """Return flags of a server of the pair on this machine."""
     import torch
 
     from sglang_dspark.tools.launch import dspark_flags
 
     device = () if torch.cuda.is_available() else ("--device", "cpu")
-    return ["--model-path", str(target), *dspark_flags(draft), *device]
+    return ["--model-path", str(target), *dspark_flags(draft), *device, *others]
 
 
-def _command(target: Path, draft: Path) -> str:
-    """Return a command that serves the pair on this machine."""
+def _command(flags: list[str]) -> str:
+    """Return the command of a server with these flags."""
     from sglang_dspark.on_cpu import VARIABLE
 
-    flags = _flags(target, draft)
     variable = f"{VARIABLE}=1 " if "--device" in flags else ""
     return f"{variable}python -m sglang.launch_server {' '.join(flags)}"
 
 
-def _diagnose(target: Path | None, draft: Path | None, *, hooks: bool) -> Iterator[Finding]:
+def _diagnose(target: Path | None, draft: Path | None, flags: tuple[str, ...], *, hooks: bool) -> Iterator[Finding]:
     from sglang_dspark.on_cpu import VARIABLE
     from sglang_dspark.tools.doctor.installation import check_device, check_hooks, check_plugin, check_versions
 
     if target is not None and draft is not None:
         with suppress(ImportError):  # of torch, which check_device reports
-            if "--device" in _flags(target, draft):
+            if "--device" in _flags(target, draft, flags):
                 os.environ.setdefault(VARIABLE, "1")  # as in the command; SGLang reads it once
     yield from check_versions()
     yield from check_plugin()
@@ -87,7 +88,7 @@ def _diagnose(target: Path | None, draft: Path | None, *, hooks: bool) -> Iterat
     if target is not None and draft is not None:
         from sglang_dspark.tools.doctor.models import check_pair
 
-        yield from check_pair(target, draft, _flags(target, draft))
+        yield from check_pair(target, draft, _flags(target, draft, flags))
 
 
 def _text(finding: Finding) -> str:

@@ -53,6 +53,8 @@ def _check_models(start: LaunchContext, draft_dir: Path) -> Iterator[Finding]:
     architectures, text = ", ".join(start.target.hf_config.architectures), start.text_config
     sizes = f"hidden size {text.hidden_size}, vocabulary {text.vocab_size}, {text.num_hidden_layers} layers"
     yield Finding("ok", "engine", "plugin: our worker serves the target")
+    for said in start.server.adjusted:
+        yield Finding("note", "flags", said)
     yield Finding("ok", "target", f"{architectures}: {sizes}, as the drafter expects")
     model = load_draft_model(draft_dir, dtype=start.target.dtype, device="cpu")
     _check_finite(model)

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from sglang_dspark import on_cpu
@@ -114,9 +115,9 @@ def interpret_adapters():
     """Let a server on a CPU serve adapters by kernels, which are interpreted."""
 
     def offer(module):
-        module.BACKENDS = {**module.BACKENDS, "cpu": module.BACKENDS["cuda"]}
+        module.FEATURE = replace(module.FEATURE, flag_rules=())
 
-    patch_when_imported("sglang_dspark.features.adapters.checks", offer)
+    patch_when_imported("sglang_dspark.features.adapters", offer)
 
 
 def attend_literally():
@@ -127,7 +128,6 @@ def attend_literally():
 
     def offer(module):
         module.PREFILL_BACKENDS = {**module.PREFILL_BACKENDS, "cpu": (*module.PREFILL_BACKENDS["cpu"], "intel_amx")}
-        module.KNOWN_BY = {what: (*names, *module.PREFILL_BACKENDS["cpu"]) for what, names in module.KNOWN_BY.items()}
 
     def serve_text(module):
         def make(self, model_path, *args, original=module.ModelConfig.__init__, **options):
@@ -138,7 +138,7 @@ def attend_literally():
 
     patch_when_imported("sglang.srt.configs.model_config", serve_text)
     patch_when_imported("sglang.srt.layers.attention.attention_registry", late("literal_attention", "install"))
-    patch_when_imported("sglang_dspark.engine.launch.flag_checks", offer)
+    patch_when_imported("sglang_dspark.engine.launch.flag_rules", offer)
 
 
 def keep_states_of_texts():
@@ -171,8 +171,8 @@ def complete_cpu():
     patch_when_imported("sglang.srt.mem_cache.allocator.paged", late("paged_slots", "install"))
     # The first of the modules of adapters that any process imports.
     patch_when_imported("sglang.srt.lora.lora_registry", late("unpinned", "install"))
-    patch_when_imported("sglang_dspark.engine.launch.flag_checks", page)
-    patch_when_imported("sglang_dspark.features.host_cache.checks", copy)
+    patch_when_imported("sglang_dspark.engine.launch.flag_rules", page)
+    patch_when_imported("sglang_dspark.features.host_cache", copy)
     patch_when_imported("sglang.srt.mem_cache.pool_host.mha", late("host_memory", "install_pools"))
     for name in ("sglang.srt.managers.cache_controller", "sglang.srt.mem_cache.l2_transfer"):
         patch_when_imported(name, late("host_memory", "install_streams"))

@@ -57,6 +57,14 @@ def edit_tensors(folder: Path, edit) -> None:
     save_file(tensors, file)
 
 
+@pytest.mark.usefixtures("without_sglang")
+def test_flags_that_a_start_changes_are_said(run, target, draft):
+    result = run("doctor", "--target", target, "--draft", draft, "--", "--enable-mixed-chunk", "--skip-server-warmup")
+    said = " ".join(result.output.split())
+    assert "note flags --enable-mixed-chunk=True becomes False: prompts and verifications are" in said
+    assert "--skip-server-warmup=" not in said
+
+
 @pytest.mark.slow
 def test_a_good_installation_and_the_golden_pair(run, target, draft):
     result = run("doctor", "--target", target, "--draft", draft)
