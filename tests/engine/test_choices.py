@@ -1,7 +1,9 @@
 """Command lines that work without DSPARK start with it, and SGLang chooses the same for both. GPUs are faked."""
 
+import os
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from faked_gpu import GPUS, Pairs
@@ -33,9 +35,10 @@ def pairs(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def unhooked(monkeypatch):
+    """SGLang leaves variables behind, of states for instance, that later processes would read."""
     monkeypatch.setattr(hooks, "install", lambda *places: None)
-    for name in ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"):
-        monkeypatch.setenv(name, "0")  # or starting would leave it behind
+    with patch.dict(os.environ):
+        yield
 
 
 def documented():
