@@ -56,7 +56,8 @@ TRAINERS = {
     ),
     "SpecForge": Trainer(("specforge==0.2.0",), "of_specforge.py"),
     "ModelOpt": Trainer(
-        ("nvidia-modelopt==0.47.0", "omegaconf==2.4.0", "antlr4-python3-runtime==4.9.3", "pulp==3.3.2"),
+        ("nvidia-modelopt==0.47.0", "omegaconf==2.4.0", "antlr4-python3-runtime==4.9.3", "pulp==3.3.2")
+        + ("transformers==5.14.1", "tokenizers==0.22.2"),  # the newest that it takes
         "of_modelopt.py",
     ),
     "NeMo AutoModel": Trainer(
@@ -137,7 +138,7 @@ def main(only: tuple[str, ...], folder: Path, output: Path | None) -> None:
         write_drafters(TRAINERS[name], place)
         cases[name] = {
             "packages": TRAINERS[name].packages,
-            "drafters": {path.parent.name: compared(path.parent) for path in sorted(place.glob(f"drafters/*/{RECORD}"))},
+            "drafters": {path.name: compared(path) for path in sorted(place.glob("drafters/*")) if path.name != "target"},
         }
     failed = False
     for name, trainer in cases.items():

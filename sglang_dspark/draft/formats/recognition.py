@@ -17,18 +17,12 @@ SERVED = (
 
 _TARGETS = {family.architecture for family in FAMILIES}
 _DEEPSPEC = {*ARCHITECTURES.values(), "LingDSparkModel", "Qwen3OmniDSparkModel"}
-
-_SERVED_CLASSES = {
-    *_DEEPSPEC,
-    *(
-        "DSparkDraftModel",
-        "DSparkSpeculator",
-        "Lfm2DSparkDraftModel",
-        "DFlashDraftModel",
-        "DFlashSpeculator",
-        "DFlash2DraftModel",
-    ),
+_DFLASH = {
+    *("DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator"),
+    *("Qwen3DFlashDraftModel", "Qwen3DFlash2DraftModel"),  # NeMo AutoModel's
 }
+
+_SERVED_CLASSES = {*_DEEPSPEC, *_DFLASH, "DSparkDraftModel", "DSparkSpeculator", "Lfm2DSparkDraftModel"}
 """Architectures with Qwen3's layers, or Gemma 4's. The layers of any other may differ in what no tensor shows."""
 _OF_DRAFTERS = re.compile("DSpark|DFlash|Draft|Speculator|Eagle|Assistant", re.IGNORECASE)
 
@@ -68,9 +62,7 @@ def recognise(config: Mapping[str, Any], tensors: Collection[str], origin: str) 
     has_heads = any("markov_head." in name for name in tensors)
     if has_heads or config.keys() & {"pard_token", "dspark_markov_rank"}:
         return "TorchSpec"
-    if names & {"DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator"} and (
-        dflash or {"block_size", "mask_token_id"} <= config.keys()
-    ):
+    if names & _DFLASH and (dflash or {"block_size", "mask_token_id"} <= config.keys()):
         return "DFlash"
     if not names:
         raise CheckpointError(f"{origin}: key 'architectures' is missing; {SERVED}")
