@@ -87,9 +87,9 @@ def compared(folder: Path) -> dict[str, Any]:
         reading = read(folder)
     except CheckpointError as error:
         return found | {"refused": str(error).replace(str(folder), folder.name)}
-    found |= {"format": reading.format, "network": describe(reading.config), "unknown_keys": reading.unknown_keys}
-    found["remarks"] = [remark.sentence for remark in reading.remarks]
-    found["doubts"] = [remark.sentence for remark in reading.remarks if remark.doubtful]
+    doubts = [remark.sentence for remark in reading.remarks if remark.doubtful]
+    found |= {"format": reading.format, "network": describe(reading.config)}
+    found["questions"] = [*doubts, *(f"unknown key {key}" for key in reading.unknown_keys)]
     return found | _differences(folder, reading, load_file(folder / RECORD))
 
 
@@ -122,7 +122,7 @@ def passes(case: dict[str, Any]) -> bool:
     if "refused" in case:
         return NOT_SERVED in case["refused"]
     close = all(value < TOLERANCE for value in case["worst_difference"].values())
-    return close and case["equal_blocks"] == f"{len(ANCHORS)} of {len(ANCHORS)}" and not case["unknown_keys"]
+    return close and case["equal_blocks"] == f"{len(ANCHORS)} of {len(ANCHORS)}" and not case["questions"]
 
 
 @click.command()
@@ -146,8 +146,8 @@ def main(only: tuple[str, ...], folder: Path, output: Path | None) -> None:
             failed |= not passes(case)
             said = case.get("refused") or f"{case['worst_difference']}, {case['equal_blocks']} blocks equal"
             print(f"{'ok  ' if passes(case) else 'FAIL'} {name}: {drafter}: {said}")
-            for words in (*case.get("doubts", ()), *case.get("unknown_keys", ())):
-                print(f"     {words}")
+            for question in case.get("questions", ()):
+                print(f"     {question}")
     provenance.write_json(output or folder.with_suffix(".json"), provenance.record() | {"trainers": cases})
     sys.exit(failed)
 

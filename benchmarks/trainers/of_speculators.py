@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from record import ANCHORS, BLOCK, MASK, TAPS, VOCABULARY, Target, keep, make_target, spread, walk
 from speculators.model import SpeculatorModel
+from speculators.models.eagle3.rotary_partial import install_partial_neox_rotary
 from speculators.train.cli import build_draft_model
 from speculators.train.config import TrainConfig
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
@@ -34,6 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "dspark, a window in one layer": MIXED | {"markov_head_type": "gated"},
     "dspark, reduced vocabulary": FULL | {"draft_vocab_size": 23},
     "dspark, layers of Llama": FULL | {"draft_arch": "llama"},
+    "dspark, target that rotates parts of heads": FULL | {"draft_mrope_full_head_hack": False},
+    "dspark, target that rotates parts of heads, widened": FULL | {"draft_mrope_full_head_hack": True},
     "dflash": FULL | {"speculator_type": "dflash"},
     "dflash, every slot predicts": FULL | {"speculator_type": "dflash", "sample_from_anchor": True},
     "dflash, windows": SLIDING | {"speculator_type": "dflash"},
@@ -45,19 +49,27 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def rotate_parts(file: Path) -> None:
+    """Make a target's config.json say that it rotates a quarter of each head, as Qwen3.5's does."""
+    config = json.loads(file.read_text())
+    parts = {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    file.write_text(json.dumps(config | {"rope_parameters": config["rope_parameters"] | parts}))
+
+
 def write(folder: Path, target: Target, flags: dict[str, Any]) -> None:
     """Write one drafter, and what it makes of the target's hidden states."""
     given = {"speculator_type": "dspark", "draft_arch": "qwen3", "num_layers": 2, "markov_rank": 6} | flags
     given |= {"verifier_name_or_path": str(target.folder), "mask_token_id": MASK, "block_size": BLOCK}
     given |= {"target_layer_ids": [tap + 1 for tap in TAPS]}  # 0 is the embedding's output
     args = argparse.Namespace(**{**TrainConfig().flatten(), **given})
-    args.full_attention_indices = given.get("full_attention_indices", [])
     d2t, t2d, size = None, None, args.draft_vocab_size or VOCABULARY
     if args.draft_vocab_size:
         frequencies = {token: 100 - token for token in range(1, VOCABULARY, 2)}
         d2t, t2d = build_vocab_mappings_from_distribution(frequencies, size, VOCABULARY)
     model = build_draft_model(args, SpeculatorModel.registry[args.speculator_type], t2d, d2t, size)
     spread(model, keep=("embed_tokens", "lm_head", "verifier"))
+    if not args.draft_mrope_full_head_hack:
+        install_partial_neox_rotary()  # as training does
     model.save_pretrained(folder)
 
     loss_mask = torch.zeros(1, len(target.ids), dtype=torch.bool)
@@ -97,6 +109,8 @@ def write(folder: Path, target: Target, flags: dict[str, Any]) -> None:
 if __name__ == "__main__":
     root = Path(sys.argv[1])
     with torch.no_grad():
-        given = make_target(root / "target")
         for name, flags in CASES.items():
+            given = make_target(root / "target")
+            if "draft_mrope_full_head_hack" in flags:
+                rotate_parts(given.folder / "config.json")
             write(root / name, given, flags)

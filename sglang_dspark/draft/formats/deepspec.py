@@ -40,4 +40,4 @@ def read(content: Content) -> Reading:
     qwen3.attention(content)
     qwen3.causal_layers(content)
     qwen3.extras(content, {})
-    return finish("DeepSpec", content, rules, span_head=rotation.rope(content, "DeepSpec"))
+    return finish("DeepSpec", content, rules, span_head=rotation.rope(content))

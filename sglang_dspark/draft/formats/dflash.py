@@ -92,7 +92,7 @@ def read(name: FormatName, content: Content) -> Reading:
     if name == "llama.cpp" and (window := content.values.get("sliding_window")):
         words = "is read as a window that slides along with the slots, in causal layers: the file does not say its rule"
         content.remark("sliding_window", window, words, doubtful=True)
-    return finish(name, content, rules, span_head=rotation.rope(content, name))
+    return finish(name, content, rules, span_head=rotation.rope(content))
 
 
 def _depth(values: Mapping[str, Any]) -> Any:

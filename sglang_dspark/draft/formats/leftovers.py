@@ -63,12 +63,6 @@ LAYERS = (
 ).split()
 """Keys beside the layers."""
 
-DOUBT = (
-    "is ignored, which may be wrong: newer releases of speculators can rotate a part of a head. Compare accept lengths "
-    'with those of {}="leading"'
-)
-"""The same of a part of the head in a file of speculators."""
-
 
 def pass_over(content: Content, read: Collection[str]) -> None:
     """Note the keys beside the layers that are left over from the target, but for those that are ``read``."""

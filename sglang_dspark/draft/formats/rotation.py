@@ -6,8 +6,7 @@ from typing import Any
 from sglang_dspark.draft.checked import REMEDY
 from sglang_dspark.draft.config import FULL, SLIDING
 from sglang_dspark.draft.formats.content import Content
-from sglang_dspark.draft.formats.leftovers import DOUBT, PART_OF_HEAD, REASON, ROPE
-from sglang_dspark.draft.formats.recognition import FormatName
+from sglang_dspark.draft.formats.leftovers import PART_OF_HEAD, REASON, ROPE
 from sglang_dspark.draft.rope import ALL_KEYS, RopeScaling, keys_of
 from sglang_dspark.errors import CheckpointError
 
@@ -18,11 +17,10 @@ here, or the first channels are paired up among each other, as Hugging Face's ``
 _READ = ("rope_theta", "rope_type", "type", "rotary_pairs", "rope_dim", *PART_OF_HEAD)
 
 
-def rope(content: Content, name: FormatName, *, kind: str | None = None) -> bool:
+def rope(content: Content, kind: str | None = None) -> bool:
     """Read the rotary embedding.
 
     Args:
-        name: of the format.
         kind: of attention, whose set counts if ``rope_parameters`` has one per kind; None takes the kinds that occur.
 
     Returns:
@@ -44,7 +42,7 @@ def rope(content: Content, name: FormatName, *, kind: str | None = None) -> bool
         origin = f"{content.origin}: rope_parameters"
         scaling = RopeScaling(rope_type=rope_type, origin=origin, **given)  # type: ignore[arg-type]  # it checks
         content.values["rope_scaling"] = scaling
-    return _read_part(content, keys, name, spans_head=rope_type == "proportional")
+    return _read_part(content, keys, spans_head=rope_type == "proportional")
 
 
 def pairs_are_neighbours(content: Content) -> bool:
@@ -155,7 +153,7 @@ def _of_type(content: Content, keys: _RopeKeys, rope_type: str, *, said: bool) -
     return given
 
 
-def _read_part(content: Content, keys: _RopeKeys, name: FormatName, *, spans_head: bool) -> bool:
+def _read_part(content: Content, keys: _RopeKeys, *, spans_head: bool) -> bool:
     """Read which part of a head rotates: the whole one, unless the file says that a part is meant.
 
     Args:
@@ -182,9 +180,6 @@ def _read_part(content: Content, keys: _RopeKeys, name: FormatName, *, spans_hea
         return bool(pairs == WHOLE_HEAD)
     for key in PART_OF_HEAD:
         for place, value in keys.everywhere(key).items():
-            if value in (1, head_dim):
-                continue
-            doubtful = (name, key, channels) == ("speculators", "partial_rotary_factor", None)
-            words = DOUBT.format(place.replace(key, "rotary_pairs")) if doubtful else f"is ignored: {REASON}"
-            content.remark(place, value, words, doubtful=doubtful)
+            if value not in (1, head_dim):
+                content.remark(place, value, f"is ignored: {REASON}")
     return False

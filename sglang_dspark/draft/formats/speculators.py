@@ -77,7 +77,7 @@ def read(content: Content) -> Reading:
         values |= _EXTRAS_OF_DFLASH2
     qwen3.extras(content, tensors)
     values["rope_theta"] = _ROPE_THETA
-    span_head = rotation.rope(content, "speculators", kind=_rope_kind(content))
+    span_head = rotation.rope(content, _rope_kind(content))
     return finish("speculators", content, rules, span_head=span_head, first_layer=1)
 
 
