@@ -37,6 +37,14 @@ sys.path.append(str(provenance.REPOSITORY / "tests" / "support"))  # one request
 from reference_decoding import ContextKV, draft_block  # noqa: E402
 
 TOLERANCE = 1e-4
+FILES = provenance.REPOSITORY / "tests" / "data" / "trainer_files.json"
+"""What tests read: config.json and shapes of some of the drafters, a line each."""
+OF_TESTS = {
+    "speculators": ("dspark", "dspark, reduced vocabulary", "dspark, windows", "dflash", "dflash2", "dflash2, windows"),
+    "SpecForge": ("dspark", "dspark, YaRN", "dflash", "dflash, windows"),
+    "ModelOpt": ("dspark", "dspark, windows, causal", "dspark, sinks", "dflash"),
+    "NeMo AutoModel": ("dspark", "dflash", "dflash2", "dflash2, windows"),
+}
 NOT_SERVED = "markov_head_type='rnn' with sample_from_anchor=false is not supported"
 
 
@@ -80,16 +88,13 @@ def write_drafters(trainer: Trainer, folder: Path) -> None:
 
 def compared(folder: Path) -> dict[str, Any]:
     """Return what was read of the drafter in ``folder``, and how far its drafts are from its trainer's."""
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    found: dict[str, Any] = {"config": json.loads((folder / "config.json").read_text()), "shapes": shapes}
     try:
         reading = read(folder)
     except CheckpointError as error:
-        return found | {"refused": str(error).replace(str(folder), folder.name)}
+        return {"refused": str(error).replace(f"{folder}/", "")}
     doubts = [remark.sentence for remark in reading.remarks if remark.doubtful]
-    found |= {"format": reading.format, "network": describe(reading.config)}
-    found["questions"] = [*doubts, *(f"unknown key {key}" for key in reading.unknown_keys)]
+    questions = [*doubts, *(f"unknown key {key}" for key in reading.unknown_keys)]
+    found = {"format": reading.format, "network": describe(reading.config), "questions": questions}
     return found | _differences(folder, reading, load_file(folder / RECORD))
 
 
@@ -117,6 +122,16 @@ def _differences(folder: Path, reading: Reading, record: dict[str, Tensor]) -> d
     }
 
 
+def kept_file(trainer: str, folder: Path) -> str:
+    """Return a line of :data:`FILES`."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    config = json.loads((folder / "config.json").read_text())
+    if "speculators_config" in config:
+        config["speculators_config"]["verifier"]["name_or_path"] = "target"
+    return json.dumps({"trainer": trainer, "drafter": folder.name, "config": config, "shapes": shapes})
+
+
 def passes(case: dict[str, Any]) -> bool:
     """Return whether a drafter is read without a question and drafts as its trainer's network, or may be refused."""
     if "refused" in case:
@@ -129,10 +144,12 @@ def passes(case: dict[str, Any]) -> bool:
 @click.option("--only", type=click.Choice(list(TRAINERS)), multiple=True, help="A trainer. Default: all of them.")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("results/trainers"), show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), help="Default: trainers.json beside the folder.")
-def main(only: tuple[str, ...], folder: Path, output: Path | None) -> None:
+@click.option("--keep-files", is_flag=True, help=f"Write {FILES.name} anew, for the tests.")
+def main(only: tuple[str, ...], folder: Path, output: Path | None, keep_files: bool) -> None:
     """Install trainers, have them write drafters, and compare."""
     torch.set_num_threads(1)
     cases: dict[str, Any] = {}
+    files: list[str] = []
     for name in only or TRAINERS:
         place = (folder / name.replace(" ", "_")).resolve()
         write_drafters(TRAINERS[name], place)
@@ -140,6 +157,7 @@ def main(only: tuple[str, ...], folder: Path, output: Path | None) -> None:
             "packages": TRAINERS[name].packages,
             "drafters": {path.name: compared(path) for path in sorted(place.glob("drafters/*")) if path.name != "target"},
         }
+        files += [kept_file(name, place / "drafters" / drafter) for drafter in OF_TESTS[name]]
     failed = False
     for name, trainer in cases.items():
         for drafter, case in trainer["drafters"].items():
@@ -148,6 +166,8 @@ def main(only: tuple[str, ...], folder: Path, output: Path | None) -> None:
             print(f"{'ok  ' if passes(case) else 'FAIL'} {name}: {drafter}: {said}")
             for question in case.get("questions", ()):
                 print(f"     {question}")
+    if keep_files:
+        FILES.write_text("[" + ",\n".join(files) + "]\n")
     provenance.write_json(output or folder.with_suffix(".json"), provenance.record() | {"trainers": cases})
     sys.exit(failed)
 

@@ -19,18 +19,19 @@ def read_export(export, change=lambda content: None, with_tensors=True, **overri
 
 
 def forget_drafts(content):
-    del content["speculators_config"]
+    del content["speculators_config"], content["sample_from_anchor"]
+
+
+def other_number_of_drafts(content):
+    del content["sample_from_anchor"]
+    content["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 2
 
 
 @pytest.mark.parametrize(
     ("export", "change", "overrides"),
     [
         (exports.speculators, forget_drafts, {}),
-        (
-            exports.speculators,
-            lambda c: c["speculators_config"]["proposal_methods"][0].update(speculative_tokens=2),
-            {},
-        ),
+        (exports.speculators, other_number_of_drafts, {}),
         (exports.torchspec, lambda c: c.pop("sample_from_anchor"), {}),
     ],
 )
@@ -150,8 +151,8 @@ def test_a_class_of_another_name_is_read_if_its_author_says_that_it_is_one_of_th
 def windows_at_the_top(content):
     """Move the keys of windows from the layers to where vLLM reads them as well."""
     layers = content["transformer_layer_config"]
-    moved = {key: layers.pop(key) for key in ("layer_types", "sliding_window")}
-    return content | moved | {"use_sliding_window": True, "max_window_layers": 2}
+    keys = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+    return content | {key: layers.pop(key) for key in keys} | {"max_window_layers": 2}
 
 
 def test_windows_of_speculators_may_stand_beside_the_layers():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,10 @@ from canonical_drafter import config_json, random_tensors
 Config = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 Export = Callable[[Config, Tensors], tuple[Config, Tensors]]
+
+_FILES = json.loads((Path(__file__).parents[1] / "data" / "trainer_files.json").read_text())
+REAL: dict[tuple[str, str], dict[str, Any]] = {(file["trainer"], file["drafter"]): file for file in _FILES}
+"""Trainer and drafter -> ``config`` and ``shapes`` as the trainer wrote them (benchmarks/trainers/compare.py)."""
 
 LAYER_KEYS = (
     "attention_bias hidden_act hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
@@ -58,6 +64,13 @@ WINDOW = {"layer_types": ["full_attention", "sliding_attention"], "sliding_windo
 
 def without_embeddings(tensors: Tensors) -> Tensors:
     return {name: t for name, t in tensors.items() if name not in ("embed_tokens.weight", "lm_head.weight")}
+
+
+def completed(content: Config, trainer: str, drafter: str = "dspark") -> Config:
+    """The content with what the trainer writes beside it: the keys of a real file that it lacks, in all sections."""
+    real = REAL[trainer, drafter]["config"]
+    nested = {key: value | content[key] for key, value in real.items() if isinstance(content.get(key), dict)}
+    return real | content | nested
 
 
 def content_of(export: Export, **overrides: Any) -> tuple[Config, Tensors]:
@@ -120,8 +133,12 @@ def hoisted(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
 def specforge(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     nested = {key: config[key] for key in (*HEAD_KEYS, "target_layer_ids", "mask_token_id") if key in config}
     nested |= {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0}
-    content = layers(config) | {"architectures": ["DSparkDraftModel"], "auto_map": {"AutoModel": "dspark.X"}}
-    return content | {"block_size": config["block_size"], "dflash_config": nested}, without_embeddings(tensors)
+    content = layers(config) | {"architectures": ["DSparkDraftModel"], "block_size": config["block_size"]}
+    content |= {"dflash_config": nested, "rope_parameters": config["rope_parameters"]}
+    content["draft_vocab_size"] = config.get("draft_vocab_size") or config["vocab_size"]
+    if "sliding_window" in config:
+        content |= {"sliding_window": config["sliding_window"], "use_sliding_window": True}
+    return completed(content, "SpecForge"), without_embeddings(tensors)
 
 
 def specforge_two_sections(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
@@ -139,7 +156,8 @@ def modelopt(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     nested |= {"projector_type": "dspark", "shift_label": True, "causal": False, "target_layer_ids": ids}
     nested |= {"use_confidence_head": config["enable_confidence_head"]}
     content = layers(config) | {"architectures": ["DFlashDraftModel"], "block_size": config["block_size"]}
-    return content | {"dflash_config": nested}, {FLAT.get(name, name): tensor for name, tensor in tensors.items()}
+    content = completed(content | {"dflash_config": nested}, "ModelOpt")
+    return content, {FLAT.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def torchspec(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
@@ -177,17 +195,15 @@ def speculators(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     layer = layers(config)
     del layer["num_target_layers"]
     rope = {"rope_theta": layer.pop("rope_theta"), **(layer.pop("rope_scaling") or {"rope_type": "default"})}
-    # Values that the class has by default are not stored.
-    layer = {key: value for key, value in layer.items() if (key, value) not in QWEN3_DEFAULTS}
     layer |= {"rope_parameters": {"sliding_attention": rope, "full_attention": {"rope_theta": 1.0}}}
     if "sliding_window" in config:
-        layer["sliding_window"] = config["sliding_window"]
+        layer |= {"sliding_window": config["sliding_window"], "use_sliding_window": True}
     ids, tensors = shuffled_taps([tap + 1 for tap in config["target_layer_ids"]], tensors)
     from_anchor = config.get("sample_from_anchor", True)
     drafts = config["block_size"] - (not from_anchor)
     content = {
-        "architectures": ["DSparkDraftModel"],
         "speculators_model_type": "dspark" if config["markov_rank"] else "dflash",
+        "sample_from_anchor": from_anchor,
         "transformer_layer_config": layer,
         "aux_hidden_state_layer_ids": ids,
         "block_size": config["block_size"],
@@ -199,17 +215,9 @@ def speculators(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     }
     if config.get("markov_head_type") == "selector":
         content = {key: value for key, value in content.items() if key not in HEAD_KEYS} | selector(config)
-        content |= {"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"]}
+        content["speculators_model_type"] = "dflash2"
         tensors = {SELECTOR.get(name, name): tensor for name, tensor in tensors.items()}
-    return content, without_embeddings(tensors)
-
-
-QWEN3_DEFAULTS = [
-    ("rms_norm_eps", 1e-6),
-    ("attention_bias", False),
-    ("hidden_act", "silu"),
-    ("max_position_embeddings", 32768),
-]
+    return completed(content, "speculators", content["speculators_model_type"]), without_embeddings(tensors)
 
 
 def reduced(token_ids: list[int], vocab_size: int) -> Tensors:
