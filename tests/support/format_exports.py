@@ -136,7 +136,7 @@ def specforge(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     content = layers(config) | {"architectures": ["DSparkDraftModel"], "block_size": config["block_size"]}
     content |= {"dflash_config": nested, "rope_parameters": config["rope_parameters"]}
     content["draft_vocab_size"] = config.get("draft_vocab_size") or config["vocab_size"]
-    if "sliding_window" in config:
+    if config.get("sliding_window"):
         content |= {"sliding_window": config["sliding_window"], "use_sliding_window": True}
     return completed(content, "SpecForge"), without_embeddings(tensors)
 
@@ -196,7 +196,7 @@ def speculators(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     del layer["num_target_layers"]
     rope = {"rope_theta": layer.pop("rope_theta"), **(layer.pop("rope_scaling") or {"rope_type": "default"})}
     layer |= {"rope_parameters": {"sliding_attention": rope, "full_attention": {"rope_theta": 1.0}}}
-    if "sliding_window" in config:
+    if config.get("sliding_window"):
         layer |= {"sliding_window": config["sliding_window"], "use_sliding_window": True}
     ids, tensors = shuffled_taps([tap + 1 for tap in config["target_layer_ids"]], tensors)
     from_anchor = config.get("sample_from_anchor", True)
