@@ -1,11 +1,12 @@
 """Do drafters that their trainers wrote load, and draft here what they draft there?
 
     python benchmarks/trainers/compare.py
-    python benchmarks/trainers/compare.py --only speculators --output /tmp/trainers.json
+    python benchmarks/trainers/compare.py --only speculators
 
-Each trainer is installed into a folder of its own, beside the packages of this environment, and a script ``of_*.py`` among
-its packages writes tiny drafters of every kind with the trainer's own classes and functions, and what they make of given
-hidden states of a target. The files are then read here. Exits with 1 if one is refused that need not be, or differs.
+Each trainer is installed into a folder of its own, beside the packages of this environment. Among them, a script
+``of_*.py`` writes tiny drafters of every kind with the trainer's own classes and functions, and what the trainer's
+networks make of given hidden states of a target. The files are then read here. Exits with 1 if a file is
+refused that the documents do not refuse, leaves a question open, or drafts otherwise.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from reference_decoding import ContextKV, draft_block  # noqa: E402
 
 TOLERANCE = 1e-4
 FILES = provenance.REPOSITORY / "tests" / "data" / "trainer_files.json"
-"""What tests read: config.json and shapes of some of the drafters, a line each."""
+"""What tests read of some of the drafters, a line each: config.json, shapes, and the canonical configuration."""
 OF_TESTS = {
     "speculators": ("dspark", "dspark, reduced vocabulary", "dspark, windows", "dflash", "dflash2", "dflash2, windows"),
     "SpecForge": ("dspark", "dspark, YaRN", "dflash", "dflash, windows"),
@@ -52,26 +53,23 @@ NOT_SERVED = "markov_head_type='rnn' with sample_from_anchor=false is not suppor
 class Trainer:
     """Packages, the trainer's own first, and the script that writes drafters with them."""
 
-    packages: tuple[str, ...]
+    packages: str
     script: str
 
 
 TRAINERS = {
     "speculators": Trainer(
-        ("speculators==0.9.0", "hs-connectors==0.9.0", "loguru==0.7.3", "pydantic-settings==2.16.3")
-        + ("python-dotenv==1.2.4", "typing-inspection==0.4.5"),
+        "speculators==0.9.0 hs-connectors==0.9.0 loguru==0.7.3 pydantic-settings==2.16.3 python-dotenv==1.2.4 "
+        "typing-inspection==0.4.5",
         "of_speculators.py",
     ),
-    "SpecForge": Trainer(("specforge==0.2.0",), "of_specforge.py"),
-    "ModelOpt": Trainer(
-        ("nvidia-modelopt==0.47.0", "omegaconf==2.4.0", "antlr4-python3-runtime==4.9.3", "pulp==3.3.2")
-        + ("transformers==5.14.1", "tokenizers==0.22.2"),  # the newest that it takes
+    "SpecForge": Trainer("specforge==0.2.0", "of_specforge.py"),
+    "ModelOpt": Trainer(  # with the newest transformers that it takes
+        "nvidia-modelopt==0.47.0 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 pulp==3.3.2 transformers==5.14.1 "
+        "tokenizers==0.22.2",
         "of_modelopt.py",
     ),
-    "NeMo AutoModel": Trainer(
-        ("nemo-automodel==0.7.0", "torchao==0.18.0", "torchdata==0.11.0"),
-        "of_nemo.py",
-    ),
+    "NeMo AutoModel": Trainer("nemo-automodel==0.7.0 torchao==0.18.0 torchdata==0.11.0", "of_nemo.py"),
 }
 
 
@@ -80,7 +78,7 @@ def write_drafters(trainer: Trainer, folder: Path) -> None:
     packages = folder / "packages"
     if not packages.is_dir():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages)]
-        subprocess.run([*pip, *trainer.packages], check=True)
+        subprocess.run([*pip, *trainer.packages.split()], check=True)
     # Attention with masks is compiled otherwise, which takes minutes.
     environment = os.environ | {"PYTHONPATH": str(packages), "TORCHDYNAMO_DISABLE": "1"}
     subprocess.run([sys.executable, str(HERE / trainer.script), str(folder / "drafters")], env=environment, check=True)
@@ -129,7 +127,8 @@ def kept_file(trainer: str, folder: Path) -> str:
     config = json.loads((folder / "config.json").read_text())
     if "speculators_config" in config:
         config["speculators_config"]["verifier"]["name_or_path"] = "target"
-    return json.dumps({"trainer": trainer, "drafter": folder.name, "config": config, "shapes": shapes})
+    line = {"trainer": trainer, "drafter": folder.name, "config": config, "shapes": shapes}
+    return json.dumps(line | {"read": read(folder).config.to_dict()})
 
 
 def passes(case: dict[str, Any]) -> bool:
@@ -153,10 +152,9 @@ def main(only: tuple[str, ...], folder: Path, output: Path | None, keep_files: b
     for name in only or TRAINERS:
         place = (folder / name.replace(" ", "_")).resolve()
         write_drafters(TRAINERS[name], place)
-        cases[name] = {
-            "packages": TRAINERS[name].packages,
-            "drafters": {path.name: compared(path) for path in sorted(place.glob("drafters/*")) if path.name != "target"},
-        }
+        drafters = sorted(path for path in place.glob("drafters/*") if path.name != "target")
+        found = {drafter.name: compared(drafter) for drafter in drafters}
+        cases[name] = {"packages": TRAINERS[name].packages, "drafters": found}
         files += [kept_file(name, place / "drafters" / drafter) for drafter in OF_TESTS[name]]
     failed = False
     for name, trainer in cases.items():

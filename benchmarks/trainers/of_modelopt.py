@@ -1,6 +1,6 @@
 """Drafters written by NVIDIA Model Optimizer: its conversion of a target, and the exporter of the converted model.
 
-    python of_modelopt.py FOLDER
+Its argument is a folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import modelopt.torch.speculative as mtsp
 import torch
-from record import ANCHORS, BLOCK, MASK, TAPS, Target, keep, make_target, spread, walk
+from record import ANCHORS, BLOCK, MASK, TAPS, keep, make_target, spread, walk
 
 LAYERS = {"num_hidden_layers": 3, "target_layer_ids": list(TAPS), "head_dim": 16, "num_attention_heads": 4}
 LAYERS |= {"num_key_value_heads": 2, "intermediate_size": 48}

@@ -1,6 +1,6 @@
 """Drafters written by NeMo AutoModel: configurations of its recipes, and config.json as its checkpoints have it.
 
-    python of_nemo.py FOLDER
+Its argument is a folder.
 """
 
 from __future__ import annotations

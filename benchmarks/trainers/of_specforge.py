@@ -1,6 +1,6 @@
 """Drafters written by SpecForge: its export to Hugging Face's format, from a draft configuration and a training state.
 
-    python of_specforge.py FOLDER
+Its argument is a folder.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
 def write(folder: Path, target: Target, heads: dict[str, Any] | None, layers: dict[str, Any]) -> None:
     """Write one drafter, and what it makes of the target's hidden states."""
     config = target.model.config.to_dict()
-    keys = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act"
-    given = {key: config[key] for key in (*keys.split(), "rms_norm_eps", "max_position_embeddings", "initializer_range")}
+    keys = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act "
+    keys += "rms_norm_eps max_position_embeddings initializer_range"
+    given = {key: config[key] for key in keys.split()}
     given |= {"model_type": "qwen3", "num_hidden_layers": 2, "num_target_layers": 6, "block_size": BLOCK}
     given |= {"rope_theta": 500.0, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": False, **layers}
     given |= {"architectures": ["DFlashDraftModel" if heads is None else "DSparkDraftModel"]}

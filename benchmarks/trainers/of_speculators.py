@@ -1,6 +1,6 @@
 """Drafters written by speculators: built as by ``speculators train --dry-run``, from its flags.
 
-    python of_speculators.py FOLDER
+Its argument is a folder.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dflash2": FULL | DFLASH2,
     "dflash2, every slot predicts": FULL | DFLASH2 | {"sample_from_anchor": True},
     "dflash2, windows": SLIDING | DFLASH2 | {"sliding_window_non_causal": True},
-    "dflash2, windows, causal, three taps": MIXED | DFLASH2 | {"sliding_window_non_causal": False, "conv_kernel_size": 3},
+    "dflash2, causal window, three taps": MIXED | DFLASH2 | {"sliding_window_non_causal": False, "conv_kernel_size": 3},
 }
 
 
