@@ -11,9 +11,8 @@ distribution at temperature 1 and y the text's own token::
 each the mean over the slots of a batch, slot j of a block with the weight ``exp(-j / position_decay)``. DeepSpec has 4
 there, and the DSpark paper gamma.
 
-A selector chooses among the tokens whose base logits are best: p_d is 0 for all others, and without ``-log p_d(y)`` if
-y is one of those. That the base logits rank well is a loss of their own, ``ce * L_ce + l1 * L_tv`` of their softmax,
-which is added.
+A selector chooses among the tokens whose base logits are best. p_d of all others is 0, and a slot whose y is one of
+them has no L_ce. The base logits have to rank well by themselves: ``ce * L_ce + l1 * L_tv`` of their softmax is added.
 """
 
 from __future__ import annotations
@@ -126,10 +125,9 @@ class Objective(nn.Module):
 class _DistributionLoss(torch.autograd.Function):
     """``ce * L_ce + l1 * L_tv`` with its gradient, computed chunk by chunk so that no ``[slots, v]`` tensor is kept.
 
-    Returns ``(L_ce [n], L_tv [n], weighted sum)``; only the weighted sum is differentiable, and it alone counts the base
-    logits' own loss. The gradient of the logits
-    is ``p - onehot(y)`` for the first term and ``p * (s - sum(p * s))``, s = sign(p - q), for the second; on a GPU one
-    Triton kernel computes it.
+    Returns ``(L_ce [n], L_tv [n], weighted sum)``; only the weighted sum is differentiable, and it alone has the loss of
+    a selector's base logits. The gradient of the logits is ``p - onehot(y)`` for the first term and ``p * (s - sum(p *
+    s))``, s = sign(p - q), for the second; on a GPU one Triton kernel computes it.
     """
 
     @staticmethod
