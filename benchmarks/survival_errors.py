@@ -2,9 +2,9 @@ r"""Compare estimates of drafts' survival on recorded blocks.
 
     python benchmarks/survival_errors.py SELECTOR.jsonl VANILLA.jsonl --output errors.json
 
-Each file is of ``sglang-dspark evaluate --blocks``. A round is predicted before its outcome is known: by the head's logits
-as they are (``raw``), by the same after online calibration (``online``), and by the acceptance of drafts at the same
-position so far (``history``). Rounds come one at a time, as a lone user's do; the first ones only teach.
+Each file is of ``sglang-dspark evaluate --blocks``. A round is predicted before its outcome is known: by the head's
+logits as they are (``raw``), by the same after online calibration (``online``), and by the acceptance of drafts at the
+same position so far (``history``). Rounds come one at a time, as a lone user's do; the first ones only teach.
 """
 
 from __future__ import annotations
