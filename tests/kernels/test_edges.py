@@ -53,12 +53,13 @@ def test_the_activation_at_the_ends_of_the_range(device):
 
 def test_losses_of_extreme_logits_are_finite_and_gradients_take_their_place(device):
     logits, target = (torch.zeros(2, 300, device=device) for _ in range(2))
-    logits[0, 7], target[1, 3] = 3e4, -3e4
+    logits[0, 7], target[1, 3], logits[1, 9:] = 3e4, -3e4, float("-inf")  # those not on a selector's shortlist
     place, labels = logits.data_ptr(), torch.tensor([8, 3], device=device)
     weights = {"ce_weight": 0.1, "tv_weight": 0.9}
     ce, tv, grad = distribution_loss(logits, target, None, labels, torch.ones(2, device=device), **weights)
     assert all(torch.isfinite(t).all() for t in (ce, tv, grad)) and grad.data_ptr() == place
     assert float(ce[0]) == pytest.approx(-torch.log(torch.tensor(1e-30)).item(), rel=1e-4)
+    assert grad[1, :9].any() and not grad[1, 9:].any()
     empty = distribution_loss(logits[:0], target[:0], None, labels[:0], torch.ones(0, device=device), **weights)
     assert [len(found) for found in empty] == [0, 0, 0]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dspark_training.block_forward import block_hidden, context_kv
 from dspark_training.initial_drafter import InitialDrafter, initial_config, shape_of
 from dspark_training.initialise import initialise
 from dspark_training.target import Target
@@ -54,8 +55,10 @@ def test_the_projection_of_other_taps_is_drawn(finished, make_trainer, target, c
     assert finished.account(trainer.model).endswith("drawn: fc.weight")
 
 
-def test_conventions_of_another_trainer_are_kept(random_drafter, make_trainer, target, config, tmp_path):
-    """The layout of DFlash, whose anchor does not predict, and a window: the drafter that comes out has them still."""
+def test_conventions_of_another_trainer_are_kept(make_drafter, make_trainer, target, config, tmp_path):
+    """DFlash 2, whose anchor does not predict, and a window: the drafter that comes out has them still."""
+    additions = {"markov_head_type": "selector", "selector_top_k": 6, "conv_kernel_size": 2, "conv_group_size": 8}
+    random_drafter = make_drafter(replace(config, **additions))
     like = replace(
         random_drafter.config,
         sample_from_anchor=False,
@@ -74,7 +77,7 @@ def test_conventions_of_another_trainer_are_kept(random_drafter, make_trainer, t
     losses = [report.loss for report in reports if report.held_out]
     assert losses[-1] < losses[0]
     trained = load_draft_model(tmp_path / "run" / DRAFT_DIR, dtype=torch.float32, device="cpu").config
-    for name in ("sample_from_anchor", "layer_types", "sliding_window", "causal_layers", "block_size"):
+    for name in ("sample_from_anchor", "layer_types", "sliding_window", "causal_layers", "block_size", *additions):
         assert getattr(trained, name) == getattr(like, name), name
     # A third layer would be like the second.
     deeper = replace(config, num_layers=3).draft_config(target.config)
@@ -136,6 +139,17 @@ def test_first_layer_heads_read_one_row_at_a_fixed_distance(target, rows, config
     # are read by nobody, so a few slots may read elsewhere.
     expected = torch.tensor([1, 2, 1, 2])[:, None].expand(4, 4)
     assert int((reads[0] == expected).sum()) >= 12
+
+
+def test_convolutions_start_by_changing_nothing(target, rows, config):
+    hidden = []
+    for convolved in (config, replace(config, conv_kernel_size=3, conv_group_size=8)):
+        model = DraftModel(convolved.draft_config(target.config), own_embedding=False, own_lm_head=False)
+        model.bind_target(target.embed_weight, target.lm_head_weight)
+        initialise(model, target, rows[0].features, torch.Generator().manual_seed(0))
+        context = context_kv(model, rows[0].features[None])
+        hidden.append(block_hidden(model, *context, torch.tensor([[9]]), rows[0].input_ids[None, 9:10]))
+    assert torch.equal(*hidden)
 
 
 def test_markov_biases_start_at_zero_and_embeddings_do_not(target, rows, config):

@@ -156,6 +156,13 @@ def test_taps_must_agree_with_the_target(make_trainer, config):
 KINDS = {
     "gated, bfloat16": {"markov_head_type": "gated", "compute_dtype": "bfloat16", "steps": 12},
     "rnn, bfloat16": {"markov_head_type": "rnn", "compute_dtype": "bfloat16", "steps": 12},
+    "DFlash 2": {
+        "markov_head_type": "selector",
+        "selector_top_k": 6,
+        "conv_kernel_size": 2,
+        "conv_group_size": 8,
+        "confidence_head": False,
+    },
     "no heads": {"markov_rank": 0, "confidence_head": False},
     "a part of the vocabulary": {"loss_vocab": 40, "loss_vocab_sampled": 8},
 }

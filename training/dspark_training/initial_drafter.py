@@ -116,7 +116,8 @@ def initial_config(name: str, target_config: Any) -> DraftConfig:
 
 def shape_of(config: DraftConfig) -> dict[str, Any]:
     """Return the settings of `TrainConfig` with which a drafter like this one is trained."""
-    return {
+    extras = {name: getattr(config, name) for name in ("selector_top_k", "conv_kernel_size", "conv_group_size")}
+    return {name: value for name, value in extras.items() if value} | {
         "like": config,
         "target_layer_ids": config.target_layer_ids,
         "mask_token_id": config.mask_token_id,

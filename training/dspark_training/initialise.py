@@ -55,9 +55,9 @@ def initialise(model: DraftModel, target: Target, features: Tensor, generator: t
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             nn.init.ones_(parameter)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "kernel_projection.weight")):
             nn.init.zeros_(parameter)
-        else:
+        elif not name.endswith("base_kernel"):  # with its own start, convolutions change nothing
             nn.init.normal_(parameter, std=_WEIGHT_STD, generator=generator)
     model.norm.weight.copy_(target.final_norm_weight() * _NORM_SHARE)
     # The median over rows: the first token of a text has channels a thousand times as large as any other's.

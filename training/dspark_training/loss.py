@@ -10,6 +10,9 @@ distribution at temperature 1 and y the text's own token::
 
 each the mean over the slots of a batch, slot j of a block with the weight ``exp(-j / position_decay)``. DeepSpec has 4
 there, and the DSpark paper gamma.
+
+A selector chooses among the tokens whose base logits are best. p_d of all others is 0, and a slot whose y is one of
+them has no L_ce. The base logits have to rank well by themselves: ``ce * L_ce + l1 * L_tv`` of their softmax is added.
 """
 
 from __future__ import annotations
@@ -83,6 +86,7 @@ def draft_loss(
         labels,
         slot_weights,
         weights,
+        model.config.selector_top_k,
     )
     expected = (1 - l1 / 2).clamp(0, 1)
     confidence = hidden.new_zeros((), dtype=torch.float32)
@@ -121,9 +125,9 @@ class Objective(nn.Module):
 class _DistributionLoss(torch.autograd.Function):
     """``ce * L_ce + l1 * L_tv`` with its gradient, computed chunk by chunk so that no ``[slots, v]`` tensor is kept.
 
-    Returns ``(L_ce [n], L_tv [n], weighted sum)``; only the weighted sum is differentiable. The gradient of the logits
-    is ``p - onehot(y)`` for the first term and ``p * (s - sum(p * s))``, s = sign(p - q), for the second; on a GPU one
-    Triton kernel computes it.
+    Returns ``(L_ce [n], L_tv [n], weighted sum)``; only the weighted sum is differentiable, and it alone has the loss
+    of a selector's base logits. The gradient of the logits is ``p - onehot(y)`` for the first term and ``p * (s -
+    sum(p * s))``, s = sign(p - q), for the second; on a GPU one Triton kernel computes it.
     """
 
     @staticmethod
@@ -139,6 +143,7 @@ class _DistributionLoss(torch.autograd.Function):
         labels: Tensor,  # [n] position in the slice, -1 = outside: no cross-entropy for this slot
         slot_weights: Tensor,  # [n]
         weights: LossWeights,
+        selector_top_k: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         device = hidden.device.type
         compute_dtype = _compute_dtype(hidden)
@@ -147,47 +152,67 @@ class _DistributionLoss(torch.autograd.Function):
             w2 = None if markov_w2 is None else markov_w2.to(compute_dtype)
             ce = torch.empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
             l1 = torch.empty_like(ce)
-            hidden_grad = torch.empty_like(hidden)
+            total = ce.new_zeros(())
+            hidden_grad = torch.zeros_like(hidden)
             latents_grad = None if latents is None else torch.empty_like(latents)
             w2_grad = None if markov_w2 is None else torch.zeros_like(markov_w2, dtype=torch.float32)
-            for part, logits in _draft_logits(hidden, latents, w2, head):
-                ce[part], l1[part], grad = distribution_loss(
-                    logits,
-                    F.linear(target_hidden[part].to(compute_dtype), target_head),
-                    log_weight,
-                    labels[part],
-                    slot_weights[part],
-                    ce_weight=weights.ce,
-                    tv_weight=weights.l1,
-                )
-                hidden_grad[part] = (grad @ head).to(hidden.dtype)
-                if w2 is not None and latents is not None and latents_grad is not None and w2_grad is not None:
-                    latents_grad[part] = (grad @ w2).to(latents.dtype)
-                    w2_grad += grad.T @ latents[part].to(compute_dtype)
+            for part in _chunks(hidden, len(head)):
+                target_logits = F.linear(target_hidden[part].to(compute_dtype), target_head)
+                bias = None if latents is None or w2 is None else (latents[part].to(compute_dtype), w2)
+                for logits, at, factors in _draft_logits(hidden[part], bias, head, labels[part], selector_top_k):
+                    ce[part], l1[part], grad = distribution_loss(
+                        logits,
+                        target_logits,
+                        log_weight,
+                        at,
+                        slot_weights[part],
+                        ce_weight=weights.ce,
+                        tv_weight=weights.l1,
+                    )
+                    total += ((weights.ce * ce[part] + weights.l1 * l1[part]) * slot_weights[part]).sum()
+                    hidden_grad[part] += (grad @ head).to(hidden.dtype)
+                    if factors is not None and latents_grad is not None and w2_grad is not None:
+                        latents_grad[part] = (grad @ factors[1]).to(latents_grad.dtype)
+                        w2_grad += grad.T @ factors[0]
         ctx.save_for_backward(hidden_grad, latents_grad, w2_grad)
         ctx.mark_non_differentiable(ce, l1)
-        return ce, l1, ((weights.ce * ce + weights.l1 * l1) * slot_weights).sum()
+        return ce, l1, total
 
     @staticmethod
     def backward(ctx: Any, ce_grad: Any, l1_grad: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [None if grad is None else grad * loss_grad for grad in ctx.saved_tensors]
-        return (*scaled, None, None, None, None, None, None, None)
+        return (*scaled, *[None] * 8)
+
+
+def _chunks(hidden: Tensor, v: int) -> Iterator[slice]:
+    """Yield the slots whose logits ``[rows, v]`` are computed together."""
+    chunk_rows = _CHUNK_ROWS if hidden.is_cpu else max(_CHUNK_ROWS, _CHUNK_ELEMENTS // v)
+    for start in range(0, len(hidden), chunk_rows):
+        yield slice(start, start + chunk_rows)
+
+
+_Bias = tuple[Tensor, Tensor]
+"""Latents ``[rows, r]`` and markov_w2 ``[v, r]``, in the dtype of the logits."""
 
 
 def _draft_logits(
-    hidden: Tensor,  # [n, d]
-    latents: Tensor | None,  # [n, r]
-    markov_w2: Tensor | None,  # [v, r], in the dtype of lm_head
+    hidden: Tensor,  # [rows, d]
+    bias: _Bias | None,
     lm_head: Tensor,  # [v, d]
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the Markov-corrected logits ``[rows, v]``, one chunk of slots after another, in `lm_head`'s dtype."""
-    chunk_rows = _CHUNK_ROWS if hidden.is_cpu else max(_CHUNK_ROWS, _CHUNK_ELEMENTS // len(lm_head))
-    for start in range(0, len(hidden), chunk_rows):
-        part = slice(start, start + chunk_rows)
-        logits = F.linear(hidden[part].to(lm_head.dtype), lm_head)
-        if latents is not None and markov_w2 is not None:
-            logits.addmm_(latents[part].to(lm_head.dtype), markov_w2.T)
-        yield part, logits
+    labels: Tensor,  # [rows]
+    selector_top_k: int | None,
+) -> Iterator[tuple[Tensor, Tensor, _Bias | None]]:
+    """Yield logits ``[rows, v]`` that have a loss, their labels, and the bias that is in them: those of drafts last."""
+    logits = F.linear(hidden.to(lm_head.dtype), lm_head)
+    if selector_top_k is not None:
+        listed = logits.topk(min(selector_top_k, len(lm_head))).indices
+        yield logits.clone(), labels, None
+    if bias is not None:
+        logits.addmm_(bias[0], bias[1].T)
+    if selector_top_k is not None:
+        logits = torch.full_like(logits, float("-inf")).scatter_(-1, listed, logits.gather(-1, listed))
+        labels = labels.where((listed == labels[:, None]).any(-1), -1)
+    yield logits, labels, bias
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from dspark_training.options import Flag
 from sglang_dspark.declared import field_types, int_range, validate
-from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.config import DraftConfig, MarkovHeadType
 from sglang_dspark.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -100,9 +100,10 @@ class TrainConfig:
     num_layers: Annotated[int, int_range(1)] = 2
     intermediate_size: Annotated[int, int_range(1), Flag("Width of its MLPs.  [default: the target's]")] | None = None
     markov_rank: Annotated[int, int_range(0), Flag("Rank of the Markov head; 0: no such head.", "rank")] = 256
-    markov_head_type: Annotated[Literal["vanilla", "gated", "rnn"], Flag("Kind of the Markov head.", "head")] = (
-        "vanilla"
-    )
+    markov_head_type: Annotated[MarkovHeadType, Flag("Kind of the Markov head.", "head")] = "vanilla"
+    selector_top_k: Annotated[int, int_range(1), Flag("Tokens of a slot that a selector chooses from.")] = 16
+    conv_kernel_size: Annotated[int, int_range(0), Flag("Taps of convolutions along a block; 0: none.")] = 0
+    conv_group_size: Annotated[int, int_range(1), Flag("Channels that share a dynamic kernel.")] = 16
     confidence_head: Annotated[bool, Flag("Whether it has a confidence head.")] = True
     confidence_head_with_markov: bool = True
     draft_vocabulary: Annotated[int, int_range(0), Flag("Propose only so many frequent tokens; 0: all.")] = 0
@@ -163,6 +164,7 @@ class TrainConfig:
         drafter is a Qwen3-style network whatever the target is.
         """
         with_markov = self.confidence_head and self.confidence_head_with_markov and self.markov_rank > 0
+        head = self.markov_head_type if self.markov_rank else None
         shape: dict[str, Any] = {
             "intermediate_size": self.intermediate_size
             or getattr(target_config, "intermediate_size", None)
@@ -174,7 +176,10 @@ class TrainConfig:
             "target_layer_ids": self.target_layer_ids,
             "num_target_layers": target_config.num_hidden_layers,
             "markov_rank": self.markov_rank,
-            "markov_head_type": self.markov_head_type if self.markov_rank else None,
+            "markov_head_type": head,
+            "selector_top_k": self.selector_top_k if head == "selector" else None,
+            "conv_kernel_size": self.conv_kernel_size,
+            "conv_group_size": self.conv_group_size if self.conv_kernel_size else 0,
             "enable_confidence_head": self.confidence_head,
             "confidence_head_with_markov": with_markov,
             "num_anchors": self.anchors_per_row,

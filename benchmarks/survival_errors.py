@@ -1,0 +1,75 @@
+r"""Compare estimates of drafts' survival on recorded blocks.
+
+    python benchmarks/survival_errors.py SELECTOR.jsonl VANILLA.jsonl --output errors.json
+
+Each file is of ``sglang-dspark evaluate --blocks``. A round is predicted before its outcome is known: by the head's
+logits as they are (``raw``), by the same after online calibration (``online``), and by the acceptance of drafts at the
+same position so far (``history``). Rounds come one at a time, as a lone user's do; the first ones only teach.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from sglang_dspark.calibration.metrics import errors
+from sglang_dspark.calibration.online import OnlineCalibration
+from sglang_dspark.calibration.survival import Floats, prefix_survival, sigmoid, survived
+from sglang_dspark.scheduling.position_acceptance import PositionAcceptance
+from sglang_dspark.tools import provenance
+from sglang_dspark.tools.simulator.blocks import RecordedBlocks
+
+LEAD_IN_ROUNDS = 100
+
+
+def predictions(blocks: RecordedBlocks) -> dict[str, Floats]:
+    """Return [n, gamma] survivals by estimate; blocks without logits have but a history."""
+    calibration, history = OnlineCalibration(blocks.gamma), PositionAcceptance(blocks.gamma)
+    made: dict[str, list[Floats]] = {}
+    for row, count in enumerate(blocks.accepted):
+        verified, accepted = np.array([blocks.gamma]), np.array([count])
+        conditional = {"history": history.conditional()}
+        history.observe(verified, accepted)
+        if blocks.logits is not None:
+            logits = blocks.logits[row : row + 1]
+            conditional["raw"] = sigmoid(logits[0])
+            conditional["online"] = sigmoid(calibration.scale * logits[0] + calibration.shift)
+            calibration.observe(logits, verified, accepted)
+        for name, values in conditional.items():
+            made.setdefault(name, []).append(values)
+    return {name: prefix_survival(np.array(values)) for name, values in made.items()}
+
+
+def by_position(blocks: RecordedBlocks) -> dict[str, list[dict[str, Any]]]:
+    """Return the errors of every estimate, a row per position."""
+    seen = survived(blocks.accepted, blocks.gamma)[LEAD_IN_ROUNDS:]
+    found = {name: predicted[LEAD_IN_ROUNDS:] for name, predicted in predictions(blocks).items()}
+    return {name: [asdict(errors(*pair)) for pair in zip(p.T, seen.T, strict=True)] for name, p in found.items()}
+
+
+@click.command(help=__doc__)
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--output", required=True, type=click.Path(path_type=Path))
+def main(files: tuple[Path, ...], output: Path) -> None:
+    """Write and show the errors."""
+    results, table = [], Table("blocks", "estimate", "draft", "ECE", "noise", "AUC", "Brier")
+    for path in files:
+        blocks = RecordedBlocks.load(path)
+        result = {"blocks": path.name, "rounds": len(blocks.accepted), "lead_in": LEAD_IN_ROUNDS}
+        results.append(result | {"accept_length": 1 + float(blocks.accepted.mean()), "errors": by_position(blocks)})
+        for name, rows in results[-1]["errors"].items():
+            for draft, row in enumerate(rows, start=1):
+                figures = ("-" if value is None else f"{value:.4f}" for value in row.values())
+                table.add_row(path.name, name, str(draft), *figures)
+    provenance.write_json(output, {**provenance.record(), "results": results})
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
