@@ -23,10 +23,13 @@ def test_heads_give_the_same_numbers_for_their_tokens(model):
     hidden, tokens = torch.randn(4, model.config.hidden_size), torch.tensor([1, 7, 21, 50])
     whole, part = ProposalHeads(model, None), ProposalHeads(model, IDS)
     torch.testing.assert_close(part.base_logits(hidden), whole.base_logits(hidden)[:, IDS])
-    bias, part_bias = (MarkovWalk(heads.weights.markov, hidden[:, None]).bias(tokens) for heads in (whole, part))
-    torch.testing.assert_close(part_bias, bias[:, IDS])
-    expected, _, _ = markov_step(model.markov_head, tokens, hidden, None)
-    assert torch.equal(bias, expected)
+    logits, part_logits = (
+        MarkovWalk(heads.weights.markov, hidden[:, None]).corrected(tokens, heads.base_logits(hidden), None)
+        for heads in (whole, part)
+    )
+    torch.testing.assert_close(part_logits, logits[:, IDS])
+    bias, _, _ = markov_step(model.markov_head, tokens, hidden, None)
+    assert torch.equal(logits, whole.base_logits(hidden) + bias)
 
 
 def test_file(tmp_path):
