@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from dspark_kernels import DraftVocabulary, Purpose, RoundKeys, SamplingBatch, draft_block, draft_block_ref, draw
+from dspark_kernels import DraftVocabulary, Purpose, RoundKeys, SamplingBatch, Shortlist, draft_block, draft_block_ref, draw
 from dspark_kernels.drafting import walk
 from dspark_kernels.sampling import noise
 from dspark_kernels.sampling.noise_device import race_noise, unit_exponential
@@ -267,3 +267,17 @@ def test_parts_that_do_not_fit_are_refused(device, change, message):
     change(case)
     with pytest.raises(ValueError, match=message):
         case.run(draft_block)
+
+
+def test_the_confidence_of_a_selector_does_not_depend_on_the_draft_itself(device):
+    """Otherwise drafts that look good would be verified more often, and the text would be biased towards them."""
+    case = WalkCase(device, MIXED, bs=6, gamma=4, head_type="selector")
+    for form in (draft_block, draft_block_ref):
+        block = case.run(form)
+        shortlist = Shortlist.of(case.base, case.heads)
+        for slot in range(4):
+            other = block.tokens.clone()
+            other[:, slot:] = (other[:, slot:] + 7) % 150
+            found = shortlist.confidence(case.hidden, case.anchors, other, case.heads)
+            assert torch.equal(found[:, : slot + 1], block.confidence_logits[:, : slot + 1])
+            assert slot == 3 or not torch.equal(found, block.confidence_logits)

@@ -78,16 +78,14 @@ def shortlist(base_logits, heads, candidates):
 
 
 def own_odds(base_logits, hidden, anchors, tokens, heads):
-    """[bs, gamma] log odds of tokens by the softmax over the best columns, cut at 30."""
+    """[bs, gamma] log odds of the likeliest column by the softmax over the best ones, cut at 30."""
     odds, walk = torch.empty_like(tokens, dtype=torch.float32), MarkovWalk(heads.markov, hidden)
     for slot in range(tokens.shape[1]):
         biases = walk.latent(anchors if slot == 0 else tokens[:, slot - 1]).float() @ heads.markov.w2.float().T
-        for request, token in enumerate(tokens[:, slot].tolist()):
-            column = token if heads.vocabulary is None else int(heads.vocabulary.columns[token])
+        for request in range(len(tokens)):
             best = base_logits[request, slot].topk(heads.shortlist).indices.tolist()
             probs = (base_logits[request, slot, best].double() + biases[request, best]).softmax(-1)
-            own = probs[best.index(column)] if column in best else torch.zeros(())
-            odds[request, slot] = torch.logit(own, eps=0.0).clamp(-30, 30)
+            odds[request, slot] = torch.logit(probs.max()).clamp(-30, 30)
     return odds
 
 

@@ -137,4 +137,4 @@ class MarkovWalk:
             return base_logits.float() + F.linear(latent, self._markov.w2)
         bias = torch.einsum("br,bkr->bk", latent, self._markov.w2[competing])
         scores = base_logits.gather(1, competing).float() + bias
-        return torch.full_like(base_logits, float("-inf"), dtype=torch.float32).scatter_(1, competing, scores)
+        return torch.full_like(base_logits, float("-inf"), dtype=scores.dtype).scatter_(1, competing, scores)

@@ -61,24 +61,19 @@ class Shortlist(NamedTuple):
         heads: DraftHeads,
         candidates: Candidates | None = None,
     ) -> torch.Tensor:
-        """Return [bs, gamma] float32 log odds of the drafts by the head itself, at temperature 1.
+        """Return [bs, gamma] float32 log odds of each slot's likeliest token by the head itself, at temperature 1.
 
-        A token that the list lacks gets the lowest ones, or what its chain of candidates asks for.
+        Of a greedy request that is the draft. Of a sampled one it must not be: what decides whether a draft is verified
+        may depend on the drafts before it, and not on the draft.
         """
-        markov, vocabulary = heads.markov, heads.vocabulary
+        markov = heads.markov
         assert markov is not None, "a drafter with a shortlist has a head that chooses from it"
         latents = F.embedding(torch.cat((anchors[:, None], tokens[:, :-1]), dim=1), markov.w1)
         if markov.head is not None:
             latents, _ = markov.head.latent(latents, hidden, None)
         biases = torch.einsum("bgr,bgkr->bgk", latents.float(), markov.w2[self.columns].float())
-        scores = self.logits.float() + biases
-        chosen = tokens if vocabulary is None else vocabulary.columns[tokens].long()
-        is_chosen = self.columns == chosen[..., None]
-        own, others = (
-            scores.where(mask, float("-inf")).logsumexp(-1).clamp_min(torch.finfo(torch.float32).min)
-            for mask in (is_chosen, ~is_chosen)
-        )
-        logits = (own - others).clamp(-_CERTAIN, _CERTAIN)
+        scores, _ = (self.logits.float() + biases).sort(-1, descending=True)
+        logits = (scores[..., 0] - scores[..., 1:].logsumexp(-1)).clamp(-_CERTAIN, _CERTAIN)
         return logits if candidates is None else candidates.sure(logits)
 
 
