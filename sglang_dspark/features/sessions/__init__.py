@@ -34,7 +34,7 @@ FEATURE = Feature(
             HookType.AROUND,
             "features.sessions.turns.finish_if_ended",
             "any_worker",
-            "SGLang takes a retracted turn for one that has ended: another may run beside it, and it leaves its session",
+            "SGLang takes a retracted turn for one that has ended, and lets another one run beside it",
             Moment.SOME_TIME,
         ),
         Hook(

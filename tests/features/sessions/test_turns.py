@@ -50,7 +50,9 @@ def test_the_last_token_of_a_turn_is_encoded_with_the_next_one(output, committed
     assert slot.kv.kv_committed_len == kept
 
 
-@pytest.mark.parametrize(("streaming", "refused", "stays"), [(True, True, False), (True, False, True), (False, True, True)])
+@pytest.mark.parametrize(
+    ("streaming", "refused", "stays"), [(True, True, False), (True, False, True), (False, True, True)]
+)
 def test_a_refused_turn_is_none_of_its_session(streaming, refused, stays):
     """Its end would let another turn in beside the one that runs."""
     session = Session(1000, "s", streaming=streaming)
