@@ -66,6 +66,6 @@ def encode_last_token_again(kept: bool, sessions: StreamingSession, req: Req) ->
     Args:
         kept: whether the session has kept the K/V of the turn.
     """
-    if kept:
+    if kept and req.session is not None:
         record, end = sessions.slots[req.session.session_id].kv, len(req.origin_input_ids) + len(req.output_ids)
         record.kv_committed_len = min(record.kv_committed_len, max(end - 1, len(req.origin_input_ids)))
