@@ -203,7 +203,7 @@ class Req(Protocol):
     reasoning_tokens: int
     _is_reasoning_over: bool
     finished_len: int | None
-    session: Session
+    session: Session | None
     finished_reason: BaseFinishReason
     to_finish: BaseFinishReason
     is_retracted: bool

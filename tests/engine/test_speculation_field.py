@@ -112,6 +112,12 @@ def test_a_header_says_it_where_a_router_drops_the_field(body, found):
     assert send(body.encode(), headers=[(b"x-request-id-speculation", b'{"enabled": false}')]) == found
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_texts_in_a_header_are_those_that_were_written(encoding):
+    header = '{"candidates": ["größer"]}'
+    assert send(b'{"text": "a"}', headers=[(b"x-request-id-speculation", header.encode(encoding))]) == header
+
+
 @pytest.mark.parametrize("value", [None, 1, "x", [], {"trace": 1}, {"candidates": ["yes", "no"]}])
 def test_whatever_the_field_holds_is_kept(value):
     """It is checked where every request passes, that of a program, too."""

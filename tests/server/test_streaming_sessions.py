@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
-from golden_server import CASES, call, greedy, policy
+from golden_server import CASES, VOCAB, call, endless, generate, greedy, in_background, policy, wait_for_running
 
 TURNS = 4
 
@@ -28,13 +29,19 @@ def dialogue(server, session, seed):
     return turns
 
 
-def in_session(server, seed):
-    opened = {"capacity_of_str_len": 10_000, "streaming": True}
-    session = json.loads(call(server, "/open_session", body=opened)[1])
+@contextmanager
+def opened(server):
+    """Yield a session that is open inside the block."""
+    session = json.loads(call(server, "/open_session", body={"capacity_of_str_len": 10_000, "streaming": True})[1])
     try:
-        return dialogue(server, session, seed)
+        yield session
     finally:
         assert call(server, "/close_session", body={"session_id": session})[0] == 200
+
+
+def in_session(server, seed):
+    with opened(server) as session:
+        return dialogue(server, session, seed)
 
 
 @pytest.mark.parametrize("name", ["tight", "corner", "scheduled_corner"])
@@ -47,3 +54,39 @@ def test_turns_have_the_texts_of_their_whole_prompts(name, plain, request):
             found = list(pool.map(lambda seed: in_session(server, seed), seeds))
     assert found == expected
     assert call(server, "/flush_cache", body={})[0] == 200
+
+
+def test_turns_beside_a_running_one_are_refused(corner, plain):
+    prompt = CASES[0]["prompt_ids"]
+    with opened(corner) as session, policy(corner, "off"):
+        answers = []
+        body = endless(prompt, 300, session_params={"id": session})
+        turn = in_background(lambda: answers.append(corner.post_json("/generate", body)["output_ids"]))
+        wait_for_running(corner, 1)
+        for _ in range(3):
+            status, text = call(corner, "/generate", body=endless([5], 2, session_params={"id": session}))
+            assert (status, "active request" in text) == (400, True)
+        turn.join()
+        text = corner.post_json("/generate", endless([5], 9, session_params={"id": session}))["output_ids"]
+    [expected] = generate(plain, [endless([*prompt, *answers[0], 5], 9)], 1)
+    assert (len(answers[0]), text) == (300, expected["output_ids"])
+
+
+def test_a_retracted_turn_stays_in_its_session(tight, plain):
+    def turns(seed):
+        ids, retracted, draw = [], 0, random.Random(seed)
+        with opened(tight) as session:
+            for _ in range(3):
+                added = draw.choices(VOCAB, k=12)
+                answer = tight.post_json("/generate", endless(added, 20, session_params={"id": session}))
+                [whole] = generate(plain, [endless([*ids, *added], 20)], 1)
+                assert answer["output_ids"] == whole["output_ids"]
+                ids += [*added, *answer["output_ids"]]
+                retracted += answer["meta_info"]["num_retractions"]
+        return retracted
+
+    others = [endless(random.Random(seed).choices(VOCAB, k=20), 60) for seed in range(64)]
+    with ThreadPoolExecutor(3) as pool:
+        crowd = in_background(lambda: generate(tight, others, 8))
+        assert sum(pool.map(turns, range(6))) > 0
+        crowd.join()

@@ -115,7 +115,7 @@ class SpeculationMiddleware:
         if body is None:
             return
         # Tasks that this request starts see it, too; those of other requests do not.
-        before = ASKED.set(_field_of(body) or Headers(scope=scope).get(HEADER))
+        before = ASKED.set(_field_of(body) or _header_of(scope))
         try:
             await self.app(scope, replayed(body, receive), send)
         finally:
@@ -147,6 +147,17 @@ def _field_of(body: bytes) -> str | None:
         return None if document is None else json.dumps(document[FIELD])
     except RecursionError:
         return None
+
+
+def _header_of(scope: Any) -> str | None:
+    """Return the header; None if the request has none. Some clients write headers in UTF-8, some in Latin-1."""
+    text = Headers(scope=scope).get(HEADER)
+    if text is None:
+        return None
+    try:
+        return text.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        return text
 
 
 def object_with(body: bytes, field: str) -> dict[str, Any] | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_dspark.engine.sglang_types import Req
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.session.session_controller import Session
     from sglang.srt.session.streaming_session import StreamingSession
 
@@ -23,6 +25,38 @@ def forget_overshoot(session: Session, *args: object, **kwargs: object) -> None:
             del req.output_ids[req.finished_len :]
 
 
+def detach_refused(req: Req, session: Session, *args: object, **kwargs: object) -> None:
+    """Take a turn that a streaming session has refused out of the session.
+
+    SGLang takes the end of any turn for that of the one that runs, and lets the next turn in beside it.
+    """
+    if session.streaming and req.to_finish is not None:
+        req.session = None
+
+
+def finish_if_ended(finish: Callable[[Session, Req], None], session: Session, req: Req) -> None:
+    """Have a streaming session go on behind a turn once the turn has ended, and not if it was only retracted."""
+    if req.finished():
+        finish(session, req)
+
+
+def release_dropped(sessions: StreamingSession, params: MatchPrefixParams) -> None:
+    """Release the K/V of a streaming session if it goes beyond the turns that have ended.
+
+    It is that of a turn that was retracted, and then aborted while it waited. The next turn begins without it.
+    """
+    req = params.req
+    session = None if req is None else req.session
+    if req is None or session is None or not session.streaming or req.is_retracted:
+        return
+    slot = sessions.slots.get(session.session_id)
+    if slot is None or slot.kv is req.kv:
+        return
+    ended = (session.committed_origin_len or 0) + sum(len(node.req.output_ids) for node in session.req_nodes.values())
+    if slot.kv.kv_committed_len > ended:
+        sessions.release_session(session.session_id)
+
+
 def encode_last_token_again(kept: bool, sessions: StreamingSession, req: Req) -> None:
     """Have the next turn of a streaming session begin with the last token of the turn that has ended.
 
@@ -32,6 +66,6 @@ def encode_last_token_again(kept: bool, sessions: StreamingSession, req: Req) ->
     Args:
         kept: whether the session has kept the K/V of the turn.
     """
-    if kept:
+    if kept and req.session is not None:
         record, end = sessions.slots[req.session.session_id].kv, len(req.origin_input_ids) + len(req.output_ids)
         record.kv_committed_len = min(record.kv_committed_len, max(end - 1, len(req.origin_input_ids)))

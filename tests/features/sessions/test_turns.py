@@ -3,12 +3,19 @@
 from unittest.mock import Mock
 
 import pytest
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session, SessionReqNode
 from sglang.srt.session.streaming_session import SessionSlot, StreamingSession
 
-from sglang_dspark.features.sessions.turns import encode_last_token_again, forget_overshoot
+from sglang_dspark.features.sessions.turns import (
+    detach_refused,
+    encode_last_token_again,
+    finish_if_ended,
+    forget_overshoot,
+    release_dropped,
+)
 
 PROMPT = [3, 4, 5]
 
@@ -41,3 +48,41 @@ def test_the_last_token_of_a_turn_is_encoded_with_the_next_one(output, committed
     assert slot.kv.kv_committed_len == committed
     encode_last_token_again(True, sessions, turn(session, output))
     assert slot.kv.kv_committed_len == kept
+
+
+@pytest.mark.parametrize(
+    ("streaming", "refused", "stays"), [(True, True, False), (True, False, True), (False, True, True)]
+)
+def test_a_refused_turn_is_none_of_its_session(streaming, refused, stays):
+    """Its end would let another turn in beside the one that runs."""
+    session = Session(1000, "s", streaming=streaming)
+    req = turn(session, [])
+    req.to_finish = FINISH_ABORT() if refused else None
+    detach_refused(req, session)
+    assert (req.session is session) is stays
+
+
+def test_a_retracted_turn_keeps_its_session_until_it_ends():
+    session = Session(1000, "s", streaming=True)
+    session._inflight, req = True, turn(session, [1])
+    finish_if_ended(Session.finish_req, session, req)
+    assert session._inflight
+    assert not session.req_nodes
+    req.finished_reason = "length"
+    finish_if_ended(Session.finish_req, session, req)
+    assert req.session is session
+    assert not session._inflight
+
+
+@pytest.mark.parametrize(
+    ("committed", "retracted", "released"), [(5, False, False), (6, False, True), (6, True, False)]
+)
+def test_a_turn_does_not_read_the_kv_of_one_that_was_dropped(committed, retracted, released):
+    session, cache = Session(1000, "s", streaming=True), Mock()
+    ended, req = turn(session, [1, 2], finished_len=2), turn(session, [])
+    session.finish_req(ended)
+    sessions = StreamingSession(cache)
+    sessions.slots["s"] = SessionSlot()
+    sessions.slots["s"].kv.kv_committed_len, req.is_retracted = committed, retracted
+    release_dropped(sessions, MatchPrefixParams(key=Mock(), req=req))
+    assert ("s" not in sessions.slots) is released
