@@ -58,9 +58,9 @@ def cases():
         # The whole block is verified, so that each of its drafts and of its stored distributions counts.
         yield f"network, {name}", STATIC, 2, {}, switches
         RARE.add(f"network, {name}")
-    for policy in ("threshold", "early-stop"):
-        # What says how sure it is chooses the drafts, too.
-        yield f"a selector, {policy}", POLICIES[policy], 2, {}, SWITCHES["DFlash 2"]
+    # What says how sure a selector is chooses the drafts, too.
+    yield "a selector, threshold", POLICIES["threshold"], 2, {}, SWITCHES["DFlash 2"]
+    yield "a selector, early-stop", POLICIES["early-stop"], 2, {}, SWITCHES["DFlash 2"]
     RARE.difference_update(f"network, {name}" for name in ("DFlash", "reduced vocabulary, gated", "everything"))
     for (policy, options), name in zip(POLICIES.items(), itertools.cycle(FILTERS), strict=False):
         yield f"filter {name}, {policy}", options, 1, {"filters": FILTERS[name]}, None

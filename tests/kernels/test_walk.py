@@ -7,7 +7,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from dspark_kernels import DraftVocabulary, Purpose, RoundKeys, SamplingBatch, Shortlist, draft_block, draft_block_ref, draw
+from dspark_kernels import (
+    DraftVocabulary,
+    Purpose,
+    RoundKeys,
+    SamplingBatch,
+    Shortlist,
+    draft_block,
+    draft_block_ref,
+    draw,
+)
 from dspark_kernels.drafting import walk
 from dspark_kernels.sampling import noise
 from dspark_kernels.sampling.noise_device import race_noise, unit_exponential
