@@ -45,7 +45,7 @@ def documented():
     for row in ROWS:
         kind, *cells = row.strip("| ").split(" | ")
         for column, cell in zip(COLUMNS, cells, strict=True):
-            for gpu in set(column.split(", ")) & set(GPUS):
+            for gpu in sorted(set(column.split(", ")) & set(GPUS)):
                 yield from ((gpu, architecture, cell.strip("`")) for architecture in KINDS[kind])
 
 
