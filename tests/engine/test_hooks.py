@@ -28,11 +28,11 @@ def test_names_and_targets_are_told_apart():
     assert {hook.where for hook in HOOKS} == set(get_args(Where))
 
 
-def test_several_hooks_on_one_target_follow_it():
+def test_several_hooks_on_one_target_stand_before_or_behind_it():
     """SGLang warns of several that stand around one, and of several that replace it the last one counts."""
     placed = Counter((hook.target, hook.where) for hook in HOOKS)
     several = [hook for hook in HOOKS if placed[hook.target, hook.where] > 1]
-    assert several and {hook.kind for hook in several} == {HookType.AFTER}
+    assert several and {hook.kind for hook in several} <= {HookType.BEFORE, HookType.AFTER}
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.name)

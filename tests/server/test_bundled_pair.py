@@ -54,6 +54,7 @@ def test_every_token_is_the_targets_choice(smollm2):
         assert largest_gap(model, tokenizer(chat(prompt)).input_ids, text) < NEAR_TIE
 
 
+@pytest.mark.thorough
 def test_a_drafter_in_four_bits(smollm2, smollm2_int4):
     """The text is the same, and about as many drafts are accepted as before the drafter was quantised."""
     texts, lengths = [], []

@@ -165,6 +165,7 @@ def test_the_page_asks_for_the_key(guarded, page):
     page.wait_for_state("live")
 
 
+@pytest.mark.thorough
 def test_the_page_shows_all_replicas_or_one(replicas, page):
     traffic(replicas)
     page.open(replicas)

@@ -10,6 +10,8 @@ import psutil
 import pytest
 from golden_server import CASES, call, generate, greedy, mixed_bodies, output_ids, policy, rounds_of
 
+pytestmark = pytest.mark.thorough
+
 COUNTS = ("rounds", "drafted_tokens", "verified_tokens", "accepted_tokens")
 
 

@@ -54,7 +54,7 @@ def offer_random_lengths():
                 return original(self, fields)
             schedule = self._decoder.schedule
             schedule.policy = RandomPolicy(schedule.max_verify)
-            return {"policy": "random"}
+            return {"state": {"policy": "random"}, "until_now": {"uptime_s": 0.0}}
 
         module.Reports.switch_policy = switch_policy
 

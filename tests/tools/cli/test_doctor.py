@@ -101,7 +101,7 @@ def test_a_start_is_tried_as_the_command_says(run, target, draft, monkeypatch, o
 
 @pytest.mark.slow
 def test_a_start_that_sglang_ends_is_told(run, target, tmp_path, monkeypatch):
-    """As if SGLang knew the drafter's path: it reads the drafter's files then, and transformers knows no such type."""
+    """As if SGLang knew the drafter's path: it reads the drafter's files then, and transformers asks for a type of model."""
     drafter = published_drafter(tmp_path / "draft", "speculators")
     result = run("doctor", "--target", target, "--draft", drafter)
     assert result.exit_code == 0 and "speculators format" in result.output, result.output
@@ -115,7 +115,7 @@ def test_a_start_that_sglang_ends_is_told(run, target, tmp_path, monkeypatch):
     result = run("doctor", "--target", target, "--draft", drafter)
     assert result.exit_code == 1 and "Ready" not in result.output
     said = " ".join(result.output.split())
-    assert "SGLang ends the start: ValueError: The checkpoint you are trying to load" in said
+    assert "SGLang ends the start: ValueError: Unrecognized model in" in said
 
 
 @pytest.mark.usefixtures("without_sglang")

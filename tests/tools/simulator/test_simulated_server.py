@@ -112,13 +112,16 @@ def lone_user_ms(policy, table, *rates):
 
 @pytest.mark.slow
 def test_easy_and_hard_prompts_of_one_user_are_told_apart():
-    """A speculative step takes 1.4 plain ones: whole blocks bring 3.2 times the speed on easy text, 0.8 on hard."""
+    """A speculative step takes 1.4 plain ones: whole blocks bring 3.2 times the speed on easy text, 0.8 on hard.
+
+    Where drafts pay by little, bad luck costs the request some steps of them: its credit is used up.
+    """
     table = costly_drafts(4.0, tiers=tuple(range(1, 17)))
     off, auto = (lone_user_ms(policy, table, 0.9, 0.12) for policy in ("off", "auto"))
     assert off[0] / auto[0] > 3
     assert off[1] / auto[1] > 0.95
     alike = [lone_user_ms(policy, table, 0.5)[0] for policy in ("static", "auto")]
-    assert alike[1] < 1.01 * alike[0]
+    assert alike[1] < 1.04 * alike[0]
 
 
 def test_live_policies_trim_by_the_confidences_of_the_step():
