@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from dspark_kernels.drafting.heads import DraftVocabulary
 
 T = TypeVar("T", bound=Any)
 
@@ -115,6 +118,16 @@ class Candidates:
     def parts(chains: T) -> tuple[T, T, T]:
         """Return matched tokens [bs], drafts that followed [bs] and candidates [bs, m] of chains, as views."""
         return chains[:, MATCHED], chains[:, FOLLOWED], chains[:, FIRST:]
+
+    def offers(self, depth: int, vocabulary: DraftVocabulary | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return candidates [bs, depth], the nats that they are raised by, and their columns of the draft logits.
+
+        The column is -1 where there is no candidate, or none that the drafter proposes. No host sync.
+        """
+        matched, _, tokens = self.parts(self.chains)
+        tokens = tokens[:, :depth]
+        columns = tokens if vocabulary is None else vocabulary.columns[tokens.clamp_min(0)].long()
+        return tokens, self.weights[0, matched, :depth], torch.where(tokens < 0, -1, columns)
 
     def follow(self, drafts: torch.Tensor) -> None:
         """Count the leading drafts of blocks [bs, depth] that are candidates."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from dspark_kernels.drafting.candidates import Candidates
-from dspark_kernels.drafting.heads import DraftHeads, DraftVocabulary
+from dspark_kernels.drafting.heads import DraftHeads
 
 _CERTAIN = 30.0
 """Largest confidence logit: a token that has no rival is not certain to be accepted."""
@@ -44,8 +44,9 @@ class Shortlist(NamedTuple):
         logits, columns = base_logits.topk(min(heads.shortlist, base_logits.shape[-1]))
         competing = columns
         if candidates is not None:
-            offered = _offered(candidates, heads.vocabulary, base_logits.shape[1])[..., None]
-            competing = torch.cat((columns, torch.where(offered < 0, columns[..., :1], offered)), -1)
+            _, nats, offered = candidates.offers(base_logits.shape[1], heads.vocabulary)
+            competes = ((offered >= 0) & (nats > 0))[..., None]
+            competing = torch.cat((columns, torch.where(competes, offered[..., None], columns[..., :1])), -1)
         return Shortlist(columns, logits, competing)
 
     def masked(self, base_logits: torch.Tensor) -> torch.Tensor:
@@ -75,11 +76,3 @@ class Shortlist(NamedTuple):
         scores, _ = (self.logits.float() + biases).sort(-1, descending=True)
         logits = (scores[..., 0] - scores[..., 1:].logsumexp(-1)).clamp(-_CERTAIN, _CERTAIN)
         return logits if candidates is None else candidates.sure(logits)
-
-
-def _offered(candidates: Candidates, vocabulary: DraftVocabulary | None, depth: int) -> torch.Tensor:
-    """Return [bs, depth] int64 columns of the candidates that raise their logits, -1 where there is none."""
-    matched, _, tokens = candidates.parts(candidates.chains)
-    tokens, nats = tokens[:, :depth], candidates.weights[0, matched, :depth]
-    columns = tokens if vocabulary is None else vocabulary.columns[tokens.clamp_min(0)].long()
-    return torch.where((tokens >= 0) & (nats > 0), columns, -1)

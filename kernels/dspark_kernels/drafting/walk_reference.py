@@ -89,17 +89,15 @@ class _Offers:
     def __init__(
         self, candidates: Candidates, vocabulary: DraftVocabulary | None, rows: SamplingBatch, depth: int
     ) -> None:
-        matched, _, tokens = candidates.parts(candidates.chains)
-        self._tokens, nats = tokens[:, :depth], candidates.weights[0, matched, :depth]
+        self._tokens, nats, columns = candidates.offers(depth, vocabulary)
         self.none = reads_are_free(nats) and not nats.any()
-        columns = self._tokens if vocabulary is None else vocabulary.columns[self._tokens.clamp_min(0)].long()
-        has_column = (columns >= 0) & (self._tokens >= 0)
+        has_column = columns >= 0
         self._outright = ~has_column & (self._tokens >= 0) & (nats >= OUTRIGHT)
         self._columns = columns.clamp_min(0)
         # Nats at the request's temperature, which logits have yet to be divided by.
         temperatures = rows.draw_temperatures
         self._boosts = nats.where(has_column, 0.0) * torch.where(temperatures > 0, temperatures, 1.0)[:, None]
-        self._alive = torch.ones_like(matched, dtype=torch.bool)
+        self._alive = torch.ones_like(temperatures, dtype=torch.bool)
 
     def boosted(self, slot: int, logits: torch.Tensor) -> torch.Tensor:
         """Return logits [bs, v] with those of a slot's candidates raised."""
