@@ -64,13 +64,11 @@ class AutoPolicy(Policy):
     _probes: int = field(default=0, init=False)
     _trials: int = field(default=0, init=False)  # explorations and probes
     _last: Candidate | None = field(default=None, init=False)
-    _pays: bool = field(default=True, init=False)  # by the last choice
 
     def choose(self, requests: int, context: float) -> StepDecision:
         steps = self._evaluate(requests, context)
-        lead = steps.best.tokens_per_ms / steps.plain.tokens_per_ms - 1
-        self._pays = lead > 0
         if self.survivals.num_observed >= MIN_ROUNDS:
+            lead = steps.best.tokens_per_ms / steps.plain.tokens_per_ms - 1
             self.parked = lead < (MARGIN if self.parked else 0.0)
         best = self._last = steps.plain if self.parked else steps.best
         decision = _decision(best, requests)
@@ -94,13 +92,13 @@ class AutoPolicy(Policy):
         return evaluate_steps(self.times, self.survivals, requests, context, uniform=self.uniform)
 
     def affords(self, request: str, decision: StepDecision, context: float) -> bool:
-        cost = 0.0
+        steps, cost = self._evaluations[1][1], 0.0
         if decision.draft_len:
-            steps, is_best = self._evaluations[1][1], decision.limits is None and not self.probing
-            drafts = _num_drafts(decision, 1)
+            is_best, drafts = decision.limits is None and not self.probing, _num_drafts(decision, 1)
             ms = steps.best.ms if is_best else self.times.single_ms(1, drafts, decision.draft_len, context)
             cost = ms / steps.plain.ms - 1
-        return self.credit.affords(request, cost, pays=self._pays)
+        pays = steps.best.tokens_per_ms > steps.plain.tokens_per_ms
+        return self.credit.affords(request, cost, pays=pays)
 
     def min_acceptance(self, requests: int, depth: int, context: float) -> float:
         """Return the accepted drafts per round that pay for drafting one of several requests.
