@@ -1,5 +1,7 @@
-"""Describe a failed step for the log: the part that failed, and what becomes of its requests."""
+"""What follows a failure: a line for the log, with the part of a step that failed, and the end of the server."""
 
+import os
+import signal
 import traceback
 
 import torch
@@ -42,3 +44,8 @@ def part_of(error: Exception) -> str:
         return "its preparation"
     inside = [name for name in names[place + 1 :] if name not in _AROUND_STAGES]
     return ": ".join([_PARTS[names[place]], *inside[:1]])
+
+
+def end_server() -> None:
+    """End this node's part of the server, as a process of SGLang does when it fails. Its parent is the front end."""
+    os.kill(os.getppid(), signal.SIGQUIT)

@@ -8,8 +8,6 @@ rank 0, over which nothing is ever sent, and which breaks when either dies.
 
 import hashlib
 import logging
-import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +27,7 @@ from sglang_dspark import __version__
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.engine.feature import Worker
 from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.scheduler.faults import end_server
 from sglang_dspark.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -131,11 +130,6 @@ def _watch(line: Any, rank: int, loss: str, end: Callable[[], None]) -> None:
     logger.error(loss)
     time.sleep(GRACE_S)
     end()
-
-
-def end_server() -> None:
-    """End this node's part of the server, as SGLang's scheduler does when it fails. Its parent is the front end."""
-    os.kill(os.getppid(), signal.SIGQUIT)
 
 
 def to_have_in_common(settled: DSparkServer) -> dict[str, object]:

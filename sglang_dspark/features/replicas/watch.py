@@ -1,14 +1,14 @@
 """End a server of which a replica is gone, as SGLang ends a server whose only scheduler is."""
 
 import logging
-import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from threading import Thread
 from typing import Any
+
+from sglang_dspark.engine.scheduler.faults import end_server
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ GRACE_S = 2.0
 
 def watch(controller: Any) -> None:
     """Watch the schedulers that SGLang's controller has started. A hook before it passes on the first request."""
-    arguments = (controller.scheduler_procs, _end_server)
+    arguments = (controller.scheduler_procs, end_server)
     Thread(target=end_with_the_first, args=arguments, name="dspark-watch-replicas", daemon=True).start()
 
 
@@ -39,7 +39,3 @@ def end_with_the_first(schedulers: Sequence[BaseProcess], end: Callable[[], None
                 )
                 end()
                 return
-
-
-def _end_server() -> None:
-    os.kill(os.getppid(), signal.SIGQUIT)
