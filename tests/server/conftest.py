@@ -114,6 +114,8 @@ LLGUIDANCE = "--grammar-backend llguidance"
 SESSIONS = "--enable-streaming-session"
 PARSERS = "--tool-call-parser qwen25 --reasoning-parser deepseek-r1"
 LORA = "csgmv" if ON_GPU else "torch_native"
+# SGLang has its schedule wait for a forward's reads on a GPU alone.
+CHECKS_ORDER = {"CHECK_ORDER": "1", "SGLANG_ENABLE_WAR_BARRIER": "1"}
 FOUR = "--max-running-requests 4"
 THINKING = "--reasoning-parser qwen3 --enable-strict-thinking"
 # Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.
@@ -193,6 +195,7 @@ SERVERS: dict[str, Recipe] = {
     ),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
     "graphs": Recipe((*DSPARK, FOUR, "--speculative-dspark-block-size 11"), env=emulated_graphs()),
+    "ordered": Recipe((*DSPARK, FOUR), env=emulated_graphs() | CHECKS_ORDER),
     # A quantised target of which a row's result depends on the whole batch.
     "plain_int8_batch": Recipe(model=OF_BATCHES),
     "int8_batch": Recipe((*DSPARK, FOUR), model=OF_BATCHES, env=emulated_graphs()),

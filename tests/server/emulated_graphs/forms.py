@@ -7,6 +7,7 @@ import logging
 from contextlib import contextmanager
 
 import launches
+import order
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.interpreter import InterpretedFunction
@@ -29,7 +30,7 @@ def watch():
         if self.fn.__module__.startswith("dspark_kernels"):
             note(self, args, kwargs)
         if _state["launching"] and (_state["warm"] or not self.fn.__module__.startswith(UNREAD)):
-            with launches.one("kernel"):
+            with launches.one("kernel"), order.kernel([*args, *kwargs.values()]):
                 launch(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     InterpretedFunction.run = run

@@ -1,0 +1,115 @@
+"""What streams of a GPU would do to the same memory is ordered by waits; see emulated_graphs/order.py."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from golden_server import DRAFT, EMULATION, generate, greedy, policy
+
+CASES = json.loads((DRAFT / "golden.json").read_text())["cases"][:4]
+
+
+def test_streams_of_a_server_are_in_order(ordered):
+    """Under overlap: requests that come, end and are sampled beside others, with and without drafts."""
+    for name in ("auto", "static", "off"):
+        with policy(ordered, name):
+            bodies = [
+                greedy(case["prompt_ids"], 4 + 3 * place, {"temperature": place % 2}, return_logprob=place == 2)
+                for place, case in enumerate(CASES)
+            ]
+            generate(ordered, bodies, 3)
+    log = ordered.log_path.read_text()
+    __import__("shutil").copy(ordered.log_path, "/tmp/ordered.log")
+    assert "streams are watched" in log
+    assert [line for line in log.splitlines() if "in no order" in line] == []
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module that servers import, watching this thread."""
+    monkeypatch.syspath_prepend(EMULATION)
+    import order  # type: ignore[import-not-found]
+
+    with order.Launches():
+        yield order
+    del sys.modules["order"]
+
+
+def write(order: Any, stream: Any, memory: torch.Tensor) -> None:
+    with order.StreamContext(stream):
+        memory.add_(1)
+
+
+def read(order: Any, stream: Any, memory: torch.Tensor) -> None:
+    with order.StreamContext(stream):
+        memory.sum()
+
+
+def two_writes(order: Any, one: Any, other: Any, memory: torch.Tensor) -> None:
+    write(order, one, memory)
+    write(order, other, memory)
+
+
+def a_write_behind_a_read(order: Any, one: Any, other: Any, memory: torch.Tensor) -> None:
+    read(order, one, memory)
+    write(order, other, memory[2:])
+
+
+def an_event_too_early(order: Any, one: Any, other: Any, memory: torch.Tensor) -> None:
+    event = one.record_event()
+    write(order, one, memory)
+    other.wait_event(event)
+    read(order, other, memory)
+
+
+def a_host_that_does_not_wait(order: Any, one: Any, other: Any, memory: torch.Tensor) -> None:
+    write(order, one, memory)
+    memory[0].item()
+
+
+def two_reads(order: Any, one: Any, other: Any, memory: torch.Tensor) -> None:
+    read(order, one, memory)
+    read(order, other, memory)
+
+
+def two_halves(order: Any, one: Any, other: Any, memory: torch.Tensor) -> None:
+    write(order, one, memory[:2])
+    write(order, other, memory[2:])
+
+
+def a_wait(order: Any, one: Any, other: Any, memory: torch.Tensor) -> None:
+    write(order, one, memory)
+    other.wait_event(one.record_event())
+    write(order, other, memory)
+
+
+def a_host_that_waits(order: Any, one: Any, other: Any, memory: torch.Tensor) -> None:
+    write(order, one, memory)
+    one.record_event().synchronize()
+    memory[0].item()
+    write(order, other, memory)  # launched by the host, which knows
+
+
+@pytest.mark.parametrize(
+    ("told", "in_order"),
+    [
+        *((told, False) for told in (two_writes, a_write_behind_a_read, an_event_too_early, a_host_that_does_not_wait)),
+        *((told, True) for told in (two_reads, two_halves, a_wait, a_host_that_waits)),
+    ],
+)
+def test_what_is_in_no_order_is_reported(
+    order: Any, told: Callable[..., None], in_order: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = order.Stream(), order.Stream()
+    memory = torch.zeros(4)
+    for stream in (one, other):
+        stream.wait_stream(order.current_stream())
+    with caplog.at_level(logging.WARNING):
+        told(order, one, other, memory)
+    assert bool(caplog.records) != in_order
