@@ -73,6 +73,10 @@ class OnlineCalibration:
         # Of the last rounds: conditional acceptance as predicted, drafts verified and accepted.
         self._history: list[Any] = [np.zeros((0, gamma)), np.zeros(0, np.int64), np.zeros(0, np.int64)]
 
+    def afresh(self) -> Self:
+        """Return one that starts as this one did."""
+        return type(self)(self._gamma, 1.0 / self._start_scale, self._drawn)
+
     @property
     def scale(self) -> Floats:
         return self._map.scale

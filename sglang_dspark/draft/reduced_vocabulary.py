@@ -84,10 +84,15 @@ class ProposalHeads:
         ids = model.token_ids if chosen is None else chosen
         vocabulary = None if ids is None else DraftVocabulary(ids, model.config.vocab_size)
         markov = _markov_weights(model.markov_head, chosen)
-        self._config = model.config
+        self._model, self._config, self._chosen = model, model.config, chosen
         self._rows = model.lm_head_weight if chosen is None else model.lm_head_weight[chosen]
         confidence = _confidence_weights(model.confidence_head)
         self.weights = DraftHeads(markov, confidence, vocabulary, model.config.selector_top_k)
+
+    def follow(self) -> None:
+        """Renew in place what was copied of the model, whose weights have changed."""
+        if self._chosen is not None:
+            self._rows.copy_(self._model.lm_head_weight[self._chosen])
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:

@@ -197,6 +197,9 @@ class Part:
     def flushed(self) -> None:
         """Drop what earlier requests have left: an operator has SGLang drop its prefixes."""
 
+    def weights_changed(self) -> None:
+        """Drop what was learned of the weights before: others are in force, or may be."""
+
     def warm_up(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
         """Launch the kernels of a step once, at start-up: a request shall compile none.
 

@@ -44,6 +44,7 @@ class Drafter:
         heads: what proposes tokens from its hidden states.
         gamma: drafts of a block; those behind the checkpoint's are candidates.
         features: of target rows.
+        target: what its embedding and LM head may be read from; None if it is told of no changes.
         window, candidates: see the attributes.
 
     Attributes:
@@ -65,13 +66,14 @@ class Drafter:
         gamma: int,
         device: torch.device,
         features: Features,
+        target: Target | None = None,
         window: DraftWindow | None = None,
         candidates: CandidateSource | None = None,
     ) -> None:
         self.config, self.model, self.heads, self.gamma = config, model, heads, gamma
         self.num_drawn, self.num_slots = config.drawn(gamma), config.num_slots(gamma)
         self.mask_token_id = config.mask_token_id
-        self._device, self._features = device, features
+        self._device, self._features, self._target = device, features, target
         self.window, self.candidates = window, candidates
 
     @classmethod
@@ -127,9 +129,16 @@ class Drafter:
             gamma=gamma,
             device=device,
             features=target.features,
+            target=target,
             window=window,
             candidates=candidates,
         )
+
+    def follow_target(self) -> None:
+        """Renew in place what was copied of the target's weights, which have changed; all ranks call it."""
+        if self._target is not None:
+            self.model.follow_target(*self._target.weights(self.model))
+            self.heads.follow()
 
     def allocate(self, num_slots: int, dtype: torch.dtype) -> DraftCache:
         """Make the pool of K/V slots."""
@@ -265,6 +274,9 @@ class NoDrafter:
         self.gamma = self.num_slots = options.gamma(None)
         self._vocab_size, self._device = vocab_size, device
         logger.info("DSPARK: no drafter; requests that name a text speculate")
+
+    def follow_target(self) -> None:
+        """Do nothing: nothing is read from the target."""
 
     def allocate(self, num_slots: int, dtype: torch.dtype) -> None:
         """Make room for the tokens of the slots: there is no K/V."""

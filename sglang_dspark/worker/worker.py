@@ -234,6 +234,11 @@ class DSparkWorker(SpecWorkerBase):
     def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
         self.drafter.remember(tokens, slots)
 
+    def weights_changed(self) -> None:
+        """Renew what was copied of the weights, and forget what was learned of those before."""
+        self.drafter.follow_target()
+        self.control.forget()
+
     def decoding(self) -> Decoding:
         """Return how the server decodes."""
         drafter = self.drafter.describe(self.settled.draft_path)

@@ -46,6 +46,9 @@ class Decoder(Protocol):
     schedule: Schedule
     parts: Sequence[Part]
 
+    def weights_changed(self) -> None:
+        """Follow weights that were written between two steps, in whole or in part. All ranks call it."""
+
     def decoding(self) -> Decoding:
         """Return how the server decodes, once it is ready."""
 

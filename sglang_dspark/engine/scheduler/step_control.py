@@ -50,6 +50,12 @@ class StepControl:
         decision = self.schedule.choose(requests, context, options.limits, traced=options.traced, awaited=awaited)
         return self.agreement.share(decision)
 
+    def forget(self) -> None:
+        """Forget what was learned, and have features do so: other weights are in force."""
+        self.schedule.forget()
+        for part in self.parts:
+            part.weights_changed()
+
     def observe(
         self, reqs: Sequence[Req], record: StepRecord, committed: list[int], times_ms: tuple[float, float] | None
     ) -> None:

@@ -151,6 +151,10 @@ class ScheduledWorker:
         times_ms = None if device_ms is None else (device_ms, waited_ms)
         self.control.observe(reqs, result.dspark_record, result.accept_lens.tolist(), times_ms)
 
+    def weights_changed(self) -> None:
+        """Forget what was learned of the weights before; SGLang renews what its drafter shares with the target."""
+        self.control.forget()
+
     def decoding(self) -> Decoding:
         """Return how the server decodes."""
         config, worker = self.worker.draft_model_runner.model_config, self.worker
