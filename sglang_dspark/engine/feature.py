@@ -200,6 +200,10 @@ class Part:
     def weights_changed(self) -> None:
         """Drop what was learned of the weights before: others are in force, or may be."""
 
+    def report(self) -> Mapping[str, Any]:
+        """Return what the feature adds to the statistics, as JSON."""
+        return {}
+
     def warm_up(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
         """Launch the kernels of a step once, at start-up: a request shall compile none.
 

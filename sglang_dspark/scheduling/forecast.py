@@ -66,15 +66,16 @@ class Forecast:
         self._num_refits = 0
         self._chains = ChainWeights(MOST_MATCH + self._max_verify)
 
-    def forget(self, lagged: LaggedSurvivals | None) -> None:
+    def forget(self, lagged: LaggedSurvivals | None, *, new_drafter: bool) -> None:
         """Forget all outcomes: other weights draft or verify from now on. The sums of ``predicted`` go on.
 
         Args:
             lagged: survivals without any rounds.
+            new_drafter: whether the temperatures that were read are of another drafter.
         """
         self.lagged = lagged
         if self.calibration is not None:
-            self.calibration = self.calibration.afresh()
+            self.calibration = self.calibration.afresh(tempered=not new_drafter)
         self._begin()
         self.renew()
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from dspark_kernels import AcceptResult, Candidates, CommitRows, DraftBlock, draft_block, prepare
@@ -17,6 +17,7 @@ from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.formats import Reading
 from sglang_dspark.draft.formats.description import describe
 from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.draft.renewal import check_alike, fitted, whole
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import load_draft_model, random_draft_model
@@ -35,6 +36,18 @@ Features = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Given are their ids [n], or their embeddings [n, d], and captured states [n, taps * d]."""
 
 
+class Origin(NamedTuple):
+    """Where the weights of a drafter come from.
+
+    Attributes:
+        checkpoint: its own.
+        target: whose embedding and LM head it may read.
+    """
+
+    checkpoint: ResolvedDrafter
+    target: Target
+
+
 class Drafter:
     """A draft network beside its target.
 
@@ -44,7 +57,7 @@ class Drafter:
         heads: what proposes tokens from its hidden states.
         gamma: drafts of a block; those behind the checkpoint's are candidates.
         features: of target rows.
-        target: what its embedding and LM head may be read from; None if it is told of no changes.
+        origin: of its weights; None if they never change.
         window, candidates: see the attributes.
 
     Attributes:
@@ -66,14 +79,14 @@ class Drafter:
         gamma: int,
         device: torch.device,
         features: Features,
-        target: Target | None = None,
+        origin: Origin | None = None,
         window: DraftWindow | None = None,
         candidates: CandidateSource | None = None,
     ) -> None:
         self.config, self.model, self.heads, self.gamma = config, model, heads, gamma
         self.num_drawn, self.num_slots = config.drawn(gamma), config.num_slots(gamma)
         self.mask_token_id = config.mask_token_id
-        self._device, self._features, self._target = device, features, target
+        self._device, self._features, self._origin = device, features, origin
         self.window, self.candidates = window, candidates
 
     @classmethod
@@ -129,16 +142,55 @@ class Drafter:
             gamma=gamma,
             device=device,
             features=target.features,
-            target=target,
+            origin=Origin(resolved, target),
             window=window,
             candidates=candidates,
         )
 
     def follow_target(self) -> None:
         """Renew in place what was copied of the target's weights, which have changed; all ranks call it."""
-        if self._target is not None:
-            self.model.follow_target(*self._target.weights(self.model))
+        if self._origin is not None:
+            self.model.follow_target(*self._origin.target.weights(self.model))
             self.heads.follow()
+
+    def write(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write new weights over the old ones, which captured graphs go on reading; some tensors or all of them.
+
+        Args:
+            named: tensors by the names of the drafter's checkpoint.
+
+        Raises:
+            CheckpointError: one does not fit; nothing was written.
+        """
+        assert self._origin is not None, "a served drafter has a checkpoint"
+        checkpoint = self._origin.checkpoint
+        self._write(fitted(self.model, checkpoint.reading.rules, dict(named), checkpoint.path))
+
+    def load_beside(self, path: str) -> Callable[[], None]:
+        """Load another checkpoint beside the weights that serve, and return what puts it in their place.
+
+        Raises:
+            CheckpointError: it cannot be read, or is not of the serving drafter's form.
+        """
+        assert self._origin is not None, "a served drafter has a checkpoint"
+        serving, target = self._origin
+        other = ResolvedDrafter.read(path)
+        check_alike(serving, other)
+        model = load_draft_model(path, dtype=target.dtype, device=self._device, reading=other.reading)
+        weights = whole(self.model, model, path)
+
+        def replace() -> None:
+            self._write(weights)
+            self._origin = Origin(other, target)
+
+        return replace
+
+    def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in weights.items():
+                parameters[name].copy_(weight)
+        self.heads.follow()
 
     def allocate(self, num_slots: int, dtype: torch.dtype) -> DraftCache:
         """Make the pool of K/V slots."""
@@ -225,11 +277,11 @@ class Drafter:
         """
         self.cache.inject(self.model, self._features(input_ids, captured), positions, slots, rows)
 
-    def describe(self, path: str) -> dict[str, Any] | None:
-        """Return a description of the checkpoint at ``path``, as JSON."""
+    def describe(self) -> dict[str, Any] | None:
+        """Return a description of the checkpoint, as JSON."""
         config, vocabulary = self.config, self.heads.vocabulary
         return {
-            "path": path,
+            "path": "" if self._origin is None else self._origin.checkpoint.path,
             "block_size": config.gamma,
             "num_hidden_layers": config.num_hidden_layers,
             "target_layer_ids": list(config.target_layer_ids),
@@ -308,5 +360,5 @@ class NoDrafter:
     def inject(self, *rows: Any) -> None:
         """Write nothing: there is no K/V."""
 
-    def describe(self, path: str) -> None:
+    def describe(self) -> None:
         """Return None: there is no checkpoint."""

@@ -234,14 +234,14 @@ class DSparkWorker(SpecWorkerBase):
     def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
         self.drafter.remember(tokens, slots)
 
-    def weights_changed(self) -> None:
-        """Renew what was copied of the weights, and forget what was learned of those before."""
+    def weights_changed(self, *, new_drafter: bool = False) -> None:
+        """Renew what was copied of the target's weights, and forget what was learned of those before."""
         self.drafter.follow_target()
-        self.control.forget()
+        self.control.forget(new_drafter=new_drafter)
 
     def decoding(self) -> Decoding:
         """Return how the server decodes."""
-        drafter = self.drafter.describe(self.settled.draft_path)
+        drafter = self.drafter.describe()
         drafting = "requests that name a text speculate" if drafter is None else "the drafter fits the target"
         return Decoding(
             f"selected by --speculative-algorithm, and {drafting}",

@@ -12,6 +12,8 @@ from sglang_dspark.scheduling.schedule import Schedule
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
+    from sglang_dspark.worker.drafter import Drafter, NoDrafter
+
 _DECODER = "dspark_decoder"
 
 
@@ -38,16 +40,22 @@ class Decoder(Protocol):
     Attributes:
         server_args, target_worker: SGLang's.
         schedule: what decides the steps.
+        drafter: of our worker; None if another worker drafts.
         parts: what features do with them.
     """
 
     server_args: Any
     target_worker: Any
     schedule: Schedule
+    drafter: Drafter | NoDrafter | None
     parts: Sequence[Part]
 
-    def weights_changed(self) -> None:
-        """Follow weights that were written between two steps, in whole or in part. All ranks call it."""
+    def weights_changed(self, *, new_drafter: bool = False) -> None:
+        """Follow weights that were written between two steps, in whole or in part. All ranks call it.
+
+        Args:
+            new_drafter: whether another drafter has taken the place of the one before.
+        """
 
     def decoding(self) -> Decoding:
         """Return how the server decodes, once it is ready."""

@@ -50,9 +50,9 @@ class StepControl:
         decision = self.schedule.choose(requests, context, options.limits, traced=options.traced, awaited=awaited)
         return self.agreement.share(decision)
 
-    def forget(self) -> None:
-        """Forget what was learned, and have features do so: other weights are in force."""
-        self.schedule.forget()
+    def forget(self, *, new_drafter: bool) -> None:
+        """Forget what was learned, and have features do so: see :meth:`Schedule.forget`."""
+        self.schedule.forget(new_drafter=new_drafter)
         for part in self.parts:
             part.weights_changed()
 

@@ -7,46 +7,97 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightFromDiskReqOutput
 
-from sglang_dspark.engine.compat.decoder import decoder_of
+from sglang_dspark.engine.compat.decoder import Decoder, decoder_of
+from sglang_dspark.errors import DSparkError
+from sglang_dspark.features.weights import DRAFTER
+from sglang_dspark.features.weights.served import Weights
 
 logger = logging.getLogger(__name__)
 
-_MEETING = ("UpdateWeightsFromTensor", "UpdateWeightsFromIPC", "EndWeightUpdate")
+_MEETING = ("BeginWeightUpdate", "UpdateWeightsFromTensor", "UpdateWeightsFromIPC", "EndWeightUpdate")
 """Requests at whose end all ranks wait for each other."""
 
 
+def weights_of(decoder: Decoder) -> Weights:
+    """Return the part of SGLang's scheduler that writes weights."""
+    return next(part for part in decoder.parts if isinstance(part, Weights))
+
+
 def write(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Have SGLang write weights between two steps, and follow them.
+    """Have SGLang write weights between two steps, or a drafter's checkpoint, and follow them.
 
     Weights that do not fit are the fault of the request, not of the server: it says so and serves what it has.
     """
     decoder = decoder_of(manager.scheduler)
+    loads_drafter = isinstance(request, UpdateWeightFromDiskReqInput) and request.load_format == DRAFTER
+    torch.get_device_module(manager.tp_worker.device).synchronize()  # a step that was launched reads the old ones
     try:
-        answer = original(manager, request)
+        answer = _replace_drafter(decoder, manager, request) if loads_drafter else original(manager, request)
     except Exception as error:
         logger.exception("DSPARK: new weights could not be written")
         answer = _failed(request, error)
         if type(request).__name__.startswith(_MEETING):
             torch.distributed.barrier(group=manager.tp_cpu_group)
-    decoder.weights_changed()
-    return _agreed(answer, manager.tp_cpu_group)
+    answer = _agreed(answer, manager.tp_cpu_group)
+    decoder.weights_changed(new_drafter=loads_drafter and answer.success)
+    weights_of(decoder).note(None if answer.success else answer.message)
+    return answer
+
+
+def select(original: Callable[..., Any], manager: Any, selector: str = "all") -> Any:
+    """Return the runners of the target, whatever else is asked for, or of the drafter if it alone is named.
+
+    What is for both is told apart by its names.
+    """
+    if selector != "draft":
+        return original(manager, "target" if selector == "all" else selector)
+    decoder = decoder_of(manager.scheduler)
+    return weights_of(decoder).runners() if decoder.drafter is not None else original(manager, selector)
+
+
+def _replace_drafter(decoder: Decoder, manager: Any, request: Any) -> Any:
+    """Put another checkpoint in the place of the drafter's weights, on all ranks or on none."""
+    failure, put = None, None
+    try:
+        put = weights_of(decoder).drafter.load_beside(request.model_path)
+    except Exception as error:
+        logger.exception("DSPARK: the drafter %s could not be loaded", request.model_path)
+        failure = UpdateWeightFromDiskReqOutput(success=False, message=f"{_said(error)} The old one serves on.")
+    found = UpdateWeightFromDiskReqOutput(success=True, message="The drafter was replaced.")
+    answer = _agreed(failure or found, manager.tp_cpu_group)
+    if not answer.success or put is None:
+        return answer
+    put()
+    manager.record_weight_version_after_update(request.weight_version)
+    if request.flush_cache and not manager.flush_cache(empty_cache=request.torch_empty_cache):
+        answer.message += (
+            " Requests are running, so K/V of the old one stays in the cache, with which drafts are worse: call "
+            "/flush_cache when the server is idle."
+        )
+    return answer
 
 
 def _failed(request: Any, error: Exception) -> Any:
     """Return what SGLang answers to a request that failed."""
-    from sglang.srt.managers import io_struct
-
     answer = getattr(io_struct, type(request).__name__.replace("ReqInput", "ReqOutput"))
     return answer(
         success=False,
-        message=f"new weights could not be written ({type(error).__name__}: {error}). The server goes on with what it "
-        "has, which may be new in part: send weights that fit this model, all of them",
+        message=_said(error)
+        if isinstance(error, DSparkError)
+        else f"new weights could not be written ({type(error).__name__}: {error}). The server goes on with what it has, "
+        "which may be new in part: send weights that fit this model, all of them",
     )
 
 
+def _said(error: Exception) -> str:
+    return f"{error}." if isinstance(error, DSparkError) else f"{type(error).__name__}: {error}."
+
+
 def _agreed(answer: Any, ranks: Any) -> Any:
-    """Return the first answer of any rank that failed; SGLang would answer for rank 0 alone."""
+    """Return the answer of the first rank that failed; SGLang would answer for rank 0 alone."""
     if torch.distributed.get_world_size(group=ranks) == 1:
         return answer
     answers = [None] * torch.distributed.get_world_size(group=ranks)

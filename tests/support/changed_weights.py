@@ -1,0 +1,84 @@
+"""The golden pair after a fine-tune: other weights of the same shapes, and how they get into a running server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from golden_server import DRAFT, DRAFTER_ALONE, TARGET, call, greedy
+from safetensors.torch import load_file, save_file
+
+from sglang_dspark.tools.launch import LaunchedServer
+
+FILE = "model.safetensors"
+SEEDED = {"temperature": 0.9, "sampling_seed": 5, "max_new_tokens": 16, "ignore_eos": True}
+
+
+def tuned(folder: Path, origin: Path = TARGET, *, by: float = 0.2, seed: int = 1) -> Path:
+    """Write a checkpoint whose matrices differ from those of ``origin`` by noise of so many standard deviations."""
+    shutil.copytree(origin, folder)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(origin / FILE)
+    for weight in tensors.values():
+        if weight.dim() > 1:
+            noise = torch.randn(weight.shape, generator=generator)
+            weight += (by * weight.float().std() * noise).to(weight.dtype)
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    return folder
+
+
+def serialized(named: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return tensors as the route takes them: they lie in shared memory that any process of this machine can open."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    return [MultiprocessingSerializer.serialize(list(named.items()), output_str=True)]
+
+
+def from_disk(server: LaunchedServer, folder: Path, **fields: Any) -> dict[str, Any]:
+    """Have a server load a target."""
+    return answered(server, "/update_weights_from_disk", {"model_path": str(folder), **fields})
+
+
+def from_tensors(server: LaunchedServer, folder: Path, **fields: Any) -> dict[str, Any]:
+    """Hand a server the tensors of a checkpoint."""
+    answered(server, "/begin_weight_update", {})
+    tensors = load_file(folder / FILE)
+    try:
+        return answered(
+            server, "/update_weights_from_tensor", {"serialized_named_tensors": serialized(tensors), **fields}
+        )
+    finally:
+        answered(server, "/end_weight_update", {})
+
+
+def answered(server: LaunchedServer, path: str, body: Any) -> dict[str, Any]:
+    """Return an answer that is a success."""
+    status, text = call(server, path, body=body)
+    assert status == 200, text
+    answer: dict[str, Any] = json.loads(text)
+    return answer
+
+
+def shown(server: LaunchedServer, prompts: list[list[int]]) -> list[Any]:
+    """Return what depends on the weights: greedy and seeded texts, log-probabilities, and traces if there are any."""
+    drafted = server.get_json("/dspark/stats") is not None
+    found: list[Any] = []
+    for prompt in prompts:
+        answer = server.post_json(
+            "/generate", {**greedy(prompt, 16, speculation=DRAFTER_ALONE), "return_logprob": True}
+        )
+        told = answer["meta_info"]
+        seeded = server.post_json("/generate", {"input_ids": prompt, "sampling_params": SEEDED})
+        logprobs = [round(entry[0], 4) for entry in told["output_token_logprobs"]]
+        found.append((answer["output_ids"], seeded["output_ids"], logprobs, drafted and told.get("dspark_trace")))
+    return found
+
+
+def trained_drafter(folder: Path, *, by: float = 0.02, seed: int = 2) -> Path:
+    """Write a drafter of the golden target, of the same form, that was trained on."""
+    return tuned(folder, DRAFT, by=by, seed=seed)
