@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from dspark_kernels import AcceptResult, Candidates, CommitRows, DraftBlock, draft_block, prepare
@@ -13,12 +13,11 @@ from dspark_kernels import AcceptResult, Candidates, CommitRows, DraftBlock, dra
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.cache import DraftCache
-from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.formats import Reading
 from sglang_dspark.draft.formats.description import describe
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.draft.renewal import check_alike, fitted, whole
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
+from sglang_dspark.draft.renewal import check_alike, fitted, whole
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import load_draft_model, random_draft_model
 from sglang_dspark.draft.window import DraftWindow
@@ -30,34 +29,16 @@ from sglang_dspark.worker.draft_attention import block_attend
 
 logger = logging.getLogger(__name__)
 
-Features = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Return [n, m * d], what the drafter reads of target rows.
-
-Given are their ids [n], or their embeddings [n, d], and captured states [n, taps * d]."""
-
-
-class Origin(NamedTuple):
-    """Where the weights of a drafter come from.
-
-    Attributes:
-        checkpoint: its own.
-        target: whose embedding and LM head it may read.
-    """
-
-    checkpoint: ResolvedDrafter
-    target: Target
-
 
 class Drafter:
     """A draft network beside its target.
 
     Args:
-        config: of the checkpoint.
+        checkpoint: that the weights come from.
         model: in the target's dtype, on ``device``.
         heads: what proposes tokens from its hidden states.
         gamma: drafts of a block; those behind the checkpoint's are candidates.
-        features: of target rows.
-        origin: of its weights; None if they never change.
+        target: whose rows it reads, and perhaps embedding and LM head.
         window, candidates: see the attributes.
 
     Attributes:
@@ -72,21 +53,20 @@ class Drafter:
 
     def __init__(
         self,
-        config: DraftConfig,
+        checkpoint: ResolvedDrafter,
         model: DraftModel,
         heads: ProposalHeads,
         *,
         gamma: int,
         device: torch.device,
-        features: Features,
-        origin: Origin | None = None,
+        target: Target,
         window: DraftWindow | None = None,
         candidates: CandidateSource | None = None,
     ) -> None:
-        self.config, self.model, self.heads, self.gamma = config, model, heads, gamma
-        self.num_drawn, self.num_slots = config.drawn(gamma), config.num_slots(gamma)
-        self.mask_token_id = config.mask_token_id
-        self._device, self._features, self._origin = device, features, origin
+        self.config, self.model, self.heads, self.gamma = checkpoint.config, model, heads, gamma
+        self.num_drawn, self.num_slots = self.config.drawn(gamma), self.config.num_slots(gamma)
+        self.mask_token_id = self.config.mask_token_id
+        self._device, self._checkpoint, self._target = device, checkpoint, target
         self.window, self.candidates = window, candidates
 
     @classmethod
@@ -136,22 +116,20 @@ class Drafter:
             ", ".join(shared) or "nothing",
         )
         return cls(
-            config,
+            resolved,
             model,
             heads,
             gamma=gamma,
             device=device,
-            features=target.features,
-            origin=Origin(resolved, target),
+            target=target,
             window=window,
             candidates=candidates,
         )
 
     def follow_target(self) -> None:
         """Renew in place what was copied of the target's weights, which have changed; all ranks call it."""
-        if self._origin is not None:
-            self.model.follow_target(*self._origin.target.weights(self.model))
-            self.heads.follow()
+        self.model.follow_target(*self._target.weights(self.model))
+        self.heads.follow()
 
     def write(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write new weights over the old ones, which captured graphs go on reading; some tensors or all of them.
@@ -162,9 +140,8 @@ class Drafter:
         Raises:
             CheckpointError: one does not fit; nothing was written.
         """
-        assert self._origin is not None, "a served drafter has a checkpoint"
-        checkpoint = self._origin.checkpoint
-        self._write(fitted(self.model, checkpoint.reading.rules, dict(named), checkpoint.path))
+        rules, path = self._checkpoint.reading.rules, self._checkpoint.path
+        self._write(fitted(self.model, rules, dict(named), path))
 
     def load_beside(self, path: str) -> Callable[[], None]:
         """Load another checkpoint beside the weights that serve, and return what puts it in their place.
@@ -172,16 +149,14 @@ class Drafter:
         Raises:
             CheckpointError: it cannot be read, or is not of the serving drafter's form.
         """
-        assert self._origin is not None, "a served drafter has a checkpoint"
-        serving, target = self._origin
         other = ResolvedDrafter.read(path)
-        check_alike(serving, other)
-        model = load_draft_model(path, dtype=target.dtype, device=self._device, reading=other.reading)
+        check_alike(self._checkpoint, other)
+        model = load_draft_model(path, dtype=self._target.dtype, device=self._device, reading=other.reading)
         weights = whole(self.model, model, path)
 
         def replace() -> None:
             self._write(weights)
-            self._origin = Origin(other, target)
+            self._checkpoint = other
 
         return replace
 
@@ -275,13 +250,13 @@ class Drafter:
             input_ids: or embeddings [n, d], see :meth:`Target.features`.
             rows: which of them count; None for all.
         """
-        self.cache.inject(self.model, self._features(input_ids, captured), positions, slots, rows)
+        self.cache.inject(self.model, self._target.features(input_ids, captured), positions, slots, rows)
 
     def describe(self) -> dict[str, Any] | None:
         """Return a description of the checkpoint, as JSON."""
         config, vocabulary = self.config, self.heads.vocabulary
         return {
-            "path": "" if self._origin is None else self._origin.checkpoint.path,
+            "path": self._checkpoint.path,
             "block_size": config.gamma,
             "num_hidden_layers": config.num_hidden_layers,
             "target_layer_ids": list(config.target_layer_ids),

@@ -8,8 +8,17 @@ import pytest
 import torch
 from changed_weights import answered, from_disk, from_tensors, serialized, tuned
 from golden_replay import load_target
-from golden_server import CASES, DRAFT, DRAFTER_ALONE, TARGET, assert_golden_traces, assert_rounds_of_reference, call
-from golden_server import greedy, policy
+from golden_server import (
+    CASES,
+    DRAFT,
+    DRAFTER_ALONE,
+    TARGET,
+    assert_golden_traces,
+    assert_rounds_of_reference,
+    call,
+    greedy,
+    policy,
+)
 from reference_decoding import decode_greedy
 
 from sglang_dspark.draft.weights import load_draft_model

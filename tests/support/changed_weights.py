@@ -9,24 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from golden_server import DRAFT, DRAFTER_ALONE, TARGET, call, greedy
+from golden_server import DRAFT, TARGET, call
 from safetensors.torch import load_file, save_file
 
+from sglang_dspark.draft.weights import EMBEDDING, LM_HEAD
 from sglang_dspark.tools.launch import LaunchedServer
 
 FILE = "model.safetensors"
-SEEDED = {"temperature": 0.9, "sampling_seed": 5, "max_new_tokens": 16, "ignore_eos": True}
 
 
 def tuned(folder: Path, origin: Path = TARGET, *, by: float = 0.2, seed: int = 1) -> Path:
-    """Write a checkpoint whose matrices differ from those of ``origin`` by noise of so many standard deviations."""
+    """Write a checkpoint whose matrices differ from those of ``origin`` by noise of so many standard deviations.
+
+    A drafter keeps what it has of its target.
+    """
     shutil.copytree(origin, folder)
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(origin / FILE)
-    for weight in tensors.values():
-        if weight.dim() > 1:
+    for name, weight in tensors.items():
+        if weight.dim() > 1 and name not in (EMBEDDING, LM_HEAD):
             noise = torch.randn(weight.shape, generator=generator)
-            weight += (by * weight.float().std() * noise).to(weight.dtype)
+            weight.add_((by * weight.float().std() * noise).to(weight.dtype))
     save_file(tensors, folder / FILE, metadata={"format": "pt"})
     return folder
 
@@ -62,21 +65,6 @@ def answered(server: LaunchedServer, path: str, body: Any) -> dict[str, Any]:
     assert status == 200, text
     answer: dict[str, Any] = json.loads(text)
     return answer
-
-
-def shown(server: LaunchedServer, prompts: list[list[int]]) -> list[Any]:
-    """Return what depends on the weights: greedy and seeded texts, log-probabilities, and traces if there are any."""
-    drafted = server.get_json("/dspark/stats") is not None
-    found: list[Any] = []
-    for prompt in prompts:
-        answer = server.post_json(
-            "/generate", {**greedy(prompt, 16, speculation=DRAFTER_ALONE), "return_logprob": True}
-        )
-        told = answer["meta_info"]
-        seeded = server.post_json("/generate", {"input_ids": prompt, "sampling_params": SEEDED})
-        logprobs = [round(entry[0], 4) for entry in told["output_token_logprobs"]]
-        found.append((answer["output_ids"], seeded["output_ids"], logprobs, drafted and told.get("dspark_trace")))
-    return found
 
 
 def trained_drafter(folder: Path, *, by: float = 0.02, seed: int = 2) -> Path:

@@ -23,8 +23,8 @@ REFUSED_FIELDS = {
 REFUSED_PARAMETERS = {"watermark": _ONE_BY_ONE, "beam_width": "each beam would have drafts of its own"}
 """Sampling parameters that are refused if they ask for something, with the reasons."""
 
-# Two would drop the target, and leave the drafter and the draft K/V of cached prefixes behind. Two would give the server
-# another part to play. The last one sets what other speculative algorithms read.
+# Two would drop the target, and leave the drafter and the draft K/V of cached prefixes behind. Two would give the
+# server another part to play. The last one sets what other speculative algorithms read.
 REFUSED_ROUTES = (
     "/release_memory_occupation",
     "/resume_memory_occupation",

@@ -60,15 +60,14 @@ def select(original: Callable[..., Any], manager: Any, selector: str = "all") ->
 
 def _replace_drafter(decoder: Decoder, manager: Any, request: Any) -> Any:
     """Put another checkpoint in the place of the drafter's weights, on all ranks or on none."""
-    failure, put = None, None
+    answer = UpdateWeightFromDiskReqOutput(success=True, message="The drafter was replaced.")
     try:
         put = weights_of(decoder).drafter.load_beside(request.model_path)
     except Exception as error:
         logger.exception("DSPARK: the drafter %s could not be loaded", request.model_path)
-        failure = UpdateWeightFromDiskReqOutput(success=False, message=f"{_said(error)} The old one serves on.")
-    found = UpdateWeightFromDiskReqOutput(success=True, message="The drafter was replaced.")
-    answer = _agreed(failure or found, manager.tp_cpu_group)
-    if not answer.success or put is None:
+        answer = UpdateWeightFromDiskReqOutput(success=False, message=f"{error}; the drafter that served serves on")
+    answer = _agreed(answer, manager.tp_cpu_group)
+    if not answer.success:
         return answer
     put()
     manager.record_weight_version_after_update(request.weight_version)
@@ -82,18 +81,14 @@ def _replace_drafter(decoder: Decoder, manager: Any, request: Any) -> Any:
 
 def _failed(request: Any, error: Exception) -> Any:
     """Return what SGLang answers to a request that failed."""
+    message = str(error)
+    if not isinstance(error, DSparkError):
+        message = (
+            f"new weights could not be written ({type(error).__name__}: {error}). The server goes on with what it has, "
+            "which may be new in part: send weights that fit this model, all of them"
+        )
     answer = getattr(io_struct, type(request).__name__.replace("ReqInput", "ReqOutput"))
-    return answer(
-        success=False,
-        message=_said(error)
-        if isinstance(error, DSparkError)
-        else f"new weights could not be written ({type(error).__name__}: {error}). The server goes on with what it has, "
-        "which may be new in part: send weights that fit this model, all of them",
-    )
-
-
-def _said(error: Exception) -> str:
-    return f"{error}." if isinstance(error, DSparkError) else f"{type(error).__name__}: {error}."
+    return answer(success=False, message=message)
 
 
 def _agreed(answer: Any, ranks: Any) -> Any:

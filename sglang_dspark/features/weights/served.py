@@ -65,9 +65,8 @@ class Weights(Part):
         drafter = self._decoder.drafter
         if drafter is None or not drafter.num_drawn:
             raise ConfigError(
-                "the drafter's weights cannot be replaced: this server "
-                f"{'decodes with SGLang own worker' if drafter is None else 'has no drafter'}; send those of the "
-                'target (selector "target"), or restart the server with a drafter'
+                "this server has no drafter whose weights could be replaced: it was started without one, or SGLang's "
+                "own worker decodes. Send weights of the target alone, or restart it with a drafter"
             )
         return drafter
 
