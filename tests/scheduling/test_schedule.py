@@ -350,10 +350,8 @@ def test_a_draft_without_a_confidence_is_not_believed_later_either(forecast, mon
 def test_a_schedule_that_forgets_is_as_new(with_head):
     """But for the times of steps; a server that parked drafts again, and gives a worthless drafter up as a new one."""
     made, new = schedule(with_head=with_head), schedule(with_head=with_head)
-    step = record(
-        StepDecision(GAMMA, TopK(4 * GAMMA)), [GAMMA] * 4, [GAMMA] * 4, torch.zeros(4, GAMMA) if with_head else None
-    )
-    step = step if with_head else replace(step, confidence=None)
+    logits, survival = torch.zeros(4, GAMMA) if with_head else None, torch.full((4, GAMMA), 0.5)
+    step = record(StepDecision(GAMMA, TopK(4 * GAMMA)), [GAMMA] * 4, [GAMMA] * 4, logits, survival)
 
     def learn(made, accepted):
         for _ in range(100):
