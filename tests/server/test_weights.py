@@ -1,12 +1,13 @@
-"""New weights of the target: a server has the texts, log-probabilities and traces of the new pair."""
+"""Weights that change under a server: it has the texts, log-probabilities and traces of the new pair."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
-from changed_weights import answered, from_disk, from_tensors, serialized, tuned
+from changed_weights import FILE, answered, from_disk, from_tensors, serialized, trained_drafter, tuned
 from golden_replay import load_target
 from golden_server import (
     CASES,
@@ -16,53 +17,143 @@ from golden_server import (
     assert_golden_traces,
     assert_rounds_of_reference,
     call,
+    endless,
     greedy,
+    in_background,
     policy,
+    wait_for_running,
 )
 from reference_decoding import decode_greedy
+from safetensors.torch import load_file
 
 from sglang_dspark.draft.weights import load_draft_model
 
 PROMPT = CASES[0]["prompt_ids"]
 LENGTH = 24
+DRAFTER = "/dspark/drafter"
+
+
+def reference(target, draft):
+    """Return what a pair writes if the drafter reads the target's embedding and LM head, and log-probabilities."""
+    model = load_draft_model(draft, dtype=torch.float32, device="cpu")
+    model.embed_tokens = model.lm_head = None
+    network = load_target(target, model)
+    decoded = decode_greedy(model, network, PROMPT, max_new_tokens=LENGTH + 8)
+    with torch.no_grad():
+        logits, _ = network([*PROMPT, *decoded.output_ids])
+    chosen = logits[len(PROMPT) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(decoded.output_ids)[:, None])
+    return decoded, chosen[:LENGTH, 0]
 
 
 @pytest.fixture(scope="module")
-def new(tmp_path_factory):
-    """A target, and what it writes with the golden drafter, which reads its embedding and LM head."""
-    folder = tuned(tmp_path_factory.mktemp("tuned") / "target")
-    model = load_draft_model(DRAFT, dtype=torch.float32, device="cpu")
-    model.embed_tokens = model.lm_head = None
-    target = load_target(folder, model)
-    decoded = decode_greedy(model, target, PROMPT, max_new_tokens=LENGTH + 8)
-    assert decoded.output_ids[:LENGTH] != CASES[0]["output_ids"][:LENGTH]
-    with torch.no_grad():
-        logits, _ = target([*PROMPT, *decoded.output_ids])
-    chosen = logits[len(PROMPT) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(decoded.output_ids)[:, None])
-    return folder, decoded, chosen[:LENGTH, 0]
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tuned")
+    return tuned(folder / "target"), trained_drafter(folder / "draft")
+
+
+def drafted(server, length: int = LENGTH) -> dict[str, Any]:
+    with policy(server, "static"):
+        answer: dict[str, Any] = server.post_json(
+            "/generate", {**greedy(PROMPT, length, speculation=DRAFTER_ALONE), "return_logprob": True}
+        )
+    return answer
 
 
 @pytest.mark.parametrize("update", [from_disk, from_tensors])
-def test_a_server_follows_the_target(dspark, new, update):
-    folder, decoded, logprobs = new
-    body = {**greedy(PROMPT, LENGTH, speculation=DRAFTER_ALONE), "return_logprob": True}
+def test_a_server_follows_the_target(dspark, folders, update):
+    decoded, logprobs = reference(folders[0], DRAFT)
+    assert decoded.output_ids[:LENGTH] != CASES[0]["output_ids"][:LENGTH]
+    version = update.__name__
     try:
-        update(dspark, folder, weight_version="new")
-        with policy(dspark, "static"):
-            answer = dspark.post_json("/generate", body)
+        update(dspark, folders[0], weight_version=version)
+        answer = drafted(dspark)
+        by_version = dspark.get_json("/dspark/stats")["weight_versions"]
     finally:
-        update(dspark, TARGET)
+        update(dspark, TARGET, weight_version="default")
     assert_rounds_of_reference(answer, decoded)
-    assert answer["meta_info"]["weight_version"] == "new"
+    assert answer["meta_info"]["weight_version"] == version
     found = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
     torch.testing.assert_close(found, logprobs, atol=1e-4, rtol=0)
+    assert by_version[-1] | {"accept_length": 0} == {
+        "weight_version": version,
+        "drafter": str(DRAFT),
+        "rounds": answer["meta_info"]["dspark"]["rounds"],
+        "accept_length": 0,
+    }
+    assert by_version[-1]["accept_length"] == answer["meta_info"]["dspark"]["accept_length"]
+    assert_golden_traces(dspark, CASES[:1])
+
+
+@pytest.mark.parametrize("name", ["scheduled", "graphs", "parallel"])
+def test_other_servers_follow_the_target(request, folders, name):
+    """SGLang's own worker, whose drafter would load the target's tensors; captured steps; two ranks."""
+    server, length = request.getfixturevalue(name), 6
+    decoded, _ = reference(folders[0], DRAFT)
+    update = from_disk if name == "scheduled" else from_tensors
+    try:
+        update(server, folders[0])
+        ids = server.post_json("/generate", greedy(PROMPT, length))["output_ids"]
+        if name == "graphs":
+            assert_rounds_of_reference(drafted(server, length), decoded)
+    finally:
+        update(server, TARGET)
+    assert ids == decoded.output_ids[:length]
+    assert server.post_json("/generate", greedy(PROMPT, length))["output_ids"] == CASES[0]["output_ids"][:length]
+
+
+def by_route(server, folder):
+    answered(server, DRAFTER, {"path": str(folder)})
+
+
+def by_disk(server, folder):
+    answered(server, "/update_weights_from_disk", {"model_path": str(folder), "load_format": "draft"})
+
+
+def by_prefix(server, folder):
+    named = {f"draft.{name}": tensor for name, tensor in load_file(folder / FILE).items()}
+    target = dict(list(load_file(TARGET / FILE).items())[:2])
+    from_tensors(server, target | named)
+
+
+def by_selector(server, folder):
+    from_tensors(server, folder, selector="draft")
+
+
+@pytest.mark.parametrize("update", [by_route, by_disk, by_prefix, by_selector])
+def test_a_server_drafts_with_another_drafter(dspark, folders, update):
+    decoded, _ = reference(TARGET, folders[1])
+    try:
+        update(dspark, folders[1])
+        answer = drafted(dspark)
+    finally:
+        by_route(dspark, DRAFT)
+    assert_rounds_of_reference(answer, decoded)
+    assert dspark.get_json("/model_info")["model_path"] == str(TARGET)
+    assert_golden_traces(dspark, CASES[:1])
+
+
+def test_a_drafter_is_replaced_beside_a_request(dspark, folders):
+    """Its text goes on as it would have, and nothing waits for its end."""
+    answers: list[dict[str, Any]] = []
+    body = endless(PROMPT, 400)
+    [expected] = [dspark.post_json("/generate", body)["output_ids"]]
+    thread = in_background(lambda: answers.append(dspark.post_json("/generate", body)))
+    wait_for_running(dspark, 1)
+    said = answered(dspark, DRAFTER, {"path": str(folders[1])})
+    answered(dspark, DRAFTER, {"path": str(DRAFT)})
+    thread.join()
+    assert "Requests are running" in said["message"]
+    assert answers[0]["output_ids"] == expected
+    answered(dspark, "/flush_cache", {})
     assert_golden_traces(dspark, CASES[:1])
 
 
 BAD = {
-    "of another shape": (serialized({"model.embed_tokens.weight": torch.zeros(3, 3)}), "AssertionError"),
-    "unreadable": (["bm9uc2Vuc2U="], "UnpicklingError"),
-    "of no rank": ([], "IndexError"),
+    "of another shape": ("target", serialized({"model.embed_tokens.weight": torch.zeros(3, 3)}), "AssertionError"),
+    "unreadable": ("target", ["bm9uc2Vuc2U="], "UnpicklingError"),
+    "of no rank": ("target", [], "IndexError"),
+    "of no drafter": ("all", serialized({"draft.no.weight": torch.zeros(3)}), "unexpected no.weight"),
+    "NaN": ("draft", serialized({"norm.weight": torch.full((128,), torch.nan)}), "no finite numbers"),
 }
 
 
@@ -71,12 +162,16 @@ def test_weights_that_do_not_fit_end_no_server(dspark):
     before = call(dspark, "/update_weights_from_tensor", body={"serialized_named_tensors": []})
     assert before[0] == 400 and "begin_weight_update()" in before[1]
     answered(dspark, "/begin_weight_update", {})
-    for tensors, named in BAD.values():
-        status, text = call(dspark, "/update_weights_from_tensor", body={"serialized_named_tensors": tensors})
+    for selector, tensors, named in BAD.values():
+        body = {"serialized_named_tensors": tensors, "selector": selector}
+        status, text = call(dspark, "/update_weights_from_tensor", body=body)
         message = json.loads(text)["message"]
-        assert status == 400 and named in message and "goes on with what it has" in message
+        assert status == 400 and named in message
+        assert dspark.get_json("/dspark/stats")["weights"]["failure"] == message
     assert call(dspark, "/begin_weight_update", body={})[0] == 400
     answered(dspark, "/end_weight_update", {})
     status, text = call(dspark, "/update_weights_from_disk", body={"model_path": "/no/such/folder"})
     assert status == 400 and "/no/such/folder" in text
     assert_golden_traces(dspark, CASES[:1])
+    from_disk(dspark, TARGET)
+    assert dspark.get_json("/dspark/stats")["weights"]["failure"] is None

@@ -47,14 +47,13 @@ def from_disk(server: LaunchedServer, folder: Path, **fields: Any) -> dict[str, 
     return answered(server, "/update_weights_from_disk", {"model_path": str(folder), **fields})
 
 
-def from_tensors(server: LaunchedServer, folder: Path, **fields: Any) -> dict[str, Any]:
-    """Hand a server the tensors of a checkpoint."""
+def from_tensors(server: LaunchedServer, source: Path | Mapping[str, torch.Tensor], **fields: Any) -> dict[str, Any]:
+    """Hand tensors, or those of a checkpoint, to each of two ranks at most."""
     answered(server, "/begin_weight_update", {})
-    tensors = load_file(folder / FILE)
+    tensors = load_file(source / FILE) if isinstance(source, Path) else source
+    body = {"serialized_named_tensors": serialized(tensors) + serialized(tensors), **fields}
     try:
-        return answered(
-            server, "/update_weights_from_tensor", {"serialized_named_tensors": serialized(tensors), **fields}
-        )
+        return answered(server, "/update_weights_from_tensor", body)
     finally:
         answered(server, "/end_weight_update", {})
 
