@@ -75,7 +75,7 @@ class OnlineCalibration:
 
     def afresh(self, *, tempered: bool) -> Self:
         """Return one without observations, which starts with the same temperatures, or with 1."""
-        return type(self)(self._gamma, 1.0 / self._start_scale if tempered else None, self._drawn)
+        return type(self)(self._gamma, (1.0 / self._start_scale).tolist() if tempered else None, self._drawn)
 
     @property
     def scale(self) -> Floats:

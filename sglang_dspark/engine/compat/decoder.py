@@ -40,15 +40,17 @@ class Decoder(Protocol):
     Attributes:
         server_args, target_worker: SGLang's.
         schedule: what decides the steps.
-        drafter: of our worker; None if another worker drafts.
         parts: what features do with them.
     """
 
     server_args: Any
     target_worker: Any
     schedule: Schedule
-    drafter: Drafter | NoDrafter | None
     parts: Sequence[Part]
+
+    @property
+    def drafter(self) -> Drafter | NoDrafter | None:
+        """Return our worker's; None if another worker drafts."""
 
     def weights_changed(self, *, new_drafter: bool = False) -> None:
         """Follow weights that were written between two steps, in whole or in part. All ranks call it.

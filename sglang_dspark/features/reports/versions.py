@@ -54,9 +54,9 @@ def report(counted: Iterable[Sequence[tuple[Key, tuple[int, int]]]]) -> list[dic
     """Return JSON of the counts of several schedulers, which have had the same versions."""
     added: dict[Key, tuple[int, int]] = {}
     for counts in counted:
-        for key, (rounds, committed) in counts:
-            so_far = added.get(tuple(key), (0, 0))
-            added[tuple(key)] = so_far[0] + rounds, so_far[1] + committed
+        for (version, drafter), (rounds, committed) in counts:
+            so_far = added.get((version, drafter), (0, 0))
+            added[version, drafter] = so_far[0] + rounds, so_far[1] + committed
     return [
         {
             "weight_version": version,

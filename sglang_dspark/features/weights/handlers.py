@@ -95,6 +95,6 @@ def _agreed(answer: Any, ranks: Any) -> Any:
     """Return the answer of the first rank that failed; SGLang would answer for rank 0 alone."""
     if torch.distributed.get_world_size(group=ranks) == 1:
         return answer
-    answers = [None] * torch.distributed.get_world_size(group=ranks)
+    answers: list[Any] = [None] * torch.distributed.get_world_size(group=ranks)
     torch.distributed.all_gather_object(answers, answer, group=ranks)
     return next((one for one in answers if not one.success), answer)
