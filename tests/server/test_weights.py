@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from changed_weights import FILE, answered, from_disk, from_tensors, serialized, trained_drafter, tuned
+from changed_weights import FILE, answered, from_disk, from_tensors, from_trainer, serialized, trained_drafter, tuned
 from golden_replay import load_target
 from golden_server import (
     CASES,
@@ -99,6 +99,38 @@ def test_other_servers_follow_the_target(request, folders, name):
         update(server, TARGET)
     assert ids == decoded.output_ids[:length]
     assert server.post_json("/generate", greedy(PROMPT, length))["output_ids"] == CASES[0]["output_ids"][:length]
+
+
+def test_a_server_follows_a_trainer(dspark, folders):
+    """By the route on which the processes of a trainer broadcast their tensors."""
+    decoded, _ = reference(folders[0], DRAFT)
+    try:
+        from_trainer(dspark, folders[0])
+        answer = drafted(dspark)
+    finally:
+        from_disk(dspark, TARGET)
+    assert_rounds_of_reference(answer, decoded)
+
+
+def test_a_text_goes_on_with_the_new_target(dspark, folders):
+    """Requests that a pause has taken back are encoded again, by target and drafter, as on a plain server."""
+    answers: list[dict[str, Any]] = []
+    body = {**endless(PROMPT, 400), "return_logprob": False}
+    old = dspark.post_json("/generate", body)["output_ids"]
+    thread = in_background(lambda: answers.append(dspark.post_json("/generate", body)))
+    wait_for_running(dspark, 1)
+    answered(dspark, "/pause_generation", {"mode": "retract"})
+    try:
+        from_disk(dspark, folders[0])
+        answered(dspark, "/continue_generation", {})
+        thread.join()
+        ids = answers[0]["output_ids"]
+        kept = next(place for place, (one, other) in enumerate(zip(ids, old, strict=True)) if one != other)
+        again = dspark.post_json("/generate", endless([*PROMPT, *ids[:kept]], 400 - kept))["output_ids"]
+    finally:
+        from_disk(dspark, TARGET)
+    assert ids[kept:] == again
+    assert_golden_traces(dspark, CASES[:1])
 
 
 def by_route(server, folder):

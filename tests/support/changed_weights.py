@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from golden_server import DRAFT, TARGET, call
 from safetensors.torch import load_file, save_file
 
 from sglang_dspark.draft.weights import EMBEDDING, LM_HEAD
-from sglang_dspark.tools.launch import LaunchedServer
+from sglang_dspark.tools.launch import LaunchedServer, free_port
 
 FILE = "model.safetensors"
 
@@ -56,6 +57,34 @@ def from_tensors(server: LaunchedServer, source: Path | Mapping[str, torch.Tenso
         return answered(server, "/update_weights_from_tensor", body)
     finally:
         answered(server, "/end_weight_update", {})
+
+
+def from_trainer(server: LaunchedServer, folder: Path) -> dict[str, Any]:
+    """Send a target's tensors through a group of processes that this one leads."""
+    from sglang.srt.utils import init_custom_process_group
+
+    tensors, port = load_file(folder / FILE), free_port()
+    group = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2, "group_name": "trainer"}
+    joins = {**group, "rank_offset": 1, "backend": "gloo"}
+    body = {
+        "names": list(tensors),
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "group_name": "trainer",
+    }
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(answered, server, "/init_weights_update_group", joins)
+        ranks = init_custom_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=0, group_name="trainer")
+        joined.result()
+        answered(server, "/begin_weight_update", {})
+        written = pool.submit(answered, server, "/update_weights_from_distributed", body)
+        for tensor in tensors.values():
+            torch.distributed.broadcast(tensor, src=0, group=ranks)
+        answer = written.result()
+        answered(server, "/end_weight_update", {})
+        answered(server, "/destroy_weights_update_group", {"group_name": "trainer"})
+    torch.distributed.destroy_process_group(ranks)
+    return answer
 
 
 def answered(server: LaunchedServer, path: str, body: Any) -> dict[str, Any]:

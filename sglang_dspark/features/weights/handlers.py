@@ -55,7 +55,7 @@ def select(original: Callable[..., Any], manager: Any, selector: str = "all") ->
     if selector != "draft":
         return original(manager, "target" if selector == "all" else selector)
     decoder = decoder_of(manager.scheduler)
-    return weights_of(decoder).runners() if decoder.drafter is not None else original(manager, selector)
+    return weights_of(decoder).runners if decoder.drafter is not None else original(manager, selector)
 
 
 def _replace_drafter(decoder: Decoder, manager: Any, request: Any) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.utils.weight_checker import WeightChecker
 
 from sglang_dspark.engine.compat.decoder import Decoder
 from sglang_dspark.engine.feature import Part
@@ -70,13 +71,13 @@ class Weights(Part):
             )
         return drafter
 
+    @cached_property
     def runners(self) -> Sequence[tuple[str, Any]]:
-        """Return what SGLang writes a drafter's tensors with, as if it were a runner of its own."""
-        _ = self.drafter
-        target = self._decoder.target_worker.model_runner.weight_updater
-        network = _Network(self._load_drafter)
-        updater = replace(target, get_model=lambda: network)
-        return [("draft", SimpleNamespace(weight_updater=updater, check_weights=lambda **asked: None))]
+        """Return what SGLang writes and checks a drafter's tensors with, as if it were a runner of its own."""
+        model, network = self.drafter.model, _Network(self._load_drafter)
+        updater = replace(self._decoder.target_worker.model_runner.weight_updater, get_model=lambda: network)
+        checker = WeightChecker(get_model=lambda: model)
+        return [("draft", SimpleNamespace(weight_updater=updater, check_weights=checker.handle))]
 
     def note(self, failure: str | None) -> None:
         """Count an update; one that failed may have been written in part."""
