@@ -115,7 +115,7 @@ def test_a_server_follows_a_trainer(dspark, folders):
 def test_a_text_goes_on_with_the_new_target(dspark, folders):
     """Requests that a pause has taken back are encoded again, by target and drafter, as on a plain server."""
     answers: list[dict[str, Any]] = []
-    body = {**endless(PROMPT, 400), "return_logprob": False}
+    body = {**endless(PROMPT, 800), "return_logprob": False}
     old = dspark.post_json("/generate", body)["output_ids"]
     thread = in_background(lambda: answers.append(dspark.post_json("/generate", body)))
     wait_for_running(dspark, 1)
@@ -126,7 +126,7 @@ def test_a_text_goes_on_with_the_new_target(dspark, folders):
         thread.join()
         ids = answers[0]["output_ids"]
         kept = next(place for place, (one, other) in enumerate(zip(ids, old, strict=True)) if one != other)
-        again = dspark.post_json("/generate", endless([*PROMPT, *ids[:kept]], 400 - kept))["output_ids"]
+        again = dspark.post_json("/generate", endless([*PROMPT, *ids[:kept]], 800 - kept))["output_ids"]
     finally:
         from_disk(dspark, TARGET)
     assert ids[kept:] == again
@@ -167,7 +167,7 @@ def test_a_server_drafts_with_another_drafter(dspark, folders, update):
 def test_a_drafter_is_replaced_beside_a_request(dspark, folders):
     """Its text goes on as it would have, and nothing waits for its end."""
     answers: list[dict[str, Any]] = []
-    body = endless(PROMPT, 400)
+    body = endless(PROMPT, 800)
     [expected] = [dspark.post_json("/generate", body)["output_ids"]]
     thread = in_background(lambda: answers.append(dspark.post_json("/generate", body)))
     wait_for_running(dspark, 1)
