@@ -133,6 +133,19 @@ def test_a_text_goes_on_with_the_new_target(dspark, folders):
     assert_golden_traces(dspark, CASES[:1])
 
 
+def test_a_target_of_nan_ends_no_server(dspark):
+    """Its texts mean nothing, as on a plain server, until other weights come."""
+    named = {"model.norm.weight": torch.full((128,), torch.nan)}
+    try:
+        from_tensors(dspark, named)
+        for parameters in ({"temperature": 0}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.5}):
+            body = {"input_ids": PROMPT, "sampling_params": {**parameters, "max_new_tokens": 12, "ignore_eos": True}}
+            assert len(dspark.post_json("/generate", body)["output_ids"]) == 12
+    finally:
+        from_disk(dspark, TARGET)
+    assert_golden_traces(dspark, CASES[:1])
+
+
 def by_route(server, folder):
     answered(server, DRAFTER, {"path": str(folder)})
 
