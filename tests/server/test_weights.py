@@ -25,8 +25,10 @@ from golden_server import (
 )
 from reference_decoding import decode_greedy
 from safetensors.torch import load_file
+from server_pool import Recipe
 
 from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.tools.launch import dspark_flags
 
 PROMPT = CASES[0]["prompt_ids"]
 LENGTH = 24
@@ -82,6 +84,42 @@ def test_a_server_follows_the_target(dspark, folders, update):
     }
     assert by_version[-1]["accept_length"] == answer["meta_info"]["dspark"]["accept_length"]
     assert_golden_traces(dspark, CASES[:1])
+
+
+def shown(server) -> list[Any]:
+    """Return what depends on weights alone, and what the schedule makes of them in a server that knows nothing yet."""
+    found: list[Any] = []
+    for case in CASES[:3]:
+        body = {"input_ids": case["prompt_ids"], "return_logprob": True, "speculation": {"trace": True}}
+        for parameters in ({"temperature": 0}, {"temperature": 0.9, "sampling_seed": 5}):
+            sampling = {**parameters, "max_new_tokens": LENGTH, "ignore_eos": True}
+            answer = server.post_json("/generate", {**body, "sampling_params": sampling})
+            told = answer["meta_info"]
+            logprobs = [round(entry[0], 3) for entry in told["output_token_logprobs"]]
+            drafts = [entry and (entry["start"], entry["draft"][:1]) for entry in told["dspark_trace"]]
+            found.append((answer["output_ids"], logprobs, drafts))
+    return found
+
+
+@pytest.mark.thorough
+def test_texts_are_those_of_a_server_that_was_started_with_the_weights(dspark, server_pool, folders, tmp_path):
+    """Greedy and seeded ones, their log-probabilities and rounds, after ten updates; a lone request has one schedule."""
+    static = "--speculative-dspark-schedule static"
+    with server_pool.lent(
+        Recipe((*dspark_flags(folders[1]), static), model=lambda folder: folders[0]), tmp_path
+    ) as new:
+        expected = shown(new)
+    try:
+        for update in (from_disk, from_tensors) * 5:
+            update(dspark, TARGET)
+            by_route(dspark, DRAFT)
+            update(dspark, folders[0])
+            by_selector(dspark, folders[1])
+        with policy(dspark, "static"):
+            assert shown(dspark) == expected
+    finally:
+        from_disk(dspark, TARGET)
+        by_route(dspark, DRAFT)
 
 
 @pytest.mark.parametrize("name", ["scheduled", "graphs", "parallel"])
