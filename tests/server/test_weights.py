@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from changed_weights import FILE, answered, from_disk, from_tensors, from_trainer, serialized, trained_drafter, tuned
+from changed_weights import (
+    FILE,
+    answered,
+    bare,
+    from_disk,
+    from_tensors,
+    from_trainer,
+    serialized,
+    trained_drafter,
+    tuned,
+)
 from golden_replay import load_target
 from golden_server import (
     CASES,
@@ -21,6 +31,7 @@ from golden_server import (
     greedy,
     in_background,
     policy,
+    rounds_of,
     wait_for_running,
 )
 from reference_decoding import decode_greedy
@@ -87,34 +98,32 @@ def test_a_server_follows_the_target(dspark, folders, update):
 
 
 def shown(server) -> list[Any]:
-    """Return what depends on weights alone, and what the schedule makes of them in a server that knows nothing yet."""
+    """Return what depends on weights under a policy that learns nothing."""
     found: list[Any] = []
     for case in CASES[:3]:
-        body = {"input_ids": case["prompt_ids"], "return_logprob": True, "speculation": {"trace": True}}
+        body = {"input_ids": case["prompt_ids"], "return_logprob": True, "speculation": DRAFTER_ALONE}
         for parameters in ({"temperature": 0}, {"temperature": 0.9, "sampling_seed": 5}):
             sampling = {**parameters, "max_new_tokens": LENGTH, "ignore_eos": True}
             answer = server.post_json("/generate", {**body, "sampling_params": sampling})
-            told = answer["meta_info"]
-            logprobs = [round(entry[0], 3) for entry in told["output_token_logprobs"]]
-            drafts = [entry and (entry["start"], entry["draft"][:1]) for entry in told["dspark_trace"]]
-            found.append((answer["output_ids"], logprobs, drafts))
+            logprobs = [round(entry[0], 3) for entry in answer["meta_info"]["output_token_logprobs"]]
+            rounds = [(entry["start"], entry["draft"], entry["accepted"]) for entry in rounds_of(answer)]
+            found.append((answer["output_ids"], logprobs, rounds))
     return found
 
 
 @pytest.mark.thorough
 def test_texts_are_those_of_a_server_that_was_started_with_the_weights(dspark, server_pool, folders, tmp_path):
-    """Greedy and seeded ones, their log-probabilities and rounds, after ten updates; a lone request has one schedule."""
-    static = "--speculative-dspark-schedule static"
-    with server_pool.lent(
-        Recipe((*dspark_flags(folders[1]), static), model=lambda folder: folders[0]), tmp_path
-    ) as new:
+    """Greedy and seeded ones, their log-probabilities and rounds, after ten updates of either."""
+    target, trained = folders[0], bare(folders[1], tmp_path / "bare")
+    flags = (*dspark_flags(trained), "--speculative-dspark-schedule static")
+    with server_pool.lent(Recipe(flags, model=lambda folder: target), tmp_path) as new:
         expected = shown(new)
     try:
         for update in (from_disk, from_tensors) * 5:
             update(dspark, TARGET)
             by_route(dspark, DRAFT)
-            update(dspark, folders[0])
-            by_selector(dspark, folders[1])
+            update(dspark, target)
+            by_selector(dspark, trained)
         with policy(dspark, "static"):
             assert shown(dspark) == expected
     finally:

@@ -98,3 +98,11 @@ def answered(server: LaunchedServer, path: str, body: Any) -> dict[str, Any]:
 def trained_drafter(folder: Path, *, by: float = 0.02, seed: int = 2) -> Path:
     """Write a drafter of the golden target, of the same form, that was trained on."""
     return tuned(folder, DRAFT, by=by, seed=seed)
+
+
+def bare(drafter: Path, folder: Path) -> Path:
+    """Write a drafter without what it has of its target."""
+    shutil.copytree(drafter, folder)
+    tensors = {name: tensor for name, tensor in load_file(drafter / FILE).items() if name not in (EMBEDDING, LM_HEAD)}
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    return folder
