@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -132,7 +133,7 @@ def test_texts_are_those_of_a_server_that_was_started_with_the_weights(dspark, s
 
 
 @pytest.mark.parametrize("name", ["scheduled", "graphs", "parallel"])
-def test_other_servers_follow_the_target(request, folders, name):
+def test_other_servers_follow_the_target(request, folders, name, tmp_path):
     """SGLang's own worker, whose drafter would load the target's tensors; captured steps; two ranks."""
     server, length = request.getfixturevalue(name), 6
     decoded, _ = reference(folders[0], DRAFT)
@@ -142,8 +143,14 @@ def test_other_servers_follow_the_target(request, folders, name):
         ids = server.post_json("/generate", greedy(PROMPT, length))["output_ids"]
         if name == "graphs":
             assert_rounds_of_reference(drafted(server, length), decoded)
+        if name == "parallel":
+            by_route(server, bare(folders[1], tmp_path / "bare"))
+            assert server.get_json("/dspark/capabilities")["drafter"]["path"] == str(tmp_path / "bare")
+            assert server.post_json("/generate", greedy(PROMPT, length))["output_ids"] == ids
     finally:
         update(server, TARGET)
+    if name == "parallel":
+        by_route(server, DRAFT)
     assert ids == decoded.output_ids[:length]
     assert server.post_json("/generate", greedy(PROMPT, length))["output_ids"] == CASES[0]["output_ids"][:length]
 
@@ -231,10 +238,12 @@ def test_a_drafter_is_replaced_beside_a_request(dspark, folders):
     [expected] = [dspark.post_json("/generate", body)["output_ids"]]
     thread = in_background(lambda: answers.append(dspark.post_json("/generate", body)))
     wait_for_running(dspark, 1)
-    said = answered(dspark, DRAFTER, {"path": str(folders[1])})
-    answered(dspark, DRAFTER, {"path": str(DRAFT)})
+    with ThreadPoolExecutor(4) as pool:  # they wait for each other
+        bodies = [{"path": str(folder)} for folder in (folders[1], DRAFT) * 2]
+        said = list(pool.map(lambda asked: answered(dspark, DRAFTER, asked), bodies))
     thread.join()
-    assert "Requests are running" in said["message"]
+    answered(dspark, DRAFTER, {"path": str(DRAFT)})
+    assert "Requests are running" in said[0]["message"]
     assert answers[0]["output_ids"] == expected
     answered(dspark, "/flush_cache", {})
     assert_golden_traces(dspark, CASES[:1])
