@@ -132,24 +132,24 @@ def test_texts_are_those_of_a_server_that_was_started_with_the_weights(dspark, s
         by_route(dspark, DRAFT)
 
 
-@pytest.mark.parametrize("name", ["scheduled", "graphs", "parallel"])
+@pytest.mark.parametrize("name", ["scheduled", "graphs", "parallel", "replicas"])
 def test_other_servers_follow_the_target(request, folders, name, tmp_path):
-    """SGLang's own worker, whose drafter would load the target's tensors; captured steps; two ranks."""
+    """SGLang's own worker, whose drafter would load the target's tensors; captured steps; two ranks or replicas."""
     server, length = request.getfixturevalue(name), 6
     decoded, _ = reference(folders[0], DRAFT)
-    update = from_disk if name == "scheduled" else from_tensors
+    update = from_disk if name in ("scheduled", "replicas") else from_tensors
     try:
         update(server, folders[0])
         ids = server.post_json("/generate", greedy(PROMPT, length))["output_ids"]
         if name == "graphs":
             assert_rounds_of_reference(drafted(server, length), decoded)
-        if name == "parallel":
+        if name in ("parallel", "replicas"):
             by_route(server, bare(folders[1], tmp_path / "bare"))
             assert server.get_json("/dspark/capabilities")["drafter"]["path"] == str(tmp_path / "bare")
             assert server.post_json("/generate", greedy(PROMPT, length))["output_ids"] == ids
     finally:
         update(server, TARGET)
-    if name == "parallel":
+    if name in ("parallel", "replicas"):
         by_route(server, DRAFT)
     assert ids == decoded.output_ids[:length]
     assert server.post_json("/generate", greedy(PROMPT, length))["output_ids"] == CASES[0]["output_ids"][:length]
