@@ -29,21 +29,23 @@ def weights_of(decoder: Decoder) -> Weights:
 def write(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Have SGLang write weights between two steps, or a drafter's checkpoint, and follow them.
 
-    Weights that do not fit are the fault of the request, not of the server: it says so and serves what it has.
+    Of weights that come in parts, the last one is followed. If some do not fit, the request is at fault and not the
+    server: it says so and serves what it has.
     """
-    decoder = decoder_of(manager.scheduler)
+    decoder, name = decoder_of(manager.scheduler), type(request).__name__
     loads_drafter = isinstance(request, UpdateWeightFromDiskReqInput) and request.load_format == DRAFTER
     torch.get_device_module(manager.tp_worker.device).synchronize()  # a step that was launched reads the old ones
     try:
         answer = _replace_drafter(decoder, manager, request) if loads_drafter else original(manager, request)
     except Exception as error:
-        logger.exception("DSPARK: new weights could not be written")
-        answer = _failed(request, error)
-        if type(request).__name__.startswith(_MEETING):
+        answer = _failed(name, error)
+        if name.startswith(_MEETING):
             torch.distributed.barrier(group=manager.tp_cpu_group)
     answer = _agreed(answer, manager.tp_cpu_group)
-    decoder.weights_changed(new_drafter=loads_drafter and answer.success)
-    weights_of(decoder).note(None if answer.success else answer.message)
+    if manager._session is None:
+        decoder.weights_changed(new_drafter=loads_drafter and answer.success)
+    if not answer.success or name.startswith("Update"):
+        weights_of(decoder).note(None if answer.success else answer.message)
     return answer
 
 
@@ -64,7 +66,7 @@ def _replace_drafter(decoder: Decoder, manager: Any, request: Any) -> Any:
     try:
         put = weights_of(decoder).drafter.load_beside(request.model_path)
     except Exception as error:
-        logger.exception("DSPARK: the drafter %s could not be loaded", request.model_path)
+        _log(error)
         answer = UpdateWeightFromDiskReqOutput(success=False, message=f"{error}; the drafter that served serves on")
     answer = _agreed(answer, manager.tp_cpu_group)
     if not answer.success:
@@ -79,16 +81,21 @@ def _replace_drafter(decoder: Decoder, manager: Any, request: Any) -> Any:
     return answer
 
 
-def _failed(request: Any, error: Exception) -> Any:
-    """Return what SGLang answers to a request that failed."""
+def _failed(request: str, error: Exception) -> Any:
+    """Return what SGLang answers to a request of this class that failed."""
+    _log(error)
     message = str(error)
     if not isinstance(error, DSparkError):
         message = (
             f"new weights could not be written ({type(error).__name__}: {error}). The server goes on with what it has, "
             "which may be new in part: send weights that fit this model, all of them"
         )
-    answer = getattr(io_struct, type(request).__name__.replace("ReqInput", "ReqOutput"))
-    return answer(success=False, message=message)
+    return getattr(io_struct, request.replace("ReqInput", "ReqOutput"))(success=False, message=message)
+
+
+def _log(error: Exception) -> None:
+    """Write an error into the log: with its traceback, if it is not one of ours, which says all."""
+    logger.error("DSPARK: weights that do not fit: %s", error, exc_info=not isinstance(error, DSparkError))
 
 
 def _agreed(answer: Any, ranks: Any) -> Any:
