@@ -37,7 +37,7 @@ def write(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     torch.get_device_module(manager.tp_worker.device).synchronize()  # a step that was launched reads the old ones
     try:
         answer = _replace_drafter(decoder, manager, request) if loads_drafter else original(manager, request)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - SGLang's loaders raise whatever they meet
         answer = _failed(name, error)
         if name.startswith(_MEETING):
             torch.distributed.barrier(group=manager.tp_cpu_group)
@@ -65,7 +65,7 @@ def _replace_drafter(decoder: Decoder, manager: Any, request: Any) -> Any:
     answer = UpdateWeightFromDiskReqOutput(success=True, message="The drafter was replaced.")
     try:
         put = weights_of(decoder).drafter.load_beside(request.model_path)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a damaged file, or a device whose memory is full
         _log(error)
         answer = UpdateWeightFromDiskReqOutput(success=False, message=f"{error}; the drafter that served serves on")
     answer = _agreed(answer, manager.tp_cpu_group)
