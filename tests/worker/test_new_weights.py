@@ -1,17 +1,24 @@
 """A drafter whose weights are replaced drafts as one that was loaded so, and its tensors stay where they are."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
 from changed_weights import FILE, trained_drafter
+from made_schedule import schedule
 from safetensors.torch import load_file, save_file
-from stage_loop import DRAFT, StageLoop
+from sglang_objects import partly
+from stage_loop import CPU, DRAFT, StageLoop
 
+from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, save_token_ids
 from sglang_dspark.draft.weights import EMBEDDING, LM_HEAD, load_draft_model
+from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.errors import CheckpointError
-from sglang_dspark.worker.drafter import Drafter
+from sglang_dspark.worker.drafter import Drafter, NoDrafter
+from sglang_dspark.worker.executors.selector import ExecutorSelector
+from sglang_dspark.worker.worker import DSparkWorker
 
 NUM_TOKENS = 16
 
@@ -151,3 +158,22 @@ def test_a_tensor_that_does_not_fit_keeps_the_others_out(trained, name):
     with pytest.raises(CheckpointError, match=named):
         drafter.write({**load_file(trained / FILE), name: tensor}.items())
     assert all(map(torch.equal, drafter.model.parameters(), before))
+
+
+def test_graphs_do_not_outlive_weights_that_moved():
+    """They would go on reading where the old ones lie."""
+    model, selector = torch.nn.Linear(2, 2), ExecutorSelector(None)
+    worker = partly(
+        DSparkWorker,
+        target_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)),
+        drafter=NoDrafter(DSparkConfig(draft_free=True), 5, CPU),
+        control=StepControl(schedule(), None, (), on_gpu=True),
+        executors=selector,
+    )
+    worker.captured_at, selector.captured = worker.addresses(), "graphs"
+    model.weight.data.copy_(torch.ones(2, 2))
+    worker.weights_changed()
+    assert selector.captured == "graphs"
+    model.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    worker.weights_changed()
+    assert selector.captured is None
