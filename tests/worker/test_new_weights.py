@@ -165,7 +165,7 @@ def test_graphs_do_not_outlive_weights_that_moved():
     model, selector = torch.nn.Linear(2, 2), ExecutorSelector(None)
     worker = partly(
         DSparkWorker,
-        target_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)),
+        _target_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)),
         drafter=NoDrafter(DSparkConfig(draft_free=True), 5, CPU),
         control=StepControl(schedule(), None, (), on_gpu=True),
         executors=selector,
