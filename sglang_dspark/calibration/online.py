@@ -73,6 +73,10 @@ class OnlineCalibration:
         # Of the last rounds: conditional acceptance as predicted, drafts verified and accepted.
         self._history: list[Any] = [np.zeros((0, gamma)), np.zeros(0, np.int64), np.zeros(0, np.int64)]
 
+    def afresh(self, *, tempered: bool) -> Self:
+        """Return one without observations, which starts with the same temperatures, or with 1."""
+        return type(self)(self._gamma, (1.0 / self._start_scale).tolist() if tempered else None, self._drawn)
+
     @property
     def scale(self) -> Floats:
         return self._map.scale

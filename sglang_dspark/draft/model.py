@@ -202,6 +202,17 @@ class DraftModel(nn.Module):
                 shared.append("lm_head.weight")
         return tuple(shared)
 
+    def follow_target(self, embed_weight: Tensor | None, lm_head_weight: Tensor | None) -> None:
+        """Renew in place what is read of the target, whose weights have changed: captured graphs go on reading it.
+
+        Args:
+            embed_weight, lm_head_weight: as :meth:`bind_target` had them.
+        """
+        if embed_weight is not None:
+            _renew(self._target_embedding, embed_weight)
+        if lm_head_weight is not None:
+            _renew(self._target_lm_head, lm_head_weight, self.token_ids)
+
     def freeze(self) -> "DraftModel":
         """Make the model a constant: evaluation mode, no gradients, and weights that are read together in one tensor.
 
@@ -272,6 +283,12 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
 
 def _same(own: Tensor, target: Tensor) -> bool:
     return torch.equal(own.detach().to(device=target.device, dtype=target.dtype), target)
+
+
+def _renew(copy: Tensor | None, weight: Tensor, rows: Tensor | None = None) -> None:
+    """Write ``weight``, or these rows of it, into a copy of earlier ones; what shares its storage has it already."""
+    if copy is not None and copy.data_ptr() != weight.data_ptr():
+        copy.copy_(weight if rows is None else weight[rows])
 
 
 def _present(weight: Tensor | None, name: str) -> Tensor:

@@ -84,10 +84,18 @@ class ProposalHeads:
         ids = model.token_ids if chosen is None else chosen
         vocabulary = None if ids is None else DraftVocabulary(ids, model.config.vocab_size)
         markov = _markov_weights(model.markov_head, chosen)
-        self._config = model.config
+        self._model, self._chosen = model, chosen
         self._rows = model.lm_head_weight if chosen is None else model.lm_head_weight[chosen]
         confidence = _confidence_weights(model.confidence_head)
         self.weights = DraftHeads(markov, confidence, vocabulary, model.config.selector_top_k)
+
+    def follow(self) -> None:
+        """Renew in place what was copied of the model, whose weights have changed."""
+        if self._chosen is None:
+            return
+        self._rows.copy_(self._model.lm_head_weight[self._chosen])
+        if self.weights.markov is not None and self._model.markov_head is not None:
+            self.weights.markov.w2.copy_(self._model.markov_head.markov_w2.weight[self._chosen])
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
@@ -96,7 +104,7 @@ class ProposalHeads:
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[T, v]`` of ``hidden [T, d]`` (post-norm) before the Markov bias, in the LM head's dtype."""
-        return base_logits(hidden, self._rows, self._config)
+        return base_logits(hidden, self._rows, self._model.config)
 
 
 def _markov_weights(head: MarkovHead | None, rows: Tensor | None) -> MarkovWeights | None:

@@ -197,6 +197,13 @@ class Part:
     def flushed(self) -> None:
         """Drop what earlier requests have left: an operator has SGLang drop its prefixes."""
 
+    def weights_changed(self) -> None:
+        """Drop what was learned of the weights before: others are in force, or may be."""
+
+    def report(self) -> Mapping[str, Any]:
+        """Return what the feature adds to the statistics, as JSON."""
+        return {}
+
     def warm_up(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
         """Launch the kernels of a step once, at start-up: a request shall compile none.
 
@@ -282,8 +289,9 @@ class Feature:
             none.
         checks: name of its ``tuple[Check, ...]`` below ``room``, made on every server; empty if it has none.
         part: name of a function below ``room`` such as :meth:`Part.of`; empty if the feature has none.
-        of_any_worker: whether the part also serves another worker than ours, by :meth:`Part.ready` and
-            :meth:`Part.step_done` alone: its function takes a :class:`~.compat.decoder.Decoder` then.
+        of_any_worker: whether the part also serves another worker than ours, by :meth:`Part.ready`,
+            :meth:`Part.step_done`, :meth:`Part.weights_changed` and :meth:`Part.report` alone: its function takes a
+            :class:`~.compat.decoder.Decoder` then.
         routes: name of a function below ``room`` that adds routes and middleware to SGLang's application, on servers
             that use the feature. It takes the application, inside what reads the field ``speculation``, and why the
             target decodes alone, None if it does not. Empty if it adds none.

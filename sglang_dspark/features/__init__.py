@@ -18,4 +18,5 @@ ROOMS = (
     "reports",
     "sessions",
     "streams",
+    "weights",
 )

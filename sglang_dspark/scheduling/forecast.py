@@ -48,19 +48,36 @@ class Forecast:
         self, max_verify: int, calibration: OnlineCalibration | None, *, adapts: bool, device: torch.device
     ) -> None:
         self.calibration = calibration
-        self.positions = PositionAcceptance(max_verify)
         self.predicted = PredictedSurvival(max_verify)
-        self.acceptance = RequestAcceptance()
         self.lagged: LaggedSurvivals | None = None
         self._max_verify, self._adapts, self._device = max_verify, adapts, device
+        self._earlier: deque[torch.Tensor] = deque(maxlen=2)
+        self._begin()
+        self.learned = self._copy_learned()
+
+    def _begin(self) -> None:
+        """Know nothing of any outcome."""
+        self.positions = PositionAcceptance(self._max_verify)
+        self.acceptance = RequestAcceptance()
         self._pending: list[StepFeedback] = []
         self._rounds_ahead = 0  # that were kept of more than their share of steps
         self._steps = 0  # since the calibration was shown anything
-        self._predictions = np.empty((2, 0, max_verify))  # the last rounds: logits, and survivals as predicted
+        self._predictions = np.empty((2, 0, self._max_verify))  # the last rounds: logits, and survivals as predicted
         self._num_refits = 0
-        self._chains = ChainWeights(MOST_MATCH + max_verify)
-        self._earlier: deque[torch.Tensor] = deque(maxlen=2)
-        self.learned = self._copy_learned()
+        self._chains = ChainWeights(MOST_MATCH + self._max_verify)
+
+    def forget(self, lagged: LaggedSurvivals | None, *, new_drafter: bool) -> None:
+        """Forget all outcomes: other weights draft or verify from now on. The sums of ``predicted`` go on.
+
+        Args:
+            lagged: survivals without any rounds.
+            new_drafter: whether the temperatures that were read are of another drafter.
+        """
+        self.lagged = lagged
+        if self.calibration is not None:
+            self.calibration = self.calibration.afresh(tempered=not new_drafter)
+        self._begin()
+        self.renew()
 
     @property
     def coefficients(self) -> torch.Tensor:

@@ -81,9 +81,25 @@ class Schedule:
             if depths is None:
                 depths = (table.gamma,) if self.fixed_draft_shape else draft_depths(table.draft_ms)
             self.forecast.lagged = LaggedSurvivals(self.max_verify, depths)
-            self._auto = AutoPolicy(
-                self.times, self.forecast.lagged, self.fixed_draft_shape, uniform=lengths is not None
-            )
+            self._auto = self._make_auto(self.times, self.forecast.lagged)
+        self.policy = self._make_policy(self.options)
+
+    def _make_auto(self, times: StepTimes, lagged: LaggedSurvivals) -> AutoPolicy:
+        return AutoPolicy(times, lagged, self.fixed_draft_shape, uniform=self.lengths is not None)
+
+    def forget(self, *, new_drafter: bool = False) -> None:
+        """Forget what outcomes have shown, and with it whether the server is parked: other weights are in force.
+
+        How long steps take does not depend on weights.
+
+        Args:
+            new_drafter: whether another drafter has taken the place of the one that temperatures were read for.
+        """
+        lagged = self.forecast.lagged
+        if lagged is not None and self.times is not None:
+            lagged = LaggedSurvivals(self.max_verify, lagged.depths)
+            self._auto = self._make_auto(self.times, lagged)
+        self.forecast.forget(lagged, new_drafter=new_drafter)
         self.policy = self._make_policy(self.options)
 
     def switch(self, fields: dict[str, Any]) -> None:

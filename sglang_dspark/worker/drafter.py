@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, Self
 
@@ -13,11 +13,11 @@ from dspark_kernels import AcceptResult, Candidates, CommitRows, DraftBlock, dra
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.cache import DraftCache
-from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.formats import Reading
 from sglang_dspark.draft.formats.description import describe
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
+from sglang_dspark.draft.renewal import check_alike, fitted, whole
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import load_draft_model, random_draft_model
 from sglang_dspark.draft.window import DraftWindow
@@ -29,21 +29,16 @@ from sglang_dspark.worker.draft_attention import block_attend
 
 logger = logging.getLogger(__name__)
 
-Features = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Return [n, m * d], what the drafter reads of target rows.
-
-Given are their ids [n], or their embeddings [n, d], and captured states [n, taps * d]."""
-
 
 class Drafter:
     """A draft network beside its target.
 
     Args:
-        config: of the checkpoint.
+        checkpoint: that the weights come from.
         model: in the target's dtype, on ``device``.
         heads: what proposes tokens from its hidden states.
         gamma: drafts of a block; those behind the checkpoint's are candidates.
-        features: of target rows.
+        target: whose rows it reads, and perhaps embedding and LM head.
         window, candidates: see the attributes.
 
     Attributes:
@@ -58,20 +53,20 @@ class Drafter:
 
     def __init__(
         self,
-        config: DraftConfig,
+        checkpoint: ResolvedDrafter,
         model: DraftModel,
         heads: ProposalHeads,
         *,
         gamma: int,
         device: torch.device,
-        features: Features,
+        target: Target,
         window: DraftWindow | None = None,
         candidates: CandidateSource | None = None,
     ) -> None:
-        self.config, self.model, self.heads, self.gamma = config, model, heads, gamma
-        self.num_drawn, self.num_slots = config.drawn(gamma), config.num_slots(gamma)
-        self.mask_token_id = config.mask_token_id
-        self._device, self._features = device, features
+        self.config, self.model, self.heads, self.gamma = checkpoint.config, model, heads, gamma
+        self.num_drawn, self.num_slots = self.config.drawn(gamma), self.config.num_slots(gamma)
+        self.mask_token_id = self.config.mask_token_id
+        self._device, self._checkpoint, self._target = device, checkpoint, target
         self.window, self.candidates = window, candidates
 
     @classmethod
@@ -121,15 +116,56 @@ class Drafter:
             ", ".join(shared) or "nothing",
         )
         return cls(
-            config,
+            resolved,
             model,
             heads,
             gamma=gamma,
             device=device,
-            features=target.features,
+            target=target,
             window=window,
             candidates=candidates,
         )
+
+    def follow_target(self) -> None:
+        """Renew in place what was copied of the target's weights, which have changed; all ranks call it."""
+        self.model.follow_target(*self._target.weights(self.model))
+        self.heads.follow()
+
+    def write(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write new weights over the old ones, which captured graphs go on reading; some tensors or all of them.
+
+        Args:
+            named: tensors by the names of the drafter's checkpoint.
+
+        Raises:
+            CheckpointError: one does not fit; nothing was written.
+        """
+        rules, path = self._checkpoint.reading.rules, self._checkpoint.path
+        self._write(fitted(self.model, rules, dict(named), path))
+
+    def load_beside(self, path: str) -> Callable[[], None]:
+        """Load another checkpoint beside the weights that serve, and return what puts it in their place.
+
+        Raises:
+            CheckpointError: it cannot be read, or is not of the serving drafter's form.
+        """
+        other = ResolvedDrafter.read(path)
+        check_alike(self._checkpoint, other)
+        model = load_draft_model(path, dtype=self._target.dtype, device=self._device, reading=other.reading)
+        weights = whole(self.model, model, path)
+
+        def replace() -> None:
+            self._write(weights)
+            self._checkpoint = other
+
+        return replace
+
+    def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in weights.items():
+                parameters[name].copy_(weight)
+        self.heads.follow()
 
     def allocate(self, num_slots: int, dtype: torch.dtype) -> DraftCache:
         """Make the pool of K/V slots."""
@@ -214,13 +250,13 @@ class Drafter:
             input_ids: or embeddings [n, d], see :meth:`Target.features`.
             rows: which of them count; None for all.
         """
-        self.cache.inject(self.model, self._features(input_ids, captured), positions, slots, rows)
+        self.cache.inject(self.model, self._target.features(input_ids, captured), positions, slots, rows)
 
-    def describe(self, path: str) -> dict[str, Any] | None:
-        """Return a description of the checkpoint at ``path``, as JSON."""
+    def describe(self) -> dict[str, Any] | None:
+        """Return a description of the checkpoint, as JSON."""
         config, vocabulary = self.config, self.heads.vocabulary
         return {
-            "path": path,
+            "path": self._checkpoint.path,
             "block_size": config.gamma,
             "num_hidden_layers": config.num_hidden_layers,
             "target_layer_ids": list(config.target_layer_ids),
@@ -266,6 +302,9 @@ class NoDrafter:
         self._vocab_size, self._device = vocab_size, device
         logger.info("DSPARK: no drafter; requests that name a text speculate")
 
+    def follow_target(self) -> None:
+        """Do nothing: nothing is read from the target."""
+
     def allocate(self, num_slots: int, dtype: torch.dtype) -> None:
         """Make room for the tokens of the slots: there is no K/V."""
         self._tokens = torch.full((num_slots,), -1, device=self._device)
@@ -296,5 +335,5 @@ class NoDrafter:
     def inject(self, *rows: Any) -> None:
         """Write nothing: there is no K/V."""
 
-    def describe(self, path: str) -> None:
+    def describe(self) -> None:
         """Return None: there is no checkpoint."""

@@ -157,6 +157,11 @@ class DSparkWorker(SpecWorkerBase):
         )
         captured.capture()
         self.executors.add_graphs(captured)
+        self.captured_at = self.addresses()
+
+    def addresses(self) -> list[int]:
+        """Return where the target's weights lie."""
+        return [weight.data_ptr() for weight in self.target_worker.model_runner.model.parameters()]
 
     @torch.no_grad()
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
@@ -234,9 +239,20 @@ class DSparkWorker(SpecWorkerBase):
     def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
         self.drafter.remember(tokens, slots)
 
+    def weights_changed(self, *, new_drafter: bool = False) -> None:
+        """Renew what was copied of the target's weights, and forget what was learned of those before."""
+        self.drafter.follow_target()
+        if self.executors.captured is not None and self.addresses() != self.captured_at:
+            logger.warning(
+                "DSPARK: SGLang has put new weights of this target elsewhere, where CUDA graphs do not read them: "
+                "decode steps run eagerly until a restart"
+            )
+            self.executors.drop_graphs()
+        self.control.forget(new_drafter=new_drafter)
+
     def decoding(self) -> Decoding:
         """Return how the server decodes."""
-        drafter = self.drafter.describe(self.settled.draft_path)
+        drafter = self.drafter.describe()
         drafting = "requests that name a text speculate" if drafter is None else "the drafter fits the target"
         return Decoding(
             f"selected by --speculative-algorithm, and {drafting}",

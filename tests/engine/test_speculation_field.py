@@ -127,8 +127,7 @@ def test_whatever_the_field_holds_is_kept(value):
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        *(("POST", f"/{name}") for name in ("weights_checker", "begin_weight_update", "end_weight_update")),
-        *(("POST", "/pd_role_switch"), ("PUT", HICACHE), ("DELETE", HICACHE)),
+        *(("POST", "/pd_role_switch"), ("POST", "/set_internal_state"), ("PUT", HICACHE), ("DELETE", HICACHE)),
     ],
 )
 def test_routes_that_would_change_the_target_or_its_cache(method, path):

@@ -62,6 +62,25 @@ def test_the_drafter_reads_whole_matrices(tied):
     assert (drafter.embed_weight.data_ptr() == drafter.lm_head_weight.data_ptr()) == tied
 
 
+@pytest.mark.parametrize("reduced", [False, True], ids=["whole", "reduced vocabulary"])
+def test_whole_matrices_follow_a_target_in_place(reduced):
+    """Those of two ranks are copies, so are the rows of a reduced vocabulary; captured graphs read where they lie."""
+    before, after = (torch.randn(2 * ROWS_PER_RANK, DRAFT.hidden_size) for _ in range(2))
+    part = layer(weight=before[:ROWS_PER_RANK])
+    target = target_of(part, part, group=TwoRanks(before[ROWS_PER_RANK:], after[ROWS_PER_RANK:]))
+    drafter = load_draft_model(DRAFT_DIR, dtype=torch.float32, device="cpu")
+    drafter.embed_tokens = drafter.lm_head = None
+    if reduced:
+        drafter.token_ids = torch.tensor([3, 5, 8])
+    target.share_with(drafter)
+    read = drafter.embed_weight, drafter.lm_head_weight
+    part.weight = after[:ROWS_PER_RANK]
+    drafter.follow_target(*target.weights(drafter))
+    assert drafter.embed_weight is read[0] and drafter.lm_head_weight is read[1]
+    assert read[0].equal(after[: DRAFT.vocab_size])
+    assert read[1].equal(after[[3, 5, 8]] if reduced else after[: DRAFT.vocab_size])
+
+
 PLAIN = torch.nn.Linear(DRAFT.hidden_size, 320, bias=False).half()  # of a vocabulary of 256
 UNREADABLE = {
     "codes": layer(weight=torch.zeros(320, DRAFT.hidden_size, dtype=torch.int8)),

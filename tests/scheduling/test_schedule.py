@@ -344,3 +344,36 @@ def test_a_draft_without_a_confidence_is_not_believed_later_either(forecast, mon
     assert sizes[-1] == WINDOW_ROUNDS
     assert (forecast.lagged.mean() > 0.3).all()
     assert (forecast.lagged.mean() < [0.7, 0.35, 0.35]).all()
+
+
+@pytest.mark.parametrize("with_head", [True, False])
+def test_a_schedule_that_forgets_is_as_new(with_head):
+    """But for the times of steps; a server that parked drafts again, and gives a worthless drafter up as a new one."""
+    made, new = schedule(with_head=with_head), schedule(with_head=with_head)
+    logits, survival = torch.zeros(4, GAMMA) if with_head else None, torch.full((4, GAMMA), 0.5)
+    step = record(StepDecision(GAMMA, TopK(4 * GAMMA)), [GAMMA] * 4, [GAMMA] * 4, logits, survival)
+
+    def learn(made, accepted):
+        for _ in range(100):
+            made.choose(step.requests, 64.0)
+            made.observe(step, [0, 1, 2, 3], [accepted] * 4)
+        made.forecast.update()
+        return made.forecast.learned, made.forecast.lagged.mean().tolist(), made.parked
+
+    learn(made, 0)
+    times = made.times
+    made.forget()
+    assert made.times is times and made.policy.name == "auto" and not made.parked
+    assert made.forecast.learned.equal(new.forecast.learned)
+    (learned, *state), (expected, *as_new) = learn(made, 1), learn(new, 1)
+    assert learned.equal(expected) and state == as_new
+    assert learn(new, 0)[2] == learn(made, 0)[2]
+
+
+def test_temperatures_are_the_first_drafters():
+    made = schedule()
+    made.forecast.calibration = OnlineCalibration(GAMMA, (2.0, 2.0, 4.0))
+    made.forget()
+    assert made.forecast.calibration.scale.tolist() == [0.5, 0.5, 0.25]
+    made.forget(new_drafter=True)
+    assert made.forecast.calibration.scale.tolist() == [1.0] * GAMMA

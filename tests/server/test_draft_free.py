@@ -7,7 +7,6 @@ import urllib.error
 import pytest
 from golden_server import (
     CASES,
-    TARGET,
     assert_pool_is_whole,
     call,
     counting,
@@ -87,4 +86,4 @@ def test_routes_behind_a_proxy(draft_free):
     status, answer = call(draft_free, "/generate", body=greedy([5, 6], 2, speculation={"no_such_key": 1}))
     assert status == 400
     assert "no_such_key" in answer
-    assert call(draft_free, "/update_weights_from_disk", body={"model_path": str(TARGET)})[0] == 400
+    assert call(draft_free, "/pd_role_switch", body={})[0] == 400

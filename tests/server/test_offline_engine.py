@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 
-from golden_server import CASES, DSPARK, TARGET
+import torch
+from changed_weights import trained_drafter, tuned
+from golden_replay import load_target
+from golden_server import CASES, DRAFT, DSPARK, TARGET
+from reference_decoding import decode_greedy
 
+from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.tools.launch import CPU_FLAGS
 
 PROGRAM = """
@@ -14,6 +19,7 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
+from safetensors.torch import load_file
 from sglang import Engine
 from sglang.srt.server_args import prepare_server_args
 
@@ -28,18 +34,27 @@ if __name__ == "__main__":
         except ValueError as error:
             answer = str(error)
         print(json.dumps(answer), flush=True)
+    engine.begin_weight_update()
+    engine.update_weights_from_tensor(list(load_file(case["tuned"] + "/model.safetensors").items()))
+    engine.end_weight_update()
+    for path, form in (("", None), (case["target"], None), (case["draft"], "draft")):
+        if path:
+            engine.update_weights_from_disk(path, load_format=form)
+        print(json.dumps(json.dumps(engine.generate(input_ids=case["prompt"], sampling_params=case["parameters"]))))
     engine.shutdown()
 """
 
 
-def test_options_of_the_engine_and_of_a_request(server_pool):
+def test_options_and_weights_of_the_engine(server_pool, tmp_path):
     """Processes of the engine are forked here; spawned ones, as users have them, serve the tests of ``guarded``."""
     case = CASES[0]
     pair = ("--model-path", str(TARGET), *DSPARK, "--speculative-dspark-schedule", "static")
     flags = (*pair, *CPU_FLAGS, "--dtype", "float32", "--skip-tokenizer-init")
     parameters = {"max_new_tokens": len(case["output_ids"]), "temperature": 0, "ignore_eos": True}
+    target, draft = tuned(tmp_path / "target"), trained_drafter(tmp_path / "draft")
     asked = {"flags": flags, "prompt": case["prompt_ids"], "parameters": parameters}
-    whole, short, refused, labels = server_pool.printed_by(PROGRAM, asked)
+    folders = {"tuned": str(target), "target": str(TARGET), "draft": str(draft)}
+    whole, short, refused, labels, *updated = server_pool.printed_by(PROGRAM, asked | folders)
     whole, short = json.loads(whole), json.loads(short)
     assert whole["output_ids"] == short["output_ids"] == list(case["output_ids"])
     counts, fewer = whole["meta_info"]["dspark"], short["meta_info"]["dspark"]
@@ -47,3 +62,10 @@ def test_options_of_the_engine_and_of_a_request(server_pool):
     assert fewer["verified_tokens"] <= 2 * fewer["rounds"]
     assert "speculation.max_verify must be an integer" in refused
     assert "speculation.candidates needs a tokenizer" in labels
+    new, back, trained = (json.loads(text)["output_ids"] for text in updated)
+    model = load_draft_model(DRAFT, dtype=torch.float32, device="cpu")
+    decoded = decode_greedy(model, load_target(target, model), case["prompt_ids"], max_new_tokens=len(new))
+    assert new == decoded.output_ids[: len(new)] != back
+    assert back == trained == list(case["output_ids"])
+    accepted = [json.loads(text)["meta_info"]["dspark"]["accept_length"] for text in updated]
+    assert accepted[2] != accepted[1]

@@ -34,7 +34,9 @@ def refused(server, path, body):
         ("/generate", {"text": "a", "speculation": {"cache": "k"}}, "--speculative-dspark-answer-cache"),
         ("/dspark/policy", {"policy": "static", "verify_len": 8}, "verify-len=8 exceeds the 7 drafts"),
         ("/dspark/policy", [], "JSON object"),
-        ("/update_weights_from_disk", {"model_path": "x"}, "/update_weights_from_disk"),
+        ("/pd_role_switch", {}, "/pd_role_switch"),
+        ("/dspark/drafter", {"path": "/no/such/folder"}, "/no/such/folder"),
+        ("/dspark/drafter", {"path": 3}, "the body must be like"),
     ],
 )
 def test_what_is_refused_is_named_and_changes_nothing(dspark, path, body, named):

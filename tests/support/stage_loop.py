@@ -22,8 +22,11 @@ from golden_replay import Golden, load_golden, load_target
 from reference_decoding import Target
 
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.draft.formats import Reading
+from sglang_dspark.draft.formats.tensors import TensorRules
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
+from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.engine.feature import CandidateSource
 from sglang_dspark.engine.scheduler.agreement import Agreement
@@ -77,22 +80,28 @@ class StageLoop:
 
     def __init__(self, table: SpsTable | None = None, draft: Path = DRAFT, lookup: bool = False, **options) -> None:
         model = load_draft_model(draft, dtype=torch.float32, device="cpu")
-        self._set_up(model, load_target(DATA / "target", model), table, options, lookup)
+        self._set_up(model, load_target(DATA / "target", model), table, options, lookup, draft)
 
     def _set_up(
-        self, model: DraftModel, target: Target, table: SpsTable | None, options: dict[str, Any], lookup: bool = False
+        self,
+        model: DraftModel,
+        target: Target,
+        table: SpsTable | None,
+        options: dict[str, Any],
+        lookup: bool = False,
+        draft: Path = DRAFT,
     ) -> None:
         self.target = target
         config = DSparkConfig(**options)
         self.gamma = config.gamma(model.config.gamma)
         candidates = lookup_of(self.gamma) if lookup else None
         self.drafter: Drafter | NoDrafter = Drafter(
-            model.config,
+            ResolvedDrafter(str(draft), Reading("DeepSpec", model.config, TensorRules(), (), ()), None),
             model,
             ProposalHeads(model, None),
             gamma=self.gamma,
             device=CPU,
-            features=lambda input_ids, captured: captured,
+            target=SimpleNamespace(features=lambda input_ids, captured: captured, dtype=torch.float32),
             candidates=candidates,
         )
         if config.draft_free:

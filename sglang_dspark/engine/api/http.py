@@ -24,6 +24,8 @@ from sglang_dspark.engine.sglang_types import ServerArgs
 FIELD = "speculation"
 HEADER = "X-Request-Id-Speculation"
 """Says the same as JSON text. SGLang's router drops fields that it does not know, and headers that begin otherwise."""
+MAX_ORDER_BYTES = 4096
+"""Bytes of an operator's request in JSON."""
 APP_OF_WORKERS = "sglang_dspark.engine.api.worker_app:app"
 _ERROR_TYPES = {
     400: "BadRequestError",
@@ -87,6 +89,31 @@ def error_response(status: int, message: str, param: str | None) -> JSONResponse
     """Return an error in the form of SGLang's and OpenAI's at once."""
     error = {"object": "error", "message": message, "type": _ERROR_TYPES[status], "param": param, "code": status}
     return JSONResponse({**error, "error": error}, status_code=status)
+
+
+async def flat_object(request: Request, param: str, example: str) -> dict[str, Any] | JSONResponse:
+    """Return what an operator's request holds, or the error that answers it.
+
+    Args:
+        param: names it in the error.
+        example: of a body.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        return error_response(415, "the header must say Content-Type: application/json", "Content-Type")
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_ORDER_BYTES:
+            break
+    try:
+        fields = json.loads(body) if len(body) <= MAX_ORDER_BYTES else None
+    except (ValueError, RecursionError):
+        fields = None
+    if isinstance(fields, dict) and not any(isinstance(value, dict | list) for value in fields.values()):
+        return fields
+    return error_response(
+        400, f"the body must be a flat JSON object of at most {MAX_ORDER_BYTES} bytes like {example}", param
+    )
 
 
 class SpeculationMiddleware:

@@ -23,16 +23,9 @@ REFUSED_FIELDS = {
 REFUSED_PARAMETERS = {"watermark": _ONE_BY_ONE, "beam_width": "each beam would have drafts of its own"}
 """Sampling parameters that are refused if they ask for something, with the reasons."""
 
-# Most would change or drop the target, and leave the drafter and the draft K/V of cached prefixes behind. Two would
-# give the server another part to play. The last one sets what other speculative algorithms read.
+# Two would drop the target, and leave the drafter and the draft K/V of cached prefixes behind. Two would give the
+# server another part to play. The last one sets what other speculative algorithms read.
 REFUSED_ROUTES = (
-    "/update_weights_from_disk",
-    "/update_weights_from_distributed",
-    "/update_weights_from_tensor",
-    "/update_weights_from_ipc",
-    "/begin_weight_update",
-    "/end_weight_update",
-    "/weights_checker",
     "/release_memory_occupation",
     "/resume_memory_occupation",
     "/pd_role_switch",

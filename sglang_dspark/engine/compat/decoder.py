@@ -12,6 +12,8 @@ from sglang_dspark.scheduling.schedule import Schedule
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
+    from sglang_dspark.worker.drafter import Drafter, NoDrafter
+
 _DECODER = "dspark_decoder"
 
 
@@ -45,6 +47,17 @@ class Decoder(Protocol):
     target_worker: Any
     schedule: Schedule
     parts: Sequence[Part]
+
+    @property
+    def drafter(self) -> Drafter | NoDrafter | None:
+        """Return our worker's; None if another worker drafts."""
+
+    def weights_changed(self, *, new_drafter: bool = False) -> None:
+        """Follow weights that were written between two steps, in whole or in part. All ranks call it.
+
+        Args:
+            new_drafter: whether another drafter has taken the place of the one before.
+        """
 
     def decoding(self) -> Decoding:
         """Return how the server decodes, once it is ready."""

@@ -50,18 +50,24 @@ class Target:
         Raises:
             CheckpointError: the drafter lacks a tensor that it cannot read from this target.
         """
-        embedding, head = self._readable("embed_tokens", drafter), self._readable("lm_head", drafter)
-        embed_weight = None if embedding is None else self._whole(embedding)
-        if head is None or head is embedding:
-            head_weight = None if head is None else embed_weight
-        else:
-            head_weight = self._whole(head)
         scale = getattr(_without_adapters(self.model.get_input_embeddings()), "embed_scale", 1.0)
-        shared = drafter.bind_target(embed_weight, head_weight, embed_scale=float(scale))
+        shared = drafter.bind_target(*self.weights(drafter), embed_scale=float(scale))
         if self._tp_group.world_size > 1:
             read = {w.data_ptr(): w.nbytes for w in (drafter.embed_weight, drafter.lm_head_weight)}
             logger.info("DSPARK: whole embedding and LM head on every rank, %.1f MiB", sum(read.values()) / 2**20)
         return shared
+
+    def weights(self, drafter: DraftModel) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the whole embedding and LM head [V, d]; None for what the drafter cannot read, and has itself.
+
+        Raises:
+            CheckpointError: it has not.
+        """
+        embedding, head = self._readable("embed_tokens", drafter), self._readable("lm_head", drafter)
+        embed_weight = None if embedding is None else self._whole(embedding)
+        if head is None or head is embedding:
+            return embed_weight, None if head is None else embed_weight
+        return embed_weight, self._whole(head)
 
     def _readable(self, name: str, drafter: DraftModel) -> torch.Tensor | None:
         """Return the [rows of this rank, d] weight of a layer; None if it is in a form that only the target can read.

@@ -76,7 +76,6 @@ _REFUSED = {
         "enable_deterministic_inference rl_on_policy_target"
     ),
     "drop the flag and score items with a server without DSPARK": "enable_mis",
-    "drop the flag: the target's weights cannot be updated under DSPARK": "checkpoint_engine_wait_weights_before_ready",
     "drop the flag; --cpu-offload-gb is served": "offload_group_size",
     "drop the flag: schedulers have to be processes that load the plugin": "use_ray",
     "drop the flag: the server serves requests": "decoupled_spec_role",

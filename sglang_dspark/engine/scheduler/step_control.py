@@ -50,6 +50,12 @@ class StepControl:
         decision = self.schedule.choose(requests, context, options.limits, traced=options.traced, awaited=awaited)
         return self.agreement.share(decision)
 
+    def forget(self, *, new_drafter: bool) -> None:
+        """Forget what was learned, and have features do so: see :meth:`Schedule.forget`."""
+        self.schedule.forget(new_drafter=new_drafter)
+        for part in self.parts:
+            part.weights_changed()
+
     def observe(
         self, reqs: Sequence[Req], record: StepRecord, committed: list[int], times_ms: tuple[float, float] | None
     ) -> None:

@@ -46,6 +46,8 @@ class ScheduledWorker:
         worker: SGLang's ``DSparkWorkerV2``, ready to serve.
     """
 
+    drafter = None
+
     def __init__(self, worker: DSparkWorkerV2) -> None:
         self.worker, self.target_worker = worker, worker.target_worker
         self.server_args = resolving_view(worker.server_args)
@@ -150,6 +152,10 @@ class ScheduledWorker:
         device_ms, waited_ms = result.dspark_span.ms, getattr(result.copy_done, "waited_ms", 0.0)
         times_ms = None if device_ms is None else (device_ms, waited_ms)
         self.control.observe(reqs, result.dspark_record, result.accept_lens.tolist(), times_ms)
+
+    def weights_changed(self, *, new_drafter: bool = False) -> None:
+        """Forget what was learned of the weights before; SGLang's drafter shares layers with the target."""
+        self.control.forget(new_drafter=new_drafter)
 
     def decoding(self) -> Decoding:
         """Return how the server decodes."""

@@ -84,6 +84,8 @@ class PromptLookup(CandidateSource):
     def flushed(self) -> None:
         self._answers.clear()
 
+    weights_changed = flushed  # the target would answer otherwise
+
 
 @fenced("candidates", instead=lambda step, tokens, number: Candidates.no_chains(len(step), number, tokens.device))
 def _found(step: DecodeBatch, slot_tokens: torch.Tensor, number: int) -> torch.Tensor:

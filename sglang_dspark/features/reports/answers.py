@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
+from sglang_dspark.features.reports import versions
 from sglang_dspark.features.reports.first_drafts import fit_of
 from sglang_dspark.features.reports.sums import Sums
 
@@ -36,6 +37,7 @@ def stats(answers: Sequence[Answer]) -> dict[str, Any]:
     return {
         "uptime_s": max(answer["uptime_s"] for answer in answers),
         **_in_common([answer["state"] for answer in answers]),
+        "weight_versions": versions.report(answer["versions"] for answer in answers),
         "drafter_fit": fit_of(_added(answer["first_drafts"] for answer in answers)).report(),
         "failed_advice": _added(answer["failed_advice"] for answer in answers),
         "steps_by_policy": _added(answer["steps_by_policy"] for answer in answers),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.runtime_context import get_serving
 
 from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.declared import field_types
@@ -40,6 +41,7 @@ def capabilities(decoder: Decoder) -> dict[str, Any]:
             "architecture": (model.hf_config.architectures or [None])[0],
             "vocab_size": model.hf_text_config.vocab_size,
             "context_length": model.context_len,
+            "weight_version": get_serving().weight_version,
             **{key: said for feature in all_features() for key, said in feature.describe_target(model_runner).items()},
         },
         "drafter": decoding.drafter,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from fastapi import Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.middleware import Middleware
 
-from sglang_dspark.engine.api.http import error_response, without_root
+from sglang_dspark.engine.api.http import error_response, flat_object, without_root
 from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
 from sglang_dspark.engine.support import versions
 from sglang_dspark.errors import BusyError, ConfigError
@@ -24,8 +23,6 @@ from sglang_dspark.features.reports.metric_names import UnescapedNames
 from sglang_dspark.fence import FAILURES
 
 PAGE = "/dspark"
-MAX_POLICY_BYTES = 4096
-"""Bytes of a policy in JSON."""
 
 
 def add(app: Any, target_only: str | None) -> None:
@@ -66,18 +63,9 @@ class Routes:
 
     async def policy(self, request: Request) -> Response:
         """Switch to another verify policy from the next step on: ``{"policy": "static", "verify_len": 3}``."""
-        if _media_type(request) != "application/json":
-            return error_response(415, "the header must say Content-Type: application/json", "Content-Type")
-        try:
-            fields = json.loads(await _short_body(request))
-        except (ValueError, RecursionError):
-            fields = None
-        if not isinstance(fields, dict) or any(isinstance(value, dict | list) for value in fields.values()):
-            return error_response(
-                400,
-                f'the body must be a flat JSON object of at most {MAX_POLICY_BYTES} bytes like {{"policy": "auto"}}',
-                "policy",
-            )
+        fields = await flat_object(request, "policy", '{"policy": "auto"}')
+        if isinstance(fields, JSONResponse):
+            return fields
         return await self._respond("policy", fields, switched)
 
     async def _respond(self, question: str, fields: dict[str, Any], report: Report) -> Response:
@@ -105,19 +93,6 @@ def _plain_number(value: Any) -> Any:
     if not isinstance(value, np.generic):
         raise TypeError(f"{type(value).__name__} is no JSON")
     return value.item()
-
-
-def _media_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
-
-
-async def _short_body(request: Request) -> bytes:
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_POLICY_BYTES:
-            raise ValueError("too long")
-    return body
 
 
 class TargetOnlyRoutes:

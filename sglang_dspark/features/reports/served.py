@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from sglang.srt.runtime_context import get_serving
+
 from sglang_dspark.engine.compat.decoder import Decoder
 from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.sglang_types import Req
@@ -16,6 +18,7 @@ from sglang_dspark.features.reports.first_drafts import FirstDrafts
 from sglang_dspark.features.reports.prometheus import Metrics
 from sglang_dspark.features.reports.recent import Recent
 from sglang_dspark.features.reports.traces import trace
+from sglang_dspark.features.reports.versions import Versions
 from sglang_dspark.fence import FAILURES, fenced, nothing
 from sglang_dspark.step.record import StepRecord
 
@@ -33,6 +36,7 @@ class Reports(Part):
 
     _counters: Counters
     _recent: Recent
+    _versions: Versions
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -43,7 +47,17 @@ class Reports(Part):
         """Begin to count, and say in the log how the server decodes."""
         self._counters = Counters(self._decoder.decoding().gamma, self._decoder.schedule.forecast.predicted)
         self._recent = Recent(self._counters)
+        self._versions = Versions(self._counters, self._version())
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
+
+    def _version(self) -> tuple[str, str]:
+        drafter = self._decoder.decoding().drafter
+        return str(get_serving().weight_version), "" if drafter is None else drafter["path"]
+
+    def weights_changed(self) -> None:
+        """Count for the new version, and judge anew whether the drafter fits."""
+        self._first_drafts = FirstDrafts()
+        self._versions.change(self._version())
 
     def step_done(
         self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
@@ -85,13 +99,17 @@ class Reports(Part):
         return {
             "uptime_s": self._recent.uptime_s,
             # The schedule first: it learns from what it has only noted so far.
-            "state": self._decoder.schedule.report(),
+            "state": self._decoder.schedule.report() | self._said_by_features(),
+            "versions": self._versions.counts(),
             "first_drafts": self._first_drafts.counts,
             "failed_advice": dict(FAILURES),
             "steps_by_policy": dict(self._counters.steps_by_policy),
             "sums": self._counters.sums().lists(),
             "recent": self._recent.report(),
         }
+
+    def _said_by_features(self) -> dict[str, Any]:
+        return {key: said for part in self._decoder.parts for key, said in part.report().items()}
 
     def capabilities(self) -> dict[str, Any]:
         """Return the JSON of ``GET /dspark/capabilities``."""

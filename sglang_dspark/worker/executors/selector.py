@@ -17,6 +17,10 @@ class ExecutorSelector:
 
     def __init__(self, eager: EagerExecutor) -> None:
         self.eager = eager
+        self.drop_graphs()
+
+    def drop_graphs(self) -> None:
+        """Run all steps eagerly from now on."""
         self.captured: CapturedSteps | None = None
         self._graphs: dict[Tier, GraphExecutor] = {}
         self._fused: dict[Tier, GraphExecutor] = {}

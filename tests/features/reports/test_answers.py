@@ -8,6 +8,7 @@ from sglang_dspark.features.reports import answers
 from sglang_dspark.features.reports.counters import Counters
 from sglang_dspark.features.reports.first_drafts import FirstDrafts
 from sglang_dspark.features.reports.recent import Recent
+from sglang_dspark.features.reports.versions import Versions
 from sglang_dspark.step.record import TimedStep
 
 GAMMA = 3
@@ -32,6 +33,7 @@ class Replica:
         return {
             "state": {"policy": "auto", **self.state},
             "uptime_s": self.now - 10.0,
+            "versions": Versions(self.counters, ("default", "")).counts(),
             "first_drafts": first,
             "failed_advice": {"presets": 2},
             "steps_by_policy": dict(self.counters.steps_by_policy),

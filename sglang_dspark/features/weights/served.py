@@ -1,0 +1,98 @@
+"""Weights of a scheduler: which were written, and how tensors find the target or the drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.utils.weight_checker import WeightChecker
+
+from sglang_dspark.engine.compat.decoder import Decoder
+from sglang_dspark.engine.feature import Part
+from sglang_dspark.errors import ConfigError
+
+PREFIX = "draft."
+"""Of the names of a drafter's tensors among those of its target."""
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+class Weights(Part):
+    """Has new weights written where they belong.
+
+    Args:
+        decoder: of the scheduler.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._written, self._failure = 0, ""
+
+    def ready(self) -> None:
+        """Have all routes to the target hand on what is the drafter's."""
+        model = self._decoder.target_worker.model_runner.model
+        model.load_weights = partial(self._load, model.load_weights)
+
+    def _load(self, load_target: Callable[[Named], Any], named: Named) -> Any:
+        """Load tensors into the target, and those with our prefix into the drafter, if the target's fit."""
+        drafted: list[tuple[str, torch.Tensor]] = []
+
+        def of_target() -> Named:
+            for name, tensor in named:
+                if name.startswith(PREFIX):
+                    drafted.append((name, tensor))
+                else:
+                    yield name, tensor
+
+        loaded = load_target(of_target())
+        if drafted:
+            self._load_drafter(drafted)
+        return loaded
+
+    def _load_drafter(self, named: Named) -> None:
+        self.drafter.write((name.removeprefix(PREFIX), tensor) for name, tensor in named)
+
+    @property
+    def drafter(self) -> Any:
+        """Return the drafter whose weights can be written.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        drafter = self._decoder.drafter
+        if drafter is None or not drafter.num_drawn:
+            raise ConfigError(
+                "this server has no drafter whose weights could be replaced: it was started without one, or SGLang's "
+                "own worker decodes. Send weights of the target alone, or restart it with a drafter"
+            )
+        return drafter
+
+    @cached_property
+    def runners(self) -> Sequence[tuple[str, Any]]:
+        """Return what SGLang writes and checks a drafter's tensors with, as if it were a runner of its own."""
+        model, network = self.drafter.model, _Network(self._load_drafter)
+        updater = replace(self._decoder.target_worker.model_runner.weight_updater, get_model=lambda: network)
+        checker = WeightChecker(get_model=lambda: model)
+        return [("draft", SimpleNamespace(weight_updater=updater, check_weights=checker.handle))]
+
+    def note(self, failure: str | None) -> None:
+        """Count an update; one that failed may have been written in part."""
+        if failure is None:
+            self._written, self._failure = self._written + 1, ""
+        else:
+            self._failure = failure
+
+    def report(self) -> dict[str, Any]:
+        return {"weights": {"updates": self._written, "failure": self._failure or None}}
+
+
+class _Network(torch.nn.Module):
+    """Looks to SGLang's loaders like a network whose tensors they may write."""
+
+    def __init__(self, load: Callable[[Named], None]) -> None:
+        super().__init__()
+        self.load_weights = load

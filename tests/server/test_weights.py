@@ -1,0 +1,279 @@
+"""Weights that change under a server: it has the texts, log-probabilities and traces of the new pair."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from changed_weights import (
+    FILE,
+    answered,
+    bare,
+    from_disk,
+    from_tensors,
+    from_trainer,
+    serialized,
+    trained_drafter,
+    tuned,
+)
+from golden_replay import load_target
+from golden_server import (
+    CASES,
+    DRAFT,
+    DRAFTER_ALONE,
+    TARGET,
+    assert_golden_traces,
+    assert_rounds_of_reference,
+    call,
+    endless,
+    greedy,
+    in_background,
+    policy,
+    rounds_of,
+    wait_for_running,
+)
+from reference_decoding import decode_greedy
+from safetensors.torch import load_file
+from server_pool import Recipe
+
+from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.tools.launch import dspark_flags
+
+PROMPT = CASES[0]["prompt_ids"]
+LENGTH = 24
+DRAFTER = "/dspark/drafter"
+
+
+def reference(target, draft):
+    """Return what a pair writes if the drafter reads the target's embedding and LM head, and log-probabilities."""
+    model = load_draft_model(draft, dtype=torch.float32, device="cpu")
+    model.embed_tokens = model.lm_head = None
+    network = load_target(target, model)
+    decoded = decode_greedy(model, network, PROMPT, max_new_tokens=LENGTH + 8)
+    with torch.no_grad():
+        logits, _ = network([*PROMPT, *decoded.output_ids])
+    chosen = logits[len(PROMPT) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(decoded.output_ids)[:, None])
+    return decoded, chosen[:LENGTH, 0]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tuned")
+    return tuned(folder / "target"), trained_drafter(folder / "draft")
+
+
+def drafted(server, length: int = LENGTH) -> dict[str, Any]:
+    with policy(server, "static"):
+        answer: dict[str, Any] = server.post_json(
+            "/generate", {**greedy(PROMPT, length, speculation=DRAFTER_ALONE), "return_logprob": True}
+        )
+    return answer
+
+
+@pytest.mark.parametrize("update", [from_disk, from_tensors])
+def test_a_server_follows_the_target(dspark, folders, update):
+    decoded, logprobs = reference(folders[0], DRAFT)
+    assert decoded.output_ids[:LENGTH] != CASES[0]["output_ids"][:LENGTH]
+    version = update.__name__
+    try:
+        update(dspark, folders[0], weight_version=version)
+        answer = drafted(dspark)
+        by_version = dspark.get_json("/dspark/stats")["weight_versions"]
+    finally:
+        update(dspark, TARGET, weight_version="default")
+    assert_rounds_of_reference(answer, decoded)
+    assert answer["meta_info"]["weight_version"] == version
+    found = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
+    torch.testing.assert_close(found, logprobs, atol=1e-4, rtol=0)
+    assert by_version[-1] | {"accept_length": 0} == {
+        "weight_version": version,
+        "drafter": str(DRAFT),
+        "rounds": answer["meta_info"]["dspark"]["rounds"],
+        "accept_length": 0,
+    }
+    assert by_version[-1]["accept_length"] == answer["meta_info"]["dspark"]["accept_length"]
+    assert_golden_traces(dspark, CASES[:1])
+
+
+def shown(server) -> list[Any]:
+    """Return what depends on weights under a policy that learns nothing."""
+    found: list[Any] = []
+    for case in CASES[:3]:
+        body = {"input_ids": case["prompt_ids"], "return_logprob": True, "speculation": DRAFTER_ALONE}
+        for parameters in ({"temperature": 0}, {"temperature": 0.9, "sampling_seed": 5}):
+            sampling = {**parameters, "max_new_tokens": LENGTH, "ignore_eos": True}
+            answer = server.post_json("/generate", {**body, "sampling_params": sampling})
+            logprobs = [round(entry[0], 3) for entry in answer["meta_info"]["output_token_logprobs"]]
+            rounds = [(entry["start"], entry["draft"], entry["accepted"]) for entry in rounds_of(answer)]
+            found.append((answer["output_ids"], logprobs, rounds))
+    return found
+
+
+@pytest.mark.thorough
+def test_texts_are_those_of_a_server_that_was_started_with_the_weights(dspark, server_pool, folders, tmp_path):
+    """Greedy and seeded ones, their log-probabilities and rounds, after ten updates of either."""
+    target, trained = folders[0], bare(folders[1], tmp_path / "bare")
+    flags = (*dspark_flags(trained), "--speculative-dspark-schedule static")
+    with server_pool.lent(Recipe(flags, model=lambda folder: target), tmp_path) as new:
+        expected = shown(new)
+    try:
+        for update in (from_disk, from_tensors) * 5:
+            update(dspark, TARGET)
+            by_route(dspark, DRAFT)
+            update(dspark, target)
+            by_selector(dspark, trained)
+        with policy(dspark, "static"):
+            assert shown(dspark) == expected
+    finally:
+        from_disk(dspark, TARGET)
+        by_route(dspark, DRAFT)
+
+
+@pytest.mark.parametrize("name", ["scheduled", "graphs", "parallel", "replicas"])
+def test_other_servers_follow_the_target(request, folders, name, tmp_path):
+    """SGLang's own worker, whose drafter would load the target's tensors; captured steps; two ranks or replicas."""
+    server, length = request.getfixturevalue(name), 6
+    decoded, _ = reference(folders[0], DRAFT)
+    update = from_disk if name in ("scheduled", "replicas") else from_tensors
+    try:
+        update(server, folders[0])
+        ids = server.post_json("/generate", greedy(PROMPT, length))["output_ids"]
+        if name == "graphs":
+            assert_rounds_of_reference(drafted(server, length), decoded)
+        if name in ("parallel", "replicas"):
+            by_route(server, bare(folders[1], tmp_path / "bare"))
+            assert server.get_json("/dspark/capabilities")["drafter"]["path"] == str(tmp_path / "bare")
+            assert server.post_json("/generate", greedy(PROMPT, length))["output_ids"] == ids
+    finally:
+        update(server, TARGET)
+    if name in ("parallel", "replicas"):
+        by_route(server, DRAFT)
+    assert ids == decoded.output_ids[:length]
+    assert server.post_json("/generate", greedy(PROMPT, length))["output_ids"] == CASES[0]["output_ids"][:length]
+
+
+def test_a_server_follows_a_trainer(dspark, folders):
+    """By the route on which the processes of a trainer broadcast their tensors."""
+    decoded, _ = reference(folders[0], DRAFT)
+    try:
+        from_trainer(dspark, folders[0])
+        answer = drafted(dspark)
+    finally:
+        from_disk(dspark, TARGET)
+    assert_rounds_of_reference(answer, decoded)
+
+
+def test_a_text_goes_on_with_the_new_target(dspark, folders):
+    """Requests that a pause has taken back are encoded again, by target and drafter, as on a plain server."""
+    answers: list[dict[str, Any]] = []
+    body = {**endless(PROMPT, 800), "return_logprob": False}
+    old = dspark.post_json("/generate", body)["output_ids"]
+    thread = in_background(lambda: answers.append(dspark.post_json("/generate", body)))
+    wait_for_running(dspark, 1)
+    answered(dspark, "/pause_generation", {"mode": "retract"})
+    try:
+        from_disk(dspark, folders[0])
+        answered(dspark, "/continue_generation", {})
+        thread.join()
+        ids = answers[0]["output_ids"]
+        kept = next(place for place, (one, other) in enumerate(zip(ids, old, strict=True)) if one != other)
+        again = dspark.post_json("/generate", endless([*PROMPT, *ids[:kept]], 800 - kept))["output_ids"]
+    finally:
+        from_disk(dspark, TARGET)
+    assert ids[kept:] == again
+    assert_golden_traces(dspark, CASES[:1])
+
+
+def test_a_target_of_nan_ends_no_server(dspark):
+    """Its texts mean nothing, as on a plain server, until other weights come."""
+    named = {"model.norm.weight": torch.full((128,), torch.nan)}
+    try:
+        from_tensors(dspark, named)
+        for parameters in ({"temperature": 0}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.5}):
+            body = {"input_ids": PROMPT, "sampling_params": {**parameters, "max_new_tokens": 12, "ignore_eos": True}}
+            assert len(dspark.post_json("/generate", body)["output_ids"]) == 12
+    finally:
+        from_disk(dspark, TARGET)
+    assert_golden_traces(dspark, CASES[:1])
+
+
+def by_route(server, folder):
+    answered(server, DRAFTER, {"path": str(folder)})
+
+
+def by_disk(server, folder):
+    answered(server, "/update_weights_from_disk", {"model_path": str(folder), "load_format": "draft"})
+
+
+def by_prefix(server, folder):
+    named = {f"draft.{name}": tensor for name, tensor in load_file(folder / FILE).items()}
+    target = dict(list(load_file(TARGET / FILE).items())[:2])
+    from_tensors(server, target | named)
+
+
+def by_selector(server, folder):
+    from_tensors(server, folder, selector="draft")
+
+
+@pytest.mark.parametrize("update", [by_route, by_disk, by_prefix, by_selector])
+def test_a_server_drafts_with_another_drafter(dspark, folders, update):
+    decoded, _ = reference(TARGET, folders[1])
+    try:
+        update(dspark, folders[1])
+        answer = drafted(dspark)
+    finally:
+        by_route(dspark, DRAFT)
+    assert_rounds_of_reference(answer, decoded)
+    assert dspark.get_json("/model_info")["model_path"] == str(TARGET)
+    assert_golden_traces(dspark, CASES[:1])
+
+
+def test_a_drafter_is_replaced_beside_a_request(dspark, folders):
+    """Its text goes on as it would have, and nothing waits for its end."""
+    answers: list[dict[str, Any]] = []
+    body = endless(PROMPT, 800)
+    [expected] = [dspark.post_json("/generate", body)["output_ids"]]
+    thread = in_background(lambda: answers.append(dspark.post_json("/generate", body)))
+    wait_for_running(dspark, 1)
+    with ThreadPoolExecutor(4) as pool:  # they wait for each other
+        bodies = [{"path": str(folder)} for folder in (folders[1], DRAFT) * 2]
+        said = list(pool.map(lambda asked: answered(dspark, DRAFTER, asked), bodies))
+    thread.join()
+    answered(dspark, DRAFTER, {"path": str(DRAFT)})
+    assert "Requests are running" in said[0]["message"]
+    assert answers[0]["output_ids"] == expected
+    answered(dspark, "/flush_cache", {})
+    assert_golden_traces(dspark, CASES[:1])
+
+
+BAD: dict[str, tuple[str, Any, str]] = {
+    "of another shape": ("target", {"model.embed_tokens.weight": torch.zeros(3, 3)}, "AssertionError"),
+    "unreadable": ("target", ["bm9uc2Vuc2U="], "UnpicklingError"),
+    "of no rank": ("target", [], "IndexError"),
+    "of no drafter": ("all", {"draft.no.weight": torch.zeros(3)}, "unexpected no.weight"),
+    "NaN": ("draft", {"norm.weight": torch.full((128,), torch.nan)}, "no finite numbers"),
+}
+
+
+def test_weights_that_do_not_fit_end_no_server(dspark):
+    """SGLang alone would end: it reads and writes them without a fence."""
+    before = call(dspark, "/update_weights_from_tensor", body={"serialized_named_tensors": []})
+    assert before[0] == 400 and "begin_weight_update()" in before[1]
+    answered(dspark, "/begin_weight_update", {})
+    for selector, tensors, named in BAD.values():
+        sent = serialized(tensors) if isinstance(tensors, dict) else tensors
+        body = {"serialized_named_tensors": sent, "selector": selector}
+        status, text = call(dspark, "/update_weights_from_tensor", body=body)
+        message = json.loads(text)["message"]
+        assert status == 400 and named in message
+        assert dspark.get_json("/dspark/stats")["weights"]["failure"] == message
+    assert call(dspark, "/begin_weight_update", body={})[0] == 400
+    answered(dspark, "/end_weight_update", {})
+    status, text = call(dspark, "/update_weights_from_disk", body={"model_path": "/no/such/folder"})
+    assert status == 400 and "/no/such/folder" in text
+    assert_golden_traces(dspark, CASES[:1])
+    from_disk(dspark, TARGET)
+    assert dspark.get_json("/dspark/stats")["weights"]["failure"] is None
