@@ -57,6 +57,7 @@ from dspark_kernels.drafting.heads import (
 from dspark_kernels.drafting.residual import add_norm, add_norm_ref
 from dspark_kernels.drafting.shortlist import Shortlist
 from dspark_kernels.drafting.suffix_match import find_chains, suffix_match, suffix_match_ref
+from dspark_kernels.drafting.survival import block_survival
 from dspark_kernels.drafting.swiglu import silu_mul, silu_mul_ref
 from dspark_kernels.drafting.walk import draft_block
 from dspark_kernels.drafting.walk_reference import draft_block_ref
@@ -145,6 +146,7 @@ __all__ = [
     "block_confidence",
     "block_confidence_ref",
     "block_groups",
+    "block_survival",
     "block_windows",
     "causal_conv_rows",
     "causal_conv_rows_ref",

@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 import torch
-from dspark_kernels import MOST_MATCH, NUM_ROWS, to_device
+from dspark_kernels import MOST_MATCH, NUM_ROWS, block_survival, to_device
 from numpy.typing import NDArray
 
 from sglang_dspark.calibration.chain_weights import ChainWeights
@@ -81,11 +81,8 @@ class Forecast:
             logits: [bs, depth] of the confidence head; None without one.
             coefficients: the property's copy in a CUDA graph; None reads the property.
         """
-        scale, shift = (self.coefficients if coefficients is None else coefficients)[:, :depth]
-        conditional = scale.expand(bs, depth) if logits is None else torch.sigmoid(logits * scale + shift)
-        # A parallel product may rise in the last bit, and a draft must never rank before its predecessor. A NaN, from a
-        # broken head, would not rank at all.
-        return conditional.nan_to_num(0.0).cumprod(1).cummin(1).values
+        chosen = self.coefficients if coefficients is None else coefficients
+        return block_survival(chosen[:, :depth], logits, bs)
 
     def predict(
         self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
