@@ -52,6 +52,10 @@ class Packed:
         parts = zip(self.flat.split_with_sizes(_sizes(self.shapes)), self.shapes, strict=True)
         return [_as(part, dtype, shape) for part, (dtype, shape) in parts]
 
+    def take(self) -> list[torch.Tensor]:
+        """Return the tensors in memory of their own."""
+        return Packed(self.flat.clone(), self.shapes).read()
+
 
 @lru_cache
 def _sizes(shapes: tuple[tuple[torch.dtype, torch.Size], ...]) -> list[int]:

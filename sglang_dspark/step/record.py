@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -105,15 +105,21 @@ class StepRecord:
         return [kind.tolist() for kind in leading]
 
     @property
-    def tensors(self) -> list[torch.Tensor | None]:
-        """Return lengths, traces, chains, logits and survivals."""
+    def tensors(self) -> list[torch.Tensor]:
+        """Return lengths, traces, chains, logits and survivals, as far as the step has them."""
+        return [tensor for tensor in self._tensors if tensor is not None]
+
+    @property
+    def _tensors(self) -> list[torch.Tensor | None]:
         confidence = self.confidence
         scores = (None, None) if confidence is None else (confidence.logits, confidence.survival)
         return [self.verify_lens, self.traced, self.chains, *scores]
 
-    def of(self, tensors: Sequence[torch.Tensor | None], committed: torch.Tensor | None = None) -> StepRecord:
+    def of(self, tensors: Iterable[torch.Tensor], committed: torch.Tensor | None = None) -> StepRecord:
         """Return the same record with other :attr:`tensors`, and what the step committed."""
-        verify_lens, traced, chains, logits, survival = tensors
+        parts = iter(tensors)
+        found = (None if tensor is None else next(parts) for tensor in self._tensors)
+        verify_lens, traced, chains, logits, survival = found
         assert verify_lens is not None, "every step verifies"
         confidence = None if survival is None else Confidence(logits, survival)
         return replace(

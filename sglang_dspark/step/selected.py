@@ -81,8 +81,7 @@ class DeviceLens:
 
     def rows(self, requests: StepRequests, tokens: torch.Tensor, into: VerifyPlan | None) -> VerifyRows:
         """Flatten the tokens, see :func:`build_plan`."""
-        assert into is None, "only the device knows how many rows these need"
-        return _rows_of(self.verify_lens, tokens, requests)
+        return _rows_of(self.verify_lens, tokens, requests, into)
 
 
 SelectedDrafts = FixedLens | TopDrafts | DeviceLens
@@ -107,9 +106,12 @@ def build_plan(
     return VerifyPlan.of(rows, longest + 1)
 
 
-def _rows_of(lens: torch.Tensor, tokens: torch.Tensor, requests: StepRequests) -> VerifyRows:
-    """Wait for the device."""
-    return plan_lens(lens, tokens, requests, len(requests) + int(lens.sum()))
+def _rows_of(
+    lens: torch.Tensor, tokens: torch.Tensor, requests: StepRequests, into: VerifyPlan | None = None
+) -> VerifyRows:
+    """Wait for the device, which alone knows how many rows these are, unless there is a tier with room for them."""
+    room = len(requests) + int(lens.sum()) if into is None else len(into.input_ids)
+    return plan_lens(lens, tokens, requests, room, into)
 
 
 def top_prefixes(survival: torch.Tensor, budget: int) -> torch.Tensor:

@@ -50,16 +50,18 @@ def plan_lens(
     draft_tokens: torch.Tensor,  # [bs, at least the longest length] int
     requests: StepRequests,
     num_tokens: int,
+    out: VerifyRows | None = None,
 ) -> VerifyRows:
     """Lay out given lengths, in plain torch: only steps that run eagerly come with them. No host sync.
 
     Args:
         draft_tokens: the proposals.
         requests: all real.
-        num_tokens: sum of the lengths, and an anchor for every request.
+        num_tokens: at least the sum of the lengths, and an anchor for every request.
+        out: buffers of as many request slots and rows; new ones by default.
     """
     real, _ = _real_requests(requests, requests.anchors.device)
-    return _flatten_ref(verify_lens, real, draft_tokens, requests, num_tokens, None)
+    return _flatten_ref(verify_lens, real, draft_tokens, requests, num_tokens, out)
 
 
 def plan_uniform_ref(
