@@ -72,23 +72,17 @@ class Forecast:
         """Return [2, NUM_ROWS, max_verify], the other part of :attr:`learned`."""
         return split_learned(self.learned)[1]
 
-    def survival(
+    def predict(
         self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return [bs, depth] the calibrated probability that a draft and all before it are accepted.
+    ) -> Confidence:
+        """Return ``logits``, and the calibrated survivals of :func:`dspark_kernels.block_survival`.
 
         Args:
             logits: [bs, depth] of the confidence head; None without one.
             coefficients: the property's copy in a CUDA graph; None reads the property.
         """
         chosen = self.coefficients if coefficients is None else coefficients
-        return block_survival(chosen[:, :depth], logits, bs)
-
-    def predict(
-        self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
-    ) -> Confidence:
-        """Return the logits and the survivals of :meth:`survival`."""
-        return Confidence(logits, self.survival(logits, bs, depth, coefficients))
+        return Confidence(logits, block_survival(chosen[:, :depth], logits, bs))
 
     def observe(self, feedback: StepFeedback) -> None:
         """Keep the outcome of a step, and update from several at a time.

@@ -1,6 +1,6 @@
-"""Survivals of a drafted block: the running product of its calibrated confidences (DSpark, Eq. 9), in one launch.
+"""Survivals of drafts, the running products of calibrated confidences (DSpark, Eq. 9): one launch where torch has six.
 
-Bytes: 4 per draft read and 4 written; the launch is the cost. In torch it takes six.
+Bytes: 4 per draft read and 4 written; the launch is the cost.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import triton.language as tl
 from dspark_kernels.dispatch import on_kernels
 
 _REQUESTS_PER_PROGRAM = 32
-# The smallest tile: blocks of up to so many drafts have one compiled form.
-_MIN_BLOCK_J = 8
+_MIN_BLOCK_J = 8  # drafts of the smallest tile: shorter blocks have one compiled form
 
 
 def block_survival_ref(coefficients: torch.Tensor, logits: torch.Tensor | None, bs: int) -> torch.Tensor:
@@ -34,8 +33,8 @@ def _smaller(a, b):
     do_not_specialize_on_alignment=["coefficients_ptr", "logits_ptr"],
 )
 def _survival_kernel(
-    coefficients_ptr,  # [2, coefficients_stride] float32
-    logits_ptr,  # [bs, logits_stride]; None without a confidence head
+    coefficients_ptr,
+    logits_ptr,
     out_ptr,
     bs,
     depth,
@@ -60,33 +59,22 @@ def _survival_kernel(
 
 @on_kernels(block_survival_ref)
 def block_survival(coefficients: torch.Tensor, logits: torch.Tensor | None, bs: int) -> torch.Tensor:
-    """Return the probability of each draft that it and all before it in its block are accepted.
+    """Return [bs, depth] float32 probabilities that drafts and all before them in their blocks are accepted.
 
-    It never rises along a block: a parallel product may, in the last bit, and a draft must not rank before its
-    predecessor. A NaN, from a broken head, counts as a rejection: it would not rank at all.
+    They never rise along a block: a parallel product may, in the last bit, and a draft must not rank before its
+    predecessor. A NaN, from a broken head, would not rank at all, and counts as a rejection.
 
     Args:
-        coefficients: [2, depth] float32, scale and shift of the calibrated logits; without any, the acceptance of each
-            position and what is not read. Columns are contiguous.
-        logits: [bs, depth] of the confidence head, any float dtype, columns contiguous; None without one.
-        bs: requests.
-
-    Returns:
-        [bs, depth] float32. No host sync; safe under graph capture.
+        coefficients: [2, depth] float32, scale and shift of logits; without any, row 0 is the acceptance by position.
+        logits: [bs, depth] of the confidence head, any float dtype; None without one.
+        bs: requests. Columns of both are contiguous. No host sync; safe under graph capture.
     """
     depth = coefficients.shape[1]
     out = torch.empty((bs, depth), dtype=torch.float32, device=coefficients.device)
     if out.numel() > 0:
+        strides = 0 if logits is None else logits.stride(0), coefficients.stride(0)
+        block_j = max(_MIN_BLOCK_J, triton.next_power_of_2(depth))
         _survival_kernel[(triton.cdiv(bs, _REQUESTS_PER_PROGRAM),)](
-            coefficients,
-            logits,
-            out,
-            bs,
-            depth,
-            0 if logits is None else logits.stride(0),
-            coefficients.stride(0),
-            BLOCK_R=_REQUESTS_PER_PROGRAM,
-            BLOCK_J=max(_MIN_BLOCK_J, triton.next_power_of_2(depth)),
-            num_warps=1,
+            coefficients, logits, out, bs, depth, *strides, BLOCK_R=_REQUESTS_PER_PROGRAM, BLOCK_J=block_j, num_warps=1
         )
     return out

@@ -81,7 +81,9 @@ def test_rows_come_with_their_layout_as_sglang_makes_them_of_it(decision, monkey
             requests.req_to_token[row, begin : begin + rows]
             for row, begin, rows in zip(requests.req_pool_indices, requests.prefix_lens, width, strict=True)
         ]
-        monkeypatch.setattr(dspark_verify_window, "assign_extend_cache_locs_func", lambda **_: torch.cat(slots).long())
+        monkeypatch.setattr(
+            dspark_verify_window, "assign_extend_cache_locs_func", lambda found=torch.cat(slots).long(), **_: found
+        )
         batch = SimpleNamespace(seq_lens=requests.prefix_lens, req_pool_indices=requests.req_pool_indices)
         expected = build_ragged_verify_window(
             batch=batch,
