@@ -63,7 +63,7 @@ from dspark_kernels.drafting.walk import draft_block
 from dspark_kernels.drafting.walk_reference import draft_block_ref
 from dspark_kernels.hardware import num_processors
 from dspark_kernels.planning.plans import plan_staged, plan_top, plan_uniform
-from dspark_kernels.planning.plans_reference import FORCED, plan_lens, plan_staged_ref, plan_top_ref, plan_uniform_ref
+from dspark_kernels.planning.plans_reference import FORCED, plan_staged_ref, plan_top_ref, plan_uniform_ref
 from dspark_kernels.planning.preparation import PlanNumbers, PreparedStep, StepRequests, prepare, prepare_ref
 from dspark_kernels.planning.windows import VerifyRows, Windows
 from dspark_kernels.recurrence.causal_conv_rows import (
@@ -175,7 +175,6 @@ __all__ = [
     "num_splits",
     "on_kernels",
     "philox4x32",
-    "plan_lens",
     "plan_staged",
     "plan_staged_ref",
     "plan_top",

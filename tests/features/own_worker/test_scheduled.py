@@ -30,7 +30,7 @@ from sglang_dspark.features.own_worker.served import refuse_unserved
 from sglang_dspark.features.own_worker.server import MODE, ScheduledServer
 from sglang_dspark.features.own_worker.step import ScheduledStep
 from sglang_dspark.step.decision import PLAIN, StepDecision
-from sglang_dspark.step.selected import DeviceLens
+from sglang_dspark.step.selected import TopDrafts
 from sglang_dspark.step.selection import FixedLength, TopK
 
 CAPTURED = CapturedRows(window=8, tiers=(8, 16, 32), requests=4)
@@ -62,7 +62,7 @@ def laid_out(decision, logits, rows=CAPTURED):
 
 def test_rows_are_padded_to_the_next_tier():
     """On the device: nothing of a captured layout is known to the host."""
-    given = DeviceLens(torch.tensor([0, 3, 5])), torch.zeros(3, 7, dtype=torch.int64), requests_of(3)
+    given = TopDrafts.of_lengths(torch.tensor([0, 3, 5]), 7), torch.zeros(3, 7, dtype=torch.int64), requests_of(3)
     layout, lens, rows = CAPTURED.lay_out(*given, 11)
     assert (rows, lens.tolist()) == (16, [0, 3, 5])
     assert (layout.graph_num_tokens, layout.verify_lens_cpu) == (16, None)
