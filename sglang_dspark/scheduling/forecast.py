@@ -97,7 +97,7 @@ class Forecast:
             return
         self._rounds_ahead += len(feedback.requests)
         self._pending.append(feedback)
-        rounds = sum(len(step.requests) for step in self._pending)
+        rounds = sum([len(step.requests) for step in self._pending])
         is_full = len(self._pending) >= UPDATE_STEPS or rounds >= UPDATE_ROUNDS
         if is_full or is_parked_probe or self._is_new_text(feedback):
             self.update()

@@ -45,7 +45,7 @@ class Packed:
             if total > len(out):
                 raise ValueError(f"{total} words are to be packed where there is room for {len(out)}")
             out = out[:total]
-        return cls(torch.cat(words, out=out), tuple((tensor.dtype, tensor.shape) for tensor in tensors))
+        return cls(torch.cat(words, out=out), tuple([(tensor.dtype, tensor.shape) for tensor in tensors]))
 
     def read(self) -> list[torch.Tensor]:
         """Return views of the tensors."""

@@ -40,7 +40,7 @@ class TopDrafts:
     Attributes:
         order: [bs, width] float32 what drafts rank by, non-increasing along a row; negative ones are never verified.
         budget: drafts verified in all.
-        row_count_known: whether exactly ``budget`` drafts are verified; not by live confidences, of a request or a rule.
+        row_count_known: whether exactly ``budget`` drafts are verified; not by live confidences.
     """
 
     order: torch.Tensor

@@ -144,7 +144,7 @@ class ScheduledWorker:
         if options.traced:
             traced = torch.cat([batch.seq_lens.to(torch.int64)[:, None], step.block], dim=1)
         return StepRecord(
-            requests=[req.rid for req in reqs],
+            requests=options.ids,
             decision=step.decision,
             drafted=step.decision.draft_lens(len(reqs)),
             verify_lens=step.verify_lens,

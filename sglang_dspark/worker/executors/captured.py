@@ -149,8 +149,8 @@ class CapturedSteps:
 
         None if its shape was not captured, or if only the device knows the most drafts that it verifies.
         """
-        requests, drafts = len(step), decision.max_drafts(len(step))
-        slots, plain = self.tiers.request_slots(requests), decision.draft_len == 0
+        requests, plain = len(step), decision.draft_len == 0
+        slots, drafts = self.tiers.request_slots(requests), 0 if plain else decision.max_drafts(requests)
         if slots is None or drafts is None:
             return None
         rows = slots if plain else self.tiers.token_rows(requests + drafts)
@@ -160,4 +160,5 @@ class CapturedSteps:
         """Return the request slots of the graph that drafts for ``step``; None if its drafts are launched."""
         if step.rows.any_seeded or (step.rules is not None and step.rules.second is not None):
             return None
-        return self.tiers.sampled_slots(len(step)) if step.rows.any_sampled else self.tiers.request_slots(len(step))
+        slots = self.tiers.sampled_slots if step.rows.any_sampled else self.tiers.request_slots
+        return slots(len(step))

@@ -71,37 +71,34 @@ def test_rows_are_padded_to_the_next_tier():
     assert CapturedRows(window=8).lay_out(*given, 11)[2] == 11
 
 
-@pytest.mark.parametrize("decision", [StepDecision(7, TopK(5)), StepDecision(7, FixedLength()), PLAIN], ids=str)
+@pytest.mark.parametrize(
+    "decision", [StepDecision(7, TopK(5)), StepDecision(7, FixedLength()), PLAIN], ids=["best", "whole", "plain"]
+)
 def test_rows_come_with_their_layout_as_sglang_makes_them_of_it(decision, monkeypatch):
     """Its forms in torch say what they are; on a CPU it finds slots by a function that is not there."""
-    for logits in (torch.randn(3, 7), torch.randn(3, 7)):  # the second of whole blocks is laid out as the first was
-        step, layout = laid_out(decision, logits)
-        requests, width = requests_of(3), layout.verify_lens
-        slots = [
-            requests.req_to_token[row, begin : begin + rows]
-            for row, begin, rows in zip(requests.req_pool_indices, requests.prefix_lens, width, strict=True)
-        ]
-        monkeypatch.setattr(
-            dspark_verify_window, "assign_extend_cache_locs_func", lambda found=torch.cat(slots).long(), **_: found
-        )
-        batch = SimpleNamespace(seq_lens=requests.prefix_lens, req_pool_indices=requests.req_pool_indices)
-        expected = build_ragged_verify_window(
-            batch=batch,
-            layout=layout,
-            draft_block_ids=step.block[:, :7],
-            draft_tokens=step.block[:, 1:],
-            bs=3,
-            device="cpu",
-            verify_num_draft_tokens=8,
-            model_runner=runner(req_to_token_pool=SimpleNamespace(req_to_token=requests.req_to_token)),
-        )
-        found = planned_rows(None, object, layout=layout)
-        for name in expected.__struct_fields__:
-            assert torch.equal(getattr(found, name), getattr(expected, name)), name
-        built = RaggedVerifyLayout.from_verify_lens_device(verify_lens=layout.verify_lens, graph_num_tokens=16)
-        for name in ("verify_lens", "extend_start_loc", "qo_indptr_device"):
-            ours, theirs = getattr(layout, name), getattr(built, name)
-            assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    laid_out(decision, torch.randn(3, 7))  # what is the same for all whole blocks is kept
+    step, layout = laid_out(decision, torch.randn(3, 7))
+    requests, rows = requests_of(3), layout.verify_lens.tolist()
+    places = zip(requests.req_pool_indices.tolist(), requests.prefix_lens.tolist(), rows, strict=True)
+    slots = torch.cat([requests.req_to_token[row, begin : begin + length] for row, begin, length in places]).long()
+    monkeypatch.setattr(dspark_verify_window, "assign_extend_cache_locs_func", lambda **_: slots)
+    expected = build_ragged_verify_window(
+        batch=SimpleNamespace(seq_lens=requests.prefix_lens, req_pool_indices=requests.req_pool_indices),
+        layout=layout,
+        draft_block_ids=step.block[:, :7],
+        draft_tokens=step.block[:, 1:],
+        bs=3,
+        device="cpu",
+        verify_num_draft_tokens=8,
+        model_runner=runner(req_to_token_pool=SimpleNamespace(req_to_token=requests.req_to_token)),
+    )
+    found = planned_rows(None, object, layout=layout)
+    for name in expected.__struct_fields__:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    built = RaggedVerifyLayout.from_verify_lens_device(verify_lens=layout.verify_lens, graph_num_tokens=16)
+    for name in ("verify_lens", "extend_start_loc", "qo_indptr_device"):
+        ours, theirs = getattr(layout, name), getattr(built, name)
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(
