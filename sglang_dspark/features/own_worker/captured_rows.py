@@ -65,8 +65,10 @@ class CapturedRows:
 
     def lay_out(
         self, selected: SelectedDrafts, tokens: torch.Tensor, requests: StepRequests, total: int | None
-    ) -> tuple[PlannedLayout, torch.Tensor, int]:
+    ) -> tuple[PlannedLayout | None, torch.Tensor, int]:
         """Return the layout of a verification, the drafts verified per request, and its rows, padding included.
+
+        There is no layout, and blocks are verified whole, if not so many requests are captured.
 
         Args:
             selected: the drafts that are verified, of ``tokens`` [bs, gamma].
@@ -74,6 +76,8 @@ class CapturedRows:
             total: rows that they need, or a bound on it; None if only the device knows.
         """
         bs, device = len(requests), tokens.device
+        if not self.fit(bs):
+            return None, selected.verify_lens, bs * self.window
         rows = bs * self.window if total is None else total
         rows = round_up_grid(rows, self.tiers) if self.tiers else rows
         room = VerifyRows.empty(bs, rows, device)

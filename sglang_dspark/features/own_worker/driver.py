@@ -47,6 +47,9 @@ class ScheduledWorker:
 
     Args:
         worker: SGLang's ``DSparkWorkerV2``, ready to serve.
+
+    Attributes:
+        step: under way, or the one to be measured.
     """
 
     def __init__(self, worker: DSparkWorkerV2) -> None:
@@ -70,7 +73,7 @@ class ScheduledWorker:
         self._timer = DeviceTimer(self.device)
         most = int(self.target_worker.model_runner.req_to_token_pool.size)
         self._copies = PackedCopies(most_words(most, self.gamma, self.gamma), self.device)
-        self._step, self._started = self.whole_blocks(0), False
+        self.step, self._started = self.whole_blocks(0), False
 
     def _rows(self) -> Rows:
         if self.settled.by_request:
@@ -105,7 +108,7 @@ class ScheduledWorker:
     def _run(self, decode: Callable[[], Any], batch: ScheduleBatch) -> Any:
         reqs = batch.reqs
         options = self._request_options.read(reqs)
-        self._step = step = self._chosen(batch, options)
+        self.step = step = self._chosen(batch, options)
         span = self._timer.begin()
         result = decode()
         self.schedule.end_step(step.decision, len(reqs), step.num_rows)
@@ -124,19 +127,15 @@ class ScheduledWorker:
             return self.whole_blocks(requests, decision.context)
         return ScheduledStep(decision, requests, self.rows)
 
-    def set_step(self, step: ScheduledStep) -> None:
-        """Have the worker run this step next, to measure it."""
-        self._step = step
-
     def propose(self, draft: Callable[[], Any], anchors: torch.Tensor, sampling: Any) -> Any:
         """Return the proposal of the step under way, see :meth:`ScheduledStep.propose`."""
-        return self._step.propose(draft, anchors, sampling)
+        return self.step.propose(draft, anchors, sampling)
 
     def lay_out(self, prefix_lens: torch.Tensor, req_pool_indices: torch.Tensor) -> Any:
         """Return the rows that the step under way verifies, see :meth:`ScheduledStep.lay_out`."""
         table = self.target_worker.model_runner.req_to_token_pool.req_to_token
-        requests = StepRequests(self._step.anchors, prefix_lens, req_pool_indices, table)
-        return self._step.lay_out(self.schedule.forecast, self.agreement, requests)
+        requests = StepRequests(self.step.anchors, prefix_lens, req_pool_indices, table)
+        return self.step.lay_out(self.schedule.forecast, self.agreement, requests)
 
     def _record(self, batch: ScheduleBatch, options: BatchOptions, step: ScheduledStep) -> StepRecord:
         assert step.verify_lens is not None, "every step verifies"

@@ -95,9 +95,6 @@ class ScheduledStep:
             requests: of the step, whose anchors were proposed from.
         """
         bs = self._requests
-        if not self.rows.fit(bs):
-            self.verify_lens = torch.full((bs,), self.rows.window - 1, device=self._drafts.device)
-            return None
         selected, drafts = self.decision.select(self._selectable(forecast)), self.decision.max_drafts(bs)
         agreement.adopt(selected.synced)
         total = None if drafts is None else bs + drafts
