@@ -127,10 +127,6 @@ class ScheduledWorker:
             return self.whole_blocks(requests, decision.context)
         return ScheduledStep(decision, requests, self.rows)
 
-    def propose(self, draft: Callable[[], Any], anchors: torch.Tensor, sampling: Any) -> Any:
-        """Return the proposal of the step under way, see :meth:`ScheduledStep.propose`."""
-        return self.step.propose(draft, anchors, sampling)
-
     def lay_out(self, prefix_lens: torch.Tensor, req_pool_indices: torch.Tensor) -> Any:
         """Return the rows that the step under way verifies, see :meth:`ScheduledStep.lay_out`."""
         table = self.target_worker.model_runner.req_to_token_pool.req_to_token

@@ -68,7 +68,7 @@ def propose(
 ) -> Any:
     """Draft, or not."""
     draft = partial(original, proposer, draft_input=draft_input, sampling_info=sampling_info, **given)
-    return driver_of(proposer).propose(draft, draft_input.bonus_tokens, sampling_info)
+    return driver_of(proposer).step.propose(draft, draft_input.bonus_tokens, sampling_info)
 
 
 def lay_out(planner: Any, *, prefix_lens: torch.Tensor, req_pool_indices: torch.Tensor, **given: object) -> Any:

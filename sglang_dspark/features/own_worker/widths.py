@@ -193,11 +193,7 @@ class Widths:
     def lay_out(
         self, selected: SelectedDrafts, tokens: torch.Tensor, requests: StepRequests, total: int | None
     ) -> tuple[RaggedVerifyLayout | None, torch.Tensor, int]:
-        """Return where ``selected`` cuts what is accepted, if it does, the drafts verified, and the rows computed.
-
-        Args:
-            tokens, requests, total: not looked at.
-        """
+        """Return where ``selected`` cuts what is accepted, if it does, the drafts verified, and the rows computed."""
         lens, rows = selected.verify_lens, len(requests) * self._taken.rows
         if not self._cut:
             return None, lens, rows
