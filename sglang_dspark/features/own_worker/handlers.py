@@ -12,7 +12,6 @@ from sglang_dspark.engine.compat.decoder import attach_decoder, attached_decoder
 from sglang_dspark.engine.hook_checks import Moment, check
 from sglang_dspark.engine.launch import hooks
 from sglang_dspark.engine.sglang_types import ScheduleBatch, ServerArgs
-from sglang_dspark.features.own_worker.captured_rows import PlannedLayout
 from sglang_dspark.features.own_worker.driver import ScheduledWorker
 from sglang_dspark.features.own_worker.served import refuse_unserved
 from sglang_dspark.features.own_worker.server import scheduled
@@ -76,10 +75,10 @@ def lay_out(planner: Any, *, prefix_lens: torch.Tensor, req_pool_indices: torch.
     return driver_of(planner).lay_out(prefix_lens, req_pool_indices)
 
 
-def planned_rows(original: Callable[..., Any], builder: type, *, layout: Any, **given: object) -> Any:
+def planned_rows(original: Callable[..., Any], builder: type, *args: object, **given: Any) -> Any:
     """Return the rows of a layout: those that came with it, or what SGLang makes of it."""
-    window = layout.window if isinstance(layout, PlannedLayout) else None
-    return original(builder, layout=layout, **given) if window is None else window
+    window = getattr(given.get("layout"), "window", None)
+    return original(builder, *args, **given) if window is None else window
 
 
 def copy_to_cpu(original: Callable[..., None], result: Any, *args: object, **kwargs: object) -> None:
