@@ -15,7 +15,7 @@ from sglang_dspark.step.selected import FixedLens, SelectedDrafts, build_plan
 from sglang_dspark.step.state import VerifyPlan
 
 
-class PlannedLayout(RaggedVerifyLayout, frozen=True):
+class PlannedLayout(RaggedVerifyLayout):
     """A layout with the rows themselves, which the plan of a step has written with it.
 
     Attributes:
