@@ -19,6 +19,7 @@ from dspark_kernels import (
     StepRequests,
     add_norm,
     block_confidence,
+    block_survival,
     draft_block,
     silu_mul,
     suffix_match,
@@ -40,6 +41,9 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield _walk(64, _VOCAB, heads, True, seeded)
     for width, bs in product((576, _HIDDEN), _BATCH_SIZES):
         yield _confidence(bs, width, device)
+    for bs in _BATCH_SIZES:
+        logits = torch.randn(bs, _GAMMA, device=device)
+        yield case(block_survival, torch.ones(2, _GAMMA, device=device), logits, bs)
     for context, bs in product((2048, 32_768), (1, 8, 64)):
         yield _suffix_match(bs, context, device)
     for bs in _BATCH_SIZES:

@@ -57,12 +57,13 @@ from dspark_kernels.drafting.heads import (
 from dspark_kernels.drafting.residual import add_norm, add_norm_ref
 from dspark_kernels.drafting.shortlist import Shortlist
 from dspark_kernels.drafting.suffix_match import find_chains, suffix_match, suffix_match_ref
+from dspark_kernels.drafting.survival import block_survival
 from dspark_kernels.drafting.swiglu import silu_mul, silu_mul_ref
 from dspark_kernels.drafting.walk import draft_block
 from dspark_kernels.drafting.walk_reference import draft_block_ref
 from dspark_kernels.hardware import num_processors
 from dspark_kernels.planning.plans import plan_staged, plan_top, plan_uniform
-from dspark_kernels.planning.plans_reference import FORCED, plan_lens, plan_staged_ref, plan_top_ref, plan_uniform_ref
+from dspark_kernels.planning.plans_reference import FORCED, plan_staged_ref, plan_top_ref, plan_uniform_ref
 from dspark_kernels.planning.preparation import PlanNumbers, PreparedStep, StepRequests, prepare, prepare_ref
 from dspark_kernels.planning.windows import VerifyRows, Windows
 from dspark_kernels.recurrence.causal_conv_rows import (
@@ -145,6 +146,7 @@ __all__ = [
     "block_confidence",
     "block_confidence_ref",
     "block_groups",
+    "block_survival",
     "block_windows",
     "causal_conv_rows",
     "causal_conv_rows_ref",
@@ -173,7 +175,6 @@ __all__ = [
     "num_splits",
     "on_kernels",
     "philox4x32",
-    "plan_lens",
     "plan_staged",
     "plan_staged_ref",
     "plan_top",

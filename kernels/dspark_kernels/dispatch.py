@@ -5,9 +5,8 @@ The rule: kernels run if the first tensor of the arguments is on CUDA, or everyw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -33,8 +32,7 @@ class Dispatched(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the form that the arguments' device calls for."""
-        tensors = (found for value in (*args, *kwargs.values()) if (found := _tensor_of(value)) is not None)
-        form = self.kernel if runs_kernels(next(tensors, None)) else self.reference
+        form = self.kernel if runs_kernels(_first_tensor((*args, *kwargs.values()))) else self.reference
         return form(*args, **kwargs)
 
 
@@ -58,11 +56,11 @@ def kernels_anywhere() -> Iterator[None]:
         _anywhere.pop()
 
 
-def _tensor_of(value: Any) -> torch.Tensor | None:
-    """``value`` itself, or the first tensor that it holds."""
-    if isinstance(value, torch.Tensor):
-        return value
-    if is_dataclass(value):
-        parts = (_tensor_of(getattr(value, field.name)) for field in fields(value))
-        return next((part for part in parts if part is not None), None)
+def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
+    """The first of ``values`` that is a tensor, or the first tensor that a dataclass among them holds."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value
+        if hasattr(value, "__dataclass_fields__") and (found := _first_tensor(vars(value).values())) is not None:
+            return found
     return None

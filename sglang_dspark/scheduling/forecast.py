@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 import torch
-from dspark_kernels import MOST_MATCH, NUM_ROWS, to_device
+from dspark_kernels import MOST_MATCH, NUM_ROWS, block_survival, to_device
 from numpy.typing import NDArray
 
 from sglang_dspark.calibration.chain_weights import ChainWeights
@@ -89,26 +89,17 @@ class Forecast:
         """Return [2, NUM_ROWS, max_verify], the other part of :attr:`learned`."""
         return split_learned(self.learned)[1]
 
-    def survival(
+    def predict(
         self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return [bs, depth] the calibrated probability that a draft and all before it are accepted.
+    ) -> Confidence:
+        """Return ``logits``, and the calibrated survivals of :func:`dspark_kernels.block_survival`.
 
         Args:
             logits: [bs, depth] of the confidence head; None without one.
             coefficients: the property's copy in a CUDA graph; None reads the property.
         """
-        scale, shift = (self.coefficients if coefficients is None else coefficients)[:, :depth]
-        conditional = scale.expand(bs, depth) if logits is None else torch.sigmoid(logits * scale + shift)
-        # A parallel product may rise in the last bit, and a draft must never rank before its predecessor. A NaN, from a
-        # broken head, would not rank at all.
-        return conditional.nan_to_num(0.0).cumprod(1).cummin(1).values
-
-    def predict(
-        self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
-    ) -> Confidence:
-        """Return the logits and the survivals of :meth:`survival`."""
-        return Confidence(logits, self.survival(logits, bs, depth, coefficients))
+        chosen = self.coefficients if coefficients is None else coefficients
+        return Confidence(logits, block_survival(chosen[:, :depth], logits, bs))
 
     def observe(self, feedback: StepFeedback) -> None:
         """Keep the outcome of a step, and update from several at a time.
@@ -123,7 +114,7 @@ class Forecast:
             return
         self._rounds_ahead += len(feedback.requests)
         self._pending.append(feedback)
-        rounds = sum(len(step.requests) for step in self._pending)
+        rounds = sum([len(step.requests) for step in self._pending])
         is_full = len(self._pending) >= UPDATE_STEPS or rounds >= UPDATE_ROUNDS
         if is_full or is_parked_probe or self._is_new_text(feedback):
             self.update()

@@ -45,12 +45,16 @@ class Packed:
             if total > len(out):
                 raise ValueError(f"{total} words are to be packed where there is room for {len(out)}")
             out = out[:total]
-        return cls(torch.cat(words, out=out), tuple((tensor.dtype, tensor.shape) for tensor in tensors))
+        return cls(torch.cat(words, out=out), tuple([(tensor.dtype, tensor.shape) for tensor in tensors]))
 
     def read(self) -> list[torch.Tensor]:
         """Return views of the tensors."""
         parts = zip(self.flat.split_with_sizes(_sizes(self.shapes)), self.shapes, strict=True)
         return [_as(part, dtype, shape) for part, (dtype, shape) in parts]
+
+    def take(self) -> list[torch.Tensor]:
+        """Return the tensors in memory of their own."""
+        return Packed(self.flat.clone(), self.shapes).read()
 
 
 @lru_cache

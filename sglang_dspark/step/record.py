@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -60,17 +60,17 @@ class StepRecord:
         lens: list[int] = self.verify_lens.tolist()
         return lens
 
-    @property
+    @cached_property
     def followed(self) -> list[int]:
         """Return the leading drafts of each request that go on with a chain of its own text."""
         return self._leading[0]
 
-    @property
+    @cached_property
     def cached(self) -> list[int]:
         """Return the leading drafts of each request that go on with a chain of an earlier answer."""
         return self._leading[1]
 
-    @property
+    @cached_property
     def copied(self) -> list[int]:
         """Return the leading drafts of each request that go on with a chain that the request has asked for."""
         return self._leading[2]
@@ -78,7 +78,9 @@ class StepRecord:
     @cached_property
     def drawn(self) -> list[int]:
         """Return the drafts of each request that the drafter proposed: those that nothing has copied."""
-        ends = (depth if self.num_drawn is None else min(depth, self.num_drawn) for depth in self.drafted)
+        ends = [depth if self.num_drawn is None else min(depth, self.num_drawn) for depth in self.drafted]
+        if not self.has_chain:
+            return ends
         return [max(0, end - lead) for end, lead in zip(ends, self.copied, strict=True)]
 
     @cached_property
@@ -105,15 +107,21 @@ class StepRecord:
         return [kind.tolist() for kind in leading]
 
     @property
-    def tensors(self) -> list[torch.Tensor | None]:
-        """Return lengths, traces, chains, logits and survivals."""
+    def tensors(self) -> list[torch.Tensor]:
+        """Return lengths, traces, chains, logits and survivals, as far as the step has them."""
+        return [tensor for tensor in self._tensors if tensor is not None]
+
+    @property
+    def _tensors(self) -> list[torch.Tensor | None]:
         confidence = self.confidence
         scores = (None, None) if confidence is None else (confidence.logits, confidence.survival)
         return [self.verify_lens, self.traced, self.chains, *scores]
 
-    def of(self, tensors: Sequence[torch.Tensor | None], committed: torch.Tensor | None = None) -> StepRecord:
+    def of(self, tensors: Iterable[torch.Tensor], committed: torch.Tensor | None = None) -> StepRecord:
         """Return the same record with other :attr:`tensors`, and what the step committed."""
-        verify_lens, traced, chains, logits, survival = tensors
+        parts = iter(tensors)
+        found = [None if tensor is None else next(parts) for tensor in self._tensors]
+        verify_lens, traced, chains, logits, survival = found
         assert verify_lens is not None, "every step verifies"
         confidence = None if survival is None else Confidence(logits, survival)
         return replace(

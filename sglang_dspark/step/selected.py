@@ -1,9 +1,11 @@
 """The drafts of a step that are verified, and the flattened tokens of their verification."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch
-from dspark_kernels import StepRequests, VerifyRows, plan_lens, plan_top, plan_uniform
+from dspark_kernels import StepRequests, VerifyRows, plan_top, plan_uniform
 
 from sglang_dspark.step.state import VerifyPlan
 
@@ -38,12 +40,18 @@ class TopDrafts:
     Attributes:
         order: [bs, width] float32 what drafts rank by, non-increasing along a row; negative ones are never verified.
         budget: drafts verified in all.
-        row_count_known: whether exactly ``budget`` drafts are verified; not if a request has a bound by confidence.
+        row_count_known: whether exactly ``budget`` drafts are verified; not by live confidences.
     """
 
     order: torch.Tensor
     budget: int
     row_count_known: bool = True
+
+    @classmethod
+    def of_lengths(cls, lens: torch.Tensor, depth: int) -> TopDrafts:
+        """Return the first ``lens`` [bs] of ``depth`` drafts of each request, by a rule over live confidences."""
+        order = torch.where(torch.arange(depth, device=lens.device) < lens[:, None], 1.0, -1.0)
+        return cls(order, order.numel(), row_count_known=False)
 
     @property
     def synced(self) -> torch.Tensor:
@@ -58,34 +66,15 @@ class TopDrafts:
     def rows(self, requests: StepRequests, tokens: torch.Tensor, into: VerifyPlan | None) -> VerifyRows:
         """Flatten the tokens, see :func:`build_plan`."""
         if into is not None:
-            return plan_top(self.order, self.budget, tokens, requests, len(into.input_ids), into)
-        if self.row_count_known:
-            return plan_top(self.order, self.budget, tokens, requests, len(requests) + self.budget)
-        return _rows_of(self.verify_lens, tokens, requests)
+            room = len(into.input_ids)
+        elif self.row_count_known:
+            room = len(requests) + self.budget
+        else:
+            room = len(requests) + int(self.verify_lens.sum())  # waits for the device
+        return plan_top(self.order, self.budget, tokens, requests, room, into)
 
 
-@dataclass(frozen=True)
-class DeviceLens:
-    """Lengths of a rule over live confidences, whose sum only the device knows.
-
-    Attributes:
-        verify_lens: [bs] int64 drafts verified per request.
-    """
-
-    verify_lens: torch.Tensor
-
-    @property
-    def synced(self) -> torch.Tensor:
-        """Return the tensor that determines the plan on the device; rank 0 broadcasts it."""
-        return self.verify_lens
-
-    def rows(self, requests: StepRequests, tokens: torch.Tensor, into: VerifyPlan | None) -> VerifyRows:
-        """Flatten the tokens, see :func:`build_plan`."""
-        assert into is None, "only the device knows how many rows these need"
-        return _rows_of(self.verify_lens, tokens, requests)
-
-
-SelectedDrafts = FixedLens | TopDrafts | DeviceLens
+SelectedDrafts = FixedLens | TopDrafts
 
 
 def build_plan(
@@ -105,11 +94,6 @@ def build_plan(
         return into
     longest = selected.verify_len if isinstance(selected, FixedLens) else tokens.shape[1]
     return VerifyPlan.of(rows, longest + 1)
-
-
-def _rows_of(lens: torch.Tensor, tokens: torch.Tensor, requests: StepRequests) -> VerifyRows:
-    """Wait for the device."""
-    return plan_lens(lens, tokens, requests, len(requests) + int(lens.sum()))
 
 
 def top_prefixes(survival: torch.Tensor, budget: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from dspark_kernels import FORCED, PlanNumbers
 from numpy.typing import NDArray
 
 from sglang_dspark.step.limits import RequestLimits
-from sglang_dspark.step.selected import DeviceLens, SelectedDrafts, TopDrafts
+from sglang_dspark.step.selected import SelectedDrafts, TopDrafts
 from sglang_dspark.step.state import DraftOutput
 from sglang_dspark.step.transfers import host_floats, host_index
 
@@ -137,7 +137,7 @@ class EarlyStop(_LiveRule):
         """Return the lengths of :func:`early_stop`, which reads the survivals on the host."""
         survival = _up_to(None if limits is None else _most(limits, draft), draft.survival)
         lens = early_stop(survival.double().cpu().numpy(), np.array(self.step_ms))
-        return DeviceLens(torch.tensor(lens, device=survival.device))
+        return TopDrafts.of_lengths(torch.tensor(lens, device=survival.device), survival.shape[1])
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ class Threshold(_LiveRule):
 
     def select(self, draft: DraftOutput, limits: RequestLimits | None) -> SelectedDrafts:
         lens = above_threshold(draft.raw_confidence, self.confidence)
-        return DeviceLens(lens if limits is None else torch.minimum(lens, _most(limits, draft)))
+        lens = lens if limits is None else torch.minimum(lens, _most(limits, draft))
+        return TopDrafts.of_lengths(lens, draft.block.tokens.shape[1])
 
 
 def _most(limits: RequestLimits, draft: DraftOutput) -> torch.Tensor:

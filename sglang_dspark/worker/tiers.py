@@ -55,19 +55,8 @@ class Tiers:
         rows = max(self.tokens, default=0)
         return f"{len(self.requests)} sizes to {self.requests[-1]} requests, {len(self.tokens)} to {rows} rows"
 
-    def request_slots(self, requests: int) -> int | None:
-        """Return the tier for so many requests; None if there is none."""
-        return _at_least(self.requests, requests)
 
-    def sampled_slots(self, requests: int) -> int | None:
-        """Return the tier for so many requests of which some are sampled; None if there is none."""
-        return _at_least(self.sampled, requests)
-
-    def token_rows(self, num_tokens: int) -> int | None:
-        """Return the tier for so many rows; None if there is none."""
-        return _at_least(self.tokens, num_tokens)
-
-
-def _at_least(sizes: Sequence[int], wanted: int) -> int | None:
+def at_least(sizes: Sequence[int], wanted: int) -> int | None:
+    """Return the smallest of ``sizes``, which ascend, that has room for ``wanted``; None if there is none."""
     index = bisect_left(sizes, wanted)
     return sizes[index] if index < len(sizes) else None

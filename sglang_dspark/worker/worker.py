@@ -218,7 +218,7 @@ class DSparkWorker(SpecWorkerBase):
         """Return the record of a step."""
         draft = outcome.draft
         return StepRecord(
-            requests=[req.rid for req in batch.reqs],
+            requests=options.ids,
             decision=decision,
             drafted=draft.draft_lens if self.drafter.num_drawn else [0] * len(step),
             verify_lens=outcome.plan.verify_lens[: len(step)],

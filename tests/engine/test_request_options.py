@@ -106,7 +106,7 @@ def test_options_of_a_request_are_read_once():
 def test_a_batch_has_limits_only_if_a_request_asks_for_less():
     usual, traced, short = map(settled, (None, {"trace": True}, {"max_verify": 2}))
     assert BatchOptions.of([usual, usual], 7).limits is None
-    assert BatchOptions.of([traced, short], 7) == BatchOptions(RequestLimits((7, 2)), traced=True)
+    assert BatchOptions.of([traced, short], 7) == BatchOptions(RequestLimits((7, 2)), traced=True, ids=["r", "r"])
     assert BatchOptions.of([usual, short], 2).limits is None
 
 

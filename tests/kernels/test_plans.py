@@ -11,7 +11,6 @@ from dspark_kernels import (
     StepRequests,
     VerifyRows,
     kv_inject,
-    plan_lens,
     plan_staged,
     plan_staged_ref,
     plan_top,
@@ -23,7 +22,7 @@ from dspark_kernels import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dspark.step.selected import top_prefixes
+from sglang_dspark.step.selected import TopDrafts, top_prefixes
 
 SIZES = [(1, 1), (1, 16), (3, 5), (17, 1), (17, 16), (130, 5)]
 FIELDS = [field.name for field in fields(VerifyRows)]
@@ -182,8 +181,8 @@ def test_given_lengths(bs, depth, device):
     lens = torch.randint(0, depth + 1, (bs,), generator=torch.Generator().manual_seed(1))
     requests, drafts, num_tokens = step_requests(bs, depth, device), drafts_of(bs, depth, device), bs + int(lens.sum())
     expected = flattened(lens.tolist(), drafts, requests, num_tokens, depth)
-    assert_same(plan_lens(lens.to(device), drafts, requests, num_tokens), expected)
-    none = plan_lens(torch.zeros_like(lens).to(device), drafts, requests, bs)
+    assert_same(TopDrafts.of_lengths(lens.to(device), depth).rows(requests, drafts, None), expected)
+    none = TopDrafts.of_lengths(torch.zeros_like(lens).to(device), depth).rows(requests, drafts, None)
     assert_same(none, flattened([0] * bs, drafts, requests, bs, depth))
 
 

@@ -74,8 +74,10 @@ def test_a_switch_takes_effect_at_once():
 def test_survival_is_the_product_of_calibrated_confidences():
     made = schedule()
     logits = torch.tensor([[0.0, 2.0, -1.0]])
-    torch.testing.assert_close(made.forecast.survival(logits, 1, 3), torch.sigmoid(logits).cumprod(1))
-    torch.testing.assert_close(made.forecast.survival(logits[:, :2], 1, 2), torch.sigmoid(logits[:, :2]).cumprod(1))
+    torch.testing.assert_close(made.forecast.predict(logits, 1, 3).survival, torch.sigmoid(logits).cumprod(1))
+    torch.testing.assert_close(
+        made.forecast.predict(logits[:, :2], 1, 2).survival, torch.sigmoid(logits[:, :2]).cumprod(1)
+    )
 
 
 def test_without_a_head_survival_follows_the_observed_acceptance():
@@ -83,7 +85,7 @@ def test_without_a_head_survival_follows_the_observed_acceptance():
     decision = StepDecision(GAMMA, TopK(4 * GAMMA))
     for _ in range(300):  # the first draft always, the second never
         made.observe(record(decision, [GAMMA] * 4, [GAMMA] * 4), [0, 1, 2, 3], [1] * 4)
-    survival = made.forecast.survival(None, 2, GAMMA)
+    survival = made.forecast.predict(None, 2, GAMMA).survival
     assert survival.shape == (2, GAMMA)
     assert survival[0, 0] > 0.99
     assert survival[0, 1] < 0.01
@@ -126,7 +128,7 @@ def test_blocks_cut_short_are_learned_from_as_far_as_they_go():
     for _ in range(200):
         made.observe(record(decision, [2], [2], torch.zeros(1, 2), torch.tensor([[0.5, 0.25]])), [0], [2])
     assert made.forecast.calibration.report()["pairs"] == [200, 200, 0]
-    survival = made.forecast.survival(torch.zeros(1, GAMMA), 1, GAMMA)[0]
+    survival = made.forecast.predict(torch.zeros(1, GAMMA), 1, GAMMA).survival[0]
     assert survival[1] > 0.9
     assert survival[2] / survival[1] == pytest.approx(0.5)
     mean = made.forecast.lagged.mean()
@@ -139,7 +141,7 @@ def test_calibration_can_be_frozen():
     for _ in range(200):
         made.observe(record(decision, [GAMMA], [GAMMA], torch.full((1, GAMMA), 3.0), None), [0], [0])
     torch.testing.assert_close(
-        made.forecast.survival(torch.zeros(1, GAMMA), 1, GAMMA), torch.tensor([[0.5, 0.25, 0.125]])
+        made.forecast.predict(torch.zeros(1, GAMMA), 1, GAMMA).survival, torch.tensor([[0.5, 0.25, 0.125]])
     )
 
 
@@ -319,13 +321,13 @@ def forecast():
 
 def test_a_draft_without_a_confidence_is_not_expected_to_survive(forecast):
     logits = torch.tensor([[0.0, torch.nan, 5.0], [torch.nan, 5.0, 5.0]])
-    assert forecast.survival(logits, 2, GAMMA).tolist() == [[0.5, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    assert forecast.predict(logits, 2, GAMMA).survival.tolist() == [[0.5, 0.0, 0.0], [0.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("budget", range(2 * GAMMA + 1))
 def test_as_many_drafts_are_verified_as_the_step_has_rows_for(forecast, budget):
     logits = torch.tensor([[0.0, torch.nan, 5.0], [torch.nan, 5.0, 5.0]])
-    best = TopDrafts(forecast.survival(logits, 2, GAMMA), budget)
+    best = TopDrafts(forecast.predict(logits, 2, GAMMA).survival, budget)
     assert int(best.verify_lens.sum()) == budget
 
 

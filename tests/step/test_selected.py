@@ -6,7 +6,7 @@ import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingBatch, kernels_anywhere
 
-from sglang_dspark.step.selected import DeviceLens, FixedLens, TopDrafts, build_plan
+from sglang_dspark.step.selected import FixedLens, TopDrafts, build_plan
 from sglang_dspark.step.state import DecodeBatch
 
 GAMMA = 3
@@ -29,7 +29,7 @@ def step():
 
 
 def ragged_plan(step, lens):
-    return build_plan(step.requests, DRAFTS, DeviceLens(torch.tensor(lens)))
+    return build_plan(step.requests, DRAFTS, TopDrafts.of_lengths(torch.tensor(lens), GAMMA))
 
 
 def rows_of(plan, request):

@@ -240,6 +240,15 @@ def block_confidence(form, made, bs, gamma, width, rank):
     return [form(made.rand(bs + 2, gamma, width, real=bs), anchors, tokens, weights.confidence, w1)[:bs]]
 
 
+@case((3, 4), (1, 1), (33, 7), (5, 9), (40, 16), (0, 3), dtypes=DTYPES)
+def block_survival(form, made, bs, depth):
+    """Columns of wider logits, some of them no numbers; without logits, what positions accept."""
+    coefficients, logits = made.rand(2, depth + 2, dtype=torch.float32), made.rand(bs + 2, depth + 1, real=bs)
+    fitted, found = coefficients[:, :depth], (4 * logits)[:, :depth]
+    found[::4, depth // 2 :] = float("nan")
+    return [form(fitted, found, bs + 2)[:bs], form(fitted.sigmoid(), None, bs)]
+
+
 @case(comparable=False)
 def draft_block(form, made):
     temperatures = torch.tensor([0.0, 0.8, 1.2, 0.9, 0.0], device=made.device)

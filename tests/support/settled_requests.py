@@ -34,4 +34,4 @@ def settled_params(custom_params, tokenizer=None, vocab_size=VOCAB, **options):
         tokenizer=tokenizer, server_args=args, model_config=SimpleNamespace(vocab_size=vocab_size)
     )
     settle(manager, parameters)
-    return SimpleNamespace(sampling_params=parameters, origin_input_ids=[1, 2])
+    return SimpleNamespace(rid="r", sampling_params=parameters, origin_input_ids=[1, 2])

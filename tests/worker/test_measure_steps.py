@@ -14,7 +14,7 @@ from sglang_dspark.engine.scheduler import sps_cache
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.worker.startup.measured_steps import MeasuredSteps
-from sglang_dspark.worker.tiers import Tiers
+from sglang_dspark.worker.tiers import Tiers, at_least
 
 KEY = {"device": "cpu", "max_verify": "2"}
 
@@ -68,7 +68,7 @@ def test_drafts_are_timed_where_they_are_served(monkeypatch):
     tiers, chosen = Tiers.of([1, 64, 128, 160, 256], 7), []
 
     def select(step, decision):
-        rows = tiers.token_rows(len(step) + decision.max_drafts(len(step)))
+        rows = at_least(tiers.tokens, len(step) + decision.max_drafts(len(step)))
         chosen.append((decision.draft_lens(len(step)), rows is not None))
         return SimpleNamespace(stage=lambda step, decision: None, draft=lambda step, decision: None)
 

@@ -4,23 +4,23 @@ import numpy as np
 import pytest
 
 from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
-from sglang_dspark.worker.tiers import MAX_SAMPLED, MAX_TOKENS, Tiers
+from sglang_dspark.worker.tiers import MAX_SAMPLED, MAX_TOKENS, Tiers, at_least
 
 SLOTS = [1, 2, 4, 8, 12, 16, 24, 32, 40, 64]
 
 
 def test_a_step_takes_the_smallest_tier_with_room():
     tiers = Tiers.of(SLOTS, 7)
-    assert [tiers.request_slots(n) for n in (1, 3, 9, 64)] == [1, 4, 12, 64]
-    assert tiers.request_slots(65) is None
-    assert [tiers.token_rows(n) for n in (2, 16, 17, 511)] == [2, 16, 18, 512]
-    assert tiers.token_rows(513) is None
+    assert [at_least(tiers.requests, n) for n in (1, 3, 9, 64)] == [1, 4, 12, 64]
+    assert at_least(tiers.requests, 65) is None
+    assert [at_least(tiers.tokens, n) for n in (2, 16, 17, 511)] == [2, 16, 18, 512]
+    assert at_least(tiers.tokens, 513) is None
 
 
 def test_sampled_drafts_have_fewer_tiers():
     tiers = Tiers.of(SLOTS, 7)
-    assert [tiers.sampled_slots(n) for n in (1, 9, MAX_SAMPLED)] == [1, 16, 32]
-    assert tiers.sampled_slots(MAX_SAMPLED + 1) is None
+    assert [at_least(tiers.sampled, n) for n in (1, 9, MAX_SAMPLED)] == [1, 16, 32]
+    assert at_least(tiers.sampled, MAX_SAMPLED + 1) is None
 
 
 @pytest.mark.parametrize("max_verify", [1, 5, 16])
@@ -29,7 +29,7 @@ def test_at_most_an_eighth_of_a_tier_is_padding(max_verify):
     assert tiers.tokens[0] == 2
     assert tiers.tokens[-1] == min(256 * (max_verify + 1), MAX_TOKENS)
     for rows in range(2, tiers.tokens[-1] + 1):
-        tier = tiers.token_rows(rows)
+        tier = at_least(tiers.tokens, rows)
         assert tier is not None
         assert tier - rows <= rows / 8
 

@@ -1,4 +1,4 @@
-"""Planning a verification in plain torch: what the kernel of ``plans.py`` computes, and lengths that are given."""
+"""Planning a verification in plain torch: what the kernel of ``plans.py`` computes."""
 
 from __future__ import annotations
 
@@ -43,23 +43,6 @@ def plan_staged_ref(
     top = _top_lens_ref(survival, real, torch.minimum(budget, num_tokens - num_real))
     lens = torch.where(verify_len < 0, top, real * verify_len)
     return _flatten_ref(lens, real, draft_tokens[:, :depth], requests, num_tokens, out)
-
-
-def plan_lens(
-    verify_lens: torch.Tensor,  # [bs] int64
-    draft_tokens: torch.Tensor,  # [bs, at least the longest length] int
-    requests: StepRequests,
-    num_tokens: int,
-) -> VerifyRows:
-    """Lay out given lengths, in plain torch: only steps that run eagerly come with them. No host sync.
-
-    Args:
-        draft_tokens: the proposals.
-        requests: all real.
-        num_tokens: sum of the lengths, and an anchor for every request.
-    """
-    real, _ = _real_requests(requests, requests.anchors.device)
-    return _flatten_ref(verify_lens, real, draft_tokens, requests, num_tokens, None)
 
 
 def plan_uniform_ref(

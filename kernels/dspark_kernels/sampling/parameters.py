@@ -140,16 +140,16 @@ class SamplingBatch:
     def any_greedy(self) -> bool:
         return self.greedy_index.shape[0] > 0
 
-    @property
+    @cached_property
     def all_greedy(self) -> bool:
         return self.greedy_index.shape[0] == len(self)
 
-    @property
+    @cached_property
     def any_sampled(self) -> bool:
         """Return whether any request draws with the engine's noise: its verification needs draft probabilities."""
         return self.sampled_index.shape[0] > 0
 
-    @property
+    @cached_property
     def any_seeded(self) -> bool:
         return self.seeded_index.shape[0] > 0
 

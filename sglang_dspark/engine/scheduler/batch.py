@@ -131,11 +131,9 @@ class DSparkBatchResult(GenerationBatchResult):
             return
         assert self.record is not None, "a step has a record"
         packed, self._copied = self._copied, None
-        self.next_token_ids, accept_lens, *tensors = Packed(packed.flat.clone(), packed.shapes).read()
+        self.next_token_ids, accept_lens, *tensors = packed.take()
         self.accept_lens = accept_lens + 1  # SGLang counts the bonus token too
-        parts = iter(tensors)
-        found = [None if tensor is None else next(parts) for tensor in self.record.tensors]
-        self.record = self.record.of(found, self.next_token_ids.view(len(accept_lens), -1))
+        self.record = self.record.of(tensors, self.next_token_ids.view(len(accept_lens), -1))
         self.cap_lens, self.block_accept_lens = self.record.verify_lens + 1, torch.tensor(self.record.drawn)
 
 
@@ -159,7 +157,6 @@ def decode_result(
     """
     accepted = outcome.accepted
     tokens = accepted.out_tokens.reshape(-1)
-    sent = [tensor for tensor in record.tensors if tensor is not None]
     return DSparkBatchResult(
         logits_output=output,
         next_token_ids=tokens,
@@ -169,7 +166,7 @@ def decode_result(
         new_seq_lens=accepted.new_seq_lens,
         record=record,
         span=span,
-        pending=copies.pack([tokens, accepted.accept_lens, *sent]),
+        pending=copies.pack([tokens, accepted.accept_lens, *record.tensors]),
     )
 
 

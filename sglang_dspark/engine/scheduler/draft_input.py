@@ -60,15 +60,14 @@ class DSparkDraftInput(DFlashDraftInputV2):
         for req in batch.reqs:
             req.decode_batch_idx += 1  # only requests that have decoded are asked for what their windows have left
         # Committed lengths of the host; under overlap the future map replaces them by the published ones.
-        committed, _ = kv_lengths(batch.reqs)
+        committed = committed_lengths(batch.reqs)
         batch.seq_lens_cpu = torch.tensor(committed)
         batch.seq_lens_sum = sum(committed)
 
 
-def kv_lengths(reqs: Sequence[Req]) -> tuple[list[int], list[int]]:
-    """Return, for every request, the tokens whose K/V is valid as the host knows and the tokens that have slots."""
-    records = [req.kv for req in reqs]
-    return [record.kv_committed_len for record in records], [record.kv_allocated_len for record in records]
+def committed_lengths(reqs: Sequence[Req]) -> list[int]:
+    """Return, for every request, the tokens whose K/V is valid as the host knows."""
+    return [req.kv.kv_committed_len for req in reqs]
 
 
 def row_headroom(original: Callable[[], int]) -> int:

@@ -32,10 +32,12 @@ class BatchOptions:
     Attributes:
         limits: on their verification; None if no request asks for any.
         traced: whether a request wants its rounds.
+        ids: of the requests.
     """
 
     limits: RequestLimits | None
     traced: bool
+    ids: list[str]
 
     @classmethod
     def of(
@@ -56,4 +58,5 @@ class BatchOptions:
         return cls(
             limits=RequestLimits(most, bounds if any(bounds) else None) if limited else None,
             traced=any(options.trace for options in each),
+            ids=[req.rid for req in reqs],
         )

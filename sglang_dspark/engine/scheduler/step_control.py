@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.batch import is_running
-from sglang_dspark.engine.scheduler.draft_input import kv_lengths
+from sglang_dspark.engine.scheduler.draft_input import committed_lengths
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.fence import fenced, nothing
@@ -45,9 +44,8 @@ class StepControl:
         # Grammars have made the host wait for the step before, and cost it time for each row.
         awaited = self.on_gpu and batch.has_grammar
         # Of the host: under overlap it does not know yet what the step under way commits.
-        context = sum(kv_lengths(batch.reqs)[0]) / len(batch.reqs)
-        requests = [req.rid for req in batch.reqs]
-        decision = self.schedule.choose(requests, context, options.limits, traced=options.traced, awaited=awaited)
+        context = sum(committed_lengths(batch.reqs)) / len(batch.reqs)
+        decision = self.schedule.choose(options.ids, context, options.limits, traced=options.traced, awaited=awaited)
         return self.agreement.share(decision)
 
     def forget(self, *, new_drafter: bool) -> None:
@@ -68,7 +66,7 @@ class StepControl:
             times_ms: what the step took the device, and how long the host has waited for it; None if it is not known.
         """
         # Under overlap a request that has just ended takes part in one more step, whose tokens are dropped.
-        running = [index for index, req in enumerate(reqs) if is_running(req)]
+        running = [index for index, req in enumerate(reqs) if not (req.finished() or req.is_retracted)]
         accepted = [committed[index] - 1 for index in running]
         self._learn_time(times_ms)
         if running:

@@ -73,12 +73,21 @@ FEATURE = Feature(
             "the schedule decides how many drafts of each request are verified",
         ),
         Hook(
+            "plan-rows",
+            "sglang.kernels.ops.speculative.dspark.dspark_verify_window.BuildRaggedVerifyWindow.execute",
+            HookType.AROUND,
+            "features.own_worker.handlers.planned_rows",
+            "any_worker",
+            "the kernel that selects drafts lays out their rows too",
+            Moment.SOME_TIME,  # where requests verify different numbers of drafts
+        ),
+        Hook(
             "copy-record",
             "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu",
             HookType.AROUND,
             "features.own_worker.handlers.copy_to_cpu",
             "any_worker",
-            "lengths and confidences come to the host with the tokens of their step",
+            "tokens, lengths and confidences of a step come to the host with one copy",
             Moment.SOME_TIME,  # under overlap
         ),
         Hook(

@@ -1,14 +1,28 @@
 """Rows of a verification in which each request has its own number."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
+from dspark_kernels import StepRequests, VerifyRows
+from sglang.kernels.ops.speculative.dspark.dspark_verify_window import RaggedVerifyWindow
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, round_up_grid
 
 from sglang_dspark.engine.sglang_types import ModelRunner
 from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.selected import FixedLens, SelectedDrafts, build_plan
+from sglang_dspark.step.state import VerifyPlan
+
+
+class PlannedLayout(RaggedVerifyLayout):
+    """A layout with the rows themselves, which the plan of a step has written with it.
+
+    Attributes:
+        window: what SGLang would make of the layout, in a dozen launches more.
+    """
+
+    window: RaggedVerifyWindow | None = None
 
 
 @dataclass(frozen=True)
@@ -24,6 +38,7 @@ class CapturedRows:
     window: int
     tiers: Sequence[int] = ()
     requests: int = 0
+    _uniform: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict, compare=False)
 
     lengths = None
 
@@ -48,18 +63,47 @@ class CapturedRows:
         """Return the proposal that is verified: as it is, since rows are chosen when they are laid out."""
         return proposal
 
-    def lay_out(self, lens: torch.Tensor, total: int | None) -> tuple[RaggedVerifyLayout, int]:
-        """Return the layout of ``lens`` [bs] rows per request, and how many rows that are, padding included.
+    def lay_out(
+        self, selected: SelectedDrafts, tokens: torch.Tensor, requests: StepRequests, total: int | None
+    ) -> tuple[PlannedLayout | None, torch.Tensor, int]:
+        """Return the layout of a verification, the drafts verified per request, and its rows, padding included.
+
+        There is no layout, and blocks are verified whole, if not so many requests are captured.
 
         Args:
-            total: their sum, or a bound on it; None if only the device knows.
+            selected: the drafts that are verified, of ``tokens`` [bs, gamma].
+            requests: of the step.
+            total: rows that they need, or a bound on it; None if only the device knows.
         """
-        if self.tiers:
-            rows = round_up_grid(len(lens) * self.window if total is None else total, self.tiers)
-            return RaggedVerifyLayout.from_verify_lens_device(verify_lens=lens, graph_num_tokens=rows), rows
-        on_host = lens.tolist()
-        rows = sum(on_host)
-        return RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=on_host, device=lens.device, grid=[rows]), rows
+        bs, device = len(requests), tokens.device
+        if not self.fit(bs):
+            return None, selected.verify_lens, bs * self.window
+        rows = bs * self.window if total is None else total
+        rows = round_up_grid(rows, self.tiers) if self.tiers else rows
+        room = VerifyRows.empty(bs, rows, device)
+        indptr = torch.empty(bs + 1, dtype=torch.int32, device=device)  # as SGLang reads it
+        plan = build_plan(requests, tokens, selected, VerifyPlan.of(replace(room, indptr=indptr), self.window))
+        lens, indptr, index = self._known(selected, plan)
+        layout = PlannedLayout(
+            verify_lens=lens,
+            graph_num_tokens=rows,
+            extend_start_loc=indptr[:-1],
+            qo_indptr_device=indptr,
+            window=RaggedVerifyWindow(plan.positions, plan.slots, plan.input_ids, index),
+        )
+        return layout, plan.verify_lens, rows
+
+    def _known(self, selected: SelectedDrafts, plan: VerifyPlan) -> tuple[torch.Tensor, ...]:
+        """Return [bs] int32 rows of each request, [bs + 1] where they begin, and [N] int64 places in whole windows."""
+        key = len(plan.verify_lens), selected.verify_len if isinstance(selected, FixedLens) else -1
+        if key in self._uniform:
+            return self._uniform[key]
+        lens = torch.add(plan.verify_lens, 1, out=torch.empty_like(plan.verify_lens, dtype=torch.int32))
+        # Slot 0 is padding, and its place is the sink.
+        index = torch.add(plan.columns, plan.requests, alpha=self.window).masked_fill_(plan.slots == 0, -1)
+        if isinstance(selected, FixedLens):
+            self._uniform[key] = lens, plan.indptr, index
+        return lens, plan.indptr, index
 
     def release(self) -> None:
         """Do nothing: a step leaves nothing behind."""

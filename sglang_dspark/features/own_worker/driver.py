@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from dspark_kernels import StepRequests
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.runtime_context import get_parallel
 
@@ -15,6 +16,7 @@ from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.engine.compat.decoder import Decoding
 from sglang_dspark.engine.feature import parts_of
 from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.scheduler.batch import most_words
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.step_control import StepControl
@@ -28,6 +30,7 @@ from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.device_time import DeviceTimer
+from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.selection import FixedLength
 
@@ -44,6 +47,9 @@ class ScheduledWorker:
 
     Args:
         worker: SGLang's ``DSparkWorkerV2``, ready to serve.
+
+    Attributes:
+        step: under way, or the one to be measured.
     """
 
     drafter = None
@@ -67,7 +73,9 @@ class ScheduledWorker:
         self.control = StepControl(self.schedule, self.agreement, self.parts, self.device.type == "cuda")
         self._request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma))
         self._timer = DeviceTimer(self.device)
-        self._step, self._started = self.whole_blocks(0), False
+        most = int(self.target_worker.model_runner.req_to_token_pool.size)
+        self._copies = PackedCopies(most_words(most, self.gamma, self.gamma), self.device)
+        self.step, self._started = self.whole_blocks(0), False
 
     def _rows(self) -> Rows:
         if self.settled.by_request:
@@ -102,13 +110,16 @@ class ScheduledWorker:
     def _run(self, decode: Callable[[], Any], batch: ScheduleBatch) -> Any:
         reqs = batch.reqs
         options = self._request_options.read(reqs)
-        self._step = step = self._chosen(batch, options)
+        self.step = step = self._chosen(batch, options)
         span = self._timer.begin()
         result = decode()
-        # Views of a graph's buffers, which the next step overwrites: our copies to the host come before these.
-        result.accept_lens, result.next_token_ids = result.accept_lens.clone(), result.next_token_ids.clone()
         self.schedule.end_step(step.decision, len(reqs), step.num_rows)
-        result.dspark_record, result.dspark_span = self._record(batch, options, step), span
+        result.dspark_record = record = self._record(batch, options, step)
+        # Views of a graph's buffers, which the next step overwrites. The longest types come first.
+        result.dspark_copy = self._copies.pack([result.next_token_ids, *record.tensors, result.accept_lens])
+        # SGLang would copy both; the record has what they say.
+        result.cap_lens = result.block_accept_lens = None
+        result.dspark_span = span
         span.end()
         return result
 
@@ -118,17 +129,11 @@ class ScheduledWorker:
             return self.whole_blocks(requests, decision.context)
         return ScheduledStep(decision, requests, self.rows)
 
-    def set_step(self, step: ScheduledStep) -> None:
-        """Have the worker run this step next, to measure it."""
-        self._step = step
-
-    def propose(self, draft: Callable[[], Any], anchors: torch.Tensor, sampling: Any) -> Any:
-        """Return the proposal of the step under way, see :meth:`ScheduledStep.propose`."""
-        return self._step.propose(draft, anchors, sampling)
-
-    def lay_out(self) -> Any:
+    def lay_out(self, prefix_lens: torch.Tensor, req_pool_indices: torch.Tensor) -> Any:
         """Return the rows that the step under way verifies, see :meth:`ScheduledStep.lay_out`."""
-        return self._step.lay_out(self.schedule.forecast, self.agreement)
+        table = self.target_worker.model_runner.req_to_token_pool.req_to_token
+        requests = StepRequests(self.step.anchors, prefix_lens, req_pool_indices, table)
+        return self.step.lay_out(self.schedule.forecast, self.agreement, requests)
 
     def _record(self, batch: ScheduleBatch, options: BatchOptions, step: ScheduledStep) -> StepRecord:
         assert step.verify_lens is not None, "every step verifies"
@@ -136,7 +141,7 @@ class ScheduledWorker:
         if options.traced:
             traced = torch.cat([batch.seq_lens.to(torch.int64)[:, None], step.block], dim=1)
         return StepRecord(
-            requests=[req.rid for req in reqs],
+            requests=options.ids,
             decision=step.decision,
             drafted=step.decision.draft_lens(len(reqs)),
             verify_lens=step.verify_lens,

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.utils.common import async_d2h
 
 from sglang_dspark.engine.compat.decoder import attach_decoder, attached_decoder
 from sglang_dspark.engine.hook_checks import Moment, check
@@ -68,22 +67,29 @@ def propose(
 ) -> Any:
     """Draft, or not."""
     draft = partial(original, proposer, draft_input=draft_input, sampling_info=sampling_info, **given)
-    return driver_of(proposer).propose(draft, draft_input.bonus_tokens, sampling_info)
+    return driver_of(proposer).step.propose(draft, draft_input.bonus_tokens, sampling_info)
 
 
-def lay_out(planner: Any, **given: object) -> Any:
+def lay_out(planner: Any, *, prefix_lens: torch.Tensor, req_pool_indices: torch.Tensor, **given: object) -> Any:
     """Return the rows that are verified."""
-    return driver_of(planner).lay_out()
+    return driver_of(planner).lay_out(prefix_lens, req_pool_indices)
+
+
+def planned_rows(original: Callable[..., Any], builder: type, *args: object, **given: Any) -> Any:
+    """Return the rows of a layout: those that came with it, or what SGLang makes of it."""
+    window = getattr(given.get("layout"), "window", None)
+    return original(builder, *args, **given) if window is None else window
 
 
 def copy_to_cpu(original: Callable[..., None], result: Any, *args: object, **kwargs: object) -> None:
-    """Copy what the step was asked to do, before SGLang records the event that readers wait for."""
-    record = getattr(result, "dspark_record", None)
-    if record is not None:
-        copied = [None if tensor is None else async_d2h(tensor) for tensor in record.tensors]
-        result.dspark_record = record.of(copied)
+    """Copy all of a step at once, before SGLang records the event that readers wait for."""
+    pending = getattr(result, "dspark_copy", None)
+    if pending is not None:
+        # What is on the host already SGLang leaves alone.
+        result.dspark_copy = copied = pending.copy()
+        result.next_token_ids, *_, result.accept_lens = copied.read()
     original(result, *args, **kwargs)
-    if record is not None:
+    if pending is not None:
         result.copy_done = AwaitedEvent(result.copy_done)
 
 
@@ -92,8 +98,10 @@ def observe(original: Callable[..., Any], processor: Any, result: Any, batch: Sc
     check(Moment.ANSWERED)
     record = getattr(result, "dspark_record", None)
     if record is not None:
+        _, *tensors, _ = result.dspark_copy.take()  # a later copy goes to the same place
+        result.dspark_record = record = record.of(tensors)
         # The answers of requests count from these, see ``request_counts``.
-        result.cap_lens, result.block_accept_lens = record.verify_lens.cpu() + 1, torch.tensor(record.drafted)
+        result.cap_lens, result.block_accept_lens = record.verify_lens + 1, torch.tensor(record.drafted)
     predicted = original(processor, result, batch)
     if record is not None:
         driver_of(processor.model_worker).observe(result, batch.reqs)

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import torch
-from dspark_kernels import DraftBlock
+from dspark_kernels import DraftBlock, StepRequests
 from sglang.srt.speculative.dspark_components.dspark_draft import DraftBlockResult, DraftProposal, resolve_greedy_mask
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
@@ -34,6 +34,7 @@ class ScheduledStep:
         verify_lens: [bs] int64 drafts verified per request.
         num_rows: of the verification, padding included.
         confidence: in the drafts; None if the decision needs none.
+        anchors: [bs] int64 of the requests, once it has proposed.
     """
 
     def __init__(self, decision: StepDecision, requests: int, rows: Rows, fillers: torch.Tensor | None = None) -> None:
@@ -42,7 +43,7 @@ class ScheduledStep:
         self.num_rows = requests * rows.window
         self.confidence: Confidence | None = None
         self._requests, self._fillers = requests, fillers
-        self._anchors = self._drafts = torch.empty(0)
+        self.anchors = self._drafts = torch.empty(0)
         self._logits: torch.Tensor | None = None
 
     def propose(self, draft: Callable[[], Any], anchors: torch.Tensor, sampling: Any) -> Any:
@@ -60,16 +61,15 @@ class ScheduledStep:
         else:
             proposal = draft()
             if proposal.confidence_raw is not None:
-                # Of a graph's buffers, which the next step overwrites.
-                self._logits = proposal.confidence_raw.float().clone()
+                self._logits = proposal.confidence_raw.float()
             proposal = msgspec.structs.replace(proposal, confidence=None, confidence_raw=None)
-        self._anchors, self._drafts = anchors, proposal.draft_block.draft_tokens
+        self.anchors, self._drafts = anchors, proposal.draft_block.draft_tokens
         return self.rows.take(proposal, self.decision, self._requests)
 
     @property
     def block(self) -> torch.Tensor:
         """Return [bs, 1 + gamma] anchors and drafts."""
-        return torch.cat([self._anchors.view(-1, 1), self._drafts], dim=1)
+        return torch.cat([self.anchors.view(-1, 1), self._drafts], dim=1)
 
     def _nothing(self, anchors: torch.Tensor, sampling: Any) -> DraftProposal:
         """Return tokens that nothing has drawn. Fixed beforehand, they are one-hot drafts, and exact if verified."""
@@ -86,21 +86,19 @@ class ScheduledStep:
         )
         return DraftProposal(draft_block_ids=torch.cat([anchors.view(-1, 1), tokens[:, 1:]], dim=1), draft_block=block)
 
-    def lay_out(self, forecast: Forecast, agreement: Agreement) -> RaggedVerifyLayout | None:
+    def lay_out(self, forecast: Forecast, agreement: Agreement, requests: StepRequests) -> RaggedVerifyLayout | None:
         """Return the rows of the verification; None has the worker verify all that it was given.
 
         Args:
             forecast: turns logits of the confidence head into survivals.
-            agreement: has all ranks take rank 0's lengths.
+            agreement: has all ranks take rank 0's order or lengths.
+            requests: of the step, whose anchors were proposed from.
         """
         bs = self._requests
-        if not self.rows.fit(bs):
-            self.verify_lens = torch.full((bs,), self.rows.window - 1, device=self._drafts.device)
-            return None
-        self.verify_lens = self.decision.select(self._selectable(forecast)).verify_lens
-        agreement.adopt(self.verify_lens)
-        drafts = self.decision.max_drafts(bs)
-        layout, self.num_rows = self.rows.lay_out(self.verify_lens + 1, None if drafts is None else bs + drafts)
+        selected, drafts = self.decision.select(self._selectable(forecast)), self.decision.max_drafts(bs)
+        agreement.adopt(selected.synced)
+        total = None if drafts is None else bs + drafts
+        layout, self.verify_lens, self.num_rows = self.rows.lay_out(selected, self._drafts, requests, total)
         return layout
 
     def _selectable(self, forecast: Forecast) -> DraftOutput:

@@ -49,7 +49,7 @@ class MeasuredSteps:
     def draft(self, depth: int) -> None:
         """Draft whole blocks: the worker knows no shorter ones."""
         worker, batch = self._driver.worker, self._dummy.fresh()
-        self._driver.set_step(self._driver.whole_blocks(len(self._tokens)))
+        self._driver.step = self._driver.whole_blocks(len(self._tokens))
         given: dict[str, Any] = {"batch": batch, "bs": len(self._tokens), "device": worker.device}
         window = alloc_verify_window(
             **given,
@@ -70,7 +70,7 @@ class MeasuredSteps:
     def verify(self, drafts: int) -> None:
         """Plan, verify, accept and commit so many drafts per request."""
         decision = StepDecision(drafts, FixedLength(), with_confidence=False)
-        self._driver.set_step(ScheduledStep(decision, len(self._tokens), self._driver.rows, self._tokens))
+        self._driver.step = ScheduledStep(decision, len(self._tokens), self._driver.rows, self._tokens)
         batch = self._dummy.fresh()
         batch.forward_iter = 0  # which the worker's own observers read
         if self._lengths_on_device:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from dspark_kernels import StepRequests
 from sglang.srt.runtime_context import get_context, get_parallel, get_spec
 from sglang.srt.speculative.dspark_components.dspark_planner import VerifyWindow, alloc_verify_window
 from sglang.srt.speculative.dspark_components.dspark_verify import TargetVerifyExecutor
@@ -23,6 +24,7 @@ from sglang.srt.utils.common import get_available_gpu_memory
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.sglang_types import ModelRunner, ScheduleBatch
 from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.selected import SelectedDrafts
 
 if TYPE_CHECKING:
     from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
@@ -188,16 +190,14 @@ class Widths:
         # What a graph of the whole width accepts is neither cut nor narrow.
         return msgspec.structs.replace(proposal, folded=False, verify_ids=None)
 
-    def lay_out(self, lens: torch.Tensor, total: int | None) -> tuple[RaggedVerifyLayout | None, int]:
-        """Return where ``lens`` [bs] rows per request cut what is accepted, if they do, and how many rows are computed.
-
-        Args:
-            total: not looked at.
-        """
-        rows = len(lens) * self._taken.rows
+    def lay_out(
+        self, selected: SelectedDrafts, tokens: torch.Tensor, requests: StepRequests, total: int | None
+    ) -> tuple[RaggedVerifyLayout | None, torch.Tensor, int]:
+        """Return where ``selected`` cuts what is accepted, if it does, the drafts verified, and the rows computed."""
+        lens, rows = selected.verify_lens, len(requests) * self._taken.rows
         if not self._cut:
-            return None, rows
-        return RaggedVerifyLayout.from_verify_lens_device(verify_lens=lens, graph_num_tokens=rows), rows
+            return None, lens, rows
+        return RaggedVerifyLayout.from_verify_lens_device(verify_lens=lens + 1, graph_num_tokens=rows), lens, rows
 
     def release(self) -> None:
         """Let the worker have its own width again: prefills are computed by its backend."""

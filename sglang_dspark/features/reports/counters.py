@@ -56,12 +56,12 @@ class Counters:
         draft_lens: Sequence[int],
         verify_lens: Sequence[int],
         accept_lens: Sequence[int],
-        *,
-        policy: str,
-        parked: bool = False,
         copied_lens: Sequence[int] | None = None,
         followed_lens: Sequence[int] | None = None,
         cached_lens: Sequence[int] | None = None,
+        *,
+        policy: str,
+        parked: bool = False,
     ) -> None:
         """Add one step.
 

@@ -41,7 +41,7 @@ class FirstDrafts:
             place for place, request in enumerate(running) if record.verified[request] and not record.copied[request]
         ]
         self.counts["verified"] += len(seen)
-        self.counts["accepted"] += sum(accepted[place] > 0 for place in seen)
+        self.counts["accepted"] += sum([accepted[place] > 0 for place in seen])
         logits = None if record.confidence is None else record.confidence.logits
         if logits is not None and seen:
             # A broken head's NaN promises nothing.

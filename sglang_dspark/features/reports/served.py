@@ -73,17 +73,19 @@ class Reports(Part):
         if not running:
             return
         self._first_drafts.count(record, running, accepted)
-        self._counters.record(
-            [record.drawn[request] for request in running],
-            [record.verified[request] for request in running],
-            accepted,
-            policy=record.policy,
-            parked=record.parked,
-            copied_lens=[record.copied[request] for request in running],
-            followed_lens=[record.followed[request] for request in running],
-            cached_lens=[record.cached[request] for request in running],
-        )
-        thoughts = [kept for request, kept in zip(running, accepted, strict=True) if is_thinking(reqs[request])]
+        lens = [record.drawn, record.verified]
+        if record.has_chain:
+            lens += [record.copied, record.followed, record.cached]
+        if len(running) < len(record.requests):
+            lens = [[of[request] for request in running] for of in lens]
+        drawn, verified, *leading = lens
+        self._counters.record(drawn, verified, accepted, *leading, policy=record.policy, parked=record.parked)
+        # By SGLang's own count of the tokens of thoughts.
+        thoughts = [
+            kept
+            for req, kept in zip([reqs[request] for request in running], accepted, strict=True)
+            if not req._is_reasoning_over and (req.require_reasoning or req.reasoning_tokens > 0)
+        ]
         self._counters.record_thoughts(len(running), thoughts)
         self._log()
 
@@ -131,8 +133,3 @@ class Reports(Part):
     def export_metrics(self, labels: dict[str, Any]) -> None:
         """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
         Metrics(self._counters, lambda: self._first_drafts.fit.verdict, labels).start()
-
-
-def is_thinking(req: Req) -> bool:
-    """Return whether a request reasons, by SGLang's own count of the tokens of its thoughts."""
-    return not req._is_reasoning_over and (req.require_reasoning or req.reasoning_tokens > 0)

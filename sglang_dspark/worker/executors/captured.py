@@ -20,7 +20,7 @@ from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepOutcome, TargetOutput, VerifyPlan
 from sglang_dspark.worker.executors.buffers import StepBuffers
 from sglang_dspark.worker.executors.eager import EagerExecutor
-from sglang_dspark.worker.tiers import Tiers
+from sglang_dspark.worker.tiers import Tiers, at_least
 
 logger = logging.getLogger(__name__)
 
@@ -149,15 +149,15 @@ class CapturedSteps:
 
         None if its shape was not captured, or if only the device knows the most drafts that it verifies.
         """
-        requests, drafts = len(step), decision.max_drafts(len(step))
-        slots, plain = self.tiers.request_slots(requests), decision.draft_len == 0
+        requests, plain = len(step), decision.draft_len == 0
+        slots, drafts = at_least(self.tiers.requests, requests), 0 if plain else decision.max_drafts(requests)
         if slots is None or drafts is None:
             return None
-        rows = slots if plain else self.tiers.token_rows(requests + drafts)
+        rows = slots if plain else at_least(self.tiers.tokens, requests + drafts)
         return None if rows is None else (rows, plain)
 
     def draft_slots(self, step: DecodeBatch) -> int | None:
         """Return the request slots of the graph that drafts for ``step``; None if its drafts are launched."""
         if step.rows.any_seeded or (step.rules is not None and step.rules.second is not None):
             return None
-        return self.tiers.sampled_slots(len(step)) if step.rows.any_sampled else self.tiers.request_slots(len(step))
+        return at_least(self.tiers.sampled if step.rows.any_sampled else self.tiers.requests, len(step))

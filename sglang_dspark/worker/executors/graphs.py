@@ -31,11 +31,14 @@ class GraphExecutor(EagerExecutor):
         self._plan, self._graph = captured.plans[tier], captured.forwards[tier]
         slots = len(self._plan.verify_lens)
         self._requests, self._drafts = self._buffers.requests(slots), self._buffers.drafts[:slots]
+        self._numbers: PlanNumbers | None = None  # of the plan that the draft's graph makes for the staged step
         # Views for every number of requests, made once.
         self._block_of, self._plan_of = cache(self._first_blocks), cache(self._first_requests)
 
     def stage(self, step: DecodeBatch, decision: StepDecision) -> None:
-        self._buffers.stage(step, self._plan_numbers(step, decision))
+        # None has planning run eagerly, as it does if ranks have to agree.
+        self._numbers = None if self.agreement.needed else decision.plan_numbers(len(step))
+        self._buffers.stage(step, self._numbers)
 
     def draft(self, step: DecodeBatch, decision: StepDecision) -> DraftOutput:
         """Propose blocks for all requests: on a GPU a few less take no less time."""
@@ -46,7 +49,7 @@ class GraphExecutor(EagerExecutor):
         if slots is None:
             block, planned = self._launch_draft(step, decision), False
         else:
-            block, planned = self._replay_draft(step, slots), self._plan_numbers(step, decision) is not None
+            block, planned = self._replay_draft(step, slots), self._numbers is not None
         confidence = self._buffers.confidence(requests) if decision.with_confidence else None
         return DraftOutput(block, confidence, decision.draft_lens(requests), planned=planned)
 
@@ -74,10 +77,6 @@ class GraphExecutor(EagerExecutor):
         for part in self._captured.parts:
             part.stage(step.batch)
         return graph.replay()
-
-    def _plan_numbers(self, step: DecodeBatch, decision: StepDecision) -> PlanNumbers | None:
-        """Return the draft graph's plan arguments; None if planning runs eagerly, as it does if ranks have to agree."""
-        return None if self.agreement.needed else decision.plan_numbers(len(step))
 
     def _replay_draft(self, step: DecodeBatch, slots: int) -> DraftBlock:
         sampled = step.rows.any_sampled

@@ -3,14 +3,20 @@
 import os
 from types import SimpleNamespace
 
+import launches
 import pytest
 import torch
+from dspark_kernels import StepRequests, kernels_anywhere
 from made_schedule import schedule
+from sglang.kernels.ops.speculative.dspark import dspark_verify_window
+from sglang.kernels.ops.speculative.dspark.dspark_verify_window import build_ragged_verify_window
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 from sglang_objects import ONE_RANK, model_config, partly, runner
+from triton.runtime.interpreter import InterpretedFunction
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.compat.arguments import attach
@@ -19,10 +25,12 @@ from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.own_worker import FEATURE, lengths, server
 from sglang_dspark.features.own_worker.captured_rows import CapturedRows
+from sglang_dspark.features.own_worker.handlers import planned_rows
 from sglang_dspark.features.own_worker.served import refuse_unserved
 from sglang_dspark.features.own_worker.server import MODE, ScheduledServer
 from sglang_dspark.features.own_worker.step import ScheduledStep
 from sglang_dspark.step.decision import PLAIN, StepDecision
+from sglang_dspark.step.selected import TopDrafts
 from sglang_dspark.step.selection import FixedLength, TopK
 
 CAPTURED = CapturedRows(window=8, tiers=(8, 16, 32), requests=4)
@@ -40,21 +48,83 @@ def proposal(logits):
     return DraftProposal(tokens, block, confidence=logits.sigmoid(), confidence_raw=logits)
 
 
-def laid_out(decision, logits):
-    step = ScheduledStep(decision, len(logits), CAPTURED)
-    step.propose(lambda: proposal(logits), torch.arange(len(logits)), None)
-    return step, step.lay_out(FORECAST, ALONE)
+def requests_of(bs):
+    """Requests whose texts have 3, 13, 23, ... tokens, in rows of the table from the last one down."""
+    table = 100 * torch.arange(1, bs + 2)[:, None] + torch.arange(100)
+    return StepRequests(torch.arange(bs), 3 + 10 * torch.arange(bs), torch.arange(bs).flip(0), table.to(torch.int32))
+
+
+def laid_out(decision, logits, rows=CAPTURED):
+    step, requests = ScheduledStep(decision, len(logits), rows), requests_of(len(logits))
+    step.propose(lambda: proposal(logits), requests.anchors, None)
+    return step, step.lay_out(FORECAST, ALONE, requests)
 
 
 def test_rows_are_padded_to_the_next_tier():
     """On the device: nothing of a captured layout is known to the host."""
-    lens = torch.tensor([1, 4, 6])
-    layout, rows = CAPTURED.lay_out(lens, 11)
-    assert rows == 16
+    given = TopDrafts.of_lengths(torch.tensor([0, 3, 5]), 7), torch.zeros(3, 7, dtype=torch.int64), requests_of(3)
+    layout, lens, rows = CAPTURED.lay_out(*given, 11)
+    assert (rows, lens.tolist()) == (16, [0, 3, 5])
     assert (layout.graph_num_tokens, layout.verify_lens_cpu) == (16, None)
     assert layout.qo_indptr_device.tolist() == [0, 1, 5, 11]
-    assert CAPTURED.lay_out(lens, None)[1] == 32
-    assert CapturedRows(window=8).lay_out(lens, 11)[1] == 11
+    assert CAPTURED.lay_out(*given, None)[2] == 32
+    assert CapturedRows(window=8).lay_out(*given, 11)[2] == 11
+
+
+@pytest.mark.parametrize(
+    "decision", [StepDecision(7, TopK(5)), StepDecision(7, FixedLength()), PLAIN], ids=["best", "whole", "plain"]
+)
+def test_rows_come_with_their_layout_as_sglang_makes_them_of_it(decision, monkeypatch):
+    """Its forms in torch say what they are; on a CPU it finds slots by a function that is not there."""
+    laid_out(decision, torch.randn(3, 7))  # what is the same for all whole blocks is kept
+    step, layout = laid_out(decision, torch.randn(3, 7))
+    requests, rows = requests_of(3), layout.verify_lens.tolist()
+    places = zip(requests.req_pool_indices.tolist(), requests.prefix_lens.tolist(), rows, strict=True)
+    slots = torch.cat([requests.req_to_token[row, begin : begin + length] for row, begin, length in places]).long()
+    monkeypatch.setattr(dspark_verify_window, "assign_extend_cache_locs_func", lambda **_: slots)
+    expected = build_ragged_verify_window(
+        batch=SimpleNamespace(seq_lens=requests.prefix_lens, req_pool_indices=requests.req_pool_indices),
+        layout=layout,
+        draft_block_ids=step.block[:, :7],
+        draft_tokens=step.block[:, 1:],
+        bs=3,
+        device="cpu",
+        verify_num_draft_tokens=8,
+        model_runner=runner(req_to_token_pool=SimpleNamespace(req_to_token=requests.req_to_token)),
+    )
+    found = planned_rows(None, object, layout=layout)
+    for name in expected.__struct_fields__:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    built = RaggedVerifyLayout.from_verify_lens_device(verify_lens=layout.verify_lens, graph_num_tokens=16)
+    for name in ("verify_lens", "extend_start_loc", "qo_indptr_device"):
+        ours, theirs = getattr(layout, name), getattr(built, name)
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("decision", "kernels", "operations"),
+    [
+        (StepDecision(7, TopK(5)), 2, 4),  # 35 before the plan laid out the rows, SGLang's 18 among them
+        (StepDecision(7, FixedLength(), with_confidence=False), 1, 0),  # 23
+    ],
+    ids=["best", "whole"],
+)
+def test_what_a_step_launches_to_choose_its_rows(decision, kernels, operations, monkeypatch):
+    launch = InterpretedFunction.run
+
+    def counted(kernel, *args, **kwargs):
+        with launches.one("kernel"):
+            return launch(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", counted)
+    logits, requests = torch.randn(3, 7), requests_of(3)
+    laid_out(decision, logits)  # what all whole blocks share is kept
+    step, drafted = ScheduledStep(decision, 3, CAPTURED), proposal(logits)
+    with kernels_anywhere(), launches.counting("choosing rows") as counts:
+        step.propose(lambda: drafted, requests.anchors, None)
+        planned_rows(None, object, layout=step.lay_out(FORECAST, ALONE, requests))
+    assert counts.pop("kernel") == kernels
+    assert sum(counts.values()) == operations, counts
 
 
 def test_the_budget_goes_to_the_drafts_that_survive():
@@ -83,7 +153,7 @@ def test_a_plain_step_drafts_nothing():
     assert told.draft_block.greedy_mask.tolist() == [True, False]  # of a batch, some may be sampled
     assert told.draft_block_ids[:, 0].tolist() == [4, 5]
     assert told.draft_block.draft_tokens.shape == (2, 7)
-    assert step.lay_out(FORECAST, ALONE).verify_lens.tolist() == [1, 1]
+    assert step.lay_out(FORECAST, ALONE, requests_of(2)).verify_lens.tolist() == [1, 1]
 
 
 def test_beyond_the_captured_requests_blocks_are_verified_whole():

@@ -54,7 +54,7 @@ def taken(rows, decision, bs=3):
     """The proposal that is verified, the lengths and the layout that cuts, and the rows computed."""
     step = ScheduledStep(decision, bs, rows)
     told = step.propose(lambda: proposal(bs), torch.zeros(bs, dtype=torch.int64), None)
-    layout = step.lay_out(FORECAST, ALONE)
+    layout = step.lay_out(FORECAST, ALONE, range(bs))
     return told, step.verify_lens.tolist(), None if layout is None else layout.verify_lens.tolist(), step.num_rows
 
 
@@ -137,11 +137,11 @@ def test_a_plain_step_has_nothing_to_divide_by(worker):
     step = ScheduledStep(PLAIN, 2, rows)
     block = step.propose(lambda: proposal(2), torch.tensor([4, 5]), sampling).draft_block
     assert (block.draft_tokens.shape, block.greedy_draft, block.corrected_logits) == ((2, 0), True, None)
-    assert step.lay_out(FORECAST, ALONE) is None
+    assert step.lay_out(FORECAST, ALONE, range(2)) is None
     assert (step.verify_lens.tolist(), step.num_rows) == ([0, 0], 2)
 
 
 def test_a_plain_step_without_its_width_accepts_no_filler(worker):
     step = ScheduledStep(PLAIN, 2, Widths(worker, ALONE, narrow=False))
     step.propose(lambda: proposal(2), torch.tensor([4, 5]), None)
-    assert step.lay_out(FORECAST, ALONE).verify_lens.tolist() == [1, 1]
+    assert step.lay_out(FORECAST, ALONE, range(2)).verify_lens.tolist() == [1, 1]

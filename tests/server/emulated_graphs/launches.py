@@ -45,10 +45,10 @@ def one(kind):
 
 @contextmanager
 def counting(what):
-    """Write what was launched inside to the log."""
+    """Write what was launched inside to the log, and yield the counts."""
     _counts.clear()
     with _Count():
-        yield
+        yield _counts
     operations = {name: count for name, count in _counts.items() if name not in ("graph", "kernel")}
     logger.warning(
         "launched by %s: %d graphs, %d kernels, %d operations: %s",
