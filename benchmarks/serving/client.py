@@ -64,6 +64,8 @@ class Reply:
         num_tokens: generated tokens, by the server's ``usage``.
         num_prompt_tokens: tokens of the prompt, by the server's ``usage``.
         text: the answer.
+        tokens: generated tokens when each chunk arrived; empty if the server does not tell.
+        kept: steps of the request by the number of drafts that they kept; empty if the server does not tell.
     """
 
     prompt_index: int
@@ -73,6 +75,8 @@ class Reply:
     num_tokens: int
     num_prompt_tokens: int
     text: str
+    tokens: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
 
     @property
     def ttft_s(self) -> float:
@@ -133,18 +137,21 @@ async def _ask_all(url: str, prompts: Sequence[Prompt], sampling: Sampling, user
 async def _ask(session: aiohttp.ClientSession, url: str, prompt: Prompt, sampling: Sampling) -> Reply:
     chunks_s: list[float] = []
     pieces: list[str] = []
-    done_s, usage = None, None
+    tokens: list[int] = []
+    done_s, usage, details = None, None, {}
     sent_s = time.perf_counter()
     async with session.post(url + sampling.path, json=request_body(prompt, sampling)) as response:
         await _check(response)
         async for event in _events(response):
             now_s = time.perf_counter()
             usage = event.get("usage") or usage
+            details = (event.get("sglext") or {}).get("spec_tokens_details") or details
             for choice in event.get("choices", ()):
                 piece = choice["text"] if sampling.raw else choice["delta"].get("content")
                 if piece:
                     chunks_s.append(now_s)
                     pieces.append(piece)
+                    tokens += [usage["completion_tokens"]] if usage else []
                 if choice.get("finish_reason"):
                     done_s = now_s
     if done_s is None or usage is None:
@@ -157,6 +164,8 @@ async def _ask(session: aiohttp.ClientSession, url: str, prompt: Prompt, samplin
         num_tokens=usage["completion_tokens"],
         num_prompt_tokens=usage["prompt_tokens"],
         text="".join(pieces),
+        tokens=tuple(tokens),
+        kept=tuple(details.get("spec_correct_drafts_histogram", ())),
     )
 
 
@@ -170,7 +179,8 @@ def request_body(prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "ignore_eos": sampling.ignore_eos,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "return_spec_tokens_details": True,
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from serving.client import Reply, Sampling, ask_all
-from serving.configurations import BUILTIN, Configuration
+from serving.configurations import SIMULATED, Configuration
 from serving.counters import CpuTime, read_accept_length, read_counters
 from serving.fleet import Fleet
 from serving.output import Output
@@ -74,11 +74,6 @@ class Sweep:
         Raises:
             ConfigError: it cannot run.
         """
-        if configuration.policy == BUILTIN and self.device == "cpu":
-            raise ConfigError(
-                f"--config {configuration.label}: SGLang's own worker does not run on a CPU (its cache allocation and"
-                " verification are Triton kernels); pass --device cuda, or leave it out"
-            )
         return (*configuration.server_flags(self.draft), *self.server_flags)
 
     def cells(self) -> list[Cell]:
@@ -141,14 +136,44 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console) -> None:
         console.print(f"{len(output.measured)} cells are measured already, {open_cells} are left", highlight=False)
     servers = sweep.servers({cell.configuration.label for cell in cells})
     say = partial(console.print, highlight=False)
+    steps = EqualSteps()
     with Fleet(servers, lambda label: say(f"starting {label}")) as fleet:
         for number, cell in enumerate(cells):
             chosen = round_prompts(prompts, cell.round, sweep.num_prompts_of(cell))
             row, replies = _measure(sweep, cell, chosen, fleet)
+            steps.see(cell, replies)
             if not cell.is_warm_up:
                 output.write(cell, row, replies)
             say(f"{number + 1} of {len(cells)}: {_line(row)}")
     output.finish()
+
+
+class EqualSteps:
+    """Checks that servers which verify whole blocks keep the same drafts, where acceptance is simulated.
+
+    Then they take the same steps for every request, and their times can be compared. If they do not, one of them does
+    not draw by the rule that all share, see ``dspark_kernels.acceptance.simulation``.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[str, tuple[int, ...]]] = {}
+
+    def see(self, cell: Cell, replies: Sequence[Reply]) -> None:
+        """Compare the answers of a cell with those of other servers to the same prompts.
+
+        Raises:
+            ConfigError: a request took other steps, or its server does not tell.
+        """
+        label, rates = cell.configuration.label, cell.configuration.simulated_steps
+        for place, reply in enumerate(() if rates is None else replies):
+            other, kept = self._known.setdefault((rates, cell.users, cell.round, place), (label, reply.kept))
+            if not reply.kept or kept != reply.kept:
+                raise ConfigError(
+                    f"with {load_label(cell.users)}, {label} and {other} answered prompt {reply.prompt_index} in "
+                    f"{list(reply.kept)} and {list(kept)} steps that kept 0, 1, ... drafts. Both simulate acceptance of "
+                    "whole blocks and should take the same steps, so their times cannot be compared; see that the "
+                    f"plugin is installed for both, and that {SIMULATED} has a rate for each draft of a block"
+                )
 
 
 def _measure(sweep: Sweep, cell: Cell, prompts: Sequence[Prompt], fleet: Fleet) -> tuple[SweepRow, list[Reply]]:
