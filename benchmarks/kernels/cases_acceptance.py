@@ -8,11 +8,11 @@ from itertools import product
 import torch
 from cases import Case, case
 from dspark_kernels import (
+    QUANTILES,
     Adjustment,
     AdjustmentTable,
     DraftBlock,
     DraftDistribution,
-    QUANTILES,
     RoundKeys,
     SamplingBatch,
     SimulatedDraws,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -16,6 +18,7 @@ from serving.configurations import SIMULATED, Configuration
 from serving.counters import CpuTime, read_accept_length, read_counters
 from serving.fleet import Fleet
 from serving.output import Output
+from serving.profiles import record_steps
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
 from serving.row import Observation, SweepRow, make_row
 from serving.schedule import WARM_UP_ROUND, Cell, interleave, load_label, still_to_measure
@@ -43,6 +46,8 @@ class Sweep:
         num_rounds: recorded rounds per configuration and number of users.
         num_prompts: prompts per round, at least; every user gets :data:`PROMPTS_PER_USER` or more.
         server_flags: further arguments of every server.
+        together: start the servers at the same time, and measure those that start.
+        trace_steps: decode steps that each configuration records with each number of users; 0 for none.
     """
 
     target: str
@@ -55,6 +60,8 @@ class Sweep:
     prompts: tuple[Path, ...]
     sampling: Sampling
     server_flags: tuple[str, ...]
+    together: bool = False
+    trace_steps: int = 0
 
     def servers(self, labels: set[str]) -> dict[str, LaunchedServer]:
         """Return the servers of some configurations by label, not started yet."""
@@ -75,6 +82,11 @@ class Sweep:
             ConfigError: it cannot run.
         """
         return (*configuration.server_flags(self.draft), *self.server_flags)
+
+    @property
+    def activity(self) -> str:
+        """Return what traces of steps record."""
+        return "CPU" if self.device == "cpu" else "GPU"
 
     def cells(self) -> list[Cell]:
         """Return all cells in their order, the warm-up round first."""
@@ -137,7 +149,10 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console) -> None:
     servers = sweep.servers({cell.configuration.label for cell in cells})
     say = partial(console.print, highlight=False)
     steps = EqualSteps()
-    with Fleet(servers, lambda label: say(f"starting {label}")) as fleet:
+    with Fleet(servers, lambda label: say(f"starting {label}"), together=sweep.together) as fleet:
+        for label, error in fleet.failed.items():
+            say(f"goes on without {label}: {error}")
+        cells = [cell for cell in cells if cell.configuration.label not in fleet.failed]
         for number, cell in enumerate(cells):
             chosen = round_prompts(prompts, cell.round, sweep.num_prompts_of(cell))
             row, replies = _measure(sweep, cell, chosen, fleet)
@@ -145,7 +160,17 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console) -> None:
             if not cell.is_warm_up:
                 output.write(cell, row, replies)
             say(f"{number + 1} of {len(cells)}: {_line(row)}")
+        for cell in (cell for cell in cells if cell.is_warm_up and sweep.trace_steps):
+            _trace(sweep, cell, round_prompts(prompts, 0, cell.users), fleet, folder / "traces")
+    for error in fleet.failed.values():
+        raise error
     output.finish()
+
+
+def _trace(sweep: Sweep, cell: Cell, prompts: Sequence[Prompt], fleet: Fleet, folder: Path) -> None:
+    name = re.sub(r"[^\w.-]+", "_", f"{cell.configuration.label}_{cell.users}")
+    with _as_configured(cell, fleet) as server:
+        record_steps(server, prompts, sweep.sampling, sweep.trace_steps, sweep.activity, folder / name)
 
 
 class EqualSteps:
@@ -170,17 +195,15 @@ class EqualSteps:
             if not reply.kept or kept != reply.kept:
                 raise ConfigError(
                     f"with {load_label(cell.users)}, {label} and {other} answered prompt {reply.prompt_index} in "
-                    f"{list(reply.kept)} and {list(kept)} steps that kept 0, 1, ... drafts. Both simulate acceptance of "
-                    "whole blocks and should take the same steps, so their times cannot be compared; see that the "
+                    f"{list(reply.kept)} and {list(kept)} steps that kept 0, 1, ... drafts. Both simulate acceptance "
+                    "of whole blocks and should take the same steps, so their times cannot be compared; see that the "
                     f"plugin is installed for both, and that {SIMULATED} has a rate for each draft of a block"
                 )
 
 
 def _measure(sweep: Sweep, cell: Cell, prompts: Sequence[Prompt], fleet: Fleet) -> tuple[SweepRow, list[Reply]]:
     configuration = cell.configuration
-    with fleet.awake(configuration.label) as server:
-        if configuration.policy_fields is not None:
-            server.post_json("/dspark/policy", configuration.policy_fields)
+    with _as_configured(cell, fleet) as server:
         _settle(server, sweep.sampling, cell.users)
         counts_before, cpu_before = read_counters(server, configuration), CpuTime.read(server.pid)
         replies = ask_all(server.url, prompts, sweep.sampling, cell.users)
@@ -190,6 +213,15 @@ def _measure(sweep: Sweep, cell: Cell, prompts: Sequence[Prompt], fleet: Fleet) 
     if counts_before is not None and counts_after is not None:
         counts = {name: counts_after[name] - counts_before[name] for name in counts_after}
     return make_row(cell, replies, Observation(cpu_time, counts, accept_length)), replies
+
+
+@contextmanager
+def _as_configured(cell: Cell, fleet: Fleet) -> Iterator[LaunchedServer]:
+    configuration = cell.configuration
+    with fleet.awake(configuration.label) as server:
+        if configuration.policy_fields is not None:
+            server.post_json("/dspark/policy", configuration.policy_fields)
+        yield server
 
 
 def _settle(server: LaunchedServer, sampling: Sampling, users: int) -> None:

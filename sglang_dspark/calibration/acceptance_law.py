@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 BETA = 0.5
-"""Second parameter of the beta distributions: with it, confidences tell kept drafts from others as well as trained heads
-do on chat, code and mathematics (AUC 0.84 to 0.89)."""
+"""Second parameter of the beta distributions: with it, confidences tell kept drafts from others as well as those of
+trained heads do, for chat, code and mathematics (AUC 0.84 to 0.89)."""
 _ROUNDS = 30
 
 
@@ -35,7 +35,7 @@ def acceptance_law(rates: Sequence[float]) -> NDArray[np.float32]:
 
 
 def kept_rates(law: Floats) -> Floats:
-    """Return [gamma] rates of keeping a draft, by slot, when all before it are kept: of whole blocks, in a long text."""
+    """Return [gamma] rates of keeping a draft, by slot, when all before it are kept: of whole blocks of a long text."""
     gamma = len(law)
     kept = (law + law.mean(axis=1, keepdims=True)).T / 2  # [QUANTILES, gamma], of a stretch's quantile
     # From position to position: to the next slot if the draft is kept, else, or behind the bonus token, to the first.

@@ -5,8 +5,8 @@ a number that follows from the key of its request and its position in the text, 
 verified before. So engines that verify whole blocks commit the same tokens in the same steps, and a draft that was not
 verified finds the same luck when it is drafted again.
 
-How hard a position is, the probability says by which it is kept: its quantile is shared by ``SPAN`` positions in half of
-the cases. The logit of that probability stands in for the confidence head's, which then knows what it says.
+The probability of keeping it says how hard a position is: in half of the cases its quantile is that of ``SPAN``
+positions. The logit of that probability stands in for the confidence head's, which then knows what it says.
 
 Bytes: per request 16 + 4 gamma read of the tables, 16 gamma + 40 read and written: the launch is the cost.
 """

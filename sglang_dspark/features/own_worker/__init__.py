@@ -1,7 +1,7 @@
 """SGLang's own worker under our schedule, which decides what is verified, and whether anything is drafted.
 
-``server.py`` is its start, ``driver.py`` decides and learns, ``step.py`` is one step. ``common_draws.py`` has the worker
-as it comes accept by the numbers of our simulation.
+``server.py`` is its start, ``driver.py`` decides and learns, ``step.py`` is one step. By ``common_draws.py`` the worker
+as it comes accepts what ours accepts in simulations.
 """
 
 from sglang.srt.plugins.hook_registry import HookType

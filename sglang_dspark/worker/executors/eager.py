@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from dspark_kernels import (
     AcceptResult,
     DraftBlock,
