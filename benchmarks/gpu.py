@@ -199,6 +199,10 @@ PARTS: Mapping[str, Part] = {
 }
 
 
+QUARTER = ("chat", "long", "engines")
+"""Parts for a GPU that is lent for 15 minutes, ``make gpu15``."""
+
+
 def run_part(commands: Commands, minutes: float, log_path: Path) -> dict[str, Any]:
     """Run a part to its end or limit: how the first command ended that did not end well, and the seconds of all."""
     began, ended = time.monotonic(), []

@@ -77,7 +77,7 @@ from sglang_dspark.errors import DSparkError
 @click.option("--server-flags", default="", help="Further arguments of every server, as one text.")
 @click.option("--together", is_flag=True, help="Start all servers at once, and do without those that fail.")
 @click.option(
-    "--trace-steps", default=0, type=click.IntRange(0), help="Record so many decode steps of all, for step_trace.py."
+    "--trace-steps", default=0, type=click.IntRange(0), help="Record so many decode steps, for step_trace.py."
 )
 @click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
 def main(configs: tuple[str, ...], dtype: str, server_flags: str, output: Path, **options: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from serving.client import Reply, Sampling, ask_all
-from serving.configurations import SIMULATED, Configuration
+from serving.configurations import PLAIN, SIMULATED, Configuration
 from serving.counters import CpuTime, read_accept_length, read_counters
 from serving.fleet import Fleet
 from serving.output import Output
@@ -47,7 +47,7 @@ class Sweep:
         num_prompts: prompts per round, at least; every user gets :data:`PROMPTS_PER_USER` or more.
         server_flags: further arguments of every server.
         together: start the servers at the same time, and measure those that start.
-        trace_steps: decode steps that each configuration records with each number of users; 0 for none.
+        trace_steps: decode steps that all that speculates records with each number of users; 0 for none.
     """
 
     target: str
@@ -160,7 +160,8 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console) -> None:
             if not cell.is_warm_up:
                 output.write(cell, row, replies)
             say(f"{number + 1} of {len(cells)}: {_line(row)}")
-        for cell in (cell for cell in cells if cell.is_warm_up and sweep.trace_steps):
+        traced = sweep.trace_steps and [c for c in cells if c.is_warm_up and c.configuration.policy != PLAIN]
+        for cell in traced or ():
             _trace(sweep, cell, round_prompts(prompts, 0, cell.users), fleet, folder / "traces")
     for error in fleet.failed.values():
         raise error

@@ -28,6 +28,7 @@ def test_times_and_tokens_of_a_reply():
         (reply,) = ask_all(url, [Prompt(4, "one two three")], GREEDY, users=1)
     assert reply.num_tokens == 4 and reply.num_prompt_tokens == len("one two three")
     assert len(reply.chunks_s) == 3 and len(reply.gaps_s) == 2  # neither the role nor the finish reason is text
+    assert (reply.tokens, reply.kept) == ((1, 2, 3), (1, 2))
     assert reply.sent_s < reply.chunks_s[0] <= reply.chunks_s[1] <= reply.chunks_s[2] <= reply.done_s
     assert reply.tpot_s == pytest.approx((reply.done_s - reply.chunks_s[0]) / 3)
 

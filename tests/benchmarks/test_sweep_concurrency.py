@@ -142,6 +142,28 @@ def test_a_server_settles_on_answers_that_are_not_recorded(sweep):
     assert sweep_module.SETTLE_PROMPT.text not in requests and len(requests.splitlines()) == 2 + 4
 
 
+def test_servers_of_equal_rates_take_equal_steps_or_the_sweep_ends(sweep):
+    """Whole blocks alone: other lengths, and other rates, take others."""
+    rates = "SGLANG_DSPARK_SIMULATE_ACCEPTANCE=0.9,0.8,0.7"
+    whole = ("--config", f"a=static:3 {rates}", "--config", f"b=builtin {rates}", "--device", "cuda")
+    others = ("--config", f"c=static:2 {rates}", "--config", f"d=auto {rates}", "--config", f"e=static:3 {rates},0.6")
+    numbers = ("--draft", "folder/draft", "--num-prompts", "1", "--rounds", "1", "--concurrency", "1")
+    result, output = sweep(*whole, *others, *numbers)
+    assert result.exit_code == 0, result.output
+    assert json.loads((output / "requests.jsonl").read_text().splitlines()[0])["kept"] == [1, 2]
+
+    class Drawing(FakeEngine):
+        async def complete(self, request):
+            self.kept = [1, len(self.bodies)]
+            return await super().complete(request)
+
+    (output / "sweep.csv").unlink()
+    result, _ = sweep(*whole, *numbers, engine=Drawing())
+    assert result.exit_code == 1
+    said = " ".join(result.output.split())
+    assert "with 1 user, " in said and "their times cannot be compared" in said and not (output / "report.md").exists()
+
+
 TWO = ("--config", "plain", "--config", "static:3", "--draft", "folder/draft", "--num-prompts", "2")
 
 
