@@ -3,10 +3,10 @@ r"""Sum the decode steps of a trace: GPU time and launches by kernel, and the ti
     python benchmarks/sweep_concurrency.py ... --trace-steps 26 --output SWEEP
     python benchmarks/step_trace.py SWEEP/traces
 
-The sweep has SGLang profile some steps of all that speculates, at every load. This script sums every ``*.trace.json.gz``
-below the folder, which chrome://tracing and Perfetto open as well, into ``steps.json``. A step reaches from one kernel
-that occurs once in it to the next: one that begins the steps of our worker or of SGLang's own, or the one that
-``--first-kernel`` names.
+The sweep has SGLang profile some steps of all that speculates, at every load. This script sums all files
+``*.trace.json.gz`` below the folder, which chrome://tracing and Perfetto open as well, into ``steps.json``. A step
+reaches from one kernel that occurs once in it to the next: one that begins the steps of our worker or of SGLang's own,
+or the one that ``--first-kernel`` names.
 
 The project's goal is a share of its own kernels below 3 % for 64 requests. Profiling costs the host time in every
 launch, so spans may be longer than without it.
