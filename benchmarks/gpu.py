@@ -174,13 +174,6 @@ def kernels(setting: Setting) -> Commands:
     return [_module("pytest", "-q", "tests/kernels", "tests/draft/test_fused_layer.py")]
 
 
-def turns(setting: Setting) -> Commands:
-    """Let policies take turns of a few steps on the same texts."""
-    words = [*_each("--config", ("auto", *(f"static:{length}" for length in range(1, 6))))]
-    words += ["--concurrency", "1,4,16,64", "--rounds", "10", "--seconds", "0.05", "--max-tokens", "2000"]
-    return [setting.run("policy_turns.py", *setting.pair, *words, f"--server-flags={SMALL}", output="turns")]
-
-
 def tests(setting: Setting) -> Commands:
     """Run all tests that wait for a GPU."""
     return [_module("pytest", "-q", "tests/gpu")]
@@ -194,7 +187,6 @@ PARTS: Mapping[str, Part] = {
     "engines": Part("and the bundled pair, by three workers?", 3, engines),
     "sweep": Part("is the bundled pair faster at every load?", 5, sweep),
     "kernels": Part("are the kernels right?", 4, kernels),
-    "turns": Part("which policy decodes fastest?", 15, turns, unasked=False),
     "tests": Part("does everything else run that was written for a GPU?", 30, tests, unasked=False),
 }
 

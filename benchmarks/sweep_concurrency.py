@@ -62,14 +62,6 @@ from sglang_dspark.errors import DSparkError
     help=f"Prompts per round, at least; {PROMPTS_PER_USER} per user, if that is more.",
 )
 @click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(1), help="Longest answer.")
-@click.option(
-    "--spread",
-    default=0.0,
-    show_default=True,
-    type=click.FloatRange(0, 1, max_open=True),
-    help="Draw each prompt's longest answer so far above or below --max-tokens, as a share of it: with --ignore-eos, "
-    "requests then end apart, as they do in the field.",
-)
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
 @click.option("--ignore-eos", is_flag=True, help="Answers of --max-tokens tokens: no tail of a few long ones.")
 @click.option("--raw-prompts", "raw", is_flag=True, help="Send the text as it is, without the chat template.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -31,20 +30,13 @@ class Sampling:
     """The request parameters of every prompt of a sweep.
 
     Attributes:
-        spread: share of ``max_tokens`` by which the longest answer to a prompt is drawn above or below it, the same for
-            every configuration; 0 asks for as many tokens of all.
         raw: send the text as it is (``/v1/completions``) instead of through the chat template.
     """
 
     max_tokens: int
     temperature: float
     ignore_eos: bool = False
-    spread: float = 0.0
     raw: bool = False
-
-    def most_tokens(self, prompt: Prompt) -> int:
-        """Return the tokens that are asked for at most behind a prompt."""
-        return max(1, round(self.max_tokens * (1 + self.spread * random.Random(prompt.index).uniform(-1, 1))))
 
     @property
     def path(self) -> str:
@@ -175,7 +167,7 @@ def request_body(prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
     return {
         **content,
         "model": "default",
-        "max_tokens": sampling.most_tokens(prompt),
+        "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "ignore_eos": sampling.ignore_eos,
         "stream": True,

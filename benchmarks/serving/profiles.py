@@ -32,7 +32,7 @@ def record_steps(
         LaunchError: the server wrote none.
     """
     folder.mkdir(parents=True)
-    longer = replace(sampling, max_tokens=ANSWERS * sampling.max_tokens, spread=0.0, ignore_eos=True)
+    longer = replace(sampling, max_tokens=ANSWERS * sampling.max_tokens, ignore_eos=True)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask_all, server.url, prompts, longer, len(prompts))
         time.sleep(BUSY_S)

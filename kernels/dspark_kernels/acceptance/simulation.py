@@ -169,7 +169,7 @@ def simulated_confidence(
     """
     out = torch.empty((len(rows), gamma), dtype=torch.float32, device=rows.device)
     _simulated_confidence_kernel[(len(rows),)](
-        draws.keys, draws.law, rows, prefix_lens, out, gamma, SPAN, QUANTILES, _WORD, _EDGE, _slots(gamma)
+        draws.keys, draws.law, rows, prefix_lens, out, gamma, SPAN, QUANTILES, _WORD, _EDGE, _slots(draws)
     )
     return out
 
@@ -211,10 +211,11 @@ def simulated_accept(
         SPAN,
         QUANTILES,
         _WORD,
-        _slots(gamma),
+        _slots(draws),
     )
     return AcceptResult(lens, bonus, out_tokens, new_lens)
 
 
-def _slots(gamma: int) -> int:
-    return triton.next_power_of_2(gamma + 1)
+def _slots(draws: SimulatedDraws) -> int:
+    """Return slots of a program, the same for shorter drafts: no depth compiles a kernel anew."""
+    return triton.next_power_of_2(len(draws.law) + 1)
