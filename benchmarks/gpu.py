@@ -80,7 +80,7 @@ class Setting:
     def sweep(self, what: Sequence[str], configs: Sequence[str], users: str, flags: str, **numbers: float) -> list[str]:
         """Return a sweep; ``numbers``: prompts, tokens of an answer and rounds."""
         if self.rehearses:
-            users, numbers = "1,2", {"num_prompts": 2, "max_tokens": 24, "rounds": 2}
+            users, numbers = "1,2", {"num_prompts": 2, "max_tokens": 40, "rounds": 2}
             flags = "--load-format dummy"
         words = [*what, *_each("--config", configs), "--concurrency", users, f"--server-flags={flags}"]
         words += [f"--{name.replace('_', '-')}={number}" for name, number in numbers.items()]

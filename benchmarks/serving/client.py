@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -92,20 +92,29 @@ class Reply:
         return [later - earlier for earlier, later in pairwise(self.chunks_s)]
 
 
-def ask_all(url: str, prompts: Sequence[Prompt], sampling: Sampling, users: int) -> list[Reply]:
+def ask_all(
+    url: str,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    users: int,
+    on_first: Callable[[], object] = lambda: None,
+) -> list[Reply]:
     """Return the answers to ``prompts``, in their order.
 
     Args:
         url: of the server, without a trailing slash.
         users: so many wait for an answer before they send the next prompt.
+        on_first: called with the first text of each answer.
 
     Raises:
         ReplyError: one of the requests failed; the others are cancelled.
     """
-    return asyncio.run(_ask_all(url, prompts, sampling, users))
+    return asyncio.run(_ask_all(url, prompts, sampling, users, on_first))
 
 
-async def _ask_all(url: str, prompts: Sequence[Prompt], sampling: Sampling, users: int) -> list[Reply]:
+async def _ask_all(
+    url: str, prompts: Sequence[Prompt], sampling: Sampling, users: int, on_first: Callable[[], object]
+) -> list[Reply]:
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     connector = aiohttp.TCPConnector(limit=0)
     free = asyncio.Semaphore(users)  # users get their turns in the order of the prompts
@@ -113,7 +122,7 @@ async def _ask_all(url: str, prompts: Sequence[Prompt], sampling: Sampling, user
 
         async def ask(prompt: Prompt) -> Reply:
             async with free:
-                return await _ask(session, url, prompt, sampling)
+                return await _ask(session, url, prompt, sampling, on_first)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -126,7 +135,9 @@ async def _ask_all(url: str, prompts: Sequence[Prompt], sampling: Sampling, user
     return [task.result() for task in tasks]
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, prompt: Prompt, sampling: Sampling) -> Reply:
+async def _ask(
+    session: aiohttp.ClientSession, url: str, prompt: Prompt, sampling: Sampling, on_first: Callable[[], object]
+) -> Reply:
     chunks_s: list[float] = []
     pieces: list[str] = []
     tokens: list[int] = []
@@ -141,6 +152,8 @@ async def _ask(session: aiohttp.ClientSession, url: str, prompt: Prompt, samplin
             for choice in event.get("choices", ()):
                 piece = choice["text"] if sampling.raw else choice["delta"].get("content")
                 if piece:
+                    if not pieces:
+                        on_first()
                     chunks_s.append(now_s)
                     pieces.append(piece)
                     tokens += [usage["completion_tokens"]] if usage else []
