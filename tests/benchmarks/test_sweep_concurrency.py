@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pandas as pd
 import psutil
@@ -63,6 +64,10 @@ class FakeServer:
     def post_json(self, path, body):
         assert path == "/dspark/policy"
         self.policies.append(body)
+
+    def post(self, path, body):
+        assert path == "/start_profile" and body["num_steps"] == 3 and body["activities"] == ["CPU"]
+        (Path(body["output_dir"]) / "TP-0.trace.json.gz").write_bytes(b"")
 
     def log_tail(self):
         return "last words"
@@ -162,6 +167,16 @@ def test_servers_of_equal_rates_take_equal_steps_or_the_sweep_ends(sweep):
     assert result.exit_code == 1
     said = " ".join(result.output.split())
     assert "with 1 user, " in said and "their times cannot be compared" in said and not (output / "report.md").exists()
+
+
+def test_what_speculates_records_steps_of_all_users(sweep):
+    """After the cells: of each load, with as many users as it has."""
+    engine = FakeEngine()
+    options = ("--config", "plain", "--config", "s=static:3", "--draft", "d", "--num-prompts", "2", "--rounds", "1")
+    result, output = sweep(*options, "--concurrency", "1,3", "--trace-steps", "3", "--together", engine=engine)
+    assert result.exit_code == 0, result.output
+    traces = {path.parent.name for path in output.rglob("*.trace.json.gz")}
+    assert traces == {"s_1", "s_3"} and engine.most_running == 3
 
 
 TWO = ("--config", "plain", "--config", "static:3", "--draft", "folder/draft", "--num-prompts", "2")
