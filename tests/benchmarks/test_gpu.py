@@ -88,10 +88,10 @@ def test_a_quarter_of_an_hour_rehearsed(tmp_path):
     assert [(name, order[name]["status"]) for name in QUARTER] == [(name, "ok") for name in QUARTER]
     for part in ("chat", "long"):
         frame = pd.read_csv(tmp_path / part / "sweep.csv")
-        assert len(frame) == 4 * 2 * 2 and frame["decode_tok_s"].notna().any()
+        assert len(frame) == 3 * 2 * 2 and frame["decode_tok_s"].notna().any()
         traces = {path.parent.name for path in (tmp_path / part / "traces").rglob("*.trace.json.gz")}
         assert traces == {f"{name}_{users}" for name in ("static7", "auto", "builtin") for users in (1, 2)}
-    assert set(pd.read_csv(tmp_path / "engines" / "sweep.csv")["policy"]) == {"plain", "auto", "builtin"}
+    assert set(pd.read_csv(tmp_path / "engines" / "sweep.csv")["policy"]) == {"auto", "builtin"}
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "h200").symlink_to(tmp_path)
     rows = equal_draws(tmp_path / "results").splitlines()
