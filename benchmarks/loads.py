@@ -31,7 +31,7 @@ from sglang_dspark.worker.tiers import Tiers
 
 MEASURED = Path(__file__).parent / "results" / "h200" / "qwen3_8b_shape" / "equal" / "sweep.csv"
 KINDS = ("chat", "math")
-USERS = (1, 16, 32, 48, 64, 96, 128)
+USERS = (1, 16, 32, 64, 128)
 GAMMA = 7
 PROMPT, ANSWER = 100, 512
 
