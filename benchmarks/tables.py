@@ -195,8 +195,8 @@ def simulated_loads() -> str:
         ratios = speeds["auto"] / speeds["static:7"]
         rows.append([str(users), *(f"{ratios[text]:.2f}" for text in ("chat", "math"))])
     note = (
-        "**Simulated**: throughput of `auto` in multiples of whole blocks, by step times of Qwen3-8B's shape on an H200 "
-        "for 1, 16 and 64 users ([loads.csv](h200/simulated_loads/loads.csv)); at 128, chat is decoded plainly."
+        "**Simulated**: throughput of `auto` in multiples of whole blocks, by times of Qwen3-8B's shape on an H200 for "
+        "1, 16 and 64 users ([loads.csv](h200/simulated_loads/loads.csv)); at 128, chat is decoded plainly."
     )
     return section(("users", "chat", "mathematics"), rows, note)
 
