@@ -18,7 +18,7 @@ POLICIES := --config auto --config static:1 --config static:2 --config static:3 
 SWEEP_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo doctor unit test thorough check format sweep evidence gpu lock clean
+.PHONY: help env demo doctor unit test thorough check format sweep evidence gpu gpu15 lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -98,6 +98,9 @@ evidence: env ## the long proofs and sweeps behind the README's numbers
 gpu: env ## with an NVIDIA GPU: its checks and sweeps in half an hour; GPU_FLAGS="--only tests"
 	$(PREPARE)
 	$(RUN) benchmarks/gpu.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu $(GPU_FLAGS)
+
+gpu15: ## in a quarter of an hour on an NVIDIA GPU: beside SGLang's own worker, by the same draws
+	$(MAKE) gpu RESULTS=$(RESULTS) GPU_FLAGS="--only chat,long,engines $(GPU_FLAGS)"
 
 lock: env ## write constraints.txt from the environment as it is
 	@{ sed -n '/^#/p' constraints.txt; $(RUN) -m pip freeze --exclude-editable; } > constraints.new

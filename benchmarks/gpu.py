@@ -1,15 +1,19 @@
 r"""Run all that needs an NVIDIA GPU, in the order in which a short time on one is best spent.
 
     python benchmarks/gpu.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS
-    python benchmarks/gpu.py ... --only trace,sweep --builtin
+    python benchmarks/gpu.py ... --only chat,long,engines
+    python benchmarks/gpu.py ... --only chat,long,engines --rehearse
 
-The parts are commands of this folder, one after another, each part with a limit; those that run unasked have 33 minutes
-together. What fails or takes too long stops nothing else. RESULTS gets a folder and a log of each part, and
-``order.json``: commands, seconds, and how it ended. A part that has ended well is not run again with the same code and
-arguments; a sweep that was stopped goes on. Of other code or arguments, choose another folder.
+The parts are commands of this folder, one after another, each part with a limit; those that run unasked have 32 minutes
+together, ``chat``, ``long`` and ``engines`` 14. What fails or takes too long stops nothing else. RESULTS gets a folder
+and a log of each part, and ``order.json``: commands, seconds, and how it ended. A part that has ended well is not run
+again with the same code and arguments; a sweep that was stopped goes on. Of other code or arguments, choose another
+folder.
 
-Plain servers run as SGLang configures itself. With ``--builtin`` SGLang's own worker is measured as well, as it comes
-and by our schedule; of the random pair it keeps as many drafts as ours, by SGLang's own simulation.
+Plain servers run as SGLang configures itself. SGLang's own worker runs as it comes, and of the bundled pair also by our
+schedule; of the random pair it keeps the drafts that ours keeps, and where both verify whole blocks, the sweep ends if
+they take other steps. With ``--rehearse`` the three parts run on a CPU with a tiny pair, to see that they do; SGLang's
+own worker then needs what the tests give it there.
 """
 
 from __future__ import annotations
@@ -23,37 +27,33 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
+from serving.configurations import SIMULATED
 from shape_pair import ACCEPTANCE
 
 from sglang_dspark.tools import provenance
-from sglang_dspark.tools.launch import dspark_flags
 
 EXISTING = click.Path(exists=True, resolve_path=True)
 ROOT = Path(__file__).resolve().parents[1]
 SERVED = "--max-running-requests 64 --cuda-graph-max-bs-decode 64"
 # Of what is free when a server starts. Up to four share the GPU, and all of them have the same room for K/V.
 SMALL = f"{SERVED} --mem-fraction-static 0.25 --max-total-tokens 65536"
-LARGE = f"{SERVED} --mem-fraction-static 0.8 --max-total-tokens 160000 --load-format dummy"
+# Three of these fit an H200: their K/V is bounded by tokens, not by a share of what is free when they start together.
+LARGE = (
+    "--load-format dummy --max-running-requests 128 --cuda-graph-max-bs-decode 128 --mem-fraction-static 0.9 "
+    "--max-total-tokens 90000"
+)
 POLICIES = ("plain", "off", "auto", "static:5")
 SCHEDULED = (
     "scheduled=auto SGLANG_DSPARK_ENGINE=scheduled",  # each request its own number of drafts, where SGLang can do that
     "widths=auto SGLANG_DSPARK_ENGINE=scheduled SGLANG_RAGGED_VERIFY_MODE=static",
 )
-# Of a shape, by tokens of context, which are letters: users, and what a sweep is told. A short answer to a long prompt
-# would show its prefill, and 64 of these would not fit.
-CONTEXTS: Mapping[int, tuple[str, Mapping[str, float]]] = {
-    # Of equal lengths, answers of servers that keep equally many drafts of all requests would end together.
-    100: ("1,8,64", {"num_prompts": 2, "max_tokens": 128, "rounds": 4, "spread": 0.75}),
-    4000: ("1,8,32", {"num_prompts": 2, "max_tokens": 256, "rounds": 2}),
-}
-KEPT = ACCEPTANCE["mixed"]
+TRACED = 26
+"""Decode steps of a trace."""
 STOPPED = "stopped at its limit"
 READER, READING_S = "benchmarks/report.py", 60  # for what shows a sweep, also one that was stopped
 
@@ -65,28 +65,40 @@ class Setting:
     Attributes:
         pair: arguments that name target, draft and prompts.
         output: folder of the part's results.
-        with_builtin: measure SGLang's own worker as well.
+        rehearses: on a CPU, with tiny models and few users.
     """
 
     pair: tuple[str, ...]
     output: Path
-    with_builtin: bool
+    rehearses: bool = False
 
     def run(self, script: str, *words: str, output: str) -> list[str]:
-        """Return the command of a script of this folder on the GPU, with its results in ``output``."""
-        return [*_script(script), *words, "--device", "cuda", "--output", str(self.output / output)]
+        """Return the command of a script of this folder, with its results in ``output``."""
+        device = "cpu" if self.rehearses else "cuda"
+        return [*_script(script), *words, "--device", device, "--output", str(self.output / output)]
 
-    def sweep(
-        self, output: str, what: Sequence[str], configs: Sequence[str], users: str, flags: str, **numbers: float
-    ) -> list[str]:
+    def sweep(self, what: Sequence[str], configs: Sequence[str], users: str, flags: str, **numbers: float) -> list[str]:
         """Return a sweep; ``numbers``: prompts, tokens of an answer and rounds."""
+        if self.rehearses:
+            # Two servers at a time: its memory is that of a machine that does other work.
+            configs = [config for config in configs if "builtin" in config or SIMULATED in config or config == "auto"]
+            users, numbers = "1,2", {"num_prompts": 2, "max_tokens": 40, "rounds": 2}
+            flags = "--load-format dummy"
         words = [*what, *_each("--config", configs), "--concurrency", users, f"--server-flags={flags}"]
         words += [f"--{name.replace('_', '-')}={number}" for name, number in numbers.items()]
-        return self.run("sweep_concurrency.py", *words, output=output)
+        return self.run("sweep_concurrency.py", *words, output="")
 
-    def builtin(self, *variables: str) -> tuple[str, ...]:
-        """Return the configuration of SGLang's own worker, where it is measured."""
-        return (" ".join(("builtin", *variables)),) if self.with_builtin else ()
+    def made(self, context: int) -> tuple[list[str], list[str]]:
+        """Return what makes a random pair of the shape of a usual target, and the arguments that name it."""
+        pair, shape = self.output / "pair", "tiny" if self.rehearses else "qwen3-8b"
+        words = ["--shape", shape, "--context", str(context), "--output", str(pair)]
+        named = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--raw-prompts", "--ignore-eos"]
+        return [*_script("shape_pair.py"), *words], [*named, "--prompts", str(pair / f"context_{context}.jsonl")]
+
+    @property
+    def report(self) -> list[str]:
+        """Return what shows the part's sweep."""
+        return [*_script("report.py"), str(self.output)]
 
 
 Commands = list[list[str]]
@@ -111,10 +123,9 @@ class Part:
 
 def start(setting: Setting) -> Commands:
     """Serve the shape of a usual target with no flag of memory or backend, as in the README."""
-    pair = setting.output / "pair"
-    what = [*_named_pair(pair), "--prompts", str(pair / "context_100.jsonl"), "--ignore-eos"]
+    making, what = setting.made(100)
     numbers = {"num_prompts": 2, "max_tokens": 32, "rounds": 1}
-    return [_made(pair, 100), setting.sweep("", what, ("auto",), "1", "--load-format dummy", **numbers)]
+    return [making, setting.sweep(what, ("auto",), "1", "--load-format dummy", **numbers)]
 
 
 def identity(setting: Setting) -> Commands:
@@ -128,51 +139,41 @@ def identity(setting: Setting) -> Commands:
 
 def sweep(setting: Setting) -> Commands:
     """Measure the pair at 1 to 64 users, answers of natural length, against SGLang as it configures itself."""
-    configs, numbers = (*POLICIES, *setting.builtin()), {"num_prompts": 12, "max_tokens": 256, "rounds": 4}
-    if setting.with_builtin:
-        configs += SCHEDULED
-    return [setting.sweep("", setting.pair, configs, "1,4,16,64", SMALL, **numbers), _report(setting.output)]
+    numbers = {"num_prompts": 12, "max_tokens": 256, "rounds": 4}
+    return [setting.sweep(setting.pair, POLICIES, "1,4,16,64", SMALL, **numbers), setting.report]
 
 
-def trace(setting: Setting) -> Commands:
-    """Return what a decode step of 1 and of 64 users is made of."""
-    target, draft = (setting.pair[setting.pair.index(name) + 1] for name in ("--target", "--draft"))
-    served = ["--model-path", target, *dspark_flags(draft), "--speculative-dspark-schedule", "static", *SMALL.split()]
-    sizes = ["--batch-size", "1", "64", "--input-len", "100", "--output-len", "1024"]
-    recorded = ["--profile", "--profile-steps", "36", "--profile-output-dir", str(setting.output)]
-    command = _module("sglang.benchmark.one_batch_server", *served, *sizes, *recorded)
-    return [command, [*_script("step_trace.py"), str(setting.output)]]
+def engines(setting: Setting) -> Commands:
+    """Measure the bundled pair by our worker, by SGLang's own as it comes, and by SGLang's own by our schedule."""
+    making, what = ([], setting.pair) if not setting.rehearses else setting.made(100)
+    configs, numbers = ("plain", "auto", "builtin", *SCHEDULED), {"num_prompts": 4, "max_tokens": 128, "rounds": 2}
+    swept = setting.sweep([*what, "--together"], configs, "1,16,64", SMALL, **numbers)
+    return [*filter(None, [making]), swept, setting.report]
 
 
-def shape(setting: Setting) -> Commands:
-    """Measure steps of Qwen3-8B's shape with drafts kept by chance, at short and at long contexts.
+def equal_draws(kind: str, context: int, users: str, rounds: int) -> Callable[[Setting], Commands]:
+    """Return the part that measures a shape whose drafts are kept by the same draws, whichever worker decodes.
 
-    With long ones look at ``itl_p50_ms`` and ``accept_length``: prefills are most of the rest.
+    Args:
+        kind: of text, see :data:`shape_pair.ACCEPTANCE`.
+        context: tokens of a prompt.
     """
-    pair = setting.output / "pair"
-    simulated = f"--speculative-dspark-simulate-acceptance {','.join(map(str, KEPT))}"
-    named = (("off", "off"), ("auto", "auto"), ("static7", "static:7"))
-    ours = ("plain", *(f"{name}={policy} {simulated}" for name, policy in named))
-    builtin = setting.builtin(f"SGLANG_SIMULATE_ACC_LEN={1 + sum(accumulate(KEPT, mul)):.2f}")
-    commands, what = [_made(pair, *CONTEXTS)], [*_named_pair(pair), "--ignore-eos"]
-    # SGLang's own afterwards: three servers do not fit one GPU, and a sweep starts those that it has not measured.
-    for configs in dict.fromkeys((ours, (*ours, *builtin))):
-        for context, (users, numbers) in CONTEXTS.items():
-            prompts = ["--prompts", str(pair / f"context_{context}.jsonl")]
-            commands.append(setting.sweep(f"context_{context}", [*what, *prompts], configs, users, LARGE, **numbers))
-    return [*commands, *(_report(setting.output / f"context_{context}") for context in CONTEXTS)]
+
+    def commands(setting: Setting) -> Commands:
+        making, what = setting.made(12 if setting.rehearses else context)
+        rates = f"{SIMULATED}={','.join(map(str, ACCEPTANCE[kind]))}"
+        configs = ("plain", *(f"{config} {rates}" for config in ("static7=static:7", "auto=auto", "builtin=builtin")))
+        told = [*what, "--together", f"--trace-steps={2 if setting.rehearses else TRACED}"]
+        numbers = {"num_prompts": 2, "max_tokens": 512, "rounds": rounds}
+        traces = [] if setting.rehearses else [[*_script("step_trace.py"), str(setting.output / "traces")]]
+        return [making, setting.sweep(told, configs, users, LARGE, **numbers), setting.report, *traces]
+
+    return commands
 
 
 def kernels(setting: Setting) -> Commands:
     """Test whether every kernel gives what its torch form gives."""
     return [_module("pytest", "-q", "tests/kernels", "tests/draft/test_fused_layer.py")]
-
-
-def turns(setting: Setting) -> Commands:
-    """Let policies take turns of a few steps on the same texts."""
-    words = [*_each("--config", ("auto", *(f"static:{length}" for length in range(1, 6))))]
-    words += ["--concurrency", "1,4,16,64", "--rounds", "10", "--seconds", "0.05", "--max-tokens", "2000"]
-    return [setting.run("policy_turns.py", *setting.pair, *words, f"--server-flags={SMALL}", output="turns")]
 
 
 def tests(setting: Setting) -> Commands:
@@ -183,13 +184,17 @@ def tests(setting: Setting) -> Commands:
 PARTS: Mapping[str, Part] = {
     "start": Part("does a server start that is told nothing but its pair?", 4, start),
     "identity": Part("are the texts the target's?", 5, identity),
-    "sweep": Part("is it faster than SGLang at every load?", 5, sweep),
-    "trace": Part("what is a step made of?", 3, trace),
-    "shape": Part("and with a target of 8 billion parameters?", 12, shape),
+    "chat": Part("is a target of 8 billion parameters faster, on chat?", 8, equal_draws("chat", 100, "1,16,64,128", 2)),
+    "long": Part("and with 4000 tokens of context?", 3, equal_draws("mixed", 4000, "8", 3)),
+    "engines": Part("and the bundled pair, by three workers?", 3, engines),
+    "sweep": Part("is the bundled pair faster at every load?", 5, sweep),
     "kernels": Part("are the kernels right?", 4, kernels),
-    "turns": Part("which policy decodes fastest?", 15, turns, unasked=False),
     "tests": Part("does everything else run that was written for a GPU?", 30, tests, unasked=False),
 }
+
+
+QUARTER = ("chat", "long", "engines")
+"""Parts for a GPU that is lent for 15 minutes, ``make gpu15``."""
 
 
 def run_part(commands: Commands, minutes: float, log_path: Path) -> dict[str, Any]:
@@ -220,22 +225,8 @@ def _run(command: list[str], log: Any, limit_s: float) -> str:
     return "ok" if status == 0 else f"exit status {status}"
 
 
-def _made(pair: Path, *contexts: int) -> list[str]:
-    """Return what makes a random pair of the shape of a usual target, with prompts of so many tokens."""
-    words = ["--shape", "qwen3-8b", *_each("--context", list(map(str, contexts)))]
-    return [*_script("shape_pair.py"), *words, "--output", str(pair)]
-
-
-def _named_pair(pair: Path) -> list[str]:
-    return ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--raw-prompts"]
-
-
 def _script(name: str) -> list[str]:
     return [sys.executable, f"benchmarks/{name}"]
-
-
-def _report(sweep: Path) -> list[str]:
-    return [*_script("report.py"), str(sweep)]
 
 
 def _module(name: str, *words: str) -> list[str]:
@@ -260,8 +251,8 @@ def _named(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--prompts", required=True, multiple=True, type=EXISTING)
 @click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
 @click.option("--only", "names", callback=_named, metavar="PART,...", help=f"Of {', '.join(PARTS)}.")
-@click.option("--builtin", is_flag=True, help="Measure SGLang's own worker as well, as it comes and by our schedule.")
-def main(target: str, draft: str, prompts: tuple[str, ...], output: Path, names: list[str], builtin: bool) -> None:
+@click.option("--rehearse", "rehearses", is_flag=True, help="On a CPU, with tiny models: chat, long and engines.")
+def main(target: str, draft: str, prompts: tuple[str, ...], output: Path, names: list[str], rehearses: bool) -> None:
     """Command line; see the module."""
     console = Console(highlight=False, soft_wrap=True)
     # Python ends on SIGTERM without unwinding, which would leave the servers of a part behind.
@@ -273,7 +264,7 @@ def main(target: str, draft: str, prompts: tuple[str, ...], output: Path, names:
     made = {**provenance.record(), "changes": provenance.changes_digest()}
     for name in names:
         part, folder = PARTS[name], output / name
-        commands = part.commands(Setting(pair, folder, builtin))
+        commands = part.commands(Setting(pair, folder, rehearses))
         terms = {"commit": made["commit"], "changes": made["changes"], "commands": _portable(commands)}
         before = parts.get(name, {})
         if terms.items() <= before.items() and before["status"] == "ok":

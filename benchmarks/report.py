@@ -16,15 +16,15 @@ import click
 import pandas as pd
 import plot_sweep
 from paired_ratio import MIN_ROUNDS, frame_baselines, interval_text, paired_ratios, summarise
-from serving.configurations import OFF, PLAIN
+from serving.configurations import OFF, PLAIN, SIMULATED
 from serving.results import config_name, over_rounds, read_sweep
 
 from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.errors import ConfigError, DSparkError
 
 STEP_TIMES = (
-    "Step-time results: weights are random and drafts were kept by chance, with given probabilities. Times and loads "
-    "are those of the shape; texts mean nothing, and the drafter does not know which of its drafts are good."
+    "Step-time results: weights are random and drafts were kept by chance, the same ones by every worker. Times and "
+    "loads are those of the shape; texts mean nothing."
 )
 NO_OFF = "`off` was not measured, so speculation and the plugin's own step cannot be told apart."
 LATENCY = (
@@ -54,7 +54,7 @@ def render(folder: Path) -> str:
     record = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
     policies = set(frame["policy"])
     parts = [f"# {record['target']}: {frame['config'].nunique()} configurations, {frame['load'].nunique()} loads"]
-    if "simulate-acceptance" in record["command"]:
+    if SIMULATED in record["command"]:
         parts.append(STEP_TIMES)
     if PLAIN in policies and OFF not in policies and policies & set(POLICY_NAMES):
         parts.append(NO_OFF)
@@ -72,7 +72,7 @@ def _speeds(frame: pd.DataFrame) -> str:
     ratios = {(row.config, row.load): row for row in told.itertuples()}
     rows = []
     for load, config, cells in _by_load(frame):
-        figures = ("output_tok_s", "per_user_tok_s", "per_user_tok_s_p5")
+        figures = ("output_tok_s", "decode_tok_s", "per_user_tok_s", "per_user_tok_s_p5")
         row = [load, config_name(frame, config), *(figure_text(cells, column) for column in figures)]
         if ratio := ratios.get((config, load)):
             row += [f"{ratio.ratio:.2f}", config_name(frame, baselines[config]), interval_text(ratio)]
@@ -81,10 +81,21 @@ def _speeds(frame: pd.DataFrame) -> str:
         rows.append(row)
     spread = "95 % interval of the mean" if frame["round"].nunique() >= MIN_ROUNDS else "range of the rounds"
     note = (
-        "Tokens per second, median of the rounds. Ratios are geometric means of those of the rounds: what speculates to"
-        " off, the same server without drafts, and off to plain serving."
+        "Tokens per second, median of the rounds; while all users decode, no prompt is encoded. Ratios (all users) are "
+        "geometric means of those of the rounds: what speculates to off, the same server without drafts, and off to "
+        "plain serving."
     )
-    header = ("load", "configuration", "all users", "one user", "slowest 5 %", "ratio", "to", spread)
+    header = (
+        "load",
+        "configuration",
+        "all users",
+        "while all decode",
+        "one user",
+        "slowest 5 %",
+        "ratio",
+        "to",
+        spread,
+    )
     return _section("Speed", note, header, rows)
 
 

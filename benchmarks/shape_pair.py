@@ -3,12 +3,12 @@ r"""A target and a drafter of a production shape without weights, to measure how
     python benchmarks/shape_pair.py --shape qwen3-8b --output PAIR
     python benchmarks/sweep_concurrency.py --target PAIR/target --draft PAIR/draft --device cuda --ignore-eos \
         --server-flags "--load-format dummy" --config plain \
-        --config "auto=auto --speculative-dspark-simulate-acceptance 0.842,0.833,0.829,0.83,0.834,0.839,0.831" ...
+        --config "auto=auto SGLANG_DSPARK_SIMULATE_ACCEPTANCE=0.842,0.833,0.829,0.83,0.834,0.839,0.831" ...
 
 PAIR holds configurations and a tokenizer, some megabytes; SGLang gives both models random weights (``--load-format
-dummy``), and drafts are kept by chance. Times and loads are then those of the shape, texts are noise, and the drafter's
-confidence says nothing: ``auto`` knows the mean acceptance of a position, not which drafts are good. Results are
-step-time results. The tokenizer takes a text as its bytes, about four times as many tokens as Qwen3's own.
+dummy``), and drafts are kept by chance, the same ones by our worker and by SGLang's own. Times and loads are then those
+of the shape, and texts are noise. Results are step-time results. The tokenizer takes a text as its bytes, about four
+times as many tokens as Qwen3's own.
 """
 
 from __future__ import annotations
@@ -103,6 +103,20 @@ _QWEN3_4B = Shape(
     target_layer_ids=(1, 9, 17, 25, 33),
 )
 SHAPES: Mapping[str, Shape] = {
+    # For rehearsals on a CPU.
+    "tiny": Shape(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=1000,
+        tie_word_embeddings=True,
+        target_layer_ids=(0, 2),
+        draft_layers=2,
+        markov_rank=16,
+    ),
     "qwen3-4b": _QWEN3_4B,
     "qwen3-8b": replace(_QWEN3_4B, hidden_size=4096, intermediate_size=12_288, tie_word_embeddings=False),
     "qwen3-14b": replace(
@@ -164,7 +178,7 @@ def main(**options: Any) -> None:
         f"wrote {options['output']}/target and {options['output']}/draft; serve them with --load-format dummy"
     )
     for traffic, profile in ACCEPTANCE.items():
-        console.print(f"{traffic}: --speculative-dspark-simulate-acceptance {','.join(map(str, profile))}")
+        console.print(f"{traffic}: SGLANG_DSPARK_SIMULATE_ACCEPTANCE={','.join(map(str, profile))}")
 
 
 if __name__ == "__main__":

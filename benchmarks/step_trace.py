@@ -1,15 +1,12 @@
 r"""Sum the decode steps of a trace: GPU time and launches by kernel, and the time in which the GPU had nothing to do.
 
-    python -m sglang.benchmark.one_batch_server --model-path TARGET --speculative-algorithm DSPARK \
-        --speculative-draft-model-path DRAFT --speculative-dspark-schedule static --speculative-dspark-verify-len 5 \
-        --max-running-requests 64 --batch-size 1 64 --input-len 100 --output-len 1024 \
-        --profile --profile-steps 36 --profile-activities CPU GPU --profile-output-dir RESULTS
-    python benchmarks/step_trace.py RESULTS
+    python benchmarks/sweep_concurrency.py ... --trace-steps 26 --output SWEEP
+    python benchmarks/step_trace.py SWEEP/traces
 
-SGLang's benchmark starts a server, keeps so many users busy, and profiles some steps of each batch size. This script
-sums every ``*.trace.json.gz`` below RESULTS, which chrome://tracing and Perfetto open as well, into ``steps.json``. A
-step reaches from one ``_prepare_kernel`` to the next. Of another engine, ``--first-kernel`` names a kernel that occurs
-once in a step.
+The sweep has SGLang profile some steps of all that speculates, at every load. This script sums all files
+``*.trace.json.gz`` below the folder, which chrome://tracing and Perfetto open as well, into ``steps.json``. A step
+reaches from one kernel that occurs once in it to the next: one that begins the steps of our worker or of SGLang's own,
+or the one that ``--first-kernel`` names.
 
 The project's goal is a share of its own kernels below 3 % for 64 requests. Profiling costs the host time in every
 launch, so spans may be longer than without it.
@@ -32,17 +29,18 @@ from sglang_dspark.errors import ConfigError, DSparkError
 from sglang_dspark.tools import provenance
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "dspark_kernels"
-FIRST_KERNEL = "_prepare_kernel"
+FIRST_KERNELS = ("_prepare_kernel", "_simulated_accept_kernel", "memcpy32_post")
+"""Of our worker; of SGLang's own where acceptance is simulated, and elsewhere."""
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 SHOWN = 24
 """Kernels that are printed, those with the most GPU time."""
 
 
-def summary_of(path: Path, first_kernel: str = FIRST_KERNEL) -> dict[str, Any]:
+def summary_of(path: Path, first_kernel: str | None = None) -> dict[str, Any]:
     """Return what the steps of a trace are made of; all figures are medians over the complete steps.
 
     Args:
-        first_kernel: begins a step.
+        first_kernel: begins a step; None for the first of :data:`FIRST_KERNELS` that the trace has.
 
     Returns:
         steps: complete ones in the trace.
@@ -62,6 +60,8 @@ def summary_of(path: Path, first_kernel: str = FIRST_KERNEL) -> dict[str, Any]:
     except (EOFError, OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read as a trace of torch.profiler: {error!r}") from error
     activities = sorted((e for e in events if e.get("cat") in ON_GPU), key=lambda event: event["ts"])
+    names = {activity["name"] for activity in activities}
+    first_kernel = first_kernel or next((name for name in FIRST_KERNELS if name in names), FIRST_KERNELS[0])
     starts = [place for place, activity in enumerate(activities) if activity["name"] == first_kernel]
     if len(starts) < 2:
         raise ConfigError(f"{path}: no complete decode step; profile a few steps more, of a server on a GPU")
@@ -72,7 +72,7 @@ def summary_of(path: Path, first_kernel: str = FIRST_KERNEL) -> dict[str, Any]:
     busy = [_busy_us(activities[start:end]) for start, end in pairwise(starts)]
     launches = [len({a["args"]["correlation"] for a in activities[start:end]}) for start, end in pairwise(starts)]
     return {
-        "trace": path.name,
+        "trace": f"{path.parent.name}/{path.name}",
         "sha256": provenance.file_digest(path),
         "steps": len(steps),
         "first_kernel": first_kernel,
@@ -122,19 +122,23 @@ def _text(summary: dict[str, Any]) -> str:
 
 @click.command(help=__doc__)
 @click.argument("results", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--first-kernel", metavar="NAME", default=FIRST_KERNEL, show_default=True, help="It begins a step.")
-def main(results: Path, first_kernel: str) -> None:
+@click.option("--first-kernel", metavar="NAME", help=f"It begins a step.  [default: of {', '.join(FIRST_KERNELS)}]")
+def main(results: Path, first_kernel: str | None) -> None:
     """Command line; see the module."""
     traces = sorted(results.rglob("*.trace.json.gz"))
     if not traces:
         raise click.ClickException(f"{results} has no *.trace.json.gz; record some steps first")
-    try:
-        summaries = [summary_of(trace, first_kernel) for trace in traces]
-    except DSparkError as error:
-        raise click.ClickException(str(error)) from error
+    summaries, unread = [], []
+    for trace in traces:
+        try:
+            summaries.append(summary_of(trace, first_kernel))
+        except DSparkError as error:
+            unread.append(str(error))
     provenance.write_json(results / "steps.json", {**provenance.record(), "traces": summaries})
     for summary in summaries:
         click.echo(_text(summary))
+    if unread:
+        raise click.ClickException("\n".join(unread))
 
 
 if __name__ == "__main__":

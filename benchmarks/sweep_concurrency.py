@@ -9,14 +9,15 @@ own DSPARK, on CUDA). Other algorithms of SGLang are flags of a plain server: ``
 NGRAM"``. The same one under two names (``--config plain --config again=plain``) shows how much is noise.
 
 DSPARK configurations with equal flags share one server, which is told its policy before each cell. Every server is
-started once, one after the other. All configurations run one after another on the same prompts before the next number
-of users and then the next round, so that drift of the machine meets all of them alike; idle servers are suspended. A
-user waits for the answer before the next prompt: the load follows the server. For arrivals by the clock, and goodput,
-there is SGLang's own benchmark.
+started once, one after the other, or ``--together``. All configurations run one after another on the same prompts
+before the next number of users and then the next round, so that drift of the machine meets all of them alike; idle
+servers are suspended. A user waits for the answer before the next prompt: the load follows the server. For arrivals by
+the clock, and goodput, there is SGLang's own benchmark.
 
 RESULTS gets ``sweep.csv`` (one row per configuration, load and round), ``requests.jsonl`` (every answer with its times)
-and ``provenance.json``. Run again after an interruption, it goes on where it stopped. Read the results with
-paired_ratio.py and report.py.
+and ``provenance.json``, with ``--trace-steps`` also traces. Servers that keep drafts by the same rates and verify whole
+blocks take the same steps for every request; if they do not, the sweep ends. Run again after an interruption, it goes
+on where it stopped. Read the results with paired_ratio.py and report.py.
 """
 
 from __future__ import annotations
@@ -61,19 +62,15 @@ from sglang_dspark.errors import DSparkError
     help=f"Prompts per round, at least; {PROMPTS_PER_USER} per user, if that is more.",
 )
 @click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(1), help="Longest answer.")
-@click.option(
-    "--spread",
-    default=0.0,
-    show_default=True,
-    type=click.FloatRange(0, 1, max_open=True),
-    help="Draw each prompt's longest answer so far above or below --max-tokens, as a share of it: with --ignore-eos, "
-    "requests then end apart, as they do in the field.",
-)
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
 @click.option("--ignore-eos", is_flag=True, help="Answers of --max-tokens tokens: no tail of a few long ones.")
 @click.option("--raw-prompts", "raw", is_flag=True, help="Send the text as it is, without the chat template.")
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
 @click.option("--server-flags", default="", help="Further arguments of every server, as one text.")
+@click.option("--together", is_flag=True, help="Start all servers at once, and do without those that fail.")
+@click.option(
+    "--trace-steps", default=0, type=click.IntRange(0), help="Record so many decode steps, for step_trace.py."
+)
 @click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
 def main(configs: tuple[str, ...], dtype: str, server_flags: str, output: Path, **options: Any) -> None:
     """Command line; see the module."""

@@ -141,6 +141,66 @@ def adversarial() -> str:
     return section(("case", *frame.columns), rows, note)
 
 
+# ---- one GPU, or its step times
+
+
+EQUAL_DRAWS = ("text", "prompt", "users", "plain", "its DSPARK", "`static:7`", "`auto`")
+EQUAL_DRAWS += ("`static:7` / its DSPARK", "`auto` / its DSPARK", "the same, whole wall")
+
+
+def equal_draws(results: Path = RESULTS) -> str:
+    """Return the speeds of both workers by the same draws, of the parts ``chat`` and ``long`` of gpu.py."""
+    rows, measured = [], {}
+    for part, text, prompt in (("chat", "chat", 100), ("long", "mixed", 4000)):
+        path = results / "h200" / part / "sweep.csv"
+        if not path.exists():
+            continue
+        frame = read_sweep(path)
+        measured[part] = content_of(f"h200/{part}/provenance.json", results)
+        for users, cells in frame.groupby("concurrency"):
+            speeds = (figure_text(cells[cells["config"] == name], "decode_tok_s") for name in ENGINES)
+            told = {metric: _to_builtin(cells, metric) for metric in ("decode_tok_s", "output_tok_s")}
+            ratios = [told["decode_tok_s"].get(name, "-") for name in ("static7", "auto")]
+            rows.append([text, str(prompt), str(users), *speeds, *ratios, told["output_tok_s"].get("auto", "-")])
+    if not rows:
+        return "Not measured yet: `make gpu15` does it."
+    record = next(iter(measured.values()))
+    files = ", ".join(f"[{part}](h200/{part}/sweep.csv)" for part in measured)
+    note = (
+        "Output tokens per second of all users together, while all of them decode; the last column counts prompts. "
+        f"Qwen3-8B's shape with random weights, {record['hardware']['gpu']}, SGLang {record['versions']['sglang']}, "
+        f"answers of {record['sampling']['max_tokens']} tokens; medians, ratios as geometric means with the range of "
+        f"the rounds ({files}, commit {record['commit'][:7]})."
+    )
+    return section(EQUAL_DRAWS, rows, note)
+
+
+ENGINES = ("plain@bfloat16", "builtin", "static7", "auto")
+
+
+def _to_builtin(cells: pd.DataFrame, metric: str) -> dict[str, str]:
+    """Return the ratios of configurations to SGLang's own worker, by label."""
+    if cells[cells["config"] == "builtin"][metric].isna().all():
+        return {}
+    told = summarise(paired_ratios(cells, metric, dict.fromkeys(cells["config"], "builtin")))
+    return {row.config: ratio_text(row) for row in told.itertuples()}
+
+
+def simulated_loads() -> str:
+    """Return what the schedule brings by the number of users, in measured step times."""
+    frame = pd.read_csv(RESULTS / "h200" / "simulated_loads" / "loads.csv")
+    rows = []
+    for users, cells in frame.groupby("users"):
+        speeds = cells.pivot(index="text", columns="policy", values="output_tok_s")
+        ratios = speeds["auto"] / speeds["static:7"]
+        rows.append([str(users), *(f"{ratios[text]:.2f}" for text in ("chat", "math"))])
+    note = (
+        "**Simulated**: throughput of `auto` in multiples of whole blocks, by times of Qwen3-8B's shape on an H200 for "
+        "1, 16 and 64 users ([loads.csv](h200/simulated_loads/loads.csv)); at 128, chat is decoded plainly."
+    )
+    return section(("users", "chat", "mathematics"), rows, note)
+
+
 # ---- which pairs were measured where
 
 
@@ -225,6 +285,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "step_times": step_times,
     "ablation": ablation,
     "adversarial": adversarial,
+    "equal_draws": equal_draws,
+    "simulated_loads": simulated_loads,
     "support": lambda: markdown_table(SUPPORT, list(support_rows())),
 }
 

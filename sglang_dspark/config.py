@@ -128,9 +128,9 @@ class DSparkConfig:
         default="refuse",
     )
     simulate_acceptance: Profile | None = _option(
-        "With `--load-format dummy` only: keep drafts by chance, to measure the steps of a shape. Probabilities by "
-        "position, of keeping a draft when all before it are kept, e.g. `0.8,0.75,0.7`; the last one counts for the "
-        "rest of the block.",
+        "With `--load-format dummy` only: keep drafts by a chance that follows from prompt and position. Rates by "
+        "position, given that all before are kept, e.g. `0.8,0.75,0.7`; the last one counts for the rest of the block. "
+        "`builtin` reads the variable.",
         read=_numbers,
         nargs="+",
     )

@@ -1,4 +1,4 @@
-"""Verification of whole blocks: judging the drafts and drawing the token after them; penalties and biases before."""
+"""Verification of whole blocks: judging the drafts and drawing the token after them, or simulating that; penalties."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from itertools import product
 import torch
 from cases import Case, case
 from dspark_kernels import (
+    QUANTILES,
     Adjustment,
     AdjustmentTable,
     DraftBlock,
     DraftDistribution,
     RoundKeys,
     SamplingBatch,
+    SimulatedDraws,
     Windows,
     accept,
     adjust,
+    simulated_accept,
+    simulated_confidence,
 )
 
 _GAMMA = 7
@@ -38,6 +42,8 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield _accepted(device, rule, bs, vocab_size)
     for vocab_size, bs in product((49152, 151936), (1, 8, 64)):
         yield _adjusted(device, bs, vocab_size)
+    for bs, whole in product((1, 64), (True, False)):
+        yield from _simulated(device, bs, whole=whole)
 
 
 def _accepted(device: torch.device, rule: str, bs: int, vocab_size: int) -> Case:
@@ -79,3 +85,11 @@ def _adjusted(device: torch.device, bs: int, vocab_size: int) -> Case:
         torch.randint(vocab_size, (bs * width,), device=device),
         torch.arange(0, bs * width + 1, width, device=device),
     )
+
+
+def _simulated(device: torch.device, bs: int, *, whole: bool) -> Iterator[Case]:
+    rows = torch.arange(bs, device=device)
+    draws = SimulatedDraws(rows, torch.full((_GAMMA, QUANTILES), 0.8, device=device))
+    drafts, lens = torch.zeros((bs, _GAMMA), dtype=torch.int64, device=device), None if whole else rows
+    yield case(simulated_accept, draws, rows, rows, drafts, rows, lens)
+    yield case(simulated_confidence, draws, rows, rows, _GAMMA)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -31,20 +30,13 @@ class Sampling:
     """The request parameters of every prompt of a sweep.
 
     Attributes:
-        spread: share of ``max_tokens`` by which the longest answer to a prompt is drawn above or below it, the same for
-            every configuration; 0 asks for as many tokens of all.
         raw: send the text as it is (``/v1/completions``) instead of through the chat template.
     """
 
     max_tokens: int
     temperature: float
     ignore_eos: bool = False
-    spread: float = 0.0
     raw: bool = False
-
-    def most_tokens(self, prompt: Prompt) -> int:
-        """Return the tokens that are asked for at most behind a prompt."""
-        return max(1, round(self.max_tokens * (1 + self.spread * random.Random(prompt.index).uniform(-1, 1))))
 
     @property
     def path(self) -> str:
@@ -64,6 +56,8 @@ class Reply:
         num_tokens: generated tokens, by the server's ``usage``.
         num_prompt_tokens: tokens of the prompt, by the server's ``usage``.
         text: the answer.
+        tokens: generated tokens when each chunk arrived; empty if the server does not tell.
+        kept: steps of the request by the number of drafts that they kept; empty if the server does not tell.
     """
 
     prompt_index: int
@@ -73,6 +67,8 @@ class Reply:
     num_tokens: int
     num_prompt_tokens: int
     text: str
+    tokens: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
 
     @property
     def ttft_s(self) -> float:
@@ -96,20 +92,29 @@ class Reply:
         return [later - earlier for earlier, later in pairwise(self.chunks_s)]
 
 
-def ask_all(url: str, prompts: Sequence[Prompt], sampling: Sampling, users: int) -> list[Reply]:
+def ask_all(
+    url: str,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    users: int,
+    on_first: Callable[[], object] = lambda: None,
+) -> list[Reply]:
     """Return the answers to ``prompts``, in their order.
 
     Args:
         url: of the server, without a trailing slash.
         users: so many wait for an answer before they send the next prompt.
+        on_first: called with the first text of each answer.
 
     Raises:
         ReplyError: one of the requests failed; the others are cancelled.
     """
-    return asyncio.run(_ask_all(url, prompts, sampling, users))
+    return asyncio.run(_ask_all(url, prompts, sampling, users, on_first))
 
 
-async def _ask_all(url: str, prompts: Sequence[Prompt], sampling: Sampling, users: int) -> list[Reply]:
+async def _ask_all(
+    url: str, prompts: Sequence[Prompt], sampling: Sampling, users: int, on_first: Callable[[], object]
+) -> list[Reply]:
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     connector = aiohttp.TCPConnector(limit=0)
     free = asyncio.Semaphore(users)  # users get their turns in the order of the prompts
@@ -117,7 +122,7 @@ async def _ask_all(url: str, prompts: Sequence[Prompt], sampling: Sampling, user
 
         async def ask(prompt: Prompt) -> Reply:
             async with free:
-                return await _ask(session, url, prompt, sampling)
+                return await _ask(session, url, prompt, sampling, on_first)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -130,21 +135,28 @@ async def _ask_all(url: str, prompts: Sequence[Prompt], sampling: Sampling, user
     return [task.result() for task in tasks]
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, prompt: Prompt, sampling: Sampling) -> Reply:
+async def _ask(
+    session: aiohttp.ClientSession, url: str, prompt: Prompt, sampling: Sampling, on_first: Callable[[], object]
+) -> Reply:
     chunks_s: list[float] = []
     pieces: list[str] = []
-    done_s, usage = None, None
+    tokens: list[int] = []
+    done_s, usage, details = None, None, {}
     sent_s = time.perf_counter()
     async with session.post(url + sampling.path, json=request_body(prompt, sampling)) as response:
         await _check(response)
         async for event in _events(response):
             now_s = time.perf_counter()
             usage = event.get("usage") or usage
+            details = (event.get("sglext") or {}).get("spec_tokens_details") or details
             for choice in event.get("choices", ()):
                 piece = choice["text"] if sampling.raw else choice["delta"].get("content")
                 if piece:
+                    if not pieces:
+                        on_first()
                     chunks_s.append(now_s)
                     pieces.append(piece)
+                    tokens += [usage["completion_tokens"]] if usage else []
                 if choice.get("finish_reason"):
                     done_s = now_s
     if done_s is None or usage is None:
@@ -157,6 +169,8 @@ async def _ask(session: aiohttp.ClientSession, url: str, prompt: Prompt, samplin
         num_tokens=usage["completion_tokens"],
         num_prompt_tokens=usage["prompt_tokens"],
         text="".join(pieces),
+        tokens=tuple(tokens),
+        kept=tuple(details.get("spec_correct_drafts_histogram", ())),
     )
 
 
@@ -166,11 +180,12 @@ def request_body(prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
     return {
         **content,
         "model": "default",
-        "max_tokens": sampling.most_tokens(prompt),
+        "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "ignore_eos": sampling.ignore_eos,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "return_spec_tokens_details": True,
     }
 
 

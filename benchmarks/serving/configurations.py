@@ -15,6 +15,8 @@ from sglang_dspark.tools.launch import dspark_flags
 PLAIN, BUILTIN, OFF = "plain", "builtin", "off"
 POLICIES = (PLAIN, BUILTIN, *POLICY_NAMES)
 DTYPES = ("float32", "bfloat16", "float16")
+SIMULATED = "SGLANG_DSPARK_SIMULATE_ACCEPTANCE"
+"""Variable by which our worker and SGLang's own keep drafts by chance, and both the same ones."""
 GRAMMAR = "[NAME=]POLICY[:ARGUMENT][@DTYPE] [VARIABLE=VALUE ...] [SERVER FLAGS]"
 
 _HEAD = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<policy>[a-z-]+)(?::(?P<argument>[^@\s]+))?(?:@(?P<dtype>\w+))?")
@@ -50,6 +52,16 @@ class Configuration:
     def verify_len(self) -> int | None:
         """Return the drafts verified per request and step when the configuration fixes that number."""
         return int(self.argument) if self.policy == "static" and self.argument else None
+
+    @property
+    def simulated_steps(self) -> str | None:
+        """Return the rates that a server's steps follow from, if it simulates acceptance of whole blocks; else None.
+
+        A policy that verifies as many drafts as there are rates verifies whole blocks.
+        """
+        rates = self.environment.get(SIMULATED)
+        whole = self.policy in (BUILTIN, "static")
+        return rates if rates and whole and self.verify_len in (None, len(rates.split(","))) else None
 
     @property
     def policy_fields(self) -> dict[str, str | int | float] | None:

@@ -75,6 +75,7 @@ class Output:
                     "slot": slot,
                     "prompt_index": reply.prompt_index,
                     "num_tokens": reply.num_tokens,
+                    "kept": list(reply.kept),
                     "text": reply.text,
                     "sent_s": round(reply.sent_s - start_s, 5),
                     "chunks_s": [round(chunk_s - reply.sent_s, 5) for chunk_s in reply.chunks_s],

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -65,6 +66,7 @@ class SweepRow:
     plain_share: float | None  # share of the steps in which nothing was drafted
     parked_steps: int | None  # steps while speculation rested because plain steps are faster
     parked_share: float | None
+    decode_tok_s: float | None  # generated tokens of all users per second, while all of them decode
 
 
 COLUMNS = tuple(field.name for field in fields(SweepRow))
@@ -117,8 +119,34 @@ def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation) -> 
         num_requests=len(replies),
         num_tokens=num_tokens,
         num_prompt_tokens=sum(reply.num_prompt_tokens for reply in replies),
+        decode_tok_s=decode_speed(replies, cell.users),
         timestamp=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def decode_speed(replies: Sequence[Reply], users: int) -> float | None:
+    """Return the tokens per second of all users while each is between the first and the last token of an answer.
+
+    No prompt is encoded or waits in these times, so they show what decode steps take. None without any, or if the
+    server does not tell the tokens of its chunks.
+    """
+    changes = sorted(change for reply in replies if reply.tokens for change in _ends(reply))
+    edges, decoding, seconds = [], 0, 0.0
+    for (moment, change), (until, _) in pairwise(changes):
+        decoding += change
+        if decoding == users and until > moment:
+            edges += [moment, until]
+            seconds += until - moment
+    if not edges:
+        return None
+    moments = np.array([moment for reply in replies for moment in reply.chunks_s[1:]])
+    numbers = np.array([number for reply in replies for number in np.diff(reply.tokens)])
+    return float(numbers[np.searchsorted(edges, moments) % 2 == 1].sum() / seconds)
+
+
+def _ends(reply: Reply) -> tuple[tuple[float, int], tuple[float, int]]:
+    """Return when a request begins and ends to decode, with the change in the number of those that do."""
+    return (reply.chunks_s[0], 1), (reply.done_s, -1)
 
 
 def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:

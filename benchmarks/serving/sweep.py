@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -12,10 +14,11 @@ from typing import Any
 from rich.console import Console
 
 from serving.client import Reply, Sampling, ask_all
-from serving.configurations import BUILTIN, Configuration
+from serving.configurations import PLAIN, SIMULATED, Configuration
 from serving.counters import CpuTime, read_accept_length, read_counters
 from serving.fleet import Fleet
 from serving.output import Output
+from serving.profiles import record_steps
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
 from serving.row import Observation, SweepRow, make_row
 from serving.schedule import WARM_UP_ROUND, Cell, interleave, load_label, still_to_measure
@@ -43,6 +46,8 @@ class Sweep:
         num_rounds: recorded rounds per configuration and number of users.
         num_prompts: prompts per round, at least; every user gets :data:`PROMPTS_PER_USER` or more.
         server_flags: further arguments of every server.
+        together: start the servers at the same time, and measure those that start.
+        trace_steps: decode steps that all that speculates records with each number of users; 0 for none.
     """
 
     target: str
@@ -55,6 +60,8 @@ class Sweep:
     prompts: tuple[Path, ...]
     sampling: Sampling
     server_flags: tuple[str, ...]
+    together: bool = False
+    trace_steps: int = 0
 
     def servers(self, labels: set[str]) -> dict[str, LaunchedServer]:
         """Return the servers of some configurations by label, not started yet."""
@@ -74,12 +81,12 @@ class Sweep:
         Raises:
             ConfigError: it cannot run.
         """
-        if configuration.policy == BUILTIN and self.device == "cpu":
-            raise ConfigError(
-                f"--config {configuration.label}: SGLang's own worker does not run on a CPU (its cache allocation and"
-                " verification are Triton kernels); pass --device cuda, or leave it out"
-            )
         return (*configuration.server_flags(self.draft), *self.server_flags)
+
+    @property
+    def activity(self) -> str:
+        """Return what traces of steps record."""
+        return "CPU" if self.device == "cpu" else "GPU"
 
     def cells(self) -> list[Cell]:
         """Return all cells in their order, the warm-up round first."""
@@ -141,21 +148,63 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console) -> None:
         console.print(f"{len(output.measured)} cells are measured already, {open_cells} are left", highlight=False)
     servers = sweep.servers({cell.configuration.label for cell in cells})
     say = partial(console.print, highlight=False)
-    with Fleet(servers, lambda label: say(f"starting {label}")) as fleet:
+    steps = EqualSteps()
+    with Fleet(servers, lambda label: say(f"starting {label}"), together=sweep.together) as fleet:
+        for label, error in fleet.failed.items():
+            say(f"goes on without {label}: {error}")
+        cells = [cell for cell in cells if cell.configuration.label not in fleet.failed]
         for number, cell in enumerate(cells):
             chosen = round_prompts(prompts, cell.round, sweep.num_prompts_of(cell))
             row, replies = _measure(sweep, cell, chosen, fleet)
+            steps.see(cell, replies)
             if not cell.is_warm_up:
                 output.write(cell, row, replies)
             say(f"{number + 1} of {len(cells)}: {_line(row)}")
+        traced = sweep.trace_steps and [c for c in cells if c.is_warm_up and c.configuration.policy != PLAIN]
+        for cell in traced or ():
+            _trace(sweep, cell, round_prompts(prompts, 0, cell.users), fleet, folder / "traces")
+    for error in fleet.failed.values():
+        raise error
     output.finish()
+
+
+def _trace(sweep: Sweep, cell: Cell, prompts: Sequence[Prompt], fleet: Fleet, folder: Path) -> None:
+    name = re.sub(r"[^\w.-]+", "_", f"{cell.configuration.label}_{cell.users}")
+    with _as_configured(cell, fleet) as server:
+        record_steps(server, prompts, sweep.sampling, sweep.trace_steps, sweep.activity, folder / name)
+
+
+class EqualSteps:
+    """Checks that servers which verify whole blocks keep the same drafts, where acceptance is simulated.
+
+    Then they take the same steps for every request, and their times can be compared. If they do not, one of them does
+    not draw by the rule that all share, see ``dspark_kernels.acceptance.simulation``.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[str, tuple[int, ...]]] = {}
+
+    def see(self, cell: Cell, replies: Sequence[Reply]) -> None:
+        """Compare the answers of a cell with those of other servers to the same prompts.
+
+        Raises:
+            ConfigError: a request took other steps, or its server does not tell.
+        """
+        label, rates = cell.configuration.label, cell.configuration.simulated_steps
+        for place, reply in enumerate(() if rates is None else replies):
+            other, kept = self._known.setdefault((rates, cell.users, cell.round, place), (label, reply.kept))
+            if not reply.kept or kept != reply.kept:
+                raise ConfigError(
+                    f"with {load_label(cell.users)}, {label} and {other} answered prompt {reply.prompt_index} in "
+                    f"{list(reply.kept)} and {list(kept)} steps that kept 0, 1, ... drafts. Both simulate acceptance "
+                    "of whole blocks and should take the same steps, so their times cannot be compared; see that the "
+                    f"plugin is installed for both, and that {SIMULATED} has a rate for each draft of a block"
+                )
 
 
 def _measure(sweep: Sweep, cell: Cell, prompts: Sequence[Prompt], fleet: Fleet) -> tuple[SweepRow, list[Reply]]:
     configuration = cell.configuration
-    with fleet.awake(configuration.label) as server:
-        if configuration.policy_fields is not None:
-            server.post_json("/dspark/policy", configuration.policy_fields)
+    with _as_configured(cell, fleet) as server:
         _settle(server, sweep.sampling, cell.users)
         counts_before, cpu_before = read_counters(server, configuration), CpuTime.read(server.pid)
         replies = ask_all(server.url, prompts, sweep.sampling, cell.users)
@@ -165,6 +214,15 @@ def _measure(sweep: Sweep, cell: Cell, prompts: Sequence[Prompt], fleet: Fleet) 
     if counts_before is not None and counts_after is not None:
         counts = {name: counts_after[name] - counts_before[name] for name in counts_after}
     return make_row(cell, replies, Observation(cpu_time, counts, accept_length)), replies
+
+
+@contextmanager
+def _as_configured(cell: Cell, fleet: Fleet) -> Iterator[LaunchedServer]:
+    configuration = cell.configuration
+    with fleet.awake(configuration.label) as server:
+        if configuration.policy_fields is not None:
+            server.post_json("/dspark/policy", configuration.policy_fields)
+        yield server
 
 
 def _settle(server: LaunchedServer, sampling: Sampling, users: int) -> None:

@@ -10,7 +10,15 @@ from dspark_kernels.acceptance.acceptance_reference import accept_ref
 from dspark_kernels.acceptance.adjustment import Adjustment, AdjustmentTable, adjust, adjust_ref
 from dspark_kernels.acceptance.bitmasks import mask_tokens
 from dspark_kernels.acceptance.outcome import AcceptResult
-from dspark_kernels.acceptance.simulation import simulated_accept
+from dspark_kernels.acceptance.simulation import (
+    QUANTILES,
+    SPAN,
+    SimulatedDraws,
+    simulated_accept,
+    simulated_accept_ref,
+    simulated_confidence,
+    simulated_confidence_ref,
+)
 from dspark_kernels.attention.blocks import (
     BlockAttention,
     block_attention,
@@ -99,6 +107,8 @@ __all__ = [
     "LEAST_MATCH",
     "MOST_MATCH",
     "NUM_ROWS",
+    "QUANTILES",
+    "SPAN",
     "USUAL",
     "AcceptResult",
     "Adjustment",
@@ -129,6 +139,7 @@ __all__ = [
     "SamplingBatch",
     "SecondTexts",
     "Shortlist",
+    "SimulatedDraws",
     "StateRows",
     "StepRequests",
     "VerifyRows",
@@ -191,6 +202,9 @@ __all__ = [
     "silu_mul",
     "silu_mul_ref",
     "simulated_accept",
+    "simulated_accept_ref",
+    "simulated_confidence",
+    "simulated_confidence_ref",
     "suffix_match",
     "suffix_match_ref",
     "target_probs",

@@ -25,6 +25,7 @@ from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.engine.scheduler.measure_steps import Stepper
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
+from sglang_dspark.engine.scheduler.simulated import SimulatedAcceptance
 from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
@@ -59,7 +60,7 @@ class DSparkWorker(SpecWorkerBase):
         calibration = self.drafter.calibration(self.options, self.max_verify)
         self.schedule = Schedule(self.options, self.max_verify, calibration, self.device, lag)
         forward = partial(run_verify, self.target_worker)
-        self.eager = EagerExecutor(self.drafter, self.schedule, forward, self.agreement, self.acceptance_profile())
+        self.eager = EagerExecutor(self.drafter, self.schedule, forward, self.agreement)
         self.executors = ExecutorSelector(self.eager)
         asked = partial(BatchOptions.of, max_verify=self.max_verify, speculates=self.drafter.drafts_for)
         self.request_options = CachedByBatch(asked)
@@ -81,19 +82,14 @@ class DSparkWorker(SpecWorkerBase):
             candidates=self.candidates,
         )
 
-    def acceptance_profile(self) -> torch.Tensor | None:
-        """Return [gamma] float64 probabilities by which drafts are kept whatever the target says; None to ask it."""
-        profile = self.options.acceptance_profile(self.drafter.gamma)
-        if profile is None:
-            return None
-        logger.warning("DSPARK: acceptance is simulated (%s): texts mean nothing, step times do", profile)
-        return torch.tensor(profile, dtype=torch.float64, device=self.device)
-
     def allocate_draft_cache(self, num_slots: int) -> DraftCache | None:
         return self.drafter.allocate(num_slots, self.target_worker.model_runner.dtype)
 
     def prepare_to_serve(self) -> None:
         runner = self.target_worker.model_runner
+        if (rates := self.options.acceptance_profile(self.drafter.gamma)) is not None:
+            simulated = SimulatedAcceptance(rates, runner)
+            self.parts, self.eager.draws = (*self.parts, simulated), simulated.draws
         self.control = StepControl(self.schedule, self.agreement, self.parts, self.on_gpu)
         words = most_words(int(runner.req_to_token_pool.size), self.max_verify, self.drafter.gamma)
         self.copies = PackedCopies(words, self.device)

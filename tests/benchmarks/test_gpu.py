@@ -2,20 +2,25 @@
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 import time
 from functools import cache
 
 import gpu
+import pandas as pd
 import pytest
 from click.testing import CliRunner
-from gpu import CONTEXTS, PARTS, ROOT, STOPPED, Part, Setting
+from golden_server import RANDOM_LENGTHS, sitecustomized
+from gpu import PARTS, QUARTER, ROOT, STOPPED, Part, Setting
 from serving.configurations import parse_configurations
+from tables import equal_draws
 
 
-def setting(output, *, builtin=False):
+def setting(output, *, rehearses=False):
     pair = ("--target", str(ROOT), "--draft", str(ROOT), "--prompts", str(ROOT / "README.md"))
-    return Setting(pair, output, builtin)
+    return Setting(pair, output, rehearses)
 
 
 @cache
@@ -39,34 +44,60 @@ def parse(command, words):
 
 @pytest.mark.parametrize("name", list(PARTS))
 def test_every_command_can_be_parsed(name, tmp_path):
-    for context in CONTEXTS:
-        (tmp_path / f"context_{context}").mkdir()
-    for builtin in (False, True):
-        commands = PARTS[name].commands(setting(tmp_path, builtin=builtin))
+    (tmp_path / "traces").mkdir()
+    for rehearses in (False, True):
+        commands = PARTS[name].commands(setting(tmp_path, rehearses=rehearses))
         assert commands
         for python, script, *words in commands:
             assert python == sys.executable
             if script == "-m":
-                assert words[0] in ("pytest", "sglang.benchmark.one_batch_server")
+                assert words[0] == "pytest"
                 assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
                 continue
             options = parse(click_command(ROOT / script), words)
-            assert options.get("device", "cuda") == "cuda"
-            configurations = parse_configurations(options.get("configs", ["plain"]), "bfloat16")
-            assert any(c.policy == "builtin" for c in configurations) <= builtin
+            assert options.get("device", "cuda") == "cuda" or rehearses
+            parse_configurations(options.get("configs", ["plain"]), "bfloat16")
 
 
-def test_sglangs_own_keeps_as_many_drafts_as_ours(tmp_path):
-    commands = PARTS["shape"].commands(setting(tmp_path, builtin=True))
-    assert len(commands) == 1 + 4 + 2
-    (given,) = {word for command in commands for word in command if word.startswith("builtin")}
-    assert given == "builtin SGLANG_SIMULATE_ACC_LEN=4.63"
-    ours = next(word for word in commands[1] if word.startswith("static7="))
-    kept, length = 1.0, 1.0
-    for probability in map(float, ours.split()[-1].split(",")):
-        kept *= probability
-        length += kept
-    assert length == pytest.approx(4.63, abs=0.005)
+def test_a_quarter_of_an_hour_is_enough():
+    assert sum(PARTS[name].minutes for name in QUARTER) <= 14
+
+
+@pytest.mark.parametrize("name", ["chat", "long"])
+def test_both_workers_draw_by_the_same_rates(name, tmp_path):
+    commands = PARTS[name].commands(setting(tmp_path))
+    (swept,) = [parse(click_command(ROOT / words[1]), words[2:]) for words in commands if "sweep_c" in words[1]]
+    configurations = parse_configurations(swept["configs"], "bfloat16")
+    rates = {c.label: c.simulated_steps for c in configurations}
+    assert rates["static7"] == rates["builtin"] is not None and rates["auto"] is rates["plain@bfloat16"] is None
+    assert swept["max_tokens"] == 512 and swept["together"]
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_quarter_of_an_hour_rehearsed(tmp_path):
+    """From end to end on a CPU, with a tiny pair, where the tests' stand-ins let SGLang's own worker serve."""
+    pair = [*("--target", str(ROOT), "--draft", str(ROOT)), *("--prompts", str(ROOT / "README.md"))]
+    command = [sys.executable, "benchmarks/gpu.py", *pair, "--only", ",".join(QUARTER), "--rehearse"]
+    stand_ins = {"SGLANGS_OWN_ON_A_CPU": "1", **sitecustomized(RANDOM_LENGTHS), "SGLANG_USE_CPU_ENGINE": "1"}
+    told = {"cwd": ROOT, "env": os.environ | stand_ins, "capture_output": True, "text": True}
+    ended = subprocess.run([*command, "--output", str(tmp_path)], check=False, **told)
+    logs = "".join((tmp_path / f"{name}.log").read_text()[-3000:] for name in QUARTER)
+    assert ended.returncode == 0, ended.stdout + ended.stderr + logs
+    order = json.loads((tmp_path / "order.json").read_text())
+    assert [(name, order[name]["status"]) for name in QUARTER] == [(name, "ok") for name in QUARTER]
+    for part in ("chat", "long"):
+        frame = pd.read_csv(tmp_path / part / "sweep.csv")
+        assert len(frame) == 3 * 2 * 2 and frame["decode_tok_s"].notna().any()
+        traces = {path.parent.name for path in (tmp_path / part / "traces").rglob("*.trace.json.gz")}
+        assert traces == {f"{name}_{users}" for name in ("static7", "auto", "builtin") for users in (1, 2)}
+    assert set(pd.read_csv(tmp_path / "engines" / "sweep.csv")["policy"]) == {"auto", "builtin"}
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "h200").symlink_to(tmp_path)
+    rows = equal_draws(tmp_path / "results").splitlines()
+    assert [row.split(" | ")[:3] for row in rows[2:6]] == [
+        ["| chat", "100", "1"], ["| chat", "100", "2"], ["| mixed", "4000", "1"], ["| mixed", "4000", "2"],
+    ]  # fmt: skip
 
 
 @pytest.fixture

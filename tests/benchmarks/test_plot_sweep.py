@@ -99,4 +99,4 @@ def test_report_has_all_parts(tmp_path):
     for title in ("Speed", "Latency", "Speculation", "Where the numbers come from"):
         assert f"\n## {title}\n" in page
     assert "python sweep.py <&>" in page and "max_tokens 96" in page
-    assert re.search(r"\| 1 user \| auto \| 40.0 \| 40.0 \| - \| 2\.00 \| plain \| 2\.00 to 2\.00 \|", page)
+    assert re.search(r"\| 1 user \| auto \| 40.0 \| - \| 40.0 \| - \| 2\.00 \| plain \| 2\.00 to 2\.00 \|", page)

@@ -1,7 +1,5 @@
 """Pairs of a shape: as large as the released ones, and served without weights."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from shape_pair import SHAPES, write_pair
@@ -10,21 +8,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from sglang_dspark.draft.formats import read_config
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
-
-TINY = replace(
-    SHAPES["qwen3-4b"],
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=1000,
-    target_layer_ids=(0, 2),
-    draft_layers=2,
-    block_size=3,
-    markov_rank=16,
-)
 
 
 # Millions of weights, as published: of the target, and of the drafter without the embedding and the LM head.
@@ -42,7 +25,7 @@ def test_a_shape_has_the_published_number_of_weights(tmp_path):
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_a_pair_is_served_without_weights(tmp_path):
-    write_pair(TINY, tmp_path)
+    write_pair(SHAPES["tiny"], tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
     assert tokenizer.decode(tokenizer.encode("Größe 12 {x}")) == "Größe 12 {x}"
     flags = (
@@ -56,4 +39,4 @@ def test_a_pair_is_served_without_weights(tmp_path):
         stats = server.get_json("/dspark/stats")
     assert answer["usage"]["completion_tokens"] == 40
     assert answer["choices"][0]["message"]["content"].strip()
-    assert stats["accept_length"] == 4.0  # of the block of three and the bonus token, in every step
+    assert stats["accept_length"] == 8.0  # of the block of seven and the bonus token, in every step

@@ -62,9 +62,22 @@ def test_command_sums_all_traces_of_a_folder(tmp_path):
     assert result.exit_code == 0, result.output
     summaries = json.loads((tmp_path / "steps.json").read_text())["traces"]
     assert [(each["trace"], each["first_kernel"]) for each in summaries] == [
-        ("1.trace.json.gz", "_plan_kernel"),
-        ("2.trace.json.gz", "_plan_kernel"),
+        ("deep/1.trace.json.gz", "_plan_kernel"),
+        ("deep/2.trace.json.gz", "_plan_kernel"),
     ]
+
+
+def test_a_trace_without_steps_hides_no_other(tmp_path):
+    """Steps of SGLang's own worker begin with a kernel that ours have later, if they have it."""
+    of_another_engine().save(tmp_path / "1.trace.json.gz")
+    tape = of_another_engine()
+    for event in tape.events:
+        event["name"] = {"_plan_kernel": "_simulated_accept_kernel"}.get(event["name"], event["name"])
+    tape.save(tmp_path / "2.trace.json.gz")
+    result = CliRunner().invoke(step_trace.main, [str(tmp_path)])
+    assert result.exit_code == 1 and "1.trace.json.gz: no complete decode step" in result.output
+    (summary,) = json.loads((tmp_path / "steps.json").read_text())["traces"]
+    assert (summary["first_kernel"], summary["steps"]) == ("_simulated_accept_kernel", 3)
 
 
 def test_command_says_that_there_is_no_trace(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 from fake_engine import FakeEngine, served
-from serving.client import ReplyError, Sampling, ask_all, request_body
+from serving.client import ReplyError, Sampling, ask_all
 from serving.prompts import Prompt
 
 PROMPTS = [Prompt(index, f"prompt {index}") for index in range(7)]
@@ -28,6 +28,7 @@ def test_times_and_tokens_of_a_reply():
         (reply,) = ask_all(url, [Prompt(4, "one two three")], GREEDY, users=1)
     assert reply.num_tokens == 4 and reply.num_prompt_tokens == len("one two three")
     assert len(reply.chunks_s) == 3 and len(reply.gaps_s) == 2  # neither the role nor the finish reason is text
+    assert (reply.tokens, reply.kept) == ((1, 2, 3), (1, 2))
     assert reply.sent_s < reply.chunks_s[0] <= reply.chunks_s[1] <= reply.chunks_s[2] <= reply.done_s
     assert reply.tpot_s == pytest.approx((reply.done_s - reply.chunks_s[0]) / 3)
 
@@ -35,11 +36,3 @@ def test_times_and_tokens_of_a_reply():
 def test_refused_request_fails_the_round_with_the_message_of_the_server():
     with served(FakeEngine()) as url, pytest.raises(ReplyError, match=r"HTTP 400.*too long"):
         ask_all(url, [*PROMPTS, Prompt(9, "refused")], GREEDY, users=2)
-
-
-def test_spread_answers_have_lengths_of_their_prompts():
-    sampling = Sampling(max_tokens=100, temperature=0, spread=0.5)
-    asked = [request_body(Prompt(index, "a"), sampling)["max_tokens"] for index in range(200)]
-    assert asked == [request_body(Prompt(index, "b"), sampling)["max_tokens"] for index in range(200)]
-    assert 50 <= min(asked) < 60 and 140 < max(asked) <= 150
-    assert 95 < sum(asked) / len(asked) < 105

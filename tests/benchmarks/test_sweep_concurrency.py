@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pandas as pd
 import psutil
@@ -63,6 +64,10 @@ class FakeServer:
     def post_json(self, path, body):
         assert path == "/dspark/policy"
         self.policies.append(body)
+
+    def post(self, path, body):
+        assert path == "/start_profile" and body["num_steps"] == 3 and body["activities"] == ["CPU"]
+        (Path(body["output_dir"]) / "TP-0.trace.json.gz").write_bytes(b"")
 
     def log_tail(self):
         return "last words"
@@ -140,6 +145,38 @@ def test_a_server_settles_on_answers_that_are_not_recorded(sweep):
     assert engine.flushes == 4
     requests = (output / "requests.jsonl").read_text()
     assert sweep_module.SETTLE_PROMPT.text not in requests and len(requests.splitlines()) == 2 + 4
+
+
+def test_servers_of_equal_rates_take_equal_steps_or_the_sweep_ends(sweep):
+    """Whole blocks alone: other lengths, and other rates, take others."""
+    rates = "SGLANG_DSPARK_SIMULATE_ACCEPTANCE=0.9,0.8,0.7"
+    whole = ("--config", f"a=static:3 {rates}", "--config", f"b=builtin {rates}", "--device", "cuda")
+    others = ("--config", f"c=static:2 {rates}", "--config", f"d=auto {rates}", "--config", f"e=static:3 {rates},0.6")
+    numbers = ("--draft", "folder/draft", "--num-prompts", "1", "--rounds", "1", "--concurrency", "1")
+    result, output = sweep(*whole, *others, *numbers)
+    assert result.exit_code == 0, result.output
+    assert json.loads((output / "requests.jsonl").read_text().splitlines()[0])["kept"] == [1, 2]
+
+    class Drawing(FakeEngine):
+        async def complete(self, request):
+            self.kept = [1, len(self.bodies)]
+            return await super().complete(request)
+
+    (output / "sweep.csv").unlink()
+    result, _ = sweep(*whole, *numbers, engine=Drawing())
+    assert result.exit_code == 1
+    said = " ".join(result.output.split())
+    assert "with 1 user, " in said and "their times cannot be compared" in said and not (output / "report.md").exists()
+
+
+def test_what_speculates_records_steps_of_all_users(sweep):
+    """After the cells: of each load, with as many users as it has."""
+    engine = FakeEngine()
+    options = ("--config", "plain", "--config", "s=static:3", "--draft", "d", "--num-prompts", "2", "--rounds", "1")
+    result, output = sweep(*options, "--concurrency", "1,3", "--trace-steps", "3", "--together", engine=engine)
+    assert result.exit_code == 0, result.output
+    traces = {path.parent.name for path in output.rglob("*.trace.json.gz")}
+    assert traces == {"s_1", "s_3"} and engine.most_running == 3
 
 
 TWO = ("--config", "plain", "--config", "static:3", "--draft", "folder/draft", "--num-prompts", "2")

@@ -87,6 +87,18 @@ def test_a_server_that_does_not_start_leaves_no_other_behind():
     assert servers["a"].ended_by_itself
 
 
+def test_servers_that_start_together_do_without_one_that_fails():
+    servers = {name: Unstartable() if name in "bc" else FakeServer() for name in "abcd"}
+    started = []
+    with Fleet(servers | {"again": servers["b"]}, started.append, together=True) as fleet:
+        assert fleet.failed.keys() == {"b", "c", "again"} and sorted(started) == [*"abcd"]
+        with fleet.awake("d") as server:
+            assert servers["a"].becomes(suspended=True) and server.becomes(suspended=False)
+    assert servers["a"].ended_by_itself and servers["d"].ended_by_itself
+    with pytest.raises(LaunchError, match="no room"), Fleet({"b": Unstartable()}, together=True):
+        pytest.fail("none started")
+
+
 def test_failed_request_shows_the_log_and_servers_are_stopped(servers):
     with pytest.raises(LaunchError, match=r"(?s)b: refused.*last words"), Fleet(servers) as fleet, fleet.awake("b"):
         raise ReplyError("refused")

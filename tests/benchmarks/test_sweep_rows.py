@@ -11,7 +11,7 @@ from serving.configurations import Configuration
 from serving.counters import CpuTime
 from serving.output import Output
 from serving.results import over_rounds, read_sweep
-from serving.row import COLUMNS, Observation, make_row
+from serving.row import COLUMNS, Observation, decode_speed, make_row
 from serving.schedule import Cell
 
 CELL = Cell(Configuration("s3", "static", "3", "float32"), 2, 5, 1)
@@ -51,6 +51,17 @@ def test_row_of_a_round():
     assert (row.ttft_p50_ms, row.tpot_p50_ms) == pytest.approx((750, 625))
     assert (row.parked_steps, row.parked_share) == (2, pytest.approx(2 / 3))
     assert (row.num_requests, row.num_tokens, row.num_prompt_tokens) == (2, 13, 10)
+
+
+def test_speed_while_all_users_decode():
+    """From 11.0 to 12.5 both do: what has arrived by then after 11.0; and none if the server does not tell."""
+    first, second = REPLIES
+    told = [replace(first, tokens=(1, 3, 6)), replace(second, tokens=(2, 4))]
+    third = replace(second, sent_s=12.5, chunks_s=(13.0, 13.5, 14.5), done_s=15.0, tokens=(1, 6, 9))
+    assert decode_speed(told, 2) == pytest.approx(3 / 1.5)
+    # Again from 13.0 to 14.0, when a chunk of the third arrives.
+    assert decode_speed([*told, third], 2) == pytest.approx((3 + 5) / 2.5)
+    assert decode_speed(told, 3) is decode_speed(REPLIES, 2) is None
 
 
 def test_schema_starts_with_the_columns_that_others_rely_on():

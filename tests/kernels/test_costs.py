@@ -6,16 +6,17 @@ Tensors of the device "meta" have no values, so any attempt to read one raises.
 import pytest
 import torch
 from dspark_kernels import (
-    AcceptResult,
+    QUANTILES,
     DraftBlock,
     DraftHeads,
     RoundKeys,
     SamplingBatch,
+    SimulatedDraws,
     Windows,
     accept_ref,
     draft_block_ref,
     draw,
-    simulated_accept,
+    simulated_accept_ref,
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -48,16 +49,15 @@ class Step:
         lens, indptr = ints(BS) + GAMMA, torch.arange(BS + 1, device=device) * (GAMMA + 1)
         block = DraftBlock(ints(BS, GAMMA), floats(BS, GAMMA, VOCAB) + 1 / VOCAB, copied=floats(BS, GAMMA) > 0)
         empty = DraftBlock(ints(BS, 0), floats(BS, 0, VOCAB), copied=floats(BS, 0) > 0)
-        judged = AcceptResult(ints(BS), ints(BS), ints(BS, GAMMA + 1), ints(BS))
         of_drafts = floats(BS, GAMMA, VOCAB), floats(BS, GAMMA, 2), ints(BS), DraftHeads()
         windows, nothing, logits = Windows(lens, indptr), Windows(ints(BS), indptr), floats(BS * (GAMMA + 1), VOCAB)
-        profile = floats(GAMMA).double()
+        draws = SimulatedDraws(ints(BS), floats(GAMMA, QUANTILES))
         self.calls = {
             "draw": lambda: draw(logits[:BS], *self.batch),
             "draft": lambda: draft_block_ref(*of_drafts, *self.batch).tokens,
             "accept": lambda: accept_ref(block, windows, logits, lens, *self.batch).out_tokens,
             "accept nothing": lambda: accept_ref(empty, nothing, logits, lens, *self.batch).out_tokens,
-            "simulate": lambda: simulated_accept(judged, ints(BS, GAMMA), lens, profile).out_tokens,
+            "simulate": lambda: simulated_accept_ref(draws, ints(BS), lens, ints(BS, GAMMA), lens, lens).out_tokens,
         }
 
 

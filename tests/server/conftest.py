@@ -120,7 +120,7 @@ FOUR = "--max-running-requests 4"
 THINKING = "--reasoning-parser qwen3 --enable-strict-thinking"
 # Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.
 PARALLEL = f"--tp-size 2 {FOUR} --speculative-dspark-block-size 3"
-PROFILE = "1,0.5,0.75,0"  # the rest as the last
+RATES = "0.9,0.6,0.8,0.7"  # the rest as the last
 # If a schema allows whitespace, the golden target writes nothing else.
 TERSE = "--constrained-json-disable-any-whitespace"
 PIECES = partial(_tokenizer, save_piece_tokenizer)
@@ -199,7 +199,15 @@ SERVERS: dict[str, Recipe] = {
     # A quantised target of which a row's result depends on the whole batch.
     "plain_int8_batch": Recipe(model=OF_BATCHES),
     "int8_batch": Recipe((*DSPARK, FOUR), model=OF_BATCHES, env=emulated_graphs()),
-    "simulated": Recipe((*DSPARK, f"--load-format dummy --speculative-dspark-simulate-acceptance {PROFILE}")),
+    # Random weights, whose drafts are kept by the same draws, by our worker and by SGLang's own.
+    "simulated": Recipe(
+        (*DSPARK, FOUR, f"--load-format dummy --speculative-dspark-simulate-acceptance {RATES}"), env=emulated_graphs()
+    ),
+    "simulated_builtin": Recipe(
+        (*DSPARK, "--load-format dummy"),
+        env={**own_worker("builtin"), "SGLANG_DSPARK_SIMULATE_ACCEPTANCE": RATES},
+        forked=False,
+    ),
     "plain_adapters": Recipe([partial(adapter_flags, backend=LORA)]),
     # In a pool that is too small for sixteen requests.
     "adapters": Recipe((_published("ModelOpt"), partial(adapter_flags, backend=LORA), f"{CROWDED} 700")),

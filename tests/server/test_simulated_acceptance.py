@@ -1,55 +1,67 @@
-"""A server of random weights that accepts by chance. Without a server: tests/worker/test_graph_executors.py."""
+"""Servers of random weights that keep drafts by chance: ours, replayed as on a GPU, and SGLang's own worker."""
 
 from __future__ import annotations
 
+from array import array
 from itertools import pairwise
+from zlib import crc32
 
 import pytest
-from golden_server import generate, policy
+import torch
+from dspark_kernels import SimulatedDraws, simulated_accept
+from golden_server import generate, policy, prompts
 
+from sglang_dspark.calibration.acceptance_law import acceptance_law
 from sglang_dspark.tools.launch import LaunchedServer
 
 pytestmark = pytest.mark.thorough
-PROFILE = (1.0, 0.5, 0.75, 0.0, 0.0, 0.0, 0.0)
+RATES = (0.9, 0.6, 0.8, 0.7, 0.7, 0.7, 0.7)
+PROMPTS = prompts(9, seed=5)
 
 
-def accepted_by(server: LaunchedServer, temperature: float, max_new_tokens: int) -> list[list[int]]:
-    """Drafts accepted in the rounds of two requests at a time, whose answers are checked to be made of them."""
-    parameters = {"temperature": temperature, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    body = {"input_ids": [5, 6, 7], "sampling_params": parameters, "speculation": {"trace": True}}
-    accepted = []
-    for answer in generate(server, [body] * 2, 2):
+def answers(server: LaunchedServer, **given):
+    parameters = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+    bodies = [{"input_ids": prompt, "sampling_params": parameters, **given} for prompt in PROMPTS]
+    return generate(server, bodies, 4)
+
+
+def steps_of(answer):
+    """Return how many steps a request took, and how many of these kept 0, 1, ... drafts."""
+    return answer["meta_info"]["spec_verify_ct"], answer["meta_info"]["spec_correct_drafts_histogram"]
+
+
+def test_both_workers_take_the_same_steps(simulated, simulated_builtin):
+    """Of each request, whoever shares its steps."""
+    with policy(simulated, "static"):
+        ours = [steps_of(answer) for answer in answers(simulated)]
+    own = [steps_of(answer) for answer in answers(simulated_builtin)]
+    assert ours == own
+    assert len({steps for steps, _ in own}) > 2  # requests end apart
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "most"), [("static", {}, 7), ("static", {"verify_len": 2}, 2), ("auto", {}, 7)]
+)
+def test_drafts_are_kept_by_key_and_position(simulated, name, fields, most):
+    with policy(simulated, name, **fields):
+        found = answers(simulated, speculation={"trace": True})
+    law = torch.from_numpy(acceptance_law(RATES))
+    for prompt, answer in zip(PROMPTS, found, strict=True):
         ids, trace = answer["output_ids"], answer["meta_info"]["dspark_trace"]
-        assert len(ids) == max_new_tokens
-        accepted.append([])
+        draws = SimulatedDraws(torch.tensor([crc32(array("q", prompt).tobytes())]), law)
         starts = [place for place, entry in enumerate(trace) if entry is not None]
+        assert len(ids) == 40 and len(starts) > 4
         # The last round may run past the tokens that were asked for.
         for start, end in pairwise(starts):
             entry = trace[start]
-            assert end - start == entry["accepted"] + 1
-            assert ids[start : end - 1] == entry["draft"][: entry["accepted"]]
-            accepted[-1].append(entry["accepted"])
-    return accepted
+            assert ids[start : end - 1] == entry["draft"][: entry["accepted"]] and end - start == entry["accepted"] + 1
+            anchor = torch.tensor([len(prompt) + start - 1])
+            row, block = torch.zeros(1, dtype=torch.int64), torch.zeros((1, 7), dtype=torch.int64)
+            kept = simulated_accept(draws, row, anchor, block, row).accept_lens
+            assert entry["accepted"] == min(int(kept), entry["verified"]) and entry["verified"] <= most
 
 
-def test_drafts_are_accepted_by_the_profile(simulated):
-    """Kept as often as they should be: ``tests/kernels/test_simulation.py``."""
-    with policy(simulated, "static"):
-        accepted = accepted_by(simulated, temperature=0, max_new_tokens=40)
-    assert {count for counts in accepted for count in counts} <= {1, 2, 3}
-    # Every round has noise of its own.
-    assert any(len(set(counts)) > 1 for counts in accepted)
-
-
-def test_nothing_is_accepted_that_was_not_verified(simulated):
-    """The same for sampled requests."""
-    with policy(simulated, "static", verify_len=1):
-        accepted = accepted_by(simulated, temperature=1, max_new_tokens=7)
-    assert {count for counts in accepted for count in counts} == {1}
-
-
-def test_simulated_acceptance_is_announced(simulated):
-    assert simulated.get_json("/dspark/capabilities")["simulated_acceptance"] == [*PROFILE]
-    log = simulated.log_path.read_text()
-    assert "acceptance is simulated" in log
-    assert "with random weights" in log
+def test_simulated_acceptance_is_announced(simulated, simulated_builtin):
+    assert simulated.get_json("/dspark/capabilities")["simulated_acceptance"] == [*RATES]
+    for server in (simulated, simulated_builtin):
+        assert "acceptance is simulated" in server.log_path.read_text()

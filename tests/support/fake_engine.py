@@ -12,7 +12,7 @@ class FakeEngine:
     """Streams every prompt back word by word, and notes how it was asked."""
 
     def __init__(self):
-        self.bodies, self.running, self.most_running, self.flushes = [], 0, 0, 0
+        self.bodies, self.running, self.most_running, self.flushes, self.kept = [], 0, 0, 0, [1, 2]
 
     async def complete(self, request):
         body = await request.json()
@@ -25,9 +25,14 @@ class FakeEngine:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         words = text.split()
-        for event in self._events(request.path, words):
+        for number, event in enumerate(self._events(request.path, words)):
+            if body["stream_options"]["continuous_usage_stats"]:
+                event["usage"] = {"completion_tokens": number, "prompt_tokens": len(text)}
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             await asyncio.sleep(0.002)
+        if body["return_spec_tokens_details"]:
+            details = {"spec_tokens_details": {"spec_correct_drafts_histogram": self.kept}}
+            await response.write(b"data: " + json.dumps({"choices": [], "sglext": details}).encode() + b"\n\n")
         usage = {"completion_tokens": len(words) + 1, "prompt_tokens": len(text)}
         await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")

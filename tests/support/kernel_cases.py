@@ -12,6 +12,7 @@ import torch
 from acceptance_cases import make_case
 from draft_heads import as_weights, draft_heads
 from dspark_kernels import (
+    QUANTILES,
     Adjustment,
     AdjustmentTable,
     CommitRows,
@@ -20,6 +21,7 @@ from dspark_kernels import (
     PreparedStep,
     RoundKeys,
     SamplingBatch,
+    SimulatedDraws,
     StepRequests,
     VerifyRows,
 )
@@ -276,6 +278,28 @@ def accept(form, made):
         block.tokens[behind], scores[behind], log_norms[behind] = -1, made.fill, made.fill
     logits = torch.cat([logits, made.rand(4, 111, real=0)])
     return [part[:5] for part in vars(form(block, windows, logits, prefix_lens, rows, found.keys)).values()]
+
+
+def draws_of(made, gamma):
+    """Draws, and five requests of these, two of them padding."""
+    law = torch.rand(gamma, QUANTILES, generator=torch.Generator().manual_seed(2)).sort(dim=1).values
+    keys = [2**32 - 1, 0, 77, 2**31, 5]
+    draws = SimulatedDraws(made.ints(keys), law.to(made.device))
+    return draws, made.numbers(5, most=5), made.spoilt(made.ints([0, 15, 2**31, 900, 31]), 3)
+
+
+@case((7,), (1,), (0,), (8,))
+def simulated_accept(form, made, gamma):
+    """Whole blocks, and the first drafts of each, which are a part of a wider buffer."""
+    given, drafts = draws_of(made, gamma), made.numbers(5, gamma + 3, most=900, real=3)[:, :gamma]
+    bonus, lens = made.numbers(5, most=900, real=3), made.numbers(5, most=gamma + 1, real=3)
+    outcomes = form(*given, drafts, bonus), form(*given, drafts, bonus.int(), lens.int())
+    return [part[:3] for outcome in outcomes for part in vars(outcome).values()]
+
+
+@case((7,), (1,), tolerance={torch.float32: {"atol": 2e-6, "rtol": 2e-6}})
+def simulated_confidence(form, made, gamma):
+    return [form(*draws_of(made, gamma), gamma)[:3]]
 
 
 @case(in_place=True)

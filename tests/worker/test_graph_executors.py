@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from dspark_kernels import ASKED_ROWS, NUM_ROWS, USUAL, DraftBlock, SecondTexts
+from dspark_kernels import (
+    ASKED_ROWS,
+    NUM_ROWS,
+    QUANTILES,
+    USUAL,
+    DraftBlock,
+    SecondTexts,
+    SimulatedDraws,
+    simulated_accept,
+    simulated_confidence,
+)
 from golden_server import CASES
 from graph_loop import GraphLoop, prompts_of
 from random_drafter import random_drafter
@@ -201,14 +211,24 @@ def weigh_all(loop):
     loop.schedule.forecast.renew()
 
 
-def test_simulated_acceptance_has_new_noise_in_every_step(monkeypatch):
-    """Launched and replayed."""
-    torch.manual_seed(0)
-    for loop in (StageLoop(schedule="static"), GraphLoop(monkeypatch, [4], schedule="static")):
-        loop.eager.profile = torch.tensor([1.0, 0.5, *[0.0] * 5], dtype=torch.float64)
+@pytest.mark.parametrize("schedule", ["static", "threshold"])
+def test_simulated_acceptance_follows_from_key_and_position(monkeypatch, schedule):
+    """Launched and replayed, and whatever was verified before; confidences are its probabilities."""
+    law = torch.linspace(0, 1, QUANTILES).expand(7, -1).contiguous()
+    draws = SimulatedDraws(torch.tensor([5, 77, 2**31]), law)
+    rows, limit = torch.arange(3), 0.5
+    options = {"schedule": schedule, **({"confidence_threshold": limit} if schedule == "threshold" else {})}
+    for loop in (StageLoop(**options), GraphLoop(monkeypatch, [4], **options)):
+        loop.eager.draws = draws
         loop.serve(prompts_of(loop), NUM_TOKENS)
-        assert {accepted for trace in loop.traces for *_, accepted in trace} == {1, 2}
-    assert all(loop.replayed)
+        for request, trace in enumerate(loop.traces):
+            for start, _, drafts, accepted in trace:
+                row, place = rows[request : request + 1], torch.tensor([start])
+                kept = simulated_accept(draws, row, place, torch.tensor([drafts]), place).accept_lens
+                sure = simulated_confidence(draws, row, place, 7).sigmoid()[0] >= limit
+                verified = int(sure.long().cumprod(0).sum()) if schedule == "threshold" else 7
+                assert accepted == min(int(kept), verified)
+    assert all(loop.replayed) == (schedule == "static")
 
 
 def test_every_switch_of_a_drafter_is_replayed(monkeypatch, tmp_path):

@@ -45,6 +45,7 @@ class Purpose(IntEnum):
     RESIDUAL = 2  # the correction after a rejection
     BONUS = 3  # the token after a fully accepted block, or a plain decode step
     SEEDED = 4  # exponential noise of requests that bring their own seed
+    SIMULATED = 5  # whether a draft is kept that no target judges
 
 
 def signed64(value: int) -> int:

@@ -9,7 +9,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.hook_checks import Moment
 
-Where = Literal["flags", "front_end", "routes", "children", "any_worker", "scheduler", "cuda", "cpu"]
+Where = Literal["flags", "front_end", "routes", "children", "any_worker", "scheduler", "cuda", "cpu", "simulated"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Hook:
             the first, which are not told what they are: the one that makes text of tokens, the one that starts
             replicas, and schedulers.
             ``scheduler``: that of our worker, on ``cuda`` or ``cpu`` as well. ``any_worker``: that of whatever worker
-            decodes.
+            decodes. ``simulated``: every one of a server whose environment simulates acceptance.
         reason: why SGLang has to be patched there.
         by: the moment by which SGLang must have called it.
     """

@@ -11,6 +11,7 @@ import logging
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
+from sglang_dspark.config import option_text
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.hook_checks import Moment, expect_called
 from sglang_dspark.engine.launch.hook import Hook, Where
@@ -194,9 +195,10 @@ HOOKS: tuple[Hook, ...] = (
 
 
 def register_flags() -> None:
-    """Hand the hooks of the command line to SGLang, which applies them after the plugin's entry point returns."""
+    """Hand SGLang the hooks that are there before DSPARK is selected; it applies them when its plugins are loaded."""
+    simulated = option_text("simulate_acceptance", {}) is not None
     for hook in all_hooks():
-        if hook.where == "flags":
+        if hook.where == "flags" or (simulated and hook.where == "simulated"):
             HookRegistry.register(hook.target, hook.load_handler(), hook.kind)
 
 

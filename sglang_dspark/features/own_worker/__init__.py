@@ -1,6 +1,7 @@
 """SGLang's own worker under our schedule, which decides what is verified, and whether anything is drafted.
 
-``server.py`` is its start, ``driver.py`` decides and learns, ``step.py`` is one step.
+``server.py`` is its start, ``driver.py`` decides and learns, ``step.py`` is one step. By ``common_draws.py`` the worker
+as it comes accepts what ours accepts in simulations.
 """
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -97,6 +98,38 @@ FEATURE = Feature(
             "features.own_worker.handlers.observe",
             "any_worker",
             "there the schedule learns what became of the drafts",
+        ),
+        Hook(
+            "start-simulation",
+            f"{_OWN}.dspark_worker_v2.DSparkWorkerV2.init_cuda_graphs",
+            HookType.AFTER,
+            "features.own_worker.common_draws.start",
+            "simulated",
+            "both workers shall keep the same drafts where their times are compared",
+        ),
+        Hook(
+            "note-simulated-prompts",
+            f"{_OWN}.dspark_worker_v2.DSparkWorkerV2._forward_prefill",
+            HookType.BEFORE,
+            "features.own_worker.common_draws.before_prefill",
+            "simulated",
+            "which drafts are kept follows from the prompt",
+        ),
+        Hook(
+            "note-simulated-step",
+            f"{_OWN}.dspark_worker_v2.DSparkWorkerV2._forward_decode",
+            HookType.BEFORE,
+            "features.own_worker.common_draws.before_decode",
+            "simulated",
+            "acceptance is not told whose drafts it judges",
+        ),
+        Hook(
+            "simulate-own-acceptance",
+            f"{_OWN}.dspark_verify.build_accept_outs",
+            HookType.AROUND,
+            "features.own_worker.common_draws.accept",
+            "simulated",
+            "SGLang's own simulation keeps as many drafts of every request",
         ),
     ),
     other_server="server.ScheduledServer",

@@ -102,11 +102,11 @@ class CapturedSteps:
         )
 
     def _capture_draft(self, capture: Capture, slots: int, *, sampled: bool) -> None:
-        drafter, forecast, buffers = self.eager.drafter, self.eager.schedule.forecast, self.buffers
+        eager, forecast, buffers = self.eager, self.eager.schedule.forecast, self.buffers
         step, requests, prepared = buffers.step(slots, sampled=sampled), buffers.requests(slots), buffers.prepared
 
         def run() -> DraftBlock:
-            block = drafter.propose(step, self._depth, True, buffers.weights, prepared.block(slots))
+            block = eager.propose(step, self._depth, True, buffers.weights, prepared.block(slots))
             confidence = forecast.predict(block.confidence_logits, slots, self._depth, buffers.coefficients)
             buffers.keep(block, confidence)
             # For every tier of rows: which one verifies, the host has yet to choose.

@@ -1,9 +1,17 @@
 """A decode step whose stages run eagerly."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-import torch
-from dspark_kernels import AcceptResult, accept, simulated_accept
+from dspark_kernels import (
+    AcceptResult,
+    DraftBlock,
+    SimulatedDraws,
+    accept,
+    simulated_accept,
+    simulated_confidence,
+)
 
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.scheduling.schedule import Schedule
@@ -21,12 +29,13 @@ class EagerExecutor:
         schedule: says how likely drafts are to survive.
         forward: of the target over the rows of a plan.
         agreement: between the ranks of the server.
-        profile: [gamma] float64 probabilities by which drafts are kept in place of what the target says; None asks it.
 
     Attributes:
+        draws: by which drafts are kept in place of what the target says; None asks it.
         in_graphs: whether stages are replayed from CUDA graphs.
     """
 
+    draws: SimulatedDraws | None
     in_graphs = False
 
     def __init__(
@@ -35,10 +44,9 @@ class EagerExecutor:
         schedule: Schedule,
         forward: Callable[[DecodeBatch, VerifyPlan], TargetOutput],
         agreement: Agreement,
-        profile: torch.Tensor | None = None,
     ) -> None:
-        self.drafter, self.schedule, self.agreement, self.profile = drafter, schedule, agreement, profile
-        self.forward = forward
+        self.drafter, self.schedule, self.agreement = drafter, schedule, agreement
+        self.forward, self.draws = forward, None
 
     def run(self, step: DecodeBatch, decision: StepDecision, hooks: StepHooks) -> StepOutcome:
         """Draft, plan, verify, accept, publish and commit."""
@@ -65,14 +73,22 @@ class EagerExecutor:
         if depth == 0:
             return DraftOutput.nothing(bs, step.anchors.device)
         if decision.draft_requests is None:
-            block = self.drafter.propose(step, depth, decision.with_confidence, forecast.weights)
+            block = self.propose(step, depth, decision.with_confidence, forecast.weights)
         else:
             part, index = step.drafting(decision.draft_requests)
-            block = self.drafter.propose(part, depth, decision.with_confidence, forecast.weights).spread(index, bs)
+            block = self.propose(part, depth, decision.with_confidence, forecast.weights).spread(index, bs)
         confidence = None
         if decision.with_confidence:
             confidence = forecast.predict(block.confidence_logits, bs, depth)
         return DraftOutput(block, confidence, decision.draft_lens(bs))
+
+    def propose(self, step: DecodeBatch, depth: int, *given: Any) -> DraftBlock:
+        """Return the drafter's block; where acceptance is simulated, it is as sure of it as the simulation is."""
+        block = self.drafter.propose(step, depth, *given)
+        if self.draws is None or block.confidence_logits is None:
+            return block
+        logits = simulated_confidence(self.draws, step.req_pool_indices, step.prefix_lens, depth)
+        return replace(block, confidence_logits=logits)
 
     def take(self, draft: DraftOutput) -> DraftOutput:
         """Return a draft that was made elsewhere, in memory that the stages behind it read."""
@@ -92,8 +108,9 @@ class EagerExecutor:
         """Keep the drafts that the target agrees with and draw the token after them."""
         logits = target.logits_output.next_token_logits
         accepted = accept(draft.block, plan, logits, step.prefix_lens, step.rows, step.keys)
-        if self.profile is not None:
-            accepted = simulated_accept(accepted, draft.block.tokens, plan.verify_lens, self.profile)
+        if self.draws is not None:
+            given = step.req_pool_indices, step.prefix_lens, draft.block.tokens, accepted.bonus_tokens
+            accepted = simulated_accept(self.draws, *given, plan.verify_lens)
         self.agreement.adopt(accepted.accept_lens, accepted.bonus_tokens, accepted.out_tokens, accepted.new_seq_lens)
         return accepted
 

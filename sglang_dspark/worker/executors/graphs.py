@@ -26,7 +26,8 @@ class GraphExecutor(EagerExecutor):
 
     def __init__(self, captured: CapturedSteps, tier: Tier) -> None:
         eager = captured.eager
-        super().__init__(eager.drafter, eager.schedule, eager.forward, eager.agreement, eager.profile)
+        super().__init__(eager.drafter, eager.schedule, eager.forward, eager.agreement)
+        self.draws = eager.draws
         self._captured, self._buffers = captured, captured.buffers
         self._plan, self._graph = captured.plans[tier], captured.forwards[tier]
         slots = len(self._plan.verify_lens)
