@@ -30,6 +30,7 @@ from dspark_kernels.attention.window import (
     window_attention_ref,
 )
 from dspark_kernels.dispatch import Dispatched, kernels_anywhere, on_kernels, runs_kernels
+from dspark_kernels.drafting.block_convolution import block_convolution, block_convolution_ref
 from dspark_kernels.drafting.candidates import (
     ASKED_ROWS,
     CACHED_ROWS,
@@ -55,7 +56,7 @@ from dspark_kernels.drafting.heads import (
     MarkovWeights,
 )
 from dspark_kernels.drafting.residual import add_norm, add_norm_ref
-from dspark_kernels.drafting.shortlist import Shortlist
+from dspark_kernels.drafting.shortlist import competing_columns
 from dspark_kernels.drafting.suffix_match import find_chains, suffix_match, suffix_match_ref
 from dspark_kernels.drafting.swiglu import silu_mul, silu_mul_ref
 from dspark_kernels.drafting.walk import draft_block
@@ -127,7 +128,6 @@ __all__ = [
     "RoundKeys",
     "SamplingBatch",
     "SecondTexts",
-    "Shortlist",
     "StateRows",
     "StepRequests",
     "VerifyRows",
@@ -144,6 +144,8 @@ __all__ = [
     "block_attention_ref",
     "block_confidence",
     "block_confidence_ref",
+    "block_convolution",
+    "block_convolution_ref",
     "block_groups",
     "block_windows",
     "causal_conv_rows",
@@ -152,6 +154,7 @@ __all__ = [
     "commit_conv_windows_ref",
     "commit_gated_delta",
     "commit_gated_delta_ref",
+    "competing_columns",
     "distribution_loss",
     "distribution_loss_ref",
     "draft_block",
