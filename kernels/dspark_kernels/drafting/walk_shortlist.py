@@ -236,6 +236,5 @@ def choose_listed_kernel(
         if CHAINED:
             previous = or_copied(previous, candidate, candidate_column, boost, alive)
             followed = tl.where(alive & (previous == candidate), slot + 1, followed)
+            tl.store(chain + FOLLOWED_AT, followed)
         tl.store(tokens_ptr + row, previous)
-    if CHAINED:
-        tl.store(chain + FOLLOWED_AT, followed)
