@@ -134,7 +134,7 @@ FLIPS = {
     "layout": (exports.torchspec, lambda c: c.update(sample_from_anchor=False)),
     "layout by the number of drafts": (exports.speculators, say_one_draft_less),
     "causal block": (exports.modelopt, lambda c: c["dflash_config"].update(causal=True)),
-    "causal block of JetSpec": (exports.dflash, lambda c: c["dflash_config"].update(causal_head=True)),
+    "causal block of JetSpec": (exports.torchspec, lambda c: c["dflash_config"].update(causal_head=True)),
     "causal block at the top": (exports.specforge, lambda c: c.update(is_causal=True)),
     "pairs": (exports.specforge, lambda c: c.update(rope_is_neox_style=False)),
     "set of RoPE": (
