@@ -14,7 +14,7 @@ A selector has a walk of its own (``walk_shortlist``), which moves a row of W2 f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,17 +84,14 @@ def draft_block(
     distribution = _empty_distribution(base_logits, heads) if rows.any_sampled else None
     rule = _rule_args(heads, distribution, rows, keys, candidates)
     tokens = torch.empty(base_logits.shape[:2], dtype=torch.int64, device=base_logits.device)
-    confidence_logits = None
+    block, odds = DraftBlock(tokens, distribution=distribution), None
     if (competing := competing_columns(base_logits, heads, candidates)) is None:
         _Launches(base_logits, heads, distribution, rule).walk(hidden, anchors, tokens)
     else:
-        if with_confidence:
-            confidence_logits = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
-        block = DraftBlock(tokens, None, confidence_logits, distribution)
-        choose_listed(base_logits, hidden, anchors, heads, competing, rule, block)
+        odds = choose_listed(base_logits, hidden, anchors, heads, competing, rule, block)
     if heads.confidence is not None and with_confidence:
-        confidence_logits = block_confidence(hidden, anchors, tokens, heads.confidence, heads.w1, candidates)
-    block = DraftBlock(tokens, None, confidence_logits, distribution)
+        odds = block_confidence(hidden, anchors, tokens, heads.confidence, heads.w1, candidates)
+    block = replace(block, confidence_logits=odds if with_confidence else None)
     return block if candidates is None else block.with_candidates(candidates, heads.vocabulary, rows)
 
 

@@ -49,12 +49,15 @@ def choose_listed(
     competing: torch.Tensor,  # [bs, gamma, k or k + 1] int64
     rule: dict[str, Any],
     block: DraftBlock,
-) -> None:
-    """Write the parts of ``block`` that are there: tokens, confidence logits, distribution of sampled requests.
+) -> torch.Tensor:
+    """Write tokens of ``block``, and the distribution of sampled requests.
 
     Args:
         competing: as ``competing_columns`` returns them.
         rule: how requests draw, arguments of the kernel.
+
+    Returns:
+        [bs, gamma] float32 confidence logits, wanted or not: a kernel without them would be another form to compile.
     """
     markov = heads.markov
     assert markov is not None
@@ -62,6 +65,7 @@ def choose_listed(
     assert heads.shortlist is not None
     bs, gamma, v = base_logits.shape
     rank, members = markov.w2.shape[1], competing.shape[2]
+    odds = torch.empty(block.tokens.shape, dtype=torch.float32, device=base_logits.device)
     choose_listed_kernel[(bs,)](
         base_ptr=base_logits,
         competing_ptr=competing,
@@ -73,7 +77,7 @@ def choose_listed(
         scores_ptr=None if block.distribution is None else block.distribution.scores,
         log_norms_ptr=None if block.distribution is None else block.distribution.log_norms,
         tokens_ptr=block.tokens,
-        confidence_ptr=block.confidence_logits,
+        confidence_ptr=odds,
         least_ptr=None if rule["weights_ptr"] is None else rule["weights_ptr"][1],
         depth=gamma,
         v=v,
@@ -86,6 +90,7 @@ def choose_listed(
         enable_fp_fusion=False,
         **rule,
     )
+    return odds
 
 
 @triton.jit
@@ -161,7 +166,7 @@ def choose_listed_kernel(
     scores_ptr,  # [bs, depth, v] float32; written, as log_norms [bs, depth], for sampled requests when SAMPLED
     log_norms_ptr,
     tokens_ptr,  # [bs, depth] int64
-    confidence_ptr,  # [bs, depth] float32; None if not wanted
+    confidence_ptr,  # [bs, depth] float32
     chains_ptr,  # [bs, chains_stride] int64; this and the next two are read when CHAINED
     chains_stride,
     weights_ptr,  # [M + 1, weights_stride] float32, boosts
@@ -212,11 +217,11 @@ def choose_listed_kernel(
                 chain, weights_ptr, weights_stride, columns_ptr, slot, True, alive, REDUCED
             )
             scores += tl.where(columns == candidate_column, boost, 0.0)
-        if confidence_ptr is not None:
-            least = float("-inf")
-            if CHAINED:
-                least = tl.load(least_ptr + tl.load(chain) * weights_stride + slot, mask=alive, other=float("-inf"))
-            tl.store(confidence_ptr + row, tl.maximum(_log_odds(logits, members, TOP_K), least))
+        odds = _log_odds(logits, members, TOP_K)
+        if CHAINED:
+            least = tl.load(least_ptr + tl.load(chain) * weights_stride + slot, mask=alive, other=float("-inf"))
+            odds = tl.maximum(odds, least)
+        tl.store(confidence_ptr + row, odds)
         values = scores
         if SAMPLED:
             tl.store(scores_ptr + row * v + columns, scores, mask=competes & is_sampled)
