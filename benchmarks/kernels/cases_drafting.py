@@ -14,6 +14,7 @@ from dspark_kernels import (
     Candidates,
     ConfidenceWeights,
     DraftHeads,
+    DraftVocabulary,
     MarkovWeights,
     RoundKeys,
     SamplingBatch,
@@ -41,7 +42,8 @@ def cases(device: torch.device) -> Iterator[Case]:
             yield _walk(bs, v, _selector(heads, device), sampled)
     for seeded in (1, 64):
         yield _walk(64, _VOCAB, heads, True, seeded)
-        yield _walk(64, _VOCAB, _selector(heads, device), True, seeded)
+        vocabulary = DraftVocabulary(torch.arange(_VOCAB, device=device), _VOCAB)
+        yield _walk(64, _VOCAB, replace(_selector(heads, device), vocabulary=vocabulary), True, seeded)
     for width, bs in product((576, _HIDDEN), _BATCH_SIZES):
         yield _confidence(bs, width, device)
     for context, bs in product((2048, 32_768), (1, 8, 64)):

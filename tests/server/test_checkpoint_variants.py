@@ -63,6 +63,20 @@ def test_dflash_2_in_the_form_in_which_it_is_published(dflash2, plain):
     assert texts["off"][::2] == output_ids(plain, bodies[::2])
 
 
+def test_dflash_2_in_steps_that_are_replayed(adapter_graphs, dflash2):
+    """The kernels of its convolutions and its selector draft what the torch forms draft, and are as sure of it."""
+    rounds = []
+    for server in (adapter_graphs, dflash2):
+        with policy(server, "static"):
+            [answer] = generate(server, [greedy(PROMPT, 4, speculation=DRAFTER_ALONE)], 1)
+        rounds.append(rounds_of(answer)[0])
+    replayed, eager = rounds
+    assert replayed["draft"] == eager["draft"][:3]
+    assert replayed["confidence"] == pytest.approx(eager["confidence"][:3], abs=1e-2)
+    log = adapter_graphs.log_path.read_text()
+    assert [line for line in log.splitlines() if "reads values" in line or "compiled while serving" in line] == []
+
+
 def assert_drafts_as_the_reference(server):
     folder = Path(server.get_json("/dspark/capabilities")["drafter"]["path"])
     model = load_draft_model(folder, dtype=torch.float32, device="cpu")

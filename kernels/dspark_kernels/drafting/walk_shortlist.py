@@ -37,7 +37,7 @@ _CERTAIN = tl.constexpr(CERTAIN)
 _MAX_BLOCK_R = 256
 _SMALL_POINTERS = [
     *("anchors_ptr", "temperatures_ptr", "request_keys_ptr", "step_ptr", "seeds_ptr", "positions_ptr", "is_seeded_ptr"),
-    *("log_norms_ptr", "tokens_ptr", "confidence_ptr", "chains_ptr", "weights_ptr", "competing_ptr"),
+    *("log_norms_ptr", "tokens_ptr", "confidence_ptr", "chains_ptr", "weights_ptr", "least_ptr", "competing_ptr"),
 ]
 
 

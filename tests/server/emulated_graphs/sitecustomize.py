@@ -48,7 +48,8 @@ def emulate(module):
         forms.end_of_warm_up()
 
     def of(requests, max_verify, original=captured.Tiers.of):
-        return replace(original(requests, max_verify), tokens=(2, 8, REQUEST_SLOTS[-1] * (max_verify + 1)))
+        most = REQUEST_SLOTS[-1] * (max_verify + 1)
+        return replace(original(requests, max_verify), tokens=tuple(sorted({2, min(8, most), most})))
 
     captured.Tiers.of = of
     # On a GPU, kernels tell apart batches beyond 16 and 32 requests; here, the few that tests have.
@@ -87,7 +88,15 @@ def note_draft_kernels():
     """
     import forms
     import torch
-    from dspark_kernels import add_norm, block_attention, draft_block, kv_inject, qk_norm_rope, silu_mul
+    from dspark_kernels import (
+        add_norm,
+        block_attention,
+        block_convolution,
+        draft_block,
+        kv_inject,
+        qk_norm_rope,
+        silu_mul,
+    )
 
     def drafted(*args, on_gpu=draft_block.kernel, **kwargs):
         if forms.serving():
@@ -116,7 +125,7 @@ def note_draft_kernels():
 
         return note
 
-    for function in (kv_inject, qk_norm_rope, silu_mul, add_norm):
+    for function in (kv_inject, qk_norm_rope, silu_mul, add_norm, block_convolution):
         noted(function)
     block_attention.kernel, draft_block.kernel = laid_out, drafted
 
