@@ -47,11 +47,7 @@ def emulate(module):
         original(*args)
         forms.end_of_warm_up()
 
-    def of(requests, max_verify, original=captured.Tiers.of):
-        most = REQUEST_SLOTS[-1] * (max_verify + 1)
-        return replace(original(requests, max_verify), tokens=tuple(sorted({2, min(8, most), most})))
-
-    captured.Tiers.of = of
+    captured.Tiers.of = few_tiers(captured.Tiers.of)
     # On a GPU, kernels tell apart batches beyond 16 and 32 requests; here, the few that tests have.
     walk._MIN_DOT = plans._MIN_BLOCK_R = plans._MIN_BLOCK_J = 1
     interpreting.patch_once_per_launch()
@@ -68,6 +64,17 @@ def emulate(module):
     module.DSparkWorker.step_times = step_times
     verify_attention.window_attention = noted_attention
     verify_attention.CpuVerifyBackend._attend = verify_attention.CudaVerifyBackend._attend
+
+
+def few_tiers(original):
+    """Return what makes three sizes of verification at most."""
+
+    def of(requests, max_verify):
+        tiers = original(requests, max_verify)
+        most = max(tiers.tokens)
+        return replace(tiers, tokens=tuple(sorted({2, min(8, most), most})))
+
+    return of
 
 
 def ring_of_the_host(words, device):
