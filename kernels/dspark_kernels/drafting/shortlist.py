@@ -36,11 +36,12 @@ def competing_columns(
     return torch.cat((columns, torch.where(competes, offered[..., None], columns[..., :1])), -1)
 
 
-def log_odds(scores: torch.Tensor) -> torch.Tensor:
-    """Return [bs] float32 log odds of the likeliest token by the ``scores`` [bs, k] of a shortlist, at temperature 1.
+def log_odds(scores: torch.Tensor, competing: torch.Tensor, heads: DraftHeads) -> torch.Tensor:
+    """Return [bs] float32 log odds of the likeliest token of a slot's shortlist by ``scores`` [bs, v], at temperature 1.
 
     Of a greedy request that is the draft. Of a sampled one it must not be: what decides whether a draft is verified may
     depend on the drafts before it, and not on the draft.
     """
-    ranked, _ = scores.float().sort(-1, descending=True)
+    listed = competing[:, : min(heads.shortlist or 0, scores.shape[1])]
+    ranked, _ = scores.gather(1, listed).float().sort(-1, descending=True)
     return (ranked[:, 0] - ranked[:, 1:].logsumexp(-1)).clamp(-CERTAIN, CERTAIN)

@@ -50,7 +50,7 @@ def draft_block_ref(
         if walk is not None:
             logits = walk.corrected(previous, logits, None if competing is None else competing[:, k])
         if competing is not None and heads.confidence is None and with_confidence:
-            odds.append(log_odds(logits.gather(1, competing[:, k, : heads.shortlist])))
+            odds.append(log_odds(logits, competing[:, k], heads))
         if offers is not None:
             logits = offers.boosted(k, logits)
         if vocabulary is not None and rows.all_greedy:
