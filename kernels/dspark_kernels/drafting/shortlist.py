@@ -37,7 +37,7 @@ def competing_columns(
 
 
 def log_odds(scores: torch.Tensor, competing: torch.Tensor, heads: DraftHeads) -> torch.Tensor:
-    """Return [bs] float32 log odds of the likeliest token of a slot's shortlist by ``scores`` [bs, v], at temperature 1.
+    """Return [bs] float32 log odds of a slot's likeliest token by ``scores`` [bs, v] of its shortlist, temperature 1.
 
     Of a greedy request that is the draft. Of a sampled one it must not be: what decides whether a draft is verified may
     depend on the drafts before it, and not on the draft.
