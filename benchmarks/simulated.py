@@ -75,11 +75,11 @@ class Text:
 
 
 class Recorded(Text):
-    """The recorded blocks of the committed evaluation."""
+    """Recorded blocks, those of the committed evaluation by default, with what the drafter said of them or without."""
 
-    def __init__(self, *, head: bool = True) -> None:
+    def __init__(self, *, head: bool = True, file: Path = RESULTS / "evaluation" / "blocks.jsonl") -> None:
         super().__init__()
-        self._blocks = RecordedBlocks.load(RESULTS / "evaluation" / "blocks.jsonl")
+        self._blocks = RecordedBlocks.load(file)
         if not head:
             self._blocks = replace(self._blocks, logits=None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -13,6 +14,7 @@ from dspark_kernels import (
     Candidates,
     ConfidenceWeights,
     DraftHeads,
+    DraftVocabulary,
     MarkovWeights,
     RoundKeys,
     SamplingBatch,
@@ -20,6 +22,7 @@ from dspark_kernels import (
     add_norm,
     block_confidence,
     block_survival,
+    block_convolution,
     draft_block,
     silu_mul,
     suffix_match,
@@ -37,8 +40,11 @@ def cases(device: torch.device) -> Iterator[Case]:
         heads = _heads(v, device)
         for sampled, bs in product((False, True), _BATCH_SIZES):
             yield _walk(bs, v, heads, sampled)
+            yield _walk(bs, v, _selector(heads, device), sampled)
     for seeded in (1, 64):
         yield _walk(64, _VOCAB, heads, True, seeded)
+        vocabulary = DraftVocabulary(torch.arange(_VOCAB, device=device), _VOCAB)
+        yield _walk(64, _VOCAB, replace(_selector(heads, device), vocabulary=vocabulary), True, seeded)
     for width, bs in product((576, _HIDDEN), _BATCH_SIZES):
         yield _confidence(bs, width, device)
     for bs in _BATCH_SIZES:
@@ -56,8 +62,15 @@ def _heads(v: int, device: torch.device) -> DraftHeads:
     return DraftHeads(MarkovWeights(w1, w2, None), ConfidenceWeights(projection, bias))
 
 
+def _selector(heads: DraftHeads, device: torch.device) -> DraftHeads:
+    """Return a selector with the tables of a vanilla head."""
+    assert heads.markov is not None
+    projection = torch.randn(_RANK, 2048, device=device, dtype=_DTYPE)
+    return DraftHeads(replace(heads.markov, projection=projection), shortlist=16)
+
+
 def _walk(bs: int, v: int, heads: DraftHeads, sampled: bool, seeded: int = 0) -> Case:
-    """Return a walk through the vanilla Markov head and the confidence head, with candidates."""
+    """Return a walk through a Markov head and what says how sure it is, with candidates."""
     device = heads.markov.w2.device if heads.markov else None
     base_logits = torch.randn(bs, _GAMMA, v, device=device, dtype=_DTYPE)
     hidden = torch.randn(bs, _GAMMA, 2048, device=device, dtype=_DTYPE)
@@ -68,7 +81,11 @@ def _walk(bs: int, v: int, heads: DraftHeads, sampled: bool, seeded: int = 0) ->
     chains = torch.randint(v, (bs, 2 + _GAMMA + 1), device=device)
     chains[:, 0], chains[:, 1] = MOST_MATCH, 0
     candidates = Candidates(chains, torch.ones(2, NUM_ROWS, _GAMMA, device=device))
-    name = "markov_sample_" + (("sampled" if seeded < bs else "seeded") if sampled else "greedy")
+    name = (
+        ("markov" if heads.shortlist is None else "selector")
+        + "_sample_"
+        + (("sampled" if seeded < bs else "seeded") if sampled else "greedy")
+    )
     return case(draft_block, base_logits, hidden, anchors, heads, rows, keys, candidates, name=name)
 
 
@@ -94,7 +111,10 @@ def _suffix_match(bs: int, context: int, device: torch.device) -> Case:
 
 
 def _layer(num_rows: int, device: torch.device) -> Iterator[Case]:
-    """Yield the activation of SwiGLU, and a residual with the norm behind it."""
+    """Yield the activation of SwiGLU, a residual with the norm behind it, and a convolution along blocks."""
     yield case(silu_mul, torch.randn(num_rows, 2 * _INTERMEDIATE, device=device).to(_DTYPE))
     hidden, update = (torch.randn(num_rows, _HIDDEN, device=device).to(_DTYPE) for _ in range(2))
     yield case(add_norm, hidden, update, torch.ones(_HIDDEN, dtype=_DTYPE, device=device), 1e-6)
+    base, kernels = torch.ones(2, _HIDDEN, dtype=_DTYPE, device=device), torch.zeros(num_rows, 4 * _HIDDEN // 16)
+    dynamic = kernels.to(device, _DTYPE).unflatten(-1, (2, 2, -1)).unbind(1)[1]
+    yield case(block_convolution, hidden, base, dynamic, _GAMMA)

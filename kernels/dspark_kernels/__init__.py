@@ -38,6 +38,7 @@ from dspark_kernels.attention.window import (
     window_attention_ref,
 )
 from dspark_kernels.dispatch import Dispatched, kernels_anywhere, on_kernels, runs_kernels
+from dspark_kernels.drafting.block_convolution import block_convolution, block_convolution_ref
 from dspark_kernels.drafting.candidates import (
     ASKED_ROWS,
     CACHED_ROWS,
@@ -63,7 +64,7 @@ from dspark_kernels.drafting.heads import (
     MarkovWeights,
 )
 from dspark_kernels.drafting.residual import add_norm, add_norm_ref
-from dspark_kernels.drafting.shortlist import Shortlist
+from dspark_kernels.drafting.shortlist import competing_columns
 from dspark_kernels.drafting.suffix_match import find_chains, suffix_match, suffix_match_ref
 from dspark_kernels.drafting.survival import block_survival
 from dspark_kernels.drafting.swiglu import silu_mul, silu_mul_ref
@@ -138,7 +139,6 @@ __all__ = [
     "RoundKeys",
     "SamplingBatch",
     "SecondTexts",
-    "Shortlist",
     "SimulatedDraws",
     "StateRows",
     "StepRequests",
@@ -156,6 +156,8 @@ __all__ = [
     "block_attention_ref",
     "block_confidence",
     "block_confidence_ref",
+    "block_convolution",
+    "block_convolution_ref",
     "block_groups",
     "block_survival",
     "block_windows",
@@ -165,6 +167,7 @@ __all__ = [
     "commit_conv_windows_ref",
     "commit_gated_delta",
     "commit_gated_delta_ref",
+    "competing_columns",
     "distribution_loss",
     "distribution_loss_ref",
     "draft_block",

@@ -12,9 +12,9 @@ MOST = 4096
 CHANCE = 0.05
 """Acceptance of first drafts that a guess without a look at the text comes near: the target's commonest token."""
 NO_HEAD = 0.12
-"""The same below which a drafter without a confidence head is named: 0.1 is what wrong taps reach."""
+"""The same below which a drafter that promises nothing is named: 0.1 is what wrong taps reach."""
 PROMISE = 1 / 3
-"""Share of what the confidence head promises below which a drafter is named."""
+"""Share of what a drafter's confidence promises below which it is named."""
 _Z = 3.0
 """Standard deviations of the interval, which is looked at often."""
 
@@ -34,7 +34,8 @@ class Fit:
     Attributes:
         first_drafts: verified.
         accepted: of them.
-        promised: mean probability that the raw confidence head gave to first drafts; None without a head.
+        promised: mean probability that the drafter's raw confidence, of its head or its selector, gave to first drafts;
+            None without one.
     """
 
     first_drafts: int = 0
@@ -71,7 +72,7 @@ class Fit:
         """Return the finding in words."""
         if self.share is None:
             return "no first draft has been verified yet"
-        promise = "" if self.promised is None else f"; its confidence head promised {self.promised:.0%}"
+        promise = "" if self.promised is None else f"; its own confidence promised {self.promised:.0%}"
         return f"{self.share:.1%} of {self.first_drafts} first drafts were accepted{promise}"
 
     @property

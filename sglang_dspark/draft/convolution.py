@@ -1,13 +1,12 @@
-"""Dynamic convolution along the slots of a block, before and behind a sublayer of the backbone (DFlash 2).
+"""Dynamic convolutions along the slots of a block, before and behind a sublayer of the backbone (DFlash 2).
 
-With x the rows of a block, G channels to a group and K taps, ``y_j = sum_t (B[t] + D_j[t]) * x_{j - t}`` for t < K,
-where rows before the block are 0, ``B [K, d]`` is a weight, and ``D_j [K, d / G]``, alike for all channels of a group,
-is a projection of the sublayer's input. Both sides have kernels of their own, from one projection.
+Both have base kernels of their own, and what each row adds to these comes from one projection of the sublayer's input.
 """
 
 from collections.abc import Callable
 
 import torch
+from dspark_kernels import block_convolution
 from torch import Tensor, nn
 
 from sglang_dspark.draft.config import DraftConfig
@@ -30,18 +29,11 @@ class BlockConvolution(nn.Module):
 
     def around(self, sublayer: Sublayer, rows: Tensor, width: int) -> Tensor:
         """Return what the sublayer makes of ``rows [T, d]``, whose blocks have ``width`` rows each."""
-        taps = self.base_kernel.shape[1]
-        before, behind = self.kernel_projection(rows).unflatten(-1, (2, taps, self.groups)).unbind(1)
-        return self._convolved(sublayer(self._convolved(rows, before, 0, width)), behind, 1, width)
-
-    def _convolved(self, rows: Tensor, dynamic: Tensor, side: int, width: int) -> Tensor:
-        """Convolve ``rows [T, d]`` by the kernels of one side, their dynamic part ``[T, taps, groups]``."""
-        kernels = self.base_kernel[side].unflatten(-1, (self.groups, -1)) + dynamic[..., None]
-        kernels, x = (part.unflatten(0, (-1, width)) for part in (kernels, rows.unflatten(-1, (self.groups, -1))))
-        convolved = kernels[:, :, 0] * x
-        for tap in range(1, min(kernels.shape[2], width)):
-            convolved[:, tap:] += kernels[:, tap:, tap] * x[:, :-tap]
-        return convolved.flatten(0, 1).flatten(1)
+        shape = (2, self.base_kernel.shape[1], self.groups)
+        before, behind = self.kernel_projection(rows).unflatten(-1, shape).unbind(1)
+        convolve = block_convolution.reference if torch.is_grad_enabled() else block_convolution
+        convolved = convolve(rows, self.base_kernel[0], before, width)
+        return convolve(sublayer(convolved), self.base_kernel[1], behind, width)
 
 
 def around(convolution: BlockConvolution | None, sublayer: Sublayer, rows: Tensor, width: int) -> Tensor:

@@ -22,7 +22,7 @@ from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, Marko
 from torch import Tensor
 
 from sglang_dspark.draft.confidence_head import ConfidenceHead
-from sglang_dspark.draft.markov_head import MarkovHead, VanillaMarkovHead
+from sglang_dspark.draft.markov_head import MarkovHead, SelectorMarkovHead, VanillaMarkovHead
 from sglang_dspark.draft.model import DraftModel, base_logits
 from sglang_dspark.errors import CheckpointError
 from sglang_dspark.files import atomic_write_text
@@ -112,6 +112,8 @@ def _markov_weights(head: MarkovHead | None, rows: Tensor | None) -> MarkovWeigh
     if head is None:
         return None
     w2 = head.markov_w2.weight if rows is None else head.markov_w2.weight[rows]
+    if isinstance(head, SelectorMarkovHead):
+        return MarkovWeights(head.markov_w1.weight, w2, projection=head.hidden_projection.weight)
     return MarkovWeights(head.markov_w1.weight, w2, None if isinstance(head, VanillaMarkovHead) else head)
 
 

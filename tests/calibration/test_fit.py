@@ -42,5 +42,5 @@ def test_the_interval_holds():
 
 def test_the_warning_says_what_was_found():
     warning = Fit(200, 4, 0.61).warning
-    assert "2.0% of 200 first drafts were accepted; its confidence head promised 61%" in warning
+    assert "2.0% of 200 first drafts were accepted; its own confidence promised 61%" in warning
     assert Fit(200, 4).sentence == "2.0% of 200 first drafts were accepted"

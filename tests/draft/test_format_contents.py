@@ -97,6 +97,7 @@ REFUSED = {
     "convolutions of no group": ({"conv_kernel_size": 2}, "conv_group_size=0 contradicts conv_kernel_size=2"),
     "convolutions beyond the block": ({"conv_kernel_size": 9, "conv_group_size": 2}, "conv_kernel_size=9 exceeds"),
     "a mask of its own": ({"mask_embedding": [0.5]}, r"mask_embedding=\[0.5\] is not supported"),
+    "states of another width": ({"dflash_config": {"target_hidden_size": 48}}, "target_hidden_size=48 differs from"),
     "MLA in SpecForge": (
         {"architectures": ["DSparkDraftModel"], "dflash_config": {"attention_mode": "mla", "projector_type": "dspark"}},
         "attention_mode='mla' is not supported",
@@ -204,6 +205,13 @@ def test_keys_of_a_drafter_in_a_section_of_eagle():
 def test_other_networks_are_refused_by_name(change, message):
     with pytest.raises(CheckpointError, match=message):
         read_content(config_json(**change), origin="config.json")
+
+
+def test_an_embedding_of_the_mask_beside_the_tensors_is_not_passed_over(write):
+    folder = write(*content_of(exports.dflash, **DFLASH))
+    (folder / "mask_embedding.pt").touch()
+    with pytest.raises(CheckpointError, match=r"mask_embedding.pt: an embedding of the mask .* is not supported"):
+        read(folder)
 
 
 def test_tensors_tell_networks_apart_that_config_json_does_not(write):

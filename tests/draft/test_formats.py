@@ -37,6 +37,7 @@ CASES = {
     "speculators, causal windows": (exports.speculators, "speculators", WINDOW | {"causal_layers": [False, True]}),
     "speculators, reduced vocabulary": (exports.speculators, "speculators", {"draft_vocab_size": 6}),
     "speculators, DFlash": (exports.speculators, "speculators", DFLASH),
+    "JetSpec": (exports.jetspec, "DFlash", DFLASH | {"causal_layers": [True, True]}),
     "DFlash 2": (exports.dflash2, "DFlash", DFLASH2 | {"output_multiplier": 0.6}),
     "DFlash 2 of speculators": (exports.speculators, "speculators", DFLASH2),
     "DFlash 2, canonical": (exports.deepspec, "DeepSpec", DFLASH2),
@@ -133,6 +134,7 @@ FLIPS = {
     "layout": (exports.torchspec, lambda c: c.update(sample_from_anchor=False)),
     "layout by the number of drafts": (exports.speculators, say_one_draft_less),
     "causal block": (exports.modelopt, lambda c: c["dflash_config"].update(causal=True)),
+    "causal block of JetSpec": (exports.torchspec, lambda c: c["dflash_config"].update(causal_head=True)),
     "causal block at the top": (exports.specforge, lambda c: c.update(is_causal=True)),
     "pairs": (exports.specforge, lambda c: c.update(rope_is_neox_style=False)),
     "set of RoPE": (

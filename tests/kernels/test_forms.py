@@ -8,6 +8,7 @@ from dspark_kernels import (
     DraftBlock,
     DraftDistribution,
     DraftHeads,
+    MarkovWeights,
     RoundKeys,
     SamplingBatch,
     Windows,
@@ -37,10 +38,10 @@ def step(seed, device):
     return rows, RoundKeys(seed, 5, keys, keys)
 
 
-def draft(device, v=64, depth=4, seed=0):
+def draft(device, v=64, depth=4, seed=0, heads=None):
     rows, keys = step(seed, device)
     base = torch.zeros(BS, depth, v, device=device)
-    hidden, heads = torch.zeros(BS, depth, 4, device=device), DraftHeads(None, None, None)
+    hidden, heads = torch.zeros(BS, depth, 4, device=device), heads or DraftHeads()
     chains = torch.zeros(BS, depth + 3, dtype=torch.int64, device=device)
     candidates = Candidates(chains, torch.zeros(2, 18, 8, device=device))
     draft_block(base, hidden, keys.positions, heads, rows, keys, candidates)
@@ -78,6 +79,15 @@ def test_no_depth_compiles_the_walk(v, launched, device):
     most = 2 if v % 4 else 1
     counts = distinct(launched, draft, *({"device": device, "v": v, "depth": depth} for depth in range(1, 9)))
     assert counts == {"choose_kernel": most}
+
+
+def test_neither_depth_nor_seed_compiles_the_walk_of_a_selector(launched, device):
+    tables, projection = torch.zeros(2, 67, 5, device=device), torch.zeros(5, 4, device=device)
+    heads = DraftHeads(MarkovWeights(*tables, projection=projection), shortlist=3)
+    variants = [{"depth": depth, "seed": seed} for depth, seed in zip(range(1, 9), [0, 1, 2**40] * 3, strict=False)]
+    assert distinct(launched, draft, *({"device": device, "v": 67, "heads": heads} | each for each in variants)) == {
+        "choose_listed_kernel": 1
+    }
 
 
 @pytest.mark.parametrize("v", [12288, 12292, 12296])

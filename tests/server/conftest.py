@@ -212,7 +212,10 @@ SERVERS: dict[str, Recipe] = {
     # In a pool that is too small for sixteen requests.
     "adapters": Recipe((_published("ModelOpt"), partial(adapter_flags, backend=LORA), f"{CROWDED} 700")),
     "parallel_adapters": Recipe((*DSPARK, partial(adapter_flags, backend=LORA), PARALLEL), env=TWO_RANKS, forked=False),
-    "adapter_graphs": Recipe((*DSPARK, partial(adapter_flags, backend="triton"), FOUR), env=emulated_graphs()),
+    "adapter_graphs": Recipe(
+        (_random("dflash2"), partial(adapter_flags, backend="triton"), FOUR, "--speculative-dspark-block-size 3"),
+        env=emulated_graphs(),
+    ),
     # Layers with windows have a K/V pool of their own.
     "gemma4_graphs": _tiny(GEMMA4, GEMMA4_FLAGS, FOUR, env=LITERALLY | emulated_graphs()),
     "gemma4_pictures": _reading(GEMMA4, GEMMA4_FLAGS, env=LITERALLY),

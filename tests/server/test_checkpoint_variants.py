@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,9 +64,18 @@ def test_dflash_2_in_the_form_in_which_it_is_published(dflash2, plain):
     assert texts["off"][::2] == output_ids(plain, bodies[::2])
 
 
+def test_dflash_2_in_steps_that_are_replayed(adapter_graphs):
+    """The kernel of its selector drafts what the formula says, in blocks of three."""
+    assert adapter_graphs.get_json("/dspark/capabilities")["block_size"] == 3
+    assert_drafts_as_the_reference(adapter_graphs)
+    log = adapter_graphs.log_path.read_text()
+    assert [line for line in log.splitlines() if "reads values" in line or "compiled while serving" in line] == []
+
+
 def assert_drafts_as_the_reference(server):
-    folder = Path(server.get_json("/dspark/capabilities")["drafter"]["path"])
-    model = load_draft_model(folder, dtype=torch.float32, device="cpu")
+    served = server.get_json("/dspark/capabilities")
+    model = load_draft_model(Path(served["drafter"]["path"]), dtype=torch.float32, device="cpu")
+    model.config = replace(model.config, block_size=served["block_size"] + model.config.first_slot)
     expected = decode_greedy(model, load_target(TARGET, model), PROMPT, max_new_tokens=12, stop_token_ids=[1])
     with policy(server, "static"):
         [answer] = generate(server, [greedy(PROMPT, 12, speculation=DRAFTER_ALONE)], 1)

@@ -6,7 +6,7 @@ from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, Marko
 
 from sglang_dspark.draft.confidence_head import ConfidenceHead
 from sglang_dspark.draft.formats import read_content
-from sglang_dspark.draft.markov_head import MarkovHead, VanillaMarkovHead, build_markov_head
+from sglang_dspark.draft.markov_head import MarkovHead, SelectorMarkovHead, VanillaMarkovHead, build_markov_head
 
 
 def draft_heads(
@@ -43,7 +43,9 @@ def as_weights(
     weights = None
     if markov is not None:
         w2 = markov.markov_w2.weight if vocabulary is None else markov.markov_w2.weight[vocabulary.token_ids]
-        weights = MarkovWeights(markov.markov_w1.weight, w2, None if isinstance(markov, VanillaMarkovHead) else markov)
+        head = None if isinstance(markov, (VanillaMarkovHead, SelectorMarkovHead)) else markov
+        projection = markov.hidden_projection.weight if isinstance(markov, SelectorMarkovHead) else None
+        weights = MarkovWeights(markov.markov_w1.weight, w2, head, projection)
     proj = None if confidence is None else confidence.proj
     confidence = None if proj is None else ConfidenceWeights(proj.weight[0], proj.bias)
     return DraftHeads(weights, confidence, vocabulary, shortlist)

@@ -175,6 +175,13 @@ def dflash(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     return content | {"block_size": config["block_size"], "dflash_config": nested}, without_embeddings(tensors)
 
 
+def jetspec(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """DFlash's file, whose blocks are causal in all layers."""
+    content, tensors = dflash(config, tensors)
+    content["dflash_config"] |= {"causal_head": True, "target_hidden_size": config["hidden_size"]}
+    return content, tensors
+
+
 def selector(config: Config) -> Config:
     """The keys of DFlash 2."""
     kept = {key: config[key] for key in ("conv_kernel_size", "conv_group_size", "selector_top_k")}

@@ -229,6 +229,12 @@ def heads_of(made, vocab_size, gamma, width=6, rank=5, **options):
     return as_weights(markov.to(made.device, made.dtype), confidence.to(made.device, made.dtype))
 
 
+def selector_of(made, vocab_size, gamma, width=6):
+    """One that chooses from four tokens."""
+    sizes = {"vocab_size": vocab_size, "hidden_size": width, "block_size": gamma}
+    return as_weights(draft_heads("selector", **sizes)[0].to(made.device, made.dtype), None, None, 4)
+
+
 @case(
     *((3, 3, 6, 5), (1, 1, 1, 1), (3, 7, 6, 5), (2, 3, 1025, 40), (1, 2, 2048, 3), (3, 4, 6, 0)),
     dtypes=(torch.float32, HALF),
@@ -257,10 +263,21 @@ def draft_block(form, made):
     keys = RoundKeys(3, 4, made.ints(range(5)), made.ints([0] * 5))
     rows = SamplingBatch.by_temperature(5, temperatures, made.device)
     base, hidden = made.rand(5, 3, 150, real=3), made.rand(5, 3, 6, real=3)
-    block = form(base, hidden, made.numbers(5, most=150), heads_of(made, 150, 3), rows, keys)
-    assert ((block.tokens >= 0) & (block.tokens < 150)).all()
-    distribution = block.distribution.probs() if block.probs is None else block.probs
-    return [block.tokens[:3], block.confidence_logits[:3], distribution[1:3]]
+    drafted = []
+    for heads in (heads_of(made, 150, 3), selector_of(made, 150, 3)):
+        block = form(base, hidden, made.numbers(5, most=150), heads, rows, keys)
+        assert ((block.tokens >= 0) & (block.tokens < 150)).all()
+        drafted += [block.tokens[:3], block.confidence_logits[:3], block.written_distribution()[1:3]]
+    return drafted
+
+
+@case((3, 4, 2, 24, 8), (1, 1, 1, 1, 1), (2, 7, 2, 1040, 16), (7, 3, 4, 6, 3), (0, 3, 2, 8, 4), dtypes=DTYPES)
+def block_convolution(form, made, blocks, width, taps, size, group):
+    """Kernels are columns of what a projection returns; some blocks are shorter than a kernel."""
+    sizes = size, 2 * taps * size // group
+    rows, dynamic = (made.rand(made.room(blocks) * width, columns, real=blocks * width) for columns in sizes)
+    base, (_, behind) = made.rand(taps, size), dynamic.unflatten(-1, (2, taps, -1)).unbind(1)
+    return [form(rows, base, behind, width)[: blocks * width]]
 
 
 @case(comparable=False)

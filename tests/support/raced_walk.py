@@ -68,7 +68,7 @@ def shortlist(base_logits, heads, candidates):
     """[bs, gamma, v] bool: the columns that compete, of which a candidate that weighs something is one."""
     listed = torch.zeros_like(base_logits, dtype=torch.bool)
     for (request, slot), row in ((place, base_logits[place]) for place in places(base_logits)):
-        listed[request, slot, row.topk(heads.shortlist).indices] = True
+        listed[request, slot, row.topk(min(heads.shortlist, len(row))).indices] = True
         if candidates is not None:
             token, matched = int(candidates.chains[request, 2 + slot]), int(candidates.chains[request, 0])
             if token >= 0 and candidates.weights[0, matched, slot] > 0:
@@ -83,7 +83,7 @@ def own_odds(base_logits, hidden, anchors, tokens, heads):
     for slot in range(tokens.shape[1]):
         biases = walk.latent(anchors if slot == 0 else tokens[:, slot - 1]).float() @ heads.markov.w2.float().T
         for request in range(len(tokens)):
-            best = base_logits[request, slot].topk(heads.shortlist).indices.tolist()
+            best = base_logits[request, slot].topk(min(heads.shortlist, base_logits.shape[2])).indices.tolist()
             probs = (base_logits[request, slot, best].double() + biases[request, best]).softmax(-1)
             odds[request, slot] = torch.logit(probs.max()).clamp(-30, 30)
     return odds

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from dspark_kernels import MarkovWalk, Shortlist
+from dspark_kernels import MarkovWalk, competing_columns
 from torch import Tensor
 
 from dspark_training.block_forward import block_hidden, context_kv
@@ -193,7 +193,7 @@ def _walk(heads: ProposalHeads, hidden: Tensor, tokens: Sequence[Tensor]) -> Ite
     if heads.weights.markov is None:
         yield from base_logits.unbind(1)
         return
-    walk, shortlist = MarkovWalk(heads.weights.markov, hidden), Shortlist.of(base_logits, heads.weights)
+    walk, competing = MarkovWalk(heads.weights.markov, hidden), competing_columns(base_logits, heads.weights)
     for slot in range(hidden.shape[1]):
-        competing = None if shortlist is None else shortlist.competing[:, slot]
-        yield walk.corrected(tokens[slot], base_logits[:, slot], competing)
+        listed = None if competing is None else competing[:, slot]
+        yield walk.corrected(tokens[slot], base_logits[:, slot], listed)

@@ -31,12 +31,14 @@ class MarkovWeights:
     Attributes:
         w1: [V, r], contiguous.
         w2: [v, r] of the same dtype, contiguous; a row per column of the draft logits.
-        head: forms the latent; None if that is the embedding itself (vanilla).
+        head: forms the latent; None if that is the embedding itself (vanilla), or the embedding times ``projection``.
+        projection: P [r, d] of a selector, whose latent is ``(P h) * W1[token]``; None for other heads.
     """
 
     w1: torch.Tensor
     w2: torch.Tensor
-    head: LatentHead | None
+    head: LatentHead | None = None
+    projection: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ class DraftHeads:
         markov: corrects the logits of a slot by the token before it.
         confidence: says how likely a draft is accepted.
         vocabulary: the tokens that the columns of the draft logits stand for; None = all, in order.
-        shortlist: number of tokens that compete for a slot, the best of the base logits; None = all. The Markov head
-            says how likely a draft is accepted, too, if there is no other confidence.
+        shortlist: number of tokens that compete for a slot, the best of the base logits; None = all. The Markov head,
+            a selector, says how likely a draft is accepted, too, if there is no other confidence.
     """
 
     markov: MarkovWeights | None = None
@@ -106,22 +108,25 @@ class MarkovWalk:
 
     Args:
         markov: the head.
-        hidden: [bs, gamma, d] post-norm hidden states, which gated and rnn heads read.
+        hidden: [bs, gamma, d] post-norm hidden states, which all heads but vanilla ones read.
     """
 
     def __init__(self, markov: MarkovWeights, hidden: torch.Tensor) -> None:
         self._markov, self._hidden = markov, hidden
         self._slot, self._state = 0, None
+        self._factors = None if markov.projection is None else F.linear(hidden, markov.projection)
         if markov.head is not None:
             self._state = markov.head.initial_state(hidden.shape[0], hidden.device, hidden.dtype)
 
     def latent(self, previous: torch.Tensor) -> torch.Tensor:
         """U [bs, r] of the next slot, after the tokens ``previous`` [bs] int64."""
         embedding = F.embedding(previous, self._markov.w1)
+        slot, self._slot = self._slot, self._slot + 1
+        if self._factors is not None:
+            return self._factors[:, slot] * embedding
         if self._markov.head is None:
             return embedding
-        latent, self._state = self._markov.head.latent(embedding, self._hidden[:, self._slot], self._state)
-        self._slot += 1
+        latent, self._state = self._markov.head.latent(embedding, self._hidden[:, slot], self._state)
         return latent
 
     def corrected(

@@ -6,73 +6,42 @@ distribution of the drafts is sparse and exact: verification divides by the very
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-import torch.nn.functional as F
 
 from dspark_kernels.drafting.candidates import Candidates
 from dspark_kernels.drafting.heads import DraftHeads
 
-_CERTAIN = 30.0
+CERTAIN = 30.0
 """Largest confidence logit: a token that has no rival is not certain to be accepted."""
 
 
-class Shortlist(NamedTuple):
-    """The tokens that compete for each slot, best first.
+def competing_columns(
+    base_logits: torch.Tensor,  # [bs, gamma, v]
+    heads: DraftHeads,
+    candidates: Candidates | None = None,
+) -> torch.Tensor | None:
+    """Return the columns that compete for each slot, best first; None if all do. No host sync.
 
-    Attributes:
-        columns: [bs, gamma, k] int64, of the base logits.
-        logits: [bs, gamma, k], base logits.
-        competing: [bs, gamma, k], or one more with candidates: the columns, and that of the candidate of the text if it
-            weighs anything, wherever it ranks; else the best one again.
+    Returns:
+        [bs, gamma, k] int64, or one more with candidates: that of the candidate of the text if it weighs anything,
+        wherever it ranks; else the best one again.
     """
+    if heads.shortlist is None:
+        return None
+    columns = base_logits.topk(min(heads.shortlist, base_logits.shape[-1])).indices
+    if candidates is None:
+        return columns
+    _, nats, offered = candidates.offers(base_logits.shape[1], heads.vocabulary)
+    competes = ((offered >= 0) & (nats > 0))[..., None]
+    return torch.cat((columns, torch.where(competes, offered[..., None], columns[..., :1])), -1)
 
-    columns: torch.Tensor
-    logits: torch.Tensor
-    competing: torch.Tensor
 
-    @staticmethod
-    def of(
-        base_logits: torch.Tensor,  # [bs, gamma, v]
-        heads: DraftHeads,
-        candidates: Candidates | None = None,
-    ) -> Shortlist | None:
-        """Return the tokens that compete in a walk; None if all do. No host sync."""
-        if heads.shortlist is None:
-            return None
-        logits, columns = base_logits.topk(min(heads.shortlist, base_logits.shape[-1]))
-        competing = columns
-        if candidates is not None:
-            _, nats, offered = candidates.offers(base_logits.shape[1], heads.vocabulary)
-            competes = ((offered >= 0) & (nats > 0))[..., None]
-            competing = torch.cat((columns, torch.where(competes, offered[..., None], columns[..., :1])), -1)
-        return Shortlist(columns, logits, competing)
+def log_odds(scores: torch.Tensor, competing: torch.Tensor, heads: DraftHeads) -> torch.Tensor:
+    """Return [bs] float32 log odds of a slot's likeliest token by ``scores`` [bs, v] of its shortlist, temperature 1.
 
-    def masked(self, base_logits: torch.Tensor) -> torch.Tensor:
-        """Return base logits [bs, gamma, v], -inf where no token competes."""
-        kept = torch.full_like(base_logits, float("-inf"))
-        return kept.scatter_(-1, self.competing, base_logits.gather(-1, self.competing))
-
-    def confidence(
-        self,
-        hidden: torch.Tensor,  # [bs, gamma, d]
-        anchors: torch.Tensor,  # [bs] int64
-        tokens: torch.Tensor,  # [bs, gamma] int64
-        heads: DraftHeads,
-        candidates: Candidates | None = None,
-    ) -> torch.Tensor:
-        """Return [bs, gamma] float32 log odds of each slot's likeliest token by the head itself, at temperature 1.
-
-        Of a greedy request that is the draft. Of a sampled one it must not be: what decides whether a draft is verified
-        may depend on the drafts before it, and not on the draft.
-        """
-        markov = heads.markov
-        assert markov is not None, "a drafter with a shortlist has a head that chooses from it"
-        latents = F.embedding(torch.cat((anchors[:, None], tokens[:, :-1]), dim=1), markov.w1)
-        if markov.head is not None:
-            latents, _ = markov.head.latent(latents, hidden, None)
-        biases = torch.einsum("bgr,bgkr->bgk", latents.float(), markov.w2[self.columns].float())
-        scores, _ = (self.logits.float() + biases).sort(-1, descending=True)
-        logits = (scores[..., 0] - scores[..., 1:].logsumexp(-1)).clamp(-_CERTAIN, _CERTAIN)
-        return logits if candidates is None else candidates.sure(logits)
+    Of a greedy request that is the draft. Of a sampled one it must not be: what decides whether a draft is verified may
+    depend on the drafts before it, and not on the draft.
+    """
+    listed = competing[:, : min(heads.shortlist or 0, scores.shape[1])]
+    ranked, _ = scores.gather(1, listed).float().sort(-1, descending=True)
+    return (ranked[:, 0] - ranked[:, 1:].logsumexp(-1)).clamp(-CERTAIN, CERTAIN)

@@ -9,11 +9,12 @@ drafts were really drawn from, so the price is some acceptance if the target's f
 What one block must move: W2 and the base logits once per slot, gamma * v * (r * sizeof(W2) + bs * sizeof(U)) bytes,
 plus gamma * bs * v * 4 for the scores of sampled requests. W2 of 151,936 tokens and rank 256 in bfloat16 is 78 MB, more
 than the 50 MB of L2 of an H200: 0.54 GB for gamma = 7, or 0.11 ms at 4.8 TB/s before the first request is counted.
+A selector has a walk of its own (``walk_shortlist``), which moves a row of W2 for each of the few tokens that compete.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from dspark_kernels.drafting.candidates import Candidates
 from dspark_kernels.drafting.confidence import block_confidence
 from dspark_kernels.drafting.draft_distribution import DraftDistribution
 from dspark_kernels.drafting.drafted_block import DraftBlock
-from dspark_kernels.drafting.heads import DraftHeads, DraftVocabulary, MarkovWalk, MarkovWeights
-from dspark_kernels.drafting.shortlist import Shortlist
+from dspark_kernels.drafting.heads import DraftHeads, MarkovWalk, MarkovWeights
+from dspark_kernels.drafting.shortlist import competing_columns
 from dspark_kernels.drafting.walk_kernel import choose_kernel
 from dspark_kernels.drafting.walk_reference import draft_block_ref
+from dspark_kernels.drafting.walk_shortlist import choose_listed
 from dspark_kernels.hardware import num_processors, shared_bytes
 from dspark_kernels.sampling.noise import RoundKeys
 from dspark_kernels.sampling.parameters import SamplingBatch
@@ -56,11 +58,11 @@ def draft_block(
     """Draft a block, drawing each token from the logits that its predecessor corrects.
 
     On a GPU one launch per slot, one to clear counters and one for the confidence logits; a gated or rnn head adds its
-    own torch operations to every slot.
+    own torch operations to every slot. A selector's block is one launch, behind what finds its shortlists.
 
     Args:
         base_logits: the draft backbone's logits, not modified; float32, float16 or bfloat16, contiguous.
-        hidden: post-norm hidden states, read by gated and rnn heads and by the confidence head.
+        hidden: post-norm hidden states, read by the confidence head and by all Markov heads but vanilla ones.
         anchors: the last committed token of each request, predecessor of slot 0.
         heads: the drafter's.
         rows: sampling parameters of the bs requests.
@@ -79,26 +81,17 @@ def draft_block(
         ValueError: heads or logits do not fit together, or are not contiguous.
     """
     _check(base_logits, heads)
-    shortlist = Shortlist.of(base_logits, heads, candidates)
-    if shortlist is not None:
-        base_logits = shortlist.masked(base_logits)
-    distribution = _empty_distribution(base_logits, heads.vocabulary) if rows.any_sampled else None
-    launches = _Launches(base_logits, heads, distribution, rows, keys, candidates)
-    walk = None if heads.markov is None else MarkovWalk(heads.markov, hidden)
+    distribution = _empty_distribution(base_logits, heads) if rows.any_sampled else None
+    rule = _rule_args(heads, distribution, rows, keys, candidates)
     tokens = torch.empty(base_logits.shape[:2], dtype=torch.int64, device=base_logits.device)
-    for k in range(base_logits.shape[1]):
-        previous = anchors if k == 0 else tokens[:, k - 1]
-        latents = None
-        if heads.markov is not None and walk is not None:
-            by_token = heads.markov.head is None
-            latents = heads.markov.w1 if by_token else walk.latent(previous).to(heads.markov.w2.dtype).contiguous()
-        launches.choose(k, previous, latents, tokens)
-    confidence_logits = None
+    block, odds = DraftBlock(tokens, distribution=distribution), None
+    if (competing := competing_columns(base_logits, heads, candidates)) is None:
+        _Launches(base_logits, heads, distribution, rule).walk(hidden, anchors, tokens)
+    else:
+        odds = choose_listed(base_logits, hidden, anchors, heads, competing, rule, block)
     if heads.confidence is not None and with_confidence:
-        confidence_logits = block_confidence(hidden, anchors, tokens, heads.confidence, heads.w1, candidates)
-    elif shortlist is not None and with_confidence:
-        confidence_logits = shortlist.confidence(hidden, anchors, tokens, heads, candidates)
-    block = DraftBlock(tokens, None, confidence_logits, distribution)
+        odds = block_confidence(hidden, anchors, tokens, heads.confidence, heads.w1, candidates)
+    block = replace(block, confidence_logits=odds if with_confidence else None)
     return block if candidates is None else block.with_candidates(candidates, heads.vocabulary, rows)
 
 
@@ -110,42 +103,38 @@ class _Launches:
         base_logits: torch.Tensor,
         heads: DraftHeads,
         distribution: DraftDistribution | None,
-        rows: SamplingBatch,
-        keys: RoundKeys,
-        candidates: Candidates | None,
+        rule: dict[str, Any],
     ) -> None:
         bs, gamma, v = base_logits.shape
-        self._base_logits, self._distribution, self._sizes = base_logits, distribution, (bs, v)
+        self._base_logits, self._markov, self._distribution = base_logits, heads.markov, distribution
         tiles = self._tiles = _Tiles.of(base_logits, heads.markov)
         device = base_logits.device
         self._counters = torch.zeros((gamma, tiles.groups), dtype=torch.int32, device=device)
         shape = (tiles.groups, tiles.programs, tiles.block_b)
         partials = torch.empty((3, *shape), dtype=torch.float32, device=device)
-        seeded = rows.any_seeded
-        self._shared: dict[str, Any] = {
+        self._shared = rule | {
             "w2_ptr": None if heads.markov is None else heads.markov.w2,
-            "token_ids_ptr": None if heads.vocabulary is None else heads.vocabulary.token_ids,
-            "temperatures_ptr": None if rows.all_greedy else rows.draw_temperatures,
-            "request_keys_ptr": keys.request_keys,
-            "step_ptr": None if distribution is None else keys.device_step,
-            "seed": keys.signed_seed,
-            "seeds_ptr": rows.seeds if seeded else None,
-            "positions_ptr": keys.positions,
-            "is_seeded_ptr": rows.is_seeded.view(torch.uint8) if seeded else None,
-            **_chain_args(candidates, heads.vocabulary),
             "partial_ptr": partials,
             "partial_columns_ptr": torch.empty(shape, dtype=torch.int32, device=device),
             "bs": bs,
             "v": v,
             "RANK": tiles.rank,
             "BY_TOKEN": heads.markov is not None and heads.markov.head is None,
-            "REDUCED": heads.vocabulary is not None,
-            "SAMPLED": distribution is not None,
-            "SEEDED": seeded,
             **tiles.options(shared_bytes(device)),
         }
 
-    def choose(self, k: int, previous: torch.Tensor, latents: torch.Tensor | None, tokens: torch.Tensor) -> None:
+    def walk(self, hidden: torch.Tensor, anchors: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Write the ``tokens`` [bs, gamma] of all slots."""
+        walk = None if self._markov is None else MarkovWalk(self._markov, hidden)
+        for k in range(tokens.shape[1]):
+            previous = anchors if k == 0 else tokens[:, k - 1]
+            latents = None
+            if self._markov is not None and walk is not None:
+                by_token = self._markov.head is None
+                latents = self._markov.w1 if by_token else walk.latent(previous).to(self._markov.w2.dtype).contiguous()
+            self._choose(k, previous, latents, tokens)
+
+    def _choose(self, k: int, previous: torch.Tensor, latents: torch.Tensor | None, tokens: torch.Tensor) -> None:
         """Write the tokens of slot ``k``, after those of ``previous`` [bs], into ``tokens`` [bs, gamma]."""
         slot_logits, distribution = self._base_logits[:, k], self._distribution
         gamma = tokens.shape[1]
@@ -213,21 +202,43 @@ def _num_warps(block_b: int) -> int:
     return 8 if block_b == _MAX_BLOCK_B else 4
 
 
-def _empty_distribution(base_logits: torch.Tensor, vocabulary: DraftVocabulary | None) -> DraftDistribution:
+def _empty_distribution(base_logits: torch.Tensor, heads: DraftHeads) -> DraftDistribution:
+    """Return a distribution to be written; of a selector, only what competes is."""
+    vocabulary = heads.vocabulary
     scores = torch.empty(base_logits.shape, dtype=torch.float32, device=base_logits.device)
+    if heads.shortlist is not None:
+        scores.fill_(float("-inf"))
     log_norms = torch.empty(base_logits.shape[:2], dtype=torch.float32, device=base_logits.device)
     return DraftDistribution(scores, log_norms, None if vocabulary is None else vocabulary.columns)
 
 
-def _chain_args(candidates: Candidates | None, vocabulary: DraftVocabulary | None) -> dict[str, Any]:
-    """Return the arguments of a slot's kernel that read the candidates."""
+def _rule_args(
+    heads: DraftHeads,
+    distribution: DraftDistribution | None,
+    rows: SamplingBatch,
+    keys: RoundKeys,
+    candidates: Candidates | None,
+) -> dict[str, Any]:
+    """Return the arguments of the kernels that say how requests draw, and what competes with the drafter's tokens."""
     chains, weights = (None, None) if candidates is None else (candidates.chains, candidates.weights)
+    vocabulary, seeded = heads.vocabulary, rows.any_seeded
     return {
+        "token_ids_ptr": None if vocabulary is None else vocabulary.token_ids,
+        "temperatures_ptr": None if rows.all_greedy else rows.draw_temperatures,
+        "request_keys_ptr": keys.request_keys,
+        "step_ptr": None if distribution is None else keys.device_step,
+        "seed": keys.signed_seed,
+        "seeds_ptr": rows.seeds if seeded else None,
+        "positions_ptr": keys.positions,
+        "is_seeded_ptr": rows.is_seeded.view(torch.uint8) if seeded else None,
         "chains_ptr": chains,
         "chains_stride": 0 if chains is None else chains.stride(0),
         "weights_ptr": weights,
         "weights_stride": 0 if weights is None else weights.stride(1),
         "columns_ptr": None if vocabulary is None or chains is None else vocabulary.columns,
+        "REDUCED": vocabulary is not None,
+        "SAMPLED": distribution is not None,
+        "SEEDED": seeded,
         "CHAINED": chains is not None,
     }
 

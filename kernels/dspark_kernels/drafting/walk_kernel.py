@@ -23,16 +23,23 @@ from dspark_kernels.drafting.candidates import FIRST, FOLLOWED, OUTRIGHT
 from dspark_kernels.sampling.noise import Purpose
 from dspark_kernels.sampling.noise_device import race_noise, seeded_noise_at
 
-_DRAFT = tl.constexpr(int(Purpose.DRAFT))
+DRAFT = tl.constexpr(int(Purpose.DRAFT))
 _OUTRIGHT = tl.constexpr(OUTRIGHT)
-_FOLLOWED = tl.constexpr(FOLLOWED)
+FOLLOWED_AT = tl.constexpr(FOLLOWED)
 _FIRST = tl.constexpr(FIRST)
-_LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32: a start for maxima that may be subtracted
-_NO_COLUMN = tl.constexpr(0x7FFFFFFF)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32: a start for maxima that may be subtracted
+NO_COLUMN = tl.constexpr(0x7FFFFFFF)
 # Scores of a lower temperature are so large that float32 holds them to no more than 1e-3, and a distribution of such
 # scores is not the one that is drawn from. Every distribution is exact as a proposal, and one of 0.01 is all but
 # greedy.
-_LEAST_TEMPERATURE = tl.constexpr(0.01)
+LEAST_TEMPERATURE = tl.constexpr(0.01)
+
+
+@triton.jit
+def or_copied(tokens, candidates, candidate_columns, boosts, alive) -> tl.tensor:
+    """Tokens that were drawn, or candidates of live chains that weigh enough and cannot be."""
+    copied = alive & (candidates >= 0) & (candidate_columns < 0) & (boosts >= _OUTRIGHT)
+    return tl.where(copied, candidates, tokens)
 
 
 @triton.jit
@@ -64,8 +71,8 @@ def _finish_group(
 ):
     """Combine the partial results of a group's programs and write its tokens and normalisers."""
     best = tl.full([BLOCK_P, BLOCK_B], float("-inf"), tl.float32)
-    columns = tl.full([BLOCK_P, BLOCK_B], _NO_COLUMN, tl.int32)
-    tops = tl.full([BLOCK_P, BLOCK_B], _LOWEST, tl.float32)
+    columns = tl.full([BLOCK_P, BLOCK_B], NO_COLUMN, tl.int32)
+    tops = tl.full([BLOCK_P, BLOCK_B], LOWEST, tl.float32)
     masses = tl.zeros([BLOCK_P, BLOCK_B], tl.float32)
     for start in range(0, num_programs, BLOCK_P):
         programs = start + tl.arange(0, BLOCK_P)
@@ -73,26 +80,25 @@ def _finish_group(
         offsets = (group * num_programs + programs)[:, None] * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
         # Past the L1 cache, which other multiprocessors' stores do not reach.
         value = tl.load(partial_ptr + offsets, mask=there, other=float("-inf"), cache_modifier=".cg")
-        column = tl.load(partial_columns_ptr + offsets, mask=there, other=_NO_COLUMN, cache_modifier=".cg")
+        column = tl.load(partial_columns_ptr + offsets, mask=there, other=NO_COLUMN, cache_modifier=".cg")
         better = (value > best) | ((value == best) & (column < columns))
         best = tl.where(better, value, best)
         columns = tl.where(better, column, columns)
         if SAMPLED:
-            top = tl.load(partial_ptr + plane + offsets, mask=there, other=_LOWEST, cache_modifier=".cg")
+            top = tl.load(partial_ptr + plane + offsets, mask=there, other=LOWEST, cache_modifier=".cg")
             mass = tl.load(partial_ptr + 2 * plane + offsets, mask=there, other=0.0, cache_modifier=".cg")
             new_tops = tl.maximum(tops, top)
             masses = masses * tl.exp(tops - new_tops) + mass * tl.exp(top - new_tops)
             tops = new_tops
     winner = tl.max(best, 0)
-    chosen = tl.min(tl.where(best == winner[None, :], columns, _NO_COLUMN), 0)
+    chosen = tl.min(tl.where(best == winner[None, :], columns, NO_COLUMN), 0)
     in_batch = rows < bs
     tokens = chosen.to(tl.int64)
     if REDUCED:
         tokens = tl.load(token_ids_ptr + tokens, mask=in_batch, other=0)
     if CHAINED:
-        outright = alive & (candidates >= 0) & (candidate_columns < 0) & (boosts >= _OUTRIGHT)
-        tokens = tl.where(outright, candidates, tokens)
-        tl.store(chains + _FOLLOWED, slot + 1, mask=alive & (tokens == candidates))
+        tokens = or_copied(tokens, candidates, candidate_columns, boosts, alive)
+        tl.store(chains + FOLLOWED_AT, slot + 1, mask=alive & (tokens == candidates))
     tl.store(tokens_ptr + rows.to(tl.int64) * tokens_stride, tokens, mask=in_batch)
     if SAMPLED:
         highest = tl.max(tops, 0)
@@ -135,6 +141,27 @@ def _seeded_race(scores, seeds, positions, token_ids_ptr, columns, is_column, RE
 
 
 @triton.jit
+def candidates_at(
+    chains,  # pointers, [BLOCK_B] or one
+    weights_ptr,
+    weights_stride,
+    columns_ptr,
+    slot,
+    in_batch,
+    alive,
+    REDUCED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Requests' candidates for a slot, their columns (-1 for none), and their boosts where their chains are alive."""
+    matched = tl.load(chains, mask=in_batch, other=0)
+    tokens = tl.load(chains + _FIRST + slot, mask=in_batch, other=-1)
+    boosts = tl.load(weights_ptr + matched * weights_stride + slot, mask=alive, other=0.0)
+    columns = tokens.to(tl.int32)
+    if REDUCED:
+        columns = tl.load(columns_ptr + tokens, mask=in_batch & (tokens >= 0), other=-1)
+    return tokens, columns, boosts
+
+
+@triton.jit
 def _candidates(
     chains,  # [BLOCK_B] pointers
     weights_ptr,
@@ -145,19 +172,13 @@ def _candidates(
     CHAINED: tl.constexpr,
     REDUCED: tl.constexpr,
 ):
-    """Requests' candidates for a slot, their columns (-1 for none), their boosts, and whether their chains are alive.
-
-    Without chains these are only names for what is handed on.
-    """
+    """:func:`candidates_at`, and whether chains are alive; without chains only names for what is handed on."""
     tokens, columns, boosts, alive = chains, chains, chains, in_batch
     if CHAINED:
-        alive = in_batch & (tl.load(chains + _FOLLOWED, mask=in_batch, other=-1) == slot)
-        matched = tl.load(chains, mask=in_batch, other=0)
-        tokens = tl.load(chains + _FIRST + slot, mask=in_batch, other=-1)
-        boosts = tl.load(weights_ptr + matched * weights_stride + slot, mask=alive, other=0.0)
-        columns = tokens.to(tl.int32)
-        if REDUCED:
-            columns = tl.load(columns_ptr + tokens, mask=in_batch & (tokens >= 0), other=-1)
+        alive = in_batch & (tl.load(chains + FOLLOWED_AT, mask=in_batch, other=-1) == slot)
+        tokens, columns, boosts = candidates_at(
+            chains, weights_ptr, weights_stride, columns_ptr, slot, in_batch, alive, REDUCED
+        )
     return tokens, columns, boosts, alive
 
 
@@ -174,7 +195,7 @@ def _leave(best, best_columns, tops, masses, partial_ptr, partial_columns_ptr, o
     """Write what a program has found, for the one that finishes."""
     value = tl.max(best, 1)
     tl.store(partial_ptr + own, value)
-    tl.store(partial_columns_ptr + own, tl.min(tl.where(best == value[:, None], best_columns, _NO_COLUMN), 1))
+    tl.store(partial_columns_ptr + own, tl.min(tl.where(best == value[:, None], best_columns, NO_COLUMN), 1))
     if SAMPLED:
         top = tl.max(tops, 1)
         tl.store(partial_ptr + plane + own, top)
@@ -261,7 +282,7 @@ def choose_kernel(
     if SAMPLED or SEEDED:
         temperatures = tl.load(temperatures_ptr + rows, mask=in_batch, other=0.0)
         is_sampled = temperatures > 0
-        sharpness = 1.0 / tl.where(is_sampled, tl.maximum(temperatures, _LEAST_TEMPERATURE), 1.0)
+        sharpness = 1.0 / tl.where(is_sampled, tl.maximum(temperatures, LEAST_TEMPERATURE), 1.0)
     if SAMPLED:
         step = tl.load(step_ptr)
         request_keys = tl.load(request_keys_ptr + rows, mask=in_batch, other=0)
@@ -280,7 +301,7 @@ def choose_kernel(
     # Per lane, so that nothing is reduced inside the loop. A lane sees ascending columns: the first of equals stays.
     best = tl.full([BLOCK_B, BLOCK_V], float("-inf"), tl.float32)
     best_columns = tl.zeros([BLOCK_B, BLOCK_V], tl.int32) + (program * BLOCK_V + lanes)[None, :]
-    tops = tl.full([BLOCK_B, BLOCK_V], _LOWEST, tl.float32)
+    tops = tl.full([BLOCK_B, BLOCK_V], LOWEST, tl.float32)
     masses = tl.zeros([BLOCK_B, BLOCK_V], tl.float32)
     for tile in range(program, tl.cdiv(v, BLOCK_V), num_programs):
         columns = tile * BLOCK_V + lanes
@@ -309,7 +330,7 @@ def choose_kernel(
             masses = tl.where(rises, masses * ratio + 1.0, masses + ratio)
             tops = tl.where(rises, scores, tops)
             quads = tile * (BLOCK_V // 4) + tl.arange(0, BLOCK_V // 4)
-            noise = race_noise(seed, step, request_keys[:, None], slot, _DRAFT, quads[None, :])
+            noise = race_noise(seed, step, request_keys[:, None], slot, DRAFT, quads[None, :])
             values = tl.where(is_sampled[:, None], scores - tl.log(noise), scores)
         if SEEDED:
             raced = _seeded_race(scores, seeds, positions, token_ids_ptr, columns, is_column, REDUCED)

@@ -12,7 +12,7 @@ from dspark_kernels.drafting.candidates import OUTRIGHT, Candidates
 from dspark_kernels.drafting.confidence import block_confidence_ref
 from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.drafting.heads import DraftHeads, DraftVocabulary, MarkovWalk
-from dspark_kernels.drafting.shortlist import Shortlist
+from dspark_kernels.drafting.shortlist import competing_columns, log_odds
 from dspark_kernels.sampling.noise import Purpose, RoundKeys
 from dspark_kernels.sampling.parameters import SamplingBatch
 from dspark_kernels.sampling.target_distribution import reads_are_free
@@ -38,17 +38,19 @@ def draft_block_ref(
         The block, with ``probs`` if a request is sampled. Corrected logits are float32; no host sync.
     """
     gamma, vocabulary = base_logits.shape[1], heads.vocabulary
-    shortlist = Shortlist.of(base_logits, heads, candidates)
+    competing = competing_columns(base_logits, heads, candidates)
     uniforms = keys.block_uniform(gamma, Purpose.DRAFT) if rows.any_sampled else None
     walk = None if heads.markov is None else MarkovWalk(heads.markov, hidden)
     offers = None if candidates is None else _Offers(candidates, vocabulary, rows, gamma)
     if offers is not None and offers.none:
         offers = None
-    previous, drafted, drawn_from = anchors, [], []
+    previous, drafted, drawn_from, odds = anchors, [], [], []
     for k in range(gamma):
         logits = base_logits[:, k]
         if walk is not None:
-            logits = walk.corrected(previous, logits, None if shortlist is None else shortlist.competing[:, k])
+            logits = walk.corrected(previous, logits, None if competing is None else competing[:, k])
+        if competing is not None and heads.confidence is None and with_confidence:
+            odds.append(log_odds(logits, competing[:, k], heads))
         if offers is not None:
             logits = offers.boosted(k, logits)
         if vocabulary is not None and rows.all_greedy:
@@ -69,8 +71,9 @@ def draft_block_ref(
     confidence_logits = None
     if heads.confidence is not None and with_confidence:
         confidence_logits = block_confidence_ref(hidden, anchors, tokens, heads.confidence, heads.w1, candidates)
-    elif shortlist is not None and with_confidence:
-        confidence_logits = shortlist.confidence(hidden, anchors, tokens, heads, candidates)
+    elif odds:
+        confidence_logits = torch.stack(odds, dim=1)
+        confidence_logits = confidence_logits if candidates is None else candidates.sure(confidence_logits)
     probs = _by_request(torch.stack(drawn_from, dim=1), rows) if drawn_from else None
     block = DraftBlock(tokens, probs, confidence_logits)
     return block if candidates is None else block.with_candidates(candidates, vocabulary, rows)

@@ -77,6 +77,21 @@ def race_noise(seed, step, key, slot, purpose, groups) -> tl.tensor:
 
 
 @triton.jit
+def race_noise_at(seed, step, key, slot, purpose, columns) -> tl.tensor:
+    """:func:`race_noise` of some columns (int32) of a slot of one request: one generator call per value."""
+    zeros = (columns * 0).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(
+        seed,
+        zeros + _noise_word(slot, purpose, step),
+        zeros + step.to(tl.uint32),
+        zeros + key.to(tl.uint32),
+        ((columns >> 2) + 1).to(tl.uint32),
+    )
+    of_pair = tl.where((columns & 1) == 0, w0, w1), tl.where((columns & 1) == 0, w2, w3)
+    return unit_exponential(tl.where((columns & 2) == 0, of_pair[0], of_pair[1]))
+
+
+@triton.jit
 def _unit_52(high, low) -> tl.tensor:
     """(26 bits of high, 26 bits of low, 1/2) * 2**-52 in float32, precise however small it is."""
     return high.to(tl.float32) * _UNIT_26 + (low.to(tl.float32) + 0.5) * _UNIT_52

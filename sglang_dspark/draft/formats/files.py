@@ -17,6 +17,7 @@ from sglang_dspark.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
 Tensors = StoredTensors | DequantisedTensors | GgufFile
+_MASK_FILE = "mask_embedding.pt"
 _QUANTISATION_FILE = "hf_quant_config.json"
 _PLAIN_TENSORS = (".weight", ".bias", ".attention_sink_bias", ".layer_scalar", DRAFT_TO_TARGET, IS_DRAFTED)
 
@@ -50,6 +51,9 @@ def open_files(path: Path, stack: ExitStack) -> Files:
     if (file := _gguf_in(path)) is not None:
         gguf = open_gguf(file)
         return Files(gguf.content, str(file), gguf, gguf.storage)
+    if (path / _MASK_FILE).is_file():
+        words = "an embedding of the mask that is not the target's is not supported; use another drafter of this target"
+        raise CheckpointError(f"{path / _MASK_FILE}: {words}")
     content, origin = _decode(path / CONFIG_FILE), str(path / CONFIG_FILE)
     if not has_tensors(path):
         return Files(content, origin, None)

@@ -67,6 +67,11 @@ def shape(
     leftovers.pass_over(content, read={*neutral, *keys.values()})
     table = {field: (section + keys.get(field, field),) for field in (*SHAPE, "attention_bias")}
     content.collect(table, {"attention_bias": False, **(defaults or {})})
+    hidden_size = content.values.get("hidden_size")
+    for name in _spellings(content, "target_hidden_size"):
+        if content.find(name) not in (None, hidden_size):
+            words = f"differs from the drafter's hidden_size={hidden_size}, which is not supported"
+            raise content.refuse(name, f"{words}. Use another drafter of this target")
     biases = any(name.endswith("_proj.bias") and ".self_attn." in name for name in content.shapes)
     if content.shapes and not biases and content.values["attention_bias"] is True:
         content.remark(section + "attention_bias", True, "is ignored: the drafter's attention is stored without biases")
@@ -121,7 +126,8 @@ def causal_layers(content: Content) -> None:
     A window that ``use_swa`` gives to all layers says nothing about causality.
     """
     listed = content.find("causal_layers")
-    causal = content.find("is_causal", "dflash_config.causal", "dflash_config.is_causal", "dflash_query_causal")
+    section = (f"dflash_config.{key}" for key in ("causal", "is_causal", "causal_head"))  # the last is JetSpec's
+    causal = content.find("is_causal", *section, "dflash_query_causal")
     num_layers, types = content.values.get("num_hidden_layers"), content.values.get("layer_types", ())
     layers: Any = ()
     if listed is not None:

@@ -66,7 +66,6 @@ def read(content: Content) -> Reading:
     reduced_vocabulary(content, _DRAFT_VOCAB_SIZE)
     values["num_target_layers"] = None
     values["sample_from_anchor"] = _sample_from_anchor(content, kind)
-    _check_target_width(content)
     qwen3.attention(content)
     window_looks_ahead = content.find("sliding_window_non_causal", default=kind == "dflash2")
     content.names["causal_layers"] = "sliding_window_non_causal"
@@ -114,16 +113,6 @@ def _sample_from_anchor(content: Content, kind: str) -> Any:
     if drafts == block_size and kind == "dspark":
         return True
     raise layout_question(content)
-
-
-def _check_target_width(content: Content) -> None:
-    hidden_size = content.values.get("hidden_size")
-    if content.find("target_hidden_size") not in (None, hidden_size):
-        raise content.refuse(
-            "target_hidden_size",
-            f"differs from the drafter's hidden_size={hidden_size}, which is not supported. Use another "
-            "drafter of this target",
-        )
 
 
 def _rope_kind(content: Content) -> str | None:

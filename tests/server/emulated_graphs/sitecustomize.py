@@ -53,10 +53,7 @@ def emulate(module):
         original(*args)
         forms.end_of_warm_up()
 
-    def of(requests, max_verify, original=captured.Tiers.of):
-        return replace(original(requests, max_verify), tokens=(2, 8, REQUEST_SLOTS[-1] * (max_verify + 1)))
-
-    captured.Tiers.of = of
+    captured.Tiers.of = few_tiers(captured.Tiers.of)
     # On a GPU, kernels tell apart batches beyond 16 and 32 requests; here, the few that tests have.
     walk._MIN_DOT = plans._MIN_BLOCK_R = plans._MIN_BLOCK_J = 1
     interpreting.patch_once_per_launch()
@@ -77,6 +74,17 @@ def emulate(module):
     verify_attention.CpuVerifyBackend._attend = verify_attention.CudaVerifyBackend._attend
 
 
+def few_tiers(original):
+    """Return what makes three sizes of verification at most."""
+
+    def of(requests, max_verify):
+        tiers = original(requests, max_verify)
+        most = max(tiers.tokens)
+        return replace(tiers, tokens=tuple(sorted({2, min(8, most), most})))
+
+    return of
+
+
 def ring_of_the_host(words, device):
     """Make copies that stay on the host for as long as on a GPU, and no longer."""
     import torch
@@ -95,7 +103,15 @@ def note_draft_kernels():
     """
     import forms
     import torch
-    from dspark_kernels import add_norm, block_attention, draft_block, kv_inject, qk_norm_rope, silu_mul
+    from dspark_kernels import (
+        add_norm,
+        block_attention,
+        block_convolution,
+        draft_block,
+        kv_inject,
+        qk_norm_rope,
+        silu_mul,
+    )
 
     def drafted(*args, on_gpu=draft_block.kernel, **kwargs):
         if forms.serving():
@@ -124,7 +140,7 @@ def note_draft_kernels():
 
         return note
 
-    for function in (kv_inject, qk_norm_rope, silu_mul, add_norm):
+    for function in (kv_inject, qk_norm_rope, silu_mul, add_norm, block_convolution):
         noted(function)
     block_attention.kernel, draft_block.kernel = laid_out, drafted
 
