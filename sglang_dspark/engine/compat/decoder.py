@@ -12,8 +12,6 @@ from sglang_dspark.scheduling.schedule import Schedule
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
-    from sglang_dspark.worker.drafter import Drafter, NoDrafter
-
 _DECODER = "dspark_decoder"
 
 
@@ -49,8 +47,8 @@ class Decoder(Protocol):
     parts: Sequence[Part]
 
     @property
-    def drafter(self) -> Drafter | NoDrafter | None:
-        """Return our worker's; None if another worker drafts."""
+    def drafter(self) -> Any:
+        """Return our worker's, with a network or without; None if another worker drafts."""
 
     def weights_changed(self, *, new_drafter: bool = False) -> None:
         """Follow weights that were written between two steps, in whole or in part. All ranks call it.
