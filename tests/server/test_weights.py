@@ -142,7 +142,8 @@ def test_other_servers_follow_the_target(request, folders, name, tmp_path):
         update(server, folders[0])
         ids = server.post_json("/generate", greedy(PROMPT, length))["output_ids"]
         if name == "graphs":
-            assert_rounds_of_reference(drafted(server, length), decoded)
+            rounds = rounds_of(drafted(server, length))
+            assert [found["draft"] for found in rounds] == [r.block.tokens for r in decoded.rounds[: len(rounds)]]
         if name in ("parallel", "replicas"):
             by_route(server, bare(folders[1], tmp_path / "bare"))
             assert server.get_json("/dspark/capabilities")["drafter"]["path"] == str(tmp_path / "bare")
@@ -169,7 +170,7 @@ def test_a_server_follows_a_trainer(dspark, folders):
 def test_a_text_goes_on_with_the_new_target(dspark, folders):
     """Requests that a pause has taken back are encoded again, by target and drafter, as on a plain server."""
     answers: list[dict[str, Any]] = []
-    body = {**endless(PROMPT, 800), "return_logprob": False}
+    body = {**endless(PROMPT, 400), "return_logprob": False}
     old = dspark.post_json("/generate", body)["output_ids"]
     thread = in_background(lambda: answers.append(dspark.post_json("/generate", body)))
     wait_for_running(dspark, 1)
@@ -180,7 +181,7 @@ def test_a_text_goes_on_with_the_new_target(dspark, folders):
         thread.join()
         ids = answers[0]["output_ids"]
         kept = next(place for place, (one, other) in enumerate(zip(ids, old, strict=True)) if one != other)
-        again = dspark.post_json("/generate", endless([*PROMPT, *ids[:kept]], 800 - kept))["output_ids"]
+        again = dspark.post_json("/generate", endless([*PROMPT, *ids[:kept]], 400 - kept))["output_ids"]
     finally:
         from_disk(dspark, TARGET)
     assert ids[kept:] == again
@@ -245,7 +246,6 @@ def test_a_drafter_is_replaced_beside_a_request(dspark, folders):
     answered(dspark, DRAFTER, {"path": str(DRAFT)})
     assert "Requests are running" in said[0]["message"]
     assert answers[0]["output_ids"] == expected
-    answered(dspark, "/flush_cache", {})
     assert_golden_traces(dspark, CASES[:1])
 
 

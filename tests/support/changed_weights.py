@@ -95,7 +95,7 @@ def answered(server: LaunchedServer, path: str, body: Any) -> dict[str, Any]:
     return answer
 
 
-def trained_drafter(folder: Path, *, by: float = 0.02, seed: int = 2) -> Path:
+def trained_drafter(folder: Path, *, by: float = 0.1, seed: int = 2) -> Path:
     """Write a drafter of the golden target, of the same form, that was trained on."""
     return tuned(folder, DRAFT, by=by, seed=seed)
 
