@@ -143,7 +143,8 @@ def test_other_servers_follow_the_target(request, folders, name, tmp_path):
         ids = server.post_json("/generate", greedy(PROMPT, length))["output_ids"]
         if name == "graphs":
             rounds = rounds_of(drafted(server, length))
-            assert [found["draft"] for found in rounds] == [r.block.tokens for r in decoded.rounds[: len(rounds)]]
+            drafts = [r.block.tokens for r in decoded.rounds[: len(rounds)]]
+            assert [found["draft"][: len(drafts[0])] for found in rounds] == drafts
         if name in ("parallel", "replicas"):
             by_route(server, bare(folders[1], tmp_path / "bare"))
             assert server.get_json("/dspark/capabilities")["drafter"]["path"] == str(tmp_path / "bare")
