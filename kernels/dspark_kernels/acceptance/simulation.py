@@ -88,7 +88,9 @@ def simulated_accept_ref(
 
 
 @triton.jit
-def _draw(keys_ptr, law_ptr, row, prefix_len, slots, gamma, SPAN: tl.constexpr, QUANTILES: tl.constexpr, WORD) -> tuple:
+def _draw(
+    keys_ptr, law_ptr, row, prefix_len, slots, gamma, SPAN: tl.constexpr, QUANTILES: tl.constexpr, WORD
+) -> tuple[tl.tensor, tl.tensor]:
     """``_drawn`` of one request; nothing is kept from ``gamma`` on."""
     key = tl.load(keys_ptr + row)
     zeros = (slots * 0).to(tl.uint32)
