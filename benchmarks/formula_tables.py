@@ -53,3 +53,19 @@ def memory_bound(**options: Any) -> SpsTable:
         lambda r, d, c: 2 + 0 * r,
         **options,
     )
+
+
+def h200(**options: Any) -> SpsTable:
+    """Return the times of Qwen3-8B's shape on an H200, between those that were measured there.
+
+    Measured were plain steps and whole blocks of 1, 16 and 64 requests, and 376 rows of 64: medians of results/h200,
+    `qwen3_8b_shape/apart` and `equal_work`. Behind 512 rows the last slope goes on.
+    """
+    rows, ms = (1, 16, 64, 128, 376, 512, 1024), (5.1, 5.2, 5.4, 6.0, 10.9, 13.0, 21.0)
+    tiers = [*range(1, 17), *(size * eighth // 8 for size in (16, 32, 64, 128, 256, 512) for eighth in range(9, 17))]
+    return make_table(
+        lambda r, d, c: np.interp(r * (1 + d), rows, ms) + 0.014 * r,
+        lambda r, d, c: 1.25 + 0.0195 * r,
+        tiers=tiers,
+        **options,
+    )

@@ -108,6 +108,10 @@ class DSparkConfig:
         "Megabytes of host memory for finished answers, which later requests with the same key copy from.",
         read=int,
     )
+    tpot_ms: Annotated[float, Meta(ge=0.1, le=10_000, description="must lie in [0.1, 10000]")] | None = _option(
+        "Milliseconds per token behind the first that answers are promised if their requests name none.",
+        read=float,
+    )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(
         "Whose worker decodes for `--speculative-algorithm DSPARK`: `plugin` is this one; `scheduled` is SGLang's own, "
         "on a GPU, which drafts and verifies as much as our policies decide; `auto` is the first of these two that "

@@ -26,7 +26,8 @@ def _plans(bs: int, gamma: int, device: torch.device) -> Iterator[Case]:
     survival, budget = torch.rand(bs, gamma, device=device).cumprod(1), bs * gamma // 2
     rows = VerifyRows.empty(bs, bs + budget, device)
     yield case(plan_top, survival, budget, drafts, requests, bs + budget, rows)
-    yield case(plan_staged, survival, torch.tensor([budget, -1, -1], device=device), drafts, requests, rows)
+    weights, numbers = torch.rand(bs, device=device), torch.tensor([budget, -1, -1], device=device)
+    yield case(plan_staged, survival, weights, numbers, drafts, requests, rows)
     num_tokens = bs + bs * (gamma // 2)
     yield case(plan_uniform, gamma // 2, drafts, requests, num_tokens, VerifyRows.empty(bs, num_tokens, device))
 

@@ -106,6 +106,21 @@ class DrawnTokens(NamedTuple):
     temperatures: torch.Tensor
 
 
+class Counted(NamedTuple):
+    """Numbers that a feature counts and that only grow, for the statistics and, with ``_total``, for Prometheus.
+
+    Attributes:
+        name, text: what is counted.
+        label: what tells the numbers apart.
+        values: the numbers, by all values of the label.
+    """
+
+    name: str
+    text: str
+    label: str
+    values: Mapping[str, float]
+
+
 class Part:
     """A feature's part in a server's scheduler. Every method here does nothing: override the moments that matter."""
 
@@ -204,6 +219,14 @@ class Part:
         """Return what the feature adds to the statistics, as JSON."""
         return {}
 
+    def counted(self) -> Sequence[Counted]:
+        """Return what the feature has counted; always the same kinds. Called from other threads too."""
+        return ()
+
+    def describe(self) -> Mapping[str, object]:
+        """Return what ``GET /dspark/capabilities`` says of the feature on this server, by key."""
+        return {}
+
     def warm_up(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
         """Launch the kernels of a step once, at start-up: a request shall compile none.
 
@@ -215,6 +238,17 @@ class Part:
     def held(self, requests: int) -> AbstractContextManager[object]:
         """Hold what memory the feature takes beside the largest step, of so many requests."""
         return nullcontext()
+
+
+class Weigher(Part, ABC):
+    """A part that says which requests' drafts count most; a server has one at most."""
+
+    @abstractmethod
+    def weights(self, batch: ScheduleBatch) -> Sequence[float] | None:
+        """Return what a draft of each request of SGLang's batch counts, above 0; None if all count alike.
+
+        It may depend on what requests ask for, on the clock and on tokens that they have been sent. No host sync.
+        """
 
 
 class RulesBuffers(Protocol):

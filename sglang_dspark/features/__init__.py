@@ -12,6 +12,7 @@ ROOMS = (
     "nodes",
     "own_worker",
     "pictures",
+    "promises",
     "prompt_lookup",
     "recurrent",
     "replicas",

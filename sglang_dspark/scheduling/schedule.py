@@ -161,6 +161,7 @@ class Schedule:
         requests: Sequence[str],
         context: float,
         limits: RequestLimits | None = None,
+        weights: Sequence[float] | None = None,
         *,
         traced: bool = False,
         awaited: bool = False,
@@ -171,11 +172,12 @@ class Schedule:
             requests: ids of the requests.
             context: mean context tokens per request.
             limits: what the requests ask for themselves; None if no request asks for anything.
+            weights: what a draft of each request counts beside those of others; None if all count alike.
             traced: whether a request wants to be told the confidences.
             awaited: whether the host of a GPU has waited for the step behind; see :meth:`StepClock.start_step`.
         """
         self._clock.start_step(self.times, awaited=awaited)
-        decision = self._choose(requests, context).within(limits)
+        decision = self._choose(requests, context).within(limits).weighted(weights)
         if len(requests) == 1 and not self.policy.affords(requests[0], decision, context):
             decision = PLAIN
         self._clock.decided()

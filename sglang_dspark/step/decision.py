@@ -64,6 +64,16 @@ class StepDecision:
         """Return whether a request asks for a bound by confidence."""
         return self.limits is not None and self.limits.thresholds is not None
 
+    def weighted(self, weights: Sequence[float] | None) -> StepDecision:
+        """Return the same step with drafts ranked by weights too.
+
+        Args:
+            weights: of each request, above 0; None, or equal ones, leave the step as it is.
+        """
+        if weights is None or min(weights) == (most := max(weights)):
+            return self
+        return replace(self, selection=self.selection.weighted(tuple(weight / most for weight in weights)))
+
     def within(self, limits: RequestLimits | None) -> StepDecision:
         """Return the same step within what single requests ask for.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,9 +31,15 @@ class Selection(ABC):
 
     Attributes:
         probe_request: request that is verified in full, whatever its survivals; None for none.
+        weights: what drafts of each request count, where the rule ranks by that; None if all count alike.
     """
 
     probe_request: int | None = None
+    weights: tuple[float, ...] | None = None
+
+    def weighted(self, weights: tuple[float, ...]) -> Selection:
+        """Return the rule with these weights; the rule itself if it ranks no drafts by survivals alone."""
+        return self
 
     @abstractmethod
     def max_drafts(self, drafts: int) -> int | None:
@@ -81,16 +87,23 @@ class TopK(Selection):
 
     Attributes:
         budget: drafts verified in all.
+        weights: of each request, above 0 and at most 1: drafts rank by their survival times this. None counts all
+            alike.
     """
 
     budget: int
     probe_request: int | None = None
+    weights: tuple[float, ...] | None = None
+
+    def weighted(self, weights: tuple[float, ...]) -> Selection:
+        return replace(self, weights=weights)
 
     def max_drafts(self, drafts: int) -> int:
         return self.budget
 
     def bounded(self, drafted: Sequence[int], num_drafts: int) -> Selection:
-        return TopK(min(self.budget, num_drafts), self.probe_request if self.probe_request in drafted else None)
+        probed = self.probe_request if self.probe_request in drafted else None
+        return replace(self, budget=min(self.budget, num_drafts), probe_request=probed)
 
     def select(self, draft: DraftOutput, limits: RequestLimits | None) -> SelectedDrafts:
         most = None if limits is None else _most(limits, draft)
@@ -102,6 +115,8 @@ class TopK(Selection):
         tokens, device = draft.block.tokens, draft.device
         # A policy without confidences ranks drafts only to keep them within limits, which leave no decision.
         survival = torch.ones(tokens.shape, device=device) if draft.confidence is None else draft.survival
+        if self.weights is not None:
+            survival = survival * host_floats(self.weights, device)[:, None]
         if left_out := [request for request, length in enumerate(draft.draft_lens) if length == 0]:
             survival = survival.index_fill(0, host_index(left_out, device), _EXCLUDED)
         if self.probe_request is not None:

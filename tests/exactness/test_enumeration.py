@@ -27,6 +27,7 @@ from enumerated_distribution import (
     half_of_all,
     one_of_three,
     one_of_two,
+    paced,
     third_of,
 )
 from stage_loop import NO_CHAINS
@@ -50,6 +51,9 @@ def cases():
     for choose in (half_of, one_of_two, bounded):
         # Their joint distribution: neither may know of the other.
         yield f"two requests, {choose.__name__}", {}, 1, {"requests": 2, "choose": choose}, None
+    # What one request has been sent decides about the other one's drafts, too.
+    yield "two requests, paced", {}, 2, {"requests": 2, "choose": paced, **TOP_K}, None
+    RARE.add("two requests, paced")
     for choose in (third_of, one_of_three, all_but_the_first):
         # The middle one copies; two tokens of three are left, which spares most of the runs.
         yield f"three requests, {choose.__name__}", {}, 1, BESIDE | {"choose": choose}, None

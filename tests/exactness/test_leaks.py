@@ -128,6 +128,11 @@ def surer_before_a_tail(block, *_):
     return replace(block, confidence_logits=torch.cat((kept, block.confidence_logits[:, 1:]), 1))
 
 
+def weighed_by_a_draft(order, rule, drafted, *_):
+    """A request counts less if its first draft is token 0."""
+    return order * torch.where(drafted.block.tokens[:, :1] == 0, 0.2, 1.0)
+
+
 ALL, ONE = PENALTIES["all"], {"schedule": "static", "verify_len": 1}
 CHAINED, SHARED = {"bounds": [COMPETING]}, {"requests": 2, "choose": half_of}
 REDUCED = toy_drafter(SWITCHES["reduced vocabulary, gated"])
@@ -184,6 +189,7 @@ LEAKS = {
         *({}, SHARED),
     ),
     "ranked_by_value": (after(TopK, "_order", likes_a_token), {}, SHARED),
+    "weighed_by_a_draft": (after(TopK, "_order", weighed_by_a_draft), {}, SHARED),
     "budget_by_successor": (after(StepDecision, "select", budget_by_successor), {}, {"choose": one_of_a_block}),
     "bound_by_value": (
         after(selection, "above_threshold", lambda _, confidence, threshold: GAMMA * (confidence[:, 1] > 0.92).long()),

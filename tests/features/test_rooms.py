@@ -17,7 +17,7 @@ from sglang_dspark.features import ROOMS
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = "tests/worker/test_eager_executor.py::test_the_golden_rounds_are_decoded_in_one_batch"
-USED_BY_ALL = ("adjustments", "ends", "logprobs", "reports", "sessions", "streams", "weights")
+USED_BY_ALL = ("adjustments", "ends", "logprobs", "promises", "reports", "sessions", "streams", "weights")
 """Rooms that every server uses, because any request may ask for them, or a reader."""
 IMPORT_ALL = """
 import importlib, pkgutil, sglang_dspark

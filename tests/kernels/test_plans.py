@@ -109,26 +109,35 @@ def padded_slots(rows, spare):
 @pytest.mark.parametrize(("bs", "depth"), [(1, 1), (3, 5), (17, 5), (130, 16)])
 @pytest.mark.parametrize("spare", [0, 1, 300])
 def test_a_staged_plan_does_what_its_numbers_say(bs, depth, spare, device):
-    """Lengths by rank, by rank behind one request, or equal for all, as the scheduler selects, and as is launched."""
+    """Lengths by rank, by rank behind one request, or equal for all, as the scheduler selects, and as is launched.
+
+    A draft ranks by its survival times the weight of its request, to the bit.
+    """
     num_real = max(1, bs - 2)
     requests, drafts = step_requests(bs, depth, device, num_real), drafts_of(bs, depth, device)
     survival, num_tokens = survivals(bs, depth, device, 4), bs * (depth + 1) + 3
+    even = torch.ones(bs, device=device)
+    weights = 1 / (1 + torch.arange(bs, device=device) % 3)
     ranked = survival[:num_real].cpu()
+    apart = survivals(bs, depth, device)
+    by_weight, few = (apart * weights[:, None])[:num_real].cpu(), num_real * depth // 4
     behind = ranked.clone()
     behind[num_real - 1] = 2.0
     budget = num_real * depth // 2
-    plans = {
-        (budget, -1, -1): top_prefixes(ranked, budget).tolist(),
-        (0, -1, -1): [0] * num_real,
-        (budget, -1, num_real - 1): top_prefixes(behind, budget).tolist(),
-        (0, depth, -1): [depth] * num_real,
-        (0, depth // 2, -1): [depth // 2] * num_real,
-    }
-    for numbers, lens in plans.items():
+    plans = [
+        (survival, even, (budget, -1, -1), top_prefixes(ranked, budget).tolist()),
+        (apart, weights, (few, -1, -1), top_prefixes(by_weight, few).tolist()),
+        (survival, even, (0, -1, -1), [0] * num_real),
+        (survival, even, (budget, -1, num_real - 1), top_prefixes(behind, budget).tolist()),
+        (survival, weights, (0, depth, -1), [depth] * num_real),
+        (survival, weights, (0, depth // 2, -1), [depth // 2] * num_real),
+    ]
+    for predicted, used, numbers, lens in plans:
         expected = padded_slots(flattened(lens, drafts, requests, num_tokens, depth), spare)
         for form in (plan_staged, plan_staged_ref):
             out = VerifyRows.empty(bs + spare, num_tokens, device)
-            assert form(survival, torch.tensor(numbers, device=device), drafts, requests, out) is out
+            given = torch.tensor(numbers, device=device)
+            assert form(predicted, used, given, drafts, requests, out) is out
             assert_same(out, expected)
 
 
@@ -137,8 +146,9 @@ def test_the_largest_batch_and_one_that_is_left_to_torch(device):
         requests, survival = step_requests(bs, depth, device), survivals(bs, depth, device, 8)
         check_top(survival, budget, requests, 4096, bs)
         out, drafts = VerifyRows.empty(bs, 4096, device), drafts_of(bs, depth, device)
-        plan_staged(survival, torch.tensor([budget, -1, -1], device=device), drafts, requests, out)
-        assert_same(out, plan_top_ref(survival, budget, drafts, requests, 4096))
+        weights = torch.linspace(0.2, 1, bs, device=device)
+        plan_staged(survival, weights, torch.tensor([budget, -1, -1], device=device), drafts, requests, out)
+        assert_same(out, plan_top_ref(survival * weights[:, None], budget, drafts, requests, 4096))
 
 
 @pytest.mark.parametrize("num_real", [1, 12, 17])
@@ -206,6 +216,7 @@ def test_a_captured_step_follows_its_buffers(device):
     num_slots, depth, tier = 24, 5, 80
     staged = PreparedStep.empty(num_slots, depth, device)
     survival, drafts = survivals(num_slots, depth, device), drafts_of(num_slots, depth, device)
+    weights = torch.ones(num_slots, device=device)
     accepted, out = torch.zeros(num_slots, device=device).long(), VerifyRows.empty(num_slots, tier, device)
     layers, heads, head_dim = 2, 3, 64
     pools = [torch.zeros(layers, 4000, heads, head_dim, device=device) for _ in range(2)]
@@ -214,7 +225,7 @@ def test_a_captured_step_follows_its_buffers(device):
     table = torch.randint(1, 4000, (num_slots + 2, 60), device=device, dtype=torch.int32)
 
     def step():
-        plan = plan_staged(survival, staged.numbers, drafts, staged.requests(table), out)
+        plan = plan_staged(survival, weights, staged.numbers, drafts, staged.requests(table), out)
         kept = CommitRows(plan.columns, plan.requests, accepted)
         kv_inject(projected, norm, 1e-6, inv_freq, plan.positions, plan.slots, tuple(pools), kept)
         return plan
@@ -228,11 +239,12 @@ def test_a_captured_step_follows_its_buffers(device):
     for bs, allowed in ((1, 3), (17, 30), (24, 56), (9, 0)):
         requests = replace(step_requests(bs, depth, device), req_to_token=table)
         prepare(requests, depth, 0, staged, PlanNumbers(allowed))
+        weights.copy_(torch.rand(num_slots))
         accepted.fill_(1)
         for pool in pools:
             pool.zero_()
         graph.replay()
-        expected = plan_top_ref(survival, allowed, drafts, staged.requests(table), tier)
+        expected = plan_top_ref(survival * weights[:, None], allowed, drafts, staged.requests(table), tier)
         for name in FIELDS:
             assert torch.equal(getattr(plan, name), getattr(expected, name)), name
         written = (pools[0] != 0).flatten(2).any(-1).any(0).nonzero().squeeze(1)

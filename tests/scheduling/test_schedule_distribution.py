@@ -15,6 +15,7 @@ from step_tables import make_table
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.scheduling.promises import Pace
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.record import StepRecord
@@ -57,17 +58,19 @@ def drafted_by(block, schedule, decision):
     return DraftOutput(block, confidence, decision.draft_lens(BS))
 
 
-def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=lambda anchors: None):
+def serve(
+    model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=lambda anchors: None, weigh=lambda *told: None
+):
     """Anchors [n] and emitted tokens [n, gamma + 1] of all rounds, and the choices made.
 
-    ``ask`` gives the requests' limits.
+    ``ask`` gives the requests' limits, ``weigh`` their weights by what has been emitted.
     """
     anchors = torch.arange(BS) % model.vocab_size
     out_tokens = torch.zeros(BS, GAMMA + 1, dtype=torch.int64)
     on_the_way, choices, history = [], [], []
     for step in range(NUM_STEPS):
         meddle(schedule, step, out_tokens)
-        decision = schedule.choose(REQUESTS, 100.0, ask(anchors))
+        decision = schedule.choose(REQUESTS, 100.0, ask(anchors), weigh(step, out_tokens))
         block = model.draft(anchors, step)
         drafted = drafted_by(block, schedule, decision)
         lens = decision.select(drafted).verify_lens
@@ -124,6 +127,26 @@ def test_the_text_follows_the_target_whatever_requests_ask_for(model, name):
     assert model.distribution_p_value(anchors, out_tokens) > ALPHA
     lens = torch.stack([lens for _, lens in choices])
     assert (lens[:, 1::4] <= 1).all()
+
+
+def test_the_text_follows_the_target_while_weights_move_with_the_clock(model):
+    """The clock runs by what was emitted, and every third request is promised nothing."""
+    paces = [Pace(None if row % 3 == 0 else 6.0 + row, began_ms=0.0, first_tokens=1) for row in range(BS)]
+    sent, seen, clock = np.ones(BS), set(), [0.0]
+
+    def weigh(step, out_tokens):
+        tokens = (out_tokens >= 0).sum(1).numpy() * (step > 0)
+        sent[:] += tokens
+        clock[0] += 20 + tokens.sum() % 7
+        weights = [pace.counts(clock[0], int(count)) for pace, count in zip(paces, sent, strict=True)]
+        seen.update(weights)
+        return weights
+
+    schedule = make_schedule(DSparkConfig())
+    anchors, out_tokens, choices = serve(model, schedule, weigh=weigh)
+    assert model.distribution_p_value(anchors, out_tokens) > ALPHA
+    trimmed = [lens for decision, lens in choices if decision.draft_len and lens.sum() < BS * GAMMA]
+    assert len(seen) > 100 and len(trimmed) > NUM_STEPS / 4
 
 
 def kinds(choices):

@@ -101,7 +101,7 @@ CONFIGURED = (
     *("speculative-algorithm: DSPARK", f"speculative-draft-model-path: {DRAFT}", "speculative-dspark-engine: plugin"),
     *("speculative-dspark-schedule: threshold", "speculative-dspark-confidence-threshold: 0.6"),
     *("speculative-dspark-online-calibration: off", "speculative-dspark-untested-sglang: true"),
-    *("enable-priority-scheduling: true", "stream-interval: 8"),
+    *("enable-priority-scheduling: true", "stream-interval: 8", "speculative-dspark-tpot-ms: 9000"),
 )
 CHUNKS = "--chunked-prefill-size"
 # A pool that cannot hold the running requests.

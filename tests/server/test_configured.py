@@ -35,6 +35,13 @@ def test_temperatures_of_a_file_stay_as_they_are(configured):
     assert features["online_calibration"] is False
 
 
+def test_every_answer_says_whether_the_servers_promise_was_kept(configured):
+    bodies = [greedy(CASES[0]["prompt_ids"], 32, speculation=asked) for asked in (None, {"tpot_ms": 0.1})]
+    promises = [answer["meta_info"]["dspark_promise"] for answer in generate(configured, bodies, RUNNING)]
+    assert [(promise["promised_ms"], promise["kept"]) for promise in promises] == [(9000.0, True), (0.1, False)]
+    assert configured.get_json("/dspark/capabilities")["promises"]["tpot_ms"] == 9000.0
+
+
 def test_chunks_come_at_the_interval_of_the_server(configured):
     """A chunk ends with the step that completes the interval, of eight tokens at most."""
     lines = call(configured, "/generate", body=endless(CASES[0]["prompt_ids"], 65, stream=True))[1].split("\n\n")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from golden_server import DRAFT, TARGET, call, counting, greedy, output_ids, policy, rounds_of
+from golden_server import DRAFT, TARGET, call, counting, greedy, last_answer, output_ids, policy, rounds_of
 
 from sglang_dspark import __version__
 from sglang_dspark.engine.support import installed_sglang
@@ -165,10 +164,3 @@ def test_places_that_were_copied_are_not_the_drafters(letters, preset):
     assert (counts["drafted_tokens"] < most) == (sums["copied_tokens"] > 0) == (preset == "summarization")
     assert sums["drafted_tokens"] + sums["copied_tokens"] >= most
     assert preset != "auto" or counts["drafted_tokens"] == most
-
-
-def last_answer(server, body):
-    if not body["stream"]:
-        return server.post_json("/generate", body)
-    lines = call(server, "/generate", body=body)[1].split("\n\n")
-    return json.loads([line for line in lines if line.startswith("data: {")][-1].removeprefix("data: "))

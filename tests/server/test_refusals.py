@@ -32,6 +32,14 @@ def refused(server, path, body):
             "speculation.max_verify must be an integer from",
         ),
         ("/generate", {"text": "a", "speculation": {"cache": "k"}}, "--speculative-dspark-answer-cache"),
+        *(
+            (route, {**body, "speculation": {key: value}}, f"speculation.{key} must be a number from")
+            for route, body in (
+                ("/generate", {"text": "a"}),
+                ("/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "a"}]}),
+            )
+            for key, value in (("tpot_ms", 0), ("weight", True))
+        ),
         ("/dspark/policy", {"policy": "static", "verify_len": 8}, "verify-len=8 exceeds the 7 drafts"),
         ("/dspark/policy", [], "JSON object"),
         ("/pd_role_switch", {}, "/pd_role_switch"),

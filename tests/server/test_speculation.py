@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from golden_server import (
@@ -13,6 +14,7 @@ from golden_server import (
     counting,
     generate,
     greedy,
+    last_answer,
     output_ids,
     policy,
     rounds_of,
@@ -97,6 +99,30 @@ def test_bounds_of_the_lookup_hold(draft_free, least, most):
     for entry in rounds:
         assert entry["draft"] == continuation((prompt + text)[: entry["start"] + 1], least, most, 7)
     assert {bool(entry["draft"]) for entry in rounds} == {True, False}
+
+
+def test_promises_are_weighed_counted_and_answered(dspark):
+    """Four of eight users are promised a time: two one that is always kept, and two one that no server can keep."""
+    asked = [{"tpot_ms": 10_000}, {"weight": 0.2}, {"tpot_ms": 0.1}, None] * 2
+    bodies = [greedy(case["prompt_ids"], 64) for case in CASES[:4]] * 2
+    bodies = [{**body, "speculation": options} for body, options in zip(bodies, asked, strict=True)]
+    bodies[0]["stream"] = True
+    before = dspark.get_json("/dspark/stats")["promises"]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda body: last_answer(dspark, body), bodies))
+    assert [answer["output_ids"] for answer in answers] == [case["output_ids"] for case in CASES[:4]] * 2
+    promises = [answer["meta_info"].get("dspark_promise") for answer in answers]
+    kept = [promise and (promise["promised_ms"], promise["kept"]) for promise in promises]
+    assert kept == [(10_000.0, True), None, (0.1, False), None] * 2
+    after = dspark.get_json("/dspark/stats")["promises"]
+    assert {outcome: after[outcome] - before[outcome] for outcome in after} == {"kept": 2, "late": 0, "unreachable": 2}
+    found = dspark.get_json("/dspark/capabilities")["promises"]
+    assert found["tpot_ms"] is None and found["least_tpot_ms"] > 0.1
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 8, "return_meta_info": True}
+    [choice] = dspark.post_json("/v1/chat/completions", {"model": "m", **chat, "speculation": {"tpot_ms": 9999}})[
+        "choices"
+    ]
+    assert choice["meta_info"]["dspark_promise"]["kept"]
 
 
 @pytest.mark.parametrize("name", ["auto", "static", "early-stop"])

@@ -126,6 +126,15 @@ def call(server: LaunchedServer, path: str, key: str | None = None, body: Any = 
         return error.code, error.read().decode()
 
 
+def last_answer(server: LaunchedServer, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer of ``POST /generate``, as the last chunk of a stream has it."""
+    if not body.get("stream"):
+        return server.post_json("/generate", body)
+    lines = call(server, "/generate", body=body)[1].split("\n\n")
+    last: dict[str, Any] = json.loads([line for line in lines if line.startswith("data: {")][-1].removeprefix("data: "))
+    return last
+
+
 def output_ids(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int = 8) -> list[list[int]]:
     """Return the token ids of :func:`generate`."""
     return [answer["output_ids"] for answer in generate(server, bodies, concurrency)]

@@ -378,7 +378,8 @@ def plan_uniform(form, made):
 @case()
 def plan_staged(form, made):
     out, drafts = VerifyRows.empty(6, 16, made.device), made.numbers(5, 4, most=90, real=3)
-    return plan_of(form(made.rand(5, 4, real=3).abs(), made.ints([6, -1, 1]), drafts, step(made), out))
+    survival, weights = made.rand(5, 4, real=3).abs(), made.rand(5, real=3).abs()
+    return plan_of(form(survival, weights, made.ints([6, -1, 1]), drafts, step(made), out))
 
 
 @case((3, 5, 4), (1, 1, 1), (3, 8, 5), (17, 40, 5), (40, 40, 16))

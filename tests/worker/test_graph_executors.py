@@ -1,5 +1,8 @@
 """Steps as on a GPU, without a server: staged into tiers, laid out in buffers, replayed by calling again."""
 
+from dataclasses import replace
+from itertools import cycle
+
 import pytest
 import torch
 from dspark_kernels import (
@@ -22,6 +25,7 @@ from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.limits import RequestLimits
+from sglang_dspark.step.selected import top_prefixes
 from sglang_dspark.step.selection import FixedLength, Threshold, TopK
 from sglang_dspark.step.state import DraftOutput
 from sglang_dspark.worker.executors import graphs
@@ -54,6 +58,29 @@ def test_greedy_text_of_replayed_steps(monkeypatch, options, slots):
     loop = GraphLoop(monkeypatch, slots, **options)
     assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
     assert all(loop.replayed)
+
+
+def test_weights_of_requests_reach_the_graph_that_plans_and_leave_it(monkeypatch):
+    monkeypatch.setattr(graphs, "build_plan", None)
+    loop, run, found = GraphLoop(monkeypatch, [4]), GraphLoop._run, []
+
+    def planned(self, step, decision, hooks):
+        outcome = run(self, step, decision, hooks)
+        found.append(
+            (decision.selection.weights, outcome.draft.survival.clone(), outcome.plan.verify_lens[:3].tolist())
+        )
+        return outcome
+
+    monkeypatch.setattr(GraphLoop, "_run", planned)
+    weights = cycle([(0.01, 1.0, 1.0), None, (1.0, 1.0, 0.02)])
+    decision = StepDecision(7, TopK(7))
+    loop.schedule.choose = lambda *asked: replace(decision, selection=TopK(7, weights=next(weights)))
+    assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
+    assert all(loop.replayed)
+    for used, survival, lens in found:
+        ranked = survival if used is None else survival * torch.tensor(used)[:, None]
+        assert lens == top_prefixes(ranked, 7).tolist()
+    assert any(lens != top_prefixes(survival, 7).tolist() for _, survival, lens in found)
 
 
 def test_the_next_step_finds_the_outcome_in_the_relay(monkeypatch):

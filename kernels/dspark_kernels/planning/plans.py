@@ -59,10 +59,11 @@ def _top_lens(survival, is_candidate, budget):
 # Sizes and depths change from step to step; specialising on them would compile the kernel again and again.
 @triton.jit(
     do_not_specialize=["budget", "num_requests", "draft_stride", "bs", "num_slots", "num_tokens", "depth"],
-    do_not_specialize_on_alignment=["survival_ptr", "draft_tokens_ptr"],
+    do_not_specialize_on_alignment=["survival_ptr", "weights_ptr", "draft_tokens_ptr"],
 )
 def _plan_kernel(
     survival_ptr,  # None with UNIFORM
+    weights_ptr,  # [bs] with STAGED
     draft_tokens_ptr,
     anchors_ptr,
     prefix_lens_ptr,
@@ -114,6 +115,7 @@ def _plan_kernel(
             tl.float32
         )
         if STAGED:
+            survival *= tl.load(weights_ptr + request, mask=real, other=1.0)[:, None]
             forced = tl.load(numbers_ptr + 2).to(tl.int32)
             survival = tl.where((request == forced)[:, None], _FORCED, survival)
         lens = _top_lens(survival, is_candidate, tl.minimum(wanted, num_tokens - num_real))
@@ -200,6 +202,7 @@ def plan_top(
 @on_kernels(plan_staged_ref)
 def plan_staged(
     survival: torch.Tensor,  # [bs, depth] float
+    weights: torch.Tensor,  # [bs] float32
     numbers: torch.Tensor,  # [3] int64
     draft_tokens: torch.Tensor,  # [bs, at least depth] int
     requests: StepRequests,
@@ -208,6 +211,7 @@ def plan_staged(
     """Plan by numbers that lie on the device: captured once, and told before each replay what to do.
 
     Args:
+        weights: above 0 and at most 1: what ranks is a survival times that of its request.
         numbers: how many drafts to admit as :func:`plan_top` does; unless it is negative, how many of every request to
             admit instead, as :func:`plan_uniform` does; and the request whose drafts come first of all, or -1.
         out: buffers of at least bs request slots, and of as many rows as any step needs.
@@ -216,8 +220,8 @@ def plan_staged(
     """
     block_r, block_j = _blocks(*survival.shape)
     if block_r * block_j > _MAX_CANDIDATES:
-        return plan_staged_ref(survival, numbers, draft_tokens, requests, out)
-    return _launch(survival, numbers, survival.shape[1], draft_tokens, requests, len(out.input_ids), out)
+        return plan_staged_ref(survival, weights, numbers, draft_tokens, requests, out)
+    return _launch(survival, numbers, survival.shape[1], draft_tokens, requests, len(out.input_ids), out, weights)
 
 
 @on_kernels(plan_uniform_ref)
@@ -252,6 +256,7 @@ def _launch(
     requests: StepRequests,
     num_tokens: int,
     out: VerifyRows | None,
+    weights: torch.Tensor | None = None,
 ) -> VerifyRows:
     bs = len(requests)
     min_rows = bs if survival is not None else bs * (depth + 1)
@@ -268,6 +273,7 @@ def _launch(
     block_r, block_j = _blocks(bs, depth)
     _plan_kernel[(triton.cdiv(bs, _REQUESTS_PER_PROGRAM),)](
         None if survival is None else survival.contiguous(),
+        weights,
         drafts,
         requests.anchors,
         requests.prefix_lens,

@@ -30,6 +30,7 @@ def plan_top_ref(
 
 def plan_staged_ref(
     survival: torch.Tensor,  # [bs, depth] float
+    weights: torch.Tensor,  # [bs] float32
     numbers: torch.Tensor,  # [3] int64
     draft_tokens: torch.Tensor,  # [bs, at least depth] int
     requests: StepRequests,
@@ -39,7 +40,7 @@ def plan_staged_ref(
     (bs, depth), device, num_tokens = survival.shape, survival.device, len(out.input_ids)
     budget, verify_len, forced = numbers.unbind()
     real, num_real = _real_requests(requests, device)
-    survival = survival.masked_fill((torch.arange(bs, device=device) == forced)[:, None], FORCED)
+    survival = (survival * weights[:, None]).masked_fill((torch.arange(bs, device=device) == forced)[:, None], FORCED)
     top = _top_lens_ref(survival, real, torch.minimum(budget, num_tokens - num_real))
     lens = torch.where(verify_len < 0, top, real * verify_len)
     return _flatten_ref(lens, real, draft_tokens[:, :depth], requests, num_tokens, out)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.feature import Part, Weigher
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.draft_input import committed_lengths
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
@@ -32,6 +33,11 @@ class StepControl:
     parts: Sequence[Part]
     on_gpu: bool
 
+    @cached_property
+    def weigher(self) -> Weigher | None:
+        """Return the part that weighs requests; None if there is none."""
+        return next((part for part in self.parts if isinstance(part, Weigher)), None)
+
     def choose(self, batch: ScheduleBatch, options: BatchOptions) -> StepDecision:
         """Return how deep to draft and how much to verify, by what is known by now of the steps before.
 
@@ -45,7 +51,10 @@ class StepControl:
         awaited = self.on_gpu and batch.has_grammar
         # Of the host: under overlap it does not know yet what the step under way commits.
         context = sum(committed_lengths(batch.reqs)) / len(batch.reqs)
-        decision = self.schedule.choose(options.ids, context, options.limits, traced=options.traced, awaited=awaited)
+        weights = None if self.weigher is None else self.weigher.weights(batch)
+        decision = self.schedule.choose(
+            options.ids, context, options.limits, weights, traced=options.traced, awaited=awaited
+        )
         return self.agreement.share(decision)
 
     def forget(self, *, new_drafter: bool) -> None:

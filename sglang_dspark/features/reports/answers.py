@@ -42,6 +42,7 @@ def stats(answers: Sequence[Answer]) -> dict[str, Any]:
         "failed_advice": _added(answer["failed_advice"] for answer in answers),
         "steps_by_policy": _added(answer["steps_by_policy"] for answer in answers),
         **Sums.of(answer["sums"] for answer in answers).report(),
+        **{name: _added(answer["of_features"][name] for answer in answers) for name in answers[0]["of_features"]},
         "recent": {
             "seconds": max(span["seconds"] for span in recent),
             "tokens_per_s": sum(span["tokens_per_s"] for span in recent),

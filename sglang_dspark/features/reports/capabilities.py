@@ -51,6 +51,7 @@ def capabilities(decoder: Decoder) -> dict[str, Any]:
         "max_running_requests": int(model_runner.max_running_requests),
         "policy": schedule.policy.name,
         "policies": {name: _policy(schedule, name, on_gpu=on_gpu) for name in POLICY_NAMES},
+        **{key: said for part in decoder.parts for key, said in part.describe().items()},
         "adjusted_flags": list(server.adjusted) if isinstance(server, DSparkServer) else [],
         "features": {
             "speculation_fields": _speculation_fields(server),

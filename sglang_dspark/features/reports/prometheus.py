@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_dspark.calibration.fit import Verdict
+from sglang_dspark.engine.feature import Counted
 from sglang_dspark.features.reports.counters import Counters
 from sglang_dspark.features.reports.sums import (
     MEASURED_MS,
@@ -68,6 +69,7 @@ class Metrics:
         counters: what is exported.
         verdict: returns whether the drafter fits; called from another thread.
         labels: on every metric.
+        counted: returns what features count, always of the same kinds; called from another thread.
         registry: of prometheus_client; None means its default one, which SGLang exports from all its processes.
     """
 
@@ -76,21 +78,24 @@ class Metrics:
         counters: Counters,
         verdict: Callable[[], Verdict],
         labels: Mapping[str, Any],
+        counted: Callable[[], Sequence[Counted]] = tuple,
         registry: CollectorRegistry | None = None,
     ) -> None:
         # Not before SGLang has said in the environment where its processes meet.
         import prometheus_client
 
-        self._counters, self._verdict, self._labels = counters, verdict, dict(labels)
+        self._counters, self._verdict, self._labels, self._counted = counters, verdict, dict(labels), counted
         self._exported: dict[tuple[str, ...], float] = {}
         registry = prometheus_client.REGISTRY if registry is None else registry
         self._families: dict[str, Any] = {}
-        for label, described in {
-            "load": LOAD_COUNTERS,
-            "position": POSITION_COUNTERS,
-            "policy": POLICY_COUNTERS,
-            "advice": ADVICE_COUNTERS,
-        }.items():
+        described_by = [
+            ("load", LOAD_COUNTERS),
+            ("position", POSITION_COUNTERS),
+            ("policy", POLICY_COUNTERS),
+            ("advice", ADVICE_COUNTERS),
+            *((of_feature.label, {f"{of_feature.name}_total": of_feature.text}) for of_feature in counted()),
+        ]
+        for label, described in described_by:
             for name, text in described.items():
                 names = [*self._labels, label]
                 self._families[name] = prometheus_client.Counter(PREFIX + name, text, names, registry=registry)
@@ -149,3 +154,6 @@ class Metrics:
             yield "policy_steps_total", steps, {"policy": policy}
         for advice, failures in list(FAILURES.items()):
             yield "failed_advice_total", failures, {"advice": advice}
+        for of_feature in self._counted():
+            for kind, number in of_feature.values.items():
+                yield f"{of_feature.name}_total", number, {of_feature.label: kind}

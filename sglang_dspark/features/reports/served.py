@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.runtime_context import get_serving
 
 from sglang_dspark.engine.compat.decoder import Decoder
-from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.feature import Counted, Part
 from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.features.reports.capabilities import capabilities, in_one_line
 from sglang_dspark.features.reports.counters import Counters
@@ -108,10 +108,15 @@ class Reports(Part):
             "steps_by_policy": dict(self._counters.steps_by_policy),
             "sums": self._counters.sums().lists(),
             "recent": self._recent.report(),
+            "of_features": {counted.name: dict(counted.values) for counted in self._counted()},
         }
 
     def _said_by_features(self) -> dict[str, Any]:
         return {key: said for part in self._decoder.parts for key, said in part.report().items()}
+
+    def _counted(self) -> list[Counted]:
+        """Return what all features have counted."""
+        return [counted for part in self._decoder.parts for counted in part.counted()]
 
     def capabilities(self) -> dict[str, Any]:
         """Return the JSON of ``GET /dspark/capabilities``."""
@@ -132,4 +137,4 @@ class Reports(Part):
 
     def export_metrics(self, labels: dict[str, Any]) -> None:
         """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
-        Metrics(self._counters, lambda: self._first_drafts.fit.verdict, labels).start()
+        Metrics(self._counters, lambda: self._first_drafts.fit.verdict, labels, self._counted).start()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sglang_dspark.tools.simulator.blocks import BlockSource
-    from sglang_dspark.tools.simulator.sweep import Point
+    from sglang_dspark.tools.simulator.sweep import Conditions, Point
 
 
 _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at most 1")]
@@ -48,6 +48,11 @@ _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at m
     help="Length of a prompt: 128, 64-256 (uniform) or ~128 (geometric).",
 )
 @click.option("--output-tokens", default="~128", show_default=True, help="Length of an answer, in the same forms.")
+@click.option(
+    "--promised",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Promise every second user this share of the mean time per token under auto, and say how many are kept.",
+)
 @click.option("--csv", "csv_file", type=OutputFile(), help="CSV file of the figures.")
 @click.option("--html", type=OutputFile(), help="HTML file of a page with sliders.")
 @click.pass_context
@@ -118,6 +123,9 @@ def _simulate(console: Console, options: dict[str, Any]) -> None:
     )
     users = sorted(set(options["users"] or table.requests))
     policies = list(dict.fromkeys(["off", *(options["policies"] or "static,auto").split(",")]))
+    if options["promised"] is not None:
+        _simulate_promises(console, options, conditions, users)
+        return
     with progress_bars(console, {"points": len(policies) * len(users)}) as (advance,):
         points = sweep(conditions, policies, users, advance)
     _print_points(console, points)
@@ -134,6 +142,27 @@ def _simulate(console: Console, options: dict[str, Any]) -> None:
         page = simulation_page(points, "A simulated server", f"{server}; {blocks.name}; {prompts}.")
         options["html"].write_text(page, encoding="utf-8")
         console.print(options["html"], soft_wrap=True)
+
+
+def _simulate_promises(console: Console, options: dict[str, Any], conditions: Conditions, users: Sequence[int]) -> None:
+    from sglang_dspark.tools.simulator.promised import simulate_promises, write_csv
+
+    for name in ("policies", "html"):
+        if options[name]:
+            raise click.UsageError(f"--promised is about the policy auto, beside itself; drop --{name}")
+    if min(users) < 2:
+        raise click.UsageError("--promised is about every second of several users; give --users of at least 2")
+    points = [simulate_promises(conditions, count, options["promised"]) for count in users]
+    headings = ("promised\nms", "kept", "before", "tok/s\nto before", "others\nms", "before")
+    table = new_table("users", *headings)
+    for point in points:
+        times = (f"{point.other_tpot_ms:.1f}", f"{point.other_tpot_before_ms:.1f}")
+        kept = (f"{point.kept:.0%}", f"{point.kept_before:.0%}")
+        table.add_row(str(point.users), f"{point.tpot_ms:.1f}", *kept, f"{point.speed:.2f}", *times)
+    console.print(table)
+    if options["csv_file"]:
+        write_csv(options["csv_file"], points)
+        console.print(options["csv_file"], soft_wrap=True)
 
 
 def _blocks(options: dict[str, Any]) -> BlockSource:

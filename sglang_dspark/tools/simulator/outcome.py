@@ -55,12 +55,20 @@ class Outcome:
         step_ms: of every decode step.
         plain_steps: steps in which nothing was drafted.
         rounds: all requests in all decode steps.
+        loaded_ms, loaded_tokens: until the last request was sent: how long that was, and tokens of decode steps.
     """
 
     requests: list[Request] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     plain_steps: int = 0
     rounds: list[Round] = field(default_factory=list)
+    loaded_ms: float = 0.0
+    loaded_tokens: int = 0
+
+    @property
+    def loaded_tok_s(self) -> float:
+        """Return tokens of all users per second while all of them had requests."""
+        return 1e3 * self.loaded_tokens / self.loaded_ms
 
     def figures(self) -> Figures:
         """Sum up. Needs at least one request that was served."""

@@ -83,14 +83,15 @@ class SimulatedServer:
         # All policies serve the same requests, whatever they drew before.
         return _Episode(self, workload, np.random.default_rng(self._seed)).run()
 
-    def decode(self, requests: Sequence[Request]) -> tuple[float, Result]:
-        """Run one decode step, and return its milliseconds and its result."""
+    def decode(self, requests: Sequence[Request], now_ms: float = 0.0) -> tuple[float, Result]:
+        """Run one decode step at a moment, and return its milliseconds and its result."""
         if self._timed is not None and self.schedule.times is not None:
             self.schedule.times.observe(*self._timed)
         bs, context = len(requests), sum(request.context for request in requests) / len(requests)
         # Every workload counts its requests from 0.
         ids = [f"{self._workloads}.{request.index}" for request in requests]
-        decision = self.schedule.choose(ids, context)
+        weights = [request.pace.counts(now_ms, request.known_tokens) for request in requests]
+        decision = self.schedule.choose(ids, context, weights=weights)
         logits, whole = self.blocks.draw([request.index for request in requests], self._rng)
         draft = self._draft(decision, bs, logits)
         lens = decision.select(draft).verify_lens
@@ -124,12 +125,12 @@ class _Episode:
     def __init__(self, server: SimulatedServer, workload: Workload, rng: np.random.Generator) -> None:
         self._server = server
         self._now_ms = 0.0
-        self._to_send = workload.requests(rng)
+        self._workload, self._to_send = workload, workload.requests(rng)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._outcome = Outcome()
-        for _ in range(workload.users):
-            self._send_next()
+        for user in range(workload.users):
+            self._send_next(user)
 
     def run(self) -> Outcome:
         behind: Result | None = None
@@ -146,7 +147,7 @@ class _Episode:
             ms, result = self._server.prefill(prompts)
             self._running += prompts
         elif self._running:
-            ms, result = self._server.decode(self._running)
+            ms, result = self._server.decode(self._running, self._now_ms)
             self._outcome.step_ms.append(ms)
             self._outcome.plain_steps += result.record is not None and result.record.decision.draft_len == 0
         else:
@@ -182,11 +183,15 @@ class _Episode:
             request.done_ms = self._now_ms
             self._running.remove(request)
             self._outcome.requests.append(request)
-            self._send_next()
+            self._send_next(request.user)
 
-    def _send_next(self) -> None:
+    def _send_next(self, user: int) -> None:
         """Let a user send the next request, if there is one left."""
         request = next(self._to_send, None)
         if request is not None:
+            request.user, request.pace = user, self._workload.pace(user)
             request.sent_ms = self._now_ms
             self._waiting.append(request)
+        elif not self._outcome.loaded_ms:
+            self._outcome.loaded_ms = self._now_ms
+            self._outcome.loaded_tokens = sum(one.accepted + 1 for one in self._outcome.rounds)

@@ -1,12 +1,13 @@
 """Simulated requests, and how long they are."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.scheduling.promises import Pace
 
 
 @dataclass
@@ -18,6 +19,8 @@ class Request:
         sent_ms: when the user sent it.
         first_ms, done_ms: when its first and its last token reached the user.
         known_tokens: output tokens that the host knows of.
+        user: who sent it.
+        pace: the answer beside what was promised.
     """
 
     index: int
@@ -27,6 +30,8 @@ class Request:
     first_ms: float = 0.0
     done_ms: float = 0.0
     known_tokens: int = 0
+    user: int = 0
+    pace: Pace = field(default_factory=Pace)
 
     @property
     def context(self) -> int:
@@ -83,14 +88,23 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of users; each user sends the next one when its last answer is complete."""
+    """Requests of users; each user sends the next one when its last answer is complete.
+
+    Attributes:
+        tpot_ms: time per token that every second user is promised; None for no promises.
+    """
 
     num_requests: int
     prompt: Lengths
     output: Lengths
     users: int
+    tpot_ms: float | None = None
 
     def requests(self, rng: np.random.Generator) -> Iterator[Request]:
         """Draw the requests, in the order in which they are sent."""
         for index in range(self.num_requests):
             yield Request(index, self.prompt.draw(rng), self.output.draw(rng))
+
+    def pace(self, user: int) -> Pace:
+        """Return what the requests of a user are promised."""
+        return Pace(self.tpot_ms if user % 2 else None)

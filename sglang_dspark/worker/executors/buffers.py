@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from dspark_kernels import (
 from sglang_dspark.scheduling.forecast import split_learned
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
+from sglang_dspark.step.transfers import host_floats
 from sglang_dspark.worker.executors.eager import EagerExecutor
 from sglang_dspark.worker.tiers import Tiers
 
@@ -42,6 +44,7 @@ class StepBuffers:
         prepared: the staged step.
         coefficients: of the calibration of confidences.
         weights: of candidates.
+        request_weights: [slots] float32 that drafts rank by, beside their survivals.
         drafts: [slots, depth] int64.
         confidence: returns the confidences of so many requests; the next draft overwrites them.
         rows: of the plan.
@@ -57,6 +60,8 @@ class StepBuffers:
         self._copied = self._forecast.learned
         self._learned = self._copied.clone()
         self.coefficients, self.weights = split_learned(self._learned)
+        self.request_weights = torch.ones(slots, device=device)
+        self._weighted = False  # whether those of the last step differed
         self.drafts = torch.zeros((slots, depth), dtype=torch.int64, device=device)
         candidates = eager.drafter.candidates
         self._rules = None if candidates is None else candidates.buffers(slots)
@@ -71,6 +76,14 @@ class StepBuffers:
         prepare(step.requests, drafter.num_slots, drafter.mask_token_id, self.prepared, numbers or PlanNumbers())
         if self._rules is not None:
             self._rules.stage(step)
+
+    def stage_weights(self, weights: Sequence[float] | None) -> None:
+        """Copy what drafts of each request count; None if all count alike."""
+        if weights is not None:
+            self.request_weights[: len(weights)] = host_floats(weights, self.request_weights.device)
+        elif self._weighted:
+            self.request_weights.fill_(1)
+        self._weighted = weights is not None
 
     def stage_noise(self, step: DecodeBatch, slots: int) -> None:
         """Copy what a captured draft of sampled requests is drawn with."""

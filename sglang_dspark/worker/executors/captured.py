@@ -110,7 +110,8 @@ class CapturedSteps:
             confidence = forecast.predict(block.confidence_logits, slots, self._depth, buffers.coefficients)
             buffers.keep(block, confidence)
             # For every tier of rows: which one verifies, the host has yet to choose.
-            plan_staged(confidence.survival, prepared.numbers, buffers.drafts[:slots], requests, buffers.rows)
+            weights, drafts = buffers.request_weights[:slots], buffers.drafts[:slots]
+            plan_staged(confidence.survival, weights, prepared.numbers, drafts, requests, buffers.rows)
             return block
 
         self.drafts[slots, sampled] = capture(run)

@@ -40,6 +40,7 @@ class GraphExecutor(EagerExecutor):
         # None has planning run eagerly, as it does if ranks have to agree.
         self._numbers = None if self.agreement.needed else decision.plan_numbers(len(step))
         self._buffers.stage(step, self._numbers)
+        self._buffers.stage_weights(decision.selection.weights)
 
     def draft(self, step: DecodeBatch, decision: StepDecision) -> DraftOutput:
         """Propose blocks for all requests: on a GPU a few less take no less time."""

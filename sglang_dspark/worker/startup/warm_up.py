@@ -189,7 +189,7 @@ def _lay_out(
             plan_top(torch.zeros((num, depth), device=device), 0, drafts, given, num)
         if on_device and most:
             out, survival = VerifyRows.empty(num, num * (most + 1), device), torch.zeros((num, most), device=device)
-            plan_staged(survival, zeros.new_tensor([0, -1, -1]), drafts, given, out)
+            plan_staged(survival, survival.new_ones(num), zeros.new_tensor([0, -1, -1]), drafts, given, out)
         if not on_device:
             prepare(given, drafter.num_slots, drafter.mask_token_id)
 

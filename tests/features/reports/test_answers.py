@@ -39,6 +39,7 @@ class Replica:
             "steps_by_policy": dict(self.counters.steps_by_policy),
             "sums": self.counters.sums().lists(),
             "recent": self.recent.report(),
+            "of_features": {"promises": {"kept": 1, "late": 2}},
             "until_now": {"uptime_s": self.now - 10.0, **self.counters.sums().total().counts()},
         }
 
@@ -57,7 +58,8 @@ def test_figures_of_two_replicas_are_those_of_one_that_counts_both():
     found = answers.stats([one.answer(), other.answer()])
     assert found.pop("replicas") == [answers.stats([replica.answer()]) for replica in (one, other)]
     assert found.pop("failed_advice") == {"presets": 4}
-    assert found == {name: value for name, value in expected.items() if name != "failed_advice"}
+    assert found.pop("promises") == {"kept": 2, "late": 4}
+    assert found == {name: value for name, value in expected.items() if name not in ("failed_advice", "promises")}
     assert found["recent"]["tokens_per_s"] == pytest.approx(found["committed_tokens"] / 4)
 
 

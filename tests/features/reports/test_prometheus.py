@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from sglang_dspark.calibration.fit import Verdict
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
+from sglang_dspark.engine.feature import Counted
 from sglang_dspark.features.reports import prometheus
 from sglang_dspark.features.reports.counters import Counters
 from sglang_dspark.features.reports.prometheus import Metrics
@@ -27,7 +28,9 @@ class Exporter:
         self.counters = Counters(3, self.predicted)
         self.verdict = Verdict.UNKNOWN
         self.registry = CollectorRegistry()
-        self.metrics = Metrics(self.counters, lambda: self.verdict, LABELS, self.registry)
+        names = ("promises", "promises_late_seconds")
+        counted = [Counted(name, "Of a feature.", "outcome", {"kept": 2}) for name in names]
+        self.metrics = Metrics(self.counters, lambda: self.verdict, LABELS, lambda: counted, self.registry)
 
     def value(self, name, **labels):
         return self.registry.get_sample_value(f"sglang:dspark_{name}", {"model_name": "m", "tp_rank": "0", **labels})
@@ -50,6 +53,7 @@ def test_counters(exporter):
     assert exporter.value("committed_tokens_total", load="4") == 7
     assert exporter.value("step_seconds_measured_total", load="4") == pytest.approx(0.04)
     assert exporter.value("policy_steps_total", policy="static") == 1
+    assert exporter.value("promises_total", outcome="kept") == 2
     assert [exporter.value("position_accepted_total", position=str(p)) for p in range(3)] == [2, 1, 1]
     assert exporter.value("position_predicted_survival_total", position="1") == 1.5
     assert exporter.value("timed_steps_total", load="4") == 1

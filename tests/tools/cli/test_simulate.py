@@ -36,6 +36,15 @@ def test_policies_are_compared_with_off_and_written(run, tmp_path):
     assert files["--html"].read_text().startswith("<!doctype html>")
 
 
+def test_promises_are_compared_with_none(run, tmp_path):
+    options = ("--conditional", "0.9,0.9", "--users", "4", "--output-tokens", 40, "--promised", "20")
+    result = run("simulate", "--table", write_table(tmp_path), *options, "--csv", tmp_path / "out.csv")
+    assert result.exit_code == 0, result.output
+    [row] = csv.DictReader((tmp_path / "out.csv").open())
+    assert (row["users"], row["kept"], row["kept_before"]) == ("4", "1", "1")
+    assert float(row["tpot_ms"]) == pytest.approx(20 * float(row["other_tpot_before_ms"]), rel=0.3)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -45,6 +54,11 @@ def test_policies_are_compared_with_off_and_written(run, tmp_path):
         (("--conditional", "0.5"), "drop --conditional"),
         (("--table", "sps.json", "--blocks", "b", "--conditional", "0.5"), "give one of them"),
         (("--table", "sps.json"), "give --blocks or --conditional"),
+        (("--table", "sps.json", "--conditional", "0.5,0.5", "--promised", "1"), "give --users of at least 2"),
+        (
+            ("--table", "sps.json", "--conditional", "0.5,0.5", "--promised", "1", "--policies", "off"),
+            "drop --policies",
+        ),
         (("--table", "sps.json", "--conditional", "0.5"), "has 1 numbers, and blocks of --table"),
         (("--table", "sps.json", "--conditional", "0.5"), "have 2 drafts; give one for each draft"),
     ],

@@ -439,6 +439,7 @@ function drawFacts() {
     ["overlap scheduling", features.overlap ? "on" : "off"],
     ["up for", duration(stats.uptime_s)],
     ["tokens committed", stats.committed_tokens.toLocaleString("en")],
+    ...promises(),
     ["versions", Object.entries(versions).map(([name, version]) => `${name} ${version}`).join(", ")],
   ]);
   facts(
@@ -451,6 +452,15 @@ function drawFacts() {
       return [name, words.filter(Boolean).join(" · ") || "available", name !== stats.policy];
     }),
   );
+}
+
+function promises() {
+  const sum = (counts) => Object.values(counts || {}).reduce((total, value) => total + value, 0);
+  const answers = sum(stats.promises);
+  if (!answers) return [];
+  const late = answers - stats.promises.kept;
+  const mean = late ? `, others ${(sum(stats.promises_late_seconds) / late).toFixed(1)} s late` : "";
+  return [["promises kept", `${stats.promises.kept} of ${answers}${mean}`]];
 }
 
 function chips() {

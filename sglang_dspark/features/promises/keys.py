@@ -1,0 +1,65 @@
+"""Keys of the field ``speculation`` by which a request says how soon its tokens have to come."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from sglang_dspark.declared import field_types
+from sglang_dspark.engine.compat.arguments import speculating
+from sglang_dspark.engine.feature import RequestKeys
+from sglang_dspark.engine.launch_state import DSparkServer, OtherServer
+from sglang_dspark.engine.sglang_types import TokenizerManager
+from sglang_dspark.scheduling.promises import Pace
+from sglang_dspark.speculation import RequestOptions
+
+
+class PromiseOptions(Struct, frozen=True, omit_defaults=True):
+    """Checked options of a request; the attributes are those of :class:`PromiseKeys`."""
+
+    tpot_ms: float | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class PromiseKeys(RequestKeys):
+    """What a request says about its speed.
+
+    Attributes:
+        tpot_ms: milliseconds per token behind the first one, over the whole answer; None takes the server's.
+        weight: what its drafts count beside those of others.
+    """
+
+    tpot_ms: Annotated[float, Meta(ge=0.1, le=10_000, description="must be a number from 0.1 to 10000")] | None = None
+    weight: Annotated[float, Meta(ge=0.01, le=1, description="must be a number from 0.01 to 1")] = 1.0
+
+    @classmethod
+    def unserved(cls, server: DSparkServer | OtherServer) -> Collection[str]:
+        return () if isinstance(server, DSparkServer) else tuple(field_types(cls))
+
+    def for_scheduler(self, given: Collection[str], manager: TokenizerManager) -> PromiseOptions | None:
+        server = speculating(manager.server_args)
+        assert server is not None, "requests of other servers are not checked"
+        for key in (key for key in self.unserved(server) if key in given):
+            raise ValueError(
+                f"speculation.{key}={getattr(self, key):g} is not served by SGLang's own worker; drop the key, or "
+                "start the server with --speculative-dspark-engine plugin if that serves the target"
+            )
+        options = PromiseOptions(self.tpot_ms, self.weight)
+        return None if options == PromiseOptions() else options
+
+
+def pace_of(asked: RequestOptions, tpot_ms: float | None) -> Pace:
+    """Return how fast a request wants to be.
+
+    Args:
+        asked: options of the request.
+        tpot_ms: of the server, for requests without a promise of their own.
+    """
+    text: Any = asked.of_features.get(__name__.split(".")[-2])
+    options = PromiseOptions() if text is None else msgspec.json.decode(text, type=PromiseOptions)
+    return Pace(tpot_ms if options.tpot_ms is None else options.tpot_ms, options.weight)

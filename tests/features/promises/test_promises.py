@@ -1,0 +1,131 @@
+"""Promises in a scheduler: whose drafts count how much, and what became of each promise."""
+
+from array import array
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from msgspec import Raw
+from settled_requests import settled
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
+from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
+from sglang_objects import batch as batch_of
+from sglang_objects import request
+
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.features.promises.answers import note, report
+from sglang_dspark.features.promises.keys import PromiseKeys, PromiseOptions
+from sglang_dspark.features.promises.served import Promises
+from sglang_dspark.fence import FAILURES
+from sglang_dspark.speculation import KEY, RequestOptions
+
+
+def asking(**asked):
+    """SGLang's request of a scheduler."""
+    options = RequestOptions(of_features={"promises": Raw(msgspec.json.encode(PromiseOptions(**asked)))})
+    made = request(custom_params={KEY: msgspec.json.encode(options).decode()} if asked else None)
+    made.finished_reason = FINISH_LENGTH(9)
+    return made
+
+
+@pytest.fixture
+def server():
+    clock = SimpleNamespace(ms=1000.0)
+    part = Promises(None, SimpleNamespace(times=None), 3, lambda: clock.ms)
+
+    def answered(ms, tokens, rounds, **asked):
+        """Serve one request of so many tokens beside one that asks for nothing; return their weights on the way."""
+        reqs = [asking(**asked), asking()]
+        batch = batch_of(*reqs)
+        part.prefill_done(batch)
+        found = [part.weights(batch)]  # under overlap, the first token is not known yet
+        for count in (1, tokens):
+            reqs[0].output_ids[:] = array("q", [7] * count)
+            found.append(part.weights(batch))
+            clock.ms += ms if count == 1 else 0
+        reqs[0].spec_verify_ct = rounds
+        return reqs[0], found
+
+    return SimpleNamespace(part=part, clock=clock, answered=answered)
+
+
+def test_steps_of_requests_that_ask_for_nothing_are_not_weighed(server):
+    for asked in ({}, {"weight": 1.0}):
+        _, weights = server.answered(100.0, 11, 5, **asked)
+        assert weights == [None] * 3
+    ended, weights = server.answered(100.0, 11, 5, weight=0.2)
+    assert weights == [[0.2, 1.0]] * 3
+    server.part.request_ended(ended)
+    assert server.answered(100.0, 11, 5)[1] == [None] * 3
+
+
+def test_a_promise_is_kept_or_late_or_was_out_of_reach(server):
+    """With three drafts, five steps bring up to 20 tokens: 10 in 100 ms were possible at 6 ms, and not at 4."""
+    for tpot_ms in (11.0, 10.0, 6.0, 4.0):
+        ended, weights = server.answered(100.0, 11, 5, tpot_ms=tpot_ms)
+        assert weights[0] == [1.0, 1.0] and weights[1] == [4.0, 1.0]
+        server.part.request_ended(ended)
+    aborted, _ = server.answered(100.0, 11, 5, tpot_ms=4.0)
+    aborted.finished_reason = FINISH_ABORT("by its user")
+    single, _ = server.answered(100.0, 1, 5, tpot_ms=4.0)
+    for ended in (aborted, single, asking(tpot_ms=4.0)):
+        server.part.request_ended(ended)
+    answers, late = server.part.counted()
+    assert answers.values == {"kept": 2, "late": 1, "unreachable": 1}
+    assert late.values == pytest.approx({"late": 0.04, "unreachable": 0.06})
+
+
+def test_the_servers_promise_holds_for_requests_without_their_own():
+    part = Promises(10.0, SimpleNamespace(times=None), 3, lambda: 0.0)
+    batch = batch_of(asking(), asking(tpot_ms=20.0), asking(weight=0.5))
+    part.prefill_done(batch)
+    assert [(req.dspark_pace.tpot_ms, req.dspark_pace.weight) for req in batch.reqs] == [(10, 1), (20, 1), (10, 0.5)]
+
+
+BAD = (0, -1, "5", "", None, True, float("nan"), float("inf"), 2.0**70, 10**400, [1], {})
+
+
+@pytest.mark.parametrize("key", ["tpot_ms", "weight"])
+@pytest.mark.parametrize("value", BAD, ids=lambda value: repr(value)[:8])
+def test_a_bad_value_is_refused_by_name(key, value):
+    with pytest.raises(ValueError, match=rf"^speculation\.{key} must be a number from 0\.0?1 to"):
+        settled({key: value})
+
+
+def test_sglangs_own_worker_serves_no_promise():
+    with pytest.raises(ValueError, match=r"^speculation\.tpot_ms=12 is not served by SGLang's own worker"):
+        PromiseKeys(tpot_ms=12).for_scheduler(
+            {"tpot_ms"}, SimpleNamespace(server_args=SimpleNamespace(_dspark="its own"))
+        )
+
+
+@pytest.mark.parametrize(
+    ("asked", "default", "tokens", "expected"),
+    [
+        ({"tpot_ms": 12.0}, None, 11, {"promised_ms": 12.0, "tpot_ms": 10.0, "kept": True}),
+        ({"tpot_ms": 12.0}, 9.0, 11, {"promised_ms": 12.0, "tpot_ms": 10.0, "kept": True}),
+        ({"weight": 0.5}, 9.0, 11, {"promised_ms": 9.0, "tpot_ms": 10.0, "kept": False}),
+        ({"tpot_ms": 12.0}, None, 1, None),
+        ({"weight": 0.5}, None, 11, None),
+        ({}, None, 11, None),
+    ],
+)
+def test_an_answer_says_what_became_of_its_promise(asked, default, tokens, expected):
+    server = DSparkServer(DSparkConfig(tpot_ms=default), drafter=None, dummy_draft=False)
+    manager, given = SimpleNamespace(server_args=SimpleNamespace(_dspark=server)), SimpleNamespace()
+    nothing = dict.fromkeys(("input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob"))
+    usual = {"rid": "r", "return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0, "stream": False}
+    parameters = asking(**asked).sampling_params
+    travelling = {"input_text": "a", "input_ids": array("q", [5]), "sampling_params": parameters, **usual, **nothing}
+    note(TokenizedGenerateReqInput(**travelling), manager, given)
+    state = SimpleNamespace(obj=given, time_stats=APIServerReqTimeStats())
+    state.time_stats.first_token_time, state.time_stats.finished_time = 5.0, 5.1
+    manager.rid_to_state = {"r": state}
+    found: dict = {}
+    report(None, manager, found, SimpleNamespace(rids=["r"], completion_tokens=[tokens]), 0)
+    if expected is not None:
+        expected = {**expected, "tpot_ms": pytest.approx(expected["tpot_ms"])}
+    assert found.get("dspark_promise") == expected
+    assert not FAILURES["answers about promises"]
