@@ -12,6 +12,7 @@ from sglang_dspark.scheduling.schedule import Schedule
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
+    from sglang_dspark.engine.scheduler.step_control import StepControl
     from sglang_dspark.worker.drafter import Drafter, NoDrafter
 
 _DECODER = "dspark_decoder"
@@ -41,12 +42,14 @@ class Decoder(Protocol):
         server_args, target_worker: SGLang's.
         schedule: what decides the steps.
         parts: what features do with them.
+        control: of the steps.
     """
 
     server_args: Any
     target_worker: Any
     schedule: Schedule
     parts: Sequence[Part]
+    control: StepControl
 
     @property
     def drafter(self) -> Drafter | NoDrafter | None:

@@ -38,11 +38,17 @@ class LogitsAdjuster:
         return StepAdjuster(self, batch) if has_any else None
 
     def begin(self, batch: ScheduleBatch, logits: torch.Tensor) -> None:
-        """Set up the requests of a prefill and adjust the logits [bs, V] of the tokens that it draws, in place."""
+        """Set up the prompts of a prefill and adjust the logits [bs, V] of the tokens that it draws, in place.
+
+        Requests that already run in it are set up: under overlap the device counts their tokens before the host does.
+        """
         if not (batch.has_grammar or any(map(has_adjustment, batch.reqs))):
             return
         self._index.forget()
+        running = set(batch.decoding_reqs or ())
         for req in filter(has_adjustment, batch.reqs):
+            if req in running:
+                continue
             slot = self._slot_for(req)
             self._table.set(slot, adjustment_of(req, self._vocab_size), list(req.output_ids))
         indptr = torch.arange(len(batch.reqs) + 1, device=self._device)

@@ -65,14 +65,25 @@ class PromptLookup(CandidateSource):
     @fenced("counts of predictions", instead=nothing)
     def prefill_done(self, batch: Any) -> None:
         """Give the token behind a prompt its counts: SGLang streams such lists from their first place on."""
+        running = batch.decoding_reqs or ()
         for place in self._predicted.read(batch.reqs):
-            _counts(batch.reqs[place], 1)
+            if batch.reqs[place] not in running:
+                _counts(batch.reqs[place], 1)
 
     @fenced("counts of predictions", instead=nothing)
     def tokens_come(self, batch: Any, result: Any, tokens: Sequence[Sequence[int]]) -> None:
         for place in self._predicted.read(batch.reqs):
             if result.record is not None and is_running(batch.reqs[place]):
                 _count(batch.reqs[place], result.record, place, len(tokens[place]))
+
+    @fenced("counts of predictions", instead=nothing)
+    def step_done(
+        self, reqs: Sequence[Any], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """Give a token that came beside a prompt its counts; those of other steps have theirs."""
+        for place in self._predicted.read(reqs):
+            if place in running:
+                _counts(reqs[place], 1)
 
     @fenced("answers to keep", instead=nothing)
     def request_ended(self, req: Any) -> None:
