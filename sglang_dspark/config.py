@@ -108,6 +108,11 @@ class DSparkConfig:
         "Megabytes of host memory for finished answers, which later requests with the same key copy from.",
         read=int,
     )
+    max_gap_ms: Annotated[float, Meta(ge=1, le=60_000, description="must lie in 1 to 60000")] | None = _option(
+        "With `--enable-mixed-chunk`: milliseconds that a step may take in which running requests get a token while a "
+        "prompt is encoded. Chunks of the prompt are cut by what earlier ones took.",
+        read=float,
+    )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(
         "Whose worker decodes for `--speculative-algorithm DSPARK`: `plugin` is this one; `scheduled` is SGLang's own, "
         "on a GPU, which drafts and verifies as much as our policies decide; `auto` is the first of these two that "

@@ -60,6 +60,7 @@ class ServerArgs(Protocol):
     enable_hierarchical_cache: bool
     enable_lora: bool | None
     enable_mixed_chunk: bool
+    chunked_prefill_size: int
     tp_size: int
     mamba_radix_cache_strategy: str
     mamba_track_interval: int
@@ -245,6 +246,7 @@ class ScheduleBatch(Protocol):
     seq_lens_sum: int
     orig_seq_lens: torch.Tensor
     prefix_lens: list[int]
+    extend_num_tokens: int
     req_pool_indices: torch.Tensor
     out_cache_loc: torch.Tensor
     spec_info: SpecInput

@@ -27,5 +27,15 @@ FEATURE = Feature(
             "under overlap SGLang would launch a mixed step while grammars lack the tokens of the step before",
             Moment.SOME_TIME,  # under overlap
         ),
+        Hook(
+            "bound-chunks",
+            "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw",
+            HookType.AROUND,
+            "features.mixed_chunks.gap.bound_chunk",
+            "any_worker",
+            "SGLang's chunks have one size, whatever they take, and leave prompts none of it if as many requests run",
+        ),
     ),
+    checks="checks.CHECKS",
+    part="gap.BoundedGaps.of",
 )

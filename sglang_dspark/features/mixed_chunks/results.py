@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 
 
-def count_running(processor: SchedulerBatchResultProcessor, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
+def count_running(
+    processor: SchedulerBatchResultProcessor, batch: ScheduleBatch, result: GenerationBatchResult
+) -> None:
     """Show the step to the worker, and count it for its running requests, before SGLang appends their tokens."""
     running = list(filter(is_running, batch.decoding_reqs or ()))
     if not running:

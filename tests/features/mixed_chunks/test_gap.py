@@ -1,0 +1,120 @@
+"""Chunks are cut by what earlier ones took, so that a step keeps the bound."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang_objects import batch, found_by, launch_context
+from stage_loop import OneRank
+
+from sglang_dspark.features.mixed_chunks.gap import BoundedGaps, ChunkLimit, bound_chunk
+
+BOUND_MS = 50.0
+
+
+def steps(limit, ms_of, number):
+    """Rows and milliseconds of steps of as many rows as the limit allows."""
+    found = []
+    for _ in range(number):
+        found.append((limit.rows, ms_of(limit.rows)))
+        limit.learn(*found[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("law", "fitting"),
+    [
+        (lambda rows: 8 + 0.1 * rows, 420),
+        (lambda rows: 0.5 * rows, 100),
+        (lambda rows: 1 + 0.01 * rows + 1e-5 * rows**2, 1769),
+    ],
+)
+def test_chunks_grow_until_the_bound_is_reached_and_keep_it(law, fitting):
+    found = steps(ChunkLimit(BOUND_MS), law, 24)
+    assert max(ms for _, ms in found) <= BOUND_MS
+    assert found[-1][0] >= 0.95 * fitting
+
+
+def test_a_bound_below_the_time_of_the_first_chunk_is_reached_from_above():
+    found = steps(ChunkLimit(10.0), lambda rows: 5 + 0.5 * rows, 12)
+    assert [ms > 10 for _, ms in found[:1]] == [True] and found[-1][1] == pytest.approx(10, abs=0.5)
+
+
+def test_rows_that_become_dearer_along_a_context_cost_a_chunk_little_more_than_the_bound():
+    limit, context, worst = ChunkLimit(BOUND_MS), 0, 0.0
+    while context < 32_000:
+        ms = 5 + limit.rows * (0.05 + 2e-5 * context)
+        worst, context, rows = max(worst, ms), context + limit.rows, limit.rows
+        limit.learn(rows, ms)
+    assert BOUND_MS < worst < 1.2 * BOUND_MS
+
+
+def test_short_prompts_say_nothing_and_hiccups_are_forgotten():
+    limit = ChunkLimit(BOUND_MS)
+    steps(limit, lambda rows: 8 + 0.1 * rows, 24)
+    settled = limit.rows
+    limit.learn(3, 8.3)
+    assert limit.rows == settled
+    limit.learn(settled, 1e6)  # no row fits
+    assert limit.rows == 0
+    limit.learn(2, 8.2)  # what the least chunk took
+    assert steps(limit, lambda rows: 8 + 0.1 * rows, 24)[-1][0] >= 0.95 * settled
+
+
+def gaps(rows):
+    part = BoundedGaps(BOUND_MS, OneRank(), torch.device("cpu"))
+    part._limit.rows = rows
+    return part
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "chunked", "rows", "chunk"),
+    [
+        (2, [1], None, 100, 100),
+        (2, [], object(), 100, 100),
+        (2, [1], None, 9999, 512),  # SGLang's own size
+        (40, [1], None, 10, 56),  # a row of each, and a page
+        (600, [1], None, None, 616),
+        (2, [1], None, None, 512),
+        (0, [1], None, 100, 512),  # no request waits for it
+        (2, [], None, 100, 512),
+    ],
+)
+def test_sglangs_chunk_is_bounded_while_requests_run(running, waiting, chunked, rows, chunk):
+    scheduler = SimpleNamespace(
+        chunked_prefill_size=512,
+        page_size=16,
+        waiting_queue=waiting,
+        chunked_req=chunked,
+        draft_worker=SimpleNamespace(parts=[] if rows is None else [gaps(rows)]),
+    )
+    seen = []
+
+    def original(scheduler, *, prefill_delayer_single_pass, running_batch):
+        seen.append(scheduler.chunked_prefill_size)
+
+    bound_chunk(original, scheduler, prefill_delayer_single_pass=None, running_batch=batch(*[None] * running))
+    assert (seen, scheduler.chunked_prefill_size) == ([chunk], 512)
+
+
+def test_a_prefill_is_timed_on_the_host_of_a_cpu():
+    part = gaps(64)
+    for rows in (64, 3):
+        part.prefill_comes(batch())
+        part.prefill_done(batch(extend_num_tokens=rows))
+    assert part.rows() == 128  # the first took next to nothing, the second says nothing
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({}, False),
+        ({"max_gap_ms": 50.0}, True),
+        ({"max_gap_ms": 50.0, "enable_mixed_chunk": True, "chunked_prefill_size": 512}, False),
+        ({"max_gap_ms": 50.0, "enable_mixed_chunk": True, "chunked_prefill_size": -1}, True),
+    ],
+)
+def test_a_bound_needs_chunks_beside_running_requests(given, refused):
+    said = found_by("bound on gaps", launch_context(**given))
+    assert (said is not None) == refused
+    assert not refused or "--enable-mixed-chunk" in said
