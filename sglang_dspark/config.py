@@ -109,8 +109,7 @@ class DSparkConfig:
         read=int,
     )
     max_gap_ms: Annotated[float, Meta(ge=1, le=60_000, description="must lie in 1 to 60000")] | None = _option(
-        "With `--enable-mixed-chunk`: milliseconds that a step may take in which running requests get a token while a "
-        "prompt is encoded. Chunks of the prompt are cut by what earlier ones took.",
+        "With `--enable-mixed-chunk`: cut chunks of prompts to what running requests may wait for, in milliseconds.",
         read=float,
     )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(

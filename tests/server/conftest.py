@@ -160,8 +160,10 @@ SERVERS: dict[str, Recipe] = {
     "configured": Recipe((_configured, "--max-running-requests 2")),
     "target_only": Recipe((_drafter(damaged_drafter), "--speculative-dspark-fallback target-only")),
     "guarded": Recipe(GUARDED),
-    # Blocks longer than the drafter's, whose last slots are copied.
-    "letters": Recipe((*DSPARK, LETTERS, TERSE, "--speculative-dspark-block-size 15", KEEPS_ANSWERS)),
+    # Blocks longer than the drafter's, whose last slots are copied; prompts beside running requests, under overlap.
+    "letters": Recipe(
+        (*DSPARK, LETTERS, TERSE, "--speculative-dspark-block-size 15", KEEPS_ANSWERS, f"{MIXED} {CHUNKS} 64")
+    ),
     # All that advises: kept answers, metrics, forced tokens of SGLang's default grammar backend. The tokenizer knows a
     # token more than the target.
     "advised": Recipe(ADVISED),
@@ -186,7 +188,7 @@ SERVERS: dict[str, Recipe] = {
     "widths": Recipe((*DSPARK, f"{CROWDED} 600"), env=own_worker("auto"), model=of_sglang_alone),
     "widths_parallel": Recipe((*DSPARK, PARALLEL), env={**own_worker("scheduled"), **TWO_RANKS}, forked=False),
     "builtin": Recipe(DSPARK, env=own_worker("builtin")),
-    "parallel": Recipe((*DSPARK, PARALLEL, KEEPS_ANSWERS, MIXED), env=TWO_RANKS),
+    "parallel": Recipe((*DSPARK, PARALLEL, KEEPS_ANSWERS, f"{MIXED} --speculative-dspark-max-gap-ms 1"), env=TWO_RANKS),
     # Two schedulers, asked by two processes, of which a test may suspend one for a while.
     "replicas": Recipe(
         (*DSPARK, FOUR, "--dp-size 2 --tokenizer-worker-num 2 --enable-metrics --chat-template chatml"),

@@ -1,9 +1,8 @@
 """Bound chunks beside running requests: above by the time that these may wait, below so that prompts go on.
 
 How long a row takes depends on the machine, the target and the context, so it follows from the steps that have been
-timed. At the rate of the last full chunk, as many rows as the bound has room for take the bound or less: what a step
-takes beside its rows is counted as if it grew with them. The longer the context of a prompt, the more a row costs; then
-the next chunk is cut by what the last one took too long.
+timed. At the rate of the last full chunk, as many rows as a time has room for take that time or less: what a step takes
+beside its rows is counted as if it grew with them.
 """
 
 from __future__ import annotations
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
 
 _FIRST = 64
 """Rows of the first chunk beside running requests, whose time nothing is known about."""
+# What a chunk is cut to, of the bound, and how much longer than the last one it may be. A row of the next chunk costs
+# more than one of the last: its context is longer, by the last chunk and by its own.
+_SHARE, _GROWTH = 0.8, 1.5
 
 
 class ChunkLimit:
@@ -39,16 +41,16 @@ class ChunkLimit:
     """
 
     def __init__(self, bound_ms: float) -> None:
-        self._bound_ms = bound_ms
+        self._target_ms = _SHARE * bound_ms
         self.rows = _FIRST
 
     def learn(self, rows: int, ms: float) -> None:
-        """Take the milliseconds of a step of so many rows; up to twice as many may follow, whatever they promise."""
-        fitting = int(rows * self._bound_ms / max(ms, 1e-3))
-        if ms > self._bound_ms:
+        """Take the milliseconds of a step of so many rows."""
+        fitting = int(rows * self._target_ms / max(ms, 1e-3))
+        if ms > self._target_ms:
             self.rows = min(self.rows, fitting)
         elif 2 * rows > self.rows:  # few rows say little: the most of their time is not theirs
-            self.rows = max(self.rows, min(fitting, 2 * max(rows, self.rows)))
+            self.rows = max(self.rows, min(fitting, int(_GROWTH * max(rows, self.rows, 2))))
 
 
 class BoundedGaps(Part):

@@ -24,9 +24,9 @@ def steps(limit, ms_of, number):
 @pytest.mark.parametrize(
     ("law", "fitting"),
     [
-        (lambda rows: 8 + 0.1 * rows, 420),
-        (lambda rows: 0.5 * rows, 100),
-        (lambda rows: 1 + 0.01 * rows + 1e-5 * rows**2, 1769),
+        (lambda rows: 8 + 0.1 * rows, 320),
+        (lambda rows: 0.5 * rows, 80),
+        (lambda rows: 1 + 0.01 * rows + 1e-5 * rows**2, 1537),
     ],
 )
 def test_chunks_grow_until_the_bound_is_reached_and_keep_it(law, fitting):
@@ -37,16 +37,16 @@ def test_chunks_grow_until_the_bound_is_reached_and_keep_it(law, fitting):
 
 def test_a_bound_below_the_time_of_the_first_chunk_is_reached_from_above():
     found = steps(ChunkLimit(10.0), lambda rows: 5 + 0.5 * rows, 12)
-    assert [ms > 10 for _, ms in found[:1]] == [True] and found[-1][1] == pytest.approx(10, abs=0.5)
+    assert found[0][1] > 10 and found[-1][1] == pytest.approx(8, abs=0.5)
 
 
-def test_rows_that_become_dearer_along_a_context_cost_a_chunk_little_more_than_the_bound():
+def test_the_bound_has_room_for_rows_that_become_dearer_along_a_context():
     limit, context, worst = ChunkLimit(BOUND_MS), 0, 0.0
     while context < 32_000:
         ms = 5 + limit.rows * (0.05 + 2e-5 * context)
         worst, context, rows = max(worst, ms), context + limit.rows, limit.rows
         limit.learn(rows, ms)
-    assert BOUND_MS < worst < 1.2 * BOUND_MS
+    assert 0.8 * BOUND_MS < worst < BOUND_MS
 
 
 def test_short_prompts_say_nothing_and_hiccups_are_forgotten():
@@ -102,7 +102,7 @@ def test_a_prefill_is_timed_on_the_host_of_a_cpu():
     for rows in (64, 3):
         part.prefill_comes(batch())
         part.prefill_done(batch(extend_num_tokens=rows))
-    assert part.rows() == 128  # the first took next to nothing, the second says nothing
+    assert part.rows() == 96  # the first took next to nothing, the second says nothing
 
 
 @pytest.mark.parametrize(
