@@ -178,7 +178,7 @@ SERVERS: dict[str, Recipe] = {
     # SGLang's own worker, by our schedule and as it comes.
     "scheduled": Recipe((*DSPARK, PARSERS, PIECES), env=own_worker("scheduled", "compact")),
     "scheduled_corner": Recipe(
-        (*DSPARK, f"--disable-overlap-schedule {CHUNKS} 64 {CROWDED} 600 {SESSIONS}"),
+        (*DSPARK, f"--disable-overlap-schedule {CHUNKS} 64 {MIXED} {CROWDED} 600 {SESSIONS}"),
         env=own_worker("scheduled", "compact"),
     ),
     "scheduled_parallel": Recipe(

@@ -10,7 +10,7 @@ from dspark_kernels import Candidates, ChainRules, find_chains, usual_bounds
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_dspark.engine.feature import CandidateSource
-from sglang_dspark.engine.scheduler.batch import is_running
+from sglang_dspark.engine.scheduler.batch import is_running, prompts_of
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
 from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
@@ -65,10 +65,9 @@ class PromptLookup(CandidateSource):
     @fenced("counts of predictions", instead=nothing)
     def prefill_done(self, batch: Any) -> None:
         """Give the token behind a prompt its counts: SGLang streams such lists from their first place on."""
-        running = batch.decoding_reqs or ()
-        for place in self._predicted.read(batch.reqs):
-            if batch.reqs[place] not in running:
-                _counts(batch.reqs[place], 1)
+        prompts = prompts_of(batch)
+        for place in self._predicted.read(prompts):
+            _counts(prompts[place], 1)
 
     @fenced("counts of predictions", instead=nothing)
     def tokens_come(self, batch: Any, result: Any, tokens: Sequence[Sequence[int]]) -> None:
