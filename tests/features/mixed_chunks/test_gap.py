@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang_objects import batch, found_by, launch_context
-from stage_loop import OneRank
+from sglang_objects import ONE_RANK, batch, found_by, launch_context
 
+from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.features.mixed_chunks.gap import BoundedGaps, ChunkLimit, bound_chunk
 
 BOUND_MS = 50.0
@@ -62,7 +62,7 @@ def test_short_prompts_say_nothing_and_hiccups_are_forgotten():
 
 
 def gaps(rows):
-    part = BoundedGaps(BOUND_MS, OneRank(), torch.device("cpu"))
+    part = BoundedGaps(BOUND_MS, Agreement(ONE_RANK), torch.device("cpu"))
     part._limit.rows = rows
     return part
 
