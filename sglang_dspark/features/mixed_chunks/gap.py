@@ -17,6 +17,7 @@ import torch
 from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.scheduler.draft_input import spare_slots
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.step.device_time import DeviceSpan, DeviceTimer
 
@@ -100,13 +101,21 @@ def bound_chunk(
 ) -> Any:
     """Bound SGLang's next chunk while requests run: each of them has a row of it, and prompts have a page at least.
 
-    By SGLang's own size a prompt would wait for as long as that many requests run.
+    By SGLang's own size a prompt would wait for as long as that many requests run. A prompt that has begun gets no more
+    slots than the running ones leave, which have taken some since; SGLang would end the server. If there are none,
+    the running ones go on alone, or are retracted.
     """
     whole, running = scheduler.chunked_prefill_size, len(running_batch.reqs)
     if whole is None or not running or not (scheduler.waiting_queue or scheduler.chunked_req):
         return original(scheduler, *args, running_batch=running_batch, **given)
     part = next((part for part in decoder_of(scheduler).parts if isinstance(part, BoundedGaps)), None)
     bound = whole if part is None else min(whole, part.rows())
+    if scheduler.chunked_req is not None:
+        spare = spare_slots(scheduler.token_to_kv_pool_allocator, scheduler.tree_cache)
+        room = spare - running_batch.new_tokens_required_next_decode()
+        if room < scheduler.page_size:
+            return None, running_batch
+        bound = min(bound, running + room)
     scheduler.chunked_prefill_size = max(bound, running + scheduler.page_size)
     try:
         return original(scheduler, *args, running_batch=running_batch, **given)

@@ -1,5 +1,6 @@
 """Chunks are cut by what earlier ones took, so that a step keeps the bound."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -67,11 +68,41 @@ def gaps(rows):
     return part
 
 
+@dataclass
+class Running:
+    """Requests that run, and the slots that their next step needs."""
+
+    reqs: list[object]
+    needed: int = 32
+
+    def new_tokens_required_next_decode(self):
+        return self.needed
+
+
+def scheduler_of(waiting, chunked, rows):
+    """A scheduler with 160 spare slots."""
+    return SimpleNamespace(
+        chunked_prefill_size=512,
+        page_size=16,
+        waiting_queue=waiting,
+        chunked_req=chunked,
+        draft_worker=SimpleNamespace(parts=[] if rows is None else [gaps(rows)]),
+        token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 100),
+        tree_cache=SimpleNamespace(evictable_size=lambda: 60, supports_swa=lambda: False),
+    )
+
+
+def chunk_size(scheduler, *, prefill_delayer_single_pass, running_batch):
+    return scheduler.chunked_prefill_size
+
+
 @pytest.mark.parametrize(
     ("running", "waiting", "chunked", "rows", "chunk"),
     [
         (2, [1], None, 100, 100),
         (2, [], object(), 100, 100),
+        (2, [], object(), 9999, 130),  # what the running ones leave
+        (40, [], object(), 10, 56),
         (2, [1], None, 9999, 512),  # SGLang's own size
         (40, [1], None, 10, 56),  # a row of each, and a page
         (600, [1], None, None, 616),
@@ -81,20 +112,16 @@ def gaps(rows):
     ],
 )
 def test_sglangs_chunk_is_bounded_while_requests_run(running, waiting, chunked, rows, chunk):
-    scheduler = SimpleNamespace(
-        chunked_prefill_size=512,
-        page_size=16,
-        waiting_queue=waiting,
-        chunked_req=chunked,
-        draft_worker=SimpleNamespace(parts=[] if rows is None else [gaps(rows)]),
-    )
-    seen = []
+    scheduler, running_batch = scheduler_of(waiting, chunked, rows), Running(reqs=[None] * running)
+    assert bound_chunk(chunk_size, scheduler, prefill_delayer_single_pass=None, running_batch=running_batch) == chunk
+    assert scheduler.chunked_prefill_size == 512
 
-    def original(scheduler, *, prefill_delayer_single_pass, running_batch):
-        seen.append(scheduler.chunked_prefill_size)
 
-    bound_chunk(original, scheduler, prefill_delayer_single_pass=None, running_batch=batch(*[None] * running))
-    assert (seen, scheduler.chunked_prefill_size) == ([chunk], 512)
+def test_a_prompt_that_has_begun_waits_while_running_requests_need_all_slots():
+    """SGLang would give it slots that are not there, and end the server."""
+    scheduler, running_batch = scheduler_of([], object(), None), Running(reqs=[None], needed=150)
+    found = bound_chunk(chunk_size, scheduler, prefill_delayer_single_pass=None, running_batch=running_batch)
+    assert found == (None, running_batch)
 
 
 def test_a_prefill_is_timed_on_the_host_of_a_cpu():
