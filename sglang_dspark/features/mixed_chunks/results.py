@@ -56,5 +56,6 @@ def wait_for_grammars(
     """Return whether SGLang processes the result of the step before first: grammars of running requests follow it."""
     if original(scheduler, batch, last_batch):
         return True
-    mixed = batch is not None and batch.forward_mode.is_mixed()
-    return mixed and bool(scheduler.result_queue) and any(req.grammar is not None for req in batch.decoding_reqs)
+    if batch is None or not batch.forward_mode.is_mixed() or not scheduler.result_queue:
+        return False
+    return any(req.grammar is not None for req in batch.decoding_reqs or ())
