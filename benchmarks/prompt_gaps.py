@@ -102,21 +102,26 @@ def turn(server: LaunchedServer, draw: random.Random, *, beside: bool) -> dict[s
     }
 
 
-def compared(rounds: Mapping[str, Sequence[Mapping[str, Any]]], alone: Mapping[str, Any]) -> dict[str, Any]:
+def compared(rounds: Mapping[str, Sequence[Mapping[str, Any]]], alone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of each configuration; ratios are to the first one, round by round.
 
     Args:
         rounds: by configuration.
         alone: what the first configuration makes of the same streams without prompts, by round.
     """
-    first, found = next(iter(rounds.values())), {}
+    first, found = (
+        next(iter(rounds.values())),
+        {"without prompts": {"largest_gap_s": [one["largest_gap_s"] for one in alone]}},
+    )
     for name, turns in rounds.items():
         ratios = [base["largest_gap_s"] / one["largest_gap_s"] for base, one in zip(first, turns, strict=True)]
         found[name] = {
             **{key: [one[key] for one in turns] for key in ("largest_gap_s", "prompts", "prompt_s")},
             "gap_ratio": round(statistics.geometric_mean(ratios), 2),
             "gap_ratios": [round(ratio, 2) for ratio in ratios],
-            "texts_as_without_prompts": all(one["texts"] == alone[str(n)] for n, one in enumerate(turns)),
+            "texts_as_without_prompts": all(
+                one["texts"] == base["texts"] for one, base in zip(turns, alone, strict=True)
+            ),
         }
     return found
 
@@ -140,7 +145,7 @@ def main(target: Path, draft: Path, output: Path, chunk: int, gap_ms: float | No
             for name, more in configs.items()
         }
         plain = next(iter(servers.values()))
-        alone = {str(n): turn(plain, random.Random(n), beside=False)["texts"] for n in range(rounds)}
+        alone = [turn(plain, random.Random(n), beside=False) for n in range(rounds)]
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
         for n in range(rounds):
             for name in sorted(servers, reverse=bool(n % 2)):  # no server is always the first of a round

@@ -73,15 +73,15 @@ def test_clients_that_go_away_beside_prompts(corner, plain):
 
 
 def test_chunks_within_a_bound(parallel):
-    """On two ranks, by the times of rank 0. A millisecond has room for no row, so prompts get the least there is."""
+    """On two ranks, by the times of rank 0. A millisecond has room for no row, so chunks are the shortest that there are."""
     draw = random.Random(6)
-    asked = [greedy(draw.choices(VOCAB, k=length), 5) for length in (24, 36)]
+    asked = [greedy(draw.choices(VOCAB, k=length), 5) for length in (90, 130)]
     expected = output_ids(parallel, asked, 1)
     with policy(parallel, "static"):
         parallel.flush_cache()
         with counting(parallel) as grown:
-            running = in_background(lambda: output_ids(parallel, [endless([5, 6, 7], 90)], 1))
+            running = in_background(lambda: output_ids(parallel, [endless([5, 6, 7], 120)], 1))
             wait_for_running(parallel, 1)
             assert output_ids(parallel, asked, 2) == expected
             running.join()
-    assert grown["plain_steps"] > 40
+    assert grown["plain_steps"] > 4

@@ -24,8 +24,9 @@ from sglang_dspark.step.device_time import DeviceSpan, DeviceTimer
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
-_FIRST = 64
-"""Rows of the first chunk beside running requests, whose time nothing is known about."""
+# Rows of the first chunk beside running requests, whose time nothing is known about, and of the shortest one: the time of
+# a step with few rows is not that of its rows, and prompts would take for ever.
+_FIRST, _LEAST = 64, 32
 # What a chunk is cut to, of the bound, and how much longer than the last one it may be. A row of the next chunk costs
 # more than one of the last: its context is longer, by the last chunk and by its own.
 _SHARE, _GROWTH = 0.8, 1.5
@@ -49,9 +50,9 @@ class ChunkLimit:
         """Take the milliseconds of a step of so many rows."""
         fitting = int(rows * self._target_ms / max(ms, 1e-3))
         if ms > self._target_ms:
-            self.rows = min(self.rows, fitting)
+            self.rows = max(_LEAST, min(self.rows, fitting))
         elif 2 * rows > self.rows:  # few rows say little: the most of their time is not theirs
-            self.rows = max(self.rows, min(fitting, int(_GROWTH * max(rows, self.rows, 2))))
+            self.rows = max(self.rows, min(fitting, int(_GROWTH * max(rows, self.rows))))
 
 
 class BoundedGaps(Part):
@@ -109,7 +110,7 @@ def bound_chunk(
     if whole is None or not running or not (scheduler.waiting_queue or scheduler.chunked_req):
         return original(scheduler, *args, running_batch=running_batch, **given)
     part = next((part for part in decoder_of(scheduler).parts if isinstance(part, BoundedGaps)), None)
-    bound = whole if part is None else min(whole, part.rows())
+    bound = whole if part is None else min(whole, max(part.rows(), running + _LEAST))
     if scheduler.chunked_req is not None:
         spare = spare_slots(scheduler.token_to_kv_pool_allocator, scheduler.tree_cache)
         room = spare - running_batch.new_tokens_required_next_decode()
