@@ -73,7 +73,7 @@ def test_clients_that_go_away_beside_prompts(corner, plain):
 
 
 def test_chunks_within_a_bound(parallel):
-    """On two ranks, by the times of rank 0. A millisecond has room for no row, so chunks are the shortest that there are."""
+    """On two ranks, by the times of rank 0. A millisecond has room for no row: chunks are as short as can be."""
     draw = random.Random(6)
     asked = [greedy(draw.choices(VOCAB, k=length), 5) for length in (90, 130)]
     expected = output_ids(parallel, asked, 1)

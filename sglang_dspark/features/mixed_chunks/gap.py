@@ -24,8 +24,8 @@ from sglang_dspark.step.device_time import DeviceSpan, DeviceTimer
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
-# Rows of the first chunk beside running requests, whose time nothing is known about, and of the shortest one: the time of
-# a step with few rows is not that of its rows, and prompts would take for ever.
+# Rows of the first chunk beside running requests, whose time nothing is known about, and of the shortest one: few rows
+# take hardly less time than these, and prompts would take for ever.
 _FIRST, _LEAST = 64, 32
 # What a chunk is cut to, of the bound, and how much longer than the last one it may be. A row of the next chunk costs
 # more than one of the last: its context is longer, by the last chunk and by its own.
