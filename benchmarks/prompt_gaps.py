@@ -31,7 +31,7 @@ from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspar
 MIXED = "--enable-mixed-chunk"
 STATIC = ("--speculative-dspark-schedule", "static")  # step times that change would change the steps
 IDS = range(1000, 20000)  # tokens of the bundled pair's target that are no special ones
-STREAM_TOKENS, PROMPT_TOKENS, STREAMS = 160, 1500, 3
+STREAM_TOKENS, PROMPT_TOKENS, STREAMS = 48, 1500, 3
 
 
 @dataclass(frozen=True)
