@@ -112,6 +112,10 @@ class DSparkConfig:
         "Milliseconds per token behind the first that answers are promised if their requests name none.",
         read=float,
     )
+    max_gap_ms: Annotated[float, Meta(ge=1, le=60_000, description="must lie in 1 to 60000")] | None = _option(
+        "With `--enable-mixed-chunk`: cut chunks of prompts to what running requests may wait for, in milliseconds.",
+        read=float,
+    )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(
         "Whose worker decodes for `--speculative-algorithm DSPARK`: `plugin` is this one; `scheduled` is SGLang's own, "
         "on a GPU, which drafts and verifies as much as our policies decide; `auto` is the first of these two that "

@@ -161,7 +161,11 @@ class Part:
         """Prepare for SGLang's batch, a prefill or a decode step."""
 
     def prefill_comes(self, batch: ScheduleBatch) -> None:
-        """Prepare for SGLang's batch, whose prompts are about to be encoded. No host sync."""
+        """Prepare for SGLang's batch, whose prompts are about to be encoded. No host sync.
+
+        Requests that already run may be behind those with prompts, and get their next token as these get their first:
+        :func:`~.scheduler.batch.prompts_of` tells them apart.
+        """
 
     def first_logits(self, batch: ScheduleBatch, logits: torch.Tensor) -> None:
         """Change the logits [bs, V], in place, that the first tokens of SGLang's batch of prompts are drawn from."""

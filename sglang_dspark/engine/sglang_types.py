@@ -59,6 +59,8 @@ class ServerArgs(Protocol):
     min_free_slots_delay: int | None
     enable_hierarchical_cache: bool
     enable_lora: bool | None
+    enable_mixed_chunk: bool
+    chunked_prefill_size: int
     tp_size: int
     mamba_radix_cache_strategy: str
     mamba_track_interval: int
@@ -208,7 +210,12 @@ class Req(Protocol):
     to_finish: BaseFinishReason
     is_retracted: bool
     return_logprob: bool
+    seqlen: int
+    spec_verify_ct: int
+    spec_num_cap_tokens: int
     update_finish_state: Callable[..., None]
+    update_spec_correct_drafts_histogram: Callable[[int], None]
+    update_spec_cap_lens_histogram: Callable[[int], None]
 
     def finished(self) -> bool:
         """Return whether the text is complete."""
@@ -224,6 +231,7 @@ class ScheduleBatch(Protocol):
     """``sglang.srt.managers.schedule_batch.ScheduleBatch``: what the scheduler runs at once."""
 
     reqs: Sequence[Req]
+    decoding_reqs: Sequence[Req] | None
     forward_mode: ForwardMode
     forward_iter: int
     is_prefill_only: bool
@@ -238,6 +246,7 @@ class ScheduleBatch(Protocol):
     seq_lens_sum: int
     orig_seq_lens: torch.Tensor
     prefix_lens: list[int]
+    extend_num_tokens: int
     req_pool_indices: torch.Tensor
     out_cache_loc: torch.Tensor
     spec_info: SpecInput

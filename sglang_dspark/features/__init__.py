@@ -9,6 +9,7 @@ ROOMS = (
     "ends",
     "host_cache",
     "logprobs",
+    "mixed_chunks",
     "nodes",
     "own_worker",
     "pictures",

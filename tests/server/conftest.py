@@ -103,7 +103,7 @@ CONFIGURED = (
     *("speculative-dspark-online-calibration: off", "speculative-dspark-untested-sglang: true"),
     *("enable-priority-scheduling: true", "stream-interval: 8", "speculative-dspark-tpot-ms: 9000"),
 )
-CHUNKS = "--chunked-prefill-size"
+CHUNKS, MIXED = "--chunked-prefill-size", "--enable-mixed-chunk"
 # A pool that cannot hold the running requests.
 CROWDED = "--schedule-conservativeness 0.01 --max-total-tokens"
 # Of texts, the radix cache gets states from their middle, and steps overlap, as on a GPU.
@@ -145,12 +145,12 @@ SERVERS: dict[str, Recipe] = {
     "corner": Recipe(
         (
             *(*DSPARK, f"--disable-overlap-schedule {CHUNKS} 64 --page-size 16 {SESSIONS}", PIECES),
-            "--speculative-num-draft-tokens 4 --enable-mixed-chunk --speculative-draft-window-size 12",
+            f"--speculative-num-draft-tokens 4 {MIXED} --speculative-draft-window-size 12",
             "--incremental-streaming-output",
         )
     ),
     # Drafters of other forms than DeepSpec's: test_checkpoint_variants.py; in a context that requests grow out of.
-    "tight": Recipe((_published("speculators"), f"--context-length 128 {CROWDED} 600 {CHUNKS} 64 {SESSIONS}")),
+    "tight": Recipe((_published("speculators"), f"--context-length 128 {CROWDED} 600 {CHUNKS} 64 {MIXED} {SESSIONS}")),
     # Random weights: it knows nothing.
     "dflash": Recipe((_random("dflash"), KEEPS_ANSWERS)),
     "dflash2": Recipe((_random("dflash2"),)),
@@ -160,8 +160,10 @@ SERVERS: dict[str, Recipe] = {
     "configured": Recipe((_configured, "--max-running-requests 2")),
     "target_only": Recipe((_drafter(damaged_drafter), "--speculative-dspark-fallback target-only")),
     "guarded": Recipe(GUARDED),
-    # Blocks longer than the drafter's, whose last slots are copied.
-    "letters": Recipe((*DSPARK, LETTERS, TERSE, "--speculative-dspark-block-size 15", KEEPS_ANSWERS)),
+    # Blocks longer than the drafter's, whose last slots are copied; prompts beside running requests, under overlap.
+    "letters": Recipe(
+        (*DSPARK, LETTERS, TERSE, "--speculative-dspark-block-size 15", KEEPS_ANSWERS, f"{MIXED} {CHUNKS} 64")
+    ),
     # All that advises: kept answers, metrics, forced tokens of SGLang's default grammar backend. The tokenizer knows a
     # token more than the target.
     "advised": Recipe(ADVISED),
@@ -176,7 +178,7 @@ SERVERS: dict[str, Recipe] = {
     # SGLang's own worker, by our schedule and as it comes.
     "scheduled": Recipe((*DSPARK, PARSERS, PIECES), env=own_worker("scheduled", "compact")),
     "scheduled_corner": Recipe(
-        (*DSPARK, f"--disable-overlap-schedule {CHUNKS} 64 {CROWDED} 600 {SESSIONS}"),
+        (*DSPARK, f"--disable-overlap-schedule {CHUNKS} 64 {MIXED} {CROWDED} 600 {SESSIONS}"),
         env=own_worker("scheduled", "compact"),
     ),
     "scheduled_parallel": Recipe(
@@ -186,7 +188,7 @@ SERVERS: dict[str, Recipe] = {
     "widths": Recipe((*DSPARK, f"{CROWDED} 600"), env=own_worker("auto"), model=of_sglang_alone),
     "widths_parallel": Recipe((*DSPARK, PARALLEL), env={**own_worker("scheduled"), **TWO_RANKS}, forked=False),
     "builtin": Recipe(DSPARK, env=own_worker("builtin")),
-    "parallel": Recipe((*DSPARK, PARALLEL, KEEPS_ANSWERS), env=TWO_RANKS),
+    "parallel": Recipe((*DSPARK, PARALLEL, KEEPS_ANSWERS, f"{MIXED} --speculative-dspark-max-gap-ms 1"), env=TWO_RANKS),
     # Two schedulers, asked by two processes, of which a test may suspend one for a while.
     "replicas": Recipe(
         (*DSPARK, FOUR, "--dp-size 2 --tokenizer-worker-num 2 --enable-metrics --chat-template chatml"),
@@ -194,7 +196,7 @@ SERVERS: dict[str, Recipe] = {
         forked=False,
     ),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
-    "graphs": Recipe((*DSPARK, FOUR, "--speculative-dspark-block-size 11"), env=emulated_graphs()),
+    "graphs": Recipe((*DSPARK, FOUR, MIXED, "--speculative-dspark-block-size 11"), env=emulated_graphs()),
     "ordered": Recipe((*DSPARK, FOUR), env=emulated_graphs() | CHECKS_ORDER),
     # A quantised target of which a row's result depends on the whole batch.
     "plain_int8_batch": Recipe(model=OF_BATCHES),
@@ -210,7 +212,7 @@ SERVERS: dict[str, Recipe] = {
     ),
     "plain_adapters": Recipe([partial(adapter_flags, backend=LORA)]),
     # In a pool that is too small for sixteen requests.
-    "adapters": Recipe((_published("ModelOpt"), partial(adapter_flags, backend=LORA), f"{CROWDED} 700")),
+    "adapters": Recipe((_published("ModelOpt"), partial(adapter_flags, backend=LORA), f"{MIXED} {CROWDED} 700")),
     "parallel_adapters": Recipe((*DSPARK, partial(adapter_flags, backend=LORA), PARALLEL), env=TWO_RANKS, forked=False),
     "adapter_graphs": Recipe(
         (_random("dflash2"), partial(adapter_flags, backend="triton"), FOUR, "--speculative-dspark-block-size 3"),
@@ -223,8 +225,8 @@ SERVERS: dict[str, Recipe] = {
     "plain_gemma4_12b_pictures": Recipe([GEMMA4_FLAGS], model=_target(picture_target, GEMMA4_12B), env=LITERALLY),
     "qwen2_5_vl": _reading("Qwen2_5_VLForConditionalGeneration", FOUR, env=emulated_graphs()),
     # Chunks of prompts end within pictures, and the pool cannot hold all requests.
-    "pictures": _reading("Qwen3VLForConditionalGeneration", f"{CHUNKS} 16 {CROWDED} 600"),
-    "hybrid_overlap": _tiny("Qwen3_5ForCausalLM", MIDDLE_STATES, f"{CROWDED} 450", env=SNAPSHOTS),
+    "pictures": _reading("Qwen3VLForConditionalGeneration", f"{CHUNKS} 16 {MIXED} {CROWDED} 600"),
+    "hybrid_overlap": _tiny("Qwen3_5ForCausalLM", MIDDLE_STATES, f"{MIXED} {CROWDED} 450", env=SNAPSHOTS),
     "hybrid_graphs": _tiny("Qwen3_5ForCausalLM", MIDDLE_STATES, FOUR, env=SNAPSHOTS | emulated_graphs()),
     "plain_mistral3": Recipe(model=_target(picture_target, "Mistral3ForConditionalGeneration"), env=NO_SCRIPTS),
     "mistral3": _reading("Mistral3ForConditionalGeneration", env=NO_SCRIPTS),
@@ -233,7 +235,8 @@ SERVERS: dict[str, Recipe] = {
         (LETTERS, TERSE, LLGUIDANCE, STATES, *NO_SNAPSHOTS), model=_target(written_target, "Qwen3_5ForCausalLM")
     ),
     "hybrid": Recipe(
-        (_random("tiny"), LETTERS, TERSE, LLGUIDANCE, STATES), model=_target(written_target, "Qwen3_5ForCausalLM")
+        (_random("tiny"), LETTERS, TERSE, LLGUIDANCE, STATES, MIXED),
+        model=_target(written_target, "Qwen3_5ForCausalLM"),
     ),
     "hybrid_pictures": _reading("Qwen3_5ForConditionalGeneration", STATES, env=WHOLE_WINDOWS),
     "smollm2": Recipe((*dspark_flags(BUNDLED), STATIC, FOUR), model=_smollm2),

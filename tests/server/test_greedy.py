@@ -46,7 +46,6 @@ def test_text_without_overlap_with_chunked_prefill_in_pages_and_a_short_block(co
     assert found["drafter"]["window"] == {"size": 12, "sinks": 4} and found["block_size"] == 3
     assert [said.split(":")[0] for said in found["adjusted_flags"]] == [
         "--speculative-num-draft-tokens=4 becomes --speculative-dspark-block-size=3",
-        "--enable-mixed-chunk=True becomes False",
     ]
     check_text(corner, plain)
 

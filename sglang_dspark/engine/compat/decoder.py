@@ -12,6 +12,8 @@ from sglang_dspark.scheduling.schedule import Schedule
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
+    from sglang_dspark.engine.scheduler.step_control import StepControl
+
 _DECODER = "dspark_decoder"
 
 
@@ -39,12 +41,14 @@ class Decoder(Protocol):
         server_args, target_worker: SGLang's.
         schedule: what decides the steps.
         parts: what features do with them.
+        control: of the steps.
     """
 
     server_args: Any
     target_worker: Any
     schedule: Schedule
     parts: Sequence[Part]
+    control: StepControl
 
     @property
     def drafter(self) -> Any:

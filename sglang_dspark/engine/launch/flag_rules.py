@@ -48,7 +48,7 @@ _ADJUSTED = {
     "steps of DSPARK are not compiled": "enable_torch_compile",
     "steps have graphs of their own": "debug_cuda_graph enable_profile_cuda_graph",
     "SGLang's scheduler follows every step of DSPARK": "num_continuous_decode_steps",
-    "prompts and verifications are batches of their own": "enable_mixed_chunk enable_two_batch_overlap enable_pdmux",
+    "prompts and verifications are batches of their own": "enable_two_batch_overlap enable_pdmux",
     "draft K/V lies beside SGLang's own pool of slots alone": (
         "enable_lmcache enable_flexkv enable_unified_cache_external_linker enable_kv_cache_sharding "
         "enable_unified_memory enable_page_major_kv_layout radix_cache_backend"

@@ -83,6 +83,9 @@ def _algorithm_class() -> type:
         def supports_target_verify_for_draft(self) -> bool:
             return True
 
+        def supports_mixed_chunk(self) -> bool:
+            return True
+
         def handle_server_args(self, server_args: ServerArgs) -> None:
             from sglang_dspark.engine.launch.launch import Launch
 

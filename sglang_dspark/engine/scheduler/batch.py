@@ -178,6 +178,14 @@ def most_words(requests: int, max_verify: int, gamma: int) -> int:
     return requests * (2 * (window + 2) + 2 * (window + 1) + 2 * (window + 2) + 2 * gamma)
 
 
+def prompts_of(batch: ScheduleBatch) -> Sequence[Req]:
+    """Return the requests whose prompts a prefill encodes; others, which get a token beside them, are behind these.
+
+    Of the others the host does not know the last tokens under overlap.
+    """
+    return batch.reqs[: len(batch.reqs) - len(batch.decoding_reqs or ())]
+
+
 def is_running(req: Req) -> bool:
     """Return whether a step's tokens still reach the request."""
     return not (req.finished() or req.is_retracted)

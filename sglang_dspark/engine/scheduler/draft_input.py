@@ -93,7 +93,7 @@ def _reserve(batch: ScheduleBatch) -> list[int]:
     allocated, reserved, missing = page_aligned_decode_alloc_lens(reqs, reserve=needed, page_size=page)
     if not missing:
         return allocated
-    if _spare(pool, batch.tree_cache) >= (needed + page - 1 + _SPARE_STRIDES * STRIDE) * len(reqs):
+    if spare_slots(pool, batch.tree_cache) >= (needed + page - 1 + _SPARE_STRIDES * STRIDE) * len(reqs):
         allocated, reserved, missing = page_aligned_decode_alloc_lens(reqs, reserve=needed + STRIDE, page_size=page)
     begins, ends = (torch.tensor(lengths, dtype=torch.int32) for lengths in (allocated, reserved))
     alloc_for_spec_decode(
@@ -111,7 +111,7 @@ def _reserve(batch: ScheduleBatch) -> list[int]:
     return reserved
 
 
-def _spare(pool: BaseTokenToKVPoolAllocator, cache: BasePrefixCache) -> int:
+def spare_slots(pool: BaseTokenToKVPoolAllocator, cache: BasePrefixCache) -> int:
     """Return the slots that are free, or that the prefix cache would give up."""
     if not cache.supports_swa():
         return int(pool.available_size() + cache.evictable_size())

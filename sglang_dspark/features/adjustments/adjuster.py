@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from dspark_kernels import Adjustment, AdjustmentTable, adjust, mask_tokens, to_device
 
-from sglang_dspark.engine.scheduler.batch import is_running
+from sglang_dspark.engine.scheduler.batch import is_running, prompts_of
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.features.adjustments.grammars import grammar_masks
@@ -38,11 +38,11 @@ class LogitsAdjuster:
         return StepAdjuster(self, batch) if has_any else None
 
     def begin(self, batch: ScheduleBatch, logits: torch.Tensor) -> None:
-        """Set up the requests of a prefill and adjust the logits [bs, V] of the tokens that it draws, in place."""
+        """Set up the prompts of a prefill and adjust the logits [bs, V] of the tokens that it draws, in place."""
         if not (batch.has_grammar or any(map(has_adjustment, batch.reqs))):
             return
         self._index.forget()
-        for req in filter(has_adjustment, batch.reqs):
+        for req in filter(has_adjustment, prompts_of(batch)):
             slot = self._slot_for(req)
             self._table.set(slot, adjustment_of(req, self._vocab_size), list(req.output_ids))
         indptr = torch.arange(len(batch.reqs) + 1, device=self._device)

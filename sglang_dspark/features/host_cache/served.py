@@ -8,6 +8,7 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.feature import Part, Worker
+from sglang_dspark.engine.scheduler.batch import prompts_of
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.host_cache.draft_pool import DraftPool, check_layers
 
@@ -45,7 +46,7 @@ class HostCache(Part):
     def prefill_done(self, batch: ScheduleBatch) -> None:
         """Keep the tokens of cached prefixes: what comes back from host memory has slots of other texts."""
         table = batch.req_to_token_pool.req_to_token
-        for req, length in zip(batch.reqs, batch.prefix_lens, strict=True):
+        for req, length in zip(prompts_of(batch), batch.prefix_lens, strict=False):
             if length > 0:
                 tokens = torch.tensor(req.get_fill_ids()[:length])
                 self._worker.remember(to_device(tokens, table.device), table[req.kv.req_pool_idx, :length])

@@ -58,6 +58,7 @@ class ScheduledServer:
             ("simulate_acceptance", config.simulate_acceptance, None),
             ("answer_cache", config.answer_cache, None),
             ("tpot_ms", config.tpot_ms, None),
+            ("max_gap_ms", config.max_gap_ms, None),
             ("fallback", config.fallback if config.engine == "scheduled" else "refuse", "refuse"),
         ):
             if value != neutral:

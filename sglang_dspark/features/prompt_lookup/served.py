@@ -10,7 +10,7 @@ from dspark_kernels import Candidates, ChainRules, find_chains, usual_bounds
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_dspark.engine.feature import CandidateSource
-from sglang_dspark.engine.scheduler.batch import is_running
+from sglang_dspark.engine.scheduler.batch import is_running, prompts_of
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
 from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
@@ -65,14 +65,24 @@ class PromptLookup(CandidateSource):
     @fenced("counts of predictions", instead=nothing)
     def prefill_done(self, batch: Any) -> None:
         """Give the token behind a prompt its counts: SGLang streams such lists from their first place on."""
-        for place in self._predicted.read(batch.reqs):
-            _counts(batch.reqs[place], 1)
+        prompts = prompts_of(batch)
+        for place in self._predicted.read(prompts):
+            _counts(prompts[place], 1)
 
     @fenced("counts of predictions", instead=nothing)
     def tokens_come(self, batch: Any, result: Any, tokens: Sequence[Sequence[int]]) -> None:
         for place in self._predicted.read(batch.reqs):
             if result.record is not None and is_running(batch.reqs[place]):
                 _count(batch.reqs[place], result.record, place, len(tokens[place]))
+
+    @fenced("counts of predictions", instead=nothing)
+    def step_done(
+        self, reqs: Sequence[Any], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """Give a token that came beside a prompt its counts; those of other steps have theirs."""
+        for place in self._predicted.read(reqs):
+            if place in running:
+                _counts(reqs[place], 1)
 
     @fenced("answers to keep", instead=nothing)
     def request_ended(self, req: Any) -> None:

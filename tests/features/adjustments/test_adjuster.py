@@ -70,6 +70,17 @@ def test_counts_follow_the_request_through_changing_batches(adjuster):
     assert torch.equal(step(adjuster, *shuffled), expected)
 
 
+def test_a_running_request_keeps_the_counts_of_the_device_beside_a_prompt(adjuster):
+    """Under overlap its last tokens are not on the host yet."""
+    running, prompt = asking(frequency_penalty=1.0), asking([7], frequency_penalty=2.0)
+    prefill(adjuster, running)
+    adjuster.count([running], torch.tensor([[5, 5]]))
+    logits = torch.zeros(2, VOCAB)
+    adjuster.begin(batch(prompt, running, decoding_reqs=[running]), logits)
+    assert logits[1, 5] == -2 and logits[0, 7] == -2
+    assert logits.count_nonzero() == 2
+
+
 def test_slots_of_the_finished_are_used_again(adjuster):
     first = [asking(presence_penalty=1.0) for _ in range(8)]
     prefill(adjuster, *first)

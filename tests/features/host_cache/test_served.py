@@ -25,15 +25,18 @@ def test_a_prompt_waits_for_what_comes_back():
 
 
 def test_prefixes_that_may_have_come_back_are_remembered():
-    """Their slots held other texts before."""
+    """Their slots held other texts before. That of a request which gets a token beside them is known.
+
+    Its last tokens are not on the host yet.
+    """
     remembered, rows = [], table(2, 4)
     rows.req_to_token.copy_(torch.arange(12).view(3, 4))
     worker = partly(DSparkWorker, remember=lambda *both: remembered.append([one.tolist() for one in both]))
-    reqs = [request(prompt=ids) for ids in ([5, 6, 7], [8, 9])]
-    for req, row in zip(reqs, (2, 0), strict=True):
+    reqs = [request(prompt=ids) for ids in ([5, 6, 7], [8, 9], [3])]
+    for req, row in zip(reqs, (2, 0, 1), strict=True):
         req.kv.req_pool_idx = row
         req.full_untruncated_fill_ids, req.extend_end = req.origin_input_ids, len(req.origin_input_ids)
-    HostCache(worker).prefill_done(batch(*reqs, prefix_lens=[2, 0], req_to_token_pool=rows))
+    HostCache(worker).prefill_done(batch(*reqs, decoding_reqs=reqs[2:], prefix_lens=[2, 0, 4], req_to_token_pool=rows))
     assert remembered == [[[5, 6], [8, 9]]]
 
 

@@ -134,13 +134,16 @@ def test_the_usage_of_a_stream_has_the_counts():
 
 
 def test_each_token_knows_what_was_owed_to_the_prediction_up_to_there():
-    """Two output tokens were there before the prompt was encoded again; the second step has nothing predicted."""
+    """Two output tokens were there before the prompt was encoded again; the second step has nothing predicted.
+
+    The last token comes beside another prompt, and is on the host later than that prompt is launched.
+    """
     reqs = [settled(None), settled({"prediction": PREDICTION}, LetterTokenizer())]
     for req in reqs:
         req.output_ids, req.customized_info, req.is_retracted = [1, 2], None, False
         req.finished = lambda: False
     part = lookup_of(7)
-    part.prefill_done(SimpleNamespace(reqs=reqs))
+    part.prefill_done(SimpleNamespace(reqs=reqs, decoding_reqs=None))
     assert reqs[1].customized_info == {COUNTS: [(0, 0)] * 3}  # of the token to come, too
     reqs[1].output_ids.append(3)
     for copied, verified, tokens in ((4, 3, [5, 6, 7]), (0, 2, [8, 9]), (3, 7, [9])):
@@ -148,7 +151,10 @@ def test_each_token_knows_what_was_owed_to_the_prediction_up_to_there():
         rounds = StepRecord(["a", "b"], PLAIN, [7, 7], torch.tensor([1, verified]), None, None, chains=chains)
         part.tokens_come(SimpleNamespace(reqs=reqs), DSparkBatchResult(record=rounds), [[5], tokens])
         reqs[1].output_ids += tokens
+    part.prefill_done(SimpleNamespace(reqs=reqs, decoding_reqs=reqs))
+    assert reqs[1].customized_info[COUNTS][-1] == (2, 4) and len(reqs[1].customized_info[COUNTS]) == 9
+    part.step_done(reqs, rounds, [0, 1], [0, 0])
     assert reqs[0].customized_info is None
     assert reqs[1].customized_info == {
-        COUNTS: [*[(0, 0)] * 3, (1, 1), (2, 1), (2, 1), (2, 1), (2, 1), (2, 4)],
+        COUNTS: [*[(0, 0)] * 3, (1, 1), (2, 1), (2, 1), (2, 1), (2, 1), (2, 4), (2, 4)],
     }

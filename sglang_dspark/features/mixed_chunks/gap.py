@@ -1,0 +1,124 @@
+"""Bound chunks beside running requests: above by the time that these may wait, below so that prompts go on.
+
+How long a row takes depends on the machine, the target and the context, so it follows from the steps that have been
+timed. At the rate of the last full chunk, as many rows as a time has room for take that time or less: what a step takes
+beside its rows is counted as if it grew with them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_dspark.engine.compat.decoder import decoder_of
+from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.scheduler.draft_input import spare_slots
+from sglang_dspark.engine.sglang_types import ScheduleBatch
+from sglang_dspark.step.device_time import DeviceSpan, DeviceTimer
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+# Rows of the first chunk beside running requests, whose time nothing is known about, and of the shortest one: few rows
+# take hardly less time than these, and prompts would take for ever.
+_FIRST, _LEAST = 64, 32
+# What a chunk is cut to, of the bound, and how much longer than the last one it may be. A row of the next chunk costs
+# more than one of the last: its context is longer, by the last chunk and by its own.
+_SHARE, _GROWTH = 0.8, 1.5
+
+
+class ChunkLimit:
+    """How many rows a step may have that encodes prompts.
+
+    Args:
+        bound_ms: of a step.
+
+    Attributes:
+        rows: that it may have.
+    """
+
+    def __init__(self, bound_ms: float) -> None:
+        self._target_ms = _SHARE * bound_ms
+        self.rows = _FIRST
+
+    def learn(self, rows: int, ms: float) -> None:
+        """Take the milliseconds of a step of so many rows."""
+        fitting = int(rows * self._target_ms / max(ms, 1e-3))
+        if ms > self._target_ms:
+            self.rows = max(_LEAST, min(self.rows, fitting))
+        elif 2 * rows > self.rows:  # few rows say little: the most of their time is not theirs
+            self.rows = max(self.rows, min(fitting, int(_GROWTH * max(rows, self.rows))))
+
+
+class BoundedGaps(Part):
+    """Time the steps that encode prompts, and say how many rows the next one may have.
+
+    Args:
+        bound_ms: of a step.
+        agreement: of the ranks: chunks are as long on all of them.
+        device: of the target.
+    """
+
+    def __init__(self, bound_ms: float, agreement: Agreement, device: torch.device) -> None:
+        self._limit, self._agreement = ChunkLimit(bound_ms), agreement
+        self._timer, self._on_gpu = DeviceTimer(device), device.type == "cuda"
+        self._began: tuple[DeviceSpan, float] | None = None
+        self._timed: deque[tuple[int, DeviceSpan, float]] = deque(maxlen=2)  # spans that may still be read
+
+    @classmethod
+    def of(cls, worker: Any) -> BoundedGaps | None:
+        """Return the part of a worker; None without a bound."""
+        bound_ms = worker.options.max_gap_ms
+        return None if bound_ms is None else cls(bound_ms, worker.agreement, worker.device)
+
+    def prefill_comes(self, batch: ScheduleBatch) -> None:
+        self._began = self._timer.begin(), time.perf_counter()
+
+    def prefill_done(self, batch: ScheduleBatch) -> None:
+        assert self._began is not None, "a prefill comes before it is done"
+        span, began = self._began
+        span.end()
+        self._timed.append((batch.extend_num_tokens, span, (time.perf_counter() - began) * 1e3))
+
+    def rows(self) -> int:
+        """Return how many rows the next step may have."""
+        while self._timed:
+            rows, span, host_ms = self._timed[0]
+            ms = span.ms if self._on_gpu else host_ms
+            if ms is None:
+                break
+            self._timed.popleft()
+            self._limit.learn(rows, ms)
+        return self._agreement.share(self._limit.rows)
+
+
+def bound_chunk(
+    original: Callable[..., Any], scheduler: Scheduler, *args: Any, running_batch: Any, **given: Any
+) -> Any:
+    """Bound SGLang's next chunk while requests run: each of them has a row of it, and prompts have a page at least.
+
+    By SGLang's own size a prompt would wait for as long as that many requests run. A prompt that has begun gets no more
+    slots than the running ones leave, which have taken some since; SGLang would end the server. If there are none,
+    the running ones go on alone, or are retracted.
+    """
+    whole, running = scheduler.chunked_prefill_size, len(running_batch.reqs)
+    if whole is None or not running or not (scheduler.waiting_queue or scheduler.chunked_req):
+        return original(scheduler, *args, running_batch=running_batch, **given)
+    part = next((part for part in decoder_of(scheduler).parts if isinstance(part, BoundedGaps)), None)
+    bound = whole if part is None else min(whole, max(part.rows(), running + _LEAST))
+    if scheduler.chunked_req is not None:
+        spare = spare_slots(scheduler.token_to_kv_pool_allocator, scheduler.tree_cache)
+        room = spare - running_batch.new_tokens_required_next_decode()
+        if room < scheduler.page_size:
+            return None, running_batch
+        bound = min(bound, running + room)
+    scheduler.chunked_prefill_size = max(bound, running + scheduler.page_size)
+    try:
+        return original(scheduler, *args, running_batch=running_batch, **given)
+    finally:
+        scheduler.chunked_prefill_size = whole

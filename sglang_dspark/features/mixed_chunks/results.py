@@ -1,0 +1,61 @@
+"""Treat what a mixed step gives to running requests as what a plain step gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_dspark.engine.compat.decoder import attached_decoder
+from sglang_dspark.engine.scheduler.batch import is_running
+from sglang_dspark.engine.sglang_types import GenerationBatchResult, Req, ScheduleBatch
+from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.step.decision import PLAIN
+from sglang_dspark.step.record import StepRecord
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
+
+
+def count_running(
+    processor: SchedulerBatchResultProcessor, batch: ScheduleBatch, result: GenerationBatchResult
+) -> None:
+    """Show the step to the worker, and count it for its running requests, before SGLang appends their tokens."""
+    running = list(filter(is_running, batch.decoding_reqs or ()))
+    if not running:
+        return
+    for req in running:
+        req.spec_verify_ct += 1
+        req.spec_num_cap_tokens += 1
+        req.update_spec_correct_drafts_histogram(0)
+        req.update_spec_cap_lens_histogram(1)
+    worker = attached_decoder(processor.model_worker)
+    worker.control.observe(running, plain_record(running, worker.schedule), [1] * len(running), None)
+
+
+def plain_record(reqs: Sequence[Req], schedule: Schedule) -> StepRecord:
+    """Return the record of a step that has given each of SGLang's requests a token, and drafted none."""
+    none = [0] * len(reqs)
+    return StepRecord(
+        requests=[req.rid for req in reqs],
+        decision=PLAIN,
+        drafted=none,
+        verify_lens=torch.tensor(none),
+        confidence=None,
+        traced=torch.tensor([[req.seqlen - 1, req.output_ids[-1]] for req in reqs]),
+        policy=schedule.policy.name,
+        parked=schedule.parked,
+    )
+
+
+def wait_for_grammars(
+    original: Callable[..., bool], scheduler: Scheduler, batch: ScheduleBatch | None, last_batch: ScheduleBatch | None
+) -> bool:
+    """Return whether SGLang processes the result of the step before first: grammars of running requests follow it."""
+    if original(scheduler, batch, last_batch):
+        return True
+    if batch is None or not batch.forward_mode.is_mixed() or not scheduler.result_queue:
+        return False
+    return any(req.grammar is not None for req in batch.decoding_reqs or ())

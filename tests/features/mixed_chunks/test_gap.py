@@ -1,0 +1,147 @@
+"""Chunks are cut by what earlier ones took, so that a step keeps the bound."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang_objects import ONE_RANK, batch, found_by, launch_context
+
+from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.features.mixed_chunks.gap import BoundedGaps, ChunkLimit, bound_chunk
+
+BOUND_MS = 50.0
+
+
+def steps(limit, ms_of, number):
+    """Rows and milliseconds of steps of as many rows as the limit allows."""
+    found = []
+    for _ in range(number):
+        found.append((limit.rows, ms_of(limit.rows)))
+        limit.learn(*found[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("law", "fitting"),
+    [
+        (lambda rows: 8 + 0.1 * rows, 320),
+        (lambda rows: 0.5 * rows, 80),
+        (lambda rows: 1 + 0.01 * rows + 1e-5 * rows**2, 1537),
+    ],
+)
+def test_chunks_grow_until_the_bound_is_reached_and_keep_it(law, fitting):
+    found = steps(ChunkLimit(BOUND_MS), law, 24)
+    assert max(ms for _, ms in found) <= BOUND_MS
+    assert found[-1][0] >= 0.95 * fitting
+
+
+def test_a_bound_below_the_time_of_the_first_chunk_is_reached_from_above():
+    found = steps(ChunkLimit(10.0), lambda rows: 5 + 0.09 * rows, 12)
+    assert found[0][1] > 10 and found[-1][1] == pytest.approx(8, abs=0.5)
+
+
+def test_the_bound_has_room_for_rows_that_become_dearer_along_a_context():
+    limit, context, worst = ChunkLimit(BOUND_MS), 0, 0.0
+    while context < 32_000:
+        ms = 5 + limit.rows * (0.05 + 2e-5 * context)
+        worst, context, rows = max(worst, ms), context + limit.rows, limit.rows
+        limit.learn(rows, ms)
+    assert 0.8 * BOUND_MS < worst < BOUND_MS
+
+
+def test_short_prompts_say_nothing_and_hiccups_are_forgotten():
+    limit = ChunkLimit(BOUND_MS)
+    steps(limit, lambda rows: 8 + 0.1 * rows, 24)
+    settled = limit.rows
+    limit.learn(3, 8.3)
+    assert limit.rows == settled
+    limit.learn(settled, 1e6)
+    assert limit.rows == 32  # prompts go on
+    assert steps(limit, lambda rows: 8 + 0.1 * rows, 24)[-1][0] >= 0.95 * settled
+
+
+def gaps(rows):
+    part = BoundedGaps(BOUND_MS, Agreement(ONE_RANK), torch.device("cpu"))
+    part._limit.rows = rows
+    return part
+
+
+@dataclass
+class Running:
+    """Requests that run, and the slots that their next step needs."""
+
+    reqs: list[object]
+    needed: int = 32
+
+    def new_tokens_required_next_decode(self):
+        return self.needed
+
+
+def scheduler_of(waiting, chunked, rows):
+    """A scheduler with 160 spare slots."""
+    return SimpleNamespace(
+        chunked_prefill_size=512,
+        page_size=16,
+        waiting_queue=waiting,
+        chunked_req=chunked,
+        draft_worker=SimpleNamespace(parts=[] if rows is None else [gaps(rows)]),
+        token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 100),
+        tree_cache=SimpleNamespace(evictable_size=lambda: 60, supports_swa=lambda: False),
+    )
+
+
+def chunk_size(scheduler, *, prefill_delayer_single_pass, running_batch):
+    return scheduler.chunked_prefill_size
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "chunked", "rows", "chunk"),
+    [
+        (2, [1], None, 100, 100),
+        (2, [], object(), 100, 100),
+        (2, [], object(), 9999, 130),  # what the running ones leave
+        (140, [], object(), 10, 172),
+        (40, [], object(), None, 168),
+        (2, [1], None, 9999, 512),  # SGLang's own size
+        (40, [1], None, 10, 72),  # a row of each, and the least chunk
+        (600, [1], None, None, 616),  # a row of each, and a page
+        (2, [1], None, None, 512),
+        (0, [1], None, 100, 512),  # no request waits for it
+        (2, [], None, 100, 512),
+    ],
+)
+def test_sglangs_chunk_is_bounded_while_requests_run(running, waiting, chunked, rows, chunk):
+    scheduler, running_batch = scheduler_of(waiting, chunked, rows), Running(reqs=[None] * running)
+    assert bound_chunk(chunk_size, scheduler, prefill_delayer_single_pass=None, running_batch=running_batch) == chunk
+    assert scheduler.chunked_prefill_size == 512
+
+
+def test_a_prompt_that_has_begun_waits_while_running_requests_need_all_slots():
+    """SGLang would give it slots that are not there, and end the server."""
+    scheduler, running_batch = scheduler_of([], object(), None), Running(reqs=[None], needed=150)
+    found = bound_chunk(chunk_size, scheduler, prefill_delayer_single_pass=None, running_batch=running_batch)
+    assert found == (None, running_batch)
+
+
+def test_a_prefill_is_timed_on_the_host_of_a_cpu():
+    part = gaps(64)
+    for rows in (64, 3):
+        part.prefill_comes(batch())
+        part.prefill_done(batch(extend_num_tokens=rows))
+    assert part.rows() == 96  # the first took next to nothing, the second says nothing
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({}, False),
+        ({"max_gap_ms": 50.0}, True),
+        ({"max_gap_ms": 50.0, "enable_mixed_chunk": True, "chunked_prefill_size": 512}, False),
+        ({"max_gap_ms": 50.0, "enable_mixed_chunk": True, "chunked_prefill_size": -1}, True),
+    ],
+)
+def test_a_bound_needs_chunks_beside_running_requests(given, refused):
+    said = found_by("bound on gaps", launch_context(**given))
+    assert (said is not None) == refused
+    assert not refused or "--enable-mixed-chunk" in said

@@ -1,0 +1,71 @@
+"""What a mixed step gives to running requests counts as a plain step of theirs, and follows their grammars."""
+
+from types import SimpleNamespace
+
+import pytest
+from made_schedule import schedule
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_objects import batch, request
+from stage_loop import OneRank
+
+from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.scheduler.step_control import StepControl
+from sglang_dspark.features.mixed_chunks.results import count_running, wait_for_grammars
+
+
+class Looking(Part):
+    def __init__(self):
+        self.seen = []
+
+    def step_done(self, reqs, record, running, accepted):
+        self.seen.append(([req.rid for req in reqs], record, running, accepted))
+
+
+@pytest.fixture
+def looking():
+    return Looking()
+
+
+@pytest.fixture
+def processor(looking):
+    """What processes results, and has our worker."""
+    made = schedule()
+    control = StepControl(made, OneRank(), [looking], on_gpu=False)
+    return SimpleNamespace(model_worker=SimpleNamespace(schedule=made, control=control))
+
+
+def test_a_mixed_step_is_a_plain_step_of_the_requests_that_it_finds_running(looking, processor):
+    prompt, first, ended, last = (request([7, 8, 9], prompt=[1] * 4, rid=rid) for rid in "pabc")
+    ended.finished_reason = FINISH_LENGTH(3)
+    count_running(processor, batch(prompt, first, ended, last, decoding_reqs=[first, ended, last]), None)
+    [(requests, record, running, accepted)] = looking.seen
+    assert (requests, running, accepted) == (["a", "c"], [0, 1], [0, 0])
+    assert (record.requests, record.drafted, record.verified, record.drawn) == (["a", "c"], [0, 0], [0, 0], [0, 0])
+    assert record.traced.tolist() == [[6, 9], [6, 9]]  # tokens before the anchor, and the anchor
+    for req, rounds in ((prompt, 0), (ended, 0), (first, 1), (last, 1)):
+        assert (req.spec_verify_ct, req.spec_num_cap_tokens, sum(req.spec_correct_drafts_histogram)) == (rounds,) * 3
+    assert first.spec_cap_lens_histogram == [0, 1]
+
+
+@pytest.mark.parametrize("running", [None, []])
+def test_prompts_alone_are_no_step(looking, processor, running):
+    count_running(processor, batch(request(), decoding_reqs=running), None)
+    assert looking.seen == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "behind", "grammar", "waits"),
+    [
+        (ForwardMode.MIXED, 1, object(), True),
+        (ForwardMode.MIXED, 0, object(), False),
+        (ForwardMode.MIXED, 1, None, False),
+        (ForwardMode.EXTEND, 1, object(), False),
+    ],
+)
+def test_a_mixed_step_waits_for_the_tokens_that_grammars_of_running_requests_lack(mode, behind, grammar, waits):
+    req = request()
+    req.grammar = grammar
+    scheduler, mixed = SimpleNamespace(result_queue=[None] * behind), batch(req, decoding_reqs=[req], forward_mode=mode)
+    assert wait_for_grammars(lambda scheduler, batch, last_batch: False, scheduler, mixed, last_batch=None) is waits
+    assert wait_for_grammars(lambda scheduler, batch, last_batch: True, scheduler, None, last_batch=None)

@@ -1,0 +1,87 @@
+"""Prompts that are encoded beside running requests: no text changes, and each token is counted."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+from typing import Any
+
+from golden_server import (
+    VOCAB,
+    assert_pool_is_whole,
+    counting,
+    endless,
+    generate,
+    greedy,
+    in_background,
+    output_ids,
+    policy,
+    wait_for_running,
+)
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_new_tokens": 5},
+    {"regex": "(red|blue|green|cat|dog|bird)+"},
+    {"temperature": 1.0, "sampling_seed": 7},
+)
+"""Parameters of requests; seeded ones have a text of their own."""
+
+
+def bodies() -> list[dict[str, Any]]:
+    """Return requests with prompts of 1 to 500 tokens, some of which begin alike; chunks have 64 tokens."""
+    draw = random.Random(4)
+    shared = draw.choices(VOCAB, k=60)
+    prompts = [draw.choices(VOCAB, k=length) for length in (1, 2, 7, 63, 64, 65, 90, 130, 1, 500, 3, 250)]
+    return [
+        greedy((shared if i % 3 else []) + prompt, draw.choice((5, 30)), KINDS[i % len(KINDS)])
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def test_texts_beside_prompts_of_every_length(letters, plain_letters):
+    asked = bodies()
+    expected = output_ids(plain_letters, asked)
+    seeded = [i for i, body in enumerate(asked) if "sampling_seed" in body["sampling_params"]]
+    for i, ids in zip(seeded, output_ids(letters, [asked[i] for i in seeded], 1), strict=True):
+        expected[i] = ids
+    with policy(letters, "static"):  # only mixed steps draft nothing
+        letters.flush_cache()
+        with counting(letters) as grown:
+            answers = generate(letters, asked, 8)
+    assert [answer["output_ids"] for answer in answers] == expected
+    assert grown["plain_steps"] > 8
+    for counts in (answer["meta_info"] for answer in answers):
+        committed = counts["dspark"]["rounds"] + counts["dspark"]["accepted_tokens"]
+        assert 0 <= committed - (counts["completion_tokens"] - 1) <= 15  # the last round may go beyond the end
+
+
+def test_clients_that_go_away_beside_prompts(corner, plain):
+    asked, texts = bodies()[::4], []
+    expected = output_ids(plain, asked)
+    thread = in_background(lambda: texts.extend(output_ids(corner, asked, 4)))
+    for _ in range(4):
+        connection = http.client.HTTPConnection(corner.url.removeprefix("http://"), timeout=60)
+        body = endless([5, 6, 7], 800, stream=True)
+        connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+        connection.getresponse().read(64)
+        connection.close()
+    thread.join()
+    assert texts == expected
+    assert_pool_is_whole(corner)
+
+
+def test_chunks_within_a_bound(parallel):
+    """On two ranks, by the times of rank 0. A millisecond has room for no row: chunks are as short as can be."""
+    draw = random.Random(6)
+    asked = [greedy(draw.choices(VOCAB, k=length), 5) for length in (90, 130)]
+    expected = output_ids(parallel, asked, 1)
+    with policy(parallel, "static"):
+        parallel.flush_cache()
+        with counting(parallel) as grown:
+            running = in_background(lambda: output_ids(parallel, [endless([5, 6, 7], 120)], 1))
+            wait_for_running(parallel, 1)
+            assert output_ids(parallel, asked, 2) == expected
+            running.join()
+    assert grown["plain_steps"] > 4
