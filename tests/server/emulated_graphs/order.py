@@ -245,8 +245,8 @@ def read_by_host(tensor):
     touch(tensor, False, HOST)
 
 
-def offer_streams():
-    """Replace the empty streams of a CPU."""
+def watch(worker):
+    """Replace the empty streams of a CPU, and watch what a worker of this class launches behind its start."""
     for name, value in {
         "Stream": Stream,
         "Event": Event,
@@ -256,9 +256,10 @@ def offer_streams():
     }.items():
         setattr(torch.cpu, name, value)
 
+    def init_cuda_graphs(self, original=worker.init_cuda_graphs):
+        original(self)  # capturing waits for the device
+        _state["watching"] = True
+        Launches().__enter__()
+        logger.warning("streams are watched")
 
-def watch():
-    """Watch what the calling thread launches from now on."""
-    _state["watching"] = True
-    Launches().__enter__()
-    logger.warning("streams are watched")
+    worker.init_cuda_graphs = init_cuda_graphs

@@ -19,7 +19,6 @@ def emulate(module):
     """Make the worker of a CPU server believe in graphs."""
     import forms
     import interpreting
-    import order
     import torch
     from dspark_kernels import kernels_anywhere
     from dspark_kernels.drafting import walk
@@ -44,11 +43,6 @@ def emulate(module):
         original(self, **kwargs)
         self.on_gpu = True
 
-    def init_cuda_graphs(self, original=module.DSparkWorker.init_cuda_graphs):
-        original(self)  # capturing waits for the device
-        if "CHECK_ORDER" in os.environ:
-            order.watch()
-
     def warm_up(*args, original=module.warm_up):
         original(*args)
         forms.end_of_warm_up()
@@ -58,15 +52,13 @@ def emulate(module):
     walk._MIN_DOT = plans._MIN_BLOCK_R = plans._MIN_BLOCK_J = 1
     interpreting.patch_once_per_launch()
     forms.watch()
-    if "CHECK_ORDER" in os.environ:
-        order.offer_streams()
     FOREVER.enter_context(kernels_anywhere())
     note_draft_kernels()
     note_state_kernels()
     module.warm_up = warm_up
     captured.capturing = capturing
     torch.cuda.mem_get_info = lambda: (0, 0)
-    module.DSparkWorker.__init__, module.DSparkWorker.init_cuda_graphs = initialise, init_cuda_graphs
+    module.DSparkWorker.__init__ = initialise
     module.PackedCopies, module.DSparkWorker.decode = ring_of_the_host, decode
     module.graph_request_slots = lambda runner: REQUEST_SLOTS
     module.DSparkWorker.step_times = step_times
@@ -83,6 +75,17 @@ def few_tiers(original):
         return replace(tiers, tokens=tuple(sorted({2, min(8, most), most})))
 
     return of
+
+
+def watch_order():
+    """Have streams of the worker's process watched."""
+
+    def watch(module):
+        import order
+
+        order.watch(module.DSparkWorker)
+
+    patch_worker(watch)
 
 
 def ring_of_the_host(words, device):
@@ -208,6 +211,8 @@ def noted_attention(*given, **how):
 
 
 patch_worker(emulate)
+if "CHECK_ORDER" in os.environ:
+    watch_order()
 interpret_adapters()
 complete_cpu()
 if "SNAPSHOTS_ON_A_CPU" in os.environ:
