@@ -57,6 +57,8 @@ class ScheduledServer:
             ("draft_free", config.draft_free, False),
             ("simulate_acceptance", config.simulate_acceptance, None),
             ("answer_cache", config.answer_cache, None),
+            ("draft_vocabulary", config.draft_vocabulary, None),
+            ("draft_quantization", config.draft_quantization, None),
             ("fallback", config.fallback if config.engine == "scheduled" else "refuse", "refuse"),
         ):
             if value != neutral:

@@ -162,8 +162,11 @@ def touch(tensor, writes, stream):
 def place():
     """Return the innermost functions of ours and SGLang's."""
     frames = traceback.walk_stack(None)
-    names = (f"{frame.f_code.co_filename.rpartition('/')[2]}:{line} {frame.f_code.co_name}" for frame, line in frames
-             if "sglang" in frame.f_code.co_filename or "dspark_kernels" in frame.f_code.co_filename)
+    names = (
+        f"{frame.f_code.co_filename.rpartition('/')[2]}:{line} {frame.f_code.co_name}"
+        for frame, line in frames
+        if "sglang" in frame.f_code.co_filename or "dspark_kernels" in frame.f_code.co_filename
+    )
     return " < ".join(name for name, _ in zip(names, range(3), strict=False))
 
 
@@ -202,8 +205,11 @@ class Launches(TorchDispatchMode):
             read_by_host(args[0])
             return result
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-        written = {argument.name for argument in func._schema.arguments
-                   if argument.alias_info is not None and argument.alias_info.is_write}
+        written = {
+            argument.name
+            for argument in func._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }
         reads = [leaf for name, value in named.items() if name not in written for leaf in tensors_of(value)]
         writes = [leaf for name in written for leaf in tensors_of(named.get(name))]
         launch(reads, [*writes, *tensors_of(result)])
