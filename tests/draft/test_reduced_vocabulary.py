@@ -43,6 +43,8 @@ def test_a_list_elsewhere_takes_the_place_of_the_drafters(golden_dir, make_check
     save_token_ids(tmp_path / "list.json", IDS)
     drafter = ResolvedDrafter.read(golden_dir / "vanilla_g7")
     assert (drafter.num_proposed, drafter.proposing(tmp_path / "list.json").token_ids) == (256, IDS)
+    assert drafter.with_its_list(drafter).token_ids is None
+    assert drafter.proposing(tmp_path / "list.json").with_its_list(drafter).token_ids == IDS
     own = ResolvedDrafter.read(make_checkpoint(draft_vocab_size=4))
     with pytest.raises(CheckpointError, match="has heads for the 4 tokens that it was trained for"):
         own.proposing(tmp_path / "list.json")
