@@ -103,7 +103,7 @@ def test_a_drafter_in_eight_bits_keeps_its_weights(trained):
     drafter = loop_of(DRAFT).drafter
     drafter.model.store_in_eight_bits()
     for update in (by_folder, by_names):
-        with pytest.raises(CheckpointError, match="draft-quantization=int8 keeps weights .* restart the server"):
+        with pytest.raises(CheckpointError, match=r"draft-quantization=int8 keeps weights .* restart the server"):
             update(drafter, trained)
 
 
