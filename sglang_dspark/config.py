@@ -108,6 +108,11 @@ class DSparkConfig:
         "Megabytes of host memory for finished answers, which later requests with the same key copy from.",
         read=int,
     )
+    answer_cache_key: Literal["request", "prompt"] = _option(
+        "Under which key answers are kept of requests that name none: `request` keeps none of them; `prompt` takes the "
+        "prompt for the key, so that samples of one prompt copy from each other.",
+        default="request",
+    )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(
         "Whose worker decodes for `--speculative-algorithm DSPARK`: `plugin` is this one; `scheduled` is SGLang's own, "
         "on a GPU, which drafts and verifies as much as our policies decide; `auto` is the first of these two that "
@@ -155,6 +160,10 @@ class DSparkConfig:
                     f"{flag_name(name)}={value} needs a drafter, and {flag_name('draft_free')} serves without one; "
                     "drop one of the flags"
                 )
+        if self.answer_cache_key != "request" and self.answer_cache is None:
+            raise ConfigError(
+                f"{flag_name('answer_cache_key')}={self.answer_cache_key} needs {flag_name('answer_cache')}, e.g. 64"
+            )
         if self.schedule == "threshold" and self.confidence_threshold is None:
             raise ConfigError(f"{flag_name('schedule')}=threshold needs {flag_name('confidence_threshold')}, e.g. 0.5")
 

@@ -96,6 +96,7 @@ def _reading(architecture: str, *flags: str, env: Mapping[str, str] | None = Non
 BUNDLED = Path(smollm2.__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
 STATIC = "--speculative-dspark-schedule static"
 WITHOUT_A_DRAFTER = ("speculative-algorithm: DSPARK", "speculative-dspark-draft-free: true")
+SAVES_MEMORY = "--enable-memory-saver --enable-weights-cpu-backup"
 KEEPS_ANSWERS = "--speculative-dspark-answer-cache 1"
 CONFIGURED = (
     *("speculative-algorithm: DSPARK", f"speculative-draft-model-path: {DRAFT}", "speculative-dspark-engine: plugin"),
@@ -128,6 +129,7 @@ LETTERS = partial(_tokenizer, save_byte_tokenizer)  # grammars have SGLang's def
 BEYOND = partial(_tokenizer, partial(save_byte_tokenizer, beyond=("<beyond>",)))
 ADVISED = (*DSPARK, KEEPS_ANSWERS, BEYOND, TERSE, "--enable-metrics --decode-log-interval 8")
 OF_BATCHES = partial(int8_target, scales={"self_attn": "batch", "mlp": "batch"})
+MOE = "Qwen3MoeForCausalLM"
 GEMMA4 = "Gemma4ForConditionalGeneration"
 GEMMA4_12B = "Gemma4UnifiedForConditionalGeneration"
 GEMMA4_FLAGS = "--chunked-prefill-size 16" + (
@@ -196,6 +198,9 @@ SERVERS: dict[str, Recipe] = {
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
     "graphs": Recipe((*DSPARK, FOUR, "--speculative-dspark-block-size 11"), env=emulated_graphs()),
     "ordered": Recipe((*DSPARK, FOUR), env=emulated_graphs() | CHECKS_ORDER),
+    # Memory that a pause overwrites.
+    "saving": Recipe((*DSPARK, SAVES_MEMORY)),
+    "graphs_saving": Recipe((*DSPARK, FOUR, SAVES_MEMORY), env=emulated_graphs()),
     # A quantised target of which a row's result depends on the whole batch.
     "plain_int8_batch": Recipe(model=OF_BATCHES),
     "int8_batch": Recipe((*DSPARK, FOUR), model=OF_BATCHES, env=emulated_graphs()),
@@ -226,6 +231,10 @@ SERVERS: dict[str, Recipe] = {
     "pictures": _reading("Qwen3VLForConditionalGeneration", f"{CHUNKS} 16 {CROWDED} 600"),
     "hybrid_overlap": _tiny("Qwen3_5ForCausalLM", MIDDLE_STATES, f"{CROWDED} 450", env=SNAPSHOTS),
     "hybrid_graphs": _tiny("Qwen3_5ForCausalLM", MIDDLE_STATES, FOUR, env=SNAPSHOTS | emulated_graphs()),
+    "plain_experts": Recipe(
+        ("--tokenizer-path", TARGET, "--enable-return-routed-experts"), model=_target(written_target, MOE)
+    ),
+    "experts_graphs": _tiny(MOE, FOUR, "--enable-return-routed-experts", env=emulated_graphs()),
     "plain_mistral3": Recipe(model=_target(picture_target, "Mistral3ForConditionalGeneration"), env=NO_SCRIPTS),
     "mistral3": _reading("Mistral3ForConditionalGeneration", env=NO_SCRIPTS),
     # Layers that keep recurrent states.

@@ -64,8 +64,8 @@ _ADJUSTED = {
 # By remedy: flags whose default alone is served.
 _REFUSED = {
     "drop the flag": (
-        "enable_dp_attention enable_memory_saver prefill_only_disable_kv_cache "
-        "enable_return_routed_experts enable_return_indexer_topk enable_return_aux_hidden_states enable_watermark "
+        "enable_dp_attention prefill_only_disable_kv_cache "
+        "enable_return_indexer_topk enable_return_aux_hidden_states enable_watermark "
         "dllm_algorithm"
     ),
     "pass 1": "attn_dp_size dwdp_size attn_cp_size dcp_size pp_size",

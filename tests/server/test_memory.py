@@ -1,0 +1,62 @@
+"""Memory that is given away and taken back while requests come."""
+
+import threading
+import time
+
+import pytest
+from golden_server import CASES, DRAFTER_ALONE, call, endless, generate
+
+PROMPTS = [case["prompt"] for case in CASES[:3]]
+
+
+def rounds(answers):
+    return [(answer["output_ids"], answer["meta_info"]["dspark_trace"]) for answer in answers]
+
+
+def asleep(server, asked, *steps):
+    """Return the answers to requests that come while memory is away: no step but the last one brings one."""
+    answers = []
+    came = threading.Thread(target=lambda: answers.extend(generate(server, asked, 4)))
+    came.start()
+    for path, body in steps:
+        time.sleep(0.3)
+        assert answers == []
+        assert call(server, path, body=body)[0] == 200
+    came.join(60)
+    return answers
+
+
+@pytest.mark.parametrize(
+    "name", ["dspark", pytest.param("saving", marks=pytest.mark.thorough), pytest.param("graphs_saving", marks=pytest.mark.thorough)]
+)
+def test_a_server_sleeps_and_wakes(name, server_pool):
+    """A plain server has no memory to give, another one loses what no copy keeps."""
+    server = server_pool.get(name)
+    asked = [endless(prompt, 20, speculation=DRAFTER_ALONE) for prompt in PROMPTS]
+    before = rounds(generate(server, asked, 3))
+    assert call(server, "/release_memory_occupation", body={"tags": ["kv_cache", "weights"]})[0] == 200
+    assert call(server, "/release_memory_occupation", body={})[0] == 200  # what is left
+    answers = asleep(
+        server,
+        asked,
+        ("/resume_memory_occupation", {"tags": ["weights"]}),
+        ("/continue_generation", {}),
+        ("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}),
+    )
+    assert rounds(answers) == before
+    assert call(server, "/resume_memory_occupation", body={})[0] == 200  # nothing is away
+
+
+def test_running_requests_keep_the_memory(dspark):
+    """A plain server would end, and also over the tag."""
+    answers = []
+    running = threading.Thread(target=lambda: answers.extend(generate(dspark, [endless([5, 6, 7], 400)], 1)))
+    running.start()
+    while not dspark.get_json("/dspark/stats")["steps"]:
+        time.sleep(0.01)
+    status, said = call(dspark, "/release_memory_occupation", body={})
+    running.join()
+    assert status == 400 and "requests are running" in said and len(answers[0]["output_ids"]) == 400
+    for path in ("release", "resume"):
+        status, said = call(dspark, f"/{path}_memory_occupation", body={"tags": ["hope"]})
+        assert status == 400 and "tags=['hope']" in said and "kv_cache, weights, cuda_graph" in said
