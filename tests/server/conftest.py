@@ -234,7 +234,7 @@ SERVERS: dict[str, Recipe] = {
     "plain_experts": Recipe(
         ("--tokenizer-path", TARGET, "--enable-return-routed-experts"), model=_target(written_target, MOE)
     ),
-    "experts_graphs": _tiny(MOE, FOUR, "--enable-return-routed-experts", env=emulated_graphs()),
+    "experts": _tiny(MOE, "--enable-return-routed-experts"),
     "plain_mistral3": Recipe(model=_target(picture_target, "Mistral3ForConditionalGeneration"), env=NO_SCRIPTS),
     "mistral3": _reading("Mistral3ForConditionalGeneration", env=NO_SCRIPTS),
     # Layers that keep recurrent states.

@@ -27,7 +27,12 @@ def asleep(server, asked, *steps):
 
 
 @pytest.mark.parametrize(
-    "name", ["dspark", pytest.param("saving", marks=pytest.mark.thorough), pytest.param("graphs_saving", marks=pytest.mark.thorough)]
+    "name",
+    [
+        "dspark",
+        pytest.param("saving", marks=pytest.mark.thorough),
+        pytest.param("graphs_saving", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_server_sleeps_and_wakes(name, server_pool):
     """A plain server has no memory to give, another one loses what no copy keeps."""

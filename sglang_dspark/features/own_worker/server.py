@@ -57,7 +57,6 @@ class ScheduledServer:
             ("draft_free", config.draft_free, False),
             ("simulate_acceptance", config.simulate_acceptance, None),
             ("answer_cache", config.answer_cache, None),
-            ("answer_cache_key", config.answer_cache_key, "request"),
             ("fallback", config.fallback if config.engine == "scheduled" else "refuse", "refuse"),
         ):
             if value != neutral:
