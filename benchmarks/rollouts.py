@@ -1,4 +1,4 @@
-"""A loop of reinforcement learning on a CPU, by SGLang's engine: rollouts with DSPARK, a reward, an update, new weights.
+"""Reinforcement learning on a CPU, by SGLang's engine: rollouts with DSPARK, a reward, an update, new weights.
 
     python benchmarks/rollouts.py --target T --draft D --output rollouts.json
 
@@ -173,11 +173,11 @@ def main(
 ) -> None:
     """Run the loop and write what it shows."""
     os.environ.update(CPU_ENV)  # SGLang reads them as it is imported
-    from sglang.srt.plugins import load_plugins  # noqa: PLC0415
+    from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    from sglang import Engine  # noqa: PLC0415 - only now does it know the flags of the plugin
-    from sglang.srt.server_args import prepare_server_args  # noqa: PLC0415
+    from sglang import Engine  # only now does it know the flags of the plugin
+    from sglang.srt.server_args import prepare_server_args
 
     tokenizer = AutoTokenizer.from_pretrained(target)
     words = ("--model-path", target, *dspark_flags(draft), *CPU_FLAGS, "--dtype", "float32", *flags)

@@ -179,8 +179,8 @@ class DSparkWorker(SpecWorkerBase):
         output = self.described(batch, outcome.target.logits_output, drawn)
         record = self.record(batch, options, step, decision, outcome)
         result = decode_result(outcome, output, record, self.copies, span, in_graphs=executor.in_graphs)
-        for part in self.parts:
-            part.step_launched(outcome.plan, result)
+        for feature in self.parts:
+            feature.step_launched(outcome.plan, result)
         span.end()
         return result
 

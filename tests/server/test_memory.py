@@ -6,7 +6,7 @@ import time
 import pytest
 from golden_server import CASES, DRAFTER_ALONE, call, endless, generate
 
-PROMPTS = [case["prompt"] for case in CASES[:3]]
+PROMPTS = [case["prompt_ids"] for case in CASES[:3]]
 
 
 def rounds(answers):
@@ -14,7 +14,7 @@ def rounds(answers):
 
 
 def asleep(server, asked, *steps):
-    """Return the answers to requests that come while memory is away: no step but the last one brings one."""
+    """Return the answers to requests that come while memory is away: they come after the last of these steps."""
     answers = []
     came = threading.Thread(target=lambda: answers.extend(generate(server, asked, 4)))
     came.start()
@@ -26,17 +26,23 @@ def asleep(server, asked, *steps):
     return answers
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dspark",
-        pytest.param("saving", marks=pytest.mark.thorough),
-        pytest.param("graphs_saving", marks=pytest.mark.thorough),
-    ],
-)
-def test_a_server_sleeps_and_wakes(name, server_pool):
-    """A plain server has no memory to give, another one loses what no copy keeps."""
-    server = server_pool.get(name)
+def test_a_server_sleeps_and_wakes(dspark):
+    """Nothing is given away without ``--enable-memory-saver``; a plain server would answer all the while."""
+    assert_sleeps_and_wakes(dspark)
+
+
+@pytest.mark.thorough
+def test_what_was_away_comes_back(saving):
+    """Eager steps of a drafter whose weights and K/V were overwritten, all but what the host keeps."""
+    assert_sleeps_and_wakes(saving)
+
+
+@pytest.mark.thorough
+def test_captured_steps_find_what_was_away(graphs_saving):
+    assert_sleeps_and_wakes(graphs_saving)
+
+
+def assert_sleeps_and_wakes(server):
     asked = [endless(prompt, 20, speculation=DRAFTER_ALONE) for prompt in PROMPTS]
     before = rounds(generate(server, asked, 3))
     assert call(server, "/release_memory_occupation", body={"tags": ["kv_cache", "weights"]})[0] == 200

@@ -30,7 +30,7 @@ class Adapter(TorchMemorySaverAdapter):
 
 def test_the_drafter_lies_where_memory_is_given_away(monkeypatch):
     monkeypatch.syspath_prepend(PATCHES)
-    from torch_memory_saver import MemorySaver, storages
+    from memory_saver import MemorySaver, storages
 
     saver, shape = MemorySaver(), (256, 64)
     layers = [partly(torch.nn.Module, weight=torch.randn(shape)) for _ in range(2)]

@@ -171,6 +171,7 @@ def complete_cpu():
     patch_when_imported("sglang.srt.mem_cache.allocator.paged", late("paged_slots", "install"))
     # The first of the modules of adapters that any process imports.
     patch_when_imported("sglang.srt.lora.lora_registry", late("unpinned", "install"))
+    patch_when_imported("sglang.srt.utils.torch_memory_saver_adapter", late("memory_saver", "install"))
     patch_when_imported("sglang_dspark.engine.launch.flag_rules", page)
     for room in ("host_cache", "experts"):
         patch_when_imported(f"sglang_dspark.features.{room}", copy)

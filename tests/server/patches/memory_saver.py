@@ -1,9 +1,10 @@
-"""A stand-in for the library of this name, which SGLang imports with ``--enable-memory-saver``; a CPU has none.
+"""A stand-in for torch_memory_saver, which knows CUDA alone, on a server with ``--enable-memory-saver``.
 
 What a region allocates is overwritten at a pause, as memory is that was away. With a copy on the host it comes back.
 """
 
 import contextlib
+import sys
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,9 +59,12 @@ class MemorySaver:
                 del self._copies[kept_tag, place]
 
 
-torch_memory_saver = MemorySaver()
-
-
 @contextlib.contextmanager
 def configure_subprocess():
     yield
+
+
+def install(module):
+    """Have SGLang's adapter take the stand-in on a machine without a GPU."""
+    if not torch.cuda.is_available():
+        module.torch_memory_saver, module._memory_saver = sys.modules[__name__], MemorySaver()
