@@ -109,8 +109,8 @@ class DSparkConfig:
         read=int,
     )
     answer_cache_key: Literal["request", "prompt"] = _option(
-        "Under which key answers are kept of requests that name none: `request` keeps none of them; `prompt` takes the "
-        "prompt for the key, so that samples of one prompt copy from each other.",
+        "The key of a request that names none: with `prompt` its prompt, so that samples of one prompt copy from each "
+        "other; with `request` there is none.",
         default="request",
     )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(

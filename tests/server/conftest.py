@@ -154,7 +154,7 @@ SERVERS: dict[str, Recipe] = {
     # Drafters of other forms than DeepSpec's: test_checkpoint_variants.py; in a context that requests grow out of.
     "tight": Recipe((_published("speculators"), f"--context-length 128 {CROWDED} 600 {CHUNKS} 64 {SESSIONS}")),
     # Random weights: it knows nothing.
-    "dflash": Recipe((_random("dflash"), KEEPS_ANSWERS)),
+    "dflash": Recipe((_random("dflash"), KEEPS_ANSWERS, "--speculative-dspark-answer-cache-key prompt")),
     "dflash2": Recipe((_random("dflash2"),)),
     "long_block": Recipe((_random("long-block"), STATIC, "--speculative-dspark-verify-len 1 --context-length 96")),
     "draft_free": Recipe((partial(_by_a_file, WITHOUT_A_DRAFTER), "--fastapi-root-path /behind/a/proxy")),

@@ -78,7 +78,7 @@ _REFUSED = {
     ),
     "drop the flag and score items with a server without DSPARK": "enable_mis",
     "drop the flag; --cpu-offload-gb is served": "offload_group_size",
-    "drop the flag: SGLang's Ray actors load no plugins; an engine inside of an actor of yours needs no flag": "use_ray",
+    "drop the flag: SGLang's Ray actors load no plugins; an engine in an actor of yours needs none": "use_ray",
     "drop the flag: the server serves requests": "decoupled_spec_role",
     PARTS_OF_STATES: "moe_a2a_backend",  # as SGLang itself may choose
 }
