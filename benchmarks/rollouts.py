@@ -100,11 +100,11 @@ def send(engine: Any, model: Any, version: int) -> None:
 
 
 def speculation(answers: Sequence[Answer]) -> dict[str, float]:
-    """Return what became of the drafts of these answers."""
-    infos = [answer["meta_info"]["dspark"] for answer in answers]
-    total = {name: sum(info[name] for info in infos) for name in infos[0] if isinstance(infos[0][name], int)}
-    tokens = sum(len(answer["output_ids"]) for answer in answers)
-    return {**total, "tokens": tokens, "accept_length": round(tokens / max(1, total["rounds"]), 3)}
+    """Return what became of the drafts of these answers; those that were verified and not drafted are copies."""
+    infos = [counts for answer in answers if (counts := answer["meta_info"].get("dspark"))]
+    names = ("rounds", "drafted_tokens", "verified_tokens", "accepted_tokens")
+    total = {name: sum(info[name] for info in infos) for name in names}
+    return {**total, "accept_length": round(1 + total["accepted_tokens"] / max(1, total["rounds"]), 3)}
 
 
 def alike(*samples: Counter[tuple[int, ...]]) -> float:
