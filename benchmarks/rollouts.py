@@ -157,7 +157,7 @@ def compare(engine: Any, prompt: list[int], number: int) -> dict[str, Any]:
 @click.option("--prompts", default=8, help="Sums in each round.")
 @click.option("--group", default=8, help="Answers to each.")
 @click.option("--max-tokens", default=24, help="Of an answer.")
-@click.option("--samples", default=640, help="For the comparison, of each kind.")
+@click.option("--samples", default=1024, help="For the comparison, of each kind.")
 @click.option("--flag", "flags", multiple=True, help="More of the engine's flags.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(

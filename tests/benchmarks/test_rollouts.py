@@ -8,7 +8,7 @@ import torch
 from rollouts import ALPHA, alike, learn, power, reward
 from transformers import LlamaConfig, LlamaForCausalLM
 
-SAMPLES = Counter({(token,): 64 for token in range(10)})
+SAMPLES = Counter({(token,): 128 for token in range(10)})
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_the_test_notices_a_distance_and_nothing_else():
     draw = np.random.default_rng(1)
     assert power(SAMPLES, draw) > 0.9
     assert power(Counter(dict.fromkeys(SAMPLES, 6)), draw) < 0.5
-    assert alike(SAMPLES, SAMPLES) == pytest.approx(1) and alike(SAMPLES, SAMPLES + Counter({(0,): 400})) < ALPHA
+    assert alike(SAMPLES, SAMPLES) == pytest.approx(1) and alike(SAMPLES, SAMPLES + Counter({(0,): 800})) < ALPHA
