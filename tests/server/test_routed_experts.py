@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from golden_server import endless, generate, policy
 
-NEW, TOP, LAYERS = 12, 2, 4
+NEW, TOP, LAYERS = 12, 2, 5
 
 
 def experts_of(answer):

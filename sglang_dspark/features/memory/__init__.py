@@ -4,7 +4,11 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.hook_checks import Moment
+from sglang_dspark.engine.launch.flag_rule import FlagRule
 from sglang_dspark.engine.launch.hook import Hook
+
+DEVICES = ("cuda",)
+"""Devices whose memory SGLang can give away; it would end a server on another one that is asked to."""
 
 _SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _FRONT_END = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
@@ -12,6 +16,14 @@ _FRONT_END = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 FEATURE = Feature(
     __name__,
     is_used=lambda args: True,
+    flag_rules=(
+        FlagRule(
+            "enable_memory_saver",
+            (False,),
+            "drop the flag: SGLang gives memory of GPUs away",
+            beside=lambda context: context.args.device not in DEVICES,
+        ),
+    ),
     hooks=(
         Hook(
             "release-memory",

@@ -1,10 +1,12 @@
 """What a scheduler does while its memory is away."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 
+from sglang_dspark.features.memory import asking
 from sglang_dspark.features.memory.occupation import BUSY, release, resume, stay_paused
 
 
@@ -56,6 +58,13 @@ def test_nothing_is_decoded_while_memory_is_away(paused):
     assert not scheduler._engine_paused
     stay_paused(None, scheduler)
     assert not scheduler._engine_paused
+
+
+def test_memory_of_a_cpu_stays():
+    manager = SimpleNamespace(server_args=SimpleNamespace(device="cpu"))
+    for ask in (asking.release, asking.resume):
+        with pytest.raises(ValueError, match="memory of cpu cannot be given away; cuda alone can"):
+            asyncio.run(ask(manager, ReleaseMemoryOccupationReqInput()))
 
 
 def test_running_requests_keep_the_memory():

@@ -65,6 +65,8 @@ def configure_subprocess():
 
 
 def install(module):
-    """Have SGLang's adapter take the stand-in on a machine without a GPU."""
+    """Have SGLang's adapter take the stand-in on a machine without a GPU, and wait for the CPU when all is done."""
     if not torch.cuda.is_available():
         module.torch_memory_saver, module._memory_saver = sys.modules[__name__], MemorySaver()
+        device_module = torch.get_device_module
+        torch.get_device_module = lambda device=None: device_module(device or "cpu")
