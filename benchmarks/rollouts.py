@@ -116,11 +116,12 @@ def alike(*samples: Counter[tuple[int, ...]]) -> float:
 
 
 def power(sample: Counter[tuple[int, ...]], draw: np.random.Generator) -> float:
-    """Return how often the test notices texts of which a tenth of the mass lies on others, at as many samples."""
-    texts = list(sample)
+    """Return how often the test notices that a tenth of the mass lies on other texts, at as many samples."""
+    texts = [text for text, _ in sample.most_common()]
     usual = np.array([sample[text] for text in texts]) / sample.total()
-    other = (1 - DISTANCE / (1 - usual[0])) * usual  # the mass goes to the first of them
-    other[0] = usual[0] + DISTANCE
+    moved = DISTANCE if usual[0] < 0.5 else -DISTANCE  # to the likeliest one, or from it
+    other = (1 - moved / (1 - usual[0])) * usual
+    other[0] = usual[0] + moved
     drawn = [
         [
             Counter(dict(zip(texts, draw.multinomial(sample.total(), law).tolist(), strict=True)))
