@@ -30,39 +30,45 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sglang_dspark.tools import provenance
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, dspark_flags
 
-LEARNING_RATE, MOST_NORM = 3e-6, 1.0
+LEARNING_RATE, MOST_NORM = 2e-5, 1.0
 ALPHA, DISTANCE, SIMULATED = 0.001, 0.1, 400
 FIRST_TOKENS = 3
+FLAGS = ("--dtype", "float32", "--log-level", "error")
 LEAST_EXPECTED = 8  # of a text, below which rare ones count as one
+SHOWN = """Q: Tom has 3 apples and buys 2 more. How many apples has he?
+A: 3 + 2 = 5. Tom has 5 apples.
+
+Q: There are 4 birds in a tree, and 5 more come. How many birds are there?
+A: 4 + 5 = 9. There are 9 birds.
+
+"""
 SUMS = (
-    "{a} birds sit on a tree, and {b} more come. How many are there? Answer with the number alone.",
-    "Anna has {a} coins and finds {b}. How many has she now? Answer with the number alone.",
+    "Q: Anna has {a} coins and finds {b} more. How many coins has she?\nA:",
+    "Q: There are {a} people on a bus, and {b} more get on. How many people are there?\nA:",
 )
 
 Answer = dict[str, Any]
 
 
 def sums(tokenizer: Any, number: int, draw: random.Random) -> list[tuple[list[int], int]]:
-    """Return prompts of a chat, as token ids, with their results."""
+    """Return questions behind answered ones, as token ids, with their results."""
     asked = []
     for _ in range(number):
-        a, b = draw.randrange(2, 30), draw.randrange(2, 30)
-        turn = {"role": "user", "content": draw.choice(SUMS).format(a=a, b=b)}
-        ids = tokenizer.apply_chat_template([turn], add_generation_prompt=True, tokenize=True, return_dict=False)
-        asked.append((list(ids), a + b))
+        a, b = draw.randrange(1, 10), draw.randrange(1, 10)
+        asked.append((tokenizer(SHOWN + draw.choice(SUMS).format(a=a, b=b))["input_ids"], a + b))
     return asked
 
 
 def reward(text: str, result: int) -> float:
-    """Return 1 if the last number of a text is the result."""
-    numbers = re.findall(r"\d+", text)
+    """Return 1 if the last number of a text's first line is the result."""
+    numbers = re.findall(r"\d+", text.strip().partition("\n")[0])
     return float(bool(numbers) and int(numbers[-1]) == result)
 
 
 def rollouts(engine: Any, prompts: Sequence[list[int]], group: int, **parameters: Any) -> list[list[Answer]]:
     """Return a group of sampled answers to each prompt."""
     asked = [prompt for prompt in prompts for _ in range(group)]
-    answers = engine.generate(input_ids=asked, sampling_params={"temperature": 1.0, **parameters})
+    answers = engine.generate(input_ids=asked, sampling_params={"temperature": 1.0, "stop": ["\n"], **parameters})
     return [answers[first : first + group] for first in range(0, len(answers), group)]
 
 
@@ -181,7 +187,7 @@ def main(
     from sglang.srt.server_args import prepare_server_args
 
     tokenizer = AutoTokenizer.from_pretrained(target)
-    words = ("--model-path", target, *dspark_flags(draft), *CPU_FLAGS, "--dtype", "float32", *flags)
+    words = ("--model-path", target, *dspark_flags(draft), *CPU_FLAGS, *FLAGS, *flags)
     engine = Engine(server_args=prepare_server_args([str(word) for word in words]))
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     optimizer, draw, rows = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), random.Random(0), []

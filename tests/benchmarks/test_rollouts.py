@@ -12,7 +12,8 @@ SAMPLES = Counter({(token,): 128 for token in range(10)})
 
 
 @pytest.mark.parametrize(
-    ("text", "earned"), [("It is 12.", 1.0), ("5 + 7 = 12", 1.0), ("12 or 13", 0.0), ("twelve", 0.0)]
+    ("text", "earned"),
+    [("It is 12.", 1.0), (" 5 + 7 = 12.\n\nQ: 13", 1.0), ("12 or 13", 0.0), ("twelve", 0.0)],
 )
 def test_the_last_number_of_an_answer_counts(text, earned):
     assert reward(text, 12) == earned
