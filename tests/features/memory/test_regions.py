@@ -42,7 +42,7 @@ def test_the_drafter_lies_where_memory_is_given_away(monkeypatch):
         spec_aux_config=SpecAuxHiddenStateConfig(),
         memory_saver_adapter=Adapter(saver),
     )
-    settled = SimpleNamespace(drafter=ResolvedDrafter.read(DRAFT), dummy_draft=False, draft_window=None)
+    settled = SimpleNamespace(drafter=ResolvedDrafter.read(DRAFT), dummy_draft=True, draft_window=None)
     worker = partly(
         DSparkWorker,
         settled=settled,
