@@ -31,7 +31,8 @@ def test_the_drafter_lies_where_memory_is_given_away(monkeypatch):
     monkeypatch.syspath_prepend(PATCHES)
     from memory_saver import MemorySaver, storages
 
-    saver, shape = MemorySaver(), (256, 64)
+    saver, drafter = MemorySaver(), ResolvedDrafter.read(DRAFT)
+    shape = drafter.config.vocab_size, drafter.config.hidden_size
     layers = [partly(torch.nn.Module, weight=torch.randn(shape)) for _ in range(2)]
     model = partly(Qwen3ForCausalLM, get_input_embeddings=lambda: layers[0], lm_head=layers[1])
     target = runner(
@@ -42,7 +43,7 @@ def test_the_drafter_lies_where_memory_is_given_away(monkeypatch):
         spec_aux_config=SpecAuxHiddenStateConfig(),
         memory_saver_adapter=Adapter(saver),
     )
-    settled = SimpleNamespace(drafter=ResolvedDrafter.read(DRAFT), dummy_draft=True, draft_window=None)
+    settled = SimpleNamespace(drafter=drafter, dummy_draft=True, draft_window=None)
     worker = partly(
         DSparkWorker,
         settled=settled,
