@@ -38,9 +38,6 @@ LEAST_EXPECTED = 8  # of a text, below which rare ones count as one
 SHOWN = """Q: Tom has 3 apples and buys 2 more. How many apples has he?
 A: 3 + 2 = 5. Tom has 5 apples.
 
-Q: There are 4 birds in a tree, and 5 more come. How many birds are there?
-A: 4 + 5 = 9. There are 9 birds.
-
 """
 SUMS = (
     "Q: Anna has {a} coins and finds {b} more. How many coins has she?\nA:",
