@@ -124,6 +124,11 @@ class DSparkConfig:
         "With `--enable-mixed-chunk`: cut chunks of prompts to what running requests may wait for, in milliseconds.",
         read=float,
     )
+    answer_cache_key: Literal["request", "prompt"] = _option(
+        "The key of a request that names none: with `prompt` its prompt, so that samples of one prompt copy from each "
+        "other; with `request` there is none.",
+        default="request",
+    )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(
         "Whose worker decodes for `--speculative-algorithm DSPARK`: `plugin` is this one; `scheduled` is SGLang's own, "
         "on a GPU, by our policies; `auto` is the first of these that serves the target; `builtin` is SGLang's own "
@@ -172,6 +177,10 @@ class DSparkConfig:
                     f"{flag_name(name)}={value} needs a drafter, and {flag_name('draft_free')} serves without one; "
                     "drop one of the flags"
                 )
+        if self.answer_cache_key != "request" and self.answer_cache is None:
+            raise ConfigError(
+                f"{flag_name('answer_cache_key')}={self.answer_cache_key} needs {flag_name('answer_cache')}, e.g. 64"
+            )
         if self.schedule == "threshold" and self.confidence_threshold is None:
             raise ConfigError(f"{flag_name('schedule')}=threshold needs {flag_name('confidence_threshold')}, e.g. 0.5")
 

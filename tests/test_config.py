@@ -76,6 +76,7 @@ def test_verify_nothing_is_legal():
             {},
             "answer-cache=64 needs a drafter",
         ),
+        (["--speculative-dspark-answer-cache-key", "prompt"], {}, "answer-cache-key=prompt needs .*answer-cache, e.g."),
         (["--speculative-dspark-answer-cache", "0"], {}, "answer-cache='0': must be an integer of at least 1"),
         (["--speculative-dspark-tpot-ms", "0"], {}, r"tpot-ms='0': must lie in \[0.1, 10000\]"),
         (["--speculative-dspark-simulate-acceptance", "0.9,1.5"], {}, "acceptance='0.9,1.5': must all lie in"),

@@ -190,6 +190,14 @@ class Part:
         """
         return output
 
+    def step_launched(self, plan: VerifyPlan, result: GenerationBatchResult) -> None:
+        """Look at a decode step, before its result is copied to the host. No host sync.
+
+        Args:
+            plan: its rows; the next step may overwrite them.
+            result: SGLang's.
+        """
+
     def tokens_come(self, batch: ScheduleBatch, result: GenerationBatchResult, tokens: Sequence[Sequence[int]]) -> None:
         """Look at a decode step's tokens on the host, before SGLang appends them to their requests.
 

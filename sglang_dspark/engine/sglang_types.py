@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.runner.base_runner import BaseRunner
     from sglang.srt.session.session_controller import Session
     from sglang.srt.speculative.spec_info import CustomSpecAlgo, SpecInput
+    from sglang.srt.state_capturer.base import TopkCaptureOutput
+    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
     from transformers import PreTrainedTokenizerBase
 
 Answer = dict[str, Any]
@@ -61,6 +63,7 @@ class ServerArgs(Protocol):
     enable_lora: bool | None
     enable_mixed_chunk: bool
     chunked_prefill_size: int
+    enable_return_routed_experts: bool
     tp_size: int
     mamba_radix_cache_strategy: str
     mamba_track_interval: int
@@ -139,6 +142,7 @@ class ModelRunner(Protocol):
     capture_tail_hooks: list[Callable[..., object]]
     prefill_attention_backend_str: str
     lora_manager: LoRAManager
+    memory_saver_adapter: TorchMemorySaverAdapter
     ngram_embedding_manager: NgramEmbeddingManager
     mrope_deltas: torch.Tensor  # ours
 
@@ -285,6 +289,7 @@ class GenerationBatchResult(Protocol):
     next_token_ids: torch.Tensor
     new_seq_lens: torch.Tensor
     next_draft_input: SpecInput
+    routed_experts_output: TopkCaptureOutput | None
 
 
 class TokenizerManager(Protocol):

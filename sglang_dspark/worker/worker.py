@@ -11,6 +11,7 @@ import torch
 
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.compat.decoder import Decoding
+from sglang_dspark.engine.compat.pools import weights_region
 from sglang_dspark.engine.feature import DrawnTokens, StepPart, source_of
 from sglang_dspark.engine.forward.graphs import graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
@@ -72,15 +73,16 @@ class DSparkWorker(SpecWorkerBase):
         drafter, runner = self.settled.drafter, self.target_worker.model_runner
         if drafter is None:
             return NoDrafter(self.options, int(runner.model_config.vocab_size), self.device, self.candidates)
-        return Drafter.load(
-            drafter,
-            self.options,
-            runner,
-            self.device,
-            dummy=self.settled.dummy_draft,
-            window=self.settled.draft_window,
-            candidates=self.candidates,
-        )
+        with weights_region(runner):
+            return Drafter.load(
+                drafter,
+                self.options,
+                runner,
+                self.device,
+                dummy=self.settled.dummy_draft,
+                window=self.settled.draft_window,
+                candidates=self.candidates,
+            )
 
     def allocate_draft_cache(self, num_slots: int) -> DraftCache | None:
         return self.drafter.allocate(num_slots, self.target_worker.model_runner.dtype)
@@ -177,6 +179,8 @@ class DSparkWorker(SpecWorkerBase):
         output = self.described(batch, outcome.target.logits_output, drawn)
         record = self.record(batch, options, step, decision, outcome)
         result = decode_result(outcome, output, record, self.copies, span, in_graphs=executor.in_graphs)
+        for feature in self.parts:
+            feature.step_launched(outcome.plan, result)
         span.end()
         return result
 

@@ -178,8 +178,8 @@ def test_the_announcement_of_dflash_starts_with_dspark(pairs, monkeypatch, archi
     ("flags", "message"),
     [
         ("--pp-size 2", "--pp-size=2; pass 1"),
-        ("--enable-deterministic-inference", "requests with a seed are reproducible"),
-        ("--attention-backend hpc_ops --enable-return-routed-experts", "--enable-return-routed-experts=True; drop"),
+        ("--enable-deterministic-inference", "requests with a seed are reproducible but for that"),
+        ("--attention-backend hpc_ops --enable-return-indexer-topk", "--enable-return-indexer-topk=True; drop"),
     ],
 )
 def test_what_would_be_wrong_is_refused(pairs, flags, message):

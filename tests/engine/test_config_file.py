@@ -24,13 +24,18 @@ WRITTEN = {
     "draft_free": {"true": True, "on": True, "false": False, "'on'": True},
     "answer_cache": {"64": 64},
     "max_gap_ms": {"50": 50.0},
+    "answer_cache_key": {"prompt": "prompt"},
     "engine": {"plugin": "plugin"},
     "untested_sglang": {"yes": True, "off": False},
     "fallback": {"target-only": "target-only"},
     "simulate_acceptance": {"0.8": (0.8,), "0.8,0.5": (0.8, 0.5), "[0.8, 0.5]": (0.8, 0.5), "[1, 0]": (1.0, 0.0)},
 }
 """By option: what a file has, and the option's value."""
-WITH = {"verify_len": {"schedule": "static"}, "confidence_threshold": {"schedule": "threshold"}}
+WITH = {
+    "verify_len": {"schedule": "static"},
+    "confidence_threshold": {"schedule": "threshold"},
+    "answer_cache_key": {"answer_cache": "64"},
+}
 """By option: what else it needs."""
 
 

@@ -17,7 +17,7 @@ from sglang_dspark.features import ROOMS
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = "tests/worker/test_eager_executor.py::test_the_golden_rounds_are_decoded_in_one_batch"
-USED_BY_ALL = ("adjustments", "ends", "logprobs", "promises", "reports", "sessions", "streams", "weights")
+USED_BY_ALL = ("adjustments", "ends", "logprobs", "memory", "promises", "reports", "sessions", "streams", "weights")
 """Rooms that every server uses, because any request may ask for them, or a reader."""
 IMPORT_ALL = """
 import importlib, pkgutil, sglang_dspark
@@ -142,6 +142,7 @@ USED = [
     ({"lora_paths": ["a=b"]}, {}, ["adapters"]),
     ({"enable_lora": False, "lora_paths": ["a=b"]}, {}, []),  # SGLang ignores the paths
     ({"enable_hierarchical_cache": True}, {}, ["host_cache"]),
+    ({"enable_return_routed_experts": True}, {}, ["experts"]),
     ({"nnodes": 2}, {}, ["nodes"]),
     ({}, {"is_multimodal": True}, ["pictures"]),
     ({}, {"model_is_mrope": True}, ["pictures"]),

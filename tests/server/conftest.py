@@ -102,6 +102,7 @@ def _reading(architecture: str, *flags: str, env: Mapping[str, str] | None = Non
 BUNDLED = Path(smollm2.__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
 STATIC = "--speculative-dspark-schedule static"
 WITHOUT_A_DRAFTER = ("speculative-algorithm: DSPARK", "speculative-dspark-draft-free: true")
+SAVES_MEMORY = "--enable-memory-saver --enable-weights-cpu-backup --speculative-draft-load-format dummy"
 KEEPS_ANSWERS = "--speculative-dspark-answer-cache 1"
 CONFIGURED = (
     *("speculative-algorithm: DSPARK", f"speculative-draft-model-path: {DRAFT}", "speculative-dspark-engine: plugin"),
@@ -135,6 +136,7 @@ LETTERS = partial(_tokenizer, save_byte_tokenizer)  # grammars have SGLang's def
 BEYOND = partial(_tokenizer, partial(save_byte_tokenizer, beyond=("<beyond>",)))
 ADVISED = (*DSPARK, KEEPS_ANSWERS, BEYOND, TERSE, "--enable-metrics --decode-log-interval 8")
 OF_BATCHES = partial(int8_target, scales={"self_attn": "batch", "mlp": "batch"})
+MOE = "Qwen3MoeForCausalLM"
 GEMMA4 = "Gemma4ForConditionalGeneration"
 GEMMA4_12B = "Gemma4UnifiedForConditionalGeneration"
 GEMMA4_FLAGS = "--chunked-prefill-size 16" + (
@@ -159,7 +161,7 @@ SERVERS: dict[str, Recipe] = {
     # Drafters of other forms than DeepSpec's: test_checkpoint_variants.py; in a context that requests grow out of.
     "tight": Recipe((_published("speculators"), f"--context-length 128 {CROWDED} 600 {CHUNKS} 64 {MIXED} {SESSIONS}")),
     # Random weights: it knows nothing.
-    "dflash": Recipe((_random("dflash"), KEEPS_ANSWERS)),
+    "dflash": Recipe((_random("dflash"), KEEPS_ANSWERS, "--speculative-dspark-answer-cache-key prompt")),
     "dflash2": Recipe((_random("dflash2"),)),
     "long_block": Recipe((_random("long-block"), STATIC, "--speculative-dspark-verify-len 1 --context-length 96")),
     "draft_free": Recipe((partial(_by_a_file, WITHOUT_A_DRAFTER), "--fastapi-root-path /behind/a/proxy")),
@@ -205,6 +207,9 @@ SERVERS: dict[str, Recipe] = {
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
     "graphs": Recipe((*DSPARK, FOUR, MIXED, "--speculative-dspark-block-size 11"), env=emulated_graphs()),
     "ordered": Recipe((*DSPARK, FOUR), env=emulated_graphs() | CHECKS_ORDER),
+    # Memory that a pause overwrites.
+    "saving": Recipe((*DSPARK, SAVES_MEMORY)),
+    "graphs_saving": Recipe((*DSPARK, FOUR, SAVES_MEMORY), env=emulated_graphs()),
     # A quantised target of which a row's result depends on the whole batch.
     "plain_int8_batch": Recipe(model=OF_BATCHES),
     "int8_batch": Recipe((*DSPARK, FOUR), model=OF_BATCHES, env=emulated_graphs()),
@@ -235,6 +240,10 @@ SERVERS: dict[str, Recipe] = {
     "pictures": _reading("Qwen3VLForConditionalGeneration", f"{CHUNKS} 16 {MIXED} {CROWDED} 600"),
     "hybrid_overlap": _tiny("Qwen3_5ForCausalLM", MIDDLE_STATES, f"{MIXED} {CROWDED} 450", env=SNAPSHOTS),
     "hybrid_graphs": _tiny("Qwen3_5ForCausalLM", MIDDLE_STATES, FOUR, env=SNAPSHOTS | emulated_graphs()),
+    "plain_experts": Recipe(
+        ("--tokenizer-path", TARGET, "--enable-return-routed-experts"), model=_target(written_target, MOE)
+    ),
+    "experts": _tiny(MOE, "--enable-return-routed-experts"),
     "plain_mistral3": Recipe(model=_target(picture_target, "Mistral3ForConditionalGeneration"), env=NO_SCRIPTS),
     "mistral3": _reading("Mistral3ForConditionalGeneration", env=NO_SCRIPTS),
     # Layers that keep recurrent states.

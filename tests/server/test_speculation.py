@@ -203,6 +203,21 @@ def test_answers_are_copied_under_their_key_alone(dflash):
     assert rounds["mine"] < 0.7 * rounds["hers"], rounds
 
 
+def test_samples_of_one_prompt_copy_without_a_key(dflash):
+    """The server takes the prompt for it, unless a request wants the drafter alone."""
+    sampling = {"temperature": 1.5, "max_new_tokens": 32, "ignore_eos": True, "sampling_seed": 4}
+    body = {"input_ids": random.Random(8).choices(VOCAB, k=12), "sampling_params": sampling}
+    other = body | {"input_ids": body["input_ids"][1:]}
+    alone = body | {"speculation": {"preset": "none"}}
+    accepted = []
+    with policy(dflash, "static", verify_len=3):
+        for asked in (body, other, alone, body):
+            with counting(dflash) as counts:
+                generate(dflash, [asked], 1)
+            accepted.append(counts["cache_accepted_tokens"])
+    assert accepted[:3] == [0, 0, 0] and accepted[3] > 10
+
+
 def test_copies_are_counted_apart(dspark):
     with policy(dspark, "static"), counting(dspark) as counts:
         traced(dspark, greedy(CASES[0]["prompt_ids"], 64), preset="summarization")

@@ -1,15 +1,13 @@
 """Names the request fields, sampling parameters and HTTP routes of SGLang that DSPARK refuses."""
 
 _OTHER_LOGPROBS = "rows of a verification have log-probabilities in the usual form alone"
-_ROWS = "a verification has rows of drafts that are rejected, and SGLang would return theirs too"
 _ONE_BY_ONE = "it looks at the tokens before each new one, and SGLang does not know drafts as such"
 REFUSED_FIELDS = {
     "return_hidden_states": "a verification returns the hidden states that a drafter reads, and not the last ones",
     "custom_logit_processor": _ONE_BY_ONE,
     "input_embeds": "a drafter reads the token ids of a prompt",
     "positional_embed_overrides": "a drafter reads the token ids of a prompt",
-    "return_routed_experts": _ROWS,
-    "return_indexer_topk": _ROWS,
+    "return_indexer_topk": "a verification has rows of drafts that are rejected, and SGLang would return theirs too",
     "multi_item_delimiter_indices": "it scores a prompt, which a server without DSPARK does as fast",
     "watermark": _ONE_BY_ONE,
     "return_sampling_mask": "tokens are drawn without a mask that could be returned",
@@ -23,11 +21,8 @@ REFUSED_FIELDS = {
 REFUSED_PARAMETERS = {"watermark": _ONE_BY_ONE, "beam_width": "each beam would have drafts of its own"}
 """Sampling parameters that are refused if they ask for something, with the reasons."""
 
-# Two would drop the target, and leave the drafter and the draft K/V of cached prefixes behind. Two would give the
-# server another part to play. The last one sets what other speculative algorithms read.
+# Two would give the server another part to play. The last one sets what other speculative algorithms read.
 REFUSED_ROUTES = (
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
     "/pd_role_switch",
     "/scale_elastic_ep",
     "/set_internal_state",

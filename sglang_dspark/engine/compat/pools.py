@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
+
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 
 from sglang_dspark.draft.cache import bytes_per_token
 from sglang_dspark.engine.compat.arguments import attached_to_ours
@@ -55,3 +58,21 @@ def make_room(configurator: KVCacheConfigurator, *, pre_model_load_memory: int) 
         _wish(getattr(configurator, _RECORD, None), "dflash_draft_num_layers", drafter.config.num_hidden_layers)
         size = bytes_per_token(drafter.config, configurator.model_dtype)
         _wish(configurator, "dflash_draft_cell_size_per_token", size)
+
+
+def weights_region(runner: ModelRunner) -> AbstractContextManager[object]:
+    """Return the context whose allocations leave the device's memory with the target's weights, and come back as are.
+
+    The host keeps a copy: what brings the target new weights after a pause seldom brings the drafter's.
+    """
+    return _region(runner, GPU_MEMORY_TYPE_WEIGHTS, enable_cpu_backup=True)
+
+
+def kv_region(runner: ModelRunner) -> AbstractContextManager[object]:
+    """Return the context whose allocations leave the device's memory with the K/V pools, and come back empty."""
+    return _region(runner, GPU_MEMORY_TYPE_KV_CACHE)
+
+
+def _region(runner: ModelRunner, tag: str, **how: bool) -> AbstractContextManager[object]:
+    region: AbstractContextManager[object] = runner.memory_saver_adapter.region(tag, **how)
+    return region

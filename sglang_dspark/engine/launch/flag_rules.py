@@ -65,20 +65,21 @@ _ADJUSTED = {
 # By remedy: flags whose default alone is served.
 _REFUSED = {
     "drop the flag": (
-        "enable_dp_attention enable_memory_saver prefill_only_disable_kv_cache "
-        "enable_return_routed_experts enable_return_indexer_topk enable_return_aux_hidden_states enable_watermark "
+        "enable_dp_attention prefill_only_disable_kv_cache "
+        "enable_return_indexer_topk enable_return_aux_hidden_states enable_watermark "
         "dllm_algorithm"
     ),
     "pass 1": "attn_dp_size dwdp_size attn_cp_size dcp_size pp_size",
     "drop the flag: draft K/V is not handed on between servers": "disaggregation_mode",
     "drop the flag: requests are checked on their way through HTTP": "grpc_mode smg_grpc_mode",
     "drop the flag, and unset SGLANG_GRPC_PORT: requests are checked on their way through HTTP": "grpc_port",
-    "drop the flag; requests with a seed are reproducible under DSPARK without it": (
+    "drop the flag: keys are summed in tiles that begin where a request's drafts do, so that its logits are rounded by "
+    "how many came before; requests with a seed are reproducible but for that": (
         "enable_deterministic_inference rl_on_policy_target"
     ),
     "drop the flag and score items with a server without DSPARK": "enable_mis",
     "drop the flag; --cpu-offload-gb is served": "offload_group_size",
-    "drop the flag: schedulers have to be processes that load the plugin": "use_ray",
+    "drop the flag: SGLang's Ray actors load no plugins; an engine in an actor of yours needs none": "use_ray",
     "drop the flag: the server serves requests": "decoupled_spec_role",
     PARTS_OF_STATES: "moe_a2a_backend",  # as SGLang itself may choose
 }

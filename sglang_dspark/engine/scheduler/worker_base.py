@@ -15,6 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.compat.arguments import attached_to_ours
+from sglang_dspark.engine.compat.pools import kv_region
 from sglang_dspark.engine.compat.worker_face import WorkerFace
 from sglang_dspark.engine.feature import DrawnTokens, parts_of
 from sglang_dspark.engine.forward.capture import capturing_forward
@@ -98,7 +99,8 @@ class SpecWorkerBase(WorkerFace):
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Make the draft K/V; the target's pool exists."""
         allocator = pools["token_to_kv_pool_allocator"]
-        cache = self.allocate_draft_cache(allocator.size_full + allocator.page_size)
+        with kv_region(self._target_worker.model_runner):
+            cache = self.allocate_draft_cache(allocator.size_full + allocator.page_size)
         for part in self.parts:
             part.pools_made(allocator, cache)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Any, Literal, get_args
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from sglang_dspark.engine.scheduler.request_options import request_options
@@ -57,3 +59,20 @@ def lookup_options(req: Any) -> LookupOptions:
         req.dspark_lookup = _NOTHING if asked is None else msgspec.json.decode(asked, type=LookupOptions)
     options: LookupOptions = req.dspark_lookup
     return options
+
+
+def answer_key(req: Any, *, by_prompt: bool) -> str | bytes:
+    """Return the key under which a scheduler-side request finds answers and leaves its own; empty for none.
+
+    Args:
+        by_prompt: whether its prompt and adapter are the key where the client has sent none. It is a digest, in bytes:
+            no client can send it for a prompt that the client does not know.
+    """
+    options = lookup_options(req)
+    if options.cache or not by_prompt or options.preset not in (AUTO, SUMMARIZATION):
+        return options.cache
+    if not hasattr(req, "dspark_prompt_key"):
+        prompt = np.asarray(req.origin_input_ids, dtype=np.int64).tobytes()
+        req.dspark_prompt_key = blake2b(prompt + (req.lora_id or "").encode(), digest_size=16).digest()
+    key: bytes = req.dspark_prompt_key
+    return key

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from sglang_dspark.features.prompt_lookup.options import (
     SUMMARIZATION,
     LookupOptions,
     Tokens,
+    answer_key,
     lookup_options,
 )
 from sglang_dspark.fence import fenced, nothing
@@ -43,10 +44,11 @@ def rules_of(reqs: Sequence[Any], device: torch.device, answers: AnswerCache) ->
     """Return what requests ask for; None if all of them ask for nothing.
 
     Args:
-        answers: of which a request sees those that are there when it is first read.
+        answers: of which a request sees those that are there; more may have come when the batch is another one.
     """
     bounds = [_bounds(lookup_options(req)) for req in reqs]
-    second = _in_a_row([_second_text(req, answers) for req in reqs], device)
+    answered = cache(lambda key: _answered(answers.read(key)))  # samples of one prompt have the same ones
+    second = _in_a_row([_second_text(req, answers.by_prompt, answered) for req in reqs], device)
     if second is None and all(asked == USUAL for asked in bounds):
         return None
     return ChainRules(host_index(bounds, device), second)
@@ -101,17 +103,16 @@ def _bounds(options: LookupOptions) -> tuple[int, int, int, int]:
     return LEAST_MATCH, MOST_MATCH, length, 0
 
 
-@fenced("texts to copy from", instead=lambda req, answers: _NO_TEXT)
-def _second_text(req: Any, answers: AnswerCache) -> NDArray[np.int64]:
-    """Return [3, n], a text, what is needed and the rows in :class:`SecondTexts`, of a request; always the same."""
-    if not hasattr(req, "dspark_second_text"):
+@fenced("texts to copy from", instead=lambda req, *_given: _NO_TEXT)
+def _second_text(req: Any, by_prompt: bool, answered: Callable[[str | bytes], NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return [3, n], a text, what is needed and the rows in :class:`SecondTexts`, of a request."""
+    if not hasattr(req, "dspark_named_text"):
         options = lookup_options(req)
         texts = [_looked_up(options.labels, MOST_MATCH), _laid_out(options.predicted, LEAST_MATCH)]
-        if options.cache:
-            texts.append(_answered(answers.read(options.cache)))
-        req.dspark_second_text = np.concatenate(texts, axis=1)
-    text: NDArray[np.int64] = req.dspark_second_text
-    return text
+        req.dspark_named_text = np.concatenate(texts, axis=1)
+    named: NDArray[np.int64] = req.dspark_named_text
+    key = answer_key(req, by_prompt=by_prompt)
+    return np.concatenate([named, answered(key)], axis=1) if key else named
 
 
 def _answered(text: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ from sglang_dspark.engine.scheduler.batch import is_running, prompts_of
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
 from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
-from sglang_dspark.features.prompt_lookup.options import COUNTS, lookup_options
+from sglang_dspark.features.prompt_lookup.options import COUNTS, answer_key, lookup_options
 from sglang_dspark.features.prompt_lookup.rules import rules_of, with_forced
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.step.record import StepRecord
@@ -40,7 +40,8 @@ class PromptLookup(CandidateSource):
         """Return the part of a worker."""
         target = worker.target_worker
         vocab_size = int(target.model_runner.model_config.vocab_size)
-        answers = AnswerCache(10**6 * (worker.options.answer_cache or 0))
+        options = worker.options
+        answers = AnswerCache(10**6 * (options.answer_cache or 0), by_prompt=options.answer_cache_key == "prompt")
         return cls(answers, ForcedTokens(target.tokenizer, vocab_size, worker.max_verify + 1), worker.device)
 
     def _rules_of(self, reqs: Sequence[Any]) -> ChainRules | None:
@@ -87,7 +88,7 @@ class PromptLookup(CandidateSource):
     @fenced("answers to keep", instead=nothing)
     def request_ended(self, req: Any) -> None:
         """Keep the answer of a request that was not aborted, if it has a key."""
-        key = lookup_options(req).cache
+        key = answer_key(req, by_prompt=self._answers.by_prompt)
         if key and not isinstance(req.finished_reason, FINISH_ABORT):
             self._answers.keep(key, req.output_ids_through_stop)
 

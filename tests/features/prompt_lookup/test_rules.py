@@ -15,6 +15,7 @@ from sglang_dspark.features import prompt_lookup
 from sglang_dspark.features.own_worker.server import ScheduledServer
 from sglang_dspark.features.prompt_lookup import rules as module
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
+from sglang_dspark.features.prompt_lookup.options import answer_key
 from sglang_dspark.features.prompt_lookup.rules import rules_of, with_forced
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.worker.drafter import NoDrafter
@@ -85,22 +86,45 @@ def test_a_prediction_goes_on_wherever_the_answer_comes_back_to_it():
 
 
 def test_answers_of_a_key_are_one_text_that_matches_anywhere_but_at_their_ends():
-    """A request sees those that were there when it was first read."""
+    """Those that come while a request runs are there when its batch is another one."""
     cache = AnswerCache(10**6)
     cache.keep("k", [4, 5, 6, 7])
     reqs = [settled({"cache": key}, answer_cache=1) for key in ("k", "other")]
     assert rules_for(reqs[1:], cache) is None
+    rules = rules_for(reqs, cache)
+    assert second_text(rules, 0) == ([-1, 4, 5, 6, 7, -1], [NEVER, 3, 3, 3, NEVER, NEVER])
+    assert second_text(rules, 1) == ([], [])
+    assert set(rules.second.rows.tolist()) == {CACHED_ROWS}
     for kept in ([8, 9], [3]):
-        rules = rules_for(reqs, cache)
-        assert second_text(rules, 0) == ([-1, 4, 5, 6, 7, -1], [NEVER, 3, 3, 3, NEVER, NEVER])
-        assert second_text(rules, 1) == ([], [])
-        assert set(rules.second.rows.tolist()) == {CACHED_ROWS}
         cache.keep("k", kept)
-        cache.keep("other", kept)
-    late = settled({"cache": "k", "preset": "summarization"}, answer_cache=1)
-    text, needed = second_text(rules_for([late], cache), 0)
+    text, needed = second_text(rules_for(reqs, cache), 0)
     assert text == [-1, 3, -1, 8, 9, -1, 4, 5, 6, 7, -1]
     assert needed[:5] == [NEVER, NEVER, NEVER, 3, NEVER]
+
+
+def test_samples_of_one_prompt_copy_from_each_other():
+    """On a server that takes prompts for keys; not of another adapter, nor where a request wants none."""
+    cache = AnswerCache(10**6, by_prompt=True)
+
+    def sample(prompt, lora_id=None, **field):
+        req = settled(field or None, answer_cache=1)
+        req.origin_input_ids, req.lora_id = prompt, lora_id
+        return req
+
+    first, second = sample([1, 2, 3]), sample([1, 2, 3])
+    key = answer_key(first, by_prompt=True)
+    assert key and answer_key(first, by_prompt=False) == ""
+    assert rules_for([first, second], cache) is None
+    cache.keep(key, [4, 5, 6])
+    others = [
+        sample([1, 2]),
+        sample([1, 2, 3], "adapter"),
+        sample([1, 2, 3], preset="none"),
+        sample([1, 2, 3], cache="k"),
+    ]
+    rules = rules_for([second, *others], cache)
+    assert second_text(rules, 0)[0] == [-1, 4, 5, 6, -1]
+    assert [second_text(rules, place)[0] for place in (1, 2, 3, 4)] == [[]] * 4
 
 
 def test_forced_tokens_are_a_label_of_one_step():

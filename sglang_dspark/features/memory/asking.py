@@ -1,0 +1,47 @@
+"""Ask schedulers for memory, and answer what they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+from sglang_dspark.features import memory
+from sglang_dspark.features.memory.occupation import BUSY
+
+_TRIES, _PAUSE_S = 20, 0.05  # a scheduler notices one step late that a request has ended
+
+
+async def release(manager: Any, asked: Any, request: object = None) -> None:
+    """Have all schedulers release memory.
+
+    Raises:
+        ValueError: one of them has requests, a tag is unknown, or the device has no such memory; SGLang answers HTTP
+            400.
+    """
+    _check(manager, asked.tags)
+    manager.auto_create_handle_loop()
+    for _ in range(_TRIES):
+        if BUSY not in [answer.rid for answer in await manager.release_memory_occupation_communicator(asked)]:
+            return
+        await asyncio.sleep(_PAUSE_S)
+    raise ValueError(f"no memory is released: {BUSY}; await or abort them, or pause with mode retract first")
+
+
+async def resume(manager: Any, asked: Any, request: object = None) -> None:
+    """Have all schedulers take memory back.
+
+    Raises:
+        ValueError: a tag is unknown, or the device has no such memory; SGLang answers HTTP 400.
+    """
+    _check(manager, asked.tags)
+    manager.auto_create_handle_loop()
+    await manager.resume_memory_occupation_communicator(asked)
+
+
+def _check(manager: Any, tags: list[str] | None) -> None:
+    if (device := manager.server_args.device) not in memory.DEVICES:
+        raise ValueError(f"memory of {device} cannot be given away; {', '.join(memory.DEVICES)} alone can")
+    if unknown := set(tags or ()) - set(GPU_MEMORY_ALL_TYPES):
+        raise ValueError(f"tags={sorted(unknown)} is unknown; pass {', '.join(GPU_MEMORY_ALL_TYPES)}, or no tags")

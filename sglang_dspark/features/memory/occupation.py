@@ -1,0 +1,72 @@
+"""Give memory away in a scheduler, and take it back: requests that come meanwhile wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+from sglang.srt.managers.io_struct import (
+    ReleaseMemoryOccupationReqInput,
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+BUSY = "requests are running"
+"""What an answer to a release that did not happen holds as its ``rid``, which SGLang leaves empty."""
+_PAUSED = "dspark_paused_before"
+
+
+def release(
+    original: Callable[..., ReleaseMemoryOccupationReqOutput],
+    manager: SchedulerWeightUpdaterManager,
+    asked: ReleaseMemoryOccupationReqInput,
+) -> ReleaseMemoryOccupationReqOutput:
+    """Release memory of a scheduler without a running request, and decode nothing until all of it is back.
+
+    What is released already stays so.
+    """
+    scheduler: Any = manager.scheduler
+    tags = _asked(asked) - manager.offload_tags
+    if not tags:
+        return ReleaseMemoryOccupationReqOutput()
+    if not manager.is_fully_idle(ignore_waiting=scheduler._engine_paused):
+        return ReleaseMemoryOccupationReqOutput(rid=BUSY)
+    if not manager.offload_tags:
+        setattr(scheduler, _PAUSED, scheduler._engine_paused)
+    answer = original(manager, msgspec.structs.replace(asked, tags=sorted(tags)))
+    scheduler._engine_paused = True
+    return answer
+
+
+def resume(
+    original: Callable[..., ResumeMemoryOccupationReqOutput],
+    manager: SchedulerWeightUpdaterManager,
+    asked: ResumeMemoryOccupationReqInput,
+) -> ResumeMemoryOccupationReqOutput:
+    """Take memory back that was released, and decode again when all of it is there."""
+    tags = _asked(asked) & manager.offload_tags
+    if not tags:
+        return ResumeMemoryOccupationReqOutput()
+    answer = original(manager, msgspec.structs.replace(asked, tags=sorted(tags)))
+    if not manager.offload_tags:
+        scheduler: Any = manager.scheduler
+        scheduler._engine_paused = getattr(scheduler, _PAUSED)
+    return answer
+
+
+def stay_paused(result: None, scheduler: Scheduler, *args: object, **kwargs: object) -> None:
+    """Decode nothing although an operator has ended a pause, until the memory is back."""
+    if scheduler.weight_updater.offload_tags:
+        setattr(scheduler, _PAUSED, False)
+        scheduler._engine_paused = True
+
+
+def _asked(asked: ReleaseMemoryOccupationReqInput | ResumeMemoryOccupationReqInput) -> set[str]:
+    return set(asked.tags or GPU_MEMORY_ALL_TYPES)
