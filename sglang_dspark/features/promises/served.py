@@ -25,7 +25,7 @@ class Promises(Weigher):
 
     Args:
         tpot_ms: that the server promises requests without a promise of their own; None for nothing.
-        schedule: of the server.
+        schedule: returns the server's, which is made after the parts.
         max_verify: drafts that a step may verify per request.
         clock: milliseconds, monotonic.
     """
@@ -33,7 +33,7 @@ class Promises(Weigher):
     def __init__(
         self,
         tpot_ms: float | None,
-        schedule: Schedule,
+        schedule: Callable[[], Schedule],
         max_verify: int,
         clock: Callable[[], float] = lambda: time.monotonic() * 1e3,
     ) -> None:
@@ -46,7 +46,7 @@ class Promises(Weigher):
     @classmethod
     def of(cls, worker: Any) -> Promises:
         """Return the part of a worker."""
-        return cls(worker.options.tpot_ms, worker.schedule, worker.max_verify)
+        return cls(worker.options.tpot_ms, lambda: worker.schedule, worker.max_verify)
 
     @fenced("promises", instead=nothing)
     def prefill_done(self, batch: Any) -> None:
@@ -93,7 +93,7 @@ class Promises(Weigher):
 
     def _least_ms(self) -> float | None:
         """Return the time per token of a request that runs alone and all of whose drafts are kept; None if unknown."""
-        times = self._schedule.times
+        times = self._schedule().times
         if times is None:
             return None
         ms = times.by_drafts(1, self._max_verify, 0.0)

@@ -33,7 +33,7 @@ def asking(**asked):
 @pytest.fixture
 def server():
     clock = SimpleNamespace(ms=1000.0)
-    part = Promises(None, SimpleNamespace(times=None), 3, lambda: clock.ms)
+    part = Promises(None, lambda: SimpleNamespace(times=None), 3, lambda: clock.ms)
 
     def answered(ms, tokens, rounds, **asked):
         """Serve one request of so many tokens beside one that asks for nothing; return their weights on the way."""
@@ -78,7 +78,7 @@ def test_a_promise_is_kept_or_late_or_was_out_of_reach(server):
 
 
 def test_the_servers_promise_holds_for_requests_without_their_own():
-    part = Promises(10.0, SimpleNamespace(times=None), 3, lambda: 0.0)
+    part = Promises(10.0, lambda: SimpleNamespace(times=None), 3, lambda: 0.0)
     batch = batch_of(asking(), asking(tpot_ms=20.0), asking(weight=0.5))
     part.prefill_done(batch)
     assert [(req.dspark_pace.tpot_ms, req.dspark_pace.weight) for req in batch.reqs] == [(10, 1), (20, 1), (10, 0.5)]
