@@ -192,7 +192,7 @@ class SpecWorkerBase(WorkerFace):
         return result
 
     def _draw_first(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
-        """Draw the token after each prompt, and after a retraction the next one, into ``result``."""
+        """Draw the token after each prompt, and the next one after a retraction and of requests that already run."""
         rows, output = self.sampling.read(batch.reqs), result.logits_output
         if self.check_logits is not None:
             self.check_logits(output.next_token_logits)
