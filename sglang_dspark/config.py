@@ -93,12 +93,20 @@ class DSparkConfig:
         read=_on_or_off,
     )
     sps_table_path: str | None = _option(
-        "Table of measured step times: loaded if the file exists, otherwise measured at start-up and written there, "
-        "under the policies `auto` and `early-stop`. Without the flag it is kept below ~/.cache/sglang-dspark.",
+        "Table of step times, for `auto` and `early-stop`: loaded if the file exists, else measured at start-up and "
+        "written there. Without the flag it is kept below ~/.cache/sglang-dspark.",
+    )
+    draft_vocabulary: str | None = _option(
+        "File of the tokens that the drafter proposes, by `sglang-dspark vocabulary`, in place of its own "
+        "`draft_vocabulary.json`.",
+    )
+    draft_quantization: Literal["int8"] | None = _option(
+        "`int8`: the drafter's layers and heads also in 8 bits, which a GPU reads in small steps (not run on one yet); "
+        "a CPU only rounds.",
     )
     draft_free: Switch = _option(
-        "Serve without a drafter: requests with a preset or a prediction speculate, others decode plainly. The flag "
-        "needs no value; the variable takes `on` or `off`.",
+        "Serve without a drafter: requests with a preset or a prediction speculate, others decode plainly. Takes no "
+        "value, `on` or `off`.",
         default=False,
         read=_on_or_off,
         nargs="?",
@@ -118,13 +126,12 @@ class DSparkConfig:
     )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(
         "Whose worker decodes for `--speculative-algorithm DSPARK`: `plugin` is this one; `scheduled` is SGLang's own, "
-        "on a GPU, which drafts and verifies as much as our policies decide; `auto` is the first of these two that "
-        "serves the target; `builtin` is SGLang's own as it comes, without the other flags of this group.",
+        "on a GPU, by our policies; `auto` is the first of these that serves the target; `builtin` is SGLang's own "
+        "without the other flags of this group.",
         default="auto",
     )
     untested_sglang: Switch = _option(
-        "Serve on a release of SGLang that the plugin's tests have not passed on. The flag needs no value; the "
-        "variable takes `on` or `off`.",
+        "Serve on a release of SGLang that the plugin's tests have not passed on. Takes no value, `on` or `off`.",
         default=False,
         read=_on_or_off,
         nargs="?",
@@ -156,6 +163,8 @@ class DSparkConfig:
             "confidence_sts_path": self.confidence_sts_path,
             "simulate_acceptance": self.simulate_acceptance,
             "answer_cache": self.answer_cache,
+            "draft_vocabulary": self.draft_vocabulary,
+            "draft_quantization": self.draft_quantization,
         }
         for name, value in of_drafters.items():
             if self.draft_free and value is not None:

@@ -15,6 +15,7 @@ from dspark_kernels import (
     ConfidenceWeights,
     DraftHeads,
     DraftVocabulary,
+    Int8Weight,
     MarkovWeights,
     RoundKeys,
     SamplingBatch,
@@ -24,12 +25,14 @@ from dspark_kernels import (
     block_convolution,
     block_survival,
     draft_block,
+    int8_linear,
     silu_mul,
     suffix_match,
 )
 
 _GAMMA, _RANK, _VOCAB = 7, 256, 151_936
 _HIDDEN, _INTERMEDIATE = 2560, 9728  # of a Qwen3-4B drafter
+_KV, _LISTED = 2048, 32_768  # rows of its K/V projections, and of the LM head of a list of tokens
 _BATCH_SIZES = (1, 8, 64, 256)
 _DTYPE = torch.bfloat16
 
@@ -41,6 +44,8 @@ def cases(device: torch.device) -> Iterator[Case]:
         for sampled, bs in product((False, True), _BATCH_SIZES):
             yield _walk(bs, v, heads, sampled)
             yield _walk(bs, v, _selector(heads, device), sampled)
+    for bs in (1, 64):
+        yield _walk(bs, _LISTED, _heads(_LISTED, device, eight_bits=True), True)
     for seeded in (1, 64):
         yield _walk(64, _VOCAB, heads, True, seeded)
         vocabulary = DraftVocabulary(torch.arange(_VOCAB, device=device), _VOCAB)
@@ -54,12 +59,21 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield _suffix_match(bs, context, device)
     for bs in _BATCH_SIZES:
         yield from _layer(bs * _GAMMA, device)
+    for out, num_rows in product((_KV, 2 * _INTERMEDIATE, _LISTED), (7, 56, 112)):
+        rows = torch.randn(num_rows, _HIDDEN, device=device).to(_DTYPE)
+        yield case(int8_linear, rows, _in_eight_bits(out, _HIDDEN, device), name=f"int8_linear_{out}_{num_rows}")
 
 
-def _heads(v: int, device: torch.device) -> DraftHeads:
+def _in_eight_bits(out: int, size: int, device: torch.device) -> Int8Weight:
+    codes = torch.randint(-127, 128, (out, size), device=device, dtype=torch.int8)
+    return Int8Weight(codes, torch.rand(out, device=device), torch.randn(out, size, device=device, dtype=_DTYPE))
+
+
+def _heads(v: int, device: torch.device, *, eight_bits: bool = False) -> DraftHeads:
     w1, w2 = (torch.randn(v, _RANK, device=device, dtype=_DTYPE) for _ in range(2))
     projection, bias = torch.randn(2048 + _RANK, device=device), torch.zeros(1, device=device)
-    return DraftHeads(MarkovWeights(w1, w2, None), ConfidenceWeights(projection, bias))
+    stored = _in_eight_bits(v, _RANK, device) if eight_bits else w2
+    return DraftHeads(MarkovWeights(w1, stored, None), ConfidenceWeights(projection, bias))
 
 
 def _selector(heads: DraftHeads, device: torch.device) -> DraftHeads:
@@ -71,7 +85,7 @@ def _selector(heads: DraftHeads, device: torch.device) -> DraftHeads:
 
 def _walk(bs: int, v: int, heads: DraftHeads, sampled: bool, seeded: int = 0) -> Case:
     """Return a walk through a Markov head and what says how sure it is, with candidates."""
-    device = heads.markov.w2.device if heads.markov else None
+    device = heads.markov.w1.device if heads.markov else None
     base_logits = torch.randn(bs, _GAMMA, v, device=device, dtype=_DTYPE)
     hidden = torch.randn(bs, _GAMMA, 2048, device=device, dtype=_DTYPE)
     anchors = torch.arange(bs, device=device)
@@ -81,11 +95,9 @@ def _walk(bs: int, v: int, heads: DraftHeads, sampled: bool, seeded: int = 0) ->
     chains = torch.randint(v, (bs, 2 + _GAMMA + 1), device=device)
     chains[:, 0], chains[:, 1] = MOST_MATCH, 0
     candidates = Candidates(chains, torch.ones(2, NUM_ROWS, _GAMMA, device=device))
-    name = (
-        ("markov" if heads.shortlist is None else "selector")
-        + "_sample_"
-        + (("sampled" if seeded < bs else "seeded") if sampled else "greedy")
-    )
+    form = ("sampled" if seeded < bs else "seeded") if sampled else "greedy"
+    stored = "_int8" if heads.markov and isinstance(heads.markov.w2, Int8Weight) else ""
+    name = f"{'markov' if heads.shortlist is None else 'selector'}_sample{stored}_{form}"
     return case(draft_block, base_logits, hidden, anchors, heads, rows, keys, candidates, name=name)
 
 

@@ -27,7 +27,7 @@ import triton
 from cases import Case, all_cases
 from dspark_kernels import kernels_anywhere
 from dspark_kernels.attention import window
-from dspark_kernels.drafting import walk
+from dspark_kernels.drafting import int8_linear, walk
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
@@ -44,7 +44,7 @@ SHARED_BYTES = {
     100: 232_448,  # B200
     120: 101_376,  # RTX 5090, RTX PRO 6000
 }
-_PROCESSORS = 132  # of an H200: which forms of attention the cases take
+_PROCESSORS = 132  # of an H200: which forms the cases take
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -119,6 +119,7 @@ def _compiling_only(
         patch.object(JITFunction, "run", compile_only),
         patch.object(walk, "shared_bytes", lambda device: room),
         patch.object(window, "num_processors", lambda device: _PROCESSORS),
+        patch.object(int8_linear, "num_processors", lambda device: _PROCESSORS),
         kernels_anywhere(),
     ):
         yield found

@@ -63,6 +63,7 @@ from dspark_kernels.drafting.heads import (
     MarkovWalk,
     MarkovWeights,
 )
+from dspark_kernels.drafting.int8_linear import Int8Weight, Weight, int8_linear, int8_linear_ref, linear
 from dspark_kernels.drafting.residual import add_norm, add_norm_ref
 from dspark_kernels.drafting.shortlist import competing_columns
 from dspark_kernels.drafting.suffix_match import find_chains, suffix_match, suffix_match_ref
@@ -128,6 +129,7 @@ __all__ = [
     "DraftHeads",
     "DraftVocabulary",
     "FilterParams",
+    "Int8Weight",
     "LatentHead",
     "MarkovWalk",
     "MarkovWeights",
@@ -144,6 +146,7 @@ __all__ = [
     "StepRequests",
     "VerifyRows",
     "VisibleKeys",
+    "Weight",
     "Windows",
     "accept",
     "accept_ref",
@@ -179,11 +182,14 @@ __all__ = [
     "gated_delta",
     "gated_delta_ref",
     "group_contexts",
+    "int8_linear",
+    "int8_linear_ref",
     "inverse_cdf",
     "is_crowded",
     "kernels_anywhere",
     "kv_inject",
     "kv_inject_ref",
+    "linear",
     "mask_tokens",
     "num_processors",
     "num_splits",

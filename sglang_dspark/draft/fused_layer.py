@@ -5,13 +5,12 @@ A block of a few rows gives a GPU next to nothing to compute, so a layer costs w
 
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
-from dspark_kernels import add_norm, qk_norm_rope, silu_mul
+from dspark_kernels import Weight, add_norm, linear, qk_norm_rope, silu_mul
 from torch import Tensor, nn
 
 from sglang_dspark.draft.backbone import Attend, DecoderLayer
 from sglang_dspark.draft.convolution import around
+from sglang_dspark.draft.int8_layers import read_from, weights_below_each_other
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class FusedLayer:
     """Computes what its ``layer`` computes, with the same roundings.
 
     Attributes:
-        kv_weight: ``[2 * kv_heads * hd, d]``, K before V; storage of the layer's own parameters.
+        kv_weight: ``[2 * kv_heads * hd, d]``, K before V; storage of the layer's own weights.
         kv_bias: ``[2 * kv_heads * hd]``; None without attention biases.
         gate_up_weight: ``[2 * I, d]``, gate before up; likewise.
         next_norm: the norm behind this layer, of the next one or the last.
@@ -27,20 +26,20 @@ class FusedLayer:
     """
 
     layer: DecoderLayer
-    kv_weight: Tensor
+    kv_weight: Weight
     kv_bias: Tensor | None
-    gate_up_weight: Tensor
+    gate_up_weight: Weight
     next_norm: nn.RMSNorm
     eps: float
 
     @classmethod
     def build(
-        cls, layer: DecoderLayer, kv_weight: Tensor, kv_bias: Tensor | None, next_norm: nn.RMSNorm, eps: float
+        cls, layer: DecoderLayer, kv_weight: Weight, kv_bias: Tensor | None, next_norm: nn.RMSNorm, eps: float
     ) -> "FusedLayer":
         """Move the gate and up weights of ``layer`` into one storage; its K/V weights already lie in ``kv_weight``."""
-        mlp = layer.mlp
-        gate_up = torch.cat((mlp.gate_proj.weight.data, mlp.up_proj.weight.data))
-        mlp.gate_proj.weight.data, mlp.up_proj.weight.data = gate_up.chunk(2)
+        halves = layer.mlp.gate_proj, layer.mlp.up_proj
+        gate_up = weights_below_each_other(halves)
+        read_from(gate_up, halves)
         return cls(layer, kv_weight, kv_bias, gate_up, next_norm, eps)
 
     def forward(
@@ -70,13 +69,13 @@ class FusedLayer:
 
         def attended(rows: Tensor) -> Tensor:
             q = attention.q_proj(rows).unflatten(-1, heads)
-            k, v = F.linear(rows, self.kv_weight, self.kv_bias).unflatten(-1, heads).chunk(2, dim=1)
+            k, v = linear(rows, self.kv_weight, self.kv_bias).unflatten(-1, heads).chunk(2, dim=1)
             norms = attention.q_norm.weight, attention.k_norm.weight
             q, k = qk_norm_rope(q, k, *norms, self.eps, inv_freq, positions)
             return attention.output(attend(index, q, k, v, attention.attention_sink_bias))
 
         def gated(rows: Tensor) -> Tensor:
-            return mlp.down_proj(silu_mul(F.linear(rows, self.gate_up_weight)))
+            return mlp.down_proj(silu_mul(linear(rows, self.gate_up_weight)))
 
         added = around(self.layer.attention_conv, attended, normed, width)
         hidden, normed = add_norm(hidden, added, self.layer.post_attention_layernorm.weight, self.eps)

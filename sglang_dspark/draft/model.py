@@ -4,13 +4,13 @@ Letters in shapes: d hidden size, m tapped target layers, L draft layers, V voca
 proposed (V or fewer), r Markov rank, n context rows, T block rows of all requests, hd head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from dspark_kernels import Dispatched
+from dspark_kernels import Dispatched, Int8Weight, Weight, linear
 from torch import Tensor, nn
 
 from sglang_dspark.draft.backbone import Attend, DecoderLayer
@@ -18,14 +18,16 @@ from sglang_dspark.draft.confidence_head import ConfidenceHead
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.fused_layer import FusedLayer
 from sglang_dspark.draft.gemma import GemmaDecoderLayer, with_normed_values
+from sglang_dspark.draft.int8_layers import read_from, store_in_eight_bits, weights_below_each_other
 from sglang_dspark.draft.markov_head import MarkovHead, build_markov_head
 from sglang_dspark.draft.rotary import RotaryEmbedding, rotate
 from sglang_dspark.errors import CheckpointError
 
 
-def base_logits(hidden: Tensor, lm_head: Tensor, config: DraftConfig) -> Tensor:
-    """Return logits ``[T, v]`` of ``hidden [T, d]``, in the dtype of ``lm_head [v, d]``."""
-    logits, cap = F.linear(hidden.to(lm_head.dtype), lm_head), config.final_logit_softcapping
+def base_logits(hidden: Tensor, lm_head: Weight, config: DraftConfig) -> Tensor:
+    """Return logits ``[T, v]`` of ``hidden [T, d]``, in the dtype of ``lm_head [v, d]`` unless that has eight bits."""
+    rows = hidden if isinstance(lm_head, Int8Weight) else hidden.to(lm_head.dtype)
+    logits, cap = linear(rows, lm_head), config.final_logit_softcapping
     if config.output_multiplier != 1:
         logits = logits * config.output_multiplier
     return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -40,6 +42,7 @@ class DraftModel(nn.Module):
     Attributes:
         markov_head, confidence_head: None if the checkpoint has none.
         token_ids: [v] int64, ascending, the tokens that LM head and Markov biases have rows for; None for all of them.
+        eight_bits: whether the layers' weights are stored in eight bits.
     """
 
     token_ids: Tensor | None
@@ -62,6 +65,7 @@ class DraftModel(nn.Module):
         self.rotary = RotaryEmbedding(config)
         ids = None if config.draft_vocab_size is None else torch.empty(config.draft_vocab_size, dtype=torch.int64)
         self.register_buffer("token_ids", ids, persistent=False)
+        self.eight_bits = False
         self._embed_scale = 1.0
         self._target_embedding: Tensor | None = None
         self._target_lm_head: Tensor | None = None
@@ -103,7 +107,7 @@ class DraftModel(nn.Module):
             ``[n, L * 2 * kv_heads * hd]``.
         """
         stack = self._context_stack or self._stack_context_weights()
-        projected = F.linear(h_ctx, stack.weight, stack.bias)
+        projected = linear(h_ctx, stack.weight, stack.bias)
         return with_normed_values(projected, self.config) if self.config.backbone == "gemma4" else projected
 
     @property
@@ -145,7 +149,7 @@ class DraftModel(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return embeddings ``[..., d]`` of token ids of any shape, in the model's dtype."""
-        embeds, own_scale = F.embedding(ids, self.embed_weight).to(self.fc.weight.dtype), self.config.embed_scale
+        embeds, own_scale = F.embedding(ids, self.embed_weight).to(self.norm.weight.dtype), self.config.embed_scale
         scale = self._embed_scale if own_scale is None else _rounded(own_scale, embeds.dtype)
         return embeds if scale == 1.0 else embeds * scale
 
@@ -222,16 +226,22 @@ class DraftModel(nn.Module):
         """
         self.requires_grad_(False).eval()
         stack = self._stack_context_weights()
-        per_layer = stack.weight.unflatten(0, (len(self.layers), -1))
+        per_layer: Sequence[Weight] = stack.weight.chunk(len(self.layers))
         for layer, weight, k_norm_weight in zip(self.decoder_layers, per_layer, stack.k_norm, strict=True):
-            projections = layer.self_attn.context_projections
-            for projection, part in zip(projections, weight.chunk(len(projections)), strict=True):
-                projection.weight.data = part
+            read_from(weight, layer.self_attn.context_projections)
             layer.self_attn.k_norm.weight.data = k_norm_weight
         self._context_stack, self._fused_layers = stack, self._fuse(stack, per_layer)
         return self
 
-    def _fuse(self, stack: "_ContextStack", per_layer: Tensor) -> list[FusedLayer]:
+    @torch.no_grad()
+    def store_in_eight_bits(self) -> "DraftModel":
+        """Store the weights of a frozen model's layers and of its context projection in eight bits, for good."""
+        self.eight_bits = True
+        for name in ("fc", "layers"):
+            store_in_eight_bits(self, name)
+        return self.freeze()
+
+    def _fuse(self, stack: "_ContextStack", per_layer: Sequence[Weight]) -> list[FusedLayer]:
         """Return the layers in fewer launches; none of Gemma 4's, for which there are no such kernels."""
         layers = [layer for layer in self.decoder_layers if isinstance(layer, DecoderLayer)]
         biases: Any = [None] * len(layers) if stack.bias is None else stack.bias.view(len(layers), -1)
@@ -252,7 +262,7 @@ class DraftModel(nn.Module):
         projections = [projection for attention in attentions for projection in attention.context_projections]
         biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
         return _ContextStack(
-            torch.cat([projection.weight for projection in projections]),
+            weights_below_each_other(projections),
             torch.cat(biases) if biases else None,
             torch.stack([a.k_norm.weight for a in attentions]),
         )
@@ -270,7 +280,7 @@ class DraftModel(nn.Module):
 class _ContextStack(NamedTuple):
     """Weights of all layers that context rows meet, in the order layer, K before V."""
 
-    weight: Tensor  # [L * 2 * kv_heads * hd, d], half of the rows if values are projected as keys are
+    weight: Weight  # [L * 2 * kv_heads * hd, d], half of the rows if values are projected as keys are
     bias: Tensor | None  # [L * 2 * kv_heads * hd]
     k_norm: Tensor  # [L, hd]
 

@@ -2,7 +2,8 @@
 
 The product with the LM head is most of a small drafter's work, and most of its rows are tokens that hardly ever occur.
 Proposals may come from any set of tokens: verification is exact for every distribution the drafts are drawn from, and a
-token outside the set is simply never proposed. The set lies beside the checkpoint, in ``draft_vocabulary.json``::
+token outside the set is simply never proposed. The set lies beside the checkpoint, in ``draft_vocabulary.json``, or
+where the operator says::
 
     {"version": 1, "token_ids": [0, 2, 3, ...]}
 
@@ -11,17 +12,18 @@ Or it was trained for these tokens alone and has no other rows (``draft_vocab_si
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import torch
-from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, MarkovWeights
+from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, MarkovWeights, Weight
 from torch import Tensor
 
 from sglang_dspark.draft.confidence_head import ConfidenceHead
+from sglang_dspark.draft.int8_layers import in_eight_bits, overwrite
 from sglang_dspark.draft.markov_head import MarkovHead, SelectorMarkovHead, VanillaMarkovHead
 from sglang_dspark.draft.model import DraftModel, base_logits
 from sglang_dspark.errors import CheckpointError
@@ -29,7 +31,7 @@ from sglang_dspark.files import atomic_write_text
 
 FILE = "draft_vocabulary.json"
 VERSION = 1
-_REMEDY = "remove the file to draft from all tokens, or take the checkpoint's own"
+_REMEDY = "write it with `sglang-dspark vocabulary`, or do without it to draft from all tokens"
 
 
 class _Vocabulary(msgspec.Struct):
@@ -46,8 +48,11 @@ def load_token_ids(folder: str | Path, vocab_size: int) -> list[int] | None:
         CheckpointError: the file is damaged or does not belong to a vocabulary of this size.
     """
     path = Path(folder) / FILE
-    if not path.is_file():
-        return None
+    return read_token_ids(path, vocab_size) if path.is_file() else None
+
+
+def read_token_ids(path: Path, vocab_size: int) -> list[int]:
+    """Return the token ids of a file, as :func:`load_token_ids` does."""
     try:
         ids = msgspec.json.decode(path.read_bytes(), type=_Vocabulary).token_ids
     except (OSError, msgspec.MsgspecError) as error:
@@ -57,14 +62,15 @@ def load_token_ids(folder: str | Path, vocab_size: int) -> list[int] | None:
     return ids
 
 
-def save_token_ids(folder: str | Path, token_ids: Sequence[int]) -> None:
-    """Write the file of :func:`load_token_ids`."""
-    content = {"version": VERSION, "token_ids": sorted(token_ids)}
-    atomic_write_text(Path(folder) / FILE, json.dumps(content) + "\n")
+def save_token_ids(path: Path, token_ids: Iterable[int]) -> None:
+    """Write the file of :func:`read_token_ids`."""
+    atomic_write_text(path, json.dumps({"version": VERSION, "token_ids": sorted(token_ids)}) + "\n")
 
 
 class ProposalHeads:
     """LM head, Markov head and confidence head of a frozen drafter, over the tokens that it proposes.
+
+    Rows of LM head and Markov biases are stored as the weights of its layers are.
 
     Attributes:
         weights: all but the LM head.
@@ -83,19 +89,24 @@ class ProposalHeads:
             chosen = torch.tensor(token_ids, device=model.lm_head_weight.device)
         ids = model.token_ids if chosen is None else chosen
         vocabulary = None if ids is None else DraftVocabulary(ids, model.config.vocab_size)
-        markov = _markov_weights(model.markov_head, chosen)
         self._model, self._chosen = model, chosen
-        self._rows = model.lm_head_weight if chosen is None else model.lm_head_weight[chosen]
+        markov = _markov_weights(model.markov_head, self._stored)
+        self._rows = self._stored(model.lm_head_weight)
         confidence = _confidence_weights(model.confidence_head)
         self.weights = DraftHeads(markov, confidence, vocabulary, model.config.selector_top_k)
 
     def follow(self) -> None:
         """Renew in place what was copied of the model, whose weights have changed."""
-        if self._chosen is None:
+        if self._chosen is None and not self._model.eight_bits:
             return
-        self._rows.copy_(self._model.lm_head_weight[self._chosen])
+        overwrite(self._rows, self._stored(self._model.lm_head_weight))
         if self.weights.markov is not None and self._model.markov_head is not None:
-            self.weights.markov.w2.copy_(self._model.markov_head.markov_w2.weight[self._chosen])
+            overwrite(self.weights.markov.w2, self._stored(self._model.markov_head.markov_w2.weight))
+
+    def _stored(self, weight: Tensor) -> Weight:
+        """Return the rows of a weight that are proposed, as they are read."""
+        rows = weight if self._chosen is None else weight[self._chosen]
+        return in_eight_bits(rows) if self._model.eight_bits else rows
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
@@ -107,11 +118,11 @@ class ProposalHeads:
         return base_logits(hidden, self._rows, self._model.config)
 
 
-def _markov_weights(head: MarkovHead | None, rows: Tensor | None) -> MarkovWeights | None:
+def _markov_weights(head: MarkovHead | None, stored: Callable[[Tensor], Weight]) -> MarkovWeights | None:
     """Return the head's weights: biases cover the proposed tokens only, embeddings of the last token cover all."""
     if head is None:
         return None
-    w2 = head.markov_w2.weight if rows is None else head.markov_w2.weight[rows]
+    w2 = stored(head.markov_w2.weight)
     if isinstance(head, SelectorMarkovHead):
         return MarkovWeights(head.markov_w1.weight, w2, projection=head.hidden_projection.weight)
     return MarkovWeights(head.markov_w1.weight, w2, None if isinstance(head, VanillaMarkovHead) else head)

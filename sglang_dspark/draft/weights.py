@@ -13,7 +13,7 @@ from sglang_dspark.draft.formats import Reading, read
 from sglang_dspark.draft.formats.files import open_files
 from sglang_dspark.draft.formats.tensors import DRAFT_TO_TARGET, IS_DRAFTED
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.draft.reduced_vocabulary import load_token_ids, save_token_ids
+from sglang_dspark.draft.reduced_vocabulary import FILE, load_token_ids, save_token_ids
 from sglang_dspark.draft.stored import FLOATS, SINGLE_FILE, StoredTensors
 from sglang_dspark.errors import CheckpointError
 from sglang_dspark.files import atomic_write, atomic_write_text
@@ -132,7 +132,7 @@ def write_canonical(
     content = config.to_dict() | {"dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.")}
     atomic_write_text(path / "config.json", json.dumps(content, indent=2) + "\n")
     if token_ids is not None:
-        save_token_ids(path, token_ids.tolist())
+        save_token_ids(path / FILE, token_ids.tolist())
 
 
 class _Checkpoint:

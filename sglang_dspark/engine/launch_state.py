@@ -39,6 +39,12 @@ class DSparkServer:
         return "" if self.drafter is None else self.drafter.path
 
     @property
+    def timed(self) -> dict[str, str]:
+        """Return what step times depend on of the drafter's weights, beside its configuration, by name."""
+        proposed = 0 if self.drafter is None else self.drafter.num_proposed
+        return {"proposed": str(proposed), "draft_quantization": str(self.config.draft_quantization)}
+
+    @property
     def has_confidence_head(self) -> bool:
         """Return whether the drafter says how likely a draft survives."""
         return self.drafter is not None and self.drafter.config.predicts_acceptance

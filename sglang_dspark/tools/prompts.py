@@ -9,12 +9,13 @@ A row is one of these, and of conversations only the turns of the user are read:
 - ``{"prompt": text}``, or with such a list instead of the text
 
 A text may be a list of parts ``{"type": "text", "text": text}``. Of a row with several of these forms the first one is
-read that says something: data sets repeat the first turn of a conversation as its prompt.
+read that says something: data sets repeat the first turn of a conversation as its prompt. What assistants say is read
+where answers are counted.
 """
 
 import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ Turns = tuple[str, ...]
 
 KEYS = ("turns", "messages", "conversations", "conversation", "prompt")
 _USERS = ("user", "human")
+_ASSISTANTS = ("assistant", "gpt", "model", "chatgpt", "bot")
 _FORMS = '{"turns": [text, ...]}, {"prompt": text}, {"messages": [...]} or {"conversations": [...]}'
 
 
@@ -47,6 +49,12 @@ def read_prompts(path: Path, limit: int | None = None, shuffle_seed: int | None 
         random.Random(shuffle_seed).shuffle(texts)
         texts = texts[:limit]
     return list(dict.fromkeys(texts))[:limit]
+
+
+def read_answers(path: Path) -> list[str]:
+    """Read what assistants say in the conversations of a file, in its order."""
+    said = [_texts_of(row, _ASSISTANTS) for _, row in read_rows(path)]
+    return [text for texts in said for text in texts or () if text.strip()]
 
 
 def conversations_of(rows: Iterable[Row], source: str) -> list[Turns]:
@@ -82,26 +90,28 @@ def conversations_of(rows: Iterable[Row], source: str) -> list[Turns]:
 
 def _user_turns(row: Any, where: str) -> Turns:
     """Return an empty tuple if no user says anything."""
-    texts = _texts_of(row)
+    texts = _texts_of(row, _USERS)
     if texts is None:
         raise ConfigError(f"{where}: {str(row)[:60]!r} has no text; write {_FORMS}")
     return tuple(text for text in texts if text.strip())
 
 
-def _texts_of(row: Any) -> list[str] | None:
-    """Return the contents of the user's turns; None if the row has none of the forms."""
+def _texts_of(row: Any, speakers: Sequence[str]) -> list[str] | None:
+    """Return the contents of the turns of these speakers; None if the row has none of the forms."""
     if not isinstance(row, dict):
         return None
-    read = [texts for key in KEYS if key in row and (texts := _said_under(key, row[key])) is not None]
+    read = [texts for key in KEYS if key in row and (texts := _said_under(key, row[key], speakers)) is not None]
     return next((texts for texts in read if any(text.strip() for text in texts)), read[0] if read else None)
 
 
-def _said_under(key: str, value: Any) -> list[str] | None:
+def _said_under(key: str, value: Any, speakers: Sequence[str]) -> list[str] | None:
     if not value:
         return []
     if isinstance(value, list) and all(map(_is_message, value)):
-        users = [message for message in value if _speaker(message).lower() in _USERS]
-        contents = [user.get("value") if user.get("content") is None else user["content"] for user in users]
+        said = [message for message in value if _speaker(message).lower() in speakers]
+        contents = [one.get("value") if one.get("content") is None else one["content"] for one in said]
+    elif speakers is not _USERS:
+        return []
     elif key == "turns" and isinstance(value, list):
         contents = value
     elif key == "prompt":

@@ -8,7 +8,16 @@ from dataclasses import asdict
 from typing import Any, Self
 
 import torch
-from dspark_kernels import AcceptResult, Candidates, CommitRows, DraftBlock, draft_block, prepare
+from dspark_kernels import (
+    AcceptResult,
+    Candidates,
+    CommitRows,
+    DraftBlock,
+    DraftVocabulary,
+    draft_block,
+    prepare,
+    runs_kernels,
+)
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig, flag_name
@@ -23,7 +32,7 @@ from sglang_dspark.draft.weights import load_draft_model, random_draft_model
 from sglang_dspark.draft.window import DraftWindow
 from sglang_dspark.engine.feature import CandidateSource
 from sglang_dspark.engine.forward.target import Target
-from sglang_dspark.errors import ConfigError
+from sglang_dspark.errors import CheckpointError, ConfigError
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 from sglang_dspark.worker.draft_attention import block_attend
 
@@ -106,6 +115,10 @@ class Drafter:
             if (storage := resolved.reading.storage) is not None:
                 logger.info("DSPARK drafter %s: %s", path, storage.dequantised(model.parameters()))
         shared = target.share_with(model)
+        if options.draft_quantization == "int8":
+            model.store_in_eight_bits()
+            where = "also in" if runs_kernels(model.norm.weight) else "rounded as by"
+            logger.info("DSPARK drafter %s: weights of layers and heads %s 8 bits", path, where)
         heads = ProposalHeads(model, resolved.token_ids)
         logger.info(
             "DSPARK drafter %s (%s format) loaded%s: %s; read from the target: %s",
@@ -140,6 +153,7 @@ class Drafter:
         Raises:
             CheckpointError: one does not fit; nothing was written.
         """
+        self._check_writable()
         rules, path = self._checkpoint.reading.rules, self._checkpoint.path
         self._write(fitted(self.model, rules, dict(named), path))
 
@@ -149,7 +163,8 @@ class Drafter:
         Raises:
             CheckpointError: it cannot be read, or is not of the serving drafter's form.
         """
-        other = ResolvedDrafter.read(path)
+        self._check_writable()
+        other = self._checkpoint.with_its_list(ResolvedDrafter.read(path))
         check_alike(self._checkpoint, other)
         model = load_draft_model(path, dtype=self._target.dtype, device=self._device, reading=other.reading)
         weights = whole(self.model, model, path)
@@ -160,12 +175,24 @@ class Drafter:
 
         return replace
 
+    def _check_writable(self) -> None:
+        if self.model.eight_bits:
+            raise CheckpointError(
+                f"{flag_name('draft_quantization')}=int8 keeps weights that were rounded at the start: restart the "
+                "server with the new drafter"
+            )
+
     def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
         parameters = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, weight in weights.items():
                 parameters[name].copy_(weight)
         self.heads.follow()
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """Return the tokens that the network proposes; None for all."""
+        return self.heads.vocabulary
 
     def allocate(self, num_slots: int, dtype: torch.dtype) -> DraftCache:
         """Make the pool of K/V slots."""
@@ -254,7 +281,7 @@ class Drafter:
 
     def describe(self) -> dict[str, Any] | None:
         """Return a description of the checkpoint, as JSON."""
-        config, vocabulary = self.config, self.heads.vocabulary
+        config, vocabulary = self.config, self.vocabulary
         return {
             "path": self._checkpoint.path,
             "block_size": config.gamma,
@@ -264,6 +291,7 @@ class Drafter:
             "markov_rank": config.markov_rank,
             "confidence_head": config.predicts_acceptance,
             "vocab_size": config.vocab_size if vocabulary is None else len(vocabulary.token_ids),
+            "quantization": "int8" if self.model.eight_bits else None,
             "window": None if self.window is None else asdict(self.window),
         }
 
@@ -288,6 +316,7 @@ class NoDrafter:
     """
 
     num_drawn = 0
+    vocabulary = None
     mask_token_id = 0  # of staged blocks that are not read
 
     def __init__(

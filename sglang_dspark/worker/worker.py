@@ -130,8 +130,8 @@ class DSparkWorker(SpecWorkerBase):
             max_verify=self.max_verify,
             cuda_graphs="none" if tiers is None else tiers.digest,
         )
-        for part in self.parts:
-            key |= part.timed
+        for timed in (self.settled.timed, *(part.timed for part in self.parts)):
+            key |= timed
         return load_or_measure(stepper, self.options, key)
 
     def capture_graphs(self, slots: list[int]) -> None:
@@ -255,4 +255,5 @@ class DSparkWorker(SpecWorkerBase):
             self.drafter.gamma,
             cuda_graphs=self.executors.captured is not None,
             drafter=drafter,
+            vocabulary=self.drafter.vocabulary,
         )

@@ -8,6 +8,7 @@ from dspark_kernels import MarkovWalk
 from reference_decoding import markov_step
 
 from sglang_dspark.draft.reduced_vocabulary import FILE, ProposalHeads, load_token_ids, save_token_ids
+from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import CheckpointError
 
@@ -34,8 +35,19 @@ def test_heads_give_the_same_numbers_for_their_tokens(model):
 
 def test_file(tmp_path):
     assert load_token_ids(tmp_path, 50) is None
-    save_token_ids(tmp_path, [8, 3, 5])
+    save_token_ids(tmp_path / FILE, [8, 3, 5])
     assert load_token_ids(tmp_path, 50) == [3, 5, 8]
+
+
+def test_a_list_elsewhere_takes_the_place_of_the_drafters(golden_dir, make_checkpoint, tmp_path):
+    save_token_ids(tmp_path / "list.json", IDS)
+    drafter = ResolvedDrafter.read(golden_dir / "vanilla_g7")
+    assert (drafter.num_proposed, drafter.proposing(tmp_path / "list.json").token_ids) == (256, IDS)
+    assert drafter.with_its_list(drafter).token_ids is None
+    assert drafter.proposing(tmp_path / "list.json").with_its_list(drafter).token_ids == IDS
+    own = ResolvedDrafter.read(make_checkpoint(draft_vocab_size=4))
+    with pytest.raises(CheckpointError, match="has heads for the 4 tokens that it was trained for"):
+        own.proposing(tmp_path / "list.json")
 
 
 @pytest.mark.parametrize(

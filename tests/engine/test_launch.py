@@ -17,6 +17,7 @@ from sglang.srt.server_args import prepare_server_args
 from sglang_objects import GOLDEN, server_args
 
 from sglang_dspark.draft import resolved
+from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.launch import context, defaults, hooks
 from sglang_dspark.engine.launch.flag_checks import VARIABLES
@@ -61,6 +62,16 @@ def test_the_drafter_is_read_once(reads):
     assert made.speculative_num_draft_tokens == 8
     # Nothing of SGLang can read what it does not know: see tests/server/test_checkpoint_variants.py.
     assert made.speculative_draft_model_path is None
+
+
+def test_a_list_of_tokens_travels_with_the_drafter(reads, tmp_path):
+    flag, path = "--speculative-dspark-draft-vocabulary", tmp_path / "list.json"
+    save_token_ids(path, [3, 5, 8])
+    _, serving = settled(flag, str(path))
+    assert (serving.drafter.token_ids, serving.timed["proposed"]) == ([3, 5, 8], "3")
+    save_token_ids(path, [3, 256])
+    with pytest.raises(ConfigError, match=rf"{flag}={path}: .*within \[0, 255\].*; drop the flag"):
+        resolve(flag, str(path))
 
 
 def test_no_drafter_is_read_without_one(reads):

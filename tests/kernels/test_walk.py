@@ -57,14 +57,19 @@ THIRD = range(1, 150, 3)
 
 
 @pytest.mark.parametrize(
-    ("head_type", "dtype", "rules", "token_ids"),
+    ("head_type", "dtype", "rules", "token_ids", "eight_bits"),
     pairwise(
-        ["vanilla", "gated", "rnn", "selector", None], [torch.float32, HALF], [GREEDY, MIXED, SEEDED], [None, THIRD]
+        ["vanilla", "gated", "rnn", "selector", None],
+        [torch.float32, HALF],
+        [GREEDY, MIXED, SEEDED],
+        [None, THIRD],
+        [False, True],
     ),
 )
-def test_every_walk(device, head_type, dtype, rules, token_ids):
+def test_every_walk(device, head_type, dtype, rules, token_ids, eight_bits):
     """Greedy requests draft what the reference drafts."""
-    case = WalkCase(device, rules, bs=6, gamma=4, head_type=head_type, dtype=dtype, token_ids=token_ids)
+    given = {"head_type": head_type, "dtype": dtype, "token_ids": token_ids, "eight_bits": eight_bits}
+    case = WalkCase(device, rules, bs=6, gamma=4, **given)
     block = check(case)
     assert token_ids is None or (block.tokens % 3 == 1).all()
     if rules is GREEDY and dtype == torch.float32:
@@ -88,8 +93,10 @@ def test_every_walk(device, head_type, dtype, rules, token_ids):
         (17, 2, 129, 300, torch.float32, "selector"),
     ],
 )
-def test_odd_sizes(device, bs, gamma, v, rank, dtype, head_type):
-    check(WalkCase(device, MIXED, bs=bs, gamma=gamma, v=v, rank=rank, dtype=dtype, head_type=head_type))
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_odd_sizes(device, bs, gamma, v, rank, dtype, head_type, eight_bits):
+    given = {"dtype": dtype, "head_type": head_type, "eight_bits": eight_bits}
+    check(WalkCase(device, MIXED, bs=bs, gamma=gamma, v=v, rank=rank, **given))
 
 
 def test_the_stored_distribution_is_that_of_the_reference(device):

@@ -19,6 +19,7 @@ from golden_server import (
     DSPARK,
     GUARDED,
     PLANTED_FAULTS,
+    PROPOSED,
     TARGET,
     TWO_RANKS,
     emulated_graphs,
@@ -36,6 +37,7 @@ from server_pool import NO_SCRIPTS, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Flags, 
 from spoken_target import spoken_target
 
 from sglang_dspark.calibration.sts import StsCalibration
+from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.tools.demo import smollm2
 from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
 
@@ -78,8 +80,12 @@ def _by_a_file(lines: Sequence[str], folder: Path) -> Flags:
 
 def _configured(folder: Path) -> Flags:
     StsCalibration((2.0,) * 7).save(folder / "temperatures.json")
-    path = f"speculative-dspark-confidence-sts-path: {folder / 'temperatures.json'}"
-    return _by_a_file((*CONFIGURED, path), folder)
+    save_token_ids(folder / "vocabulary.json", PROPOSED)
+    paths = (
+        f"speculative-dspark-confidence-sts-path: {folder / 'temperatures.json'}",
+        f"speculative-dspark-draft-vocabulary: {folder / 'vocabulary.json'}",
+    )
+    return _by_a_file((*CONFIGURED, *paths), folder)
 
 
 def _tiny(architecture: str, *flags: str, env: Mapping[str, str] | None = None) -> Recipe:
@@ -101,7 +107,8 @@ CONFIGURED = (
     *("speculative-algorithm: DSPARK", f"speculative-draft-model-path: {DRAFT}", "speculative-dspark-engine: plugin"),
     *("speculative-dspark-schedule: threshold", "speculative-dspark-confidence-threshold: 0.6"),
     *("speculative-dspark-online-calibration: off", "speculative-dspark-untested-sglang: true"),
-    *("enable-priority-scheduling: true", "stream-interval: 8", "speculative-dspark-tpot-ms: 9000"),
+    *("speculative-dspark-draft-quantization: int8", "enable-priority-scheduling: true", "stream-interval: 8"),
+    "speculative-dspark-tpot-ms: 9000",
 )
 CHUNKS, MIXED = "--chunked-prefill-size", "--enable-mixed-chunk"
 # A pool that cannot hold the running requests.

@@ -7,7 +7,18 @@ import json
 import math
 import time
 
-from golden_server import CASES, call, endless, generate, greedy, in_background, output_ids, rounds_of, wait_for_running
+from golden_server import (
+    CASES,
+    PROPOSED,
+    call,
+    endless,
+    generate,
+    greedy,
+    in_background,
+    output_ids,
+    rounds_of,
+    wait_for_running,
+)
 
 RUNNING = 2
 
@@ -40,6 +51,21 @@ def test_every_answer_says_whether_the_servers_promise_was_kept(configured):
     promises = [answer["meta_info"]["dspark_promise"] for answer in generate(configured, bodies, RUNNING)]
     assert [(promise["promised_ms"], promise["kept"]) for promise in promises] == [(9000.0, True), (0.1, False)]
     assert configured.get_json("/dspark/capabilities")["promises"]["tpot_ms"] == 9000.0
+
+
+def test_the_drafter_proposes_what_the_list_has(configured):
+    """Texts are the target's own, its weights are rounded, and tokens that are not in the list are counted."""
+    drafter = configured.get_json("/dspark/capabilities")["drafter"]
+    assert (drafter["vocab_size"], drafter["quantization"]) == (len(PROPOSED), "int8")
+    before = configured.get_json("/dspark/stats")["unproposed_tokens"]
+    bodies = [greedy(case["prompt_ids"], 64, speculation={"trace": True, "preset": "none"}) for case in CASES[:4]]
+    answers = generate(configured, bodies, RUNNING)
+    assert [answer["output_ids"] for answer in answers] == [case["output_ids"] for case in CASES[:4]]
+    assert {token for answer in answers for entry in rounds_of(answer) for token in entry["draft"]} <= {*PROPOSED}
+    counted = configured.get_json("/dspark/stats")["unproposed_tokens"] - before
+    missing = [token for answer in answers for token in answer["output_ids"][1:] if token not in PROPOSED]
+    # A step may commit a token behind the end of its text.
+    assert 0 < len(missing) <= counted <= len(missing) + 4
 
 
 def test_chunks_come_at_the_interval_of_the_server(configured):

@@ -26,6 +26,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 TARGET, DRAFT = GOLDEN / "target", GOLDEN / "vanilla_g7"
 CASES: list[dict[str, Any]] = json.loads((DRAFT / "golden.json").read_text())["cases"]
 VOCAB = range(3, 60)  # ids that the golden target's training text used
+PROPOSED = [token for token in range(256) if token % 5 != 4]  # what the drafter proposes where a list says so
 TINY_VOCAB = range(2, 256)  # ids of the tiny targets of ``family_targets``
 EMULATION = SERVER_TESTS / "emulated_graphs"
 RANDOM_LENGTHS = SERVER_TESTS / "random_lengths"

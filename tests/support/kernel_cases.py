@@ -16,6 +16,7 @@ from dspark_kernels import (
     Adjustment,
     AdjustmentTable,
     CommitRows,
+    Int8Weight,
     PagedWindows,
     PlanNumbers,
     PreparedStep,
@@ -127,6 +128,19 @@ def add_norm(form, made, rows, size):
 @case((3, 20), (1, 1), (7, 40), (5, 513), (3, 1536), (0, 2), dtypes=DTYPES)
 def silu_mul(form, made, rows, size):
     return [form((4 * made.rand(made.room(rows), 2 * size + 3, real=rows))[:, : 2 * size])[:rows]]
+
+
+@case(
+    (3, 20, 37, True),
+    (1, 1, 1, False),
+    (17, 40, 16, True),
+    (65, 150, 70, False),
+    (0, 4, 4, True),
+    dtypes=(torch.float32, HALF),
+)
+def int8_linear(form, made, rows, size, out, biased):
+    weight, bias = Int8Weight.of(made.rand(out, size)), made.rand(out) if biased else None
+    return [form(made.rand(made.room(rows), size + 3, real=rows)[:, :size], weight, bias)[:rows]]
 
 
 @case(

@@ -1,7 +1,15 @@
 """Computes ``draft_block`` as its kernels do, in plain torch: the same noise, hence the same tokens up to rounding."""
 
 import torch
-from dspark_kernels import DraftBlock, DraftDistribution, MarkovWalk, Purpose, block_confidence_ref, exponential_at
+from dspark_kernels import (
+    DraftBlock,
+    DraftDistribution,
+    Int8Weight,
+    MarkovWalk,
+    Purpose,
+    block_confidence_ref,
+    exponential_at,
+)
 from dspark_kernels.drafting.candidates import OUTRIGHT
 
 
@@ -15,7 +23,7 @@ def raced_walk(base_logits, hidden, anchors, heads, rows, keys, candidates=None)
     for k in range(base_logits.shape[1]):
         values = base_logits[:, k].float()
         if walk is not None:
-            values = values + walk.latent(previous).float() @ heads.markov.w2.float().T
+            values = values + walk.latent(previous).float() @ w2_of(heads).T
         if listed is not None:
             values = values.where(listed[:, k], float("-inf"))
         scores.append(values / temperatures[:, None].masked_fill(~is_drawn, 1.0))
@@ -47,6 +55,15 @@ def raced_walk(base_logits, hidden, anchors, heads, rows, keys, candidates=None)
         confidence = own_odds(base_logits, hidden, anchors, tokens, heads)
         confidence = confidence if candidates is None else candidates.sure(confidence)
     return DraftBlock(tokens, None, confidence, distribution)
+
+
+def w2_of(heads):
+    """[v, r] float32, whatever is stored."""
+    w2 = heads.markov.w2
+    if not isinstance(w2, Int8Weight):
+        return w2.float()
+    # A selector reads a few rows, in the dtype that they had.
+    return w2.codes * w2.scales[:, None] if heads.shortlist is None else w2.rounded.float()
 
 
 def raised(scores, candidates, slot, vocabulary):
@@ -81,7 +98,7 @@ def own_odds(base_logits, hidden, anchors, tokens, heads):
     """[bs, gamma] log odds of the likeliest column by the softmax over the best ones, cut at 30."""
     odds, walk = torch.empty_like(tokens, dtype=torch.float32), MarkovWalk(heads.markov, hidden)
     for slot in range(tokens.shape[1]):
-        biases = walk.latent(anchors if slot == 0 else tokens[:, slot - 1]).float() @ heads.markov.w2.float().T
+        biases = walk.latent(anchors if slot == 0 else tokens[:, slot - 1]).float() @ w2_of(heads).T
         for request in range(len(tokens)):
             best = base_logits[request, slot].topk(min(heads.shortlist, base_logits.shape[2])).indices.tolist()
             probs = (base_logits[request, slot, best].double() + biases[request, best]).softmax(-1)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 from draft_heads import as_weights, draft_heads
-from dspark_kernels import DraftVocabulary
+from dspark_kernels import DraftVocabulary, Int8Weight
 from literal import Request, batch_of
 
 HIDDEN = 6
@@ -18,6 +18,7 @@ class WalkCase:
     Args:
         rules: of the requests in turn.
         token_ids: what is proposed; None for the whole vocabulary.
+        eight_bits: whether W2 is stored in eight bits.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class WalkCase:
         head_type="vanilla",
         dtype=torch.float32,
         token_ids=None,
+        eight_bits=False,
     ):
         generator = torch.Generator().manual_seed(v + bs)
         sizes = {"vocab_size": v, "hidden_size": HIDDEN, "block_size": gamma, "rank": rank, "std": 0.5}
@@ -42,6 +44,9 @@ class WalkCase:
             self.confidence = None  # the head itself says how sure it is
         shortlist = 4 if head_type == "selector" else None
         self.heads, self.device = as_weights(self.markov, self.confidence, vocabulary, shortlist), device
+        if eight_bits and head_type is not None:
+            w2 = Int8Weight.of(self.heads.markov.w2)
+            self.heads = replace(self.heads, markov=replace(self.heads.markov, w2=w2))
         self.base = (torch.randn(bs, gamma, v, generator=generator) * 2).to(device, dtype)
         if vocabulary is not None:
             self.base = self.base[..., vocabulary.token_ids].contiguous()

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.prompts import conversations_of, read_prompts
+from sglang_dspark.tools.prompts import conversations_of, read_answers, read_prompts
 from sglang_dspark.tools.tables import read_rows
 
 
@@ -167,3 +167,10 @@ def test_first_turns_each_once(tmp_path):
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     assert read_prompts(path) == ["one", "three", "four"]
     assert read_prompts(path, limit=2) == ["one", "three"]
+
+
+def test_what_assistants_say(tmp_path):
+    rows = [SHAREGPT, {"prompt": "One?"}, MESSAGES, {"turns": ["One?", "Two?"]}, ROLES, "no row", {"messages": []}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_answers(path) == ["1", "1"]

@@ -12,6 +12,8 @@ from sglang_objects import partly
 from stage_loop import CPU, DRAFT, StageLoop
 
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.draft.int8_layers import in_eight_bits
+from sglang_dspark.draft.reduced_vocabulary import FILE as LIST
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, save_token_ids
 from sglang_dspark.draft.weights import EMBEDDING, LM_HEAD, load_draft_model
 from sglang_dspark.engine.scheduler.step_control import StepControl
@@ -80,8 +82,12 @@ def test_ten_updates_take_no_memory(trained):
     assert addresses(drafter) == before and tensors() == number
 
 
-def test_what_was_copied_of_a_reduced_vocabulary_follows(trained):
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_what_was_copied_of_a_reduced_vocabulary_follows(trained, eight_bits):
     model, other = (load_draft_model(folder, dtype=torch.float32, device="cpu") for folder in (DRAFT, trained))
+    if eight_bits:
+        model.store_in_eight_bits()
+        other.store_in_eight_bits()
     ids = [3, 5, 8]
     heads, expected = ProposalHeads(model, ids), ProposalHeads(other, ids)
     head, rows = torch.randn(model.config.vocab_size, model.config.hidden_size), heads._rows
@@ -89,8 +95,16 @@ def test_what_was_copied_of_a_reduced_vocabulary_follows(trained):
         own.copy_(new)
     model.lm_head.weight.copy_(head)
     heads.follow()
-    assert heads._rows is rows and rows.equal(head[ids])
+    assert heads._rows is rows and rows.equal(in_eight_bits(head[ids]) if eight_bits else head[ids])
     assert heads.weights.markov.w2.equal(expected.weights.markov.w2)
+
+
+def test_a_drafter_in_eight_bits_keeps_its_weights(trained):
+    drafter = loop_of(DRAFT).drafter
+    drafter.model.store_in_eight_bits()
+    for update in (by_folder, by_names):
+        with pytest.raises(CheckpointError, match=r"draft-quantization=int8 keeps weights .* restart the server"):
+            update(drafter, trained)
 
 
 def changed_file(trained, folder, change):
@@ -105,7 +119,7 @@ def changed_file(trained, folder, change):
 
 
 def listed(folder):
-    save_token_ids(folder, [3, 5, 8])
+    save_token_ids(folder / LIST, [3, 5, 8])
 
 
 def wider(folder):

@@ -29,7 +29,7 @@ from dspark_training.settings import TrainConfig
 from dspark_training.target import Target, TargetStates
 from dspark_training.texts import Text, states_of
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.draft.reduced_vocabulary import save_token_ids
+from sglang_dspark.draft.reduced_vocabulary import FILE, save_token_ids
 from sglang_dspark.draft.weights import save_draft_model
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import atomic_write_text
@@ -186,7 +186,7 @@ class Trainer:
             exported.bind_target(*(weight.to(torch.bfloat16) for weight in own))
         save_draft_model(exported, directory, include_embeddings=self.config.own_embeddings)
         if self._token_ids is not None:
-            save_token_ids(directory, self._token_ids)
+            save_token_ids(directory / FILE, self._token_ids)
 
     def _is_over(self) -> bool:
         patience = self.config.patience

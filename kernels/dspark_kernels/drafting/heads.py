@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from dspark_kernels.drafting.int8_linear import Weight, in_its_dtype, linear
+
 
 class LatentHead(Protocol):
     """A sequential head whose latent u is more than the last token's embedding (gated, rnn)."""
@@ -30,13 +32,13 @@ class MarkovWeights:
 
     Attributes:
         w1: [V, r], contiguous.
-        w2: [v, r] of the same dtype, contiguous; a row per column of the draft logits.
+        w2: [v, r] of the same dtype, contiguous, or in eight bits; a row per column of the draft logits.
         head: forms the latent; None if that is the embedding itself (vanilla), or the embedding times ``projection``.
         projection: P [r, d] of a selector, whose latent is ``(P h) * W1[token]``; None for other heads.
     """
 
     w1: torch.Tensor
-    w2: torch.Tensor
+    w2: Weight
     head: LatentHead | None = None
     projection: torch.Tensor | None = None
 
@@ -139,7 +141,7 @@ class MarkovWalk:
         """
         latent = self.latent(previous)
         if competing is None:
-            return base_logits.float() + F.linear(latent, self._markov.w2)
-        bias = torch.einsum("br,bkr->bk", latent, self._markov.w2[competing])
+            return base_logits.float() + linear(latent, self._markov.w2)
+        bias = torch.einsum("br,bkr->bk", latent, in_its_dtype(self._markov.w2)[competing])
         scores = base_logits.gather(1, competing).float() + bias
         return torch.full_like(base_logits, float("-inf"), dtype=scores.dtype).scatter_(1, competing, scores)

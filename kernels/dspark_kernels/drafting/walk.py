@@ -26,6 +26,7 @@ from dspark_kernels.drafting.confidence import block_confidence
 from dspark_kernels.drafting.draft_distribution import DraftDistribution
 from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.drafting.heads import DraftHeads, MarkovWalk, MarkovWeights
+from dspark_kernels.drafting.int8_linear import Int8Weight
 from dspark_kernels.drafting.shortlist import competing_columns
 from dspark_kernels.drafting.walk_kernel import choose_kernel
 from dspark_kernels.drafting.walk_reference import draft_block_ref
@@ -112,14 +113,17 @@ class _Launches:
         self._counters = torch.zeros((gamma, tiles.groups), dtype=torch.int32, device=device)
         shape = (tiles.groups, tiles.programs, tiles.block_b)
         partials = torch.empty((3, *shape), dtype=torch.float32, device=device)
+        w2, w2_scales = _codes_and_scales(heads.markov)
         self._shared = rule | {
-            "w2_ptr": None if heads.markov is None else heads.markov.w2,
+            "w2_ptr": w2,
+            "w2_scales_ptr": w2_scales,
             "partial_ptr": partials,
             "partial_columns_ptr": torch.empty(shape, dtype=torch.int32, device=device),
             "bs": bs,
             "v": v,
             "RANK": tiles.rank,
             "BY_TOKEN": heads.markov is not None and heads.markov.head is None,
+            "SCALED": w2_scales is not None,
             **tiles.options(shared_bytes(device)),
         }
 
@@ -131,7 +135,7 @@ class _Launches:
             latents = None
             if self._markov is not None and walk is not None:
                 by_token = self._markov.head is None
-                latents = self._markov.w1 if by_token else walk.latent(previous).to(self._markov.w2.dtype).contiguous()
+                latents = self._markov.w1 if by_token else walk.latent(previous).to(self._markov.w1.dtype).contiguous()
             self._choose(k, previous, latents, tokens)
 
     def _choose(self, k: int, previous: torch.Tensor, latents: torch.Tensor | None, tokens: torch.Tensor) -> None:
@@ -175,7 +179,7 @@ class _Tiles:
         # in two stages.
         residents = num_processors(base_logits.device) * (8 // _num_warps(block_b))
         rank = 0 if markov is None else markov.w2.shape[1]
-        max_block_r = _MAX_BLOCK_R if markov is None else _BLOCK_R.get(markov.w2.dtype, _MAX_BLOCK_R)
+        max_block_r = _MAX_BLOCK_R if markov is None else _BLOCK_R.get(markov.w1.dtype, _MAX_BLOCK_R)
         return _Tiles(
             groups=groups,
             programs=min(triton.cdiv(v, _BLOCK_V), max(1, residents // groups)),
@@ -210,6 +214,13 @@ def _empty_distribution(base_logits: torch.Tensor, heads: DraftHeads) -> DraftDi
         scores.fill_(float("-inf"))
     log_norms = torch.empty(base_logits.shape[:2], dtype=torch.float32, device=base_logits.device)
     return DraftDistribution(scores, log_norms, None if vocabulary is None else vocabulary.columns)
+
+
+def _codes_and_scales(markov: MarkovWeights | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return W2 as kernels read it: in its dtype without scales, or in eight bits."""
+    if markov is None:
+        return None, None
+    return (markov.w2.codes, markov.w2.scales) if isinstance(markov.w2, Int8Weight) else (markov.w2, None)
 
 
 def _rule_args(
@@ -254,10 +265,12 @@ def _check(base_logits: torch.Tensor, heads: DraftHeads) -> None:
         )
     if markov is None:
         return
-    if markov.w2.shape != (v, markov.w1.shape[1]) or markov.w1.dtype != markov.w2.dtype:
+    w2, scales = _codes_and_scales(markov)
+    assert w2 is not None, "a Markov head has both matrices"
+    if w2.shape != (v, markov.w1.shape[1]) or (scales is None and markov.w1.dtype != w2.dtype):
         raise ValueError(
-            f"w2 is {tuple(markov.w2.shape)} {markov.w2.dtype} where the logits and w1 ask for "
+            f"w2 is {tuple(w2.shape)} {w2.dtype} where the logits and w1 ask for "
             f"{(v, markov.w1.shape[1])} {markov.w1.dtype}; take both from the same checkpoint and cast them alike"
         )
-    if not (markov.w1.is_contiguous() and markov.w2.is_contiguous()):
+    if not (markov.w1.is_contiguous() and w2.is_contiguous()):
         raise ValueError("w1 and w2 must be contiguous; call .contiguous() once when the drafter is loaded")

@@ -108,17 +108,28 @@ def _finish_group(
 
 
 @triton.jit
-def _bias(latents, in_batch, w2_rows, is_column, RANK: tl.constexpr, BLOCK_R: tl.constexpr) -> tl.tensor:
+def _bias(
+    latents,
+    in_batch,
+    w2_ptr,
+    w2_scales_ptr,
+    columns,
+    is_column,
+    SCALED: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+) -> tl.tensor:
     """Return the product of latents and W2, [BLOCK_B, BLOCK_V] float32.
 
     ``latents`` are values [BLOCK_B, BLOCK_R], or pointers to the requests' rows [BLOCK_B] if the rank is too wide
     for one tile.
     """
     dims = tl.arange(0, BLOCK_R)
+    w2_rows = w2_ptr + columns.to(tl.int64) * RANK
     if RANK <= BLOCK_R:
         w2 = tl.load(w2_rows[:, None] + dims[None, :], mask=is_column[:, None] & (dims < RANK)[None, :], other=0.0)
-        return tl.dot(latents, tl.trans(w2), input_precision="ieee")
-    else:  # noqa: RET505 - the branch is chosen when the kernel is compiled, and may have no code behind it
+        bias = tl.dot(latents, tl.trans(w2.to(latents.dtype)), input_precision="ieee")
+    else:
         bias = tl.zeros([latents.shape[0], w2_rows.shape[0]], tl.float32)
         for start in range(0, RANK, BLOCK_R):
             in_rank = start + dims < RANK
@@ -127,8 +138,10 @@ def _bias(latents, in_batch, w2_rows, is_column, RANK: tl.constexpr, BLOCK_R: tl
                 latents[:, None] + (start + dims)[None, :], mask=in_batch[:, None] & in_rank[None, :], other=0.0
             )
             w2 = tl.load(w2_rows[:, None] + (start + dims)[None, :], mask=part_of_w2, other=0.0)
-            bias += tl.dot(part, tl.trans(w2), input_precision="ieee")
-        return bias
+            bias += tl.dot(part, tl.trans(w2.to(part.dtype)), input_precision="ieee")
+    if SCALED:
+        bias *= tl.load(w2_scales_ptr + columns, mask=is_column, other=0.0)[None, :]
+    return bias
 
 
 @triton.jit
@@ -219,7 +232,8 @@ def choose_kernel(
     prev_ptr,  # [bs] int64, the tokens before this slot
     prev_stride,
     latents_ptr,  # W1 [V, r] when BY_TOKEN, else [bs, r]
-    w2_ptr,  # [v, r]
+    w2_ptr,  # [v, r], or codes of it
+    w2_scales_ptr,  # [v] float32, read when SCALED
     token_ids_ptr,  # [v] int64, read when REDUCED
     temperatures_ptr,  # [bs] float32, 0 = greedy; read when SAMPLED or SEEDED
     request_keys_ptr,  # [bs] int64; this and the next two are read when SAMPLED
@@ -247,6 +261,7 @@ def choose_kernel(
     v,
     RANK: tl.constexpr,  # 0: no Markov head
     BY_TOKEN: tl.constexpr,
+    SCALED: tl.constexpr,
     REDUCED: tl.constexpr,
     SAMPLED: tl.constexpr,
     SEEDED: tl.constexpr,
@@ -312,8 +327,7 @@ def choose_kernel(
             other=0.0,
         ).to(tl.float32)
         if RANK > 0:
-            w2_rows = w2_ptr + columns.to(tl.int64) * RANK
-            logits += _bias(latents, in_batch, w2_rows, is_column, RANK, BLOCK_R)
+            logits += _bias(latents, in_batch, w2_ptr, w2_scales_ptr, columns, is_column, SCALED, RANK, BLOCK_R)
         # A NaN never wins, so that the choice is a column even if all of them are.
         logits = tl.where((logits == logits) & is_column[None, :], logits, float("-inf"))
         scores = _boosted(logits * sharpness[:, None], columns, candidate_columns, boosts, CHAINED)

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.drafting.heads import DraftHeads
+from dspark_kernels.drafting.int8_linear import in_its_dtype
 from dspark_kernels.drafting.shortlist import CERTAIN
 from dspark_kernels.drafting.walk_kernel import (
     DRAFT,
@@ -73,7 +74,7 @@ def choose_listed(
         anchors_stride=anchors.stride(0),
         factors_ptr=F.linear(hidden, markov.projection).contiguous(),
         w1_ptr=markov.w1,
-        w2_ptr=markov.w2,
+        w2_ptr=in_its_dtype(markov.w2),  # a few rows of it
         scores_ptr=None if block.distribution is None else block.distribution.scores,
         log_norms_ptr=None if block.distribution is None else block.distribution.log_norms,
         tokens_ptr=block.tokens,

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dspark_kernels import DraftVocabulary
+
 from sglang_dspark.engine.feature import Part
 from sglang_dspark.scheduling.schedule import Schedule
 
@@ -26,12 +28,14 @@ class Decoding:
         gamma: drafts of a block.
         cuda_graphs: whether steps are replayed from CUDA graphs.
         drafter: what is known of its checkpoint, as JSON; None if none is served.
+        vocabulary: tokens that it proposes, where these are known not to be all.
     """
 
     reason: str
     gamma: int
     cuda_graphs: bool
     drafter: dict[str, Any] | None
+    vocabulary: DraftVocabulary | None = None
 
 
 class Decoder(Protocol):

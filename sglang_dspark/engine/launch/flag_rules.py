@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.server_args import ServerArgs as Record
 
+from sglang_dspark.config import flag_name
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.flag_rule import FlagRule
@@ -42,7 +43,7 @@ _ADJUSTED = {
     "the policy auto of DSPARK adapts by itself": "speculative_adaptive speculative_adaptive_config",
     "the drafter has attention kernels of its own": "speculative_draft_attention_backend",
     "the drafter's K/V has the dtype of the weights": "speculative_draft_kv_cache_dtype",
-    "a drafter of DSPARK brings its draft_vocabulary.json": "speculative_token_map",
+    f"{flag_name('draft_vocabulary')} lists what a drafter of DSPARK proposes": "speculative_token_map",
     "DSPARK reads the drafter's own config.json": "decrypted_draft_config_file",
     "verification has kernels of its own": "decode_attention_backend enable_nvidia_megakernel",
     "steps of DSPARK are not compiled": "enable_torch_compile",

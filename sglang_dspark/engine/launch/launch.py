@@ -20,7 +20,7 @@ from sglang_dspark.engine.launch.flag_rule import Adjustment
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import ALGORITHM, installed_sglang
-from sglang_dspark.errors import ConfigError, EngineError
+from sglang_dspark.errors import CheckpointError, ConfigError, EngineError
 from sglang_dspark.hub import DRAFT_FILES, SUBFOLDER, drafter_in_target, local_folder
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def find_drafter(args: ServerArgs, config: DSparkConfig, *, dummy: bool) -> Reso
         dummy: whether its weights will be random; their tensors are checked otherwise.
 
     Raises:
-        ConfigError: no drafter was named, and the target has none.
+        ConfigError: no drafter was named, and the target has none; or the drafter cannot propose the tokens of a list.
         CheckpointError: there is no such checkpoint, a file is missing or damaged, or the tensors do not fit
             ``config.json``.
     """
@@ -134,7 +134,12 @@ def find_drafter(args: ServerArgs, config: DSparkConfig, *, dummy: bool) -> Reso
     drafter = ResolvedDrafter.read(folder)
     if not dummy:
         check_draft_model(folder, drafter.reading)
-    return drafter
+    if (listed := config.draft_vocabulary) is None:
+        return drafter
+    try:
+        return drafter.proposing(listed)
+    except CheckpointError as error:
+        raise ConfigError(f"{flag_name('draft_vocabulary')}={listed}: {error}; drop the flag") from error
 
 
 def _end_at_once() -> None:

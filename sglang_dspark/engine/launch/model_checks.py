@@ -80,7 +80,10 @@ def draft_storage(context: LaunchContext) -> str | None:
         given = f"--speculative-draft-load-format={form}"
     else:
         return None
-    return f"{given}, but the drafter's files are {found}; drop the flag: the files say how they are stored"
+    return (
+        f"{given}, but the drafter's files are {found}; drop the flag: the files say how they are stored, and "
+        f"{flag_name('draft_quantization')} what is made of them"
+    )
 
 
 def block_size(context: LaunchContext) -> None:

@@ -15,7 +15,6 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark import __version__
 from sglang_dspark.config import DSparkConfig, flag_name
-from sglang_dspark.draft import reduced_vocabulary
 from sglang_dspark.engine.compat.arguments import name_of_start
 from sglang_dspark.engine.scheduler.measure_steps import Stepper, measure_steps, most_requests
 from sglang_dspark.engine.scheduler.turns import turn
@@ -167,7 +166,7 @@ def table_key(
         "device": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
         "threads": "" if on_gpu else str(torch.get_num_threads()),
         "target": _identity(server_args.model_path, _shape(runner.model_config.hf_config.to_dict())),
-        "draft": _identity(draft_path, _small_files(Path(draft_path))),
+        "draft": _identity(draft_path, _configuration(Path(draft_path))),
         "dtype": str(runner.dtype).removeprefix("torch."),
         "quantization": str(runner.model_config.quantization),
         "kv_cache_dtype": str(runner.kv_cache_dtype).removeprefix("torch."),
@@ -194,10 +193,10 @@ def _shape(config: Mapping[str, object]) -> bytes:
     return json.dumps(shape, sort_keys=True, default=str).encode()
 
 
-def _small_files(folder: Path) -> bytes:
-    """Return the files that a drafter's shape follows from; nothing without a drafter."""
-    files = [folder / name for name in ("config.json", reduced_vocabulary.FILE)]
-    return b"".join(file.read_bytes() for file in files if file.is_file())
+def _configuration(folder: Path) -> bytes:
+    """Return the file that a drafter's shape follows from; nothing without one."""
+    file = folder / "config.json"
+    return file.read_bytes() if file.is_file() else b""
 
 
 def _cpu_name() -> str:

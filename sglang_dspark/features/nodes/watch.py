@@ -36,8 +36,8 @@ GRACE_S = 5.0
 """Time that a node has to end by itself: the ranks of a server that is told to shut down end one after another."""
 _FOR_EVER = timedelta(days=3650)
 _MISSING = "nothing"
-# Each node may keep these files elsewhere: rank 0 reads the table for all, and temperatures are compared.
-_OF_EACH_NODE = ("sps_table_path", "confidence_sts_path")
+# Each node may keep these files elsewhere: rank 0 reads the table for all, and what the others say is compared.
+_OF_EACH_NODE = ("sps_table_path", "confidence_sts_path", "draft_vocabulary")
 
 
 @dataclass(frozen=True)

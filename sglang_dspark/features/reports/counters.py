@@ -27,6 +27,7 @@ from sglang_dspark.features.reports.sums import (
     THINKING_ACCEPTED,
     THINKING_ROUNDS,
     TIMED_STEPS,
+    UNPROPOSED,
     Sums,
     load_of,
 )
@@ -105,11 +106,17 @@ class Counters:
             row[COPYING_VERIFIED] += verified
             row[COPYING_ACCEPTED] += accepted
 
-    def record_thoughts(self, requests: int, accept_lens: Sequence[int]) -> None:
-        """Add the drafts accepted in a step of so many requests by those that reason and have not begun to answer."""
+    def record_tokens(self, requests: int, *, thoughts: Sequence[int], unproposed: int) -> None:
+        """Add what the tokens of a step of so many requests were.
+
+        Args:
+            thoughts: drafts accepted by the requests that reason and have not begun to answer.
+            unproposed: tokens that the drafter cannot propose.
+        """
         row = self._loads[load_of(requests)]
-        row[THINKING_ROUNDS] += len(accept_lens)
-        row[THINKING_ACCEPTED] += sum(accept_lens)
+        row[UNPROPOSED] += unproposed
+        row[THINKING_ROUNDS] += len(thoughts)
+        row[THINKING_ACCEPTED] += sum(thoughts)
 
     def record_time(self, timed: TimedStep) -> None:
         """Add the time of one step."""

@@ -14,6 +14,7 @@ from sglang_dspark.engine.feature import Counted, Part
 from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.features.reports.capabilities import capabilities, in_one_line
 from sglang_dspark.features.reports.counters import Counters
+from sglang_dspark.features.reports.coverage import Coverage
 from sglang_dspark.features.reports.first_drafts import FirstDrafts
 from sglang_dspark.features.reports.prometheus import Metrics
 from sglang_dspark.features.reports.recent import Recent
@@ -35,6 +36,7 @@ class Reports(Part):
     """
 
     _counters: Counters
+    _coverage: Coverage
     _recent: Recent
     _versions: Versions
 
@@ -45,7 +47,9 @@ class Reports(Part):
 
     def ready(self) -> None:
         """Begin to count, and say in the log how the server decodes."""
-        self._counters = Counters(self._decoder.decoding().gamma, self._decoder.schedule.forecast.predicted)
+        decoding = self._decoder.decoding()
+        self._counters = Counters(decoding.gamma, self._decoder.schedule.forecast.predicted)
+        self._coverage = Coverage(decoding.vocabulary)
         self._recent = Recent(self._counters)
         self._versions = Versions(self._counters, self._version())
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
@@ -86,7 +90,8 @@ class Reports(Part):
             for req, kept in zip([reqs[request] for request in running], accepted, strict=True)
             if not req._is_reasoning_over and (req.require_reasoning or req.reasoning_tokens > 0)
         ]
-        self._counters.record_thoughts(len(running), thoughts)
+        unproposed = self._coverage.missing(record, running)
+        self._counters.record_tokens(len(running), thoughts=thoughts, unproposed=unproposed)
         self._log()
 
     def _log(self) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 STEPS, PLAIN_STEPS, PARKED_STEPS, DRAFTED, TIMED_STEPS, MEASURED_MS, PREDICTED_MS = range(7)
 COPIED, COPIED_ACCEPTED, COPYING_ROUNDS, COPYING_VERIFIED, COPYING_ACCEPTED = range(7, 12)
 TEXT, CACHE = (12, 13, 14), (15, 16, 17)  # proposed, verified, accepted
-THINKING_ROUNDS, THINKING_ACCEPTED, NUM_SCALARS = range(18, 21)
+THINKING_ROUNDS, THINKING_ACCEPTED, UNPROPOSED, NUM_SCALARS = range(18, 22)
 """Columns of :attr:`Sums.loads` before those that count rounds by outcome."""
 NUM_LOADS = 16
 
@@ -127,6 +127,7 @@ class Figures:
             "verified_tokens": self.verified,
             "accepted_tokens": self.accepted,
             "committed_tokens": self.committed,
+            "unproposed_tokens": int(self._row[UNPROPOSED]),
             "timed_steps": int(self._row[TIMED_STEPS]),
         }
 
@@ -142,6 +143,7 @@ class Figures:
             "accept_length": self.accept_length,
             "thinking_accept_length": _ratio(thinking + kept, thinking),
             "answer_accept_length": _ratio(answering + self.accepted - kept, answering),
+            "coverage": _ratio(self.committed - row[UNPROPOSED], self.committed),
             "verify_length": _ratio(self.verified, self.rounds),
             "wasted_verify_fraction": _ratio(self.verified - self.accepted, self.verified),
             "running_requests": _ratio(self.rounds, self.steps),

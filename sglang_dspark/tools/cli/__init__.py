@@ -15,6 +15,7 @@ COMMANDS = {
     "evaluate": "sglang_dspark.tools.cli.evaluate:evaluate",
     "simulate": "sglang_dspark.tools.cli.simulate:simulate",
     "train": "dspark_training.command:train",
+    "vocabulary": "sglang_dspark.tools.cli.vocabulary:vocabulary",
 }
 """Command -> ``module:function``. A module is imported when its command is run or listed, so it has to stay light:
 torch, transformers and SGLang belong inside the functions."""

@@ -31,6 +31,10 @@ _BY_POSITION = ("survival", "given all before")
 @click.option("--target", type=Checkpoint(), help="Measure in this process instead: the target.")
 @click.option("--draft", type=Checkpoint(), help="Its drafter, which is measured without its Markov head as well.")
 @click.option(
+    "--draft-vocabulary", type=click.Path(path_type=Path), help="In process: a list in place of the drafter's own."
+)
+@click.option("--draft-quantization", type=click.Choice(["int8"]), help="In process: as the server's flag, too.")
+@click.option(
     "--prompts", "files", type=click.Path(path_type=Path), multiple=True, required=True, help="Prompt file; repeatable."
 )
 @click.option("--limit", type=click.IntRange(min=1), help="Ask only the first so many prompts of each set.")
@@ -65,6 +69,8 @@ def evaluate(files: tuple[Path, ...], **options: Any) -> None:
         "prompts": provenance.files(files),
         "protocol": {name: options[name] for name in _ASKED},
     }
+    if (listed := options["draft_vocabulary"]) is not None:
+        about["draft_vocabulary"] = provenance.files([listed])
     measure = _on_server if options["target"] is None else _in_process
     pair, results = measure(console, sets, options)
     about |= pair
@@ -78,6 +84,10 @@ def _refuse(options: Mapping[str, Any]) -> None:
     in_process = options["target"] is not None
     if in_process != (options["draft"] is not None):
         raise click.UsageError("--target and --draft belong together: give both or neither")
+    for name in ("draft_vocabulary", "draft_quantization"):
+        if options[name] is not None and not in_process:
+            flag = name.replace("_", "-")
+            raise click.UsageError(f"--{flag} is for --target and --draft; a server has --speculative-dspark-{flag}")
     if in_process and (options["url"] or options["blocks_file"]):
         raise click.UsageError("--url and --blocks are for a server; --target and --draft measure without one")
     if in_process and options["temperature"] not in (0, 1):
@@ -103,14 +113,18 @@ def _in_process(console: Console, sets: dict[str, list[str]], options: Mapping[s
             raw=options["raw"],
             chat_template_kwargs=options["chat_template_kwargs"],
             seed=options["seed"],
+            listed=options["draft_vocabulary"],
+            eight_bits=options["draft_quantization"] == "int8",
             on_written=wrote,
             on_measured=measured_one,
         )
-    main = new_table("set", "temperature", "Markov", "proposes", "accept length", title=_TITLE, left=["set"])
+    headings = ("set", "temperature", "Markov", "weights", "proposes", "accept length")
+    main = new_table(*headings, title=_TITLE, left=["set"])
     positions = new_table("set", "Markov", "draft", *_BY_POSITION, left=["set"])
     for r in results:
         markov = "on" if r["markov"] else "off"
-        main.add_row(r["set"], f"{r['temperature']:g}", markov, f"{r['proposed_tokens']}", f"{r['accept_length']:.3f}")
+        weights, figures = r["quantization"] or "-", (f"{r['proposed_tokens']}", f"{r['accept_length']:.3f}")
+        main.add_row(r["set"], f"{r['temperature']:g}", markov, weights, *figures)
         for draft, rates in enumerate(zip(r["survival"], r["conditional"], strict=True), start=1):
             positions.add_row(r["set"], markov, str(draft), *(f"{rate:.3f}" for rate in rates))
         positions.add_section()

@@ -61,7 +61,10 @@ def _check_models(start: LaunchContext, draft_dir: Path) -> Iterator[Finding]:
     tensors = f"{sum(1 for _ in model.parameters())} tensors, all expected, all finite"
     yield Finding("ok", "tensors", f"{tensors}; {_describe_memory(model)}")
     drafter = start.server.drafter
-    if drafter is not None and drafter.reading.storage is not None:
+    if drafter is None:
+        return
+    yield Finding("ok", "vocabulary", f"{drafter.num_proposed:,} of {drafter.config.vocab_size:,} tokens are proposed")
+    if drafter.reading.storage is not None:
         yield Finding("ok", "quantised", drafter.reading.storage.dequantised(model.parameters()))
 
 

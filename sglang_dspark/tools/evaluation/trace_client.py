@@ -29,6 +29,12 @@ class Answer:
     num_tokens: int
     stopped: bool
 
+    @property
+    def tokens(self) -> list[int]:
+        """Return the output tokens but for the last, which no round follows."""
+        rounds = [entry for entry in self.trace if entry is not None]
+        return [token for one in rounds for token in (one["anchor"], *one["draft"][: one["accepted"]])]
+
 
 @dataclass(frozen=True)
 class TraceClient:

@@ -48,10 +48,12 @@ def test_figures():
         "verified_tokens": 8,
         "accepted_tokens": 4,
         "committed_tokens": 9,
+        "unproposed_tokens": 0,
         "timed_steps": 2,
         "accept_length": 9 / 5,
         "thinking_accept_length": None,
         "answer_accept_length": 9 / 5,
+        "coverage": 1.0,
         "verify_length": 8 / 5,
         "wasted_verify_fraction": 1 / 2,
         "running_requests": 5 / 3,
@@ -128,12 +130,13 @@ def test_text_for_the_log():
     assert str(counters) == "drafted 2, verified 2, accepted 1, committed 2, accept length 2.00"
 
 
-def test_thoughts_and_answers_have_accept_lengths_of_their_own():
+def test_thoughts_and_answers_have_accept_lengths_of_their_own_and_tokens_are_proposed_or_not():
     counters = Counters(gamma=3)
     record(counters, [3, 3, 0], verify_lens=[3, 2, 3], accept_lens=[2, 0, 3], copied_lens=[0, 0, 3])
-    counters.record_thoughts(3, [2, 3])
+    counters.record_tokens(3, thoughts=[2, 3], unproposed=2)
     record(counters, [0, 0], verify_lens=[0, 0], accept_lens=[0, 0])
-    counters.record_thoughts(2, [0])
+    counters.record_tokens(2, thoughts=[0], unproposed=1)
     report = counters.sums().report()
     assert report["thinking_rounds"] == 3
+    assert (report["unproposed_tokens"], report["coverage"]) == (3, 1 - 3 / 10)
     assert (report["thinking_accept_length"], report["answer_accept_length"]) == (8 / 3, 1.0)

@@ -17,6 +17,7 @@ from quantised_drafter import gguf_drafter, quantised_drafter
 from random_drafter import random_drafter
 from safetensors.torch import load_file, save_file
 
+from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.engine import support
 from sglang_dspark.engine.launch import diagnosis, hooks
 from sglang_dspark.engine.launch.hooks import HOOKS
@@ -66,10 +67,13 @@ def test_flags_that_a_start_changes_are_said(run, target, draft):
 
 
 @pytest.mark.slow
-def test_a_good_installation_and_the_golden_pair(run, target, draft):
-    result = run("doctor", "--target", target, "--draft", draft)
+def test_a_good_installation_and_the_golden_pair(run, target, draft, tmp_path):
+    save_token_ids(tmp_path / "list.json", range(40))
+    listed = ("--speculative-dspark-draft-vocabulary", tmp_path / "list.json")
+    result = run("doctor", "--target", target, "--draft", draft, "--", *listed)
     assert result.exit_code == 0, result.output
     said = (
+        "40 of 256 tokens are proposed",
         f"sglang         {support.installed_sglang()}",
         "DSPARK and its flags are known to SGLang in this process",
         "DeepSpec format: 7 drafts per block, 2 layers, taps [0, 2, 4] of 6, vanilla Markov head of rank 32",

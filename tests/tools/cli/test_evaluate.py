@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH
 
+from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.tools.simulator.blocks import RecordedBlocks
 
 NUM_PROMPTS = 20
@@ -124,15 +125,32 @@ def test_in_process_with_and_without_the_markov_head(run, sets, target, draft, t
     assert all(1 <= one["accept_length"] <= 8 and len(one["survival"]) == 7 for one in results)
 
 
+def test_in_process_with_a_list_and_rounded_weights(run, sets, target, draft, tmp_path):
+    save_token_ids(tmp_path / "list.json", range(0, 256, 2))
+    options = ("--target", target, "--draft", draft, "--raw", "--limit", 6, "--max-tokens", 16)
+    lean = ("--draft-vocabulary", tmp_path / "list.json", "--draft-quantization", "int8")
+    result = run("evaluate", *sets, *options, *lean, "--output", tmp_path / "out.json")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "out.json").read_text())
+    keys = ("proposed_tokens", "quantization", "markov")
+    rounds = {tuple(map(one.get, keys)): one["num_rounds"] for one in found["results"] if one["set"] == "math"}
+    ways = [(proposed, form, True) for form in (None, "int8") for proposed in (128, 256)]
+    assert rounds.keys() == {*ways, (128, None, False)}
+    assert rounds[256, None, True] < rounds[128, None, True] and len({rounds[way] for way in ways}) == 4
+    assert found["draft_vocabulary"][0]["file"] == "list.json"
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ((), "--target and --draft belong together"),
         (("--draft", "DRAFT", "--blocks", "x.jsonl"), "are for a server"),
         (("--draft", "DRAFT", "--temperature", 0.7), "in process it is 0 or 1"),
+        (("--draft-quantization", "int8"), "a server has --speculative-dspark-draft-quantization"),
     ],
 )
 def test_options_that_do_not_go_together(run, sets, target, draft, options, says):
-    result = run("evaluate", *sets, "--target", target, *(draft if value == "DRAFT" else value for value in options))
+    in_process = () if "--draft-quantization" in options else ("--target", target)
+    result = run("evaluate", *sets, *in_process, *(draft if value == "DRAFT" else value for value in options))
     assert result.exit_code == 2
     assert says in result.output
