@@ -107,13 +107,7 @@ class DrawnTokens(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """Numbers that a feature counts and that only grow, for the statistics and, with ``_total``, for Prometheus.
-
-    Attributes:
-        name, text: what is counted.
-        label: what tells the numbers apart.
-        values: the numbers, by all values of the label.
-    """
+    """Numbers that only grow, for the statistics and, with ``_total``, for Prometheus, by all values of a label."""
 
     name: str
     text: str

@@ -112,8 +112,11 @@ def test_acceptance_is_that_of_verified_drafts(guarded, policy, options, fewest,
 
 def test_openai_answers_carry_the_counts_where_sglang_carries_meta_info(guarded):
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 16, "temperature": 0}
-    answer = json.loads(call(guarded, "/v1/chat/completions", "user-key", body | {"return_meta_info": True})[1])
-    counts = answer["choices"][0]["meta_info"]["dspark"]
+    body |= {"return_meta_info": True, "speculation": {"tpot_ms": 9999}}
+    answer = json.loads(call(guarded, "/v1/chat/completions", "user-key", body)[1])
+    meta_info = answer["choices"][0]["meta_info"]
+    assert meta_info["dspark_promise"][-1]["outcome"] == "kept"
+    counts = meta_info["dspark"]
     assert counts["accepted_tokens"] + counts["rounds"] >= answer["usage"]["completion_tokens"] - 1
 
 

@@ -36,7 +36,7 @@ def refused(server, path, body):
             (route, {**body, "speculation": {key: value}}, f"speculation.{key} must be a number from")
             for route, body in (
                 ("/generate", {"text": "a"}),
-                ("/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "a"}]}),
+                ("/v1/completions", {"model": "m", "prompt": "a"}),
             )
             for key, value in (("tpot_ms", 0), ("weight", True))
         ),

@@ -65,7 +65,7 @@ class Promises(Weigher):
 
     @fenced("promises", instead=nothing)
     def request_ended(self, req: Any) -> None:
-        """Count what became of a promise, unless the request was aborted or has a single token."""
+        """Count what became of a promise, and tell the user; not if the request was aborted or has a single token."""
         self._asking.discard(req)
         pace: Pace | None = getattr(req, "dspark_pace", None)
         if pace is None or pace.tpot_ms is None or pace.began_ms is None:
@@ -81,6 +81,10 @@ class Promises(Weigher):
             outcome = LATE if most * pace.tpot_ms > now - pace.began_ms else UNREACHABLE
             self._late_s[outcome] += late_ms / 1e3
         self._answers[outcome] += 1
+        tpot_ms = pace.tpot_ms + late_ms / (tokens - pace.first_tokens) if tokens > pace.first_tokens else 0.0
+        said = {"promised_ms": pace.tpot_ms, "tpot_ms": tpot_ms, "outcome": outcome}
+        # Such lists are parallel to a request's output tokens.
+        req.customized_info = {**(req.customized_info or {}), "dspark_promise": [None] * (tokens - 1) + [said]}
 
     def counted(self) -> Sequence[Counted]:
         return (
