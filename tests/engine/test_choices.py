@@ -80,7 +80,7 @@ COMMANDS = [
         "Ada",
         "Qwen3ForCausalLM",
         "--attention-backend flashinfer --sampling-backend flashinfer --enable-mixed-chunk",
-        "sampling-backend enable-mixed-chunk",
+        "sampling-backend",
     ),
     (
         "Hopper",

@@ -126,6 +126,7 @@ ELSEWHERE = {  # and the file that tests it
     "memory of adapters": "below",
     "recurrent layers": "features/recurrent/test_checks.py",
     "snapshots of states": "the same",
+    "bound on gaps": "features/mixed_chunks/test_gap.py",
 }
 
 

@@ -137,4 +137,4 @@ class TwoPools:
 def test_the_pool_that_has_less_decides(full, of_windows):
     """A stride takes slots of both, and what the cache gives up of one does not help the other."""
     pools = TwoPools(full, of_windows)
-    assert draft_input._spare(pools, pools) == 10
+    assert draft_input.spare_slots(pools, pools) == 10

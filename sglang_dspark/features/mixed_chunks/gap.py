@@ -98,7 +98,7 @@ class BoundedGaps(Part):
 
 
 def bound_chunk(
-    original: Callable[..., Any], scheduler: Scheduler, *args: Any, running_batch: Any, **given: Any
+    original: Callable[..., Any], scheduler: Scheduler, prefill_delayer_single_pass: object, running_batch: Any
 ) -> Any:
     """Bound SGLang's next chunk while requests run: each of them has a row of it, and prompts have a page at least.
 
@@ -108,7 +108,7 @@ def bound_chunk(
     """
     whole, running = scheduler.chunked_prefill_size, len(running_batch.reqs)
     if whole is None or not running or not (scheduler.waiting_queue or scheduler.chunked_req):
-        return original(scheduler, *args, running_batch=running_batch, **given)
+        return original(scheduler, prefill_delayer_single_pass, running_batch)
     part = next((part for part in decoder_of(scheduler).parts if isinstance(part, BoundedGaps)), None)
     bound = whole if part is None else min(whole, max(part.rows(), running + _LEAST))
     if scheduler.chunked_req is not None:
@@ -119,6 +119,6 @@ def bound_chunk(
         bound = min(bound, running + room)
     scheduler.chunked_prefill_size = max(bound, running + scheduler.page_size)
     try:
-        return original(scheduler, *args, running_batch=running_batch, **given)
+        return original(scheduler, prefill_delayer_single_pass, running_batch)
     finally:
         scheduler.chunked_prefill_size = whole

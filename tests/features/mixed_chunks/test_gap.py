@@ -91,7 +91,7 @@ def scheduler_of(waiting, chunked, rows):
     )
 
 
-def chunk_size(scheduler, *, prefill_delayer_single_pass, running_batch):
+def chunk_size(scheduler, prefill_delayer_single_pass, running_batch):
     return scheduler.chunked_prefill_size
 
 
