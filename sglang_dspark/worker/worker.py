@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from sglang_dspark.draft.cache import DraftCache
+from sglang_dspark.engine.candidate_source import source_of
 from sglang_dspark.engine.compat.decoder import Decoding
 from sglang_dspark.engine.compat.pools import weights_region
-from sglang_dspark.engine.feature import DrawnTokens, StepPart, source_of
+from sglang_dspark.engine.feature import DrawnTokens, StepPart
 from sglang_dspark.engine.forward.graphs import graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
 from sglang_dspark.engine.scheduler.batch import (

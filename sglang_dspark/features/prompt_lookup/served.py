@@ -9,7 +9,7 @@ import torch
 from dspark_kernels import Candidates, ChainRules, find_chains, usual_bounds
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_dspark.engine.feature import CandidateSource
+from sglang_dspark.engine.candidate_source import CandidateSource
 from sglang_dspark.engine.scheduler.batch import is_running, prompts_of
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
