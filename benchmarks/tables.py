@@ -79,23 +79,6 @@ def _origin(what: str, frame: pd.DataFrame) -> str:
     )
 
 
-def step_times() -> str:
-    """Return the step times that the server of the sweep measured at its start."""
-    table = content_of("sweep/sps.json")
-    depth, key = table["drafts"][-1], table["key"]
-    rows = [
-        [str(users), *(f"{times[0]:.1f}" for times in (verify[0], draft[-1], *verify[1:]))]
-        for users, draft, verify in zip(table["requests"], table["draft_ms"], table["verify_ms"], strict=True)
-    ]
-    header = ["users", "plain step", f"draft {depth}", *(f"verify {drafts}" for drafts in table["drafts"][1:])]
-    note = (
-        f"Milliseconds with {table['contexts'][0]} tokens of context, as the server measured them at its start: "
-        f"{key['dtype']}, {key['threads']} threads of {key['device']}, SGLang {key['sglang']} "
-        "([sps.json](sweep/sps.json))."
-    )
-    return section(header, rows, note)
-
-
 # ---- the policy auto in simulated time
 
 
@@ -282,7 +265,6 @@ def section(header: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> 
 TABLES: dict[str, Callable[[], str]] = {
     "sweep": speeds,
     "fixed_lengths": fixed_lengths,
-    "step_times": step_times,
     "ablation": ablation,
     "adversarial": adversarial,
     "equal_draws": equal_draws,
