@@ -70,7 +70,7 @@ class ScheduledServer:
                 )
         if args.enable_return_routed_experts:
             raise ConfigError(
-                "--enable-return-routed-experts needs our own worker: SGLang's hands on no experts of its decode steps, "
+                "--enable-return-routed-experts needs our own worker: SGLang's hands on no experts of decode steps, "
                 "and answers would have those of other tokens; drop it"
             )
         if os.environ.get(MODE, "static") not in _BY_REQUEST:
