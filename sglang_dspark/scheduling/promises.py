@@ -35,10 +35,14 @@ class Pace:
         """Return whether the request asks for anything."""
         return self.tpot_ms is not None or self.weight != 1
 
-    def counts(self, now_ms: float, tokens: int) -> float:
-        """Return what a draft of the request counts now, with so many tokens known."""
+    def begin(self, now_ms: float, tokens: int) -> None:
+        """Begin the answer with its first tokens, if so many are known and it has not begun."""
         if self.began_ms is None and tokens:
             self.began_ms, self.first_tokens = now_ms, tokens
+
+    def counts(self, now_ms: float, tokens: int) -> float:
+        """Return what a draft of the request counts now, with so many tokens known."""
+        self.begin(now_ms, tokens)
         if self.tpot_ms is None or self.began_ms is None:
             return self.weight
         head_ms = HEAD_TOKENS * self.tpot_ms

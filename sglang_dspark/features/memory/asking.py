@@ -23,10 +23,14 @@ async def release(manager: Any, asked: Any, request: object = None) -> None:
     _check(manager, asked.tags)
     manager.auto_create_handle_loop()
     for _ in range(_TRIES):
-        if BUSY not in [answer.rid for answer in await manager.release_memory_occupation_communicator(asked)]:
+        busy = [answer.rid == BUSY for answer in await manager.release_memory_occupation_communicator(asked)]
+        if not any(busy):
             return
         await asyncio.sleep(_PAUSE_S)
-    raise ValueError(f"no memory is released: {BUSY}; await or abort them, or pause with mode retract first")
+    released, which = len(busy) - sum(busy), "no memory is released"
+    if released:
+        which = f"{released} of {len(busy)} replicas have released memory, whose requests wait until it is back"
+    raise ValueError(f"{which}: {BUSY}; await or abort them, or pause with mode retract, and release again")
 
 
 async def resume(manager: Any, asked: Any, request: object = None) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_dspark.engine.compat.decoder import attached_decoder
-from sglang_dspark.engine.scheduler.batch import is_running
+from sglang_dspark.engine.scheduler.batch import is_running, prompts_of
 from sglang_dspark.engine.sglang_types import GenerationBatchResult, Req, ScheduleBatch
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import PLAIN
@@ -23,20 +23,29 @@ def count_running(
     processor: SchedulerBatchResultProcessor, batch: ScheduleBatch, result: GenerationBatchResult
 ) -> None:
     """Show the step to the worker, and count it for its running requests, before SGLang appends their tokens."""
-    running = list(filter(is_running, batch.decoding_reqs or ()))
-    if not running:
+    prompts = len(prompts_of(batch))
+    places = [prompts + place for place, req in enumerate(batch.decoding_reqs or ()) if is_running(req)]
+    if not places:
         return
+    running = [batch.reqs[place] for place in places]
+    if result.copy_done is not None:
+        result.copy_done.synchronize()
     for req in running:
         req.spec_verify_ct += 1
         req.spec_num_cap_tokens += 1
         req.update_spec_correct_drafts_histogram(0)
         req.update_spec_cap_lens_histogram(1)
     worker = attached_decoder(processor.model_worker)
-    worker.control.observe(running, plain_record(running, worker.schedule), [1] * len(running), None)
+    record = plain_record(running, result.next_token_ids[places, None].cpu(), worker.schedule)
+    worker.control.observe(running, record, [1] * len(running), None)
 
 
-def plain_record(reqs: Sequence[Req], schedule: Schedule) -> StepRecord:
-    """Return the record of a step that has given each of SGLang's requests a token, and drafted none."""
+def plain_record(reqs: Sequence[Req], tokens: torch.Tensor, schedule: Schedule) -> StepRecord:
+    """Return the record of a step that has given each of SGLang's requests one of ``tokens [n, 1]``, and drafted none.
+
+    Args:
+        tokens: int64, on the host.
+    """
     none = [0] * len(reqs)
     return StepRecord(
         requests=[req.rid for req in reqs],
@@ -45,6 +54,7 @@ def plain_record(reqs: Sequence[Req], schedule: Schedule) -> StepRecord:
         verify_lens=torch.tensor(none),
         confidence=None,
         traced=torch.tensor([[req.seqlen - 1, req.output_ids[-1]] for req in reqs]),
+        committed=tokens,
         policy=schedule.policy.name,
         parked=schedule.parked,
     )

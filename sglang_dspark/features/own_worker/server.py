@@ -68,6 +68,11 @@ class ScheduledServer:
                     f"{flag_name(name)}={value} belongs to our own worker, and {flag_name('engine')} scheduled takes "
                     "SGLang's; drop one of them"
                 )
+        if args.enable_return_routed_experts:
+            raise ConfigError(
+                "--enable-return-routed-experts needs our own worker: SGLang's hands on no experts of decode steps, "
+                "and answers would have those of other tokens; drop it"
+            )
         if os.environ.get(MODE, "static") not in _BY_REQUEST:
             raise ConfigError(
                 f"{MODE}={os.environ[MODE]} asks for another verification than {flag_name('engine')} scheduled; unset "

@@ -50,11 +50,14 @@ class Promises(Weigher):
 
     @fenced("promises", instead=nothing)
     def prefill_done(self, batch: Any) -> None:
+        """Note what requests ask for. An answer may begin, and end, beside the prompts of others."""
+        now = self._clock()
         for req in batch.reqs:
             if not hasattr(req, "dspark_pace"):
                 req.dspark_pace = pace_of(request_options(req), self._tpot_ms)
             if req.dspark_pace.asks:
                 self._asking.add(req)
+                req.dspark_pace.begin(now, len(req.output_ids))
 
     @fenced("weights of requests", instead=nothing)
     def weights(self, batch: Any) -> list[float] | None:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightFromDiskReqOutput
 
 from sglang_dspark.engine.compat.decoder import Decoder, decoder_of
-from sglang_dspark.errors import DSparkError
+from sglang_dspark.errors import ConfigError, DSparkError
 from sglang_dspark.features.weights import DRAFTER
 from sglang_dspark.features.weights.served import Weights
 
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 _MEETING = ("BeginWeightUpdate", "UpdateWeightsFromTensor", "UpdateWeightsFromIPC", "EndWeightUpdate")
 """Requests at whose end all ranks wait for each other."""
+_AWAY = ConfigError(
+    'the memory of the weights is released: take it back first, POST /resume_memory_occupation {"tags": ["weights"]}'
+)
 
 
 def weights_of(decoder: Decoder) -> Weights:
@@ -30,9 +34,12 @@ def write(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Have SGLang write weights between two steps, or a drafter's checkpoint, and follow them.
 
     Of weights that come in parts, the last one is followed. If some do not fit, the request is at fault and not the
-    server: it says so and serves what it has.
+    server: it says so and serves what it has. Into memory that is released nothing is written: a GPU would fault.
     """
-    decoder, name = decoder_of(manager.scheduler), type(request).__name__
+    name = type(request).__name__
+    if GPU_MEMORY_TYPE_WEIGHTS in manager.offload_tags:
+        return _failed(name, _AWAY)
+    decoder = decoder_of(manager.scheduler)
     loads_drafter = isinstance(request, UpdateWeightFromDiskReqInput) and request.load_format == DRAFTER
     torch.get_device_module(manager.tp_worker.device).synchronize()  # a step that was launched reads the old ones
     try:

@@ -67,6 +67,18 @@ def test_memory_of_a_cpu_stays():
             asyncio.run(ask(manager, ReleaseMemoryOccupationReqInput()))
 
 
+@pytest.mark.parametrize(("rids", "said"), [([BUSY], "^no memory is released"), ([None, BUSY], "^1 of 2 replicas")])
+def test_a_refusal_says_what_is_released_all_the_same(monkeypatch, rids, said):
+    async def answer(asked):
+        return [SimpleNamespace(rid=rid) for rid in rids]
+
+    monkeypatch.setattr(asking, "_PAUSE_S", 0)
+    manager = SimpleNamespace(server_args=SimpleNamespace(device="cuda"), auto_create_handle_loop=lambda: None)
+    manager.release_memory_occupation_communicator = answer
+    with pytest.raises(ValueError, match=f"{said}.*: {BUSY}; .* release again$"):
+        asyncio.run(asking.release(manager, ReleaseMemoryOccupationReqInput()))
+
+
 def test_running_requests_keep_the_memory():
     manager = Manager(paused=False)
     manager.idle = False

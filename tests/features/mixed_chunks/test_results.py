@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from dspark_kernels import DraftVocabulary
 from made_schedule import schedule
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -12,6 +14,7 @@ from stage_loop import OneRank
 from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.features.mixed_chunks.results import count_running, wait_for_grammars
+from sglang_dspark.features.reports.coverage import Coverage
 
 
 class Looking(Part):
@@ -38,11 +41,15 @@ def processor(looking):
 def test_a_mixed_step_is_a_plain_step_of_the_requests_that_it_finds_running(looking, processor):
     prompt, first, ended, last = (request([7, 8, 9], prompt=[1] * 4, rid=rid) for rid in "pabc")
     ended.finished_reason = FINISH_LENGTH(3)
-    count_running(processor, batch(prompt, first, ended, last, decoding_reqs=[first, ended, last]), None)
+    result = SimpleNamespace(copy_done=None, next_token_ids=torch.tensor([4, 5, 6, 3]))
+    count_running(processor, batch(prompt, first, ended, last, decoding_reqs=[first, ended, last]), result)
     [(requests, record, running, accepted)] = looking.seen
     assert (requests, running, accepted) == (["a", "c"], [0, 1], [0, 0])
     assert (record.requests, record.drafted, record.verified, record.drawn) == (["a", "c"], [0, 0], [0, 0], [0, 0])
     assert record.traced.tolist() == [[6, 9], [6, 9]]  # tokens before the anchor, and the anchor
+    assert record.committed.tolist() == [[5], [3]]
+    # As where the drafter proposes a part of the vocabulary.
+    assert Coverage(DraftVocabulary(torch.arange(5), 9)).missing(record, running) == 1
     for req, rounds in ((prompt, 0), (ended, 0), (first, 1), (last, 1)):
         assert (req.spec_verify_ct, req.spec_num_cap_tokens, sum(req.spec_correct_drafts_histogram)) == (rounds,) * 3
     assert first.spec_cap_lens_histogram == [0, 1]

@@ -179,6 +179,12 @@ def test_options_of_our_own_worker_are_refused(options, named):
         ScheduledServer.before(ServerArgs(model_path="none"), DSparkConfig(engine="scheduled", **options), "")
 
 
+def test_experts_that_steps_do_not_hand_on_are_refused():
+    args = ServerArgs(model_path="none", enable_return_routed_experts=True)
+    with pytest.raises(ConfigError, match="--enable-return-routed-experts needs our own worker"):
+        ScheduledServer.before(args, DSparkConfig(engine="scheduled"), "")
+
+
 def settled(**options):
     """The server as its scheduler finds it, of arguments that SGLang has resolved."""
     args = ServerArgs(model_path="none")

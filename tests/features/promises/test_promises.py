@@ -75,6 +75,20 @@ def test_a_promise_is_kept_or_late_or_was_out_of_reach(server):
     assert late.values == pytest.approx({"late": 0.04, "unreachable": 0.06})
 
 
+def test_an_answer_that_comes_beside_prompts_has_a_promise(server):
+    """Without a decode step of its own."""
+    req = asking(tpot_ms=4.0)
+    for ms, tokens in ((0, 0), (0, 1), (20, 2), (20, 3)):
+        server.clock.ms += ms
+        req.output_ids[:] = array("q", [7] * tokens)
+        server.part.prefill_done(batch_of(req))
+    req.spec_verify_ct = 2
+    server.part.request_ended(req)
+    answers, late = server.part.counted()
+    assert answers.values == {"kept": 0, "late": 0, "unreachable": 1}
+    assert late.values["unreachable"] == pytest.approx(0.032)
+
+
 def test_the_servers_promise_holds_for_requests_without_their_own():
     part = Promises(10.0, lambda: SimpleNamespace(times=None), 3, lambda: 0.0)
     batch = batch_of(asking(), asking(tpot_ms=20.0), asking(weight=0.5))
