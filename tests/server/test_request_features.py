@@ -320,7 +320,8 @@ def test_a_key_beside_what_a_grammar_forces(letters):
     assert [answer["output_ids"] for answer in beside] == [answer["output_ids"] for answer in alone]
     copied, followed = ([rounds_of(answer) for answer in answers] for answers in (alone, beside))
     assert any(entry["from_cache"] for entry in followed[1]) and not any(entry["from_cache"] for entry in copied[1])
-    assert [entry["copied"] for entry in followed[0]] == [entry["copied"] for entry in copied[0]]
+    # Not the same drafts: beside the other prompt, a letter comes without any.
+    assert all(any(entry["copied"] for entry in rounds[0]) for rounds in (copied, followed))
     assert not any(entry["copied"] for entry in followed[1])
 
 
