@@ -318,6 +318,8 @@ SPECULATION: dict[str, Values] = {
     "max_verify": (0, 1, 3, 15, 65535),
     "confidence_threshold": (0, 0.3, 0.9, 1),
     "trace": (True,),
+    "tpot_ms": (0.1, 7, 10_000),
+    "weight": (0.01, 0.5, 1),
 }
 PRESET_KEYS: dict[str, Values] = {
     "min_ngram": (1, 2, 8),
