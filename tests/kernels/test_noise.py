@@ -36,7 +36,7 @@ def test_every_part_of_the_key_changes_the_value():
         for purpose in Purpose
     ]
     values = torch.cat(values)
-    assert values.unique().numel() == values.numel() == 4 * 5 * 5 * 6 * 5
+    assert values.unique().numel() == values.numel() == 4 * 5 * len(Purpose) * 6 * 5
 
 
 def test_step_and_purpose_may_be_tensors():

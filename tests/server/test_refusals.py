@@ -99,13 +99,15 @@ STARTUP = [
     (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "dp-size=2"),
     (["--quantization", "fp8", "--speculative-draft-model-quantization", "fp8"], "-draft-model-quantization=fp8"),
     (["--grammar-backend", "outlines"], "--grammar-backend=outlines"),
-    (["--enable-memory-saver"], "--enable-memory-saver=True"),
     (["--speculative-dspark-verify-len", "two"], "--speculative-dspark-verify-len='two'"),
-    (["--speculative-dspark-fallback", "target-only", "--enable-memory-saver"], "--enable-memory-saver=True"),
+    (
+        ["--speculative-dspark-fallback", "target-only", "--enable-deterministic-inference"],
+        "--enable-deterministic-inference=True",
+    ),
 ]
 DRAFT_FREE = [
     ([], "--speculative-dspark-draft-free to serve"),
-    (["--speculative-dspark-draft-free", "--enable-memory-saver"], "--enable-memory-saver=True"),
+    (["--speculative-dspark-draft-free", "--tp-size", "2", "--attn-cp-size", "2"], "--attn-cp-size=2"),
 ]
 
 STARTUP_SCRIPT = """

@@ -60,9 +60,9 @@ def edit_tensors(folder: Path, edit) -> None:
 
 @pytest.mark.usefixtures("without_sglang")
 def test_flags_that_a_start_changes_are_said(run, target, draft):
-    result = run("doctor", "--target", target, "--draft", draft, "--", "--enable-mixed-chunk", "--skip-server-warmup")
+    result = run("doctor", "--target", target, "--draft", draft, "--", "--enable-pdmux", "--skip-server-warmup")
     said = " ".join(result.output.split())
-    assert "note flags --enable-mixed-chunk=True becomes False: prompts and verifications are" in said
+    assert "note flags --enable-pdmux=True becomes False: prompts and verifications are" in said
     assert "--skip-server-warmup=" not in said
 
 
