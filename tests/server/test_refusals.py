@@ -100,10 +100,7 @@ STARTUP = [
     (["--quantization", "fp8", "--speculative-draft-model-quantization", "fp8"], "-draft-model-quantization=fp8"),
     (["--grammar-backend", "outlines"], "--grammar-backend=outlines"),
     (["--speculative-dspark-verify-len", "two"], "--speculative-dspark-verify-len='two'"),
-    (
-        ["--speculative-dspark-fallback", "target-only", "--enable-deterministic-inference"],
-        "--enable-deterministic-inference=True",
-    ),
+    (["--speculative-dspark-fallback", "target-only", "--tp-size", "2", "--attn-cp-size", "2"], "--attn-cp-size=2"),
 ]
 DRAFT_FREE = [
     ([], "--speculative-dspark-draft-free to serve"),
