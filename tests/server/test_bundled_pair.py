@@ -37,6 +37,7 @@ def chat(prompt: str) -> str:
     return f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.thorough
 def test_every_token_is_the_targets_choice(smollm2):
     """Transformers is the judge, with other batch shapes; the second pass is served from the radix cache."""
     path = smollm2.get_json("/dspark/capabilities")["target"]["path"]

@@ -64,6 +64,7 @@ def test_dflash_2_in_the_form_in_which_it_is_published(dflash2, plain):
     assert texts["off"][::2] == output_ids(plain, bodies[::2])
 
 
+@pytest.mark.thorough
 def test_dflash_2_in_steps_that_are_replayed(adapter_graphs):
     """The kernel of its selector drafts what the formula says, in blocks of three."""
     assert adapter_graphs.get_json("/dspark/capabilities")["block_size"] == 3

@@ -44,7 +44,14 @@ def in_session(server, seed):
         return dialogue(server, session, seed)
 
 
-@pytest.mark.parametrize("name", ["tight", "corner", "scheduled_corner"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "corner",
+        pytest.param("tight", marks=pytest.mark.thorough),
+        pytest.param("scheduled_corner", marks=pytest.mark.thorough),
+    ],
+)
 def test_turns_have_the_texts_of_their_whole_prompts(name, plain, request):
     server = request.getfixturevalue(name)
     seeds = range(12)

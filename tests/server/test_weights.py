@@ -132,6 +132,7 @@ def test_texts_are_those_of_a_server_that_was_started_with_the_weights(dspark, s
         by_route(dspark, DRAFT)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["scheduled", "graphs", "parallel", "replicas"])
 def test_other_servers_follow_the_target(request, folders, name, tmp_path):
     """SGLang's own worker, whose drafter would load the target's tensors; captured steps; two ranks or replicas."""

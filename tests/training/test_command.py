@@ -153,6 +153,7 @@ def test_two_processes_train_one_drafter(tmp_path, chat_target, prompts):
     assert load_draft_model(tmp_path / "two" / "draft", dtype=torch.float32, device="cpu").config.gamma == 3
 
 
+@pytest.mark.thorough
 def test_a_run_from_a_drafter_takes_its_shape(train, tmp_path):
     assert train("first", "--rank", 4, "--layers", 2, "--taps", "0,3").exit_code == 0
     options = ("--corpus", tmp_path / "first" / "corpus", "--init", tmp_path / "first" / "draft")

@@ -199,7 +199,8 @@ def test_what_calibration_has_learned_reaches_replayed_steps(monkeypatch):
         torch.testing.assert_close(survival, torch.full((3, 7), conditional).cumprod(1))
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_candidates_compete_in_replayed_steps(monkeypatch, tmp_path, temperature):
     """Beside a drafter that knows nothing, chains that weigh all spare steps where the text is in a loop."""
     folder = random_drafter(tmp_path, "gated")
