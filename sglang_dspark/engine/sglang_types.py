@@ -290,6 +290,7 @@ class GenerationBatchResult(Protocol):
     new_seq_lens: torch.Tensor
     next_draft_input: SpecInput
     routed_experts_output: TopkCaptureOutput | None
+    copy_done: torch.cuda.Event | None
 
 
 class TokenizerManager(Protocol):
