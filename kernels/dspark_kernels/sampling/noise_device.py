@@ -60,33 +60,32 @@ def _minus_log(x, rest) -> tl.tensor:
 
 
 @triton.jit
-def race_noise(seed, step, key, slot, purpose, groups) -> tl.tensor:
-    """``noise.race_exponential`` [..., 4 * G] of the columns 4 * groups .. 4 * groups + 3 of one slot.
-
-    ``groups`` is int32 [G] with a scalar ``key``, or [1, G] with keys [B, 1] of several requests.
-    """
+def _race_words(seed, step, key, slot, purpose, groups) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The four words of each group of four columns, int32; ``key`` is a scalar or broadcasts."""
     zeros = (groups * 0).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(
+    return tl.philox(
         seed,
         zeros + _noise_word(slot, purpose, step),
         zeros + step.to(tl.uint32),
         zeros + key.to(tl.uint32),
         (groups + 1).to(tl.uint32),
     )
+
+
+@triton.jit
+def race_noise(seed, step, key, slot, purpose, groups) -> tl.tensor:
+    """``noise.race_exponential`` [..., 4 * G] of the columns 4 * groups .. 4 * groups + 3 of one slot.
+
+    ``groups`` is int32 [G] with a scalar ``key``, or [1, G] with keys [B, 1] of several requests.
+    """
+    w0, w1, w2, w3 = _race_words(seed, step, key, slot, purpose, groups)
     return unit_exponential(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
 
 
 @triton.jit
 def race_noise_at(seed, step, key, slot, purpose, columns) -> tl.tensor:
     """:func:`race_noise` of some columns (int32) of a slot of one request: one generator call per value."""
-    zeros = (columns * 0).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(
-        seed,
-        zeros + _noise_word(slot, purpose, step),
-        zeros + step.to(tl.uint32),
-        zeros + key.to(tl.uint32),
-        ((columns >> 2) + 1).to(tl.uint32),
-    )
+    w0, w1, w2, w3 = _race_words(seed, step, key, slot, purpose, columns >> 2)
     of_pair = tl.where((columns & 1) == 0, w0, w1), tl.where((columns & 1) == 0, w2, w3)
     return unit_exponential(tl.where((columns & 2) == 0, of_pair[0], of_pair[1]))
 
