@@ -65,6 +65,7 @@ def cases():
     # What says how sure a selector is chooses the drafts, too.
     yield "a selector, threshold", POLICIES["threshold"], 2, {}, SWITCHES["DFlash 2"]
     yield "a selector, early-stop", POLICIES["early-stop"], 2, {}, SWITCHES["DFlash 2"]
+    RARE.add("a selector, threshold")
     RARE.difference_update(f"network, {name}" for name in ("DFlash", "reduced vocabulary, gated", "everything"))
     for (policy, options), name in zip(POLICIES.items(), itertools.cycle(FILTERS), strict=False):
         yield f"filter {name}, {policy}", options, 1, {"filters": FILTERS[name]}, None
@@ -93,6 +94,7 @@ def cases():
             # One draft is drawn, and up to two behind it are copied.
             options = POLICIES[policy] | {"block_size": 3}
             yield f"candidates {kind}, behind the block, {policy}", options, 3, {"bounds": [bounds]}, ONE_DRAFT
+    RARE.update(("candidates compete, behind the block, static", "candidates copy, behind the block, auto"))
     RARE.add("candidates compete, longer blocks")
     both = {"requests": 2, "bounds": [COMPETING, COPYING]}
     # One draft of two is verified, and its chain speaks for it.
@@ -104,6 +106,7 @@ def cases():
         parts = [-1, 0, 2, -1, 2, 1, 1, -1], [9, 1, 9, 9, 1, 2, 9, 9], [rows] * 8, [0] * 8
         second = SecondTexts(*torch.tensor(parts))
         yield f"a second text, {rows}", STATIC, 2, {"bounds": [COMPETING], "second": second}, None
+    RARE.add(f"a second text, {CACHED_ROWS}")
     for length in (1, 2):
         # One candidate or two, or none.
         yield f"no drafter, {length}", {"draft_free": True}, 2, {"bounds": [(2, 3, length, COPYING[3])]}, None

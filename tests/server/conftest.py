@@ -46,6 +46,10 @@ def _drafter(write: Callable[[Path], Path]) -> Callable[[Path], Flags]:
     return lambda folder: dspark_flags(write(folder / "draft"))
 
 
+def _step_times(folder: Path) -> Flags:
+    return "--speculative-dspark-sps-table-path", folder / "step_times.json"
+
+
 def _random(variant: str) -> Callable[[Path], Flags]:
     return _drafter(partial(random_drafter, variant=variant))
 
@@ -148,7 +152,7 @@ LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1"}
 SERVERS: dict[str, Recipe] = {
     # The target alone, and DSPARK with its defaults.
     "plain": Recipe(),
-    "dspark": Recipe(DSPARK),
+    "dspark": Recipe((*DSPARK, _step_times)),
     # Every scheduling of SGLang that is not the default, K/V in pages, and a part of the drafter's block and context.
     # Tokens of this one and of SGLang's own worker are pieces of letters.
     "corner": Recipe(
@@ -200,7 +204,7 @@ SERVERS: dict[str, Recipe] = {
     "parallel": Recipe((*DSPARK, PARALLEL, KEEPS_ANSWERS, f"{MIXED} --speculative-dspark-max-gap-ms 1"), env=TWO_RANKS),
     # Two schedulers, asked by two processes, of which a test may suspend one for a while.
     "replicas": Recipe(
-        (*DSPARK, FOUR, "--dp-size 2 --tokenizer-worker-num 2 --enable-metrics --chat-template chatml"),
+        (*DSPARK, _step_times, FOUR, "--dp-size 2 --tokenizer-worker-num 2 --enable-metrics --chat-template chatml"),
         env={**TWO_RANKS, "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "600"},
         forked=False,
     ),

@@ -73,7 +73,7 @@ def test_auto_reports_what_it_knows(dspark):
 def test_step_times_are_kept_where_the_option_says(dspark):
     """Measured by this start, or by one before with the same file."""
     [path] = re.findall(r"DSPARK: step times (?:written to|from) (\S+)", dspark.log_path.read_text())
-    assert Path(path).name == "step_times.json"  # of SGLANG_DSPARK_SPS_TABLE_PATH
+    assert Path(path).name == "step_times.json"
     table = SpsTable.load(Path(path))
     assert (table.drafts[-1], table.requests[0]) == (7, 1)
 

@@ -96,6 +96,8 @@ class ServerPool:
 
     def __init__(self, recipes: Mapping[str, Recipe], folder: Path, most: int = MAX_SERVERS) -> None:
         self._recipes, self._folder, self._most = recipes, folder, most
+        # One for all processes of a test run.
+        self._home = folder.parents["PYTEST_XDIST_WORKER" in os.environ] / "home"
         self._servers: dict[str, LaunchedServer] = {}
 
     def get(self, name: str) -> LaunchedServer:
@@ -138,9 +140,8 @@ class ServerPool:
 
     def _started(self, recipe: Recipe, folder: Path) -> LaunchedServer:
         flags = [*(CUDA_FLAGS if ON_GPU else CPU_FLAGS), "--dtype", "float32", *recipe.words(folder)]
-        # Step times are measured in a second here; they shall not end up in the user's cache.
-        table = {"HF_HUB_OFFLINE": "1", "SGLANG_DSPARK_SPS_TABLE_PATH": str(folder / "step_times.json")}
-        env = {**_COMMON, **table, **recipe.env}
+        # Servers of one shape share their step times, but not with this machine's user.
+        env = {**_COMMON, "HF_HUB_OFFLINE": "1", "HOME": str(self._home), **recipe.env}
         # A process that has touched a GPU cannot be forked.
         if recipe.forked and not ON_GPU:
             # The warm-up request has been answered by then: asking for another token would take a second.
