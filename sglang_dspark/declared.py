@@ -7,6 +7,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from msgspec import Meta, ValidationError, convert
 
+Scalar = str | int | float | bool | None
+"""A value of a flat JSON object."""
+
 
 def int_range(minimum: int, maximum: int | None = None) -> Meta:
     """Declare an integer in these bounds, which are included."""

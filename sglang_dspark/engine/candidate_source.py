@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -49,8 +48,3 @@ class CandidateSource(Part, ABC):
     @abstractmethod
     def buffers(self, slots: int) -> RulesBuffers:
         """Return the rules of captured steps of up to so many requests."""
-
-
-def source_of(parts: Sequence[Part]) -> CandidateSource | None:
-    """Return the part that finds candidates; None if there is none."""
-    return next((part for part in parts if isinstance(part, CandidateSource)), None)

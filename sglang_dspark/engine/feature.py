@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from msgspec import Struct
 
 from sglang_dspark import features
+from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.launch.check import Check
 from sglang_dspark.engine.launch.flag_rule import FlagRule
@@ -27,14 +28,20 @@ from sglang_dspark.engine.sglang_types import (
     ScheduleBatch,
     ServerArgs,
     TokenizerManager,
+    TpModelWorker,
 )
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import VerifyPlan
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import KVCache
+
+    from sglang_dspark.engine.scheduler.agreement import Agreement
+    from sglang_dspark.engine.scheduler.batch import DSparkBatchResult
+    from sglang_dspark.scheduling.schedule import Schedule
 
 
 class Worker(Protocol):
@@ -46,8 +53,12 @@ class Worker(Protocol):
     """
 
     server_args: ServerArgs
+    options: DSparkConfig
     settled: DSparkServer
+    target_worker: TpModelWorker
     model_runner: ModelRunner
+    agreement: Agreement
+    schedule: Schedule
     device: torch.device
     max_verify: int
     draft_pool: KVCache | None
@@ -191,11 +202,11 @@ class Part:
             result: SGLang's.
         """
 
-    def tokens_come(self, batch: ScheduleBatch, result: GenerationBatchResult, tokens: Sequence[Sequence[int]]) -> None:
+    def tokens_come(self, batch: ScheduleBatch, result: DSparkBatchResult, tokens: Sequence[Sequence[int]]) -> None:
         """Look at a decode step's tokens on the host, before SGLang appends them to their requests.
 
         Args:
-            result: SGLang's, of the step.
+            result: of the step.
             tokens: of each request of the batch.
         """
 
@@ -220,7 +231,7 @@ class Part:
     def weights_changed(self) -> None:
         """Drop what was learned of the weights before: others are in force, or may be."""
 
-    def report(self) -> Mapping[str, Any]:
+    def report(self) -> Mapping[str, object]:
         """Return what the feature adds to the statistics, as JSON."""
         return {}
 
@@ -243,6 +254,14 @@ class Part:
     def held(self, requests: int) -> AbstractContextManager[object]:
         """Hold what memory the feature takes beside the largest step, of so many requests."""
         return nullcontext()
+
+
+K = TypeVar("K", bound=Part)
+
+
+def part_of(parts: Sequence[Part], kind: type[K]) -> K | None:
+    """Return the part of a kind; None if no feature of the server has one."""
+    return next((part for part in parts if isinstance(part, kind)), None)
 
 
 class Weigher(Part, ABC):
@@ -333,7 +352,7 @@ class Feature:
         """Import and return the function that makes its part."""
         return resolve_name(f"{self.room}.{self.part}") if self.part else lambda worker: None
 
-    def load_routes(self) -> Callable[[Any, str | None], None]:
+    def load_routes(self) -> Callable[[FastAPI, str | None], None]:
         """Import and return the function that adds its routes."""
         return resolve_name(f"{self.room}.{self.routes}") if self.routes else lambda app, target_only: None
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers.schedule_batch import BaseFinishReason, MultimodalInputs, ReqKvInfo
+    from sglang.srt.managers.tokenizer_manager import ReqState
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
     from sglang.srt.model_executor.model_runner_components.ngram_embedding_manager import NgramEmbeddingManager
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.model_executor.runner.base_cuda_graph_runner import BaseCudaGraphRunner
     from sglang.srt.model_executor.runner.base_runner import BaseRunner
     from sglang.srt.session.session_controller import Session
@@ -142,6 +144,7 @@ class ModelRunner(Protocol):
     capture_tail_hooks: list[Callable[..., object]]
     prefill_attention_backend_str: str
     lora_manager: LoRAManager
+    weight_updater: WeightUpdater
     memory_saver_adapter: TorchMemorySaverAdapter
     ngram_embedding_manager: NgramEmbeddingManager
     mrope_deltas: torch.Tensor  # ours
@@ -300,6 +303,7 @@ class TokenizerManager(Protocol):
     model_config: ModelConfig
     tokenizer: PreTrainedTokenizerBase
     incremental_streaming_output: bool
+    rid_to_state: Mapping[str, ReqState]
 
     def auto_create_handle_loop(self) -> None:
         """Start to read answers of the scheduler, if nothing reads them yet."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from sglang_dspark.draft.cache import DraftCache
-from sglang_dspark.engine.candidate_source import source_of
+from sglang_dspark.engine.candidate_source import CandidateSource
 from sglang_dspark.engine.compat.decoder import Decoding
 from sglang_dspark.engine.compat.pools import weights_region
-from sglang_dspark.engine.feature import DrawnTokens, StepPart
+from sglang_dspark.engine.feature import DrawnTokens, StepPart, part_of
 from sglang_dspark.engine.forward.graphs import graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
 from sglang_dspark.engine.scheduler.batch import (
@@ -54,7 +54,7 @@ class DSparkWorker(SpecWorkerBase):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.candidates = source_of(self.parts)
+        self.candidates = part_of(self.parts, CandidateSource)
         self.drafter = self.load_drafter()
         # Under overlap a CUDA device is one step behind the host; on a CPU they are the same.
         self.on_gpu = self.device.type == "cuda"

@@ -1,9 +1,11 @@
 """Requests as the front end settles them, in the form that the scheduler reads."""
 
-from types import SimpleNamespace
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang_objects import model_config, partly, request, server_args
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.api.request_field import settle
+from sglang_dspark.engine.compat.arguments import attach
 from sglang_dspark.engine.launch_state import DSparkServer
 
 VOCAB = 0x110000
@@ -28,10 +30,8 @@ def settled(field, tokenizer=None, vocab_size=VOCAB, **options):
 
 def settled_params(custom_params, tokenizer=None, vocab_size=VOCAB, **options):
     """The same of one with these ``custom_params``."""
-    parameters = SimpleNamespace(custom_params=custom_params)
-    args = SimpleNamespace(_dspark=DSparkServer(DSparkConfig(**options), drafter=None, dummy_draft=False))
-    manager = SimpleNamespace(
-        tokenizer=tokenizer, server_args=args, model_config=SimpleNamespace(vocab_size=vocab_size)
-    )
-    settle(manager, parameters)
-    return SimpleNamespace(rid="r", sampling_params=parameters, origin_input_ids=[1, 2])
+    made, args = request(prompt=[1, 2], custom_params=custom_params), server_args()
+    attach(args, DSparkServer(DSparkConfig(**options), drafter=None, dummy_draft=False))
+    target = model_config(vocab_size=vocab_size)
+    settle(partly(TokenizerManager, tokenizer=tokenizer, server_args=args, model_config=target), made.sampling_params)
+    return made

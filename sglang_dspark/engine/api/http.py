@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import re
 import signal
-from typing import Any
+from collections.abc import Callable
+from types import FrameType
 
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from sglang.srt.environ import envs
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.supervisors import Multiprocess
 
+from sglang_dspark.declared import Scalar
 from sglang_dspark.engine.api.request_field import ASKED
 from sglang_dspark.engine.api.served_requests import is_refused
 from sglang_dspark.engine.compat.arguments import attached
@@ -33,6 +37,7 @@ _ERROR_TYPES = {
     415: "UnsupportedMediaTypeError",
     503: "ServiceUnavailableError",
 }
+SignalHandler = Callable[[int, FrameType | None], object]
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
@@ -43,14 +48,15 @@ def mount(server_args: ServerArgs, *args: object, **kwargs: object) -> None:
     """
     if server_args.tokenizer_worker_num > 1:
         envs.SGLANG_HTTP_SERVER_APP_PATH.set(APP_OF_WORKERS)
-        _listen_to_failures(signal.getsignal(signal.SIGQUIT))
+        if callable(end := signal.getsignal(signal.SIGQUIT)):
+            _listen_to_failures(end)
     else:
         from sglang.srt.entrypoints.http_server import app
 
         add_to(app, server_args)
 
 
-def _listen_to_failures(end: Any) -> None:
+def _listen_to_failures(end: SignalHandler) -> None:
     """Have uvicorn's supervisor of several workers end the server when a process of SGLang says that it has failed.
 
     It would take the place of SGLang's handler of that signal, and do nothing: requests would hang.
@@ -61,7 +67,7 @@ def _listen_to_failures(end: Any) -> None:
     Multiprocess.handle_quit = lambda supervisor: end(signal.SIGQUIT, None)  # type: ignore[attr-defined]
 
 
-def add_to(app: Any, server_args: ServerArgs) -> None:
+def add_to(app: FastAPI, server_args: ServerArgs) -> None:
     """Add the routes of features, and the middleware for the ``speculation`` field, to SGLang's application.
 
     If the target decodes alone, add only routes: requests are served as without the plugin.
@@ -91,7 +97,7 @@ def error_response(status: int, message: str, param: str | None) -> JSONResponse
     return JSONResponse({**error, "error": error}, status_code=status)
 
 
-async def flat_object(request: Request, param: str, example: str) -> dict[str, Any] | JSONResponse:
+async def flat_object(request: Request, param: str, example: str) -> dict[str, Scalar] | JSONResponse:
     """Return what an operator's request holds, or the error that answers it.
 
     Args:
@@ -126,10 +132,10 @@ class SpeculationMiddleware:
         app: what it wraps.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = without_root(scope["path"], scope.get("root_path", "")) if scope["type"] == "http" else ""
         if scope["type"] == "http" and is_refused(path, scope["method"]):
             message = f"DSPARK does not serve {path} yet; restart the server instead"
@@ -149,7 +155,7 @@ class SpeculationMiddleware:
             ASKED.reset(before)
 
 
-async def read_body(scope: Any, receive: Any) -> bytes | None:
+async def read_body(scope: Scope, receive: Receive) -> bytes | None:
     """Return the body of a request; None if its client has gone."""
     try:
         return await Request(scope, receive).body()
@@ -157,11 +163,11 @@ async def read_body(scope: Any, receive: Any) -> bytes | None:
         return None
 
 
-def replayed(body: bytes, receive: Any) -> Any:
+def replayed(body: bytes, receive: Receive) -> Receive:
     """Return what gives an application a body that was read, and then what ``receive`` gives."""
     pending = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replay() -> Any:
+    async def replay() -> Message:
         return pending.pop() if pending else await receive()
 
     return replay
@@ -176,7 +182,7 @@ def _field_of(body: bytes) -> str | None:
         return None
 
 
-def _header_of(scope: Any) -> str | None:
+def _header_of(scope: Scope) -> str | None:
     """Return the header; None if the request has none. Some clients write headers in UTF-8, some in Latin-1."""
     text = Headers(scope=scope).get(HEADER)
     if text is None:
@@ -187,7 +193,7 @@ def _header_of(scope: Any) -> str | None:
         return text
 
 
-def object_with(body: bytes, field: str) -> dict[str, Any] | None:
+def object_with(body: bytes, field: str) -> dict[str, object] | None:
     """Return the JSON object of a body; None if it has no such field, or cannot be read."""
     # The field as it is, with a letter of it escaped, or in an encoding of several bytes per letter.
     if not re.search(rb"%s|\\u00[67]|\0" % field.encode(), body):

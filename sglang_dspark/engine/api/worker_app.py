@@ -4,8 +4,8 @@ uvicorn starts these processes by the path of an application, which they import.
 """
 
 from functools import cache
-from typing import Any
 
+from fastapi import FastAPI
 from sglang.srt.managers.multi_tokenizer_mixin import get_main_process_id, read_from_shared_memory
 from sglang.srt.plugins import load_plugins
 
@@ -14,14 +14,14 @@ from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.launch import hooks
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> FastAPI:
     if name == "app":
         return _application()
     raise AttributeError(name)
 
 
 @cache
-def _application() -> Any:
+def _application() -> FastAPI:
     """Return SGLang's application with ours in it. SGLang's first process has left its arguments in shared memory."""
     load_plugins()
     from sglang.srt.entrypoints.http_server import app

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dspark_kernels import DraftVocabulary
 
 from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.sglang_types import ServerArgs, TpModelWorker
 from sglang_dspark.scheduling.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ class Decoder(Protocol):
         control: of the steps.
     """
 
-    server_args: Any
-    target_worker: Any
+    server_args: ServerArgs
+    target_worker: TpModelWorker
     schedule: Schedule
     parts: Sequence[Part]
     control: StepControl

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from sglang_dspark.engine.launch.context import LaunchContext
 
 
+GPUS = ("cuda",)
+"""Devices that have SGLang's own kernels, and memory beside pinned memory of the host."""
+
+
 @dataclass(frozen=True)
 class Adjustment:
     """A flag that a start changes before SGLang reads it.
@@ -57,6 +61,11 @@ class FlagRule:
     def refusal(self, args: ServerArgs) -> str:
         """Return why a start with the value that ``args`` have ends."""
         return f"DSPARK cannot run with {flag_of(self.name)}={getattr(args, self.name)}; {self.reason}"
+
+
+def off_gpu(context: LaunchContext) -> bool:
+    """Return whether a server runs on a device that only PyTorch has kernels for."""
+    return context.args.device not in GPUS
 
 
 def flag_of(name: str) -> str:

@@ -13,7 +13,7 @@ from sglang.srt.server_args import ServerArgs as Record
 from sglang_dspark.config import flag_name
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.launch.context import LaunchContext
-from sglang_dspark.engine.launch.flag_rule import FlagRule
+from sglang_dspark.engine.launch.flag_rule import FlagRule, off_gpu
 
 OTHER_ALGORITHM = "it belongs to other speculative algorithms"
 PARTS_OF_STATES = "each rank would hold the hidden states of some tokens only, and a drafter reads all of them"
@@ -25,8 +25,6 @@ PREFILL_BACKENDS: Mapping[str | None, tuple[str, ...]] = {
     "cuda": ("fa3", "fa4", "flashinfer", "triton", "trtllm_mha"),
 }
 """Attention of prompts, by device. Verification has kernels of its own, which read the K/V pools of all of these."""
-PAGE_DEVICES = ("cuda",)
-"""Devices that have SGLang's kernels for slots in pages."""
 
 _DEFAULTS = {field.name: field.default for field in record_fields(Record)}
 
@@ -109,7 +107,7 @@ FLAG_RULES: tuple[FlagRule, ...] = (
         (None, 1),
         "SGLang hands out pages with CUDA kernels",
         adjusts=True,
-        beside=lambda context: context.args.device not in PAGE_DEVICES,
+        beside=off_gpu,
     ),
     FlagRule(
         "kv_cache_dtype",

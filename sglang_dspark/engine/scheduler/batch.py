@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from dspark_kernels import ChainRules, DraftBlock, RoundKeys, SamplingBatch
@@ -189,6 +190,13 @@ def prompts_of(batch: ScheduleBatch) -> Sequence[Req]:
 def is_running(req: Req) -> bool:
     """Return whether a step's tokens still reach the request."""
     return not (req.finished() or req.is_retracted)
+
+
+def per_token(req: Req, name: str) -> list[Any]:
+    """Return a list of ``customized_info``, which SGLang takes to be parallel to the request's output tokens."""
+    if req.customized_info is None:
+        req.customized_info = {}
+    return req.customized_info.setdefault(name, [])
 
 
 def copy_drafts(step: DecodeBatch, block: DraftBlock) -> torch.Tensor:

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import TypeVar
 
 import msgspec
 
+from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.fence import fenced
 from sglang_dspark.speculation import KEY, RequestOptions
 from sglang_dspark.step.limits import RequestLimits
 
+T = TypeVar("T")
 _NOTHING = RequestOptions()
 
 
+def kept_by_request(read: Callable[[Req], T]) -> Callable[[Req], T]:
+    """Decorate a function of SGLang's request in a scheduler: it is called once, and the request keeps the result."""
+    name = f"dspark_{read.__module__}.{read.__qualname__}"
+
+    @wraps(read)
+    def kept(req: Req) -> T:
+        if name not in vars(req):
+            vars(req)[name] = read(req)
+        value: T = vars(req)[name]
+        return value
+
+    return kept
+
+
 @fenced("options of requests", instead=lambda req: _NOTHING)
-def request_options(req: Any) -> RequestOptions:
-    """Return the options of a scheduler-side request, which are read once."""
-    if not hasattr(req, "dspark_options"):
-        text = (req.sampling_params.custom_params or {}).get(KEY)
-        req.dspark_options = _NOTHING if text is None else msgspec.json.decode(text, type=RequestOptions)
-    options: RequestOptions = req.dspark_options
-    return options
+@kept_by_request
+def request_options(req: Req) -> RequestOptions:
+    """Return the options of a scheduler-side request."""
+    text = (req.sampling_params.custom_params or {}).get(KEY)
+    return _NOTHING if text is None else msgspec.json.decode(text, type=RequestOptions)
 
 
 @dataclass(frozen=True)
@@ -41,7 +56,7 @@ class BatchOptions:
 
     @classmethod
     def of(
-        cls, reqs: Sequence[Any], max_verify: int, speculates: Callable[[Any], bool] = lambda req: True
+        cls, reqs: Sequence[Req], max_verify: int, speculates: Callable[[Req], bool] = lambda req: True
     ) -> BatchOptions:
         """Read the options of a batch.
 

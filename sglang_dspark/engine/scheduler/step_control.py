@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sglang_dspark.engine.feature import Part, Weigher
+from sglang_dspark.engine.feature import Part, Weigher, part_of
 from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.scheduler.batch import is_running
 from sglang_dspark.engine.scheduler.draft_input import committed_lengths
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
@@ -36,7 +37,7 @@ class StepControl:
     @cached_property
     def weigher(self) -> Weigher | None:
         """Return the part that weighs requests; None if there is none."""
-        return next((part for part in self.parts if isinstance(part, Weigher)), None)
+        return part_of(self.parts, Weigher)
 
     def choose(self, batch: ScheduleBatch, options: BatchOptions) -> StepDecision:
         """Return how deep to draft and how much to verify, by what is known by now of the steps before.
@@ -75,7 +76,7 @@ class StepControl:
             times_ms: what the step took the device, and how long the host has waited for it; None if it is not known.
         """
         # Under overlap a request that has just ended takes part in one more step, whose tokens are dropped.
-        running = [index for index, req in enumerate(reqs) if not (req.finished() or req.is_retracted)]
+        running = [index for index, req in enumerate(reqs) if is_running(req)]
         accepted = [committed[index] - 1 for index in running]
         self._learn_time(times_ms)
         if running:

@@ -1,10 +1,7 @@
 """Experts that a target has routed the tokens of a text to, as SGLang returns them (``return_routed_experts``)."""
 
 from sglang_dspark.engine.feature import Feature
-from sglang_dspark.engine.launch.flag_rule import FlagRule
-
-DEVICES = ("cuda",)
-"""Devices whose memory SGLang copies the numbers of experts from: it keeps them in pinned memory."""
+from sglang_dspark.engine.launch.flag_rule import FlagRule, off_gpu
 
 FEATURE = Feature(
     __name__,
@@ -14,7 +11,7 @@ FEATURE = Feature(
             "enable_return_routed_experts",
             (False,),
             "drop the flag: SGLang keeps the experts of tokens in pinned memory, which PyTorch has only beside a GPU",
-            beside=lambda context: context.args.device not in DEVICES,
+            beside=off_gpu,
         ),
     ),
     part="served.RoutedExperts.of",

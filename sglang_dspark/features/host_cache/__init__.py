@@ -1,10 +1,7 @@
 """Prefixes that move to host memory and come back (SGLang's hierarchical cache): the drafter's K/V moves along."""
 
 from sglang_dspark.engine.feature import Feature
-from sglang_dspark.engine.launch.flag_rule import FlagRule
-
-DEVICES = ("cuda",)
-"""Devices from which SGLang's kernels copy K/V to host memory."""
+from sglang_dspark.engine.launch.flag_rule import FlagRule, off_gpu
 
 FEATURE = Feature(
     __name__,
@@ -21,7 +18,7 @@ FEATURE = Feature(
             (False,),
             "SGLang copies K/V to host memory with CUDA kernels",
             adjusts=True,
-            beside=lambda context: context.args.device not in DEVICES,
+            beside=off_gpu,
         ),
         FlagRule(
             "enable_hierarchical_cache",

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_dspark.engine.feature import DrawnTokens, Part
-from sglang_dspark.engine.sglang_types import GenerationBatchResult, ScheduleBatch
+from sglang_dspark.engine.scheduler.batch import DSparkBatchResult
+from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.logprobs.rows import drop_rejected, with_logprobs
 
 
@@ -19,6 +20,6 @@ class Logprobs(Part):
     ) -> LogitsProcessorOutput:
         return with_logprobs(batch, output, *drawn) if batch.return_logprob else output
 
-    def tokens_come(self, batch: ScheduleBatch, result: GenerationBatchResult, tokens: Sequence[Sequence[int]]) -> None:
+    def tokens_come(self, batch: ScheduleBatch, result: DSparkBatchResult, tokens: Sequence[Sequence[int]]) -> None:
         if batch.return_logprob:
             drop_rejected(result.logits_output, list(map(len, tokens)))

@@ -4,11 +4,8 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.hook_checks import Moment
-from sglang_dspark.engine.launch.flag_rule import FlagRule
+from sglang_dspark.engine.launch.flag_rule import FlagRule, off_gpu
 from sglang_dspark.engine.launch.hook import Hook
-
-DEVICES = ("cuda",)
-"""Devices whose memory SGLang can give away; it would end a server on another one that is asked to."""
 
 _SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _FRONT_END = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
@@ -21,7 +18,7 @@ FEATURE = Feature(
             "enable_memory_saver",
             (False,),
             "drop the flag: SGLang gives memory of GPUs away",
-            beside=lambda context: context.args.device not in DEVICES,
+            beside=off_gpu,
         ),
     ),
     hooks=(

@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 
-from sglang_dspark.features import memory
+from sglang_dspark.engine.launch import flag_rule
 from sglang_dspark.features.memory.occupation import BUSY
 
 _TRIES, _PAUSE_S = 20, 0.05  # a scheduler notices one step late that a request has ended
@@ -45,7 +45,7 @@ async def resume(manager: Any, asked: Any, request: object = None) -> None:
 
 
 def _check(manager: Any, tags: list[str] | None) -> None:
-    if (device := manager.server_args.device) not in memory.DEVICES:
-        raise ValueError(f"memory of {device} cannot be given away; {', '.join(memory.DEVICES)} alone can")
+    if (device := manager.server_args.device) not in flag_rule.GPUS:
+        raise ValueError(f"memory of {device} cannot be given away; {', '.join(flag_rule.GPUS)} alone can")
     if unknown := set(tags or ()) - set(GPU_MEMORY_ALL_TYPES):
         raise ValueError(f"tags={sorted(unknown)} is unknown; pass {', '.join(GPU_MEMORY_ALL_TYPES)}, or no tags")

@@ -10,19 +10,22 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_dspark.engine.compat.decoder import decoder_of
-from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.feature import Part, Worker, part_of
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.draft_input import spare_slots
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.step.device_time import DeviceSpan, DeviceTimer
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch as RunningBatch
     from sglang.srt.managers.scheduler import Scheduler
+
+    Prefill = tuple[RunningBatch | None, RunningBatch]
 
 # Rows of the first chunk beside running requests, whose time nothing is known about, and of the shortest one: few rows
 # take hardly less time than these, and prompts would take for ever.
@@ -71,7 +74,7 @@ class BoundedGaps(Part):
         self._timed: deque[tuple[int, DeviceSpan, float]] = deque(maxlen=2)  # spans that may still be read
 
     @classmethod
-    def of(cls, worker: Any) -> BoundedGaps | None:
+    def of(cls, worker: Worker) -> BoundedGaps | None:
         """Return the part of a worker; None without a bound."""
         bound_ms = worker.options.max_gap_ms
         return None if bound_ms is None else cls(bound_ms, worker.agreement, worker.device)
@@ -98,8 +101,11 @@ class BoundedGaps(Part):
 
 
 def bound_chunk(
-    original: Callable[..., Any], scheduler: Scheduler, prefill_delayer_single_pass: object, running_batch: Any
-) -> Any:
+    original: Callable[..., Prefill],
+    scheduler: Scheduler,
+    prefill_delayer_single_pass: object,
+    running_batch: RunningBatch,
+) -> Prefill:
     """Bound SGLang's next chunk while requests run: each of them has a row of it, and prompts have a page at least.
 
     By SGLang's own size a prompt would wait for as long as that many requests run. A prompt that has begun gets no more
@@ -109,7 +115,7 @@ def bound_chunk(
     whole, running = scheduler.chunked_prefill_size, len(running_batch.reqs)
     if whole is None or not running or not (scheduler.waiting_queue or scheduler.chunked_req):
         return original(scheduler, prefill_delayer_single_pass, running_batch)
-    part = next((part for part in decoder_of(scheduler).parts if isinstance(part, BoundedGaps)), None)
+    part = part_of(decoder_of(scheduler).parts, BoundedGaps)
     bound = whole if part is None else min(whole, max(part.rows(), running + _LEAST))
     if scheduler.chunked_req is not None:
         spare = spare_slots(scheduler.token_to_kv_pool_allocator, scheduler.tree_cache)

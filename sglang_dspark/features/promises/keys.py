@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -60,6 +60,6 @@ def pace_of(asked: RequestOptions, tpot_ms: float | None) -> Pace:
         asked: options of the request.
         tpot_ms: of the server, for requests without a promise of their own.
     """
-    text: Any = asked.of_features.get("promises")
+    text = asked.of_features.get("promises")
     options = PromiseOptions() if text is None else msgspec.json.decode(text, type=PromiseOptions)
     return Pace(tpot_ms if options.tpot_ms is None else options.tpot_ms, options.weight)

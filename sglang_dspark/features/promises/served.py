@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_dspark.engine.feature import Counted, Weigher
+from sglang_dspark.engine.feature import Counted, Weigher, Worker
+from sglang_dspark.engine.scheduler.batch import per_token
 from sglang_dspark.engine.scheduler.request_options import request_options
+from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.features.promises.keys import pace_of
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.scheduling.promises import Pace
@@ -39,38 +40,37 @@ class Promises(Weigher):
     ) -> None:
         self._tpot_ms, self._schedule, self._max_verify, self._clock = tpot_ms, schedule, max_verify, clock
         # Requests that ask for anything: steps without any cost nothing. One may end without a word.
-        self._asking: WeakSet[Any] = WeakSet()
+        self._paces: WeakKeyDictionary[Req, Pace] = WeakKeyDictionary()
         self._answers = dict.fromkeys((KEPT, LATE, UNREACHABLE), 0)
         self._late_s = dict.fromkeys((LATE, UNREACHABLE), 0.0)
 
     @classmethod
-    def of(cls, worker: Any) -> Promises:
+    def of(cls, worker: Worker) -> Promises:
         """Return the part of a worker."""
         return cls(worker.options.tpot_ms, lambda: worker.schedule, worker.max_verify)
 
     @fenced("promises", instead=nothing)
-    def prefill_done(self, batch: Any) -> None:
+    def prefill_done(self, batch: ScheduleBatch) -> None:
         """Note what requests ask for. An answer may begin, and end, beside the prompts of others."""
         now = self._clock()
         for req in batch.reqs:
-            if not hasattr(req, "dspark_pace"):
-                req.dspark_pace = pace_of(request_options(req), self._tpot_ms)
-            if req.dspark_pace.asks:
-                self._asking.add(req)
-                req.dspark_pace.begin(now, len(req.output_ids))
+            pace = self._paces.get(req) or pace_of(request_options(req), self._tpot_ms)
+            if pace.asks:
+                self._paces[req] = pace
+                pace.begin(now, len(req.output_ids))
 
     @fenced("weights of requests", instead=nothing)
-    def weights(self, batch: Any) -> list[float] | None:
-        if not self._asking:
+    def weights(self, batch: ScheduleBatch) -> list[float] | None:
+        if not self._paces:
             return None
         now = self._clock()
-        return [req.dspark_pace.counts(now, len(req.output_ids)) for req in batch.reqs]
+        paces = ((req, self._paces.get(req)) for req in batch.reqs)
+        return [1.0 if pace is None else pace.counts(now, len(req.output_ids)) for req, pace in paces]
 
     @fenced("promises", instead=nothing)
-    def request_ended(self, req: Any) -> None:
+    def request_ended(self, req: Req) -> None:
         """Count what became of a promise, and tell the user; not if the request was aborted or has a single token."""
-        self._asking.discard(req)
-        pace: Pace | None = getattr(req, "dspark_pace", None)
+        pace = self._paces.pop(req, None)
         if pace is None or pace.tpot_ms is None or pace.began_ms is None:
             return
         now, tokens = self._clock(), len(req.output_ids_through_stop)
@@ -86,8 +86,7 @@ class Promises(Weigher):
         self._answers[outcome] += 1
         tpot_ms = pace.tpot_ms + late_ms / (tokens - pace.first_tokens) if tokens > pace.first_tokens else 0.0
         said = {"promised_ms": pace.tpot_ms, "tpot_ms": tpot_ms, "outcome": outcome}
-        # Such lists are parallel to a request's output tokens.
-        req.customized_info = {**(req.customized_info or {}), "dspark_promise": [None] * (tokens - 1) + [said]}
+        per_token(req, "dspark_promise").extend([*[None] * (tokens - 1), said])
 
     def counted(self) -> Sequence[Counted]:
         return (

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING
 
+from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.fence import fenced
+
+if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+    from transformers import PreTrainedTokenizerBase
 
 _FORCED_TEXTS = 1024  # whose tokens are kept
 _BEFORE = "\n"  # behind which tokenizers encode a text as inside of a longer one
@@ -25,14 +30,14 @@ class ForcedTokens:
         most: tokens that a step can use.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, most: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, most: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         # Of tokens as many as of letters: a text that repeats itself is found again farther into what is forced.
         self._most = _LETTERS * (most + 1)
         self._encoded = lru_cache(_FORCED_TEXTS)(partial(_encoded, tokenizer))
 
     @fenced("tokens that grammars force", instead=lambda self, req: ())
-    def of(self, req: Any) -> tuple[int, ...]:
+    def of(self, req: Req) -> tuple[int, ...]:
         """Return a request's last token and those that its grammar forces behind it; nothing if it forces none."""
         grammar = req.grammar
         if grammar is None or grammar.finished or grammar.is_terminated() or hasattr(req, _FORCES_TOO_MUCH):
@@ -44,7 +49,7 @@ class ForcedTokens:
         known = tuple(takewhile(lambda token: token < self._vocab_size, forced))
         return (req.output_ids[-1], *known) if known else ()
 
-    def _read(self, grammar: Any) -> tuple[Sequence[int], str]:
+    def _read(self, grammar: BaseGrammarObject) -> tuple[Sequence[int], str]:
         """Return the tokens (llguidance) or the text (xgrammar) that a grammar forces."""
         try:
             return grammar.try_jump_forward(self._tokenizer) or ((), "")
@@ -53,7 +58,7 @@ class ForcedTokens:
             return (), error.object[: error.start].decode()
 
 
-def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Return the tokens of a forced text but for the last one, which may go on behind it."""
     before, whole = (tokenizer.encode(part, add_special_tokens=False) for part in (_BEFORE, _BEFORE + text))
     return tuple(whole[len(before) : -1]) if whole[: len(before)] == before else ()

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta, Struct
 
@@ -26,6 +26,9 @@ from sglang_dspark.features.prompt_lookup.options import (
     Tokens,
 )
 from sglang_dspark.speculation import MOST_DRAFTS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_LABEL_TOKENS = 16384
 """Of all labels of a request: the scheduler takes milliseconds to read them, once for equal labels."""
@@ -204,7 +207,9 @@ def _check_sizes(labels: tuple[str, ...]) -> None:
 
 
 @lru_cache(maxsize=4)  # the requests of a batch have the same candidates
-def _label_tokens(tokenizer: Any, candidates: tuple[str, ...], vocab_size: int) -> tuple[Tokens, ...]:
+def _label_tokens(
+    tokenizer: PreTrainedTokenizerBase, candidates: tuple[str, ...], vocab_size: int
+) -> tuple[Tokens, ...]:
     """Return the tokens of every spelling of every label.
 
     Raises:
@@ -231,7 +236,7 @@ def _label_tokens(tokenizer: Any, candidates: tuple[str, ...], vocab_size: int) 
 
 
 @lru_cache(maxsize=4)  # the samples of a request have the same prediction
-def _predicted_tokens(tokenizer: Any, text: str, vocab_size: int) -> tuple[Tokens, ...]:
+def _predicted_tokens(tokenizer: PreTrainedTokenizerBase, text: str, vocab_size: int) -> tuple[Tokens, ...]:
     """Return the tokens of a predicted text, in parts between those that the target does not have.
 
     Raises:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
-from sglang_dspark.engine.scheduler.request_options import request_options
+from sglang_dspark.engine.scheduler.request_options import kept_by_request, request_options
+from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.fence import fenced
 
 Preset = Literal["auto", "none", "summarization", "classification"]
@@ -52,16 +53,14 @@ _NOTHING = LookupOptions()
 
 
 @fenced("presets", instead=lambda req: _NOTHING)
-def lookup_options(req: Any) -> LookupOptions:
-    """Return the options of a scheduler-side request, which are read once."""
-    if not hasattr(req, "dspark_lookup"):
-        asked = request_options(req).of_features.get("prompt_lookup")
-        req.dspark_lookup = _NOTHING if asked is None else msgspec.json.decode(asked, type=LookupOptions)
-    options: LookupOptions = req.dspark_lookup
-    return options
+@kept_by_request
+def lookup_options(req: Req) -> LookupOptions:
+    """Return the options of a scheduler-side request."""
+    asked = request_options(req).of_features.get("prompt_lookup")
+    return _NOTHING if asked is None else msgspec.json.decode(asked, type=LookupOptions)
 
 
-def answer_key(req: Any, *, by_prompt: bool) -> str | bytes:
+def answer_key(req: Req, *, by_prompt: bool) -> str | bytes:
     """Return the key under which a scheduler-side request finds answers and leaves its own; empty for none.
 
     Args:
@@ -71,8 +70,10 @@ def answer_key(req: Any, *, by_prompt: bool) -> str | bytes:
     options = lookup_options(req)
     if options.cache or not by_prompt or options.preset not in (AUTO, SUMMARIZATION):
         return options.cache
-    if not hasattr(req, "dspark_prompt_key"):
-        prompt = np.asarray(req.origin_input_ids, dtype=np.int64).tobytes()
-        req.dspark_prompt_key = blake2b(prompt + (req.lora_id or "").encode(), digest_size=16).digest()
-    key: bytes = req.dspark_prompt_key
-    return key
+    return _prompt_key(req)
+
+
+@kept_by_request
+def _prompt_key(req: Req) -> bytes:
+    prompt = np.asarray(req.origin_input_ids, dtype=np.int64).tobytes()
+    return blake2b(prompt + (req.lora_id or "").encode(), digest_size=16).digest()

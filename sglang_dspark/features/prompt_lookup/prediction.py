@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
-from typing import Any
 
+from fastapi import FastAPI
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_dspark.engine.api.http import object_with, read_body, replayed, without_root
 from sglang_dspark.engine.api.request_field import ASKED
+from sglang_dspark.engine.sglang_types import Answer, TokenizerManager
 from sglang_dspark.features.prompt_lookup.options import COUNTS
 from sglang_dspark.fence import fenced, nothing
 
@@ -24,7 +26,7 @@ Counts = dict[str, tuple[int, int]]
 _COUNTS: ContextVar[Counts | None] = ContextVar("prediction", default=None)
 
 
-def add(app: Any, target_only: str | None) -> None:
+def add(app: FastAPI, target_only: str | None) -> None:
     """Have SGLang's application read the field; a server whose target decodes alone has nothing to predict for."""
     app.user_middleware.append(Middleware(Predictions))
 
@@ -36,10 +38,10 @@ class Predictions:
         app: what it wraps.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or without_root(scope["path"], scope.get("root_path", "")) != ROUTE:
             await self.app(scope, receive, send)
             return
@@ -78,12 +80,12 @@ class _Counting:
         counts: are complete when the answer has been sent.
     """
 
-    def __init__(self, send: Any, counts: Counts) -> None:
+    def __init__(self, send: Send, counts: Counts) -> None:
         self._send, self._counts = send, counts
-        self._start: dict[str, Any] | None = None  # of an answer that is sent as a whole
+        self._start: Message | None = None  # of an answer that is sent as a whole
         self._body = b""
 
-    async def __call__(self, message: Any) -> None:
+    async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = dict(message["headers"])
             if headers.get(b"content-type", b"").startswith(b"application/json"):
@@ -96,12 +98,12 @@ class _Counting:
             body = self._counted(self._body)
             length = (b"content-length", str(len(body)).encode())
             others = [header for header in self._start["headers"] if header[0] != b"content-length"]
-            await self._send(self._start | {"headers": [*others, length]})
+            await self._send({**self._start, "headers": [*others, length]})
             await self._send({"type": "http.response.body", "body": body})
             return
         elif message["type"] == "http.response.body" and b'"usage"' in message.get("body", b""):
             events = message["body"].split(b"\n\n")
-            message = message | {"body": b"\n\n".join(map(self._counted_event, events))}
+            message = {**message, "body": b"\n\n".join(map(self._counted_event, events))}
         await self._send(message)
 
     def _counted_event(self, event: bytes) -> bytes:
@@ -122,8 +124,11 @@ class _Counting:
 
 
 async def keep_counts(
-    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, *args: Any, **kwargs: Any
-) -> AsyncIterator[Any]:
+    original: Callable[..., AsyncGenerator[Answer | list[Answer], None]],
+    manager: TokenizerManager,
+    *args: object,
+    **kwargs: object,
+) -> AsyncIterator[Answer | list[Answer]]:
     """Yield the answers of a request, and keep their counts for its usage. A hook."""
     async with aclosing(original(manager, *args, **kwargs)) as answers:
         async for answer in answers:
@@ -133,7 +138,7 @@ async def keep_counts(
 
 
 @fenced("usages of predictions", instead=nothing)
-def _keep(answer: Mapping[str, Any]) -> None:
+def _keep(answer: Answer) -> None:
     meta_info = answer.get("meta_info") or {}
     entries, counts = meta_info.pop(COUNTS, None), _COUNTS.get()
     if entries and entries[-1] is not None and counts is not None:

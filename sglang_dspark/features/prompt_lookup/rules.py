@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,8 @@ from dspark_kernels import (
 )
 from numpy.typing import NDArray
 
+from sglang_dspark.engine.scheduler.request_options import kept_by_request
+from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
 from sglang_dspark.features.prompt_lookup.options import (
     NO_PRESET,
@@ -40,7 +41,7 @@ _NO_TEXT = np.empty((3, 0), dtype=np.int64)
 
 
 @fenced("rules of candidates", instead=nothing)
-def rules_of(reqs: Sequence[Any], device: torch.device, answers: AnswerCache) -> ChainRules | None:
+def rules_of(reqs: Sequence[Req], device: torch.device, answers: AnswerCache) -> ChainRules | None:
     """Return what requests ask for; None if all of them ask for nothing.
 
     Args:
@@ -56,7 +57,7 @@ def rules_of(reqs: Sequence[Any], device: torch.device, answers: AnswerCache) ->
 
 @fenced("tokens that grammars force", instead=lambda rules, *_given: rules)
 def with_forced(
-    rules: ChainRules | None, reqs: Sequence[Any], forced: Sequence[Tokens], device: torch.device
+    rules: ChainRules | None, reqs: Sequence[Req], forced: Sequence[Tokens], device: torch.device
 ) -> ChainRules | None:
     """Return the rules of one step, in which grammars force tokens.
 
@@ -104,15 +105,16 @@ def _bounds(options: LookupOptions) -> tuple[int, int, int, int]:
 
 
 @fenced("texts to copy from", instead=lambda req, *_given: _NO_TEXT)
-def _second_text(req: Any, by_prompt: bool, answered: Callable[[str | bytes], NDArray[np.int64]]) -> NDArray[np.int64]:
+def _second_text(req: Req, by_prompt: bool, answered: Callable[[str | bytes], NDArray[np.int64]]) -> NDArray[np.int64]:
     """Return [3, n], a text, what is needed and the rows in :class:`SecondTexts`, of a request."""
-    if not hasattr(req, "dspark_named_text"):
-        options = lookup_options(req)
-        texts = [_looked_up(options.labels, MOST_MATCH), _laid_out(options.predicted, LEAST_MATCH)]
-        req.dspark_named_text = np.concatenate(texts, axis=1)
-    named: NDArray[np.int64] = req.dspark_named_text
-    key = answer_key(req, by_prompt=by_prompt)
+    named, key = _named_text(req), answer_key(req, by_prompt=by_prompt)
     return np.concatenate([named, answered(key)], axis=1) if key else named
+
+
+@kept_by_request
+def _named_text(req: Req) -> NDArray[np.int64]:
+    options = lookup_options(req)
+    return np.concatenate([_looked_up(options.labels, MOST_MATCH), _laid_out(options.predicted, LEAST_MATCH)], axis=1)
 
 
 def _answered(text: NDArray[np.int32]) -> NDArray[np.int64]:

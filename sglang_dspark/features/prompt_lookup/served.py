@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from dspark_kernels import Candidates, ChainRules, find_chains, usual_bounds
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_dspark.engine.candidate_source import CandidateSource
-from sglang_dspark.engine.scheduler.batch import is_running, prompts_of
+from sglang_dspark.engine.feature import Worker
+from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, is_running, per_token, prompts_of
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
+from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
 from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
 from sglang_dspark.features.prompt_lookup.options import COUNTS, answer_key, lookup_options
@@ -36,7 +37,7 @@ class PromptLookup(CandidateSource):
         self._predicted = CachedByBatch(_with_predictions)
 
     @classmethod
-    def of(cls, worker: Any) -> PromptLookup:
+    def of(cls, worker: Worker) -> PromptLookup:
         """Return the part of a worker."""
         target = worker.target_worker
         vocab_size = int(target.model_runner.model_config.vocab_size)
@@ -44,17 +45,17 @@ class PromptLookup(CandidateSource):
         answers = AnswerCache(10**6 * (options.answer_cache or 0), by_prompt=options.answer_cache_key == "prompt")
         return cls(answers, ForcedTokens(target.tokenizer, vocab_size, worker.max_verify + 1), worker.device)
 
-    def _rules_of(self, reqs: Sequence[Any]) -> ChainRules | None:
+    def _rules_of(self, reqs: Sequence[Req]) -> ChainRules | None:
         return rules_of(reqs, self._device, self._answers)
 
-    def rules(self, batch: Any) -> ChainRules | None:
+    def rules(self, batch: ScheduleBatch) -> ChainRules | None:
         reqs = batch.reqs
         rules = self._rules.read(reqs)
         if batch.has_grammar and any(forced := [self._forced.of(req) for req in reqs]):
             rules = with_forced(rules, reqs, forced, self._device)
         return rules
 
-    def names_drafts(self, req: Any) -> bool:
+    def names_drafts(self, req: Req) -> bool:
         return lookup_options(req).names_drafts
 
     def find(self, step: DecodeBatch, slot_tokens: torch.Tensor, number: int) -> torch.Tensor:
@@ -64,21 +65,21 @@ class PromptLookup(CandidateSource):
         return StagedRules(slots, self._device)
 
     @fenced("counts of predictions", instead=nothing)
-    def prefill_done(self, batch: Any) -> None:
+    def prefill_done(self, batch: ScheduleBatch) -> None:
         """Give the token behind a prompt its counts: SGLang streams such lists from their first place on."""
         prompts = prompts_of(batch)
         for place in self._predicted.read(prompts):
             _counts(prompts[place], 1)
 
     @fenced("counts of predictions", instead=nothing)
-    def tokens_come(self, batch: Any, result: Any, tokens: Sequence[Sequence[int]]) -> None:
+    def tokens_come(self, batch: ScheduleBatch, result: DSparkBatchResult, tokens: Sequence[Sequence[int]]) -> None:
         for place in self._predicted.read(batch.reqs):
             if result.record is not None and is_running(batch.reqs[place]):
                 _count(batch.reqs[place], result.record, place, len(tokens[place]))
 
     @fenced("counts of predictions", instead=nothing)
     def step_done(
-        self, reqs: Sequence[Any], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
+        self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
     ) -> None:
         """Give a token that came beside a prompt its counts; those of other steps have theirs."""
         for place in self._predicted.read(reqs):
@@ -86,7 +87,7 @@ class PromptLookup(CandidateSource):
                 _counts(reqs[place], 1)
 
     @fenced("answers to keep", instead=nothing)
-    def request_ended(self, req: Any) -> None:
+    def request_ended(self, req: Req) -> None:
         """Keep the answer of a request that was not aborted, if it has a key."""
         key = answer_key(req, by_prompt=self._answers.by_prompt)
         if key and not isinstance(req.finished_reason, FINISH_ABORT):
@@ -103,12 +104,12 @@ def _found(step: DecodeBatch, slot_tokens: torch.Tensor, number: int) -> torch.T
     return find_chains(step.requests, slot_tokens, number, step.rules)
 
 
-def _with_predictions(reqs: Sequence[Any]) -> list[int]:
+def _with_predictions(reqs: Sequence[Req]) -> list[int]:
     """Return the places of requests that have a prediction."""
     return [place for place, req in enumerate(reqs) if lookup_options(req).predicted]
 
 
-def _count(req: Any, record: StepRecord, place: int, committed: int) -> None:
+def _count(req: Req, record: StepRecord, place: int, committed: int) -> None:
     """Note for each token that a request has committed what it and those before it owe to its prediction."""
     entries = _counts(req, 0)
     accepted, rejected = entries[-1] if entries else (0, 0)
@@ -117,11 +118,9 @@ def _count(req: Any, record: StepRecord, place: int, committed: int) -> None:
     entries += [(accepted + min(token + 1, kept), rejected + verified - kept) for token in range(committed)]
 
 
-def _counts(req: Any, coming: int) -> list[tuple[int, int]]:
+def _counts(req: Req, coming: int) -> list[tuple[int, int]]:
     """Return the counts up to each output token of a request, and to so many that are about to come."""
-    if req.customized_info is None:
-        req.customized_info = {}
-    entries: list[tuple[int, int]] = req.customized_info.setdefault(COUNTS, [])
+    entries: list[tuple[int, int]] = per_token(req, COUNTS)
     entries += [entries[-1] if entries else (0, 0)] * (len(req.output_ids) + coming - len(entries))
     return entries
 

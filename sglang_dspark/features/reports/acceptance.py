@@ -6,13 +6,14 @@ The field and its form are vLLM's (``--per-request-spec-decode-metrics summary``
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypedDict
 
 from pydantic import BaseModel, create_model
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
+from sglang_dspark.engine.sglang_types import Answer
 from sglang_dspark.fence import fenced, nothing
 
 _DONE = "data: [DONE]"
@@ -20,8 +21,28 @@ NOTED = "dspark_meta_info"
 """Where a request that SGLang's serving class has made keeps the counts of its whole answer."""
 
 
+class RequestCounts(TypedDict):
+    """What became of a request's drafts."""
+
+    rounds: int
+    drafted_tokens: int
+    verified_tokens: int
+    accepted_tokens: int
+    accept_length: float
+
+
+class MetaInfo(TypedDict, total=False):
+    """``meta_info`` of an answer, as far as we touch it."""
+
+    dspark: RequestCounts
+    spec_correct_drafts_histogram: list[int]
+    spec_block_accept_length: float
+    spec_accept_rate: float
+    spec_num_proposed_drafts: int
+
+
 @fenced("acceptance of requests", instead=nothing)
-def acceptance(meta_info: Mapping[str, Any]) -> dict[str, Any] | None:
+def acceptance(meta_info: MetaInfo) -> dict[str, object] | None:
     """Return the acceptance of one request, None if it took part in no decode step.
 
     Drafts that the schedule left out are none of ``num_draft_tokens``: these went through the target.
@@ -45,7 +66,9 @@ def acceptance(meta_info: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 @fenced("acceptance of requests", instead=nothing)
-def add_acceptance(response: Any, serving: Any, request: Any, answers: Sequence[Mapping[str, Any]], _: int) -> Any:
+def add_acceptance(
+    response: object, serving: object, request: object, answers: Sequence[Answer], _: int
+) -> BaseModel | None:
     """Hook after SGLang has built a response of one generation: return it with the field, or None to leave it.
 
     As in vLLM, several samples or prompts have none.
@@ -62,7 +85,7 @@ def _with_metrics(kind: type[BaseModel]) -> type[BaseModel]:
 
 
 async def stream_with_acceptance(
-    original: Callable[..., AsyncIterator[str]], serving: Any, adapted: Any, *args: Any, **kwargs: Any
+    original: Callable[..., AsyncIterator[str]], serving: object, adapted: object, *args: object, **kwargs: object
 ) -> AsyncIterator[str]:
     """Yield the events of a stream, the last one before ``[DONE]`` with the field. A hook.
 
@@ -82,7 +105,7 @@ async def stream_with_acceptance(
 
 
 @fenced("acceptance of requests", instead=lambda event, meta_info: event)
-def _extended(event: str, meta_info: Mapping[str, Any]) -> str:
+def _extended(event: str, meta_info: MetaInfo) -> str:
     """Return an event with the field; one that is no part of the answer, an error, as it is."""
     start, data, rest = event.partition("data: ")
     found, chunk = acceptance(meta_info), json.loads(rest)

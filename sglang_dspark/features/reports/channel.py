@@ -8,6 +8,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
+from sglang_dspark.declared import Scalar
 from sglang_dspark.engine.sglang_types import TokenizerManager
 from sglang_dspark.errors import BusyError, ConfigError
 
@@ -21,6 +22,8 @@ PAUSE_S = 0.02
 """Shortest time between two questions that only read: many readers cost the scheduler no more than one."""
 MAX_WAITING = 16
 READ_ONLY = ("stats", "capabilities")
+Replies = list[dict[str, Any]]
+Question = tuple[str, frozenset[tuple[str, Scalar]]]
 
 
 class Channel:
@@ -40,12 +43,12 @@ class Channel:
     def __init__(self, manager: Callable[[], TokenizerManager], limit_s: float = ANSWER_LIMIT_S) -> None:
         self._manager, self._limit_s = manager, limit_s
         self._lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[Replies]] = set()
         # Questions that have not been sent yet, so that equal questions get the same answer.
-        self._unsent: dict[tuple[Any, ...], asyncio.Task[Any]] = {}
+        self._unsent: dict[Question, asyncio.Task[Replies]] = {}
         self._last_sent = float("-inf")
 
-    async def ask(self, question: str, fields: dict[str, Any]) -> list[Any]:
+    async def ask(self, question: str, fields: dict[str, Scalar]) -> list[Any]:
         """Return the answers of all schedulers, that of replica 0 first; of the ranks of a replica, rank 0 answers.
 
         Args:
@@ -56,7 +59,7 @@ class Channel:
             ConfigError: a scheduler refuses.
             BusyError: it cannot answer, or not in time, or too many questions wait already.
         """
-        key = (question, *sorted(fields.items()))
+        key = question, frozenset(fields.items())
         task = self._unsent.get(key) if question in READ_ONLY else None
         if task is None:
             if len(self._tasks) >= MAX_WAITING:
@@ -79,7 +82,7 @@ class Channel:
                 raise BusyError(f"the scheduler could not answer {reply['failed']}; its log says why")
         return [reply["answer"] for reply in replies]
 
-    async def _ask(self, key: tuple[Any, ...], question: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
+    async def _ask(self, key: Question, question: str, fields: dict[str, Scalar]) -> Replies:
         from sglang.srt.managers.io_struct import GetInternalStateReq
 
         clock = asyncio.get_running_loop().time
@@ -95,7 +98,7 @@ class Channel:
             states = [output.internal_state for output in await manager.get_internal_state_communicator(request)]
             return [state[KEY] for state in sorted(states, key=itemgetter(REPLICA))]
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
+    def _forget(self, task: asyncio.Task[Replies]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # its caller may be gone, and nothing else looks at it

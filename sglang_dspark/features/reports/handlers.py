@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
+from sglang_dspark.declared import Scalar
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.compat.decoder import decoder_of
+from sglang_dspark.engine.feature import part_of
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.reports.channel import KEY, REPLICA
 from sglang_dspark.features.reports.served import Reports
 from sglang_dspark.fence import fenced, nothing
 
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
-def reports_of(scheduler: Any) -> Reports:
+
+def reports_of(scheduler: Scheduler) -> Reports:
     """Return the reports of SGLang's scheduler."""
-    return next(part for part in decoder_of(scheduler).parts if isinstance(part, Reports))
+    reports = part_of(decoder_of(scheduler).parts, Reports)
+    assert reports is not None, "every server that decodes with DSPARK reports"
+    return reports
 
 
-def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+def answer(
+    original: Callable[..., GetInternalStateReqOutput], scheduler: Scheduler, recv_req: GetInternalStateReq
+) -> GetInternalStateReqOutput:
     """Answer our questions at the scheduler's end of the channel; others go on to SGLang."""
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
     from sglang.srt.runtime_context import get_parallel
@@ -32,14 +43,14 @@ def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
 
 
 @fenced("answers to questions", instead=lambda reports, question, fields: {"failed": question})
-def _reply(reports: Reports, question: str, fields: dict[str, Any]) -> dict[str, Any]:
+def _reply(reports: Reports, question: str, fields: dict[str, Scalar]) -> dict[str, object]:
     try:
         return {"answer": _answer_of(reports, question, fields)}
     except ConfigError as error:
         return {"refusal": str(error)}
 
 
-def _answer_of(reports: Reports, question: str, fields: dict[str, Any]) -> Any:
+def _answer_of(reports: Reports, question: str, fields: dict[str, Scalar]) -> Mapping[str, object]:
     match question:
         case "stats":
             return reports.stats()
@@ -50,14 +61,16 @@ def _answer_of(reports: Reports, question: str, fields: dict[str, Any]) -> Any:
     raise ConfigError(f"{question}: no question that the scheduler answers")
 
 
-def export_metrics(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def export_metrics(result: None, scheduler: Scheduler, *args: object, **kwargs: object) -> None:
     """Add our Prometheus metrics to SGLang's."""
     context = scheduler.metrics_collector_context
     if context.current_scheduler_metrics_enabled:
         reports_of(scheduler).export_metrics(context.collector.labels)
 
 
-def report_verified(original: Callable[..., None], reporter: Any, *args: Any, **kwargs: Any) -> None:
+def report_verified(
+    original: Callable[..., None], reporter: SchedulerMetricsReporter, *args: object, **kwargs: object
+) -> None:
     """Have SGLang divide the accepted drafts by the verified ones, in its log and in ``sglang:spec_accept_rate``.
 
     It divides them by all drafts of a block in every round. So the accepted ones are scaled while it does. It would
@@ -71,7 +84,7 @@ def report_verified(original: Callable[..., None], reporter: Any, *args: Any, **
 
 
 @fenced("shares of accepted drafts", instead=nothing)
-def _scale_accepted(reporter: Any) -> None:
+def _scale_accepted(reporter: SchedulerMetricsReporter) -> None:
     reporter.spec_num_block_accept_tokens = 0
     accepted, rounds = reporter.spec_num_correct_drafts, reporter.spec_num_forward_ct
     verified = reporter.spec_num_cap_tokens - rounds

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_dspark.engine.api.http import without_root
 
@@ -20,16 +21,16 @@ class UnescapedNames:
         app: the application that it wraps.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._is_of_metrics(scope):
             headers = [(key, _unescaped(value) if key == b"accept" else value) for key, value in scope["headers"]]
             scope = dict(scope, headers=headers)
         await self.app(scope, receive, send)
 
-    def _is_of_metrics(self, scope: Any) -> bool:
+    def _is_of_metrics(self, scope: Scope) -> bool:
         return without_root(scope["path"], scope.get("root_path", "")).rstrip("/") == "/metrics"
 
 

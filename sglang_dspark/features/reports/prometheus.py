@@ -77,7 +77,7 @@ class Metrics:
         self,
         counters: Counters,
         verdict: Callable[[], Verdict],
-        labels: Mapping[str, Any],
+        labels: Mapping[str, str],
         counted: Callable[[], Sequence[Counted]] = tuple,
         registry: CollectorRegistry | None = None,
     ) -> None:

@@ -6,13 +6,21 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TypedDict
 
 from sglang_dspark.features.reports.counters import Counters
-from sglang_dspark.features.reports.sums import Sums
+from sglang_dspark.features.reports.sums import Sums, SumsLists
 
 RECENT_S = 60
 """Seconds that recent figures cover."""
+
+
+class Span(TypedDict):
+    """The sums of some seconds as JSON, and their rate."""
+
+    seconds: float
+    tokens_per_s: float
+    sums: SumsLists
 
 
 class Recent:
@@ -39,8 +47,8 @@ class Recent:
         if second != self._seconds[-1][0]:
             self._seconds.append((second, self._counters.sums()))
 
-    def report(self) -> dict[str, Any]:
-        """Return JSON: the sums of the last minute, or since the start if that is shorter, and their rate."""
+    def report(self) -> Span:
+        """Return the last minute, or the time since the start if that is shorter."""
         now = self._clock()
         first = max(int(now) - RECENT_S + 1, int(self._start))
         seconds = now - max(first, self._start)

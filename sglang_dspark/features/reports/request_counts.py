@@ -6,14 +6,20 @@ have, so what follows from the real number is corrected here.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from sglang_dspark.features.reports.acceptance import NOTED
+from sglang_dspark.engine.sglang_types import TokenizerManager
+from sglang_dspark.features.reports.acceptance import NOTED, MetaInfo, RequestCounts
 from sglang_dspark.fence import fenced, nothing
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import BatchStrOutput, BatchTokenIDOutput
 
 
 @fenced("counts of requests", instead=nothing)
-def report(result: None, manager: Any, meta_info: dict[str, Any], recv_obj: Any, i: int) -> None:
+def report(
+    result: None, manager: TokenizerManager, meta_info: MetaInfo, recv_obj: BatchStrOutput | BatchTokenIDOutput, i: int
+) -> None:
     """Add ``dspark`` to the ``meta_info`` of an ended request, and correct SGLang's figures there. A hook.
 
     The request keeps its ``meta_info`` for its stream, which may have to tell of it.
@@ -34,7 +40,7 @@ def report(result: None, manager: Any, meta_info: dict[str, Any], recv_obj: Any,
     setattr(manager.rid_to_state[recv_obj.rids[i]].obj, NOTED, meta_info)
 
 
-def _counts(recv_obj: Any, i: int) -> dict[str, Any] | None:
+def _counts(recv_obj: BatchStrOutput | BatchTokenIDOutput, i: int) -> RequestCounts | None:
     """Return the counts of a request; None if it took part in no decode step."""
     rounds = recv_obj.spec_verify_ct[i] if getattr(recv_obj, "spec_verify_ct", None) else 0
     if not rounds:

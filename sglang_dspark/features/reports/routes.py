@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.middleware import Middleware
 
+from sglang_dspark.declared import Scalar
 from sglang_dspark.engine.api.http import error_response, flat_object, without_root
 from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
 from sglang_dspark.engine.support import versions
 from sglang_dspark.errors import BusyError, ConfigError
 from sglang_dspark.features.reports import page
-from sglang_dspark.features.reports.answers import Answer, Report, capabilities, stats, switched
+from sglang_dspark.features.reports.answers import A, Json, Report, StatsAnswer, added, capabilities, stats, switched
 from sglang_dspark.features.reports.channel import Channel
 from sglang_dspark.features.reports.metric_names import UnescapedNames
 from sglang_dspark.fence import FAILURES
 
+if TYPE_CHECKING:
+    from sglang.srt.utils.auth import AuthDecision
+
 PAGE = "/dspark"
 
 
-def add(app: Any, target_only: str | None) -> None:
+def add(app: FastAPI, target_only: str | None) -> None:
     """Add our routes, and the middleware for metrics, to SGLang's application.
 
     Args:
@@ -68,7 +71,7 @@ class Routes:
             return fields
         return await self._respond("policy", fields, switched)
 
-    async def _respond(self, question: str, fields: dict[str, Any], report: Report) -> Response:
+    async def _respond(self, question: str, fields: dict[str, Scalar], report: Report[A]) -> Response:
         """Return the JSON that ``report`` makes of the schedulers' answers, or the reason why there is none.
 
         JSON does not know NaN: such a figure is null.
@@ -82,13 +85,13 @@ class Routes:
         return Response(msgspec.json.encode(report(answers), enc_hook=_plain_number), media_type="application/json")
 
 
-def _stats_with_failures_here(answers: Sequence[Answer]) -> dict[str, Any]:
+def _stats_with_failures_here(answers: Sequence[StatsAnswer]) -> Json:
     """Return the statistics of the schedulers with what has failed in this process, too."""
-    found = stats(answers)
-    return found | {"failed_advice": dict(Counter(found["failed_advice"]) + FAILURES)}
+    failed = added([*(answer["failed_advice"] for answer in answers), FAILURES])
+    return stats(answers) | {"failed_advice": failed}
 
 
-def _plain_number(value: Any) -> Any:
+def _plain_number(value: object) -> object:
     """Return a number of numpy's as Python's."""
     if not isinstance(value, np.generic):
         raise TypeError(f"{type(value).__name__} is no JSON")
@@ -136,7 +139,7 @@ def _server_args() -> ServerArgs:
     return tokenizer_manager().server_args
 
 
-def page_needs_no_key(decision: Any, *, method: str, path: str, **credentials: Any) -> Any:
+def page_needs_no_key(decision: object, *, method: str, path: str, **credentials: object) -> AuthDecision | None:
     """Hook after SGLang's decision on a request: the page, which holds no data and asks for the key, is free.
 
     A browser cannot be told to send a header with the address that somebody types.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from sglang.srt.runtime_context import get_serving
 
+from sglang_dspark.declared import Scalar
 from sglang_dspark.engine.compat.decoder import Decoder
 from sglang_dspark.engine.feature import Counted, Part
 from sglang_dspark.engine.sglang_types import Req
+from sglang_dspark.features.reports.answers import Json, StatsAnswer, SwitchedAnswer
 from sglang_dspark.features.reports.capabilities import capabilities, in_one_line
 from sglang_dspark.features.reports.counters import Counters
 from sglang_dspark.features.reports.coverage import Coverage
@@ -101,7 +102,7 @@ class Reports(Part):
             self._logged_at = now
             logger.info("DSPARK: %s", self._counters)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> StatsAnswer:
         """Return what ``GET /dspark/stats`` makes its figures of, as JSON."""
         return {
             "uptime_s": self._recent.uptime_s,
@@ -116,18 +117,18 @@ class Reports(Part):
             "of_features": {counted.name: dict(counted.values) for counted in self._counted()},
         }
 
-    def _said_by_features(self) -> dict[str, Any]:
+    def _said_by_features(self) -> Json:
         return {key: said for part in self._decoder.parts for key, said in part.report().items()}
 
     def _counted(self) -> list[Counted]:
         """Return what all features have counted."""
         return [counted for part in self._decoder.parts for counted in part.counted()]
 
-    def capabilities(self) -> dict[str, Any]:
+    def capabilities(self) -> Json:
         """Return the JSON of ``GET /dspark/capabilities``."""
         return capabilities(self._decoder)
 
-    def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def switch_policy(self, fields: dict[str, Scalar]) -> SwitchedAnswer:
         """Verify by another policy from the next step on; return what ``POST /dspark/policy`` answers, as JSON.
 
         Raises:
@@ -137,9 +138,9 @@ class Reports(Part):
         schedule.switch(fields)
         logger.info("DSPARK: policy %s from now on", schedule.policy.name)
         until_now = {"uptime_s": self._recent.uptime_s, **self._counters.sums().total().counts()}
-        state = {"policy": schedule.policy.name, "schedule": schedule.policy.report()}
+        state: Json = {"policy": schedule.policy.name, "schedule": schedule.policy.report()}
         return {"state": state, "until_now": until_now}
 
-    def export_metrics(self, labels: dict[str, Any]) -> None:
+    def export_metrics(self, labels: dict[str, str]) -> None:
         """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
         Metrics(self._counters, lambda: self._first_drafts.fit.verdict, labels, self._counted).start()

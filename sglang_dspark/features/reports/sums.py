@@ -5,9 +5,9 @@ Everything reported is a function of sums, so that any span of time is a differe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,13 @@ def requests_of(load: int) -> tuple[int, int]:
     return (1 << load - 1) + 1 if load else 1, 1 << load
 
 
+class SumsLists(TypedDict):
+    """:class:`Sums` as JSON."""
+
+    loads: list[list[float]]
+    predicted: list[list[float]]
+
+
 @dataclass(frozen=True)
 class Sums:
     """Sums over decode steps; a round is one request in one step.
@@ -46,12 +53,12 @@ class Sums:
     predicted: NDArray[np.float64]
 
     @classmethod
-    def of(cls, listed: Iterable[Mapping[str, Any]]) -> Self:
+    def of(cls, listed: Iterable[SumsLists]) -> Self:
         """Return the sum of what :meth:`lists` has returned, of one scheduler or several."""
         loads, predicted = zip(*((one["loads"], one["predicted"]) for one in listed), strict=True)
         return cls(np.sum(loads, 0), np.sum(predicted, 0))
 
-    def lists(self) -> dict[str, Any]:
+    def lists(self) -> SumsLists:
         """Return both arrays as JSON."""
         return {"loads": self.loads.tolist(), "predicted": self.predicted.tolist()}
 
@@ -62,16 +69,16 @@ class Sums:
         """Over all loads."""
         return Figures(self.loads.sum(0), self.predicted)
 
-    def by_load(self) -> list[dict[str, Any]]:
+    def by_load(self) -> list[dict[str, object]]:
         """JSON: the figures that depend on the load, by number of requests; loads that never occurred are left out."""
-        report = []
+        report: list[dict[str, object]] = []
         for load, row in enumerate(self.loads):
             if row[STEPS]:
                 figures = Figures(row)
                 report.append({"requests": list(requests_of(load)), **figures.counts(), **figures.means()})
         return report
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """JSON: counts, means, figures by position and by load."""
         total = self.total()
         return {**total.counts(), **total.means(), **total.by_position(), "by_load": self.by_load()}

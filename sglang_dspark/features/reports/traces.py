@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_dspark.engine.scheduler.batch import per_token
 from sglang_dspark.engine.scheduler.request_options import request_options
+from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.step.record import StepRecord
 
 
 @fenced("traces", instead=nothing)
-def trace(reqs: Sequence[Any], record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
+def trace(reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
     """Append a step to the trace of every request that asked for one.
 
     ``customized_info`` lists are parallel to a request's output tokens (SGLang slices them so when it streams): the
@@ -34,14 +36,12 @@ def trace(reqs: Sequence[Any], record: StepRecord, running: Sequence[int], accep
 
 
 @fenced("rounds of a trace", instead=nothing)
-def _add_round(req: Any, num_drawn: int | None, of_request: Sequence[Any], accepted: int) -> None:
+def _add_round(req: Req, num_drawn: int | None, of_request: Sequence[Any], accepted: int) -> None:
     traced, depth, copied, followed, cached, from_answers, confidence, verified = of_request
     start, anchor, *draft = traced
     # Behind the drafter's block all drafts are the chain's, whether the block has followed it or not.
     shown = range(cached, num_drawn if from_answers and num_drawn is not None else len(draft))
-    if req.customized_info is None:
-        req.customized_info = {}
-    rounds = req.customized_info.setdefault("dspark_trace", [])
+    rounds = per_token(req, "dspark_trace")
     rounds.extend([None] * (len(req.output_ids) - len(rounds)))
     round_ = {
         "start": start,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from sglang_dspark.features.reports.counters import Counters
 
@@ -50,7 +49,7 @@ class Versions:
         self._counts[key] = rounds + self._begun[0] - before[0], committed + self._begun[1] - before[1]
 
 
-def report(counted: Iterable[Sequence[tuple[Key, tuple[int, int]]]]) -> list[dict[str, Any]]:
+def report(counted: Iterable[Sequence[tuple[Key, tuple[int, int]]]]) -> list[dict[str, object]]:
     """Return JSON of the counts of several schedulers, which have had the same versions."""
     added: dict[Key, tuple[int, int]] = {}
     for counts in counted:

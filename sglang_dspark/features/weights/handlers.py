@@ -12,6 +12,7 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightFromDiskReqOutput
 
 from sglang_dspark.engine.compat.decoder import Decoder, decoder_of
+from sglang_dspark.engine.feature import part_of
 from sglang_dspark.errors import ConfigError, DSparkError
 from sglang_dspark.features.weights import DRAFTER
 from sglang_dspark.features.weights.served import Weights
@@ -27,7 +28,9 @@ _AWAY = ConfigError(
 
 def weights_of(decoder: Decoder) -> Weights:
     """Return the part of SGLang's scheduler that writes weights."""
-    return next(part for part in decoder.parts if isinstance(part, Weights))
+    weights = part_of(decoder.parts, Weights)
+    assert weights is not None, "weights of every server can be written"
+    return weights
 
 
 def write(original: Callable[..., Any], manager: Any, request: Any) -> Any:

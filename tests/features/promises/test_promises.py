@@ -93,7 +93,8 @@ def test_the_servers_promise_holds_for_requests_without_their_own():
     part = Promises(10.0, lambda: SimpleNamespace(times=None), 3, lambda: 0.0)
     batch = batch_of(asking(), asking(tpot_ms=20.0), asking(weight=0.5))
     part.prefill_done(batch)
-    assert [(req.dspark_pace.tpot_ms, req.dspark_pace.weight) for req in batch.reqs] == [(10, 1), (20, 1), (10, 0.5)]
+    paces = [part._paces[req] for req in batch.reqs]
+    assert [(pace.tpot_ms, pace.weight) for pace in paces] == [(10, 1), (20, 1), (10, 0.5)]
 
 
 BAD = (0, -1, "5", "", None, True, float("nan"), float("inf"), 2.0**70, 10**400, [1], {})

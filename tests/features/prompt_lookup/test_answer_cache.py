@@ -1,14 +1,12 @@
 """Answers by key: how much is kept of them, in which order, and for which requests."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from settled_requests import settled
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 
 from sglang_dspark.features.prompt_lookup.answer_cache import MOST_TOKENS, AnswerCache
 from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
-from sglang_dspark.features.prompt_lookup.options import LookupOptions
 from sglang_dspark.features.prompt_lookup.served import PromptLookup
 from sglang_dspark.worker.worker import DSparkWorker
 
@@ -88,8 +86,9 @@ def test_answers_are_kept_of_requests_with_a_key_that_end_by_themselves(key, rea
     worker = object.__new__(DSparkWorker)
     answers = AnswerCache(ROOM)
     worker.parts = [PromptLookup(answers, ForcedTokens(None, 1, 1), torch.device("cpu"))]
-    options = LookupOptions(cache=key)
-    req = SimpleNamespace(dspark_lookup=options, finished_reason=reason, output_ids_through_stop=[5, 6, 7])
+    req = settled({"cache": key} if key else {}, answer_cache=1)
+    req.output_ids.extend([5, 6, 7])
+    req.finished_reason = reason
     worker.end_request(req)
     assert read(answers, key) == kept
     worker.clear_cache_pool()

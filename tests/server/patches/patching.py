@@ -161,20 +161,15 @@ def complete_cpu():
     """
     on_cpu.watch_imports()
 
-    def page(module):
-        module.PAGE_DEVICES = ("cpu", "cuda")
-
-    def copy(module):
-        module.DEVICES = ("cpu", "cuda")
+    def as_on_a_gpu(module):
+        module.GPUS = ("cpu", "cuda")
 
     patch_when_imported("sglang.srt.layers.quantization", late("int8_method", "offer"))
     patch_when_imported("sglang.srt.mem_cache.allocator.paged", late("paged_slots", "install"))
     # The first of the modules of adapters that any process imports.
     patch_when_imported("sglang.srt.lora.lora_registry", late("unpinned", "install"))
     patch_when_imported("sglang.srt.utils.torch_memory_saver_adapter", late("memory_saver", "install"))
-    patch_when_imported("sglang_dspark.engine.launch.flag_rules", page)
-    for room in ("host_cache", "experts", "memory"):
-        patch_when_imported(f"sglang_dspark.features.{room}", copy)
+    patch_when_imported("sglang_dspark.engine.launch.flag_rule", as_on_a_gpu)
     patch_when_imported("sglang.srt.mem_cache.pool_host.mha", late("host_memory", "install_pools"))
     for name in ("sglang.srt.managers.cache_controller", "sglang.srt.mem_cache.l2_transfer"):
         patch_when_imported(name, late("host_memory", "install_streams"))
