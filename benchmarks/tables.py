@@ -210,7 +210,7 @@ MEASURED = (
     Measured("Qwen3-8B's shape, prompts of 4000 tokens", "H200", "h200/qwen3_8b_shape/long"),
     Measured("Qwen3-8B, Qwen3-4B, MiniCPM5-2B, Qwen3.8-27B with published drafters", "H100, H200"),
 )
-SUPPORT = ("pair", "device", "users", "auto / plain", "texts", "date", "release", "verdict", "files")
+SUPPORT = ("pair", "device", "users", "auto / plain", "texts", "date", "plugin, SGLang", "verdict", "files")
 PASSES = 0.95
 """Least speed of ``auto`` over that of plain SGLang."""
 
@@ -239,7 +239,7 @@ def support_rows(results: Path = RESULTS) -> Iterator[list[str]]:
         scenarios = [scenario for file in entry.identity for scenario in content_of(file, results)["scenarios"]]
         identity = all(scenario["passed"] for scenario in scenarios) if scenarios else None
         texts = {None: "not compared", True: "same", False: "differ"}[identity]
-        release = f"{record['versions']['sglang-dspark']} on SGLang {record['versions']['sglang']}"
+        release = ", ".join(record["versions"][name] for name in ("sglang-dspark", "sglang"))
         linked = (f"{entry.sweep}/provenance.json", *entry.identity)
         files = ", ".join(f"[{Path(file).name}]({file})" for file in linked)
         told = summarise(paired_ratios(frame, "output_tok_s", frame_baselines(frame)))

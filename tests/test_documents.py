@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dspark.config import ENV_PREFIX, DSparkConfig, default_text, flag_name
+from sglang_dspark.config import DSparkConfig, default_text, flag_name
 from sglang_dspark.draft.families import FAMILIES, UNSERVED
 from sglang_dspark.engine.api.request_field import known_keys
 from sglang_dspark.tools.cli import COMMANDS
@@ -25,7 +25,7 @@ def flag_rows() -> list[str]:
     rows = []
     for option in fields(DSparkConfig):
         text, default = option.metadata["help"], default_text(option.name)
-        rows.append(f"| `{flag_name(option.name)}` | `{ENV_PREFIX}{option.name.upper()}` | {default} | {text} |")
+        rows.append(f"| `{flag_name(option.name)}` | {default} | {text} |")
     return rows
 
 
