@@ -7,7 +7,8 @@ import dspark_kernels
 import pytest
 import torch
 from dspark_kernels import Dispatched
-from kernel_cases import CASES, Made
+from kernel_calls import Made
+from kernel_cases import CASES
 from rounding import assert_equal_but_for_rounding
 
 FILLS = [float("nan"), 1e30]

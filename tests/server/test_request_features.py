@@ -33,10 +33,7 @@ PERSON = {
     },
     "required": ["имя", "年", "답"],
 }
-TAGS = {
-    "structures": [{"begin": "{", "schema": {"enum": [3, "日本", "日木"]}, "end": "}"}],
-    "triggers": ["{"],
-}
+TAGS = {"structures": [{"begin": "{", "schema": {"enum": [3, "日本", "日木"]}, "end": "}"}], "triggers": ["{"]}
 
 # Sampling parameters, and fields of the request.
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

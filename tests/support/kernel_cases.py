@@ -4,10 +4,6 @@ A case takes the form to be called and a :class:`Made`, and returns what real ro
 more requests and rows than a step has, and models may write anything there.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from acceptance_cases import make_case
 from draft_heads import as_weights, draft_heads
@@ -26,93 +22,18 @@ from dspark_kernels import (
     StepRequests,
     VerifyRows,
 )
-from recurrent_rows import Rows, replayed
+from kernel_calls import CASES, GARBAGE, case
+from recurrent_rows import replayed
 from rounding import DTYPES
 
-GARBAGE = {torch.int64: 2**40 + 7, torch.int32: 2**30 + 7}  # in padding
+__all__ = ["CASES"]
+
 EPS = 1e-5
 # Triton's interpreter multiplies the bit patterns of bfloat16.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 SUMMED = {"atol": 2e-5, "rtol": 2e-5}  # sums of up to 2053 products in float32, in different orders
 LOSSES = {torch.float32: {"atol": 1e-6, "rtol": 2e-5}, torch.bfloat16: {"atol": 1e-6, "rtol": 2e-2}}
 DELTA = {torch.float32: {"atol": 2e-6, "rtol": 2e-5}}  # float32 sums of up to 40 products, in another order
-
-
-class Made(Rows):
-    """Makes the arguments of one call, the same ones each time.
-
-    Args:
-        fill: what floating-point numbers of padding are; None for what the generator gives.
-
-    Attributes:
-        given: random numbers, each with a copy.
-    """
-
-    def __init__(self, device, dtype=torch.float32, fill=None):
-        super().__init__(device, dtype, seed=5)
-        self.fill, self.given = fill, []
-
-    def rand(self, *shape, dtype=None, real=None):
-        """Random numbers, of which the first ``real`` along the first dimension are no padding."""
-        made = self.spoilt(super().rand(*shape, dtype=dtype), real)
-        self.given.append((made, made.clone()))
-        return made
-
-    @staticmethod
-    def room(rows):
-        """Return how many rows a call has beside so many real ones: none is padding where there are none."""
-        return rows + 2 if rows else 0
-
-    def numbers(self, *shape, most, real=None):
-        """Likewise integers below ``most``."""
-        return self.spoilt(torch.randint(most, shape, generator=self._generator).to(self.device), real)
-
-    def spoilt(self, tensor, real):
-        """``tensor`` with padding from ``real`` on; as it is where ``real`` is None."""
-        if real is not None and self.fill is not None:
-            tensor[real:] = self.fill if tensor.is_floating_point() else GARBAGE[tensor.dtype]
-        return tensor
-
-    def pool(self, owned, *shape, slots=40):
-        """Numbers of which only the slots ``owned`` belong to a request."""
-        pool = super().rand(slots, *shape, dtype=torch.float32)
-        if self.fill is not None:
-            pool[[slot for slot in range(slots) if slot not in owned]] = self.fill
-        return pool
-
-
-@dataclass(frozen=True)
-class Case:
-    """The calls of one function.
-
-    Attributes:
-        call: ``call(form, made, *size)``.
-        sizes: the first one is called with spoilt padding, and all of them by both forms where these are comparable.
-        dtypes: of what is random.
-        tolerance: by dtype; others are equal but for rounding.
-        comparable: whether both forms give the same numbers; noise of kernels is not that of the references.
-        in_place: whether some of what is given is written to.
-    """
-
-    call: Callable[..., list[torch.Tensor]]
-    sizes: tuple[tuple[Any, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-    tolerance: dict[torch.dtype, dict[str, float]]
-    comparable: bool
-    in_place: bool
-
-
-CASES: dict[str, Case] = {}
-
-
-def case(*sizes, dtypes=(torch.float32,), tolerance=None, comparable=True, in_place=False):
-    """Register a function's call under the name of the function."""
-
-    def register(call):
-        CASES[call.__name__] = Case(call, sizes or ((),), tuple(dtypes), tolerance or {}, comparable, in_place)
-        return call
-
-    return register
 
 
 # ---- layers
@@ -131,11 +52,7 @@ def silu_mul(form, made, rows, size):
 
 
 @case(
-    (3, 20, 37, True),
-    (1, 1, 1, False),
-    (17, 40, 16, True),
-    (65, 150, 70, False),
-    (0, 4, 4, True),
+    *((3, 20, 37, True), (1, 1, 1, False), (17, 40, 16, True), (65, 150, 70, False), (0, 4, 4, True)),
     dtypes=(torch.float32, HALF),
 )
 def int8_linear(form, made, rows, size, out, biased):
@@ -144,13 +61,7 @@ def int8_linear(form, made, rows, size, out, biased):
 
 
 @case(
-    (3, 4, 2, 8),
-    (1, 1, 1, 24),
-    (7, 9, 3, 64),
-    (5, 6, 6, 24),
-    (33, 8, 2, 128),
-    (3, 4, 1, 2),
-    (0, 4, 2, 64),
+    *((3, 4, 2, 8), (1, 1, 1, 24), (7, 9, 3, 64), (5, 6, 6, 24), (33, 8, 2, 128), (3, 4, 1, 2), (0, 4, 2, 64)),
     dtypes=DTYPES,
 )
 def qk_norm_rope(form, made, rows, heads, kv_heads, head_dim):
@@ -166,13 +77,7 @@ def frequencies(made, head_dim):
 
 
 @case(
-    (4, 2, 2, 8),
-    (1, 1, 1, 24),
-    (7, 3, 3, 64),
-    (17, 5, 8, 128),
-    (33, 2, 5, 96),
-    (4, 2, 1, 2),
-    (0, 2, 3, 64),
+    *((4, 2, 2, 8), (1, 1, 1, 24), (7, 3, 3, 64), (17, 5, 8, 128), (33, 2, 5, 96), (4, 2, 1, 2), (0, 2, 3, 64)),
     dtypes=DTYPES,
 )
 def kv_inject(form, made, rows, layers, heads, head_dim):
@@ -345,11 +250,7 @@ def adjust(form, made):
 
 
 @case(
-    (3, 60, False),
-    (3, 64, True),
-    (2, 2048, False),
-    (2, 2049, True),
-    (1, 5000, True),
+    *((3, 60, False), (3, 64, True), (2, 2048, False), (2, 2049, True), (1, 5000, True)),
     dtypes=LOSSES,
     tolerance=LOSSES,
     in_place=True,
