@@ -1,8 +1,8 @@
 """What becomes of a step's outcome: features look at it."""
 
-from types import SimpleNamespace
-
 from made_schedule import GAMMA, record, schedule
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+from sglang_objects import request
 from stage_loop import OneRank
 
 from sglang_dspark.engine.feature import Part
@@ -20,8 +20,9 @@ class Looking(Part):
 
 
 def req(*, ended):
-    """Return a request of SGLang's."""
-    return SimpleNamespace(finished=lambda: ended, is_retracted=False)
+    made = request()
+    made.finished_reason = FINISH_LENGTH(1) if ended else None
+    return made
 
 
 def test_features_see_every_step_and_of_its_requests_those_that_got_its_tokens():

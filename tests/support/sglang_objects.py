@@ -47,10 +47,13 @@ def server_args(target: Any = None, **given: Any) -> ServerArgs:
     return args
 
 
-def request(output_ids: Sequence[int] = (), prompt: Sequence[int] = (0,), rid: str = "r", **parameters: Any) -> Req:
+def request(
+    output_ids: Sequence[int] = (), prompt: Sequence[int] = (0,), rid: str = "r", grammar: Any = None, **parameters: Any
+) -> Req:
     """A request of a scheduler, with these sampling parameters, after these tokens of its answer."""
     made = Req(rid, "", array("q", prompt), SamplingParams(**parameters))
     made.output_ids.extend(output_ids)
+    made.grammar = grammar
     return made
 
 

@@ -9,11 +9,14 @@ import pytest
 import torch
 from graph_loop import GraphLoop, prompts_of
 from replays import Emulated
-from sglang_objects import request
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang_objects import batch, partly, request
 
 import sglang_dspark
 from sglang_dspark.engine.scheduler.batch import SamplingReader, most_words
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
+from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.step_control import StepControl
@@ -57,18 +60,18 @@ class WorkerLoop(GraphLoop):
             self._start()
         worker, bs = self.worker, len(self.texts)
         for req, text in zip(self.reqs, self.texts, strict=True):
-            req.kv = SimpleNamespace(kv_committed_len=len(text) - 1)
-        batch = SimpleNamespace(
-            reqs=self.reqs,
+            req.kv.kv_committed_len = len(text) - 1
+        running = batch(
+            *self.reqs,
             seq_lens=torch.tensor([len(text) - 1 for text in self.texts]),
             req_pool_indices=torch.arange(bs),
-            req_to_token_pool=SimpleNamespace(req_to_token=self._table),
-            spec_info=SimpleNamespace(bonus_tokens=torch.tensor([text[-1] for text in self.texts])),
+            req_to_token_pool=partly(ReqToTokenPool, req_to_token=self._table),
+            spec_info=partly(DSparkDraftInput, bonus_tokens=torch.tensor([text[-1] for text in self.texts])),
             return_logprob=False,
             has_grammar=False,
         )
         with calls() as called:
-            result = worker.decode(batch, lambda lens: None)
+            result = worker.decode(running, lambda lens: None)
             result.logits_output, result.copy_done = None, SimpleNamespace(record=lambda: None)
             result.copy_to_cpu(return_logprob=False, return_hidden_states=False)
             result.read_copy()
@@ -91,7 +94,7 @@ class WorkerLoop(GraphLoop):
             [],
         )
         worker.request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma))
-        worker.sampling, worker._target_worker = SamplingReader(CPU), SimpleNamespace(random_seed=1)
+        worker.sampling, worker._target_worker = SamplingReader(CPU), partly(TpModelWorker, random_seed=1)
         worker.control = StepControl(self.schedule, self.eager.agreement, [], on_gpu=True)
         worker.copies = PackedCopies(most_words(len(self.texts), self.gamma, self.gamma), CPU)
 

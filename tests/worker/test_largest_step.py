@@ -5,6 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang_objects import model_config, partly, runner
+from sglang_objects import table as request_table
+from sglang_objects import worker as target_worker
 from stage_loop import StageLoop
 
 from sglang_dspark.engine.feature import Part
@@ -30,19 +35,18 @@ class Target:
         rows = len(plan.input_ids)
         self.rows.append((len(step), rows, step.rows.any_greedy))
         logits = torch.zeros(rows, self._vocab_size)
-        return TargetOutput(SimpleNamespace(next_token_logits=logits), torch.zeros(rows, self._width))
+        return TargetOutput(LogitsProcessorOutput(next_token_logits=logits), torch.zeros(rows, self._width))
 
 
 def worker():
-    runner = SimpleNamespace(
+    return target_worker(
         max_running_requests=REQUESTS,
-        req_to_token_pool=SimpleNamespace(size=9, req_to_token=torch.zeros(10, 32, dtype=torch.int32)),
-        token_to_kv_pool=SimpleNamespace(size=SLOTS),
+        req_to_token_pool=request_table(9, 32),
+        token_to_kv_pool=partly(MHATokenToKVPool, size=SLOTS),
         device="cpu",
-        model_config=SimpleNamespace(vocab_size=VOCAB_SIZE),
+        model_config=model_config(vocab_size=VOCAB_SIZE),
         spec_algorithm=None,
     )
-    return SimpleNamespace(model_runner=runner)
 
 
 def test_every_request_is_sampled_and_has_all_drafts():
@@ -89,6 +93,6 @@ def test_memory_is_held_for_the_stream_of_steps(monkeypatch, overlap):
 
     device = SimpleNamespace(synchronize=lambda: done.append("waited"), stream=stream)
     monkeypatch.setattr(torch, "get_device_module", lambda name: device)
-    with on_stream_of_steps(SimpleNamespace(device="cuda", forward_stream="forward"), overlap=overlap):
+    with on_stream_of_steps(runner(device="cuda", forward_stream="forward"), overlap=overlap):
         done.append("step")
     assert done == ["waited", "forward" if overlap else None, "step", "left", "waited"]

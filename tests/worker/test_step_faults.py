@@ -1,17 +1,22 @@
 """An exception in a step: the log names the stage, nothing is handed out, and SGLang gets the exception to end over."""
 
 import logging
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_objects import batch, request
+from sglang_objects import worker as target_worker
 from stage_loop import StageLoop
 
+from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.faults import part_of
-from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.engine.scheduler.request_options import BatchOptions
+from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.step.device_time import DeviceTimer
-from sglang_dspark.step.selection import FixedLength
 from sglang_dspark.worker.executors import eager
+from sglang_dspark.worker.executors.selector import ExecutorSelector
 from sglang_dspark.worker.worker import DSparkWorker
 
 # What each stage calls.
@@ -40,21 +45,19 @@ class WorkerLoop(StageLoop):
         self.published = []
         self.worker = worker = DSparkWorker.__new__(DSparkWorker)
         worker.step, worker.timer, worker.relay = 0, DeviceTimer(torch.device("cpu")), None
-        worker._target_worker = SimpleNamespace()
+        worker._target_worker = target_worker()
         worker.schedule = self.schedule
-        worker.executors = SimpleNamespace(select=lambda step, decision: self.eager)
-        worker.request_options = SimpleNamespace(read=lambda reqs: SimpleNamespace(traced=False))
+        worker.executors = ExecutorSelector(self.eager)
+        worker.request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma))
         worker.parts = []
         worker.check_logits = None
-        decision = StepDecision(self.gamma, FixedLength())
-        worker.control = SimpleNamespace(choose=lambda batch, options: decision)
+        worker.control = StepControl(self.schedule, self.eager.agreement, [], on_gpu=False)
         worker.read = lambda batch, adjusted: self._batch(worker.step)
 
     def _step(self, number):
-        mode = SimpleNamespace(is_extend=lambda: False, is_idle=lambda: False)
-        reqs = [SimpleNamespace(rid=f"r{place}") for place in range(len(self.texts))]
-        batch = SimpleNamespace(reqs=reqs, forward_mode=mode, is_extend_in_batch=False)
-        self.worker.forward_batch_generation(batch, on_publish=self.published.append)
+        reqs = [request(rid=f"r{place}") for place in range(len(self.texts))]
+        running = batch(*reqs, forward_mode=ForwardMode.DECODE, is_extend_in_batch=False, has_grammar=False)
+        self.worker.forward_batch_generation(running, on_publish=self.published.append)
 
 
 def failed(stage, error, caplog, monkeypatch):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from grammar_backends import EOS, THINK_END, VOCAB, Backends, after
+from sglang_objects import request
 
 from sglang_dspark.features.adjustments.grammars import grammar_masks
 
@@ -49,7 +49,7 @@ def test_masks_along_the_drafts(tokenizer, grammars, engine, committed, drafted,
     before = [THINK_END] if engine == "reasoner" else []
     before += tokenizer(committed).input_ids
     drafts = tokenizer(drafted).input_ids
-    reqs = [SimpleNamespace(grammar=g) for g in (None, after(grammars[engine], before), None)]
+    reqs = [request(grammar=g) for g in (None, after(grammars[engine], before), None)]
     for _ in range(2):  # the second walk starts where the first one did
         found, masks = grammar_masks(reqs, [[5, 6], [7, *drafts], [8]], VOCAB)
         assert found == list(range(2, 2 + rows))
@@ -61,14 +61,14 @@ def test_a_grammar_without_a_say_masks_nothing(tokenizer, grammars):
     ended = after(grammars["xgrammar"], [*tokenizer("abc").input_ids, EOS])
     finished = after(grammars["xgrammar"], [])
     finished.finished = True
-    reqs = [SimpleNamespace(grammar=g) for g in (None, ended, finished)]
+    reqs = [request(grammar=g) for g in (None, ended, finished)]
     assert grammar_masks(reqs, [[1], [1, 2], [1]], VOCAB) == ([], None)
 
 
 def test_thinking_is_not_masked(tokenizer, grammars):
     """Before the end of its thoughts a reasoning model may write anything; the grammar begins behind them."""
     drafts = [*tokenizer("zz").input_ids, THINK_END, *tokenizer("ax").input_ids]
-    _, masks = grammar_masks([SimpleNamespace(grammar=after(grammars["reasoner"], []))], [[9, *drafts]], VOCAB)
+    _, masks = grammar_masks([request(grammar=after(grammars["reasoner"], []))], [[9, *drafts]], VOCAB)
     assert (masks[:3] == -1).all()
     assert len(masks) == 5  # up to the row that judges the x
     for row in (3, 4):
@@ -78,5 +78,5 @@ def test_thinking_is_not_masked(tokenizer, grammars):
 def test_a_draft_that_no_tokenizer_knows_is_forbidden(grammars):
     """A model's vocabulary may be padded; llguidance has masks of its tokenizer's."""
     grammar = grammars["llguidance"].copy()
-    rows, _ = grammar_masks([SimpleNamespace(grammar=grammar)], [[9, VOCAB + 40, 5]], VOCAB + 64)
+    rows, _ = grammar_masks([request(grammar=grammar)], [[9, VOCAB + 40, 5]], VOCAB + 64)
     assert rows == [0]

@@ -5,12 +5,17 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from made_schedule import schedule
 from msgspec import Raw
 from settled_requests import settled
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang_objects import batch as batch_of
-from sglang_objects import request
+from sglang_objects import partly, request, server_args
 
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.engine.compat.arguments import attach
+from sglang_dspark.features.own_worker.server import ScheduledServer
 from sglang_dspark.features.promises.keys import PromiseKeys, PromiseOptions
 from sglang_dspark.features.promises.served import Promises
 from sglang_dspark.speculation import KEY, RequestOptions
@@ -27,7 +32,7 @@ def asking(**asked):
 @pytest.fixture
 def server():
     clock = SimpleNamespace(ms=1000.0)
-    part = Promises(None, lambda: SimpleNamespace(times=None), 3, lambda: clock.ms)
+    part = Promises(None, schedule, 3, lambda: clock.ms)
 
     def answered(ms, tokens, rounds, **asked):
         """Serve one request of so many tokens beside one that asks for nothing; return their weights on the way."""
@@ -90,7 +95,7 @@ def test_an_answer_that_comes_beside_prompts_has_a_promise(server):
 
 
 def test_the_servers_promise_holds_for_requests_without_their_own():
-    part = Promises(10.0, lambda: SimpleNamespace(times=None), 3, lambda: 0.0)
+    part = Promises(10.0, schedule, 3, lambda: 0.0)
     batch = batch_of(asking(), asking(tpot_ms=20.0), asking(weight=0.5))
     part.prefill_done(batch)
     paces = [part._paces[req] for req in batch.reqs]
@@ -108,7 +113,7 @@ def test_a_bad_value_is_refused_by_name(key, value):
 
 
 def test_sglangs_own_worker_serves_no_promise():
+    args = server_args()
+    attach(args, ScheduledServer(DSparkConfig(), ""))
     with pytest.raises(ValueError, match=r"^speculation\.tpot_ms=12 is not served by SGLang's own worker"):
-        PromiseKeys(tpot_ms=12).for_scheduler(
-            {"tpot_ms"}, SimpleNamespace(server_args=SimpleNamespace(_dspark="its own"))
-        )
+        PromiseKeys(tpot_ms=12).for_scheduler({"tpot_ms"}, partly(TokenizerManager, server_args=args))

@@ -7,12 +7,29 @@ from typing import Any
 
 import pytest
 from grammar_backends import EOS, VOCAB, Backends, after
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+from sglang_objects import request
 from tokenizers import Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
 
 FORCED = "(red|blue) shoes-x"
+
+
+class Forcing(BaseGrammarObject):
+    """Forces a text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text, self.asked = text, 0
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def try_jump_forward(self, tokenizer: Any) -> tuple[list[int], str]:
+        self.asked += 1
+        return [], self._text
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +45,7 @@ def test_forced_tokens_follow_the_last_one(backends, committed, forced):
     """The last token of a forced text may go on behind it, so it is no candidate."""
     tokenizer, grammar = backends.tokenizer, backends.xgrammar.dispatch_regex(FORCED)
     ids = tokenizer(f"x{committed}").input_ids
-    req = SimpleNamespace(grammar=after(grammar, ids[1:]), output_ids=ids)
+    req = request(ids, grammar=after(grammar, ids[1:]))
     expected = (ids[-1], *tokenizer(forced).input_ids) if forced else ()
     assert ForcedTokens(tokenizer, VOCAB, 16).of(req) == expected
 
@@ -36,7 +53,7 @@ def test_forced_tokens_follow_the_last_one(backends, committed, forced):
 def test_tokens_that_llguidance_forces(backends):
     tokenizer, grammar = backends.tokenizer, backends.llguidance.dispatch_regex(FORCED)
     begun = tokenizer("r").input_ids
-    req = SimpleNamespace(grammar=after(grammar, begun), output_ids=begun)
+    req = request(begun, grammar=after(grammar, begun))
     assert ForcedTokens(tokenizer, VOCAB, 16).of(req) == tuple(tokenizer("red shoes-x").input_ids)
 
 
@@ -46,7 +63,7 @@ def test_nothing_is_forced_where_no_grammar_has_a_say(backends):
     finished = after(forcing, tokenizer("r").input_ids)
     finished.finished = True
     ended = after(forcing, [*tokenizer("red shoes-x").input_ids, EOS])
-    reqs = [SimpleNamespace(grammar=grammar, output_ids=[9]) for grammar in (None, thinking, finished, ended)]
+    reqs = [request([9], grammar=grammar) for grammar in (None, thinking, finished, ended)]
     assert [ForcedTokens(tokenizer, VOCAB, 16).of(req) for req in reqs] == [()] * 4
 
 
@@ -56,8 +73,7 @@ def test_forced_texts_are_encoded_as_inside_of_a_text():
     inner = Tokenizer(models.BPE(pieces | {"a": 7, "b": 8}, [("a", "b")], unk_token="<unk>"))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     pieced = PreTrainedTokenizerFast(tokenizer_object=inner)
-    forcing = SimpleNamespace(finished=False, is_terminated=lambda: False, try_jump_forward=lambda _: ([], "abc"))
-    req = SimpleNamespace(grammar=forcing, output_ids=[9])
+    req = request([9], grammar=Forcing("abc"))
     assert ForcedTokens(pieced, VOCAB, 16).of(req) == (9, 2)
 
 
@@ -85,7 +101,7 @@ def test_nothing_is_forced_within_a_letter(backends):
     tokenizer, grammar = backends.tokenizer, backends.xgrammar.dispatch_regex("да!")
     req = forced_by(tokenizer, grammar, "")
     grammar = after(grammar, tokenizer("д").input_ids[:1])
-    assert ForcedTokens(tokenizer, VOCAB, 64).of(SimpleNamespace(grammar=grammar, output_ids=[9])) == ()
+    assert ForcedTokens(tokenizer, VOCAB, 64).of(request([9], grammar=grammar)) == ()
     assert len(ForcedTokens(tokenizer, VOCAB, 64).of(req)) == len(tokenizer("да!").input_ids)
 
 
@@ -100,14 +116,11 @@ def test_a_forced_text_is_read_as_far_as_a_step_can_use_it(backends):
         )
     encoded = []
     counting = SimpleNamespace(encode=lambda text, **_: encoded.append(len(text)) or tokenizer.encode(text))
-    asked = []
-    forcing = SimpleNamespace(
-        finished=False, is_terminated=lambda: False, try_jump_forward=lambda _: asked.append(1) or ([], "b" * 10**6)
-    )
-    req = SimpleNamespace(grammar=forcing, output_ids=[9])
+    forcing = Forcing("b" * 10**6)
+    req = request([9], grammar=forcing)
     for _ in range(3):
         ForcedTokens(counting, VOCAB, 5).of(req)
-    assert len(asked) == 1 and max(encoded) < 200
+    assert forcing.asked == 1 and max(encoded) < 200
 
 
 def test_forced_tokens_end_before_one_that_the_target_does_not_have(backends):
@@ -122,4 +135,4 @@ def test_forced_tokens_end_before_one_that_the_target_does_not_have(backends):
 def forced_by(tokenizer: Any, grammar: Any, text: str) -> Any:
     """A request whose text so far this is, behind another token."""
     ids = tokenizer(text).input_ids
-    return SimpleNamespace(grammar=after(grammar, ids), output_ids=[9, *ids])
+    return request([9, *ids], grammar=after(grammar, ids))

@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from dspark_kernels import ASKED_ROWS
 from settled_requests import LetterTokenizer, settled
+from sglang_objects import batch
 from stage_loop import lookup_of
 
 from sglang_dspark.engine.api.request_field import ASKED
@@ -140,18 +140,17 @@ def test_each_token_knows_what_was_owed_to_the_prediction_up_to_there():
     """
     reqs = [settled(None), settled({"prediction": PREDICTION}, LetterTokenizer())]
     for req in reqs:
-        req.output_ids, req.customized_info, req.is_retracted = [1, 2], None, False
-        req.finished = lambda: False
+        req.output_ids.extend([1, 2])
     part = lookup_of(7)
-    part.prefill_done(SimpleNamespace(reqs=reqs, decoding_reqs=None))
+    part.prefill_done(batch(*reqs, decoding_reqs=None))
     assert reqs[1].customized_info == {COUNTS: [(0, 0)] * 3}  # of the token to come, too
     reqs[1].output_ids.append(3)
     for copied, verified, tokens in ((4, 3, [5, 6, 7]), (0, 2, [8, 9]), (3, 7, [9])):
         chains = torch.tensor([[0, 0, -1], [ASKED_ROWS + 1, copied, 4]])
         rounds = StepRecord(["a", "b"], PLAIN, [7, 7], torch.tensor([1, verified]), None, None, chains=chains)
-        part.tokens_come(SimpleNamespace(reqs=reqs), DSparkBatchResult(record=rounds), [[5], tokens])
-        reqs[1].output_ids += tokens
-    part.prefill_done(SimpleNamespace(reqs=reqs, decoding_reqs=reqs))
+        part.tokens_come(batch(*reqs), DSparkBatchResult(record=rounds), [[5], tokens])
+        reqs[1].output_ids.extend(tokens)
+    part.prefill_done(batch(*reqs, decoding_reqs=reqs))
     assert reqs[1].customized_info[COUNTS][-1] == (2, 4) and len(reqs[1].customized_info[COUNTS]) == 9
     part.step_done(reqs, rounds, [0, 1], [0, 0])
     assert reqs[0].customized_info is None

@@ -1,14 +1,14 @@
 """What is looked up for each request of a batch, and where."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from dspark_kernels import ASKED_ROWS, CACHED_ROWS, MOST_MATCH, USUAL
 from settled_requests import LetterTokenizer, settled
+from sglang_objects import server_args
 from stage_loop import lookup_of
 
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.engine.compat.arguments import attach
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.features import prompt_lookup
@@ -153,9 +153,10 @@ def test_what_a_step_looks_up_is_bounded(monkeypatch):
 @pytest.mark.parametrize(("options", "used"), [({}, True), ({"draft_free": True}, True), ({"schedule": "off"}, False)])
 def test_servers_that_verify_no_draft_look_nothing_up(options, used):
     server = DSparkServer(DSparkConfig(**options), drafter=None, dummy_draft=False)
-    assert prompt_lookup.FEATURE.is_used(SimpleNamespace(_dspark=server)) == used
-    of_sglang = ScheduledServer(DSparkConfig(**options), "")
-    assert not prompt_lookup.FEATURE.is_used(SimpleNamespace(_dspark=of_sglang))
+    args = server_args()
+    for attached, expected in ((server, used), (ScheduledServer(DSparkConfig(**options), ""), False)):
+        attach(args, attached)
+        assert prompt_lookup.FEATURE.is_used(args) == expected
 
 
 def test_nothing_but_named_candidates_is_verified_without_a_drafter():

@@ -1,10 +1,9 @@
 """What a request is told of its drafts."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from dspark_kernels import ASKED_ROWS, CACHED_ROWS
+from sglang_objects import request
 
 from sglang_dspark.features.reports.traces import trace
 from sglang_dspark.step.decision import StepDecision
@@ -25,7 +24,6 @@ def test_a_trace_shows_no_draft_of_an_earlier_answer(row, shown):
         chains=torch.tensor([[row + 3, 0, 7, 8, 9]]),
         num_drawn=1,
     )
-    parameters = SimpleNamespace(custom_params={"dspark": '{"trace": true}'})
-    req = SimpleNamespace(sampling_params=parameters, customized_info=None, output_ids=[1])
+    req = request([1], custom_params={"dspark": '{"trace": true}'})
     trace([req], record, [0], [0])
     assert req.customized_info["dspark_trace"][-1]["draft"] == shown
