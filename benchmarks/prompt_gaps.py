@@ -1,4 +1,4 @@
-"""How long do streams wait for their next token while long prompts are encoded beside them?
+"""Measure how long streams wait for their next token while long prompts are encoded beside them.
 
     python benchmarks/prompt_gaps.py --target TARGET --draft DRAFT --output benchmarks/results/prompt_gaps.json
 

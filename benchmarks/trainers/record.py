@@ -1,4 +1,4 @@
-"""What all writers of drafters share: a target, its hidden states, weights that matter, and what is kept of a drafter.
+"""Holds what all writers of drafters share: a target, its states, weights that matter, what is kept of a drafter.
 
 A writer runs among the packages of its trainer, so this module imports nothing of this repository.
 """

@@ -1,4 +1,4 @@
-"""What finds candidates for drafts, as the drafter knows it."""
+"""Declares the part that finds candidates for drafts, as the drafter knows it."""
 
 from __future__ import annotations
 

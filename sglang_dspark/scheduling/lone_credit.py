@@ -1,4 +1,4 @@
-"""What speculation may lose on a request that runs alone: a bound that holds whatever the drafter is worth."""
+"""Bounds what speculation may lose on a request that runs alone, whatever the drafter is worth."""
 
 from collections.abc import Hashable
 

@@ -76,7 +76,7 @@ def test_both_workers_draw_by_the_same_rates(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_a_quarter_of_an_hour_rehearsed(tmp_path):
-    """From end to end on a CPU, with a tiny pair, where the tests' stand-ins let SGLang's own worker serve."""
+    """Runs from end to end on a CPU, with a tiny pair, where the tests' stand-ins let SGLang's own worker serve."""
     pair = [*("--target", str(ROOT), "--draft", str(ROOT)), *("--prompts", str(ROOT / "README.md"))]
     command = [sys.executable, "benchmarks/gpu.py", *pair, "--only", ",".join(QUARTER), "--rehearse"]
     stand_ins = {"SGLANGS_OWN_ON_A_CPU": "1", **sitecustomized(RANDOM_LENGTHS), "SGLANG_USE_CPU_ENGINE": "1"}

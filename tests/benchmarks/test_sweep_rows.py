@@ -54,7 +54,7 @@ def test_row_of_a_round():
 
 
 def test_speed_while_all_users_decode():
-    """From 11.0 to 12.5 both do: what has arrived by then after 11.0; and none if the server does not tell."""
+    """Both do from 11.0 to 12.5: what has arrived by then after 11.0; and none if the server does not tell."""
     first, second = REPLIES
     told = [replace(first, tokens=(1, 3, 6)), replace(second, tokens=(2, 4))]
     third = replace(second, sent_s=12.5, chunks_s=(13.0, 13.5, 14.5), done_s=15.0, tokens=(1, 6, 9))

@@ -41,7 +41,7 @@ def test_the_reference_decodes_as_recorded(golden_dir):
 
 
 def test_each_recorded_value_is_compared(golden_dir, tmp_path):
-    """In the first two cases, which take well under a second."""
+    """Replays the first two cases, which take well under a second."""
     draft = shutil.copytree(golden_dir / "vanilla_g7", tmp_path / "draft")
     content = json.loads((draft / "golden.json").read_text())
     del content["cases"][2:]

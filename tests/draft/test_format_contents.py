@@ -173,7 +173,7 @@ def test_windows_of_speculators_may_stand_beside_the_layers():
 
 
 def test_windows_that_two_engines_would_read_differently():
-    """Of ``layer_types`` and ``use_swa``, and of two sizes."""
+    """``layer_types`` and ``use_swa`` disagree, or two sizes."""
     content, _ = content_of(exports.specforge, **WINDOW, causal_layers=[False, True])
     content["sliding_window"] = 4
     plain = read_content(content, origin="").config

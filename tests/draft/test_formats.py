@@ -122,7 +122,7 @@ def test_channels_are_put_in_order_where_a_format_pairs_them_differently(make_ch
 
 
 def say_one_draft_less(content):
-    """As files of older releases say it, which have no key for the layout."""
+    """Files of older releases say so, which have no key for the layout."""
     del content["sample_from_anchor"]
     content["speculators_config"]["proposal_methods"][0]["speculative_tokens"] -= 1
 

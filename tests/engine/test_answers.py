@@ -1,4 +1,4 @@
-"""What the core does with the answers of a server on their way out."""
+"""The core looks at the answers of a server on their way out."""
 
 import asyncio
 from types import SimpleNamespace

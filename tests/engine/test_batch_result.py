@@ -89,7 +89,7 @@ def test_drafts_are_told_apart_by_the_chain_that_they_follow(row, kind):
     ids=["text", "cache", "preset"],
 )
 def test_places_that_were_copied_are_not_the_drafters(row, drawn):
-    """Of a block of 7 drafts: candidates behind it, and what a preset copies in its place."""
+    """A block of 7 drafts has candidates behind it, and what a preset copies in its place."""
     chains = torch.tensor([[row, followed, *[7] * 16] for followed in (2, 3, 9)])
     rounds = StepRecord(["a", "b", "c"], PLAIN, [15, 3, 0], torch.tensor([15, 3, 0]), None, None, chains, 7)
     assert rounds.drawn == drawn

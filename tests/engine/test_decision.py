@@ -213,7 +213,7 @@ def test_a_target_that_cannot_be_read_is_left_to_sglangs_own_words():
 
 
 def test_sglang_looks_up_no_files_of_the_drafter(monkeypatch):
-    """Where models come from elsewhere, it would fetch them."""
+    """It would fetch models that come from elsewhere."""
     looked, real = [], arguments.handle_model_source_paths
 
     def look(args):

@@ -1,4 +1,4 @@
-"""What becomes of a step's outcome: features look at it."""
+"""Features look at the outcome of a step."""
 
 from made_schedule import GAMMA, record, schedule
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH

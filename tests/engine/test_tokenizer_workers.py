@@ -1,4 +1,4 @@
-"""What the process does that starts several tokenizer workers; tests/server/test_replicas.py has them at work."""
+"""A process starts several tokenizer workers; tests/server/test_replicas.py has them at work."""
 
 import os
 import signal

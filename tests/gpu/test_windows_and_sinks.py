@@ -51,7 +51,7 @@ def pair(request, tmp_path_factory) -> Iterator[Pair]:
 
 
 def mean_regret(plain: LaunchedServer, texts: list[list[int]]) -> float:
-    """Of texts to ``PROMPTS``, by the plain server."""
+    """Texts to ``PROMPTS`` by the plain server."""
     return fmean(regret for text in regrets(plain, PROMPTS, texts) for regret in text)
 
 

@@ -1,4 +1,4 @@
-"""What holds of every function with kernels, at the sizes of its case: tests/support/kernel_cases.py."""
+"""Properties of every function with kernels, at the sizes of its case: tests/support/kernel_cases.py."""
 
 import importlib
 import pkgutil

@@ -53,7 +53,7 @@ class Texts:
 
 
 def outcome(form, law, keys, anchors, drafts, lens=None):
-    """What ``form`` keeps of ``drafts`` whose anchors stand there."""
+    """Return what ``form`` keeps of ``drafts`` whose anchors stand there."""
     rows = torch.arange(len(keys), device=drafts.device).flip(0)
     draws = SimulatedDraws(torch.tensor(keys[::-1].copy(), device=drafts.device), law.to(drafts.device))
     return form(draws, rows, anchors.to(drafts.device), drafts, torch.full_like(rows, 7), lens)

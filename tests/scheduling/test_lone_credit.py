@@ -1,4 +1,4 @@
-"""What speculation may lose on a request that runs alone."""
+"""A credit bounds what speculation may lose on a request that runs alone."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What requests and positions have shown: how fast it is forgotten, and which requests are worth drafting."""
+"""Requests and positions have shown something: how fast it is forgotten, and which requests are worth drafting."""
 
 import numpy as np
 import pytest

@@ -45,7 +45,7 @@ def test_texts(hybrid_graphs, model, name, fields):
 
 
 def test_turns_begin_at_a_state_that_a_replay_has_stored(hybrid_graphs, model):
-    """In one graph or two."""
+    """Steps are replayed as one graph or as two."""
     for fields, prompt in zip(({}, {"return_logprob": True}), prompts(60, 58), strict=True):
         with policy(hybrid_graphs, "static"):
             [answer] = output_ids(hybrid_graphs, [endless(prompt, 7, **fields)], 1)

@@ -1,4 +1,4 @@
-"""What streams of a GPU would do to the same memory is ordered by waits; see emulated_graphs/order.py."""
+"""The work of a GPU's streams on the same memory is ordered by waits; see emulated_graphs/order.py."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def expected(plain_letters: LaunchedServer) -> str:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_predicted_text_is_accepted_and_counted(letters, expected, stream):
-    """As a text, in parts, and in the middle of another one."""
+    """It comes as a text, in parts, and in the middle of another one."""
     half = len(expected) // 2
     parts = [{"type": "text", "text": text} for text in (expected[:half], expected[half:])]
     for predicted in (expected, parts, "красный 猫: " + expected + " 🐈"):

@@ -1,4 +1,4 @@
-"""What judges texts in 16 bits: right ones are not regretted, a wrong token is."""
+"""Regrets judge texts in 16 bits: right ones are not regretted, a wrong token is."""
 
 from golden_server import CASES, endless, output_ids
 from regrets import regrets

@@ -308,7 +308,7 @@ def test_what_a_grammar_forces_is_drafted(letters):
 
 
 def test_a_key_beside_what_a_grammar_forces(letters):
-    """Of two requests that share their steps, one has a grammar that forces its text, and one copies an answer."""
+    """Two requests share their steps: one has a grammar that forces its text, and one copies an answer."""
     forced = greedy(PROMPTS[0], 40, {"regex": "[xy]abcdefghijklmnopqrstuvwxyz"}, speculation={"trace": True})
     kept = greedy(PROMPTS[1], 40, speculation={"cache": "letters", "trace": True})
     with policy(letters, "static"):

@@ -20,7 +20,7 @@ def experts_of(answer):
 
 @pytest.mark.thorough
 def test_experts_are_those_of_the_text(plain_experts, experts):
-    """Of one request, and of several that verify other numbers of drafts in each step."""
+    """They are those of one request, and of several that verify other numbers of drafts in each step."""
     draw = random.Random(5)
     prompts = [draw.choices(range(2, 60), k=length) for length in (3, 17, 30, 9)]
     asked = [endless(prompt, NEW, return_routed_experts=True) for prompt in prompts]

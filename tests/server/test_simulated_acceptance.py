@@ -31,7 +31,7 @@ def steps_of(answer):
 
 
 def test_both_workers_take_the_same_steps(simulated, simulated_builtin):
-    """Of each request, whoever shares its steps."""
+    """They are the same whichever requests share the steps."""
     with policy(simulated, "static"):
         ours = [steps_of(answer) for answer in answers(simulated)]
     own = [steps_of(answer) for answer in answers(simulated_builtin)]

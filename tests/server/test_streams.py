@@ -62,7 +62,7 @@ def streamed(server, route, body, text_of):
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", ["corner", "scheduled"])
 def test_streams_are_the_text(name, route, request):
-    """Of our worker and of SGLang's; without parsers and with; on ``/generate`` new text and all of it."""
+    """It holds for our worker and SGLang's; without parsers and with; on ``/generate`` new text and all of it."""
     server = request.getfixturevalue(name)
     body_of, text_of = ROUTES[route]
 

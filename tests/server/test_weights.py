@@ -159,7 +159,7 @@ def test_other_servers_follow_the_target(request, folders, name, tmp_path):
 
 
 def test_a_server_follows_a_trainer(dspark, folders):
-    """By the route on which the processes of a trainer broadcast their tensors."""
+    """The route is the one on which the processes of a trainer broadcast their tensors."""
     decoded, _ = reference(folders[0], DRAFT)
     try:
         from_trainer(dspark, folders[0])

@@ -27,7 +27,7 @@ GPUS: dict[str, tuple[tuple[int, int], set[str]]] = {
 
 
 class Resolved(NamedTuple):
-    """What SGLang has decided: attention of prompts and of decoding, slots per page, and what DSPARK has changed."""
+    """Holds what SGLang has decided: attention of prompts and of decoding, slots per page; and what DSPARK changed."""
 
     prefill: str
     decode: str

@@ -345,7 +345,7 @@ OF_DELTA = (((2, 4), (5, 3)), ((1, 3), (20, 40)), ((2, 2), (1, 1)), ((2, 4), (16
 
 @case(*OF_DELTA, dtypes=DTYPES, tolerance=DELTA)
 def gated_delta(form, made, heads, dims):
-    """Where values are wide, several programs share those of a head."""
+    """Several programs share the values of a head if these are wide."""
     index_dtype = torch.int32 if made.dtype == torch.float16 else torch.int64
     q, inputs, gates = made.delta(sum(LENS) + 3, heads, dims)
     for x in (q, *vars(inputs).values()):

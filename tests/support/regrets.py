@@ -1,4 +1,4 @@
-"""How far tokens of a text lie below the best ones, as another server of the target has it."""
+"""Measures how far tokens of a text lie below the best ones, as another server of the target has it."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def batch(*reqs: Any, **attributes: Any) -> Any:
 
 
 def forward(mode: ForwardMode = ForwardMode.TARGET_VERIFY, **attributes: Any) -> Any:
-    """What a model's forward is given."""
+    """The batch of a model's forward."""
     return partly(ForwardBatch, forward_mode=mode, **attributes)
 
 

@@ -1,4 +1,4 @@
-"""Which tokens a drafter proposes, by the texts of its target's traffic."""
+"""A drafter proposes the tokens of a list, made of the texts of its target's traffic."""
 
 from byte_tokenizer import save_byte_tokenizer
 from golden_server import TARGET

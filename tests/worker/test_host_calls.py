@@ -1,4 +1,4 @@
-"""What the host does for a captured step: calls of our functions, from the choice to what is learned."""
+"""The host does little for a captured step: calls of our functions, from the choice to what is learned."""
 
 import sys
 from contextlib import contextmanager

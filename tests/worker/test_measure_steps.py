@@ -54,7 +54,7 @@ def test_a_file_that_cannot_be_used_is_measured_anew_or_ends_the_start(tmp_path,
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch, caplog):
-    """As in some containers."""
+    """Some containers are like that."""
     monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
     with caplog.at_level(logging.WARNING):
         assert sps_cache._cache_folder() is None

@@ -45,7 +45,7 @@ def by_folder(drafter, folder):
 
 
 def by_names(drafter, folder):
-    """In two parts, as trainers send them."""
+    """They come in two parts, as trainers send them."""
     named = list(load_file(folder / FILE).items())
     drafter.write(named[::2])
     drafter.write(named[1::2])

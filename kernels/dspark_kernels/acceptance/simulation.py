@@ -35,7 +35,7 @@ _MASK32 = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class SimulatedDraws:
-    """What decides which drafts are kept.
+    """Decide which drafts are kept.
 
     Attributes:
         keys: [rows] int64 in [0, 2**32), of the running requests by their rows of ``req_to_token``.

@@ -1,4 +1,4 @@
-"""What is said of a checkpoint whose tensors are not plain floating-point numbers."""
+"""Describes a checkpoint whose tensors are not plain floating-point numbers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What follows a failure: a line for the log, with the part of a step that failed, and the end of the server."""
+"""Handles a failure: a line for the log, with the part of a step that failed, and the end of the server."""
 
 import os
 import signal

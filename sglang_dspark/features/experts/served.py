@@ -18,7 +18,7 @@ from sglang_dspark.step.state import VerifyPlan
 
 
 class _Rows(NamedTuple):
-    """What SGLang reads of a ``ForwardBatch`` when it looks for experts.
+    """Holds what SGLang reads of a ``ForwardBatch`` when it looks for experts.
 
     Attributes:
         out_cache_loc: [N] int64 slots of the rows.

@@ -36,7 +36,7 @@ _SHARE, _GROWTH = 0.8, 1.5
 
 
 class ChunkLimit:
-    """How many rows a step may have that encodes prompts.
+    """Says how many rows a step may have that encodes prompts.
 
     Args:
         bound_ms: of a step.

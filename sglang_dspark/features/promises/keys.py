@@ -27,7 +27,7 @@ class PromiseOptions(Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class PromiseKeys(RequestKeys):
-    """What a request says about its speed.
+    """Say how fast a request wants to be.
 
     Attributes:
         tpot_ms: milliseconds per token behind the first one, over the whole answer; None takes the server's.

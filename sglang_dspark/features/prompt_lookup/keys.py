@@ -95,7 +95,7 @@ Key = Annotated[
 
 @dataclass(frozen=True)
 class LookupKeys(RequestKeys):
-    """What a request says about candidates.
+    """Say where candidates of a request come from.
 
     Attributes:
         preset: where drafts come from: the drafter, beside which candidates from the text compete (auto); the drafter

@@ -1,4 +1,4 @@
-"""What a request asks of prompt lookup, as it travels to the scheduler."""
+"""Holds what a request asks of prompt lookup, as it travels to the scheduler."""
 
 from __future__ import annotations
 

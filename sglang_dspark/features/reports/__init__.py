@@ -1,4 +1,4 @@
-"""What a server says of itself: statistics, metrics, the live page, the counts of every answer; and the policy switch.
+"""Reports of a server: statistics, metrics, the live page, the counts of every answer; and the policy switch.
 
 In the scheduler ``served.py`` counts steps, and answers what the routes ask through ``channel.py``. ``prometheus.py``
 exports the counts. The front end adds to every answer what became of its drafts.

@@ -22,7 +22,7 @@ NOTED = "dspark_meta_info"
 
 
 class RequestCounts(TypedDict):
-    """What became of a request's drafts."""
+    """Holds what became of a request's drafts."""
 
     rounds: int
     drafted_tokens: int

@@ -18,7 +18,7 @@ Report = Callable[[Sequence[A]], Json]
 
 
 class StatsAnswer(TypedDict):
-    """What a scheduler answers when it is asked for its statistics; ``features/reports/served.py`` makes it."""
+    """The answer of a scheduler that is asked for its statistics."""
 
     uptime_s: float
     state: Json
@@ -32,7 +32,7 @@ class StatsAnswer(TypedDict):
 
 
 class SwitchedAnswer(TypedDict):
-    """What a scheduler answers when it has taken another policy."""
+    """The answer of a scheduler that has taken another policy."""
 
     state: Json
     until_now: dict[str, float]

@@ -1,4 +1,4 @@
-"""What a scheduler does while its memory is away."""
+"""A scheduler decodes nothing while its memory is away."""
 
 import asyncio
 from types import SimpleNamespace

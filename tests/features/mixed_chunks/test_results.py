@@ -1,4 +1,4 @@
-"""What a mixed step gives to running requests counts as a plain step of theirs, and follows their grammars."""
+"""Tokens of running requests in a mixed step count as a plain step of theirs, and follow their grammars."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ def looking():
 
 @pytest.fixture
 def processor(looking):
-    """What processes results, and has our worker."""
+    """SGLang's processor of results, with our worker."""
     made = schedule()
     control = StepControl(made, OneRank(), [looking], on_gpu=False)
     return SimpleNamespace(model_worker=SimpleNamespace(schedule=made, control=control))

@@ -43,7 +43,7 @@ def started(monkeypatch):
 
 
 def test_lengths_are_replaced_by_those_of_the_draws(started):
-    """By prompt, whichever rows requests have."""
+    """Draws go by the prompt, whichever rows requests have."""
     lens = torch.tensor([30, 31, 500])
     drafts, bonus, cap = torch.arange(21).view(3, 7), torch.tensor([1, 2, 3]), object()
     for rows in ([3, 1, 8], [2, 5, 4]):

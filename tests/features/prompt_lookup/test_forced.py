@@ -1,4 +1,4 @@
-"""What grammars force, of each engine: as much of it as is certain, and no more than a step can use."""
+"""Forced tokens, by engine of grammars: as many as are certain, and no more than a step can use."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_nothing_is_forced_within_a_letter(backends):
 
 
 def test_a_forced_text_is_read_as_far_as_a_step_can_use_it(backends):
-    """Of a long one the beginning; of one that takes the grammar too long to tell, no more than once."""
+    """It reads the beginning of a long one; of one that takes the grammar too long to tell, no more than once."""
     tokenizer = backends.tokenizer
     for backend in (backends.xgrammar, backends.llguidance):
         req = forced_by(tokenizer, backend.dispatch_regex("ab{9000}"), "a")

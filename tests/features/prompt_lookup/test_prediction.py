@@ -21,7 +21,7 @@ PREDICTION = {"type": "content", "content": "да"}
 
 
 def served(body, answers, sent, path=ROUTE, asked=None, kind=b"application/json"):
-    """What the application finds as ``speculation`` and as its body, and the ASGI messages of its answer.
+    """Return what the application finds as ``speculation`` and as its body, and the ASGI messages of its answer.
 
     Args:
         answers: of the engine: entries of the counts by sample.
@@ -98,7 +98,7 @@ def test_other_routes_are_left_alone():
 
 
 def test_a_whole_answer_has_the_counts():
-    """Of two samples, one of which came in two messages."""
+    """There are two samples, one of which came in two messages."""
     usage = {"usage": {"completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 2}}, "text": "да"}
     text = json.dumps(usage, ensure_ascii=False).encode()
     answers = [("a", [[1, 0], [2, 5]]), ("b", [[0, 1]]), ("a", [[3, 6]]), ("c", None)]

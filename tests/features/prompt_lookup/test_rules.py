@@ -1,4 +1,4 @@
-"""What is looked up for each request of a batch, and where."""
+"""Rules say what is looked up for each request of a batch, and where."""
 
 import pytest
 import torch

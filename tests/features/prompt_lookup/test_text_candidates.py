@@ -69,7 +69,7 @@ def test_ids_of_pictures_are_never_copied(options):
 
 
 def test_rules_are_those_of_the_requests_that_are_drafted():
-    """Of three requests, each with rules of its own, the second and the third are drafted."""
+    """Each of three requests has rules of its own; the second and the third are drafted."""
     loop, behind = StageLoop(schedule="static", lookup=True), torch.tensor([[5, 6], [20, 22], [30, 31]])
     loop.serve([*PROMPTS, PROMPTS[0]], 2)
     loop.bounds = [NO_CHAINS, NO_CHAINS, (*NO_CHAINS[:2], 1, NO_CHAINS[3])]

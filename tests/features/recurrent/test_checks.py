@@ -1,4 +1,4 @@
-"""What is not served beside recurrent layers is adjusted, or refused with flag, value and remedy."""
+"""Flags that recurrent layers do not go with are adjusted, or refused with flag, value and remedy."""
 
 import re
 

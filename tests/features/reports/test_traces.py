@@ -1,4 +1,4 @@
-"""What a request is told of its drafts."""
+"""A trace tells a request of its drafts."""
 
 import pytest
 import torch

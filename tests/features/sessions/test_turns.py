@@ -1,4 +1,4 @@
-"""What a turn leaves to the next one of its session: the tokens that were shown, and K/V that steps have written."""
+"""A turn leaves to the next one of its session the tokens that were shown, and K/V that steps have written."""
 
 from unittest.mock import Mock
 

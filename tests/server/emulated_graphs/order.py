@@ -28,7 +28,7 @@ _state = {"current": None, "inside": False, "watching": False}
 
 
 class Stream:
-    """What is given to it runs in order, behind all that it was told to wait for."""
+    """Runs work in order, behind all that it was told to wait for."""
 
     def __init__(self, *_, **__):
         self.number = next(_numbers)

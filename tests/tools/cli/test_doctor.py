@@ -105,7 +105,7 @@ def test_a_start_is_tried_as_the_command_says(run, target, draft, monkeypatch, o
 
 @pytest.mark.slow
 def test_a_start_that_sglang_ends_is_told(run, target, tmp_path, monkeypatch):
-    """As if SGLang knew the drafter's path: it reads the drafter's files then, and transformers misses a type."""
+    """SGLang seems to know the drafter's path: it reads the drafter's files then, and transformers misses a type."""
     drafter = published_drafter(tmp_path / "draft", "speculators")
     result = run("doctor", "--target", target, "--draft", drafter)
     assert result.exit_code == 0 and "speculators format" in result.output, result.output

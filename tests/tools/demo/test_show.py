@@ -35,7 +35,7 @@ def test_a_ratio_pairs_the_same_prompt_in_the_same_round():
 
 
 def test_the_interval_is_that_of_the_geometric_mean_over_prompts():
-    """Of 2 and 8 the logarithms are 1 and 3 in twos: 2 with an error of 1, and Student's t is 12.7 there."""
+    """The logarithms of 2 and 8 are 1 and 3 in twos: 2 with an error of 1, and Student's t is 12.7 there."""
     assert show._with_interval([2.0, 8.0]) == "4.00 (0.00 to 26730.60)"
     assert show._with_interval([1.5]) == "1.50"
 

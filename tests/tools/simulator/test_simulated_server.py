@@ -219,7 +219,7 @@ TABLES = {
 @pytest.mark.parametrize("text", ["math", "chat", "hopeless"])
 @pytest.mark.parametrize("name", TABLES)
 def test_one_length_for_all_is_never_slower_than_whole_blocks_or_none(name, text, users):
-    """By the acceptance by position alone, ``auto`` with a few lengths is as fast as the better of both."""
+    """With the acceptance by position alone, ``auto`` with a few lengths is as fast as the better of both."""
     table = TABLES[name]
     rates = {"math": MATH, "chat": CHAT}.get(text, (0.2,) * 7)[: table.gamma]
     lengths = tuple(sorted({max(1, table.gamma // 2**n) for n in range(4)}))
