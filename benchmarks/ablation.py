@@ -1,8 +1,9 @@
-r"""Measure what each part of the policy ``auto`` brings: a server in simulated time, with one part off at a time.
+r"""Measure the policy ``auto`` in simulated time: what each of its parts brings, and what misleads it.
 
-    python benchmarks/ablation.py --output benchmarks/results/ablation --first-seed 0
+    python benchmarks/ablation.py parts --output benchmarks/results/ablation --first-seed 0
+    python benchmarks/ablation.py misled --output benchmarks/results/adversarial
 
-The results of several seeds are added to the same folder.
+The results of several seeds of ``parts`` are added to the same folder.
 
 Every case is a machine and a kind of traffic, at several loads, and every load is run once per seed with all parts and
 once without each of them. All variants of a seed get the same blocks and the same noise of step times, so that they
@@ -11,6 +12,9 @@ brought: chosen in hindsight, once for the whole run.
 
 The tokens of a step are those that its drafts are expected to bring, where the probabilities are known, and those of
 recorded blocks otherwise.
+
+``misled`` compares with the best fixed length on misleading traffic. Every case is one kind of text, confidence head,
+load and error of the step times, on three machines.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,9 +30,10 @@ from unittest.mock import patch
 
 import click
 import numpy as np
+import pandas as pd
 from rich.progress import track
 from serving.output import append_row
-from simulated import MACHINES, Floats, Invented, Loop, Recorded, Traffic
+from simulated import GAMMA, MACHINES, Floats, Invented, Loop, Recorded, Traffic
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.files import atomic_write_text
@@ -139,16 +144,99 @@ def measure(machine: str, traffic: str, load: int, seed: int, parts: Sequence[st
     return rows
 
 
-@click.command(help="Leaves out one part of the policy auto at a time, in simulated time.")
+# ---- what misleads it
+
+ONE_ANSWER = 1 << 30
+Head = Callable[[Floats], Floats] | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """Traffic of so many users for so many steps."""
+
+    traffic: Traffic
+    users: int = 1
+    steps: int = 500
+
+
+def shows(probability: float) -> Head:
+    """Return a head that shows one probability for all drafts."""
+    return lambda logits: np.full_like(logits, np.log(probability / (1 - probability)))
+
+
+def scaled(plain: float, drafted: float) -> Callable[[SpsTable, int], SpsTable]:
+    """Return what makes plain or drafted steps look slower by a factor."""
+    factors = np.where(np.arange(GAMMA + 1) == 0, plain, drafted)[None, :, None]
+    return lambda table, seed: replace(table, draft_ms=table.draft_ms * drafted, verify_ms=table.verify_ms * factors)
+
+
+def _text(rate: float | Callable[[int], float], head: Head, answer_steps: int = ONE_ANSWER) -> Traffic:
+    return Traffic(lambda: [Invented(rate, head)], answer_steps=answer_steps)
+
+
+def _turns(head: Head, steps: int, every: int) -> Case:
+    """Return a text that is hard and easy in turns."""
+    rates = [(0.05, 0.95)[turn % 2] for turn in range(steps // every)]
+    return Case(Traffic(lambda: [Invented(rate, head) for rate in rates], answer_steps=ONE_ANSWER), steps=steps)
+
+
+def _cases() -> Iterator[tuple[str, Case]]:
+    careful, sure = shows(0.1), shows(0.97)
+    heads: dict[str, Head] = {"exact": lambda logits: logits, "blind": shows(0.6), "no": None}
+    for steps in (64, 500, 2000):
+        yield f"head much too careful, {steps} steps", Case(_text(0.9, careful), steps=steps)
+    yield "head much too careful, 8 users", Case(_text(0.9, careful), users=8)
+    yield "head much too careful, short answers", Case(_text(0.9, careful, 100), steps=2000)
+    yield "head too careful", Case(_text(0.9, shows(0.3)))
+    yield "inverted head", Case(_text(0.9, lambda logits: -logits))
+    yield "inverted head, text that changes", _turns(lambda logits: -logits, 500, 100)
+    for steps in (200, 1500):
+        yield f"head too sure, {steps} steps", Case(_text(0.2, sure), steps=steps)
+        yield f"all rejected, {steps} steps", Case(_text(0.05, sure), steps=steps)
+    yield "head too sure, 8 users", Case(_text(0.2, sure), users=8, steps=200)
+    yield "all rejected, 4 users", Case(_text(0.05, sure), users=4, steps=160)
+    for name, head in heads.items():
+        for every in (40, 150, 700):
+            yield f"text changes every {every} steps, {name} head", _turns(head, 2800, every)
+        for requests in (8, 24):
+            runs = _text(lambda request, n=requests: (0.05, 0.9)[request // n % 2], head, 100)  # type: ignore[misc]
+            case = Case(runs, steps=200 * requests)
+            yield f"{requests} hard requests, then easy ones, {name} head", case
+    for factor in (2.0, 3.0):
+        for users, rate in ((1, 0.05), (1, 0.9), (8, 0.05), (8, 0.5), (8, 0.9)):
+            for plain, drafted in ((factor, 1.0), (1.0, factor)):
+                name = f"{'plain' if plain > 1 else 'drafted'} steps {factor:.0f} times too slow in the table"
+                traffic = replace(_text(rate, heads["exact"]), believed=scaled(plain, drafted))
+                yield f"{name}, {users} users, acceptance {rate}", Case(traffic, users=users)
+
+
+CASES = dict(_cases())
+
+
+def ratio(machine: str, case: Case, seed: int) -> float:
+    """Return the throughput of ``auto`` over that of the best fixed length."""
+    rate, _, fixed = Loop(machine, case.traffic, case.users, case.steps, seed, DSparkConfig()).run()
+    return rate / max(fixed)
+
+
+# ---- commands
+
+
+@click.group(help="Measures the policy auto in simulated time.")
+def main() -> None:
+    """Command line; see the module."""
+
+
+@main.command(help="Leaves out one part at a time.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder.")
 @click.option("--seeds", default=1, show_default=True, help="Runs of every case.")
 @click.option("--first-seed", default=0, show_default=True, help="Seed of the first of them.")
 @click.option("--only", default="", help="Traffic to run, by a part of its name.")
 @click.option("--part", type=click.Choice(list(PARTS)), multiple=True, help="To leave out; all by default.")
-def main(output: Path, seeds: int, first_seed: int, only: str, part: tuple[str, ...]) -> None:
-    """Command line; see the module."""
+def parts(output: Path, seeds: int, first_seed: int, only: str, part: tuple[str, ...]) -> None:
+    """Write what the throughput is without each part."""
     seed_range = range(first_seed, first_seed + seeds)
-    parts = ["all parts", *(part or list(PARTS)[1:])]
+    left_out = ["all parts", *(part or list(PARTS)[1:])]
     cases = [
         (kind, name, load, seed)
         for seed, kind, (name, (_, loads)) in product(seed_range, MACHINES, TRAFFIC.items())
@@ -157,11 +245,25 @@ def main(output: Path, seeds: int, first_seed: int, only: str, part: tuple[str, 
     ]
     output.mkdir(exist_ok=True)
     for case in track(cases, "cases"):
-        for row in measure(*case, parts):
+        for row in measure(*case, left_out):
             append_row(output / "ablation.csv", row)
     record = output / "provenance.json"
     earlier = json.loads(record.read_text(encoding="utf-8")) if record.exists() else []
     atomic_write_text(record, json.dumps([*earlier, provenance.record()], indent=2) + "\n")
+
+
+@main.command(help="Compares auto with the best fixed length on misleading traffic.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder.")
+@click.option("--seeds", default=2, show_default=True, help="Runs of every case.")
+def misled(output: Path, seeds: int) -> None:
+    """Write the ratios."""
+    output.mkdir(exist_ok=True)
+    provenance.write_json(output / "provenance.json", provenance.record())
+    ratios = {
+        name: {machine: np.mean([ratio(machine, case, seed) for seed in range(seeds)]) for machine in MACHINES}
+        for name, case in track(CASES.items(), "cases")
+    }
+    pd.DataFrame(ratios).T.to_csv(output / "adversarial.csv", index_label="case", float_format="%.3f")
 
 
 if __name__ == "__main__":

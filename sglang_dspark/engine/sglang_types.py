@@ -112,7 +112,6 @@ class ModelConfig(Protocol):
     head_dim: int
     context_len: int
     vocab_size: int
-    has_attention_sinks: bool
     is_hybrid_swa: bool
     is_multimodal: bool
     model_is_mrope: bool

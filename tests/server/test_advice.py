@@ -28,7 +28,7 @@ def answered(server, body):
 
 
 def test_grammars_that_fork_within_a_letter(advised, plain_letters):
-    """xgrammar says what is forced as a text, to the byte; the plain server runs the same masks."""
+    """Xgrammar says what is forced as a text, to the byte; the plain server runs the same masks."""
     bodies = [constrained(regex) for regex in FORKS]
     texts = [[answer["output_ids"] for answer in generate(server, bodies, 5)] for server in (advised, plain_letters)]
     assert texts[0] == texts[1]
