@@ -9,10 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from sglang_objects import model_config, partly, worker
+from transformers import PretrainedConfig
 
 from sglang_dspark.engine.scheduler import sps_cache
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.sps_table import SpsTable
+from sglang_dspark.worker.executors.eager import EagerExecutor
+from sglang_dspark.worker.executors.selector import ExecutorSelector
 from sglang_dspark.worker.startup.measured_steps import MeasuredSteps
 from sglang_dspark.worker.tiers import Tiers, at_least
 
@@ -70,10 +74,10 @@ def test_drafts_are_timed_where_they_are_served(monkeypatch):
     def select(step, decision):
         rows = at_least(tiers.tokens, len(step) + decision.max_drafts(len(step)))
         chosen.append((decision.draft_lens(len(step)), rows is not None))
-        return SimpleNamespace(stage=lambda step, decision: None, draft=lambda step, decision: None)
+        return partly(EagerExecutor, stage=lambda step, decision: None, draft=lambda step, decision: None)
 
     steps = MeasuredSteps.__new__(MeasuredSteps)
-    steps._executors = SimpleNamespace(select=select)
+    steps._executors = partly(ExecutorSelector, select=select)
     for requests in (1, 128, 129, 256):
         steps._step = range(requests)
         steps.draft(7)
@@ -86,17 +90,12 @@ def key_of(monkeypatch, tmp_path):
     monkeypatch.setattr(sps_cache, "most_requests", lambda runner: 4)
 
     def key(config=None, **flags):
-        hf_config = SimpleNamespace(to_dict=lambda: config or {})
-        runner = SimpleNamespace(
-            dtype=torch.float32,
-            kv_cache_dtype=torch.float32,
-            model_config=SimpleNamespace(quantization=None, hf_config=hf_config),
-        )
-        paths = {"model_path": "owner/target"}
-        worker = SimpleNamespace(model_runner=runner, device="cpu")
-        given = dict.fromkeys(sps_cache._TIMED_ARGUMENTS) | paths | flags
+        target = model_config(quantization=None, hf_config=PretrainedConfig(**config or {}))
+        measured = worker(dtype=torch.float32, kv_cache_dtype=torch.float32, model_config=target)
+        measured.device = "cpu"
+        given = dict.fromkeys(sps_cache._TIMED_ARGUMENTS) | {"model_path": "owner/target"} | flags
         shape = {"draft_path": str(tmp_path), "block_size": 7, "max_verify": 7, "cuda_graphs": "none"}
-        return sps_cache.table_key(worker, SimpleNamespace(**given), **shape)
+        return sps_cache.table_key(measured, SimpleNamespace(**given), **shape)
 
     return key
 

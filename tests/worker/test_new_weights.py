@@ -1,7 +1,6 @@
 """A drafter whose weights are replaced drafts as one that was loaded so, and its tensors stay where they are."""
 
 import gc
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from changed_weights import FILE, trained_drafter
 from made_schedule import schedule
 from safetensors.torch import load_file, save_file
 from sglang_objects import partly
+from sglang_objects import worker as target_worker
 from stage_loop import CPU, DRAFT, StageLoop
 
 from sglang_dspark.config import DSparkConfig
@@ -179,7 +179,7 @@ def test_graphs_do_not_outlive_weights_that_moved():
     model, selector = torch.nn.Linear(2, 2), ExecutorSelector(None)
     worker = partly(
         DSparkWorker,
-        _target_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)),
+        _target_worker=target_worker(model=model),
         drafter=NoDrafter(DSparkConfig(draft_free=True), 5, CPU),
         control=StepControl(schedule(), None, (), on_gpu=True),
         executors=selector,

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang_objects import ONE_RANK, batch, found_by, launch_context
+from sglang_objects import ONE_RANK, batch, found_by, launch_context, partly
 
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.features.mixed_chunks.gap import BoundedGaps, ChunkLimit, bound_chunk
+from sglang_dspark.worker.worker import DSparkWorker
 
 BOUND_MS = 50.0
 
@@ -85,7 +86,7 @@ def scheduler_of(waiting, chunked, rows):
         page_size=16,
         waiting_queue=waiting,
         chunked_req=chunked,
-        draft_worker=SimpleNamespace(parts=[] if rows is None else [gaps(rows)]),
+        draft_worker=partly(DSparkWorker, parts=[] if rows is None else [gaps(rows)]),
         token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 100),
         tree_cache=SimpleNamespace(evictable_size=lambda: 60, supports_swa=lambda: False),
     )

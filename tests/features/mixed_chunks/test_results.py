@@ -7,14 +7,17 @@ import torch
 from dspark_kernels import DraftVocabulary
 from made_schedule import schedule
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang_objects import batch, request
+from sglang_objects import batch, partly, request
 from stage_loop import OneRank
 
 from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.features.mixed_chunks.results import count_running, wait_for_grammars
 from sglang_dspark.features.reports.coverage import Coverage
+from sglang_dspark.worker.worker import DSparkWorker
 
 
 class Looking(Part):
@@ -35,13 +38,14 @@ def processor(looking):
     """SGLang's processor of results, with our worker."""
     made = schedule()
     control = StepControl(made, OneRank(), [looking], on_gpu=False)
-    return SimpleNamespace(model_worker=SimpleNamespace(schedule=made, control=control))
+    ours = partly(DSparkWorker, schedule=made, control=control)
+    return partly(SchedulerBatchResultProcessor, model_worker=ours)
 
 
 def test_a_mixed_step_is_a_plain_step_of_the_requests_that_it_finds_running(looking, processor):
     prompt, first, ended, last = (request([7, 8, 9], prompt=[1] * 4, rid=rid) for rid in "pabc")
     ended.finished_reason = FINISH_LENGTH(3)
-    result = SimpleNamespace(copy_done=None, next_token_ids=torch.tensor([4, 5, 6, 3]))
+    result = GenerationBatchResult(next_token_ids=torch.tensor([4, 5, 6, 3]))
     count_running(processor, batch(prompt, first, ended, last, decoding_reqs=[first, ended, last]), result)
     [(requests, record, running, accepted)] = looking.seen
     assert (requests, running, accepted) == (["a", "c"], [0, 1], [0, 0])

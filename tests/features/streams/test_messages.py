@@ -2,10 +2,12 @@
 
 import asyncio
 import random
-from types import SimpleNamespace
 
 import pytest
 from byte_tokenizer import save_byte_tokenizer
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang_objects import partly, server_args
 from transformers import AutoTokenizer
 
 from sglang_dspark.features.streams.messages import StreamCutter, stream_tokens
@@ -131,9 +133,13 @@ def test_the_server_and_the_request_decide(tokenizer, stream, parser, intervals,
             yield message
 
     async def number():
-        arguments = SimpleNamespace(tool_call_parser=parser, reasoning_parser=None, stream_interval=intervals[0])
-        manager = SimpleNamespace(server_args=arguments, tokenizer=tokenizer, incremental_streaming_output=False)
-        obj = SimpleNamespace(stream=stream, sampling_params={"stream_interval": intervals[1]})
+        manager = partly(
+            TokenizerManager,
+            server_args=server_args(tool_call_parser=parser, stream_interval=intervals[0]),
+            tokenizer=tokenizer,
+            incremental_streaming_output=False,
+        )
+        obj = GenerateReqInput(stream=stream, sampling_params={"stream_interval": intervals[1]})
         return len([message async for message in stream_tokens(answers(), manager, obj=obj, state=None)])
 
     assert asyncio.run(number()) == expected
