@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from golden_server import CASES, call, generate, greedy, output_ids, policy, rounds_of
+import torch
+from golden_server import CASES, call, generate, greedy, output_ids, policy, rounds_of, states_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pairwise import pairwise
@@ -67,6 +68,8 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "logprobs-of-named-tokens": ({}, {"return_logprob": True, "token_ids_logprob": [3, 7, 250]}),
     "logprobs-under-penalties": ({"frequency_penalty": 0.5}, {"return_logprob": True, "top_logprobs_num": 2}),
     "logprobs-of-a-regex": ({"regex": "[😀-😏あ-お]{12}"}, {"return_logprob": True}),
+    "hidden-states": ({}, {"return_hidden_states": True}),
+    "last-hidden-state": ({}, {"return_hidden_states": "last"}),
     "priority": ({}, {"priority": 3}),
     "streamed-interval": ({"stream_interval": 4}, {}),
 }
@@ -118,6 +121,24 @@ def assert_same(answer: dict[str, Any], expected: dict[str, Any], *, has_logprob
     assert bool(names) == has_logprobs
     for name in names:
         assert_close(answer["meta_info"][name], expected["meta_info"][name])
+    assert_same_states(answer, expected)
+
+
+def assert_same_states(answer: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare the hidden states that the answers have; the servers may have found prefixes of other lengths."""
+    found, rightly = (one["meta_info"].get("hidden_states") for one in (answer, expected))
+    assert (found is None) == (rightly is None)
+    if found is None:
+        return
+    if not isinstance(found[0], list):  # of the last token alone
+        assert_close(found, rightly)
+        return
+    prompts = [torch.tensor(one["meta_info"]["hidden_states"][0]) for one in (answer, expected)]
+    for one, states in zip((answer, expected), prompts, strict=True):
+        assert len(states) == one["meta_info"]["prompt_tokens"] - one["meta_info"]["cached_tokens"]
+    shorter = min(map(len, prompts))
+    torch.testing.assert_close(*(states[-shorter:] for states in prompts), atol=LOGPROB_TOL, rtol=LOGPROB_TOL)
+    torch.testing.assert_close(states_of(answer), states_of(expected), atol=LOGPROB_TOL, rtol=LOGPROB_TOL)
 
 
 def as_list(answer: Any) -> list[Any]:
@@ -140,7 +161,8 @@ def test_features_change_the_text(answers):
     texts = {feature: [as_list(a)[0]["output_ids"] for a in found] for feature, found in answers["plain"].items()}
     same = {feature for feature, found in texts.items() if found == texts["nothing"]}
     assert same == {name for name in FEATURES if name == "nothing" or "sample" in name or "prompt" in name} | {
-        *("logprobs", "top-logprobs", "logprobs-of-named-tokens", "priority", "streamed-interval")
+        *("logprobs", "top-logprobs", "logprobs-of-named-tokens", "hidden-states", "last-hidden-state"),
+        *("priority", "streamed-interval"),
     }
     for answer in answers["dspark"]["json-schema"]:
         if answer["meta_info"]["finish_reason"]["type"] == "stop":
@@ -218,10 +240,11 @@ ENDS: list[dict[str, Any]] = [
 BIASES: list[dict[str, Any]] = [{}, {"logit_bias": {"5": 4.0, "21": -100.0}}]
 SAMPLES: list[dict[str, Any]] = [{}, {"n": 2}]
 # Fields of the request.
-LOGPROBS: list[dict[str, Any]] = [
+TOLD: list[dict[str, Any]] = [
     {},
     {"return_logprob": True, "top_logprobs_num": 3},
-    {"return_logprob": True, "logprob_start_len": 0},
+    {"return_logprob": True, "logprob_start_len": 0, "return_hidden_states": True},
+    {"return_hidden_states": "last"},
 ]
 STREAMS: list[dict[str, Any]] = [{}, {"stream": True}]
 SPECULATION: list[dict[str, Any]] = [
@@ -239,11 +262,11 @@ SPECULATION: list[dict[str, Any]] = [
 def pairs() -> list[dict[str, Any]]:
     """Bodies of one prompt in which all pairs of values of different axes meet."""
     found = []
-    for *parameters, logprobs, stream, speculation in pairwise(
-        GRAMMARS, PENALTIES, ENDS, BIASES, SAMPLES, LOGPROBS, STREAMS, SPECULATION
+    for *parameters, told, stream, speculation in pairwise(
+        GRAMMARS, PENALTIES, ENDS, BIASES, SAMPLES, TOLD, STREAMS, SPECULATION
     ):
         together = {key: value for each in parameters for key, value in each.items()}
-        found.append(greedy(CASES[1]["prompt_ids"], 32, together, **logprobs, **stream, speculation=speculation))
+        found.append(greedy(CASES[1]["prompt_ids"], 32, together, **told, **stream, speculation=speculation))
     return found
 
 
@@ -276,6 +299,7 @@ CHATS: dict[str, dict[str, Any]] = {
     "json-object": {"response_format": {"type": "json_object"}},
     "penalties": {"presence_penalty": 0.5, "logit_bias": {"11": 2}},
     "structural-tag": {"response_format": {"type": "structural_tag", **TAGS}},
+    "hidden-states": {"return_hidden_states": True},
     "tool": {
         "tools": [{"type": "function", "function": {"name": "save", "parameters": PERSON}}],
         "tool_choice": "required",
@@ -295,6 +319,8 @@ def test_chats(letters, plain_letters, kind):
             del called["id"]
     assert choice["message"] == expected["message"]
     assert choice["finish_reason"] == expected["finish_reason"]
+    assert_close(choice.get("hidden_states", []), expected.get("hidden_states", []))
+    assert bool(choice.get("hidden_states")) == (kind == "hidden-states")
     if kind == "logprobs":
         assert_close(*([token["logprob"] for token in c["logprobs"]["content"]] for c in (choice, expected)))
 
