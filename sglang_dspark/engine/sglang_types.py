@@ -64,6 +64,8 @@ class ServerArgs(Protocol):
     enable_mixed_chunk: bool
     chunked_prefill_size: int
     enable_return_routed_experts: bool
+    enable_return_hidden_states: bool
+    return_hidden_states_mode: str | None
     tp_size: int
     mamba_radix_cache_strategy: str
     mamba_track_interval: int
@@ -89,7 +91,7 @@ class ServerArgs(Protocol):
     cuda_graph_config: CudaGraphConfig
     disable_overlap_schedule: bool
     disaggregation_mode: str
-    enable_dp_attention: bool
+    attn_dp_size: int
     enable_metrics: bool
     enable_pdmux: bool
     enable_two_batch_overlap: bool
