@@ -181,7 +181,14 @@ SERVERS: dict[str, Recipe] = {
     "guarded": Recipe(GUARDED),
     # Blocks longer than the drafter's, whose last slots are copied; prompts beside running requests, under overlap.
     "letters": Recipe(
-        (*DSPARK, LETTERS, TERSE, f"--speculative-dspark-block-size 15 {MIXED} {CHUNKS} 64", KEEPS_ANSWERS, STATES_SHOWN)
+        (
+            *DSPARK,
+            LETTERS,
+            TERSE,
+            KEEPS_ANSWERS,
+            STATES_SHOWN,
+            f"{MIXED} {CHUNKS} 64 --speculative-dspark-block-size 15",
+        )
     ),
     # All that advises: kept answers, metrics, forced tokens of SGLang's default grammar backend. The tokenizer knows a
     # token more than the target.
