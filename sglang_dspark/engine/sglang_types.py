@@ -244,6 +244,7 @@ class ScheduleBatch(Protocol):
     is_extend_in_batch: bool
     has_grammar: bool
     return_logprob: bool
+    return_hidden_states: bool
     top_logprobs_nums: list[int]
     token_ids_logprobs: list[list[int] | None]
     device: str
@@ -252,6 +253,7 @@ class ScheduleBatch(Protocol):
     seq_lens_sum: int
     orig_seq_lens: torch.Tensor
     prefix_lens: list[int]
+    extend_lens: list[int]
     extend_num_tokens: int
     req_pool_indices: torch.Tensor
     out_cache_loc: torch.Tensor

@@ -16,8 +16,8 @@ FEATURE = Feature(
             HookType.BEFORE,
             "features.sessions.turns.prepare_turn",
             "any_worker",
-            "the tokens behind an end, which a step may commit, would become part of the next turn's prompt; and a turn "
-            "that replaces all others would end the server",
+            "the tokens behind an end, which a step may commit, would become part of the next turn's prompt, and turns "
+            "that replace all others would end the server",
             Moment.SOME_TIME,
         ),
         Hook(

@@ -33,7 +33,7 @@ def clear(node: SessionReqNode, nodes: dict[str, SessionReqNode]) -> None:
 
     A request may have the name of an earlier one, which ``nodes`` no longer has.
     """
-    found = [node]
+    found: list[SessionReqNode] = [node]
     for one in found:
         found += one.children
         one.abort()
