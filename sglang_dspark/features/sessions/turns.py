@@ -37,8 +37,9 @@ def clear(node: SessionReqNode, nodes: dict[str, SessionReqNode]) -> None:
     for one in found:
         found += one.children
         one.abort()
-        if nodes.get(one.req.rid) is one:
-            del nodes[one.req.rid]
+        name = one.req.rid
+        if nodes.get(name) is one:
+            del nodes[name]
 
 
 def forget_overshoot(session: Session) -> None:
