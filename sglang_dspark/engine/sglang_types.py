@@ -66,6 +66,8 @@ class ServerArgs(Protocol):
     enable_mixed_chunk: bool
     chunked_prefill_size: int
     enable_return_routed_experts: bool
+    enable_return_hidden_states: bool
+    return_hidden_states_mode: str | None
     tp_size: int
     mamba_radix_cache_strategy: str
     mamba_track_interval: int
@@ -91,7 +93,7 @@ class ServerArgs(Protocol):
     cuda_graph_config: CudaGraphConfig
     disable_overlap_schedule: bool
     disaggregation_mode: str
-    enable_dp_attention: bool
+    attn_dp_size: int
     enable_metrics: bool
     enable_pdmux: bool
     enable_two_batch_overlap: bool
@@ -244,6 +246,7 @@ class ScheduleBatch(Protocol):
     is_extend_in_batch: bool
     has_grammar: bool
     return_logprob: bool
+    return_hidden_states: bool
     top_logprobs_nums: list[int]
     token_ids_logprobs: list[list[int] | None]
     device: str
@@ -252,6 +255,7 @@ class ScheduleBatch(Protocol):
     seq_lens_sum: int
     orig_seq_lens: torch.Tensor
     prefix_lens: list[int]
+    extend_lens: list[int]
     extend_num_tokens: int
     req_pool_indices: torch.Tensor
     out_cache_loc: torch.Tensor

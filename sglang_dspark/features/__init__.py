@@ -8,6 +8,7 @@ ROOMS = (
     "adjustments",
     "ends",
     "experts",
+    "hidden_states",
     "host_cache",
     "logprobs",
     "memory",

@@ -28,7 +28,7 @@ class DecodeBatch:
     rows: SamplingBatch
     keys: RoundKeys
     rules: ChainRules | None = None  # of the requests' chains; None for the usual ones
-    keeps_logits: bool = False  # whether the target's logits are adjusted before acceptance, or read after it
+    keeps_logits: bool = False  # whether the target's output is adjusted before acceptance, or read after it
     batch: Any = None  # SGLang's, as its forward takes it
     rows_of: Callable[[Sequence[int]], SamplingBatch] | None = None  # of some of the requests
 

@@ -21,6 +21,8 @@ def test_the_first_token_of_a_step_stands_behind_the_anchor():
     assert step.keys.positions.tolist() == [prompt_len + 1]
     assert step.prefix_lens.tolist() == [prompt_len]
     assert not step.keeps_logits
-    given.return_logprob = True
-    assert read_decode_batch(given, rows, seed=1, step=2).keeps_logits
+    for asked in ("return_logprob", "return_hidden_states"):
+        setattr(given, asked, True)
+        assert read_decode_batch(given, rows, seed=1, step=2).keeps_logits
+        setattr(given, asked, False)
     assert (step.keys.step, step.keys.request_keys.tolist(), step.anchors.tolist()) == (2, [3], [9])

@@ -45,11 +45,11 @@ def checked(ids=(5,), parameters=None, request=None, architecture="LlamaForCausa
 @pytest.mark.parametrize("server", [None, TargetOnly("of its target")])
 def test_another_engine_of_the_process_checks_nothing(server):
     """Hooks stay when the engine with DSPARK has ended."""
-    assert checked(request={"return_hidden_states": True}, server=server).input_ids.tolist() == [5]
+    assert checked(request={"custom_logit_processor": "x"}, server=server).input_ids.tolist() == [5]
 
 
 UNSERVED = {
-    "return_hidden_states": True, "custom_logit_processor": "x", "input_embeds": [[0.5]], "watermark": {"key": 1},
+    "custom_logit_processor": "x", "input_embeds": [[0.5]], "watermark": {"key": 1},
     "return_sampling_mask": True, "token_indices_to_pool": [1],
     "sampling_logprobs_mode": "selected", "return_flat_raw_top_logprobs": True,
     "return_flat_raw_output_top_logprobs": True,

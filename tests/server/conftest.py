@@ -62,10 +62,12 @@ def _smollm2(folder: Path) -> Path:
     return smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct")
 
 
-def _in_four_bits(folder: Path) -> Flags:
-    """Return the flags of the bundled drafter in int4, and what SGLang calls its form."""
-    quantised_drafter(BUNDLED, folder / "draft", "pack-quantized")
-    return (*dspark_flags(folder / "draft"), "--speculative-draft-model-quantization", "compressed-tensors")
+def _quantised(source: Path, form: str) -> Callable[[Path], Flags]:
+    def write(folder: Path) -> Path:
+        quantised_drafter(source, folder, form)
+        return folder
+
+    return _drafter(write)
 
 
 def _target(write: Callable[[str, Path], Path], architecture: str) -> Callable[[Path], Path]:
@@ -129,8 +131,10 @@ LORA = "csgmv" if ON_GPU else "torch_native"
 # SGLang has its schedule wait for a forward's reads on a GPU alone.
 CHECKS_ORDER = {"CHECK_ORDER": "1", "SGLANG_ENABLE_WAR_BARRIER": "1"}
 FOUR = "--max-running-requests 4"
+STATES_SHOWN = "--enable-return-hidden-states"
 THINKING = "--reasoning-parser qwen3 --enable-strict-thinking"
 # Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.
+INT4 = "--speculative-draft-model-quantization compressed-tensors"  # SGLang's name for it
 PARALLEL = f"--tp-size 2 {FOUR} --speculative-dspark-block-size 3"
 RATES = "0.9,0.6,0.8,0.7"  # the rest as the last
 # If a schema allows whitespace, the golden target writes nothing else.
@@ -163,7 +167,9 @@ SERVERS: dict[str, Recipe] = {
         )
     ),
     # Drafters of other forms than DeepSpec's: test_checkpoint_variants.py; in a context that requests grow out of.
-    "tight": Recipe((_published("speculators"), f"--context-length 128 {CROWDED} 600 {CHUNKS} 64 {MIXED} {SESSIONS}")),
+    "tight": Recipe(
+        (_published("speculators"), f"--context-length 128 {CROWDED} 600 {CHUNKS} 64 {MIXED} {SESSIONS}", STATES_SHOWN)
+    ),
     # Random weights: it knows nothing.
     "dflash": Recipe((_random("dflash"), KEEPS_ANSWERS, "--speculative-dspark-answer-cache-key prompt")),
     "dflash2": Recipe((_random("dflash2"),)),
@@ -175,14 +181,21 @@ SERVERS: dict[str, Recipe] = {
     "guarded": Recipe(GUARDED),
     # Blocks longer than the drafter's, whose last slots are copied; prompts beside running requests, under overlap.
     "letters": Recipe(
-        (*DSPARK, LETTERS, TERSE, "--speculative-dspark-block-size 15", KEEPS_ANSWERS, f"{MIXED} {CHUNKS} 64")
+        (
+            *DSPARK,
+            LETTERS,
+            TERSE,
+            KEEPS_ANSWERS,
+            STATES_SHOWN,
+            f"{MIXED} {CHUNKS} 64 --speculative-dspark-block-size 15",
+        )
     ),
     # All that advises: kept answers, metrics, forced tokens of SGLang's default grammar backend. The tokenizer knows a
     # token more than the target.
     "advised": Recipe(ADVISED),
     "planted": Recipe(ADVISED, env=PLANTED_FAULTS),
     # Under overlap SGLang counts penalties one token late.
-    "plain_letters": Recipe((LETTERS, TERSE, "--disable-overlap-schedule")),
+    "plain_letters": Recipe((LETTERS, TERSE, "--disable-overlap-schedule", STATES_SHOWN)),
     # Streams that are parsed; every step commits as much as it can.
     "plain_parsers": Recipe([PARSERS], model=spoken_target),
     "parsers": Recipe((*DSPARK, STATIC, PARSERS), model=spoken_target),
@@ -201,7 +214,10 @@ SERVERS: dict[str, Recipe] = {
     "widths": Recipe((*DSPARK, f"{CROWDED} 600"), env=own_worker("auto"), model=of_sglang_alone),
     "widths_parallel": Recipe((*DSPARK, PARALLEL), env={**own_worker("scheduled"), **TWO_RANKS}, forked=False),
     "builtin": Recipe(DSPARK, env=own_worker("builtin")),
-    "parallel": Recipe((*DSPARK, PARALLEL, KEEPS_ANSWERS, f"{MIXED} --speculative-dspark-max-gap-ms 1"), env=TWO_RANKS),
+    "parallel": Recipe(
+        (_quantised(DRAFT, "fp8 by row"), PARALLEL, KEEPS_ANSWERS, f"{MIXED} --speculative-dspark-max-gap-ms 1"),
+        env=TWO_RANKS,
+    ),
     # Two schedulers, asked by two processes, of which a test may suspend one for a while.
     "replicas": Recipe(
         (*DSPARK, _step_times, FOUR, "--dp-size 2 --tokenizer-worker-num 2 --enable-metrics --chat-template chatml"),
@@ -209,7 +225,7 @@ SERVERS: dict[str, Recipe] = {
         forked=False,
     ),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
-    "graphs": Recipe((*DSPARK, FOUR, MIXED, "--speculative-dspark-block-size 11"), env=emulated_graphs()),
+    "graphs": Recipe((*DSPARK, FOUR, MIXED, "--speculative-dspark-block-size 11", STATES_SHOWN), env=emulated_graphs()),
     "ordered": Recipe((*DSPARK, FOUR), env=emulated_graphs() | CHECKS_ORDER),
     # Memory that a pause overwrites.
     "saving": Recipe((*DSPARK, SAVES_MEMORY)),
@@ -260,7 +276,7 @@ SERVERS: dict[str, Recipe] = {
     ),
     "hybrid_pictures": _reading("Qwen3_5ForConditionalGeneration", STATES, env=WHOLE_WINDOWS),
     "smollm2": Recipe((*dspark_flags(BUNDLED), STATIC, FOUR), model=_smollm2),
-    "smollm2_int4": Recipe((_in_four_bits, STATIC, FOUR), model=_smollm2),
+    "smollm2_int4": Recipe((_quantised(BUNDLED, "pack-quantized"), INT4, STATIC, FOUR), model=_smollm2),
 }
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import json
 import math
+import random
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from golden_server import CASES, call, generate, greedy, output_ids, policy, rounds_of
+import torch
+from golden_server import CASES, call, generate, greedy, output_ids, policy, rounds_of, states_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pairwise import pairwise
@@ -64,6 +66,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "logprobs-of-named-tokens": ({}, {"return_logprob": True, "token_ids_logprob": [3, 7, 250]}),
     "logprobs-under-penalties": ({"frequency_penalty": 0.5}, {"return_logprob": True, "top_logprobs_num": 2}),
     "logprobs-of-a-regex": ({"regex": "[😀-😏あ-お]{12}"}, {"return_logprob": True}),
+    "hidden-states": ({}, {"return_hidden_states": True}),
     "priority": ({}, {"priority": 3}),
     "streamed-interval": ({"stream_interval": 4}, {}),
 }
@@ -115,6 +118,20 @@ def assert_same(answer: dict[str, Any], expected: dict[str, Any], *, has_logprob
     assert bool(names) == has_logprobs
     for name in names:
         assert_close(answer["meta_info"][name], expected["meta_info"][name])
+    assert_same_states(answer, expected)
+
+
+def assert_same_states(answer: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare the hidden states that the answers have; the servers may have encoded prompts in other pieces."""
+    both = (answer, expected)
+    shown = {"hidden_states" in one["meta_info"] for one in both}
+    if shown == {False}:
+        return
+    assert shown == {True}
+    prompts = [torch.tensor(one["meta_info"]["hidden_states"][0]) for one in both]
+    shorter = min(map(len, prompts))
+    torch.testing.assert_close(*(states[-shorter:] for states in prompts), atol=LOGPROB_TOL, rtol=LOGPROB_TOL)
+    torch.testing.assert_close(states_of(answer), states_of(expected), atol=LOGPROB_TOL, rtol=LOGPROB_TOL)
 
 
 def as_list(answer: Any) -> list[Any]:
@@ -137,7 +154,8 @@ def test_features_change_the_text(answers):
     texts = {feature: [as_list(a)[0]["output_ids"] for a in found] for feature, found in answers["plain"].items()}
     same = {feature for feature, found in texts.items() if found == texts["nothing"]}
     assert same == {name for name in FEATURES if name == "nothing" or "sample" in name or "prompt" in name} | {
-        *("logprobs", "top-logprobs", "logprobs-of-named-tokens", "priority", "streamed-interval")
+        *("logprobs", "top-logprobs", "logprobs-of-named-tokens", "hidden-states"),
+        *("priority", "streamed-interval"),
     }
     for answer in answers["dspark"]["json-schema"]:
         if answer["meta_info"]["finish_reason"]["type"] == "stop":
@@ -188,6 +206,22 @@ def test_streams_say_the_same_and_count_their_tokens(letters, plain_letters):
     assert len(logprobs[0]) == usages[0]["completion_tokens"]
 
 
+def test_hidden_states_of_prompts_and_streams(letters, plain_letters):
+    """Of all tokens that were encoded, of those behind a cached prefix, and as SGLang does, of the last chunk alone."""
+    noise = random.Random(4)
+    prompt = noise.choices(range(3, 60), k=50)
+    encoded = []
+    for asked in (prompt, [*prompt, 7, 8, 9], noise.choices(range(3, 60), k=150)):
+        body = greedy(asked, 20, return_hidden_states=True, stream=True)
+        streams = [events(call(server, "/generate", body=body)[1]) for server in (letters, plain_letters)]
+        for messages in streams:
+            assert all(len(states_of(message)) == len(message["output_ids"]) for message in messages)
+        answer, expected = (messages[-1] for messages in streams)
+        assert_same(answer, expected, has_logprobs=False)
+        encoded.append([len(one["meta_info"]["hidden_states"][0]) for one in (answer, expected)])
+    assert encoded == [[50, 50], [3, 3], [150 - 2 * 64, 150]]
+
+
 WORDS = {"type": "array", "items": {"enum": ["да", "дом", "日本", "日木", "نعم"]}, "minItems": 4, "maxItems": 9}
 # Sampling parameters. Grammars may end behind the fewest tokens that another axis asks for.
 GRAMMARS: list[dict[str, Any]] = [
@@ -215,10 +249,11 @@ ENDS: list[dict[str, Any]] = [
 BIASES: list[dict[str, Any]] = [{}, {"logit_bias": {"5": 4.0, "21": -100.0}}]
 SAMPLES: list[dict[str, Any]] = [{}, {"n": 2}]
 # Fields of the request.
-LOGPROBS: list[dict[str, Any]] = [
+TOLD: list[dict[str, Any]] = [
     {},
     {"return_logprob": True, "top_logprobs_num": 3},
-    {"return_logprob": True, "logprob_start_len": 0},
+    {"return_logprob": True, "logprob_start_len": 0, "return_hidden_states": True},
+    {"return_hidden_states": True},
 ]
 STREAMS: list[dict[str, Any]] = [{}, {"stream": True}]
 SPECULATION: list[dict[str, Any]] = [
@@ -236,11 +271,11 @@ SPECULATION: list[dict[str, Any]] = [
 def pairs() -> list[dict[str, Any]]:
     """Bodies of one prompt in which all pairs of values of different axes meet."""
     found = []
-    for *parameters, logprobs, stream, speculation in pairwise(
-        GRAMMARS, PENALTIES, ENDS, BIASES, SAMPLES, LOGPROBS, STREAMS, SPECULATION
+    for *parameters, told, stream, speculation in pairwise(
+        GRAMMARS, PENALTIES, ENDS, BIASES, SAMPLES, TOLD, STREAMS, SPECULATION
     ):
         together = {key: value for each in parameters for key, value in each.items()}
-        found.append(greedy(CASES[1]["prompt_ids"], 32, together, **logprobs, **stream, speculation=speculation))
+        found.append(greedy(CASES[1]["prompt_ids"], 32, together, **told, **stream, speculation=speculation))
     return found
 
 
@@ -273,6 +308,8 @@ CHATS: dict[str, dict[str, Any]] = {
     "json-object": {"response_format": {"type": "json_object"}},
     "penalties": {"presence_penalty": 0.5, "logit_bias": {"11": 2}},
     "structural-tag": {"response_format": {"type": "structural_tag", **TAGS}},
+    "hidden-states": {"return_hidden_states": True},
+    "last-hidden-state": {"return_hidden_states": "last"},
     "tool": {
         "tools": [{"type": "function", "function": {"name": "save", "parameters": PERSON}}],
         "tool_choice": "required",
@@ -292,6 +329,8 @@ def test_chats(letters, plain_letters, kind):
             del called["id"]
     assert choice["message"] == expected["message"]
     assert choice["finish_reason"] == expected["finish_reason"]
+    assert_close(choice.get("hidden_states", []), expected.get("hidden_states", []))
+    assert bool(choice.get("hidden_states")) == ("hidden-state" in kind)
     if kind == "logprobs":
         assert_close(*([token["logprob"] for token in c["logprobs"]["content"]] for c in (choice, expected)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import torch
 from golden_server import (
     VOCAB,
     assert_cut_at_the_limit,
@@ -12,6 +13,7 @@ from golden_server import (
     greedy,
     output_ids,
     prompts,
+    states_of,
     with_options,
 )
 
@@ -37,13 +39,16 @@ def test_retraction_and_context_limit(tight, plain):
     assert_pool_is_whole(tight)
 
 
-def test_retracted_requests_keep_their_counts_and_grammars(tight):
-    """Counts of penalties and states of grammars come back with the second prefill."""
+def test_retracted_requests_keep_their_counts_grammars_and_hidden_states(tight):
+    """Counts of penalties and states of grammars come back with the second prefill, and every token has its state."""
     bodies = []
     for i, prompt in enumerate(prompts(16, seed=8)):
         regex = {"regex": "(red|blue|green|cat|dog|bird)+"} if i % 3 == 0 else {}
-        bodies.append(greedy(prompt[:60], 60, {"frequency_penalty": 0.4, "repetition_penalty": 1.1, **regex}))
+        adjusted = {"frequency_penalty": 0.4, "repetition_penalty": 1.1, **regex}
+        bodies.append(greedy(prompt[:60], 60, adjusted, return_hidden_states=True))
     crowded, few = (generate(tight, bodies, concurrency) for concurrency in (16, 3))
     retractions = [sum(answer["meta_info"]["num_retractions"] for answer in answers) for answers in (crowded, few)]
     assert retractions[0] > retractions[1] == 0
     assert [answer["output_ids"] for answer in crowded] == [answer["output_ids"] for answer in few]
+    for answer, other in zip(crowded, few, strict=True):
+        torch.testing.assert_close(states_of(answer), states_of(other), atol=2e-4, rtol=2e-4)

@@ -41,6 +41,16 @@ def test_a_session_continues_what_was_shown(plain, dspark):
         assert turns(dspark, stops) == expected
 
 
+def test_a_turn_may_replace_others(dspark):
+    """All of them, or those from a named one on, of which two may have one name. A plain server ends."""
+    session = json.loads(call(dspark, "/open_session", body={"capacity_of_str_len": 10_000})[1])
+    turns = [{}, {"rid": "a"}, {"rid": "a"}, {"rid": "a", "replace": True}, {"replace": True}, {"rid": None}]
+    for number, params in enumerate(turns):
+        body = greedy(CASES[0]["prompt_ids"], 8, session_params={"id": session, **params}, rid="ab"[0 < number < 3])
+        answer = dspark.post_json("/generate", body)
+    assert answer["output_ids"] == CASES[0]["output_ids"][:8]
+
+
 def streamed(server, interval):
     """Return the length of the text in every message of its stream."""
     body = greedy(CASES[0]["prompt_ids"], 64, {"stream_interval": interval}, stream=True)

@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 import pytest
-from golden_server import DRAFT, DRAFTER_ALONE, generate, greedy, output_ids, policy, rounds_of
+from golden_server import DRAFT, DRAFTER_ALONE, TARGET, generate, greedy, output_ids, policy, rounds_of, states_of
+from safetensors.torch import load_file
 
 CASES = json.loads((DRAFT / "golden.json").read_text())["cases"][:3]
 GAMMA = 7  # of the drafter
@@ -61,9 +62,10 @@ def test_adjusted_logits_are_not_judged_by_a_graph(graphs):
 
 
 @pytest.mark.thorough
-def test_log_probabilities_are_those_of_eager_steps(graphs):
-    """A graph that accepts drafts keeps no logits for others: requests that read them are judged outside."""
-    body = bodies()[0] | {"return_logprob": True, "top_logprobs_num": 1}
+def test_log_probabilities_and_hidden_states_are_those_of_eager_steps(graphs):
+    """A graph that accepts drafts keeps nothing else for others: requests that read it are judged outside."""
+    body = bodies()[0] | {"return_logprob": True, "top_logprobs_num": 1, "return_hidden_states": True}
+    embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"]  # the LM head, too
     for name in ("static", "off"):
         with policy(graphs, name):
             [answer] = generate(graphs, [body], 1)
@@ -71,7 +73,7 @@ def test_log_probabilities_are_those_of_eager_steps(graphs):
         info = answer["meta_info"]
         chosen = [token for _, token, *_ in info["output_token_logprobs"]]
         best = [tokens[0][1] for tokens in info["output_top_logprobs"]]
-        assert chosen == best == expected()[0]
+        assert chosen == best == (states_of(answer) @ embedding.T).argmax(1).tolist() == expected()[0]
 
 
 @pytest.mark.thorough

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
@@ -76,9 +77,11 @@ def test_statistics_come_from_the_deciding_rank(parallel):
 
 
 def test_only_one_rank_writes_to_the_log(parallel):
+    """Its drafter was stored in eight bits, which every rank dequantises for itself."""
     log = parallel.log_path.read_text()
+    assert len(re.findall("DSPARK drafter .* weights stored as .*, dequantised to float32", log)) == 1
     assert "whole embedding and LM head on every rank, 0.1 MiB" in log  # 256 tokens x 128, tied, float32
-    assert log.count("DSPARK drafter") == 1
+    assert log.count("DSPARK drafter") == 2
 
 
 def test_a_rank_that_dies_ends_the_server(parallel):

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from reference_decoding import Decoded
 
 from sglang_dspark.tools.http_client import open_directly
@@ -134,6 +135,16 @@ def last_answer(server: LaunchedServer, body: dict[str, Any]) -> dict[str, Any]:
     lines = call(server, "/generate", body=body)[1].split("\n\n")
     last: dict[str, Any] = json.loads([line for line in lines if line.startswith("data: {")][-1].removeprefix("data: "))
     return last
+
+
+def states_of(answer: dict[str, Any]) -> torch.Tensor:
+    """Return the hidden states [n, d] that the tokens of an answer were drawn from.
+
+    Where a forward has encoded several tokens of a request, SGLang returns a list of all their states.
+    """
+    entries = answer["meta_info"]["hidden_states"]
+    assert len(entries) == len(answer["output_ids"])
+    return torch.tensor([entry[-1] if isinstance(entry[0], list) else entry for entry in entries])
 
 
 def output_ids(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int = 8) -> list[list[int]]:

@@ -59,7 +59,7 @@ def quantised_drafter(source: Path, folder: Path, form: str | Form) -> Tensors:
             stored[f"{module}input_scale"] = torch.tensor(0.5)  # as static methods write it; inputs are not rounded
         else:
             stored[name] = expected[name] = tensor
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text())
     if form.file == "config.json":
         config["quantization_config"] = dict(form.config)

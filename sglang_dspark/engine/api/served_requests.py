@@ -3,7 +3,6 @@
 _OTHER_LOGPROBS = "rows of a verification have log-probabilities in the usual form alone"
 _ONE_BY_ONE = "it looks at the tokens before each new one, and SGLang does not know drafts as such"
 REFUSED_FIELDS = {
-    "return_hidden_states": "a verification returns the hidden states that a drafter reads, and not the last ones",
     "custom_logit_processor": _ONE_BY_ONE,
     "input_embeds": "a drafter reads the token ids of a prompt",
     "positional_embed_overrides": "a drafter reads the token ids of a prompt",

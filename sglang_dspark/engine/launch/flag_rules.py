@@ -63,11 +63,13 @@ _ADJUSTED = {
 # By remedy: flags whose default alone is served.
 _REFUSED = {
     "drop the flag": (
-        "enable_dp_attention prefill_only_disable_kv_cache "
-        "enable_return_indexer_topk enable_return_aux_hidden_states enable_watermark "
+        "prefill_only_disable_kv_cache enable_return_indexer_topk enable_return_aux_hidden_states enable_watermark "
         "dllm_algorithm"
     ),
-    "pass 1": "attn_dp_size dwdp_size attn_cp_size dcp_size pp_size",
+    "pass 1": "dwdp_size attn_cp_size dcp_size pp_size",
+    "drop the flag: ranks choose their rows when SGLang has had them tell each other how many they have": (
+        "enable_dp_attention attn_dp_size"
+    ),
     "drop the flag: draft K/V is not handed on between servers": "disaggregation_mode",
     "drop the flag: requests are checked on their way through HTTP": "grpc_mode smg_grpc_mode",
     "drop the flag, and unset SGLANG_GRPC_PORT: requests are checked on their way through HTTP": "grpc_port",

@@ -85,7 +85,7 @@ def read_decode_batch(
         # Positions matter to requests with a seed: the others spare the device an addition.
         keys=round_keys(batch, prefix_lens + 1 if rows.any_seeded else prefix_lens, seed=seed, step=step),
         rules=rules,
-        keeps_logits=adjusted or batch.return_logprob,
+        keeps_logits=adjusted or batch.return_logprob or batch.return_hidden_states,
     )
 
 

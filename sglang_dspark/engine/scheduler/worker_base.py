@@ -174,18 +174,19 @@ class SpecWorkerBase(WorkerFace):
             result = self._target_worker.forward_batch_generation(
                 batch=None, forward_batch=forward_batch, is_verify=draws
             )
+        output = result.logits_output
+        captured, embedded = output.hidden_states, output.mm_input_embeds
+        output.hidden_states = output.mm_input_embeds = None
         if draws:
             self._draw_first(batch, result)
         result.new_seq_lens = batch.seq_lens
         publish(batch.seq_lens)
         # Before the scheduler may hand the prompt to the radix cache: a later prefix hit reuses these draft rows.
-        output = result.logits_output
-        rows = forward_batch.input_ids if output.mm_input_embeds is None else output.mm_input_embeds
-        self.inject_context(rows, output.hidden_states, forward_batch.positions, batch.out_cache_loc)
+        rows = forward_batch.input_ids if embedded is None else embedded
+        self.inject_context(rows, captured, forward_batch.positions, batch.out_cache_loc)
         self.remember(forward_batch.input_ids, batch.out_cache_loc)
         for part in self.parts:
             part.prefill_done(batch)
-        output.hidden_states = output.mm_input_embeds = None
         result.next_draft_input = DSparkDraftInput(
             bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens.to(torch.int64)
         )

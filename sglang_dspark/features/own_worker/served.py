@@ -47,7 +47,7 @@ def _unserved(args: ServerArgs) -> dict[str, bool]:
         "prefill-decode disaggregation": args.disaggregation_mode != "null",
         "pipeline stages": args.pp_size > 1,
         "several nodes": args.nnodes > 1,
-        "attention data parallelism": bool(args.enable_dp_attention),
+        "attention data parallelism": args.attn_dp_size > 1,
         "two-batch overlap": bool(args.enable_two_batch_overlap),
         "PD multiplexing": bool(args.enable_pdmux),
         "simulated acceptance (SGLANG_SIMULATE_ACC_LEN)": envs.SGLANG_SIMULATE_ACC_LEN.get() > 0,

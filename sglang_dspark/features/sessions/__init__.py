@@ -14,9 +14,19 @@ FEATURE = Feature(
             "session-turns",
             "sglang.srt.session.session_controller.Session.create_req",
             HookType.BEFORE,
-            "features.sessions.turns.forget_overshoot",
+            "features.sessions.turns.prepare_turn",
             "any_worker",
-            "the tokens behind an end, which a step may commit, would become part of the next turn's prompt",
+            "the tokens behind an end, which a step may commit, would become part of the next turn's prompt, and turns "
+            "that replace all others would end the server",
+            Moment.SOME_TIME,
+        ),
+        Hook(
+            "replaced-session-turns",
+            "sglang.srt.session.session_controller.SessionReqNode.clear",
+            HookType.REPLACE,
+            "features.sessions.turns.clear",
+            "any_worker",
+            "the server ends if one of the turns behind a replaced one has the name of another, or they are a thousand",
             Moment.SOME_TIME,
         ),
         Hook(

@@ -5,15 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+
 from sglang_dspark.engine.sglang_types import Req
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-    from sglang.srt.session.session_controller import Session
+    from sglang.srt.session.session_controller import Session, SessionReqNode
     from sglang.srt.session.streaming_session import StreamingSession
 
 
-def forget_overshoot(session: Session, *args: object, **kwargs: object) -> None:
+def prepare_turn(session: Session, turn: TokenizedGenerateReqInput, *args: object, **kwargs: object) -> None:
+    """Prepare a session for a turn before SGLang makes a request of it.
+
+    A turn that replaces all others ends them here: SGLang would change its table of turns while it reads it.
+    """
+    forget_overshoot(session)
+    assert turn.session_params is not None, "SGLang makes turns of requests that name a session"
+    if turn.session_params.replace and turn.session_params.rid is None and not session.streaming:
+        for node in session.req_nodes.values():
+            node.abort()
+        session.req_nodes.clear()
+
+
+def clear(node: SessionReqNode, nodes: dict[str, SessionReqNode]) -> None:
+    """End a turn and all that came behind it, and take them out of their session, however long it is.
+
+    A request may have the name of an earlier one, which ``nodes`` no longer has.
+    """
+    found: list[SessionReqNode] = [node]
+    for one in found:
+        found += one.children
+        one.abort()
+        name = one.req.rid
+        if nodes.get(name) is one:
+            del nodes[name]
+
+
+def forget_overshoot(session: Session) -> None:
     """Drop the tokens behind the end of a session's requests before SGLang makes the next turn out of them.
 
     A step may commit tokens behind the one that ends a request. They are no part of its answer, and SGLang would put

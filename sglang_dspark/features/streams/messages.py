@@ -149,5 +149,7 @@ class StreamCutter:
             meta_info |= {"finish_reason": None, "completion_tokens": end}
             for name in _COUNTS & meta_info.keys():
                 meta_info[name] = min(meta_info[name], end)
+            if (states := meta_info.pop("hidden_states", None)) and isinstance(states[0], list):
+                meta_info["hidden_states"] = states[:end]  # of all tokens so far; else that of a later one alone
         ids = self._ids[slice(*tokens)]
         return answer | {"text": self._text[slice(*text)], "output_ids": ids, "meta_info": meta_info}

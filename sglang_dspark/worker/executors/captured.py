@@ -139,7 +139,7 @@ class CapturedSteps:
             if relay is not None:
                 relay.write(step.req_pool_indices, accepted)
             # No part of the forward is read behind the commit, and what a graph returns keeps its memory.
-            target.logits_output.next_token_logits = None
+            target.logits_output.next_token_logits = target.logits_output.last_hidden_states = None
             nothing = target._replace(captured=self._logits.new_empty(0), advance=None)
             return StepOutcome(draft, plan, nothing, accepted)
 

@@ -285,7 +285,8 @@ def test_where_all_requests_verify_as_many_drafts(found, why, monkeypatch):
     assert said is None if why is None else why in said
 
 
-WORKER = dict.fromkeys(("enable_lora", "enable_dp_attention", "enable_two_batch_overlap", "enable_pdmux"), False) | {
+WORKER = dict.fromkeys(("enable_lora", "enable_two_batch_overlap", "enable_pdmux"), False) | {
+    "attn_dp_size": 1,
     "nnodes": 1,
     "pp_size": 1,
     "disaggregation_mode": "null",
@@ -322,7 +323,7 @@ OF_ROWS = (
     [
         *OF_ROWS,
         ({"enable_lora": True}, "adapters"),
-        ({"enable_dp_attention": True}, "data parallelism"),
+        ({"attn_dp_size": 2}, "data parallelism"),
         ({"enable_two_batch_overlap": True}, "two-batch"),
         ({"enable_pdmux": True}, "PD multiplexing"),
         ({"nnodes": 2}, "nodes"),

@@ -3,6 +3,7 @@
 from unittest.mock import Mock
 
 import pytest
+from sglang.srt.managers.io_struct import SessionParams
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -10,10 +11,12 @@ from sglang.srt.session.session_controller import Session, SessionReqNode
 from sglang.srt.session.streaming_session import SessionSlot, StreamingSession
 
 from sglang_dspark.features.sessions.turns import (
+    clear,
     detach_refused,
     encode_last_token_again,
     finish_if_ended,
     forget_overshoot,
+    prepare_turn,
     release_dropped,
 )
 
@@ -36,6 +39,22 @@ def test_a_session_goes_on_behind_what_was_sent():
     session.req_nodes = {"ended": SessionReqNode(ended), "running": SessionReqNode(running)}
     forget_overshoot(session)
     assert [list(req.output_ids) for req in (ended, running)] == [[1, 7], [4, 5]]
+
+
+@pytest.mark.parametrize("rid", [None, "first"])
+def test_turns_are_replaced_however_many_there_are(rid):
+    """Some of them have the same name; those that run end."""
+    session, node = Session(1000), None
+    for number in range(3000):
+        req = turn(session, [1], finished_len=1 if number % 2 else None)
+        req.rid = str(number % 2000) if number else "first"
+        session.req_nodes[req.rid] = node = SessionReqNode(req, node)
+    running = [node.req for node in session.req_nodes.values() if not node.req.finished()]
+    prepare_turn(session, Mock(session_params=SessionParams(rid=rid, replace=True)))
+    if rid is not None:
+        clear(session.req_nodes[rid], session.req_nodes)
+    assert session.req_nodes == {} and running
+    assert all(isinstance(req.to_finish, FINISH_ABORT) for req in running)
 
 
 @pytest.mark.parametrize(("output", "committed", "kept"), [([6], 4, 3), ([6, 1, 2], 6, 5), ([6, 1], 4, 4), ([], 3, 3)])

@@ -44,6 +44,7 @@ def messages(tokenizer, ids, ends, incremental, trimmed=0):
                 "reasoning_tokens": end,
                 "output_token_logprobs": [(-float(place), ids[place], None) for place in range(first, end)],
                 "output_token_logprobs_length": end,
+                "hidden_states": [[[0.5], [0.25]], *([float(token)] for token in ids[1:end])],
             },
         }
         begin, shown = end, len(text)
@@ -173,3 +174,12 @@ def test_a_run_of_half_letters_is_read_as_often_as_other_text(run, step):
         found += cutter.cut(answer, every_token=True)
     assert tokenizer.read < 16 * len(ids)
     assert [message["text"][-2:] for message in found[-2:]] == ["\ufffdx", "xz"]
+
+
+def test_the_hidden_state_of_the_last_token_is_in_its_message_alone(tokenizer):
+    ids = tokenizer("abc", add_special_tokens=False)["input_ids"]
+    given = list(messages(tokenizer, ids, [1, 3], False))
+    for number, message in enumerate(given):
+        message["meta_info"]["hidden_states"] = [float(number), 0.5]
+    found = [message["meta_info"].get("hidden_states") for message in cut(tokenizer, given, False)]
+    assert found == [[0.0, 0.5], None, [1.0, 0.5]]
