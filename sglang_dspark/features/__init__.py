@@ -21,6 +21,7 @@ ROOMS = (
     "replicas",
     "reports",
     "sessions",
+    "short_prompts",
     "streams",
     "weights",
 )

@@ -1,0 +1,154 @@
+"""Verify short prompts in a scheduler.
+
+A prefill is launched kernel by kernel, and requests that run wait for it. A verification of few rows is one CUDA graph,
+and a prompt is a text all of whose drafts are known and accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from dspark_kernels import DraftBlock, RoundKeys, SamplingBatch, to_device
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from sglang_dspark.draft.families import family_of
+from sglang_dspark.engine.feature import Counted, Encoded, Part
+from sglang_dspark.engine.scheduler.batch import decode_batch
+from sglang_dspark.engine.sglang_types import ScheduleBatch
+from sglang_dspark.features.short_prompts.blocks import Blocks
+from sglang_dspark.scheduling.sps_table import SpsTable
+from sglang_dspark.step.confidence import Confidence
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.selection import TopK
+from sglang_dspark.step.state import DecodeBatch, DraftOutput
+
+# A prefill of a few rows takes at least so many times as long as one row of a captured verification (8B, H200: 5 to
+# 9 ms, and 5), and where times are not known, so many rows take hardly longer than one: weights are read for either.
+_PREFILL, _UNTIMED_ROWS = 1.5, 128
+
+VERIFIED, PREFILLED = "verification", "prefill"
+
+
+class ShortPrompts(Part):
+    """Have the target read short prompts in verifications.
+
+    Args:
+        worker: ours.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._worker, self._width = worker, worker.max_verify + 1
+        self._asked: int | None = worker.options.prompt_rows
+        self._most_rows = 0  # until there are graphs
+        self._prompts = {VERIFIED: 0, PREFILLED: 0}
+        self._greedy = cache(lambda blocks: SamplingBatch.by_temperature(blocks, None, worker.device))
+
+    @classmethod
+    def of(cls, worker: Any) -> ShortPrompts | None:
+        """Return the part of a worker; None if the target needs SGLang's prefills.
+
+        Recurrent layers go through a prompt once, and only accepted rows advance them. SGLang finds the experts of
+        prompts in its own forwards.
+        """
+        runner = worker.model_runner
+        recurrent = family_of(runner.model_config.hf_config.architectures).recurrent
+        return None if recurrent or worker.server_args.enable_return_routed_experts else cls(worker)
+
+    def ready(self) -> None:
+        """Decide how many rows are verified at most."""
+        captured, times = self._worker.executors.captured, self._worker.schedule.times
+        if self._asked is not None:
+            self._most_rows = self._asked
+        elif captured is not None:
+            table = None if times is None else times.table
+            self._most_rows = most_rows(captured.tiers.timed, table, self._width)
+
+    def encode(self, batch: ScheduleBatch) -> Encoded | None:
+        blocks = None
+        if batch.extend_num_tokens <= self._most_rows and not _needs_prefill(batch):
+            blocks = Blocks.of(batch.extend_lens, batch.prefix_lens, self._width)
+        if blocks is None or not self._has_room(blocks):
+            self._prompts[PREFILLED] += len(batch.reqs) - len(batch.decoding_reqs or ())
+            return None
+        self._prompts[VERIFIED] += len(batch.reqs) - len(batch.decoding_reqs or ())
+        return self._verify(batch, blocks)
+
+    def _has_room(self, blocks: Blocks) -> bool:
+        """Return whether a graph has room; without graphs, whether the operator has asked."""
+        captured = self._worker.executors.captured
+        if captured is None:
+            return self._asked is not None
+        tiers = captured.tiers
+        most = tiers.tokens[-1] if tiers.tokens else tiers.requests[-1]
+        return len(blocks) <= tiers.requests[-1] and blocks.rows <= most
+
+    def _verify(self, batch: ScheduleBatch, blocks: Blocks) -> Encoded:
+        runner, device, num, width = self._worker.model_runner, self._worker.device, len(blocks), self._width
+        reqs = [batch.reqs[owner] for owner in blocks.owners]
+        contexts, lasts = torch.tensor(blocks.contexts), torch.tensor(blocks.lasts)
+        table_rows = torch.tensor([req.kv.req_pool_idx for req in reqs])
+        numbers = to_device(torch.cat([contexts, table_rows, lasts, blocks.index.view(-1)]), device)
+        prefix_lens, rows, last, index = numbers.split([num, num, len(lasts), num * width])
+        tokens = batch.input_ids[index].view(num, width)
+        anchors = tokens[:, 0].contiguous()
+        step = DecodeBatch(
+            anchors=anchors,
+            prefix_lens=prefix_lens,
+            req_pool_indices=rows,
+            req_to_token=runner.req_to_token_pool.req_to_token,
+            rows=self._greedy(num),
+            keys=RoundKeys(0, 0, rows, prefix_lens),  # nothing is drawn
+            keeps_logits=True,
+            batch=decode_batch(runner, reqs, rows, prefix_lens, contexts),
+        )
+        survival = to_device(blocks.order, device)
+        draft = DraftOutput(DraftBlock(tokens[:, 1:]), Confidence(None, survival), [width - 1] * num)
+        decision = StepDecision(width - 1, TopK(blocks.rows - num))
+        plan, target, in_graphs = self._worker.verify(step, draft, decision)
+        # Captured logits and states are overwritten by the next replay: the first are copied here, the others read
+        # before it.
+        output = replace(
+            target.logits_output,
+            next_token_logits=target.logits_output.next_token_logits[last],
+            hidden_states=target.captured[: blocks.rows],
+        )
+        result = GenerationBatchResult(logits_output=output, can_run_cuda_graph=in_graphs)
+        return Encoded(result, batch.input_ids, plan.positions[: blocks.rows])
+
+    def counted(self) -> Sequence[Counted]:
+        return (
+            Counted("prompts", "Prompts, or chunks of them, by how the target has read them.", "by", self._prompts),
+        )
+
+
+def _needs_prefill(batch: ScheduleBatch) -> bool:
+    """Return whether SGLang's batch asks for what only its own prefills do.
+
+    They compute log-probabilities and scores of prompts, take embeddings in place of tokens, such as those of pictures,
+    and wait layer by layer for prefixes that come back from host memory: a graph waits for nothing.
+    """
+    return bool(
+        batch.return_logprob
+        or batch.is_prefill_only
+        or batch.input_embeds is not None
+        or any(batch.multimodal_inputs or ())
+        or batch.hicache_consumer_index >= 0
+    )
+
+
+def most_rows(tiers: Sequence[int], table: SpsTable | None, width: int) -> int:
+    """Return the rows up to which a verification takes no longer than a prefill.
+
+    Args:
+        tiers: rows of captured verifications, ascending.
+        table: of step times; None if they were not measured.
+        width: the most rows of a request.
+    """
+    if table is None:
+        return _UNTIMED_ROWS
+    prefill_ms = _PREFILL * table.step_ms(1, 1, 0, 0.0)
+    return max((rows for rows in tiers if table.step_ms(-(-rows // width), rows, 0, 0.0) <= prefill_ms), default=0)
