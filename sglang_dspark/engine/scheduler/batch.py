@@ -91,14 +91,14 @@ def read_decode_batch(
 
 
 def decode_batch(
-    runner: ModelRunner, reqs: Sequence[Req], rows: torch.Tensor, lens: torch.Tensor, lens_cpu: torch.Tensor
+    runner: ModelRunner, reqs: Sequence[Req], rows: torch.Tensor, lens: torch.Tensor, lens_on_host: Sequence[int]
 ) -> ScheduleBatch:
     """Return a ``ScheduleBatch`` that a verification can run on, and that SGLang's scheduler knows nothing of.
 
     Args:
         reqs: of its requests, as far as anything reads them.
         rows: [bs] int64 rows of ``req_to_token``.
-        lens, lens_cpu: [bs] int64 tokens whose K/V is there, on the target's device and on the host.
+        lens, lens_on_host: [bs] tokens whose K/V is there.
     """
     batch: ScheduleBatch = Batch(
         reqs=list(reqs),
@@ -108,9 +108,9 @@ def decode_batch(
         spec_algorithm=runner.spec_algorithm,
     )
     batch.forward_mode = ForwardMode.DECODE
-    batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu = rows, lens, lens_cpu
+    batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu = rows, lens, torch.tensor(lens_on_host)
     batch.orig_seq_lens = lens.to(torch.int32)
-    batch.seq_lens_sum = int(lens_cpu.sum())
+    batch.seq_lens_sum = sum(lens_on_host)
     return batch
 
 

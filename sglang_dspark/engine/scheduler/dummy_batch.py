@@ -4,6 +4,7 @@ from types import SimpleNamespace, TracebackType
 from typing import Self
 
 import torch
+
 from sglang_dspark.engine.forward.layers import slot_translation
 from sglang_dspark.engine.scheduler.batch import decode_batch
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
@@ -67,18 +68,17 @@ class DummyBatch:
     def fresh(self) -> ScheduleBatch:
         """Return the batch as the scheduler would hand it over."""
         device = self._runner.device
-        lens_cpu = torch.full((self._requests,), self._context, dtype=torch.int64)
         tracked = getattr(self._runner.req_to_token_pool, "enable_mamba_extra_buffer", False)
         batch = decode_batch(
             self._runner,
             [_NO_REQUEST] * self._requests if tracked else [],
             torch.arange(self._requests, dtype=torch.int64, device=device),
-            lens_cpu.to(device),
-            lens_cpu,
+            torch.full((self._requests,), self._context, dtype=torch.int64, device=device),
+            [self._context] * self._requests,
         )
         batch.spec_info = DSparkDraftInput(
             bonus_tokens=self.tokens(1)[:, 0].contiguous(),
             new_seq_lens=batch.seq_lens,
-            nxt_kv_lens_cpu=lens_cpu + 2 * self._window,
+            nxt_kv_lens_cpu=batch.seq_lens_cpu + 2 * self._window,
         )
         return batch

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-
-import torch
 
 
 @dataclass(frozen=True)
@@ -17,32 +14,38 @@ class Blocks:
     before, as the context that they continue.
 
     Attributes:
-        width: the most rows of a block.
         owners: prompt of each block.
         contexts: tokens before each block.
-        firsts: its first row among all rows.
-        lens: its rows.
+        anchors: its first row among all rows.
+        drafts: the width - 1 rows behind the anchor of each block in turn; behind its last one stands that one again.
+        ranks: what these rank by: 1, or -1 where they do not count.
         lasts: last row of each prompt.
     """
 
-    width: int
     owners: list[int]
     contexts: list[int]
-    firsts: list[int]
-    lens: list[int]
+    anchors: list[int]
+    drafts: list[int]
+    ranks: list[float]
     lasts: list[int]
 
     @classmethod
-    def of(cls, rows: Sequence[int], contexts: Sequence[int], width: int) -> Blocks:
-        """Cut prompts of so many ``rows`` behind so many tokens of ``contexts``."""
-        blocks, end = cls(width, [], [], [], [], []), 0
-        for prompt, (num, context) in enumerate(zip(rows, contexts, strict=True)):
-            for begin in range(0, num, width):
+    def of(cls, lengths: Sequence[int], contexts: Sequence[int], width: int) -> Blocks:
+        """Cut prompts of these lengths, each of which goes on behind so many tokens of ``contexts``.
+
+        Args:
+            width: the most rows of a block.
+        """
+        blocks, end = cls([], [], [], [], [], []), 0
+        for prompt, (length, context) in enumerate(zip(lengths, contexts, strict=True)):
+            for begin in range(0, length, width):
+                anchor, drafts = end + begin, min(width, length - begin) - 1
                 blocks.owners.append(prompt)
                 blocks.contexts.append(context + begin)
-                blocks.firsts.append(end + begin)
-                blocks.lens.append(min(width, num - begin))
-            end += num
+                blocks.anchors.append(anchor)
+                blocks.drafts.extend(anchor + min(column, drafts) for column in range(1, width))
+                blocks.ranks.extend([1.0] * drafts + [-1.0] * (width - 1 - drafts))
+            end += length
             blocks.lasts.append(end - 1)
         return blocks
 
@@ -50,18 +53,6 @@ class Blocks:
         return len(self.owners)
 
     @property
-    def rows(self) -> int:
-        """Return how many rows there are."""
-        return sum(self.lens)
-
-    @cached_property
-    def index(self) -> torch.Tensor:
-        """Return [blocks, width] int64, the rows of each block; behind its last one stand others, which do not count."""
-        index = torch.tensor(self.firsts)[:, None] + torch.arange(self.width)
-        return index.clamp_max(self.rows - 1)
-
-    @property
-    def order(self) -> torch.Tensor:
-        """Return [blocks, width - 1] float32 what the drafts rank by: 1, or -1 behind the block's last row."""
-        is_row = torch.arange(1, self.width) < torch.tensor(self.lens)[:, None]
-        return torch.where(is_row, 1.0, -1.0)
+    def num_rows(self) -> int:
+        """Return how many rows count."""
+        return self.lasts[-1] + 1

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from dspark_kernels import DraftBlock, RoundKeys, SamplingBatch, to_device
+from dspark_kernels import DraftBlock, RoundKeys, SamplingBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.draft.families import family_of
@@ -25,11 +25,13 @@ from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selection import TopK
 from sglang_dspark.step.state import DecodeBatch, DraftOutput
+from sglang_dspark.step.transfers import host_floats, host_index
 
 # A prefill of a few rows takes at least so many times as long as one row of a captured verification (8B, H200: 5 to
 # 9 ms, and 5), and where times are not known, so many rows take hardly longer than one: weights are read for either.
 _PREFILL, _UNTIMED_ROWS = 1.5, 128
 
+_ALIGNED = 2  # int64 in the 16 bytes by which Triton tells addresses apart
 VERIFIED, PREFILLED = "verification", "prefill"
 
 
@@ -61,6 +63,8 @@ class ShortPrompts(Part):
     def ready(self) -> None:
         """Decide how many rows are verified at most."""
         captured, times = self._worker.executors.captured, self._worker.schedule.times
+        if captured is not None and not captured.tiers.tokens:
+            self._width = 1  # without a drafter, only plain steps are captured
         if self._asked is not None:
             self._most_rows = self._asked
         elif captured is not None:
@@ -84,45 +88,52 @@ class ShortPrompts(Part):
             return self._asked is not None
         tiers = captured.tiers
         most = tiers.tokens[-1] if tiers.tokens else tiers.requests[-1]
-        return len(blocks) <= tiers.requests[-1] and blocks.rows <= most
+        return len(blocks) <= tiers.requests[-1] and blocks.num_rows <= most
 
     def _verify(self, batch: ScheduleBatch, blocks: Blocks) -> Encoded:
         runner, device, num, width = self._worker.model_runner, self._worker.device, len(blocks), self._width
         reqs = [batch.reqs[owner] for owner in blocks.owners]
-        contexts, lasts = torch.tensor(blocks.contexts), torch.tensor(blocks.lasts)
-        table_rows = torch.tensor([req.kv.req_pool_idx for req in reqs])
-        numbers = to_device(torch.cat([contexts, table_rows, lasts, blocks.index.view(-1)]), device)
-        prefix_lens, rows, last, index = numbers.split([num, num, len(lasts), num * width])
-        tokens = batch.input_ids[index].view(num, width)
-        anchors = tokens[:, 0].contiguous()
+        table_rows = [int(req.kv.req_pool_idx) for req in reqs]
+        numbers = [blocks.contexts, table_rows, blocks.anchors, blocks.drafts, blocks.lasts]
+        prefix_lens, rows, anchors, drafts, lasts = _copied(numbers, device)
+        ids, depth = batch.input_ids, width - 1
         step = DecodeBatch(
-            anchors=anchors,
+            anchors=ids[anchors],
             prefix_lens=prefix_lens,
             req_pool_indices=rows,
             req_to_token=runner.req_to_token_pool.req_to_token,
             rows=self._greedy(num),
             keys=RoundKeys(0, 0, rows, prefix_lens),  # nothing is drawn
             keeps_logits=True,
-            batch=decode_batch(runner, reqs, rows, prefix_lens, contexts),
+            batch=decode_batch(runner, reqs, rows, prefix_lens, blocks.contexts),
         )
-        survival = to_device(blocks.order, device)
-        draft = DraftOutput(DraftBlock(tokens[:, 1:]), Confidence(None, survival), [width - 1] * num)
-        decision = StepDecision(width - 1, TopK(blocks.rows - num))
+        ranks = host_floats(blocks.ranks, device).view(num, depth)
+        draft = DraftOutput(DraftBlock(ids[drafts].view(num, depth)), Confidence(None, ranks), [depth] * num)
+        decision = StepDecision(depth, TopK(blocks.num_rows - num))
         plan, target, in_graphs = self._worker.verify(step, draft, decision)
         # Captured logits and states are overwritten by the next replay: the first are copied here, the others read
         # before it.
         output = replace(
             target.logits_output,
-            next_token_logits=target.logits_output.next_token_logits[last],
-            hidden_states=target.captured[: blocks.rows],
+            next_token_logits=target.logits_output.next_token_logits[lasts],
+            hidden_states=target.captured[: blocks.num_rows],
         )
         result = GenerationBatchResult(logits_output=output, can_run_cuda_graph=in_graphs)
-        return Encoded(result, batch.input_ids, plan.positions[: blocks.rows])
+        return Encoded(result, ids, plan.positions[: blocks.num_rows])
 
     def counted(self) -> Sequence[Counted]:
-        return (
-            Counted("prompts", "Prompts, or chunks of them, by how the target has read them.", "by", self._prompts),
-        )
+        return (Counted("prompts", "Prompts and chunks, by how the target has read them.", "by", self._prompts),)
+
+
+def _copied(parts: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
+    """Return int64 of each part on ``device``, by one copy; each begins where kernels expect a tensor to."""
+    numbers: list[int] = []
+    begins = []
+    for part in parts:
+        begins.append(len(numbers))
+        numbers += [*part, *[0] * (len(part) % _ALIGNED)]
+    copied = host_index(numbers, device)
+    return [copied[begin : begin + len(part)] for begin, part in zip(begins, parts, strict=True)]
 
 
 def _needs_prefill(batch: ScheduleBatch) -> bool:

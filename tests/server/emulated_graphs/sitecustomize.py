@@ -35,6 +35,10 @@ def emulate(module):
         with counting(f"a step of {len(batch.reqs)} by {self.schedule.policy.name}"), watching():
             return original(self, batch, publish)
 
+    def prefill(self, batch, publish, original=module.DSparkWorker._prefill):
+        with counting(f"a prefill of {batch.extend_num_tokens} rows"), watching():
+            return original(self, batch, publish)
+
     @contextmanager
     def capturing(runner):
         yield Emulated
@@ -59,7 +63,7 @@ def emulate(module):
     captured.capturing = capturing
     torch.cuda.mem_get_info = lambda: (0, 0)
     module.DSparkWorker.__init__ = initialise
-    module.PackedCopies, module.DSparkWorker.decode = ring_of_the_host, decode
+    module.PackedCopies, module.DSparkWorker.decode, module.DSparkWorker._prefill = ring_of_the_host, decode, prefill
     module.graph_request_slots = lambda runner: REQUEST_SLOTS
     module.DSparkWorker.step_times = step_times
     verify_attention.window_attention = noted_attention
