@@ -48,9 +48,12 @@ def test_texts_beside_prompts_of_every_length(letters, plain_letters):
         expected[i] = ids
     with policy(letters, "static"):  # only mixed steps draft nothing
         letters.flush_cache()
+        before = letters.get_json("/dspark/stats")["prompts"]
         with counting(letters) as grown:
             answers = generate(letters, asked, 8)
+        after = letters.get_json("/dspark/stats")["prompts"]
     assert [answer["output_ids"] for answer in answers] == expected
+    assert all(after[path] - before[path] > 3 for path in ("verification", "prefill"))
     assert grown["plain_steps"] > 8
     for counts in (answer["meta_info"] for answer in answers):
         committed = counts["dspark"]["rounds"] + counts["dspark"]["accepted_tokens"]

@@ -82,20 +82,21 @@ class ShortPrompts(Part):
         return self._verify(batch, blocks)
 
     def _has_room(self, blocks: Blocks) -> bool:
-        """Return whether a graph has room; without graphs, whether the operator has asked."""
+        """Return whether a graph has room; without graphs, whether the operator has asked and SGLang has room."""
         captured = self._worker.executors.captured
         if captured is None:
-            return self._asked is not None
+            return self._asked is not None and len(blocks) <= self._worker.model_runner.max_running_requests
         tiers = captured.tiers
         most = tiers.tokens[-1] if tiers.tokens else tiers.requests[-1]
         return len(blocks) <= tiers.requests[-1] and blocks.num_rows <= most
 
     def _verify(self, batch: ScheduleBatch, blocks: Blocks) -> Encoded:
         runner, device, num, width = self._worker.model_runner, self._worker.device, len(blocks), self._width
+        numbers = [blocks.contexts, blocks.owners, blocks.anchors, blocks.drafts, blocks.lasts]
+        prefix_lens, owners, anchors, drafts, lasts = _copied(numbers, device)
+        # Not by way of requests: one that has ended beside the prompts has no row any more.
+        rows = batch.req_pool_indices.to(torch.int64)[owners]
         reqs = [batch.reqs[owner] for owner in blocks.owners]
-        table_rows = [int(req.kv.req_pool_idx) for req in reqs]
-        numbers = [blocks.contexts, table_rows, blocks.anchors, blocks.drafts, blocks.lasts]
-        prefix_lens, rows, anchors, drafts, lasts = _copied(numbers, device)
         ids, depth = batch.input_ids, width - 1
         step = DecodeBatch(
             anchors=ids[anchors],

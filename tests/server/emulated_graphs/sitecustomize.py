@@ -35,10 +35,6 @@ def emulate(module):
         with counting(f"a step of {len(batch.reqs)} by {self.schedule.policy.name}"), watching():
             return original(self, batch, publish)
 
-    def prefill(self, batch, publish, original=module.DSparkWorker._prefill):
-        with counting(f"a prefill of {batch.extend_num_tokens} rows"), watching():
-            return original(self, batch, publish)
-
     @contextmanager
     def capturing(runner):
         yield Emulated
@@ -63,11 +59,20 @@ def emulate(module):
     captured.capturing = capturing
     torch.cuda.mem_get_info = lambda: (0, 0)
     module.DSparkWorker.__init__ = initialise
-    module.PackedCopies, module.DSparkWorker.decode, module.DSparkWorker._prefill = ring_of_the_host, decode, prefill
-    module.graph_request_slots = lambda runner: REQUEST_SLOTS
+    module.PackedCopies, module.DSparkWorker.decode = ring_of_the_host, decode
+    module.graph_request_slots, module.DSparkWorker._prefill = lambda runner: REQUEST_SLOTS, prefill
     module.DSparkWorker.step_times = step_times
     verify_attention.window_attention = noted_attention
     verify_attention.CpuVerifyBackend._attend = verify_attention.CudaVerifyBackend._attend
+
+
+def prefill(self, batch, publish):
+    """Count what a prefill launches; what SGLang's own reads is not looked at."""
+    from launches import counting
+    from waits import watching
+
+    with counting(f"a prefill of {batch.extend_num_tokens} rows"), watching():
+        return super(type(self), self)._prefill(batch, publish)
 
 
 def few_tiers(original):

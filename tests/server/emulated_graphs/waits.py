@@ -43,7 +43,9 @@ WAITING = {
     ("selection.py", "select"),
     ("selected.py", "_rows_of"),
 }
-EXPECTED = EMULATED | ON_THE_HOST | WAITING
+# SGLang's prefills, and what a target that reads pictures does in them.
+PREFILLS = {("worker_base.py", "_encode")}
+EXPECTED = PREFILLS | EMULATED | ON_THE_HOST | WAITING
 
 
 class _Watch(TorchDispatchMode):
