@@ -125,8 +125,8 @@ class DSparkConfig:
         read=float,
     )
     prompt_rows: Annotated[int, int_range(0)] | None = _option(
-        "Up to so many tokens of prompts at a time are verified like drafts, in place of a prefill (not run on a GPU "
-        "yet); 0 for none.",
+        "Verify up to so many tokens of prompts at a time like drafts, in place of a prefill (not run on a GPU yet); 0 "
+        "for none.",
         read=int,
     )
     answer_cache_key: Literal["request", "prompt"] = _option(

@@ -123,7 +123,7 @@ class ShortPrompts(Part):
         return Encoded(result, ids, plan.positions[: blocks.num_rows])
 
     def counted(self) -> Sequence[Counted]:
-        return (Counted("prompts", "Prompts and chunks, by how the target has read them.", "by", self._prompts),)
+        return (Counted("prompts", "Prompts and chunks, by how the target has read them.", "path", self._prompts),)
 
 
 def _copied(parts: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
