@@ -187,7 +187,7 @@ SERVERS: dict[str, Recipe] = {
             TERSE,
             "--speculative-dspark-block-size 15",
             KEEPS_ANSWERS,
-            f"{MIXED} {CHUNKS} 64 {PROMPT_ROWS} 40",
+            f"{MIXED} {CHUNKS} 64 {PROMPT_ROWS} 63",
         )
     ),
     # All that advises: kept answers, metrics, forced tokens of SGLang's default grammar backend. The tokenizer knows a

@@ -43,12 +43,12 @@ def bodies() -> list[dict[str, Any]]:
 def test_texts_beside_prompts_of_every_length(letters, plain_letters):
     asked = bodies()
     expected = output_ids(plain_letters, asked)
+    before = letters.get_json("/dspark/stats")["prompts"]
     seeded = [i for i, body in enumerate(asked) if "sampling_seed" in body["sampling_params"]]
     for i, ids in zip(seeded, output_ids(letters, [asked[i] for i in seeded], 1), strict=True):
         expected[i] = ids
     with policy(letters, "static"):  # only mixed steps draft nothing
         letters.flush_cache()
-        before = letters.get_json("/dspark/stats")["prompts"]
         with counting(letters) as grown:
             answers = generate(letters, asked, 8)
         after = letters.get_json("/dspark/stats")["prompts"]

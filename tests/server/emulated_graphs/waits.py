@@ -43,8 +43,8 @@ WAITING = {
     ("selection.py", "select"),
     ("selected.py", "_rows_of"),
 }
-# SGLang's prefills, and what a target that reads pictures does in them.
-PREFILLS = {("worker_base.py", "_encode")}
+# SGLang's prefills, and first tokens of sampled requests, which torch draws.
+PREFILLS = {("worker_base.py", "_encode"), ("worker_base.py", "_draw_first")}
 EXPECTED = PREFILLS | EMULATED | ON_THE_HOST | WAITING
 
 
