@@ -27,8 +27,8 @@ from sglang_dspark.step.selection import TopK
 from sglang_dspark.step.state import DecodeBatch, DraftOutput
 from sglang_dspark.step.transfers import host_floats, host_index
 
-# A prefill of a few rows takes at least so many times as long as one row of a captured verification (8B, H200: 5 to
-# 9 ms, and 5), and where times are not known, so many rows take hardly longer than one: weights are read for either.
+# By how much a prefill of few rows takes longer than a captured verification of one: guessed from an 8B target on an
+# H200, where they took 5 to 9 ms, and 5. And how many rows take hardly longer than one, where times are not known.
 _PREFILL, _UNTIMED_ROWS = 1.5, 128
 
 _ALIGNED = 2  # int64 in the 16 bytes by which Triton tells addresses apart

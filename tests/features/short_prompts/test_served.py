@@ -48,9 +48,9 @@ def test_as_many_rows_as_take_no_longer_than_a_prefill(verify_ms, expected):
     assert most_rows(Tiers.of([1, 8], 7).timed, table, 8) == expected
 
 
-def part(asked=None, *, graphs=True, verify=None, **target):
+def part(asked=None, *, graphs=True, depth=7, verify=None, **target):
     """The part of a worker with blocks of 8 rows, and graphs of up to 4 requests if any; it returns what fits."""
-    captured = SimpleNamespace(tiers=Tiers.of([1, 4], 7)) if graphs else None
+    captured = SimpleNamespace(tiers=Tiers.of([1, 4], depth)) if graphs else None
     made = SimpleNamespace(
         max_verify=7,
         options=DSparkConfig(prompt_rows=asked),
@@ -93,6 +93,8 @@ def prompts(*rows, running=0, reqs=None, **asked):
         ({}, [9, 9, 9], False),  # more blocks
         ({"asked": 16}, [17], False),
         ({"asked": 16}, [16], True),
+        ({"depth": 0}, [3, 1], True),  # without a drafter: a row for each request
+        ({"depth": 0}, [5], False),
         ({"graphs": False}, [1], False),
         ({"graphs": False, "asked": 100}, [40, 24], True),
         ({"graphs": False, "asked": 100}, [40, 25], False),  # more blocks than SGLang runs requests
