@@ -124,6 +124,11 @@ class DSparkConfig:
         "With `--enable-mixed-chunk`: cut chunks of prompts to what running requests may wait for, in milliseconds.",
         read=float,
     )
+    prompt_rows: Annotated[int, int_range(0)] | None = _option(
+        "Verify up to so many tokens of prompts at a time like drafts, in place of a prefill (not run on a GPU yet); 0 "
+        "for none.",
+        read=int,
+    )
     answer_cache_key: Literal["request", "prompt"] = _option(
         "The key of a request that names none: with `prompt` its prompt, so that samples of one prompt copy from each "
         "other; with `request` there is none.",
@@ -317,6 +322,7 @@ _DEFAULTS_IN_WORDS = {
     "draft_free": "off",
     "sps_table_path": "in the cache",
     "untested_sglang": "off",
+    "prompt_rows": "by step times with CUDA graphs, else 0",
 }
 
 

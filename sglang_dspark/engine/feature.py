@@ -116,6 +116,19 @@ class DrawnTokens(NamedTuple):
     temperatures: torch.Tensor
 
 
+class Encoded(NamedTuple):
+    """Prompts that the target has read.
+
+    Attributes:
+        result: SGLang's, with logits [bs, V] behind the last token of each and the tapped states of all rows.
+        input_ids, positions: [n] int64 of the rows.
+    """
+
+    result: GenerationBatchResult
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+
+
 class Counted(NamedTuple):
     """Numbers that only grow, for the statistics and, with ``_total``, for Prometheus, by all values of a label."""
 
@@ -170,6 +183,10 @@ class Part:
         Requests that already run may be behind those with prompts, and get their next token as these get their first:
         :func:`~.scheduler.batch.prompts_of` tells them apart.
         """
+
+    def encode(self, batch: ScheduleBatch) -> Encoded | None:
+        """Run the target over the prompts of SGLang's batch; None leaves that to SGLang. No host sync."""
+        return None
 
     def first_logits(self, batch: ScheduleBatch, logits: torch.Tensor) -> None:
         """Change the logits [bs, V], in place, that the first tokens of SGLang's batch of prompts are drawn from."""

@@ -254,6 +254,8 @@ class ScheduleBatch(Protocol):
     seq_lens_cpu: torch.Tensor
     seq_lens_sum: int
     orig_seq_lens: torch.Tensor
+    input_ids: torch.Tensor
+    input_embeds: torch.Tensor | None
     prefix_lens: list[int]
     extend_lens: list[int]
     extend_num_tokens: int

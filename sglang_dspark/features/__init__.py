@@ -22,6 +22,7 @@ ROOMS = (
     "replicas",
     "reports",
     "sessions",
+    "short_prompts",
     "streams",
     "weights",
 )

@@ -37,7 +37,7 @@ from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import DecodeBatch, StepHooks, StepOutcome, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, StepOutcome, TargetOutput, VerifyPlan
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.executors.captured import CapturedSteps
 from sglang_dspark.worker.executors.eager import EagerExecutor
@@ -184,6 +184,15 @@ class DSparkWorker(SpecWorkerBase):
             feature.step_launched(outcome.plan, result)
         span.end()
         return result
+
+    def verify(
+        self, step: DecodeBatch, draft: DraftOutput, decision: StepDecision
+    ) -> tuple[VerifyPlan, TargetOutput, bool]:
+        """Run the target over drafts that are given, and accept none; by a graph, the last value, if one has room."""
+        executor = self.executors.select(step, decision)
+        executor.stage(step, decision)
+        plan = executor.plan(step, executor.take(draft), decision)
+        return plan, executor.verify(step, plan), executor.in_graphs
 
     def read(self, batch: Any, *, adjusted: bool) -> DecodeBatch:
         """Read the step ahead out of SGLang's batch."""

@@ -27,6 +27,7 @@ WRITTEN = {
     "answer_cache": {"64": 64},
     "tpot_ms": {"30": 30.0},
     "max_gap_ms": {"50": 50.0},
+    "prompt_rows": {"64": 64},
     "answer_cache_key": {"prompt": "prompt"},
     "engine": {"plugin": "plugin"},
     "untested_sglang": {"yes": True, "off": False},

@@ -118,6 +118,7 @@ CONFIGURED = (
     "speculative-dspark-tpot-ms: 9000",
 )
 CHUNKS, MIXED = "--chunked-prefill-size", "--enable-mixed-chunk"
+PROMPT_ROWS = "--speculative-dspark-prompt-rows"
 # A pool that cannot hold the running requests.
 CROWDED = "--schedule-conservativeness 0.01 --max-total-tokens"
 # Of texts, the radix cache gets states from their middle, and steps overlap, as on a GPU.
@@ -162,13 +163,17 @@ SERVERS: dict[str, Recipe] = {
     "corner": Recipe(
         (
             *(*DSPARK, f"--disable-overlap-schedule {CHUNKS} 64 --page-size 16 {SESSIONS}", PIECES),
-            f"--speculative-num-draft-tokens 4 {MIXED} --speculative-draft-window-size 12",
+            f"--speculative-num-draft-tokens 4 {MIXED} --speculative-draft-window-size 12 {PROMPT_ROWS} 64",
             "--incremental-streaming-output",
         )
     ),
     # Drafters of other forms than DeepSpec's: test_checkpoint_variants.py; in a context that requests grow out of.
     "tight": Recipe(
-        (_published("speculators"), f"--context-length 128 {CROWDED} 600 {CHUNKS} 64 {MIXED} {SESSIONS}", STATES_SHOWN)
+        (
+            _published("speculators"),
+            f"--context-length 128 {CROWDED} 600 {CHUNKS} 64 {MIXED} {SESSIONS} {PROMPT_ROWS} 64",
+            STATES_SHOWN,
+        )
     ),
     # Random weights: it knows nothing.
     "dflash": Recipe((_random("dflash"), KEEPS_ANSWERS, "--speculative-dspark-answer-cache-key prompt")),
@@ -187,7 +192,8 @@ SERVERS: dict[str, Recipe] = {
             TERSE,
             KEEPS_ANSWERS,
             STATES_SHOWN,
-            f"{MIXED} {CHUNKS} 64 --speculative-dspark-block-size 15",
+            "--speculative-dspark-block-size 15",
+            f"{MIXED} {CHUNKS} 64 {PROMPT_ROWS} 63",
         )
     ),
     # All that advises: kept answers, metrics, forced tokens of SGLang's default grammar backend. The tokenizer knows a
@@ -215,7 +221,10 @@ SERVERS: dict[str, Recipe] = {
     "widths_parallel": Recipe((*DSPARK, PARALLEL), env={**own_worker("scheduled"), **TWO_RANKS}, forked=False),
     "builtin": Recipe(DSPARK, env=own_worker("builtin")),
     "parallel": Recipe(
-        (_quantised(DRAFT, "fp8 by row"), PARALLEL, KEEPS_ANSWERS, f"{MIXED} --speculative-dspark-max-gap-ms 1"),
+        (
+            *(_quantised(DRAFT, "fp8 by row"), PARALLEL, KEEPS_ANSWERS),
+            f"{MIXED} --speculative-dspark-max-gap-ms 1 {PROMPT_ROWS} 99",
+        ),
         env=TWO_RANKS,
     ),
     # Two schedulers, asked by two processes, of which a test may suspend one for a while.
@@ -225,8 +234,11 @@ SERVERS: dict[str, Recipe] = {
         forked=False,
     ),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
-    "graphs": Recipe((*DSPARK, FOUR, MIXED, "--speculative-dspark-block-size 11", STATES_SHOWN), env=emulated_graphs()),
-    "ordered": Recipe((*DSPARK, FOUR), env=emulated_graphs() | CHECKS_ORDER),
+    "graphs": Recipe(
+        (*DSPARK, FOUR, MIXED, f"--speculative-dspark-block-size 11 {PROMPT_ROWS} 24", STATES_SHOWN),
+        env=emulated_graphs(),
+    ),
+    "ordered": Recipe((*DSPARK, f"{FOUR} {PROMPT_ROWS} 16"), env=emulated_graphs() | CHECKS_ORDER),
     # Memory that a pause overwrites.
     "saving": Recipe((*DSPARK, SAVES_MEMORY)),
     "graphs_saving": Recipe((*DSPARK, FOUR, SAVES_MEMORY), env=emulated_graphs()),
@@ -244,18 +256,25 @@ SERVERS: dict[str, Recipe] = {
     ),
     "plain_adapters": Recipe([partial(adapter_flags, backend=LORA)]),
     # In a pool that is too small for sixteen requests.
-    "adapters": Recipe((_published("ModelOpt"), partial(adapter_flags, backend=LORA), f"{MIXED} {CROWDED} 700")),
+    "adapters": Recipe(
+        (_published("ModelOpt"), partial(adapter_flags, backend=LORA), f"{MIXED} {CROWDED} 700 {PROMPT_ROWS} 40")
+    ),
     "parallel_adapters": Recipe((*DSPARK, partial(adapter_flags, backend=LORA), PARALLEL), env=TWO_RANKS, forked=False),
     "adapter_graphs": Recipe(
-        (_random("dflash2"), partial(adapter_flags, backend="triton"), FOUR, "--speculative-dspark-block-size 3"),
+        (
+            _random("dflash2"),
+            partial(adapter_flags, backend="triton"),
+            FOUR,
+            f"--speculative-dspark-block-size 3 {PROMPT_ROWS} 8",
+        ),
         env=emulated_graphs(),
     ),
     # Layers with windows have a K/V pool of their own.
-    "gemma4_graphs": _tiny(GEMMA4, GEMMA4_FLAGS, FOUR, env=LITERALLY | emulated_graphs()),
+    "gemma4_graphs": _tiny(GEMMA4, GEMMA4_FLAGS, f"{FOUR} {PROMPT_ROWS} 16", env=LITERALLY | emulated_graphs()),
     "gemma4_pictures": _reading(GEMMA4, GEMMA4_FLAGS, env=LITERALLY),
     "gemma4_12b_pictures": _reading(GEMMA4_12B, GEMMA4_FLAGS, env=LITERALLY),
     "plain_gemma4_12b_pictures": Recipe([GEMMA4_FLAGS], model=_target(picture_target, GEMMA4_12B), env=LITERALLY),
-    "qwen2_5_vl": _reading("Qwen2_5_VLForConditionalGeneration", FOUR, env=emulated_graphs()),
+    "qwen2_5_vl": _reading("Qwen2_5_VLForConditionalGeneration", f"{FOUR} {PROMPT_ROWS} 16", env=emulated_graphs()),
     # Chunks of prompts end within pictures, and the pool cannot hold all requests.
     "pictures": _reading("Qwen3VLForConditionalGeneration", f"{CHUNKS} 16 {MIXED} {CROWDED} 600"),
     "hybrid_overlap": _tiny("Qwen3_5ForCausalLM", MIDDLE_STATES, f"{MIXED} {CROWDED} 450", env=SNAPSHOTS),

@@ -43,6 +43,7 @@ def bodies() -> list[dict[str, Any]]:
 def test_texts_beside_prompts_of_every_length(letters, plain_letters):
     asked = bodies()
     expected = output_ids(plain_letters, asked)
+    before = letters.get_json("/dspark/stats")["prompts"]
     seeded = [i for i, body in enumerate(asked) if "sampling_seed" in body["sampling_params"]]
     for i, ids in zip(seeded, output_ids(letters, [asked[i] for i in seeded], 1), strict=True):
         expected[i] = ids
@@ -50,7 +51,9 @@ def test_texts_beside_prompts_of_every_length(letters, plain_letters):
         letters.flush_cache()
         with counting(letters) as grown:
             answers = generate(letters, asked, 8)
+        after = letters.get_json("/dspark/stats")["prompts"]
     assert [answer["output_ids"] for answer in answers] == expected
+    assert all(after[path] - before[path] > 3 for path in ("verification", "prefill"))
     assert grown["plain_steps"] > 8
     for counts in (answer["meta_info"] for answer in answers):
         committed = counts["dspark"]["rounds"] + counts["dspark"]["accepted_tokens"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from typing import Any
 
 import pytest
-from golden_server import DRAFT, DRAFTER_ALONE, TARGET, generate, greedy, output_ids, policy, rounds_of, states_of
+from golden_server import DRAFT, DRAFTER_ALONE, TARGET, VOCAB, generate, greedy, output_ids, policy, rounds_of, states_of
 from safetensors.torch import load_file
 
 CASES = json.loads((DRAFT / "golden.json").read_text())["cases"][:3]
@@ -143,3 +144,24 @@ def test_a_step_is_launched_in_few_pieces(graphs):
         for *counts, what in steps:
             assert all(int(count) <= bound for count, bound in zip(counts, bounds, strict=True)), what
             assert int(counts[0]) > 0
+
+
+def test_short_prompts_are_replayed(graphs, plain):
+    """Up to two blocks of twelve rows, behind prefixes of any length; nothing else of their prefill but its end."""
+    draw = random.Random(5)
+    known, *new = (draw.choices(VOCAB, k=length) for length in (40, 1, 13, 24, 25))
+    asked = [greedy(prompt, 2) for prompt in (known, *new, *(known + prompt for prompt in new[1:3]))]
+    texts, began = output_ids(plain, asked), len(graphs.log_path.read_text())
+    graphs.flush_cache()
+    before = graphs.get_json("/dspark/stats")["prompts"]
+    assert output_ids(graphs, asked, 1) == texts
+    launched = r"launched by a prefill of (\d+) rows: (\d+) graphs, (\d+) kernels, (\d+) operations"
+    log = graphs.log_path.read_text()[began:]
+    prefills = [tuple(map(int, found)) for found in re.findall(launched, log)]
+    assert [rows for rows, *_ in prefills] == [40, *map(len, new), 13, 24]
+    for rows, *counts, operations in prefills:
+        # Of the drafter's K/V, which are no graph's, an interpreter launches as torch what a GPU does in one kernel.
+        assert (counts == [1, 2] and operations < 50) if rows <= 24 else (counts == [0, 0] and operations > 400)
+    after = graphs.get_json("/dspark/stats")["prompts"]
+    assert {name: after[name] - count for name, count in before.items()} == {"verification": 5, "prefill": 2}
+    assert [line for line in log.splitlines() if "reads values" in line or "compiled while serving" in line] == []

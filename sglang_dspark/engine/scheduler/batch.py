@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from dspark_kernels import ChainRules, DraftBlock, RoundKeys, SamplingBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import ScheduleBatch as Batch
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
-from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
+from sglang_dspark.engine.sglang_types import ModelRunner, Req, ScheduleBatch
 from sglang_dspark.step.device_time import AwaitedEvent, DeviceSpan
 from sglang_dspark.step.packed import Packed, PackedCopies, PendingCopy
 from sglang_dspark.step.record import StepRecord
@@ -87,6 +89,30 @@ def read_decode_batch(
         rules=rules,
         keeps_logits=adjusted or batch.return_logprob or batch.return_hidden_states,
     )
+
+
+def decode_batch(
+    runner: ModelRunner, reqs: Sequence[Req], rows: torch.Tensor, lens: torch.Tensor, lens_on_host: Sequence[int]
+) -> ScheduleBatch:
+    """Return a ``ScheduleBatch`` that a verification can run on, and that SGLang's scheduler knows nothing of.
+
+    Args:
+        reqs: of its requests, as far as anything reads them.
+        rows: [bs] int64 rows of ``req_to_token``.
+        lens, lens_on_host: [bs] tokens whose K/V is there.
+    """
+    batch: ScheduleBatch = Batch(
+        reqs=list(reqs),
+        req_to_token_pool=runner.req_to_token_pool,
+        model_config=runner.model_config,
+        device=runner.device,
+        spec_algorithm=runner.spec_algorithm,
+    )
+    batch.forward_mode = ForwardMode.DECODE
+    batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu = rows, lens, torch.tensor(lens_on_host)
+    batch.orig_seq_lens = lens.to(torch.int32)
+    batch.seq_lens_sum = sum(lens_on_host)
+    return batch
 
 
 @dataclass

@@ -4,12 +4,11 @@ from types import SimpleNamespace, TracebackType
 from typing import Self
 
 import torch
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dspark.engine.forward.layers import slot_translation
+from sglang_dspark.engine.scheduler.batch import decode_batch
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
-from sglang_dspark.engine.sglang_types import TpModelWorker
+from sglang_dspark.engine.sglang_types import ScheduleBatch, TpModelWorker
 
 _FIRST_SLOT = 1  # slot 0 is padding
 # Tokens differ from request to request: a forward whose tokens all choose the same experts looks cheaper than it is.
@@ -69,24 +68,17 @@ class DummyBatch:
     def fresh(self) -> ScheduleBatch:
         """Return the batch as the scheduler would hand it over."""
         device = self._runner.device
-        lens_cpu = torch.full((self._requests,), self._context, dtype=torch.int64)
-        lens = lens_cpu.to(device)
-        pool = self._runner.req_to_token_pool
-        batch = ScheduleBatch(
-            reqs=[_NO_REQUEST] * self._requests if getattr(pool, "enable_mamba_extra_buffer", False) else [],
-            req_to_token_pool=pool,
-            model_config=self._runner.model_config,
-            device=device,
-            spec_algorithm=self._runner.spec_algorithm,
+        tracked = getattr(self._runner.req_to_token_pool, "enable_mamba_extra_buffer", False)
+        batch = decode_batch(
+            self._runner,
+            [_NO_REQUEST] * self._requests if tracked else [],
+            torch.arange(self._requests, dtype=torch.int64, device=device),
+            torch.full((self._requests,), self._context, dtype=torch.int64, device=device),
+            [self._context] * self._requests,
         )
-        batch.forward_mode = ForwardMode.DECODE
-        batch.req_pool_indices = torch.arange(self._requests, dtype=torch.int64, device=device)
-        batch.seq_lens, batch.seq_lens_cpu = lens, lens_cpu
-        batch.orig_seq_lens = lens.to(torch.int32)
-        batch.seq_lens_sum = int(lens_cpu.sum())
         batch.spec_info = DSparkDraftInput(
             bonus_tokens=self.tokens(1)[:, 0].contiguous(),
-            new_seq_lens=lens,
-            nxt_kv_lens_cpu=lens_cpu + 2 * self._window,
+            new_seq_lens=batch.seq_lens,
+            nxt_kv_lens_cpu=batch.seq_lens_cpu + 2 * self._window,
         )
         return batch

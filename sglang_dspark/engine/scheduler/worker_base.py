@@ -17,7 +17,7 @@ from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.compat.arguments import attached_to_ours
 from sglang_dspark.engine.compat.pools import kv_region
 from sglang_dspark.engine.compat.worker_face import WorkerFace
-from sglang_dspark.engine.feature import DrawnTokens, parts_of
+from sglang_dspark.engine.feature import DrawnTokens, Encoded, parts_of
 from sglang_dspark.engine.forward.capture import capturing_forward
 from sglang_dspark.engine.forward.verify_attention import as_without_dspark, verify_beside_prompts
 from sglang_dspark.engine.hook_checks import Moment, check
@@ -163,34 +163,40 @@ class SpecWorkerBase(WorkerFace):
 
     @torch.no_grad()
     def _prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
-        runner = self._target_worker.model_runner
-        forward_batch = capturing_forward(batch, runner)
         for part in self.parts:
             part.prefill_comes(batch)
-        # First tokens are ours: SGLang's sampler knows no seeds, no output before a retraction, and no grammar's masks
-        # on a CPU.
-        draws = not batch.is_prefill_only
-        with as_without_dspark(runner):
-            result = self._target_worker.forward_batch_generation(
-                batch=None, forward_batch=forward_batch, is_verify=draws
-            )
+        encoded = (part.encode(batch) for part in self.parts)
+        result, ids, positions = next((found for found in encoded if found is not None), None) or self._encode(batch)
         output = result.logits_output
         captured, embedded = output.hidden_states, output.mm_input_embeds
         output.hidden_states = output.mm_input_embeds = None
-        if draws:
+        if not batch.is_prefill_only:
             self._draw_first(batch, result)
         result.new_seq_lens = batch.seq_lens
         publish(batch.seq_lens)
         # Before the scheduler may hand the prompt to the radix cache: a later prefix hit reuses these draft rows.
-        rows = forward_batch.input_ids if embedded is None else embedded
-        self.inject_context(rows, captured, forward_batch.positions, batch.out_cache_loc)
-        self.remember(forward_batch.input_ids, batch.out_cache_loc)
+        self.inject_context(ids if embedded is None else embedded, captured, positions, batch.out_cache_loc)
+        self.remember(ids, batch.out_cache_loc)
         for part in self.parts:
             part.prefill_done(batch)
         result.next_draft_input = DSparkDraftInput(
             bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens.to(torch.int64)
         )
         return result
+
+    def _encode(self, batch: ScheduleBatch) -> Encoded:
+        """Have SGLang run the target over prompts.
+
+        First tokens are ours: SGLang's sampler knows no seeds, no output before a retraction, and no grammar's masks on
+        a CPU.
+        """
+        runner = self._target_worker.model_runner
+        forward_batch = capturing_forward(batch, runner)
+        with as_without_dspark(runner):
+            result = self._target_worker.forward_batch_generation(
+                batch=None, forward_batch=forward_batch, is_verify=not batch.is_prefill_only
+            )
+        return Encoded(result, forward_batch.input_ids, forward_batch.positions)
 
     def _draw_first(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         """Draw the token after each prompt, and the next one after a retraction and of requests that already run."""

@@ -59,6 +59,7 @@ class ScheduledServer:
             ("answer_cache", config.answer_cache, None),
             ("tpot_ms", config.tpot_ms, None),
             ("max_gap_ms", config.max_gap_ms, None),
+            ("prompt_rows", config.prompt_rows, None),
             ("draft_vocabulary", config.draft_vocabulary, None),
             ("draft_quantization", config.draft_quantization, None),
             ("fallback", config.fallback if config.engine == "scheduled" else "refuse", "refuse"),

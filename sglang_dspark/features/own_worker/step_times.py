@@ -71,7 +71,7 @@ class MeasuredSteps:
         """Plan, verify, accept and commit so many drafts per request."""
         decision = StepDecision(drafts, FixedLength(), with_confidence=False)
         self._driver.step = ScheduledStep(decision, len(self._tokens), self._driver.rows, self._tokens)
-        batch = self._dummy.fresh()
+        batch: Any = self._dummy.fresh()
         batch.forward_iter = 0  # which the worker's own observers read
         if self._lengths_on_device:
             batch.seq_lens_cpu = batch.seq_lens_sum = None

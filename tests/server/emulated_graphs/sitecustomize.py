@@ -60,10 +60,19 @@ def emulate(module):
     torch.cuda.mem_get_info = lambda: (0, 0)
     module.DSparkWorker.__init__ = initialise
     module.PackedCopies, module.DSparkWorker.decode = ring_of_the_host, decode
-    module.graph_request_slots = lambda runner: REQUEST_SLOTS
+    module.graph_request_slots, module.DSparkWorker._prefill = lambda runner: REQUEST_SLOTS, prefill
     module.DSparkWorker.step_times = step_times
     verify_attention.window_attention = noted_attention
     verify_attention.CpuVerifyBackend._attend = verify_attention.CudaVerifyBackend._attend
+
+
+def prefill(self, batch, publish):
+    """Count what a prefill launches; what SGLang's own reads is not looked at."""
+    from launches import counting
+    from waits import watching
+
+    with counting(f"a prefill of {batch.extend_num_tokens} rows"), watching():
+        return super(type(self), self)._prefill(batch, publish)
 
 
 def few_tiers(original):

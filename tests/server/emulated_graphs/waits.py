@@ -43,7 +43,9 @@ WAITING = {
     ("selection.py", "select"),
     ("selected.py", "_rows_of"),
 }
-EXPECTED = EMULATED | ON_THE_HOST | WAITING
+# SGLang's prefills, and first tokens of sampled requests, which torch draws.
+PREFILLS = {("worker_base.py", "_encode"), ("worker_base.py", "_draw_first")}
+EXPECTED = PREFILLS | EMULATED | ON_THE_HOST | WAITING
 
 
 class _Watch(TorchDispatchMode):

@@ -1,0 +1,161 @@
+"""Which prompts are verified."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang_objects import batch, model_config, request, runner, server_args, table
+from step_tables import make_table
+
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.engine.compat.arguments import attach
+from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.features.short_prompts import FEATURE
+from sglang_dspark.features.short_prompts.served import PREFILLED, VERIFIED, ShortPrompts, most_rows
+from sglang_dspark.step.state import TargetOutput
+from sglang_dspark.worker.tiers import Tiers
+
+
+@pytest.mark.parametrize(
+    ("rows", "device", "used"),
+    [
+        (None, "cuda", True),
+        (None, None, True),
+        (None, "cpu", False),
+        (0, "cuda", False),
+        (64, "cpu", True),
+    ],
+)
+def test_a_cpu_has_to_be_asked(rows, device, used):
+    args = server_args(device=device)
+    assert not FEATURE.is_used(args)
+    attach(args, DSparkServer(DSparkConfig(prompt_rows=rows), None, dummy_draft=False))
+    assert FEATURE.is_used(args) == used
+
+
+@pytest.mark.parametrize(
+    ("verify_ms", "expected"),
+    [
+        (lambda r, d, c: 10 + 0 * r, 64),  # weights alone: as many as are captured
+        (lambda r, d, c: 10 + r * (1 + d) / 4, 20),
+        (lambda r, d, c: 10.0 * r * (1 + d), 1),
+        (None, 128),
+    ],
+)
+def test_as_many_rows_as_take_no_longer_than_a_prefill(verify_ms, expected):
+    table = verify_ms and make_table(verify_ms, lambda r, d, c: 100 * (d > 0), gamma=7)
+    assert most_rows(Tiers.of([1, 8], 7).timed, table, 8) == expected
+
+
+def part(asked=None, *, graphs=True, depth=7, verify=None, **target):
+    """The part of a worker with blocks of 8 rows, and graphs of up to 4 requests if any; it returns what fits."""
+    captured = SimpleNamespace(tiers=Tiers.of([1, 4], depth)) if graphs else None
+    made = SimpleNamespace(
+        max_verify=7,
+        options=DSparkConfig(prompt_rows=asked),
+        device=torch.device("cpu"),
+        model_runner=runner(
+            model_config=model_config(**target),
+            max_running_requests=8,
+            req_to_token_pool=table(4, 40),
+            device="cpu",
+            spec_algorithm=None,
+        ),
+        verify=verify,
+        server_args=server_args(),
+        schedule=SimpleNamespace(times=None),
+        executors=SimpleNamespace(captured=captured),
+    )
+    found = ShortPrompts.of(made)
+    if found is not None:
+        found.ready()
+        if verify is None:
+            found._verify = lambda batch, blocks: blocks
+    return found
+
+
+def prompts(*rows, running=0, reqs=None, **asked):
+    """A batch of prompts of so many rows, the last ``running`` of which are requests that run."""
+    reqs = reqs or [request() for _ in rows]
+    usual = {"return_logprob": False, "is_prefill_only": False, "input_embeds": None, "hicache_consumer_index": -1}
+    given = {"extend_lens": list(rows), "prefix_lens": [0] * len(rows), "extend_num_tokens": sum(rows)}
+    return batch(*reqs, decoding_reqs=reqs[len(rows) - running :], **(usual | given | asked))
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "verified"),
+    [
+        ({}, [32], True),
+        ({}, [8, 8, 9], True),
+        ({}, [8, 8, 8, 8], True),
+        ({}, [33], False),  # more rows than any graph has
+        ({}, [9, 9, 9], False),  # more blocks
+        ({"asked": 16}, [17], False),
+        ({"asked": 16}, [16], True),
+        ({"depth": 0}, [3, 1], True),  # without a drafter: a row for each request
+        ({"depth": 0}, [5], False),
+        ({"graphs": False}, [1], False),
+        ({"graphs": False, "asked": 100}, [40, 24], True),
+        ({"graphs": False, "asked": 100}, [40, 25], False),  # more blocks than SGLang runs requests
+    ],
+)
+def test_prompts_that_graphs_have_room_for(given, asked, verified):
+    found = part(**given)
+    assert (found.encode(prompts(*asked)) is not None) == verified
+    [counted] = found.counted()
+    assert counted.values == {VERIFIED: len(asked) * verified, PREFILLED: len(asked) * (not verified)}
+
+
+def test_running_requests_beside_prompts_are_no_prompts():
+    found = part()
+    found.encode(prompts(5, 1, 1, running=2))
+    assert found.counted()[0].values == {VERIFIED: 1, PREFILLED: 0}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"return_logprob": True},
+        {"is_prefill_only": True},
+        {"input_embeds": torch.zeros(3, 4)},
+        {"multimodal_inputs": [SimpleNamespace()]},
+        {"hicache_consumer_index": 0},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_what_only_a_prefill_does(asked):
+    assert part().encode(prompts(3)) is not None
+    assert part().encode(prompts(3, **asked)) is None
+
+
+def test_recurrent_layers_go_through_prompts_in_prefills():
+    assert part(architecture="Qwen3NextForCausalLM") is None
+
+
+def test_a_verification_of_prompts():
+    """Of a prompt behind a prefix, and a request that has ended beside it: only SGLang's batch knows its row."""
+    given = []
+
+    def verify(step, draft, decision):
+        given.append((step, draft, decision))
+        rows = torch.arange(16.0)[:, None]  # of a tier that has room for more
+        output = LogitsProcessorOutput(next_token_logits=rows.repeat(1, 9))
+        plan = SimpleNamespace(positions=torch.arange(16))
+        return plan, TargetOutput(output, 100 + rows), True
+
+    found, reqs = part(verify=verify), [request(), request()]
+    sizes = {"extend_lens": [9, 1], "prefix_lens": [20, 5], "extend_num_tokens": 10}
+    ids, table_rows = torch.arange(30, 40), torch.tensor([3, 1])
+    encoded = found.encode(prompts(9, 1, running=1, reqs=reqs, input_ids=ids, req_pool_indices=table_rows, **sizes))
+    [(step, draft, decision)] = given
+    assert step.anchors.tolist() == [30, 38, 39] and step.prefix_lens.tolist() == [20, 28, 5]
+    assert step.req_pool_indices.tolist() == [3, 3, 1] and step.batch.reqs == [reqs[0], reqs[0], reqs[1]]
+    assert step.batch.seq_lens_cpu.tolist() == [20, 28, 5]
+    selected = decision.select(draft)
+    assert draft.block.tokens[0].tolist() == list(range(31, 38)) and selected.verify_lens.tolist() == [7, 0, 0]
+    assert decision.max_drafts(3) == 7 and step.keeps_logits
+    output = encoded.result.logits_output
+    assert output.next_token_logits[:, 0].tolist() == [8, 9]
+    assert output.hidden_states[:, 0].tolist() == list(range(100, 110))
+    assert encoded.input_ids is ids and encoded.positions.tolist() == list(range(10))
