@@ -8,7 +8,18 @@ import re
 from typing import Any
 
 import pytest
-from golden_server import DRAFT, DRAFTER_ALONE, TARGET, VOCAB, generate, greedy, output_ids, policy, rounds_of, states_of
+from golden_server import (
+    DRAFT,
+    DRAFTER_ALONE,
+    TARGET,
+    VOCAB,
+    generate,
+    greedy,
+    output_ids,
+    policy,
+    rounds_of,
+    states_of,
+)
 from safetensors.torch import load_file
 
 CASES = json.loads((DRAFT / "golden.json").read_text())["cases"][:3]
