@@ -160,9 +160,11 @@ def _combine(
     out = tl.zeros(mask.shape, tl.float32)
     for member in range(members):
         at = (first + member * stride) * num_row_heads + row_heads
+        # Under way while the weights change their layout, which takes barriers.
+        part_ptrs = parts_ptr + at[:, None] * HEAD_DIM + dims[None, :]
+        rows = tl.load(part_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
         weight = tl.exp(tl.load(lse_ptr + at, mask=is_row, other=float("-inf"), cache_modifier=".cg") - norm)
-        rows = parts_ptr + at[:, None] * HEAD_DIM + dims[None, :]
-        out += weight[:, None] * tl.load(rows, mask=mask, other=0.0, cache_modifier=".cg")
+        out += weight[:, None] * rows
     return out, total
 
 
