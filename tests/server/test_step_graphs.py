@@ -41,6 +41,15 @@ def test_golden_traces_of_replayed_steps(graphs):
         assert [r["accepted"] for r in rounds[:-1]] == [r["accepted"] for r in golden[:-1]]
 
 
+def test_long_contexts_are_split(graphs, plain):
+    """One request's context is shared out among programs where there is no other one."""
+    body = greedy([5 + 7 * i % 200 for i in range(700)], TOKENS)
+    [alone] = output_ids(plain, [body], 1)
+    with policy(graphs, "static"):
+        for alike in (1, 2):
+            assert output_ids(graphs, [body] * alike, alike) == [alone] * alike
+
+
 def test_blocks_go_on_behind_the_drafters(graphs):
     with policy(graphs, "static"):
         body = greedy(CASES[0]["prompt_ids"], 40, speculation={"preset": "summarization", "trace": True})
