@@ -205,7 +205,11 @@ def spying(parts, made):
 @pytest.mark.parametrize("splits", [3, 11, 16])
 def test_the_last_program_combines_whichever_it_is(splits, device, monkeypatch):
     """To the bit the same, by counters that are zeros again: a captured launch is replayed."""
-    for name, value in {"_TILES_PER_SPLIT": 1, "_FAN": 4, "_tiles_of_keys": lambda *args, **how: {"BLOCK_N": 16}}.items():
+    for name, value in {
+        "_TILES_PER_SPLIT": 1,
+        "_FAN": 4,
+        "_tiles_of_keys": lambda *args, **how: {"BLOCK_N": 16},
+    }.items():
         monkeypatch.setattr(module, name, value)
     case = window_case((16 * 16, 9, 16 * 4), (2, 2, 3), (3, 1, 16), device, padding=2)
     how = {"causal": True, "scale": 0.25}
