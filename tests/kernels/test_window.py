@@ -9,6 +9,7 @@ from dspark_kernels import PagedWindows, is_crowded, num_splits, widest_window, 
 from dspark_kernels.attention import window as module
 from pairwise import pairwise
 from triton import next_power_of_2
+from triton.runtime.interpreter import interpreter_builder
 
 WINDOWS = {
     "blocks-gqa3": ((5, 0, 131, 64), (7, 7, 7, 7), (6, 2, 32)),
@@ -162,7 +163,7 @@ def test_requests_use_splits_by_their_own_contexts(splits, device, monkeypatch):
     how = {"causal": True, "scale": 0.25}
     out, whole = (window_attention(*case, splits=num, **how) for num in (splits, 1))
     torch.testing.assert_close(out, window_attention_ref(*case, **how), **FP32_TOL)
-    rows = torch.arange(3, 10, device=device)  # of contexts of at most four tiles
+    rows = torch.arange(3, 10, device=device)  # of contexts of at most five tiles
     assert torch.equal(out[rows], whole[rows])
 
 
@@ -176,29 +177,49 @@ def test_more_splits_than_are_combined_at_a_time(splits, device, monkeypatch):
     torch.testing.assert_close(found, window_attention_ref(*case, **how), **FP32_TOL)
 
 
-def test_programs_without_work_leave_no_parts(device, monkeypatch):
-    """A context of n tiles uses as many splits as have four of them; what others would write stays as it is."""
+@pytest.mark.parametrize(
+    ("tiles", "splits", "used"),
+    [(5, 8, 1), (6, 8, 3), (8, 8, 4), (9, 8, 3), (40, 8, 8), (40, 33, 20), (40, 3, 3)],
+)
+def test_contexts_use_splits_that_have_work(tiles, splits, used, device, monkeypatch):
+    """Of two tiles each, unless all of it is below six; what others would write stays as it is."""
     made = []
-    monkeypatch.setattr(module._Parts, "empty", spying(module._Parts.empty, made))
-    case = window_case((64 * 9, 64 * 4, 64 * 40), (2, 1, 3), (2, 1, 16), device, padding=0)
-    window_attention(*case, causal=True, scale=0.25, splits=8)
-    [parts] = made
-    assert parts.used.tolist() == [3, 3, 1, 8, 8, 8]
-    written = parts.lse.isfinite().all(2).sum(0)
-    assert written.tolist() == [3, 3, 0, 8, 8, 8]
+    monkeypatch.setattr(module, "_parts", spying(module._parts, made))
+    case = window_case((64 * tiles, 64 * 4), (2, 3), (2, 1, 16), device, padding=0)
+    window_attention(*case, causal=True, scale=0.25, splits=splits)
+    [(_, lse)] = made
+    written = lse.isfinite().all(2).sum(0)
+    assert written.tolist() == [used if used > 1 else 0] * 2 + [0] * 3
 
 
-def spying(empty, made):
+def spying(parts, made):
     """Remembers what was made, filled with NaN."""
 
     def spy(*args):
-        parts = empty(*args)
-        for part in (parts.rows, parts.lse):
-            part.fill_(torch.nan)
-        made.append(parts)
-        return parts
+        made.append(tuple(part.fill_(torch.nan) for part in parts(*args)))
+        return made[-1]
 
     return spy
+
+
+@pytest.mark.parametrize("splits", [3, 11, 16])
+def test_the_last_program_combines_whichever_it_is(splits, device, monkeypatch):
+    """To the bit the same, by counters that are zeros again: a captured launch is replayed."""
+    for name, value in {
+        "_TILES_PER_SPLIT": 1,
+        "_FAN": 4,
+        "_tiles_of_keys": lambda *args, **how: {"BLOCK_N": 16},
+    }.items():
+        monkeypatch.setattr(module, name, value)
+    case = window_case((16 * 16, 9, 16 * 4), (2, 2, 3), (3, 1, 16), device, padding=2)
+    how = {"causal": True, "scale": 0.25}
+    expected = window_attention(*case, splits=splits, **how)
+    torch.testing.assert_close(expected, window_attention_ref(*case, **how), **FP32_TOL)
+    in_order = interpreter_builder.set_grid_idx
+    for arrival in (list(range(splits))[::-1], torch.randperm(splits).tolist()):
+        monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z, to=arrival: in_order(x, y, to[z]))
+        assert torch.equal(window_attention(*case, splits=splits, **how), expected)
+        assert not module._arrivals(expected.device).any()
 
 
 @pytest.mark.parametrize(
@@ -208,7 +229,7 @@ def test_groups_of_heads_are_shared_out(heads, kv_heads, max_tile, device, monke
     """Shares of one head up to all of a group, and a last share that is not full."""
     monkeypatch.setattr(module, "_MAX_TILE", max_tile)
     monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
-    case = window_case((33, 0, 70), (4, 7, 1), (heads, kv_heads, 64), device)
+    case = window_case((33, 0, 140), (4, 7, 1), (heads, kv_heads, 64), device)
     for causal, splits in ((True, 1), (False, 2)):
         out = window_attention(*case, causal=causal, scale=0.125, splits=splits)
         expected = window_attention_ref(*case, causal=causal, scale=0.125)
@@ -246,7 +267,7 @@ def test_a_window_that_is_stored_is_read_from_the_pool(window, splits, dtype, de
 def test_rows_of_no_request_are_zero(padding, splits, device, monkeypatch):
     """Later layers compute with these rows, and quantise by the largest value that they see."""
     monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
-    case = window_case((33, 0, 70), (4, 0, 1), (6, 2, 24), device, padding=padding)
+    case = window_case((33, 0, 140), (4, 0, 1), (6, 2, 24), device, padding=padding)
     out = window_attention(*case, causal=True, scale=0.125, splits=splits)
     assert out[:5].isfinite().all() and out[:5].any()
     assert not out[5:].any()
@@ -261,12 +282,18 @@ def test_as_many_splits_as_fill_the_gpu_by_default(device, monkeypatch):
     assert used == [(1, 2, 8)] and num_splits(*used[0]) == 8
 
 
-def test_splits_fill_the_processors():
-    assert num_splits(1, 1, 132) == 256
-    assert num_splits(1, 8, 132) == 32
-    assert num_splits(8, 8, 132) == 4
-    assert num_splits(64, 8, 132) == 1
-    assert num_splits(512, 8, 132) == 1
+@pytest.mark.parametrize(
+    ("kv_heads", "splits"),
+    [
+        (8, {1: 33, 2: 16, 3: 11, 4: 8, 6: 5, 8: 4, 11: 3, 16: 2, 17: 1, 64: 1, 512: 1}),
+        (2, {1: 132, 4: 33, 8: 16, 16: 8, 32: 4, 66: 2, 67: 1}),
+        (1, {1: 256, 2: 132, 33: 8}),
+    ],
+)
+def test_splits_fill_the_processors(kv_heads, splits):
+    """Two programs of long contexts for each of 132 multiprocessors, as nearly as whole splits allow."""
+    assert {bs: num_splits(bs, kv_heads, 132) for bs in splits} == splits
+    assert all(bs * kv_heads * num <= 2 * 132 for bs, num in splits.items() if num > 1)
 
 
 def test_programs_of_many_requests_are_small():

@@ -96,11 +96,36 @@ def a_host_that_waits(order: Any, one: Any, other: Any, memory: torch.Tensor) ->
     write(order, other, memory)  # launched by the host, which knows
 
 
+def allocated(order: Any, one: Any, other: Any) -> torch.Tensor:
+    """Memory of ``one`` that ``other`` reads in order."""
+    with order.StreamContext(one):
+        made = torch.zeros(4)
+    other.wait_stream(one)
+    read(order, other, made)
+    return made
+
+
+def memory_given_back(order: Any, one: Any, other: Any, memory: torch.Tensor) -> None:
+    allocated(order, one, other)
+
+
+def memory_recorded(order: Any, one: Any, other: Any, memory: torch.Tensor) -> None:
+    order.record_stream(allocated(order, one, other), other)
+
+
+def memory_given_back_behind_a_wait(order: Any, one: Any, other: Any, memory: torch.Tensor) -> None:
+    made = allocated(order, one, other)
+    one.wait_stream(other)
+    del made
+
+
 @pytest.mark.parametrize(
     ("told", "in_order"),
     [
         *((told, False) for told in (two_writes, a_write_behind_a_read, an_event_too_early, a_host_that_does_not_wait)),
         *((told, True) for told in (two_reads, two_halves, a_wait, a_host_that_waits)),
+        (memory_given_back, False),
+        *((told, True) for told in (memory_recorded, memory_given_back_behind_a_wait)),
     ],
 )
 def test_what_is_in_no_order_is_reported(

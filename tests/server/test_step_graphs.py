@@ -53,6 +53,20 @@ def test_golden_traces_of_replayed_steps(graphs):
         assert [r["accepted"] for r in rounds[:-1]] == [r["accepted"] for r in golden[:-1]]
 
 
+def test_long_contexts_are_split(graphs, plain):
+    """One request's context is shared out among programs where there is no other one."""
+    body = greedy([5 + 7 * i % 200 for i in range(700)], TOKENS, return_logprob=True)
+
+    def surprises(server: Any, alike: int) -> list[Any]:
+        answers = generate(server, [body] * alike, alike)
+        return [[logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]] for answer in answers]
+
+    [alone] = surprises(plain, 1)
+    with policy(graphs, "static", verify_len=GAMMA):  # rows of one window, or of two
+        for alike in (1, 2):
+            assert surprises(graphs, alike) == [pytest.approx(alone, abs=1e-4)] * alike
+
+
 def test_blocks_go_on_behind_the_drafters(graphs):
     with policy(graphs, "static"):
         body = greedy(CASES[0]["prompt_ids"], 40, speculation={"preset": "summarization", "trace": True})

@@ -12,7 +12,7 @@ for it and no value of the host, so it can be captured in a CUDA graph.
 All query heads that share a K/V head, and all rows of a request, are one tile: the context is read once per K/V head,
 where a kernel that works head by head reads it once per query head. A group of heads whose tile would be too large is
 shared out among programs. Few requests with long contexts would leave most of a GPU idle, so the context is split over
-several programs and their parts are combined afterwards (flash-decoding). The host, which launches for contexts of any
+several programs, the last of which combines their parts (flash-decoding). The host, which launches for contexts of any
 length, says how many splits there may be. How many a request uses follows from its own context: if that is short,
 one program writes its rows, its other programs end at once, and there is nothing to combine.
 
@@ -24,20 +24,22 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 import triton
 
 from dspark_kernels.attention.strides import with_whole_rows
-from dspark_kernels.attention.window_kernels import combine_kernel, window_attention_kernel
+from dspark_kernels.attention.window_kernels import window_attention_kernel
 from dspark_kernels.dispatch import on_kernels
 from dspark_kernels.hardware import num_processors
 
 _MIN_DOT = 16  # smallest tile side of tl.dot
-_MAX_SPLITS = 256
-_SPLITS_AT_A_TIME = 8  # that are combined
-_TILES_PER_SPLIT = 4  # tiles of keys below which another program costs more than it saves
+_FAN = 16  # parts that are combined at a time
+_MAX_SPLITS = _FAN**2
+_SPLIT_TILES = 16_384  # of queries at most, where contexts are split
+_TILES_PER_SPLIT = 2  # tiles of keys below which another program costs more than it saves; the first one, thrice that
 _MAX_TILE = 32_768  # bytes of a program's queries, beyond which registers and shared memory do not suffice
 _FOUR_WARPS_TILE = 4096  # elements that four warps hold in their registers
 _WIDE_HEAD = 256  # bytes of a head beyond which fewer keys are taken at a time
@@ -172,82 +174,25 @@ def window_attention(
     q = with_whole_rows(q)
     k, v = (None, None) if kv is None else map(with_whole_rows, kv)
     num_rows, num_heads, head_dim = q.shape
-    if splits is None:
-        splits = num_splits(*_batch(q, pool, windows))
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if splits == 1:
-        _attend((q, k, v), pool, windows, out, None, sinks, causal=causal, scale=scale)
-        return out
-    parts = _Parts.empty(splits, q)
-    _attend((q, k, v), pool, windows, out, parts, sinks, causal=causal, scale=scale)
-    combine_kernel[(num_rows * num_heads,)](
-        parts.rows,
-        parts.lse,
-        out,
-        parts.used,
-        num_rows * num_heads,
-        windows.indptr[-1:],
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_S=_SPLITS_AT_A_TIME,
-        BLOCK_D=_block_d(head_dim),
-        num_warps=1,  # a row and head are little work, and most have none
-    )
-    return out
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Partial results of the programs that share a context, still to be combined.
-
-    Attributes:
-        rows: [splits, N, heads, hd] float32, attention to a part of the keys.
-        lse: [splits, N, heads] float32, logarithm of the sum of their weights.
-        used: [N] int32, splits of the row's request; of one split there are no parts.
-    """
-
-    rows: torch.Tensor
-    lse: torch.Tensor
-    used: torch.Tensor
-
-    @classmethod
-    def empty(cls, splits: int, q: torch.Tensor) -> _Parts:
-        num_rows, num_heads, _ = q.shape
-        return cls(
-            torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device),
-            torch.empty((splits, num_rows, num_heads), dtype=torch.float32, device=q.device),
-            torch.empty(num_rows, dtype=torch.int32, device=q.device),
-        )
-
-
-def _attend(
-    rows: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-    pool: tuple[torch.Tensor, torch.Tensor],
-    windows: PagedWindows,
-    out: torch.Tensor,
-    parts: _Parts | None,
-    sinks: torch.Tensor | None,
-    *,
-    causal: bool,
-    scale: float,
-) -> None:
-    """Write the attention of q, k and v into ``out``, or into ``parts`` if several programs share a context."""
-    q, k, v = rows
-    num_rows, num_heads, head_dim = q.shape
     num_kv_heads = pool[0].shape[1]
     group, width, block_d = num_heads // num_kv_heads, windows.width, _block_d(head_dim)
     head_bytes = block_d * q.element_size()
     share = _heads_per_program(group, width, head_bytes)
     block_m = max(_MIN_DOT, triton.next_power_of_2(width * share))
-    crowded = parts is None and is_crowded(*_batch(q, pool, windows))
-    window_attention_kernel[
-        len(windows.prefix_lens), num_kv_heads * triton.cdiv(group, share), 1 if parts is None else len(parts.lse)
-    ](
+    # Captured forwards have a slot for every request that might come; so many requests at least have rows.
+    batch = triton.cdiv(num_rows, width), num_kv_heads, num_processors(q.device)
+    requests, programs = len(windows.prefix_lens), num_kv_heads * triton.cdiv(group, share)
+    if requests * programs > _SPLIT_TILES:
+        splits = 1
+    elif splits is None:
+        splits = num_splits(*batch)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    window_attention_kernel[requests, programs, splits](
         q,
         k,
         v,
         out,
-        *((None, None, None) if parts is None else (parts.rows, parts.lse, parts.used)),
+        *((None, None, None) if splits == 1 else (*_parts(splits, q), _arrivals(q.device))),
         *pool,
         windows.req_to_token,
         windows.req_pool_indices,
@@ -267,26 +212,31 @@ def _attend(
         CAUSAL=causal,
         SLIDING_WINDOW=windows.sliding_window or 0,
         FROM_ANCHOR=windows.from_anchor,
-        TRANSLATES=windows.translation is not None,
-        HAS_SINKS=sinks is not None,
-        IS_SPLIT=parts is not None,
-        IS_STORED=k is None,
         TILES_PER_SPLIT=_TILES_PER_SPLIT,
         SHARE=share,
         BLOCK_H=triton.next_power_of_2(share),
         BLOCK_M=block_m,
         BLOCK_W=max(_MIN_DOT, triton.next_power_of_2(width)),
         BLOCK_D=block_d,
-        **_tiles_of_keys(block_m, block_d, head_bytes, crowded=crowded),
+        FAN=_FAN,
+        **_tiles_of_keys(block_m, block_d, head_bytes, crowded=splits == 1 and is_crowded(*batch)),
     )
+    return out
 
 
-def _batch(q: torch.Tensor, pool: tuple[torch.Tensor, torch.Tensor], windows: PagedWindows) -> tuple[int, int, int]:
-    """Return the arguments of :func:`num_splits`.
+def _parts(splits: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for what each split has of q's rows, and [splits, N, heads] for logarithms of sums of weights."""
+    rows = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
+    return rows, torch.empty(rows.shape[:-1], dtype=torch.float32, device=q.device)
 
-    Captured forwards have a slot for every request that might come; so many requests at least have rows.
+
+@cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """Return counters of programs that have left their parts: zeros, as every launch leaves them.
+
+    Launches follow each other on one stream. The first one on a device must not be captured.
     """
-    return triton.cdiv(len(q), windows.width), pool[0].shape[1], num_processors(q.device)
+    return torch.zeros(_SPLIT_TILES * (_FAN + 1), dtype=torch.int32, device=device)
 
 
 def _tiles_of_keys(block_m: int, block_d: int, head_bytes: int, *, crowded: bool) -> dict[str, int]:
@@ -329,8 +279,7 @@ def num_splits(bs: int, num_kv_heads: int, num_processors: int) -> int:
         num_kv_heads: of one layer on this rank.
         num_processors: multiprocessors of the GPU.
     """
-    wanted = 2 * num_processors // max(1, bs * num_kv_heads)
-    return max(1, min(_MAX_SPLITS, 1 << (wanted.bit_length() - 1))) if wanted else 1
+    return max(1, min(_MAX_SPLITS, 2 * num_processors // max(1, bs * num_kv_heads)))
 
 
 def is_crowded(bs: int, num_kv_heads: int, num_processors: int) -> bool:

@@ -1,4 +1,9 @@
-"""The kernels behind ``window_attention``: one attends, the other joins the parts of contexts that were split."""
+"""The kernel behind ``window_attention``.
+
+Programs that share a context leave their parts in memory. The last of a group to arrive combines those of the group,
+and the last of the groups combines what these have left: with 256 programs none reads more than 32 parts. Parts are
+summed in their own order, whichever program is the last one.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +27,10 @@ def _attend_tile(q, k, v, visible, row_max, row_sum, acc, scale):
 
 
 @triton.jit
-def _pool_rows(slot_ptrs, translation_ptr, mask, TRANSLATES: tl.constexpr):
+def _pool_rows(slot_ptrs, translation_ptr, mask):
     """Return the rows of the pools [N] int64 at which the slots behind these pointers lie."""
     slots = tl.load(slot_ptrs, mask=mask, other=0).to(tl.int64)
-    if TRANSLATES:
+    if translation_ptr is not None:
         slots = tl.load(translation_ptr + slots, mask=mask, other=0)
     return slots
 
@@ -46,7 +51,6 @@ def _attend_context(
     acc,
     scale,
     SLIDES: tl.constexpr,
-    TRANSLATES: tl.constexpr,
     SLOT_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -57,7 +61,7 @@ def _attend_context(
     tile before it is computed, and nothing overlaps.
     """
     positions = first + tl.arange(0, BLOCK_N)
-    slots = _pool_rows(table + positions, translation_ptr, positions < last, TRANSLATES)
+    slots = _pool_rows(table + positions, translation_ptr, positions < last)
     for begin in range(first, last, BLOCK_N):
         positions = begin + tl.arange(0, BLOCK_N)
         visible = positions < last
@@ -66,7 +70,7 @@ def _attend_context(
         k = tl.load(k_pool_ptr + offsets, mask=mask, other=0.0).to(q.dtype)
         v = tl.load(v_pool_ptr + offsets, mask=mask, other=0.0).to(q.dtype)
         following = positions + BLOCK_N
-        slots = _pool_rows(table + following, translation_ptr, following < last, TRANSLATES)
+        slots = _pool_rows(table + following, translation_ptr, following < last)
         seen = visible[None, :]
         if SLIDES:
             seen = seen & (positions[None, :] >= oldest[:, None])
@@ -129,6 +133,41 @@ def _clear_padding(
         tl.store(out_ptr + tl.cast(row, tl.int64) * ROW_SIZE + offsets, zeros, mask=mask)
 
 
+@triton.jit
+def _combine(
+    parts_ptr,
+    lse_ptr,
+    row_heads,  # [M] int64
+    num_row_heads,
+    first,  # split whose part is the first one
+    stride,  # splits between parts
+    members,
+    dims,
+    mask,  # [M, D]
+    is_row,  # [M]
+    HEAD_DIM: tl.constexpr,
+    FAN: tl.constexpr,
+):
+    """Return what the parts of up to FAN splits make together, and the logarithm of the sum of its weights."""
+    part = tl.arange(0, FAN)
+    offsets = (first + part * stride)[:, None] * num_row_heads + row_heads[None, :]
+    # Past the L1 cache, which other multiprocessors' stores do not reach.
+    there = (part < members)[:, None] & is_row[None, :]
+    lse = tl.load(lse_ptr + offsets, mask=there, other=float("-inf"), cache_modifier=".cg")
+    largest = tl.maximum(tl.max(lse, 0), _LOWEST)
+    total = largest + tl.log(tl.sum(tl.exp(lse - largest[None, :]), 0))
+    norm = tl.where(total > float("-inf"), total, 0.0)
+    out = tl.zeros(mask.shape, tl.float32)
+    for member in range(members):
+        at = (first + member * stride) * num_row_heads + row_heads
+        # Under way while the weights change their layout, which takes barriers.
+        part_ptrs = parts_ptr + at[:, None] * HEAD_DIM + dims[None, :]
+        rows = tl.load(part_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+        weight = tl.exp(tl.load(lse_ptr + at, mask=is_row, other=float("-inf"), cache_modifier=".cg") - norm)
+        out += weight[:, None] * rows
+    return out, total
+
+
 # What changes from step to step must not cause compilations, by its value or by the place of a tensor in memory.
 _STEP_POINTERS = ["req_pool_indices_ptr", "prefix_lens_ptr", "indptr_ptr"]
 
@@ -136,20 +175,20 @@ _STEP_POINTERS = ["req_pool_indices_ptr", "prefix_lens_ptr", "indptr_ptr"]
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_STEP_POINTERS)
 def window_attention_kernel(
     q_ptr,
-    k_ptr,  # None with IS_STORED
+    k_ptr,  # this and the next are None if the pools hold the window too
     v_ptr,
     out_ptr,  # [N, heads, hd]
-    parts_ptr,  # [splits, N, heads, hd] float32; this and the next two are None without IS_SPLIT
+    parts_ptr,  # [splits, N, heads, hd] float32; this and the next two are None if no context is split
     lse_ptr,  # [splits, N, heads] float32
-    used_ptr,  # [N] int32
+    arrivals_ptr,  # [>= tiles, FAN + 1] int32, zeros before the launch and after it
     k_pool_ptr,
     v_pool_ptr,
     req_to_token_ptr,
     req_pool_indices_ptr,
     prefix_lens_ptr,
     indptr_ptr,
-    translation_ptr,  # [slots] int64, None without TRANSLATES
-    sinks_ptr,  # [heads], None without HAS_SINKS
+    translation_ptr,  # [slots] int64, None if pools number their rows as slots
+    sinks_ptr,  # [heads] or None
     q_stride,
     k_stride,
     v_stride,
@@ -162,29 +201,26 @@ def window_attention_kernel(
     CAUSAL: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,  # 0: everything is seen
     FROM_ANCHOR: tl.constexpr,  # the sliding window is that of the anchor for all rows
-    TRANSLATES: tl.constexpr,  # the pools number their rows themselves
-    HAS_SINKS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    IS_STORED: tl.constexpr,  # the pools hold the window too
-    TILES_PER_SPLIT: tl.constexpr,  # of the context, that are worth a program of their own
+    TILES_PER_SPLIT: tl.constexpr,  # of the context, at least; of fewer than three times as many, there is one split
     SHARE: tl.constexpr,  # heads of a group that a program takes
     BLOCK_H: tl.constexpr,  # >= SHARE
     BLOCK_M: tl.constexpr,  # >= SHARE times the most rows of a request
     BLOCK_W: tl.constexpr,  # >= the most rows of a request
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # >= HEAD_DIM
+    FAN: tl.constexpr,  # parts that are combined at a time; at most FAN ** 2 splits
 ) -> None:
     """Grid (bs, K/V heads times shares of their groups, splits): a program's query rows are all of the request's.
 
-    A request uses as many splits as its context has work for; if that is one, ``out_ptr`` gets its rows. Else
-    ``parts_ptr`` gets its parts. ``used_ptr`` gets the number, for every row.
+    A request uses as many splits as its context has work for. If that is one, it writes its rows; else the last of its
+    programs to arrive does.
     """
     shares: tl.constexpr = (GROUP + SHARE - 1) // SHARE
     request = tl.program_id(0)
     kv_head = tl.program_id(1) // shares
     first_head = tl.program_id(1) % shares * SHARE
     split = tl.program_id(2)
-    if not IS_SPLIT:
+    if split == 0:
         of_share = tl.arange(0, BLOCK_H)
         in_share = (of_share < SHARE) & (first_head + of_share < GROUP)
         row_size: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
@@ -200,8 +236,10 @@ def window_attention_kernel(
         begin = tl.maximum(prefix - reach, 0)
     tiles = tl.cdiv(prefix - begin, BLOCK_N)
     used = tl.full([], 1, tl.int32)
-    if IS_SPLIT:
-        used = tl.minimum(tl.maximum(tl.cdiv(tiles, TILES_PER_SPLIT), 1), tl.num_programs(2))
+    if parts_ptr is not None:
+        most = tl.minimum(tiles // TILES_PER_SPLIT, tl.num_programs(2))
+        # Whole tiles per split, so that only the last one is ragged.
+        used = tl.where(tiles < 3 * TILES_PER_SPLIT, 1, tl.cdiv(tiles, tl.cdiv(tiles, tl.maximum(most, 1))))
     if (length > 0) & (split < used):
         dims = tl.arange(0, BLOCK_D)
         in_head = dims < HEAD_DIM
@@ -219,7 +257,7 @@ def window_attention_kernel(
         # Finite, so that a row which sees no key of a tile keeps what it has.
         row_max = tl.full([BLOCK_M], _LOWEST, tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-        if HAS_SINKS:
+        if sinks_ptr is not None:
             # A sink is a score without a value, which one of the splits counts.
             sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32)
             row_max = tl.where(split == 0, sink, row_max)
@@ -228,7 +266,6 @@ def window_attention_kernel(
 
         slides: tl.constexpr = SLIDING_WINDOW > 0 and not FROM_ANCHOR
         oldest = prefix + index - SLIDING_WINDOW + 1
-        # Whole tiles per split, so that only the last one is ragged.
         per_split = tl.cdiv(tiles, used) * BLOCK_N
         first = begin + split * per_split
         last = tl.minimum(first + per_split, prefix)
@@ -252,15 +289,14 @@ def window_attention_kernel(
             acc,
             scale,
             slides,
-            TRANSLATES,
             slot_size,
             HEAD_DIM,
             BLOCK_N,
         )
         if split == 0:
             columns = tl.arange(0, BLOCK_W)
-            if IS_STORED:
-                slots = _pool_rows(table + prefix + columns, translation_ptr, columns < length, TRANSLATES)
+            if k_ptr is None:
+                slots = _pool_rows(table + prefix + columns, translation_ptr, columns < length)
                 k_window_ptr, v_window_ptr = k_pool_ptr, v_pool_ptr
                 k_offsets, v_offsets = slots * slot_size, slots * slot_size
             else:
@@ -286,54 +322,45 @@ def window_attention_kernel(
                 BLOCK_W,
             )
 
-        # A split without a key has sum 0: its part is 0 with a weight of exp(-inf).
         out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-        out_offsets = row_heads[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=q_mask & (used == 1))
-        if IS_SPLIT:
-            # As a weighted part if other programs have the rest of the context.
-            is_part = used > 1
+        is_whole = used == 1
+        if parts_ptr is not None:
+            # A row that sees no key of a split has a weight of exp(-inf).
             lse = tl.where(row_sum > 0, row_max + tl.log(tl.where(row_sum > 0, row_sum, 1.0)), float("-inf"))
-            part = row_heads + split * num_rows * (NUM_KV_HEADS * GROUP)
-            tl.store(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], out, mask=q_mask & is_part)
-            tl.store(lse_ptr + part, lse, mask=is_row & is_part)
-            # Programs of other heads write the same number: cheaper than finding out which one should.
-            tl.store(used_ptr + start + index, tl.zeros([BLOCK_M], tl.int32) + used, mask=is_row & (split == 0))
-
-
-@triton.jit(do_not_specialize=["num_row_heads"], do_not_specialize_on_alignment=["last_ptr"])
-def combine_kernel(
-    parts_ptr,  # [splits, N, heads, hd] float32
-    lse_ptr,  # [splits, N, heads] float32
-    out_ptr,  # [N, heads, hd]
-    used_ptr,  # [N] int32, splits of the row's request
-    num_row_heads,
-    last_ptr,  # the end of indptr: rows from there on belong to no request
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,  # splits at a time
-    BLOCK_D: tl.constexpr,
-) -> None:
-    """Grid (N * heads,): the parts of a row and head, joined if there are several; 0 in rows of no request."""
-    row_head = tl.program_id(0).to(tl.int64)
-    row = row_head // NUM_HEADS
-    used = tl.load(used_ptr + row, mask=row < tl.load(last_ptr), other=0)
-    if used != 1:  # else the rows are written
-        dims = tl.arange(0, BLOCK_D)
-        in_head = dims < HEAD_DIM
-        out = tl.zeros([BLOCK_D], tl.float32)
-        if used > 1:
-            largest, total = tl.full([], _LOWEST, tl.float32), tl.zeros([], tl.float32)
-            for first in range(0, used, BLOCK_S):
-                split = first + tl.arange(0, BLOCK_S)
-                is_split = split < used
-                offsets = split * num_row_heads + row_head
-                lse = tl.load(lse_ptr + offsets, mask=is_split, other=float("-inf"))
-                before, largest = largest, tl.maximum(largest, tl.max(lse, 0))
-                scaled, weights = tl.exp(before - largest), tl.exp(lse - largest)
-                mask = is_split[:, None] & in_head[None, :]
-                parts = tl.load(parts_ptr + offsets[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-                out = out * scaled + tl.sum(parts * weights[:, None], 0)
-                total = total * scaled + tl.sum(weights, 0)
-            out /= total
-        tl.store(out_ptr + row_head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=in_head)
+            num_row_heads = num_rows.to(tl.int64) * (NUM_KV_HEADS * GROUP)
+            counters = arrivals_ptr + (request * tl.num_programs(1) + tl.program_id(1)) * (FAN + 1)
+            stride = 1  # splits that a part stands for
+            is_part = used > 1
+            while is_part:
+                part = split * num_row_heads + row_heads
+                tl.store(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], out, mask=q_mask)
+                tl.store(lse_ptr + part, lse, mask=is_row)
+                group = split // (stride * FAN)
+                members = tl.minimum(tl.cdiv(used, stride) - group * FAN, FAN)
+                counter = counters + tl.where(stride == 1, group, FAN)
+                # All threads' stores come before the one thread's release; the thread that counts last acquires them.
+                tl.debug_barrier()
+                is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == members - 1
+                if is_last:
+                    tl.store(counter, 0)
+                    split = group * stride * FAN
+                    out, lse = _combine(
+                        parts_ptr,
+                        lse_ptr,
+                        row_heads,
+                        num_row_heads,
+                        split,
+                        stride,
+                        members,
+                        dims,
+                        q_mask,
+                        is_row,
+                        HEAD_DIM,
+                        FAN,
+                    )
+                    tl.debug_barrier()  # before one of these parts is written over
+                    stride *= FAN
+                is_whole = is_last & (stride >= used)
+                is_part = is_last & (stride < used)
+        out_offsets = row_heads[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=q_mask & is_whole)

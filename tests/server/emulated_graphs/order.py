@@ -3,11 +3,12 @@
 SGLang runs on a CPU what it runs on a GPU: it selects streams, has them wait for each other, and records events. There
 these are empty. Here a stream has a vector clock (Lamport; Mattern): what is before whatever it is given next. Every
 launch reads and writes ranges of memory at a time of its stream; two that touch the same bytes, one of them writing,
-have to be ordered by waits. The host is one more stream, that of its reads.
+have to be ordered by waits. The host is one more stream, that of its reads. Memory that is given back is its stream's
+again at once: what others do with it has to be before that stream's next launch, or recorded for it.
 
 Known limits: a kernel's writes are found by their effect, so one that writes what is there already is not seen; a copy
-between host and device is none on a CPU, so both sides are one memory; memory that is returned while another stream
-may still use it is not looked at.
+between host and device is none on a CPU, so both sides are one memory; what was there before the watch, or is made
+by a kernel's interpreter, has no stream that it goes back to.
 """
 
 import logging
@@ -113,10 +114,12 @@ class Touched:
 
     Attributes:
         touches: (first byte, byte behind the last one, stream, its time) by whether it was a write, and the place.
+        owner: stream that it was allocated on; None if that is not known.
+        recorded: numbers of streams that the allocator waits for, by ``record_stream``.
     """
 
-    def __init__(self):
-        self.touches = {True: {}, False: {}}
+    def __init__(self, owner):
+        self.touches, self.owner, self.recorded = {True: {}, False: {}}, owner, {HOST.number}
 
     def touch(self, span, writes, stream, where):
         """Note a touch, and report the earlier ones that it is in no order with."""
@@ -127,23 +130,39 @@ class Touched:
                 if first >= high or last <= low:
                     continue
                 if stream.clock[number] < time:
-                    report(earlier, kind, writes, stream, where)
+                    report(earlier, KINDS[kind], KINDS[writes], stream, where)
                 elif writes and low <= first and last <= high:
                     del self.touches[kind][key]  # whatever comes later is behind the new write or unordered with it
         self.touches[writes][low, high, stream.number] = (low, high, stream.number, stream.clock[stream.number], where)
 
+    def free(self):
+        """Report touches that the next launch of its stream, which may have the memory, is in no order with."""
+        if self.owner is None:
+            return
+        join(self.owner.clock, HOST.clock)
+        for kind, touches in self.touches.items():
+            for earlier in touches.values():
+                *_, number, time, _ = earlier
+                if number not in self.recorded and self.owner.clock[number] < time:
+                    report(earlier, KINDS[kind], "free", self.owner, place())
 
+
+KINDS = {True: "write", False: "read"}
 _memory = {}
 _reported = set()
 
 
-def touched(storage):
-    """Return what is known of a tensor's memory, for as long as it lives."""
+def touched(storage, owner=None):
+    """Return what is known of a tensor's memory, for as long as it lives; new one is of the stream ``owner``."""
     key = storage._cdata
     if key not in _memory:
-        _memory[key] = Touched()
-        weakref.finalize(storage, _memory.pop, key, None)
+        _memory[key] = Touched(owner)
+        weakref.finalize(storage, lambda: _memory.pop(key).free()).atexit = False
     return _memory[key]
+
+
+def record_stream(tensor, stream):
+    touched(tensor.untyped_storage()).recorded.add(stream.number)
 
 
 def span_of(tensor):
@@ -153,10 +172,10 @@ def span_of(tensor):
     return first * tensor.element_size(), last * tensor.element_size()
 
 
-def touch(tensor, writes, stream):
+def touch(tensor, writes, stream, owner=None):
     """Note that a stream reads or writes a tensor now."""
     if tensor.numel() and tensor.layout is torch.strided and tensor.device.type == "cpu":
-        touched(tensor.untyped_storage()).touch(span_of(tensor), writes, stream, place())
+        touched(tensor.untyped_storage(), owner).touch(span_of(tensor), writes, stream, place())
 
 
 def place():
@@ -170,10 +189,10 @@ def place():
     return " < ".join(name for name, _ in zip(names, range(3), strict=False))
 
 
-def report(earlier, was_write, writes, stream, where):
+def report(earlier, was, now, stream, where):
     """Log two touches in no order, once for each pair of places."""
     *_, number, _, before = earlier
-    kinds = f"{'write' if was_write else 'read'} and {'write' if writes else 'read'}"
+    kinds = f"{was} and {now}"
     if (before, where, kinds) not in _reported:
         _reported.add((before, where, kinds))
         logger.warning("in no order: %s by streams %d and %d: [%s], [%s]", kinds, number, stream.number, before, where)
@@ -182,8 +201,11 @@ def report(earlier, was_write, writes, stream, where):
 # ---- launches
 
 
-def launch(reads, writes):
-    """Note what one launch of the current stream reads and writes; the host knows all that it has waited for."""
+def launch(reads, writes, results=()):
+    """Note what one launch of the current stream reads and writes; the host knows all that it has waited for.
+
+    Memory of ``results`` that is new was allocated on this stream.
+    """
     stream = current_stream()
     join(stream.clock, HOST.clock)
     stream.clock[stream.number] += 1
@@ -191,6 +213,8 @@ def launch(reads, writes):
         touch(tensor, False, stream)
     for tensor in writes:
         touch(tensor, True, stream)
+    for tensor in results:
+        touch(tensor, True, stream, owner=stream)
 
 
 class Launches(TorchDispatchMode):
@@ -212,7 +236,7 @@ class Launches(TorchDispatchMode):
         }
         reads = [leaf for name, value in named.items() if name not in written for leaf in tensors_of(value)]
         writes = [leaf for name in written for leaf in tensors_of(named.get(name))]
-        launch(reads, [*writes, *tensors_of(result)])
+        launch(reads, writes, tensors_of(result))
         return result
 
 
@@ -255,6 +279,7 @@ def watch(worker):
         "current_stream": current_stream,
     }.items():
         setattr(torch.cpu, name, value)
+    torch.Tensor.record_stream = record_stream
 
     def init_cuda_graphs(self, original=worker.init_cuda_graphs):
         original(self)  # capturing waits for the device
