@@ -3,38 +3,42 @@
     python benchmarks/rollouts.py --target T --draft D --output rollouts.json
 
 The target learns to answer sums: it samples a group of answers to each at temperature 1, an answer with the right
-number at its end earns 1, and a policy gradient follows what beats its group. The drafter stays as it is. Each round
-reports reward, accept length and where drafts came from, by version of the weights. After the last one, first tokens
-are sampled by turns with speculation and without it, and compared by a chi-square test. Its power is that to notice a
-distribution at a total-variation distance of 0.1, by simulation.
+number at its end earns 1, and a policy gradient follows what beats its group. The drafter stays as it is. An engine
+without DSPARK gets the same weights and the same sums, before the one with it or after it by turns. Each round reports
+reward, accept length, tokens per second of both engines and their ratio, by version of the weights. After the last one,
+tokens that both sample are tested against the law of the target, and against each other (``samples.py``).
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import re
-from collections import Counter
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
-from scipy.stats import chi2_contingency
+from paired_ratio import summarise
+from safetensors.torch import load_file, save_file
+from samples import Tally, tally
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dspark.tools import provenance
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, dspark_flags
 
 LEARNING_RATE, MOST_NORM = 2e-5, 1.0
-ALPHA, DISTANCE, SIMULATED = 0.001, 0.1, 400
-FIRST_TOKENS = 3
+FIRST_TOKENS = 8  # of a sample: more than a block of the bundled drafter
+BATCH = 16
 FLAGS = ("--dtype", "float32", "--log-level", "error")
-LEAST_EXPECTED = 8  # of a text, below which rare ones count as one
 SHOWN = """Q: Tom has 3 apples and buys 2 more. How many apples has he?
 A: 3 + 2 = 5. Tom has 5 apples.
 
@@ -45,6 +49,71 @@ SUMS = (
 )
 
 Answer = dict[str, Any]
+
+
+class Engine:
+    """SGLang's engine in a process of its own: two of them in one process would share their settings.
+
+    Args:
+        words: its flags.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, words))
+        self._process.start()
+        other.close()
+
+    def rollouts(self, prompts: Sequence[list[int]], group: int, **parameters: Any) -> list[list[Answer]]:
+        """Return a group of sampled answers to each prompt."""
+        asked = [prompt for prompt in prompts for _ in range(group)]
+        parameters = {"temperature": 1.0, "stop": ["\n"], **parameters}
+        answers = self._ask(("generate", {"input_ids": asked, "sampling_params": parameters}))
+        return [answers[first : first + group] for first in range(0, len(answers), group)]
+
+    def take(self, path: Path) -> None:
+        """Take the weights of a file.
+
+        Raises:
+            RuntimeError: the engine has not taken them.
+        """
+        for success, message in self._ask(("take", path)):
+            if not success:
+                raise RuntimeError(f"the weights of {path} were not taken: {message}")
+
+    def shutdown(self) -> None:
+        """End the process and the engine's."""
+        self._pipe.send(None)
+        self._process.join()
+
+    def _ask(self, call: tuple[str, Any]) -> Any:
+        self._pipe.send(call)
+        return self._pipe.recv()
+
+
+def _serve(pipe: Any, words: Sequence[str]) -> None:
+    """Answer calls, in a process of its own, until there is None."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang import Engine as SglangEngine  # only now does it know the flags of the plugin
+    from sglang.srt.server_args import prepare_server_args
+
+    engine = SglangEngine(server_args=prepare_server_args(list(words)))
+    while (call := pipe.recv()) is not None:
+        name, given = call
+        if name == "generate":
+            pipe.send(engine.generate(**given))
+        else:  # as trainers of the framework do
+            pipe.send(
+                [
+                    engine.begin_weight_update(selector="target"),
+                    engine.update_weights_from_tensor(list(load_file(given).items())),
+                    engine.end_weight_update(),
+                ]
+            )
+    engine.shutdown()
 
 
 def sums(tokenizer: Any, number: int, draw: random.Random) -> list[tuple[list[int], int]]:
@@ -60,13 +129,6 @@ def reward(text: str, result: int) -> float:
     """Return 1 if the last number of a text's first line is the result."""
     numbers = re.findall(r"\d+", text.strip().partition("\n")[0])
     return float(bool(numbers) and int(numbers[-1]) == result)
-
-
-def rollouts(engine: Any, prompts: Sequence[list[int]], group: int, **parameters: Any) -> list[list[Answer]]:
-    """Return a group of sampled answers to each prompt."""
-    asked = [prompt for prompt in prompts for _ in range(group)]
-    answers = engine.generate(input_ids=asked, sampling_params={"temperature": 1.0, "stop": ["\n"], **parameters})
-    return [answers[first : first + group] for first in range(0, len(answers), group)]
 
 
 def learn(model: Any, optimizer: Any, rounds: Sequence[tuple[list[int], list[Answer], NDArray[np.float64]]]) -> float:
@@ -86,22 +148,6 @@ def learn(model: Any, optimizer: Any, rounds: Sequence[tuple[list[int], list[Ans
     return norm
 
 
-def send(engine: Any, model: Any, version: int) -> None:
-    """Give the engine the weights, as trainers of the framework do.
-
-    Raises:
-        RuntimeError: the engine has not taken them.
-    """
-    named = [(name, tensor.detach()) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
-    for success, message in (
-        engine.begin_weight_update(selector="target"),
-        engine.update_weights_from_tensor(named),
-        engine.end_weight_update(),
-    ):
-        if not success:
-            raise RuntimeError(f"version {version} of the weights was not taken: {message}")
-
-
 def speculation(answers: Sequence[Answer]) -> dict[str, float]:
     """Return what became of the drafts of these answers; those that were verified and not drafted are copies."""
     infos = [counts for answer in answers if (counts := answer["meta_info"].get("dspark"))]
@@ -110,48 +156,45 @@ def speculation(answers: Sequence[Answer]) -> dict[str, float]:
     return {**total, "accept_length": round(1 + total["accepted_tokens"] / max(1, total["rounds"]), 3)}
 
 
-def alike(*samples: Counter[tuple[int, ...]]) -> float:
-    """Return the p-value of a chi-square test of homogeneity; rare texts count as one."""
-    common = [text for text, count in (samples[0] + samples[1]).items() if count >= 2 * LEAST_EXPECTED]
-    rows = [[sample[text] for text in common] + [sample.total() - sum(sample[t] for t in common)] for sample in samples]
-    columns = [column for column in zip(*rows, strict=True) if sum(column) > 0]
-    return float(chi2_contingency(list(zip(*columns, strict=True))).pvalue)
+def hand_over(engines: Mapping[str, Engine], model: Any) -> None:
+    """Give all engines the weights."""
+    named = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    named.pop("lm_head.weight", None)  # the embedding
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(named, path := Path(folder, "weights.safetensors"))
+        for engine in engines.values():
+            engine.take(path)
 
 
-def power(sample: Counter[tuple[int, ...]], draw: np.random.Generator) -> float:
-    """Return how often the test notices that a tenth of the mass lies on other texts, at as many samples."""
-    texts = [text for text, _ in sample.most_common()]
-    usual = np.array([sample[text] for text in texts]) / sample.total()
-    moved = DISTANCE if usual[0] < 0.5 else -DISTANCE  # to the likeliest one, or from it
-    other = (1 - moved / (1 - usual[0])) * usual
-    other[0] = usual[0] + moved
-    drawn = [
-        [
-            Counter(dict(zip(texts, draw.multinomial(sample.total(), law).tolist(), strict=True)))
-            for law in (usual, other)
-        ]
-        for _ in range(SIMULATED)
-    ]
-    return sum(alike(*pair) < ALPHA for pair in drawn) / SIMULATED
+def spread(ratios: Sequence[float]) -> dict[str, float]:
+    """Return the geometric mean of the rounds' ratios of DSPARK to plain, with its interval and their range."""
+    pairs = pd.DataFrame({"config": "dspark", "baseline": "plain", "load": "loop", "ratio": ratios})
+    [row] = summarise(pairs).to_dict("records")
+    return {name: round(float(row[name]), 3) for name in ("rounds", "ratio", "low", "high", "smallest", "largest")}
 
 
-def compare(engine: Any, prompt: list[int], number: int) -> dict[str, Any]:
-    """Compare first tokens that are sampled with speculation and without it."""
-    counts: dict[bool, Counter[tuple[int, ...]]] = {True: Counter(), False: Counter()}
-    batch = 16
-    for first in range(0, 2 * number, batch):
-        speculates = first // batch % 2 == 0
-        fields = {"max_new_tokens": FIRST_TOKENS, "custom_params": {"dspark": {"enabled": speculates}}}
-        [answers] = rollouts(engine, [prompt], batch, ignore_eos=True, **fields)
-        counts[speculates].update(tuple(answer["output_ids"]) for answer in answers)
-    found = power(counts[False], np.random.default_rng(0))
-    return {
-        "samples": counts[True].total(),
-        "texts": len(counts[True] + counts[False]),
-        "p_value": round(alike(counts[True], counts[False]), 4),
-        "alpha": ALPHA,
-        "power_at_distance_0.1": found,
-    }
+def take_turns(engines: Mapping[str, Engine], first: int, *given: Any, **how: Any) -> dict[str, tuple[Any, float]]:
+    """Return the groups of each engine and its tokens per second; the first one changes with the round."""
+    found, names = {}, list(engines)
+    for name in names[first % 2 :] + names[: first % 2]:
+        began = time.monotonic()
+        groups = engines[name].rollouts(*given, **how)
+        tokens = sum(len(answer["output_ids"]) for answers in groups for answer in answers)
+        found[name] = groups, tokens / (time.monotonic() - began)
+    return found
+
+
+def compare(engines: Mapping[str, Engine], model: Any, prompt: list[int], number: int) -> dict[str, Any]:
+    """Test tokens that each engine samples against the law of the target, and against each other."""
+    tallies: dict[str, Tally] = {}
+    for _ in range(0, number, BATCH):
+        for name, engine in engines.items():
+            fields = {"max_new_tokens": FIRST_TOKENS, "ignore_eos": True, "stop": None}
+            [answers] = engine.rollouts([prompt], BATCH, **fields)
+            counted = tally(model, prompt, [answer["output_ids"] for answer in answers])
+            tallies[name] = tallies[name] + counted if name in tallies else counted
+    reports = {f"{name} and the target's law": found.report() for name, found in tallies.items()}
+    return {**reports, "dspark and plain": (tallies["dspark"] - tallies["plain"]).report()}
 
 
 @click.command()
@@ -161,7 +204,7 @@ def compare(engine: Any, prompt: list[int], number: int) -> dict[str, Any]:
 @click.option("--prompts", default=8, help="Sums in each round.")
 @click.option("--group", default=8, help="Answers to each.")
 @click.option("--max-tokens", default=24, help="Of an answer.")
-@click.option("--samples", default=1024, help="For the comparison, of each kind.")
+@click.option("--samples", default=256, help="For the comparison, of each engine.")
 @click.option("--flag", "flags", multiple=True, help="More of the engine's flags.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(
@@ -177,39 +220,42 @@ def main(
 ) -> None:
     """Run the loop and write what it shows."""
     os.environ.update(CPU_ENV)  # SGLang reads them as it is imported
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    from sglang import Engine  # only now does it know the flags of the plugin
-    from sglang.srt.server_args import prepare_server_args
-
     tokenizer = AutoTokenizer.from_pretrained(target)
-    words = ("--model-path", target, *dspark_flags(draft), *CPU_FLAGS, *FLAGS, *flags)
-    engine = Engine(server_args=prepare_server_args([str(word) for word in words]))
+    drafts = {"dspark": (*dspark_flags(draft), *flags), "plain": ()}
+    engines = {
+        name: Engine([str(word) for word in ("--model-path", target, *more, *CPU_FLAGS, *FLAGS)])
+        for name, more in drafts.items()
+    }
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     optimizer, draw, rows = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), random.Random(0), []
+    take_turns(engines, 0, [prompt for prompt, _ in sums(tokenizer, prompts, draw)], 1, max_new_tokens=4)  # a warm-up
     for version in range(rounds + 1):
         asked = sums(tokenizer, prompts, draw)
-        groups = rollouts(engine, [prompt for prompt, _ in asked], group, max_new_tokens=max_tokens)
+        turns = take_turns(engines, version, [prompt for prompt, _ in asked], group, max_new_tokens=max_tokens)
+        groups, speeds = turns["dspark"][0], {name: speed for name, (_, speed) in turns.items()}
         earned = [
             np.array([reward(tokenizer.decode(answer["output_ids"]), result) for answer in answers])
             for (_, result), answers in zip(asked, groups, strict=True)
         ]
-        row: Mapping[str, Any] = {"version": version, "reward": round(float(np.mean(earned)), 3)}
-        rows.append({**row, **speculation([answer for answers in groups for answer in answers])})
+        row: dict[str, Any] = {"version": version, "reward": round(float(np.mean(earned)), 3)}
+        row |= {f"{name}_tokens_per_s": round(speed, 2) for name, speed in speeds.items()}
+        row |= {"ratio": round(speeds["dspark"] / speeds["plain"], 3)}
+        rows.append(row | speculation([answer for answers in groups for answer in answers]))
         click.echo(json.dumps(rows[-1]))
         if version < rounds:
             taught = [
                 (prompt, *pair) for (prompt, _), pair in zip(asked, zip(groups, earned, strict=True), strict=True)
             ]
             rows[-1]["gradient_norm"] = round(learn(model, optimizer, taught), 3)
-            send(engine, model, version + 1)
-    found = {**provenance.record(), "rounds": rows}
+            hand_over(engines, model)
+    found = {**provenance.record(), "rounds": rows, "tokens_per_s": spread([row["ratio"] for row in rows])}
+    click.echo(json.dumps(found["tokens_per_s"]))
     provenance.write_json(output, found)  # the comparison takes longer than a round
-    compared = compare(engine, sums(tokenizer, 1, draw)[0][0], samples)
+    compared = compare(engines, model, sums(tokenizer, 1, draw)[0][0], samples)
     click.echo(json.dumps(compared))
-    engine.shutdown()
-    provenance.write_json(output, {**found, "with_and_without_speculation": compared})
+    for engine in engines.values():
+        engine.shutdown()
+    provenance.write_json(output, {**found, "samples": compared})
 
 
 if __name__ == "__main__":

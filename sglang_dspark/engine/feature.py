@@ -82,11 +82,7 @@ class CapturedPart(Protocol):
         """
 
     def stage(self, batch: ScheduleBatch | None) -> None:
-        """Write what the next replay reads.
-
-        Args:
-            batch: SGLang's; None in a step that is measured, which has no requests.
-        """
+        """Write what the next replay reads of SGLang's batch; of None in a step that is measured, without requests."""
 
 
 class StepPart(Protocol):
@@ -120,7 +116,7 @@ class Encoded(NamedTuple):
     """Prompts that the target has read.
 
     Attributes:
-        result: SGLang's, with logits [bs, V] behind the last token of each and the tapped states of all rows.
+        result: SGLang's, with logits [bs, V] behind each and the tapped states of all rows.
         input_ids, positions: [n] int64 of the rows.
     """
 

@@ -1,14 +1,10 @@
-"""The loop of rollouts: what earns a reward, where a step goes, and what its test of samples notices."""
-
-from collections import Counter
+"""The loop of rollouts: what earns a reward, where a step goes, and the spread of its speeds."""
 
 import numpy as np
 import pytest
 import torch
-from rollouts import ALPHA, alike, learn, power, reward
+from rollouts import learn, reward, spread
 from transformers import LlamaConfig, LlamaForCausalLM
-
-SAMPLES = Counter({(token,): 128 for token in range(10)})
 
 
 @pytest.mark.parametrize(
@@ -39,8 +35,9 @@ def test_what_beats_its_group_becomes_likelier():
     assert after[0] > before[0] and after[1] < before[1]
 
 
-def test_the_test_notices_a_distance_and_nothing_else():
-    draw = np.random.default_rng(1)
-    assert power(SAMPLES, draw) > 0.9
-    assert power(Counter(dict.fromkeys(SAMPLES, 6)), draw) < 0.5
-    assert alike(SAMPLES, SAMPLES) == pytest.approx(1) and alike(SAMPLES, SAMPLES + Counter({(0,): 800})) < ALPHA
+def test_a_ratio_comes_with_its_spread():
+    assert spread([2.0, 0.5]) == pytest.approx(
+        {"rounds": 2, "ratio": 1.0, "low": np.nan, "high": np.nan, "smallest": 0.5, "largest": 2.0}, nan_ok=True
+    )
+    of_four = spread([1.2, 1.3, 1.2, 1.3])
+    assert 1.1 < of_four["low"] < of_four["ratio"] < of_four["high"] < 1.4

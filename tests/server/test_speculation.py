@@ -196,6 +196,9 @@ def test_answers_are_copied_under_their_key_alone(dflash):
             assert (counts["cache_accepted_tokens"] > 0) == (key in rounds)
             texts[key], rounds[key] = [answer["output_ids"] for answer in answers], len(entries)
         texts[None] = output_ids(dflash, bodies, 4)
+        dflash.post_json("/update_weights_from_disk", {"model_path": str(TARGET)})
+        again = generate(dflash, [{**body, "speculation": {"cache": "mine", "trace": True}} for body in bodies], 4)
+        assert not any(entry["from_cache"] for answer in again for entry in rounds_of(answer)), "kept beyond an update"
     assert texts["mine"] == texts["hers"] == texts[None] and texts[None][-1] == CASES[1]["output_ids"][:32]
     assert rounds["mine"] < 0.7 * rounds["hers"], rounds
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any
 
 import pytest
@@ -29,6 +32,7 @@ from golden_server import (
     assert_rounds_of_reference,
     call,
     endless,
+    generate,
     greedy,
     in_background,
     policy,
@@ -38,6 +42,7 @@ from golden_server import (
 from reference_decoding import decode_greedy
 from safetensors.torch import load_file
 from server_pool import Recipe
+from transformers import AutoModelForCausalLM
 
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.tools.launch import dspark_flags
@@ -45,6 +50,7 @@ from sglang_dspark.tools.launch import dspark_flags
 PROMPT = CASES[0]["prompt_ids"]
 LENGTH = 24
 DRAFTER = "/dspark/drafter"
+EXPORTED = ("rounds", "tokens", "misfit")
 
 
 def reference(target, draft):
@@ -93,6 +99,7 @@ def test_a_server_follows_the_target(dspark, folders, update):
         "drafter": str(DRAFT),
         "rounds": answer["meta_info"]["dspark"]["rounds"],
         "accept_length": 0,
+        "drafter_fit": "unknown",
     }
     assert by_version[-1]["accept_length"] == answer["meta_info"]["dspark"]["accept_length"]
     assert_golden_traces(dspark, CASES[:1])
@@ -169,25 +176,70 @@ def test_a_server_follows_a_trainer(dspark, folders):
     assert_rounds_of_reference(answer, decoded)
 
 
-def test_a_text_goes_on_with_the_new_target(dspark, folders):
-    """Requests that a pause has taken back are encoded again, by target and drafter, as on a plain server."""
-    answers: list[dict[str, Any]] = []
-    body = {**endless(PROMPT, 400), "return_logprob": False}
-    old = dspark.post_json("/generate", body)["output_ids"]
-    thread = in_background(lambda: answers.append(dspark.post_json("/generate", body)))
-    wait_for_running(dspark, 1)
-    answered(dspark, "/pause_generation", {"mode": "retract"})
+HALTED: dict[str, tuple[dict[str, str] | None, dict[str, bool]]] = {
+    "awaited": (None, {}),
+    "aborted by the update": (None, {"abort_all_requests": True, "flush_cache": False}),
+    "aborted by a pause": ({"mode": "abort"}, {}),
+    "encoded again": ({"mode": "retract"}, {}),
+    "continued": ({"mode": "in_place"}, {"flush_cache": False}),
+}
+"""What becomes of a request that an update meets: the pause before the update, and fields of the update."""
+OFTEN = {("dspark", "encoded again"), ("dspark", "continued")}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param(*case, marks=() if case in OFTEN else pytest.mark.thorough)
+        for case in product(("dspark", "plain"), HALTED)
+    ],
+)
+def test_a_request_that_an_update_meets(request, folders, name, how):
+    """By the same rules as on a plain server; those of greedy decoding say which text is right."""
+    server, (pause, fields) = request.getfixturevalue(name), HALTED[how]
+    body, answers = {**endless(PROMPT, 400), "return_logprob": False}, []
+    old = server.post_json("/generate", body)["output_ids"]
+    thread = in_background(lambda: answers.append(server.post_json("/generate", body)))
+    wait_for_running(server, 1)
     try:
-        from_disk(dspark, folders[0])
-        answered(dspark, "/continue_generation", {})
+        if pause:
+            answered(server, "/pause_generation", pause)
+        from_disk(server, folders[0], weight_version=how, **fields)
+        if pause:
+            answered(server, "/continue_generation", {})
         thread.join()
-        ids = answers[0]["output_ids"]
-        kept = next(place for place, (one, other) in enumerate(zip(ids, old, strict=True)) if one != other)
-        again = dspark.post_json("/generate", endless([*PROMPT, *ids[:kept]], 400 - kept))["output_ids"]
     finally:
-        from_disk(dspark, TARGET)
-    assert ids[kept:] == again
-    assert_golden_traces(dspark, CASES[:1])
+        server.flush_cache()  # a scheduler notices one step late that a request has ended
+        from_disk(server, TARGET, weight_version="default")
+    ids, info = answers[0]["output_ids"], answers[0]["meta_info"]
+    if "abort" in how:
+        assert info["finish_reason"]["type"] == "abort" and 0 < len(ids) < 400 and ids == old[: len(ids)]
+        return
+    spans = [(span["version"], span["start"]) for span in info["weight_versions"]]
+    if how == "awaited":
+        assert ids == old and spans == [("default", 0)]
+        return
+    [(_, _), (version, begun)] = spans
+    assert version == how and 0 < begun < 400
+    # The step under way may still have had the old weights.
+    kept = [count for count in range(begun, begun + 9) if ids[:count] == old[:count]]
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (TARGET, folders[0])]
+    assert any(goes_on(ids, count, models if how == "continued" else models[1:] * 2) for count in kept)
+    if name == "dspark":
+        noted = [entry for entry in info["dspark_versions"] if entry is not None][-1]
+        assert [span["weight_version"] for span in noted] == ["default", how]
+        for count in ("rounds", "accepted_tokens"):
+            assert sum(span[count] for span in noted) == info["dspark"][count]
+
+
+@torch.no_grad()
+def goes_on(ids, count, models):
+    """Return whether a text is greedy behind so many tokens, if one target has encoded all but the last of them."""
+    text = torch.tensor([[*PROMPT, *ids]])
+    encoded = len(PROMPT) + count - 1
+    known = models[0](text[:, :encoded]).past_key_values
+    likeliest = models[1](text[:, encoded:-1], past_key_values=known).logits.argmax(-1)
+    return torch.equal(likeliest, text[:, encoded + 1 :])
 
 
 def test_a_target_of_nan_ends_no_server(dspark):
@@ -234,6 +286,43 @@ def test_a_server_drafts_with_another_drafter(dspark, folders, update):
     assert_golden_traces(dspark, CASES[:1])
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("advised", 1), pytest.param("parallel", 2, marks=pytest.mark.thorough)])
+def test_a_drafter_that_an_update_leaves_behind_is_named(request, name, ranks, tmp_path):
+    """And one that is sent with its target is not."""
+    server, answers = request.getfixturevalue(name), {}
+    bodies = [endless(case["prompt_ids"], 128, speculation=DRAFTER_ALONE) for case in CASES]
+    pair = load_file(TARGET / FILE) | {f"draft.{key}": tensor for key, tensor in load_file(DRAFT / FILE).items()}
+    logged = len(server.log_path.read_text())
+    try:
+        with policy(server, "static"):
+            from_disk(server, tuned(tmp_path / "target", by=3.0), weight_version="frozen")
+            answers["frozen"] = generate(server, bodies[:2], 2)
+            from_tensors(server, pair, weight_version="co-trained")
+            answers["co-trained"] = generate(server, bodies, 4)
+        found = {version["weight_version"]: version for version in server.get_json("/dspark/stats")["weight_versions"]}
+        log = server.log_path.read_text()[logged:]
+        if name == "advised":
+            time.sleep(1.1)  # metrics are brought up to date once in a second
+            metrics = call(server, "/metrics")[1]
+    finally:
+        from_disk(server, TARGET, weight_version="default")
+        by_route(server, DRAFT)
+    for version, verdict in (("frozen", "misfit"), ("co-trained", "fits")):
+        told = [answer["meta_info"] for answer in answers[version]]
+        assert found[version]["drafter_fit"] == verdict
+        assert found[version]["rounds"] == sum(info["dspark"]["rounds"] for info in told)
+        assert {info["weight_version"] for info in told} == {version}
+        alarms = [info["dspark_versions"][-1] for info in told if "dspark_versions" in info]
+        assert {span["drafter_fit"] for [span] in alarms} == ({verdict} if verdict == "misfit" else set())
+        if name == "advised":
+            labels = f'{{.*drafter="{re.escape(str(DRAFT))}".*weight_version="{version}".*}} '
+            values = {key: re.findall(f"sglang:dspark_weight_version_{key}{labels}(.+)", metrics) for key in EXPORTED}
+            rounds, tokens, misfit = (float(value) for [value] in values.values())
+            assert tokens / rounds == found[version]["accept_length"] and misfit == (verdict == "misfit")
+    assert found["frozen"]["accept_length"] < 1.2 < 2 < found["co-trained"]["accept_length"]
+    assert log.count("hardly predicts this target") == ranks
+
+
 def test_a_drafter_is_replaced_beside_a_request(dspark, folders):
     """Its text goes on as it would have, and nothing waits for its end."""
     answers: list[dict[str, Any]] = []
@@ -274,6 +363,8 @@ def test_weights_that_do_not_fit_end_no_server(dspark):
         assert dspark.get_json("/dspark/stats")["weights"]["failure"] == message
     assert call(dspark, "/begin_weight_update", body={})[0] == 400
     answered(dspark, "/end_weight_update", {})
+    status, text = call(dspark, "/update_weights_from_ipc", body={"zmq_handles": {}})
+    assert status == 400 and "sglang[checkpoint-engine]" in text
     status, text = call(dspark, "/update_weights_from_disk", body={"model_path": "/no/such/folder"})
     assert status == 400 and "/no/such/folder" in text
     assert_golden_traces(dspark, CASES[:1])

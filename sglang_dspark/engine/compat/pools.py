@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING
 
-from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
+import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_CUDA_GRAPH, GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.environ import envs
 
 from sglang_dspark.draft.cache import bytes_per_token
 from sglang_dspark.engine.compat.arguments import attached_to_ours
@@ -71,6 +74,17 @@ def weights_region(runner: ModelRunner) -> AbstractContextManager[object]:
 def kv_region(runner: ModelRunner) -> AbstractContextManager[object]:
     """Return the context whose allocations leave the device's memory with the K/V pools, and come back empty."""
     return _region(runner, GPU_MEMORY_TYPE_KV_CACHE)
+
+
+def graph_context(runner: ModelRunner) -> Callable[..., AbstractContextManager[object]]:
+    """Return ``torch.cuda.graph``, or what captures so that the graph's memory leaves the device with SGLang's.
+
+    What a graph has written there before a pause, its replays read after it.
+    """
+    saver = runner.memory_saver_adapter
+    if saver.enabled and envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH.get():
+        return partial(saver.cuda_graph, tag=GPU_MEMORY_TYPE_CUDA_GRAPH, enable_cpu_backup=True)
+    return torch.cuda.graph
 
 
 def _region(runner: ModelRunner, tag: str, **how: bool) -> AbstractContextManager[object]:

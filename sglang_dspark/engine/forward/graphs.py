@@ -21,6 +21,7 @@ from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_gra
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
+from sglang_dspark.engine.compat.pools import graph_context
 from sglang_dspark.engine.feature import CapturedPart
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput, slots_of_windows
 from sglang_dspark.engine.sglang_types import ModelRunner
@@ -55,7 +56,7 @@ class Capture:
 
     def __init__(self, model_runner: ModelRunner, stream: torch.cuda.Stream) -> None:
         self._tp_group = get_parallel().tp_group
-        self._stream = stream
+        self._stream, self._graph = stream, graph_context(model_runner)
         self._pool = get_or_create_global_graph_memory_pool(torch.cuda)
         set_graph_pool_id(self._pool)
 
@@ -66,7 +67,7 @@ class Capture:
             self._tp_group.barrier()
             run()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with self._graph(cuda_graph=graph, pool=self._pool, stream=self._stream):
             output = run()
         return Captured(graph, run, output)
 

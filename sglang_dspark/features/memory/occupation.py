@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 BUSY = "requests are running"
 """What an answer to a release that did not happen holds as its ``rid``, which SGLang leaves empty."""
+ASKS_ALONE = "dspark-release-nothing"
+"""What a release holds as its ``rid`` that asks whether there are requests."""
 _PAUSED = "dspark_paused_before"
 
 
@@ -38,6 +40,8 @@ def release(
         return ReleaseMemoryOccupationReqOutput()
     if not manager.is_fully_idle(ignore_waiting=scheduler._engine_paused):
         return ReleaseMemoryOccupationReqOutput(rid=BUSY)
+    if asked.rid == ASKS_ALONE:
+        return ReleaseMemoryOccupationReqOutput()
     if not manager.offload_tags:
         setattr(scheduler, _PAUSED, scheduler._engine_paused)
     answer = original(manager, msgspec.structs.replace(asked, tags=sorted(tags)))

@@ -79,6 +79,15 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
+            "name-version",
+            "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
+            HookType.AFTER,
+            "features.reports.handlers.name_version",
+            "any_worker",
+            "accept lengths are told apart by version of the weights",
+            Moment.SOME_TIME,
+        ),
+        Hook(
             "export-metrics",
             "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
             HookType.AFTER,

@@ -22,8 +22,7 @@ class StatsAnswer(TypedDict):
 
     uptime_s: float
     state: Json
-    versions: list[tuple[versions.Key, tuple[int, int]]]
-    first_drafts: dict[str, float]
+    versions: list[versions.Count]
     failed_advice: dict[str, int]
     steps_by_policy: dict[str, int]
     sums: SumsLists
@@ -60,7 +59,7 @@ def stats(answers: Sequence[StatsAnswer]) -> Json:
         "uptime_s": max(answer["uptime_s"] for answer in answers),
         **_in_common([answer["state"] for answer in answers]),
         "weight_versions": versions.report(answer["versions"] for answer in answers),
-        "drafter_fit": fit_of(added(answer["first_drafts"] for answer in answers)).report(),
+        "drafter_fit": fit_of(*(answer["versions"][-1]["first_drafts"] for answer in answers)).report(),
         "failed_advice": added(answer["failed_advice"] for answer in answers),
         "steps_by_policy": added(answer["steps_by_policy"] for answer in answers),
         **Sums.of(answer["sums"] for answer in answers).report(),

@@ -12,6 +12,8 @@ from sglang_dspark.step.record import StepRecord
 
 logger = logging.getLogger(__name__)
 
+_NAMES = ("verified", "accepted", "promises", "promised")
+
 
 class FirstDrafts:
     """Counts drafts at position 0 that the drafter proposed and the target verified, up to the verdict that stays.
@@ -25,7 +27,7 @@ class FirstDrafts:
 
     def __init__(self) -> None:
         self._warned = False
-        self.counts = dict.fromkeys(("verified", "accepted", "promises", "promised"), 0.0)
+        self.counts = dict.fromkeys(_NAMES, 0.0)
 
     def count(self, record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
         """Count a step.
@@ -58,7 +60,7 @@ class FirstDrafts:
         return fit_of(self.counts)
 
 
-def fit_of(counts: Mapping[str, float]) -> Fit:
-    """Return whether the drafter fits, by :attr:`FirstDrafts.counts` of one scheduler or the sums of several."""
-    promised = counts["promised"] / counts["promises"] if counts["promises"] else None
-    return Fit(int(counts["verified"]), int(counts["accepted"]), promised)
+def fit_of(*counts: Mapping[str, float]) -> Fit:
+    """Return whether the drafter fits, by :attr:`FirstDrafts.counts` of one scheduler or several."""
+    verified, accepted, promises, promised = (sum(one[name] for one in counts) for name in _NAMES)
+    return Fit(int(verified), int(accepted), promised / promises if promises else None)

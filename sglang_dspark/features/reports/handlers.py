@@ -61,6 +61,11 @@ def _answer_of(reports: Reports, question: str, fields: dict[str, Scalar]) -> Ma
     raise ConfigError(f"{question}: no question that the scheduler answers")
 
 
+def name_version(result: None, scheduler: Scheduler, *args: object, **kwargs: object) -> None:
+    """Have steps count for what the operator calls the weights from now on."""
+    reports_of(scheduler).version_named()
+
+
 def export_metrics(result: None, scheduler: Scheduler, *args: object, **kwargs: object) -> None:
     """Add our Prometheus metrics to SGLang's."""
     context = scheduler.metrics_collector_context

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_dspark.calibration.fit import Verdict
 from sglang_dspark.engine.feature import Counted
 from sglang_dspark.features.reports.counters import Counters
 from sglang_dspark.features.reports.sums import (
@@ -22,6 +21,8 @@ from sglang_dspark.features.reports.sums import (
     Sums,
     requests_of,
 )
+from sglang_dspark.features.reports.version_gauges import VersionGauges, misfit
+from sglang_dspark.features.reports.versions import Count
 from sglang_dspark.fence import FAILURES
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class Metrics:
 
     Args:
         counters: what is exported.
-        verdict: returns whether the drafter fits; called from another thread.
+        versions: returns what each version of the weights has come to, the one in force last; called from another
+            thread.
         labels: on every metric.
         counted: returns what features count, always of the same kinds; called from another thread.
         registry: of prometheus_client; None means its default one, which SGLang exports from all its processes.
@@ -76,7 +78,7 @@ class Metrics:
     def __init__(
         self,
         counters: Counters,
-        verdict: Callable[[], Verdict],
+        versions: Callable[[], Sequence[Count]],
         labels: Mapping[str, str],
         counted: Callable[[], Sequence[Counted]] = tuple,
         registry: CollectorRegistry | None = None,
@@ -84,7 +86,7 @@ class Metrics:
         # Not before SGLang has said in the environment where its processes meet.
         import prometheus_client
 
-        self._counters, self._verdict, self._labels, self._counted = counters, verdict, dict(labels), counted
+        self._counters, self._versions, self._labels, self._counted = counters, versions, dict(labels), counted
         self._exported: dict[tuple[str, ...], float] = {}
         registry = prometheus_client.REGISTRY if registry is None else registry
         self._families: dict[str, Any] = {}
@@ -106,6 +108,7 @@ class Metrics:
             registry=registry,
             multiprocess_mode="mostrecent",
         )
+        self._of_versions = VersionGauges(PREFIX, self._labels)
 
     def start(self) -> None:
         """Update now and once a second, until the process ends."""
@@ -131,9 +134,9 @@ class Metrics:
             series = name, *label.values()
             self._families[name].labels(**self._labels, **label).inc(max(0.0, value - self._exported.get(series, 0.0)))
             self._exported[series] = value
-        verdict = self._verdict()
-        unknown = verdict is Verdict.UNKNOWN  # a gap in a graph
-        self._misfit.labels(**self._labels).set(float("nan") if unknown else float(verdict is Verdict.MISFIT))
+        versions = self._versions()
+        self._misfit.labels(**self._labels).set(misfit(versions[-1]["first_drafts"]))
+        self._of_versions.update(versions)
 
     def _counts(self, sums: Sums) -> Iterator[tuple[str, float, dict[str, str]]]:
         for load, row in enumerate(sums.loads):

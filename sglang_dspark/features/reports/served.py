@@ -8,17 +8,18 @@ from collections.abc import Sequence
 
 from sglang.srt.runtime_context import get_serving
 
+from sglang_dspark.calibration.fit import Verdict
 from sglang_dspark.declared import Scalar
 from sglang_dspark.engine.compat.decoder import Decoder
 from sglang_dspark.engine.feature import Counted, Part
-from sglang_dspark.engine.sglang_types import Req
+from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.features.reports.answers import Json, StatsAnswer, SwitchedAnswer
 from sglang_dspark.features.reports.capabilities import capabilities, in_one_line
 from sglang_dspark.features.reports.counters import Counters
 from sglang_dspark.features.reports.coverage import Coverage
-from sglang_dspark.features.reports.first_drafts import FirstDrafts
 from sglang_dspark.features.reports.prometheus import Metrics
 from sglang_dspark.features.reports.recent import Recent
+from sglang_dspark.features.reports.spans import Spans
 from sglang_dspark.features.reports.traces import trace
 from sglang_dspark.features.reports.versions import Versions
 from sglang_dspark.fence import FAILURES, fenced, nothing
@@ -43,7 +44,7 @@ class Reports(Part):
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._first_drafts = FirstDrafts()
+        self._spans = Spans()
         self._logged_at = time.monotonic()
 
     def ready(self) -> None:
@@ -61,8 +62,22 @@ class Reports(Part):
 
     def weights_changed(self) -> None:
         """Count for the new version, and judge anew whether the drafter fits."""
-        self._first_drafts = FirstDrafts()
+        self._spans.end(*self._in_force())
         self._versions.change(self._version())
+
+    def version_named(self) -> None:
+        """Count for another version if that is what the operator has called the weights."""
+        if self._version() != self._versions.key:
+            self.weights_changed()
+
+    def _in_force(self) -> tuple[str, Verdict]:
+        return self._versions.key[0], self._versions.first_drafts.fit.verdict
+
+    def prefill_done(self, batch: ScheduleBatch) -> None:
+        self._spans.begin(batch.reqs)
+
+    def request_ended(self, req: Req) -> None:
+        self._spans.end_request(req, *self._in_force())
 
     def step_done(
         self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
@@ -77,7 +92,7 @@ class Reports(Part):
             self._counters.record_time(record.behind)
         if not running:
             return
-        self._first_drafts.count(record, running, accepted)
+        self._versions.first_drafts.count(record, running, accepted)
         lens = [record.drawn, record.verified]
         if record.has_chain:
             lens += [record.copied, record.followed, record.cached]
@@ -109,7 +124,6 @@ class Reports(Part):
             # The schedule first: it learns from what it has only noted so far.
             "state": self._decoder.schedule.report() | self._said_by_features(),
             "versions": self._versions.counts(),
-            "first_drafts": self._first_drafts.counts,
             "failed_advice": dict(FAILURES),
             "steps_by_policy": dict(self._counters.steps_by_policy),
             "sums": self._counters.sums().lists(),
@@ -143,4 +157,4 @@ class Reports(Part):
 
     def export_metrics(self, labels: dict[str, str]) -> None:
         """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
-        Metrics(self._counters, lambda: self._first_drafts.fit.verdict, labels, self._counted).start()
+        Metrics(self._counters, self._versions.counts, labels, self._counted).start()

@@ -37,12 +37,15 @@ def write(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Have SGLang write weights between two steps, or a drafter's checkpoint, and follow them.
 
     Of weights that come in parts, the last one is followed. If some do not fit, the request is at fault and not the
-    server: it says so and serves what it has. Into memory that is released nothing is written: a GPU would fault.
+    server: it says so and serves what it has. The drafter's are written once all ranks have those of the target, and
+    on all ranks or on none. Into memory that is released nothing is written: a GPU would fault.
     """
     name = type(request).__name__
     if GPU_MEMORY_TYPE_WEIGHTS in manager.offload_tags:
         return _failed(name, _AWAY)
     decoder = decoder_of(manager.scheduler)
+    weights = weights_of(decoder)
+    weights.transient = name.startswith("UpdateWeightsFromIPC")
     loads_drafter = isinstance(request, UpdateWeightFromDiskReqInput) and request.load_format == DRAFTER
     torch.get_device_module(manager.tp_worker.device).synchronize()  # a step that was launched reads the old ones
     try:
@@ -51,11 +54,17 @@ def write(original: Callable[..., Any], manager: Any, request: Any) -> Any:
         answer = _failed(name, error)
         if name.startswith(_MEETING):
             torch.distributed.barrier(group=manager.tp_cpu_group)
-    answer = _agreed(answer, manager.tp_cpu_group)
+    answer, drafted = _agreed(answer, manager.tp_cpu_group), weights.drafted()
+    if drafted and answer.success:
+        try:
+            weights.write_drafter(drafted)
+        except Exception as error:  # noqa: BLE001 - whatever comes of writing into memory
+            answer = _failed(name, error)
+        answer = _agreed(answer, manager.tp_cpu_group)
     if manager._session is None:
         decoder.weights_changed(new_drafter=loads_drafter and answer.success)
     if not answer.success or name.startswith("Update"):
-        weights_of(decoder).note(None if answer.success else answer.message)
+        weights.note(None if answer.success else answer.message)
     return answer
 
 

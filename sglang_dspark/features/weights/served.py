@@ -26,10 +26,14 @@ class Weights(Part):
 
     Args:
         decoder: of the scheduler.
+
+    Attributes:
+        transient: whether tensors lie in memory that the next ones are sent in.
     """
 
     def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+        self._decoder, self.transient = decoder, False
+        self._drafted: list[tuple[str, torch.Tensor]] = []
         self._written, self._failure = 0, ""
 
     def ready(self) -> None:
@@ -38,23 +42,34 @@ class Weights(Part):
         model.load_weights = partial(self._load, model.load_weights)
 
     def _load(self, load_target: Callable[[Named], Any], named: Named) -> Any:
-        """Load tensors into the target, and those with our prefix into the drafter, if the target's fit."""
-        drafted: list[tuple[str, torch.Tensor]] = []
+        """Load tensors into the target, and keep those with our prefix for the drafter."""
 
         def of_target() -> Named:
             for name, tensor in named:
                 if name.startswith(PREFIX):
-                    drafted.append((name, tensor))
+                    self._keep([(name, tensor)])
                 else:
                     yield name, tensor
 
-        loaded = load_target(of_target())
-        if drafted:
-            self._load_drafter(drafted)
-        return loaded
+        return load_target(of_target())
 
-    def _load_drafter(self, named: Named) -> None:
-        self.drafter.write((name.removeprefix(PREFIX), tensor) for name, tensor in named)
+    def _keep(self, named: Named) -> None:
+        for name, tensor in named:
+            self._drafted.append((name.removeprefix(PREFIX), tensor.clone() if self.transient else tensor))
+
+    def drafted(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the drafter's tensors among those that came since the last call, by the names of its checkpoint."""
+        drafted, self._drafted = self._drafted, []
+        return drafted
+
+    def write_drafter(self, named: Named) -> None:
+        """Write tensors of the drafter, beside those of the target that it reads; all ranks call it.
+
+        Raises:
+            DSparkError: there is no drafter, or one does not fit; nothing was written.
+        """
+        self.drafter.follow_target()
+        self.drafter.write(named)
 
     @property
     def drafter(self) -> Any:
@@ -74,7 +89,7 @@ class Weights(Part):
     @cached_property
     def runners(self) -> Sequence[tuple[str, Any]]:
         """Return what SGLang writes and checks a drafter's tensors with, as if it were a runner of its own."""
-        model, network = self.drafter.model, _Network(self._load_drafter)
+        model, network = self.drafter.model, _Network(self._keep)
         updater = replace(self._decoder.target_worker.model_runner.weight_updater, get_model=lambda: network)
         checker = WeightChecker(get_model=lambda: model)
         return [("draft", SimpleNamespace(weight_updater=updater, check_weights=checker.handle))]

@@ -4,7 +4,11 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+from sglang.srt.managers.io_struct import (
+    ReleaseMemoryOccupationReqInput,
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqInput,
+)
 
 from sglang_dspark.features.memory import asking
 from sglang_dspark.features.memory.occupation import BUSY, release, resume, stay_paused
@@ -20,13 +24,16 @@ class Manager:
     def is_fully_idle(self, ignore_waiting):
         return self.idle
 
-    def release(self, tags=None):
+    def answer(self, asked):
         def original(manager, asked):
             assert self.idle and not self.offload_tags & set(asked.tags)
             self.offload_tags |= set(asked.tags)
+            return ReleaseMemoryOccupationReqOutput()
 
-        answer = release(original, self, ReleaseMemoryOccupationReqInput(tags=tags))
-        return None if answer is None else answer.rid
+        return release(original, self, asked)
+
+    def release(self, tags=None):
+        return self.answer(ReleaseMemoryOccupationReqInput(tags=tags)).rid
 
     def resume(self, tags=None):
         def original(manager, asked):
@@ -67,16 +74,41 @@ def test_memory_of_a_cpu_stays():
             asyncio.run(ask(manager, ReleaseMemoryOccupationReqInput()))
 
 
-@pytest.mark.parametrize(("rids", "said"), [([BUSY], "^no memory is released"), ([None, BUSY], "^1 of 2 replicas")])
-def test_a_refusal_says_what_is_released_all_the_same(monkeypatch, rids, said):
-    async def answer(asked):
-        return [SimpleNamespace(rid=rid) for rid in rids]
+class Replicas:
+    """A front end before schedulers, of which some have requests; one may get its request after it was asked."""
 
+    def __init__(self, *busy, late=False):
+        self.server_args, self.late = SimpleNamespace(device="cuda"), late
+        self.auto_create_handle_loop = lambda: None
+        self.schedulers = [Manager(paused=False) for _ in busy]
+        for scheduler, has_requests in zip(self.schedulers, busy, strict=True):
+            scheduler.idle = not has_requests
+
+    async def release_memory_occupation_communicator(self, asked):
+        answers = [scheduler.answer(asked) for scheduler in self.schedulers]
+        self.schedulers[-1].idle &= not self.late
+        return answers
+
+
+@pytest.mark.parametrize(
+    ("replicas", "said", "away"),
+    [
+        (Replicas(True), "^no memory is released", [False]),
+        (Replicas(False, True), "^no memory is released", [False, False]),
+        (Replicas(False, False, late=True), "^1 of 2 replicas have released memory", [True, False]),
+    ],
+)
+def test_a_refusal_says_what_is_released_all_the_same(monkeypatch, replicas, said, away):
     monkeypatch.setattr(asking, "_PAUSE_S", 0)
-    manager = SimpleNamespace(server_args=SimpleNamespace(device="cuda"), auto_create_handle_loop=lambda: None)
-    manager.release_memory_occupation_communicator = answer
     with pytest.raises(ValueError, match=f"{said}.*: {BUSY}; .* release again$"):
-        asyncio.run(asking.release(manager, ReleaseMemoryOccupationReqInput()))
+        asyncio.run(asking.release(replicas, ReleaseMemoryOccupationReqInput()))
+    assert [bool(scheduler.offload_tags) for scheduler in replicas.schedulers] == away
+
+
+def test_all_replicas_release_memory():
+    replicas = Replicas(False, False)
+    asyncio.run(asking.release(replicas, ReleaseMemoryOccupationReqInput(tags=["weights"])))
+    assert [scheduler.offload_tags for scheduler in replicas.schedulers] == [{"weights"}] * 2
 
 
 def test_running_requests_keep_the_memory():

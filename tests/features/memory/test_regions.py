@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from types import SimpleNamespace
 
 import torch
@@ -14,6 +15,7 @@ from sglang_objects import ONE_RANK, model_config, partly, runner
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.resolved import ResolvedDrafter
+from sglang_dspark.engine.compat.pools import graph_context
 from sglang_dspark.worker.worker import DSparkWorker
 
 
@@ -63,3 +65,15 @@ def test_the_drafter_lies_where_memory_is_given_away(monkeypatch):
     worker.alloc_memory_pool(token_to_kv_pool_allocator=SimpleNamespace(size_full=64, page_size=1))
     cache = worker.drafter.cache
     assert storages([cache.k, cache.v, cache.tokens]).keys() <= saver.regions["kv_cache", False].keys()
+
+
+def test_graphs_give_their_memory_away_where_those_of_sglang_do(monkeypatch):
+    captured = []
+    saver = SimpleNamespace(enabled=True, cuda_graph=lambda **how: captured.append(how))
+    with_saver = runner(memory_saver_adapter=saver)
+    assert graph_context(with_saver) is torch.cuda.graph
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
+    graph_context(with_saver)(cuda_graph="g", pool="p", stream="s")
+    assert captured == [{"cuda_graph": "g", "pool": "p", "stream": "s", "tag": "cuda_graph", "enable_cpu_backup": True}]
+    assert graph_context(runner(memory_saver_adapter=TorchMemorySaverAdapter.create(False))) is torch.cuda.graph
+    assert "cuda_graph" in signature(torch.cuda.graph).parameters

@@ -6,7 +6,6 @@ import pytest
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
 from sglang_dspark.features.reports import answers
 from sglang_dspark.features.reports.counters import Counters
-from sglang_dspark.features.reports.first_drafts import FirstDrafts
 from sglang_dspark.features.reports.recent import Recent
 from sglang_dspark.features.reports.versions import Versions
 from sglang_dspark.step.record import TimedStep
@@ -29,12 +28,13 @@ class Replica:
         return self
 
     def answer(self):
-        first = dict(zip(FirstDrafts().counts, (80, 2, 80, 64.0) if "bad" in self.state else [0.0] * 4, strict=True))
+        versions = Versions(self.counters, ("default", ""))
+        if "bad" in self.state:
+            versions.first_drafts.counts |= {"verified": 80, "accepted": 2, "promises": 80, "promised": 64.0}
         return {
             "state": {"policy": "auto", **self.state},
             "uptime_s": self.now - 10.0,
-            "versions": Versions(self.counters, ("default", "")).counts(),
-            "first_drafts": first,
+            "versions": versions.counts(),
             "failed_advice": {"presets": 2},
             "steps_by_policy": dict(self.counters.steps_by_policy),
             "sums": self.counters.sums().lists(),

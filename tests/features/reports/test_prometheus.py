@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
 
-from sglang_dspark.calibration.fit import Verdict
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
 from sglang_dspark.engine.feature import Counted
 from sglang_dspark.features.reports import prometheus
 from sglang_dspark.features.reports.counters import Counters
 from sglang_dspark.features.reports.prometheus import Metrics
+from sglang_dspark.features.reports.versions import MOST, Versions
 from sglang_dspark.step.record import TimedStep
 
 GRAFANA = Path(__file__).parents[3] / "docker" / "grafana" / "dspark.json"
@@ -26,18 +27,19 @@ class Exporter:
     def __init__(self):
         self.predicted = PredictedSurvival(3)
         self.counters = Counters(3, self.predicted)
-        self.verdict = Verdict.UNKNOWN
+        self.versions = Versions(self.counters, ("v1", "d"))
         self.registry = CollectorRegistry()
         names = ("promises", "promises_late_seconds")
         counted = [Counted(name, "Of a feature.", "outcome", {"kept": 2}) for name in names]
-        self.metrics = Metrics(self.counters, lambda: self.verdict, LABELS, lambda: counted, self.registry)
+        self.metrics = Metrics(self.counters, self.versions.counts, LABELS, lambda: counted, self.registry)
 
     def value(self, name, **labels):
         return self.registry.get_sample_value(f"sglang:dspark_{name}", {"model_name": "m", "tp_rank": "0", **labels})
 
 
 @pytest.fixture
-def exporter():
+def exporter(monkeypatch, tmp_path):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     made = Exporter()
     made.counters.record([3, 3, 3], [3, 2, 0], [3, 1, 0], policy="auto")
     made.counters.record([0], [0], [0], policy="static", parked=True)
@@ -70,12 +72,37 @@ def test_counters_follow_and_never_fall(exporter):
 
 def test_a_drafter_that_is_not_judged_yet_is_a_gap(exporter):
     values = []
-    for verdict in (Verdict.UNKNOWN, Verdict.MISFIT, Verdict.FITS):
-        exporter.verdict = verdict
+    for accepted in (None, 0, 70):
+        if accepted is not None:
+            exporter.versions.first_drafts.counts |= {"verified": 80, "accepted": accepted}
         exporter.metrics.update()
         values.append(exporter.value("drafter_misfit"))
     assert math.isnan(values[0])
     assert values[1:] == [1, 0]
+
+
+def test_versions_are_exported_while_they_are_kept(exporter):
+    """What a server's processes leave is read as SGLang does; there a label that was given stays."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+
+    def value(name, version):
+        labels = {"model_name": "m", "tp_rank": "0", "weight_version": version, "drafter": "d"}
+        return registry.get_sample_value(f"sglang:dspark_weight_version_{name}", labels)
+
+    exporter.versions.first_drafts.counts |= {"verified": 80, "accepted": 0}
+    exporter.metrics.update()
+    exporter.versions.change(("v2", "d"))
+    exporter.counters.record([3, 3], [3, 3], [3, 0], policy="auto")
+    for _ in range(2):
+        exporter.metrics.update()
+    assert (value("rounds", "v2"), value("tokens", "v2"), value("rounds", "v1")) == (2, 5, 4)
+    assert value("misfit", "v1") == 1 and math.isnan(value("misfit", "v2"))
+    for number in range(3, 3 + 3 * MOST):
+        exporter.versions.change((f"v{number}", "d"))
+        exporter.metrics.update()
+    assert sum(len(family.samples) for family in registry.collect()) == 3 * MOST
+    assert value("rounds", "v2") is None and value("rounds", f"v{number}") == 0
 
 
 def test_every_metric_of_the_dashboard_exists(exporter):

@@ -1,6 +1,7 @@
 """Accept length by version of the weights."""
 
 from sglang_dspark.features.reports.counters import Counters
+from sglang_dspark.features.reports.first_drafts import FirstDrafts
 from sglang_dspark.features.reports.versions import MOST, Versions, report
 
 GAMMA = 3
@@ -8,6 +9,10 @@ GAMMA = 3
 
 def step(counters, accepted):
     counters.record([GAMMA], [GAMMA], [accepted], policy="auto")
+
+
+def in_short(versions):
+    return [(count["key"], count["rounds"], count["tokens"]) for count in versions.counts()]
 
 
 def test_rounds_count_for_the_version_in_force():
@@ -19,15 +24,29 @@ def test_rounds_count_for_the_version_in_force():
         if key is not None:
             versions.change(key)
         step(counters, accepted)
-    assert versions.counts() == [(("v1", "a"), (1, 1)), (("v1", "b"), (1, 4)), (("default", "a"), (2, 5))]
+    assert in_short(versions) == [(("v1", "a"), 1, 1), (("v1", "b"), 1, 4), (("default", "a"), 2, 5)]
     for number in range(2 * MOST):
         versions.change((str(number), "a"))
-    assert [key for key, _ in versions.counts()] == [(str(number), "a") for number in range(MOST, 2 * MOST)]
+    assert [key for key, *_ in in_short(versions)] == [(str(number), "a") for number in range(MOST, 2 * MOST)]
+
+
+def test_a_drafter_is_judged_anew_with_each_version():
+    versions = Versions(Counters(GAMMA), ("1", "a"))
+    versions.first_drafts.counts |= {"verified": 80, "accepted": 0}
+    versions.change(("2", "a"))
+    versions.first_drafts.counts |= {"verified": 80, "accepted": 70}
+    assert [one["drafter_fit"] for one in report([versions.counts()])] == ["misfit", "fits"]
+    versions.change(("2", "a"))  # under the same name
+    assert [one["drafter_fit"] for one in report([versions.counts()])] == ["misfit", "unknown"]
 
 
 def test_versions_of_replicas_are_added_up():
-    one, other = [(("v", "a"), (2, 5))], [[["v", "a"], [1, 1]], [["w", "a"], [0, 0]]]  # as JSON brings them
-    assert report([one, other]) == [
-        {"weight_version": "v", "drafter": "a", "rounds": 3, "accept_length": 2.0},
-        {"weight_version": "w", "drafter": "a", "rounds": 0, "accept_length": None},
+    def counts(version, rounds, tokens, verified=0):
+        first = FirstDrafts().counts | {"verified": verified}
+        return {"key": [version, "a"], "rounds": rounds, "tokens": tokens, "first_drafts": first}
+
+    found = report([[counts("v", 2, 5, 40)], [counts("v", 1, 1, 40), counts("w", 0, 0)]])
+    assert found == [
+        {"weight_version": "v", "drafter": "a", "rounds": 3, "accept_length": 2.0, "drafter_fit": "misfit"},
+        {"weight_version": "w", "drafter": "a", "rounds": 0, "accept_length": None, "drafter_fit": "unknown"},
     ]
