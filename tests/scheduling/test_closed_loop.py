@@ -57,7 +57,7 @@ def test_a_wrong_table_would_cost_more_if_it_were_believed(monkeypatch):
     assert max(missed.values()) > 2 * TOLERANCE, missed
 
 
-@pytest.mark.parametrize("users", [1, 64])
+@pytest.mark.parametrize("users", [1, pytest.param(64, marks=pytest.mark.thorough)])
 def test_it_follows_a_change_of_the_text(users):
     """Drafts get bad, and good again. A lone request is left undrafted before the server parks."""
     loop = simulate("compute bound", 0.95, users, seed=1)

@@ -70,6 +70,7 @@ def asking_for_advice():
     return [body | {"speculation": fields[place % 5]} for place, body in enumerate(bodies)]
 
 
+@pytest.mark.thorough
 def test_advice_that_fails_costs_nothing_but_itself(planted, advised, plain_letters):
     """Two of three calls of every function that advises raise, half of them behind their work."""
     bodies = asking_for_advice()
@@ -88,6 +89,7 @@ def test_advice_that_fails_costs_nothing_but_itself(planted, advised, plain_lett
     assert sorted(statuses) == [200, 503, 503]
 
 
+@pytest.mark.thorough
 def test_every_function_that_advises_has_failed(planted, advised):
     """The log names each once, the statistics count them; where nothing is planted, nothing fails."""
     output_ids(planted, asking_for_advice(), 16)

@@ -120,6 +120,7 @@ def test_openai_answers_carry_the_counts_where_sglang_carries_meta_info(guarded)
     assert counts["accepted_tokens"] + counts["rounds"] >= answer["usage"]["completion_tokens"] - 1
 
 
+@pytest.mark.thorough
 def test_a_pause_is_not_the_time_of_a_step(guarded):
     def timed_s():
         samples = (s for family in text_string_to_metric_families(call(guarded, "/metrics")[1]) for s in family.samples)

@@ -14,7 +14,7 @@ from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.tools.launch import CPU_FLAGS
 
 PROGRAM = """
-import json, sys
+import json, sys, time
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
@@ -22,6 +22,15 @@ load_plugins()
 from safetensors.torch import load_file
 from sglang import Engine
 from sglang.srt.server_args import prepare_server_args
+
+def done(update, *arguments, **options):
+    # A scheduler notices late that a request has ended, and refuses new weights until then.
+    for _ in range(100):
+        succeeded, message, *_ = update(*arguments, **options)
+        if succeeded:
+            return
+        time.sleep(0.1)
+    raise RuntimeError(message)
 
 if __name__ == "__main__":
     case = json.loads(sys.argv[1])
@@ -35,11 +44,11 @@ if __name__ == "__main__":
             answer = str(error)
         print(json.dumps(answer), flush=True)
     engine.begin_weight_update()
-    engine.update_weights_from_tensor(list(load_file(case["tuned"] + "/model.safetensors").items()))
+    done(engine.update_weights_from_tensor, list(load_file(case["tuned"] + "/model.safetensors").items()))
     engine.end_weight_update()
     for path, form in (("", None), (case["target"], None), (case["draft"], "draft")):
         if path:
-            engine.update_weights_from_disk(path, load_format=form)
+            done(engine.update_weights_from_disk, path, load_format=form)
         print(json.dumps(json.dumps(engine.generate(input_ids=case["prompt"], sampling_params=case["parameters"]))))
     engine.shutdown()
 """

@@ -53,6 +53,7 @@ def test_golden_traces_of_replayed_steps(graphs):
         assert [r["accepted"] for r in rounds[:-1]] == [r["accepted"] for r in golden[:-1]]
 
 
+@pytest.mark.thorough
 def test_long_contexts_are_split(graphs, plain):
     """One request's context is shared out among programs where there is no other one."""
     body = greedy([5 + 7 * i % 200 for i in range(700)], TOKENS, return_logprob=True)
@@ -67,6 +68,7 @@ def test_long_contexts_are_split(graphs, plain):
             assert surprises(graphs, alike) == [pytest.approx(alone, abs=1e-4)] * alike
 
 
+@pytest.mark.thorough
 def test_blocks_go_on_behind_the_drafters(graphs):
     with policy(graphs, "static"):
         body = greedy(CASES[0]["prompt_ids"], 40, speculation={"preset": "summarization", "trace": True})

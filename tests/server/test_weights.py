@@ -286,7 +286,8 @@ def test_a_server_drafts_with_another_drafter(dspark, folders, update):
     assert_golden_traces(dspark, CASES[:1])
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("advised", 1), pytest.param("parallel", 2, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "ranks"), [("advised", 1), ("parallel", 2)])
 def test_a_drafter_that_an_update_leaves_behind_is_named(request, name, ranks, tmp_path):
     """And one that is sent with its target is not."""
     server, answers = request.getfixturevalue(name), {}

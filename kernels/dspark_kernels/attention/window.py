@@ -171,41 +171,29 @@ def window_attention(
     """
     if not (pool[0].is_contiguous() and pool[1].is_contiguous()):
         raise ValueError("k_pool and v_pool must be contiguous; pass one layer of a [L, slots, kv_heads, hd] pool")
-    q = with_whole_rows(q)
-    k, v = (None, None) if kv is None else map(with_whole_rows, kv)
+    q, k, v = with_whole_rows(q), *((None, None) if kv is None else map(with_whole_rows, kv))
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = pool[0].shape[1]
-    group, width, block_d = num_heads // num_kv_heads, windows.width, _block_d(head_dim)
+    group, block_d = num_heads // num_kv_heads, _block_d(head_dim)
     head_bytes = block_d * q.element_size()
-    share = _heads_per_program(group, width, head_bytes)
-    block_m = max(_MIN_DOT, triton.next_power_of_2(width * share))
+    share = _heads_per_program(group, windows.width, head_bytes)
+    blocks = _blocks_of_rows(windows.width, share)
     # Captured forwards have a slot for every request that might come; so many requests at least have rows.
-    batch = triton.cdiv(num_rows, width), num_kv_heads, num_processors(q.device)
+    batch = triton.cdiv(num_rows, windows.width), num_kv_heads, num_processors(q.device)
     requests, programs = len(windows.prefix_lens), num_kv_heads * triton.cdiv(group, share)
-    if requests * programs > _SPLIT_TILES:
-        splits = 1
-    elif splits is None:
-        splits = num_splits(*batch)
+    splits = _splits(splits, requests * programs, batch)
+    tiles = _tiles_of_keys(blocks["BLOCK_M"], block_d, head_bytes, crowded=splits == 1 and is_crowded(*batch))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     window_attention_kernel[requests, programs, splits](
-        q,
-        k,
-        v,
-        out,
+        *(q, k, v, out),
         *((None, None, None) if splits == 1 else (*_parts(splits, q), _arrivals(q.device))),
         *pool,
-        windows.req_to_token,
-        windows.req_pool_indices,
-        windows.prefix_lens,
-        windows.indptr,
-        windows.translation,
+        *(windows.req_to_token, windows.req_pool_indices, windows.prefix_lens, windows.indptr, windows.translation),
         sinks,
         q.stride(0),
-        0 if k is None else k.stride(0),
-        0 if v is None else v.stride(0),
+        *(0 if x is None else x.stride(0) for x in (k, v)),
         windows.req_to_token.stride(0),
-        num_rows,
-        scale,
+        *(num_rows, scale),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -214,14 +202,27 @@ def window_attention(
         FROM_ANCHOR=windows.from_anchor,
         TILES_PER_SPLIT=_TILES_PER_SPLIT,
         SHARE=share,
-        BLOCK_H=triton.next_power_of_2(share),
-        BLOCK_M=block_m,
-        BLOCK_W=max(_MIN_DOT, triton.next_power_of_2(width)),
         BLOCK_D=block_d,
         FAN=_FAN,
-        **_tiles_of_keys(block_m, block_d, head_bytes, crowded=splits == 1 and is_crowded(*batch)),
+        **(blocks | tiles),
     )
     return out
+
+
+def _blocks_of_rows(width: int, share: int) -> dict[str, int]:
+    """Return the blocks of a program: its rows times heads, its heads, and the rows of a window."""
+    return {
+        "BLOCK_M": max(_MIN_DOT, triton.next_power_of_2(width * share)),
+        "BLOCK_H": triton.next_power_of_2(share),
+        "BLOCK_W": max(_MIN_DOT, triton.next_power_of_2(width)),
+    }
+
+
+def _splits(asked: int | None, tiles: int, batch: tuple[int, int, int]) -> int:
+    """Return how many programs share a context: one where there are no counters for more."""
+    if tiles > _SPLIT_TILES:
+        return 1
+    return num_splits(*batch) if asked is None else asked
 
 
 def _parts(splits: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

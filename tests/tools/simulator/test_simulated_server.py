@@ -111,6 +111,7 @@ def lone_user_ms(policy, table, *rates):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_easy_and_hard_prompts_of_one_user_are_told_apart():
     """A speculative step takes 1.4 plain ones: whole blocks bring 3.2 times the speed on easy text, 0.8 on hard.
 
