@@ -97,6 +97,7 @@ part.prefill_done(Made(reqs=[Made(origin_input_ids=[1] * length) for length in (
 """
 
 
+@pytest.mark.thorough
 def test_a_reader_adds_the_feature_of_the_page(tmp_path):
     tree = without([], tmp_path)
     files = re.findall(r"<!-- file: (\S+) -->\n   ```python\n(.*?)   ```\n", PAGE, re.DOTALL)

@@ -42,6 +42,7 @@ def test_plain_dflash_in_the_form_in_which_it_is_published(dflash):
     assert_drafts_as_the_reference(dflash)
 
 
+@pytest.mark.thorough
 def test_dflash_2_in_the_form_in_which_it_is_published(dflash2, plain):
     """Eight slots of which seven predict; its selector says how sure it is, from which ``auto`` learns."""
     found = dflash2.get_json("/dspark/capabilities")["drafter"]
