@@ -171,7 +171,8 @@ def window_attention(
     """
     if not (pool[0].is_contiguous() and pool[1].is_contiguous()):
         raise ValueError("k_pool and v_pool must be contiguous; pass one layer of a [L, slots, kv_heads, hd] pool")
-    q, k, v = with_whole_rows(q), *((None, None) if kv is None else map(with_whole_rows, kv))
+    q = with_whole_rows(q)
+    k, v = (None, None) if kv is None else map(with_whole_rows, kv)
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = pool[0].shape[1]
     group, block_d = num_heads // num_kv_heads, _block_d(head_dim)
