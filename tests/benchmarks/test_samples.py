@@ -48,7 +48,7 @@ def test_right_laws_pass(laws, two_samples):
 
 
 def test_samples_of_one_wrong_law_are_alike(laws):
-    """What both servers do alike is no difference between them."""
+    """Two servers that do the same do not differ."""
     assert sum(p < 0.01 for p in p_values(laws, moved(laws), moved(laws))) < 15
 
 

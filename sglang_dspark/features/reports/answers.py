@@ -1,4 +1,4 @@
-"""Make one answer of those of all replicas: each has a scheduler of its own, which counts and decides by itself."""
+"""Make one answer of those of all replicas: each has a scheduler of its own, which counts and decides alone."""
 
 from __future__ import annotations
 

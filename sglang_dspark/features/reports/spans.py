@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakSet
 
 from sglang_dspark.calibration.fit import Verdict
+from sglang_dspark.engine.scheduler.batch import per_token
 from sglang_dspark.fence import fenced, nothing
 
 KEY = "dspark_versions"
@@ -42,8 +43,7 @@ class Spans:
 
 
 def _note(req: Any, token: int, version: str, fit: Verdict) -> None:
-    info = req.customized_info = {} if req.customized_info is None else req.customized_info
-    entries = info.get(KEY, [])
+    entries = (req.customized_info or {}).get(KEY, [])
     spans: list[dict[str, Any]] = next((entry for entry in reversed(entries) if entry is not None), [])
     rounds, accepted = (
         total - sum(span[name] for span in spans)
@@ -53,4 +53,4 @@ def _note(req: Any, token: int, version: str, fit: Verdict) -> None:
         counts = {"rounds": rounds, "accepted_tokens": accepted, "accept_length": (accepted + rounds) / rounds}
         spans = [*spans, {"weight_version": version, "drafter_fit": str(fit), **counts}]
     if spans:
-        info[KEY] = [*entries[:token], *[None] * (token - len(entries)), spans]
+        per_token(req, KEY)[token:] = [*[None] * (token - len(entries)), spans]

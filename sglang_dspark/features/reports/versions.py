@@ -15,7 +15,7 @@ Key = tuple[str, str]
 
 
 class Count(TypedDict):
-    """What a version has come to, as JSON: rounds, committed tokens, and :attr:`FirstDrafts.counts`."""
+    """Count what a version has come to, as JSON: rounds, committed tokens, and :attr:`FirstDrafts.counts`."""
 
     key: Key
     rounds: int

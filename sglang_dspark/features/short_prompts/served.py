@@ -17,7 +17,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.draft.families import family_of
 from sglang_dspark.engine.feature import Counted, Encoded, Part
-from sglang_dspark.engine.scheduler.batch import decode_batch
+from sglang_dspark.engine.scheduler.batch import decode_batch, prompts_of
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.short_prompts.blocks import Blocks
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -72,14 +72,16 @@ class ShortPrompts(Part):
             self._most_rows = most_rows(captured.tiers.timed, table, self._width)
 
     def encode(self, batch: ScheduleBatch) -> Encoded | None:
-        blocks = None
-        if batch.extend_num_tokens <= self._most_rows and not _needs_prefill(batch):
-            blocks = Blocks.of(batch.extend_lens, batch.prefix_lens, self._width)
-        if blocks is None or not self._has_room(blocks):
-            self._prompts[PREFILLED] += len(batch.reqs) - len(batch.decoding_reqs or ())
+        blocks = self._blocks(batch)
+        self._prompts[PREFILLED if blocks is None else VERIFIED] += len(prompts_of(batch))
+        return None if blocks is None else self._verify(batch, blocks)
+
+    def _blocks(self, batch: ScheduleBatch) -> Blocks | None:
+        """Return how the prompts of a batch are verified; None if SGLang encodes them."""
+        if batch.extend_num_tokens > self._most_rows or _needs_prefill(batch):
             return None
-        self._prompts[VERIFIED] += len(batch.reqs) - len(batch.decoding_reqs or ())
-        return self._verify(batch, blocks)
+        blocks = Blocks.of(batch.extend_lens, batch.prefix_lens, self._width)
+        return blocks if self._has_room(blocks) else None
 
     def _has_room(self, blocks: Blocks) -> bool:
         """Return whether a graph has room; without graphs, whether the operator has asked and SGLang has room."""

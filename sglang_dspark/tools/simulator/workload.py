@@ -19,7 +19,7 @@ class Request:
         sent_ms: when the user sent it.
         first_ms, done_ms: when its first and its last token reached the user.
         known_tokens: output tokens that the host knows of.
-        user: who sent it.
+        user: number of the user that sent it.
         pace: the answer beside what was promised.
     """
 

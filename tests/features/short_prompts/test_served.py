@@ -1,4 +1,4 @@
-"""Which prompts are verified."""
+"""Prompts that are verified, and those that are not."""
 
 from types import SimpleNamespace
 
