@@ -9,9 +9,21 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
 
 import pytest
-from golden_server import assert_pool_is_whole, beginning_alike, counting, endless, generate, greedy, output_ids, policy
+from golden_server import (
+    VOCAB,
+    assert_pool_is_whole,
+    beginning_alike,
+    counting,
+    endless,
+    generate,
+    greedy,
+    in_background,
+    output_ids,
+    policy,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -50,8 +62,9 @@ def test_accepted_drafts(hybrid, plain_hybrid):
     assert grown["verified_tokens"] - grown["accepted_tokens"] > 10
 
 
-def test_turns_begin_where_others_ended(hybrid, plain_hybrid):
-    """The cached state is that of the text that ended, whether a step brought more tokens than that or not."""
+@pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.thorough), True])
+def test_turns_begin_where_others_ended(hybrid, plain_hybrid, mixed):
+    """The cached state is that of the text that ended, in a step of one token, of more than that, or with a prompt."""
     bodies = beginning_alike(4)
     texts = output_ids(plain_hybrid, bodies, 1)
     for server in (hybrid, plain_hybrid):
@@ -62,7 +75,10 @@ def test_turns_begin_where_others_ended(hybrid, plain_hybrid):
                 greedy(body["input_ids"], 30, {"stop_token_ids": [text[cut - 1]]})
                 for body, text in zip(bodies, texts, strict=True)
             ]
+            prompts = prompts_of_other_texts(20 if mixed else 0, seed=cut)
+            others = in_background(lambda prompts=prompts: output_ids(hybrid, prompts, 2))
             answers = output_ids(hybrid, first, 4)
+            others.join()
             assert answers == output_ids(plain_hybrid, first, 1)
             turns = [
                 endless([*body["input_ids"], *answer, 17, 23], 8) for body, answer in zip(bodies, answers, strict=True)
@@ -71,6 +87,12 @@ def test_turns_begin_where_others_ended(hybrid, plain_hybrid):
             assert [answer["output_ids"] for answer in found] == [answer["output_ids"] for answer in expected]
             cached = [answer["meta_info"]["cached_tokens"] for answer in found]
             assert max(count - len(body["input_ids"]) for count, body in zip(cached, bodies, strict=True)) > 0
+
+
+def prompts_of_other_texts(count, seed):
+    """Return requests of one token each, whose prompts are encoded beside whatever runs."""
+    draw = random.Random(seed)
+    return [greedy(draw.choices(VOCAB, k=40), 1) for _ in range(count)]
 
 
 def test_grammars_and_log_probabilities(hybrid, plain_hybrid):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,9 +36,22 @@ def count_running(
         req.spec_num_cap_tokens += 1
         req.update_spec_correct_drafts_histogram(0)
         req.update_spec_cap_lens_histogram(1)
+        req.update_finish_state = partial(_commit_at_end, req)
     worker = attached_decoder(processor.model_worker)
     record = plain_record(running, result.next_token_ids[places, None].cpu(), worker.schedule)
     worker.control.observe(running, record, [1] * len(running), None)
+
+
+def _commit_at_end(req: Req, *new_tokens: int) -> None:
+    """Take the place of SGLang's ``update_finish_state`` once: count the anchor of a request that ends.
+
+    SGLang counts the anchors of a mixed step as committed for requests that go on alone. The prefix cache would take
+    the recurrent state of one that ends for that of a text without its last token.
+    """
+    del req.update_finish_state
+    req.update_finish_state(*new_tokens)
+    if req.finished():
+        req.kv.kv_committed_len += 1
 
 
 def plain_record(reqs: Sequence[Req], tokens: torch.Tensor, schedule: Schedule) -> StepRecord:

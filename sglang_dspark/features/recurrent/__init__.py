@@ -76,6 +76,7 @@ FEATURE = Feature(
             for name, served in _REFUSED.items()
         ),
         _adjusted("enable_hierarchical_cache", (False,), "host memory holds no states"),
+        _adjusted("strip_thinking_cache", (False,), "a cached prompt would get the state behind the answer"),
         *(
             _adjusted(f"enable_{name}", (False,), "DSPARK runs accepted rows again from states")
             for name in (

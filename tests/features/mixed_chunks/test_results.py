@@ -59,6 +59,23 @@ def test_a_mixed_step_is_a_plain_step_of_the_requests_that_it_finds_running(look
     assert first.spec_cap_lens_histogram == [0, 1]
 
 
+def test_the_anchor_of_a_request_that_ends_is_committed(processor):
+    """SGLang counts it after its own ``update_finish_state`` if the request goes on."""
+    goes_on, ends = (
+        request([7, 8], prompt=[1] * 4, rid=str(length), max_new_tokens=length, stop=[], stop_regex=[])
+        for length in (9, 3)
+    )
+    for req in (goes_on, ends):
+        req.kv.kv_committed_len = 5
+    result = GenerationBatchResult(next_token_ids=torch.tensor([5, 6]))
+    count_running(processor, batch(goes_on, ends, decoding_reqs=[goes_on, ends]), result)
+    for req in (goes_on, ends):
+        for token in (5, 6):  # the second one comes from a step that is not mixed
+            req.output_ids.append(token)
+            req.update_finish_state()
+    assert (goes_on.kv.kv_committed_len, ends.kv.kv_committed_len) == (5, 6)
+
+
 @pytest.mark.parametrize("running", [None, []])
 def test_prompts_alone_are_no_step(looking, processor, running):
     count_running(processor, batch(request(), decoding_reqs=running), None)
