@@ -13,6 +13,7 @@ the ratio was above 1. Include the same configuration under a second name to see
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,12 @@ def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
         record |= {"ratio": float(np.exp(logs.mean())), "low": low, "high": high, "smallest": ratios.min()}
         records.append(record | {"largest": ratios.max(), "above": int((ratios > 1).sum())})
     return pd.DataFrame(records)
+
+
+def spread_of(ratios: Sequence[float]) -> dict[str, float]:
+    """Return the geometric mean of rounds' ratios, with its interval (NaN of few) and their range."""
+    [row] = summarise(pd.DataFrame({"config": "", "baseline": "", "load": "", "ratio": ratios})).to_dict("records")
+    return {name: round(float(row[name]), 3) for name in ("rounds", "ratio", "low", "high", "smallest", "largest")}
 
 
 def interval_text(row: Any) -> str:

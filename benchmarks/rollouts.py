@@ -24,10 +24,9 @@ from typing import Any
 
 import click
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import NDArray
-from paired_ratio import summarise
+from paired_ratio import spread_of
 from safetensors.torch import load_file, save_file
 from samples import Tally, tally
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -166,13 +165,6 @@ def hand_over(engines: Mapping[str, Engine], model: Any) -> None:
             engine.take(path)
 
 
-def spread(ratios: Sequence[float]) -> dict[str, float]:
-    """Return the geometric mean of the rounds' ratios of DSPARK to plain, with its interval and their range."""
-    pairs = pd.DataFrame({"config": "dspark", "baseline": "plain", "load": "loop", "ratio": ratios})
-    [row] = summarise(pairs).to_dict("records")
-    return {name: round(float(row[name]), 3) for name in ("rounds", "ratio", "low", "high", "smallest", "largest")}
-
-
 def take_turns(engines: Mapping[str, Engine], first: int, *given: Any, **how: Any) -> dict[str, tuple[Any, float]]:
     """Return the groups of each engine and its tokens per second; the first one changes with the round."""
     found, names = {}, list(engines)
@@ -248,7 +240,7 @@ def main(
             ]
             rows[-1]["gradient_norm"] = round(learn(model, optimizer, taught), 3)
             hand_over(engines, model)
-    found = {**provenance.record(), "rounds": rows, "tokens_per_s": spread([row["ratio"] for row in rows])}
+    found = {**provenance.record(), "rounds": rows, "tokens_per_s": spread_of([row["ratio"] for row in rows])}
     click.echo(json.dumps(found["tokens_per_s"]))
     provenance.write_json(output, found)  # the comparison takes longer than a round
     compared = compare(engines, model, sums(tokenizer, 1, draw)[0][0], samples)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sglang_dspark.tools.prompts import read_prompts
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A user message, and its place among the prompts, counted from 0."""
+    """A user message.
+
+    Attributes:
+        index: its place among the prompts, counted from 0.
+        fields: more fields of its request.
+    """
 
     index: int
     text: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_mixed_prompts(paths: Sequence[Path]) -> list[Prompt]:
