@@ -41,7 +41,7 @@ def test_everything_that_serves_is_in_the_wheel(tmp_path):
     venv.create(environment)
     python, [packages] = environment / "bin" / "python", environment.glob("lib/python3*/site-packages")
     wheel = built / f"sglang_dspark-{__version__}-py3-none-any.whl"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-compile", "--no-deps", "--no-index", wheel)
     # As a path and not as a site, whose files would bring the editable one along.
     (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
     run(python.with_name("sglang-dspark"), "enable-cpu")

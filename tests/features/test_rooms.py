@@ -16,10 +16,12 @@ from sglang_dspark.engine.launch.check import Check
 from sglang_dspark.features import ROOMS
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = "tests/worker/test_eager_executor.py::test_the_golden_rounds_are_decoded_in_one_batch"
+GOLDEN = ROOT / "tests" / "worker" / "test_eager_executor.py"
 USED_BY_ALL = ("adjustments", "ends", "logprobs", "memory", "promises", "reports", "sessions", "streams", "weights")
 """Rooms that every server uses, because any request may ask for them, or a reader."""
-IMPORT_ALL = """
+DECODE_AND_IMPORT_ALL = """
+import sys, pytest
+assert pytest.main(sys.argv[1:]) == 0
 import importlib, pkgutil, sglang_dspark
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.launch import checks, flag_rules, hooks
@@ -27,7 +29,7 @@ for module in pkgutil.walk_packages(sglang_dspark.__path__, "sglang_dspark."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 found = [*checks.all_checks(), *flag_rules.all_rules(), *hooks.all_hooks()]
-print(sglang_dspark.__file__, *[feature.room.rpartition(".")[2] for feature in all_features()])
+print("\\n", sglang_dspark.__file__, *[feature.room.rpartition(".")[2] for feature in all_features()])
 """
 
 
@@ -58,12 +60,10 @@ def run(tree: Path, *words: str) -> str:
 
 
 def imports_and_decodes(tree: Path, left: list[str]) -> None:
-    printed = run(tree, "-c", IMPORT_ALL).split()
-    assert printed == [str(tree / "sglang_dspark" / "__init__.py"), *left]
-    golden = run(
-        tree, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(ROOT / GOLDEN)
-    )
-    assert "1 passed" in golden
+    golden = f"{GOLDEN}::test_the_golden_rounds_are_decoded_in_one_batch"
+    printed = run(tree, "-c", DECODE_AND_IMPORT_ALL, *"-q -n0 -p no:cacheprovider --rootdir".split(), str(ROOT), golden)
+    assert "1 passed" in printed
+    assert printed.splitlines()[-1].split() == [str(tree / "sglang_dspark" / "__init__.py"), *left]
 
 
 @pytest.mark.slow

@@ -323,7 +323,7 @@ for _name in SERVERS:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put tests that share a server into one group, those with most tests first."""
-    asked = {item: SERVERS.keys() & set(getattr(item, "fixturenames", ())) for item in items}
+    asked = {item: SERVERS.keys() & _named_by(item) for item in items}
     groups = _joined([names - {"plain"} for names in asked.values()])
     sizes: dict[str, int] = {}
     for item, names in asked.items():
@@ -338,6 +338,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return -sizes.get(mark.args[0], 0) if mark else 0
 
     items.sort(key=place)
+
+
+def _named_by(item: pytest.Item) -> set[object]:
+    """Return the fixtures that a test asks for: its arguments, and the one that its parameter ``name`` names."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return {*getattr(item, "fixturenames", ()), parameters.get("name")}
 
 
 def _joined(sets: list[set[str]]) -> list[set[str]]:

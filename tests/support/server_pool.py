@@ -92,7 +92,7 @@ def run_script(script: str, argument: Any, env: Mapping[str, str], log: Path) ->
 
 
 class ServerPool:
-    """Starts servers when they are asked for, float32, on a GPU if there is one; the last ``most`` stay up."""
+    """Starts servers when they are asked for, float32, on a GPU if there is one; ``most`` stay up, ``plain`` always."""
 
     def __init__(self, recipes: Mapping[str, Recipe], folder: Path, most: int = MAX_SERVERS) -> None:
         self._recipes, self._folder, self._most = recipes, folder, most
@@ -108,7 +108,7 @@ class ServerPool:
             server = None
         if server is None:
             if len(self._servers) == self._most:
-                self._servers.pop(next(iter(self._servers))).stop()
+                self._servers.pop(next(name for name in self._servers if name != "plain")).stop()
             folder = self._folder / name
             folder.mkdir(exist_ok=True)
             server = self._started(self._recipes[name], folder)

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,13 +158,18 @@ def keep_states_of_texts():
 def complete_cpu():
     """Have a server on a CPU know the quantisation of ``int8_method``, pages, adapters and caches in host memory.
 
-    Its stand-in of SGLang's kernels is that of this working tree, whichever one the environment was switched by.
+    Its stand-in of SGLang's kernels is that of this working tree, whichever one the environment was switched by. It
+    does not wait for a second before it looks whether it listens.
     """
     on_cpu.watch_imports()
+
+    def hurry(module):
+        module.time = Hurried()
 
     def as_on_a_gpu(module):
         module.GPUS = ("cpu", "cuda")
 
+    patch_when_imported("sglang.srt.entrypoints.http_server", hurry)
     patch_when_imported("sglang.srt.layers.quantization", late("int8_method", "offer"))
     patch_when_imported("sglang.srt.mem_cache.allocator.paged", late("paged_slots", "install"))
     # The first of the modules of adapters that any process imports.
@@ -173,6 +179,16 @@ def complete_cpu():
     patch_when_imported("sglang.srt.mem_cache.pool_host.mha", late("host_memory", "install_pools"))
     for name in ("sglang.srt.managers.cache_controller", "sglang.srt.mem_cache.l2_transfer"):
         patch_when_imported(name, late("host_memory", "install_streams"))
+
+
+class Hurried:
+    """The module ``time``, with short sleeps."""
+
+    def __getattr__(self, name):
+        return getattr(time, name)
+
+    def sleep(self, seconds):
+        time.sleep(seconds / 5)
 
 
 def late(module, function):
