@@ -44,7 +44,8 @@ def rope(content):
     return parameters.get("sliding_attention", parameters)
 
 
-SAID_ANYWAY = {name: {remark.sentence for remark in reading_of(name).remarks} for name in FORMATS}
+UNCHANGED = {name: reading_of(name) for name in FORMATS}
+SAID_ANYWAY = {name: {remark.sentence for remark in reading.remarks} for name, reading in UNCHANGED.items()}
 
 
 def said(reading, *, doubtful):
@@ -55,13 +56,13 @@ def said(reading, *, doubtful):
 
 def assert_left_over(name, sentence, *changes):
     """The keys change nothing but for one sentence."""
-    plain, changed = reading_of(name), reading_of(name, *changes)
+    plain, changed = UNCHANGED[name], reading_of(name, *changes)
     assert (changed.config, changed.rules, changed.unknown_keys) == (plain.config, plain.rules, ())
     assert any(sentence in remark.sentence for remark in changed.remarks), changed.remarks
 
 
 def assert_left_over_silently(name, *changes):
-    plain, changed = reading_of(name), reading_of(name, *changes)
+    plain, changed = UNCHANGED[name], reading_of(name, *changes)
     assert (changed.config, changed.remarks, changed.unknown_keys) == (plain.config, plain.remarks, ())
 
 
@@ -71,7 +72,7 @@ def test_keys_of_the_target_beside_the_layers_say_nothing(name):
         for place in (layers, lambda c: c):
             set_key = lambda c, key=key, place=place: place(c).update({key: 5})  # noqa: E731
             assert_left_over(name, f"{key}=5 is ignored: {REASON}", set_key)
-        assert reading_of(name, lambda c, key=key: c.update({key: None})).remarks == reading_of(name).remarks
+        assert reading_of(name, lambda c, key=key: c.update({key: None})).remarks == UNCHANGED[name].remarks
 
 
 def in_rope_scaling(content):
@@ -151,7 +152,7 @@ def test_an_original_length_beside_the_layers_counts_where_rope_reads_it():
 
 @EVERY_FORMAT
 def test_a_draft_vocabulary_of_all_tokens_is_the_vocabulary(name):
-    assert reading_of(name, lambda c: c.update(draft_vocab_size=19)).config == reading_of(name).config
+    assert reading_of(name, lambda c: c.update(draft_vocab_size=19)).config == UNCHANGED[name].config
     assert reading_of(name, lambda c: c.update(draft_vocab_size=19)).config.draft_vocab_size is None
     assert reading_of(name, lambda c: c.update(draft_vocab_size=6)).config.draft_vocab_size == 6
     nested = {"dflash_config": FORMATS[name][0].get("dflash_config", {}) | {"draft_vocab_size": 19}}

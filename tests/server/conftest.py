@@ -184,11 +184,12 @@ SERVERS: dict[str, Recipe] = {
     "configured": Recipe((_configured, "--max-running-requests 2")),
     "target_only": Recipe((_drafter(damaged_drafter), "--speculative-dspark-fallback target-only")),
     "guarded": Recipe(GUARDED),
-    # Blocks longer than the drafter's, whose last slots are copied; prompts beside running requests, under overlap.
+    # Blocks longer than the drafter's, whose last slots are copied; prompts beside running requests, under overlap. The
+    # tokenizer knows a token more than the target.
     "letters": Recipe(
         (
             *DSPARK,
-            LETTERS,
+            BEYOND,
             TERSE,
             KEEPS_ANSWERS,
             STATES_SHOWN,
@@ -196,8 +197,7 @@ SERVERS: dict[str, Recipe] = {
             f"{MIXED} {CHUNKS} 64 {PROMPT_ROWS} 63",
         )
     ),
-    # All that advises: kept answers, metrics, forced tokens of SGLang's default grammar backend. The tokenizer knows a
-    # token more than the target.
+    # All that advises: kept answers, metrics, forced tokens of SGLang's default grammar backend.
     "advised": Recipe(ADVISED),
     "planted": Recipe(ADVISED, env=PLANTED_FAULTS),
     # Under overlap SGLang counts penalties one token late.

@@ -27,32 +27,32 @@ def answered(server, body):
     return choice["message"]["content"]
 
 
-def test_grammars_that_fork_within_a_letter(advised, plain_letters):
+def test_grammars_that_fork_within_a_letter(letters, plain_letters):
     """Xgrammar says what is forced as a text, to the byte; the plain server runs the same masks."""
     bodies = [constrained(regex) for regex in FORKS]
-    texts = [[answer["output_ids"] for answer in generate(server, bodies, 5)] for server in (advised, plain_letters)]
+    texts = [[answer["output_ids"] for answer in generate(server, bodies, 5)] for server in (letters, plain_letters)]
     assert texts[0] == texts[1]
     schema = CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ENUM}}}
-    objects = [json.loads(answered(server, schema)) for server in (advised, plain_letters)]
+    objects = [json.loads(answered(server, schema)) for server in (letters, plain_letters)]
     assert objects[0] == objects[1] and objects[0]["a"] in ENUM["properties"]["a"]["enum"]
 
 
-def test_forced_tokens_that_the_target_does_not_have(advised):
+def test_forced_tokens_that_the_target_does_not_have(letters):
     """The tokenizer makes one token of a text that the grammar lets the target write letter by letter."""
-    answer = advised.post_json("/generate", constrained("x<beyond>yz"))
+    answer = letters.post_json("/generate", constrained("x<beyond>yz"))
     assert answer["text"] == "x<beyond>yz"
 
 
 @pytest.mark.parametrize(("label", "reason"), [("<beyond>", "token 256"), ("\u200b", "no token")])
-def test_labels_that_no_answer_can_hold(advised, label, reason):
+def test_labels_that_no_answer_can_hold(letters, label, reason):
     body = constrained("да|нет", speculation={"preset": "classification", "candidates": ["да", label]})
-    status, text = call(advised, "/generate", body=body)
+    status, text = call(letters, "/generate", body=body)
     assert status == 400 and "speculation.candidates" in text and reason in text
 
 
-def test_a_long_forced_text_is_copied_from_its_beginning(advised):
-    with policy(advised, "static"):
-        answer = advised.post_json("/generate", constrained("(abcd ){9}" * 10, max_new_tokens=1000))
+def test_a_long_forced_text_is_copied_from_its_beginning(letters):
+    with policy(letters, "static"):
+        answer = letters.post_json("/generate", constrained("(abcd ){9}" * 10, max_new_tokens=1000))
     assert answer["text"] == "abcd " * 90
     assert answer["meta_info"]["dspark"]["accept_length"] > 7.5
 

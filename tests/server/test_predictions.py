@@ -113,10 +113,10 @@ def test_a_bad_prediction_is_refused_by_name(letters, predicted, named):
         assert named in text and ("speculation.prediction " in text or "surrogate" in named)
 
 
-def test_tokens_that_the_target_does_not_have_are_left_out(advised):
+def test_tokens_that_the_target_does_not_have_are_left_out(letters):
     body = {"model": "m", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": LENGTH, "temperature": 0}
-    plain = advised.post_json("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    plain = letters.post_json("/v1/chat/completions", body)["choices"][0]["message"]["content"]
     predicted = content("<beyond>" + plain + "<beyond>")
-    found = advised.post_json("/v1/chat/completions", body | {"prediction": predicted})
+    found = letters.post_json("/v1/chat/completions", body | {"prediction": predicted})
     assert found["choices"][0]["message"]["content"] == plain
     assert found["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
