@@ -1,13 +1,17 @@
 """Every switch of the network in the served stages: what is drafted is what the literal float64 drafter drafts."""
 
+import json
+
 import pytest
 import torch
+from canonical_drafter import config_json, random_tensors
 from dspark_kernels import kernels_anywhere
 from literal_draft import LiteralDraft
+from safetensors.torch import save_file
 from stage_loop import StageLoop
-from switched_drafter import switched_drafter
 from switches import SWITCHES
 
+from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.draft.weights import load_draft_model
 
 V, NUM_TOKENS = 7, 16
@@ -16,6 +20,8 @@ PROPOSED = [1, 2, 4, 6]
 GENERATOR = torch.Generator().manual_seed(7)
 LOGITS = torch.randn((V, V, V), generator=GENERATOR)  # by the last two tokens
 STATES = torch.randn((V, V, 3 * 24), generator=GENERATOR)
+# Attention that looks hard at few rows and says much, or the switches would change next to nothing.
+SPREAD = {"q_norm": 3, "k_norm": 3, "o_proj.weight": 3, "attention_sink_bias": 20}
 
 
 def target(ids):
@@ -33,8 +39,17 @@ class SwitchLoop(StageLoop):
 
 
 def written(folder, kind):
-    """A checkpoint with these switches; returns ``folder``."""
-    return switched_drafter(folder, kind, proposed=PROPOSED, vocab_size=V)
+    """A drafter of random weights with these switches; returns ``folder``."""
+    config = config_json(vocab_size=V, **SWITCHES[kind])
+    if "draft_vocab_size" in config:
+        config["draft_vocab_size"] = len(PROPOSED)
+        save_token_ids(folder / "draft_vocabulary.json", PROPOSED)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = random_tensors(config, seed=5)
+    for name in tensors:
+        tensors[name] *= next((factor for part, factor in SPREAD.items() if part in name), 1)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def own_text(num_tokens):
