@@ -14,6 +14,11 @@ from sglang_dspark.engine.launch.hook import Hook
 
 _OPENAI = (("chat", "OpenAIServingChat", "chat"), ("completions", "OpenAIServingCompletion", "completion"))
 """SGLang's module, class and name of what serves the OpenAI routes."""
+_ANSWERS = (
+    ("s", "_build_{}_response", HookType.AFTER, "add_acceptance"),
+    ("-streams", "_generate_{}_stream", HookType.AROUND, "stream_with_acceptance"),
+)
+"""Names of their answers and methods, and our handlers."""
 
 FEATURE = Feature(
     __name__,
@@ -29,27 +34,16 @@ FEATURE = Feature(
         ),
         *(
             Hook(
-                f"acceptance-of-{route}s",
-                f"sglang.srt.entrypoints.openai.serving_{module}.{serving}._build_{route}_response",
-                HookType.AFTER,
-                "features.reports.acceptance.add_acceptance",
+                f"acceptance-of-{route}{plural}",
+                f"sglang.srt.entrypoints.openai.serving_{module}.{serving}.{method.format(route)}",
+                kind,
+                f"features.reports.acceptance.{handler}",
                 "front_end",
                 "SGLang has no place for what benchmarks read of the drafts of one request",
                 Moment.SOME_TIME,
             )
             for module, serving, route in _OPENAI
-        ),
-        *(
-            Hook(
-                f"acceptance-of-{route}-streams",
-                f"sglang.srt.entrypoints.openai.serving_{module}.{serving}._generate_{route}_stream",
-                HookType.AROUND,
-                "features.reports.acceptance.stream_with_acceptance",
-                "front_end",
-                "SGLang has no place for what benchmarks read of the drafts of one request",
-                Moment.SOME_TIME,
-            )
-            for module, serving, route in _OPENAI
+            for plural, method, kind, handler in _ANSWERS
         ),
         Hook(
             "page-without-key",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import csv
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -65,3 +66,12 @@ def new_table(*headings: str, title: str | None = None, left: Collection[str] = 
     for heading in headings:
         table.add_column(heading, justify="left" if heading in left else "right")
     return table
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, str | float]]) -> None:
+    """Write rows that all have the same columns, one at least; numbers with six digits."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: x if isinstance(x, str) else f"{x:.6g}" for name, x in row.items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ from msgspec import Meta
 
 from sglang_dspark.declared import int_range
 from sglang_dspark.tools.cli.numbers import Numbers
-from sglang_dspark.tools.cli.outputs import OutputFile, new_table, progress_bars
+from sglang_dspark.tools.cli.outputs import OutputFile, new_table, progress_bars, write_csv
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,7 +107,7 @@ def _model(console: Console, options: dict[str, Any]) -> None:
 def _simulate(console: Console, options: dict[str, Any]) -> None:
     from sglang_dspark.scheduling.sps_table import SpsTable
     from sglang_dspark.tools.simulator.costs import Costs, Prefill
-    from sglang_dspark.tools.simulator.sweep import Conditions, sweep, write_csv
+    from sglang_dspark.tools.simulator.sweep import Conditions, sweep
     from sglang_dspark.tools.simulator.workload import Lengths
 
     table, blocks = SpsTable.load(options["table"]), _blocks(options)
@@ -131,7 +132,8 @@ def _simulate(console: Console, options: dict[str, Any]) -> None:
     _print_points(console, points)
     console.print(_verdict(points), soft_wrap=True)
     if options["csv_file"]:
-        write_csv(options["csv_file"], points)
+        rows = [{"policy": point.policy, "users": point.users, **asdict(point.figures)} for point in points]
+        write_csv(options["csv_file"], rows)
         console.print(options["csv_file"], soft_wrap=True)
     if options["html"]:
         from sglang_dspark.tools.simulator.page import simulation_page
@@ -145,7 +147,7 @@ def _simulate(console: Console, options: dict[str, Any]) -> None:
 
 
 def _simulate_promises(console: Console, options: dict[str, Any], conditions: Conditions, users: Sequence[int]) -> None:
-    from sglang_dspark.tools.simulator.promised import simulate_promises, write_csv
+    from sglang_dspark.tools.simulator.promised import simulate_promises
 
     for name in ("policies", "html"):
         if options[name]:
@@ -161,7 +163,7 @@ def _simulate_promises(console: Console, options: dict[str, Any], conditions: Co
         table.add_row(str(point.users), f"{point.tpot_ms:.1f}", *kept, f"{point.speed:.2f}", *times)
     console.print(table)
     if options["csv_file"]:
-        write_csv(options["csv_file"], points)
+        write_csv(options["csv_file"], [asdict(point) for point in points])
         console.print(options["csv_file"], soft_wrap=True)
 
 

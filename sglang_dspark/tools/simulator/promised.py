@@ -1,9 +1,6 @@
 """Promises in simulated time: how many are kept, and what they cost the others."""
 
-import csv
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from sglang_dspark.errors import ConfigError
@@ -71,11 +68,3 @@ def _serve(conditions: Conditions, users: int, tpot_ms: float | None) -> Outcome
 def _tpots(outcome: Outcome, place: int) -> list[float]:
     """Return the times per token of every second user, from ``place`` on."""
     return [ms for request in outcome.requests if request.user % 2 == place and (ms := request.tpot_ms) is not None]
-
-
-def write_csv(path: Path, points: Sequence[Promised]) -> None:
-    """Write one line per load; units as in :class:`Promised`."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Promised)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({name: f"{value:.6g}" for name, value in asdict(point).items()} for point in points)

@@ -1,10 +1,8 @@
 """Policies side by side in simulated time, over the number of users."""
 
-import csv
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 
@@ -122,13 +120,3 @@ def crossing(users: Sequence[int], ratios: Sequence[float]) -> float | None:
     last = ahead[-1]
     share = logs[last] / (logs[last] - logs[last + 1])
     return float(users[last] * (users[last + 1] / users[last]) ** share)
-
-
-def write_csv(path: Path, points: Sequence[Point]) -> None:
-    """Write one line per point; units as in :class:`Figures`."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["policy", "users", *(f.name for f in fields(Figures))], lineterminator="\n")
-        writer.writeheader()
-        for point in points:
-            figures = {name: f"{value:.6g}" for name, value in asdict(point.figures).items()}
-            writer.writerow({"policy": point.policy, "users": point.users, **figures})
