@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,17 +160,21 @@ def complete_cpu():
     """Have a server on a CPU know the quantisation of ``int8_method``, pages, adapters and caches in host memory.
 
     Its stand-in of SGLang's kernels is that of this working tree, whichever one the environment was switched by. It
-    does not wait for a second before it looks whether it listens.
+    does not wait for a second before it looks whether it listens, nor search all modules for each hook.
     """
     on_cpu.watch_imports()
 
     def hurry(module):
         module.time = Hurried()
 
+    def search_once(module):
+        module._propagate_patch = Bindings()
+
     def as_on_a_gpu(module):
         module.GPUS = ("cpu", "cuda")
 
     patch_when_imported("sglang.srt.entrypoints.http_server", hurry)
+    patch_when_imported("sglang.srt.plugins.hook_registry", search_once)
     patch_when_imported("sglang.srt.layers.quantization", late("int8_method", "offer"))
     patch_when_imported("sglang.srt.mem_cache.allocator.paged", late("paged_slots", "install"))
     # The first of the modules of adapters that any process imports.
@@ -189,6 +194,38 @@ class Hurried:
 
     def sleep(self, seconds):
         time.sleep(seconds / 5)
+
+
+class Bindings:
+    """Puts the wrapper of a hooked function where modules have imported the function, as SGLang does.
+
+    For each hook SGLang looks at every name of every module, which takes half of a start. Here a module is searched
+    once, for all of SGLang's functions and classes.
+    """
+
+    def __init__(self):
+        self._searched, self._places = set(), {}
+
+    def __call__(self, original, wrapped, source):
+        for module in list(sys.modules.values()):
+            if isinstance(module, types.ModuleType) and id(module) not in self._searched:
+                self._search(module)
+        found = [
+            (module, name)
+            for module, name in self._places.get(id(original), ())
+            if module is not source and vars(module).get(name) is original
+        ]
+        for module, name in found:
+            setattr(module, name, wrapped)
+        return len(found)
+
+    def _search(self, module):
+        if getattr(getattr(module, "__spec__", None), "_initializing", False):
+            return  # it is just being imported
+        self._searched.add(id(module))
+        for name, value in list(vars(module).items()):
+            if isinstance(value, types.FunctionType | type) and str(value.__module__).startswith("sglang"):
+                self._places.setdefault(id(value), []).append((module, name))
 
 
 def late(module, function):
