@@ -80,7 +80,7 @@ def test_chunks_come_at_the_interval_of_the_server(configured):
 
 def test_a_request_of_higher_priority_goes_first(configured, plain):
     """It takes the place of one that runs, whose text goes on as if nothing had been."""
-    long = [endless([5 + i, 9, 7], 600, priority=0) for i in range(RUNNING)]
+    long = [endless([5 + i, 9, 7], 300, priority=0) for i in range(RUNNING)]
     waiting, urgent = endless([20, 9, 7], 30, priority=1), endless([21, 9, 7], 30, priority=100)
     ended: list[int] = []
     answers = {}
