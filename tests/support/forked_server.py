@@ -22,6 +22,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -121,6 +122,8 @@ def _nurse(listener: socket.socket, owner: int) -> None:
     end = os.pidfd_open(owner)
     for name in IMPORTS:
         __import__(name)
+    for plugin in entry_points(group="sglang.srt.plugins"):
+        plugin.load()  # every server imports those of all packages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that have ended need no parent to say so
     while end not in select.select([listener, end], [], [])[0]:
         client, _ = listener.accept()

@@ -224,7 +224,8 @@ class Bindings:
             return  # it is just being imported
         self._searched.add(id(module))
         for name, value in list(vars(module).items()):
-            if isinstance(value, types.FunctionType | type) and str(value.__module__).startswith("sglang"):
+            # Other packages have objects that import half of themselves if they are asked for their class.
+            if issubclass(type(value), types.FunctionType | type) and str(value.__module__).startswith("sglang"):
                 self._places.setdefault(id(value), []).append((module, name))
 
 
