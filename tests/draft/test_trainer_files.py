@@ -1,4 +1,4 @@
-"""Files that trainers wrote themselves (benchmarks/results/trainers.json)."""
+"""Files that trainers wrote themselves (benchmarks/trainers/compare.py)."""
 
 import json
 
