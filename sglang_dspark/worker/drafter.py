@@ -14,7 +14,9 @@ from dspark_kernels import (
     CommitRows,
     DraftBlock,
     DraftVocabulary,
+    HeldRows,
     draft_block,
+    hold_rows,
     prepare,
     runs_kernels,
 )
@@ -38,6 +40,10 @@ from sglang_dspark.worker.draft_attention import block_attend
 
 logger = logging.getLogger(__name__)
 
+# Rows whose K/V is computed at once, and the largest plain step whose rows wait for it: of more rows, a product reads
+# its weights for enough of them.
+_HELD, _STEP = 512, 64
+
 
 class Drafter:
     """A draft network beside its target.
@@ -56,9 +62,11 @@ class Drafter:
         cache: K/V of the context; made by :meth:`allocate`.
         window: of the context, that the network sees; None for all that its layers see.
         candidates: finds what competes with its tokens; None if nothing does.
+        held: rows of plain steps whose K/V is still to be computed.
     """
 
     cache: DraftCache
+    held = 0
 
     def __init__(
         self,
@@ -77,6 +85,7 @@ class Drafter:
         self.mask_token_id = self.config.mask_token_id
         self._device, self._checkpoint, self._target = device, checkpoint, target
         self.window, self.candidates = window, candidates
+        self._held: HeldRows | None = None
 
     @classmethod
     def load(
@@ -185,6 +194,7 @@ class Drafter:
     def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
         parameters = dict(self.model.named_parameters())
         with torch.no_grad():
+            self.settle()
             for name, weight in weights.items():
                 parameters[name].copy_(weight)
         self.heads.follow()
@@ -253,9 +263,41 @@ class Drafter:
         """Ids and positions [bs, num_slots] of the blocks: the anchor, and masks after it."""
         return prepare(step.requests, self.num_slots, self.mask_token_id).block(len(step))
 
+    def hold_rows(self) -> None:
+        """Hold rows of plain steps from now on, until :meth:`settle`: nothing but a draft may read the K/V."""
+        width = self.config.num_taps * self.config.hidden_size
+        self._held = HeldRows.empty(_HELD, width, self._target.dtype, self._device)
+
+    def committed(self, plan: VerifyPlan) -> None:
+        """Count the rows of a plain step that was launched, if they are held."""
+        if self._holds(plan):
+            self.held += len(plan.input_ids)
+            if self.held > _HELD - _STEP:
+                self.settle()
+
+    def settle(self) -> None:
+        """Write the K/V of the rows that are held: before a draft reads it, and before their slots can be others'."""
+        if self.held:
+            assert self._held is not None, "rows are held"
+            self.cache.inject(self.model, *self._held.first(self.held))
+            self.forget_held()
+
+    def forget_held(self) -> None:
+        """Drop the rows that are held."""
+        self.held = 0
+        if self._held is not None:
+            self._held.end.zero_()
+
+    def _holds(self, plan: VerifyPlan) -> bool:
+        return self._held is not None and plan.width == 1 and len(plan.input_ids) <= _STEP
+
     def commit(self, plan: VerifyPlan, accepted: AcceptResult, captured: torch.Tensor) -> None:
-        """Write the K/V of the anchor and the accepted drafts of every request."""
+        """Write the K/V of the anchor and the accepted drafts of every request, or hold the rows of a plain step."""
         self.cache.remember(plan.input_ids, plan.slots)
+        if self._holds(plan):
+            assert self._held is not None, "rows are held"
+            hold_rows(self._target.features(plan.input_ids, captured), plan.positions, plan.slots, self._held)
+            return
         kept, rows = CommitRows(plan.columns, plan.requests, accepted.accept_lens).narrowed()
         self.inject(plan.input_ids[kept], captured[kept], plan.positions[kept], plan.slots[kept], rows)
 
@@ -277,6 +319,7 @@ class Drafter:
             input_ids: or embeddings [n, d], see :meth:`Target.features`.
             rows: which of them count; None for all.
         """
+        self.settle()
         self.cache.inject(self.model, self._target.features(input_ids, captured), positions, slots, rows)
 
     def describe(self) -> dict[str, Any] | None:
@@ -315,7 +358,7 @@ class NoDrafter:
         candidates: finds them; None if nothing does.
     """
 
-    num_drawn = 0
+    num_drawn = held = 0
     vocabulary = None
     mask_token_id = 0  # of staged blocks that are not read
 
@@ -333,6 +376,14 @@ class NoDrafter:
 
     def follow_target(self) -> None:
         """Do nothing: nothing is read from the target."""
+
+    def settle(self) -> None:
+        """Do nothing: no row is held."""
+
+    hold_rows = forget_held = settle
+
+    def committed(self, plan: VerifyPlan) -> None:
+        """Do nothing: no row is held."""
 
     def allocate(self, num_slots: int, dtype: torch.dtype) -> None:
         """Make room for the tokens of the slots: there is no K/V."""

@@ -68,6 +68,7 @@ class DSparkWorker(SpecWorkerBase):
         self.request_options = CachedByBatch(asked)
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
+        self.held_of: BatchOptions | None = None  # the requests whose rows the drafter holds
 
     def load_drafter(self) -> Drafter | NoDrafter:
         """Return the drafter that the options name."""
@@ -94,6 +95,8 @@ class DSparkWorker(SpecWorkerBase):
             simulated = SimulatedAcceptance(rates, runner)
             self.parts, self.eager.draws = (*self.parts, simulated), simulated.draws
         self.control = StepControl(self.schedule, self.agreement, self.parts, self.on_gpu)
+        if self.draft_pool is None:  # or SGLang may copy draft K/V at any time
+            self.drafter.hold_rows()
         words = most_words(int(runner.req_to_token_pool.size), self.max_verify, self.drafter.gamma)
         self.copies = PackedCopies(words, self.device)
         if self.on_gpu:
@@ -109,6 +112,7 @@ class DSparkWorker(SpecWorkerBase):
                 hold_largest_step(self.eager, self.target_worker, self.max_verify, self.parts)
             if self.drafter.num_drawn:
                 table = self.step_times()
+        self.drafter.forget_held()
         self.schedule.start(table, fixed_draft_shape=self.executors.captured is not None)
         if self.on_gpu:
             report_late_kernels()
@@ -166,6 +170,9 @@ class DSparkWorker(SpecWorkerBase):
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit."""
         options = self.request_options.read(batch.reqs)
+        if options is not self.held_of:  # slots of a request that has left may be others' from now on
+            self.drafter.settle()
+            self.held_of = options
         adjusting = [part for feature in self.parts if (part := feature.step_comes(batch)) is not None]
         step = self.read(batch, adjusted=bool(adjusting))
         decision = self.control.choose(batch, options)
@@ -248,6 +255,10 @@ class DSparkWorker(SpecWorkerBase):
 
     def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
         self.drafter.remember(tokens, slots)
+
+    def clear_cache_pool(self) -> None:
+        self.drafter.forget_held()
+        super().clear_cache_pool()
 
     def weights_changed(self, *, new_drafter: bool = False) -> None:
         """Renew what was copied of the target's weights, and forget what was learned of those before."""

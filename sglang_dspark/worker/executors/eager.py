@@ -50,8 +50,13 @@ class EagerExecutor:
 
     def run(self, step: DecodeBatch, decision: StepDecision, hooks: StepHooks) -> StepOutcome:
         """Draft, plan, verify, accept, publish and commit."""
+        if decision.draft_len and self.drafter.held:
+            self.drafter.settle()
         self.stage(step, decision)
-        return self.finish(step, decision, self.draft(step, decision), hooks)
+        outcome = self.finish(step, decision, self.draft(step, decision), hooks)
+        if decision.draft_len == 0:
+            self.drafter.committed(outcome.plan)
+        return outcome
 
     def finish(self, step: DecodeBatch, decision: StepDecision, draft: DraftOutput, hooks: StepHooks) -> StepOutcome:
         """Run what follows the draft."""

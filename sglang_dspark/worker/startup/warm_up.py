@@ -239,6 +239,9 @@ class _WarmUpSteps:
             draft = executor.draft(step, decision)
             accepted = executor.accept(step, draft, plan, target)
         executor.commit(plan, accepted, target)
+        if decision.draft_len == 0:
+            executor.drafter.committed(plan)
+            executor.drafter.settle()
         return plan, target
 
     def _batch(self, mix: _Mix) -> DecodeBatch:
