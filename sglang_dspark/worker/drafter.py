@@ -13,7 +13,6 @@ from dspark_kernels import (
     Candidates,
     CommitRows,
     DraftBlock,
-    DraftVocabulary,
     HeldRows,
     draft_block,
     hold_rows,
@@ -199,11 +198,6 @@ class Drafter:
                 parameters[name].copy_(weight)
         self.heads.follow()
 
-    @property
-    def vocabulary(self) -> DraftVocabulary | None:
-        """Return the tokens that the network proposes; None for all."""
-        return self.heads.vocabulary
-
     def allocate(self, num_slots: int, dtype: torch.dtype) -> DraftCache:
         """Make the pool of K/V slots."""
         self.cache = DraftCache(self.config, num_slots, dtype, self._device)
@@ -324,7 +318,7 @@ class Drafter:
 
     def describe(self) -> dict[str, Any] | None:
         """Return a description of the checkpoint, as JSON."""
-        config, vocabulary = self.config, self.vocabulary
+        config, listed = self.config, self.heads.listed
         return {
             "path": self._checkpoint.path,
             "block_size": config.gamma,
@@ -333,7 +327,7 @@ class Drafter:
             "markov_head_type": config.markov_head_type if config.markov_rank else None,
             "markov_rank": config.markov_rank,
             "confidence_head": config.predicts_acceptance,
-            "vocab_size": config.vocab_size if vocabulary is None else len(vocabulary.token_ids),
+            "vocab_size": config.vocab_size if listed is None else len(listed),
             "quantization": "int8" if self.model.eight_bits else None,
             "window": None if self.window is None else asdict(self.window),
         }
@@ -359,7 +353,6 @@ class NoDrafter:
     """
 
     num_drawn = held = 0
-    vocabulary = None
     mask_token_id = 0  # of staged blocks that are not read
 
     def __init__(
