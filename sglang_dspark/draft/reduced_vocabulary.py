@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -69,6 +69,18 @@ def save_token_ids(path: Path, token_ids: Iterable[int]) -> None:
     atomic_write_text(path, json.dumps({"version": VERSION, "token_ids": sorted(token_ids)}) + "\n")
 
 
+class Listed(NamedTuple):
+    """A list of proposed tokens, on the host.
+
+    Attributes:
+        tokens: [v] int64, of each column.
+        has: [V + 1] whether a token is on the list, and True, for the -1 behind a request's tokens.
+    """
+
+    tokens: NDArray[np.int64]
+    has: NDArray[np.bool_]
+
+
 class ProposalHeads:
     """LM head, Markov head and confidence head of a frozen drafter, over the tokens that it proposes.
 
@@ -76,12 +88,10 @@ class ProposalHeads:
 
     Attributes:
         weights: all but the LM head.
-        listed: [v] int64, the token of each column, on the host; None for all tokens.
-        proposed: [V + 1] whether a token is proposed, on the host, and True; None if all are.
+        listed: what is proposed, as is in force at any time; None for all tokens.
     """
 
-    listed: NDArray[np.int64] | None = None
-    proposed: NDArray[np.bool_] | None = None
+    listed: Listed | None = None
 
     def __init__(self, model: DraftModel, token_ids: Sequence[int] | None) -> None:
         """Take the heads of ``model``, whose LM head is bound.
@@ -98,9 +108,8 @@ class ProposalHeads:
         vocabulary = None if ids is None else DraftVocabulary(ids, model.config.vocab_size)
         self._model, self._chosen = model, chosen
         if ids is not None:
-            self.proposed = np.zeros(model.config.vocab_size + 1, bool)
-            self.listed = ids.cpu().numpy().copy()
-            self.proposed[self.listed] = self.proposed[-1] = True
+            self.listed = Listed(ids.cpu().numpy().copy(), np.zeros(model.config.vocab_size + 1, bool))
+            self.listed.has[[*self.listed.tokens, -1]] = True
         markov = _markov_weights(model.markov_head, self._stored)
         self._rows = self._stored(model.lm_head_weight)
         confidence = _confidence_weights(model.confidence_head)
@@ -127,15 +136,16 @@ class ProposalHeads:
         Args:
             tokens: as many, which are not proposed yet. Columns do not ascend any more.
         """
-        vocabulary, markov, listed, proposed = self.vocabulary, self._model.markov_head, self.listed, self.proposed
-        assert vocabulary is not None and listed is not None and proposed is not None, "some tokens are not proposed"
-        before = listed[columns]
+        vocabulary, markov, listed = self.vocabulary, self._model.markov_head, self.listed
+        assert vocabulary is not None, "some tokens are not proposed"
+        assert listed is not None, "those are listed"
+        before = listed.tokens[columns]
         places, new, old = to_device(torch.tensor([columns, tokens, before.tolist()]), vocabulary.token_ids.device)
         # All that takes memory comes first.
         rows, biases = self._stored(self._model.lm_head_weight, new), None
         if markov is not None:
             biases = self._stored(markov.markov_w2.weight, new)
-        listed[columns], proposed[before], proposed[tokens] = tokens, False, True
+        listed.tokens[columns], listed.has[before], listed.has[tokens] = tokens, False, True
         overwrite(self._rows, rows, places)
         if biases is not None and self.weights.markov is not None:
             overwrite(self.weights.markov.w2, biases, places)

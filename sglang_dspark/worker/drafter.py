@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, Self
 
+import numpy as np
 import torch
 from dspark_kernels import (
     AcceptResult,
@@ -19,6 +20,7 @@ from dspark_kernels import (
     prepare,
     runs_kernels,
 )
+from numpy.typing import NDArray
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig, flag_name
@@ -198,6 +200,11 @@ class Drafter:
                 parameters[name].copy_(weight)
         self.heads.follow()
 
+    @property
+    def proposed(self) -> NDArray[np.bool_] | None:
+        """Return :attr:`Listed.has`; None if all tokens are proposed."""
+        return None if self.heads.listed is None else self.heads.listed.has
+
     def allocate(self, num_slots: int, dtype: torch.dtype) -> DraftCache:
         """Make the pool of K/V slots."""
         self.cache = DraftCache(self.config, num_slots, dtype, self._device)
@@ -327,7 +334,7 @@ class Drafter:
             "markov_head_type": config.markov_head_type if config.markov_rank else None,
             "markov_rank": config.markov_rank,
             "confidence_head": config.predicts_acceptance,
-            "vocab_size": config.vocab_size if listed is None else len(listed),
+            "vocab_size": config.vocab_size if listed is None else len(listed.tokens),
             "quantization": "int8" if self.model.eight_bits else None,
             "window": None if self.window is None else asdict(self.window),
         }
@@ -353,6 +360,7 @@ class NoDrafter:
     """
 
     num_drawn = held = 0
+    proposed = None
     mask_token_id = 0  # of staged blocks that are not read
 
     def __init__(

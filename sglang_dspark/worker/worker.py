@@ -280,5 +280,5 @@ class DSparkWorker(SpecWorkerBase):
             self.drafter.gamma,
             cuda_graphs=self.executors.captured is not None,
             drafter=drafter,
-            proposed=self.drafter.heads.proposed if isinstance(self.drafter, Drafter) else None,
+            proposed=self.drafter.proposed,
         )

@@ -112,8 +112,8 @@ def test_tokens_of_a_list_that_are_replaced(trained, eight_bits):
     for _ in range(2):
         assert all(map(torch.equal, found, (expected._rows, expected.weights.markov.w2)))
         assert columns.equal(expected.vocabulary.columns) and columns is heads.vocabulary.columns
-        assert heads.listed.tolist() == heads.vocabulary.token_ids.tolist() == [3, 7, 8, 200]
-        assert heads.proposed.tolist() == expected.proposed.tolist()
+        assert heads.listed.tokens.tolist() == heads.vocabulary.token_ids.tolist() == [3, 7, 8, 200]
+        assert heads.listed.has.tolist() == expected.listed.has.tolist()
         heads.follow()
 
 

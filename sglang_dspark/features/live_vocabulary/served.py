@@ -34,9 +34,9 @@ class LiveVocabulary(Part):
     """
 
     def __init__(self, heads: ProposalHeads, kept: Collection[int]) -> None:
-        assert heads.proposed is not None and heads.listed is not None, "there is a list"
-        self._heads, self._listed, self._proposed = heads, heads.listed, heads.proposed
-        self._counts = np.zeros(len(heads.proposed), np.float32)
+        assert heads.listed is not None, "there is a list"
+        self._heads, (self._listed, self._proposed) = heads, heads.listed
+        self._counts = np.zeros(len(self._proposed), np.float32)
         self._may_go = ~np.isin(self._listed, list(kept))
         self._tokens = self._replaced = 0
         self._next: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None

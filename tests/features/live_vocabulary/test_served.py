@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_dspark.draft.reduced_vocabulary import Listed
 from sglang_dspark.features.live_vocabulary.served import SPAN, LiveVocabulary
 
 
@@ -13,13 +14,14 @@ class Heads:
     """Proposes tokens 0 to 49 of 100 at first."""
 
     def __init__(self):
-        self.listed, self.proposed = np.arange(50), np.arange(101) // 50 != 1
+        self.listed = Listed(np.arange(50), np.arange(101) // 50 != 1)
         self.replaced = []
 
     def replace(self, columns, tokens):
-        self.replaced.append((self.listed[columns].tolist(), tokens))
-        self.proposed[self.listed[columns]], self.proposed[tokens] = False, True
-        self.listed[columns] = tokens
+        listed, has = self.listed
+        self.replaced.append((listed[columns].tolist(), tokens))
+        has[listed[columns]], has[tokens] = False, True
+        listed[columns] = tokens
 
 
 def spoken(part, counts):
@@ -58,4 +60,4 @@ def test_languages_take_turns():
     for language in (range(50, 98), range(48), range(50, 98)):
         for _ in range(12):
             spoken(part, dict.fromkeys(language, -(-SPAN // len(language))))
-        assert heads.proposed[list(language)].all() and heads.proposed[kept]
+        assert heads.listed.has[[*language, kept]].all()
