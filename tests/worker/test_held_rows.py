@@ -81,6 +81,18 @@ def test_rows_are_settled_before_other_weights_come():
         torch.testing.assert_close(found, right)
 
 
+def test_prompts_may_have_the_slots_of_rows_that_are_held():
+    loop = StageLoop(schedule="off")
+    decoded(loop, True, range(1000))
+    assert loop.drafter.held == 9
+    slots = loop._table[0, : len(loop.texts[0])].long()
+    features = loop.target(loop.texts[1])[1][: len(slots)]
+    loop.drafter.inject(torch.tensor([0]), features, torch.arange(len(features)), slots[: len(features)])
+    before = [pool.clone() for pool in pools(loop)]
+    loop.drafter.settle()
+    assert all(map(torch.equal, pools(loop), before))
+
+
 def test_a_flush_drops_what_is_held():
     loop = StageLoop(schedule="off")
     decoded(loop, True, range(1000))
