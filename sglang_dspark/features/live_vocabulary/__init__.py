@@ -1,9 +1,15 @@
 """Live vocabulary: the list of tokens that a drafter proposes follows what answers consist of."""
 
+from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.feature import Feature
+from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.sglang_types import ServerArgs
 
-FEATURE = Feature(
-    __name__,
-    is_used=lambda args: args.speculative_dspark_draft_vocabulary is not None,
-    part="served.LiveVocabulary.of",
-)
+
+def has_list(args: ServerArgs) -> bool:
+    """Return whether the operator has named a list."""
+    server = attached(args)
+    return isinstance(server, DSparkServer) and server.config.draft_vocabulary is not None
+
+
+FEATURE = Feature(__name__, is_used=has_list, part="served.LiveVocabulary.of")
