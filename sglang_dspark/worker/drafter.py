@@ -195,7 +195,6 @@ class Drafter:
     def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
         parameters = dict(self.model.named_parameters())
         with torch.no_grad():
-            self.settle()
             for name, weight in weights.items():
                 parameters[name].copy_(weight)
         self.heads.follow()
@@ -284,7 +283,7 @@ class Drafter:
             self.forget_held()
 
     def forget_held(self) -> None:
-        """Drop the rows that are held."""
+        """Drop the rows that are held, and those that steps before the first request have left."""
         self.held = 0
         if self._held is not None:
             self._held.end.zero_()

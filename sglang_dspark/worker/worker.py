@@ -256,10 +256,6 @@ class DSparkWorker(SpecWorkerBase):
     def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
         self.drafter.remember(tokens, slots)
 
-    def clear_cache_pool(self) -> None:
-        self.drafter.forget_held()
-        super().clear_cache_pool()
-
     def weights_changed(self, *, new_drafter: bool = False) -> None:
         """Renew what was copied of the target's weights, and forget what was learned of those before."""
         self.drafter.follow_target()

@@ -5,8 +5,7 @@ import torch
 from dspark_kernels import AcceptResult, kernels_anywhere, plan_uniform
 from graph_loop import GraphLoop, prompts_of
 from launches import counting, one
-from safetensors.torch import load_file
-from stage_loop import DRAFT, StageLoop
+from stage_loop import StageLoop
 from triton.runtime.interpreter import InterpretedFunction
 
 from sglang_dspark.step.decision import PLAIN, StepDecision
@@ -70,17 +69,6 @@ def test_drafts_behind_plain_steps(monkeypatch, replays, plain):
         torch.testing.assert_close(found, right)
 
 
-def test_rows_are_settled_before_other_weights_come():
-    """By those that their steps had."""
-    loops = StageLoop(schedule="static"), StageLoop(schedule="static")
-    for holds, loop in zip((True, False), loops, strict=True):
-        decoded(loop, holds, range(1000))
-        named = load_file(DRAFT / "model.safetensors")
-        loop.drafter.write([(name, 2 * tensor) for name, tensor in named.items() if name.startswith("fc")])
-    for found, right in zip(*map(pools, loops), strict=True):
-        torch.testing.assert_close(found, right)
-
-
 def test_prompts_may_have_the_slots_of_rows_that_are_held():
     loop = StageLoop(schedule="off")
     decoded(loop, True, range(1000))
@@ -89,16 +77,6 @@ def test_prompts_may_have_the_slots_of_rows_that_are_held():
     features = loop.target(loop.texts[1])[1][: len(slots)]
     loop.drafter.inject(torch.tensor([0]), features, torch.arange(len(features)), slots[: len(features)])
     before = [pool.clone() for pool in pools(loop)]
-    loop.drafter.settle()
-    assert all(map(torch.equal, pools(loop), before))
-
-
-def test_a_flush_drops_what_is_held():
-    loop = StageLoop(schedule="off")
-    decoded(loop, True, range(1000))
-    before = [pool.clone() for pool in pools(loop)]
-    assert loop.drafter.held
-    loop.drafter.forget_held()
     loop.drafter.settle()
     assert all(map(torch.equal, pools(loop), before))
 
