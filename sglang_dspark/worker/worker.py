@@ -38,10 +38,11 @@ from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, StepOutcome, TargetOutput, VerifyPlan
-from sglang_dspark.worker.drafter import Drafter, NoDrafter
+from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.executors.captured import CapturedSteps
 from sglang_dspark.worker.executors.eager import EagerExecutor
 from sglang_dspark.worker.executors.selector import ExecutorSelector
+from sglang_dspark.worker.no_drafter import NoDrafter
 from sglang_dspark.worker.startup.late_kernels import report_late_kernels
 from sglang_dspark.worker.startup.measured_steps import MeasuredSteps
 from sglang_dspark.worker.startup.warm_up import hold_largest_step, on_stream_of_steps, warm_up

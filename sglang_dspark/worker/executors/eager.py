@@ -18,7 +18,8 @@ from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selected import build_plan
 from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, StepOutcome, TargetOutput, VerifyPlan
-from sglang_dspark.worker.drafter import Drafter, NoDrafter
+from sglang_dspark.worker.drafter import Drafter
+from sglang_dspark.worker.no_drafter import NoDrafter
 
 
 class EagerExecutor:

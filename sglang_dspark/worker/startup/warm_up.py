@@ -37,8 +37,9 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
 from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, TargetOutput, VerifyPlan
-from sglang_dspark.worker.drafter import Drafter, NoDrafter
+from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.executors.eager import EagerExecutor
+from sglang_dspark.worker.no_drafter import NoDrafter
 
 logger = logging.getLogger(__name__)
 
