@@ -49,7 +49,8 @@ class HeldRows:
 def hold_rows_ref(features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, held: HeldRows) -> None:
     """Compute the same as :func:`hold_rows` in plain torch. No host sync."""
     places = (held.end + torch.arange(len(slots), device=slots.device)) % len(held.slots)
-    held.features[places], held.positions[places], held.slots[places] = features, positions, slots
+    held.features[places] = features
+    held.positions[places], held.slots[places] = positions.long(), slots.long()
     held.end.add_(len(slots))
 
 

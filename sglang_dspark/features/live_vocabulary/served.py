@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,25 +29,28 @@ class LiveVocabulary(Part):
     What a step drafts depends on the tokens of earlier steps alone. All ranks count alike.
 
     Args:
-        heads: that draft from a list, and have rows for other tokens.
-        kept: tokens that stay on the list, such as those of chat templates.
+        worker: ours.
     """
 
-    def __init__(self, heads: ProposalHeads, kept: Collection[int]) -> None:
-        assert heads.listed is not None, "there is a list"
-        self._heads, (self._listed, self._proposed) = heads, heads.listed
-        self._counts = np.zeros(len(self._proposed), np.float32)
-        self._may_go = ~np.isin(self._listed, list(kept))
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._heads: ProposalHeads | None = None
         self._tokens = self._replaced = 0
         self._next: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
     @classmethod
-    def of(cls, worker: Any) -> LiveVocabulary | None:
-        """Return the part of our worker; None if its drafter has no heads but those of the list."""
-        if not worker.drafter.num_drawn or not worker.drafter.heads.has_others:
-            return None
-        tokenizer = worker.target_worker.tokenizer
-        return cls(worker.drafter.heads, () if tokenizer is None else tokenizer.added_tokens_decoder)
+    def of(cls, worker: Any) -> LiveVocabulary:
+        """Return the part of our worker."""
+        return cls(worker)
+
+    def ready(self) -> None:
+        """Begin to count, if the drafter has heads for tokens that are not listed; added ones stay, as in templates."""
+        heads, tokenizer = self._worker.drafter.heads, self._worker.target_worker.tokenizer
+        if heads.has_others:
+            self._heads, (self._listed, self._proposed) = heads, heads.listed
+            self._counts = np.zeros(len(self._proposed), np.float32)
+            kept = [] if tokenizer is None else list(tokenizer.added_tokens_decoder)
+            self._may_go = ~np.isin(self._listed, kept)
 
     def report(self) -> Mapping[str, object]:
         return {"replaced_tokens": self._replaced}
@@ -56,7 +59,7 @@ class LiveVocabulary(Part):
     def step_done(
         self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
     ) -> None:
-        if record.committed is None:
+        if self._heads is None or record.committed is None:
             return
         tokens = record.committed.numpy()[list(running)].ravel()
         np.add.at(self._counts, tokens, 1)
@@ -83,7 +86,7 @@ class LiveVocabulary(Part):
 
     @fenced("the list of proposed tokens", instead=nothing)
     def batch_comes(self, batch: ScheduleBatch) -> None:
-        if self._next is None:
+        if self._heads is None or self._next is None:
             return
         (columns, tokens), self._next = self._next, None
         self._heads.replace(columns.tolist(), tokens.tolist())

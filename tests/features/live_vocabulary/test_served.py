@@ -13,6 +13,8 @@ from sglang_dspark.features.live_vocabulary.served import SPAN, LiveVocabulary
 class Heads:
     """Proposes tokens 0 to 49 of 100 at first."""
 
+    has_others = True
+
     def __init__(self):
         self.listed = Listed(np.arange(50), np.arange(101) // 50 != 1)
         self.replaced = []
@@ -22,6 +24,15 @@ class Heads:
         self.replaced.append((listed[columns].tolist(), tokens))
         has[listed[columns]], has[tokens] = False, True
         listed[columns] = tokens
+
+
+def started(heads, kept):
+    """Return the part of a server whose tokenizer has added these tokens."""
+    tokenizer = SimpleNamespace(added_tokens_decoder=dict.fromkeys(kept))
+    target, drafter = SimpleNamespace(tokenizer=tokenizer), SimpleNamespace(heads=heads)
+    part = LiveVocabulary(SimpleNamespace(target_worker=target, drafter=drafter))
+    part.ready()
+    return part
 
 
 def spoken(part, counts):
@@ -46,7 +57,7 @@ def spoken(part, counts):
 )
 def test_frequent_tokens_take_the_places_of_rare_ones(counts, replaced):
     heads = Heads()
-    part = LiveVocabulary(heads, kept=[48])
+    part = started(heads, kept=[48])
     spoken(part, counts)
     assert heads.replaced == replaced
     part.batch_comes(None)
@@ -56,7 +67,7 @@ def test_frequent_tokens_take_the_places_of_rare_ones(counts, replaced):
 def test_languages_take_turns():
     """A list has room for one of them; what was said long ago gives way."""
     heads = Heads()
-    part, kept = LiveVocabulary(heads, kept=[3]), 3
+    part, kept = started(heads, kept=[3]), 3
     for language in (range(50, 98), range(48), range(50, 98)):
         for _ in range(12):
             spoken(part, dict.fromkeys(language, -(-SPAN // len(language))))
