@@ -9,7 +9,8 @@ from sglang_dspark.engine.sglang_types import ServerArgs
 def has_list(args: ServerArgs) -> bool:
     """Return whether the operator has named a list."""
     server = attached(args)
-    return isinstance(server, DSparkServer) and server.config.draft_vocabulary is not None
+    listed = isinstance(server, DSparkServer) and server.config.draft_vocabulary is not None
+    return listed and server.drafter is not None
 
 
 FEATURE = Feature(__name__, is_used=has_list, part="served.LiveVocabulary.of")
