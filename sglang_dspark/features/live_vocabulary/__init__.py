@@ -9,8 +9,9 @@ from sglang_dspark.engine.sglang_types import ServerArgs
 def has_list(args: ServerArgs) -> bool:
     """Return whether the operator has named a list."""
     server = attached(args)
-    listed = isinstance(server, DSparkServer) and server.config.draft_vocabulary is not None
-    return listed and server.drafter is not None
+    if not isinstance(server, DSparkServer) or server.drafter is None:
+        return False
+    return server.config.draft_vocabulary is not None
 
 
 FEATURE = Feature(__name__, is_used=has_list, part="served.LiveVocabulary.of")
