@@ -11,7 +11,9 @@ import torch
 from cases import Case, case
 from dspark_kernels import (
     CommitRows,
+    HeldRows,
     PagedWindows,
+    hold_rows,
     kv_inject,
     num_splits,
     qk_norm_rope,
@@ -39,7 +41,8 @@ _SIGHTS = {  # sliding window, and whether it is counted from the anchor
     ", window of 128 and sinks": (128, False),
     ", window of 1024 in a pool of its own": (1024, False),
 }
-_LAYERS, (_HEADS, _KV_HEADS, _HEAD_DIM) = 5, _SHAPES["Qwen3-4B"]  # of its drafter
+_LAYERS, (_HEADS, _KV_HEADS, _HEAD_DIM) = 5, _SHAPES["Qwen3-4B"]  # of its drafter, which taps as many layers
+_HIDDEN_SIZE = 2560
 _POOL_SLOTS = 1 << 16
 _DTYPE = torch.bfloat16
 
@@ -115,13 +118,17 @@ def _rotation(num_rows: int, device: torch.device) -> Case:
 
 
 def _injections(device: torch.device) -> Iterator[Case]:
-    """Yield verified blocks, and a chunk of a prompt."""
+    """Yield verified blocks, a chunk of a prompt, and plain steps whose rows are held."""
     for bs in (1, 8, 64, 256):
         columns = torch.arange(_GAMMA + 1, device=device).repeat(bs)
         requests = torch.arange(bs, device=device).repeat_interleave(_GAMMA + 1)
         accepted = torch.randint(0, _GAMMA + 1, (bs,), device=device)
         yield _injection(device, "kv_inject", bs * (_GAMMA + 1), CommitRows(columns, requests, accepted))
     yield _injection(device, "kv_inject prefill", 8192, None)
+    for bs in (1, 64):
+        features = torch.randn(bs, _LAYERS * _HIDDEN_SIZE, device=device).to(_DTYPE)
+        numbers = torch.ones(bs, dtype=torch.int64, device=device)
+        yield case(hold_rows, features, numbers, numbers, HeldRows.empty(512, features.shape[1], _DTYPE, device))
 
 
 def _injection(device: torch.device, name: str, num_rows: int, rows: CommitRows | None) -> Case:

@@ -26,6 +26,7 @@ from dspark_kernels.attention.blocks import (
     block_groups,
     block_windows,
 )
+from dspark_kernels.attention.held_rows import HeldRows, hold_rows, hold_rows_ref
 from dspark_kernels.attention.injection import CommitRows, kv_inject, kv_inject_ref
 from dspark_kernels.attention.ragged import ContextGroup, VisibleKeys, attend_groups, group_contexts
 from dspark_kernels.attention.rotation import qk_norm_rope, qk_norm_rope_ref
@@ -129,6 +130,7 @@ __all__ = [
     "DraftHeads",
     "DraftVocabulary",
     "FilterParams",
+    "HeldRows",
     "Int8Weight",
     "LatentHead",
     "MarkovWalk",
@@ -182,6 +184,8 @@ __all__ = [
     "gated_delta",
     "gated_delta_ref",
     "group_contexts",
+    "hold_rows",
+    "hold_rows_ref",
     "int8_linear",
     "int8_linear_ref",
     "inverse_cdf",

@@ -10,6 +10,7 @@ ROOMS = (
     "experts",
     "hidden_states",
     "host_cache",
+    "live_vocabulary",
     "logprobs",
     "memory",
     "mixed_chunks",

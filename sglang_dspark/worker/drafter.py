@@ -1,4 +1,4 @@
-"""The drafter of a server: its network, its K/V and its heads, or nothing of all that."""
+"""The drafter of a server: its network, its K/V and its heads."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, Self
 
+import numpy as np
 import torch
 from dspark_kernels import (
     AcceptResult,
     Candidates,
     CommitRows,
     DraftBlock,
-    DraftVocabulary,
+    HeldRows,
     draft_block,
+    hold_rows,
     prepare,
     runs_kernels,
 )
+from numpy.typing import NDArray
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig, flag_name
@@ -38,6 +41,10 @@ from sglang_dspark.worker.draft_attention import block_attend
 
 logger = logging.getLogger(__name__)
 
+# Rows whose K/V is computed at once, and the largest plain step whose rows wait for it: of more rows, a product reads
+# its weights for enough of them.
+_HELD, _STEP = 512, 64
+
 
 class Drafter:
     """A draft network beside its target.
@@ -56,9 +63,11 @@ class Drafter:
         cache: K/V of the context; made by :meth:`allocate`.
         window: of the context, that the network sees; None for all that its layers see.
         candidates: finds what competes with its tokens; None if nothing does.
+        held: rows of plain steps whose K/V is still to be computed.
     """
 
     cache: DraftCache
+    held = 0
 
     def __init__(
         self,
@@ -77,6 +86,7 @@ class Drafter:
         self.mask_token_id = self.config.mask_token_id
         self._device, self._checkpoint, self._target = device, checkpoint, target
         self.window, self.candidates = window, candidates
+        self._held: HeldRows | None = None
 
     @classmethod
     def load(
@@ -190,9 +200,9 @@ class Drafter:
         self.heads.follow()
 
     @property
-    def vocabulary(self) -> DraftVocabulary | None:
-        """Return the tokens that the network proposes; None for all."""
-        return self.heads.vocabulary
+    def proposed(self) -> NDArray[np.bool_] | None:
+        """Return :attr:`Listed.has`; None if all tokens are proposed."""
+        return None if self.heads.listed is None else self.heads.listed.has
 
     def allocate(self, num_slots: int, dtype: torch.dtype) -> DraftCache:
         """Make the pool of K/V slots."""
@@ -253,9 +263,41 @@ class Drafter:
         """Ids and positions [bs, num_slots] of the blocks: the anchor, and masks after it."""
         return prepare(step.requests, self.num_slots, self.mask_token_id).block(len(step))
 
+    def hold_rows(self) -> None:
+        """Hold rows of plain steps from now on, until :meth:`settle`: nothing but a draft may read the K/V."""
+        width = self.config.num_taps * self.config.hidden_size
+        self._held = HeldRows.empty(_HELD, width, self._target.dtype, self._device)
+
+    def committed(self, plan: VerifyPlan) -> None:
+        """Count the rows of a plain step that was launched, if they are held."""
+        if self._holds(plan):
+            self.held += len(plan.input_ids)
+            if self.held > _HELD - _STEP:
+                self.settle()
+
+    def settle(self) -> None:
+        """Write the K/V of the rows that are held: before a draft reads it, and before their slots can be others'."""
+        if self.held:
+            assert self._held is not None, "rows are held"
+            self.cache.inject(self.model, *self._held.first(self.held))
+            self.forget_held()
+
+    def forget_held(self) -> None:
+        """Drop the rows that are held, and those that steps before the first request have left."""
+        self.held = 0
+        if self._held is not None:
+            self._held.end.zero_()
+
+    def _holds(self, plan: VerifyPlan) -> bool:
+        return self._held is not None and plan.width == 1 and len(plan.input_ids) <= _STEP
+
     def commit(self, plan: VerifyPlan, accepted: AcceptResult, captured: torch.Tensor) -> None:
-        """Write the K/V of the anchor and the accepted drafts of every request."""
+        """Write the K/V of the anchor and the accepted drafts of every request, or hold the rows of a plain step."""
         self.cache.remember(plan.input_ids, plan.slots)
+        if self._holds(plan):
+            assert self._held is not None, "rows are held"
+            hold_rows(self._target.features(plan.input_ids, captured), plan.positions, plan.slots, self._held)
+            return
         kept, rows = CommitRows(plan.columns, plan.requests, accepted.accept_lens).narrowed()
         self.inject(plan.input_ids[kept], captured[kept], plan.positions[kept], plan.slots[kept], rows)
 
@@ -277,11 +319,12 @@ class Drafter:
             input_ids: or embeddings [n, d], see :meth:`Target.features`.
             rows: which of them count; None for all.
         """
+        self.settle()
         self.cache.inject(self.model, self._target.features(input_ids, captured), positions, slots, rows)
 
     def describe(self) -> dict[str, Any] | None:
         """Return a description of the checkpoint, as JSON."""
-        config, vocabulary = self.config, self.vocabulary
+        config, listed = self.config, self.heads.listed
         return {
             "path": self._checkpoint.path,
             "block_size": config.gamma,
@@ -290,7 +333,7 @@ class Drafter:
             "markov_head_type": config.markov_head_type if config.markov_rank else None,
             "markov_rank": config.markov_rank,
             "confidence_head": config.predicts_acceptance,
-            "vocab_size": config.vocab_size if vocabulary is None else len(vocabulary.token_ids),
+            "vocab_size": config.vocab_size if listed is None else len(listed.tokens),
             "quantization": "int8" if self.model.eight_bits else None,
             "window": None if self.window is None else asdict(self.window),
         }
@@ -303,66 +346,3 @@ def log_remarks(path: str, reading: Reading) -> None:
         logger.log(level, "DSPARK drafter %s: %s", path, remark.sentence)
     if reading.unknown_keys:
         logger.warning("DSPARK drafter %s: unknown keys in config.json: %s", path, ", ".join(reading.unknown_keys))
-
-
-class NoDrafter:
-    """A server without a drafter: steps are plain but for the candidates that requests name.
-
-    There is no draft K/V, and nothing is read from the target's layers.
-
-    Args:
-        vocab_size: of the target.
-        candidates: finds them; None if nothing does.
-    """
-
-    num_drawn = 0
-    vocabulary = None
-    mask_token_id = 0  # of staged blocks that are not read
-
-    def __init__(
-        self,
-        options: DSparkConfig,
-        vocab_size: int,
-        device: torch.device,
-        candidates: CandidateSource | None = None,
-    ) -> None:
-        self.candidates = candidates
-        self.gamma = self.num_slots = options.gamma(None)
-        self._vocab_size, self._device = vocab_size, device
-        logger.info("DSPARK: no drafter; requests that name a text speculate")
-
-    def follow_target(self) -> None:
-        """Do nothing: nothing is read from the target."""
-
-    def allocate(self, num_slots: int, dtype: torch.dtype) -> None:
-        """Make room for the tokens of the slots: there is no K/V."""
-        self._tokens = torch.full((num_slots,), -1, device=self._device)
-
-    def calibration(self, options: DSparkConfig, max_verify: int) -> None:
-        """Return None: there is nothing to calibrate."""
-
-    def propose(self, step: DecodeBatch, depth: int, *_given: Any) -> DraftBlock:
-        """Return the candidates that requests have named."""
-        if self.candidates is None:
-            chains = Candidates.no_chains(len(step), depth, self._device)
-        else:
-            chains = self.candidates.find(step, self._tokens, depth)
-        return DraftBlock.of_chains(chains, depth)
-
-    def drafts_for(self, req: Any) -> bool:
-        """Return whether SGLang's request names candidates."""
-        return self.candidates is not None and self.candidates.names_drafts(req)
-
-    def commit(self, plan: VerifyPlan, accepted: AcceptResult, captured: torch.Tensor) -> None:
-        """Keep the tokens alone: the target's K/V is all there is."""
-        self._tokens[plan.slots] = plan.input_ids
-
-    def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keep tokens [n] of requests' texts with their slots [n]; those of pictures have ids of no vocabulary."""
-        self._tokens[slots] = torch.where(tokens < self._vocab_size, tokens, -1)
-
-    def inject(self, *rows: Any) -> None:
-        """Write nothing: there is no K/V."""
-
-    def describe(self) -> None:
-        """Return None: there is no checkpoint."""

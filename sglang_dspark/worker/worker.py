@@ -38,10 +38,11 @@ from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, StepOutcome, TargetOutput, VerifyPlan
-from sglang_dspark.worker.drafter import Drafter, NoDrafter
+from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.executors.captured import CapturedSteps
 from sglang_dspark.worker.executors.eager import EagerExecutor
 from sglang_dspark.worker.executors.selector import ExecutorSelector
+from sglang_dspark.worker.no_drafter import NoDrafter
 from sglang_dspark.worker.startup.late_kernels import report_late_kernels
 from sglang_dspark.worker.startup.measured_steps import MeasuredSteps
 from sglang_dspark.worker.startup.warm_up import hold_largest_step, on_stream_of_steps, warm_up
@@ -68,6 +69,7 @@ class DSparkWorker(SpecWorkerBase):
         self.request_options = CachedByBatch(asked)
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
+        self.held_of: BatchOptions | None = None  # the requests whose rows the drafter holds
 
     def load_drafter(self) -> Drafter | NoDrafter:
         """Return the drafter that the options name."""
@@ -94,6 +96,8 @@ class DSparkWorker(SpecWorkerBase):
             simulated = SimulatedAcceptance(rates, runner)
             self.parts, self.eager.draws = (*self.parts, simulated), simulated.draws
         self.control = StepControl(self.schedule, self.agreement, self.parts, self.on_gpu)
+        if self.draft_pool is None:  # or SGLang may copy draft K/V at any time
+            self.drafter.hold_rows()
         words = most_words(int(runner.req_to_token_pool.size), self.max_verify, self.drafter.gamma)
         self.copies = PackedCopies(words, self.device)
         if self.on_gpu:
@@ -109,6 +113,7 @@ class DSparkWorker(SpecWorkerBase):
                 hold_largest_step(self.eager, self.target_worker, self.max_verify, self.parts)
             if self.drafter.num_drawn:
                 table = self.step_times()
+        self.drafter.forget_held()
         self.schedule.start(table, fixed_draft_shape=self.executors.captured is not None)
         if self.on_gpu:
             report_late_kernels()
@@ -166,6 +171,9 @@ class DSparkWorker(SpecWorkerBase):
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit."""
         options = self.request_options.read(batch.reqs)
+        if options is not self.held_of:  # slots of a request that has left may be others' from now on
+            self.drafter.settle()
+            self.held_of = options
         adjusting = [part for feature in self.parts if (part := feature.step_comes(batch)) is not None]
         step = self.read(batch, adjusted=bool(adjusting))
         decision = self.control.choose(batch, options)
@@ -269,5 +277,5 @@ class DSparkWorker(SpecWorkerBase):
             self.drafter.gamma,
             cuda_graphs=self.executors.captured is not None,
             drafter=drafter,
-            vocabulary=self.drafter.vocabulary,
+            proposed=self.drafter.proposed,
         )

@@ -4,6 +4,7 @@ import pytest
 import torch
 from dspark_kernels import (
     ConfidenceWeights,
+    HeldRows,
     PreparedStep,
     StepRequests,
     VerifyRows,
@@ -14,6 +15,7 @@ from dspark_kernels import (
     commit_gated_delta,
     distribution_loss,
     gated_delta,
+    hold_rows,
     kv_inject,
     plan_top,
     plan_uniform,
@@ -77,6 +79,10 @@ def injected(width=2 * 2 * 3 * 64, apart=False):
     return kv_inject(Z(3, width), Z(2, 64), EPS, Z(32), N(3), N(3), pools)
 
 
+def held(rows=3, width=12):
+    return hold_rows(Z(rows, width), N(rows), N(rows), HeldRows.empty(4, 12, torch.float32, "cpu"))
+
+
 def confident(form, w1):
     return form(Z(3, 4, 6), N(3), N(3, 4), ConfidenceWeights(Z(6 + 5), Z(1)), w1)
 
@@ -128,6 +134,8 @@ REFUSED = {
     "an odd width": (lambda: silu_mul(Z(1, 5)), r"2 \* I"),
     "a narrow projection": (lambda: injected(width=2 * 2 * 3 * 64 - 1), r"L \* 2 \* kv_heads \* hd"),
     "a pool that lies apart": (lambda: injected(apart=True), "contiguous"),
+    "rows of another width": (lambda: held(width=11), "up to 4 rows of 12 numbers"),
+    "more rows than a ring has": (lambda: held(rows=5), "up to 4 rows of 12 numbers"),
     "a head of another rank": (lambda: confident(block_confidence, Z(9, 4)), "same checkpoint"),
     "no embeddings": (lambda: confident(block_confidence, None), "same checkpoint"),
     "another rank, in torch": (lambda: confident(block_confidence.reference, Z(9, 4)), "same checkpoint"),

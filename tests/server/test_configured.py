@@ -21,6 +21,7 @@ from golden_server import (
 )
 
 RUNNING = 2
+SPOKEN = [token for token in range(256) if token % 5 == 4]  # what the list lacks
 
 
 def test_the_server_says_how_it_was_configured(configured):
@@ -102,3 +103,18 @@ def test_a_request_of_higher_priority_goes_first(configured, plain):
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers.values()) > 0
     unranked = [{**body, "priority": None} for body in bodies]
     assert [answers[number]["output_ids"] for number in range(4)] == output_ids(plain, unranked, 4)
+
+
+def test_a_change_of_language_changes_what_is_proposed(configured, plain):
+    """Texts stay the target's, and the list soon has their tokens."""
+    bias = {str(token): -1000.0 for token in {*PROPOSED, 1}}
+    replaced, shares = configured.get_json("/dspark/stats")["replaced_tokens"], []
+    for length in (280, 30):
+        bodies = [greedy([5 + i, 9, 7], length, {"logit_bias": bias, "ignore_eos": True}) for i in range(4)]
+        before = configured.get_json("/dspark/stats")
+        texts = output_ids(configured, bodies, RUNNING)
+        assert texts == output_ids(plain, bodies, 4) and {*itertools.chain(*texts)} <= {*SPOKEN}
+        after = configured.get_json("/dspark/stats")
+        missing, tokens = (after[name] - before[name] for name in ("unproposed_tokens", "committed_tokens"))
+        shares.append(1 - missing / tokens)
+    assert after["replaced_tokens"] > replaced and shares[0] < 0.98 < shares[1]

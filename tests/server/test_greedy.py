@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 from typing import Any
 
 from golden_server import (
     CASES,
+    DRAFTER_ALONE,
     assert_golden_traces,
     assert_pool_is_whole,
     endless,
@@ -18,6 +20,7 @@ from golden_server import (
     output_ids,
     policy,
     prompts,
+    rounds_of,
     with_options,
 )
 
@@ -34,6 +37,39 @@ POLICIES: list[dict[str, Any]] = [
 def test_golden_traces(dspark):
     """Drafts, verified and accepted counts, and text of every golden case."""
     assert_golden_traces(dspark)
+
+
+def drafts_behind(server, ids, number):
+    """Return the first rounds behind a prompt under ``static``, and how many of its tokens were cached."""
+    with policy(server, "static"):
+        [answer] = generate(server, [endless(ids, 8 * number, speculation=DRAFTER_ALONE)], 1)
+    rounds = [(entry["start"], entry["draft"], entry["accepted"]) for entry in rounds_of(answer)]
+    return rounds[:number], answer["meta_info"]["cached_tokens"]
+
+
+def test_drafts_behind_plain_steps(dspark):
+    """Of a text while which the policy changes, and behind a cached one: those behind a prompt of the same tokens."""
+    answers: list[dict[str, Any]] = []
+    body = endless(CASES[0]["prompt_ids"], 300, speculation=DRAFTER_ALONE)
+    with policy(dspark, "off"):
+        committed, deadline = dspark.get_json("/dspark/stats")["committed_tokens"], time.monotonic() + 60
+        thread = in_background(lambda: answers.extend(generate(dspark, [body], 1)))
+        while dspark.get_json("/dspark/stats")["committed_tokens"] < committed + 20:
+            assert time.monotonic() < deadline
+        with policy(dspark, "static"):
+            thread.join()
+    text = CASES[0]["prompt_ids"] + answers[0]["output_ids"]
+    behind = [entry for entry in rounds_of(answers[0]) if entry["draft"]][:6]
+    start = behind[0]["start"]
+    assert start >= len(CASES[0]["prompt_ids"]) + 20
+    dspark.flush_cache()
+    expected, _ = drafts_behind(dspark, text[:start], 6)
+    assert [(entry["start"], entry["draft"], entry["accepted"]) for entry in behind] == expected
+    dspark.flush_cache()
+    with policy(dspark, "off"):
+        generate(dspark, [endless(CASES[0]["prompt_ids"], start - len(CASES[0]["prompt_ids"]))], 1)
+    found, cached = drafts_behind(dspark, text[:start], 6)
+    assert found == expected and cached >= start - 2
 
 
 def test_text_equals_the_target_alone(dspark, plain):

@@ -12,6 +12,7 @@ from dspark_kernels import (
     Adjustment,
     AdjustmentTable,
     CommitRows,
+    HeldRows,
     Int8Weight,
     PagedWindows,
     PlanNumbers,
@@ -96,6 +97,17 @@ def kv_inject(form, made, rows, layers, heads, head_dim):
     given = made.rand(layers, head_dim), EPS, frequencies(made, head_dim), made.numbers(room, most=2000)
     form(projected, *given, places.long().to(made.device), pools, kept)
     return [pool[:, 1:] for pool in pools]
+
+
+@case((3, 20), (1, 1), (7, 2500), (12, 40), (0, 24), dtypes=DTYPES)
+def hold_rows(form, made, rows, width):
+    """Twice, behind rows that have come, over the end of a ring; rows may lie apart."""
+    held = HeldRows.empty(12, width, made.dtype, made.device)
+    held.end.fill_(8)
+    for _ in range(2):
+        features, room = made.rand(rows, width + 3)[:, :width], made.room(rows)
+        form(features, made.numbers(room, most=99)[:rows], made.numbers(room, most=99)[:rows].int(), held)
+    return [held.features, held.positions, held.slots, held.end]
 
 
 # ---- attention

@@ -35,8 +35,9 @@ from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DecodeBatch, StepHooks, StepOutcome, TargetOutput, VerifyPlan
-from sglang_dspark.worker.drafter import Drafter, NoDrafter
+from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.executors.eager import EagerExecutor
+from sglang_dspark.worker.no_drafter import NoDrafter
 
 DATA = Path(__file__).parents[1] / "data" / "golden"
 DRAFT = DATA / "vanilla_g7"

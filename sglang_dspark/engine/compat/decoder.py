@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dspark_kernels import DraftVocabulary
+import numpy as np
+from numpy.typing import NDArray
 
 from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.sglang_types import ServerArgs, TpModelWorker
@@ -29,14 +30,14 @@ class Decoding:
         gamma: drafts of a block.
         cuda_graphs: whether steps are replayed from CUDA graphs.
         drafter: what is known of its checkpoint, as JSON; None if none is served.
-        vocabulary: tokens that it proposes, where these are known not to be all.
+        proposed: [V + 1] whether it proposes a token, and True, as is in force at any time; None if it may propose all.
     """
 
     reason: str
     gamma: int
     cuda_graphs: bool
     drafter: dict[str, Any] | None
-    vocabulary: DraftVocabulary | None = None
+    proposed: NDArray[np.bool_] | None = None
 
 
 class Decoder(Protocol):

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
-from dspark_kernels import DraftVocabulary
+from numpy.typing import NDArray
 
 from sglang_dspark.config import flag_name
 from sglang_dspark.step.record import StepRecord
@@ -27,17 +27,12 @@ class Coverage:
     """Counts what steps commit. The log says once that too many of the last tokens are none that the drafter proposes.
 
     Args:
-        vocabulary: what it proposes; None for all tokens.
+        proposed: [V + 1] whether it proposes a token; the last one is for the -1 behind a request's tokens. None for
+            all tokens.
     """
 
-    def __init__(self, vocabulary: DraftVocabulary | None) -> None:
-        self._proposed = None
-        if vocabulary is not None:
-            ids = vocabulary.token_ids.cpu().numpy()
-            # One more, which the -1 behind a request's tokens finds.
-            self._proposed = np.zeros(vocabulary.vocab_size + 1, bool)
-            self._proposed[ids] = self._proposed[-1] = True
-            self._words = f"{len(ids):,} of {vocabulary.vocab_size:,} tokens"
+    def __init__(self, proposed: NDArray[np.bool_] | None) -> None:
+        self._proposed = proposed
         self._tokens = self._missing = 0
         self._warned = False
 
@@ -60,14 +55,14 @@ class Coverage:
 
     def _judge(self) -> None:
         covered = 1 - self._missing / self._tokens
-        if covered >= LEAST or self._warned:
+        if self._proposed is None or covered >= LEAST or self._warned:
             return
         self._warned = True
         logger.warning(
-            "DSPARK: the drafter proposes %s, which are %.1f %% of the last %d tokens of answers; blocks end at the "
-            "others. Texts stay exact, but decoding is slower. If the drafter has heads for all tokens, write a list "
-            "from such texts with `sglang-dspark vocabulary`, and pass it with %s",
-            self._words,
+            "DSPARK: the drafter proposes %d of %d tokens, which are %.1f %% of the last %d tokens of answers; blocks "
+            "end at the others. Texts stay exact, but decoding is slower. If the drafter has heads for all tokens, a "
+            "list by `sglang-dspark vocabulary`, passed with %s, follows the answers",
+            *(self._proposed[:-1].sum(), len(self._proposed) - 1),
             100 * covered,
             self._tokens,
             flag_name("draft_vocabulary"),

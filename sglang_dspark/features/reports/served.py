@@ -51,7 +51,7 @@ class Reports(Part):
         """Begin to count, and say in the log how the server decodes."""
         decoding = self._decoder.decoding()
         self._counters = Counters(decoding.gamma, self._decoder.schedule.forecast.predicted)
-        self._coverage = Coverage(decoding.vocabulary)
+        self._coverage = Coverage(decoding.proposed)
         self._recent = Recent(self._counters)
         self._versions = Versions(self._counters, self._version())
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))

@@ -18,7 +18,8 @@ from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selected import build_plan
 from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, StepOutcome, TargetOutput, VerifyPlan
-from sglang_dspark.worker.drafter import Drafter, NoDrafter
+from sglang_dspark.worker.drafter import Drafter
+from sglang_dspark.worker.no_drafter import NoDrafter
 
 
 class EagerExecutor:
@@ -50,8 +51,13 @@ class EagerExecutor:
 
     def run(self, step: DecodeBatch, decision: StepDecision, hooks: StepHooks) -> StepOutcome:
         """Draft, plan, verify, accept, publish and commit."""
+        if decision.draft_len and self.drafter.held:
+            self.drafter.settle()
         self.stage(step, decision)
-        return self.finish(step, decision, self.draft(step, decision), hooks)
+        outcome = self.finish(step, decision, self.draft(step, decision), hooks)
+        if decision.draft_len == 0:
+            self.drafter.committed(outcome.plan)
+        return outcome
 
     def finish(self, step: DecodeBatch, decision: StepDecision, draft: DraftOutput, hooks: StepHooks) -> StepOutcome:
         """Run what follows the draft."""

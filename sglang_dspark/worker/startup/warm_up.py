@@ -37,8 +37,9 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
 from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, TargetOutput, VerifyPlan
-from sglang_dspark.worker.drafter import Drafter, NoDrafter
+from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.executors.eager import EagerExecutor
+from sglang_dspark.worker.no_drafter import NoDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -239,6 +240,9 @@ class _WarmUpSteps:
             draft = executor.draft(step, decision)
             accepted = executor.accept(step, draft, plan, target)
         executor.commit(plan, accepted, target)
+        if decision.draft_len == 0:
+            executor.drafter.committed(plan)
+            executor.drafter.settle()
         return plan, target
 
     def _batch(self, mix: _Mix) -> DecodeBatch:
