@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from sglang_dspark.scheduling.forecast import UPDATE_STEPS
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.lone_credit import LoneCredit
-from sglang_dspark.scheduling.planner import Candidate, Evaluation, evaluate_steps
-from sglang_dspark.scheduling.policies import Policy
+from sglang_dspark.scheduling.planner import Candidate, Evaluation, evaluate_steps, worth_most_beside
+from sglang_dspark.scheduling.policies import Beside, Policy
 from sglang_dspark.scheduling.step_times import StepTimes
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import TopK
@@ -65,13 +65,19 @@ class AutoPolicy(Policy):
     _trials: int = field(default=0, init=False)  # explorations and probes
     _last: Candidate | None = field(default=None, init=False)
 
-    def choose(self, requests: int, context: float) -> StepDecision:
+    def choose(self, requests: int, context: float, beside: Beside | None = None) -> StepDecision:
         steps = self._evaluate(requests, context)
         if self.survivals.num_observed >= MIN_ROUNDS:
             lead = steps.best.tokens_per_ms / steps.plain.tokens_per_ms - 1
             self.parked = lead < (MARGIN if self.parked else 0.0)
         best = self._last = steps.plain if self.parked else steps.best
         decision = _decision(best, requests)
+        if beside is not None:  # such a step's time says nothing about others
+            self.probing = False
+            if self.parked:
+                return decision
+            worth = steps.best.tokens_per_ms
+            return _decision(worth_most_beside(self.times, self.survivals, requests, context, beside, worth), requests)
         trial = self._trial(best, requests, context) or decision
         self.probing = trial != decision
         return trial

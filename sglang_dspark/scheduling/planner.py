@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
+from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.scheduling.step_times import StepTimes
 
 
@@ -85,3 +86,28 @@ def evaluate_steps(
         by_drafts=[plain, *(candidate(int(rates[:, column].argmax()), column) for column in columns)],
         best=candidate(*divmod(int(rates.argmax()), rates.shape[1])),
     )
+
+
+def worth_most_beside(
+    times: StepTimes, survivals: LaggedSurvivals, requests: int, context: float, beside: Beside, worth: float
+) -> Candidate:
+    """Return the step that commits the most tokens beyond what its time is worth, beside rows that take some of it.
+
+    A ratio of tokens to time would charge the drafts for those rows, and buy too many.
+
+    Args:
+        beside: rows of its verification that are none of the requests'.
+        worth: tokens per millisecond of the best step without such rows.
+    """
+    joined = times.load(requests + beside.requests)
+    first = int(joined.room_for(requests + beside.rows))
+    verify_ms = times.step_ms(requests + beside.requests, context)[0, first:]
+    alone_ms = times.step_ms(requests, context)[:, 0]
+    drafts = np.minimum(joined.num_tokens[first:] - beside.rows - requests, requests * times.table.gamma)
+    # [1 + depths, n], the plain step first.
+    ms = verify_ms + np.append(0.0, alone_ms[list(survivals.depths)] - alone_ms[0])[:, None]
+    gains = survivals.gains(requests)[:, drafts]
+    committed = requests + np.concatenate([np.zeros((1, len(drafts))), gains])
+    row, column = divmod(int((committed - worth * ms).argmax()), len(drafts))
+    depth = 0 if row == 0 else survivals.depths[row - 1]
+    return Candidate(depth, requests + int(drafts[column]), float(ms[row, column]), float(committed[row, column]))

@@ -5,11 +5,18 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_dspark.scheduling.step_times import StepTimes
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold
+
+
+class Beside(NamedTuple):
+    """Rows that a step verifies whatever it decides, such as those of prompts: how many, laid out as these requests."""
+
+    requests: int
+    rows: int
 
 
 class Policy(ABC):
@@ -31,8 +38,12 @@ class Policy(ABC):
         """Return the name, as in the flag and in reports."""
 
     @abstractmethod
-    def choose(self, requests: int, context: float) -> StepDecision:
-        """Decide a step of ``requests`` requests with ``context`` tokens of context each on average."""
+    def choose(self, requests: int, context: float, beside: Beside | None = None) -> StepDecision:
+        """Decide a step of ``requests`` requests with ``context`` tokens of context each on average.
+
+        Args:
+            beside: further rows of its verification, whose time a policy may count.
+        """
 
     @abstractmethod
     def report(self) -> dict[str, Any]:
@@ -55,7 +66,7 @@ class FixedPolicy(Policy):
     name: str = "static"
     needs_confidence: bool = False
 
-    def choose(self, requests: int, context: float) -> StepDecision:
+    def choose(self, requests: int, context: float, beside: Beside | None = None) -> StepDecision:
         return StepDecision(self.verify_len, FixedLength()) if self.verify_len else PLAIN
 
     def report(self) -> dict[str, Any]:
@@ -71,7 +82,7 @@ class ThresholdPolicy(Policy):
     name: str = "threshold"
     needs_confidence: bool = True
 
-    def choose(self, requests: int, context: float) -> StepDecision:
+    def choose(self, requests: int, context: float, beside: Beside | None = None) -> StepDecision:
         return StepDecision(self.gamma, Threshold(self.threshold))
 
     def report(self) -> dict[str, Any]:
@@ -87,7 +98,7 @@ class EarlyStopPolicy(Policy):
     name: str = "early-stop"
     needs_confidence: bool = True
 
-    def choose(self, requests: int, context: float) -> StepDecision:
+    def choose(self, requests: int, context: float, beside: Beside | None = None) -> StepDecision:
         step_ms = self.times.by_drafts(requests, self.gamma, context)
         return StepDecision(self.gamma, EarlyStop(tuple(step_ms.tolist())))
 

@@ -14,7 +14,7 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.auto_policy import AutoPolicy, draft_depths
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
-from sglang_dspark.scheduling.policies import EarlyStopPolicy, FixedPolicy, Policy, ThresholdPolicy
+from sglang_dspark.scheduling.policies import Beside, EarlyStopPolicy, FixedPolicy, Policy, ThresholdPolicy
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.scheduling.step_clock import StepClock
 from sglang_dspark.scheduling.step_feedback import StepFeedback
@@ -162,6 +162,7 @@ class Schedule:
         context: float,
         limits: RequestLimits | None = None,
         weights: Sequence[float] | None = None,
+        beside: Beside | None = None,
         *,
         traced: bool = False,
         awaited: bool = False,
@@ -173,20 +174,21 @@ class Schedule:
             context: mean context tokens per request.
             limits: what the requests ask for themselves; None if no request asks for anything.
             weights: what a draft of each request counts beside those of others; None if all count alike.
+            beside: further rows of the step's verification.
             traced: whether a request wants to be told the confidences.
             awaited: whether the host of a GPU has waited for the step behind; see :meth:`StepClock.start_step`.
         """
         self._clock.start_step(self.times, awaited=awaited)
-        decision = self._choose(requests, context).within(limits).weighted(weights)
+        decision = self._choose(requests, context, beside).within(limits).weighted(weights)
         if len(requests) == 1 and not self.policy.affords(requests[0], decision, context):
             decision = PLAIN
         self._clock.decided()
         with_confidence = traced or decision.has_threshold or self.policy.needs_confidence
         return replace(decision, context=context, with_confidence=with_confidence)
 
-    def _choose(self, requests: Sequence[str], context: float) -> StepDecision:
+    def _choose(self, requests: Sequence[str], context: float, beside: Beside | None) -> StepDecision:
         """Return the policy's step for all requests, or only for those whose own blocks are worth drafting."""
-        decision = self.policy.choose(len(requests), context)
+        decision = self.policy.choose(len(requests), context, beside)
         # A parked server drafts in probes alone. Leaving some out saves nothing if all are drafted together, and a
         # trial of one that is left out would cost what leaving it out saves.
         if len(requests) == 1 or self.policy.parked or self.policy.probing or self.fixed_draft_shape:

@@ -31,14 +31,17 @@ from sglang_dspark.engine.scheduler.simulated import SimulatedAcceptance
 from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
+from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.device_time import DeviceTimer
+from sglang_dspark.step.given import GivenRows, drafted
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, StepOutcome, TargetOutput, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, StepHooks, StepOutcome, VerifyPlan
 from sglang_dspark.worker.drafter import Drafter
+from sglang_dspark.worker.executors.beside import BesideExecutor
 from sglang_dspark.worker.executors.captured import CapturedSteps
 from sglang_dspark.worker.executors.eager import EagerExecutor
 from sglang_dspark.worker.executors.selector import ExecutorSelector
@@ -168,17 +171,24 @@ class DSparkWorker(SpecWorkerBase):
         return [weight.data_ptr() for weight in self.target_worker.model_runner.model.parameters()]
 
     @torch.no_grad()
-    def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
-        """Choose, draft, plan, verify, accept, publish, commit."""
+    def decode(self, batch: Any, publish: Publish, beside: GivenRows | None = None) -> DSparkBatchResult:
+        """Choose, draft, plan, verify, accept, publish, commit.
+
+        Args:
+            beside: rows behind those of the verification; None if there are none.
+        """
         options = self.request_options.read(batch.reqs)
         if options is not self.held_of:  # slots of a request that has left may be others' from now on
             self.drafter.settle()
             self.held_of = options
         adjusting = [part for feature in self.parts if (part := feature.step_comes(batch)) is not None]
         step = self.read(batch, adjusted=bool(adjusting))
-        decision = self.control.choose(batch, options)
+        size = None if beside is None else Beside(len(beside.step), len(beside.step) + beside.num_drafts)
+        decision = self.control.choose(batch, options, size)
         span = self.timer.begin()
         executor = self.executors.select(step, decision)
+        if beside is not None:
+            executor = BesideExecutor(executor, self.executors.select, beside)
         outcome = executor.run(step, decision, self.hooks(adjusting, publish))
         self.schedule.end_step(decision, len(step), len(outcome.plan.input_ids))
         tokens = outcome.accepted.out_tokens
@@ -193,14 +203,14 @@ class DSparkWorker(SpecWorkerBase):
         span.end()
         return result
 
-    def verify(
-        self, step: DecodeBatch, draft: DraftOutput, decision: StepDecision
-    ) -> tuple[VerifyPlan, TargetOutput, bool]:
-        """Run the target over drafts that are given, and accept none; by a graph, the last value, if one has room."""
-        executor = self.executors.select(step, decision)
-        executor.stage(step, decision)
-        plan = executor.plan(step, executor.take(draft), decision)
-        return plan, executor.verify(step, plan), executor.in_graphs
+    def verify(self, given: GivenRows) -> bool:
+        """Run the target over given rows alone; return whether by a graph."""
+        draft, decision = drafted(given.tokens, given.ranks, given.num_drafts)
+        executor = self.executors.select(given.step, decision)
+        executor.stage(given.step, decision)
+        plan = executor.plan(given.step, executor.take(draft), decision)
+        given.read(plan, executor.verify(given.step, plan), 0)
+        return executor.in_graphs
 
     def read(self, batch: Any, *, adjusted: bool) -> DecodeBatch:
         """Read the step ahead out of SGLang's batch."""

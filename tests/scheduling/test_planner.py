@@ -5,7 +5,8 @@ import pytest
 from step_tables import GAMMA, compute_bound, random_table
 
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
-from sglang_dspark.scheduling.planner import evaluate_steps
+from sglang_dspark.scheduling.planner import evaluate_steps, worth_most_beside
+from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
 
 ALL_DEPTHS = tuple(range(1, GAMMA + 1))
@@ -41,6 +42,29 @@ def test_the_best_step_is_the_best_of_all(requests, tiers):
 
         assert (steps.plain.depth, steps.plain.num_tokens, steps.plain.committed) == (0, counts[0], requests)
         assert steps.plain.ms == pytest.approx(times.table.step_ms(requests, int(counts[0]), 0, context))
+
+
+@pytest.mark.parametrize("requests", [1, 3, 8])
+@pytest.mark.parametrize("tiers", [(), (8, 12, 16, 24, 32, 64, 128, 256, 512)])
+def test_the_step_beside_prompts_commits_the_most_beyond_what_its_time_is_worth(requests, tiers):
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        depths = ALL_DEPTHS if seed % 2 else (GAMMA,)
+        times, survivals = knowledge(rng, random_table(rng, tiers=tiers, contexts=(64,)), depths)
+        beside, worth, table = Beside(4, 20 + seed), float(rng.uniform(0.05, 3)), times.table
+
+        def value(depth, drafts, times=times, survivals=survivals, beside=beside, worth=worth, table=table):
+            gain = survivals.gains(requests)[survivals.depths.index(depth), drafts] if depth else 0.0
+            rows = requests + drafts + beside.rows
+            draft_ms = table.step_ms(requests, requests, depth, 64.0) - table.step_ms(requests, requests, 0, 64.0)
+            return requests + gain - worth * (table.step_ms(requests + beside.requests, rows, 0, 64.0) + draft_ms)
+
+        best = worth_most_beside(times, survivals, requests, 64.0, beside, worth)
+        drafts = best.num_tokens - requests
+        assert 0 <= drafts <= requests * GAMMA
+        values = [value(0, 0), *(value(d, n) for d in depths for n in range(requests * GAMMA + 1))]
+        assert value(best.depth, drafts) == pytest.approx(max(values))
+        assert best.committed - worth * best.ms == pytest.approx(max(values))
 
 
 @pytest.mark.parametrize("requests", [1, 8])

@@ -32,10 +32,11 @@ def test_retraction_and_context_limit(tight, plain):
         }
         for k, n in [(90, 37), (100, 27), (120, 7), (110, 17), (60, 67), (30, 97), (10, 117), (119, 8)] * 2
     ]
-    expected = output_ids(plain, bodies, 16)
+    expected, beside = output_ids(plain, bodies, 16), tight.get_json("/dspark/stats")["prompts"]["beside"]
     assert_cut_at_the_limit(output_ids(tight, bodies, 16), expected)
     assert_cut_at_the_limit(output_ids(tight, with_options(bodies), 16), expected)
     assert "KV cache pool is full. Retract requests." in tight.log_path.read_text()
+    assert tight.get_json("/dspark/stats")["prompts"]["beside"] > beside
     assert_pool_is_whole(tight)
 
 

@@ -13,12 +13,15 @@ from golden_server import (
     DRAFTER_ALONE,
     TARGET,
     VOCAB,
+    endless,
     generate,
     greedy,
+    in_background,
     output_ids,
     policy,
     rounds_of,
     states_of,
+    wait_for_running,
 )
 from safetensors.torch import load_file
 
@@ -194,5 +197,26 @@ def test_short_prompts_are_replayed(graphs, plain):
         # Of the drafter's K/V, which are no graph's, an interpreter launches as torch what a GPU does in one kernel.
         assert (counts == [1, 2] and operations < 50) if rows <= 24 else (counts == [0, 0] and operations > 400)
     after = graphs.get_json("/dspark/stats")["prompts"]
-    assert {name: after[name] - count for name, count in before.items()} == {"verification": 5, "prefill": 2}
+    grown = {name: after[name] - count for name, count in before.items()}
+    assert grown == {"verification": 5, "prefill": 2, "beside": 0}
+    assert [line for line in log.splitlines() if "reads values" in line or "compiled while serving" in line] == []
+
+
+def test_drafts_are_verified_beside_prompts(graphs, plain):
+    """A block of a prompt and one of drafts fill the largest graph."""
+    draw = random.Random(6)
+    running = endless(draw.choices(VOCAB, k=9), 48)
+    asked = [greedy(draw.choices(VOCAB, k=length), 1) for length in (12, 7)]
+    texts, found = output_ids(plain, [running, *asked], 1), []
+    graphs.flush_cache()
+    before, began = graphs.get_json("/dspark/stats"), len(graphs.log_path.read_text())
+    with policy(graphs, "static"):
+        thread = in_background(lambda: found.extend(output_ids(graphs, [running], 1)))
+        wait_for_running(graphs, 1)
+        found_beside = output_ids(graphs, asked, 1)
+        thread.join()
+    assert found + found_beside == texts
+    after, log = graphs.get_json("/dspark/stats"), graphs.log_path.read_text()[began:]
+    assert after["prompts"]["beside"] - before["prompts"]["beside"] == 2
+    assert after["drafts_beside_prompts"]["verified"] - before["drafts_beside_prompts"]["verified"] == 2 * 11
     assert [line for line in log.splitlines() if "reads values" in line or "compiled while serving" in line] == []

@@ -12,6 +12,7 @@ from sglang_dspark.engine.scheduler.draft_input import committed_lengths
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.fence import fenced, nothing
+from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.record import StepRecord
@@ -38,7 +39,7 @@ class StepControl:
         """Return the part that weighs requests; None if there is none."""
         return part_of(self.parts, Weigher)
 
-    def choose(self, batch: ScheduleBatch, options: BatchOptions) -> StepDecision:
+    def choose(self, batch: ScheduleBatch, options: BatchOptions, beside: Beside | None = None) -> StepDecision:
         """Return how deep to draft and how much to verify, by what is known by now of the steps before.
 
         All ranks of the server get rank 0's decision.
@@ -46,6 +47,7 @@ class StepControl:
         Args:
             batch: SGLang's.
             options: of its requests.
+            beside: further rows of its verification.
         """
         # Grammars have made the host wait for the step before, and cost it time for each row.
         awaited = self.on_gpu and batch.has_grammar
@@ -53,7 +55,7 @@ class StepControl:
         context = sum(committed_lengths(batch.reqs)) / len(batch.reqs)
         weights = None if self.weigher is None else self.weigher.weights(batch)
         decision = self.schedule.choose(
-            options.ids, context, options.limits, weights, traced=options.traced, awaited=awaited
+            options.ids, context, options.limits, weights, beside, traced=options.traced, awaited=awaited
         )
         return self.agreement.share(decision)
 

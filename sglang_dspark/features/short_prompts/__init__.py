@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from sglang.srt.plugins.hook_registry import HookType
+
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.feature import Feature
+from sglang_dspark.engine.hook_checks import Moment
+from sglang_dspark.engine.launch.hook import Hook
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.sglang_types import ServerArgs
 
@@ -17,4 +21,36 @@ def verifies_prompts(args: ServerArgs) -> bool:
     return rows != 0 and (rows is not None or args.device != "cpu")
 
 
-FEATURE = Feature(__name__, is_used=verifies_prompts, part="served.ShortPrompts.of")
+FEATURE = Feature(
+    __name__,
+    is_used=verifies_prompts,
+    hooks=(
+        Hook(
+            "ride-or-mix",
+            "sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running",
+            HookType.AROUND,
+            "features.short_prompts.riding.ride_or_mix",
+            "scheduler",
+            "beside a prompt SGLang gives running requests one token; drafts of these fit into its verification",
+            Moment.SOME_TIME,  # with mixed chunks
+        ),
+        Hook(
+            "keep-riding-apart",
+            "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
+            HookType.AFTER,
+            "features.short_prompts.riding.keep_apart",
+            "scheduler",
+            "running requests that are verified beside prompts stay a batch of their own",
+            Moment.SOME_TIME,
+        ),
+        Hook(
+            "process-riding",
+            "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
+            HookType.AFTER,
+            "features.short_prompts.riding.process_running",
+            "scheduler",
+            "a step beside prompts has a result of its own behind theirs",
+        ),
+    ),
+    part="served.ShortPrompts.of",
+)

@@ -8,31 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from typing import Any
 
-import torch
-from dspark_kernels import DraftBlock, RoundKeys, SamplingBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.draft.families import family_of
 from sglang_dspark.engine.feature import Counted, Encoded, Part
-from sglang_dspark.engine.scheduler.batch import decode_batch, prompts_of
+from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, prompts_of
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.short_prompts.blocks import Blocks
+from sglang_dspark.features.short_prompts.riding import beside, find_by
+from sglang_dspark.features.short_prompts.verification import PromptRows
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.step.confidence import Confidence
-from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.selection import TopK
-from sglang_dspark.step.state import DecodeBatch, DraftOutput
-from sglang_dspark.step.transfers import host_floats, host_index
 
 # By how much a prefill of few rows takes longer than a captured verification of one: guessed from an 8B target on an
 # H200, where they took 5 to 9 ms, and 5. And how many rows take hardly longer than one, where times are not known.
 _PREFILL, _UNTIMED_ROWS = 1.5, 128
 
-_ALIGNED = 2  # int64 in the 16 bytes by which Triton tells addresses apart
-VERIFIED, PREFILLED = "verification", "prefill"
+VERIFIED, PREFILLED, BESIDE = "verification", "prefill", "beside"
 
 
 class ShortPrompts(Part):
@@ -46,8 +40,8 @@ class ShortPrompts(Part):
         self._worker, self._width = worker, worker.max_verify + 1
         self._asked: int | None = worker.options.prompt_rows
         self._most_rows = 0  # until there are graphs
-        self._prompts = {VERIFIED: 0, PREFILLED: 0}
-        self._greedy = cache(lambda blocks: SamplingBatch.by_temperature(blocks, None, worker.device))
+        self._prompts = dict.fromkeys((VERIFIED, PREFILLED, BESIDE), 0)
+        self._drafts = dict.fromkeys(("verified", "accepted"), 0)
 
     @classmethod
     def of(cls, worker: Any) -> ShortPrompts | None:
@@ -62,6 +56,7 @@ class ShortPrompts(Part):
 
     def ready(self) -> None:
         """Decide how many rows are verified at most."""
+        find_by(self._worker.model_runner.req_to_token_pool, self)
         captured, times = self._worker.executors.captured, self._worker.schedule.times
         if captured is not None and not captured.tiers.tokens:
             self._width = 1  # without a drafter, only plain steps are captured
@@ -71,72 +66,63 @@ class ShortPrompts(Part):
             table = None if times is None else times.table
             self._most_rows = most_rows(captured.tiers.timed, table, self._width)
 
-    def encode(self, batch: ScheduleBatch) -> Encoded | None:
-        blocks = self._blocks(batch)
-        self._prompts[PREFILLED if blocks is None else VERIFIED] += len(prompts_of(batch))
-        return None if blocks is None else self._verify(batch, blocks)
+    def blocks_beside(self, batch: ScheduleBatch, running: ScheduleBatch) -> Blocks | None:
+        """Return how prompts are verified beside a step of ``running``; None if they are not.
 
-    def _blocks(self, batch: ScheduleBatch) -> Blocks | None:
-        """Return how the prompts of a batch are verified; None if SGLang encodes them."""
+        Grammars and pictures of running requests have SGLang prepare a step in other ways. Without a drafter there may
+        be nothing to draft.
+        """
+        if not self._worker.drafter.num_drawn or running.has_grammar or any(running.multimodal_inputs or ()):
+            return None
+        return self._blocks(batch, len(running.reqs))
+
+    def encode(self, batch: ScheduleBatch) -> Encoded | None:
+        running = beside(batch)
+        blocks = self._blocks(batch) if running is None else running.blocks
+        path = PREFILLED if blocks is None else VERIFIED if running is None else BESIDE
+        self._prompts[path] += len(prompts_of(batch))
+        if blocks is None:
+            return None
+        rows = PromptRows.of(self._worker, batch, blocks, self._width)
+        if running is None:
+            result = GenerationBatchResult(can_run_cuda_graph=self._worker.verify(rows))
+        else:
+            result = running.decode(batch, partial(self._worker.decode, beside=rows))
+            self._worker.schedule.invalidate()  # the time of such a step says nothing about others
+        output = rows.target.logits_output
+        result.logits_output = replace(output, next_token_logits=rows.logits, hidden_states=rows.states)
+        return Encoded(result, batch.input_ids, rows.positions)
+
+    def _blocks(self, batch: ScheduleBatch, running: int = 0) -> Blocks | None:
+        """Return how the prompts of a batch are verified beside so many requests; None if they are not."""
         if batch.extend_num_tokens > self._most_rows or _needs_prefill(batch):
             return None
         blocks = Blocks.of(batch.extend_lens, batch.prefix_lens, self._width)
-        return blocks if self._has_room(blocks) else None
+        return blocks if self._has_room(len(blocks) + running, blocks.num_rows + running * self._width) else None
 
-    def _has_room(self, blocks: Blocks) -> bool:
+    def _has_room(self, requests: int, rows: int) -> bool:
         """Return whether a graph has room; without graphs, whether the operator has asked and SGLang has room."""
         captured = self._worker.executors.captured
         if captured is None:
-            return self._asked is not None and len(blocks) <= self._worker.model_runner.max_running_requests
+            return self._asked is not None and requests <= self._worker.model_runner.max_running_requests
         tiers = captured.tiers
         most = tiers.tokens[-1] if tiers.tokens else tiers.requests[-1]
-        return len(blocks) <= tiers.requests[-1] and blocks.num_rows <= most
+        return requests <= tiers.requests[-1] and rows <= most
 
-    def _verify(self, batch: ScheduleBatch, blocks: Blocks) -> Encoded:
-        runner, device, num, width = self._worker.model_runner, self._worker.device, len(blocks), self._width
-        numbers = [blocks.contexts, blocks.owners, blocks.anchors, blocks.drafts, blocks.lasts]
-        prefix_lens, owners, anchors, drafts, lasts = _copied(numbers, device)
-        # Not by way of requests: one that has ended beside the prompts has no row any more.
-        rows = batch.req_pool_indices.to(torch.int64)[owners]
-        reqs = [batch.reqs[owner] for owner in blocks.owners]
-        ids, depth = batch.input_ids, width - 1
-        step = DecodeBatch(
-            anchors=ids[anchors],
-            prefix_lens=prefix_lens,
-            req_pool_indices=rows,
-            req_to_token=runner.req_to_token_pool.req_to_token,
-            rows=self._greedy(num),
-            keys=RoundKeys(0, 0, rows, prefix_lens),  # nothing is drawn
-            keeps_logits=True,
-            batch=decode_batch(runner, reqs, rows, prefix_lens, blocks.contexts),
-        )
-        ranks = host_floats(blocks.ranks, device).view(num, depth)
-        draft = DraftOutput(DraftBlock(ids[drafts].view(num, depth)), Confidence(None, ranks), [depth] * num)
-        decision = StepDecision(depth, TopK(blocks.num_rows - num))
-        plan, target, in_graphs = self._worker.verify(step, draft, decision)
-        # Captured logits and states are overwritten by the next replay: the first are copied here, the others read
-        # before it.
-        output = replace(
-            target.logits_output,
-            next_token_logits=target.logits_output.next_token_logits[lasts],
-            hidden_states=target.captured[: blocks.num_rows],
-        )
-        result = GenerationBatchResult(logits_output=output, can_run_cuda_graph=in_graphs)
-        return Encoded(result, ids, plan.positions[: blocks.num_rows])
+    def count(self, result: DSparkBatchResult) -> None:
+        """Count the drafts of a step that ran beside prompts; its result has been read."""
+        verified, committed = result.cap_lens, result.accept_lens
+        assert verified is not None, "read_copy fills them"
+        assert committed is not None, "read_copy fills them"
+        # Each request has an anchor among its rows, and a token of the target's among those that it gets.
+        self._drafts["verified"] += int((verified - 1).sum())
+        self._drafts["accepted"] += int((committed - 1).sum())
 
     def counted(self) -> Sequence[Counted]:
-        return (Counted("prompts", "Prompts and chunks, by how the target has read them.", "path", self._prompts),)
-
-
-def _copied(parts: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
-    """Return int64 of each part on ``device``, by one copy; each begins where kernels expect a tensor to."""
-    numbers: list[int] = []
-    begins = []
-    for part in parts:
-        begins.append(len(numbers))
-        numbers += [*part, *[0] * (len(part) % _ALIGNED)]
-    copied = host_index(numbers, device)
-    return [copied[begin : begin + len(part)] for begin, part in zip(begins, parts, strict=True)]
+        return (
+            Counted("prompts", "Prompts and chunks, by how the target has read them.", "path", self._prompts),
+            Counted("drafts_beside_prompts", "Drafts in verifications of prompts.", "outcome", self._drafts),
+        )
 
 
 def _needs_prefill(batch: ScheduleBatch) -> bool:

@@ -12,7 +12,8 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.compat.arguments import attach
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.features.short_prompts import FEATURE
-from sglang_dspark.features.short_prompts.served import PREFILLED, VERIFIED, ShortPrompts, most_rows
+from sglang_dspark.features.short_prompts.served import BESIDE, PREFILLED, VERIFIED, ShortPrompts, most_rows
+from sglang_dspark.step.given import drafted
 from sglang_dspark.step.state import TargetOutput
 from sglang_dspark.worker.tiers import Tiers
 
@@ -66,12 +67,11 @@ def part(asked=None, *, graphs=True, depth=7, verify=None, **target):
         server_args=server_args(),
         schedule=SimpleNamespace(times=None),
         executors=SimpleNamespace(captured=captured),
+        drafter=SimpleNamespace(num_drawn=depth),
     )
     found = ShortPrompts.of(made)
     if found is not None:
         found.ready()
-        if verify is None:
-            found._verify = lambda batch, blocks: blocks
     return found
 
 
@@ -101,16 +101,34 @@ def prompts(*rows, running=0, reqs=None, **asked):
     ],
 )
 def test_prompts_that_graphs_have_room_for(given, asked, verified):
+    assert (part(**given)._blocks(prompts(*asked)) is not None) == verified
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "running", "rides"),
+    [
+        ({}, [8, 8], 2, True),
+        ({}, [8, 9], 2, False),  # a request more than any graph has
+        ({}, [16], 2, True),
+        ({}, [17], 2, False),
+        ({"depth": 0}, [1], 1, False),  # nothing is drafted
+        ({"graphs": False, "asked": 100}, [40], 3, True),
+        ({"graphs": False, "asked": 100}, [40], 4, False),
+        ({"asked": 3}, [4], 1, False),
+    ],
+)
+def test_prompts_that_graphs_have_room_for_beside_whole_blocks(given, asked, running, rides):
     found = part(**given)
-    assert (found.encode(prompts(*asked)) is not None) == verified
-    [counted] = found.counted()
-    assert counted.values == {VERIFIED: len(asked) * verified, PREFILLED: len(asked) * (not verified)}
+    for changes in ({}, {"has_grammar": True}, {"multimodal_inputs": [SimpleNamespace()]}):
+        decoding = batch(*[request()] * running, **({"has_grammar": False, "multimodal_inputs": None} | changes))
+        blocks = found.blocks_beside(prompts(*asked), decoding)
+        assert (blocks is not None) == (rides and not changes)
 
 
 def test_running_requests_beside_prompts_are_no_prompts():
-    found = part()
+    found = part(asked=1)
     found.encode(prompts(5, 1, 1, running=2))
-    assert found.counted()[0].values == {VERIFIED: 1, PREFILLED: 0}
+    assert found.counted()[0].values == {VERIFIED: 0, PREFILLED: 1, BESIDE: 0}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +143,7 @@ def test_running_requests_beside_prompts_are_no_prompts():
     ids=lambda asked: next(iter(asked)),
 )
 def test_what_only_a_prefill_does(asked):
-    assert part().encode(prompts(3)) is not None
+    assert part()._blocks(prompts(3)) is not None
     assert part().encode(prompts(3, **asked)) is None
 
 
@@ -137,18 +155,20 @@ def test_a_verification_of_prompts():
     """Of a prompt behind a prefix, and a request that has ended beside it: only SGLang's batch knows its row."""
     given = []
 
-    def verify(step, draft, decision):
-        given.append((step, draft, decision))
-        rows = torch.arange(16.0)[:, None]  # of a tier that has room for more
-        output = LogitsProcessorOutput(next_token_logits=rows.repeat(1, 9))
-        plan = SimpleNamespace(positions=torch.arange(16))
-        return plan, TargetOutput(output, 100 + rows), True
+    def verify(rows):
+        given.append(rows)
+        numbers = torch.arange(16.0)[:, None]  # of a tier that has room for more
+        output = LogitsProcessorOutput(next_token_logits=numbers.repeat(1, 9))
+        plan = SimpleNamespace(indptr=torch.tensor([0, 8, 9, 10]), positions=torch.arange(16))
+        rows.read(plan, TargetOutput(output, 100 + numbers), 0)
+        return True
 
     found, reqs = part(verify=verify), [request(), request()]
     sizes = {"extend_lens": [9, 1], "prefix_lens": [20, 5], "extend_num_tokens": 10}
     ids, table_rows = torch.arange(30, 40), torch.tensor([3, 1])
     encoded = found.encode(prompts(9, 1, running=1, reqs=reqs, input_ids=ids, req_pool_indices=table_rows, **sizes))
-    [(step, draft, decision)] = given
+    [rows] = given
+    step, (draft, decision) = rows.step, drafted(rows.tokens, rows.ranks, rows.num_drafts)
     assert step.anchors.tolist() == [30, 38, 39] and step.prefix_lens.tolist() == [20, 28, 5]
     assert step.req_pool_indices.tolist() == [3, 3, 1] and step.batch.reqs == [reqs[0], reqs[0], reqs[1]]
     assert step.batch.seq_lens_cpu.tolist() == [20, 28, 5]

@@ -30,10 +30,11 @@ def emulate(module):
     from sglang_dspark.engine.forward import verify_attention
     from sglang_dspark.worker.executors import captured
 
-    def decode(self, batch, publish, original=module.DSparkWorker.decode):
+    def decode(self, batch, publish, beside=None, original=module.DSparkWorker.decode):
         forms.start_serving()
-        with counting(f"a step of {len(batch.reqs)} by {self.schedule.policy.name}"), watching():
-            return original(self, batch, publish)
+        kind = "of" if beside is None else "beside prompts of"
+        with counting(f"a step {kind} {len(batch.reqs)} by {self.schedule.policy.name}"), watching():
+            return original(self, batch, publish, beside)
 
     @contextmanager
     def capturing(runner):

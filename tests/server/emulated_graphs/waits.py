@@ -37,11 +37,13 @@ ON_THE_HOST = {
     ("blocks.py", "block_attention_ref"),
     ("verify.py", "_context_groups"),
     ("verify.py", "run_verify"),  # lengths as SGLang's scheduler knows them
+    ("verification.py", "joined"),  # the same
 }
 # Those that wait, and say so in the documentation: the policies early-stop and threshold.
 WAITING = {
     ("selection.py", "select"),
     ("selected.py", "_rows_of"),
+    ("beside.py", "_order"),
 }
 # SGLang's prefills, and first tokens of sampled requests, which torch draws.
 PREFILLS = {("worker_base.py", "_encode"), ("worker_base.py", "_draw_first")}

@@ -1,0 +1,81 @@
+"""Running requests beside prompts: which of them ride, and what SGLang is given of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import NextBatchPlan
+from sglang_objects import batch, partly, request
+
+from sglang_dspark.engine.scheduler.batch import DSparkBatchResult
+from sglang_dspark.features.short_prompts.riding import (
+    RidingResult,
+    beside,
+    find_by,
+    keep_apart,
+    process_running,
+    ride_or_mix,
+)
+from sglang_dspark.features.short_prompts.served import ShortPrompts
+
+
+class Pool:
+    """Where batches find the part."""
+
+
+def met(blocks, *, found=True):
+    """A batch of prompts and a running one that SGLang is about to mix, and whether it has."""
+    pool, mixed = Pool(), []
+    if found:
+        find_by(pool, SimpleNamespace(blocks_beside=lambda prompts, running: blocks))
+    prompts = batch(request(rid="p"), req_to_token_pool=pool)
+    running = batch(request(rid="a"), request(rid="b"), batch_is_full=False)
+    ride_or_mix(lambda *given: mixed.append(given), prompts, running)
+    prompts.decoding_reqs = running.reqs  # as SGLang says of all that it has mixed
+    return prompts, running, mixed
+
+
+@pytest.mark.parametrize(("blocks", "found"), [(None, True), (object(), False)])
+def test_others_are_mixed(blocks, found):
+    prompts, running, mixed = met(blocks, found=found)
+    assert mixed == [(prompts, running)] and beside(prompts) is None
+    plan = NextBatchPlan(batch_to_run=prompts, running_batch=(empty := batch()))
+    keep_apart(plan, object(), running)
+    assert plan.running_batch is empty and prompts.decoding_reqs is running.reqs
+
+
+def test_requests_beside_prompts_stay_the_running_ones():
+    prompts, running, mixed = met(blocks := object())
+    assert mixed == []
+    scheduler, plan = object(), NextBatchPlan(batch_to_run=prompts, running_batch=batch(batch_is_full=True))
+    keep_apart(plan, scheduler, running)
+    assert plan.batch_to_run is prompts and plan.running_batch is running and running.batch_is_full
+    assert prompts.decoding_reqs is None
+    found = beside(prompts)
+    assert (found.scheduler, found.batch, found.blocks) == (scheduler, running, blocks)
+    keep_apart(NextBatchPlan(batch_to_run=None, running_batch=running), scheduler, running)
+
+
+def test_the_step_beside_prompts_is_processed_too_and_counted():
+    pool, processed = Pool(), []
+    part = partly(ShortPrompts, _prompts={}, _drafts={"verified": 0, "accepted": 0})
+    find_by(pool, part)
+    running = batch(req_to_token_pool=pool)
+    outcome = DSparkBatchResult(accept_lens=torch.tensor([3, 1]), cap_lens=torch.tensor([5, 3]))
+    scheduler = SimpleNamespace(process_batch_result=lambda *given: processed.append(given))
+    process_running(None, scheduler, batch(), RidingResult(running=(running, outcome)))
+    assert processed == [(running, outcome)]
+    assert part.counted()[1].values == {"verified": 6, "accepted": 2}
+    process_running(None, scheduler, batch(), outcome)
+    assert len(processed) == 1
+
+
+def test_both_results_are_copied():
+    outcome = DSparkBatchResult(next_token_ids=torch.tensor([1]))
+    running = batch(return_logprob=False, return_hidden_states=False)
+    result = RidingResult(next_token_ids=torch.tensor([2]), running=(running, outcome))
+    result.copy_done = torch.get_device_module("cpu").Event()
+    result.copy_to_cpu(return_logprob=False, return_hidden_states=False)
+    outcome.copy_done.synchronize()
