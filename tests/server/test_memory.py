@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from golden_server import CASES, DRAFTER_ALONE, call, endless, generate, policy
+from golden_server import CASES, DRAFTER_ALONE, call, endless, generate, in_background, policy, wait_for_running
 
 PROMPTS = [case["prompt_ids"] for case in CASES[:3]]
 
@@ -80,3 +80,16 @@ def test_running_requests_keep_the_memory(dspark):
     for path in ("release", "resume"):
         status, said = call(dspark, f"/{path}_memory_occupation", body={"tags": ["hope"]})
         assert status == 400 and "tags=['hope']" in said and "kv_cache, weights, cuda_graph" in said
+
+
+def test_memory_is_released_right_behind_requests(dspark):
+    """Requests that were aborted end in the step that is under way."""
+    for _ in range(4):
+        answers = []
+        running = in_background(lambda into=answers: into.extend(generate(dspark, [endless([5, 6, 7], 900)], 1)))
+        wait_for_running(dspark, 1)
+        call(dspark, "/abort_request", body={"abort_all": True})
+        assert call(dspark, "/release_memory_occupation", body={})[0] == 200
+        assert call(dspark, "/resume_memory_occupation", body={})[0] == 200
+        running.join()
+        assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"

@@ -14,7 +14,7 @@ from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.tools.launch import CPU_FLAGS
 
 PROGRAM = """
-import json, sys, time
+import json, sys
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
@@ -24,13 +24,9 @@ from sglang import Engine
 from sglang.srt.server_args import prepare_server_args
 
 def done(update, *arguments, **options):
-    # A scheduler notices late that a request has ended, and refuses new weights until then.
-    for _ in range(100):
-        succeeded, message, *_ = update(*arguments, **options)
-        if succeeded:
-            return
-        time.sleep(0.1)
-    raise RuntimeError(message)
+    succeeded, message, *_ = update(*arguments, **options)
+    if not succeeded:
+        raise RuntimeError(message)
 
 if __name__ == "__main__":
     case = json.loads(sys.argv[1])

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from changed_weights import (
@@ -29,6 +30,7 @@ from golden_server import (
     DRAFTER_ALONE,
     TARGET,
     assert_golden_traces,
+    assert_pool_is_whole,
     assert_rounds_of_reference,
     call,
     endless,
@@ -140,6 +142,27 @@ def test_texts_are_those_of_a_server_that_was_started_with_the_weights(dspark, s
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("route", ["disk", "tensors"])
+def test_ten_updates_in_a_row_take_no_memory(dspark, folders, tmp_path, route):
+    """Of no process of the server, nor of its K/V."""
+    of_target, of_drafter = (from_disk, by_route) if route == "disk" else (from_tensors, by_selector)
+    drafter = bare(folders[1], tmp_path / "bare")
+    resident = []
+    try:
+        for _ in range(13):
+            of_target(dspark, folders[0])
+            of_drafter(dspark, drafter)
+            drafted(dspark)
+            server = psutil.Process(dspark.pid)
+            resident.append(sum(one.memory_info().rss for one in (server, *server.children(recursive=True))))
+    finally:
+        from_disk(dspark, TARGET)
+        by_route(dspark, DRAFT)
+    assert resident[-1] - resident[2] < 5 * (drafter / FILE).stat().st_size
+    assert_pool_is_whole(dspark)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["scheduled", "graphs", "parallel", "replicas"])
 def test_other_servers_follow_the_target(request, folders, name, tmp_path):
     """SGLang's own worker, whose drafter would load the target's tensors; captured steps; two ranks or replicas."""
@@ -209,7 +232,6 @@ def test_a_request_that_an_update_meets(request, folders, name, how):
             answered(server, "/continue_generation", {})
         thread.join()
     finally:
-        server.flush_cache()  # a scheduler notices one step late that a request has ended
         from_disk(server, TARGET, weight_version="default")
     ids, info = answers[0]["output_ids"], answers[0]["meta_info"]
     if "abort" in how:

@@ -154,6 +154,16 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
+        "take-out-ended",
+        "sglang.srt.managers.scheduler.Scheduler.is_fully_idle",
+        HookType.BEFORE,
+        "engine.scheduler.hook_handlers.take_out_ended",
+        "any_worker",
+        "a step runs beside the one in which a speculating server learns that a text has ended: right behind the last "
+        "answer, SGLang would refuse to flush its cache, to take new weights and to release memory",
+        Moment.SOME_TIME,
+    ),
+    Hook(
         "uncopied-logits",
         "sglang.srt.layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
         HookType.AROUND,

@@ -44,6 +44,25 @@ def pause(result: None, scheduler: Scheduler, *args: object, **kwargs: object) -
     decoder_of(scheduler).schedule.invalidate()
 
 
+def take_out_ended(scheduler: Scheduler, *args: object, **kwargs: object) -> None:
+    """Have the scheduler let go of requests that have ended, if there are no others.
+
+    Under overlap a step runs beside the one that ended them: until its result is looked at, also while decoding is
+    paused, they hold memory that new weights make useless and that a release gives away.
+    """
+    results = scheduler.result_queue if scheduler.enable_overlap else ()
+    known = {req for batch, _ in results for req in batch.reqs}
+    running, last = scheduler.running_batch, scheduler.last_batch
+    left = {*running.reqs, *(last.reqs if last else ())}
+    if scheduler.chunked_req or not all(req.finished() or (req.to_finish and req in known) for req in left):
+        return
+    while results:
+        scheduler.process_batch_result(*results.popleft())
+    running.filter_batch()
+    running.batch_is_full = False
+    scheduler.last_batch = None
+
+
 def no_kv_copy_kernel(pool: MHATokenToKVPool) -> None:
     """Leave out the kernel that copies K/V between slots."""
     pool._kv_copy_config = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -10,8 +9,6 @@ from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 
 from sglang_dspark.engine.launch import flag_rule
 from sglang_dspark.features.memory.occupation import ASKS_ALONE, BUSY
-
-_TRIES, _PAUSE_S = 20, 0.05  # a scheduler notices one step late that a request has ended
 
 
 async def release(manager: Any, asked: Any, request: object = None) -> None:
@@ -27,16 +24,14 @@ async def release(manager: Any, asked: Any, request: object = None) -> None:
     async def refusals(one: Any) -> list[bool]:
         return [answer.rid == BUSY for answer in await manager.release_memory_occupation_communicator(one)]
 
-    which = "no memory is released"
-    for _ in range(_TRIES):
-        # Not before all are idle: what one of them has released is lost, whatever another one refuses then.
-        if not any(await refusals(msgspec.structs.replace(asked, rid=ASKS_ALONE))):
-            refused = await refusals(asked)
-            if not any(refused):
-                return
-            away = f"{refused.count(False)} of {len(refused)} replicas have released memory"
-            which = f"{away}, whose requests wait until it is back" if not all(refused) else which
-        await asyncio.sleep(_PAUSE_S)
+    # Not before all are idle: what one of them has released is lost, whatever another one refuses then.
+    if any(await refusals(msgspec.structs.replace(asked, rid=ASKS_ALONE))):
+        which = "no memory is released"
+    elif any(refused := await refusals(asked)):
+        which = f"{refused.count(False)} of {len(refused)} replicas have released memory"
+        which += ", whose requests wait until it is back"
+    else:
+        return
     raise ValueError(f"{which}: {BUSY}; await or abort them, or pause with mode retract, and release again")
 
 

@@ -98,8 +98,7 @@ class Replicas:
         (Replicas(False, False, late=True), "^1 of 2 replicas have released memory", [True, False]),
     ],
 )
-def test_a_refusal_says_what_is_released_all_the_same(monkeypatch, replicas, said, away):
-    monkeypatch.setattr(asking, "_PAUSE_S", 0)
+def test_a_refusal_says_what_is_released_all_the_same(replicas, said, away):
     with pytest.raises(ValueError, match=f"{said}.*: {BUSY}; .* release again$"):
         asyncio.run(asking.release(replicas, ReleaseMemoryOccupationReqInput()))
     assert [bool(scheduler.offload_tags) for scheduler in replicas.schedulers] == away
