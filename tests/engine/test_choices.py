@@ -119,7 +119,9 @@ def test_the_committed_counts_are_these():
 
 def test_the_document_counts_flags():
     count = counted()
-    sentence = f"Of its {count['flags']} flags {count['served']} mean what they mean there; values of {count['adjusted']}"
+    sentence = (
+        f"Of its {count['flags']} flags {count['served']} mean what they mean there; values of {count['adjusted']}"
+    )
     assert sentence in WORDS
     assert f"Values of {count['refused']} are **refused**" in WORDS
 

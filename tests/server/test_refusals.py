@@ -28,6 +28,11 @@ def refused(server, path, body):
         ("/generate", {"input_ids": [5], "session_params": {"id": 3}}, "session_params.id"),
         (
             "/generate",
+            {"input_ids": [5], "session_params": {"ids": "s"}},
+            "session_params.'ids' is no key of a session",
+        ),
+        (
+            "/generate",
             {"text": "a", "speculation": {"max_verify": -1}},
             "speculation.max_verify must be an integer from",
         ),

@@ -1,0 +1,79 @@
+"""Hidden states behind pictures, of recurrent layers, of two ranks and of aborted requests are the plain server's."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from golden_server import (
+    CASES,
+    TOL,
+    assert_same_states,
+    beginning_alike,
+    endless,
+    generate,
+    in_background,
+    last_answer,
+    policy,
+    states_of,
+    wait_for_running,
+)
+from picture_targets import data_url, picture, place
+
+PICTURES = (picture(1, 80, 56), picture(2, 120, 120))
+
+
+def behind_pictures():
+    mark = place("Mistral3ForConditionalGeneration")
+    asked = ((f"u:what is this {mark} then;a:", 1), (f"one {mark} two {mark} end", 2), ("just text here", 0))
+    parameters = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
+    return [
+        {"text": text, "image_data": list(map(data_url, PICTURES[:count])) or None, "sampling_params": parameters}
+        for text, count in asked
+    ]
+
+
+KINDS = [
+    pytest.param("hybrid", "plain_hybrid", lambda: beginning_alike(6, 24), id="recurrent"),
+    pytest.param("parallel", "plain", lambda: [endless(case["prompt_ids"], 24) for case in CASES], id="ranks"),
+    pytest.param("mistral3", "plain_mistral3", behind_pictures, id="pictures", marks=pytest.mark.thorough),
+]
+
+
+@pytest.mark.parametrize(("name", "alone", "bodies"), KINDS)
+def test_states_are_those_of_the_plain_server(name, alone, bodies, request):
+    """Of whole texts, of the last tokens, and of streams, in batches with requests that ask for none."""
+    server, plain = map(request.getfixturevalue, (name, alone))
+    asked = [
+        body | {"return_hidden_states": mode, "stream": stream}
+        for mode, stream in ((True, False), ("last", False), (True, True), (False, False))
+        for body in bodies()
+    ]
+    server.flush_cache()
+    plain.flush_cache()
+    expected = [last_answer(plain, body) for body in asked]
+    with policy(server, "static"), ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda body: last_answer(server, body), asked))
+    for body, answer, rightly in zip(asked, found, expected, strict=True):
+        assert answer["output_ids"] == rightly["output_ids"]
+        if body["return_hidden_states"] == "last":
+            last, other = (torch.tensor(one["meta_info"]["hidden_states"]) for one in (answer, rightly))
+            torch.testing.assert_close(last, other, atol=TOL, rtol=TOL)
+        else:
+            assert_same_states(answer, rightly)
+
+
+def test_an_aborted_text_has_the_states_of_its_tokens(thinking):
+    prompt, answers = CASES[0]["prompt_ids"], []
+    body = endless(prompt, 2000, rid="ended", return_hidden_states=True)
+    with policy(thinking, "static"):
+        turn = in_background(lambda: answers.extend(generate(thinking, [body], 1)))
+        wait_for_running(thinking, 1)
+        thinking.post_json("/abort_request", {"rid": "ended"})
+        turn.join()
+    assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
+    [whole] = generate(thinking, [endless(prompt, len(answers[0]["output_ids"]), return_hidden_states=True)], 1)
+    assert answers[0]["output_ids"] == whole["output_ids"]
+    assert len(states_of(answers[0])) == len(whole["output_ids"])
+    assert_same_states(answers[0], whole)
