@@ -25,8 +25,8 @@ BY_ITSELF = "--outcomes"
 
 def outcomes() -> list[dict[str, object]]:
     """Return what becomes of each line in this process, with the package that it imports."""
-    from public_commands import LINES, outcome
     from faked_gpu import Pairs
+    from public_commands import LINES, outcome
     from sglang.srt.plugins import load_plugins
 
     from sglang_dspark.engine.launch import hooks

@@ -7,8 +7,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from public_commands import LINES, Line, counted
 from faked_gpu import GPUS, Pairs
+from public_commands import LINES, Line, counted
 from sglang.srt.plugins import load_plugins
 
 from sglang_dspark.engine.launch import hooks

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 from golden_server import CASES, TOL, assert_same_states, call, generate, greedy, policy, rounds_of, states_of
 from pairwise import pairwise
 

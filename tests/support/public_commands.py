@@ -19,7 +19,7 @@ DATA = Path(__file__).parents[1] / "data" / "command_lines.toml"
 
 @dataclass(frozen=True)
 class Line:
-    """A command line as its source has it, see ``data/command_lines.toml``, and flags that DSPARK changes or refuses."""
+    """A command line as in ``data/command_lines.toml``, and flags that DSPARK changes or refuses."""
 
     source: str
     gpu: str
