@@ -1,4 +1,4 @@
-"""Counts public command lines that start with DSPARK, here and in an earlier checkout, and flags by what becomes of them.
+"""Counts public command lines that start with DSPARK, here and in an earlier checkout, and flags by what they become.
 
     git worktree add ../before COMMIT
     python benchmarks/command_lines.py --before ../before --output benchmarks/results/command_lines.json
