@@ -43,8 +43,8 @@ FEATURE = Feature(
             HookType.AFTER,
             "features.sessions.turns.detach_refused",
             "any_worker",
-            "a turn that SGLang refuses would open its session to a turn beside the one that runs, and the server ends; "
-            "it also ends if such a turn has pictures",
+            "a turn that SGLang refuses would open its session to a turn beside the one that runs, and the server "
+            "ends, as it does if such a turn has pictures",
             Moment.SOME_TIME,
         ),
         Hook(
