@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from golden_server import (
     CASES,
+    TOL,
     assert_same_states,
     beginning_alike,
+    call,
     endless,
     generate,
     in_background,
@@ -19,6 +21,7 @@ from golden_server import (
 )
 from picture_targets import data_url, picture, place
 
+ROUNDED = 0.05  # windows of convolutions have 16 bits, into which steps of several tokens round fewer of them
 PICTURES = (picture(1, 80, 56), picture(2, 120, 120))
 
 
@@ -53,7 +56,7 @@ def test_states_are_those_of_the_plain_server(name, alone, bodies, request):
         found = list(pool.map(lambda body: last_answer(server, body), asked))
     for answer, rightly in zip(found, expected, strict=True):
         assert answer["output_ids"] == rightly["output_ids"]
-        assert_same_states(answer, rightly)
+        assert_same_states(answer, rightly, ROUNDED if name == "hybrid" else TOL)
 
 
 def test_an_aborted_text_has_the_states_of_its_tokens(thinking):
@@ -62,7 +65,7 @@ def test_an_aborted_text_has_the_states_of_its_tokens(thinking):
     with policy(thinking, "static"):
         turn = in_background(lambda: answers.extend(generate(thinking, [body], 1)))
         wait_for_running(thinking, 1)
-        thinking.post_json("/abort_request", {"rid": "ended"})
+        assert call(thinking, "/abort_request", body={"rid": "ended"})[0] == 200
         turn.join()
     assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
     [whole] = generate(thinking, [endless(prompt, len(answers[0]["output_ids"]), return_hidden_states=True)], 1)

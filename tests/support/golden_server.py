@@ -149,7 +149,7 @@ def states_of(answer: dict[str, Any]) -> torch.Tensor:
     return torch.tensor([entry[-1] if isinstance(entry[0], list) else entry for entry in entries])
 
 
-def assert_same_states(answer: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same_states(answer: dict[str, Any], expected: dict[str, Any], tol: float = TOL) -> None:
     """Compare the hidden states that the answers have; the servers may have encoded prompts in other pieces."""
     both = (answer, expected)
     shown = {"hidden_states" in one["meta_info"] for one in both}
@@ -158,8 +158,8 @@ def assert_same_states(answer: dict[str, Any], expected: dict[str, Any]) -> None
     assert shown == {True}
     prompts = [torch.tensor(one["meta_info"]["hidden_states"][0]) for one in both]
     shorter = min(map(len, prompts))
-    torch.testing.assert_close(*(states[-shorter:] for states in prompts), atol=TOL, rtol=TOL)
-    torch.testing.assert_close(states_of(answer), states_of(expected), atol=TOL, rtol=TOL)
+    torch.testing.assert_close(*(states[-shorter:] for states in prompts), atol=tol, rtol=tol)
+    torch.testing.assert_close(states_of(answer), states_of(expected), atol=tol, rtol=tol)
 
 
 def output_ids(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int = 8) -> list[list[int]]:
