@@ -277,9 +277,7 @@ SERVERS: dict[str, Recipe] = {
     "plain_gemma4_12b_pictures": Recipe([GEMMA4_FLAGS], model=_target(picture_target, GEMMA4_12B), env=LITERALLY),
     "qwen2_5_vl": _reading("Qwen2_5_VLForConditionalGeneration", f"{FOUR} {PROMPT_ROWS} 16", env=emulated_graphs()),
     # Chunks of prompts end within pictures, and the pool cannot hold all requests.
-    "pictures": _reading(
-        "Qwen3VLForConditionalGeneration", f"{CHUNKS} 16 {MIXED} {CROWDED} 600 {SESSIONS} {STATES_SHOWN}"
-    ),
+    "pictures": _reading("Qwen3VLForConditionalGeneration", f"{CHUNKS} 16 {MIXED} {CROWDED} 600 {SESSIONS}"),
     "hybrid_overlap": _tiny("Qwen3_5ForCausalLM", MIDDLE_STATES, f"{MIXED} {CROWDED} 450", env=SNAPSHOTS),
     "hybrid_graphs": _tiny("Qwen3_5ForCausalLM", MIDDLE_STATES, FOUR, env=SNAPSHOTS | emulated_graphs()),
     "plain_experts": Recipe(
@@ -289,7 +287,7 @@ SERVERS: dict[str, Recipe] = {
     "plain_mistral3": Recipe(
         [STATES_SHOWN], model=_target(picture_target, "Mistral3ForConditionalGeneration"), env=NO_SCRIPTS
     ),
-    "mistral3": _reading("Mistral3ForConditionalGeneration", STATES_SHOWN, SESSIONS, env=NO_SCRIPTS),
+    "mistral3": _reading("Mistral3ForConditionalGeneration", STATES_SHOWN, env=NO_SCRIPTS),
     # Layers that keep recurrent states.
     "plain_hybrid": Recipe(
         (LETTERS, TERSE, LLGUIDANCE, STATES, STATES_SHOWN, *NO_SNAPSHOTS),
