@@ -68,14 +68,20 @@ class Kind:
         both: flags that the server without it has as well.
         env: variables of ours.
         unknown: tokens of the tokenizer that the target has not.
+        doors: whether bodies ask for what ``both`` opens: turns of sessions, budgets of thinking, hidden states.
     """
 
     ours: Sequence[str] = WITH_DRAFTER
     both: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     unknown: tuple[str, ...] = tokenizer.UNKNOWN
+    doors: bool = False
 
 
+DOORS = (
+    *("--reasoning-parser", "qwen3", "--enable-strict-thinking"),
+    *("--enable-streaming-session", "--enable-return-hidden-states"),
+)
 KINDS = {
     "xgrammar": Kind(),
     "llguidance": Kind(both=("--grammar-backend", "llguidance"), unknown=()),
@@ -83,6 +89,7 @@ KINDS = {
     "static": Kind((*WITH_DRAFTER, "--speculative-dspark-schedule", "static")),
     "observed": Kind((*WITH_DRAFTER, "--enable-metrics")),
     "parsers": Kind(both=("--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1")),
+    "doors": Kind(both=DOORS, doors=True),
     "no drafter": Kind((*PLUGIN, "--speculative-dspark-draft-free")),
     "SGLang's worker": Kind(
         DRAFTER,
@@ -155,7 +162,7 @@ class Hunt:
         """Return whether something is left to send after the end of a server."""
         with self._server(self._kind.ours, self._kind.env) as server:
             start = time.monotonic()
-            traffic = Traffic(server.url, self._until(start + self._seconds), USERS)
+            traffic = Traffic(server.url, self._until(start + self._seconds), USERS, sessions=self._kind.doors)
             stands = asyncio.run(traffic.run())
             self._seconds -= time.monotonic() - start
             found = self.found
@@ -187,7 +194,8 @@ class Hunt:
         answers = self.found.answers
         failed = [number for number, answer in answers.items() if _is_error(answer)]
         served = [number for number, answer in answers.items() if answer.status == HTTPStatus.OK]
-        asked = failed + served[: round(self._share * len(served))]
+        alone = [number for number in served if "session_params" not in self._bodies[number].fields]
+        asked = failed + alone[: round(self._share * len(alone))]
         questions = iter([(number, without_speculation(self._bodies[number])) for number in asked])
         while True:
             with self._server((), {}, "--disable-overlap-schedule") as server:
@@ -266,6 +274,8 @@ def main(bodies: int, seed: int, kinds: tuple[str, ...], skip: str, output: Path
         mine = {number: body for number, body in sent.items() if number % len(chosen) == i}
         with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
             kind, path, seconds = KINDS[name], Path(folder), 60 * limits["minutes"]
+            if kind.doors:
+                mine = {number: Draw(seed, -number - 1).through_doors(body) for number, body in mine.items()}
             hunt = Hunt(kind, mine, limits["share"], tokenizer.save(path, kind.unknown), seconds)
             reports[name] = hunt.run(limits["most_ends"]).report()
         console.print(name, _total({name: reports[name]}))

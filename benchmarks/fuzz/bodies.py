@@ -79,6 +79,19 @@ class Draw:
                 self._spoil(fields)
         return Body(path, fields, mode)
 
+    def through_doors(self, body: Body) -> Body:
+        """Return a request that also asks for what only servers with flags for it serve."""
+        if body.path != GENERATE:
+            return body
+        fields = body.fields | self._some(DOORS, 4)
+        if self._often(0.15):
+            self._spoil(fields)
+        return Body(body.path, fields, body.mode)
+
+    def turn(self) -> dict[str, Any]:
+        """Return the place of a request in a session."""
+        return {"id": self._random.choice(SESSIONS), **self._some(TURN, 2)}
+
     def word(self) -> str:
         """Return a text of a few letters."""
         return self._random.choice(ODD_WORDS if self._often(0.1) else WORDS)
@@ -272,6 +285,21 @@ FIELDS: dict[str, Values] = {
     "require_reasoning": (True,),
     "custom_labels": ({"a": "б"},),
     "no_logs": (True,),
+}
+SESSIONS = ("s0", "s1", "s2", "s3", "s4", "s5")
+"""Of :mod:`fuzz.traffic`; every second one streams."""
+TURN: dict[str, Values] = {
+    "rid": (lambda draw: "r" + draw.word(),),
+    "offset": (0, 2, -1, 10**6),
+    "replace": (True,),
+    "drop_previous_output": (True,),
+}
+DOORS: dict[str, Values] = {
+    "session_params": (Draw.turn,),
+    "rid": FIELDS["rid"],
+    "require_reasoning": (True,),
+    "max_thinking_tokens": (0, 1, 3, -1, 2**62),
+    "return_hidden_states": (True, "last"),
 }
 REFUSED: dict[str, Values] = {
     "return_sampling_mask": (True,),

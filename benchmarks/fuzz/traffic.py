@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import json
 import random
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from fuzz.bodies import GENERATE, Body
+from fuzz.bodies import GENERATE, SESSIONS, Body
 
 HUNG_S = 120.0
 PROBE = {
@@ -24,6 +25,7 @@ PROBE = {
 }
 _KEPT_GAPS = 12
 _LAST_BREATH_S = 10.0
+_TURNS_S = 0.3
 
 HUNG, BROKEN, ENDED, LEFT = "hung", "broken", "ended", "left"
 """What a body gets in place of a status: nothing for too long; the end of its connection, or of the server; or that
@@ -142,10 +144,11 @@ class Traffic:
         url: the server's.
         bodies: yields numbers and bodies.
         users: at once.
+        sessions: whether bodies name sessions, which are closed and opened again all the time.
     """
 
-    def __init__(self, url: str, bodies: Iterator[tuple[int, Body]], users: int) -> None:
-        self._url, self._bodies, self._users = url, bodies, users
+    def __init__(self, url: str, bodies: Iterator[tuple[int, Body]], users: int, *, sessions: bool = False) -> None:
+        self._url, self._bodies, self._users, self._sessions = url, bodies, users, sessions
         self._under_way: dict[int, Body] = {}
         self._over = False
         self.answers: dict[int, Answer] = {}
@@ -156,13 +159,24 @@ class Traffic:
         """Return whether the server still stood when all was sent; else ``last`` are the bodies that it had then."""
         async with open_session() as session:
             probe = asyncio.create_task(self.probe.run(session, self._url, self._under_way))
+            turns = asyncio.create_task(self._renew_sessions(session)) if self._sessions else None
             users = [asyncio.create_task(self._user(session)) for _ in range(self._users)]
             await asyncio.gather(*users)
             if probe.done():
                 self._fall()
-            probe.cancel()
-            await asyncio.gather(probe, return_exceptions=True)
+            beside = [probe, turns] if turns else [probe]
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
         return not self._over
+
+    async def _renew_sessions(self, session: aiohttp.ClientSession) -> None:
+        for number, name in enumerate(itertools.cycle(SESSIONS)):
+            opened = {"session_id": name, "capacity_of_str_len": 1000, "streaming": bool(number % 2)}
+            for path, fields in (("/close_session", {"session_id": name}), ("/open_session", opened)):
+                async with session.post(self._url + path, json=fields) as answer:
+                    await answer.read()
+            await asyncio.sleep(0 if number < len(SESSIONS) else _TURNS_S)
 
     async def _user(self, session: aiohttp.ClientSession) -> None:
         for number, body in self._bodies:

@@ -1,5 +1,6 @@
 """Command lines that work without DSPARK start with it, and SGLang chooses the same for both. GPUs are faked."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -7,12 +8,15 @@ from unittest.mock import patch
 
 import pytest
 from faked_gpu import GPUS, Pairs
+from public_commands import LINES, Line, counted
 from sglang.srt.plugins import load_plugins
 
 from sglang_dspark.engine.launch import hooks
 from sglang_dspark.errors import ConfigError
 
-TEXT = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+WORDS = " ".join(TEXT.split())
 [HEAD, _, *ROWS] = re.search(r"^\| attention of prompts \|(?:.*\n)+?\n", TEXT, re.MULTILINE)[0].strip().splitlines()
 COLUMNS = HEAD.strip("| ").split(" | ")[1:]
 PAGES = {"trtllm_mha": 64}
@@ -63,84 +67,16 @@ def test_sglang_chooses_as_for_a_plain_server(pairs, gpu, architecture, backend,
         assert ours == (backend, backend, PAGES.get(backend, 1), ())
 
 
-# What operators type for servers without DSPARK or with other speculation, and the flags that DSPARK changes.
-CHAINS = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
-TREES = "--speculative-num-steps 5 --speculative-eagle-topk 8 --speculative-num-draft-tokens 32"
-LENGTHS = "speculative-num-steps speculative-num-draft-tokens"
-COMMANDS = [
-    (
-        "Hopper",
-        "LlamaForCausalLM",
-        "--tp 4 --mem-fraction-static 0.85 --context-length 1024 --chunked-prefill-size 8192 --enable-metrics",
+FLAGS = [  # that no public command line of ours has
+    Line("", "Ada", "Qwen3ForCausalLM", "--kv-cache-dtype fp8_e5m2 --enable-mixed-chunk"),
+    Line(
         "",
-    ),
-    ("Hopper", "LlamaForCausalLM", "--schedule-conservativeness 0.3 --schedule-policy lpm --log-level warning", ""),
-    ("Ampere", "LlamaForCausalLM", "--enable-torch-compile --cuda-graph-max-bs-decode 24", "enable-torch-compile"),
-    (
-        "Ada",
-        "Qwen3ForCausalLM",
-        "--attention-backend flashinfer --sampling-backend flashinfer --enable-mixed-chunk",
-        "sampling-backend",
-    ),
-    (
-        "Hopper",
-        "Qwen3ForCausalLM",
-        "--quantization fp8 --kv-cache-dtype fp8_e4m3 --reasoning-parser qwen3 --tool-call-parser qwen25",
-        "",
-    ),
-    ("Ada", "Qwen3ForCausalLM", "--kv-cache-dtype fp8_e5m2 --max-running-requests 64 --trust-remote-code", ""),
-    (
-        "Hopper",
-        "Qwen3MoeForCausalLM",
-        "--tp 8 --ep-size 8 --moe-a2a-backend deepep --deepep-mode auto --stream-interval 4",
-        "moe-a2a-backend",
-    ),
-    (
-        "Hopper",
-        "GptOssForCausalLM",
-        f"--tp 4 --reasoning-parser gpt-oss --tool-call-parser gpt-oss --dtype bfloat16 {CHAINS}",
-        LENGTHS,
-    ),
-    (B200, "GptOssForCausalLM", "--attention-backend triton --mem-fraction-static 0.9 --max-prefill-tokens 4096", ""),
-    (
-        B200,
-        "Gemma4ForConditionalGeneration",
-        "--tp 2 --reasoning-parser gemma4 --tool-call-parser gemma4 --prefill-attention-backend trtllm_mha",
-        "",
-    ),
-    (
-        "Hopper",
-        "Qwen3NextForCausalLM",
-        f"--tp 4 --mamba-radix-cache-strategy extra_buffer_lazy --mamba-ssm-dtype bfloat16 {CHAINS}",
-        f"mamba-radix-cache-strategy {LENGTHS}",
-    ),
-    ("Hopper", "Glm4MoeForCausalLM", f"--tp 8 --tool-call-parser glm45 --reasoning-parser glm45 {CHAINS}", LENGTHS),
-    (
-        "Ampere",
-        "LlamaForCausalLM",
-        f"--dtype float16 --cuda-graph-max-bs-decode 2 --mem-fraction-static 0.7 {TREES}",
-        f"speculative-eagle-topk {LENGTHS}",
-    ),
-    (
-        "Hopper",
-        "LlamaForCausalLM",
-        "--page-size 64 --enable-hierarchical-cache --hicache-ratio 2 --hicache-storage-backend file",
-        "hicache-storage-backend",
-    ),
-    ("Hopper", "GptOssForCausalLM", "--enable-hierarchical-cache --hicache-size 30", "enable-hierarchical-cache"),
-    (
         B200,
         "Qwen3ForCausalLM",
         "--prefill-attention-backend fa4 --decode-attention-backend trtllm_mha --num-continuous-decode-steps 2",
         "decode-attention-backend num-continuous-decode-steps",
     ),
-    (
-        "RTX 50",
-        "Qwen3VLForConditionalGeneration",
-        "--enable-multimodal --mm-attention-backend triton_attn --cuda-graph-bs-decode 1 2 4 8",
-        "",
-    ),
-    ("Hopper", "Qwen3ForCausalLM", "--enable-lora --max-lora-rank 16 --lora-target-modules q_proj v_proj", ""),
+    Line("", B200, "Gemma4ForConditionalGeneration", "--tp 2 --prefill-attention-backend trtllm_mha"),
 ]
 ANNOUNCED = (
     "--tp-size 8 --attention-backend trtllm_mha --speculative-draft-attention-backend fa4 "
@@ -151,27 +87,47 @@ ANNOUNCED = (
 """The flags with which DFlash was announced for a Qwen3.5 on eight B200; this SGLang has no graphs ``tc_piecewise``."""
 
 
-def starts(pairs, gpu, architecture, flags, adjusted):
+def starts(pairs, line):
     """A command line is started with DSPARK, and what is changed of it is named."""
-    found = pairs.resolve(gpu, architecture, *flags.split())
-    assert {said.split("=")[0] for said in found.adjusted} == {f"--{name}" for name in adjusted.split()}
+    found = line.with_dspark(pairs)
+    assert {said.split("=")[0] for said in found.adjusted} == {f"--{name}" for name in line.adjusted.split()}
     assert found.prefill == found.decode
     return found
 
 
-@pytest.mark.parametrize(("gpu", "architecture", "flags", "adjusted"), COMMANDS)
-def test_a_command_line_that_works_starts_with_dspark(pairs, gpu, architecture, flags, adjusted):
-    plain = " ".join(re.sub(rf"{CHAINS}|{TREES}", "", flags).split())
-    chosen = pairs.resolve(gpu, architecture, *plain.split(), with_dspark=False)
-    found = starts(pairs, gpu, architecture, flags, adjusted)
-    assert (found.prefill, found.page_size) == (chosen.prefill, chosen.page_size)
+@pytest.mark.parametrize("line", [*LINES, *FLAGS], ids=lambda line: line.source or line.flags)
+def test_a_command_line_that_works_starts_with_dspark(pairs, line):
+    chosen = line.plain(pairs)
+    if line.refused:
+        with pytest.raises(ConfigError, match=f"^DSPARK cannot run with --{line.refused}=[^\n]*$"):
+            line.with_dspark(pairs)
+    else:
+        found = starts(pairs, line)
+        assert (found.prefill, found.page_size) == (chosen.prefill, chosen.page_size)
+
+
+def test_the_committed_counts_are_these():
+    """Make them anew with ``benchmarks/command_lines.py``."""
+    result = json.loads((ROOT / "benchmarks" / "results" / "command_lines.json").read_text())
+    assert [(row["source"], row["flags"], row["now"]["starts"]) for row in result["command_lines"]] == [
+        (line.source, line.flags, not line.refused) for line in LINES
+    ]
+    assert result["flags_of_sglang"] == counted()
+    said = "Of [{lines} published command lines]({file}) {start_now} start; {start_before} did"
+    assert said.format(file="../benchmarks/results/command_lines.json", **result) in WORDS
+
+
+def test_the_document_counts_flags():
+    said = "Of its {flags} flags, {served} mean the same. Values of {adjusted} that change speed alone are **adjusted**"
+    assert said.format(**counted()) in WORDS
+    assert "Values of {refused} are **refused**".format(**counted()) in WORDS
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"])
 def test_the_announcement_of_dflash_starts_with_dspark(pairs, monkeypatch, architecture):
     monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
     adjusted = "speculative-draft-attention-backend speculative-dflash-block-size cuda-graph-backend-prefill"
-    assert starts(pairs, B200, architecture, ANNOUNCED, adjusted)[:3] == ("trtllm_mha", "trtllm_mha", 64)
+    assert starts(pairs, Line("", B200, architecture, ANNOUNCED, adjusted))[:3] == ("trtllm_mha", "trtllm_mha", 64)
 
 
 @pytest.mark.parametrize(

@@ -133,13 +133,13 @@ LORA = "csgmv" if ON_GPU else "torch_native"
 CHECKS_ORDER = {"CHECK_ORDER": "1", "SGLANG_ENABLE_WAR_BARRIER": "1"}
 FOUR = "--max-running-requests 4"
 STATES_SHOWN = "--enable-return-hidden-states"
-THINKING = "--reasoning-parser qwen3 --enable-strict-thinking"
 # Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.
 INT4 = "--speculative-draft-model-quantization compressed-tensors"  # SGLang's name for it
 PARALLEL = f"--tp-size 2 {FOUR} --speculative-dspark-block-size 3"
 RATES = "0.9,0.6,0.8,0.7"  # the rest as the last
 # If a schema allows whitespace, the golden target writes nothing else.
 TERSE = "--constrained-json-disable-any-whitespace"
+THINKING = f"--reasoning-parser qwen3 --enable-strict-thinking {TERSE} {SESSIONS} {STATES_SHOWN}"
 PIECES = partial(_tokenizer, save_piece_tokenizer)
 LETTERS = partial(_tokenizer, save_byte_tokenizer)  # grammars have SGLang's default backend unless flags say otherwise
 BEYOND = partial(_tokenizer, partial(save_byte_tokenizer, beyond=("<beyond>",)))
@@ -156,7 +156,7 @@ LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1"}
 
 SERVERS: dict[str, Recipe] = {
     # The target alone, and DSPARK with its defaults.
-    "plain": Recipe(),
+    "plain": Recipe([STATES_SHOWN]),
     "dspark": Recipe((*DSPARK, _step_times)),
     # Every scheduling of SGLang that is not the default, K/V in pages, and a part of the drafter's block and context.
     # Tokens of this one and of SGLang's own worker are pieces of letters.
@@ -205,8 +205,9 @@ SERVERS: dict[str, Recipe] = {
     # Streams that are parsed; every step commits as much as it can.
     "plain_parsers": Recipe([PARSERS], model=spoken_target),
     "parsers": Recipe((*DSPARK, STATIC, PARSERS), model=spoken_target),
-    # Budgets of thinking.
-    "thinking": Recipe((*DSPARK, THINKING, TERSE), model=spoken_target),
+    # Budgets of thinking, in sessions too.
+    "plain_thinking": Recipe([THINKING], model=spoken_target),
+    "thinking": Recipe((*DSPARK, THINKING), model=spoken_target),
     # SGLang's own worker, by our schedule and as it comes.
     "scheduled": Recipe((*DSPARK, PARSERS, PIECES), env=own_worker("scheduled", "compact")),
     "scheduled_corner": Recipe(
@@ -222,7 +223,7 @@ SERVERS: dict[str, Recipe] = {
     "builtin": Recipe(DSPARK, env=own_worker("builtin")),
     "parallel": Recipe(
         (
-            *(_quantised(DRAFT, "fp8 by row"), PARALLEL, KEEPS_ANSWERS),
+            *(_quantised(DRAFT, "fp8 by row"), PARALLEL, KEEPS_ANSWERS, STATES_SHOWN),
             f"{MIXED} --speculative-dspark-max-gap-ms 1 {PROMPT_ROWS} 99",
         ),
         env=TWO_RANKS,
@@ -276,21 +277,24 @@ SERVERS: dict[str, Recipe] = {
     "plain_gemma4_12b_pictures": Recipe([GEMMA4_FLAGS], model=_target(picture_target, GEMMA4_12B), env=LITERALLY),
     "qwen2_5_vl": _reading("Qwen2_5_VLForConditionalGeneration", f"{FOUR} {PROMPT_ROWS} 16", env=emulated_graphs()),
     # Chunks of prompts end within pictures, and the pool cannot hold all requests.
-    "pictures": _reading("Qwen3VLForConditionalGeneration", f"{CHUNKS} 16 {MIXED} {CROWDED} 600"),
+    "pictures": _reading("Qwen3VLForConditionalGeneration", f"{CHUNKS} 16 {MIXED} {CROWDED} 600 {SESSIONS}"),
     "hybrid_overlap": _tiny("Qwen3_5ForCausalLM", MIDDLE_STATES, f"{MIXED} {CROWDED} 450", env=SNAPSHOTS),
     "hybrid_graphs": _tiny("Qwen3_5ForCausalLM", MIDDLE_STATES, FOUR, env=SNAPSHOTS | emulated_graphs()),
     "plain_experts": Recipe(
         ("--tokenizer-path", TARGET, "--enable-return-routed-experts"), model=_target(written_target, MOE)
     ),
     "experts": _tiny(MOE, "--enable-return-routed-experts"),
-    "plain_mistral3": Recipe(model=_target(picture_target, "Mistral3ForConditionalGeneration"), env=NO_SCRIPTS),
-    "mistral3": _reading("Mistral3ForConditionalGeneration", env=NO_SCRIPTS),
+    "plain_mistral3": Recipe(
+        [STATES_SHOWN], model=_target(picture_target, "Mistral3ForConditionalGeneration"), env=NO_SCRIPTS
+    ),
+    "mistral3": _reading("Mistral3ForConditionalGeneration", STATES_SHOWN, env=NO_SCRIPTS),
     # Layers that keep recurrent states.
     "plain_hybrid": Recipe(
-        (LETTERS, TERSE, LLGUIDANCE, STATES, *NO_SNAPSHOTS), model=_target(written_target, "Qwen3_5ForCausalLM")
+        (LETTERS, TERSE, LLGUIDANCE, STATES, STATES_SHOWN, *NO_SNAPSHOTS),
+        model=_target(written_target, "Qwen3_5ForCausalLM"),
     ),
     "hybrid": Recipe(
-        (_random("tiny"), LETTERS, TERSE, LLGUIDANCE, STATES, MIXED),
+        (_random("tiny"), LETTERS, TERSE, LLGUIDANCE, STATES, STATES_SHOWN, MIXED),
         model=_target(written_target, "Qwen3_5ForCausalLM"),
     ),
     "hybrid_pictures": _reading("Qwen3_5ForConditionalGeneration", STATES, env=WHOLE_WINDOWS),

@@ -122,6 +122,18 @@ def test_a_chat_with_a_picture(pictures):
     assert status == 400 and "and not video_data yet" in message
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_turn_that_is_refused_with_its_pictures(pictures, streaming):
+    expected = read_by_transformers(architecture_of(pictures), NUM_TOKENS)
+    session = pictures.post_json("/open_session", {"capacity_of_str_len": 1000, "streaming": streaming})
+    for refused in ({"rid": "unknown"}, {"rid": "unknown", "replace": True}, {"rid": "unknown", "offset": 2}):
+        body = bodies_of(pictures, session_params={"id": session, **refused})[0]
+        status, text = call(pictures, "/generate", body=body)
+        assert status == (200 if streaming and len(refused) == 1 else 400), text
+    assert_texts(generate(pictures, bodies_of(pictures), 4), expected)
+    assert call(pictures, "/close_session", body={"session_id": session})[0] == 200
+
+
 @pytest.mark.thorough
 def test_pictures_without_a_drafter(server_pool, tmp_path):
     """The placeholder of a picture is never copied: it is no token of the model.

@@ -28,6 +28,11 @@ def refused(server, path, body):
         ("/generate", {"input_ids": [5], "session_params": {"id": 3}}, "session_params.id"),
         (
             "/generate",
+            {"input_ids": [5], "session_params": {"ids": "s"}},
+            "session_params.'ids' is no key of a session",
+        ),
+        (
+            "/generate",
             {"text": "a", "speculation": {"max_verify": -1}},
             "speculation.max_verify must be an integer from",
         ),
@@ -96,7 +101,7 @@ STARTUP = [
     (["--speculative-draft-model-path", ""], "--speculative-draft-model-path"),
     (["--speculative-draft-model-path", "./no-such-folder"], "no-such-folder"),
     (["--tp-size", "2", "--attn-cp-size", "2"], "--attn-cp-size=2"),
-    (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "dp-size=2"),
+    (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "dp-size=2; drop it or --enable-dp"),
     (["--quantization", "fp8", "--speculative-draft-model-quantization", "fp8"], "-draft-model-quantization=fp8"),
     (["--grammar-backend", "outlines"], "--grammar-backend=outlines"),
     (["--speculative-dspark-verify-len", "two"], "--speculative-dspark-verify-len='two'"),

@@ -15,13 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
-from golden_server import CASES, call, generate, greedy, policy, rounds_of, states_of
+from golden_server import CASES, TOL, assert_same_states, call, generate, greedy, policy, rounds_of, states_of
 from pairwise import pairwise
 
 from sglang_dspark.tools.launch import LaunchedServer
 
-LOGPROB_TOL = 2e-4  # float32, logits of another batch shape
 PROMPTS = [case["prompt_ids"] for case in CASES[:4]]
 PERSON = {
     "type": "object",
@@ -118,19 +116,6 @@ def assert_same(answer: dict[str, Any], expected: dict[str, Any], *, has_logprob
     assert_same_states(answer, expected)
 
 
-def assert_same_states(answer: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Compare the hidden states that the answers have; the servers may have encoded prompts in other pieces."""
-    both = (answer, expected)
-    shown = {"hidden_states" in one["meta_info"] for one in both}
-    if shown == {False}:
-        return
-    assert shown == {True}
-    prompts = [torch.tensor(one["meta_info"]["hidden_states"][0]) for one in both]
-    shorter = min(map(len, prompts))
-    torch.testing.assert_close(*(states[-shorter:] for states in prompts), atol=LOGPROB_TOL, rtol=LOGPROB_TOL)
-    torch.testing.assert_close(states_of(answer), states_of(expected), atol=LOGPROB_TOL, rtol=LOGPROB_TOL)
-
-
 def as_list(answer: Any) -> list[Any]:
     return answer if isinstance(answer, list) else [answer]
 
@@ -141,7 +126,7 @@ def assert_close(value: Any, expected: Any) -> None:
         for one, other in zip(value, expected, strict=True):
             assert_close(one, other)
     elif isinstance(expected, float):
-        assert math.isclose(value, expected, rel_tol=LOGPROB_TOL, abs_tol=LOGPROB_TOL)
+        assert math.isclose(value, expected, rel_tol=TOL, abs_tol=TOL)
     else:
         assert value == expected
 

@@ -33,13 +33,14 @@ BODIES = [asked(*choice, by_field=bool(number % 2)) for number, choice in enumer
 def texts(server, **fields):
     with ThreadPoolExecutor(8) as pool:
         answers = pool.map(partial(server.post_json, "/generate"), [body | fields for body in BODIES])
-    names = ("reasoning_tokens", "completion_tokens", "finish_reason")
+    names = ("reasoning_tokens", "prompt_tokens", "completion_tokens", "finish_reason")
     return [(answer["output_ids"], *(answer["meta_info"][name] for name in names)) for answer in answers]
 
 
-def test_budgets_end_thinking_as_in_steps_of_one_token(thinking):
+@pytest.mark.parametrize("alone", ["thinking", pytest.param("plain_thinking", marks=pytest.mark.thorough)])
+def test_budgets_end_thinking_as_in_steps_of_one_token(thinking, alone, request):
     with policy(thinking, "off"):
-        expected = texts(thinking)
+        expected = texts(request.getfixturevalue(alone))
     for (_, budget, after), (ids, thought, *_) in zip(CHOICES, expected, strict=True):
         if budget is not None:
             assert ids.index(THINK_END) <= budget

@@ -33,6 +33,8 @@ EMULATION = SERVER_TESTS / "emulated_graphs"
 RANDOM_LENGTHS = SERVER_TESTS / "random_lengths"
 PATCHES = SERVER_TESTS / "patches"
 DSPARK = dspark_flags(DRAFT)
+TOL = 2e-4
+"""Of logits and states in float32, of another batch shape."""
 DRAFTER_ALONE = {"trace": True, "preset": "none"}
 """Asks for a trace that depends on nothing but the request."""
 
@@ -145,6 +147,19 @@ def states_of(answer: dict[str, Any]) -> torch.Tensor:
     entries = answer["meta_info"]["hidden_states"]
     assert len(entries) == len(answer["output_ids"])
     return torch.tensor([entry[-1] if isinstance(entry[0], list) else entry for entry in entries])
+
+
+def assert_same_states(answer: dict[str, Any], expected: dict[str, Any], tol: float = TOL) -> None:
+    """Compare the hidden states that the answers have; the servers may have encoded prompts in other pieces."""
+    both = (answer, expected)
+    shown = {"hidden_states" in one["meta_info"] for one in both}
+    if shown == {False}:
+        return
+    assert shown == {True}
+    prompts = [torch.tensor(one["meta_info"]["hidden_states"][0]) for one in both]
+    shorter = min(map(len, prompts))
+    torch.testing.assert_close(*(states[-shorter:] for states in prompts), atol=tol, rtol=tol)
+    torch.testing.assert_close(states_of(answer), states_of(expected), atol=tol, rtol=tol)
 
 
 def output_ids(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int = 8) -> list[list[int]]:

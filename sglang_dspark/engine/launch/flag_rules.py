@@ -67,9 +67,9 @@ _REFUSED = {
         "dllm_algorithm"
     ),
     "pass 1": "dwdp_size attn_cp_size dcp_size pp_size",
-    "drop the flag: ranks choose their rows when SGLang has had them tell each other how many they have": (
-        "enable_dp_attention attn_dp_size"
-    ),
+    # SGLang makes it of --enable-dp-attention.
+    "drop it or --enable-dp-attention: ranks choose their rows when SGLang has had them tell each other how many they "
+    "have": "attn_dp_size",
     "drop the flag: draft K/V is not handed on between servers": "disaggregation_mode",
     "drop the flag: requests are checked on their way through HTTP": "grpc_mode smg_grpc_mode",
     "drop the flag, and unset SGLANG_GRPC_PORT: requests are checked on their way through HTTP": "grpc_port",

@@ -11,6 +11,14 @@ FEATURE = Feature(
     is_used=lambda args: True,
     hooks=(
         Hook(
+            "session-keys",
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+            HookType.BEFORE,
+            "features.sessions.keys.check_keys",
+            "front_end",
+            "SGLang answers HTTP 500 to an unknown key of session_params",
+        ),
+        Hook(
             "session-turns",
             "sglang.srt.session.session_controller.Session.create_req",
             HookType.BEFORE,
@@ -35,7 +43,8 @@ FEATURE = Feature(
             HookType.AFTER,
             "features.sessions.turns.detach_refused",
             "any_worker",
-            "a turn that SGLang refuses would open its session to a turn beside the one that runs, and the server ends",
+            "a turn that SGLang refuses would open its session to a turn beside the one that runs, and the server "
+            "ends, as it does if such a turn has pictures",
             Moment.SOME_TIME,
         ),
         Hook(

@@ -54,12 +54,18 @@ def forget_overshoot(session: Session) -> None:
             del req.output_ids[req.finished_len :]
 
 
-def detach_refused(req: Req, session: Session, *args: object, **kwargs: object) -> None:
-    """Take a turn that a streaming session has refused out of the session.
+def detach_refused(
+    req: Req, session: Session, turn: TokenizedGenerateReqInput, *args: object, **kwargs: object
+) -> None:
+    """Drop the pictures of a turn that is refused, and take the turn out of a streaming session.
 
-    SGLang takes the end of any turn for that of the one that runs, and lets the next turn in beside it.
+    SGLang would place the pictures behind a prompt that it has dropped, and end. It takes the end of any turn for that
+    of the one that runs, and lets the next turn in beside it.
     """
-    if session.streaming and req.to_finish is not None:
+    if req.to_finish is None:
+        return
+    turn.mm_inputs = None
+    if session.streaming:
         req.session = None
 
 

@@ -73,12 +73,13 @@ def test_the_last_token_of_a_turn_is_encoded_with_the_next_one(output, committed
     ("streaming", "refused", "stays"), [(True, True, False), (True, False, True), (False, True, True)]
 )
 def test_a_refused_turn_is_none_of_its_session(streaming, refused, stays):
-    """Its end would let another turn in beside the one that runs."""
+    """Its end would let another turn in beside the one that runs, and its pictures have no place in its prompt."""
     session = Session(1000, "s", streaming=streaming)
-    req = turn(session, [])
+    req, asked = turn(session, []), Mock(mm_inputs="pictures")
     req.to_finish = FINISH_ABORT() if refused else None
-    detach_refused(req, session)
+    detach_refused(req, session, asked)
     assert (req.session is session) is stays
+    assert (asked.mm_inputs is None) is refused
 
 
 def test_a_retracted_turn_keeps_its_session_until_it_ends():

@@ -157,7 +157,7 @@ def keep_states_of_texts():
 
 
 def complete_cpu():
-    """Have a server on a CPU know the quantisation of ``int8_method``, pages, adapters and caches in host memory.
+    """Have a server on a CPU know the quantisation of ``int8_method``, pages, adapters, caches in host memory, masks.
 
     Its stand-in of SGLang's kernels is that of this working tree, whichever one the environment was switched by. It
     does not wait for a second before it looks whether it listens, nor search all modules for each hook.
@@ -173,8 +173,14 @@ def complete_cpu():
     def as_on_a_gpu(module):
         module.GPUS = ("cpu", "cuda")
 
+    def mask(module):
+        """SGLang masks the tokens of thoughts that no grammar follows on GPUs alone."""
+        by_grammar = module.XGrammarGrammar.apply_vocab_mask
+        module.XGrammarGrammarBackend.apply_vocab_mask = staticmethod(functools.partial(by_grammar, None))
+
     patch_when_imported("sglang.srt.entrypoints.http_server", hurry)
     patch_when_imported("sglang.srt.plugins.hook_registry", search_once)
+    patch_when_imported("sglang.srt.constrained.xgrammar_backend", mask)
     patch_when_imported("sglang.srt.layers.quantization", late("int8_method", "offer"))
     patch_when_imported("sglang.srt.mem_cache.allocator.paged", late("paged_slots", "install"))
     # The first of the modules of adapters that any process imports.

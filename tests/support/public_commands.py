@@ -1,0 +1,72 @@
+"""Public command lines, what becomes of each, and how many flags of SGLang are served, adjusted and refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+from faked_gpu import Pairs, Resolved
+from sglang.srt.arg_groups.arg_utils import record_fields
+from sglang.srt.server_args import ServerArgs
+
+DATA = Path(__file__).parents[1] / "data" / "command_lines.toml"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A command line as in ``data/command_lines.toml``, and flags that DSPARK changes or refuses."""
+
+    source: str
+    gpu: str
+    target: str
+    flags: str
+    adjusted: str = ""
+    refused: str = ""
+
+    def plain(self, pairs: Pairs) -> Resolved:
+        """Resolve it without any speculative algorithm."""
+        flags = re.sub(r"--speculative-\S+?(?:=| )\S+", "", self.flags).split()
+        with patch.dict(os.environ):
+            return pairs.resolve(self.gpu, self.target, *flags, with_dspark=False)
+
+    def with_dspark(self, pairs: Pairs) -> Resolved:
+        """Resolve it with DSPARK; a start that is refused raises."""
+        with patch.dict(os.environ):
+            return pairs.resolve(self.gpu, self.target, *self.flags.split())
+
+
+LINES = [Line(**line) for line in tomllib.loads(DATA.read_text(encoding="utf-8"))["line"]]
+
+
+def outcome(resolve: Callable[[Pairs], Resolved], pairs: Pairs) -> dict[str, object]:
+    """Return whether a start gets through, with flags that it has changed, or why it does not."""
+    try:
+        found = resolve(pairs)
+    except (ValueError, SystemExit) as error:
+        return {"starts": False, "refused": str(error).splitlines()}
+    return {"starts": True, "adjusted": sorted({said.partition("=")[0].lstrip("-") for said in found.adjusted})}
+
+
+def counted() -> dict[str, int]:
+    """Return how many flags SGLang has, how many have values that are adjusted or refused, and the checks of starts."""
+    from sglang_dspark.engine.launch.adjustments import LENGTHS
+    from sglang_dspark.engine.launch.checks import all_checks
+    from sglang_dspark.engine.launch.flag_rules import all_rules
+
+    rules = all_rules()
+    adjusted = LENGTHS.keys() | {rule.name for rule in rules if rule.adjusts}
+    refused = {rule.name for rule in rules if not rule.adjusts}
+    names = {field.name for field in record_fields(ServerArgs)}
+    return {
+        "flags": len(names),
+        "served": len(names - adjusted - refused),
+        "adjusted": len(adjusted),
+        "refused": len(refused),
+        "rules": len(rules),
+        "checks": len(all_checks()),
+    }
