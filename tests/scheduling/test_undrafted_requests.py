@@ -41,7 +41,7 @@ def test_a_trial_drafts_a_request_that_is_left_out(monkeypatch):
     monkeypatch.setattr(made.forecast.acceptance, "worth_drafting", lambda requests, minimum: [0])
     made.choose(["r0", "r1"], 64.0)
     trial = StepDecision(GAMMA, TopK(GAMMA, probe_request=1))
-    monkeypatch.setattr(made.policy, "choose", lambda requests, context: trial)
+    monkeypatch.setattr(made.policy, "choose", lambda requests, context, beside: trial)
     assert made.choose(["r0", "r1"], 64.0).draft_requests == (0,)
     made.policy.probing = True
     assert made.choose(["r0", "r1"], 64.0).draft_requests is None
