@@ -45,7 +45,7 @@ def test_statistics_add_up(dspark):
 
 
 def test_statistics_have_the_keys_that_are_documented(dspark):
-    """The table marks those that lie at the top level alone, and says which need a flag."""
+    """The table marks those that lie at the top level alone."""
     table = STATISTICS.read_text().split("| field |", 1)[1].split("\n\n", 1)[0]
     rows = [(re.findall(r"`(\w+)`", line.split("|")[1]), line) for line in table.splitlines()[2:]]
     unused = {"prompts", "drafts_beside_prompts", "replaced_tokens"}  # of features that this server does not use
