@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from click.testing import CliRunner
-from paired_ratio import frame_baselines, main, paired_ratios, ratios_to_each, summarise
+from paired_ratio import frame_baselines, main, paired_ratios, ratios_to_each, spread_of, summarise
 from policy_turns import prompt_batches
 from scipy.stats import ttest_1samp
 from serving.prompts import Prompt
@@ -98,3 +98,11 @@ def test_batches_of_prompts_do_not_overlap():
     assert sorted(prompt.index for batch in prompt_batches(prompts, 1) for prompt in batch) == list(range(11))
     with pytest.raises(ConfigError, match="raise --num-prompts"):
         prompt_batches(prompts, 12)
+
+
+def test_a_ratio_comes_with_its_spread_of():
+    assert spread_of([2.0, 0.5]) == pytest.approx(
+        {"rounds": 2, "ratio": 1.0, "low": np.nan, "high": np.nan, "smallest": 0.5, "largest": 2.0}, nan_ok=True
+    )
+    of_four = spread_of([1.2, 1.3, 1.2, 1.3])
+    assert 1.1 < of_four["low"] < of_four["ratio"] < of_four["high"] < 1.4

@@ -1,9 +1,9 @@
-"""The loop of rollouts: what earns a reward, where a step goes, and the spread of its speeds."""
+"""The loop of rollouts: what earns a reward, and where a step goes."""
 
 import numpy as np
 import pytest
 import torch
-from rollouts import learn, reward, spread
+from rollouts import learn, reward
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -33,11 +33,3 @@ def test_what_beats_its_group_becomes_likelier():
     assert learn(model, optimizer, [([1, 2, 3], answers, np.array([1.0, 0.0])), alike_ones]) > 0
     after = likely()
     assert after[0] > before[0] and after[1] < before[1]
-
-
-def test_a_ratio_comes_with_its_spread():
-    assert spread([2.0, 0.5]) == pytest.approx(
-        {"rounds": 2, "ratio": 1.0, "low": np.nan, "high": np.nan, "smallest": 0.5, "largest": 2.0}, nan_ok=True
-    )
-    of_four = spread([1.2, 1.3, 1.2, 1.3])
-    assert 1.1 < of_four["low"] < of_four["ratio"] < of_four["high"] < 1.4
