@@ -14,7 +14,7 @@ from sglang_dspark.step.selection import TopK
 from sglang_dspark.step.state import DecodeBatch, DraftOutput, TargetOutput, VerifyPlan
 
 FIRST = 2 * FORCED
-"""What given drafts rank by: before any other, so that they decide about none."""
+"""What given drafts rank by: before any other, so that their ranks change no other draft's place."""
 
 
 @dataclass

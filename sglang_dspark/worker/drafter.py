@@ -264,7 +264,7 @@ class Drafter:
         return prepare(step.requests, self.num_slots, self.mask_token_id).block(len(step))
 
     def hold_rows(self) -> None:
-        """Hold rows of plain steps from now on, until :meth:`settle`: nothing but a draft may read the K/V."""
+        """Hold rows of plain steps from now on. Nothing but a draft may read the K/V, behind :meth:`settle`."""
         width = self.config.num_taps * self.config.hidden_size
         self._held = HeldRows.empty(_HELD, width, self._target.dtype, self._device)
 
@@ -283,7 +283,7 @@ class Drafter:
             self.forget_held()
 
     def forget_held(self) -> None:
-        """Drop the rows that are held, and those that steps before the first request have left."""
+        """Drop the rows that are held, and begin to hold rows at the start of their memory."""
         self.held = 0
         if self._held is not None:
             self._held.end.zero_()

@@ -72,7 +72,7 @@ class DSparkWorker(SpecWorkerBase):
         self.request_options = CachedByBatch(asked)
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
-        self.held_of: BatchOptions | None = None  # the requests whose rows the drafter holds
+        self.held_of: BatchOptions | None = None  # of the batch whose rows the drafter holds; another object for others
 
     def load_drafter(self) -> Drafter | NoDrafter:
         """Return the drafter that the options name."""

@@ -8,6 +8,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang_objects import batch, request
 
 from sglang_dspark.engine.scheduler.hook_handlers import take_out_ended
+from sglang_dspark.features.short_prompts.riding import RidingResult
 
 
 def made(state):
@@ -20,6 +21,21 @@ def made(state):
 def end_aborted(of_step, result):
     for req in of_step.reqs:
         req.finished_reason, req.to_finish = req.finished_reason or req.to_finish, None
+
+
+def test_requests_that_ran_beside_prompts_are_known_to_end():
+    running = batch(made("aborted"), model_config=SimpleNamespace(is_encoder_decoder=False), batch_is_full=True)
+    result = RidingResult(running=(batch(*running.reqs), "result"))
+    scheduler = SimpleNamespace(
+        running_batch=running,
+        last_batch=None,
+        enable_overlap=True,
+        chunked_req=None,
+        process_batch_result=lambda of_prompts, riding: end_aborted(*riding.running),
+        result_queue=deque([(batch(), result)]),
+    )
+    take_out_ended(scheduler)
+    assert (running.reqs, len(scheduler.result_queue)) == ([], 0)
 
 
 @pytest.mark.parametrize(

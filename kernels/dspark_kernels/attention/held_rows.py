@@ -1,7 +1,7 @@
 """Rows of plain steps, held back until the draft K/V of many of them is computed at once.
 
 A plain step commits a row per request. What projects it is read once per product, whatever the rows: 252 MB of a
-Qwen3-8B drafter. To hold a row back moves it once, 41 KB there, in one launch.
+Qwen3-8B drafter. To hold a row back moves it once, 41 KB there.
 
 Bytes: 2 * n * (w * sizeof(features) + 16).
 """

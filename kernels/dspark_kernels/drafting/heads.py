@@ -61,7 +61,7 @@ class DraftVocabulary:
     """The tokens that a drafter proposes, if these are not all.
 
     Attributes:
-        token_ids: [v] int64, ascending: column i of the draft logits is token ``token_ids[i]``.
+        token_ids: [v] int64: column i of the draft logits is token ``token_ids[i]``.
         vocab_size: V.
     """
 

@@ -21,6 +21,9 @@ from sglang_dspark.step.packed import Packed, PackedCopies, PendingCopy
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DecodeBatch, StepOutcome
 
+BESIDE = "dspark_beside"
+"""Attribute of a batch of prompts that names what runs beside it in the same step."""
+
 
 class SamplingReader(CachedByBatch[SamplingBatch]):
     """Read the sampling parameters of a batch, again only when its requests change."""
@@ -211,6 +214,17 @@ def prompts_of(batch: ScheduleBatch) -> Sequence[Req]:
     Of the others the host does not know the last tokens under overlap.
     """
     return batch.reqs[: len(batch.reqs) - len(batch.decoding_reqs or ())]
+
+
+def has_others_beside(prompts: ScheduleBatch) -> bool:
+    """Return whether the step of a batch of prompts has rows of requests that are not in the batch."""
+    return BESIDE in vars(prompts)
+
+
+def batches_beside(result: object) -> Sequence[ScheduleBatch]:
+    """Return the batches whose requests get tokens by a result of SGLang's, beside that which it belongs to."""
+    found: Sequence[ScheduleBatch] = getattr(result, "batches_beside", ())
+    return found
 
 
 def is_running(req: Req) -> bool:

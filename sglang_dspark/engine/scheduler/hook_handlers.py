@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang_dspark.engine.compat.decoder import decoder_of
-from sglang_dspark.engine.scheduler.batch import DSparkBatchResult
+from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, batches_beside
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def take_out_ended(scheduler: Scheduler, *args: object, **kwargs: object) -> Non
     paused, they hold memory that new weights make useless and that a release gives away.
     """
     results = scheduler.result_queue if scheduler.enable_overlap else ()
-    known = {req for batch, _ in results for req in batch.reqs}
+    known = {req for batch, result in results for one in (batch, *batches_beside(result)) for req in one.reqs}
     running, last = scheduler.running_batch, scheduler.last_batch
     left = {*running.reqs, *(last.reqs if last else ())}
     if scheduler.chunked_req or not all(req.finished() or (req.to_finish and req in known) for req in left):

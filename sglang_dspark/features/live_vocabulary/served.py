@@ -49,7 +49,7 @@ class LiveVocabulary(Part):
         if heads.has_others:
             self._heads, (self._listed, self._proposed) = heads, heads.listed
             self._counts = np.zeros(len(self._proposed), np.float32)
-            kept = [] if tokenizer is None else list(tokenizer.added_tokens_decoder)
+            kept = list(getattr(tokenizer, "added_tokens_decoder", ()))
             self._may_go = ~np.isin(self._listed, kept)
 
     def report(self) -> Mapping[str, object]:
@@ -82,7 +82,8 @@ class LiveVocabulary(Part):
         columns = columns[self._may_go[columns]]
         most = min(len(missing), len(columns))
         number = int((counts[missing[:most]] > counts[listed[columns[:most]]]).sum())
-        self._next = columns[:number], missing[:number]
+        if number:
+            self._next = columns[:number], missing[:number]
 
     @fenced("the list of proposed tokens", instead=nothing)
     def batch_comes(self, batch: ScheduleBatch) -> None:

@@ -1,4 +1,4 @@
-"""Mixed chunks: while a prompt is encoded, each running request gets a token from the same forward."""
+"""Mixed chunks: while a prompt is encoded, each running request gets a token from the same forward at least."""
 
 from sglang.srt.plugins.hook_registry import HookType
 

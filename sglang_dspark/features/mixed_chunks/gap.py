@@ -17,6 +17,7 @@ import torch
 from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.feature import Part, Worker, part_of
 from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.scheduler.batch import has_others_beside
 from sglang_dspark.engine.scheduler.draft_input import spare_slots
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.step.device_time import DeviceSpan, DeviceTimer
@@ -86,7 +87,8 @@ class BoundedGaps(Part):
         assert self._began is not None, "a prefill comes before it is done"
         span, began = self._began
         span.end()
-        self._timed.append((batch.extend_num_tokens, span, (time.perf_counter() - began) * 1e3))
+        if not has_others_beside(batch):  # drafts take a part of the time
+            self._timed.append((batch.extend_num_tokens, span, (time.perf_counter() - began) * 1e3))
 
     def rows(self) -> int:
         """Return how many rows the next step may have."""

@@ -1,4 +1,4 @@
-"""Run the step of requests that run beside prompts: SGLang runs a prefill, and takes the others for waiting ones.
+"""Run the step of requests that run beside prompts. SGLang sees a prefill, during which other requests wait.
 
 So SGLang merges the prompts into the running batch after the step, as after every prefill, and finds all requests where
 it looks for them when one is aborted, or all are retracted.
@@ -6,7 +6,7 @@ it looks for them when one is aborted, or all are retracted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from sglang.srt.managers.overlap_utils import resolve_forward_inputs
 from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from sglang_dspark.engine.scheduler.batch import BESIDE
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.short_prompts.blocks import Blocks
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from sglang_dspark.engine.scheduler.batch import DSparkBatchResult
     from sglang_dspark.engine.scheduler.worker_base import Publish
 
-_BESIDE, _PART = "dspark_beside", "dspark_short_prompts"
+_PART = "dspark_short_prompts"
 
 
 def find_by(pool: object, part: Any) -> None:
@@ -71,7 +72,8 @@ class RunningBeside:
             batch.seq_lens = result.new_seq_lens
             if batch.seq_lens_cpu is not None:
                 batch.seq_lens_cpu = result.new_seq_lens.cpu()
-        batch.forward_iter = prompts.forward_iter
+        for name in ("forward_iter", "launch_ts", "after_idle_gap"):  # by which SGLang times steps
+            setattr(batch, name, getattr(prompts, name))
         return RidingResult(
             running=(batch.copy(), result), extra_keep_alive_refs=kept, can_run_cuda_graph=result.can_run_cuda_graph
         )
@@ -82,6 +84,11 @@ class RidingResult(GenerationBatchResult):
     """The result of prompts, and that of the requests that ran beside them, with their batch."""
 
     running: tuple[Any, DSparkBatchResult] | None = None
+
+    @property
+    def batches_beside(self) -> Sequence[Any]:
+        """Return the batches whose requests get tokens by this result, beside that of the prompts."""
+        return [] if self.running is None else [self.running[0]]
 
     def copy_to_cpu(self, *args: object, **kwargs: object) -> None:
         """Start the copies of both; the last one records the event that readers of the prompts wait for."""
@@ -94,7 +101,7 @@ class RidingResult(GenerationBatchResult):
 
 def beside(prompts: ScheduleBatch) -> RunningBeside | None:
     """Return what runs beside the prompts of SGLang's batch in the same verification."""
-    found: RunningBeside | None = vars(prompts).get(_BESIDE)
+    found: RunningBeside | None = vars(prompts).get(BESIDE)
     return found
 
 
@@ -105,7 +112,7 @@ def ride_or_mix(original: Callable[..., None], prompts: ScheduleBatch, running: 
     if blocks is None:
         original(prompts, running)
     else:
-        vars(prompts)[_BESIDE] = RunningBeside(running, blocks)
+        vars(prompts)[BESIDE] = RunningBeside(running, blocks)
 
 
 def keep_apart(plan: NextBatchPlan, scheduler: Scheduler, running_batch: object) -> None:

@@ -52,8 +52,9 @@ def spoken(part, counts):
         ({7: SPAN - 100, 60: 99}, []),  # too few tokens yet
         ({7: SPAN - 100, 60: 30, 61: 70}, [([49, 47], [61, 60])]),
         ({**dict.fromkeys(range(48), 20), 60: 11, 61: 12, 62: 1, 63: 40}, [([49], [63])]),
+        ({**dict.fromkeys(range(50), 19), **dict.fromkeys(range(60, 68), 10)}, []),
     ],
-    ids=["rare", "few", "frequent", "a list in use"],
+    ids=["rare", "few", "frequent", "a list in use", "none rarer"],
 )
 def test_frequent_tokens_take_the_places_of_rare_ones(counts, replaced):
     heads = Heads()
