@@ -177,7 +177,7 @@ SERVERS: dict[str, Recipe] = {
     ),
     # Random weights: it knows nothing.
     "dflash": Recipe((_random("dflash"), KEEPS_ANSWERS, "--speculative-dspark-answer-cache-key prompt")),
-    "dflash2": Recipe((_random("dflash2"),)),
+    "dflash2": Recipe((_random("dflash2"), f"--tp-size 2 {FOUR} {CROWDED} 260"), env=TWO_RANKS),
     "long_block": Recipe((_random("long-block"), STATIC, "--speculative-dspark-verify-len 1 --context-length 96")),
     "draft_free": Recipe((partial(_by_a_file, WITHOUT_A_DRAFTER), "--fastapi-root-path /behind/a/proxy")),
     # Options in a file that no other server has.

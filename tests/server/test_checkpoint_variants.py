@@ -15,6 +15,7 @@ from golden_server import (
     TARGET,
     assert_cut_at_the_limit,
     assert_golden_traces,
+    assert_pool_is_whole,
     assert_rounds_of_reference,
     endless,
     generate,
@@ -44,7 +45,7 @@ def test_plain_dflash_in_the_form_in_which_it_is_published(dflash):
 
 @pytest.mark.thorough
 def test_dflash_2_in_the_form_in_which_it_is_published(dflash2, plain):
-    """Eight slots of which seven predict; its selector says how sure it is, from which ``auto`` learns."""
+    """Eight slots of which seven predict; its selector says how sure it is, from which ``auto`` learns. On two ranks."""
     found = dflash2.get_json("/dspark/capabilities")["drafter"]
     assert (found["block_size"], found["confidence_head"], found["markov_head_type"]) == (7, True, "selector")
     assert_drafts_as_the_reference(dflash2)
@@ -63,6 +64,14 @@ def test_dflash_2_in_the_form_in_which_it_is_published(dflash2, plain):
             texts[name] = output_ids(dflash2, bodies)
     assert texts["static"] == texts["auto"] == texts["threshold"] == texts["off"]
     assert texts["off"][::2] == output_ids(plain, bodies[::2])
+    crowd = [endless([*PROMPT[: 8 + i], 3 + i], 80) for i in range(4)]  # which begin alike
+    dflash2.flush_cache()
+    with policy(dflash2, "static"):
+        answers = generate(dflash2, crowd, 4)
+    assert [answer["output_ids"] for answer in answers] == output_ids(plain, crowd)
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+    assert sum(answer["meta_info"]["cached_tokens"] for answer in answers) > 0
+    assert_pool_is_whole(dflash2)
 
 
 @pytest.mark.thorough
