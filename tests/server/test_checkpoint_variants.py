@@ -45,7 +45,7 @@ def test_plain_dflash_in_the_form_in_which_it_is_published(dflash):
 
 @pytest.mark.thorough
 def test_dflash_2_in_the_form_in_which_it_is_published(dflash2, plain):
-    """Eight slots of which seven predict; its selector says how sure it is, from which ``auto`` learns. On two ranks."""
+    """Eight slots of which seven predict; the selector says how sure it is, and ``auto`` learns from it. Two ranks."""
     found = dflash2.get_json("/dspark/capabilities")["drafter"]
     assert (found["block_size"], found["confidence_head"], found["markov_head_type"]) == (7, True, "selector")
     assert_drafts_as_the_reference(dflash2)
