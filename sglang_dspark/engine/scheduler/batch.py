@@ -21,7 +21,7 @@ from sglang_dspark.step.packed import Packed, PackedCopies, PendingCopy
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DecodeBatch, StepOutcome
 
-BESIDE = "dspark_beside"
+RIDERS = "dspark_riders"
 """Attribute of a batch of prompts that names what runs beside it in the same step."""
 
 
@@ -218,7 +218,7 @@ def prompts_of(batch: ScheduleBatch) -> Sequence[Req]:
 
 def has_others_beside(prompts: ScheduleBatch) -> bool:
     """Return whether the step of a batch of prompts has rows of requests that are not in the batch."""
-    return BESIDE in vars(prompts)
+    return RIDERS in vars(prompts)
 
 
 def batches_beside(result: object) -> Sequence[ScheduleBatch]:

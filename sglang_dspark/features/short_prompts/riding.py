@@ -16,7 +16,7 @@ from sglang.srt.managers.overlap_utils import resolve_forward_inputs
 from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from sglang_dspark.engine.scheduler.batch import BESIDE
+from sglang_dspark.engine.scheduler.batch import RIDERS
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.short_prompts.blocks import Blocks
 
@@ -101,7 +101,7 @@ class RidingResult(GenerationBatchResult):
 
 def beside(prompts: ScheduleBatch) -> RunningBeside | None:
     """Return what runs beside the prompts of SGLang's batch in the same verification."""
-    found: RunningBeside | None = vars(prompts).get(BESIDE)
+    found: RunningBeside | None = vars(prompts).get(RIDERS)
     return found
 
 
@@ -112,7 +112,7 @@ def ride_or_mix(original: Callable[..., None], prompts: ScheduleBatch, running: 
     if blocks is None:
         original(prompts, running)
     else:
-        vars(prompts)[BESIDE] = RunningBeside(running, blocks)
+        vars(prompts)[RIDERS] = RunningBeside(running, blocks)
 
 
 def keep_apart(plan: NextBatchPlan, scheduler: Scheduler, running_batch: object) -> None:

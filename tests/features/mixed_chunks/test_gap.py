@@ -8,7 +8,7 @@ import torch
 from sglang_objects import ONE_RANK, batch, found_by, launch_context, partly
 
 from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.batch import BESIDE
+from sglang_dspark.engine.scheduler.batch import RIDERS
 from sglang_dspark.features.mixed_chunks.gap import BoundedGaps, ChunkLimit, bound_chunk
 from sglang_dspark.worker.worker import DSparkWorker
 
@@ -129,7 +129,7 @@ def test_a_prompt_that_has_begun_waits_while_running_requests_need_all_slots():
 def test_a_prefill_is_timed_on_the_host_of_a_cpu():
     part = gaps(64)
     # The first takes next to nothing. The second says nothing, and the third has drafts of other requests, too.
-    for rows, more in ((64, {}), (3, {}), (96, {BESIDE: object()})):
+    for rows, more in ((64, {}), (3, {}), (96, {RIDERS: object()})):
         part.prefill_comes(batch())
         prompts = batch(extend_num_tokens=rows)
         vars(prompts).update(more)
