@@ -122,11 +122,12 @@ def test_promises_are_weighed_counted_and_answered(dspark):
     assert found["tpot_ms"] is None and found["least_tpot_ms"] > 0.1
 
 
-@pytest.mark.parametrize("name", ["auto", "static", "early-stop"])
+@pytest.mark.parametrize("name", ["auto", "static", "early-stop", "threshold"])
 def test_blocks_go_on_behind_the_drafters(letters, name):
     """Seven drafts of a block are the drafter's; eight more are copied where they follow a chain, whatever its source.
 
-    What the first texts show of their chains is learned.
+    What the first texts show of their chains is learned. Where step times have a say, as in ``auto`` and
+    ``early-stop``, a table may say that no ninth row is worth its time.
     """
     seeded = {"temperature": 0.2, "max_new_tokens": 64, "ignore_eos": True, "sampling_seed": 3}
     bodies = [greedy(case["prompt_ids"], 64) for case in CASES[:3]]
@@ -134,11 +135,12 @@ def test_blocks_go_on_behind_the_drafters(letters, name):
     with policy(letters, "static", verify_len=7):
         expected = output_ids(letters, bodies, 4)
     traced_bodies = [{**body, "speculation": {"trace": True}} for body in bodies * 3]
-    with policy(letters, name):
+    with policy(letters, name, **({"confidence_threshold": 0.3} if name == "threshold" else {})):
         answers = generate(letters, traced_bodies, 4)
     assert [answer["output_ids"] for answer in answers] == expected * 3
     rounds = [entry for answer in answers for entry in rounds_of(answer)]
-    assert max(entry["accepted"] for entry in rounds) > 7
+    if name in ("static", "threshold"):
+        assert max(entry["accepted"] for entry in rounds) > 7
     assert all(entry["verified"] <= 15 for entry in rounds)
 
 
