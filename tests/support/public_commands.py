@@ -1,11 +1,10 @@
-"""Public command lines, what becomes of each, and how many flags of SGLang are served, adjusted and refused."""
+"""Public command lines, and how many flags of SGLang are served, adjusted and refused."""
 
 from __future__ import annotations
 
 import os
 import re
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -43,19 +42,9 @@ class Line:
 LINES = [Line(**line) for line in tomllib.loads(DATA.read_text(encoding="utf-8"))["line"]]
 
 
-def outcome(resolve: Callable[[Pairs], Resolved], pairs: Pairs) -> dict[str, object]:
-    """Return whether a start gets through, with flags that it has changed, or why it does not."""
-    try:
-        found = resolve(pairs)
-    except (ValueError, SystemExit) as error:
-        return {"starts": False, "refused": str(error).splitlines()}
-    return {"starts": True, "adjusted": sorted({said.partition("=")[0].lstrip("-") for said in found.adjusted})}
-
-
 def counted() -> dict[str, int]:
-    """Return how many flags SGLang has, how many have values that are adjusted or refused, and the checks of starts."""
+    """Return how many flags SGLang has, and how many have values that are adjusted or refused."""
     from sglang_dspark.engine.launch.adjustments import LENGTHS
-    from sglang_dspark.engine.launch.checks import all_checks
     from sglang_dspark.engine.launch.flag_rules import all_rules
 
     rules = all_rules()
@@ -67,6 +56,4 @@ def counted() -> dict[str, int]:
         "served": len(names - adjusted - refused),
         "adjusted": len(adjusted),
         "refused": len(refused),
-        "rules": len(rules),
-        "checks": len(all_checks()),
     }
