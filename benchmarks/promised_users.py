@@ -22,7 +22,6 @@ from typing import Any
 import click
 import numpy as np
 from paired_ratio import spread_of
-from prompt_gaps import IDS, MIXED, body
 from serving.client import Reply, Sampling, ask_all
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
 
@@ -31,6 +30,7 @@ from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspar
 
 USERS, ANSWERS, MAX_TOKENS = 8, 3, 64
 LONG_TOKENS, LONG_EVERY_S = 1000, 8.0
+IDS = range(1000, 20000)  # tokens of the bundled pair's target that are no special ones
 FIRST, PROMISED, MIXED_TOO = "auto", "auto, promised", "auto, promised, mixed"
 
 
@@ -38,7 +38,11 @@ def long_prompts(server: LaunchedServer, draw: random.Random, over: Event) -> in
     """Send a long prompt now and then until ``over`` is set; return how many were answered."""
     sent = 0
     while not over.wait(LONG_EVERY_S):
-        server.post_json("/generate", body(draw.choices(IDS, k=LONG_TOKENS), 1))
+        body = {
+            "input_ids": draw.choices(IDS, k=LONG_TOKENS),
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+        }
+        server.post_json("/generate", body)
         sent += 1
     return sent
 
@@ -109,7 +113,7 @@ def main(target: Path, draft: Path, prompts: Path, output: Path, share: float, g
     with ExitStack() as stack:
         plain, mixed = (
             stack.enter_context(LaunchedServer(target, *flags, *more, env=CPU_ENV))
-            for more in ((), (MIXED, "--speculative-dspark-max-gap-ms", str(gap_ms)))
+            for more in ((), ("--enable-mixed-chunk", "--speculative-dspark-max-gap-ms", str(gap_ms)))
         )
         servers = {FIRST: plain, PROMISED: plain, MIXED_TOO: mixed}
         for server in (plain, mixed, mixed, plain):  # step times settle
