@@ -1,4 +1,4 @@
-"""A server in simulated time, and traffic whose drafts are recorded or invented, for ablation.py."""
+"""A server in simulated time, and traffic whose drafts are recorded or invented, for misled.py."""
 
 from __future__ import annotations
 

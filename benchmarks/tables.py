@@ -82,35 +82,6 @@ def _origin(what: str, frame: pd.DataFrame) -> str:
 # ---- the policy auto in simulated time
 
 
-def ablation() -> str:
-    """Return what each part of the policy ``auto`` brings: the throughput without it."""
-    frame = pd.read_csv(RESULTS / "ablation" / "ablation.csv")
-    case = ["machine", "traffic", "load", "seed"]
-    whole = frame[frame["without"] == "all parts"].set_index(case)
-    frame = frame[frame["without"] != "all parts"].join(whole["tokens_per_s"].rename("whole"), on=case)
-    frame["change"] = 100 * (frame["tokens_per_s"] / frame["whole"] - 1)
-    by_case = frame.groupby(["without", "machine", "traffic", "load"], sort=False)["change"].agg(["mean", "std"])
-    rows = []
-    for part, cases in by_case.groupby("without", sort=False):
-        common = cases.loc[cases.index.get_level_values("traffic") == "recorded text", "mean"].mean()
-        rows.append([str(part), f"{common:+.1f}"])
-        for found in (cases["mean"].idxmin(), cases["mean"].idxmax()):
-            _, machine, traffic, load = found
-            changed = f"{cases.loc[found, 'mean']:+.1f} ± {cases.loc[found, 'std']:.1f}"
-            rows[-1] += [changed, f"{traffic}, {machine}, {load}"]
-    record = content_of("ablation/provenance.json")[-1]
-    recorded = whole.xs("recorded text", level="traffic")
-    beside_fixed = recorded.groupby(["machine", "load"])["of_best_fixed"].mean()
-    note = (
-        "Change of the throughput without a part in percent, mean and standard deviation of "
-        f"{frame['seed'].nunique()} seeds: for recorded text in the mean of all machines and loads, and in the cases "
-        "that lose and gain most (traffic, machine, requests). With all parts, recorded text is served at "
-        f"{beside_fixed.min():.2f} to {beside_fixed.max():.2f} times the speed of the best fixed length in hindsight "
-        f"([ablation.csv](ablation/ablation.csv), commit {record['commit'][:7]})."
-    )
-    return section(("without", "recorded text", "largest loss", "where", "largest gain", "where"), rows, note)
-
-
 def adversarial() -> str:
     """Return the cases in which ``auto`` is furthest behind the best fixed length."""
     frame = pd.read_csv(RESULTS / "adversarial" / "adversarial.csv", index_col=0)
@@ -265,7 +236,6 @@ def section(header: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> 
 TABLES: dict[str, Callable[[], str]] = {
     "sweep": speeds,
     "fixed_lengths": fixed_lengths,
-    "ablation": ablation,
     "adversarial": adversarial,
     "equal_draws": equal_draws,
     "simulated_loads": simulated_loads,

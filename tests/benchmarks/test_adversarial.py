@@ -1,7 +1,7 @@
 """`auto` is never far behind the best fixed length, whatever texts, heads and step times it meets."""
 
 import pytest
-from ablation import CASES, ratio
+from misled import CASES, ratio
 
 HARDEST = [
     "head much too careful, 500 steps",
