@@ -2,7 +2,7 @@ r"""Look for requests that end a server: bodies of all keys, grammars and script
 
     python benchmarks/fuzz_requests.py --bodies 10000 --output RESULTS/fuzz.json
 
-Servers of several kinds with DSPARK (the golden pair, a tokenizer that is hard to serve) get their share of the bodies,
+Servers of several kinds with DSPARK (the golden pair, a tokenizer of bytes) get their share of the bodies,
 the same ones from the same seed. Streams are read, dropped after a few parts, or left at once. When a server ends or
 lets a request hang, the bodies that it had are written down with the line of its log, and another one takes over. Then
 a server without DSPARK is asked what ours answered with an HTTP 5xx, and a share of what it served: status, and what is
@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from fuzz import tokenizer
-from fuzz.bodies import Body, Draw
+from fuzz.bodies import UNKNOWN, Body, Draw
 from fuzz.traffic import (
     BROKEN,
     ENDED,
@@ -46,6 +45,10 @@ from sglang_dspark.tools import provenance
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, PLUGIN, LaunchedServer, dspark_flags
 
 TESTS = provenance.REPOSITORY / "tests"
+sys.path.append(str(TESTS / "support"))
+
+from byte_tokenizer import save_byte_tokenizer  # noqa: E402
+
 GOLDEN = TESTS / "data" / "golden"
 DRAFTER = dspark_flags(GOLDEN / "vanilla_g7")
 WITH_DRAFTER = (*DRAFTER, "--speculative-dspark-answer-cache", "1")
@@ -74,7 +77,7 @@ class Kind:
     ours: Sequence[str] = WITH_DRAFTER
     both: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    unknown: tuple[str, ...] = tokenizer.UNKNOWN
+    unknown: tuple[str, ...] = UNKNOWN
     doors: bool = False
 
 
@@ -276,7 +279,7 @@ def main(bodies: int, seed: int, kinds: tuple[str, ...], skip: str, output: Path
             kind, path, seconds = KINDS[name], Path(folder), 60 * limits["minutes"]
             if kind.doors:
                 mine = {number: Draw(seed, -number - 1).through_doors(body) for number, body in mine.items()}
-            hunt = Hunt(kind, mine, limits["share"], tokenizer.save(path, kind.unknown), seconds)
+            hunt = Hunt(kind, mine, limits["share"], save_byte_tokenizer(path, beyond=kind.unknown), seconds)
             reports[name] = hunt.run(limits["most_ends"]).report()
         console.print(name, _total({name: reports[name]}))
         report = _total(reports) | {"seed": seed, "skip": skip, "kinds": reports}

@@ -1,1 +1,1 @@
-"""Requests of every kind for :mod:`fuzz_requests`: a tokenizer that is hard to serve, bodies, and users."""
+"""Requests of every kind for :mod:`fuzz_requests`: bodies, and users."""

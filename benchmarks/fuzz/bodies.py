@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fuzz.tokenizer import UNKNOWN, VANISHING, VOCABULARY
-
 GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 MODES = ("whole", "whole", "stream", "stream", "dropped", "abandoned")
 """How an answer is read: whole, as a stream, a stream that is dropped after a few parts, or not at all."""
+
+VOCABULARY = 256
+UNKNOWN = ("<extra>", "<image>")  # to the target: their ids are past its vocabulary
+VANISHING = "\N{ZERO WIDTH SPACE}"  # to the tokenizer
 
 # Letters of a script share their first bytes; pairs that differ in the last one.
 WORDS = (
