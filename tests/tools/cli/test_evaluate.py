@@ -12,14 +12,6 @@ from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.tools.simulator.blocks import RecordedBlocks
 
 NUM_PROMPTS = 20
-PROTOCOL = {
-    "name": None,
-    "max_tokens": 128,
-    "limit": None,
-    "shuffle_seed": None,
-    "raw": False,
-    "chat_template_kwargs": {},
-}
 
 
 @pytest.fixture
