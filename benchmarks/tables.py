@@ -12,8 +12,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "benchmarks" / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "support")),
+    ROOT / "docs" / "performance.md",
 )
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 WIDTH = 140
@@ -155,70 +154,6 @@ def simulated_loads() -> str:
     return section(("users", "chat", "mathematics"), rows, note)
 
 
-# ---- which pairs were measured where
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A pair on a device.
-
-    Attributes:
-        sweep: folder of its sweep in ``results/``; None if it was not run.
-        identity: files of ``identity.py`` there, with the same release.
-    """
-
-    pair: str
-    device: str
-    sweep: str | None = None
-    identity: tuple[str, ...] = ()
-
-
-MEASURED = (
-    Measured("SmolLM2-135M, bundled drafter", "2 CPU cores", "sweep", ("identity.json", "identity_bfloat16.json")),
-    Measured("SmolLM2-135M, bundled drafter", "H200", "h200/sweep"),
-    Measured("Qwen3-8B's shape, answers of 32 to 224 tokens", "H200", "h200/qwen3_8b_shape/apart"),
-    Measured("Qwen3-8B's shape, answers of 128 tokens", "H200", "h200/qwen3_8b_shape/equal"),
-    Measured("Qwen3-8B's shape, prompts of 4000 tokens", "H200", "h200/qwen3_8b_shape/long"),
-    Measured("Qwen3-8B, Qwen3-4B, MiniCPM5-2B, Qwen3.8-27B with published drafters", "H100, H200"),
-)
-SUPPORT = ("pair", "device", "users", "auto / plain", "texts", "date", "plugin, SGLang", "verdict", "files")
-PASSES = 0.95
-"""Least speed of ``auto`` over that of plain SGLang."""
-
-
-def verdict(ratios: Sequence[float], identity: bool | None) -> str:
-    """Return ``pass``, ``warn`` or ``fail``.
-
-    Args:
-        ratios: throughput of ``auto`` over that of plain SGLang, by load.
-        identity: whether every text was the target's own or split where the target does; None if it was not looked at.
-    """
-    if min(ratios) < PASSES or identity is False:
-        return "fail"
-    return "pass" if identity else "warn"
-
-
-def support_rows(results: Path = RESULTS) -> Iterator[list[str]]:
-    """Yield a row per pair and device; links are relative to the folder of results."""
-    for entry in MEASURED:
-        if entry.sweep is None:
-            yield [entry.pair, entry.device, *["-"] * 5, "not run", ""]
-            continue
-        frame = read_sweep(results / entry.sweep / "sweep.csv")
-        frame = frame[[config_name(frame, label) in ("plain", "auto") for label in frame["config"]]]
-        record = content_of(f"{entry.sweep}/provenance.json", results)
-        scenarios = [scenario for file in entry.identity for scenario in content_of(file, results)["scenarios"]]
-        identity = all(scenario["passed"] for scenario in scenarios) if scenarios else None
-        texts = {None: "not compared", True: "same", False: "differ"}[identity]
-        release = ", ".join(record["versions"][name] for name in ("sglang-dspark", "sglang"))
-        linked = (f"{entry.sweep}/provenance.json", *entry.identity)
-        files = ", ".join(f"[{Path(file).name}]({file})" for file in linked)
-        told = summarise(paired_ratios(frame, "output_tok_s", frame_baselines(frame)))
-        users, ratios = ", ".join(load.split()[0] for load in told["load"]), [float(ratio) for ratio in told["ratio"]]
-        cells = (users, ", ".join(f"{ratio:.2f}" for ratio in ratios), texts, record["started"][:10], release)
-        yield [entry.pair, entry.device, *cells, verdict(ratios, identity), files]
-
-
 # ---- writing
 
 
@@ -239,7 +174,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "adversarial": adversarial,
     "equal_draws": equal_draws,
     "simulated_loads": simulated_loads,
-    "support": lambda: markdown_table(SUPPORT, list(support_rows())),
 }
 
 
