@@ -11,9 +11,6 @@ PAIR = --target $(or $(TARGET),$(SMOLLM2)) --draft $(or $(DRAFT),sglang_dspark/d
 # Not benchmarks/results, whose files the documents quote. A sweep refuses a folder with results of another commit.
 RESULTS ?= results
 SWEEP ?= $(RESULTS)/quick_sweep
-# For policy_turns.py; the first is compared with each of the others.
-POLICIES := --config auto --config static:1 --config static:2 --config static:3 --config static:4 --config static:5 \
-	--config threshold:0.6
 # More options for sweep_concurrency.py, e.g. --num-prompts 8.
 SWEEP_FLAGS ?=
 
@@ -92,8 +89,6 @@ evidence: env ## the long proofs and sweeps behind the README's numbers
 		--config plain --config off --config auto --config static:5 --config static:4 --config static:3 \
 		--config static:2 --config static:1 --concurrency 1,2,4,8,16 --max-tokens 96 --ignore-eos --rounds 8 $(SWEEP_FLAGS)
 	$(RUN) benchmarks/report.py $(RESULTS)/sweep
-	$(RUN) benchmarks/policy_turns.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/turns $(POLICIES) \
-		--concurrency 1,2,4,8,16
 
 gpu: env ## with an NVIDIA GPU: its checks and sweeps in half an hour; GPU_FLAGS="--only tests"
 	$(PREPARE)

@@ -5,9 +5,7 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 from paired_ratio import frame_baselines, main, paired_ratios, ratios_to_each, spread_of, summarise
-from policy_turns import prompt_batches
 from scipy.stats import ttest_1samp
-from serving.prompts import Prompt
 from serving.results import with_loads
 
 from sglang_dspark.errors import ConfigError
@@ -87,17 +85,6 @@ def test_rounds_that_repeat_their_texts_count_once():
     assert clustered.ratio == pytest.approx(independent.ratio)
     assert (clustered.rounds, clustered.batches, independent.batches) == (8, 4, 8)
     assert clustered.low < independent.low and clustered.high > independent.high
-
-
-def test_batches_of_prompts_do_not_overlap():
-    prompts = [Prompt(index, str(index)) for index in range(11)]
-    batches = prompt_batches(prompts, 4)
-    assert [len(batch) for batch in batches] == [4, 4]
-    assert len({prompt.index for batch in batches for prompt in batch}) == 8
-    assert batches == prompt_batches(prompts, 4)
-    assert sorted(prompt.index for batch in prompt_batches(prompts, 1) for prompt in batch) == list(range(11))
-    with pytest.raises(ConfigError, match="raise --num-prompts"):
-        prompt_batches(prompts, 12)
 
 
 def test_a_ratio_comes_with_its_spread_of():
