@@ -1,4 +1,4 @@
-"""Configuration files as published drafters have them: the right format and switches, or the right refusal."""
+"""Configuration files as published drafters have them. Those that trainers write: test_trainer_files.py."""
 
 import json
 
@@ -23,18 +23,6 @@ HEADS = {
     "markov_head_type": "vanilla",
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
-}
-SPECFORGE = QWEN3_8B | {
-    "architectures": ["DSparkDraftModel"],
-    "auto_map": {"AutoModel": "dspark.DSparkDraftModel"},
-    "block_size": 7,
-    "dflash_config": {
-        "attention_mode": "gqa",
-        "confidence_head_alpha": 1.0,
-        "projector_type": "dspark",
-        **TAPS,
-        **HEADS,
-    },
 }
 LLAMA3_ROPE = json.loads("""\
 {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
@@ -77,7 +65,6 @@ READ = {
         "DeepSpec",
         f"7 drafts per block, {OURS}, {FULL_HEADS}",
     ),
-    "SpecForge": (SPECFORGE, "SpecForge", f"7 drafts per block, {OURS}, {FULL_HEADS}"),
     "DFlash": (
         QWEN3_8B | DFLASH | {"block_size": 16, "dflash_config": TAPS},
         "DFlash",
@@ -97,28 +84,6 @@ READ = {
             "not predict, window of 512 rows that slides along with the slots in all layers, attention sinks in all "
             "layers"
         ),
-    ),
-    "ModelOpt": (
-        QWEN3_8B
-        | {"architectures": ["DFlashDraftModel"], "block_size": 7, "torch_dtype": "bfloat16"}
-        | {
-            "dflash_config": {
-                "projector_type": "dspark",
-                "shift_label": True,
-                "causal": False,
-                "use_confidence_head": True,
-                "markov_rank": 256,
-                "markov_head_type": "vanilla",
-                **TAPS,
-            }
-        },
-        "ModelOpt",
-        f"7 drafts per block, {OURS}, {FULL_HEADS}",
-    ),
-    "speculators, every slot predicts": (
-        speculators(sample_from_anchor=True),
-        "speculators",
-        f"8 drafts per block, {THEIRS}, {FULL_HEADS}",
     ),
     "speculators, older": (
         speculators(tokens=7),
@@ -146,11 +111,6 @@ READ = {
             f"8 drafts per block, 3 layers, taps [1, 7, 13], {FULL_HEADS}, window of 2048 rows before the anchor in "
             "all layers, causal block in all layers, heads for 32000 of 128256 tokens, RoPE of type llama3, factor 32"
         ),
-    ),
-    "speculators, DFlash": (
-        speculators("dflash", tokens=7, sliding_window_non_causal=False),
-        "speculators",
-        f"7 drafts per block, {THEIRS}, {BARE}, 8 slots of which the anchor's does not predict",
     ),
 }
 
