@@ -18,8 +18,8 @@ from sglang_dspark.engine.sglang_types import Answer, TokenizerManager
 _CONTEXT = 5
 _WINDOW = 16  # token ids, behind which a new one is looked for
 _LETTER = 4  # bytes of UTF-8 at most
-# Of the meta_info: lists with an entry per token, and counts of tokens.
-_PER_TOKEN = {"output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "dspark_trace"}
+# Of the meta_info: lists with an entry per token, as are all whose names begin so, and counts of tokens.
+_PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "dspark_")
 _COUNTS = {"output_token_logprobs_length", "reasoning_tokens"}
 _INCOMPLETE = "\ufffd"
 
@@ -143,8 +143,9 @@ class StreamCutter:
         if not self._incremental:
             tokens, text = (0, end), (0, text[1])
         begin = len(self._ids) - len(answer["output_ids"]) if self._incremental else 0
-        for name in _PER_TOKEN & meta_info.keys():
-            meta_info[name] = meta_info[name][tokens[0] - begin : end - begin]
+        for name, entries in meta_info.items():
+            if name.startswith(_PER_TOKEN) and isinstance(entries, list):
+                meta_info[name] = entries[tokens[0] - begin : end - begin]
         if end < len(self._ids):
             meta_info |= {"finish_reason": None, "completion_tokens": end}
             for name in _COUNTS & meta_info.keys():
