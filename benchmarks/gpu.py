@@ -2,24 +2,24 @@ r"""Run all that needs an NVIDIA GPU, in the order in which a short time on one 
 
     python benchmarks/gpu.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS
     python benchmarks/gpu.py ... --only chat,long,engines
-    python benchmarks/gpu.py ... --only chat,long,engines --rehearse
+    python benchmarks/gpu.py ... --only lean,prompts --rehearse
 
 The parts are commands of this folder, one after another, each part with a limit; those that run unasked have 32 minutes
-together, ``chat``, ``long`` and ``engines`` 14. What fails or takes too long stops nothing else. RESULTS gets a folder
-and a log of each part, and ``order.json``: commands, seconds, and how it ended. A part that has ended well is not run
-again with the same code and arguments; a sweep that was stopped goes on. Of other code or arguments, choose another
-folder.
+together, and each of :data:`QUARTERS` 14. What fails or takes too long stops nothing else. RESULTS gets a folder and a
+log of each part, and ``order.json``: commands, seconds, and how it ended. A part that has ended well is not run again
+with the same code and arguments; a sweep that was stopped goes on. Of other code or arguments, choose another folder.
 
 Plain servers run as SGLang configures itself. SGLang's own worker runs as it comes, and of the bundled pair also by our
 schedule; of the random pair it keeps the drafts that ours keeps, and where both verify whole blocks, the sweep ends if
-they take other steps. With ``--rehearse`` the three parts run on a CPU with a tiny pair, to see that they do; SGLang's
-own worker then needs what the tests give it there.
+they take other steps. With ``--rehearse`` the parts of quarters but ``streams`` run on a CPU with a tiny pair, to see
+that they do; SGLang's own worker then needs what the tests give it there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,7 +33,7 @@ from typing import Any
 import click
 from rich.console import Console
 from serving.configurations import SIMULATED
-from shape_pair import ACCEPTANCE
+from shape_pair import ACCEPTANCE, LIST
 
 from sglang_dspark.tools import provenance
 
@@ -52,12 +52,16 @@ SCHEDULED = (
     "scheduled=auto SGLANG_DSPARK_ENGINE=scheduled",  # each request its own number of drafts, where SGLang can do that
     "widths=auto SGLANG_DSPARK_ENGINE=scheduled SGLANG_RAGGED_VERIFY_MODE=static",
 )
+PROMPT_ROWS = "--speculative-dspark-prompt-rows"
 TRACED = 26
 """Decode steps of a trace."""
 REHEARSED = 5
 """Times as long as on a GPU: two cores start servers slowly."""
 STOPPED = "stopped at its limit"
 READER, READING_S = "benchmarks/report.py", 60  # for what shows a sweep, also one that was stopped
+
+
+Commands = list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,25 @@ class Setting:
         named = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--raw-prompts", "--ignore-eos"]
         return [*_script("shape_pair.py"), *words], [*named, "--prompts", str(pair / f"context_{context}.jsonl")]
 
+    def drawn(self, kind: str, context: int, configs: Sequence[str], users: str, **numbers: float) -> Commands:
+        """Return the sweep of a random pair whose drafts are kept by the rates of a kind of text, with traces.
+
+        Args:
+            kind: see :data:`shape_pair.ACCEPTANCE`.
+            context: tokens of a prompt.
+            configs: those with ``{rates}`` keep drafts so.
+        """
+        making, what = self.made(12 if self.rehearses else context)
+        rates = f"{SIMULATED}={','.join(map(str, ACCEPTANCE[kind]))}"
+        told = [*what, "--together", f"--trace-steps={2 if self.rehearses else TRACED}"]
+        swept = self.sweep(told, [config.format(rates=rates) for config in configs], users, LARGE, **numbers)
+        traces = [] if self.rehearses else [[*_script("step_trace.py"), str(self.output / "traces")]]
+        return [making, swept, self.report, *traces]
+
     @property
     def report(self) -> list[str]:
         """Return what shows the part's sweep."""
         return [*_script("report.py"), str(self.output)]
-
-
-Commands = list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -155,23 +171,33 @@ def engines(setting: Setting) -> Commands:
 
 
 def equal_draws(kind: str, context: int, users: str, rounds: int) -> Callable[[Setting], Commands]:
-    """Return the part that measures a shape whose drafts are kept by the same draws, whichever worker decodes.
+    """Return the part that measures a shape whose drafts are kept by the same draws, whichever worker decodes."""
+    configs = ("plain", "static7=static:7 {rates}", "auto=auto {rates}", "builtin=builtin {rates}")
+    return lambda setting: setting.drawn(kind, context, configs, users, num_prompts=2, max_tokens=512, rounds=rounds)
 
-    Args:
-        kind: of text, see :data:`shape_pair.ACCEPTANCE`.
-        context: tokens of a prompt.
-    """
 
-    def commands(setting: Setting) -> Commands:
-        making, what = setting.made(12 if setting.rehearses else context)
-        rates = f"{SIMULATED}={','.join(map(str, ACCEPTANCE[kind]))}"
-        configs = ("plain", *(f"{config} {rates}" for config in ("static7=static:7", "auto=auto", "builtin=builtin")))
-        told = [*what, "--together", f"--trace-steps={2 if setting.rehearses else TRACED}"]
-        numbers = {"num_prompts": 2, "max_tokens": 512, "rounds": rounds}
-        traces = [] if setting.rehearses else [[*_script("step_trace.py"), str(setting.output / "traces")]]
-        return [making, setting.sweep(told, configs, users, LARGE, **numbers), setting.report, *traces]
+def lean(setting: Setting) -> Commands:
+    """Measure a drafter that proposes 32,768 tokens and is read in 8 bits, and steps that draft nothing."""
+    listed = f"--speculative-dspark-draft-vocabulary {shlex.quote(str(setting.output / 'pair' / LIST))}"
+    eight_bits = "--speculative-dspark-draft-quantization int8"
+    configs = ("plain", "off=off {rates}", "static7=static:7 {rates}", f"lean=static:7 {{rates}} {listed} {eight_bits}")
+    return setting.drawn("chat", 100, configs, "1,16,64", num_prompts=2, max_tokens=256, rounds=2)
 
-    return commands
+
+def prompts(setting: Setting) -> Commands:
+    """Measure short answers, so that prompts come often: encoded apart, and verified beside drafts."""
+    asked = f" {PROMPT_ROWS} 64" if setting.rehearses else ""  # else a CPU verifies none
+    configs = (
+        "builtin=builtin {rates}",
+        f"apart=auto {{rates}} {PROMPT_ROWS} 0",
+        f"beside=auto {{rates}} --enable-mixed-chunk{asked}",
+    )
+    return setting.drawn("chat", 100, configs, "1,16,64", num_prompts=8, max_tokens=128, rounds=2)
+
+
+def streams(setting: Setting) -> Commands:
+    """Test whether texts stay the same while streams are delayed at random and what was read is overwritten."""
+    return [_module("pytest", "-q", "tests/gpu/test_delayed_streams.py")]
 
 
 def kernels(setting: Setting) -> Commands:
@@ -190,14 +216,17 @@ PARTS: Mapping[str, Part] = {
     "chat": Part("is a target of 8 billion parameters faster, on chat?", 8, equal_draws("chat", 100, "1,16,64,128", 2)),
     "long": Part("and with 4000 tokens of context?", 3, equal_draws("mixed", 4000, "8", 3)),
     "engines": Part("and the bundled pair, by three workers?", 3, engines),
+    "lean": Part("what does a lean drafter bring, and what do steps without drafts cost?", 6, lean, unasked=False),
+    "prompts": Part("do prompts beside drafts pay?", 5, prompts, unasked=False),
+    "streams": Part("is the work of streams in order?", 3, streams, unasked=False),
     "sweep": Part("is the bundled pair faster at every load?", 5, sweep),
     "kernels": Part("are the kernels right?", 4, kernels),
     "tests": Part("does everything else run that was written for a GPU?", 30, tests, unasked=False),
 }
 
 
-QUARTER = ("chat", "long", "engines")
-"""Parts for a GPU that is lent for 15 minutes, ``make gpu15``."""
+QUARTERS = (("chat", "long", "engines"), ("lean", "prompts", "streams"))
+"""Parts for a GPU that is lent for 15 minutes, the first time and the second, see the target ``gpu15`` of make."""
 
 
 def run_part(commands: Commands, minutes: float, log_path: Path) -> dict[str, Any]:
@@ -254,7 +283,7 @@ def _named(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--prompts", required=True, multiple=True, type=EXISTING)
 @click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
 @click.option("--only", "names", callback=_named, metavar="PART,...", help=f"Of {', '.join(PARTS)}.")
-@click.option("--rehearse", "rehearses", is_flag=True, help="On a CPU, with tiny models: chat, long and engines.")
+@click.option("--rehearse", "rehearses", is_flag=True, help="On a CPU, with tiny models, of these that have sweeps of the shape, and engines.")
 def main(target: str, draft: str, prompts: tuple[str, ...], output: Path, names: list[str], rehearses: bool) -> None:
     """Command line; see the module."""
     console = Console(highlight=False, soft_wrap=True)

@@ -19,6 +19,7 @@ def emulate(module):
     """Make the worker of a CPU server believe in graphs."""
     import forms
     import interpreting
+    import stale
     import torch
     from dspark_kernels import kernels_anywhere
     from dspark_kernels.drafting import walk
@@ -61,6 +62,7 @@ def emulate(module):
     torch.cuda.mem_get_info = lambda: (0, 0)
     module.DSparkWorker.__init__ = initialise
     module.PackedCopies, module.DSparkWorker.decode = ring_of_the_host, decode
+    stale.spoil(module)
     module.graph_request_slots, module.DSparkWorker._prefill = lambda runner: REQUEST_SLOTS, prefill
     module.DSparkWorker.step_times = step_times
     verify_attention.window_attention = noted_attention
