@@ -25,7 +25,7 @@ class NoDrafter:
         candidates: finds them; None if nothing does.
     """
 
-    num_drawn = 0
+    num_drawn = held = 0
     proposed = None
     mask_token_id = 0  # of staged blocks that are not read
 

@@ -51,7 +51,7 @@ class EagerExecutor:
 
     def run(self, step: DecodeBatch, decision: StepDecision, hooks: StepHooks) -> StepOutcome:
         """Draft, plan, verify, accept, publish and commit."""
-        if decision.draft_len:
+        if decision.draft_len and self.drafter.held:
             self.drafter.settle()
         self.stage(step, decision)
         outcome = self.finish(step, decision, self.draft(step, decision), hooks)
