@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,31 @@ SCHEDULED = (
     "scheduled=auto SGLANG_DSPARK_ENGINE=scheduled",  # each request its own number of drafts, where SGLang can do that
     "widths=auto SGLANG_DSPARK_ENGINE=scheduled SGLANG_RAGGED_VERIFY_MODE=static",
 )
+MAKE_PROMPTS = "training/examples/smollm2/make_prompts.py"
+TRAINED = {
+    "two_layers": "--layers 2 --block-size 5",
+    "three_layers": "--layers 3 --block-size 5",
+    "blocks_of_7": "--layers 3 --block-size 7",
+}
+"""Shapes of drafters by their folders."""
+RECIPE = (
+    24_000,
+    4000,
+    (
+        "--max-prompt-tokens 256 --max-tokens 256 --temperatures 0,0,0,0,0,0,0,0.7,0.7,1 --concurrency 512 "
+        "--dtype bfloat16 --store-states --intermediate-size 1024 --rank 32 --taps 1,14,27 --mask-token-id 16 "
+        "--loss-vocab 12288 --draft-vocabulary 12288 --batch-rows 128 --anchors 40 --learning-rate 1.5e-3 "
+        "--markov-lr-scale 6 --steps 1200"
+    ),
+    "--limit 40 --max-tokens 128",
+)
+"""Prompts that are filled in and that the target invents, how to train, and how to measure."""
+REHEARSED_RECIPE = (
+    30,
+    0,
+    "--max-tokens 12 --held-out 3 --batch-rows 4 --anchors 4 --rank 8 --steps 4 --checkpoint-every 2 --device cpu",
+    "--limit 2 --max-tokens 12",
+)
 PROMPT_ROWS = "--speculative-dspark-prompt-rows"
 TRACED = 26
 """Decode steps of a trace."""
@@ -69,14 +94,21 @@ class Setting:
     """The arguments of all parts.
 
     Attributes:
-        pair: arguments that name target, draft and prompts.
+        target, draft, prompts: paths.
         output: folder of the part's results.
         rehearses: on a CPU, with tiny models and few users.
     """
 
-    pair: tuple[str, ...]
+    target: str
+    draft: str
+    prompts: tuple[str, ...]
     output: Path
     rehearses: bool = False
+
+    @property
+    def pair(self) -> tuple[str, ...]:
+        """Return the arguments that name the pair and its prompts."""
+        return ("--target", self.target, "--draft", self.draft, *_each("--prompts", self.prompts))
 
     def run(self, script: str, *words: str, output: str) -> list[str]:
         """Return the command of a script of this folder, with its results in ``output``."""
@@ -205,6 +237,22 @@ def kernels(setting: Setting) -> Commands:
     return [_module("pytest", "-q", "tests/kernels", "tests/draft/test_fused_layer.py")]
 
 
+def training(setting: Setting) -> Commands:
+    """Train drafters for the bundled pair's target on the same new texts, and measure them beside the bundled one."""
+    folder, (templated, invented, recipe, asked) = setting.output, REHEARSED_RECIPE if setting.rehearses else RECIPE
+    made, texts = ["--target", setting.target, "--output", str(folder / "prompts.jsonl")], str(folder / "corpus")
+    commands = [[*_script(MAKE_PROMPTS, ""), *made, f"--templated={templated}", f"--invented={invented}"]]
+    for name, shape in {"bundled": None, **TRAINED}.items():
+        draft = setting.draft if shape is None else str(folder / name / "draft")
+        if shape is not None:
+            told = ["--target", setting.target, "--prompts", str(folder / "prompts.jsonl"), "--corpus", texts]
+            told += [*recipe.split(), *shape.split(), "--output", str(folder / name)]
+            commands.append(_module("sglang_dspark", "train", *told))
+        told = [*replace(setting, draft=draft).pair, *asked.split(), "--output", str(folder / f"{name}.json")]
+        commands.append(_module("sglang_dspark", "evaluate", *told))
+    return commands
+
+
 def tests(setting: Setting) -> Commands:
     """Run all tests that wait for a GPU."""
     return [_module("pytest", "-q", "tests/gpu")]
@@ -221,12 +269,13 @@ PARTS: Mapping[str, Part] = {
     "streams": Part("is the work of streams in order?", 3, streams, unasked=False),
     "sweep": Part("is the bundled pair faster at every load?", 5, sweep),
     "kernels": Part("are the kernels right?", 4, kernels),
+    "training": Part("does a drafter accept more that is trained anew?", 10, training, unasked=False),
     "tests": Part("does everything else run that was written for a GPU?", 30, tests, unasked=False),
 }
 
 
-QUARTERS = (("chat", "long", "engines"), ("lean", "prompts", "streams"))
-"""Parts for a GPU that is lent for 15 minutes, the first time and the second, see the target ``gpu15`` of make."""
+QUARTERS = (("chat", "long", "engines"), ("lean", "prompts", "streams"), ("training",))
+"""Parts for a GPU that is lent for 15 minutes, one time after another; see the target ``gpu15`` of make."""
 
 
 def run_part(commands: Commands, minutes: float, log_path: Path) -> dict[str, Any]:
@@ -244,7 +293,8 @@ def _run(command: list[str], log: Any, limit_s: float) -> str:
     """Run one command, and end what it leaves behind; our servers end with the process that started them."""
     if limit_s <= 0:
         return STOPPED
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ours = [str(ROOT / part) for part in ("", "kernels", "training")]
+    path = os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True) as process:
         try:
@@ -257,8 +307,8 @@ def _run(command: list[str], log: Any, limit_s: float) -> str:
     return "ok" if status == 0 else f"exit status {status}"
 
 
-def _script(name: str) -> list[str]:
-    return [sys.executable, f"benchmarks/{name}"]
+def _script(name: str, folder: str = "benchmarks/") -> list[str]:
+    return [sys.executable, f"{folder}{name}"]
 
 
 def _module(name: str, *words: str) -> list[str]:
@@ -283,20 +333,20 @@ def _named(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--prompts", required=True, multiple=True, type=EXISTING)
 @click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
 @click.option("--only", "names", callback=_named, metavar="PART,...", help=f"Of {', '.join(PARTS)}.")
-@click.option("--rehearse", "rehearses", is_flag=True, help="On a CPU, with tiny models, of these that have sweeps of the shape, and engines.")
+@click.option("--rehearse", "rehearses", is_flag=True, help="On a CPU, with tiny models: quarters without streams.")
 def main(target: str, draft: str, prompts: tuple[str, ...], output: Path, names: list[str], rehearses: bool) -> None:
     """Command line; see the module."""
     console = Console(highlight=False, soft_wrap=True)
     # Python ends on SIGTERM without unwinding, which would leave the servers of a part behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    pair, output = ("--target", target, "--draft", draft, *_each("--prompts", prompts)), output.resolve()
+    output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     path = output / "order.json"
     parts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     made = {**provenance.record(), "changes": provenance.changes_digest()}
     for name in names:
         part, folder = PARTS[name], output / name
-        commands = part.commands(Setting(pair, folder, rehearses))
+        commands = part.commands(Setting(target, draft, prompts, folder, rehearses))
         terms = {"commit": made["commit"], "changes": made["changes"], "commands": _portable(commands)}
         before = parts.get(name, {})
         if terms.items() <= before.items() and before["status"] == "ok":

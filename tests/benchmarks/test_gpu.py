@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -13,15 +14,16 @@ import gpu
 import pandas as pd
 import pytest
 from click.testing import CliRunner
-from golden_server import RANDOM_LENGTHS, sitecustomized
-from gpu import PARTS, QUARTERS, ROOT, STOPPED, Part, Setting
+from golden_server import DRAFT, RANDOM_LENGTHS, TARGET, sitecustomized
+from gpu import MAKE_PROMPTS, PARTS, QUARTERS, ROOT, STOPPED, TRAINED, Part, Setting
 from serving.configurations import parse_configurations
 from tables import equal_draws, second_quarter
 
+from sglang_dspark.tools.cli import main
+
 
 def setting(output, *, rehearses=False):
-    pair = ("--target", str(ROOT), "--draft", str(ROOT), "--prompts", str(ROOT / "README.md"))
-    return Setting(pair, output, rehearses)
+    return Setting(str(ROOT), str(ROOT), (str(ROOT / "README.md"),), output, rehearses)
 
 
 @cache
@@ -51,9 +53,15 @@ def test_every_command_can_be_parsed(name, tmp_path):
         assert commands
         for python, script, *words in commands:
             assert python == sys.executable
+            if words[0] == "sglang_dspark":
+                parse(main.get_command(None, words[1]), words[2:])
+                continue
             if script == "-m":
                 assert words[0] == "pytest"
                 assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
+                continue
+            if script == MAKE_PROMPTS:
+                assert (ROOT / script).exists()
                 continue
             options = parse(click_command(ROOT / script), words)
             assert options.get("device", "cuda") == "cuda" or rehearses
@@ -82,7 +90,11 @@ def test_both_workers_draw_by_the_same_rates(name, tmp_path):
 def test_quarters_of_an_hour_rehearsed(tmp_path):
     """Run from end to end on a CPU, with a tiny pair, where the tests' stand-ins let SGLang's own worker serve."""
     rehearsed = [name for quarter in QUARTERS for name in quarter if name != "streams"]
-    pair = [*("--target", str(ROOT), "--draft", str(ROOT)), *("--prompts", str(ROOT / "README.md"))]
+    target, prompts = tmp_path / "target", tmp_path / "prompts.jsonl"
+    shutil.copytree(TARGET, target)
+    (target / "chat_template.jinja").write_text("{% for m in messages %}the {{ m.content }} . {% endfor %}the")
+    prompts.write_text("".join(json.dumps({"turns": [f"red {noun} sees"]}) + "\n" for noun in ("cat", "dog", "bird")))
+    pair = ["--target", str(target), "--draft", str(DRAFT), "--prompts", str(prompts)]
     command = [sys.executable, "benchmarks/gpu.py", *pair, "--only", ",".join(rehearsed), "--rehearse"]
     stand_ins = {"SGLANGS_OWN_ON_A_CPU": "1", **sitecustomized(RANDOM_LENGTHS), "SGLANG_USE_CPU_ENGINE": "1"}
     told = {"cwd": ROOT, "env": os.environ | stand_ins, "capture_output": True, "text": True}
@@ -93,7 +105,7 @@ def test_quarters_of_an_hour_rehearsed(tmp_path):
     assert [(name, order[name]["status"]) for name in rehearsed] == [(name, "ok") for name in rehearsed]
     equal = {"static7", "auto", "builtin"}
     measured = {"lean": {"off", "static7", "lean"}, "prompts": {"builtin", "apart", "beside"}}
-    frames = {name: pd.read_csv(tmp_path / name / "sweep.csv") for name in rehearsed}
+    frames = {name: pd.read_csv(tmp_path / name / "sweep.csv") for name in rehearsed if name != "training"}
     for part, configs in {"chat": equal, "long": equal, **measured}.items():
         frame = frames[part]
         assert len(frame) == 3 * 2 * 2 and set(frame["config"]) == configs and frame["decode_tok_s"].notna().any()
@@ -102,6 +114,9 @@ def test_quarters_of_an_hour_rehearsed(tmp_path):
     assert set(frames["engines"]["policy"]) == {"auto", "builtin"}
     beside = frames["prompts"].groupby("config")["prompts_beside"].sum()
     assert beside["beside"] > 0 == beside["apart"]
+    for name in ("bundled", *TRAINED):
+        [found] = json.loads((tmp_path / "training" / f"{name}.json").read_text())["results"]
+        assert found["accept_length"] >= 1
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "h200").symlink_to(tmp_path)
     rows = equal_draws(tmp_path / "results").splitlines()

@@ -7,8 +7,7 @@ module at start-up when its folder is on ``PYTHONPATH``.
 import logging
 import random
 
-import stale
-from patching import patch_worker
+from patching import late, patch_worker
 
 logger = logging.getLogger(__name__)
 
@@ -40,5 +39,5 @@ def delay(module):
     torch.cuda.Event.wait, module.DSparkWorker.decode = wait, decode
 
 
-patch_worker(stale.spoil)
+patch_worker(late("stale", "spoil"))
 patch_worker(delay)

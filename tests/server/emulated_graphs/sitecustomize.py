@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
-from patching import attend_literally, complete_cpu, interpret_adapters, keep_states_of_texts, patch_worker
+from patching import attend_literally, complete_cpu, interpret_adapters, keep_states_of_texts, late, patch_worker
 
 REQUEST_SLOTS = [1, 2]
 FOREVER = ExitStack()  # a context without a reference ends at once
@@ -19,7 +19,6 @@ def emulate(module):
     """Make the worker of a CPU server believe in graphs."""
     import forms
     import interpreting
-    import stale
     import torch
     from dspark_kernels import kernels_anywhere
     from dspark_kernels.drafting import walk
@@ -62,7 +61,6 @@ def emulate(module):
     torch.cuda.mem_get_info = lambda: (0, 0)
     module.DSparkWorker.__init__ = initialise
     module.PackedCopies, module.DSparkWorker.decode = ring_of_the_host, decode
-    stale.spoil(module)
     module.graph_request_slots, module.DSparkWorker._prefill = lambda runner: REQUEST_SLOTS, prefill
     module.DSparkWorker.step_times = step_times
     verify_attention.window_attention = noted_attention
@@ -223,6 +221,7 @@ def noted_attention(*given, **how):
 
 
 patch_worker(emulate)
+patch_worker(late("stale", "spoil"))
 if "CHECK_ORDER" in os.environ:
     watch_order()
 interpret_adapters()

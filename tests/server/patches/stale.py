@@ -3,8 +3,6 @@
 A replay leaves its results where the next one puts its own, and the host reads copies in rings.
 """
 
-import torch
-
 GARBAGE = 1 << 30  # no token, row, slot or length
 
 
