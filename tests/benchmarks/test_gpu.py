@@ -115,8 +115,8 @@ def test_quarters_of_an_hour_rehearsed(tmp_path):
     beside = frames["prompts"].groupby("config")["prompts_beside"].sum()
     assert beside["beside"] > 0 == beside["apart"]
     for name in ("bundled", *TRAINED):
-        [found] = json.loads((tmp_path / "training" / f"{name}.json").read_text())["results"]
-        assert found["accept_length"] >= 1
+        results = json.loads((tmp_path / "training" / f"{name}.json").read_text())["results"]
+        assert all(found["accept_length"] >= 1 for found in results)
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "h200").symlink_to(tmp_path)
     rows = equal_draws(tmp_path / "results").splitlines()
