@@ -269,12 +269,13 @@ PARTS: Mapping[str, Part] = {
     "streams": Part("is the work of streams in order?", 3, streams, unasked=False),
     "sweep": Part("is the bundled pair faster at every load?", 5, sweep),
     "kernels": Part("are the kernels right?", 4, kernels),
+    "mathematics": Part("and on mathematics?", 4, equal_draws("math", 100, "64,128", 1), unasked=False),
     "training": Part("does a drafter accept more that is trained anew?", 10, training, unasked=False),
     "tests": Part("does everything else run that was written for a GPU?", 30, tests, unasked=False),
 }
 
 
-QUARTERS = (("chat", "long", "engines"), ("lean", "prompts", "streams"), ("training",))
+QUARTERS = (("chat", "long", "engines"), ("lean", "prompts", "streams"), ("mathematics", "training"))
 """Parts for a GPU that is lent for 15 minutes, one time after another; see the target ``gpu15`` of make."""
 
 

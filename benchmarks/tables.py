@@ -132,9 +132,9 @@ EQUAL_DRAWS += ("`static:7` / its DSPARK", "`auto` / its DSPARK", "the same, who
 
 
 def equal_draws(results: Path = RESULTS) -> str:
-    """Return the speeds of both workers by the same draws, of the parts ``chat`` and ``long`` of gpu.py."""
+    """Return the speeds of both workers by the same draws, of parts of gpu.py."""
     rows, measured = [], {}
-    for part, text, prompt in (("chat", "chat", 100), ("long", "mixed", 4000)):
+    for part, text, prompt in (("chat", "chat", 100), ("mathematics", "mathematics", 100), ("long", "mixed", 4000)):
         path = results / "h200" / part / "sweep.csv"
         if not path.exists():
             continue
@@ -206,8 +206,8 @@ def simulated_loads() -> str:
         lean = speeds["lean", "auto"] / speeds["builtin", "static:7"]
         rows.append([str(users), *(f"{ratios[text]:.2f}" for ratios in (schedule, lean) for text in ("chat", "math"))])
     note = (
-        "**Simulated**: throughput of `auto` over whole blocks; lean (32,768 tokens, 8 bits, 1.3 % less accept length), "
-        "over SGLang's DSPARK. Step times are those of Qwen3-8B's shape on an H200 for 1, 16 and 64 users, 8 bits "
+        "**Simulated**: throughput of `auto` over whole blocks; lean (32,768 tokens, 8 bits, 1.3 % less accept "
+        "length), over SGLang's DSPARK. Step times are those of Qwen3-8B's shape on an H200 for 1, 16 and 64 users, 8 bits "
         "calculated ([loads.csv](h200/simulated_loads/loads.csv)); at 128, chat is decoded plainly."
     )
     return section(("users", "chat", "mathematics", "chat, lean", "mathematics, lean"), rows, note)

@@ -75,7 +75,7 @@ def test_a_quarter_of_an_hour_is_enough(quarter):
     assert re.search(rf"QUARTER *= *{','.join(quarter)}\b", documented)
 
 
-@pytest.mark.parametrize("name", ["chat", "long"])
+@pytest.mark.parametrize("name", ["chat", "long", "mathematics"])
 def test_both_workers_draw_by_the_same_rates(name, tmp_path):
     commands = PARTS[name].commands(setting(tmp_path))
     (swept,) = [parse(click_command(ROOT / words[1]), words[2:]) for words in commands if "sweep_c" in words[1]]
@@ -106,7 +106,7 @@ def test_quarters_of_an_hour_rehearsed(tmp_path):
     equal = {"static7", "auto", "builtin"}
     measured = {"lean": {"off", "static7", "lean"}, "prompts": {"builtin", "apart", "beside"}}
     frames = {name: pd.read_csv(tmp_path / name / "sweep.csv") for name in rehearsed if name != "training"}
-    for part, configs in {"chat": equal, "long": equal, **measured}.items():
+    for part, configs in {"chat": equal, "long": equal, "mathematics": equal, **measured}.items():
         frame = frames[part]
         assert len(frame) == 3 * 2 * 2 and set(frame["config"]) == configs and frame["decode_tok_s"].notna().any()
         traces = {path.parent.name for path in (tmp_path / part / "traces").rglob("*.trace.json.gz")}
@@ -120,9 +120,8 @@ def test_quarters_of_an_hour_rehearsed(tmp_path):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "h200").symlink_to(tmp_path)
     rows = equal_draws(tmp_path / "results").splitlines()
-    assert [row.split(" | ")[:3] for row in rows[2:6]] == [
-        ["| chat", "100", "1"], ["| chat", "100", "2"], ["| mixed", "4000", "1"], ["| mixed", "4000", "2"],
-    ]  # fmt: skip
+    of = ("| chat", "100"), ("| mathematics", "100"), ("| mixed", "4000")
+    assert [tuple(row.split(" | ")[:3]) for row in rows[2:8]] == [(*what, users) for what in of for users in "12"]
     ratios = [row.split(" | ")[1] for row in second_quarter(tmp_path / "results").splitlines()[2:6]]
     assert [ratio == "-" for ratio in ratios] == [False, True, False, False]  # no plain server here
 
