@@ -23,7 +23,7 @@ from sglang_dspark.tools.cli import main
 
 
 def setting(output, *, rehearses=False):
-    return Setting(str(ROOT), str(ROOT), (str(ROOT / "README.md"),), output, rehearses)
+    return Setting(str(TARGET), str(DRAFT), (str(ROOT / "README.md"),), output, rehearses)
 
 
 @cache
@@ -48,6 +48,9 @@ def parse(command, words):
 @pytest.mark.parametrize("name", list(PARTS))
 def test_every_command_can_be_parsed(name, tmp_path):
     (tmp_path / "traces").mkdir()
+    for trained in TRAINED:
+        (tmp_path / trained).mkdir()
+        (tmp_path / trained / "draft").symlink_to(DRAFT)
     for rehearses in (False, True):
         commands = PARTS[name].commands(setting(tmp_path, rehearses=rehearses))
         assert commands
