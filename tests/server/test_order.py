@@ -40,7 +40,7 @@ def test_streams_of_a_server_are_in_order(ordered):
         generate(ordered, [greedy(case["prompt_ids"][3:8], 2) for case in CASES], 1)
         running.join()
     log = ordered.log_path.read_text()
-    assert "streams are watched" in log and "launched by a step beside prompts of 1 requests" in log
+    assert "streams are watched" in log and "launched by a step beside prompts of 1 by" in log
     assert [line for line in log.splitlines() if "in no order" in line] == []
 
 
