@@ -94,8 +94,9 @@ gpu: env ## with an NVIDIA GPU: its checks and sweeps in half an hour; GPU_FLAGS
 	$(PREPARE)
 	$(RUN) benchmarks/gpu.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu $(GPU_FLAGS)
 
-gpu15: ## in a quarter of an hour on an NVIDIA GPU: beside SGLang's own worker, by the same draws
-	$(MAKE) gpu RESULTS=$(RESULTS) GPU_FLAGS="--only chat,long,engines $(GPU_FLAGS)"
+QUARTER = chat,long,engines
+gpu15: ## in a quarter of an hour on an NVIDIA GPU: beside SGLang's own worker; then QUARTER=lean,prompts,streams, and mathematics,training
+	$(MAKE) gpu RESULTS=$(RESULTS) GPU_FLAGS="--only $(QUARTER) $(GPU_FLAGS)"
 
 lock: env ## write constraints.txt from the environment as it is
 	@{ sed -n '/^#/p' constraints.txt; $(RUN) -m pip freeze --exclude-editable; } > constraints.new

@@ -2,38 +2,38 @@ r"""Run all that needs an NVIDIA GPU, in the order in which a short time on one 
 
     python benchmarks/gpu.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS
     python benchmarks/gpu.py ... --only chat,long,engines
-    python benchmarks/gpu.py ... --only chat,long,engines --rehearse
+    python benchmarks/gpu.py ... --only lean,prompts --rehearse
 
 The parts are commands of this folder, one after another, each part with a limit; those that run unasked have 32 minutes
-together, ``chat``, ``long`` and ``engines`` 14. What fails or takes too long stops nothing else. RESULTS gets a folder
-and a log of each part, and ``order.json``: commands, seconds, and how it ended. A part that has ended well is not run
-again with the same code and arguments; a sweep that was stopped goes on. Of other code or arguments, choose another
-folder.
+together, and each of :data:`QUARTERS` 14. What fails or takes too long stops nothing else. RESULTS gets a folder and a
+log of each part, and ``order.json``: commands, seconds, and how it ended. A part that has ended well is not run again
+with the same code and arguments; a sweep that was stopped goes on. Of other code or arguments, choose another folder.
 
 Plain servers run as SGLang configures itself. SGLang's own worker runs as it comes, and of the bundled pair also by our
 schedule; of the random pair it keeps the drafts that ours keeps, and where both verify whole blocks, the sweep ends if
-they take other steps. With ``--rehearse`` the three parts run on a CPU with a tiny pair, to see that they do; SGLang's
-own worker then needs what the tests give it there.
+they take other steps. With ``--rehearse`` the parts of quarters but ``streams`` run on a CPU with a tiny pair, to see
+that they do; SGLang's own worker then needs what the tests give it there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from serving.configurations import SIMULATED
-from shape_pair import ACCEPTANCE
+from shape_pair import ACCEPTANCE, LIST
 
 from sglang_dspark.tools import provenance
 
@@ -52,6 +52,32 @@ SCHEDULED = (
     "scheduled=auto SGLANG_DSPARK_ENGINE=scheduled",  # each request its own number of drafts, where SGLang can do that
     "widths=auto SGLANG_DSPARK_ENGINE=scheduled SGLANG_RAGGED_VERIFY_MODE=static",
 )
+MAKE_PROMPTS = "training/examples/smollm2/make_prompts.py"
+TRAINED = {
+    "two_layers": "--layers 2 --block-size 5",
+    "three_layers": "--layers 3 --block-size 5",
+    "blocks_of_7": "--layers 3 --block-size 7",
+}
+"""Shapes of drafters by their folders."""
+RECIPE = (
+    24_000,
+    4000,
+    (
+        "--max-prompt-tokens 256 --max-tokens 256 --temperatures 0,0,0,0,0,0,0,0.7,0.7,1 --concurrency 512 "
+        "--dtype bfloat16 --store-states --intermediate-size 1024 --rank 32 --taps 1,14,27 --mask-token-id 16 "
+        "--loss-vocab 12288 --draft-vocabulary 12288 --batch-rows 128 --anchors 40 --learning-rate 1.5e-3 "
+        "--markov-lr-scale 6 --steps 1200"
+    ),
+    "--limit 40 --max-tokens 128",
+)
+"""Prompts that are filled in and that the target invents, how to train, and how to measure."""
+REHEARSED_RECIPE = (
+    30,
+    0,
+    "--max-tokens 12 --held-out 3 --batch-rows 4 --anchors 4 --rank 8 --steps 4 --checkpoint-every 2 --device cpu",
+    "--limit 2 --max-tokens 12",
+)
+PROMPT_ROWS = "--speculative-dspark-prompt-rows"
 TRACED = 26
 """Decode steps of a trace."""
 REHEARSED = 5
@@ -60,19 +86,29 @@ STOPPED = "stopped at its limit"
 READER, READING_S = "benchmarks/report.py", 60  # for what shows a sweep, also one that was stopped
 
 
+Commands = list[list[str]]
+
+
 @dataclass(frozen=True)
 class Setting:
     """The arguments of all parts.
 
     Attributes:
-        pair: arguments that name target, draft and prompts.
+        target, draft, prompts: paths.
         output: folder of the part's results.
         rehearses: on a CPU, with tiny models and few users.
     """
 
-    pair: tuple[str, ...]
+    target: str
+    draft: str
+    prompts: tuple[str, ...]
     output: Path
     rehearses: bool = False
+
+    @property
+    def pair(self) -> tuple[str, ...]:
+        """Return the arguments that name the pair and its prompts."""
+        return ("--target", self.target, "--draft", self.draft, *_each("--prompts", self.prompts))
 
     def run(self, script: str, *words: str, output: str) -> list[str]:
         """Return the command of a script of this folder, with its results in ``output``."""
@@ -98,13 +134,25 @@ class Setting:
         named = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--raw-prompts", "--ignore-eos"]
         return [*_script("shape_pair.py"), *words], [*named, "--prompts", str(pair / f"context_{context}.jsonl")]
 
+    def drawn(self, kind: str, context: int, configs: Sequence[str], users: str, **numbers: float) -> Commands:
+        """Return the sweep of a random pair whose drafts are kept by the rates of a kind of text, with traces.
+
+        Args:
+            kind: see :data:`shape_pair.ACCEPTANCE`.
+            context: tokens of a prompt.
+            configs: those with ``{rates}`` keep drafts so.
+        """
+        making, what = self.made(12 if self.rehearses else context)
+        rates = f"{SIMULATED}={','.join(map(str, ACCEPTANCE[kind]))}"
+        told = [*what, "--together", f"--trace-steps={2 if self.rehearses else TRACED}"]
+        swept = self.sweep(told, [config.format(rates=rates) for config in configs], users, LARGE, **numbers)
+        traces = [] if self.rehearses else [[*_script("step_trace.py"), str(self.output / "traces")]]
+        return [making, swept, self.report, *traces]
+
     @property
     def report(self) -> list[str]:
         """Return what shows the part's sweep."""
         return [*_script("report.py"), str(self.output)]
-
-
-Commands = list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -155,28 +203,54 @@ def engines(setting: Setting) -> Commands:
 
 
 def equal_draws(kind: str, context: int, users: str, rounds: int) -> Callable[[Setting], Commands]:
-    """Return the part that measures a shape whose drafts are kept by the same draws, whichever worker decodes.
+    """Return the part that measures a shape whose drafts are kept by the same draws, whichever worker decodes."""
+    configs = ("plain", "static7=static:7 {rates}", "auto=auto {rates}", "builtin=builtin {rates}")
+    return lambda setting: setting.drawn(kind, context, configs, users, num_prompts=2, max_tokens=512, rounds=rounds)
 
-    Args:
-        kind: of text, see :data:`shape_pair.ACCEPTANCE`.
-        context: tokens of a prompt.
-    """
 
-    def commands(setting: Setting) -> Commands:
-        making, what = setting.made(12 if setting.rehearses else context)
-        rates = f"{SIMULATED}={','.join(map(str, ACCEPTANCE[kind]))}"
-        configs = ("plain", *(f"{config} {rates}" for config in ("static7=static:7", "auto=auto", "builtin=builtin")))
-        told = [*what, "--together", f"--trace-steps={2 if setting.rehearses else TRACED}"]
-        numbers = {"num_prompts": 2, "max_tokens": 512, "rounds": rounds}
-        traces = [] if setting.rehearses else [[*_script("step_trace.py"), str(setting.output / "traces")]]
-        return [making, setting.sweep(told, configs, users, LARGE, **numbers), setting.report, *traces]
+def lean(setting: Setting) -> Commands:
+    """Measure a drafter that proposes 32,768 tokens and is read in 8 bits, and steps that draft nothing."""
+    listed = f"--speculative-dspark-draft-vocabulary {shlex.quote(str(setting.output / 'pair' / LIST))}"
+    eight_bits = "--speculative-dspark-draft-quantization int8"
+    configs = ("plain", "off=off {rates}", "static7=static:7 {rates}", f"lean=static:7 {{rates}} {listed} {eight_bits}")
+    return setting.drawn("chat", 100, configs, "1,16,64", num_prompts=2, max_tokens=256, rounds=2)
 
-    return commands
+
+def prompts(setting: Setting) -> Commands:
+    """Measure short answers, so that prompts come often: encoded apart, and verified beside drafts."""
+    asked = f" {PROMPT_ROWS} 64" if setting.rehearses else ""  # else a CPU verifies none
+    configs = (
+        "builtin=builtin {rates}",
+        f"apart=auto {{rates}} {PROMPT_ROWS} 0",
+        f"beside=auto {{rates}} --enable-mixed-chunk{asked}",
+    )
+    return setting.drawn("chat", 100, configs, "1,16,64", num_prompts=8, max_tokens=128, rounds=2)
+
+
+def streams(setting: Setting) -> Commands:
+    """Test whether texts stay the same while streams are delayed at random and what was read is overwritten."""
+    return [_module("pytest", "-q", "tests/gpu/test_delayed_streams.py")]
 
 
 def kernels(setting: Setting) -> Commands:
     """Test whether every kernel gives what its torch form gives."""
     return [_module("pytest", "-q", "tests/kernels", "tests/draft/test_fused_layer.py")]
+
+
+def training(setting: Setting) -> Commands:
+    """Train drafters for the bundled pair's target on the same new texts, and measure them beside the bundled one."""
+    folder, (templated, invented, recipe, asked) = setting.output, REHEARSED_RECIPE if setting.rehearses else RECIPE
+    made, texts = ["--target", setting.target, "--output", str(folder / "prompts.jsonl")], str(folder / "corpus")
+    commands = [[*_script(MAKE_PROMPTS, ""), *made, f"--templated={templated}", f"--invented={invented}"]]
+    for name, shape in {"bundled": None, **TRAINED}.items():
+        draft = setting.draft if shape is None else str(folder / name / "draft")
+        if shape is not None:
+            told = ["--target", setting.target, "--prompts", str(folder / "prompts.jsonl"), "--corpus", texts]
+            told += [*recipe.split(), *shape.split(), "--output", str(folder / name)]
+            commands.append(_module("sglang_dspark", "train", *told))
+        told = [*replace(setting, draft=draft).pair, *asked.split(), "--output", str(folder / f"{name}.json")]
+        commands.append(_module("sglang_dspark", "evaluate", *told))
+    return commands
 
 
 def tests(setting: Setting) -> Commands:
@@ -190,14 +264,19 @@ PARTS: Mapping[str, Part] = {
     "chat": Part("is a target of 8 billion parameters faster, on chat?", 8, equal_draws("chat", 100, "1,16,64,128", 2)),
     "long": Part("and with 4000 tokens of context?", 3, equal_draws("mixed", 4000, "8", 3)),
     "engines": Part("and the bundled pair, by three workers?", 3, engines),
+    "lean": Part("what does a lean drafter bring, and what do steps without drafts cost?", 6, lean, unasked=False),
+    "prompts": Part("do prompts beside drafts pay?", 5, prompts, unasked=False),
+    "streams": Part("is the work of streams in order?", 3, streams, unasked=False),
     "sweep": Part("is the bundled pair faster at every load?", 5, sweep),
     "kernels": Part("are the kernels right?", 4, kernels),
+    "mathematics": Part("and on mathematics?", 4, equal_draws("math", 100, "64,128", 1), unasked=False),
+    "training": Part("does a drafter accept more that is trained anew?", 10, training, unasked=False),
     "tests": Part("does everything else run that was written for a GPU?", 30, tests, unasked=False),
 }
 
 
-QUARTER = ("chat", "long", "engines")
-"""Parts for a GPU that is lent for 15 minutes, ``make gpu15``."""
+QUARTERS = (("chat", "long", "engines"), ("lean", "prompts", "streams"), ("mathematics", "training"))
+"""Parts for a GPU that is lent for 15 minutes, one time after another; see the target ``gpu15`` of make."""
 
 
 def run_part(commands: Commands, minutes: float, log_path: Path) -> dict[str, Any]:
@@ -215,7 +294,8 @@ def _run(command: list[str], log: Any, limit_s: float) -> str:
     """Run one command, and end what it leaves behind; our servers end with the process that started them."""
     if limit_s <= 0:
         return STOPPED
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ours = [str(ROOT / part) for part in ("", "kernels", "training")]
+    path = os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True) as process:
         try:
@@ -228,8 +308,8 @@ def _run(command: list[str], log: Any, limit_s: float) -> str:
     return "ok" if status == 0 else f"exit status {status}"
 
 
-def _script(name: str) -> list[str]:
-    return [sys.executable, f"benchmarks/{name}"]
+def _script(name: str, folder: str = "benchmarks/") -> list[str]:
+    return [sys.executable, f"{folder}{name}"]
 
 
 def _module(name: str, *words: str) -> list[str]:
@@ -254,20 +334,20 @@ def _named(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--prompts", required=True, multiple=True, type=EXISTING)
 @click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
 @click.option("--only", "names", callback=_named, metavar="PART,...", help=f"Of {', '.join(PARTS)}.")
-@click.option("--rehearse", "rehearses", is_flag=True, help="On a CPU, with tiny models: chat, long and engines.")
+@click.option("--rehearse", "rehearses", is_flag=True, help="On a CPU, with tiny models: quarters without streams.")
 def main(target: str, draft: str, prompts: tuple[str, ...], output: Path, names: list[str], rehearses: bool) -> None:
     """Command line; see the module."""
     console = Console(highlight=False, soft_wrap=True)
     # Python ends on SIGTERM without unwinding, which would leave the servers of a part behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    pair, output = ("--target", target, "--draft", draft, *_each("--prompts", prompts)), output.resolve()
+    output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     path = output / "order.json"
     parts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     made = {**provenance.record(), "changes": provenance.changes_digest()}
     for name in names:
         part, folder = PARTS[name], output / name
-        commands = part.commands(Setting(pair, folder, rehearses))
+        commands = part.commands(Setting(target, draft, prompts, folder, rehearses))
         terms = {"commit": made["commit"], "changes": made["changes"], "commands": _portable(commands)}
         before = parts.get(name, {})
         if terms.items() <= before.items() and before["status"] == "ok":

@@ -102,9 +102,9 @@ EQUAL_DRAWS += ("`static:7` / its DSPARK", "`auto` / its DSPARK", "the same, who
 
 
 def equal_draws(results: Path = RESULTS) -> str:
-    """Return the speeds of both workers by the same draws, of the parts ``chat`` and ``long`` of gpu.py."""
+    """Return the speeds of both workers by the same draws, of parts of gpu.py."""
     rows, measured = [], {}
-    for part, text, prompt in (("chat", "chat", 100), ("long", "mixed", 4000)):
+    for part, text, prompt in (("chat", "chat", 100), ("mathematics", "mathematics", 100), ("long", "mixed", 4000)):
         path = results / "h200" / part / "sweep.csv"
         if not path.exists():
             continue
@@ -112,7 +112,7 @@ def equal_draws(results: Path = RESULTS) -> str:
         measured[part] = content_of(f"h200/{part}/provenance.json", results)
         for users, cells in frame.groupby("concurrency"):
             speeds = (figure_text(cells[cells["config"] == name], "decode_tok_s") for name in ENGINES)
-            told = {metric: _to_builtin(cells, metric) for metric in ("decode_tok_s", "output_tok_s")}
+            told = {metric: _ratios_to("builtin", cells, metric) for metric in ("decode_tok_s", "output_tok_s")}
             ratios = [told["decode_tok_s"].get(name, "-") for name in ("static7", "auto")]
             rows.append([text, str(prompt), str(users), *speeds, *ratios, told["output_tok_s"].get("auto", "-")])
     if not rows:
@@ -131,27 +131,56 @@ def equal_draws(results: Path = RESULTS) -> str:
 ENGINES = ("plain@bfloat16", "builtin", "static7", "auto")
 
 
-def _to_builtin(cells: pd.DataFrame, metric: str) -> dict[str, str]:
-    """Return the ratios of configurations to SGLang's own worker, by label."""
-    if cells[cells["config"] == "builtin"][metric].isna().all():
+def _ratios_to(label: str, cells: pd.DataFrame, metric: str) -> dict[str, str]:
+    """Return the ratios of configurations to one of them, by label."""
+    if cells[cells["config"] == label][metric].isna().all():
         return {}
-    told = summarise(paired_ratios(cells, metric, dict.fromkeys(cells["config"], "builtin")))
+    told = summarise(paired_ratios(cells, metric, dict.fromkeys(cells["config"], label)))
     return {row.config: ratio_text(row) for row in told.itertuples()}
 
 
+SECOND_QUARTER = (
+    ("drafter of 32,768 tokens in 8 bits / whole drafter", "lean", "decode_tok_s", "lean", "static7"),
+    ("`off` / plain SGLang", "lean", "decode_tok_s", "off", "plain@bfloat16"),
+    ("prompts beside drafts / apart", "prompts", "output_tok_s", "beside", "apart"),
+    ("prompts beside drafts / SGLang's DSPARK", "prompts", "output_tok_s", "beside", "builtin"),
+)
+"""What is compared, the part of gpu.py, the speed, and the two configurations."""
+
+
+def second_quarter(results: Path = RESULTS) -> str:
+    """Return the ratios of the parts ``lean`` and ``prompts`` of gpu.py, by the number of users."""
+    rows, users, files = [], (1, 16, 64), {}
+    for what, part, metric, one, other in SECOND_QUARTER:
+        path = results / "h200" / part / "sweep.csv"
+        if path.exists():
+            frame, files[part] = read_sweep(path), f"[{part}](h200/{part}/sweep.csv)"
+            told = (_ratios_to(other, frame[frame["concurrency"] == count], metric) for count in users)
+            rows.append([what, *(ratios.get(one, "-") for ratios in told)])
+    if not rows:
+        return "Nor is this: `make gpu15 QUARTER=lean,prompts,streams`."
+    note = (
+        "Ratios of speeds of the same shape, of prompts with answers of 128 tokens and the whole wall: geometric means "
+        f"with the range of the rounds ({', '.join(files.values())})."
+    )
+    return section(("users", *map(str, users)), rows, note)
+
+
 def simulated_loads() -> str:
-    """Return what the schedule brings by the number of users, in measured step times."""
+    """Return what the schedule and a lean drafter bring by the number of users, in measured step times."""
     frame = pd.read_csv(RESULTS / "h200" / "simulated_loads" / "loads.csv")
     rows = []
-    for users, cells in frame.groupby("users"):
-        speeds = cells.pivot(index="text", columns="policy", values="output_tok_s")
-        ratios = speeds["auto"] / speeds["static:7"]
-        rows.append([str(users), *(f"{ratios[text]:.2f}" for text in ("chat", "math"))])
+    for users, cells in frame[frame["users"].isin((1, 16, 32, 64, 128))].groupby("users"):
+        speeds = cells.set_index(["steps", "policy", "text"])["output_tok_s"].sort_index()
+        schedule = speeds["own", "auto"] / speeds["own", "static:7"]
+        lean = speeds["lean", "auto"] / speeds["builtin", "static:7"]
+        rows.append([str(users), *(f"{ratios[text]:.2f}" for ratios in (schedule, lean) for text in ("chat", "math"))])
     note = (
-        "**Simulated**: throughput of `auto` in multiples of whole blocks, by times of Qwen3-8B's shape on an H200 for "
-        "1, 16 and 64 users ([loads.csv](h200/simulated_loads/loads.csv)); at 128, chat is decoded plainly."
+        "**Simulated**: throughput of `auto` over whole blocks; lean (32,768 tokens, 8 bits, 1.3 % less accept "
+        "length), over SGLang's DSPARK. Step times are those of Qwen3-8B's shape on an H200 for 1, 16 and 64 users, 8 "
+        "bits calculated ([loads.csv](h200/simulated_loads/loads.csv)); at 128, chat is decoded plainly."
     )
-    return section(("users", "chat", "mathematics"), rows, note)
+    return section(("users", "chat", "mathematics", "chat, lean", "mathematics, lean"), rows, note)
 
 
 # ---- writing
@@ -173,6 +202,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fixed_lengths": fixed_lengths,
     "adversarial": adversarial,
     "equal_draws": equal_draws,
+    "second_quarter": second_quarter,
     "simulated_loads": simulated_loads,
 }
 

@@ -25,6 +25,8 @@ STAT_KEYS = {
     "parked_steps": "parked_steps",
 }
 """Column -> counter of ``GET /dspark/stats``."""
+BESIDE = "prompts_beside"
+"""Column of the prompts that were verified beside drafts."""
 
 
 def read_counters(server: LaunchedServer, configuration: Configuration) -> dict[str, int] | None:
@@ -32,7 +34,8 @@ def read_counters(server: LaunchedServer, configuration: Configuration) -> dict[
     if not configuration.is_dspark:
         return None
     report = server.get_json("/dspark/stats")
-    return {column: report[key] for column, key in STAT_KEYS.items()}
+    counts = {column: report[key] for column, key in STAT_KEYS.items()}
+    return counts | {BESIDE: report.get("prompts", {}).get("beside", 0)}
 
 
 def read_accept_length(server: LaunchedServer, configuration: Configuration) -> float | None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from serving.client import Reply
-from serving.counters import STAT_KEYS, CpuTime
+from serving.counters import BESIDE, STAT_KEYS, CpuTime
 from serving.schedule import Cell
 
 
@@ -67,6 +67,7 @@ class SweepRow:
     parked_steps: int | None  # steps while speculation rested because plain steps are faster
     parked_share: float | None
     decode_tok_s: float | None  # generated tokens of all users per second, while all of them decode
+    prompts_beside: int | None  # verified beside drafts
 
 
 COLUMNS = tuple(field.name for field in fields(SweepRow))
@@ -159,7 +160,7 @@ def _speculation(observation: Observation) -> dict[str, Any]:
     counts = observation.counts
     if counts is None:
         derived = ("mean_verify_len", "wasted_share", "plain_share", "parked_share")
-        return {**dict.fromkeys((*STAT_KEYS, *derived)), "accept_length": observation.accept_length}
+        return {**dict.fromkeys((*STAT_KEYS, BESIDE, *derived)), "accept_length": observation.accept_length}
     rounds, verified, steps = counts["decode_rounds"], counts["verified"], counts["steps"]
     return {
         **counts,

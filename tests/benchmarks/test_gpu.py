@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -12,15 +14,16 @@ import gpu
 import pandas as pd
 import pytest
 from click.testing import CliRunner
-from golden_server import RANDOM_LENGTHS, sitecustomized
-from gpu import PARTS, QUARTER, ROOT, STOPPED, Part, Setting
+from golden_server import DRAFT, RANDOM_LENGTHS, TARGET, sitecustomized
+from gpu import MAKE_PROMPTS, PARTS, QUARTERS, ROOT, STOPPED, TRAINED, Part, Setting
 from serving.configurations import parse_configurations
-from tables import equal_draws
+from tables import equal_draws, second_quarter
+
+from sglang_dspark.tools.cli import main
 
 
 def setting(output, *, rehearses=False):
-    pair = ("--target", str(ROOT), "--draft", str(ROOT), "--prompts", str(ROOT / "README.md"))
-    return Setting(pair, output, rehearses)
+    return Setting(str(TARGET), str(DRAFT), (str(ROOT / "README.md"),), output, rehearses)
 
 
 @cache
@@ -45,25 +48,37 @@ def parse(command, words):
 @pytest.mark.parametrize("name", list(PARTS))
 def test_every_command_can_be_parsed(name, tmp_path):
     (tmp_path / "traces").mkdir()
+    for trained in TRAINED:
+        (tmp_path / trained).mkdir()
+        (tmp_path / trained / "draft").symlink_to(DRAFT)
     for rehearses in (False, True):
         commands = PARTS[name].commands(setting(tmp_path, rehearses=rehearses))
         assert commands
         for python, script, *words in commands:
             assert python == sys.executable
+            if words[0] == "sglang_dspark":
+                parse(main.get_command(None, words[1]), words[2:])
+                continue
             if script == "-m":
                 assert words[0] == "pytest"
                 assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
+                continue
+            if script == MAKE_PROMPTS:
+                assert (ROOT / script).exists()
                 continue
             options = parse(click_command(ROOT / script), words)
             assert options.get("device", "cuda") == "cuda" or rehearses
             parse_configurations(options.get("configs", ["plain"]), "bfloat16")
 
 
-def test_a_quarter_of_an_hour_is_enough():
-    assert sum(PARTS[name].minutes for name in QUARTER) <= 14
+@pytest.mark.parametrize("quarter", QUARTERS)
+def test_a_quarter_of_an_hour_is_enough(quarter):
+    assert sum(PARTS[name].minutes for name in quarter) <= 14
+    documented = (ROOT / "Makefile").read_text() + (ROOT / "benchmarks" / "README.md").read_text()
+    assert re.search(rf"QUARTER *= *{','.join(quarter)}\b", documented)
 
 
-@pytest.mark.parametrize("name", ["chat", "long"])
+@pytest.mark.parametrize("name", ["chat", "long", "mathematics"])
 def test_both_workers_draw_by_the_same_rates(name, tmp_path):
     commands = PARTS[name].commands(setting(tmp_path))
     (swept,) = [parse(click_command(ROOT / words[1]), words[2:]) for words in commands if "sweep_c" in words[1]]
@@ -75,29 +90,43 @@ def test_both_workers_draw_by_the_same_rates(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_a_quarter_of_an_hour_rehearsed(tmp_path):
-    """Runs from end to end on a CPU, with a tiny pair, where the tests' stand-ins let SGLang's own worker serve."""
-    pair = [*("--target", str(ROOT), "--draft", str(ROOT)), *("--prompts", str(ROOT / "README.md"))]
-    command = [sys.executable, "benchmarks/gpu.py", *pair, "--only", ",".join(QUARTER), "--rehearse"]
+def test_quarters_of_an_hour_rehearsed(tmp_path):
+    """Run from end to end on a CPU, with a tiny pair, where the tests' stand-ins let SGLang's own worker serve."""
+    rehearsed = [name for quarter in QUARTERS for name in quarter if name != "streams"]
+    target, prompts = tmp_path / "target", tmp_path / "prompts.jsonl"
+    shutil.copytree(TARGET, target)
+    (target / "chat_template.jinja").write_text("{% for m in messages %}the {{ m.content }} . {% endfor %}the")
+    prompts.write_text("".join(json.dumps({"turns": [f"red {noun} sees"]}) + "\n" for noun in ("cat", "dog", "bird")))
+    pair = ["--target", str(target), "--draft", str(DRAFT), "--prompts", str(prompts)]
+    command = [sys.executable, "benchmarks/gpu.py", *pair, "--only", ",".join(rehearsed), "--rehearse"]
     stand_ins = {"SGLANGS_OWN_ON_A_CPU": "1", **sitecustomized(RANDOM_LENGTHS), "SGLANG_USE_CPU_ENGINE": "1"}
     told = {"cwd": ROOT, "env": os.environ | stand_ins, "capture_output": True, "text": True}
     ended = subprocess.run([*command, "--output", str(tmp_path)], check=False, **told)
-    logs = "".join((tmp_path / f"{name}.log").read_text()[-3000:] for name in QUARTER)
+    logs = "".join((tmp_path / f"{name}.log").read_text()[-3000:] for name in rehearsed)
     assert ended.returncode == 0, ended.stdout + ended.stderr + logs
     order = json.loads((tmp_path / "order.json").read_text())
-    assert [(name, order[name]["status"]) for name in QUARTER] == [(name, "ok") for name in QUARTER]
-    for part in ("chat", "long"):
-        frame = pd.read_csv(tmp_path / part / "sweep.csv")
-        assert len(frame) == 3 * 2 * 2 and frame["decode_tok_s"].notna().any()
+    assert [(name, order[name]["status"]) for name in rehearsed] == [(name, "ok") for name in rehearsed]
+    equal = {"static7", "auto", "builtin"}
+    measured = {"lean": {"off", "static7", "lean"}, "prompts": {"builtin", "apart", "beside"}}
+    frames = {name: pd.read_csv(tmp_path / name / "sweep.csv") for name in rehearsed if name != "training"}
+    for part, configs in {"chat": equal, "long": equal, "mathematics": equal, **measured}.items():
+        frame = frames[part]
+        assert len(frame) == 3 * 2 * 2 and set(frame["config"]) == configs and frame["decode_tok_s"].notna().any()
         traces = {path.parent.name for path in (tmp_path / part / "traces").rglob("*.trace.json.gz")}
-        assert traces == {f"{name}_{users}" for name in ("static7", "auto", "builtin") for users in (1, 2)}
-    assert set(pd.read_csv(tmp_path / "engines" / "sweep.csv")["policy"]) == {"auto", "builtin"}
+        assert traces == {f"{name}_{users}" for name in configs for users in (1, 2)}
+    assert set(frames["engines"]["policy"]) == {"auto", "builtin"}
+    beside = frames["prompts"].groupby("config")["prompts_beside"].sum()
+    assert beside["beside"] > 0 == beside["apart"]
+    for name in ("bundled", *TRAINED):
+        results = json.loads((tmp_path / "training" / f"{name}.json").read_text())["results"]
+        assert all(found["accept_length"] >= 1 for found in results)
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "h200").symlink_to(tmp_path)
     rows = equal_draws(tmp_path / "results").splitlines()
-    assert [row.split(" | ")[:3] for row in rows[2:6]] == [
-        ["| chat", "100", "1"], ["| chat", "100", "2"], ["| mixed", "4000", "1"], ["| mixed", "4000", "2"],
-    ]  # fmt: skip
+    of = ("| chat", "100"), ("| mathematics", "100"), ("| mixed", "4000")
+    assert [tuple(row.split(" | ")[:3]) for row in rows[2:8]] == [(*what, users) for what in of for users in "12"]
+    ratios = [row.split(" | ")[1] for row in second_quarter(tmp_path / "results").splitlines()[2:6]]
+    assert [ratio == "-" for ratio in ratios] == [False, True, False, False]  # no plain server here
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ STATS = {
     "steps": 3,
     "plain_steps": 0,
     "parked_steps": 2,
+    "prompts_beside": 1,
 }
 
 OBSERVED = Observation(CpuTime(server_s=2.6, others_s=1.0), STATS)
@@ -50,7 +51,7 @@ def test_row_of_a_round():
     assert row.per_user_tok_s_p5 == pytest.approx(1 + 0.05 * (9 / 2.5 - 1))
     assert (row.ttft_p50_ms, row.tpot_p50_ms) == pytest.approx((750, 625))
     assert (row.parked_steps, row.parked_share) == (2, pytest.approx(2 / 3))
-    assert (row.num_requests, row.num_tokens, row.num_prompt_tokens) == (2, 13, 10)
+    assert (row.num_requests, row.num_tokens, row.num_prompt_tokens, row.prompts_beside) == (2, 13, 10, 1)
 
 
 def test_speed_while_all_users_decode():

@@ -1,4 +1,4 @@
-"""A server of the golden pair on a GPU, with CUDA graphs and overlap scheduling."""
+"""Servers of the golden pair on a GPU, with CUDA graphs and overlap scheduling."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,14 +9,30 @@ from golden_server import DSPARK, TARGET, sitecustomized
 
 from sglang_dspark.tools.launch import CUDA_FLAGS, LaunchedServer
 
-WATCHED = Path(__file__).parent / "watched"
+HERE = Path(__file__).parent
+
+
+def served(changed: str, folder: Path) -> LaunchedServer:
+    """Serve in bfloat16: SGLang's kernels for CUDA have no float32 form. Letters are tokens, as grammars need.
+
+    Args:
+        changed: folder beside this file whose ``sitecustomize`` changes the server.
+    """
+    letters = ("--tokenizer-path", str(save_byte_tokenizer(folder)))
+    env = {"HF_HUB_OFFLINE": "1", **sitecustomized(HERE / changed)}
+    more = ("--dtype", "bfloat16", "--max-running-requests", "64", "--cuda-graph-max-bs-decode", "16")
+    return LaunchedServer(TARGET, *CUDA_FLAGS, *more, *letters, *DSPARK, env=env)
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory) -> Iterator[LaunchedServer]:
-    """Serves in bfloat16: SGLang's kernels for CUDA have no float32 form. Letters are tokens, as grammars need."""
-    letters = ("--tokenizer-path", str(save_byte_tokenizer(tmp_path_factory.mktemp("letters"))))
-    env = {"HF_HUB_OFFLINE": "1", **sitecustomized(WATCHED)}
-    more = ("--dtype", "bfloat16", "--max-running-requests", "64", "--cuda-graph-max-bs-decode", "16")
-    with LaunchedServer(TARGET, *CUDA_FLAGS, *more, *letters, *DSPARK, env=env) as server:
+    """Logs what waits for the device."""
+    with served("watched", tmp_path_factory.mktemp("letters")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def delayed(tmp_path_factory) -> Iterator[LaunchedServer]:
+    """The same server, whose streams fall behind each other."""
+    with served("delayed", tmp_path_factory.mktemp("letters")) as server:
         yield server

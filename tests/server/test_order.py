@@ -10,14 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from golden_server import DRAFT, EMULATION, generate, greedy, policy
+from golden_server import (
+    DRAFT,
+    EMULATION,
+    endless,
+    generate,
+    greedy,
+    in_background,
+    policy,
+    wait_for_running,
+)
 
 CASES = json.loads((DRAFT / "golden.json").read_text())["cases"][:4]
 
 
 @pytest.mark.thorough
 def test_streams_of_a_server_are_in_order(ordered):
-    """Under overlap: requests that come, end and are sampled beside others, with and without drafts."""
+    """Under overlap: requests that come, end and are sampled beside others, with and without drafts, beside prompts."""
     for name in ("auto", "static", "off"):
         with policy(ordered, name):
             bodies = [
@@ -25,8 +34,13 @@ def test_streams_of_a_server_are_in_order(ordered):
                 for place, case in enumerate(CASES)
             ]
             generate(ordered, bodies, 3)
+    with policy(ordered, "static"):
+        running = in_background(lambda: generate(ordered, [endless(CASES[0]["prompt_ids"], 48)], 1))
+        wait_for_running(ordered, 1)
+        generate(ordered, [greedy(case["prompt_ids"][3:8], 2) for case in CASES], 1)
+        running.join()
     log = ordered.log_path.read_text()
-    assert "streams are watched" in log
+    assert "streams are watched" in log and "launched by a step beside prompts of 1 by" in log
     assert [line for line in log.splitlines() if "in no order" in line] == []
 
 

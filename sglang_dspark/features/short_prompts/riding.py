@@ -79,20 +79,19 @@ class RunningBeside:
         )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RidingResult(GenerationBatchResult):
     """The result of prompts, and that of the requests that ran beside them, with their batch."""
 
-    running: tuple[Any, DSparkBatchResult] | None = None
+    running: tuple[Any, DSparkBatchResult]
 
     @property
     def batches_beside(self) -> Sequence[Any]:
         """Return the batches whose requests get tokens by this result, beside that of the prompts."""
-        return [] if self.running is None else [self.running[0]]
+        return [self.running[0]]
 
     def copy_to_cpu(self, *args: object, **kwargs: object) -> None:
         """Start the copies of both; the last one records the event that readers of the prompts wait for."""
-        assert self.running is not None, "requests ran beside the prompts"
         batch, result = self.running
         result.copy_done = torch.get_device_module(self.next_token_ids.device).Event()
         result.copy_to_cpu(return_logprob=batch.return_logprob, return_hidden_states=batch.return_hidden_states)
@@ -127,7 +126,7 @@ def keep_apart(plan: NextBatchPlan, scheduler: Scheduler, running_batch: object)
 
 def process_running(processed: None, scheduler: Scheduler, batch: object, result: object) -> None:
     """Process what became of the requests beside prompts."""
-    if isinstance(result, RidingResult) and result.running is not None:
+    if isinstance(result, RidingResult):
         running, outcome = result.running
         scheduler.process_batch_result(running, outcome)
         getattr(running.req_to_token_pool, _PART).count(outcome)

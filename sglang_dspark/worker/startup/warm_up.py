@@ -240,9 +240,8 @@ class _WarmUpSteps:
             draft = executor.draft(step, decision)
             accepted = executor.accept(step, draft, plan, target)
         executor.commit(plan, accepted, target)
-        if decision.draft_len == 0:
-            executor.drafter.committed(plan)
-            executor.drafter.settle()
+        executor.drafter.committed(plan)
+        executor.drafter.settle()
         return plan, target
 
     def _batch(self, mix: _Mix) -> DecodeBatch:

@@ -15,12 +15,12 @@ def watch(module):
     """Let PyTorch warn of synchronising calls inside ``decode``, and write the warnings to the log."""
     import torch
 
-    def decode(self, batch, publish, original=module.DSparkWorker.decode):
+    def decode(*given, original=module.DSparkWorker.decode, **named):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                return original(self, batch, publish)
+                return original(*given, **named)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
                 for warning in caught:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
-from patching import attend_literally, complete_cpu, interpret_adapters, keep_states_of_texts, patch_worker
+from patching import attend_literally, complete_cpu, interpret_adapters, keep_states_of_texts, late, patch_worker
 
 REQUEST_SLOTS = [1, 2]
 FOREVER = ExitStack()  # a context without a reference ends at once
@@ -221,6 +221,7 @@ def noted_attention(*given, **how):
 
 
 patch_worker(emulate)
+patch_worker(late("stale", "spoil"))
 if "CHECK_ORDER" in os.environ:
     watch_order()
 interpret_adapters()
