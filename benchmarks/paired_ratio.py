@@ -95,13 +95,10 @@ def ratios_to_each(frame: pd.DataFrame, metric: str, label: str) -> pd.DataFrame
 def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
     """Return the geometric mean and spread of the ratios of every configuration and load.
 
-    Where several rounds had the same batch of texts, their mean counts as one observation: what a policy gains depends
-    on the texts, so rounds that repeat them are not independent.
-
     Returns:
-        Columns ``config, baseline, load, rounds, batches, ratio, low, high, smallest, largest, above``. ``low`` and
-        ``high`` bound the t interval of the mean and are NaN below :data:`MIN_ROUNDS` batches; ``above`` counts rounds
-        with a ratio above 1.
+        Columns ``config, baseline, load, rounds, ratio, low, high, smallest, largest, above``. ``low`` and ``high``
+        bound the t interval of the mean and are NaN below :data:`MIN_ROUNDS` rounds; ``above`` counts rounds with a
+        ratio above 1.
     """
     records = []
     # Configurations in the order of the first load everywhere, although they ran in another one at each.
@@ -110,10 +107,8 @@ def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
     for (load, config, baseline), group in pairs.groupby(["load", "config", "baseline"], observed=True):
         ratios = group["ratio"].to_numpy()
         logs = np.log(ratios)
-        if "batch" in group:
-            logs = pd.Series(logs).groupby(group["batch"].to_numpy()).mean().to_numpy()
         low, high = _interval(logs)
-        record = {"config": config, "baseline": baseline, "load": load, "rounds": len(ratios), "batches": len(logs)}
+        record = {"config": config, "baseline": baseline, "load": load, "rounds": len(ratios)}
         record |= {"ratio": float(np.exp(logs.mean())), "low": low, "high": high, "smallest": ratios.min()}
         records.append(record | {"largest": ratios.max(), "above": int((ratios > 1).sum())})
     return pd.DataFrame(records)

@@ -73,20 +73,6 @@ def test_one_configuration_against_each_of_the_others():
             ratios_to_each(part, "output_tok_s", label)
 
 
-def test_rounds_that_repeat_their_texts_count_once():
-    """Eight rounds over four batches: the interval is that of four means, wider than one of eight rounds."""
-    batches = [0, 1, 2, 3, 0, 1, 2, 3]
-    logs = np.log([1.0, 1.2, 0.9, 1.5, 1.02, 1.22, 0.92, 1.52])
-    pairs = pd.DataFrame({"config": "a", "baseline": "s", "load": "1 user", "round": range(8), "ratio": np.exp(logs)})
-    (clustered,) = summarise(pairs.assign(batch=batches)).itertuples()
-    (independent,) = summarise(pairs).itertuples()
-    interval = ttest_1samp((logs[:4] + logs[4:]) / 2, 0).confidence_interval(0.95)
-    assert (clustered.low, clustered.high) == pytest.approx((np.exp(interval.low), np.exp(interval.high)))
-    assert clustered.ratio == pytest.approx(independent.ratio)
-    assert (clustered.rounds, clustered.batches, independent.batches) == (8, 4, 8)
-    assert clustered.low < independent.low and clustered.high > independent.high
-
-
 def test_a_ratio_comes_with_its_spread_of():
     assert spread_of([2.0, 0.5]) == pytest.approx(
         {"rounds": 2, "ratio": 1.0, "low": np.nan, "high": np.nan, "smallest": 0.5, "largest": 2.0}, nan_ok=True
