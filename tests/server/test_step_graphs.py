@@ -11,6 +11,7 @@ import pytest
 from golden_server import (
     DRAFT,
     DRAFTER_ALONE,
+    PACE_MS,
     TARGET,
     VOCAB,
     endless,
@@ -210,11 +211,11 @@ def test_drafts_are_verified_beside_prompts(graphs, plain):
     texts, found = output_ids(plain, [running, *asked], 1), []
     graphs.flush_cache()
     before, began = graphs.get_json("/dspark/stats"), len(graphs.log_path.read_text())
-    with policy(graphs, "static"):
+    with policy(graphs, "static", pace_ms=10 * PACE_MS):  # its few tokens take few steps
         thread = in_background(lambda: found.extend(output_ids(graphs, [running], 1)))
         wait_for_running(graphs, 1)
         found_beside = output_ids(graphs, asked, 1)
-        thread.join()
+    thread.join()
     assert found + found_beside == texts
     after, log = graphs.get_json("/dspark/stats"), graphs.log_path.read_text()[began:]
     assert after["prompts"]["beside"] - before["prompts"]["beside"] == 2
