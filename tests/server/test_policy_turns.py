@@ -1,10 +1,10 @@
 """The benchmark of policies in turns, on a real server."""
 
 import pytest
-from golden_server import assert_pool_is_whole, policy
+from golden_server import PACE_MS, assert_pool_is_whole, policy
 from policy_turns import Turns
 from serving.client import Sampling
-from serving.configurations import parse_configurations
+from serving.configurations import Configuration, parse_configurations
 from serving.prompts import Prompt
 
 from sglang_dspark.errors import DSparkError
@@ -12,15 +12,24 @@ from sglang_dspark.errors import DSparkError
 PROMPTS = [Prompt(index, "the red cat " * (index + 1)) for index in range(3)]
 
 
-def measured(server, max_tokens):
-    configurations = parse_configurations(["static:2", "off"], "float32")
+class Paced(Configuration):
+    """Steps of this policy take a while, so that answers last for all turns on a fast machine too."""
+
+    @property
+    def policy_fields(self):
+        return super().policy_fields | {"pace_ms": PACE_MS}
+
+
+def measured(server, max_tokens, kind=Configuration):
+    parsed = parse_configurations(["static:2", "off"], "float32")
+    configurations = [kind(each.label, each.policy, each.argument, each.dtype) for each in parsed]
     turns = Turns(server, PROMPTS, 0.05, 2, Sampling(max_tokens, temperature=0.0, ignore_eos=True, raw=True))
     with policy(server, "auto"):
         return turns.run(configurations, users=2, num_rounds=2)
 
 
 def test_every_policy_gets_its_turns_and_nothing_runs_on_after_them(corner):
-    rows = measured(corner, 900)
+    rows = measured(corner, 900, Paced)
     assert [(row["round"], row["policy"]) for row in rows] == [(0, "static"), (0, "off"), (1, "static"), (1, "off")]
     for row in rows:
         assert row["mean_verify_len"] == (2 if row["policy"] == "static" else 0)
@@ -33,4 +42,4 @@ def test_every_policy_gets_its_turns_and_nothing_runs_on_after_them(corner):
 
 def test_answers_that_do_not_last_for_all_turns(corner):
     with pytest.raises(DSparkError, match="raise --max-tokens"):
-        measured(corner, 12)
+        measured(corner, 4)
