@@ -189,11 +189,15 @@ def test_answers_are_copied_under_their_key_alone(dflash):
     hot = {"temperature": 1.5, "max_new_tokens": 32, "ignore_eos": True}
     bodies = [{"input_ids": rng.choices(VOCAB, k=12), "sampling_params": {**hot, "sampling_seed": i}} for i in range(3)]
     bodies.append(greedy(CASES[1]["prompt_ids"], 32))
+
+    def under(key):  # one of each request's own: none ends before another under the same
+        options = ({"cache": f"{key} {number}", "trace": True} for number in range(len(bodies)))
+        return [{**body, "speculation": asked} for body, asked in zip(bodies, options, strict=True)]
+
     with policy(dflash, "static", verify_len=3):
         for key in ("mine", "mine", "mine", "hers"):
-            options = {"cache": key, "trace": True}
             with counting(dflash) as counts:
-                answers = generate(dflash, [{**body, "speculation": options} for body in bodies], 4)
+                answers = generate(dflash, under(key), 4)
             entries = [entry for answer in answers for entry in rounds_of(answer)]
             assert any(entry["from_cache"] for entry in entries) == (key in rounds)
             for entry in entries:  # others may have been answered so
@@ -204,7 +208,7 @@ def test_answers_are_copied_under_their_key_alone(dflash):
             texts[key], rounds[key] = [answer["output_ids"] for answer in answers], len(entries)
         texts[None] = output_ids(dflash, bodies, 4)
         dflash.post_json("/update_weights_from_disk", {"model_path": str(TARGET)})
-        again = generate(dflash, [{**body, "speculation": {"cache": "mine", "trace": True}} for body in bodies], 4)
+        again = generate(dflash, under("mine"), 4)
         assert not any(entry["from_cache"] for answer in again for entry in rounds_of(answer)), "kept beyond an update"
     assert texts["mine"] == texts["hers"] == texts[None] and texts[None][-1] == CASES[1]["output_ids"][:32]
     assert rounds["mine"] < 0.7 * rounds["hers"], rounds
