@@ -110,7 +110,7 @@ def test_a_request_of_higher_priority_goes_first(configured, plain):
 
 
 def test_a_change_of_language_changes_what_is_proposed(configured, plain):
-    """Texts stay the target's, and the list soon has their tokens."""
+    """Texts stay the target's, and the list soon has their tokens. The last test of this server."""
     bias = {str(token): -1000.0 for token in {*PROPOSED, 1}}
 
     def share(length):
