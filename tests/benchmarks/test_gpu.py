@@ -151,11 +151,11 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_part_that_fails_or_hangs_stops_no_other(run, tmp_path):
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     texts = {"fails": ("print('why'); raise SystemExit(3)", 1), "hangs": (deaf, 0.02), "works": ("print('done')", 1)}
     began = time.monotonic()
     result, parts = run(**texts)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
     assert result.exit_code == 1
     assert [part["status"] for part in parts.values()] == ["exit status 3", STOPPED, "ok"]
     assert (tmp_path / "fails.log").read_text() == "why\n"

@@ -11,7 +11,7 @@ GREEDY = Sampling(max_tokens=9, temperature=0)
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_replies_come_in_the_order_of_the_prompts(raw):
-    engine = FakeEngine()
+    engine = FakeEngine(together=3)
     with served(engine) as url:
         sampling = Sampling(max_tokens=9, temperature=0.5, ignore_eos=True, raw=raw)
         replies = ask_all(url, PROMPTS, sampling, users=3)

@@ -29,7 +29,7 @@ class FakeServer:
     def __exit__(self, *error):
         self._process.terminate()
         try:
-            self._process.wait(5)
+            self._process.wait(60)
             self.ended_by_itself = True
         except subprocess.TimeoutExpired:
             self.ended_by_itself = False
@@ -51,7 +51,7 @@ class FakeServer:
 
     def becomes(self, suspended):
         """Signals take their time."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while self.is_suspended != suspended and time.monotonic() < deadline:
             time.sleep(0.01)
         return self.is_suspended == suspended

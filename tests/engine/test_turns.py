@@ -24,7 +24,7 @@ def test_replicas_follow_each_other_when_all_are_there(tmp_path, monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=120)
     assert {what for what, _ in told[:REPLICAS]} == {"here"}
     assert told[REPLICAS:] == [(what, replica) for replica in range(REPLICAS) for what in ("begins", "ends")]
     assert list(tmp_path.iterdir()) == []  # the last one takes the file away

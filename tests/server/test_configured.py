@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import time
 
 from golden_server import (
     CASES,
+    PACE_MS,
     PROPOSED,
     call,
     endless,
@@ -92,29 +92,37 @@ def test_a_request_of_higher_priority_goes_first(configured, plain):
 
     bodies = [*long, waiting, urgent]
     threads = []
-    for number, body in enumerate(bodies):
-        threads.append(in_background(lambda number=number, body=body: ask(number, body)))
-        if number == RUNNING - 1:
-            wait_for_running(configured, RUNNING)
-        time.sleep(0.05)
+    assert configured.post_json("/dspark/policy", {"policy": "off", "pace_ms": PACE_MS})
+    try:
+        for number, body in enumerate(bodies):
+            threads.append(in_background(lambda number=number, body=body: ask(number, body)))
+            if number == RUNNING - 1:
+                wait_for_running(configured, RUNNING)
+        threads[3].join()
+        assert ended == [3]
+    finally:
+        configured.post_json("/dspark/policy", {"policy": "threshold", "confidence_threshold": 0.6})
     for thread in threads:
         thread.join()
-    assert ended.index(3) == 0, ended
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers.values()) > 0
     unranked = [{**body, "priority": None} for body in bodies]
     assert [answers[number]["output_ids"] for number in range(4)] == output_ids(plain, unranked, 4)
 
 
 def test_a_change_of_language_changes_what_is_proposed(configured, plain):
-    """Texts stay the target's, and the list soon has their tokens."""
+    """Texts stay the target's, and the list soon has their tokens. The last test of this server."""
     bias = {str(token): -1000.0 for token in {*PROPOSED, 1}}
-    replaced, shares = configured.get_json("/dspark/stats")["replaced_tokens"], []
-    for length in (280, 30):
+
+    def share(length):
         bodies = [greedy([5 + i, 9, 7], length, {"logit_bias": bias, "ignore_eos": True}) for i in range(4)]
         before = configured.get_json("/dspark/stats")
         texts = output_ids(configured, bodies, RUNNING)
         assert texts == output_ids(plain, bodies, 4) and {*itertools.chain(*texts)} <= {*SPOKEN}
         after = configured.get_json("/dspark/stats")
         missing, tokens = (after[name] - before[name] for name in ("unproposed_tokens", "committed_tokens"))
-        shares.append(1 - missing / tokens)
-    assert after["replaced_tokens"] > replaced and shares[0] < 0.98 < shares[1]
+        return 1 - missing / tokens
+
+    replaced, shares = configured.get_json("/dspark/stats")["replaced_tokens"], [share(280)]
+    while shares[-1] < 0.98 and len(shares) < 12:  # the list is judged now and then, by the tokens of all tests
+        shares.append(share(30))
+    assert configured.get_json("/dspark/stats")["replaced_tokens"] > replaced and shares[0] < shares[-1] > 0.98

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 from typing import Any
 
 from golden_server import (
     CASES,
     DRAFTER_ALONE,
+    PACE_MS,
     assert_golden_traces,
     assert_pool_is_whole,
     endless,
@@ -21,6 +21,7 @@ from golden_server import (
     policy,
     prompts,
     rounds_of,
+    wait_for_tokens,
     with_options,
 )
 
@@ -51,11 +52,10 @@ def test_drafts_behind_plain_steps(dspark):
     """Of a text while which the policy changes, and behind a cached one: those behind a prompt of the same tokens."""
     answers: list[dict[str, Any]] = []
     body = endless(CASES[0]["prompt_ids"], 300, speculation=DRAFTER_ALONE)
-    with policy(dspark, "off"):
-        committed, deadline = dspark.get_json("/dspark/stats")["committed_tokens"], time.monotonic() + 60
+    with policy(dspark, "off", pace_ms=PACE_MS):
+        before = dspark.get_json("/dspark/stats")
         thread = in_background(lambda: answers.extend(generate(dspark, [body], 1)))
-        while dspark.get_json("/dspark/stats")["committed_tokens"] < committed + 20:
-            assert time.monotonic() < deadline
+        wait_for_tokens(dspark, before, 20)
         with policy(dspark, "static"):
             thread.join()
     text = CASES[0]["prompt_ids"] + answers[0]["output_ids"]

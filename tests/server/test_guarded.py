@@ -18,6 +18,23 @@ from sglang_dspark.tools.http_client import open_directly
 GRAFANA = Path(__file__).parents[2] / "docker" / "grafana" / "dspark.json"
 
 
+def eventually(read, right):
+    """Return what is read as soon as it is right, or after a minute: metrics are brought up to date once in a second.
+
+    And the scheduler writes to its log behind an answer.
+    """
+    deadline = time.monotonic() + 60
+    while not right(found := read()) and time.monotonic() < deadline:
+        time.sleep(0.3)
+    return found
+
+
+def exported(server):
+    """Return the samples of Prometheus's."""
+    families = text_string_to_metric_families(call(server, "/metrics")[1])
+    return [sample for family in families for sample in family.samples]
+
+
 def test_keys_of_every_route(guarded):
     for path in ("/dspark/stats", "/dspark/capabilities"):
         assert [call(guarded, path, key)[0] for key in (None, "wrong", "user-key")] == [401, 401, 200]
@@ -45,15 +62,12 @@ def test_metrics_equal_the_statistics(guarded):
     stats = json.loads(call(guarded, "/dspark/stats", "user-key")[1])
     totals = ("steps", "drafted_tokens", "verified_tokens", "accepted_tokens", "committed_tokens")
     expected = {f"sglang:dspark_{name}_total": stats[name] for name in totals}
-    deadline = time.monotonic() + 10
-    while True:
-        text = call(guarded, "/metrics")[1]
-        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        found = {name: sum(sample.value for sample in samples if sample.name == name) for name in expected}
-        if found == expected or time.monotonic() > deadline:
-            break
-        time.sleep(0.3)
-    assert found == expected
+
+    def sums(samples):
+        return {name: sum(sample.value for sample in samples if sample.name == name) for name in expected}
+
+    samples = eventually(lambda: exported(guarded), lambda samples: sums(samples) == expected)
+    assert sums(samples) == expected
     labels = {sample.name: set(sample.labels) for sample in samples}
     assert labels["sglang:dspark_drafter_misfit"] == labels["sglang:gen_throughput"]
     assert labels["sglang:dspark_steps_total"] == labels["sglang:gen_throughput"] | {"load"}
@@ -68,23 +82,25 @@ def test_labels_that_the_metrics_do_not_have_count_for_nothing(guarded):
 def test_the_dashboard_asks_for_what_prometheus_gets(guarded):
     """Release 3; the headers of others: tests/features/reports/test_metric_names.py."""
     call(guarded, "/generate", "user-key", endless([5, 9, 6, 7], 300))
-    time.sleep(1.1)  # metrics are brought up to date once in a second
     newer = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8,text/plain;version=0.0.4;q=0.5"
-    with open_directly(
-        urllib.request.Request(guarded.url + "/metrics", headers={"Accept": newer}), timeout=60
-    ) as answer:
-        families = list(text_string_to_openmetrics(answer.read().decode()))
     named = set(re.findall(r"sglang:\w+", GRAFANA.read_text()))
-    assert named - {sample.name for family in families for sample in family.samples} == set()
+
+    def missing():
+        request = urllib.request.Request(guarded.url + "/metrics", headers={"Accept": newer})
+        with open_directly(request, timeout=60) as answer:
+            families = list(text_string_to_openmetrics(answer.read().decode()))
+        return named - {sample.name for family in families for sample in family.samples}
+
+    assert eventually(missing, lambda names: not names) == set()
 
 
 @pytest.mark.parametrize(
     ("policy", "options", "fewest", "most"),
     [
-        ({"policy": "auto"}, {}, 0.1, 7),
+        ({"policy": "auto"}, {}, 0, 7),
         ({"policy": "static"}, {"max_verify": 2}, 2, 2),
         # The text goes round in circles: it may come to be sure of whole blocks.
-        ({"policy": "early-stop"}, {"preset": "none"}, 0.1, 7),
+        ({"policy": "early-stop"}, {"preset": "none"}, 0, 7),
         ({"policy": "off"}, {}, 0, 0),
     ],
     ids=["auto", "limit of a request", "early-stop", "off"],
@@ -98,13 +114,16 @@ def test_acceptance_is_that_of_verified_drafts(guarded, policy, options, fewest,
         assert call(guarded, "/generate", "user-key", body)[0] == 200
     finally:
         call(guarded, "/dspark/policy", "admin-key", {"policy": "auto"})
-    families = text_string_to_metric_families(call(guarded, "/metrics")[1])
-    found = {sample.name: sample.value for family in families for sample in family.samples}
-    length, rate, rows = (found[f"sglang:spec_{name}"] for name in ("accept_length", "accept_rate", "cap_length"))
+
+    def told():
+        found = {sample.name: sample.value for sample in exported(guarded)}
+        lines = re.findall(r"accept len: (\S+), accept rate: (\S+), cap len: (\S+),", guarded.log_path.read_text())
+        return [found[f"sglang:spec_{name}"] for name in ("accept_length", "accept_rate", "cap_length")], lines[-1]
+
+    (length, rate, rows), logged = eventually(told, lambda told: told[1] == tuple(f"{value:.2f}" for value in told[0]))
     assert fewest <= rows - 1 <= most
-    assert rate == pytest.approx((length - 1) / (rows - 1) if most else 0)
-    logged = re.findall(r"accept len: (\S+), accept rate: (\S+), cap len: (\S+),", guarded.log_path.read_text())
-    assert logged[-1] == (f"{length:.2f}", f"{rate:.2f}", f"{rows:.2f}")
+    assert rate == pytest.approx((length - 1) / (rows - 1) if rows > 1 else 0)
+    assert logged == (f"{length:.2f}", f"{rate:.2f}", f"{rows:.2f}")
     assert "block accept len" not in guarded.log_path.read_text()
     [load] = json.loads(call(guarded, "/v1/loads?include=all", "user-key")[1])["loads"]
     assert load["speculative"]["accept_rate"] == rate
@@ -123,8 +142,7 @@ def test_openai_answers_carry_the_counts_where_sglang_carries_meta_info(guarded)
 @pytest.mark.thorough
 def test_a_pause_is_not_the_time_of_a_step(guarded):
     def timed_s():
-        samples = (s for family in text_string_to_metric_families(call(guarded, "/metrics")[1]) for s in family.samples)
-        return sum(s.value for s in samples if s.name == "sglang:dspark_step_seconds_measured_total")
+        return sum(s.value for s in exported(guarded) if s.name == "sglang:dspark_step_seconds_measured_total")
 
     time.sleep(1.5)  # metrics are brought up to date once in a second
     before, started, pause_s = timed_s(), time.monotonic(), 2.0

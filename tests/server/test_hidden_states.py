@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from golden_server import (
     CASES,
+    PACE_MS,
     TOL,
     assert_same_states,
     beginning_alike,
@@ -18,7 +19,7 @@ from golden_server import (
     last_answer,
     policy,
     states_of,
-    wait_for_running,
+    wait_for_tokens,
 )
 from picture_targets import data_url, picture, place
 
@@ -70,9 +71,10 @@ def test_states_are_those_of_the_plain_server(name, alone, bodies, request):
 def test_an_aborted_text_has_the_states_of_its_tokens(thinking, plain):
     prompt, answers = CASES[0]["prompt_ids"], []
     body = endless(prompt, 400, rid="ended", return_hidden_states=True)
-    with policy(thinking, "static"):
+    with policy(thinking, "static", pace_ms=PACE_MS):
+        before = thinking.get_json("/dspark/stats")
         turn = in_background(lambda: answers.extend(generate(thinking, [body], 1)))
-        wait_for_running(thinking, 1)
+        wait_for_tokens(thinking, before, 20)
         assert call(thinking, "/abort_request", body={"rid": "ended"})[0] == 200
         turn.join()
     assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"

@@ -19,7 +19,7 @@ PROMPTS = [[5 + i, 9, 20 + i, 7] for i in range(16)]
 
 
 def test_statistics_add_up(dspark):
-    with counting(dspark) as counts:
+    with policy(dspark, "threshold", confidence_threshold=0.1), counting(dspark) as counts:
         texts = output_ids(dspark, [greedy(prompt, 48) for prompt in PROMPTS], 8)
     stats = dspark.get_json("/dspark/stats")
     # The first token of every text is the prefill's; drafts that were accepted past the end of a text are committed.
@@ -110,7 +110,8 @@ def test_capabilities(dspark):
 
 
 def test_a_pair_that_fits_causes_no_warning(dspark):
-    output_ids(dspark, [greedy(prompt, 24) for prompt in PROMPTS], 8)
+    with policy(dspark, "static"):
+        output_ids(dspark, [greedy(prompt, 24) for prompt in PROMPTS], 8)
     assert dspark.get_json("/dspark/stats")["drafter_fit"]["verdict"] == "fits"
     assert "hardly predicts this target" not in dspark.log_path.read_text()
 

@@ -4,7 +4,17 @@ import threading
 import time
 
 import pytest
-from golden_server import CASES, DRAFTER_ALONE, call, endless, generate, in_background, policy, wait_for_running
+from golden_server import (
+    CASES,
+    DRAFTER_ALONE,
+    PACE_MS,
+    call,
+    endless,
+    generate,
+    in_background,
+    policy,
+    wait_for_running,
+)
 
 PROMPTS = [case["prompt_ids"] for case in CASES[:3]]
 
@@ -69,12 +79,11 @@ def assert_sleeps_and_wakes(server, tokens=20):
 
 def test_running_requests_keep_the_memory(dspark):
     """A plain server would end, and also over the tag."""
-    answers, steps = [], dspark.get_json("/dspark/stats")["steps"]
-    running = threading.Thread(target=lambda: answers.extend(generate(dspark, [endless([5, 6, 7], 900)], 1)))
-    running.start()
-    while dspark.get_json("/dspark/stats")["steps"] == steps:
-        time.sleep(0.01)
-    status, said = call(dspark, "/release_memory_occupation", body={})
+    answers = []
+    with policy(dspark, "off", pace_ms=PACE_MS):
+        running = in_background(lambda: answers.extend(generate(dspark, [endless([5, 6, 7], 900)], 1)))
+        wait_for_running(dspark, 1)
+        status, said = call(dspark, "/release_memory_occupation", body={})
     running.join()
     assert status == 400 and "requests are running" in said and len(answers[0]["output_ids"]) == 900
     for path in ("release", "resume"):
@@ -84,12 +93,13 @@ def test_running_requests_keep_the_memory(dspark):
 
 def test_memory_is_released_right_behind_requests(dspark):
     """Requests that were aborted end in the step that is under way."""
-    for _ in range(4):
-        answers = []
-        running = in_background(lambda into=answers: into.extend(generate(dspark, [endless([5, 6, 7], 900)], 1)))
-        wait_for_running(dspark, 1)
-        call(dspark, "/abort_request", body={"abort_all": True})
-        assert call(dspark, "/release_memory_occupation", body={})[0] == 200
-        assert call(dspark, "/resume_memory_occupation", body={})[0] == 200
-        running.join()
-        assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
+    with policy(dspark, "static", pace_ms=PACE_MS):
+        for _ in range(4):
+            answers = []
+            running = in_background(lambda into=answers: into.extend(generate(dspark, [endless([5, 6, 7], 900)], 1)))
+            wait_for_running(dspark, 1)
+            call(dspark, "/abort_request", body={"abort_all": True})
+            assert call(dspark, "/release_memory_occupation", body={})[0] == 200
+            assert call(dspark, "/resume_memory_occupation", body={})[0] == 200
+            running.join()
+            assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"

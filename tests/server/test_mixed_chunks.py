@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from golden_server import (
+    PACE_MS,
     VOCAB,
     assert_pool_is_whole,
+    beside,
     counting,
     endless,
     generate,
@@ -19,7 +21,6 @@ from golden_server import (
     in_background,
     output_ids,
     policy,
-    wait_for_running,
 )
 
 from sglang_dspark.tools.launch import LaunchedServer
@@ -31,6 +32,8 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "sampling_seed": 7},
 )
 """Parameters of requests; seeded ones have a text of their own."""
+RUNNING = endless([5, 6, 7], 900, speculation={"max_verify": 1})
+PACED = {"pace_ms": PACE_MS / 4}
 
 
 @contextmanager
@@ -62,12 +65,15 @@ def test_texts_beside_prompts_of_every_length(letters, plain_letters):
     seeded = [i for i, body in enumerate(asked) if "sampling_seed" in body["sampling_params"]]
     for i, ids in zip(seeded, output_ids(letters, [asked[i] for i in seeded], 1), strict=True):
         expected[i] = ids
-    with policy(letters, "static"):  # only mixed steps draft nothing
+    forced = greedy([5, 6, 7], 900, {**KINDS[2], "min_new_tokens": 900})
+    with policy(letters, "static", **PACED):  # only mixed steps draft nothing
         letters.flush_cache()
-        with counting(letters) as grown, drafting_beside_prompts(letters, 4):
+        with drafting_beside_prompts(letters, 4), beside(letters, RUNNING):
             answers = generate(letters, asked, 8)
+        with counting(letters) as grown, beside(letters, forced):
+            assert output_ids(letters, asked[:2]) == expected[:2]
     assert [answer["output_ids"] for answer in answers] == expected
-    assert grown["plain_steps"] > 0  # beside requests with a grammar
+    assert grown["plain_steps"] > 0  # beside a request with a grammar
     for counts in (answer["meta_info"] for answer in answers):
         committed = counts["dspark"]["rounds"] + counts["dspark"]["accepted_tokens"]
         assert 0 <= committed - (counts["completion_tokens"] - 1) <= 15  # the last round may go beyond the end
@@ -76,7 +82,7 @@ def test_texts_beside_prompts_of_every_length(letters, plain_letters):
 def test_clients_that_go_away_beside_prompts(corner, plain):
     asked, texts = bodies()[::4], []
     expected = output_ids(plain, asked)
-    with drafting_beside_prompts(corner, 4):
+    with policy(corner, "static", **PACED), drafting_beside_prompts(corner, 4), beside(corner, RUNNING):
         thread = in_background(lambda: texts.extend(output_ids(corner, asked, 4)))
         for _ in range(4):
             connection = http.client.HTTPConnection(corner.url.removeprefix("http://"), timeout=60)
@@ -94,12 +100,9 @@ def test_chunks_within_a_bound(parallel):
     draw = random.Random(6)
     asked = [greedy(draw.choices(VOCAB, k=length), 5) for length in (90, 130, 3, 12, 7, 9)]
     expected = output_ids(parallel, asked, 1)
-    with policy(parallel, "static"):
+    with policy(parallel, "static", **PACED):
         parallel.flush_cache()
         # Four requests have room for one that runs and three blocks of four rows of a prompt.
-        with counting(parallel) as grown, drafting_beside_prompts(parallel, 4):
-            running = in_background(lambda: output_ids(parallel, [endless([5, 6, 7], 200)], 1))
-            wait_for_running(parallel, 1)
+        with counting(parallel) as grown, drafting_beside_prompts(parallel, 4), beside(parallel, RUNNING):
             assert output_ids(parallel, asked[:2], 2) + output_ids(parallel, asked[2:], 1) == expected
-            running.join()
     assert grown["plain_steps"] > 4

@@ -9,9 +9,9 @@ from changed_weights import trained_drafter, tuned
 from golden_replay import load_target
 from golden_server import CASES, DRAFT, DSPARK, TARGET
 from reference_decoding import decode_greedy
+from server_pool import ROOMY_CPU_FLAGS
 
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.tools.launch import CPU_FLAGS
 
 PROGRAM = """
 import json, sys
@@ -54,7 +54,7 @@ def test_options_and_weights_of_the_engine(server_pool, tmp_path):
     """Processes of the engine are forked here; spawned ones, as users have them, serve the tests of ``guarded``."""
     case = CASES[0]
     pair = ("--model-path", str(TARGET), *DSPARK, "--speculative-dspark-schedule", "static")
-    flags = (*pair, *CPU_FLAGS, "--dtype", "float32", "--skip-tokenizer-init")
+    flags = (*pair, *ROOMY_CPU_FLAGS, "--dtype", "float32", "--skip-tokenizer-init")
     parameters = {"max_new_tokens": len(case["output_ids"]), "temperature": 0, "ignore_eos": True}
     target, draft = tuned(tmp_path / "target"), trained_drafter(tmp_path / "draft")
     asked = {"flags": flags, "prompt": case["prompt_ids"], "parameters": parameters}

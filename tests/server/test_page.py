@@ -34,7 +34,7 @@ class Page:
     def wait(self, condition, what):
         from selenium.webdriver.support.ui import WebDriverWait
 
-        WebDriverWait(self.driver, 20, 0.2).until(lambda driver: condition(), what)
+        WebDriverWait(self.driver, 60, 0.2).until(lambda driver: condition(), what)
 
     def wait_for_state(self, state):
         self.wait(lambda: self.run("document.body.dataset.state") == state, f"the page never became {state}")

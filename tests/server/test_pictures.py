@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from golden_server import assert_pool_is_whole, call, counting, generate, policy
+from golden_server import assert_pool_is_whole, call, counting, generate, policy, together
 from picture_targets import (
     continued_after_pictures,
     data_url,
@@ -92,7 +92,7 @@ def test_texts_behind_pictures(pictures):
 
 def test_retracted_requests_are_read_again(pictures):
     expected = read_by_transformers(architecture_of(pictures), MANY_TOKENS)
-    answers = generate(pictures, bodies_of(pictures, MANY_TOKENS) * 4, 16)
+    answers = together(pictures, bodies_of(pictures, MANY_TOKENS) * 4)
     assert_texts(answers, expected * 4)
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
     assert_pool_is_whole(pictures)

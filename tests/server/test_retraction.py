@@ -14,6 +14,7 @@ from golden_server import (
     output_ids,
     prompts,
     states_of,
+    together,
     with_options,
 )
 
@@ -33,7 +34,7 @@ def test_retraction_and_context_limit(tight, plain):
         for k, n in [(90, 37), (100, 27), (120, 7), (110, 17), (60, 67), (30, 97), (10, 117), (119, 8)] * 2
     ]
     expected, beside = output_ids(plain, bodies, 16), tight.get_json("/dspark/stats")["prompts"]["beside"]
-    assert_cut_at_the_limit(output_ids(tight, bodies, 16), expected)
+    assert_cut_at_the_limit([answer["output_ids"] for answer in together(tight, bodies)], expected)
     assert_cut_at_the_limit(output_ids(tight, with_options(bodies), 16), expected)
     assert "KV cache pool is full. Retract requests." in tight.log_path.read_text()
     assert tight.get_json("/dspark/stats")["prompts"]["beside"] > beside
@@ -47,7 +48,7 @@ def test_retracted_requests_keep_their_counts_grammars_and_hidden_states(tight):
         regex = {"regex": "(red|blue|green|cat|dog|bird)+"} if i % 3 == 0 else {}
         adjusted = {"frequency_penalty": 0.4, "repetition_penalty": 1.1, **regex}
         bodies.append(greedy(prompt[:60], 60, adjusted, return_hidden_states=True))
-    crowded, few = (generate(tight, bodies, concurrency) for concurrency in (16, 3))
+    crowded, few = together(tight, bodies), generate(tight, bodies, 3)
     retractions = [sum(answer["meta_info"]["num_retractions"] for answer in answers) for answers in (crowded, few)]
     assert retractions[0] > retractions[1] == 0
     assert [answer["output_ids"] for answer in crowded] == [answer["output_ids"] for answer in few]

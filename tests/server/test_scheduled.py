@@ -44,7 +44,8 @@ def check_golden_texts(server, options, name, **fields):
         assert output_ids(server, GOLDEN, 6) == TEXTS
         limited = [{**body, "speculation": options[i % len(options)]} for i, body in enumerate(GOLDEN)]
         assert output_ids(server, limited, 3) == TEXTS
-    assert (grown["verified_tokens"] > 0) == (name != "off")
+    # What is fastest is verified: it may be nothing.
+    assert name in ("auto", "early-stop") or (grown["verified_tokens"] > 0) == (name != "off")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import urllib.request
 from itertools import pairwise
 
 import pytest
-from golden_server import CASES, call, greedy, policy
+from golden_server import CASES, PACE_MS, call, greedy, policy
 
 from sglang_dspark.tools.http_client import open_directly
 
@@ -75,8 +75,8 @@ def densest_stream(server, interval):
 
 def test_a_stream_arrives_as_often_as_without_speculation(plain, dspark):
     interval = 8
-    assert densest_stream(plain, interval) == [*range(1, 64, interval), 64]
-    with policy(dspark, "static"):
+    assert {*streamed(plain, interval)} <= {*range(1, 64, interval), 64}
+    with policy(dspark, "static", pace_ms=PACE_MS):
         lengths = densest_stream(dspark, interval)
     assert (lengths[0], lengths[-1]) == (1, 64)
     gaps = [after - before for before, after in pairwise(lengths)]

@@ -8,7 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-from golden_server import CASES, VOCAB, call, endless, generate, greedy, in_background, policy, wait_for_running
+from golden_server import (
+    CASES,
+    PACE_MS,
+    VOCAB,
+    call,
+    endless,
+    generate,
+    greedy,
+    in_background,
+    policy,
+    wait_for_running,
+)
 
 TURNS = 4
 
@@ -60,19 +71,20 @@ def test_turns_have_the_texts_of_their_whole_prompts(name, plain, request):
         with policy(server, "static"):
             found = list(pool.map(lambda seed: in_session(server, seed), seeds))
     assert found == expected
-    assert call(server, "/flush_cache", body={})[0] == 200
+    server.flush_cache()  # nothing of a session is left
 
 
 def test_turns_beside_a_running_one_are_refused(corner, plain):
     prompt = CASES[0]["prompt_ids"]
-    with opened(corner) as session, policy(corner, "off"):
+    with opened(corner) as session:
         answers = []
         body = endless(prompt, 300, session_params={"id": session})
-        turn = in_background(lambda: answers.append(corner.post_json("/generate", body)["output_ids"]))
-        wait_for_running(corner, 1)
-        for _ in range(3):
-            status, text = call(corner, "/generate", body=endless([5], 2, session_params={"id": session}))
-            assert (status, "active request" in text) == (400, True)
+        with policy(corner, "off", pace_ms=PACE_MS):
+            turn = in_background(lambda: answers.append(corner.post_json("/generate", body)["output_ids"]))
+            wait_for_running(corner, 1)
+            for _ in range(3):
+                status, text = call(corner, "/generate", body=endless([5], 2, session_params={"id": session}))
+                assert (status, "active request" in text) == (400, True)
         turn.join()
         text = corner.post_json("/generate", endless([5], 9, session_params={"id": session}))["output_ids"]
     [expected] = generate(plain, [endless([*prompt, *answers[0], 5], 9)], 1)

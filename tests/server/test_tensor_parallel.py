@@ -13,6 +13,7 @@ import psutil
 import pytest
 from golden_server import (
     CASES,
+    PACE_MS,
     call,
     counting,
     endless,
@@ -87,6 +88,7 @@ def test_only_one_rank_writes_to_the_log(parallel):
 def test_a_rank_that_dies_ends_the_server(parallel):
     """The last test of this server. Requests end, and the exit status of the server says that it failed."""
     body = endless([5, 6, 7], 900, stream=True)
+    assert parallel.post_json("/dspark/policy", {"policy": "off", "pace_ms": PACE_MS})
     server = psutil.Process(parallel.pid)
     with ThreadPoolExecutor(3) as pool:
         requests = [pool.submit(call, parallel, "/generate", body=body) for _ in range(3)]

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -28,6 +29,7 @@ from golden_server import (
     CASES,
     DRAFT,
     DRAFTER_ALONE,
+    PACE_MS,
     TARGET,
     assert_golden_traces,
     assert_pool_is_whole,
@@ -222,14 +224,15 @@ def test_a_request_that_an_update_meets(request, folders, name, how):
     server, (pause, fields) = request.getfixturevalue(name), HALTED[how]
     body, answers = {**endless(PROMPT, 400), "return_logprob": False}, []
     old = server.post_json("/generate", body)["output_ids"]
-    thread = in_background(lambda: answers.append(server.post_json("/generate", body)))
-    wait_for_running(server, 1)
     try:
-        if pause:
-            answered(server, "/pause_generation", pause)
-        from_disk(server, folders[0], weight_version=how, **fields)
-        if pause:
-            answered(server, "/continue_generation", {})
+        with policy(server, "static", pace_ms=PACE_MS) if name == "dspark" else nullcontext():
+            thread = in_background(lambda: answers.append(server.post_json("/generate", body)))
+            wait_for_running(server, 1)
+            if pause:
+                answered(server, "/pause_generation", pause)
+            from_disk(server, folders[0], weight_version=how, **fields)
+            if pause:
+                answered(server, "/continue_generation", {})
         thread.join()
     finally:
         from_disk(server, TARGET, weight_version="default")
@@ -351,9 +354,9 @@ def test_a_drafter_is_replaced_beside_a_request(dspark, folders):
     answers: list[dict[str, Any]] = []
     body = endless(PROMPT, 800)
     [expected] = [dspark.post_json("/generate", body)["output_ids"]]
-    thread = in_background(lambda: answers.append(dspark.post_json("/generate", body)))
-    wait_for_running(dspark, 1)
-    with ThreadPoolExecutor(4) as pool:  # they wait for each other
+    with policy(dspark, "static", pace_ms=PACE_MS), ThreadPoolExecutor(4) as pool:  # they wait for each other
+        thread = in_background(lambda: answers.append(dspark.post_json("/generate", body)))
+        wait_for_running(dspark, 1)
         bodies = [{"path": str(folder)} for folder in (folders[1], DRAFT) * 2]
         said = list(pool.map(lambda asked: answered(dspark, DRAFTER, asked), bodies))
     thread.join()

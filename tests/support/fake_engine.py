@@ -9,9 +9,14 @@ from aiohttp import web
 
 
 class FakeEngine:
-    """Streams every prompt back word by word, and notes how it was asked."""
+    """Streams every prompt back word by word, and notes how it was asked.
 
-    def __init__(self):
+    Args:
+        together: requests of which none is answered before so many have come.
+    """
+
+    def __init__(self, together=1):
+        self._together, self._begun = together, asyncio.Event()
         self.bodies, self.running, self.most_running, self.flushes, self.kept = [], 0, 0, 0, [1, 2]
 
     async def complete(self, request):
@@ -22,6 +27,9 @@ class FakeEngine:
             return web.json_response({"message": "too long"}, status=400)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
+        if self.running == self._together:
+            self._begun.set()
+        await asyncio.wait_for(self._begun.wait(), 60)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         words = text.split()

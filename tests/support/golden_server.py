@@ -35,6 +35,8 @@ PATCHES = SERVER_TESTS / "patches"
 DSPARK = dspark_flags(DRAFT)
 TOL = 2e-4
 """Of logits and states in float32, of another batch shape."""
+PACE_MS = 20.0
+"""Milliseconds before each step, see ``policy``: requests of hundreds of tokens run for seconds on every machine."""
 DRAFTER_ALONE = {"trace": True, "preset": "none"}
 """Asks for a trace that depends on nothing but the request."""
 
@@ -269,7 +271,11 @@ def with_options(bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @contextmanager
 def policy(server: LaunchedServer, name: str, **fields: Any) -> Iterator[None]:
-    """Verify by this policy inside the block; by ``auto`` again after it."""
+    """Verify by this policy inside the block; by ``auto`` again after it.
+
+    Args:
+        fields: of the policy, and ``pace_ms``, which keeps a server of the tests from going on faster.
+    """
     assert server.post_json("/dspark/policy", {"policy": name, **fields})["policy"] == name
     try:
         yield
@@ -303,6 +309,28 @@ def assert_cut_at_the_limit(texts: list[list[int]], expected: list[list[int]]) -
     for text, whole in zip(texts, expected, strict=True):
         assert text == whole[: len(text)]
         assert len(whole) - len(text) <= 1
+
+
+@contextmanager
+def beside(server: LaunchedServer, body: dict[str, Any]) -> Iterator[None]:
+    """Have a request run all the while; it ends with the block, and must not before."""
+    answers: list[dict[str, Any]] = []
+    thread = in_background(lambda: answers.extend(generate(server, [body], 1)))
+    wait_for_running(server, 1)
+    try:
+        yield
+    finally:
+        call(server, "/abort_request", body={"abort_all": True})
+        thread.join()
+    assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def wait_for_tokens(server: LaunchedServer, since: dict[str, Any], tokens: int) -> None:
+    """Return when steps have committed so many tokens since the server had these statistics."""
+    deadline = time.monotonic() + 60
+    while server.get_json("/dspark/stats")["committed_tokens"] < since["committed_tokens"] + tokens:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def wait_for_running(server: LaunchedServer, requests: int) -> None:

@@ -24,6 +24,8 @@ ON_GPU = torch.cuda.is_available()
 
 # Prompts are encoded as soon as they fit, whatever their texts will take: a pool that is too small gets full.
 _ADMISSION = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
+# SGLang ends a server if others take more than this share of the machine's memory while its weights are loaded.
+ROOMY_CPU_FLAGS = (*CPU_FLAGS, "--mem-fraction-static", "0.9")
 _COMMON = {**({} if ON_GPU else CPU_ENV), **sitecustomized(RANDOM_LENGTHS), **_ADMISSION}
 # Windows of recurrent layers have 16 bits whatever the model has, and a text that is encoded again differs by more than
 # near-ties from one that was decoded.
@@ -139,7 +141,7 @@ class ServerPool:
             server.stop()
 
     def _started(self, recipe: Recipe, folder: Path) -> LaunchedServer:
-        flags = [*(CUDA_FLAGS if ON_GPU else CPU_FLAGS), "--dtype", "float32", *recipe.words(folder)]
+        flags = [*(CUDA_FLAGS if ON_GPU else ROOMY_CPU_FLAGS), "--dtype", "float32", *recipe.words(folder)]
         # Servers of one shape share their step times, but not with this machine's user.
         env = {**_COMMON, "HF_HUB_OFFLINE": "1", "HOME": str(self._home), **recipe.env}
         # A process that has touched a GPU cannot be forked.

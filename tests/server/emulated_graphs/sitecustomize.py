@@ -9,7 +9,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
-from patching import attend_literally, complete_cpu, interpret_adapters, keep_states_of_texts, late, patch_worker
+from patching import (
+    attend_literally,
+    complete_cpu,
+    interpret_adapters,
+    keep_states_of_texts,
+    late,
+    offer_a_pace,
+    patch_worker,
+)
 
 REQUEST_SLOTS = [1, 2]
 FOREVER = ExitStack()  # a context without a reference ends at once
@@ -225,6 +233,7 @@ patch_worker(late("stale", "spoil"))
 if "CHECK_ORDER" in os.environ:
     watch_order()
 interpret_adapters()
+offer_a_pace()
 complete_cpu()
 if "SNAPSHOTS_ON_A_CPU" in os.environ:
     keep_states_of_texts()

@@ -69,6 +69,34 @@ def offer_random_lengths():
     patch_when_imported("sglang_dspark.engine.scheduler.measure_steps", measure_briefly)
 
 
+def offer_a_pace():
+    """Let ``POST /dspark/policy`` take ``pace_ms`` beside any policy: milliseconds that pass before each step.
+
+    So requests run for as long as a test needs, on machines of all speeds.
+    """
+
+    def offer(module):
+        def switch_policy(self, fields, original=module.Reports.switch_policy):
+            fields = dict(fields)
+            keep_pace(self._decoder.schedule, fields.pop("pace_ms", 0))
+            return original(self, fields)
+
+        module.Reports.switch_policy = switch_policy
+
+    def keep_pace(schedule, pace_ms):
+        vars(schedule).pop("choose", None)
+
+        def choose(*args, original=schedule.choose, **kwargs):
+            time.sleep(pace_ms / 1e3)
+            schedule.invalidate()  # or ``auto`` would learn that steps take so long
+            return original(*args, **kwargs)
+
+        if pace_ms:
+            schedule.choose = choose
+
+    patch_when_imported("sglang_dspark.features.reports.served", offer)
+
+
 def plant_faults():
     """Have whatever only advises fail on servers with ``PLANTED_FAULTS``: two calls of three, one behind its work."""
 

@@ -1,7 +1,7 @@
 """Gives a server the policy ``random``: in every step each request verifies another number of drafts, often none.
 
-It also times steps of one context once at start-up, for a few seconds, where users' servers do so five times with two
-contexts: no test depends on what a step takes.
+It also keeps the pace that a test asks for, and times steps of one context once at start-up, for a few seconds, where
+users' servers do so five times with two contexts: no test depends on what a step takes.
 Python imports this module at start-up when its folder is on ``PYTHONPATH``.
 """
 
@@ -11,6 +11,7 @@ from patching import (
     attend_literally,
     complete_cpu,
     keep_states_of_texts,
+    offer_a_pace,
     offer_random_lengths,
     plant_faults,
     serve_sglangs_own,
@@ -18,6 +19,7 @@ from patching import (
 
 plant_faults()
 offer_random_lengths()
+offer_a_pace()
 complete_cpu()
 if "SGLANG_USE_CPU_ENGINE" in os.environ:
     serve_sglangs_own()
