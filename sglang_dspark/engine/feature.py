@@ -126,7 +126,10 @@ class Encoded(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """Numbers that only grow, for the statistics and, with ``_total``, for Prometheus, by all values of a label."""
+    """Numbers that only grow, for the statistics and, with ``_total``, for Prometheus, by all values of a label.
+
+    Two labels are joined by ``_``, and so are their values.
+    """
 
     name: str
     text: str
