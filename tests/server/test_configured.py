@@ -118,3 +118,22 @@ def test_a_change_of_language_changes_what_is_proposed(configured, plain):
         missing, tokens = (after[name] - before[name] for name in ("unproposed_tokens", "committed_tokens"))
         shares.append(1 - missing / tokens)
     assert after["replaced_tokens"] > replaced and shares[0] < 0.98 < shares[1]
+
+
+def test_a_promised_first_token_overtakes_prompts_that_came_before(configured):
+    """Twelve pairs of requests take turns, and others wait behind them all."""
+    rids = [f"pair {place // 2} {place}" for place in range(24)]
+    pairs = {"rid": rids, "input_ids": [[5, 6, 7]] * 24, "sampling_params": endless([], 200)["sampling_params"]}
+    bodies, texts = [greedy(case["prompt_ids"], 8) for case in CASES[:3]], []
+    held = in_background(lambda: call(configured, "/generate", body=pairs | {"speculation": {"enabled": False}}))
+    wait_for_running(configured, 16, "waiting")
+    others = in_background(lambda: texts.extend(output_ids(configured, bodies[1:], 2)))
+    answer = configured.post_json("/generate", bodies[0] | {"speculation": {"ttft_ms": 100}})
+    assert others.is_alive() and held.is_alive()
+    for rid in rids:
+        call(configured, "/abort_request", body={"rid": rid})
+    for thread in (others, held):
+        thread.join()
+    assert [answer["output_ids"], *texts] == [case["output_ids"][:8] for case in CASES[:3]]
+    said = answer["meta_info"]["dspark_promise"][-1]
+    assert said["promised_ttft_ms"] == 100.0 and said["ttft_ms"] > 0

@@ -56,6 +56,11 @@ def bodies() -> list[dict[str, Any]]:
     ]
 
 
+def promised(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the requests; every third is promised a first token, and a short one goes in between chunks of others."""
+    return [body | ({"speculation": {"ttft_ms": 50}} if i % 3 == 0 else {}) for i, body in enumerate(asked)]
+
+
 def test_texts_beside_prompts_of_every_length(letters, plain_letters):
     asked = bodies()
     expected = output_ids(plain_letters, asked)
@@ -65,7 +70,7 @@ def test_texts_beside_prompts_of_every_length(letters, plain_letters):
     with policy(letters, "static"):  # only mixed steps draft nothing
         letters.flush_cache()
         with counting(letters) as grown, drafting_beside_prompts(letters, 4):
-            answers = generate(letters, asked, 8)
+            answers = generate(letters, promised(asked), 8)
     assert [answer["output_ids"] for answer in answers] == expected
     assert grown["plain_steps"] > 0  # beside requests with a grammar
     for counts in (answer["meta_info"] for answer in answers):
@@ -77,7 +82,7 @@ def test_clients_that_go_away_beside_prompts(corner, plain):
     asked, texts = bodies()[::4], []
     expected = output_ids(plain, asked)
     with drafting_beside_prompts(corner, 4):
-        thread = in_background(lambda: texts.extend(output_ids(corner, asked, 4)))
+        thread = in_background(lambda: texts.extend(output_ids(corner, promised(asked), 4)))
         for _ in range(4):
             connection = http.client.HTTPConnection(corner.url.removeprefix("http://"), timeout=60)
             body = endless([5, 6, 7], 800, stream=True)
@@ -100,6 +105,6 @@ def test_chunks_within_a_bound(parallel):
         with counting(parallel) as grown, drafting_beside_prompts(parallel, 4):
             running = in_background(lambda: output_ids(parallel, [endless([5, 6, 7], 200)], 1))
             wait_for_running(parallel, 1)
-            assert output_ids(parallel, asked[:2], 2) + output_ids(parallel, asked[2:], 1) == expected
+            assert output_ids(parallel, promised(asked[:2]), 2) + output_ids(parallel, asked[2:], 1) == expected
             running.join()
     assert grown["plain_steps"] > 4

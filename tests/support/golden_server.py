@@ -305,10 +305,10 @@ def assert_cut_at_the_limit(texts: list[list[int]], expected: list[list[int]]) -
         assert len(whole) - len(text) <= 1
 
 
-def wait_for_running(server: LaunchedServer, requests: int) -> None:
-    """Return when so many requests are under way."""
+def wait_for_running(server: LaunchedServer, requests: int, state: str = "running") -> None:
+    """Return when so many requests are under way, or in another state that SGLang counts."""
     deadline = time.monotonic() + 60
-    while server.get_json("/v1/loads")["loads"][0]["num_running_reqs"] < requests:
+    while server.get_json("/v1/loads")["loads"][0][f"num_{state}_reqs"] < requests:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

@@ -63,9 +63,9 @@ class Promises(Weigher):
 
     def waiting(self, req: Req) -> Waiting:
         """Return a request of SGLang's queue, or the one that has begun, as a prompt that waits."""
-        arrived_ms, ttft_ms = req.time_stats.scheduler_recv_time * 1e3, self.promised_ms(req)
-        prefill_ms = 0.0 if ttft_ms is None else _rows(req) * self._row_ms()
-        return Waiting(arrived_ms, ttft_ms, prefill_ms)
+        times = self._schedule().times
+        prefill_ms = 0.0 if times is None else _rows(req) * times.row_ms
+        return Waiting(req.time_stats.scheduler_recv_time * 1e3, self.promised_ms(req), prefill_ms)
 
     def make_room(self, first: Sequence[Req]) -> list[int]:
         """Return the rows of these requests, the next in SGLang's queue, up to the first that had room before.
@@ -158,11 +158,6 @@ class Promises(Weigher):
         ms = times.by_drafts(1, self._max_verify, 0.0)
         alone_ms = float((ms / np.arange(1, len(ms) + 1)).min())
         return {"least_tpot_ms": alone_ms, "least_ttft_ms": times.single_ms(1, 0, 0, 0.0)}
-
-    def _row_ms(self) -> float:
-        """Return about the milliseconds of a row among many: of the largest verification in the table, 0 without one."""
-        times = self._schedule().times
-        return 0.0 if times is None else times.row_ms
 
 
 def _rows(req: Req) -> int:

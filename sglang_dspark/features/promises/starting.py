@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 
-class LeavesRoom(PrefillAdder):  # type: ignore[misc]
+class LeavesRoom(PrefillAdder):
     """SGLang's own, which leaves room in the next chunk for prompts that have to start before it goes on.
 
     Attributes:
@@ -31,6 +31,7 @@ class LeavesRoom(PrefillAdder):  # type: ignore[misc]
     """
 
     rows: Sequence[int] = ()
+    chunked_req_limit: int | None
 
     def add_chunked_req(self, req: Req) -> Req | None:
         left = self.rem_chunk_tokens
@@ -39,8 +40,8 @@ class LeavesRoom(PrefillAdder):  # type: ignore[misc]
                 break
             left -= rows
         if left < self.rem_chunk_tokens:
-            limits = (left // self.page_size * self.page_size, self.chunked_req_limit)
-            self.chunked_req_limit = min(limit for limit in limits if limit is not None)
+            left = left // self.page_size * self.page_size
+            self.chunked_req_limit = min(left, self.chunked_req_limit or left)  # SGLang's may leave room for others
         going_on: Req | None = super().add_chunked_req(req)
         return going_on
 
@@ -79,7 +80,7 @@ def _planned(scheduler: Scheduler, part: Promises) -> tuple[list[int], list[int]
     queue, begun, order, due = scheduler.waiting_queue, scheduler.chunked_req, [], []
 
     def level(req: Req) -> int:
-        return int(req.priority * scheduler.policy.priority_sign) if scheduler.enable_priority_scheduling else 0
+        return (req.priority or 0) * scheduler.policy.priority_sign if scheduler.enable_priority_scheduling else 0
 
     for priority, group in groupby(range(len(queue)), key=lambda place: level(queue[place])):
         places = list(group)
