@@ -46,7 +46,7 @@ def drafting_beside_prompts(server: LaunchedServer, prompts: int) -> Iterator[No
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Return requests with prompts of 1 to 500 tokens, some of which begin alike; chunks have 64 tokens."""
+    """Return requests with prompts of 1 to 500 tokens, some of which begin alike; chunks have 64 tokens or fewer."""
     draw = random.Random(4)
     shared = draw.choices(VOCAB, k=60)
     prompts = [draw.choices(VOCAB, k=length) for length in (1, 2, 7, 63, 64, 65, 90, 130, 1, 500, 3, 250)]
@@ -76,6 +76,25 @@ def test_texts_beside_prompts_of_every_length(letters, plain_letters):
     for counts in (answer["meta_info"] for answer in answers):
         committed = counts["dspark"]["rounds"] + counts["dspark"]["accepted_tokens"]
         assert 0 <= committed - (counts["completion_tokens"] - 1) <= 15  # the last round may go beyond the end
+
+
+def test_chunks_of_a_long_prompt_are_cut_to_what_drafts_leave_room_for(letters, plain_letters):
+    """The bound on gaps has room for thousands of rows, a verification for 48 of a prompt."""
+    draw = random.Random(8)
+    for _ in range(5):  # until the other request has outlived the prompt
+        asked = [greedy(draw.choices(VOCAB, k=500), 5)]
+        before = letters.get_json("/dspark/stats")["prompts"]
+        body = endless([5, 6, 7], 400, speculation={"max_verify": 1})
+        running = in_background(lambda body=body: output_ids(letters, [body], 1))
+        wait_for_running(letters, 1)
+        begun = letters.get_json("/dspark/stats")["prompts"]
+        assert output_ids(letters, asked) == output_ids(plain_letters, asked)
+        after, alone = letters.get_json("/dspark/stats")["prompts"], not running.is_alive()
+        running.join()
+        if not alone:
+            break
+    assert sum(begun.values()) == sum(before.values()) + 1
+    assert (after["beside"] - begun["beside"], after["prefill"]) == (11, begun["prefill"])
 
 
 def test_clients_that_go_away_beside_prompts(corner, plain):
