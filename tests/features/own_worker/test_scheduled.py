@@ -169,6 +169,7 @@ def test_beyond_the_captured_requests_blocks_are_verified_whole():
     [
         ({"draft_free": True}, "draft-free"),
         ({"answer_cache": 64}, "answer-cache"),
+        ({"ttft_ms": 50.0}, "ttft-ms"),
         ({"max_gap_ms": 50.0}, "max-gap-ms"),
         ({"prompt_rows": 64}, "prompt-rows"),
         ({"fallback": "target-only"}, "fallback"),
