@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-# What a request without a promise counts as promised: no one waits for ever behind those that promise.
+# What a request without a promise counts as promised: none of them waits for ever behind others that have one.
 PATIENCE_MS = 10_000.0
 
 

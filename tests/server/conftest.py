@@ -197,7 +197,7 @@ SERVERS: dict[str, Recipe] = {
             KEEPS_ANSWERS,
             STATES_SHOWN,
             "--speculative-dspark-block-size 15",
-            f"{MIXED} --speculative-dspark-max-gap-ms 60000 {PROMPT_ROWS} 48",
+            f"{MIXED} {CHUNKS} 64 --speculative-dspark-max-gap-ms 60000 {PROMPT_ROWS} 48",
         )
     ),
     # All that advises: kept answers, metrics, forced tokens of SGLang's default grammar backend.

@@ -46,7 +46,7 @@ def drafting_beside_prompts(server: LaunchedServer, prompts: int) -> Iterator[No
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Return requests with prompts of 1 to 500 tokens, some of which begin alike; chunks have 64 tokens or fewer."""
+    """Return requests with prompts of 1 to 500 tokens, some of which begin alike; chunks have 64 tokens."""
     draw = random.Random(4)
     shared = draw.choices(VOCAB, k=60)
     prompts = [draw.choices(VOCAB, k=length) for length in (1, 2, 7, 63, 64, 65, 90, 130, 1, 500, 3, 250)]
@@ -79,7 +79,7 @@ def test_texts_beside_prompts_of_every_length(letters, plain_letters):
 
 
 def test_chunks_of_a_long_prompt_are_cut_to_what_drafts_leave_room_for(letters, plain_letters):
-    """The bound on gaps has room for thousands of rows, a verification for 48 of a prompt."""
+    """Of the 64 rows of SGLang's chunks, for which the bound on gaps has time, a verification takes 48."""
     draw = random.Random(8)
     for _ in range(5):  # until the other request has outlived the prompt
         asked = [greedy(draw.choices(VOCAB, k=500), 5)]
