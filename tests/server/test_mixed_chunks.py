@@ -57,8 +57,8 @@ def bodies() -> list[dict[str, Any]]:
 
 
 def promised(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the requests; every third is promised a first token, and a short one goes in between chunks of others."""
-    return [body | ({"speculation": {"ttft_ms": 50}} if i % 3 == 0 else {}) for i, body in enumerate(asked)]
+    """Return the requests; those with short prompts are promised a first token, and go in between chunks of others."""
+    return [body | ({"speculation": {"ttft_ms": 50}} if len(body["input_ids"]) < 70 else {}) for body in asked]
 
 
 def test_texts_beside_prompts_of_every_length(letters, plain_letters):
@@ -69,7 +69,7 @@ def test_texts_beside_prompts_of_every_length(letters, plain_letters):
         expected[i] = ids
     with policy(letters, "static"):  # only mixed steps draft nothing
         letters.flush_cache()
-        with counting(letters) as grown, drafting_beside_prompts(letters, 4):
+        with counting(letters) as grown:
             answers = generate(letters, promised(asked), 8)
     assert [answer["output_ids"] for answer in answers] == expected
     assert grown["plain_steps"] > 0  # beside requests with a grammar
@@ -81,20 +81,21 @@ def test_texts_beside_prompts_of_every_length(letters, plain_letters):
 def test_chunks_of_a_long_prompt_are_cut_to_what_drafts_leave_room_for(letters, plain_letters):
     """Of the 64 rows of SGLang's chunks, for which the bound on gaps has time, a verification takes 48."""
     draw = random.Random(8)
-    for _ in range(5):  # until the other request has outlived the prompt
-        asked = [greedy(draw.choices(VOCAB, k=500), 5)]
-        before = letters.get_json("/dspark/stats")["prompts"]
-        body = endless([5, 6, 7], 400, speculation={"max_verify": 1})
+    for _ in range(5):  # until the request beside the prompts has outlived them
+        asked = [greedy(draw.choices(VOCAB, k=length), 5) for length in (500, 9, 20, 33)]
+        body = endless([5, 6, 7], 900, speculation={"max_verify": 1})
         running = in_background(lambda body=body: output_ids(letters, [body], 1))
         wait_for_running(letters, 1)
-        begun = letters.get_json("/dspark/stats")["prompts"]
-        assert output_ids(letters, asked) == output_ids(plain_letters, asked)
-        after, alone = letters.get_json("/dspark/stats")["prompts"], not running.is_alive()
+        before = letters.get_json("/dspark/stats")
+        texts = output_ids(letters, promised(asked))
+        after, outlived = letters.get_json("/dspark/stats"), running.is_alive()
         running.join()
-        if not alone:
+        assert texts == output_ids(plain_letters, asked)
+        if outlived:
             break
-    assert sum(begun.values()) == sum(before.values()) + 1
-    assert (after["beside"] - begun["beside"], after["prefill"]) == (11, begun["prefill"])
+    grown = {path: count - before["prompts"][path] for path, count in after["prompts"].items()}
+    assert grown.pop("beside") >= 11 + 3 and set(grown.values()) == {0}
+    assert after["drafts_beside_prompts"]["accepted"] > before["drafts_beside_prompts"]["accepted"]
 
 
 def test_clients_that_go_away_beside_prompts(corner, plain):

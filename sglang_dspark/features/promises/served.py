@@ -25,7 +25,7 @@ TPOT, TTFT = "tpot", "ttft"
 
 
 class Promises(Weigher):
-    """Have requests that are behind their promise get more of the drafts, those that are ahead fewer; judge all of them.
+    """Have requests that are behind their promise get more of the drafts, and those that are ahead fewer; judge each.
 
     Args:
         server: what the server promises requests without a promise of their own.
