@@ -101,7 +101,7 @@ def test_chunks_of_a_long_prompt_are_cut_to_what_drafts_leave_room_for(letters, 
 def test_promised_prompts_go_in_between_the_chunks_of_another(letters, plain_letters):
     """Two, one after the other. Nothing else would be encoded before the last of 15 chunks."""
     draw = random.Random(9)
-    for _ in range(10):  # until they have come in time
+    for _ in range(20):  # until they have come in time
         asked, texts = [greedy(draw.choices(VOCAB, k=length), 1) for length in (15 * 64, 9, 9)], []
         before = letters.get_json("/dspark/stats")["prompts"]
         long = in_background(lambda asked=asked, texts=texts: texts.extend(output_ids(letters, asked[:1])))
