@@ -126,7 +126,7 @@ class Encoded(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """Numbers that only grow, for the statistics and, with ``_total``, for Prometheus, by all values of a label."""
+    """Numbers that only grow, for statistics and, with ``_total``, Prometheus, by a label, or two joined by ``_``."""
 
     name: str
     text: str
@@ -183,6 +183,10 @@ class Part:
     def encode(self, batch: ScheduleBatch) -> Encoded | None:
         """Run the target over the prompts of SGLang's batch; None leaves that to SGLang. No host sync."""
         return None
+
+    def rows_beside(self, running: ScheduleBatch) -> int:
+        """Return how many rows of a prompt :meth:`encode` has room for in a decode step of SGLang's running batch."""
+        return 0
 
     def first_logits(self, batch: ScheduleBatch, logits: torch.Tensor) -> None:
         """Change the logits [bs, V], in place, that the first tokens of SGLang's batch of prompts are drawn from."""
@@ -319,8 +323,7 @@ class Feature:
             installed only then, and those of the place ``flags`` always: there are no arguments yet.
         hooks: patches of SGLang that the feature alone needs.
         flag_rules: flags of SGLang that it adjusts or refuses, on every server.
-        request_keys: name of its :class:`RequestKeys` below ``room``, which are read on every server; empty if it has
-            none.
+        request_keys: name of its :class:`RequestKeys` below ``room``, read on every server; empty if it has none.
         checks: name of its ``tuple[Check, ...]`` below ``room``, made on every server; empty if it has none.
         part: name of a function below ``room`` such as :meth:`Part.of`; empty if the feature has none.
         of_any_worker: whether the part also serves another worker than ours, by :meth:`Part.ready`,

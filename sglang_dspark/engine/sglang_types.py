@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.model_executor.runner.base_cuda_graph_runner import BaseCudaGraphRunner
     from sglang.srt.model_executor.runner.base_runner import BaseRunner
+    from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
     from sglang.srt.session.session_controller import Session
     from sglang.srt.speculative.spec_info import CustomSpecAlgo, SpecInput
     from sglang.srt.state_capturer.base import TopkCaptureOutput
@@ -219,6 +220,11 @@ class Req(Protocol):
     is_retracted: bool
     return_logprob: bool
     seqlen: int
+    full_untruncated_fill_ids: Sequence[int]
+    prefix_len: int
+    num_matched_prefix_tokens: int
+    priority: int | None
+    time_stats: SchedulerReqTimeStats
     spec_verify_ct: int
     spec_num_cap_tokens: int
     update_finish_state: Callable[..., None]

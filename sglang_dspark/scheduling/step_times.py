@@ -104,6 +104,16 @@ class StepTimes:
             bucket = min(self._host_ms, key=lambda known: abs(known - bucket))
         return self._host_ms[bucket] * math.exp(-self._speed)
 
+    @property
+    def row_ms(self) -> float:
+        """Return the milliseconds of a row among as many as the table knows: what a row of a long prompt takes, about.
+
+        Attention to a long context comes on top.
+        """
+        requests = self.table.requests[-1]
+        rows = requests * (self.table.gamma + 1)
+        return self.table.step_ms(requests, rows, 0, 0.0) / rows
+
     def by_drafts(self, requests: int, depth: int, context: float) -> NDArray[np.float64]:
         """Return [requests * depth + 1] milliseconds of steps that draft to ``depth``, by drafts verified."""
         times = self.table.times(requests)

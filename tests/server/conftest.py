@@ -107,7 +107,10 @@ def _reading(architecture: str, *flags: str, env: Mapping[str, str] | None = Non
 
 BUNDLED = Path(smollm2.__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
 STATIC = "--speculative-dspark-schedule static"
-WITHOUT_A_DRAFTER = ("speculative-algorithm: DSPARK", "speculative-dspark-draft-free: true")
+WITHOUT_A_DRAFTER = (
+    *("speculative-algorithm: DSPARK", "speculative-dspark-draft-free: true"),
+    "speculative-dspark-ttft-ms: 600000",
+)
 SAVES_MEMORY = "--enable-memory-saver --enable-weights-cpu-backup --speculative-draft-load-format dummy"
 KEEPS_ANSWERS = "--speculative-dspark-answer-cache 1"
 CONFIGURED = (
@@ -184,8 +187,8 @@ SERVERS: dict[str, Recipe] = {
     "configured": Recipe((_configured, "--max-running-requests 2")),
     "target_only": Recipe((_drafter(damaged_drafter), "--speculative-dspark-fallback target-only")),
     "guarded": Recipe(GUARDED),
-    # Blocks longer than the drafter's, whose last slots are copied; prompts beside running requests, under overlap. The
-    # tokenizer knows a token more than the target.
+    # Blocks longer than the drafter's, whose last slots are copied; prompts beside running requests, under overlap, in
+    # chunks that their drafts leave room for. The tokenizer knows a token more than the target.
     "letters": Recipe(
         (
             *DSPARK,
@@ -194,7 +197,7 @@ SERVERS: dict[str, Recipe] = {
             KEEPS_ANSWERS,
             STATES_SHOWN,
             "--speculative-dspark-block-size 15",
-            f"{MIXED} {CHUNKS} 64 {PROMPT_ROWS} 63",
+            f"{MIXED} {CHUNKS} 64 --speculative-dspark-max-gap-ms 60000 {PROMPT_ROWS} 48",
         )
     ),
     # All that advises: kept answers, metrics, forced tokens of SGLang's default grammar backend.

@@ -325,20 +325,22 @@ def beside(server: LaunchedServer, body: dict[str, Any]) -> Iterator[None]:
     assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return when it is true."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def wait_for_tokens(server: LaunchedServer, since: dict[str, Any], tokens: int) -> None:
     """Return when steps have committed so many tokens since the server had these statistics."""
-    deadline = time.monotonic() + 60
-    while server.get_json("/dspark/stats")["committed_tokens"] < since["committed_tokens"] + tokens:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: server.get_json("/dspark/stats")["committed_tokens"] >= since["committed_tokens"] + tokens)
 
 
-def wait_for_running(server: LaunchedServer, requests: int) -> None:
-    """Return when so many requests are under way."""
-    deadline = time.monotonic() + 60
-    while server.get_json("/v1/loads")["loads"][0]["num_running_reqs"] < requests:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def wait_for_running(server: LaunchedServer, requests: int, state: str = "running") -> None:
+    """Return when so many requests are under way, or in another state that SGLang counts."""
+    wait_until(lambda: server.get_json("/v1/loads")["loads"][0][f"num_{state}_reqs"] >= requests)
 
 
 def assert_retracted_unnoticed(server: LaunchedServer, bodies: list[dict[str, Any]], expected: list[list[int]]) -> None:

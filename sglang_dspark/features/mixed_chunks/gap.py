@@ -2,7 +2,10 @@
 
 How long a row takes depends on the machine, the target and the context, so it follows from the steps that have been
 timed. At the rate of the last full chunk, as many rows as a time has room for take that time or less: what a step takes
-beside its rows is counted as if it grew with them.
+beside its rows, for drafts of running requests too, is counted as if it grew with them.
+
+Where a chunk may share a verification with drafts it is no longer than that has room for: a longer one would encode its
+prompt hardly sooner, and running requests would have a token in the time of a step with all of their drafts.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import torch
 from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.feature import Part, Worker, part_of
 from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.batch import has_others_beside
 from sglang_dspark.engine.scheduler.draft_input import spare_slots
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.step.device_time import DeviceSpan, DeviceTimer
@@ -87,8 +89,7 @@ class BoundedGaps(Part):
         assert self._began is not None, "a prefill comes before it is done"
         span, began = self._began
         span.end()
-        if not has_others_beside(batch):  # drafts take a part of the time
-            self._timed.append((batch.extend_num_tokens, span, (time.perf_counter() - began) * 1e3))
+        self._timed.append((batch.extend_num_tokens, span, (time.perf_counter() - began) * 1e3))
 
     def rows(self) -> int:
         """Return how many rows the next step may have."""
@@ -117,8 +118,11 @@ def bound_chunk(
     whole, running = scheduler.chunked_prefill_size, len(running_batch.reqs)
     if whole is None or not running or not (scheduler.waiting_queue or scheduler.chunked_req):
         return original(scheduler, prefill_delayer_single_pass, running_batch)
-    part = part_of(decoder_of(scheduler).parts, BoundedGaps)
-    bound = whole if part is None else min(whole, max(part.rows(), running + _LEAST))
+    parts, bound = decoder_of(scheduler).parts, whole
+    if (part := part_of(parts, BoundedGaps)) is not None:
+        beside = max(each.rows_beside(running_batch) for each in parts)
+        fitting = part.rows()
+        bound = min(whole, max(fitting if beside < _LEAST else min(fitting, running + beside), running + _LEAST))
     if scheduler.chunked_req is not None:
         spare = spare_slots(scheduler.token_to_kv_pool_allocator, scheduler.tree_cache)
         room = spare - running_batch.new_tokens_required_next_decode()

@@ -58,6 +58,7 @@ class ScheduledServer:
             ("simulate_acceptance", config.simulate_acceptance, None),
             ("answer_cache", config.answer_cache, None),
             ("tpot_ms", config.tpot_ms, None),
+            ("ttft_ms", config.ttft_ms, None),
             ("max_gap_ms", config.max_gap_ms, None),
             ("prompt_rows", config.prompt_rows, None),
             ("draft_vocabulary", config.draft_vocabulary, None),

@@ -1,5 +1,23 @@
-"""Promises: a request may name a time per token, and what is behind its own gets more of a step's drafts."""
+"""Promises: a request may name a time per token and one to its first, and is served sooner where it would miss them."""
+
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.feature import Feature
+from sglang_dspark.engine.launch.hook import Hook
 
-FEATURE = Feature(__name__, is_used=lambda args: True, request_keys="keys.PromiseKeys", part="served.Promises.of")
+FEATURE = Feature(
+    __name__,
+    is_used=lambda args: True,
+    hooks=(
+        Hook(
+            "start-by-promise",
+            "sglang.srt.managers.scheduler.Scheduler.get_prefill_adder_class",
+            HookType.AFTER,
+            "features.promises.starting.start_by_promise",
+            "scheduler",
+            "SGLang's orders of prompts know no time by which a first token has to come",
+        ),
+    ),
+    request_keys="keys.PromiseKeys",
+    part="served.Promises.of",
+)

@@ -13,15 +13,16 @@ from sglang_dspark.declared import field_types
 from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.feature import RequestKeys
 from sglang_dspark.engine.launch_state import DSparkServer, OtherServer
-from sglang_dspark.engine.sglang_types import TokenizerManager
-from sglang_dspark.scheduling.promises import Pace
-from sglang_dspark.speculation import RequestOptions
+from sglang_dspark.engine.scheduler.request_options import kept_by_request, request_options
+from sglang_dspark.engine.sglang_types import Req, TokenizerManager
+from sglang_dspark.fence import fenced
 
 
 class PromiseOptions(Struct, frozen=True, omit_defaults=True):
     """Checked options of a request; the attributes are those of :class:`PromiseKeys`."""
 
     tpot_ms: float | None = None
+    ttft_ms: float | None = None
     weight: float = 1.0
 
 
@@ -31,10 +32,12 @@ class PromiseKeys(RequestKeys):
 
     Attributes:
         tpot_ms: milliseconds per token behind the first one, over the whole answer; None takes the server's.
+        ttft_ms: milliseconds from its arrival in the scheduler to the first token; None takes the server's.
         weight: what its drafts count beside those of others.
     """
 
     tpot_ms: Annotated[float, Meta(ge=0.1, le=10_000, description="must be a number from 0.1 to 10000")] | None = None
+    ttft_ms: Annotated[float, Meta(ge=0.1, le=600_000, description="must be a number from 0.1 to 600000")] | None = None
     weight: Annotated[float, Meta(ge=0.01, le=1, description="must be a number from 0.01 to 1")] = 1.0
 
     @classmethod
@@ -49,17 +52,18 @@ class PromiseKeys(RequestKeys):
                 f"speculation.{key}={getattr(self, key):g} is not served by SGLang's own worker; drop the key, or "
                 "start the server with --speculative-dspark-engine plugin if that serves the target"
             )
-        options = PromiseOptions(self.tpot_ms, self.weight)
+        options = PromiseOptions(self.tpot_ms, self.ttft_ms, self.weight)
         return None if options == PromiseOptions() else options
 
 
-def pace_of(asked: RequestOptions, tpot_ms: float | None) -> Pace:
-    """Return how fast a request wants to be.
+@fenced("promises", instead=lambda req: PromiseOptions())
+@kept_by_request
+def _asked(req: Req) -> PromiseOptions:
+    text = request_options(req).of_features.get("promises")
+    return PromiseOptions() if text is None else msgspec.json.decode(text, type=PromiseOptions)
 
-    Args:
-        asked: options of the request.
-        tpot_ms: of the server, for requests without a promise of their own.
-    """
-    text = asked.of_features.get("promises")
-    options = PromiseOptions() if text is None else msgspec.json.decode(text, type=PromiseOptions)
-    return Pace(tpot_ms if options.tpot_ms is None else options.tpot_ms, options.weight)
+
+def promised(req: Req, server: PromiseOptions) -> PromiseOptions:
+    """Return what a request of a scheduler asks for, or what the server promises where the request names nothing."""
+    asked = _asked(req)
+    return PromiseOptions(asked.tpot_ms or server.tpot_ms, asked.ttft_ms or server.ttft_ms, asked.weight)

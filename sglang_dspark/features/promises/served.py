@@ -4,57 +4,85 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from weakref import WeakKeyDictionary
+from itertools import takewhile
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_dspark.engine.feature import Counted, Weigher, Worker
+from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import per_token
-from sglang_dspark.engine.scheduler.request_options import request_options
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
-from sglang_dspark.features.promises.keys import pace_of
+from sglang_dspark.features.promises.keys import PromiseOptions, promised
 from sglang_dspark.fence import fenced, nothing
+from sglang_dspark.scheduling.first_tokens import Waiting
 from sglang_dspark.scheduling.promises import Pace
 from sglang_dspark.scheduling.schedule import Schedule
 
-KEPT, LATE, UNREACHABLE = "kept", "late", "unreachable"
+OUTCOMES = KEPT, LATE, UNREACHABLE = "kept", "late", "unreachable"
+TPOT, TTFT = "tpot", "ttft"
 
 
 class Promises(Weigher):
-    """Have requests that are behind their promise get more of the drafts, and those that are ahead fewer.
+    """Have requests that are behind their promise get more of the drafts, and those that are ahead fewer; judge each.
 
     Args:
-        tpot_ms: that the server promises requests without a promise of their own; None for nothing.
+        server: what the server promises requests without a promise of their own.
         schedule: returns the server's, which is made after the parts.
         max_verify: drafts that a step may verify per request.
-        clock: milliseconds, monotonic.
+        agreement: of the ranks.
+        clock: milliseconds, of the clock by which SGLang notes the times of requests.
     """
 
     def __init__(
         self,
-        tpot_ms: float | None,
+        server: PromiseOptions,
         schedule: Callable[[], Schedule],
         max_verify: int,
-        clock: Callable[[], float] = lambda: time.monotonic() * 1e3,
+        agreement: Agreement,
+        clock: Callable[[], float] = lambda: time.perf_counter() * 1e3,
     ) -> None:
-        self._tpot_ms, self._schedule, self._max_verify, self._clock = tpot_ms, schedule, max_verify, clock
+        self._server, self._schedule, self._max_verify, self._clock = server, schedule, max_verify, clock
+        self.agreement = agreement
         # Requests that ask for anything: steps without any cost nothing. One may end without a word.
         self._paces: WeakKeyDictionary[Req, Pace] = WeakKeyDictionary()
-        self._answers = dict.fromkeys((KEPT, LATE, UNREACHABLE), 0)
-        self._late_s = dict.fromkeys((LATE, UNREACHABLE), 0.0)
+        self._given_room: WeakSet[Req] = WeakSet()
+        self._answers = {f"{kind}_{outcome}": 0 for kind in (TPOT, TTFT) for outcome in OUTCOMES}
+        self._late_s = {f"{kind}_{outcome}": 0.0 for kind in (TPOT, TTFT) for outcome in (LATE, UNREACHABLE)}
 
     @classmethod
     def of(cls, worker: Worker) -> Promises:
         """Return the part of a worker."""
-        return cls(worker.options.tpot_ms, lambda: worker.schedule, worker.max_verify)
+        server = PromiseOptions(tpot_ms=worker.options.tpot_ms, ttft_ms=worker.options.ttft_ms)
+        return cls(server, lambda: worker.schedule, worker.max_verify, worker.agreement)
+
+    def promised_ms(self, req: Req) -> float | None:
+        """Return the promised time to the first token of a request that waits; None if it has none, or has come."""
+        return None if req.output_ids else promised(req, self._server).ttft_ms
+
+    def waiting(self, req: Req) -> Waiting:
+        """Return a request of SGLang's queue, or the one that has begun, as a prompt that waits."""
+        times = self._schedule().times
+        prefill_ms = 0.0 if times is None else _rows(req) * times.row_ms
+        return Waiting(req.time_stats.scheduler_recv_time * 1e3, self.promised_ms(req), prefill_ms)
+
+    def make_room(self, first: Sequence[Req]) -> list[int]:
+        """Return the rows of these requests, the next in SGLang's queue, up to the first that had room before.
+
+        That one has found something else missing. It will again, and the prompt that has begun would hardly go on.
+        """
+        new = list(takewhile(lambda req: req not in self._given_room, first))
+        self._given_room.update(new)
+        return [_rows(req) for req in new]
 
     @fenced("promises", instead=nothing)
     def prefill_done(self, batch: ScheduleBatch) -> None:
         """Note what requests ask for. An answer may begin, and end, beside the prompts of others."""
         now = self._clock()
         for req in batch.reqs:
-            pace = self._paces.get(req) or pace_of(request_options(req), self._tpot_ms)
+            asked = promised(req, self._server)
+            pace = self._paces.get(req) or Pace(asked.tpot_ms, asked.weight)
             if pace.asks:
                 self._paces[req] = pace
                 pace.begin(now, len(req.output_ids))
@@ -69,38 +97,69 @@ class Promises(Weigher):
 
     @fenced("promises", instead=nothing)
     def request_ended(self, req: Req) -> None:
-        """Count what became of a promise, and tell the user; not if the request was aborted or has a single token."""
-        pace = self._paces.pop(req, None)
-        if pace is None or pace.tpot_ms is None or pace.began_ms is None:
+        """Count what became of a promise, and tell the user; not if the request was aborted."""
+        pace, tokens = self._paces.pop(req, None), len(req.output_ids_through_stop)
+        if isinstance(req.finished_reason, FINISH_ABORT):
             return
-        now, tokens = self._clock(), len(req.output_ids_through_stop)
-        if tokens == 1 or isinstance(req.finished_reason, FINISH_ABORT):
-            return
+        said = self._first_token(req) | ({} if pace is None or tokens == 1 else self._pace(req, pace, tokens))
+        if said:
+            per_token(req, "dspark_promise").extend([*[None] * (tokens - 1), said])
+
+    def _pace(self, req: Req, pace: Pace, tokens: int) -> dict[str, object]:
+        """Count an answer of more than one token; return what became of its promised time per token, as JSON."""
+        if pace.tpot_ms is None or pace.began_ms is None:
+            return {}
+        now = self._clock()
         late_ms = pace.late_ms(now, tokens)
-        outcome = KEPT
-        if late_ms > 0:
-            # As many tokens as its steps could have brought at most.
-            most = req.spec_verify_ct * (self._max_verify + 1)
-            outcome = LATE if most * pace.tpot_ms > now - pace.began_ms else UNREACHABLE
-            self._late_s[outcome] += late_ms / 1e3
-        self._answers[outcome] += 1
+        # As many tokens as its steps could have brought at most.
+        most = req.spec_verify_ct * (self._max_verify + 1)
+        outcome = self._count(TPOT, late_ms, reachable=most * pace.tpot_ms > now - pace.began_ms)
         tpot_ms = pace.tpot_ms + late_ms / (tokens - pace.first_tokens) if tokens > pace.first_tokens else 0.0
-        said = {"promised_ms": pace.tpot_ms, "tpot_ms": tpot_ms, "outcome": outcome}
-        per_token(req, "dspark_promise").extend([*[None] * (tokens - 1), said])
+        return {"promised_ms": pace.tpot_ms, "tpot_ms": tpot_ms, "outcome": outcome}
+
+    def _first_token(self, req: Req) -> dict[str, object]:
+        """Count a first token; return what became of its promise, as JSON."""
+        promised_ms, times = promised(req, self._server).ttft_ms, req.time_stats
+        if promised_ms is None or not times.prefill_finished_time:
+            return {}
+        ttft_ms, prefill_ms = (
+            (times.prefill_finished_time - begin) * 1e3
+            for begin in (times.scheduler_recv_time, times.forward_entry_time)
+        )
+        outcome = self._count(TTFT, ttft_ms - promised_ms, reachable=prefill_ms <= promised_ms)
+        return {"promised_ttft_ms": promised_ms, "ttft_ms": ttft_ms, "ttft_outcome": outcome}
+
+    def _count(self, kind: str, late_ms: float, *, reachable: bool) -> str:
+        """Count a promise, and return what became of it."""
+        outcome = KEPT if late_ms <= 0 else LATE if reachable else UNREACHABLE
+        self._answers[f"{kind}_{outcome}"] += 1
+        if outcome != KEPT:
+            self._late_s[f"{kind}_{outcome}"] += late_ms / 1e3
+        return outcome
 
     def counted(self) -> Sequence[Counted]:
         return (
-            Counted("promises", "Answers whose time per token was promised.", "outcome", self._answers),
-            Counted("promises_late_seconds", "By how much answers were late.", "outcome", self._late_s),
+            Counted("promises", "Promised times per token and to the first token.", "kind_outcome", self._answers),
+            Counted("promises_late_seconds", "By how much these were missed.", "kind_outcome", self._late_s),
         )
 
     def describe(self) -> Mapping[str, object]:
-        return {"promises": {"tpot_ms": self._tpot_ms, "least_tpot_ms": self._least_ms()}}
+        server, least_ms = self._server, self._least_ms()
+        return {"promises": {"tpot_ms": server.tpot_ms, "ttft_ms": server.ttft_ms} | least_ms}
 
-    def _least_ms(self) -> float | None:
-        """Return the time per token of a request that runs alone and all of whose drafts are kept; None if unknown."""
+    def _least_ms(self) -> dict[str, float | None]:
+        """Return the least times of a request that runs alone: per token with all drafts kept, and to its first token.
+
+        None if step times are unknown.
+        """
         times = self._schedule().times
         if times is None:
-            return None
+            return {"least_tpot_ms": None, "least_ttft_ms": None}
         ms = times.by_drafts(1, self._max_verify, 0.0)
-        return float((ms / np.arange(1, len(ms) + 1)).min())
+        alone_ms = float((ms / np.arange(1, len(ms) + 1)).min())
+        return {"least_tpot_ms": alone_ms, "least_ttft_ms": times.single_ms(1, 0, 0, 0.0)}
+
+
+def _rows(req: Req) -> int:
+    """Return the rows of its text that the prefix cache lacks, as far as SGLang has looked."""
+    return max(1, len(req.origin_input_ids) + len(req.output_ids) - req.num_matched_prefix_tokens)

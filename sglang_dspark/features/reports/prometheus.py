@@ -99,7 +99,7 @@ class Metrics:
         ]
         for label, described in described_by:
             for name, text in described.items():
-                names = [*self._labels, label]
+                names = [*self._labels, *label.split("_")]
                 self._families[name] = prometheus_client.Counter(PREFIX + name, text, names, registry=registry)
         self._misfit = prometheus_client.Gauge(
             PREFIX + MISFIT,
@@ -159,4 +159,5 @@ class Metrics:
             yield "failed_advice_total", failures, {"advice": advice}
         for of_feature in self._counted():
             for kind, number in of_feature.values.items():
-                yield f"{of_feature.name}_total", number, {of_feature.label: kind}
+                label = dict(zip(of_feature.label.split("_"), kind.split("_"), strict=True))
+                yield f"{of_feature.name}_total", number, label

@@ -72,9 +72,18 @@ class ShortPrompts(Part):
         Grammars and pictures of running requests have SGLang prepare a step in other ways. Without a drafter there may
         be nothing to draft.
         """
-        if not self._worker.drafter.num_drawn or running.has_grammar or any(running.multimodal_inputs or ()):
-            return None
-        return self._blocks(batch, len(running.reqs))
+        return self._blocks(batch, len(running.reqs)) if self._drafts_of(running) else None
+
+    def _drafts_of(self, running: ScheduleBatch) -> bool:
+        return bool(self._worker.drafter.num_drawn) and not (
+            running.has_grammar or any(running.multimodal_inputs or ())
+        )
+
+    def rows_beside(self, running: ScheduleBatch) -> int:
+        if not self._drafts_of(running):
+            return 0
+        requests, rows = self._room(len(running.reqs))
+        return min(self._most_rows, rows, requests * self._width)
 
     def encode(self, batch: ScheduleBatch) -> Encoded | None:
         running = beside(batch)
@@ -97,17 +106,21 @@ class ShortPrompts(Part):
         """Return how the prompts of a batch are verified beside so many requests; None if they are not."""
         if batch.extend_num_tokens > self._most_rows or _needs_prefill(batch):
             return None
-        blocks = Blocks.of(batch.extend_lens, batch.prefix_lens, self._width)
-        return blocks if self._has_room(len(blocks) + running, blocks.num_rows + running * self._width) else None
+        blocks, (requests, rows) = Blocks.of(batch.extend_lens, batch.prefix_lens, self._width), self._room(running)
+        return blocks if len(blocks) <= requests and blocks.num_rows <= rows else None
 
-    def _has_room(self, requests: int, rows: int) -> bool:
-        """Return whether a graph has room; without graphs, whether the operator has asked and SGLang has room."""
+    def _room(self, running: int) -> tuple[int, int]:
+        """Return how many blocks and rows a graph has room for beside so many requests that verify whole blocks.
+
+        Without graphs SGLang's own limit counts, if the operator has asked.
+        """
         captured = self._worker.executors.captured
         if captured is None:
-            return self._asked is not None and requests <= self._worker.model_runner.max_running_requests
+            requests = self._worker.model_runner.max_running_requests - running
+            return requests, requests * self._width if self._asked is not None else 0
         tiers = captured.tiers
         most = tiers.tokens[-1] if tiers.tokens else tiers.requests[-1]
-        return requests <= tiers.requests[-1] and rows <= most
+        return tiers.requests[-1] - running, most - running * self._width
 
     def count(self, result: DSparkBatchResult) -> None:
         """Count the drafts of a step that ran beside prompts; its result has been read."""

@@ -7,8 +7,8 @@ import pytest
 import torch
 from sglang_objects import ONE_RANK, batch, found_by, launch_context, partly
 
+from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.batch import RIDERS
 from sglang_dspark.features.mixed_chunks.gap import BoundedGaps, ChunkLimit, bound_chunk
 from sglang_dspark.worker.worker import DSparkWorker
 
@@ -80,17 +80,26 @@ class Running:
         return self.needed
 
 
-def scheduler_of(waiting, chunked, rows):
+def scheduler_of(waiting, chunked, rows, beside=0):
     """A scheduler with 160 spare slots."""
+    rides = RoomBeside()
+    rides.room = beside
     return SimpleNamespace(
         chunked_prefill_size=512,
         page_size=16,
         waiting_queue=waiting,
         chunked_req=chunked,
-        draft_worker=partly(DSparkWorker, parts=[] if rows is None else [gaps(rows)]),
+        draft_worker=partly(DSparkWorker, parts=[rides] if rows is None else [rides, gaps(rows)]),
         token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 100),
         tree_cache=SimpleNamespace(evictable_size=lambda: 60, supports_swa=lambda: False),
     )
+
+
+class RoomBeside(Part):
+    """Has room for so many rows beside drafts."""
+
+    def rows_beside(self, running):
+        return self.room
 
 
 def chunk_size(scheduler, prefill_delayer_single_pass, running_batch):
@@ -119,6 +128,21 @@ def test_sglangs_chunk_is_bounded_while_requests_run(running, waiting, chunked, 
     assert scheduler.chunked_prefill_size == 512
 
 
+@pytest.mark.parametrize(
+    ("rows", "beside", "chunk"),
+    [
+        (400, 40, 42),  # each running request has a row of SGLang's chunk, and its drafts none
+        (400, 31, 400),  # too few: the prompt would take for ever
+        (36, 40, 36),  # what the bound has room for
+        (9999, 9999, 512),
+        (None, 40, 512),  # there is no bound
+    ],
+)
+def test_a_chunk_is_no_longer_than_what_drafts_leave_room_for(rows, beside, chunk):
+    scheduler, running_batch = scheduler_of([1], None, rows, beside), Running(reqs=[None] * 2)
+    assert bound_chunk(chunk_size, scheduler, prefill_delayer_single_pass=None, running_batch=running_batch) == chunk
+
+
 def test_a_prompt_that_has_begun_waits_while_running_requests_need_all_slots():
     """SGLang would give it slots that are not there, and end the server."""
     scheduler, running_batch = scheduler_of([], object(), None), Running(reqs=[None], needed=150)
@@ -128,13 +152,10 @@ def test_a_prompt_that_has_begun_waits_while_running_requests_need_all_slots():
 
 def test_a_prefill_is_timed_on_the_host_of_a_cpu():
     part = gaps(64)
-    # The first takes next to nothing. The second says nothing, and the third has drafts of other requests, too.
-    for rows, more in ((64, {}), (3, {}), (96, {RIDERS: object()})):
+    for rows, next_rows in ((64, 96), (3, 96), (96, 144)):  # they take next to nothing, and the second says nothing
         part.prefill_comes(batch())
-        prompts = batch(extend_num_tokens=rows)
-        vars(prompts).update(more)
-        part.prefill_done(prompts)
-        assert part.rows() == 96
+        part.prefill_done(batch(extend_num_tokens=rows))
+        assert part.rows() == next_rows
 
 
 @pytest.mark.parametrize(

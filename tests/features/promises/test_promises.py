@@ -3,36 +3,31 @@
 from array import array
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from made_schedule import schedule
-from msgspec import Raw
+from promised_requests import asking
 from settled_requests import settled
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang_objects import ONE_RANK, partly, server_args
 from sglang_objects import batch as batch_of
-from sglang_objects import partly, request, server_args
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.compat.arguments import attach
+from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.features.own_worker.server import ScheduledServer
 from sglang_dspark.features.promises.keys import PromiseKeys, PromiseOptions
-from sglang_dspark.features.promises.served import Promises
-from sglang_dspark.speculation import KEY, RequestOptions
+from sglang_dspark.features.promises.served import OUTCOMES, Promises
 
 
-def asking(**asked):
-    """SGLang's request of a scheduler."""
-    options = RequestOptions(of_features={"promises": Raw(msgspec.json.encode(PromiseOptions(**asked)))})
-    made = request(custom_params={KEY: msgspec.json.encode(options).decode()} if asked else None)
-    made.finished_reason = FINISH_LENGTH(9)
-    return made
+def promising(clock, **server):
+    return Promises(PromiseOptions(**server), schedule, 3, Agreement(ONE_RANK), clock)
 
 
 @pytest.fixture
 def server():
     clock = SimpleNamespace(ms=1000.0)
-    part = Promises(None, schedule, 3, lambda: clock.ms)
+    part = promising(clock=lambda: clock.ms)
 
     def answered(ms, tokens, rounds, **asked):
         """Serve one request of so many tokens beside one that asks for nothing; return their weights on the way."""
@@ -51,7 +46,7 @@ def server():
 
 
 def test_steps_of_requests_that_ask_for_nothing_are_not_weighed(server):
-    for asked in ({}, {"weight": 1.0}):
+    for asked in ({}, {"weight": 1.0}, {"ttft_ms": 5.0}):
         _, weights = server.answered(100.0, 11, 5, **asked)
         assert weights == [None] * 3
     ended, weights = server.answered(100.0, 11, 5, weight=0.2)
@@ -76,8 +71,8 @@ def test_a_promise_is_kept_or_late_or_was_out_of_reach(server):
         server.part.request_ended(ended)
         assert ended.customized_info is None
     answers, late = server.part.counted()
-    assert answers.values == {"kept": 2, "late": 1, "unreachable": 1}
-    assert late.values == pytest.approx({"late": 0.04, "unreachable": 0.06})
+    assert nonzero(answers) == {"tpot_kept": 2, "tpot_late": 1, "tpot_unreachable": 1}
+    assert nonzero(late) == pytest.approx({"tpot_late": 0.04, "tpot_unreachable": 0.06})
 
 
 def test_an_answer_that_comes_beside_prompts_has_a_promise(server):
@@ -90,22 +85,53 @@ def test_an_answer_that_comes_beside_prompts_has_a_promise(server):
     req.spec_verify_ct = 2
     server.part.request_ended(req)
     answers, late = server.part.counted()
-    assert answers.values == {"kept": 0, "late": 0, "unreachable": 1}
-    assert late.values["unreachable"] == pytest.approx(0.032)
+    assert nonzero(answers) == {"tpot_unreachable": 1}
+    assert nonzero(late) == pytest.approx({"tpot_unreachable": 0.032})
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_what_became_of_a_first_token_is_counted_and_said(server, tokens):
+    """The time is that from the arrival; what the prefill alone took says whether it was in reach."""
+    for ttft_ms, begun_s in ((250, 10.0), (200, 10.0), (150, 10.1), (150, 10.01)):
+        ended, _ = server.answered(100.0, tokens, 1, ttft_ms=ttft_ms)
+        times = ended.time_stats
+        times.scheduler_recv_time, times.forward_entry_time, times.prefill_finished_time = 10.0, begun_s, 10.2
+        server.part.request_ended(ended)
+        *before, said = ended.customized_info["dspark_promise"]
+        assert before == [None] * (tokens - 1)
+        assert said == {
+            "promised_ttft_ms": ttft_ms,
+            "ttft_ms": pytest.approx(200),
+            "ttft_outcome": said["ttft_outcome"],
+        }
+    answers, late = server.part.counted()
+    assert nonzero(answers) == {"ttft_kept": 2, "ttft_late": 1, "ttft_unreachable": 1}
+    assert nonzero(late) == pytest.approx({"ttft_late": 0.05, "ttft_unreachable": 0.05})
+    aborted, _ = server.answered(100.0, tokens, 1, ttft_ms=5.0)
+    aborted.finished_reason = FINISH_ABORT("by its user")
+    for ended in (aborted, asking(ttft_ms=5.0)):  # the other one has never begun
+        server.part.request_ended(ended)
+        assert ended.customized_info is None
+
+
+def nonzero(counted):
+    assert set(counted.values) <= {f"{kind}_{what}" for kind in ("tpot", "ttft") for what in OUTCOMES}
+    return {name: value for name, value in counted.values.items() if value}
 
 
 def test_the_servers_promise_holds_for_requests_without_their_own():
-    part = Promises(10.0, schedule, 3, lambda: 0.0)
-    batch = batch_of(asking(), asking(tpot_ms=20.0), asking(weight=0.5))
+    part = promising(lambda: 0.0, tpot_ms=10.0, ttft_ms=100.0)
+    batch = batch_of(asking(), asking(tpot_ms=20.0), asking(weight=0.5, ttft_ms=5.0))
     part.prefill_done(batch)
     paces = [part._paces[req] for req in batch.reqs]
     assert [(pace.tpot_ms, pace.weight) for pace in paces] == [(10, 1), (20, 1), (10, 0.5)]
+    assert [part.promised_ms(req) for req in batch.reqs] == [100, 100, 5]
 
 
 BAD = (0, -1, "5", "", None, True, float("nan"), float("inf"), 2.0**70, 10**400, [1], {})
 
 
-@pytest.mark.parametrize("key", ["tpot_ms", "weight"])
+@pytest.mark.parametrize("key", ["tpot_ms", "ttft_ms", "weight"])
 @pytest.mark.parametrize("value", BAD, ids=lambda value: repr(value)[:8])
 def test_a_bad_value_is_refused_by_name(key, value):
     with pytest.raises(ValueError, match=rf"^speculation\.{key} must be a number from 0\.0?1 to"):

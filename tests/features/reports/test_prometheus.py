@@ -30,7 +30,7 @@ class Exporter:
         self.versions = Versions(self.counters, ("v1", "d"))
         self.registry = CollectorRegistry()
         names = ("promises", "promises_late_seconds")
-        counted = [Counted(name, "Of a feature.", "outcome", {"kept": 2}) for name in names]
+        counted = [Counted(name, "Of a feature.", "kind_outcome", {"tpot_kept": 2}) for name in names]
         self.metrics = Metrics(self.counters, self.versions.counts, LABELS, lambda: counted, self.registry)
 
     def value(self, name, **labels):
@@ -55,7 +55,7 @@ def test_counters(exporter):
     assert exporter.value("committed_tokens_total", load="4") == 7
     assert exporter.value("step_seconds_measured_total", load="4") == pytest.approx(0.04)
     assert exporter.value("policy_steps_total", policy="static") == 1
-    assert exporter.value("promises_total", outcome="kept") == 2
+    assert exporter.value("promises_total", kind="tpot", outcome="kept") == 2
     assert [exporter.value("position_accepted_total", position=str(p)) for p in range(3)] == [2, 1, 1]
     assert exporter.value("position_predicted_survival_total", position="1") == 1.5
     assert exporter.value("timed_steps_total", load="4") == 1

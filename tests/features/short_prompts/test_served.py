@@ -123,6 +123,7 @@ def test_prompts_that_graphs_have_room_for_beside_whole_blocks(given, asked, run
         decoding = batch(*[request()] * running, **({"has_grammar": False, "multimodal_inputs": None} | changes))
         blocks = found.blocks_beside(prompts(*asked), decoding)
         assert (blocks is not None) == (rides and not changes)
+        assert (found.rows_beside(decoding) >= sum(asked)) == (rides and not changes)
 
 
 def test_running_requests_beside_prompts_are_no_prompts():

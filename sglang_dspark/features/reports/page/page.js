@@ -455,12 +455,17 @@ function drawFacts() {
 }
 
 function promises() {
-  const sum = (counts) => Object.values(counts || {}).reduce((total, value) => total + value, 0);
-  const answers = sum(stats.promises);
-  if (!answers) return [];
-  const late = answers - stats.promises.kept;
-  const mean = late ? `, others ${(sum(stats.promises_late_seconds) / late).toFixed(1)} s late` : "";
-  return [["promises kept", `${stats.promises.kept} of ${answers}${mean}`]];
+  const facts = [];
+  for (const [kind, what] of [["tpot", "times per token"], ["ttft", "first tokens"]]) {
+    const sum = (counts) =>
+      Object.entries(counts || {}).reduce((total, [name, value]) => total + (name.startsWith(kind) ? value : 0), 0);
+    const answers = sum(stats.promises);
+    if (!answers) continue;
+    const kept = stats.promises[`${kind}_kept`];
+    const mean = answers > kept ? `, others ${(sum(stats.promises_late_seconds) / (answers - kept)).toFixed(1)} s late` : "";
+    facts.push([`promised ${what} kept`, `${kept} of ${answers}${mean}`]);
+  }
+  return facts;
 }
 
 function chips() {

@@ -1,0 +1,160 @@
+"""Prompts start by when their first tokens are due, and the one that has begun leaves room for those before it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from promised_requests import asking
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.runtime_context import get_context
+from sglang_objects import ONE_RANK, batch, partly, table
+from step_tables import memory_bound
+
+from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.features.promises.keys import PromiseOptions
+from sglang_dspark.features.promises.served import Promises
+from sglang_dspark.features.promises.starting import start_by_promise
+from sglang_dspark.fence import FAILURES
+from sglang_dspark.scheduling.step_times import StepTimes
+from sglang_dspark.worker.worker import DSparkWorker
+
+CHUNK = 64
+
+
+def prompt(rid, rows, arrived_s=0.0, priority=0, **asked):
+    """A request with a prompt of so many tokens."""
+    made = asking(prompt=[hash((rid, place)) % 1000 for place in range(rows)], rid=rid, **asked)
+    made.time_stats.scheduler_recv_time, made.priority = arrived_s, priority
+    return made
+
+
+@pytest.fixture
+def passed():
+    """A function that makes one pass of a scheduler; it returns the order of the queue, and what is encoded next."""
+    cache_of = table(9, 512), TokenToKVPoolAllocator(2048, torch.float32, "cpu", None, need_sort=False)
+    cache = RadixCache(CacheInitParams(False, *cache_of, page_size=1))
+    schedule = SimpleNamespace(times=None)
+    part = Promises(PromiseOptions(), lambda: schedule, 3, Agreement(ONE_RANK))
+
+    def one_pass(queue, begun=None, *, times=None, free=9, chunk=CHUNK, **changes):
+        schedule.times = times
+        scheduler = SimpleNamespace(
+            waiting_queue=queue,
+            chunked_req=begun,
+            draft_worker=partly(DSparkWorker, parts=[part]),
+            enable_priority_scheduling=False,
+            policy=SimpleNamespace(priority_sign=-1),
+            running_batch=batch(),
+            is_hybrid_swa=False,
+            get_num_allocatable_reqs=lambda running: free,
+        )
+        vars(scheduler).update(changes)
+        kind = start_by_promise(PrefillAdder, scheduler)
+        adder = kind(1, cache, cache_of[1], None, 0.5, 10_000, chunk)
+        if begun is not None:
+            begun.init_next_round_input()
+            begun = adder.add_chunked_req(begun)
+        for req in queue:
+            if adder.budget_state() == AddReqResult.OTHER:
+                break
+            req.init_next_round_input(cache)
+            if adder.add_one_req(req, begun is not None, None) != AddReqResult.CONTINUE:
+                break
+        assert begun is None or adder.new_chunked_req is None  # SGLang would end the server
+        return "".join(req.rid for req in queue), {req.rid: req.extend_len for req in adder.can_run_list}
+
+    one_pass.cache = cache
+    with get_context().override_server_args():
+        yield one_pass
+
+
+def test_prompts_that_are_due_overtake_others_and_are_not_cut(passed):
+    a, b, c = prompt("a", 40), prompt("b", 90), prompt("c", 20, 0.5, ttft_ms=2000)
+    assert passed([a, b]) == ("ab", {"a": 40, "b": 24})
+    assert passed([a, b, c]) == ("cab", {"c": 20, "a": 40, "b": 4})
+
+
+def test_others_are_overtaken_for_ten_seconds(passed):
+    late = [prompt("b", 5, 9.0, ttft_ms=1500), prompt("c", 5, 9.0, ttft_ms=500)]
+    assert passed([prompt("x", 5, 3.0), prompt("a", 5, 0.0), *late])[0] == "cxab"  # where SGLang puts x in front of a
+
+
+@pytest.mark.parametrize(
+    ("changes", "order"),
+    [
+        ({}, "ba"),
+        ({"enable_priority_scheduling": True}, "ab"),
+        ({"enable_priority_scheduling": True, "policy": SimpleNamespace(priority_sign=1)}, "ab"),
+    ],
+)
+def test_priorities_come_first(passed, changes, order):
+    assert passed([prompt("a", 5, priority=2), prompt("b", 5, priority=1, ttft_ms=9)], **changes)[0] == order
+
+
+def test_of_equal_promises_that_of_the_longer_prompt_starts_first(passed):
+    """By the table's time of a row among many."""
+    queue = [prompt("a", 5, ttft_ms=900), prompt("b", 50, ttft_ms=900)]
+    assert passed(list(queue))[0] == "ab"
+    assert passed(queue, times=StepTimes(memory_bound()))[0] == "ba"
+
+
+def test_a_first_token_that_has_come_is_not_promised_again(passed):
+    """The request has been retracted."""
+    back = prompt("b", 5, ttft_ms=9)
+    back.output_ids.append(7)
+    assert passed([prompt("a", 5), back])[0] == "ab"
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "encoded"),
+    [
+        ([20, 10], {}, {"z": 34, "a": 20, "b": 10}),
+        ([20, 60], {}, {"z": 44, "a": 20}),  # b does not fit, and a prompt is cut already
+        ([64, 10], {}, {"z": 64}),
+        ([63], {}, {"z": 1, "a": 63}),
+        ([20], {"is_hybrid_swa": True}, {"z": 64}),
+        ([20, 10], {"free": 1}, {"z": 44, "a": 20}),
+        ([20], {"free": 0}, {"z": 64}),
+    ],
+)
+def test_a_prompt_that_has_begun_leaves_room_for_those_that_are_due(passed, rows, changes, encoded):
+    queue = [prompt(rid, count, ttft_ms=900) for rid, count in zip("ab", rows, strict=False)]
+    assert passed([*queue, prompt("c", 200)], prompt("z", 300), **changes)[1] == encoded
+
+
+def test_a_prompt_that_has_begun_and_is_due_itself_goes_on(passed):
+    assert passed([prompt("a", 5, ttft_ms=900)], prompt("z", 300, ttft_ms=800))[1] == {"z": 64}
+    begun = prompt("z", 300, priority=1)
+    queue = [prompt("a", 5, priority=0, ttft_ms=900)]
+    assert passed(queue, begun, enable_priority_scheduling=True)[1] == {"z": 64}
+
+
+def test_room_that_was_given_in_vain_is_not_given_again(passed):
+    """It does not fit into memory, as it turns out."""
+    greedy = prompt("a", 20, ttft_ms=900)
+    greedy.sampling_params.max_new_tokens = 4000
+    assert passed([greedy], prompt("z", 300))[1] == {"z": 44}
+    assert passed([greedy], prompt("y", 300))[1] == {"y": 64}
+
+
+def test_where_a_prefix_is_found_no_second_prompt_is_cut(passed):
+    """SGLang's queue does not know of it, in its usual order; what it leaves free would have room for half of b."""
+    a = prompt("a", 20, ttft_ms=900)
+    passed.cache.insert(InsertParams(RadixKey(a.origin_input_ids[:12]), torch.arange(1, 13)))
+    assert passed([a, prompt("b", 200)], prompt("z", 300))[1] == {"z": 44, "a": 8}
+
+
+def test_where_no_prompt_is_promised_anything_all_is_sglangs(passed, monkeypatch):
+    queue = [prompt("b", 5, 3.0, tpot_ms=9), prompt("a", 5, 1.0)]
+    monkeypatch.setattr(Promises, "waiting", None)
+    assert passed(queue, prompt("z", 300, ttft_ms=800)) == ("ba", {"z": 64})
+
+
+def test_what_fails_leaves_sglangs_order(passed):
+    queue = [prompt("a", 5), prompt("b", 5, ttft_ms=9)]
+    assert passed(queue, get_num_allocatable_reqs=None)[0] == "ab"
+    assert FAILURES.pop("orders of prompts") == 1
