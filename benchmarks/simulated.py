@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from formula_tables import compute_bound, memory_bound
@@ -19,6 +20,7 @@ from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.selection import FixedLength
 from sglang_dspark.tools.simulator.blocks import RecordedBlocks
 from sglang_dspark.tools.simulator.costs import Costs, Prefill
+from sglang_dspark.tools.simulator.prompts import Chunk
 from sglang_dspark.tools.simulator.server import SimulatedServer
 from sglang_dspark.tools.simulator.workload import Request
 
@@ -146,8 +148,8 @@ class SlowSteps(Costs):
 
     factors: Iterator[float] = field(default_factory=lambda: repeat(1.0))
 
-    def step_ms(self, decision: StepDecision, requests: int, num_tokens: int, context: float, longest: int) -> float:
-        return next(self.factors) * super().step_ms(decision, requests, num_tokens, context, longest)
+    def step_ms(self, decision: StepDecision, requests: int, *load: Any) -> float:
+        return next(self.factors) * super().step_ms(decision, requests, *load)
 
 
 class Loop:
@@ -174,7 +176,7 @@ class Loop:
             text = self._server.blocks = self._texts[step * len(self._texts) // self._steps]
             before, ids = ids, self._requests(step)
             if ids != before:
-                self._server.prefill([])
+                self._server.prefill(Chunk())
             step_ms, result = self._server.decode([Request(index, CONTEXT, 1 << 30) for index in ids])
             assert result.record is not None, "a decode step has a record"
             survival = text.survival.cumsum(1)

@@ -20,11 +20,7 @@ from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.short_prompts.blocks import Blocks
 from sglang_dspark.features.short_prompts.riding import beside, find_by
 from sglang_dspark.features.short_prompts.verification import PromptRows
-from sglang_dspark.scheduling.sps_table import SpsTable
-
-# By how much a prefill of few rows takes longer than a captured verification of one: guessed from an 8B target on an
-# H200, where they took 5 to 9 ms, and 5. And how many rows take hardly longer than one, where times are not known.
-_PREFILL, _UNTIMED_ROWS = 1.5, 128
+from sglang_dspark.scheduling.prompts import most_rows
 
 VERIFIED, PREFILLED, BESIDE = "verification", "prefill", "beside"
 
@@ -139,17 +135,3 @@ def _needs_prefill(batch: ScheduleBatch) -> bool:
         or any(batch.multimodal_inputs or ())
         or batch.hicache_consumer_index >= 0
     )
-
-
-def most_rows(tiers: Sequence[int], table: SpsTable | None, width: int) -> int:
-    """Return the rows up to which a verification takes no longer than a prefill.
-
-    Args:
-        tiers: rows of captured verifications, ascending.
-        table: of step times; None if they were not measured.
-        width: the most rows of a request.
-    """
-    if table is None:
-        return _UNTIMED_ROWS
-    prefill_ms = _PREFILL * table.step_ms(1, 1, 0, 0.0)
-    return max((rows for rows in tiers if table.step_ms(-(-rows // width), rows, 0, 0.0) <= prefill_ms), default=0)

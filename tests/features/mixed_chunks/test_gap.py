@@ -9,7 +9,8 @@ from sglang_objects import ONE_RANK, batch, found_by, launch_context, partly
 
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import RIDERS
-from sglang_dspark.features.mixed_chunks.gap import BoundedGaps, ChunkLimit, bound_chunk
+from sglang_dspark.features.mixed_chunks.gap import BoundedGaps, bound_chunk
+from sglang_dspark.scheduling.prompts import ChunkLimit
 from sglang_dspark.worker.worker import DSparkWorker
 
 BOUND_MS = 50.0
@@ -134,7 +135,7 @@ def test_a_prefill_is_timed_on_the_host_of_a_cpu():
         prompts = batch(extend_num_tokens=rows)
         vars(prompts).update(more)
         part.prefill_done(prompts)
-        assert part.rows() == 96
+        assert part.rows(2) == 96
 
 
 @pytest.mark.parametrize(

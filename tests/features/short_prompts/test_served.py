@@ -12,7 +12,8 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.compat.arguments import attach
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.features.short_prompts import FEATURE
-from sglang_dspark.features.short_prompts.served import BESIDE, PREFILLED, VERIFIED, ShortPrompts, most_rows
+from sglang_dspark.features.short_prompts.served import BESIDE, PREFILLED, VERIFIED, ShortPrompts
+from sglang_dspark.scheduling.prompts import most_rows
 from sglang_dspark.step.given import drafted
 from sglang_dspark.step.state import TargetOutput
 from sglang_dspark.worker.tiers import Tiers
