@@ -20,7 +20,6 @@ from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.selection import FixedLength
 from sglang_dspark.tools.simulator.blocks import RecordedBlocks
 from sglang_dspark.tools.simulator.costs import Costs, Prefill
-from sglang_dspark.tools.simulator.prompts import Chunk
 from sglang_dspark.tools.simulator.server import SimulatedServer
 from sglang_dspark.tools.simulator.workload import Request
 
@@ -176,13 +175,13 @@ class Loop:
             text = self._server.blocks = self._texts[step * len(self._texts) // self._steps]
             before, ids = ids, self._requests(step)
             if ids != before:
-                self._server.prefill(Chunk())
-            step_ms, result = self._server.decode([Request(index, CONTEXT, 1 << 30) for index in ids])
+                self._server.interrupt()
+            result = self._server.decode([Request(index, CONTEXT, 1 << 30) for index in ids])
             assert result.record is not None, "a decode step has a record"
             survival = text.survival.cumsum(1)
             lens = result.record.verify_lens.numpy()
             tokens += len(ids) + float(survival[lens > 0, lens[lens > 0] - 1].sum())
-            ms += step_ms
+            ms += result.ms
             parked += self._server.schedule.parked
             fixed[0] += len(ids) + np.concatenate([[0.0], survival.sum(0)])
             fixed[1] += np.multiply(self._fixed(len(ids)), self._factors[step])

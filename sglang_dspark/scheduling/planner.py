@@ -93,7 +93,8 @@ def worth_most_beside(
 ) -> Candidate:
     """Return the step that commits the most tokens beyond what its time is worth, beside rows that take some of it.
 
-    A ratio of tokens to time would charge the drafts for those rows, and buy too many.
+    A ratio of tokens to time would charge the drafts for those rows, and buy too many. Where no step keeps the bound,
+    the shortest one is taken.
 
     Args:
         beside: rows of its verification that are none of the requests'.
@@ -108,6 +109,8 @@ def worth_most_beside(
     ms = verify_ms + np.append(0.0, alone_ms[list(survivals.depths)] - alone_ms[0])[:, None]
     gains = survivals.gains(requests)[:, drafts]
     committed = requests + np.concatenate([np.zeros((1, len(drafts))), gains])
-    row, column = divmod(int((committed - worth * ms).argmax()), len(drafts))
+    value = committed - worth * ms
+    late_ms = np.maximum(ms * times.common_factor, beside.bound_ms)
+    row, column = divmod(int(np.where(late_ms == late_ms.min(), value, -np.inf).argmax()), len(drafts))
     depth = 0 if row == 0 else survivals.depths[row - 1]
     return Candidate(depth, requests + int(drafts[column]), float(ms[row, column]), float(committed[row, column]))

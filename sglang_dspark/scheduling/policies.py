@@ -5,6 +5,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 from sglang_dspark.scheduling.step_times import StepTimes
@@ -13,10 +14,17 @@ from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold
 
 
 class Beside(NamedTuple):
-    """Rows that a step verifies whatever it decides, such as those of prompts: how many, laid out as these requests."""
+    """Rows that a step verifies whatever it decides, such as those of prompts.
+
+    Attributes:
+        requests: as which they are laid out.
+        rows: how many.
+        bound_ms: of the step, as far as drafts are left out for it.
+    """
 
     requests: int
     rows: int
+    bound_ms: float = inf
 
 
 class Policy(ABC):

@@ -104,6 +104,11 @@ class StepTimes:
             bucket = min(self._host_ms, key=lambda known: abs(known - bucket))
         return self._host_ms[bucket] * math.exp(-self._speed)
 
+    @property
+    def common_factor(self) -> float:
+        """Return what the machine takes now in multiples of its times when it measured the table."""
+        return math.exp(self._speed)
+
     def by_drafts(self, requests: int, depth: int, context: float) -> NDArray[np.float64]:
         """Return [requests * depth + 1] milliseconds of steps that draft to ``depth``, by drafts verified."""
         times = self.table.times(requests)
@@ -162,7 +167,7 @@ class StepTimes:
         return {
             "measured_ms": self.measured_ms if seen else None,
             "predicted_ms": self.predicted_ms if seen else None,
-            "common_factor": math.exp(self._speed),
+            "common_factor": self.common_factor,
             "host_ms": {str(1 << bucket): round(ms, 3) for bucket, ms in sorted(self._host_ms.items())},
             "correction": {
                 str(1 << bucket): np.exp(step_filter.error(grid)).round(4).tolist()

@@ -58,10 +58,10 @@ class ClosedLoop:
         """Tokens per millisecond over the next steps, as many as are expected of what was chosen."""
         tokens = ms = 0.0
         for _ in range(steps):
-            step_ms, result = self.server.decode(self._requests)
+            result = self.server.decode(self._requests)
             tokens += len(self._requests) + self._gain(result.record.decision)
             self.drafts.append(result.record.decision.draft_len > 0)
-            ms += step_ms
+            ms += result.ms
             self.parked.append(self.schedule.parked)
             self._on_the_way.append(result)
             if len(self._on_the_way) > LAG:

@@ -66,6 +66,14 @@ def test_the_step_beside_prompts_commits_the_most_beyond_what_its_time_is_worth(
         assert value(best.depth, drafts) == pytest.approx(max(values))
         assert best.committed - worth * best.ms == pytest.approx(max(values))
 
+        bounds = (0.0, best.ms - 0.5, best.ms + 0.1)
+        bound, tight, wide = (
+            worth_most_beside(times, survivals, requests, 64.0, beside._replace(bound_ms=ms), worth) for ms in bounds
+        )
+        assert wide == best
+        assert bound.ms <= tight.ms < best.ms or best.ms == bound.ms
+        assert tight.ms <= max(bound.ms, bounds[1])
+
 
 @pytest.mark.parametrize("requests", [1, 8])
 def test_no_step_drafts_and_verifies_nothing(requests):

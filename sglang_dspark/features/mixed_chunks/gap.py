@@ -38,7 +38,7 @@ class BoundedGaps(Part):
         self._limit, self._agreement = ChunkLimit(bound_ms), agreement
         self._timer, self._on_gpu = DeviceTimer(device), device.type == "cuda"
         self._began: tuple[DeviceSpan, float] | None = None
-        self._timed: deque[tuple[int, DeviceSpan, float]] = deque(maxlen=2)  # spans that may still be read
+        self._timed: deque[tuple[int, bool, DeviceSpan, float]] = deque(maxlen=2)  # spans that may still be read
 
     @classmethod
     def of(cls, worker: Worker) -> BoundedGaps | None:
@@ -53,18 +53,18 @@ class BoundedGaps(Part):
         assert self._began is not None, "a prefill comes before it is done"
         span, began = self._began
         span.end()
-        if not has_others_beside(batch):  # drafts take a part of the time
-            self._timed.append((batch.extend_num_tokens, span, (time.perf_counter() - began) * 1e3))
+        host_ms = (time.perf_counter() - began) * 1e3
+        self._timed.append((batch.extend_num_tokens, has_others_beside(batch), span, host_ms))
 
     def rows(self, running: int) -> int:
         """Return how many rows the next step may have beside so many requests, theirs included."""
         while self._timed:
-            rows, span, host_ms = self._timed[0]
+            rows, drafted, span, host_ms = self._timed[0]
             ms = span.ms if self._on_gpu else host_ms
             if ms is None:
                 break
             self._timed.popleft()
-            self._limit.learn(rows, ms)
+            self._limit.learn(rows, ms, drafted=drafted)
         return self._agreement.share(self._limit.beside(running))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -20,7 +21,8 @@ from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.short_prompts.blocks import Blocks
 from sglang_dspark.features.short_prompts.riding import beside, find_by
 from sglang_dspark.features.short_prompts.verification import PromptRows
-from sglang_dspark.scheduling.prompts import most_rows
+from sglang_dspark.scheduling.prompts import verified_sooner
+from sglang_dspark.scheduling.sps_table import SpsTable
 
 VERIFIED, PREFILLED, BESIDE = "verification", "prefill", "beside"
 
@@ -36,6 +38,7 @@ class ShortPrompts(Part):
         self._worker, self._width = worker, worker.max_verify + 1
         self._asked: int | None = worker.options.prompt_rows
         self._most_rows = 0  # until there are graphs
+        self._table: SpsTable | None = None
         self._prompts = dict.fromkeys((VERIFIED, PREFILLED, BESIDE), 0)
         self._drafts = dict.fromkeys(("verified", "accepted"), 0)
 
@@ -56,11 +59,11 @@ class ShortPrompts(Part):
         captured, times = self._worker.executors.captured, self._worker.schedule.times
         if captured is not None and not captured.tiers.tokens:
             self._width = 1  # without a drafter, only plain steps are captured
+        self._table = None if times is None else times.table
         if self._asked is not None:
             self._most_rows = self._asked
         elif captured is not None:
-            table = None if times is None else times.table
-            self._most_rows = most_rows(captured.tiers.timed, table, self._width)
+            self._most_rows = captured.tiers.timed[-1]
 
     def blocks_beside(self, batch: ScheduleBatch, running: ScheduleBatch) -> Blocks | None:
         """Return how prompts are verified beside a step of ``running``; None if they are not.
@@ -94,7 +97,12 @@ class ShortPrompts(Part):
         if batch.extend_num_tokens > self._most_rows or _needs_prefill(batch):
             return None
         blocks = Blocks.of(batch.extend_lens, batch.prefix_lens, self._width)
-        return blocks if self._has_room(len(blocks) + running, blocks.num_rows + running * self._width) else None
+        if not self._has_room(len(blocks) + running, blocks.num_rows + running * self._width):
+            return None
+        pays = self._asked is not None or verified_sooner(
+            self._table, len(blocks), blocks.num_rows, fmean(blocks.contexts)
+        )
+        return blocks if pays else None
 
     def _has_room(self, requests: int, rows: int) -> bool:
         """Return whether a graph has room; without graphs, whether the operator has asked and SGLang has room."""

@@ -16,7 +16,7 @@ class Prefill:
     """
 
     batch_ms: float
-    token_ms: float
+    token_ms: float = 0.0
     context_ms: float = 0.0
 
     @classmethod
@@ -59,7 +59,7 @@ class Costs:
         num_tokens: int,
         context: float,
         longest: int,
-        beside: Beside = Beside(0, 0),
+        beside: Beside | None = None,
     ) -> float:
         """Return the milliseconds of one decode step, without noise.
 
@@ -70,10 +70,11 @@ class Costs:
             num_tokens: tokens in the verify forward, anchors included.
             context: mean context tokens per request.
             longest: drafts of the request that verifies most.
-            beside: further rows of the forward.
+            beside: further rows of the forward; None if there are none.
         """
-        verified = self.table.times(requests + beside.requests)
-        ms = float(verified.at(context, (0, verified.room_for(num_tokens + beside.rows))))
+        more, rows = (0, 0) if beside is None else (beside.requests, beside.rows)
+        verified = self.table.times(requests + more)
+        ms = float(verified.at(context, (0, verified.room_for(num_tokens + rows))))
         if not self.table.tiers:
             ms += _padding_ms(self.table.times(requests), num_tokens, requests * (1 + longest), context)
         drafted = requests if decision.draft_requests is None else len(decision.draft_requests)

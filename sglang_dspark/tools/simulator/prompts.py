@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.policies import Beside
-from sglang_dspark.scheduling.prompts import ChunkLimit, most_rows
+from sglang_dspark.scheduling.prompts import ChunkLimit, verified_sooner
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.tools.simulator.workload import Request
 
@@ -46,10 +47,6 @@ class Chunk:
         """Return the requests whose prompts it completes."""
         return [one.request for one in self.pieces if one.context + one.tokens == one.request.prompt_tokens]
 
-    def laid_out(self, width: int) -> Beside:
-        """Return its rows as requests of a verification with up to ``width`` rows."""
-        return Beside(sum(-(-piece.tokens // width) for piece in self.pieces), self.tokens)
-
 
 class Prompts:
     """The rules of a server for prompts.
@@ -69,10 +66,7 @@ class Prompts:
         self.mixed = mixed
         self.limit = None if options.max_gap_ms is None else ChunkLimit(options.max_gap_ms)
         self._width = table.gamma + 1
-        self._most_requests, self._tiers = table.requests[-1], table.tiers
-        self._most_rows = options.prompt_rows
-        if self._most_rows is None:  # a CPU has to be asked
-            self._most_rows = most_rows(table.tiers, table, self._width) if table.tiers else 0
+        self._table, self._asked, self._bound_ms = table, options.prompt_rows, options.max_gap_ms or inf
 
     def next_chunk(self, waiting: deque[Request], running: int) -> Chunk | None:
         """Take the next chunk from the prompts that wait, beside so many requests; None without any."""
@@ -92,9 +86,12 @@ class Prompts:
 
     def verified(self, chunk: Chunk, running: int = 0) -> Beside | None:
         """Return how a chunk is verified, beside so many requests; None if it is prefilled."""
-        laid_out = chunk.laid_out(self._width)
-        fits = not self._tiers or (
-            laid_out.requests + running <= self._most_requests
-            and laid_out.rows + running * self._width <= self._tiers[-1]
-        )
-        return laid_out if laid_out.rows <= self._most_rows and fits else None
+        table, rows = self._table, chunk.tokens
+        requests = sum(-(-piece.tokens // self._width) for piece in chunk.pieces)
+        if table.tiers and (requests + running > table.requests[-1] or rows + running * self._width > table.tiers[-1]):
+            return None
+        if self._asked is not None:
+            verified = rows <= self._asked
+        else:  # a CPU has to be asked
+            verified = bool(table.tiers) and verified_sooner(table, requests, rows, chunk.attended / max(rows, 1))
+        return Beside(requests, rows, self._bound_ms) if verified else None

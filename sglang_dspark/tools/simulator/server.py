@@ -33,18 +33,20 @@ class Result:
     """A batch that ran.
 
     Attributes:
+        ms: how long it took.
         requests: ran in it, and have got tokens.
         record: of them; None of a prefill without any.
         accepted: drafts of each.
         chunk: prompts that were read.
-        chunk_ms: how long that took; None if it says nothing about chunks.
+        prefilled: whether it was a prefill, beside which nothing is drafted.
     """
 
+    ms: float
     requests: list[Request]
     record: StepRecord | None = None
     accepted: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     chunk: Chunk = field(default_factory=Chunk)
-    chunk_ms: float | None = None
+    prefilled: bool = False
 
 
 class SimulatedServer:
@@ -87,7 +89,7 @@ class SimulatedServer:
         self.schedule.start(costs.believed or costs.table, fixed_draft_shape=whole_blocks, lengths=lengths)
         self.prompts = Prompts(costs.table, options, mixed=mixed_chunk)
         self._workloads = 0
-        # The step behind, as the schedule is to learn of its time; a prefill in between makes it unmeasurable.
+        # The step behind, as the schedule is to learn of its time.
         self._timed: tuple[StepKind, float] | None = None
 
     def serve(self, workload: Workload) -> Outcome:
@@ -96,21 +98,23 @@ class SimulatedServer:
         # All policies serve the same requests, whatever they drew before.
         return _Episode(self, workload, np.random.default_rng(self._seed)).run()
 
-    def run(self, requests: Sequence[Request], chunk: Chunk | None, now_ms: float) -> tuple[float, Result]:
+    def run(self, requests: Sequence[Request], chunk: Chunk | None, now_ms: float) -> Result:
         """Run the next batch at a moment: a chunk of prompts if there is one, and what may run beside it."""
         if chunk is None:
             return self.decode(requests, now_ms)
         beside = self.prompts.verified(chunk, len(requests)) if self.prompts.mixed and requests else None
         if beside is None:
             return self.prefill(chunk, requests if self.prompts.mixed else ())
-        ms, result = self.decode(requests, now_ms, beside)
-        self._timed = None
-        return ms, replace(result, chunk=chunk)
+        result = replace(self.decode(requests, now_ms, beside), chunk=chunk)
+        self.interrupt()
+        return result
 
-    def decode(
-        self, requests: Sequence[Request], now_ms: float = 0.0, beside: Beside | None = None
-    ) -> tuple[float, Result]:
-        """Run one decode step at a moment, and return its milliseconds and its result.
+    def interrupt(self) -> None:
+        """Forget the time of the step behind: something else runs before the next one."""
+        self._timed = None
+
+    def decode(self, requests: Sequence[Request], now_ms: float = 0.0, beside: Beside | None = None) -> Result:
+        """Run one decode step at a moment.
 
         Args:
             beside: rows of prompts in its verification.
@@ -125,28 +129,24 @@ class SimulatedServer:
         draft = self._draft(decision, bs, logits)
         lens = decision.select(draft).verify_lens
         num_tokens = bs + int(lens.sum())
-        ms = self.costs.step_ms(decision, bs, num_tokens, context, int(lens.max()), beside or Beside(0, 0))
+        ms = self.costs.step_ms(decision, bs, num_tokens, context, int(lens.max()), beside)
         ms *= float(np.exp(self.costs.noise * self._rng.standard_normal()))
         kind = StepKind(bs, num_tokens, decision.draft_len, context)
         self._timed = (kind, ms) if is_of_a_kind(decision, bs) else None
         record = StepRecord(ids, decision, draft.draft_lens, lens, draft.confidence, None)
-        return ms, Result(list(requests), record, np.minimum(whole, lens.numpy()))
+        return Result(ms, list(requests), record, np.minimum(whole, lens.numpy()))
 
-    def prefill(self, chunk: Chunk, requests: Sequence[Request] = ()) -> tuple[float, Result]:
-        """Read prompts, without requests in a verification if they are short, else with a token of each of these.
-
-        Returns:
-            Its milliseconds and its result.
-        """
-        self._timed = None
+    def prefill(self, chunk: Chunk, requests: Sequence[Request] = ()) -> Result:
+        """Read prompts, and give each request a token; without requests, short prompts are verified."""
+        self.interrupt()
         none = [0] * len(requests)
         record = StepRecord(self._ids(requests), PLAIN, none, torch.tensor(none), None, None) if requests else None
         laid_out = None if requests else self.prompts.verified(chunk)
         if laid_out is None:
             ms = self.costs.prefill.ms(chunk.tokens + len(requests), chunk.attended)
         else:
-            ms = self.costs.step_ms(PLAIN, *laid_out, chunk.attended / max(chunk.tokens, 1), 0)
-        return ms, Result(list(requests), record, np.array(none), chunk, ms)
+            ms = self.costs.step_ms(PLAIN, laid_out.requests, laid_out.rows, chunk.attended / laid_out.rows, 0)
+        return Result(ms, list(requests), record, np.array(none), chunk, prefilled=True)
 
     def _ids(self, requests: Sequence[Request]) -> list[str]:
         """Return names of requests: every workload counts its own from 0."""
@@ -190,20 +190,21 @@ class _Episode:
         chunk = self._server.prompts.next_chunk(self._waiting, len(self._running))
         if chunk is None and not self._running:
             return None
-        ms, result = self._server.run(self._running, chunk, self._now_ms)
-        if result.chunk_ms is None:
+        result = self._server.run(self._running, chunk, self._now_ms)
+        if not result.prefilled:
             assert result.record is not None, "a decode step has a record"
-            self._outcome.step_ms.append(ms)
+            self._outcome.step_ms.append(result.ms)
             self._outcome.plain_steps += result.record.decision.draft_len == 0
         self._running += result.chunk.read
-        self._now_ms += ms
+        self._now_ms += result.ms
         return result
 
     def _deliver(self, result: Result) -> None:
         """Look at a result: tokens reach their users, and users whose answer is complete go on."""
         record, limit = result.record, self._server.prompts.limit
-        if limit is not None and result.chunk_ms is not None:
-            limit.learn(result.chunk.tokens + len(result.requests), result.chunk_ms)
+        if limit is not None and result.chunk.pieces:
+            rows = result.chunk.tokens + (len(result.requests) if result.prefilled else 0)
+            limit.learn(rows, result.ms, drafted=not result.prefilled)
         if record is not None:
             running = [place for place, request in enumerate(result.requests) if not request.done]
             accepted, verified = result.accepted[running].tolist(), record.verify_lens.tolist()

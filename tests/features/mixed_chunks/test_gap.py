@@ -64,6 +64,16 @@ def test_short_prompts_say_nothing_and_hiccups_are_forgotten():
     assert steps(limit, lambda rows: 8 + 0.1 * rows, 24)[-1][0] >= 0.95 * settled
 
 
+def test_beside_drafts_chunks_grow_and_do_not_shrink():
+    """Drafts that take too long say nothing about rows; and where prompts never come alone, they do not stay short."""
+    limit = ChunkLimit(BOUND_MS)
+    limit.learn(64, 200.0, drafted=True)
+    assert limit.rows == 64
+    for _ in range(12):
+        limit.learn(limit.rows, 8 + 0.1 * limit.rows, drafted=True)
+    assert 0.95 * 320 <= limit.rows <= 320
+
+
 def gaps(rows):
     part = BoundedGaps(BOUND_MS, Agreement(ONE_RANK), torch.device("cpu"))
     part._limit.rows = rows
@@ -129,13 +139,13 @@ def test_a_prompt_that_has_begun_waits_while_running_requests_need_all_slots():
 
 def test_a_prefill_is_timed_on_the_host_of_a_cpu():
     part = gaps(64)
-    # The first takes next to nothing. The second says nothing, and the third has drafts of other requests, too.
-    for rows, more in ((64, {}), (3, {}), (96, {RIDERS: object()})):
+    # They take next to nothing. The second says nothing, and the third has drafts of other requests, too.
+    for rows, more, found in ((64, {}, 96), (3, {}, 96), (96, {RIDERS: object()}, 144)):
         part.prefill_comes(batch())
         prompts = batch(extend_num_tokens=rows)
         vars(prompts).update(more)
         part.prefill_done(prompts)
-        assert part.rows(2) == 96
+        assert part.rows(2) == found
 
 
 @pytest.mark.parametrize(
