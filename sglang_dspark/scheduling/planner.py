@@ -102,7 +102,8 @@ def worth_most_beside(
     """
     joined = times.load(requests + beside.requests)
     first = int(joined.room_for(requests + beside.rows))
-    verify_ms = times.step_ms(requests + beside.requests, context)[0, first:]
+    joined_context = beside.joined_context(requests, context)
+    verify_ms = times.step_ms(requests + beside.requests, joined_context)[0, first:]
     alone_ms = times.step_ms(requests, context)[:, 0]
     drafts = np.minimum(joined.num_tokens[first:] - beside.rows - requests, requests * times.table.gamma)
     # [1 + depths, n], the plain step first.

@@ -19,12 +19,18 @@ class Beside(NamedTuple):
     Attributes:
         requests: as which they are laid out.
         rows: how many.
+        context: mean tokens before each of the requests.
         bound_ms: of the step, as far as drafts are left out for it.
     """
 
     requests: int
     rows: int
+    context: float
     bound_ms: float = inf
+
+    def joined_context(self, requests: int, context: float) -> float:
+        """Return the mean tokens before its requests and so many others, which have a mean of ``context``."""
+        return (requests * context + self.requests * self.context) / (requests + self.requests)
 
 
 class Policy(ABC):

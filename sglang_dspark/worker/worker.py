@@ -186,8 +186,8 @@ class DSparkWorker(SpecWorkerBase):
         step = self.read(batch, adjusted=bool(adjusting))
         size = None
         if beside is not None:
-            rows = len(beside.step) + beside.num_drafts
-            size = Beside(len(beside.step), rows, self.options.max_gap_ms or inf)
+            rows, contexts = len(beside.step) + beside.num_drafts, beside.step.batch.seq_lens_cpu
+            size = Beside(len(contexts), rows, float(contexts.double().mean()), self.options.max_gap_ms or inf)
         decision = self.control.choose(batch, options, size)
         span = self.timer.begin()
         executor = self.executors.select(step, decision)

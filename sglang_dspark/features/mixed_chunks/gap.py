@@ -53,8 +53,10 @@ class BoundedGaps(Part):
         assert self._began is not None, "a prefill comes before it is done"
         span, began = self._began
         span.end()
-        host_ms = (time.perf_counter() - began) * 1e3
-        self._timed.append((batch.extend_num_tokens, has_others_beside(batch), span, host_ms))
+        drafted, host_ms = has_others_beside(batch), (time.perf_counter() - began) * 1e3
+        # No bound holds for a chunk that no request waits for, and the next one may have a longer context.
+        if drafted or batch.decoding_reqs:
+            self._timed.append((batch.extend_num_tokens, drafted, span, host_ms))
 
     def rows(self, running: int) -> int:
         """Return how many rows the next step may have beside so many requests, theirs included."""

@@ -72,9 +72,12 @@ class Costs:
             longest: drafts of the request that verifies most.
             beside: further rows of the forward; None if there are none.
         """
-        more, rows = (0, 0) if beside is None else (beside.requests, beside.rows)
-        verified = self.table.times(requests + more)
-        ms = float(verified.at(context, (0, verified.room_for(num_tokens + rows))))
+        beside = beside or Beside(0, 0, 0.0)
+        verified, joined_context = (
+            self.table.times(requests + beside.requests),
+            beside.joined_context(requests, context),
+        )
+        ms = float(verified.at(joined_context, (0, verified.room_for(num_tokens + beside.rows))))
         if not self.table.tiers:
             ms += _padding_ms(self.table.times(requests), num_tokens, requests * (1 + longest), context)
         drafted = requests if decision.draft_requests is None else len(decision.draft_requests)

@@ -90,8 +90,9 @@ class Prompts:
         requests = sum(-(-piece.tokens // self._width) for piece in chunk.pieces)
         if table.tiers and (requests + running > table.requests[-1] or rows + running * self._width > table.tiers[-1]):
             return None
+        context = chunk.attended / rows
         if self._asked is not None:
             verified = rows <= self._asked
         else:  # a CPU has to be asked
-            verified = bool(table.tiers) and verified_sooner(table, requests, rows, chunk.attended / max(rows, 1))
-        return Beside(requests, rows, self._bound_ms) if verified else None
+            verified = bool(table.tiers) and verified_sooner(table, requests, rows, context)
+        return Beside(requests, rows, context, self._bound_ms) if verified else None

@@ -145,7 +145,7 @@ class SimulatedServer:
         if laid_out is None:
             ms = self.costs.prefill.ms(chunk.tokens + len(requests), chunk.attended)
         else:
-            ms = self.costs.step_ms(PLAIN, laid_out.requests, laid_out.rows, chunk.attended / laid_out.rows, 0)
+            ms = self.costs.step_ms(PLAIN, laid_out.requests, laid_out.rows, laid_out.context, 0)
         return Result(ms, list(requests), record, np.array(none), chunk, prefilled=True)
 
     def _ids(self, requests: Sequence[Request]) -> list[str]:
@@ -202,7 +202,7 @@ class _Episode:
     def _deliver(self, result: Result) -> None:
         """Look at a result: tokens reach their users, and users whose answer is complete go on."""
         record, limit = result.record, self._server.prompts.limit
-        if limit is not None and result.chunk.pieces:
+        if limit is not None and result.chunk.pieces and result.requests:
             rows = result.chunk.tokens + (len(result.requests) if result.prefilled else 0)
             limit.learn(rows, result.ms, drafted=not result.prefilled)
         if record is not None:

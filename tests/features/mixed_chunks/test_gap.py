@@ -139,10 +139,11 @@ def test_a_prompt_that_has_begun_waits_while_running_requests_need_all_slots():
 
 def test_a_prefill_is_timed_on_the_host_of_a_cpu():
     part = gaps(64)
-    # They take next to nothing. The second says nothing, and the third has drafts of other requests, too.
-    for rows, more, found in ((64, {}, 96), (3, {}, 96), (96, {RIDERS: object()}, 144)):
+    # They take next to nothing. No request waits for the first, few rows say nothing, and the last have others' drafts.
+    mixed = {"decoding_reqs": [object()]}
+    for rows, more, found in ((64, {}, 64), (64, mixed, 96), (3, mixed, 96), (96, {RIDERS: object()}, 144)):
         part.prefill_comes(batch())
-        prompts = batch(extend_num_tokens=rows)
+        prompts = batch(extend_num_tokens=rows, decoding_reqs=None)
         vars(prompts).update(more)
         part.prefill_done(prompts)
         assert part.rows(2) == found

@@ -40,12 +40,12 @@ def test_prompts_are_read_as_the_flags_say(run, tmp_path):
     lengths = ("--prompt-tokens", 16, "--output-tokens", 40, "--prefill", "500,0.1")
     options = ("--conditional", "0.8,0.7", "--policies", "auto", "--users", "4", *lengths, "--long-prompt", "9000")
     found = {}
-    for flags in ((), ("--mixed-chunk", "--prompt-rows", "64")):
+    for flags in ((), ("--mixed-chunk", "--prompt-rows", "64", "--max-gap-ms", "600")):
         result = run("simulate", "--table", write_table(tmp_path), *options, *flags, "--csv", tmp_path / "out.csv")
         assert result.exit_code == 0, result.output
-        found[flags] = [float(row["gap_max_ms"]) for row in csv.DictReader((tmp_path / "out.csv").open())]
-    stopped, mixed = found.values()
-    assert min(stopped) >= 500 + 819.2 > max(mixed)
+        [_, auto] = csv.DictReader((tmp_path / "out.csv").open())
+        found[flags] = float(auto["gap_max_ms"])
+    assert found[()] > 1000 > found["--mixed-chunk", "--prompt-rows", "64", "--max-gap-ms", "600"]
 
 
 def test_promises_are_compared_with_none(run, tmp_path):

@@ -13,7 +13,7 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
 from sglang_dspark.tools.simulator.costs import Costs, Prefill
-from sglang_dspark.tools.simulator.prompts import Chunk, Prompts
+from sglang_dspark.tools.simulator.prompts import Prompts
 from sglang_dspark.tools.simulator.server import SimulatedServer
 from sglang_dspark.tools.simulator.sweep import Conditions, simulate_point
 from sglang_dspark.tools.simulator.workload import Lengths, Request, Workload
@@ -53,7 +53,7 @@ def test_chunks_have_room_for_a_row_of_each_running_request():
     assert alone.read == [alone.pieces[0].request]
     beside = prompts.next_chunk(waiting, 16)
     assert [piece[1:] for piece in beside.pieces] == [(3192, 64 - 16)]
-    assert prompts.verified(beside, 16) == Beside(6, 48, 50.0)
+    assert prompts.verified(beside, 16) == Beside(6, 48, 3192 + 24, 50.0)
     assert prompts.verified(beside, 59) is None  # a request more than any graph has
     assert Prompts(TIERED, DSparkConfig(prompt_rows=47), mixed=True).verified(beside) is None
     assert Prompts(replace(TIERED, tiers=()), DSparkConfig(), mixed=True).verified(beside) is None
