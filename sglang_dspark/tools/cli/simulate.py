@@ -54,6 +54,9 @@ _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at m
     type=click.FloatRange(min=0, min_open=True),
     help="Promise every second user this share of the mean time per token under auto, and say how many are kept.",
 )
+@click.option(
+    "--requests", "num_requests", type=click.IntRange(min=1), help="Requests of a point.  [default: four of each user]"
+)
 @click.option("--mixed-chunk", is_flag=True, help="As with the server's --enable-mixed-chunk.")
 @click.option("--prompt-rows", type=click.IntRange(min=0), help="As the server's flag of this name.")
 @click.option("--max-gap-ms", type=click.FloatRange(min=1), help="As the server's flag of this name.")
@@ -134,7 +137,7 @@ def _simulate(console: Console, options: dict[str, Any]) -> None:
         blocks,
         Lengths.parse(options["prompt_tokens"]),
         Lengths.parse(options["output_tokens"]),
-        **{name: options[name] for name in ("mixed_chunk", "prompt_rows", "max_gap_ms", "long_prompt")},
+        **{name: options[name] for name in ("num_requests", "mixed_chunk", "prompt_rows", "max_gap_ms", "long_prompt")},
     )
     users = sorted(set(options["users"] or table.requests))
     policies = list(dict.fromkeys(["off", *(options["policies"] or "static,auto").split(",")]))
