@@ -193,8 +193,8 @@ def one_budget() -> str:
         ratios = (f"{speed / speeds[0]:.2f}" for speed in speeds[1:])
         rows.append([text, f"{speeds[0]:.0f}", *ratios])
     note = (
-        "**Simulated**: tokens of 16 users per second while prompts stop all else, and in multiples of that with a token "
-        "for each user beside a prompt, and with drafts ([one_budget](h200/one_budget))."
+        "**Simulated**: tokens of 16 users per second while prompts stop all else, and in multiples of that with a "
+        "token for each user beside a prompt, and with drafts ([one_budget](h200/one_budget))."
     )
     speeds_table = section(("text", "prompts stop all else, tok/s", "mixed chunks", "beside drafts"), rows, note)
     gaps = []
@@ -228,10 +228,10 @@ def promises() -> str:
     bounds = [row for row in content_of("h200/promises/bounds.json")["rows"] if row["users"] >= 32]
     least = {part: min(row["share"] for row in bounds if row["users"] == part * row["promised"]) for part in (2, 8)}
     note = (
-        "**Simulated**: answers of every second user that kept a promise of so much of the mean time per token, with the "
-        "promise and without; tokens of all users, and time per token of the others, beside those without promises. By "
-        f"brute force ([bounds.json](h200/promises/bounds.json)), half of the users can have {least[2]:.2f} of the mean "
-        f"at best if all tokens are to be at least 0.97, and an eighth {least[8]:.2f}."
+        "**Simulated**: answers of every second user that kept a promise of so much of the mean time per token, with "
+        "the promise and without; tokens of all users, and time per token of the others, beside those without "
+        "promises. By brute force ([bounds.json](h200/promises/bounds.json)), half of the users can have "
+        f"{least[2]:.2f} of the mean at best if all tokens are to be at least 0.97, and an eighth {least[8]:.2f}."
     )
     return section(("text", "promised", "users", "kept", "before", "all tokens", "others' time"), rows, note)
 

@@ -63,7 +63,7 @@ class ShortPrompts(Part):
         if self._asked is not None:
             self._most_rows = self._asked
         elif captured is not None:
-            self._most_rows = captured.tiers.timed[-1]
+            self._most_rows = (captured.tiers.tokens or captured.tiers.requests)[-1]
 
     def blocks_beside(self, batch: ScheduleBatch, running: ScheduleBatch) -> Blocks | None:
         """Return how prompts are verified beside a step of ``running``; None if they are not.
@@ -99,9 +99,8 @@ class ShortPrompts(Part):
         blocks = Blocks.of(batch.extend_lens, batch.prefix_lens, self._width)
         if not self._has_room(len(blocks) + running, blocks.num_rows + running * self._width):
             return None
-        pays = self._asked is not None or verified_sooner(
-            self._table, len(blocks), blocks.num_rows, fmean(blocks.contexts)
-        )
+        context = fmean(blocks.contexts)
+        pays = self._asked is not None or verified_sooner(self._table, len(blocks), blocks.num_rows, context)
         return blocks if pays else None
 
     def _has_room(self, requests: int, rows: int) -> bool:
@@ -110,8 +109,7 @@ class ShortPrompts(Part):
         if captured is None:
             return self._asked is not None and requests <= self._worker.model_runner.max_running_requests
         tiers = captured.tiers
-        most = tiers.tokens[-1] if tiers.tokens else tiers.requests[-1]
-        return requests <= tiers.requests[-1] and rows <= most
+        return requests <= tiers.requests[-1] and rows <= (tiers.tokens or tiers.requests)[-1]
 
     def count(self, result: DSparkBatchResult) -> None:
         """Count the drafts of a step that ran beside prompts; its result has been read."""
