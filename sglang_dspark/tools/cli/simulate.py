@@ -198,17 +198,15 @@ def _blocks(options: dict[str, Any]) -> BlockSource:
 
 
 def _print_points(console: Console, points: Sequence[Point]) -> None:
-    headings = ("tok/s", "one\nuser", "TTFT\nms", "TPOT\nms", "gap ms\n99 %", "longest")
-    headings += ("accept\nlength", "verify", "wasted", "parked")
+    headings = ("tok/s", "one\nuser", "TTFT\nms", "TPOT\nms", "max\ngap", "accept\nlen.", "verify", "wasted", "parked")
     table = new_table("policy", "users", *headings, left=["policy"])
     for point in points:
         f = point.figures
         if point.users == points[0].users:
             table.add_section()
-        speeds = (f"{f.output_tok_s:.1f}", f"{f.user_tok_s:.1f}", f"{f.ttft_ms:.0f}", f"{f.tpot_ms:.1f}")
-        speeds += (f"{f.gap_p99_ms:.1f}", f"{f.gap_max_ms:.1f}")
+        times = (f"{f.ttft_ms:.0f}", f"{f.tpot_ms:.1f}", f"{f.gap_max_ms:.1f}")
         drafts = (f"{f.accept_length:.2f}", f"{f.verify_len:.2f}", f"{f.wasted:.0%}", f"{f.parked:.0%}")
-        table.add_row(point.policy, str(point.users), *speeds, *drafts)
+        table.add_row(point.policy, str(point.users), f"{f.output_tok_s:.1f}", f"{f.user_tok_s:.1f}", *times, *drafts)
     console.print(table)
 
 
