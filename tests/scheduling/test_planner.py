@@ -69,13 +69,13 @@ def test_the_step_beside_prompts_commits_the_most_beyond_what_its_time_is_worth(
         assert value(best.depth, drafts) == pytest.approx(max(values))
         assert best.committed - worth * best.ms == pytest.approx(max(values))
 
-        bounds = (0.0, best.ms - 0.5, best.ms + 0.1)
-        bound, tight, wide = (
-            worth_most_beside(times, survivals, requests, 64.0, beside._replace(bound_ms=ms), worth) for ms in bounds
-        )
-        assert wide == best
-        assert bound.ms <= tight.ms < best.ms or best.ms == bound.ms
-        assert tight.ms <= max(bound.ms, bounds[1])
+        mean = (requests * 64.0 + 4 * 300.0) / (requests + 4)
+        least_ms = table.step_ms(requests + 4, requests + beside.rows, 0, mean)
+        for bound_ms in (0.0, (least_ms + best.ms) / 2, best.ms):
+            bound = beside._replace(bound_ms=bound_ms)
+            bounded = worth_most_beside(times, survivals, requests, 64.0, bound, worth)
+            assert least_ms <= bounded.ms <= max(least_ms, bound_ms)
+        assert bounded == best
 
 
 @pytest.mark.parametrize("requests", [1, 8])
