@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from math import inf
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -187,9 +186,8 @@ class DSparkWorker(SpecWorkerBase):
         step = self.read(batch, adjusted=bool(adjusting))
         size = None
         if beside is not None:
-            contexts = beside.step.batch.seq_lens_cpu.tolist()
-            rows = len(contexts) + beside.num_drafts
-            size = Beside(len(contexts), rows, fmean(contexts), self.options.max_gap_ms or inf)
+            rows = len(beside.step) + beside.num_drafts
+            size = Beside(len(beside.step), rows, beside.context, self.options.max_gap_ms or inf)
         decision = self.control.choose(batch, options, size)
         span = self.timer.begin()
         executor = self.executors.select(step, decision)
