@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
 
 GAMMA = 7
 CONTEXTS = (64, 1024)
+
+RESULTS = Path(__file__).parent / "results"
 
 Formula = Callable[..., np.ndarray]  # of requests, drafts and context, arrays that broadcast
 
@@ -68,4 +72,22 @@ def h200(**options: Any) -> SpsTable:
         lambda r, d, c: 1.25 + 0.0195 * r,
         tiers=tiers,
         **options,
+    )
+
+
+def h200_contexts() -> SpsTable:
+    """Return the step times of results/h200/simulated_loads, and what longer contexts take.
+
+    A request's K/V, 147,456 bytes for a token, is read at 4.27 TB/s: 3.5e-5 ms. Measured were 4e-5 (`qwen3_8b_shape`,
+    the step of 8 users with 4,000 tokens in `long`).
+    """
+    table = SpsTable.load(RESULTS / "h200" / "simulated_loads" / "sps.json")
+    contexts = np.array([table.contexts[0], 4100])
+    read_ms = 3.5e-5 * np.array(table.requests)[:, None, None] * (contexts - contexts[0])
+    return replace(
+        table,
+        key={**table.key, "device": "NVIDIA H200, contexts calculated"},
+        contexts=contexts.tolist(),
+        draft_ms=table.draft_ms + 0 * read_ms,
+        verify_ms=table.verify_ms + read_ms,
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from formula_tables import compute_bound, memory_bound
@@ -146,8 +147,8 @@ class SlowSteps(Costs):
 
     factors: Iterator[float] = field(default_factory=lambda: repeat(1.0))
 
-    def step_ms(self, decision: StepDecision, requests: int, num_tokens: int, context: float, longest: int) -> float:
-        return next(self.factors) * super().step_ms(decision, requests, num_tokens, context, longest)
+    def step_ms(self, decision: StepDecision, requests: int, *load: Any) -> float:
+        return next(self.factors) * super().step_ms(decision, requests, *load)
 
 
 class Loop:
@@ -174,13 +175,13 @@ class Loop:
             text = self._server.blocks = self._texts[step * len(self._texts) // self._steps]
             before, ids = ids, self._requests(step)
             if ids != before:
-                self._server.prefill([])
-            step_ms, result = self._server.decode([Request(index, CONTEXT, 1 << 30) for index in ids])
+                self._server.interrupt()
+            result = self._server.decode([Request(index, CONTEXT, 1 << 30) for index in ids])
             assert result.record is not None, "a decode step has a record"
             survival = text.survival.cumsum(1)
             lens = result.record.verify_lens.numpy()
             tokens += len(ids) + float(survival[lens > 0, lens[lens > 0] - 1].sum())
-            ms += step_ms
+            ms += result.ms
             parked += self._server.schedule.parked
             fixed[0] += len(ids) + np.concatenate([[0.0], survival.sum(0)])
             fixed[1] += np.multiply(self._fixed(len(ids)), self._factors[step])

@@ -184,10 +184,6 @@ class Part:
         """Run the target over the prompts of SGLang's batch; None leaves that to SGLang. No host sync."""
         return None
 
-    def rows_beside(self, running: ScheduleBatch) -> int:
-        """Return how many rows of a prompt :meth:`encode` has room for in a decode step of SGLang's running batch."""
-        return 0
-
     def first_logits(self, batch: ScheduleBatch, logits: torch.Tensor) -> None:
         """Change the logits [bs, V], in place, that the first tokens of SGLang's batch of prompts are drawn from."""
 

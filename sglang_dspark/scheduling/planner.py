@@ -93,7 +93,8 @@ def worth_most_beside(
 ) -> Candidate:
     """Return the step that commits the most tokens beyond what its time is worth, beside rows that take some of it.
 
-    A ratio of tokens to time would charge the drafts for those rows, and buy too many.
+    A ratio of tokens to time would charge the drafts for those rows, and buy too many. Where no step keeps the bound,
+    the shortest one is taken.
 
     Args:
         beside: rows of its verification that are none of the requests'.
@@ -101,13 +102,16 @@ def worth_most_beside(
     """
     joined = times.load(requests + beside.requests)
     first = int(joined.room_for(requests + beside.rows))
-    verify_ms = times.step_ms(requests + beside.requests, context)[0, first:]
+    joined_context = beside.joined_context(requests, context)
+    verify_ms = times.step_ms(requests + beside.requests, joined_context)[0, first:]
     alone_ms = times.step_ms(requests, context)[:, 0]
     drafts = np.minimum(joined.num_tokens[first:] - beside.rows - requests, requests * times.table.gamma)
     # [1 + depths, n], the plain step first.
     ms = verify_ms + np.append(0.0, alone_ms[list(survivals.depths)] - alone_ms[0])[:, None]
     gains = survivals.gains(requests)[:, drafts]
     committed = requests + np.concatenate([np.zeros((1, len(drafts))), gains])
-    row, column = divmod(int((committed - worth * ms).argmax()), len(drafts))
+    value = committed - worth * ms
+    late_ms = np.maximum(ms * times.common_factor, beside.bound_ms)
+    row, column = divmod(int(np.where(late_ms == late_ms.min(), value, -np.inf).argmax()), len(drafts))
     depth = 0 if row == 0 else survivals.depths[row - 1]
     return Candidate(depth, requests + int(drafts[column]), float(ms[row, column]), float(committed[row, column]))

@@ -5,6 +5,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 from sglang_dspark.scheduling.step_times import StepTimes
@@ -13,10 +14,23 @@ from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold
 
 
 class Beside(NamedTuple):
-    """Rows that a step verifies whatever it decides, such as those of prompts: how many, laid out as these requests."""
+    """Rows that a step verifies whatever it decides, such as those of prompts.
+
+    Attributes:
+        requests: as which they are laid out.
+        rows: how many.
+        context: mean tokens before each of the requests.
+        bound_ms: of the step, as far as drafts are left out for it.
+    """
 
     requests: int
     rows: int
+    context: float
+    bound_ms: float = inf
+
+    def joined_context(self, requests: int, context: float) -> float:
+        """Return the mean tokens before its requests and so many others, which have a mean of ``context``."""
+        return (requests * context + self.requests * self.context) / (requests + self.requests)
 
 
 class Policy(ABC):

@@ -105,6 +105,11 @@ class StepTimes:
         return self._host_ms[bucket] * math.exp(-self._speed)
 
     @property
+    def common_factor(self) -> float:
+        """Return what the machine takes now in multiples of its times when it measured the table."""
+        return math.exp(self._speed)
+
+    @property
     def row_ms(self) -> float:
         """Return the milliseconds of a row among as many as the table knows: what a row of a long prompt takes, about.
 
@@ -172,7 +177,7 @@ class StepTimes:
         return {
             "measured_ms": self.measured_ms if seen else None,
             "predicted_ms": self.predicted_ms if seen else None,
-            "common_factor": math.exp(self._speed),
+            "common_factor": self.common_factor,
             "host_ms": {str(1 << bucket): round(ms, 3) for bucket, ms in sorted(self._host_ms.items())},
             "correction": {
                 str(1 << bucket): np.exp(step_filter.error(grid)).round(4).tolist()

@@ -26,12 +26,14 @@ class GivenRows(ABC):
         tokens: [requests, depth] int64 their drafts.
         ranks: [requests, depth] float32, :data:`FIRST`, or below 0 of fillers.
         num_drafts: those that are no fillers.
+        context: mean tokens before each request.
     """
 
     step: DecodeBatch
     tokens: torch.Tensor
     ranks: torch.Tensor
     num_drafts: int
+    context: float
 
     @abstractmethod
     def joined(self, step: DecodeBatch) -> DecodeBatch:

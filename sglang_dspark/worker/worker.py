@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -183,7 +184,10 @@ class DSparkWorker(SpecWorkerBase):
             self.held_of = options
         adjusting = [part for feature in self.parts if (part := feature.step_comes(batch)) is not None]
         step = self.read(batch, adjusted=bool(adjusting))
-        size = None if beside is None else Beside(len(beside.step), len(beside.step) + beside.num_drafts)
+        size = None
+        if beside is not None:
+            rows = len(beside.step) + beside.num_drafts
+            size = Beside(len(beside.step), rows, beside.context, self.options.max_gap_ms or inf)
         decision = self.control.choose(batch, options, size)
         span = self.timer.begin()
         executor = self.executors.select(step, decision)

@@ -57,15 +57,15 @@ class FreshServer:
     def to_off(self, *rates, first=(TOKENS,)):
         """Return how many times as fast as ``off`` the next chat gets its first tokens, for each number of them."""
         chat = self._server.blocks = Chat(self._truth.gamma, rates, self._bias)
-        self._server.prefill([])
+        self._server.interrupt()
         request = Request(self._chats, CONTEXT, 1 << 30)
         self._chats += 1
         tokens, ms, behind = [0], [0.0], deque()
         while tokens[-1] < max(first):
-            step_ms, result = self._server.decode([request])
+            result = self._server.decode([request])
             chat.tokens = tokens[-1] + 1 + int(result.accepted[0])
             tokens.append(chat.tokens)
-            ms.append(ms[-1] + step_ms)
+            ms.append(ms[-1] + result.ms)
             behind.append(result)
             if len(behind) > 1:  # its outcome is known when the next step has run
                 known = behind.popleft()

@@ -50,14 +50,17 @@ def test_the_step_beside_prompts_commits_the_most_beyond_what_its_time_is_worth(
     for seed in range(10):
         rng = np.random.default_rng(seed)
         depths = ALL_DEPTHS if seed % 2 else (GAMMA,)
-        times, survivals = knowledge(rng, random_table(rng, tiers=tiers, contexts=(64,)), depths)
-        beside, worth, table = Beside(4, 20 + seed), float(rng.uniform(0.05, 3)), times.table
+        times, survivals = knowledge(
+            rng, random_table(rng, tiers=tiers, contexts=(64, 1024) if tiers else (64,)), depths
+        )
+        beside, worth, table = Beside(4, 20 + seed, 300.0), float(rng.uniform(0.05, 3)), times.table
 
         def value(depth, drafts, times=times, survivals=survivals, beside=beside, worth=worth, table=table):
             gain = survivals.gains(requests)[survivals.depths.index(depth), drafts] if depth else 0.0
             rows = requests + drafts + beside.rows
             draft_ms = table.step_ms(requests, requests, depth, 64.0) - table.step_ms(requests, requests, 0, 64.0)
-            return requests + gain - worth * (table.step_ms(requests + beside.requests, rows, 0, 64.0) + draft_ms)
+            mean = (requests * 64.0 + 4 * 300.0) / (requests + 4)
+            return requests + gain - worth * (table.step_ms(requests + beside.requests, rows, 0, mean) + draft_ms)
 
         best = worth_most_beside(times, survivals, requests, 64.0, beside, worth)
         drafts = best.num_tokens - requests
@@ -65,6 +68,14 @@ def test_the_step_beside_prompts_commits_the_most_beyond_what_its_time_is_worth(
         values = [value(0, 0), *(value(d, n) for d in depths for n in range(requests * GAMMA + 1))]
         assert value(best.depth, drafts) == pytest.approx(max(values))
         assert best.committed - worth * best.ms == pytest.approx(max(values))
+
+        mean = (requests * 64.0 + 4 * 300.0) / (requests + 4)
+        least_ms = table.step_ms(requests + 4, requests + beside.rows, 0, mean)
+        for bound_ms in (0.0, (least_ms + best.ms) / 2, best.ms):
+            bound = beside._replace(bound_ms=bound_ms)
+            bounded = worth_most_beside(times, survivals, requests, 64.0, bound, worth)
+            assert least_ms <= bounded.ms <= max(least_ms, bound_ms)
+        assert bounded == best
 
 
 @pytest.mark.parametrize("requests", [1, 8])

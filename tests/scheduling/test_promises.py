@@ -27,13 +27,13 @@ def lens_of(decision, survival):
 
 
 @pytest.mark.parametrize(
-    ("taken", "counts"), [(0.1, 0.25), (0.7, 0.25), (0.85, 1), (0.925, 2.5), (1.05, 4), (1.15, 2.5), (1.2, 1), (50, 1)]
+    ("taken", "counts"), [(0.1, 0.7), (0.8, 0.7), (0.875, 1.85), (0.95, 3), (1.5, 3), (1.65, 2), (1.8, 1), (50, 1)]
 )
 def test_a_request_counts_by_the_promised_times_that_it_has_taken(taken, counts):
     """Those that are nearly late count most, and those that are beyond help as much as any other."""
     pace = Pace(10.0, 0.5)
     assert pace.counts(990.0, 0) == 0.5  # its first token is not known
-    assert pace.counts(1000.0, 3) == 0.5 * 4  # on time
+    assert pace.counts(1000.0, 3) == 0.5 * 3  # on time
     now, tokens = 1000 + (taken * (40 + HEAD_TOKENS) - HEAD_TOKENS) * 10, 43
     assert pace.counts(now, tokens) == pytest.approx(0.5 * counts)
     assert pace.late_ms(now, tokens) == pytest.approx((taken - 1) * (40 + HEAD_TOKENS) * 10)

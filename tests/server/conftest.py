@@ -187,8 +187,8 @@ SERVERS: dict[str, Recipe] = {
     "configured": Recipe((_configured, "--max-running-requests 2")),
     "target_only": Recipe((_drafter(damaged_drafter), "--speculative-dspark-fallback target-only")),
     "guarded": Recipe(GUARDED),
-    # Blocks longer than the drafter's, whose last slots are copied; prompts beside running requests, under overlap, in
-    # chunks that their drafts leave room for. The tokenizer knows a token more than the target.
+    # Blocks longer than the drafter's, whose last slots are copied; prompts beside running requests, under overlap. The
+    # tokenizer knows a token more than the target.
     "letters": Recipe(
         (
             *DSPARK,
@@ -197,7 +197,7 @@ SERVERS: dict[str, Recipe] = {
             KEEPS_ANSWERS,
             STATES_SHOWN,
             "--speculative-dspark-block-size 15",
-            f"{MIXED} {CHUNKS} 64 --speculative-dspark-max-gap-ms 60000 {PROMPT_ROWS} 48",
+            f"{MIXED} {CHUNKS} 64 {PROMPT_ROWS} 63",
         )
     ),
     # All that advises: kept answers, metrics, forced tokens of SGLang's default grammar backend.

@@ -216,6 +216,11 @@ def prompts_of(batch: ScheduleBatch) -> Sequence[Req]:
     return batch.reqs[: len(batch.reqs) - len(batch.decoding_reqs or ())]
 
 
+def has_others_beside(prompts: ScheduleBatch) -> bool:
+    """Return whether the step of a batch of prompts has rows of requests that are not in the batch."""
+    return RIDERS in vars(prompts)
+
+
 def batches_beside(result: object) -> Sequence[ScheduleBatch]:
     """Return the batches whose requests get tokens by a result of SGLang's, beside that which it belongs to."""
     found: Sequence[ScheduleBatch] = getattr(result, "batches_beside", ())

@@ -1,12 +1,4 @@
-"""Bound chunks beside running requests: above by the time that these may wait, below so that prompts go on.
-
-How long a row takes depends on the machine, the target and the context, so it follows from the steps that have been
-timed. At the rate of the last full chunk, as many rows as a time has room for take that time or less: what a step takes
-beside its rows, for drafts of running requests too, is counted as if it grew with them.
-
-Where a chunk may share a verification with drafts it is no longer than that has room for: a longer one would encode its
-prompt hardly sooner, and running requests would have a token in the time of a step with all of their drafts.
-"""
+"""Bound chunks beside running requests: above by the time that these may wait, below so that prompts go on."""
 
 from __future__ import annotations
 
@@ -20,8 +12,10 @@ import torch
 from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.feature import Part, Worker, part_of
 from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.scheduler.batch import has_others_beside
 from sglang_dspark.engine.scheduler.draft_input import spare_slots
 from sglang_dspark.engine.sglang_types import ScheduleBatch
+from sglang_dspark.scheduling.prompts import ChunkLimit
 from sglang_dspark.step.device_time import DeviceSpan, DeviceTimer
 
 if TYPE_CHECKING:
@@ -29,36 +23,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
     Prefill = tuple[RunningBatch | None, RunningBatch]
-
-# Rows of the first chunk beside running requests, whose time nothing is known about, and of the shortest one: few rows
-# take hardly less time than these, and prompts would take for ever.
-_FIRST, _LEAST = 64, 32
-# What a chunk is cut to, of the bound, and how much longer than the last one it may be. A row of the next chunk costs
-# more than one of the last: its context is longer, by the last chunk and by its own.
-_SHARE, _GROWTH = 0.8, 1.5
-
-
-class ChunkLimit:
-    """Says how many rows a step may have that encodes prompts.
-
-    Args:
-        bound_ms: of a step.
-
-    Attributes:
-        rows: that it may have.
-    """
-
-    def __init__(self, bound_ms: float) -> None:
-        self._target_ms = _SHARE * bound_ms
-        self.rows = _FIRST
-
-    def learn(self, rows: int, ms: float) -> None:
-        """Take the milliseconds of a step of so many rows."""
-        fitting = int(rows * self._target_ms / max(ms, 1e-3))
-        if ms > self._target_ms:
-            self.rows = max(_LEAST, min(self.rows, fitting))
-        elif 2 * rows > self.rows:  # few rows say little: the most of their time is not theirs
-            self.rows = max(self.rows, min(fitting, int(_GROWTH * max(rows, self.rows))))
 
 
 class BoundedGaps(Part):
@@ -74,7 +38,7 @@ class BoundedGaps(Part):
         self._limit, self._agreement = ChunkLimit(bound_ms), agreement
         self._timer, self._on_gpu = DeviceTimer(device), device.type == "cuda"
         self._began: tuple[DeviceSpan, float] | None = None
-        self._timed: deque[tuple[int, DeviceSpan, float]] = deque(maxlen=2)  # spans that may still be read
+        self._timed: deque[tuple[int, bool, DeviceSpan, float]] = deque(maxlen=2)  # spans that may still be read
 
     @classmethod
     def of(cls, worker: Worker) -> BoundedGaps | None:
@@ -89,18 +53,21 @@ class BoundedGaps(Part):
         assert self._began is not None, "a prefill comes before it is done"
         span, began = self._began
         span.end()
-        self._timed.append((batch.extend_num_tokens, span, (time.perf_counter() - began) * 1e3))
+        drafted, host_ms = has_others_beside(batch), (time.perf_counter() - began) * 1e3
+        # No bound holds for a chunk that no request waits for, and the next one may have a longer context.
+        if drafted or batch.decoding_reqs:
+            self._timed.append((batch.extend_num_tokens, drafted, span, host_ms))
 
-    def rows(self) -> int:
-        """Return how many rows the next step may have."""
+    def rows(self, running: int) -> int:
+        """Return how many rows the next step may have beside so many requests, theirs included."""
         while self._timed:
-            rows, span, host_ms = self._timed[0]
+            rows, drafted, span, host_ms = self._timed[0]
             ms = span.ms if self._on_gpu else host_ms
             if ms is None:
                 break
             self._timed.popleft()
-            self._limit.learn(rows, ms)
-        return self._agreement.share(self._limit.rows)
+            self._limit.learn(rows, ms, drafted=drafted)
+        return self._agreement.share(self._limit.beside(running))
 
 
 def bound_chunk(
@@ -118,11 +85,8 @@ def bound_chunk(
     whole, running = scheduler.chunked_prefill_size, len(running_batch.reqs)
     if whole is None or not running or not (scheduler.waiting_queue or scheduler.chunked_req):
         return original(scheduler, prefill_delayer_single_pass, running_batch)
-    parts, bound = decoder_of(scheduler).parts, whole
-    if (part := part_of(parts, BoundedGaps)) is not None:
-        beside = max(each.rows_beside(running_batch) for each in parts)
-        fitting = part.rows()
-        bound = min(whole, max(fitting if beside < _LEAST else min(fitting, running + beside), running + _LEAST))
+    part = part_of(decoder_of(scheduler).parts, BoundedGaps)
+    bound = whole if part is None else min(whole, part.rows(running))
     if scheduler.chunked_req is not None:
         spare = spare_slots(scheduler.token_to_kv_pool_allocator, scheduler.tree_cache)
         room = spare - running_batch.new_tokens_required_next_decode()

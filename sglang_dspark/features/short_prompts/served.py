@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -20,11 +21,8 @@ from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.short_prompts.blocks import Blocks
 from sglang_dspark.features.short_prompts.riding import beside, find_by
 from sglang_dspark.features.short_prompts.verification import PromptRows
+from sglang_dspark.scheduling.prompts import verified_sooner
 from sglang_dspark.scheduling.sps_table import SpsTable
-
-# By how much a prefill of few rows takes longer than a captured verification of one: guessed from an 8B target on an
-# H200, where they took 5 to 9 ms, and 5. And how many rows take hardly longer than one, where times are not known.
-_PREFILL, _UNTIMED_ROWS = 1.5, 128
 
 VERIFIED, PREFILLED, BESIDE = "verification", "prefill", "beside"
 
@@ -40,6 +38,7 @@ class ShortPrompts(Part):
         self._worker, self._width = worker, worker.max_verify + 1
         self._asked: int | None = worker.options.prompt_rows
         self._most_rows = 0  # until there are graphs
+        self._table: SpsTable | None = None
         self._prompts = dict.fromkeys((VERIFIED, PREFILLED, BESIDE), 0)
         self._drafts = dict.fromkeys(("verified", "accepted"), 0)
 
@@ -60,11 +59,11 @@ class ShortPrompts(Part):
         captured, times = self._worker.executors.captured, self._worker.schedule.times
         if captured is not None and not captured.tiers.tokens:
             self._width = 1  # without a drafter, only plain steps are captured
+        self._table = None if times is None else times.table
         if self._asked is not None:
             self._most_rows = self._asked
         elif captured is not None:
-            table = None if times is None else times.table
-            self._most_rows = most_rows(captured.tiers.timed, table, self._width)
+            self._most_rows = (captured.tiers.tokens or captured.tiers.requests)[-1]
 
     def blocks_beside(self, batch: ScheduleBatch, running: ScheduleBatch) -> Blocks | None:
         """Return how prompts are verified beside a step of ``running``; None if they are not.
@@ -72,18 +71,9 @@ class ShortPrompts(Part):
         Grammars and pictures of running requests have SGLang prepare a step in other ways. Without a drafter there may
         be nothing to draft.
         """
-        return self._blocks(batch, len(running.reqs)) if self._drafts_of(running) else None
-
-    def _drafts_of(self, running: ScheduleBatch) -> bool:
-        return bool(self._worker.drafter.num_drawn) and not (
-            running.has_grammar or any(running.multimodal_inputs or ())
-        )
-
-    def rows_beside(self, running: ScheduleBatch) -> int:
-        if not self._drafts_of(running):
-            return 0
-        requests, rows = self._room(len(running.reqs))
-        return min(self._most_rows, rows, requests * self._width)
+        if not self._worker.drafter.num_drawn or running.has_grammar or any(running.multimodal_inputs or ()):
+            return None
+        return self._blocks(batch, len(running.reqs))
 
     def encode(self, batch: ScheduleBatch) -> Encoded | None:
         running = beside(batch)
@@ -106,21 +96,20 @@ class ShortPrompts(Part):
         """Return how the prompts of a batch are verified beside so many requests; None if they are not."""
         if batch.extend_num_tokens > self._most_rows or _needs_prefill(batch):
             return None
-        blocks, (requests, rows) = Blocks.of(batch.extend_lens, batch.prefix_lens, self._width), self._room(running)
-        return blocks if len(blocks) <= requests and blocks.num_rows <= rows else None
+        blocks = Blocks.of(batch.extend_lens, batch.prefix_lens, self._width)
+        if not self._has_room(len(blocks) + running, blocks.num_rows + running * self._width):
+            return None
+        context = fmean(blocks.contexts)
+        pays = self._asked is not None or verified_sooner(self._table, len(blocks), blocks.num_rows, context)
+        return blocks if pays else None
 
-    def _room(self, running: int) -> tuple[int, int]:
-        """Return how many blocks and rows a graph has room for beside so many requests that verify whole blocks.
-
-        Without graphs SGLang's own limit counts, if the operator has asked.
-        """
+    def _has_room(self, requests: int, rows: int) -> bool:
+        """Return whether a graph has room; without graphs, whether the operator has asked and SGLang has room."""
         captured = self._worker.executors.captured
         if captured is None:
-            requests = self._worker.model_runner.max_running_requests - running
-            return requests, requests * self._width if self._asked is not None else 0
+            return self._asked is not None and requests <= self._worker.model_runner.max_running_requests
         tiers = captured.tiers
-        most = tiers.tokens[-1] if tiers.tokens else tiers.requests[-1]
-        return tiers.requests[-1] - running, most - running * self._width
+        return requests <= tiers.requests[-1] and rows <= (tiers.tokens or tiers.requests)[-1]
 
     def count(self, result: DSparkBatchResult) -> None:
         """Count the drafts of a step that ran beside prompts; its result has been read."""
@@ -152,17 +141,3 @@ def _needs_prefill(batch: ScheduleBatch) -> bool:
         or any(batch.multimodal_inputs or ())
         or batch.hicache_consumer_index >= 0
     )
-
-
-def most_rows(tiers: Sequence[int], table: SpsTable | None, width: int) -> int:
-    """Return the rows up to which a verification takes no longer than a prefill.
-
-    Args:
-        tiers: rows of captured verifications, ascending.
-        table: of step times; None if they were not measured.
-        width: the most rows of a request.
-    """
-    if table is None:
-        return _UNTIMED_ROWS
-    prefill_ms = _PREFILL * table.step_ms(1, 1, 0, 0.0)
-    return max((rows for rows in tiers if table.step_ms(-(-rows // width), rows, 0, 0.0) <= prefill_ms), default=0)

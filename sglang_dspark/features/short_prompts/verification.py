@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ class PromptRows(GivenRows):
         ranks = FIRST * host_floats(blocks.ranks, device).view(len(blocks), width - 1)
         num_drafts = blocks.num_rows - len(blocks)
         tokens = ids[drafts].view(ranks.shape)
-        return cls(step, tokens, ranks, num_drafts, worker.model_runner, blocks.num_rows, lasts)
+        context = fmean(blocks.contexts)
+        return cls(step, tokens, ranks, num_drafts, context, worker.model_runner, blocks.num_rows, lasts)
 
     def joined(self, step: DecodeBatch) -> DecodeBatch:
         running, ours = step.batch, self.step

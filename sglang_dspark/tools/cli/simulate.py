@@ -54,6 +54,19 @@ _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at m
     type=click.FloatRange(min=0, min_open=True),
     help="Promise every second user this share of the mean time per token under auto, and say how many are kept.",
 )
+@click.option(
+    "--requests", "num_requests", type=click.IntRange(min=1), help="Requests of a point.  [default: four of each user]"
+)
+@click.option("--mixed-chunk", is_flag=True, help="As with the server's --enable-mixed-chunk.")
+@click.option("--prompt-rows", type=click.IntRange(min=0), help="As the server's flag of this name.")
+@click.option("--max-gap-ms", type=click.FloatRange(min=1), help="As the server's flag of this name.")
+@click.option("--long-prompt", type=click.IntRange(min=1), help="Length of the prompts of one user more.")
+@click.option(
+    "--prefill",
+    type=Numbers(Annotated[float, Meta(ge=0, description="must be at least 0")]),
+    help="Milliseconds of a prefill, of each of its tokens, and of these for each token before: 6.5,0.02,1e-6.  "
+    "[default: by --table]",
+)
 @click.option("--csv", "csv_file", type=OutputFile(), help="CSV file of the figures.")
 @click.option("--html", type=OutputFile(), help="HTML file of a page with sliders.")
 @click.pass_context
@@ -116,11 +129,15 @@ def _simulate(console: Console, options: dict[str, Any]) -> None:
             f"--conditional has {len(options['conditional'])} numbers, and blocks of --table {options['table']} have "
             f"{table.gamma} drafts; give one for each draft"
         )
+    if options["prefill"] and len(options["prefill"]) > 3:
+        raise click.UsageError("--prefill has three numbers at most; see --help")
+    prefill = Prefill(*options["prefill"]) if options["prefill"] else Prefill.from_table(table)
     conditions = Conditions(
-        Costs(table, Prefill.from_table(table)),
+        Costs(table, prefill),
         blocks,
         Lengths.parse(options["prompt_tokens"]),
         Lengths.parse(options["output_tokens"]),
+        **{name: options[name] for name in ("num_requests", "mixed_chunk", "prompt_rows", "max_gap_ms", "long_prompt")},
     )
     users = sorted(set(options["users"] or table.requests))
     policies = list(dict.fromkeys(["off", *(options["policies"] or "static,auto").split(",")]))
@@ -181,15 +198,15 @@ def _blocks(options: dict[str, Any]) -> BlockSource:
 
 
 def _print_points(console: Console, points: Sequence[Point]) -> None:
-    headings = ("tok/s", "one\nuser", "TTFT\nms", "TPOT\nms", "accept\nlength", "verify", "wasted", "parked")
+    headings = ("tok/s", "one\nuser", "TTFT\nms", "TPOT\nms", "max\ngap", "accept\nlen.", "verify", "wasted", "parked")
     table = new_table("policy", "users", *headings, left=["policy"])
     for point in points:
         f = point.figures
         if point.users == points[0].users:
             table.add_section()
-        speeds = (f"{f.output_tok_s:.1f}", f"{f.user_tok_s:.1f}", f"{f.ttft_ms:.0f}", f"{f.tpot_ms:.1f}")
+        times = (f"{f.ttft_ms:.0f}", f"{f.tpot_ms:.1f}", f"{f.gap_max_ms:.1f}")
         drafts = (f"{f.accept_length:.2f}", f"{f.verify_len:.2f}", f"{f.wasted:.0%}", f"{f.parked:.0%}")
-        table.add_row(point.policy, str(point.users), *speeds, *drafts)
+        table.add_row(point.policy, str(point.users), f"{f.output_tok_s:.1f}", f"{f.user_tok_s:.1f}", *times, *drafts)
     console.print(table)
 
 

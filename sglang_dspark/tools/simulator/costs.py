@@ -3,20 +3,25 @@
 from dataclasses import dataclass
 from typing import Self
 
+from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
 from sglang_dspark.step.decision import StepDecision
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prefill takes ``batch_ms`` for its batch and ``token_ms`` for each of its tokens."""
+    """A prefill takes ``batch_ms`` for its batch, and ``token_ms`` for each of its tokens.
+
+    For each token before it, to which it attends, a token takes ``context_ms`` more.
+    """
 
     batch_ms: float
-    token_ms: float
+    token_ms: float = 0.0
+    context_ms: float = 0.0
 
     @classmethod
     def from_table(cls, table: SpsTable) -> Self:
-        """Take it from the step times.
+        """Take it from the step times, without the context.
 
         A batch costs as much as the plain step of one request, and a token what a verified token costs under the
         table's highest load, where rows are as many as they get.
@@ -25,9 +30,9 @@ class Prefill:
         tokens = table.requests[-1] * table.gamma
         return cls(float(table.verify_ms[0, 0, 0]), max(0.0, (full - plain) / tokens))
 
-    def ms(self, tokens: int) -> float:
-        """Return the milliseconds of one prefill batch."""
-        return self.batch_ms + tokens * self.token_ms
+    def ms(self, tokens: int, attended: int = 0) -> float:
+        """Return the milliseconds of one prefill batch, whose tokens attend to so many tokens together."""
+        return self.batch_ms + tokens * self.token_ms + attended * self.context_ms
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,15 @@ class Costs:
     noise: float = 0.0
     believed: SpsTable | None = None
 
-    def step_ms(self, decision: StepDecision, requests: int, num_tokens: int, context: float, longest: int) -> float:
+    def step_ms(
+        self,
+        decision: StepDecision,
+        requests: int,
+        num_tokens: int,
+        context: float,
+        longest: int,
+        beside: Beside | None = None,
+    ) -> float:
         """Return the milliseconds of one decode step, without noise.
 
         A table without tiers is a CPU's, where the plugin's attention computes as many rows for every request as for
@@ -57,15 +70,19 @@ class Costs:
             num_tokens: tokens in the verify forward, anchors included.
             context: mean context tokens per request.
             longest: drafts of the request that verifies most.
+            beside: further rows of the forward; None if there are none.
         """
-        times = self.table.times(requests)
-        column = times.room_for(num_tokens)
-        padding = 0.0 if self.table.tiers else _padding_ms(times, num_tokens, requests * (1 + longest), context)
-        if decision.draft_requests is None:
-            return padding + float(times.at(context, (decision.draft_len, column)))
-        alone = self.table.times(len(decision.draft_requests)).at(context)
-        drafting = float(alone[decision.draft_len, 0] - alone[0, 0])
-        return padding + float(times.at(context, (0, column))) + drafting
+        beside = beside or Beside(0, 0, 0.0)
+        verified, joined_context = (
+            self.table.times(requests + beside.requests),
+            beside.joined_context(requests, context),
+        )
+        ms = float(verified.at(joined_context, (0, verified.room_for(num_tokens + beside.rows))))
+        if not self.table.tiers:
+            ms += _padding_ms(self.table.times(requests), num_tokens, requests * (1 + longest), context)
+        drafted = requests if decision.draft_requests is None else len(decision.draft_requests)
+        drafting = self.table.times(drafted).at(context)[:, 0]
+        return ms + float(drafting[decision.draft_len] - drafting[0])
 
 
 def _padding_ms(times: LoadTimes, num_tokens: int, padded_tokens: int, context: float) -> float:

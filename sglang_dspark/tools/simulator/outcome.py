@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import NamedTuple
 
+import numpy as np
+
 from sglang_dspark.tools.simulator.workload import Request
 
 Lanes = list[list[tuple[int, int, int]]]
@@ -33,6 +35,7 @@ class Figures:
         wasted: share of the verified drafts that were rejected.
         parked: share of the steps in which nothing was drafted.
         step_ms: median time of a decode step.
+        gap_p50_ms, gap_p99_ms, gap_max_ms: time between tokens that reach a user in a row, those of one step together.
     """
 
     output_tok_s: float
@@ -44,6 +47,9 @@ class Figures:
     wasted: float
     parked: float
     step_ms: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+    gap_max_ms: float
 
 
 @dataclass
@@ -74,6 +80,7 @@ class Outcome:
         """Sum up. Needs at least one request that was served."""
         wall_ms = max(r.done_ms for r in self.requests) - min(r.sent_ms for r in self.requests)
         tpots = [ms for request in self.requests if (ms := request.tpot_ms) is not None]
+        gaps = [gap for request in self.requests for gap in request.gaps_ms] or [0.0]
         rounds = max(len(self.rounds), 1)
         verified, accepted = (sum(getattr(one, name) for one in self.rounds) for name in ("verified", "accepted"))
         return Figures(
@@ -86,6 +93,9 @@ class Outcome:
             wasted=1 - accepted / verified if verified else 0.0,
             parked=self.plain_steps / max(len(self.step_ms), 1),
             step_ms=median(self.step_ms) if self.step_ms else 0.0,
+            gap_p50_ms=median(gaps),
+            gap_p99_ms=float(np.quantile(gaps, 0.99)),
+            gap_max_ms=max(gaps),
         )
 
     def lanes(self, requests: int, steps: int) -> Lanes:

@@ -6,8 +6,7 @@ from statistics import fmean
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.simulator.blocks import OwnBlocks
 from sglang_dspark.tools.simulator.outcome import Outcome
-from sglang_dspark.tools.simulator.server import SimulatedServer
-from sglang_dspark.tools.simulator.sweep import Conditions, parse_policy
+from sglang_dspark.tools.simulator.sweep import Conditions
 
 REQUESTS_PER_USER = 6
 
@@ -59,7 +58,7 @@ def simulate_promises(conditions: Conditions, users: int, share: float) -> Promi
 
 def _serve(conditions: Conditions, users: int, tpot_ms: float | None) -> Outcome:
     workload = replace(conditions.workload(users), num_requests=REQUESTS_PER_USER * users)
-    server = SimulatedServer(conditions.costs, conditions.blocks, parse_policy("auto"))
+    server = conditions.server("auto")
     server.serve(replace(workload, num_requests=2 * users))
     server.blocks = OwnBlocks(conditions.blocks)
     return server.serve(replace(workload, tpot_ms=tpot_ms))

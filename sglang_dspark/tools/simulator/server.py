@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -13,42 +13,55 @@ from dspark_kernels import DraftBlock
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.scheduling.schedule import Schedule, is_of_a_kind
 from sglang_dspark.scheduling.step_times import StepKind
-from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DraftOutput
 from sglang_dspark.tools.simulator.blocks import BlockSource, Ints
 from sglang_dspark.tools.simulator.costs import Costs
 from sglang_dspark.tools.simulator.outcome import Outcome, Round
+from sglang_dspark.tools.simulator.prompts import Chunk, Prompts
 from sglang_dspark.tools.simulator.workload import Request, Workload
 
-MAX_PREFILL_TOKENS = 8192
-"""Prompt tokens of one prefill batch; a longer prompt is prefilled alone."""
 _CPU = torch.device("cpu")
 
 
 @dataclass
 class Result:
-    """A batch that ran: a decode step, or with ``record`` None a prefill."""
+    """A batch that ran.
 
+    Attributes:
+        ms: how long it took.
+        requests: ran in it, and have got tokens.
+        record: of them; None of a prefill without any.
+        accepted: drafts of each.
+        chunk: prompts that were read.
+        prefilled: whether it was a prefill, beside which nothing is drafted.
+    """
+
+    ms: float
     requests: list[Request]
     record: StepRecord | None = None
     accepted: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    chunk: Chunk = field(default_factory=Chunk)
+    prefilled: bool = False
 
 
 class SimulatedServer:
     """Decides as a server does, and asks the costs how long it took.
 
-    What is simulated: the loop of SGLang's scheduler (waiting prompts are prefilled before the next decode step), its
+    What is simulated: the loop of SGLang's scheduler (prompts are read before the next decode step, or beside it), its
     overlap (the result of a batch is looked at after the next one has run, so that a request that ended takes part in
     one more step), and the schedule of the plugin itself, with its statistics, its calibration and its probes.
 
     Args:
         costs: how long things take, and what the schedule is told of it. It has to find out about the rest.
         blocks: where drafts come from.
-        options: the policy.
+        options: the policy, and what is said about prompts.
         lengths: drafts per request that a step may verify, if all requests have to verify as many.
+        mixed_chunk: whether requests get tokens while prompts are read.
         seed: of everything random.
     """
 
@@ -59,6 +72,7 @@ class SimulatedServer:
         options: DSparkConfig,
         *,
         lengths: tuple[int, ...] | None = None,
+        mixed_chunk: bool = False,
         seed: int = 0,
     ) -> None:
         gamma = costs.table.gamma
@@ -73,8 +87,9 @@ class SimulatedServer:
         self.schedule = Schedule(options, gamma, calibration, _CPU)
         whole_blocks = bool(costs.table.tiers) or lengths is not None
         self.schedule.start(costs.believed or costs.table, fixed_draft_shape=whole_blocks, lengths=lengths)
+        self.prompts = Prompts(costs.table, options, mixed=mixed_chunk)
         self._workloads = 0
-        # The step behind, as the schedule is to learn of its time; a prefill in between makes it unmeasurable.
+        # The step behind, as the schedule is to learn of its time.
         self._timed: tuple[StepKind, float] | None = None
 
     def serve(self, workload: Workload) -> Outcome:
@@ -83,30 +98,59 @@ class SimulatedServer:
         # All policies serve the same requests, whatever they drew before.
         return _Episode(self, workload, np.random.default_rng(self._seed)).run()
 
-    def decode(self, requests: Sequence[Request], now_ms: float = 0.0) -> tuple[float, Result]:
-        """Run one decode step at a moment, and return its milliseconds and its result."""
+    def run(self, requests: Sequence[Request], chunk: Chunk | None, now_ms: float) -> Result:
+        """Run the next batch at a moment: a chunk of prompts if there is one, and what may run beside it."""
+        if chunk is None:
+            return self.decode(requests, now_ms)
+        beside = self.prompts.verified(chunk, len(requests)) if self.prompts.mixed and requests else None
+        if beside is None:
+            return self.prefill(chunk, requests if self.prompts.mixed else ())
+        result = replace(self.decode(requests, now_ms, beside), chunk=chunk)
+        self.interrupt()
+        return result
+
+    def interrupt(self) -> None:
+        """Forget the time of the step behind: something else runs before the next one."""
+        self._timed = None
+
+    def decode(self, requests: Sequence[Request], now_ms: float = 0.0, beside: Beside | None = None) -> Result:
+        """Run one decode step at a moment.
+
+        Args:
+            beside: rows of prompts in its verification.
+        """
         if self._timed is not None and self.schedule.times is not None:
             self.schedule.times.observe(*self._timed)
         bs, context = len(requests), sum(request.context for request in requests) / len(requests)
-        # Every workload counts its requests from 0.
-        ids = [f"{self._workloads}.{request.index}" for request in requests]
+        ids = self._ids(requests)
         weights = [request.pace.counts(now_ms, request.known_tokens) for request in requests]
-        decision = self.schedule.choose(ids, context, weights=weights)
+        decision = self.schedule.choose(ids, context, weights=weights, beside=beside)
         logits, whole = self.blocks.draw([request.index for request in requests], self._rng)
         draft = self._draft(decision, bs, logits)
         lens = decision.select(draft).verify_lens
         num_tokens = bs + int(lens.sum())
-        ms = self.costs.step_ms(decision, bs, num_tokens, context, int(lens.max()))
+        ms = self.costs.step_ms(decision, bs, num_tokens, context, int(lens.max()), beside)
         ms *= float(np.exp(self.costs.noise * self._rng.standard_normal()))
         kind = StepKind(bs, num_tokens, decision.draft_len, context)
         self._timed = (kind, ms) if is_of_a_kind(decision, bs) else None
         record = StepRecord(ids, decision, draft.draft_lens, lens, draft.confidence, None)
-        return ms, Result(list(requests), record, np.minimum(whole, lens.numpy()))
+        return Result(ms, list(requests), record, np.minimum(whole, lens.numpy()))
 
-    def prefill(self, requests: Sequence[Request]) -> tuple[float, Result]:
-        """Run one prefill batch, and return its milliseconds and its result."""
-        self._timed = None
-        return self.costs.prefill.ms(sum(request.prompt_tokens for request in requests)), Result(list(requests))
+    def prefill(self, chunk: Chunk, requests: Sequence[Request] = ()) -> Result:
+        """Read prompts, and give each request a token; without requests, short prompts are verified."""
+        self.interrupt()
+        none = [0] * len(requests)
+        record = StepRecord(self._ids(requests), PLAIN, none, torch.tensor(none), None, None) if requests else None
+        laid_out = None if requests else self.prompts.verified(chunk)
+        if laid_out is None:
+            ms = self.costs.prefill.ms(chunk.tokens + len(requests), chunk.attended)
+        else:
+            ms = self.costs.step_ms(PLAIN, laid_out.requests, laid_out.rows, laid_out.context, 0)
+        return Result(ms, list(requests), record, np.array(none), chunk, prefilled=True)
+
+    def _ids(self, requests: Sequence[Request]) -> list[str]:
+        """Return names of requests: every workload counts its own from 0."""
+        return [f"{self._workloads}.{request.index}" for request in requests]
 
     def _draft(self, decision: StepDecision, bs: int, logits: np.ndarray | None) -> DraftOutput:
         """Return the drafts that the draft stage proposes."""
@@ -129,7 +173,7 @@ class _Episode:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._outcome = Outcome()
-        for user in range(workload.users):
+        for user in range(workload.users + (workload.long_prompt is not None)):
             self._send_next(user)
 
     def run(self) -> Outcome:
@@ -143,42 +187,34 @@ class _Episode:
             behind = result
 
     def _run_batch(self) -> Result | None:
-        if prompts := self._next_prompts():
-            ms, result = self._server.prefill(prompts)
-            self._running += prompts
-        elif self._running:
-            ms, result = self._server.decode(self._running, self._now_ms)
-            self._outcome.step_ms.append(ms)
-            self._outcome.plain_steps += result.record is not None and result.record.decision.draft_len == 0
-        else:
+        chunk = self._server.prompts.next_chunk(self._waiting, len(self._running))
+        if chunk is None and not self._running:
             return None
-        self._now_ms += ms
+        result = self._server.run(self._running, chunk, self._now_ms)
+        if not result.prefilled:
+            assert result.record is not None, "a decode step has a record"
+            self._outcome.step_ms.append(result.ms)
+            self._outcome.plain_steps += result.record.decision.draft_len == 0
+        self._running += result.chunk.read
+        self._now_ms += result.ms
         return result
-
-    def _next_prompts(self) -> list[Request]:
-        prompts: list[Request] = []
-        tokens = MAX_PREFILL_TOKENS
-        while self._waiting:
-            tokens -= self._waiting[0].prompt_tokens
-            if prompts and tokens < 0:
-                break
-            prompts.append(self._waiting.popleft())
-        return prompts
 
     def _deliver(self, result: Result) -> None:
         """Look at a result: tokens reach their users, and users whose answer is complete go on."""
-        record = result.record
-        if record is None:
-            for request in result.requests:
-                request.known_tokens, request.first_ms = 1, self._now_ms
-        else:
+        record, limit = result.record, self._server.prompts.limit
+        if limit is not None and result.chunk.pieces and result.requests:
+            rows = result.chunk.tokens + (len(result.requests) if result.prefilled else 0)
+            limit.learn(rows, result.ms, drafted=not result.prefilled)
+        if record is not None:
             running = [place for place, request in enumerate(result.requests) if not request.done]
             accepted, verified = result.accepted[running].tolist(), record.verify_lens.tolist()
             self._server.schedule.observe(record, running, accepted)
             for place, count in zip(running, accepted, strict=True):
                 request = result.requests[place]
-                request.known_tokens += count + 1
+                request.tell(self._now_ms, count + 1)
                 self._outcome.rounds.append(Round(request.index, record.drafted[place], verified[place], count))
+        for request in result.chunk.read:
+            request.tell(self._now_ms, 1)
         for request in [request for request in self._running if request.done]:
             request.done_ms = self._now_ms
             self._running.remove(request)
@@ -191,6 +227,9 @@ class _Episode:
         if request is not None:
             request.user, request.pace = user, self._workload.pace(user)
             request.sent_ms = self._now_ms
+            if user == self._workload.users:
+                assert self._workload.long_prompt is not None, "there is no such user without"
+                request.prompt_tokens = self._workload.long_prompt
             self._waiting.append(request)
         elif not self._outcome.loaded_ms:
             self._outcome.loaded_ms = self._now_ms

@@ -55,11 +55,20 @@ class Conditions:
     output: Lengths
     num_requests: int | None = None
     lengths: tuple[int, ...] | None = None
+    mixed_chunk: bool = False
+    prompt_rows: int | None = None
+    max_gap_ms: float | None = None
+    long_prompt: int | None = None
 
     def workload(self, users: int) -> Workload:
         """Return so many requests as :attr:`num_requests` says, or enough for every user."""
         count = self.num_requests or max(FEWEST_REQUESTS, REQUESTS_PER_USER * users)
-        return Workload(count, self.prompt, self.output, users)
+        return Workload(count, self.prompt, self.output, users, long_prompt=self.long_prompt)
+
+    def server(self, policy: str) -> SimulatedServer:
+        """Return a server of a policy that has seen nothing yet."""
+        options = replace(parse_policy(policy), prompt_rows=self.prompt_rows, max_gap_ms=self.max_gap_ms)
+        return SimulatedServer(self.costs, self.blocks, options, lengths=self.lengths, mixed_chunk=self.mixed_chunk)
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ class Point:
 def simulate_point(conditions: Conditions, policy: str, users: int) -> Point:
     """Warm the schedule up, as a server that has been running, and measure on blocks that all policies get."""
     workload = conditions.workload(users)
-    server = SimulatedServer(conditions.costs, conditions.blocks, parse_policy(policy), lengths=conditions.lengths)
+    server = conditions.server(policy)
     if not policy.startswith(("static", "off")):
         server.serve(replace(workload, num_requests=-(-workload.num_requests // 2)))
     server.blocks = OwnBlocks(conditions.blocks)

@@ -18,7 +18,9 @@ class Request:
         index: number of the request, which is also that of its text.
         sent_ms: when the user sent it.
         first_ms, done_ms: when its first and its last token reached the user.
+        read_tokens: prompt tokens that were read.
         known_tokens: output tokens that the host knows of.
+        gaps_ms: how long after the tokens before them further ones reached the user.
         user: number of the user that sent it.
         pace: the answer beside what was promised.
     """
@@ -29,9 +31,12 @@ class Request:
     sent_ms: float = 0.0
     first_ms: float = 0.0
     done_ms: float = 0.0
+    read_tokens: int = 0
     known_tokens: int = 0
+    gaps_ms: list[float] = field(default_factory=list)
     user: int = 0
     pace: Pace = field(default_factory=Pace)
+    _last_ms: float = 0.0
 
     @property
     def context(self) -> int:
@@ -42,6 +47,14 @@ class Request:
     def done(self) -> bool:
         """Return whether its last token is known."""
         return self.known_tokens >= self.output_tokens
+
+    def tell(self, now_ms: float, tokens: int) -> None:
+        """Tell its user so many tokens more."""
+        if self.known_tokens:
+            self.gaps_ms.append(now_ms - self._last_ms)
+        else:
+            self.first_ms = now_ms
+        self.known_tokens, self._last_ms = self.known_tokens + tokens, now_ms
 
     @property
     def user_tok_s(self) -> float:
@@ -92,6 +105,7 @@ class Workload:
 
     Attributes:
         tpot_ms: time per token that every second user is promised; None for no promises.
+        long_prompt: tokens of the prompts of one user more; None for no such user.
     """
 
     num_requests: int
@@ -99,6 +113,7 @@ class Workload:
     output: Lengths
     users: int
     tpot_ms: float | None = None
+    long_prompt: int | None = None
 
     def requests(self, rng: np.random.Generator) -> Iterator[Request]:
         """Draw the requests, in the order in which they are sent."""

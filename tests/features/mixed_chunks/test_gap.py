@@ -7,9 +7,10 @@ import pytest
 import torch
 from sglang_objects import ONE_RANK, batch, found_by, launch_context, partly
 
-from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.features.mixed_chunks.gap import BoundedGaps, ChunkLimit, bound_chunk
+from sglang_dspark.engine.scheduler.batch import RIDERS
+from sglang_dspark.features.mixed_chunks.gap import BoundedGaps, bound_chunk
+from sglang_dspark.scheduling.prompts import ChunkLimit
 from sglang_dspark.worker.worker import DSparkWorker
 
 BOUND_MS = 50.0
@@ -63,6 +64,16 @@ def test_short_prompts_say_nothing_and_hiccups_are_forgotten():
     assert steps(limit, lambda rows: 8 + 0.1 * rows, 24)[-1][0] >= 0.95 * settled
 
 
+def test_beside_drafts_chunks_grow_and_do_not_shrink():
+    """Drafts that take too long say nothing about rows; and where prompts never come alone, they do not stay short."""
+    limit = ChunkLimit(BOUND_MS)
+    limit.learn(64, 200.0, drafted=True)
+    assert limit.rows == 64
+    for _ in range(12):
+        limit.learn(limit.rows, 8 + 0.1 * limit.rows, drafted=True)
+    assert 0.95 * 320 <= limit.rows <= 320
+
+
 def gaps(rows):
     part = BoundedGaps(BOUND_MS, Agreement(ONE_RANK), torch.device("cpu"))
     part._limit.rows = rows
@@ -80,26 +91,17 @@ class Running:
         return self.needed
 
 
-def scheduler_of(waiting, chunked, rows, beside=0):
+def scheduler_of(waiting, chunked, rows):
     """A scheduler with 160 spare slots."""
-    rides = RoomBeside()
-    rides.room = beside
     return SimpleNamespace(
         chunked_prefill_size=512,
         page_size=16,
         waiting_queue=waiting,
         chunked_req=chunked,
-        draft_worker=partly(DSparkWorker, parts=[rides] if rows is None else [rides, gaps(rows)]),
+        draft_worker=partly(DSparkWorker, parts=[] if rows is None else [gaps(rows)]),
         token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 100),
         tree_cache=SimpleNamespace(evictable_size=lambda: 60, supports_swa=lambda: False),
     )
-
-
-class RoomBeside(Part):
-    """Has room for so many rows beside drafts."""
-
-    def rows_beside(self, running):
-        return self.room
 
 
 def chunk_size(scheduler, prefill_delayer_single_pass, running_batch):
@@ -128,21 +130,6 @@ def test_sglangs_chunk_is_bounded_while_requests_run(running, waiting, chunked, 
     assert scheduler.chunked_prefill_size == 512
 
 
-@pytest.mark.parametrize(
-    ("rows", "beside", "chunk"),
-    [
-        (400, 40, 42),  # each running request has a row of SGLang's chunk, and its drafts none
-        (400, 31, 400),  # too few: the prompt would take for ever
-        (36, 40, 36),  # what the bound has room for
-        (9999, 9999, 512),
-        (None, 40, 512),  # there is no bound
-    ],
-)
-def test_a_chunk_is_no_longer_than_what_drafts_leave_room_for(rows, beside, chunk):
-    scheduler, running_batch = scheduler_of([1], None, rows, beside), Running(reqs=[None] * 2)
-    assert bound_chunk(chunk_size, scheduler, prefill_delayer_single_pass=None, running_batch=running_batch) == chunk
-
-
 def test_a_prompt_that_has_begun_waits_while_running_requests_need_all_slots():
     """SGLang would give it slots that are not there, and end the server."""
     scheduler, running_batch = scheduler_of([], object(), None), Running(reqs=[None], needed=150)
@@ -152,10 +139,14 @@ def test_a_prompt_that_has_begun_waits_while_running_requests_need_all_slots():
 
 def test_a_prefill_is_timed_on_the_host_of_a_cpu():
     part = gaps(64)
-    for rows, next_rows in ((64, 96), (3, 96), (96, 144)):  # they take next to nothing, and the second says nothing
+    # They take next to nothing. No request waits for the first, few rows say nothing, and the last have others' drafts.
+    mixed = {"decoding_reqs": [object()]}
+    for rows, more, found in ((64, {}, 64), (64, mixed, 96), (3, mixed, 96), (96, {RIDERS: object()}, 144)):
         part.prefill_comes(batch())
-        part.prefill_done(batch(extend_num_tokens=rows))
-        assert part.rows() == next_rows
+        prompts = batch(extend_num_tokens=rows, decoding_reqs=None)
+        vars(prompts).update(more)
+        part.prefill_done(prompts)
+        assert part.rows(2) == found
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.compat.arguments import attach
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.features.short_prompts import FEATURE
-from sglang_dspark.features.short_prompts.served import BESIDE, PREFILLED, VERIFIED, ShortPrompts, most_rows
+from sglang_dspark.features.short_prompts.served import BESIDE, PREFILLED, VERIFIED, ShortPrompts
+from sglang_dspark.scheduling.prompts import verified_sooner
 from sglang_dspark.step.given import drafted
 from sglang_dspark.step.state import TargetOutput
 from sglang_dspark.worker.tiers import Tiers
@@ -36,17 +37,20 @@ def test_a_cpu_has_to_be_asked(rows, device, used):
 
 
 @pytest.mark.parametrize(
-    ("verify_ms", "expected"),
+    ("verify_ms", "rows", "context", "sooner"),
     [
-        (lambda r, d, c: 10 + 0 * r, 64),  # weights alone: as many as are captured
-        (lambda r, d, c: 10 + r * (1 + d) / 4, 20),
-        (lambda r, d, c: 10.0 * r * (1 + d), 1),
-        (None, 128),
+        (lambda r, d, c: 10 + r * (1 + d), 512, 64, True),  # rows cost a prefill as much
+        (lambda r, d, c: 10 + 0.01 * r * c, 64, 60, True),
+        (lambda r, d, c: 10 + 0.01 * r * c, 64, 80, False),  # each of eight blocks reads the context
+        (lambda r, d, c: 10 + 0.01 * r * c, 512, 60, False),
+        (None, 128, 999, True),
+        (None, 129, 0, False),
     ],
 )
-def test_as_many_rows_as_take_no_longer_than_a_prefill(verify_ms, expected):
-    table = verify_ms and make_table(verify_ms, lambda r, d, c: 100 * (d > 0), gamma=7)
-    assert most_rows(Tiers.of([1, 8], 7).timed, table, 8) == expected
+def test_prompts_are_verified_if_that_takes_no_longer_than_a_prefill(verify_ms, rows, context, sooner):
+    contexts = {"contexts": (0, 1024), "requests": (1, 64)}
+    table = verify_ms and make_table(verify_ms, lambda r, d, c: 100 * (d > 0), gamma=7, **contexts)
+    assert verified_sooner(table, rows // 8, rows, context) == sooner
 
 
 def part(asked=None, *, graphs=True, depth=7, verify=None, **target):
@@ -123,7 +127,6 @@ def test_prompts_that_graphs_have_room_for_beside_whole_blocks(given, asked, run
         decoding = batch(*[request()] * running, **({"has_grammar": False, "multimodal_inputs": None} | changes))
         blocks = found.blocks_beside(prompts(*asked), decoding)
         assert (blocks is not None) == (rides and not changes)
-        assert (found.rows_beside(decoding) >= sum(asked)) == (rides and not changes)
 
 
 def test_running_requests_beside_prompts_are_no_prompts():

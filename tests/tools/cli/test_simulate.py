@@ -36,6 +36,18 @@ def test_policies_are_compared_with_off_and_written(run, tmp_path):
     assert files["--html"].read_text().startswith("<!doctype html>")
 
 
+def test_prompts_are_read_as_the_flags_say(run, tmp_path):
+    lengths = ("--prompt-tokens", 16, "--output-tokens", 40, "--prefill", "500,0.1")
+    options = ("--conditional", "0.8,0.7", "--policies", "auto", "--users", "4", *lengths, "--long-prompt", "9000")
+    found = {}
+    for flags in ((), ("--mixed-chunk", "--prompt-rows", "64", "--max-gap-ms", "600")):
+        result = run("simulate", "--table", write_table(tmp_path), *options, *flags, "--csv", tmp_path / "out.csv")
+        assert result.exit_code == 0, result.output
+        [_, auto] = csv.DictReader((tmp_path / "out.csv").open())
+        found[flags] = float(auto["gap_max_ms"])
+    assert found[()] > 1000 > found["--mixed-chunk", "--prompt-rows", "64", "--max-gap-ms", "600"]
+
+
 def test_promises_are_compared_with_none(run, tmp_path):
     options = ("--conditional", "0.9,0.9", "--users", "4", "--output-tokens", 40, "--promised", "20")
     result = run("simulate", "--table", write_table(tmp_path), *options, "--csv", tmp_path / "out.csv")
@@ -54,6 +66,7 @@ def test_promises_are_compared_with_none(run, tmp_path):
         (("--conditional", "0.5"), "drop --conditional"),
         (("--table", "sps.json", "--blocks", "b", "--conditional", "0.5"), "give one of them"),
         (("--table", "sps.json"), "give --blocks or --conditional"),
+        (("--table", "sps.json", "--conditional", "0.5,0.5", "--prefill", "1,2,3,4"), "three numbers at most"),
         (("--table", "sps.json", "--conditional", "0.5,0.5", "--promised", "1"), "give --users of at least 2"),
         (
             ("--table", "sps.json", "--conditional", "0.5,0.5", "--promised", "1", "--policies", "off"),

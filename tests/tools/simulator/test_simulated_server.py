@@ -157,7 +157,7 @@ def test_lanes_are_the_first_steps_of_the_first_requests():
 def test_where_speculation_stops_to_pay(ratios, users):
     speeds = {"off": (1.0,) * 3, "auto": ratios}
     points = [
-        Point(policy, count, Figures(0.0, speed, *[0.0] * 7), [])
+        Point(policy, count, Figures(0.0, speed, *[0.0] * 10), [])
         for policy, row in speeds.items()
         for count, speed in zip((1, 2, 4), row, strict=True)
     ]
