@@ -102,6 +102,8 @@ def try_one(mutant: Mutant, tree: Path) -> tuple[str, str]:
 def main(only: str, jobs: int) -> None:
     """Try every mutant of tests/mutants.toml and print a table; fail unless all are caught."""
     mutants = [m for m in read_mutants() if only in f"{m.file} {m.test} {m.why}"]
+    if not mutants:
+        raise click.UsageError(f"no mutant has --only {only!r} in its file, test or reason")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         trees: SimpleQueue[Path] = SimpleQueue()
         for job in range(jobs):
