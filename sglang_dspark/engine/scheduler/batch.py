@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from dspark_kernels import ChainRules, DraftBlock, RoundKeys, SamplingBatch
@@ -216,9 +216,22 @@ def prompts_of(batch: ScheduleBatch) -> Sequence[Req]:
     return batch.reqs[: len(batch.reqs) - len(batch.decoding_reqs or ())]
 
 
-def has_others_beside(prompts: ScheduleBatch) -> bool:
-    """Return whether the step of a batch of prompts has rows of requests that are not in the batch."""
-    return RIDERS in vars(prompts)
+class Riders(Protocol):
+    """Requests that are not in a batch of prompts, and have rows in its step.
+
+    Attributes:
+        drafted: whether their drafts took a part of the step's time.
+    """
+
+    drafted: bool
+
+    def __len__(self) -> int: ...
+
+
+def riders_of(prompts: ScheduleBatch) -> Riders | None:
+    """Return the requests beside a batch of prompts; None if there are none, or they are in the batch."""
+    found: Riders | None = vars(prompts).get(RIDERS)
+    return found
 
 
 def batches_beside(result: object) -> Sequence[ScheduleBatch]:

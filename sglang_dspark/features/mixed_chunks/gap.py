@@ -12,7 +12,7 @@ import torch
 from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.feature import Part, Worker, part_of
 from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.batch import has_others_beside
+from sglang_dspark.engine.scheduler.batch import riders_of
 from sglang_dspark.engine.scheduler.draft_input import spare_slots
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.scheduling.prompts import ChunkLimit
@@ -32,12 +32,16 @@ class BoundedGaps(Part):
         bound_ms: of a step.
         agreement: of the ranks: chunks are as long on all of them.
         device: of the target.
+
+    Attributes:
+        waited_for: whether requests run while the next chunk is encoded.
     """
 
     def __init__(self, bound_ms: float, agreement: Agreement, device: torch.device) -> None:
         self._limit, self._agreement = ChunkLimit(bound_ms), agreement
         self._timer, self._on_gpu = DeviceTimer(device), device.type == "cuda"
         self._began: tuple[DeviceSpan, float] | None = None
+        self.waited_for = False
         self._timed: deque[tuple[int, bool, DeviceSpan, float]] = deque(maxlen=2)  # spans that may still be read
 
     @classmethod
@@ -53,10 +57,11 @@ class BoundedGaps(Part):
         assert self._began is not None, "a prefill comes before it is done"
         span, began = self._began
         span.end()
-        drafted, host_ms = has_others_beside(batch), (time.perf_counter() - began) * 1e3
+        host_ms, riders = (time.perf_counter() - began) * 1e3, riders_of(batch)
+        rows = batch.extend_num_tokens + (0 if riders is None else len(riders))
         # No bound holds for a chunk that no request waits for, and the next one may have a longer context.
-        if drafted or batch.decoding_reqs:
-            self._timed.append((batch.extend_num_tokens, drafted, span, host_ms))
+        if self.waited_for:
+            self._timed.append((rows, riders is not None and riders.drafted, span, host_ms))
 
     def rows(self, running: int) -> int:
         """Return how many rows the next step may have beside so many requests, theirs included."""
@@ -83,9 +88,11 @@ def bound_chunk(
     the running ones go on alone, or are retracted.
     """
     whole, running = scheduler.chunked_prefill_size, len(running_batch.reqs)
+    part = part_of(decoder_of(scheduler).parts, BoundedGaps)
+    if part is not None:
+        part.waited_for = running > 0
     if whole is None or not running or not (scheduler.waiting_queue or scheduler.chunked_req):
         return original(scheduler, prefill_delayer_single_pass, running_batch)
-    part = part_of(decoder_of(scheduler).parts, BoundedGaps)
     bound = whole if part is None else min(whole, part.rows(running))
     if scheduler.chunked_req is not None:
         spare = spare_slots(scheduler.token_to_kv_pool_allocator, scheduler.tree_cache)

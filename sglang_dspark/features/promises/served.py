@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -61,20 +60,37 @@ class Promises(Weigher):
         """Return the promised time to the first token of a request that waits; None if it has none, or has come."""
         return None if req.output_ids else promised(req, self._server).ttft_ms
 
-    def waiting(self, req: Req) -> Waiting:
-        """Return a request of SGLang's queue, or the one that has begun, as a prompt that waits."""
+    def promises_any(self, queue: Sequence[Req]) -> bool:
+        """Return whether a request of SGLang's queue is promised a first token."""
+        if self._server.ttft_ms is not None:
+            return bool(queue)
+        return any(req.sampling_params.custom_params and self.promised_ms(req) for req in queue)
+
+    @property
+    def row_ms(self) -> float:
+        """Return what a row of a prompt takes; 0 if step times are unknown."""
         times = self._schedule().times
-        prefill_ms = 0.0 if times is None else _rows(req) * times.row_ms
-        return Waiting(req.time_stats.scheduler_recv_time * 1e3, self.promised_ms(req), prefill_ms)
+        return 0.0 if times is None else times.row_ms
 
-    def make_room(self, first: Sequence[Req]) -> list[int]:
-        """Return the rows of these requests, the next in SGLang's queue, up to the first that had room before.
+    def waiting(self, req: Req, row_ms: float) -> Waiting:
+        """Return a request of SGLang's queue, or the one that has begun, as a prompt that waits.
 
-        That one has found something else missing. It will again, and the prompt that has begun would hardly go on.
+        One without a promise has waited since it was put into the queue, perhaps because it was retracted.
         """
-        new = list(takewhile(lambda req: req not in self._given_room, first))
-        self._given_room.update(new)
-        return [_rows(req) for req in new]
+        promised_ms, times = self.promised_ms(req), req.time_stats
+        since = times.wait_queue_entry_time if promised_ms is None else times.scheduler_recv_time
+        return Waiting(since * 1e3, promised_ms, rows_of(req) * row_ms)
+
+    def had_room(self, req: Req) -> bool:
+        """Return whether room was made for a request once, in vain.
+
+        It has found something else missing. It will again, and the prompt that has begun would hardly go on.
+        """
+        return req in self._given_room
+
+    def made_room(self, req: Req) -> None:
+        """Note that room was made for a request: if it does not start now, there will be none for it again."""
+        self._given_room.add(req)
 
     @fenced("promises", instead=nothing)
     def prefill_done(self, batch: ScheduleBatch) -> None:
@@ -97,9 +113,9 @@ class Promises(Weigher):
 
     @fenced("promises", instead=nothing)
     def request_ended(self, req: Req) -> None:
-        """Count what became of a promise, and tell the user; not if the request was aborted."""
+        """Count what became of a promise, and tell the user; not if the request was aborted, or asked for no token."""
         pace, tokens = self._paces.pop(req, None), len(req.output_ids_through_stop)
-        if isinstance(req.finished_reason, FINISH_ABORT):
+        if isinstance(req.finished_reason, FINISH_ABORT) or not tokens:
             return
         said = self._first_token(req) | ({} if pace is None or tokens == 1 else self._pace(req, pace, tokens))
         if said:
@@ -160,6 +176,6 @@ class Promises(Weigher):
         return {"least_tpot_ms": alone_ms, "least_ttft_ms": times.single_ms(1, 0, 0, 0.0)}
 
 
-def _rows(req: Req) -> int:
-    """Return the rows of its text that the prefix cache lacks, as far as SGLang has looked."""
-    return max(1, len(req.origin_input_ids) + len(req.output_ids) - req.num_matched_prefix_tokens)
+def rows_of(req: Req) -> int:
+    """Return the rows of its text that the device's prefix cache lacks, as far as SGLang has looked."""
+    return max(1, len(req.origin_input_ids) + len(req.output_ids) - req.prefix_len)

@@ -6,7 +6,8 @@ one go on with the prompt that has begun, and takes prompts from the front. So t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.feature import part_of
 from sglang_dspark.engine.sglang_types import Req
-from sglang_dspark.features.promises.served import Promises
+from sglang_dspark.features.promises.served import Promises, rows_of
 from sglang_dspark.fence import fenced
 from sglang_dspark.scheduling.first_tokens import starts_by
 
@@ -28,9 +29,11 @@ class LeavesRoom(PrefillAdder):
 
     Attributes:
         rows: of these prompts, each of which needs room for all of its own: only one prompt at a time is cut.
+        made_room: is called if there is room for the first of them at least.
     """
 
     rows: Sequence[int] = ()
+    made_room: Callable[[], None]
     chunked_req_limit: int | None
 
     def add_chunked_req(self, req: Req) -> Req | None:
@@ -42,6 +45,7 @@ class LeavesRoom(PrefillAdder):
         if left < self.rem_chunk_tokens:
             left = left // self.page_size * self.page_size
             self.chunked_req_limit = min(left, self.chunked_req_limit or left)  # SGLang's may leave room for others
+            self.made_room()
         going_on: Req | None = super().add_chunked_req(req)
         return going_on
 
@@ -60,23 +64,28 @@ def start_by_promise(adder: type[PrefillAdder], scheduler: Scheduler) -> type[Pr
     """
     decoder, queue = decoder_of(scheduler), scheduler.waiting_queue
     part = part_of(decoder.parts, Promises)
-    if part is None or not any(part.promised_ms(req) for req in queue):
+    if part is None or not part.promises_any(queue):
         return adder
-    order, rows = part.agreement.share(_planned(scheduler, part))
-    scheduler.waiting_queue[:] = [queue[place] for place in order]
-    return type(adder.__name__, (LeavesRoom, adder), {"rows": rows}) if rows else adder
+    order, ahead = part.agreement.share(_planned(scheduler, part))
+    queue[:] = [queue[place] for place in order]
+    due = [req for req in queue[:ahead] if not part.had_room(req)]
+    if not due:
+        return adder
+    attributes = {"rows": list(map(rows_of, due)), "made_room": staticmethod(partial(part.made_room, due[0]))}
+    return type(adder.__name__, (LeavesRoom, adder), attributes)
 
 
-def _as_it_is(scheduler: Scheduler, part: Promises) -> tuple[list[int], list[int]]:
-    return list(range(len(scheduler.waiting_queue))), []
+def _as_it_is(scheduler: Scheduler, part: Promises) -> tuple[list[int], int]:
+    return list(range(len(scheduler.waiting_queue))), 0
 
 
 @fenced("orders of prompts", instead=_as_it_is)
-def _planned(scheduler: Scheduler, part: Promises) -> tuple[list[int], list[int]]:
-    """Return the places of SGLang's queue in the new order, and rows of prompts that the one that has begun waits for.
+def _planned(scheduler: Scheduler, part: Promises) -> tuple[list[int], int]:
+    """Return the places of SGLang's queue in the new order, and for how many the prompt that has begun leaves room.
 
     Priorities come before promises.
     """
+    row_ms = part.row_ms
     queue, begun, order, due = scheduler.waiting_queue, scheduler.chunked_req, [], []
 
     def level(req: Req) -> int:
@@ -84,14 +93,13 @@ def _planned(scheduler: Scheduler, part: Promises) -> tuple[list[int], list[int]
 
     for priority, group in groupby(range(len(queue)), key=lambda place: level(queue[place])):
         places = list(group)
-        by = dict(zip(places, starts_by([part.waiting(queue[place]) for place in places]), strict=True))
+        by = dict(zip(places, starts_by([part.waiting(queue[place], row_ms) for place in places]), strict=True))
         places.sort(key=by.__getitem__)
         order += places
         due += [(priority, by[place]) for place in places]
     # SGLang takes more than one prompt of a batch with windows in part; and without a free row it takes none.
     free = scheduler.get_num_allocatable_reqs(scheduler.running_batch.batch_size())
     if begun is None or scheduler.is_hybrid_swa or free <= 0:
-        return order, []
-    before = (level(begun), part.waiting(begun).start_by_ms)
-    ahead = len(list(takewhile(before.__gt__, due)))
-    return order, part.make_room([queue[place] for place in order[: min(ahead, free)]])
+        return order, 0
+    before = (level(begun), part.waiting(begun, row_ms).start_by_ms)
+    return order, min(len(list(takewhile(before.__gt__, due))), free)

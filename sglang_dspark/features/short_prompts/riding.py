@@ -42,11 +42,16 @@ class RunningBeside:
         batch: SGLang's, prepared for a decode step.
         blocks: how the prompts are laid out.
         scheduler: SGLang's, once the batch of prompts is the next one.
+        drafted: whether the step has drafts, once it has run.
     """
 
     batch: Any
     blocks: Blocks
     scheduler: Scheduler = field(init=False)
+    drafted: bool = field(init=False, default=False)
+
+    def __len__(self) -> int:
+        return len(self.batch.reqs)
 
     def decode(
         self, prompts: ScheduleBatch, step: Callable[[ScheduleBatch, Publish], DSparkBatchResult]
@@ -65,6 +70,7 @@ class RunningBeside:
         with scheduler._forward_isolation(batch, overlap=False):
             result = step(batch, partial(future_map.publish, rows) if overlap else _nowhere)
         batch.spec_info = result.next_draft_input
+        self.drafted = result.record is not None and result.record.decision.draft_len > 0
         if overlap:
             scheduler._relay_forward_payload(batch, rows, result)
             batch.spec_info.future_indices = rows

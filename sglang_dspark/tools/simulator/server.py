@@ -203,8 +203,8 @@ class _Episode:
         """Look at a result: tokens reach their users, and users whose answer is complete go on."""
         record, limit = result.record, self._server.prompts.limit
         if limit is not None and result.chunk.pieces and result.requests:
-            rows = result.chunk.tokens + (len(result.requests) if result.prefilled else 0)
-            limit.learn(rows, result.ms, drafted=not result.prefilled)
+            drafted = record is not None and record.decision.draft_len > 0
+            limit.learn(result.chunk.tokens + len(result.requests), result.ms, drafted=drafted)
         if record is not None:
             running = [place for place, request in enumerate(result.requests) if not request.done]
             accepted, verified = result.accepted[running].tolist(), record.verify_lens.tolist()

@@ -139,12 +139,48 @@ def test_a_prompt_that_has_begun_waits_while_running_requests_need_all_slots():
 
 def test_a_prefill_is_timed_on_the_host_of_a_cpu():
     part = gaps(64)
-    # They take next to nothing. No request waits for the first, few rows say nothing, and the last have others' drafts.
-    mixed = {"decoding_reqs": [object()]}
-    for rows, more, found in ((64, {}, 64), (64, mixed, 96), (3, mixed, 96), (96, {RIDERS: object()}, 144)):
+    part._limit = ChunkLimit(1e9)  # next to which all take nothing
+    for rows, waited_for, found in ((64, False, 64), (64, True, 96), (3, True, 96), (96, True, 144)):
         part.prefill_comes(batch())
-        prompts = batch(extend_num_tokens=rows, decoding_reqs=None)
-        vars(prompts).update(more)
+        part.waited_for = waited_for
+        part.prefill_done(batch(extend_num_tokens=rows))
+        assert part.rows(2) == found, "no request waits for the first, and few rows say nothing"
+
+
+class Others:
+    """Requests beside prompts that are not in their batch."""
+
+    def __init__(self, number, drafted):
+        self.number, self.drafted = number, drafted
+
+    def __len__(self):
+        return self.number
+
+
+@pytest.mark.parametrize("running", [2, 31, 32, 64, 200])
+@pytest.mark.parametrize("drafted", [False, True])
+def test_chunks_that_share_steps_with_drafts_grow_however_many_requests_run(running, drafted):
+    part = gaps(64)
+    part._limit, part.waited_for = ChunkLimit(1e9), True
+    riders = Others(running, drafted)
+    for _ in range(20):
+        prompts = batch(extend_num_tokens=part.rows(running) - running)
+        vars(prompts)[RIDERS] = riders
+        part.prefill_comes(prompts)
+        part.prefill_done(prompts)
+    assert part.rows(running) > 1000
+
+
+def test_chunks_beside_requests_that_draft_nothing_shrink():
+    """As on a machine that has become slower; of drafts the schedule leaves some out."""
+    part, riders = gaps(800), Others(2, True)
+    part._limit, part.waited_for = ChunkLimit(1e-9), True
+    part._limit.rows = 800
+    for drafted, found in ((True, 800), (False, 34)):
+        riders.drafted = drafted
+        prompts = batch(extend_num_tokens=798)
+        vars(prompts)[RIDERS] = riders
+        part.prefill_comes(prompts)
         part.prefill_done(prompts)
         assert part.rows(2) == found
 

@@ -27,8 +27,9 @@ CHUNK = 64
 
 def prompt(rid, rows, arrived_s=0.0, priority=0, **asked):
     """A request with a prompt of so many tokens."""
-    made = asking(prompt=[hash((rid, place)) % 1000 for place in range(rows)], rid=rid, **asked)
-    made.time_stats.scheduler_recv_time, made.priority = arrived_s, priority
+    made = asking(prompt=[(97 * ord(rid) + place) % 1000 for place in range(rows)], rid=rid, **asked)
+    made.time_stats.scheduler_recv_time = made.time_stats.wait_queue_entry_time = arrived_s
+    made.priority = priority
     return made
 
 
@@ -139,6 +140,29 @@ def test_room_that_was_given_in_vain_is_not_given_again(passed):
     greedy.sampling_params.max_new_tokens = 4000
     assert passed([greedy], prompt("z", 300))[1] == {"z": 44}
     assert passed([greedy], prompt("y", 300))[1] == {"y": 64}
+
+
+@pytest.mark.parametrize("chunk", [64, 48])
+def test_promised_prompts_that_do_not_fit_into_one_chunk_have_room_one_after_the_other(passed, chunk):
+    queue, begun = [prompt(rid, 40, ttft_ms=900) for rid in "abc"], prompt("z", 600)
+    for rid in "abc":
+        assert passed(queue, begun, chunk=chunk)[1] == {"z": chunk - 40, rid: 40}
+        del queue[0]
+
+
+def test_a_chunk_that_is_too_short_now_is_no_room_in_vain(passed):
+    queue = [prompt("a", 60, ttft_ms=900)]
+    assert passed(queue, prompt("z", 300), chunk=48)[1] == {"z": 48}
+    assert passed(queue, prompt("y", 300), chunk=128)[1] == {"y": 68, "a": 60}
+
+
+def test_a_request_that_was_retracted_waits_anew(passed):
+    """It has waited from its arrival on, long ago, and others that came before it do not start for its sake."""
+    back = prompt("r", 5)
+    back.output_ids.append(7)
+    back.time_stats.wait_queue_entry_time = 109.0
+    late = [prompt("u", 5, 108.0), prompt("v", 5, 108.0), prompt("p", 5, 108.5, ttft_ms=200)]
+    assert passed([*late, back])[0] == "puvr"
 
 
 def test_where_a_prefix_is_found_no_second_prompt_is_cut(passed):
