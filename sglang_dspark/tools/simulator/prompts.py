@@ -62,7 +62,10 @@ class Prompts:
 
     def __init__(self, table: SpsTable, options: DSparkConfig, *, mixed: bool) -> None:
         if options.max_gap_ms is not None and not mixed:
-            raise ConfigError("a bound on gaps cuts chunks that running requests wait for; mix them, or drop the bound")
+            raise ConfigError(
+                f"--max-gap-ms {options.max_gap_ms:g} cuts chunks that running requests have a row of; pass "
+                "--mixed-chunk, or drop it"
+            )
         self.mixed = mixed
         self.limit = None if options.max_gap_ms is None else ChunkLimit(options.max_gap_ms)
         self._width = table.gamma + 1

@@ -73,7 +73,7 @@ def test_gaps_behind_a_long_prompt_are_bounded():
 
 
 def test_a_bound_needs_chunks_beside_running_requests():
-    with pytest.raises(ConfigError, match="mix them"):
+    with pytest.raises(ConfigError, match="--max-gap-ms 50"):
         Prompts(TIERED, DSparkConfig(max_gap_ms=50.0), mixed=False)
 
 
