@@ -18,7 +18,7 @@ SWEEP_FLAGS ?=
 .PHONY: help env demo doctor unit test thorough check format sweep evidence gpu gpu15 lock clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
 # One make at a time: a second one waits for the first.
 env: ## create .venv with everything that demo, tests and benchmarks need

@@ -41,7 +41,7 @@ BYTES_LESS, BYTES_PER_MS = 1.284e9, 4.27e9
 ROWS = 128
 """Drafts up to which products read 8 bits."""
 ACCEPTED_LESS = 0.013
-"""Share of the accept length that list and 8 bits cost the bundled pair at most, see ``results/lean``."""
+"""Share of the accept length that half of the vocabulary in 8 bits cost the bundled pair, see ``results/lean``."""
 
 
 def changed(table: SpsTable, whole_ms: NDArray[np.float64]) -> SpsTable:

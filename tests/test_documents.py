@@ -84,12 +84,12 @@ def test_files_that_the_map_names_exist(path):
 
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
-COMMAND = re.compile(r"^(?:make|python -m sglang_dspark) ([a-z]+)", re.MULTILINE)
+COMMAND = re.compile(r"^(?:make|python -m sglang_dspark) ([a-z0-9-]+)", re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMAND.findall(README) + COMMAND.findall(CONTRIBUTING))))
 def test_commands_exist(command):
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert command in targets or command in COMMANDS
 
 

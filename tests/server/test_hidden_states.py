@@ -70,7 +70,7 @@ def test_states_are_those_of_the_plain_server(name, alone, bodies, request):
 
 def test_an_aborted_text_has_the_states_of_its_tokens(thinking, plain):
     prompt, answers = CASES[0]["prompt_ids"], []
-    body = endless(prompt, 400, rid="ended", return_hidden_states=True)
+    body = endless(prompt, 400, rid="ended", return_hidden_states=True, speculation={"max_verify": 1})
     with policy(thinking, "static", pace_ms=PACE_MS):
         before = thinking.get_json("/dspark/stats")
         turn = in_background(lambda: answers.extend(generate(thinking, [body], 1)))

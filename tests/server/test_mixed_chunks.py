@@ -71,7 +71,7 @@ def test_texts_beside_prompts_of_every_length(letters, plain_letters):
     seeded = [i for i, body in enumerate(asked) if "sampling_seed" in body["sampling_params"]]
     for i, ids in zip(seeded, output_ids(letters, [asked[i] for i in seeded], 1), strict=True):
         expected[i] = ids
-    forced = greedy([5, 6, 7], 900, {**KINDS[2], "min_new_tokens": 900})
+    forced = greedy([5, 6, 7], 900, {**KINDS[2], "min_new_tokens": 900}, speculation={"max_verify": 1})
     with policy(letters, "static", **PACED):  # only mixed steps draft nothing
         letters.flush_cache()
         with beside(letters, RUNNING):
@@ -93,7 +93,7 @@ def test_promised_prompts_go_in_between_the_chunks_of_another(letters, plain_let
     draw, texts = random.Random(9), []
     asked = [greedy(draw.choices(VOCAB, k=length), 1) for length in (15 * 64, 9, 9)]
     expected = output_ids(plain_letters, asked)
-    with policy(letters, "static", pace_ms=8 * PACE_MS), beside(letters, RUNNING):
+    with policy(letters, "static", pace_ms=16 * PACE_MS), beside(letters, RUNNING):
         before = letters.get_json("/dspark/stats")["prompts"]
         long = in_background(lambda: texts.extend(output_ids(letters, asked[:1])))
         wait_until(lambda: letters.get_json("/dspark/stats")["prompts"] != before)

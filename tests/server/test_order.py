@@ -13,6 +13,7 @@ import torch
 from golden_server import (
     DRAFT,
     EMULATION,
+    PACE_MS,
     endless,
     generate,
     greedy,
@@ -34,11 +35,11 @@ def test_streams_of_a_server_are_in_order(ordered):
                 for place, case in enumerate(CASES)
             ]
             generate(ordered, bodies, 3)
-    with policy(ordered, "static"):
+    with policy(ordered, "static", pace_ms=10 * PACE_MS):
         running = in_background(lambda: generate(ordered, [endless(CASES[0]["prompt_ids"], 48)], 1))
         wait_for_running(ordered, 1)
         generate(ordered, [greedy(case["prompt_ids"][3:8], 2) for case in CASES], 1)
-        running.join()
+    running.join()
     log = ordered.log_path.read_text()
     assert "streams are watched" in log and "launched by a step beside prompts of 1 by" in log
     assert [line for line in log.splitlines() if "in no order" in line] == []

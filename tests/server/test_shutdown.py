@@ -18,7 +18,7 @@ NUM_TOKENS = 800
 def test_sigterm_lets_requests_finish():
     flags = (*CPU_FLAGS, "--dtype", "float32", *DSPARK, "--speculative-dspark-schedule", "static")
     answers = []
-    body = endless([5, 6, 7], NUM_TOKENS)
+    body = endless([5, 6, 7], NUM_TOKENS, speculation={"max_verify": 1})
     with LaunchedServer(TARGET, *flags, env=CPU_ENV) as server:
         requests = [
             in_background(lambda: answers.append(server.post_json("/generate", body)["output_ids"])) for _ in range(3)

@@ -222,7 +222,7 @@ OFTEN = {("dspark", "encoded again"), ("dspark", "continued")}
 def test_a_request_that_an_update_meets(request, folders, name, how):
     """By the same rules as on a plain server; those of greedy decoding say which text is right."""
     server, (pause, fields) = request.getfixturevalue(name), HALTED[how]
-    body, answers = {**endless(PROMPT, 400), "return_logprob": False}, []
+    body, answers = endless(PROMPT, 400, return_logprob=False, speculation={"max_verify": 1}), []
     old = server.post_json("/generate", body)["output_ids"]
     try:
         with policy(server, "static", pace_ms=PACE_MS) if name == "dspark" else nullcontext():

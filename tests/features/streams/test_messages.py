@@ -65,6 +65,14 @@ def test_without_a_parser_the_last_token_alone_is_apart(tokenizer, incremental):
     assert found == list(messages(tokenizer, ids, [1, 4, 7, 8], incremental))
 
 
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_letter_that_is_cut_between_two_steps(tokenizer, incremental):
+    ids = tokenizer("a\u00e9bc", add_special_tokens=False)["input_ids"]
+    assert len(ids) == 5  # two of them are one letter
+    found = cut(tokenizer, messages(tokenizer, ids, [2, 5], incremental), incremental)
+    assert found == list(messages(tokenizer, ids, range(1, 6), incremental))
+
+
 def test_what_a_stop_string_cuts_off_is_in_no_message(tokenizer):
     ids = tokenizer("abc end", add_special_tokens=False)["input_ids"]
     found = cut(tokenizer, messages(tokenizer, ids, [1, 7], False, trimmed=4), False)
