@@ -2,8 +2,8 @@
 
     python benchmarks/promised_users.py --target TARGET --draft DRAFT --prompts PROMPTS --output OUTPUT
 
-Three ways take turns at the same prompts: ``auto`` as it comes, ``auto`` with promises, and with mixed chunks and a
-bound on gaps, too. What is promised is a share of the mean time per token that users have by the first way in a round
+Three ways take turns at the same prompts: ``auto`` as it comes, ``auto`` with promises, and with prompts beside drafts
+and a bound on gaps, too. What is promised is a share of the mean time per token that users have by the first way in a round
 before those that count. The answers of all are judged by it, on the clients' clocks.
 """
 
@@ -31,7 +31,8 @@ from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspar
 USERS, ANSWERS, MAX_TOKENS = 8, 3, 64
 LONG_TOKENS, LONG_EVERY_S = 1000, 8.0
 IDS = range(1000, 20000)  # tokens of the bundled pair's target that are no special ones
-FIRST, PROMISED, MIXED_TOO = "auto", "auto, promised", "auto, promised, mixed"
+BESIDE = ("--speculative-dspark-prompt-rows", "512")  # a CPU has to be asked
+FIRST, PROMISED, MIXED_TOO = "auto", "auto, promised", "auto, promised, beside"
 
 
 def long_prompts(server: LaunchedServer, draw: random.Random, over: Event) -> int:
@@ -113,7 +114,7 @@ def main(target: Path, draft: Path, prompts: Path, output: Path, share: float, g
     with ExitStack() as stack:
         plain, mixed = (
             stack.enter_context(LaunchedServer(target, *flags, *more, env=CPU_ENV))
-            for more in ((), ("--enable-mixed-chunk", "--speculative-dspark-max-gap-ms", str(gap_ms)))
+            for more in ((), ("--enable-mixed-chunk", *BESIDE, "--speculative-dspark-max-gap-ms", str(gap_ms)))
         )
         servers = {FIRST: plain, PROMISED: plain, MIXED_TOO: mixed}
         for server in (plain, mixed, mixed, plain):  # step times settle
