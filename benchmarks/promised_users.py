@@ -3,8 +3,8 @@
     python benchmarks/promised_users.py --target TARGET --draft DRAFT --prompts PROMPTS --output OUTPUT
 
 Three ways take turns at the same prompts: ``auto`` as it comes, ``auto`` with promises, and with prompts beside drafts
-and a bound on gaps, too. What is promised is a share of the mean time per token that users have by the first way in a round
-before those that count. The answers of all are judged by it, on the clients' clocks.
+and a bound on gaps, too. What is promised is a share of the mean time per token that users have by the first way in a
+round before those that count. The answers of all are judged by it, on the clients' clocks.
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ def test_streams_of_a_server_are_in_order(ordered):
             ]
             generate(ordered, bodies, 3)
     with policy(ordered, "static", pace_ms=10 * PACE_MS):
-        running = in_background(lambda: generate(ordered, [endless(CASES[0]["prompt_ids"], 48)], 1))
+        running = in_background(
+            lambda: generate(ordered, [endless(CASES[0]["prompt_ids"], 48, speculation={"max_verify": 1})], 1)
+        )
         wait_for_running(ordered, 1)
         generate(ordered, [greedy(case["prompt_ids"][3:8], 2) for case in CASES], 1)
     running.join()

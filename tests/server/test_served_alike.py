@@ -75,7 +75,7 @@ def densest_stream(server, interval):
 
 def test_a_stream_arrives_as_often_as_without_speculation(plain, dspark):
     interval = 8
-    without = streamed(plain, interval)
+    without = densest_stream(plain, interval)
     assert len(without) > 1 and {*without} <= {*range(1, 64, interval), 64}
     with policy(dspark, "static", pace_ms=PACE_MS):
         lengths = densest_stream(dspark, interval)

@@ -178,4 +178,5 @@ class Promises(Weigher):
 
 def rows_of(req: Req) -> int:
     """Return the rows of its text that the device's prefix cache lacks, as far as SGLang has looked."""
-    return max(1, len(req.origin_input_ids) + len(req.output_ids) - req.prefix_len)
+    known = min(req.prefix_len, req.num_matched_prefix_tokens)  # to order its queue SGLang matches more than it may use
+    return max(1, len(req.origin_input_ids) + len(req.output_ids) - known)

@@ -6,10 +6,10 @@ one go on with the prompt that has begun, and takes prompts from the front. So t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING
+from weakref import ref
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
@@ -29,12 +29,13 @@ class LeavesRoom(PrefillAdder):
 
     Attributes:
         rows: of these prompts, each of which needs room for all of its own: only one prompt at a time is cut.
-        made_room: is called if there is room for the first of them at least.
     """
 
     rows: Sequence[int] = ()
-    made_room: Callable[[], None]
     chunked_req_limit: int | None
+
+    def made_room(self) -> None:
+        """Take notice of room for the first of them at least."""
 
     def add_chunked_req(self, req: Req) -> Req | None:
         left = self.rem_chunk_tokens
@@ -68,11 +69,17 @@ def start_by_promise(adder: type[PrefillAdder], scheduler: Scheduler) -> type[Pr
         return adder
     order, ahead = part.agreement.share(_planned(scheduler, part))
     queue[:] = [queue[place] for place in order]
-    due = [req for req in queue[:ahead] if not part.had_room(req)]
+    # SGLang takes none behind the first that something else keeps from starting.
+    due = list(takewhile(lambda req: not part.had_room(req), queue[:ahead]))
     if not due:
         return adder
-    attributes = {"rows": list(map(rows_of, due)), "made_room": staticmethod(partial(part.made_room, due[0]))}
-    return type(adder.__name__, (LeavesRoom, adder), attributes)
+    first = ref(due[0])  # a class lives until it is collected, and its request with it
+
+    def made_room(_adder: LeavesRoom) -> None:
+        if (req := first()) is not None:
+            part.made_room(req)
+
+    return type(adder.__name__, (LeavesRoom, adder), {"rows": list(map(rows_of, due)), "made_room": made_room})
 
 
 def _as_it_is(scheduler: Scheduler, part: Promises) -> tuple[list[int], int]:

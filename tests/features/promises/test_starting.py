@@ -142,6 +142,14 @@ def test_room_that_was_given_in_vain_is_not_given_again(passed):
     assert passed([greedy], prompt("y", 300))[1] == {"y": 64}
 
 
+def test_behind_a_request_that_cannot_start_no_room_is_made(passed):
+    first, *others = [prompt(rid, 20, ttft_ms=900) for rid in "abc"]
+    first.sampling_params.max_new_tokens = 4000
+    assert passed([first, *others], prompt("z", 300))[1] == {"z": 4}
+    assert passed([first, *others], prompt("y", 300))[1] == {"y": 64}
+    assert passed(others, prompt("x", 300))[1] == {"x": 24, "b": 20, "c": 20}
+
+
 @pytest.mark.parametrize("chunk", [64, 48])
 def test_promised_prompts_that_do_not_fit_into_one_chunk_have_room_one_after_the_other(passed, chunk):
     queue, begun = [prompt(rid, 40, ttft_ms=900) for rid in "abc"], prompt("z", 600)
