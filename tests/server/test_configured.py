@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from contextlib import contextmanager
 
 from golden_server import (
     CASES,
@@ -17,11 +16,13 @@ from golden_server import (
     greedy,
     in_background,
     output_ids,
+    policy,
     rounds_of,
     wait_for_running,
 )
 
 RUNNING = 2
+OWN = {"policy": "threshold", "confidence_threshold": 0.6}
 SPOKEN = [token for token in range(256) if token % 5 == 4]  # what the list lacks
 
 
@@ -80,16 +81,6 @@ def test_chunks_come_at_the_interval_of_the_server(configured):
     assert all(later - earlier >= 8 for earlier, later in itertools.pairwise(lengths[:-1]))
 
 
-@contextmanager
-def slowly(server):
-    """Have steps take their time inside the block, and verify nothing."""
-    assert server.post_json("/dspark/policy", {"policy": "off", "pace_ms": PACE_MS})
-    try:
-        yield
-    finally:
-        server.post_json("/dspark/policy", {"policy": "threshold", "confidence_threshold": 0.6})
-
-
 def test_a_request_of_higher_priority_goes_first(configured, plain):
     """It takes the place of one that runs, whose text goes on as if nothing had been."""
     long = [endless([5 + i, 9, 7], 300, priority=0) for i in range(RUNNING)]
@@ -103,7 +94,7 @@ def test_a_request_of_higher_priority_goes_first(configured, plain):
 
     bodies = [*long, waiting, urgent]
     threads = []
-    with slowly(configured):
+    with policy(configured, "off", OWN, pace_ms=PACE_MS):
         for number, body in enumerate(bodies):
             threads.append(in_background(lambda number=number, body=body: ask(number, body)))
             if number == RUNNING - 1:
@@ -122,7 +113,7 @@ def test_a_promised_first_token_overtakes_prompts_that_came_before(configured):
     rids = [f"pair {place // 2} {place}" for place in range(10)]
     pairs = {"rid": rids, "input_ids": [[5, 6, 7]] * 10, "sampling_params": endless([], 200)["sampling_params"]}
     bodies, texts = [greedy(case["prompt_ids"], 8) for case in CASES[:3]], []
-    with slowly(configured):
+    with policy(configured, "off", OWN, pace_ms=PACE_MS):
         held = in_background(lambda: call(configured, "/generate", body=pairs))
         wait_for_running(configured, 8, "waiting")
         others = in_background(lambda: texts.extend(output_ids(configured, bodies[1:], 2)))

@@ -37,6 +37,7 @@ TOL = 2e-4
 """Of logits and states in float32, of another batch shape."""
 PACE_MS = 20.0
 """Milliseconds before each step, see ``policy``: requests of hundreds of tokens run for seconds on every machine."""
+AUTO = {"policy": "auto"}
 DRAFTER_ALONE = {"trace": True, "preset": "none"}
 """Asks for a trace that depends on nothing but the request."""
 
@@ -270,17 +271,18 @@ def with_options(bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def policy(server: LaunchedServer, name: str, **fields: Any) -> Iterator[None]:
-    """Verify by this policy inside the block; by ``auto`` again after it.
+def policy(server: LaunchedServer, name: str, afterwards: Mapping[str, Any] = AUTO, **fields: Any) -> Iterator[None]:
+    """Verify by this policy inside the block, and by the server's own after it.
 
     Args:
+        afterwards: the server's own, with its fields.
         fields: of the policy, and ``pace_ms``, which keeps a server of the tests from going on faster.
     """
     assert server.post_json("/dspark/policy", {"policy": name, **fields})["policy"] == name
     try:
         yield
     finally:
-        server.post_json("/dspark/policy", {"policy": "auto"})
+        server.post_json("/dspark/policy", afterwards)
 
 
 def in_background(function: Callable[[], Any]) -> threading.Thread:

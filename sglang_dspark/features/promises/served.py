@@ -82,7 +82,7 @@ class Promises(Weigher):
         return Waiting(since * 1e3, promised_ms, rows_of(req) * row_ms)
 
     def had_room(self, req: Req) -> bool:
-        """Return whether room was made for a request once, in vain.
+        """Return whether room was made for a request that did not start then.
 
         It has found something else missing. It will again, and the prompt that has begun would hardly go on.
         """

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from sglang.srt.managers.overlap_utils import resolve_forward_inputs
 from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from sglang_dspark.engine.scheduler.batch import RIDERS
+from sglang_dspark.engine.scheduler.batch import RIDERS, riders_of
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.short_prompts.blocks import Blocks
 
@@ -106,8 +106,7 @@ class RidingResult(GenerationBatchResult):
 
 def beside(prompts: ScheduleBatch) -> RunningBeside | None:
     """Return what runs beside the prompts of SGLang's batch in the same verification."""
-    found: RunningBeside | None = vars(prompts).get(RIDERS)
-    return found
+    return cast("RunningBeside | None", riders_of(prompts))
 
 
 def ride_or_mix(original: Callable[..., None], prompts: ScheduleBatch, running: ScheduleBatch) -> None:

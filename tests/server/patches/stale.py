@@ -1,4 +1,4 @@
-"""Overwrites what decode steps leave behind: whoever reads it later, or reads what no step has written, finds garbage.
+"""Overwrites what decode steps leave behind: what is read later, or was written by no step, is garbage.
 
 A replay leaves its results where the next one puts its own, and the host reads copies in rings.
 """
