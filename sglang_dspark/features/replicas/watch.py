@@ -29,7 +29,9 @@ def end_with_the_first(schedulers: Sequence[BaseProcess], end: Callable[[], None
         ended = wait([scheduler.sentinel for scheduler in left])
         for gone in [scheduler for scheduler in left if scheduler.sentinel in ended]:
             left.remove(gone)
-            gone.join()
+            # A process whose status another thread is collecting has none for a moment.
+            while gone.exitcode is None:
+                time.sleep(0.01)
             if gone.exitcode:
                 time.sleep(GRACE_S)
                 logger.error(

@@ -1,7 +1,9 @@
 """A server ends with the first of its schedulers that fails, and with none that ends as it should."""
 
 import multiprocessing
+import os
 import time
+from multiprocessing.connection import wait
 from threading import Thread
 
 import pytest
@@ -26,10 +28,24 @@ def test_the_first_that_is_killed_ends_the_server(schedulers):
     ends = []
     thread = Thread(target=watch.end_with_the_first, args=(schedulers, lambda: ends.append(1)))
     thread.start()
-    schedulers[0].join(timeout=60)
-    assert schedulers[0].exitcode == 0
+    assert wait([schedulers[0].sentinel], timeout=60)
     thread.join(timeout=0.3)
     assert thread.is_alive() and not ends
     schedulers[2].kill()
     thread.join(timeout=60)
     assert ends == [1]
+
+
+def test_a_status_that_another_thread_collects_is_waited_for(monkeypatch):
+    monkeypatch.setattr(watch, "GRACE_S", 0.0)
+    context = multiprocessing.get_context("fork")
+    ends = []
+    for _ in range(50):
+        killed = context.Process(target=os._exit, args=(3,))
+        killed.start()
+        thread = Thread(target=watch.end_with_the_first, args=([killed], lambda: ends.append(1)))
+        thread.start()
+        # As SGLang's controller does on every node but the first.
+        killed.join()
+        thread.join(timeout=60)
+    assert len(ends) == 50
