@@ -28,19 +28,3 @@ def survived(accepted: Ints, gamma: int) -> Bools:
 def reached(verified: Ints, accepted: Ints, gamma: int) -> Bools:
     """Return [n, gamma] whether a draft was put to the test: one of [n] verified, and nothing before it rejected."""
     return np.minimum(verified, np.asarray(accepted) + 1)[:, None] > np.arange(gamma)
-
-
-def as_shown(survival: npt.NDArray[np.float64], verified: Ints, accepted: Ints) -> npt.NDArray[np.float64]:
-    """Return [n, gamma] survivals as the outcome has shown them; as predicted where it says nothing.
-
-    Args:
-        survival: [n, gamma] as predicted, NaN past the drafted depth.
-        verified, accepted: see :func:`reached`.
-    """
-    positions = np.arange(survival.shape[1])
-    last = np.take_along_axis(survival, np.maximum(verified - 1, 0)[:, None], axis=1)
-    last = np.where(verified[:, None] > 0, np.maximum(last, 1e-9), 1.0)
-    # Behind verified drafts that were all accepted, it goes on as predicted.
-    behind = np.where((accepted == verified)[:, None], survival / last, 0.0)
-    shown = np.where(positions < verified[:, None], survived(accepted, len(positions)), behind)
-    return np.where(np.isnan(survival), np.nan, shown).astype(np.float64)

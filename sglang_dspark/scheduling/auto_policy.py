@@ -43,6 +43,7 @@ class AutoPolicy(Policy):
         credit: of the request that runs alone; its gains come from outside.
         fixed_draft_shape: whether a step that drafts for one request drafts for all, as CUDA graphs do.
         uniform: whether all requests verify as many drafts.
+        probing: whether the last decision is a trial, taken to learn something.
     """
 
     times: StepTimes
@@ -106,23 +107,6 @@ class AutoPolicy(Policy):
         pays = steps.best.tokens_per_ms > steps.plain.tokens_per_ms
         return self.credit.affords(request, cost, pays=pays)
 
-    def min_acceptance(self, requests: int, depth: int, context: float) -> float:
-        """Return the accepted drafts per round that pay for drafting one of several requests.
-
-        It leaves its part of the verification to the others, so that it costs its share of the draft stage.
-
-        Args:
-            requests: as many as the last decision was made for.
-            depth: drafts proposed for it.
-        """
-        assert self._last is not None, "a step has been chosen"
-        share_ms = self._draft_ms(requests, depth, context) - self._draft_ms(requests - 1, depth, context)
-        return max(0.0, share_ms) * self._last.tokens_per_ms
-
-    def _draft_ms(self, requests: int, depth: int, context: float) -> float:
-        """Return the milliseconds of the draft stage."""
-        return self.times.single_ms(requests, 0, depth, context) - self.times.single_ms(requests, 0, 0, context)
-
     def _trial(self, best: Candidate, requests: int, context: float) -> StepDecision | None:
         """Return a step to learn about what is not done; None if none is due, or if the last one is not paid for yet.
 
@@ -169,8 +153,8 @@ class AutoPolicy(Policy):
 
     def _one_drafted_ms(self, requests: int, context: float) -> float:
         """Return the milliseconds of a step that verifies one request in full."""
-        gamma = self.times.table.gamma
-        draft_ms = self._draft_ms(requests if self.fixed_draft_shape else 1, gamma, context)
+        gamma, drafted = self.times.table.gamma, requests if self.fixed_draft_shape else 1
+        draft_ms = self.times.single_ms(drafted, 0, gamma, context) - self.times.single_ms(drafted, 0, 0, context)
         return self.times.single_ms(requests, gamma, 0, context) + draft_ms
 
     def _explore(self, best: Candidate, requests: int, context: float) -> StepDecision | None:

@@ -13,10 +13,9 @@ from sglang_dspark.calibration.chain_weights import ChainWeights
 from sglang_dspark.calibration.logistic import LogisticMap
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
-from sglang_dspark.calibration.survival import as_shown, prefix_survival, sigmoid
+from sglang_dspark.calibration.survival import prefix_survival, sigmoid
 from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
 from sglang_dspark.scheduling.position_acceptance import PositionAcceptance
-from sglang_dspark.scheduling.request_acceptance import RequestAcceptance
 from sglang_dspark.scheduling.step_feedback import StepFeedback, repeat_by_weight, verified_and_accepted
 from sglang_dspark.step.confidence import Confidence
 
@@ -40,7 +39,6 @@ class Forecast:
             one copy renews it.
         positions: acceptance by position.
         predicted: survivals as they were predicted, beside the outcomes.
-        acceptance: expected accepted drafts of every request.
         lagged: survivals of the last rounds, on which budgets are based; None until the schedule has step times.
     """
 
@@ -58,7 +56,7 @@ class Forecast:
     def _begin(self) -> None:
         """Know nothing of any outcome."""
         self.positions = PositionAcceptance(self._max_verify)
-        self.acceptance = RequestAcceptance()
+        self._lone_request, self._lone_rounds = "", 0  # the last one that ran alone, and what was learned from then
         self._pending: list[StepFeedback] = []
         self._rounds_ahead = 0  # that were kept of more than their share of steps
         self._steps = 0  # since the calibration was shown anything
@@ -125,8 +123,12 @@ class Forecast:
         Its text decides about every step, so a hard one is given up soon.
         """
         requests = feedback.record.requests
-        is_alone = self.lagged is not None and len(requests) == 1
-        return is_alone and self.acceptance.num_rounds(requests[0]) < UPDATE_STEPS
+        if self.lagged is None or len(requests) > 1:
+            return False
+        if requests[0] != self._lone_request:
+            self._lone_request, self._lone_rounds = requests[0], 0
+        self._lone_rounds += 1
+        return self._lone_rounds <= UPDATE_STEPS
 
     def observe_plain(self) -> None:
         """Account for a step that drafted nothing: little may follow the trial before it that could be learned from."""
@@ -157,8 +159,6 @@ class Forecast:
         self.predicted.observe(survival, *verified_and_accepted(predicted))
         renewed = self.calibration is None or self._calibrate(self.calibration, predicted, logits)
         if self.lagged is not None:
-            ids = [step.record.requests[request] for step in predicted for request in step.requests]
-            self.acceptance.observe(ids, as_shown(survival, *verified_and_accepted(predicted)))
             # A probe of a whole batch shows as many rounds as it stands for, or more.
             times = [-(-step.record.decision.weight // len(step.requests)) for step in predicted for _ in step.requests]
             predictions = np.repeat(np.stack([logits, survival]), times, axis=1)

@@ -39,12 +39,10 @@ class Policy(ABC):
     Attributes:
         needs_confidence: whether the drafter's confidences have to be computed.
         parked: whether the server drafts nothing because plain steps are faster.
-        probing: whether the last decision is a trial, taken to learn something.
     """
 
     needs_confidence: bool
     parked: bool = False
-    probing: bool = False
 
     @property
     @abstractmethod
@@ -66,10 +64,6 @@ class Policy(ABC):
     def affords(self, request: str, decision: StepDecision, context: float) -> bool:
         """Return whether a request that runs alone may take the step that was decided; if not, it takes a plain one."""
         return True
-
-    def min_acceptance(self, requests: int, depth: int, context: float) -> float:
-        """Return the accepted drafts per round without which one of several is not drafted; 0 drafts them all."""
-        return 0.0
 
 
 @dataclass

@@ -38,8 +38,7 @@ class Schedule:
     Attributes:
         options: the server's, with the policy in force.
         policy: the policy in force.
-        fixed_draft_shape: whether all requests are drafted to the full depth in any case, as in CUDA graphs: then there
-            is nothing to gain from shallow blocks, or from leaving some of several requests out.
+        fixed_draft_shape: whether all requests are drafted to the full depth in any case, as in CUDA graphs.
         lengths: drafts per request that a step may verify, if all requests have to verify as many; None otherwise.
         forecast: how likely drafts are to survive.
         times: how long steps take; None without a table.
@@ -179,24 +178,12 @@ class Schedule:
             awaited: whether the host of a GPU has waited for the step behind; see :meth:`StepClock.start_step`.
         """
         self._clock.start_step(self.times, awaited=awaited)
-        decision = self._choose(requests, context, beside).within(limits).weighted(weights)
+        decision = self.policy.choose(len(requests), context, beside).within(limits).weighted(weights)
         if len(requests) == 1 and not self.policy.affords(requests[0], decision, context):
             decision = PLAIN
         self._clock.decided()
         with_confidence = traced or decision.has_threshold or self.policy.needs_confidence
         return replace(decision, context=context, with_confidence=with_confidence)
-
-    def _choose(self, requests: Sequence[str], context: float, beside: Beside | None) -> StepDecision:
-        """Return the policy's step for all requests, or only for those whose own blocks are worth drafting."""
-        decision = self.policy.choose(len(requests), context, beside)
-        # A parked server drafts in probes alone. Leaving some out saves nothing if all are drafted together, and a
-        # trial of one that is left out would cost what leaving it out saves.
-        if len(requests) == 1 or self.policy.parked or self.policy.probing or self.fixed_draft_shape:
-            return decision
-        minimum = self.policy.min_acceptance(len(requests), decision.draft_len, context)
-        if minimum == 0:
-            return decision
-        return decision.for_some(self.forecast.acceptance.worth_drafting(requests, minimum), len(requests))
 
     @property
     def parked(self) -> bool:

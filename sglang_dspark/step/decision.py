@@ -102,15 +102,6 @@ class StepDecision:
             limits=RequestLimits(max_verify, thresholds),
         )
 
-    def for_some(self, drafted: Sequence[int], requests: int) -> StepDecision:
-        """Return the same step with only ``drafted`` of the ``requests`` requests drafted."""
-        if len(drafted) == requests:
-            return self
-        if not drafted:
-            return PLAIN
-        selection = self.selection.bounded(drafted, len(drafted) * self.draft_len)
-        return replace(self, selection=selection, draft_requests=tuple(drafted))
-
     def select(self, draft: DraftOutput) -> SelectedDrafts:
         """Return the drafts that are verified. Only :class:`~.selection.EarlyStop` waits for the device here."""
         if self.is_fixed(len(draft)):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sglang_dspark.calibration.metrics import auc, brier, ece, ece_and_noise
-from sglang_dspark.calibration.survival import as_shown, reached, sigmoid, survived
+from sglang_dspark.calibration.survival import reached, sigmoid, survived
 
 
 def literal_ece(predicted, observed, num_bins=20):
@@ -71,14 +71,3 @@ def test_outcomes_of_accepted_and_verified_counts():
     assert survived(accepted, 3).astype(int).tolist() == [[0, 0, 0], [1, 1, 1], [1, 1, 0], [0, 0, 0]]
     # the first rejection is an observation; what was never verified is none
     assert reached(verified, accepted, 3).astype(int).tolist() == [[1, 0, 0], [1, 1, 1], [1, 1, 0], [0, 0, 0]]
-
-
-def test_what_was_not_verified_goes_on_as_predicted_if_all_before_it_was_accepted():
-    predicted = np.tile([0.8, 0.4, 0.2, np.nan], (5, 1))
-    shown = as_shown(predicted, np.array([3, 3, 2, 1, 0]), np.array([3, 1, 2, 0, 0]))
-    expected = [[1, 1, 1], [1, 0, 0], [1, 1, 0.5], [0, 0, 0], [0.8, 0.4, 0.2]]
-    np.testing.assert_allclose(shown, [[*row, np.nan] for row in expected])
-
-
-def test_a_broken_heads_nothing_divides_nothing():
-    assert as_shown(np.zeros((1, 2)), np.array([1]), np.array([1])).tolist() == [[1.0, 0.0]]

@@ -1,50 +1,12 @@
-"""Leave requests out that are beyond the drafter."""
+"""A request that runs alone is not drafted while it is beyond the drafter."""
 
 import numpy as np
 import pytest
 import torch
-from made_schedule import GAMMA, confidence, record, schedule, tokens
+from made_schedule import GAMMA, confidence, schedule
 
 from sglang_dspark.scheduling.forecast import UPDATE_STEPS
-from sglang_dspark.step.confidence import Confidence
-from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.selection import TopK
-from sglang_dspark.step.state import DraftOutput
-
-
-def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
-    """The blocks of request r1 bring nothing."""
-    made = schedule()
-    step = record(
-        StepDecision(GAMMA, TopK(6)), [GAMMA] * 2, [GAMMA] * 2, torch.zeros(2, GAMMA),
-        torch.tensor([[0.9, 0.8, 0.7], [0.01, 0.0, 0.0]]),
-    )  # fmt: skip
-    for _ in range(40):
-        made.choose(["r0", "r1"], 64.0)
-        made.observe(step, [0, 1], [2, 0])
-    untried = [
-        decision
-        for decision in (made.choose(["r0", "r1"], 64.0) for _ in range(100))
-        if decision.selection.probe_request is None
-    ]
-    assert sum(decision.draft_requests == (0,) for decision in untried) > 80
-    assert any(decision.draft_requests is None for decision in untried)
-    drafted = DraftOutput(tokens(2, GAMMA), Confidence(*torch.full((2, 2, GAMMA), 0.5)), [GAMMA, 0])
-    assert StepDecision(GAMMA, TopK(2), draft_requests=(0,)).select(drafted).verify_lens.tolist() == [2, 0]
-    assert made.choose(["r2", "r3"], 64.0).draft_requests is None
-
-
-def test_a_trial_drafts_a_request_that_is_left_out(monkeypatch):
-    """Nothing else could show that the drafter serves it by now."""
-    made = schedule()
-    monkeypatch.setattr(made.forecast.acceptance, "worth_drafting", lambda requests, minimum: [0])
-    made.choose(["r0", "r1"], 64.0)
-    trial = StepDecision(GAMMA, TopK(GAMMA, probe_request=1))
-    monkeypatch.setattr(made.policy, "choose", lambda requests, context, beside: trial)
-    assert made.choose(["r0", "r1"], 64.0).draft_requests == (0,)
-    made.policy.probing = True
-    assert made.choose(["r0", "r1"], 64.0).draft_requests is None
 
 
 def serve_alone(made, name, survival, steps, accepted=None):

@@ -140,13 +140,4 @@ def test_a_request_that_may_verify_nothing_is_not_drafted():
     decision = StepDecision(3, TopK(6)).within(RequestLimits((3, 0)))
     assert decision.draft_requests == (0,)
     assert decision.draft_lens(2) == [3, 0]
-
-
-def test_a_step_that_drafts_for_some_verifies_nothing_of_the_others():
-    """Whatever the rule said of all of them."""
-    some = StepDecision(3, FixedLength()).for_some([0, 2], 4)
-    assert (some.selection, some.draft_requests) == (TopK(6), (0, 2))
-    assert not some.is_fixed(4)
     assert not StepDecision(3, FixedLength(), draft_requests=(0,)).is_fixed(2)
-    assert StepDecision(3, TopK(4)).for_some([1], 4).max_drafts(4) == 3
-    assert StepDecision(3, FixedLength()).for_some(range(4), 4).is_fixed(4)
