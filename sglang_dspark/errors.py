@@ -1,15 +1,5 @@
 """Exceptions raised by sglang-dspark.
 
-::
-
-    DSparkError
-    ├── ConfigError      a flag, environment variable or combination of server arguments that cannot work
-    │   └── UnservedError    a device, target or pair that DSPARK does not serve, whatever the options
-    ├── CheckpointError  a draft checkpoint that is missing, incomplete, misshapen or unfit for the target
-    ├── BusyError        the scheduler does not answer a question in time
-    ├── EngineError      this SGLang is not one the plugin can drive, or a hook did not take effect
-    └── LaunchError      a server that was started as a child process died or never answered
-
 Every message names the flag, key or tensor, the value that was found, and what to do instead.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,15 +44,11 @@ def _dspark_selected(argv: list[str]) -> bool:
     """Return whether the command line asks for DSPARK, and not for SGLang's own."""
     from sglang_dspark.config import flag_name, option_text
 
-    algorithm = (_value_of("--speculative-algorithm", argv) or "").upper()
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--speculative-algorithm", nargs="?")
+    parser.add_argument(flag_name("engine"), dest="engine", nargs="?")
+    given, _ = parser.parse_known_args(argv)
+    algorithm = (given.speculative_algorithm or "").upper()
     if algorithm != "DSPARK":
         return algorithm == "DSPARK_PLUGIN"
-    return option_text("engine", {"engine": _value_of(flag_name("engine"), argv)}) != "builtin"
-
-
-def _value_of(flag: str, argv: list[str]) -> str | None:
-    for position, argument in enumerate(argv):
-        name, equals, value = argument.partition("=")
-        if name == flag:
-            return value if equals else "".join(argv[position + 1 : position + 2])
-    return None
+    return option_text("engine", {"engine": given.engine}) != "builtin"
