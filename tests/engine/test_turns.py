@@ -3,7 +3,7 @@
 import time
 from threading import Thread
 
-from sglang_dspark.engine.scheduler.turns import turn
+from sglang_dspark.engine.scheduler.sps_cache import turn
 
 REPLICAS = 3
 

@@ -42,28 +42,28 @@ SPOILT = {
 @pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
 def test_a_file_that_cannot_be_used_is_measured_anew_or_ends_the_start(tmp_path, caplog, spoil):
     path = tmp_path / "table.json"
-    assert sps_cache._load_named(path, KEY) is None
+    assert sps_cache._load(path, KEY, named=True) is None
     table().save(path)
-    assert sps_cache._load_cached(path, KEY) is not None and sps_cache._load_named(path, KEY) is not None
+    assert sps_cache._load(path, KEY, named=False) is not None and sps_cache._load(path, KEY, named=True) is not None
     spoil(path)
     with pytest.raises(ConfigError, match=r"--speculative-dspark-sps-table-path='.*table.json'.*or name another one"):
-        sps_cache._load_named(path, KEY)
+        sps_cache._load(path, KEY, named=True)
     with caplog.at_level(logging.WARNING):
-        assert sps_cache._load_cached(path, KEY) is None
+        assert sps_cache._load(path, KEY, named=False) is None
     assert "step times are measured again" in caplog.text
     assert str(path) in caplog.text
     # And what is measured takes its place.
     sps_cache._save(table(), path, named=False)
-    assert sps_cache._load_cached(path, KEY) is not None
+    assert sps_cache._load(path, KEY, named=False) is not None
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch, caplog):
     """Some containers are like that."""
     monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
     with caplog.at_level(logging.WARNING):
-        assert sps_cache._cache_folder() is None
+        assert sps_cache._place_in_cache(KEY) is None
     assert "step times are not kept" in caplog.text
-    assert sps_cache._load_cached(None, KEY) is None
+    assert sps_cache._load(None, KEY, named=False) is None
     sps_cache._save(table(), None, named=False)
 
 

@@ -5,19 +5,21 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Mapping
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from sglang.srt.runtime_context import get_parallel
+from torch import distributed
 
 from sglang_dspark import __version__
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.engine.compat.arguments import name_of_start
 from sglang_dspark.engine.scheduler.measure_steps import Stepper, measure_steps, most_requests
-from sglang_dspark.engine.scheduler.turns import turn
 from sglang_dspark.engine.sglang_types import ServerArgs, TpModelWorker
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hub import checkpoint_name
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 _FLAG = flag_name("sps_table_path")
 CACHE = Path("~/.cache/sglang-dspark/sps")
 _NEEDS_TABLE = ("auto", "early-stop")
+_FOR_EVER = timedelta(days=1)  # SGLang ends the processes of a server of which one has failed
 
 
 def load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]) -> SpsTable | None:
@@ -49,34 +52,29 @@ def load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]
 
 
 def _load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]) -> SpsTable | None:
-    agreement = stepper.agreement
-    named = None if options.sps_table_path is None else Path(options.sps_table_path).expanduser()
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    folder = _cache_folder()
-    cached = None if folder is None else folder / f"{digest}.json"
+    agreement, named = stepper.agreement, options.sps_table_path is not None
+    path = Path(options.sps_table_path).expanduser() if options.sps_table_path else _place_in_cache(key)
     # Rank 0's file and measurements count: on several machines the other ranks have files and clocks of their own.
-    table = None
-    if agreement.leads:
-        table = _load_cached(cached, key) if named is None else _load_named(named, key)
-    table = agreement.share(table)
+    table = agreement.share(_load(path, key, named=named) if agreement.leads else None)
     if table is not None or options.schedule not in _NEEDS_TABLE:
         return table
     table = agreement.share(measure_steps(stepper, key))
     if agreement.leads:
-        _save(table, named or cached, named is not None)
+        _save(table, path, named=named)
     return table
 
 
-def _cache_folder() -> Path | None:
-    """Return where tables are kept; None for a user without a home, as in some containers."""
+def _place_in_cache(key: dict[str, str]) -> Path | None:
+    """Return where a table is kept; None for a user without a home, as in some containers."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     try:
-        return CACHE.expanduser()
+        return CACHE.expanduser() / f"{digest}.json"
     except RuntimeError:
         logger.warning("DSPARK: this user has no home; step times are not kept unless %s names a file", _FLAG)
         return None
 
 
-def _save(table: SpsTable, path: Path | None, named: bool) -> None:
+def _save(table: SpsTable, path: Path | None, *, named: bool) -> None:
     if path is None:
         return
     try:
@@ -92,42 +90,50 @@ def _save(table: SpsTable, path: Path | None, named: bool) -> None:
         logger.info("DSPARK: step times written to %s", path)
 
 
-def _load_cached(path: Path | None, key: dict[str, str]) -> SpsTable | None:
-    """Return the table of the cache; None if there is none that can be used, and step times are measured again."""
-    if path is None or not os.access(path, os.R_OK):
-        return None
-    try:
-        return _load(path, key)
-    except ConfigError as error:
-        logger.warning("DSPARK: step times are measured again: %s", error)
-        return None
-
-
-def _load_named(path: Path, key: dict[str, str]) -> SpsTable | None:
-    """Return the table that the flag names; None if the file is still to be written.
+def _load(path: Path | None, key: dict[str, str], *, named: bool) -> SpsTable | None:
+    """Return the table of a file; None without one, or if that of the cache cannot be used: it is measured again.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: the file that the flag names cannot be used.
     """
-    if not path.exists():
+    if path is None or not os.access(path, os.F_OK):
         return None
     try:
-        return _load(path, key)
+        table = SpsTable.load(path)
+        difference = table.mismatch(key)
+        if difference is None and str(table.gamma) != key["max_verify"]:
+            difference = f"it has times of up to {table.gamma} drafts, but a step verifies up to {key['max_verify']}"
+        if difference is not None:
+            raise ConfigError(f"SPS table {str(path)!r} does not fit this server: {difference}")
     except ConfigError as error:
-        raise ConfigError(
-            f"{_FLAG}={str(path)!r}: {error}; remove the file, and it is measured again, or name another one"
-        ) from error
-
-
-def _load(path: Path, key: dict[str, str]) -> SpsTable:
-    table = SpsTable.load(path)
-    difference = table.mismatch(key)
-    if difference is None and str(table.gamma) != key["max_verify"]:
-        difference = f"it has times of up to {table.gamma} drafts, but a step verifies up to {key['max_verify']}"
-    if difference is not None:
-        raise ConfigError(f"SPS table {str(path)!r} does not fit this server: {difference}")
+        if named:
+            raise ConfigError(
+                f"{_FLAG}={str(path)!r}: {error}; remove the file, and it is measured again, or name another one"
+            ) from error
+        logger.warning("DSPARK: step times are measured again: %s", error)
+        return None
     logger.info("DSPARK: step times from %s", path)
     return table
+
+
+@contextmanager
+def turn(start: str, replica: int, replicas: int) -> Iterator[None]:
+    """Wait until all replicas have come here, and those before this one have been through the block.
+
+    Args:
+        start: names this start of the server.
+        replica: number of this one, from 0; one of its ranks calls.
+        replicas: their number.
+    """
+    path = Path(tempfile.gettempdir()) / f"sglang-dspark-{start}"
+    store = distributed.FileStore(str(path), replicas)  # type: ignore[attr-defined]
+    store.set(f"{replica} is here", "")
+    here, through = (f"{other} is here" for other in range(replicas)), (f"{done} is through" for done in range(replica))
+    store.wait([*here, *through], _FOR_EVER)
+    try:
+        yield
+    finally:
+        store.set(f"{replica} is through", "")
 
 
 # Fields of SGLang's arguments that change how long a step takes.
