@@ -13,9 +13,8 @@ from sglang_dspark.calibration.chain_weights import ChainWeights
 from sglang_dspark.calibration.logistic import LogisticMap
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
-from sglang_dspark.calibration.survival import prefix_survival, sigmoid
-from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
-from sglang_dspark.scheduling.position_acceptance import PositionAcceptance
+from sglang_dspark.calibration.survival import prefix_survival, reached, sigmoid, survived
+from sglang_dspark.scheduling.lagged_survival import PRIOR_ACCEPTANCE, PRIOR_ROUNDS, WINDOW_ROUNDS, LaggedSurvivals
 from sglang_dspark.scheduling.step_feedback import StepFeedback, repeat_by_weight, verified_and_accepted
 from sglang_dspark.step.confidence import Confidence
 
@@ -23,6 +22,30 @@ from sglang_dspark.step.confidence import Confidence
 # which a server that should park is not to wait for more.
 UPDATE_STEPS = 8
 UPDATE_ROUNDS = 128
+
+
+class PositionAcceptance:
+    """Running share of drafts accepted at each position, among those whose predecessors were all accepted.
+
+    The survival estimate of drafters without a confidence head.
+    """
+
+    def __init__(self, gamma: int) -> None:
+        self._judged = np.full(gamma, float(PRIOR_ROUNDS))
+        self._accepted = np.full(gamma, PRIOR_ROUNDS * PRIOR_ACCEPTANCE)
+
+    def observe(self, verified: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
+        """Add rounds: [n] drafts verified and [n] accepted. Older drafts count for less."""
+        judged = reached(verified, accepted, len(self._judged))
+        kept = judged & survived(accepted, len(self._judged))
+        count = judged.sum(0)
+        keep = np.exp(-count / WINDOW_ROUNDS)
+        self._judged = self._judged * keep + count
+        self._accepted = self._accepted * keep + kept.sum(0)
+
+    def conditional(self) -> NDArray[np.float64]:
+        """Return [gamma] the probability that a draft is accepted, given that all before it are."""
+        return self._accepted / self._judged
 
 
 class Forecast:

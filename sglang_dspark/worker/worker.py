@@ -15,7 +15,7 @@ from sglang_dspark.engine.candidate_source import CandidateSource
 from sglang_dspark.engine.compat.decoder import Decoding
 from sglang_dspark.engine.compat.pools import weights_region
 from sglang_dspark.engine.feature import DrawnTokens, StepPart, part_of
-from sglang_dspark.engine.forward.graphs import graph_request_slots
+from sglang_dspark.engine.forward.graphs import Relay, graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
 from sglang_dspark.engine.scheduler.batch import (
     DSparkBatchResult,
@@ -25,7 +25,6 @@ from sglang_dspark.engine.scheduler.batch import (
     read_decode_batch,
 )
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
-from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.engine.scheduler.measure_steps import Stepper
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.simulated import SimulatedAcceptance

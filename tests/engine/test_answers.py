@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dspark.engine.api import answers as module
-from sglang_dspark.engine.api.answers import look_at_answers
+from sglang_dspark.engine.api import hook_handlers as module
+from sglang_dspark.engine.api.hook_handlers import look_at_answers
 from sglang_dspark.engine.hook_checks import Moment
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from sglang.srt.environ import envs
 
-from sglang_dspark.engine.scheduler.nan_check import NAN_SWITCHES, nan_check
+from sglang_dspark.engine.scheduler.worker_base import NAN_SWITCHES, nan_check
 
 
 def logits():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sglang_dspark.scheduling.position_acceptance import PositionAcceptance
+from sglang_dspark.scheduling.forecast import PositionAcceptance
 
 
 def observe(positions, rng, conditional, rounds, batch=8, verified=None):

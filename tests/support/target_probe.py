@@ -188,7 +188,7 @@ class _Loaded:
         return batch
 
     def _prefill(self, batch: Any, texts: Sequence[Text]) -> tuple[list[Any], list[Any]]:
-        from sglang_dspark.engine.forward.capture import capturing_forward
+        from sglang_dspark.engine.forward.target import capturing_forward
 
         forward = capturing_forward(batch, self.runner)
         output = self.runner.forward(forward).logits_output

@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
+from dspark_kernels import AcceptResult
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.layers.dp_attention import DpPaddingMode, set_dp_buffer_len, set_is_extend_in_batch
 from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.managers.overlap_utils import FutureRelayBuffers, offer_future_relay_buffers
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -83,6 +85,34 @@ def capturing(model_runner: ModelRunner) -> Iterator[Capture]:
     collect_garbage = resolving_view(model_runner.server_args).enable_cudagraph_gc
     with model_capture_mode(), freeze_gc(collect_garbage), graph_capture() as context:
         yield Capture(model_runner, context.stream)
+
+
+class Relay:
+    """SGLang's relay of per-request values between overlapped steps, as graphs write to it.
+
+    Buffers that SGLang's future map adopts when it is made, after graphs were captured that write to them.
+
+    A graph writes the outcome of its step after everything of that step has read the values before. The map then skips
+    its own writing of that outcome, and records its event behind the replay. Row 0 of the pool is no request's: padding
+    is written there.
+
+    Args:
+        rows: of ``req_to_token``.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.buffers = FutureRelayBuffers(req_pool_size=rows, device=device)
+        offer_future_relay_buffers(self.buffers)
+
+    def write(self, rows: torch.Tensor, accepted: AcceptResult) -> None:
+        """Write the outcome of a step of [n] ``rows``; captured."""
+        self.buffers.new_seq_lens[rows] = accepted.new_seq_lens
+        self.buffers.output_tokens[rows] = accepted.bonus_tokens
+
+    def was_written(self, accepted: AcceptResult) -> None:
+        """Let the map know that a graph has just written this outcome, which is published next."""
+        self.buffers.published_seq_lens = accepted.new_seq_lens
+        self.buffers.published_bonus = accepted.bonus_tokens
 
 
 def graph_request_slots(model_runner: ModelRunner) -> list[int]:

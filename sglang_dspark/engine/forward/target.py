@@ -1,19 +1,48 @@
 """The target model as the drafter sees it: tapped hidden states, embedding and LM head."""
 
 import logging
+from operator import attrgetter
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.draft.config import EMBEDDING_TAP, DraftConfig
+from sglang_dspark.draft.families import family_of
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.pairing import lacks_own
 from sglang_dspark.engine.compat.pools import request_capture
-from sglang_dspark.engine.forward.capture import make_capturable, text_model
-from sglang_dspark.engine.sglang_types import ModelRunner
+from sglang_dspark.engine.sglang_types import ModelRunner, ScheduleBatch
 
 logger = logging.getLogger(__name__)
+
+
+def text_model(runner: ModelRunner) -> Any:
+    """Return the model that reads text: the runner's, or a part of it if that one also reads images."""
+    family = family_of(runner.model_config.hf_config.architectures)
+    return attrgetter(family.text)(runner.model) if family.text else runner.model
+
+
+def make_capturable(runner: ModelRunner) -> None:
+    """Give the runner's model ``set_dflash_layers_to_capture``, and the one that reads text ``get_input_embeddings``.
+
+    All of SGLang's methods take the 0-based layers whose outputs are wanted. Without an argument that of EAGLE3 chooses
+    layers of its own, which DSPARK never does.
+    """
+    family, model, text = family_of(runner.model_config.hf_config.architectures), runner.model, text_model(runner)
+    if family.text or family.capture == "eagle3":
+        model.set_dflash_layers_to_capture = getattr(text, f"set_{family.capture}_layers_to_capture")
+    if family.embedding:
+        embedding = attrgetter(family.embedding)(text)
+        text.get_input_embeddings = lambda: embedding
+
+
+def capturing_forward(batch: ScheduleBatch, runner: ModelRunner) -> ForwardBatch:
+    """Return the forward of a prefill that returns the tapped hidden states of all its tokens."""
+    return ForwardBatch.init_new(
+        batch, runner, capture_hidden_mode=CaptureHiddenMode.FULL, return_hidden_states_before_norm=False
+    )
 
 
 class Target:
@@ -31,7 +60,10 @@ class Target:
         self._has_embedding_tap = EMBEDDING_TAP in draft.target_layer_ids
         self._hidden_size = draft.hidden_size
         self._vocab_size = draft.vocab_size
-        self._request_capture()
+        make_capturable(model_runner)
+        # The embedding output is looked up by features(): Llama's capture does not know it, and a model that is asked
+        # for no layer at all returns a differently shaped result, so a lone tap -1 captures layer 0 and drops it.
+        request_capture(model_runner, self._layer_taps or [0])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,13 +148,6 @@ class Target:
             return torch.cat([input_ids, captured], dim=-1)
         embedding = _without_adapters(self.model.get_input_embeddings())
         return torch.cat([embedding(input_ids), captured], dim=-1)
-
-    def _request_capture(self) -> None:
-        # The embedding output is looked up by features(): Llama's capture does not know it, and a model that is asked
-        # for no layer at all returns a differently shaped result, so a lone tap -1 captures layer 0 and drops it.
-        runner = self._model_runner
-        make_capturable(runner)
-        request_capture(runner, self._layer_taps or [0])
 
 
 def _without_adapters(layer: Any) -> Any:

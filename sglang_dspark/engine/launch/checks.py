@@ -4,7 +4,7 @@ Also, `launch.py` refuses a drafter that cannot be read, and `config.py` options
 """
 
 from sglang_dspark.engine.feature import all_features
-from sglang_dspark.engine.launch import flag_checks, model_checks, worker_checks
+from sglang_dspark.engine.launch import flag_checks, model_checks
 from sglang_dspark.engine.launch.check import Check, Stage
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.errors import ConfigError, UnservedError
@@ -39,7 +39,7 @@ CHECKS: tuple[Check, ...] = (
     Check("drafter beside draft-free", Stage.OPTIONS, flag_checks.drafter_beside_draft_free),
     Check("window of the drafter", Stage.OPTIONS, flag_checks.draft_window),
     Check("form of draft weights", Stage.OPTIONS, flag_checks.draft_load_format),
-    Check("application of tokenizer workers", Stage.OPTIONS, worker_checks.application),
+    Check("application of tokenizer workers", Stage.OPTIONS, flag_checks.application),
     Check("device", Stage.MODELS, model_checks.device, unserved=True),
     Check("target family", Stage.MODELS, model_checks.family, unserved=True),
     Check("dimensions of the pair", Stage.MODELS, model_checks.dimensions, unserved=True),

@@ -99,12 +99,7 @@ def _load(path: Path | None, key: dict[str, str], *, named: bool) -> SpsTable | 
     if path is None or not os.access(path, os.F_OK):
         return None
     try:
-        table = SpsTable.load(path)
-        difference = table.mismatch(key)
-        if difference is None and str(table.gamma) != key["max_verify"]:
-            difference = f"it has times of up to {table.gamma} drafts, but a step verifies up to {key['max_verify']}"
-        if difference is not None:
-            raise ConfigError(f"SPS table {str(path)!r} does not fit this server: {difference}")
+        table = _fitting(path, key)
     except ConfigError as error:
         if named:
             raise ConfigError(
@@ -113,6 +108,16 @@ def _load(path: Path | None, key: dict[str, str], *, named: bool) -> SpsTable | 
         logger.warning("DSPARK: step times are measured again: %s", error)
         return None
     logger.info("DSPARK: step times from %s", path)
+    return table
+
+
+def _fitting(path: Path, key: dict[str, str]) -> SpsTable:
+    table = SpsTable.load(path)
+    difference = table.mismatch(key)
+    if difference is None and str(table.gamma) != key["max_verify"]:
+        difference = f"it has times of up to {table.gamma} drafts, but a step verifies up to {key['max_verify']}"
+    if difference is not None:
+        raise ConfigError(f"SPS table {str(path)!r} does not fit this server: {difference}")
     return table
 
 

@@ -6,7 +6,7 @@ from inspect import signature
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
-from sglang_dspark.engine.forward.capture import text_model
+from sglang_dspark.engine.forward.target import text_model
 from sglang_dspark.engine.sglang_types import ModelRunner
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError

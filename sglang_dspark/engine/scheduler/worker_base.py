@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from dspark_kernels import draw
 from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.compat.arguments import attached_to_ours
 from sglang_dspark.engine.compat.pools import kv_region
 from sglang_dspark.engine.compat.worker_face import WorkerFace
 from sglang_dspark.engine.feature import DrawnTokens, Encoded, parts_of
-from sglang_dspark.engine.forward.capture import capturing_forward
+from sglang_dspark.engine.forward.target import capturing_forward
 from sglang_dspark.engine.forward.verify_attention import as_without_dspark, verify_beside_prompts
 from sglang_dspark.engine.hook_checks import Moment, check
 from sglang_dspark.engine.scheduler import faults
@@ -29,7 +32,6 @@ from sglang_dspark.engine.scheduler.batch import (
     round_keys,
 )
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
-from sglang_dspark.engine.scheduler.nan_check import nan_check
 from sglang_dspark.engine.scheduler.start_check import check_start
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.engine.sglang_types import GenerationBatchResult, Req, ScheduleBatch, ServerArgs, TpModelWorker
@@ -38,6 +40,12 @@ from sglang_dspark.scheduling.schedule import Schedule
 logger = logging.getLogger(__name__)
 
 Publish = Callable[[torch.Tensor], None]
+NAN_SWITCHES = (
+    envs.SGLANG_SANITIZE_NAN_LOGITS,
+    envs.SGLANG_ENABLE_ASYNC_ASSERT,
+    envs.SGLANG_ENABLE_NAN_LOGITS_CHECK,
+)
+"""Switches of SGLang by which its sampler looks for NaN."""
 
 
 class SpecWorkerBase(WorkerFace):
@@ -238,3 +246,10 @@ class SpecWorkerBase(WorkerFace):
             speculative_num_draft_tokens=self.server_args.speculative_num_draft_tokens,
             new_seq_lens=draft_input.new_seq_lens,
         )
+
+
+def nan_check() -> Callable[[torch.Tensor], None] | None:
+    """Return SGLang's treatment of NaN in logits [n, V], in place, before any other; None if no switch asks for it."""
+    if any(switch.get() for switch in NAN_SWITCHES):
+        return partial(sanitize_nan_logits, msg="DSPARK: target logits")
+    return None
