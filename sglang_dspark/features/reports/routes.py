@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
-from starlette.middleware import Middleware
 
 from sglang_dspark.declared import Scalar
 from sglang_dspark.engine.api.http import error_response, flat_object, without_root
@@ -19,7 +18,6 @@ from sglang_dspark.errors import BusyError, ConfigError
 from sglang_dspark.features.reports import page
 from sglang_dspark.features.reports.answers import A, Json, Report, StatsAnswer, added, capabilities, stats, switched
 from sglang_dspark.features.reports.channel import Channel
-from sglang_dspark.features.reports.metric_names import UnescapedNames
 from sglang_dspark.fence import FAILURES
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ PAGE = "/dspark"
 
 
 def add(app: FastAPI, target_only: str | None) -> None:
-    """Add our routes, and the middleware for metrics, to SGLang's application.
+    """Add our routes to SGLang's application.
 
     Args:
         target_only: why the target decodes alone; None if it does not.
@@ -46,8 +44,6 @@ def add(app: FastAPI, target_only: str | None) -> None:
         return await routes.policy(request)
 
     app.add_api_route("/dspark/policy", policy, methods=["POST"])
-    if target_only is None:
-        app.user_middleware.append(Middleware(UnescapedNames))
 
 
 class Routes:
