@@ -30,12 +30,16 @@ def add(app: FastAPI, target_only: str | None) -> None:
     """Add our routes to SGLang's application.
 
     Args:
-        target_only: why the target decodes alone; None if it does not.
+        target_only: why the target decodes alone, which is all that there is to say then; None if it does not.
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    routes = TargetOnlyRoutes(target_only) if target_only is not None else Routes()
     app.add_api_route(PAGE, _page, methods=["GET"], include_in_schema=False)
+    if target_only is not None:
+        alone = {"effective_decode_path": "target-only", "reason": target_only, "versions": versions(), "policies": {}}
+        app.add_api_route("/dspark/capabilities", lambda: alone, methods=["GET"])
+        return
+    routes = Routes()
     app.add_api_route("/dspark/stats", routes.stats, methods=["GET"])
     app.add_api_route("/dspark/capabilities", routes.capabilities, methods=["GET"])
 
@@ -47,7 +51,7 @@ def add(app: FastAPI, target_only: str | None) -> None:
 
 
 class Routes:
-    """Serve the routes of a server that decodes with DSPARK; the scheduler answers."""
+    """Serve the routes of a server that decodes with DSPARK; the schedulers answer."""
 
     def __init__(self) -> None:
         self._channel = Channel(tokenizer_manager)
@@ -92,30 +96,6 @@ def _plain_number(value: object) -> object:
     if not isinstance(value, np.generic):
         raise TypeError(f"{type(value).__name__} is no JSON")
     return value.item()
-
-
-class TargetOnlyRoutes:
-    """Serve the routes of a server on which the target decodes alone."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    async def stats(self) -> JSONResponse:
-        """Refuse: there are no figures."""
-        return self._nothing()
-
-    async def capabilities(self) -> JSONResponse:
-        """Return the decode path of this server, and the reason for it."""
-        return JSONResponse(
-            {"effective_decode_path": "target-only", "reason": self._reason, "versions": versions(), "policies": {}}
-        )
-
-    async def policy(self, request: Request) -> JSONResponse:
-        """Refuse: there is no policy."""
-        return self._nothing()
-
-    def _nothing(self) -> JSONResponse:
-        return error_response(404, f"this server decodes with the target alone: {self._reason}", None)
 
 
 async def _page() -> HTMLResponse:
