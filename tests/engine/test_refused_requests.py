@@ -1,12 +1,10 @@
 """Requests that DSPARK would answer otherwise than the target alone, or that would end the scheduler: HTTP 400."""
 
 from array import array
-from functools import partial
 
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, TokenizedGenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.sampling import sampling_params
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_objects import model_config, partly, server_args
 
@@ -14,7 +12,6 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.api.requests import check_request
 from sglang_dspark.engine.compat.arguments import attach
 from sglang_dspark.engine.launch_state import DSparkServer, TargetOnly
-from sglang_dspark.features.ends.stop_regex import parse_stop_regex
 
 OURS = DSparkServer(DSparkConfig(), None, dummy_draft=False)
 PARTS = dict.fromkeys(("input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob"))
@@ -127,11 +124,3 @@ def test_what_is_served_passes(asked):
 def test_stop_tokens_that_cannot_come_are_left_out(given, left):
     """A neighbour with a minimum length would have SGLang look them up."""
     assert checked(parameters={"stop_token_ids": given}).sampling_params.stop_token_ids == left
-
-
-@pytest.mark.parametrize("pattern", ["(", "a{99999999999999999999}", "[z-a]", ["ok", "*"]])
-def test_a_stop_regex_that_does_not_compile_is_named(monkeypatch, pattern):
-    parse = partial(parse_stop_regex, sampling_params.get_max_seq_length)
-    monkeypatch.setattr(sampling_params, "get_max_seq_length", parse)
-    with pytest.raises(ValueError, match=r"stop_regex is not a regular expression: .+; correct or drop it"):
-        SamplingParams(stop_regex=pattern).normalize(None)

@@ -80,7 +80,6 @@ def test_labels_that_the_metrics_do_not_have_count_for_nothing(guarded):
 
 
 def test_the_dashboard_asks_for_what_prometheus_gets(guarded):
-    """Release 3; the headers of others: tests/features/reports/test_metric_names.py."""
     call(guarded, "/generate", "user-key", endless([5, 9, 6, 7], 300))
     newer = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8,text/plain;version=0.0.4;q=0.5"
     named = set(re.findall(r"sglang:\w+", GRAFANA.read_text()))

@@ -126,9 +126,7 @@ def test_a_damaged_drafter_with_a_fallback_is_the_target_alone(target_only, plai
     body = greedy([5, 6, 7], 12, return_logprob=True)
     assert server.post_json("/generate", body)["output_ids"] == plain.post_json("/generate", body)["output_ids"]
     for path, body in (("/dspark/stats", None), ("/dspark/policy", {"policy": "auto"})):
-        status, text = call(server, path, body=body)
-        assert status == 404
-        assert "the target alone" in text
+        assert call(server, path, body=body)[0] == 404
     assert call(server, "/dspark")[0] == 200
 
 

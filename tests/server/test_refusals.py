@@ -23,14 +23,7 @@ def refused(server, path, body):
     [
         ("/generate", {"input_ids": [5, 256]}, "input_ids"),
         ("/generate", {"input_ids": [5], "lora_path": "x"}, "--enable-lora"),
-        ("/generate", {"text": "a", "sampling_params": {"stop_regex": "("}}, "stop_regex is not a regular expression"),
-        ("/v1/completions", {"model": "m", "prompt": "a", "stop_regex": "("}, "stop_regex is not a regular expression"),
         ("/generate", {"input_ids": [5], "session_params": {"id": 3}}, "session_params.id"),
-        (
-            "/generate",
-            {"input_ids": [5], "session_params": {"ids": "s"}},
-            "session_params.'ids' is no key of a session",
-        ),
         (
             "/generate",
             {"text": "a", "speculation": {"max_verify": -1}},

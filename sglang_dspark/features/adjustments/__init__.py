@@ -2,4 +2,4 @@
 
 from sglang_dspark.engine.feature import Feature
 
-FEATURE = Feature(__name__, is_used=lambda args: True, part="served.Adjustments.of")
+FEATURE = Feature(__name__, is_used=lambda args: True, part="adjuster.Adjustments.of")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from dspark_kernels import Adjustment, AdjustmentTable, adjust, mask_tokens, to_device
 
+from sglang_dspark.engine.feature import Part, Worker
 from sglang_dspark.engine.scheduler.batch import is_running, prompts_of
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
@@ -18,11 +20,15 @@ from sglang_dspark.step.transfers import host_index
 FIRST_SLOTS = 8  # of the table, which doubles when more requests have adjustments
 
 
-class LogitsAdjuster:
+class Adjustments(Part):
     """Do to logits what SGLang's sampler does, for rows that know about the drafts before them.
 
     A request is set up when its prefill draws a token, again after a retraction, and keeps a slot of a table on the
     device from then on; grammars are SGLang's own and live on the host. Steps without such a request pay nothing.
+
+    Args:
+        vocab_size: of the target.
+        device: of the target.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -32,13 +38,18 @@ class LogitsAdjuster:
         self._free: list[int] = []
         self._index = CachedByBatch(self._index_of)
 
-    def of_step(self, batch: ScheduleBatch) -> StepAdjuster | None:
-        """Return the adjuster of a decode step; None if no request of it has adjustments."""
+    @classmethod
+    def of(cls, worker: Worker) -> Adjustments:
+        """Return the part of a worker."""
+        runner = worker.model_runner
+        return cls(int(runner.model_config.vocab_size), torch.device(runner.device))
+
+    def step_comes(self, batch: ScheduleBatch) -> StepAdjuster | None:
         has_any = batch.has_grammar or self._slots_of(batch.reqs) is not None
         return StepAdjuster(self, batch) if has_any else None
 
-    def begin(self, batch: ScheduleBatch, logits: torch.Tensor) -> None:
-        """Set up the prompts of a prefill and adjust the logits [bs, V] of the tokens that it draws, in place."""
+    def first_logits(self, batch: ScheduleBatch, logits: torch.Tensor) -> None:
+        """Set up the prompts of a prefill, and adjust the logits of the tokens that it draws."""
         if not (batch.has_grammar or any(map(has_adjustment, batch.reqs))):
             return
         self._index.forget()
@@ -50,6 +61,20 @@ class LogitsAdjuster:
         self.adjust(batch.reqs, logits, requests, anchors, anchors, indptr)
         if batch.has_grammar:
             self.mask(batch.reqs, logits, [[0]] * len(batch.reqs))
+
+    def first_tokens(self, batch: ScheduleBatch, tokens: torch.Tensor) -> None:
+        self.count(batch.reqs, tokens[:, None])
+
+    def warm_up(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
+        table = AdjustmentTable.empty(1, logits.shape[1], logits.device)
+        no_slot = host_index([-1], logits.device)
+        adjust(logits, table, no_slot, plan.requests, plan.columns, plan.input_ids, plan.indptr)
+
+    def held(self, requests: int) -> AbstractContextManager[object]:
+        """Hold the table of all requests: once some have adjustments, it lies beside every step."""
+        slots = max(FIRST_SLOTS, 2 ** (requests - 1).bit_length())
+        # It doubles, from one that is copied.
+        return nullcontext(AdjustmentTable.empty(slots // 2, self._vocab_size, self._device).grown(slots))
 
     def count(self, reqs: Sequence[Req], tokens: torch.Tensor) -> None:
         """Count new output tokens [bs, w] int64, -1 behind them. No host sync."""
@@ -100,7 +125,7 @@ class LogitsAdjuster:
 class StepAdjuster:
     """Adjust the logits of one decode step."""
 
-    def __init__(self, adjuster: LogitsAdjuster, batch: ScheduleBatch) -> None:
+    def __init__(self, adjuster: Adjustments, batch: ScheduleBatch) -> None:
         self._adjuster, self._batch = adjuster, batch
         self._windows: list[list[int]] | None = None
 

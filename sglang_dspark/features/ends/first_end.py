@@ -3,8 +3,23 @@
 from collections.abc import Sequence
 from functools import partial
 
-from sglang_dspark.engine.scheduler.batch import is_running
-from sglang_dspark.engine.sglang_types import Req
+from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, is_running
+from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
+
+
+class Ends(Part):
+    """Let texts end where they would end without speculation."""
+
+    def tokens_come(self, batch: ScheduleBatch, result: DSparkBatchResult, tokens: Sequence[Sequence[int]]) -> None:
+        let_first_end_count(batch.reqs, tokens)
+
+    def request_ended(self, req: Req) -> None:
+        """Take off the reasoning tokens that SGLang has counted behind the end, before it looked for it.
+
+        Reasoning stands at the beginning of a text, so it has at most as many tokens as the text.
+        """
+        req.reasoning_tokens = min(req.reasoning_tokens, len(req.output_ids_through_stop))
 
 
 def let_first_end_count(reqs: Sequence[Req], runs: Sequence[Sequence[int]]) -> None:

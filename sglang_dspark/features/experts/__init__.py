@@ -14,5 +14,5 @@ FEATURE = Feature(
             beside=off_gpu,
         ),
     ),
-    part="served.RoutedExperts.of",
+    part="served.RoutedExperts",
 )

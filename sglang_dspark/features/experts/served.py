@@ -41,11 +41,6 @@ class RoutedExperts(Part):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    @classmethod
-    def of(cls, worker: Worker) -> RoutedExperts:
-        """Return the part of a worker."""
-        return cls(worker)
-
     def attention_made(self) -> None:
         """Make room for the rows of the largest step: SGLang's has room for one row of each request."""
         self._capturer = get_global_experts_capturer()

@@ -28,5 +28,5 @@ FEATURE = Feature(
             beside=lambda context: context.target.is_hybrid_swa,
         ),
     ),
-    part="served.HostCache.of",
+    part="served.HostCache",
 )

@@ -23,11 +23,6 @@ class HostCache(Part):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    @classmethod
-    def of(cls, worker: Worker) -> HostCache:
-        """Return the part of a worker."""
-        return cls(worker)
-
     def pools_made(self, allocator: BaseTokenToKVPoolAllocator, cache: DraftCache | None) -> None:
         """Show SGLang the drafter's K/V.
 

@@ -14,4 +14,4 @@ def has_list(args: ServerArgs) -> bool:
     return server.config.draft_vocabulary is not None
 
 
-FEATURE = Feature(__name__, is_used=has_list, part="served.LiveVocabulary.of")
+FEATURE = Feature(__name__, is_used=has_list, part="served.LiveVocabulary")

@@ -38,11 +38,6 @@ class LiveVocabulary(Part):
         self._tokens = self._replaced = 0
         self._next: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
-    @classmethod
-    def of(cls, worker: Any) -> LiveVocabulary:
-        """Return the part of our worker."""
-        return cls(worker)
-
     def ready(self) -> None:
         """Begin to count, if the drafter has heads for tokens that are not listed; added ones stay, as in templates."""
         heads, tokenizer = self._worker.drafter.heads, self._worker.target_worker.tokenizer

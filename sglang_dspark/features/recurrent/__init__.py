@@ -95,6 +95,6 @@ FEATURE = Feature(
         ),
     ),
     checks="checks.CHECKS",
-    part="served.States.of",
+    part="served.States",
     describe_target=recurrence,
 )

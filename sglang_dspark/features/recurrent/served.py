@@ -20,11 +20,6 @@ class States(Part):
         self._runner = worker.model_runner
         self._backend: RecurrentBackend | None = None
 
-    @classmethod
-    def of(cls, worker: Worker) -> States:
-        """Return the part of a worker."""
-        return cls(worker)
-
     def attention_made(self) -> None:
         """Verify in both kinds of layers. Models expect SGLang's backend for both around those of each.
 

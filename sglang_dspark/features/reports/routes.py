@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
-from starlette.middleware import Middleware
 
 from sglang_dspark.declared import Scalar
 from sglang_dspark.engine.api.http import error_response, flat_object, without_root
@@ -19,7 +18,6 @@ from sglang_dspark.errors import BusyError, ConfigError
 from sglang_dspark.features.reports import page
 from sglang_dspark.features.reports.answers import A, Json, Report, StatsAnswer, added, capabilities, stats, switched
 from sglang_dspark.features.reports.channel import Channel
-from sglang_dspark.features.reports.metric_names import UnescapedNames
 from sglang_dspark.fence import FAILURES
 
 if TYPE_CHECKING:
@@ -29,15 +27,19 @@ PAGE = "/dspark"
 
 
 def add(app: FastAPI, target_only: str | None) -> None:
-    """Add our routes, and the middleware for metrics, to SGLang's application.
+    """Add our routes to SGLang's application.
 
     Args:
-        target_only: why the target decodes alone; None if it does not.
+        target_only: why the target decodes alone, which is all that there is to say then; None if it does not.
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    routes = TargetOnlyRoutes(target_only) if target_only is not None else Routes()
     app.add_api_route(PAGE, _page, methods=["GET"], include_in_schema=False)
+    if target_only is not None:
+        alone = {"effective_decode_path": "target-only", "reason": target_only, "versions": versions(), "policies": {}}
+        app.add_api_route("/dspark/capabilities", lambda: alone, methods=["GET"])
+        return
+    routes = Routes()
     app.add_api_route("/dspark/stats", routes.stats, methods=["GET"])
     app.add_api_route("/dspark/capabilities", routes.capabilities, methods=["GET"])
 
@@ -46,12 +48,10 @@ def add(app: FastAPI, target_only: str | None) -> None:
         return await routes.policy(request)
 
     app.add_api_route("/dspark/policy", policy, methods=["POST"])
-    if target_only is None:
-        app.user_middleware.append(Middleware(UnescapedNames))
 
 
 class Routes:
-    """Serve the routes of a server that decodes with DSPARK; the scheduler answers."""
+    """Serve the routes of a server that decodes with DSPARK; the schedulers answer."""
 
     def __init__(self) -> None:
         self._channel = Channel(tokenizer_manager)
@@ -96,30 +96,6 @@ def _plain_number(value: object) -> object:
     if not isinstance(value, np.generic):
         raise TypeError(f"{type(value).__name__} is no JSON")
     return value.item()
-
-
-class TargetOnlyRoutes:
-    """Serve the routes of a server on which the target decodes alone."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    async def stats(self) -> JSONResponse:
-        """Refuse: there are no figures."""
-        return self._nothing()
-
-    async def capabilities(self) -> JSONResponse:
-        """Return the decode path of this server, and the reason for it."""
-        return JSONResponse(
-            {"effective_decode_path": "target-only", "reason": self._reason, "versions": versions(), "policies": {}}
-        )
-
-    async def policy(self, request: Request) -> JSONResponse:
-        """Refuse: there is no policy."""
-        return self._nothing()
-
-    def _nothing(self) -> JSONResponse:
-        return error_response(404, f"this server decodes with the target alone: {self._reason}", None)
 
 
 async def _page() -> HTMLResponse:

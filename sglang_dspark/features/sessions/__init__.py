@@ -11,14 +11,6 @@ FEATURE = Feature(
     is_used=lambda args: True,
     hooks=(
         Hook(
-            "session-keys",
-            "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
-            HookType.BEFORE,
-            "features.sessions.keys.check_keys",
-            "front_end",
-            "SGLang answers HTTP 500 to an unknown key of session_params",
-        ),
-        Hook(
             "session-turns",
             "sglang.srt.session.session_controller.Session.create_req",
             HookType.BEFORE,

@@ -11,8 +11,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang_objects import batch, request
 
 from sglang_dspark.features.adjustments import adjuster as module
-from sglang_dspark.features.adjustments.adjuster import LogitsAdjuster, adjustment_of, has_adjustment
-from sglang_dspark.features.adjustments.served import Adjustments
+from sglang_dspark.features.adjustments.adjuster import Adjustments, adjustment_of, has_adjustment
 
 VOCAB = 20
 
@@ -25,36 +24,36 @@ def asking(output_ids: list[int] | None = None, **parameters: Any) -> Req:
     return made
 
 
-def prefill(adjuster: LogitsAdjuster, *reqs: Req) -> torch.Tensor:
+def prefill(adjuster: Adjustments, *reqs: Req) -> torch.Tensor:
     logits = torch.zeros(len(reqs), VOCAB)
-    adjuster.begin(batch(*reqs), logits)
+    adjuster.first_logits(batch(*reqs), logits)
     return logits
 
 
-def step(adjuster: LogitsAdjuster, *reqs: Req) -> torch.Tensor:
+def step(adjuster: Adjustments, *reqs: Req) -> torch.Tensor:
     """Logits [bs, V] of a step that verifies nothing, from 0."""
     logits, indptr = torch.zeros(len(reqs), VOCAB), torch.arange(len(reqs) + 1)
     nothing = torch.zeros(len(reqs), dtype=torch.int64)
     plan = SimpleNamespace(requests=indptr[:-1], columns=nothing, input_ids=nothing, indptr=indptr)
-    if part := adjuster.of_step(batch(*reqs)):
+    if part := adjuster.step_comes(batch(*reqs)):
         part.after_verify(plan, logits)
     return logits
 
 
 @pytest.fixture
-def adjuster() -> LogitsAdjuster:
-    return LogitsAdjuster(VOCAB, torch.device("cpu"))
+def adjuster() -> Adjustments:
+    return Adjustments(VOCAB, torch.device("cpu"))
 
 
 def test_batches_without_adjustments_are_left_alone(adjuster):
     plain, greedy = asking(), asking(temperature=0.0, stop=["x"], frequency_penalty=0.0)
     prefill(adjuster, plain, greedy)
     assert len(adjuster._table) == 0
-    assert adjuster.of_step(batch(plain, greedy)) is None
+    assert adjuster.step_comes(batch(plain, greedy)) is None
     penalised = asking(presence_penalty=1.0)
     prefill(adjuster, plain, penalised)
-    assert adjuster.of_step(batch(plain, penalised)) is not None
-    assert adjuster.of_step(batch(plain)) is None
+    assert adjuster.step_comes(batch(plain, penalised)) is not None
+    assert adjuster.step_comes(batch(plain)) is None
 
 
 def test_counts_follow_the_request_through_changing_batches(adjuster):
@@ -76,7 +75,7 @@ def test_a_running_request_keeps_the_counts_of_the_device_beside_a_prompt(adjust
     prefill(adjuster, running)
     adjuster.count([running], torch.tensor([[5, 5]]))
     logits = torch.zeros(2, VOCAB)
-    adjuster.begin(batch(prompt, running, decoding_reqs=[running]), logits)
+    adjuster.first_logits(batch(prompt, running, decoding_reqs=[running]), logits)
     assert logits[1, 5] == -2 and logits[0, 7] == -2
     assert logits.count_nonzero() == 2
 
@@ -99,9 +98,9 @@ def test_the_finished_are_forgotten_when_the_batch_changes(adjuster):
     """Else a server keeps their texts, and looks for adjustments in every step."""
     first, plain = asking(presence_penalty=1.0), asking()
     prefill(adjuster, first)
-    assert adjuster.of_step(batch(first, plain)) is not None
+    assert adjuster.step_comes(batch(first, plain)) is not None
     first.finished_reason = "of some kind"
-    assert adjuster.of_step(batch(plain)) is None
+    assert adjuster.step_comes(batch(plain)) is None
     assert adjuster._slots == {}
     assert torch.equal(step(adjuster, plain), torch.zeros(1, VOCAB))
 

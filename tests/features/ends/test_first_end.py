@@ -2,12 +2,13 @@
 
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dspark.features.ends.first_end import let_first_end_count
+from sglang_dspark.features.ends.first_end import Ends, let_first_end_count
 
 LETTERS = "abcdefgh"  # of tokens 0 to 7
 EOS = 7
@@ -115,3 +116,12 @@ def test_requests_without_stop_strings_are_left_to_sglang():
     reqs = [request(9, 5, stop_token_ids=[3]), request(9, None), *(request(9, None, stop=["ab"]) for _ in range(2))]
     let_first_end_count(reqs, [[1] * 8, [1] * 9, [1], [1, 2]])
     assert ["update_finish_state" in vars(req) for req in reqs] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("counted", "expected"), [(3, 3), (4, 4), (9, 4)])
+def test_reasoning_has_at_most_the_tokens_of_the_text(counted, expected):
+    req = request(9, None)
+    req.output_ids.extend([5] * 4)
+    req.reasoning_tokens = counted
+    Ends().request_ended(req)
+    assert req.reasoning_tokens == expected

@@ -32,7 +32,7 @@ def part(monkeypatch):
     monkeypatch.setattr(routed_experts, "is_dp_attention_enabled", lambda: False)
     runner = SimpleNamespace(max_running_requests=2)
     args = SimpleNamespace(disable_overlap_schedule=False)
-    made = RoutedExperts.of(
+    made = RoutedExperts(
         SimpleNamespace(model_runner=runner, max_verify=3, device=torch.device("cpu"), server_args=args)
     )
     made.attention_made()
