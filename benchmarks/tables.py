@@ -19,8 +19,7 @@ from typing import Any
 import click
 import pandas as pd
 from paired_ratio import frame_baselines, paired_ratios, ratio_text, ratios_to_each, summarise
-from plot_sweep import prompt_names
-from report import figure_text, markdown_table
+from report import figure_text, markdown_table, prompt_names
 from serving.results import config_name, over_rounds, read_sweep
 
 ROOT = Path(__file__).resolve().parents[1]
