@@ -2,7 +2,7 @@
 
     python benchmarks/report.py RESULTS
 
-Reads ``sweep.csv`` and ``provenance.json``. Writes ``report.md`` beside them, and the figure of plot_sweep.py.
+Reads ``sweep.csv`` and ``provenance.json``. Writes ``report.md`` beside them, and a figure of the throughput.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 import click
 import pandas as pd
-import plot_sweep
+from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 from paired_ratio import MIN_ROUNDS, frame_baselines, interval_text, paired_ratios, summarise
 from serving.configurations import OFF, PLAIN, SIMULATED
 from serving.results import config_name, over_rounds, read_sweep
@@ -22,6 +23,7 @@ from serving.results import config_name, over_rounds, read_sweep
 from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.errors import ConfigError, DSparkError
 
+FIGURE = "throughput_vs_concurrency.png"
 STEP_TIMES = (
     "Step-time results: weights are random and drafts were kept by chance, the same ones by every worker. Times and "
     "loads are those of the shape; texts mean nothing."
@@ -58,12 +60,37 @@ def render(folder: Path) -> str:
         parts.append(STEP_TIMES)
     if PLAIN in policies and OFF not in policies and policies & set(POLICY_NAMES):
         parts.append(NO_OFF)
-    parts.append(f"![throughput against users]({plot_sweep.write(frame, record, folder).name})")
+    draw(frame).savefig(folder / FIGURE, dpi=150)
+    parts.append(f"![throughput against users]({FIGURE})")
     parts += [_speeds(frame), _columns("Latency", frame, LATENCY, TIMES)]
     parts.append(_columns("Speculation", frame[frame["accept_length"].notna()], SPECULATION, COUNTS))
     parts.append("## Where the numbers come from")
     parts.append(markdown_table(("what", "value"), facts(frame, record)))
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def draw(frame: pd.DataFrame) -> Figure:
+    """Draw the speed of all users over their number: medians, and bars from the slowest round to the fastest."""
+    figure = Figure(figsize=(8, 5), layout="constrained")  # not by pyplot, which may want a display
+    axes = figure.subplots()
+    speeds = frame.groupby(["config", "concurrency"], sort=False)["output_tok_s"].agg(["median", "min", "max"])
+    for label, rows in speeds.groupby(level="config"):
+        middle, low, high = (rows[name].to_numpy() for name in rows)
+        name, users = config_name(frame, str(label)), rows.index.get_level_values("concurrency")
+        style = {"linestyle": "--" if name in (PLAIN, OFF) else "-", "linewidth": 3 if name == "auto" else 1.5}
+        axes.errorbar(users, middle, yerr=[middle - low, high - middle], label=name, marker="o", capsize=2, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(frame["concurrency"].unique()))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set(xlabel="users at the same time", ylabel="output tokens per second, all users together", ylim=(0, None))
+    axes.grid(alpha=0.2)
+    axes.legend(frameon=False)
+    return figure
+
+
+def prompt_names(record: Mapping[str, Any]) -> str:
+    """Return the names of the prompt files of a sweep."""
+    return ", ".join(Path(prompts["file"]).stem for prompts in record["prompts"])
 
 
 def _speeds(frame: pd.DataFrame) -> str:
@@ -114,7 +141,7 @@ def facts(frame: pd.DataFrame, record: Mapping[str, Any]) -> list[tuple[str, str
         "target": record["target"],
         "drafter": record["draft"],
         "hardware": ", ".join(filter(None, (record["hardware"]["gpu"], record["hardware"]["cpu"]))),
-        "prompts": plot_sweep.prompt_names(record),
+        "prompts": prompt_names(record),
         "requests": ", ".join(f"{key} {value}" for key, value in record["sampling"].items()),
         "versions": " ".join(f"{name}={number}" for name, number in record["versions"].items()),
         "commit": record["commit"],

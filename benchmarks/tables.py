@@ -19,17 +19,12 @@ from typing import Any
 import click
 import pandas as pd
 from paired_ratio import frame_baselines, paired_ratios, ratio_text, ratios_to_each, summarise
-from plot_sweep import prompt_names
-from report import figure_text, markdown_table
+from report import figure_text, markdown_table, prompt_names
 from serving.results import config_name, over_rounds, read_sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (
-    ROOT / "README.md",
-    ROOT / "benchmarks" / "README.md",
-    ROOT / "docs" / "performance.md",
-)
+DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "docs" / "performance.md")
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 WIDTH = 140
 
@@ -94,7 +89,7 @@ def adversarial() -> str:
     return section(("case", *frame.columns), rows, note)
 
 
-# ---- one GPU, or its step times
+# ---- one GPU
 
 
 EQUAL_DRAWS = ("text", "prompt", "users", "plain", "its DSPARK", "`static:7`", "`auto`")
@@ -166,76 +161,6 @@ def second_quarter(results: Path = RESULTS) -> str:
     return section(("users", *map(str, users)), rows, note)
 
 
-def simulated_loads() -> str:
-    """Return what the schedule and a lean drafter bring by the number of users, in measured step times."""
-    frame = pd.read_csv(RESULTS / "h200" / "simulated_loads" / "loads.csv")
-    rows = []
-    for users, cells in frame[frame["users"].isin((1, 16, 32, 64, 128))].groupby("users"):
-        speeds = cells.set_index(["steps", "policy", "text"])["output_tok_s"].sort_index()
-        schedule = speeds["own", "auto"] / speeds["own", "static:7"]
-        lean = speeds["lean", "auto"] / speeds["builtin", "static:7"]
-        rows.append([str(users), *(f"{ratios[text]:.2f}" for ratios in (schedule, lean) for text in ("chat", "math"))])
-    note = (
-        "**Simulated**: throughput of `auto` over whole blocks; lean (32,768 tokens, 8 bits; 1.3 % less accept length, "
-        "which half of the vocabulary cost the bundled pair), over SGLang's DSPARK. Step times are those of Qwen3-8B's "
-        "shape on an H200 for 1, 16 and 64 users, 8 bits calculated ([loads.csv](h200/simulated_loads/loads.csv)); at "
-        "128, `auto` without the lean drafter decodes chat plainly."
-    )
-    return section(("users", "chat", "mathematics", "chat, lean", "mathematics, lean"), rows, note)
-
-
-def one_budget() -> str:
-    """Return what it costs requests that run that prompts are read, in three ways, and gaps beside a long prompt."""
-    rows = []
-    for text in ("chat", "mathematics"):
-        ways = [_simulated_auto(f"{text}_{way}") for way in ("stop", "mixed", "beside")]
-        speeds = [way.loc[16, "output_tok_s"] for way in ways]
-        ratios = (f"{speed / speeds[0]:.2f}" for speed in speeds[1:])
-        rows.append([text, f"{speeds[0]:.0f}", *ratios])
-    note = (
-        "**Simulated**: tokens of 16 users per second while prompts stop all else, and in multiples of that with a "
-        "token for each user beside a prompt, and with drafts ([one_budget](h200/one_budget))."
-    )
-    speeds_table = section(("text", "prompts stop all else, tok/s", "mixed chunks", "beside drafts"), rows, note)
-    gaps = []
-    for way, name in (
-        ("prompts stop all else", "long_stop"),
-        ("beside drafts", "long_beside"),
-        ("`--speculative-dspark-max-gap-ms 50`", "long_beside_50"),
-        ("`--speculative-dspark-max-gap-ms 25`", "long_beside_25"),
-    ):
-        auto = _simulated_auto(name)
-        cells = (f"{auto.loc[users, f'gap_{part}_ms']:.0f}" for users in (8, 16) for part in ("p99", "max"))
-        gaps.append([way, *cells, f"{auto.loc[8, 'ttft_ms']:.0f}"])
-    header = ("chat", "8 users: gap, 99 %, ms", "longest", "16 users: 99 %", "longest", "8 users: to the first token")
-    return f"{speeds_table}\n\n{section(header, gaps, 'One user more always sends prompts of 32,000 tokens.')}"
-
-
-def _simulated_auto(name: str) -> pd.DataFrame:
-    frame = pd.read_csv(RESULTS / "h200" / "one_budget" / f"{name}.csv")
-    return frame[frame["policy"] == "auto"].set_index("users")
-
-
-def promises() -> str:
-    """Return how many promises are kept under ``auto``, by text, share of the mean and number of users."""
-    rows = []
-    for text in ("chat", "recorded"):
-        for file in sorted((RESULTS / "h200" / "promises").glob(f"{text}_*.csv"), reverse=True):
-            for point in pd.read_csv(file).itertuples():
-                kept = (f"{share:.0%}" for share in (point.kept, point.kept_before))
-                others = f"{point.other_tpot_ms / point.other_tpot_before_ms:.2f}"
-                rows.append([text, file.stem.partition("_")[2], str(point.users), *kept, f"{point.speed:.2f}", others])
-    bounds = [row for row in content_of("h200/promises/bounds.json")["rows"] if row["users"] >= 32]
-    least = {part: min(row["share"] for row in bounds if row["users"] == part * row["promised"]) for part in (2, 8)}
-    note = (
-        "**Simulated**: answers of every second user that kept a promise of so much of the mean time per token, with "
-        "the promise and without; tokens of all users, and time per token of the others, beside those without "
-        "promises. By brute force ([bounds.json](h200/promises/bounds.json)), half of the users can have "
-        f"{least[2]:.2f} of the mean at best if all tokens are to be at least 0.97, and an eighth {least[8]:.2f}."
-    )
-    return section(("text", "promised", "users", "kept", "before", "all tokens", "others' time"), rows, note)
-
-
 # ---- writing
 
 
@@ -256,9 +181,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "adversarial": adversarial,
     "equal_draws": equal_draws,
     "second_quarter": second_quarter,
-    "simulated_loads": simulated_loads,
-    "one_budget": one_budget,
-    "promises": promises,
 }
 
 

@@ -186,7 +186,6 @@ def request_body(prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "return_spec_tokens_details": True,
-        **prompt.fields,
     }
 
 

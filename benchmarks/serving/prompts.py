@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sglang_dspark.tools.prompts import read_prompts
 
@@ -16,12 +15,10 @@ class Prompt:
 
     Attributes:
         index: its place among the prompts, counted from 0.
-        fields: more fields of its request.
     """
 
     index: int
     text: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_mixed_prompts(paths: Sequence[Path]) -> list[Prompt]:

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from simulated import cpu_table, gpu_table
+from misled import cpu_table, gpu_table
 from step_tables import GAMMA, compute_bound
 
 from sglang_dspark.config import DSparkConfig

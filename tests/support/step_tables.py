@@ -12,11 +12,19 @@ __all__ = [
     "GAMMA",
     "compute_bound",
     "costly_drafts",
+    "h200_table",
     "make_table",
     "memory_bound",
     "random_table",
     "write_table",
 ]
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+def h200_table(file: str) -> SpsTable:
+    """A committed table of Qwen3-8B's shape on an H200."""
+    return SpsTable.load(RESULTS / "h200" / file)
 
 
 def costly_drafts(extra_ms: float, **options) -> SpsTable:

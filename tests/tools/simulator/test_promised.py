@@ -1,7 +1,7 @@
 """Promises in simulated time: what is in reach is kept more often, and everything together stays as fast."""
 
 import pytest
-from formula_tables import h200
+from step_tables import h200_table
 
 from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
 from sglang_dspark.tools.simulator.costs import Costs, Prefill
@@ -12,7 +12,7 @@ from sglang_dspark.tools.simulator.workload import Lengths
 
 @pytest.mark.slow
 def test_more_promises_are_kept_at_the_same_speed():
-    table = h200(gamma=5)
+    table = h200_table("promises/sps.json")
     costs, blocks = Costs(table, Prefill.from_table(table)), ConditionalAcceptance((0.7,) * 5)
     found = simulate_promises(Conditions(costs, blocks, Lengths(128, 128), Lengths(128, 128)), 48, 1.0)
     assert found.kept > found.kept_before + 0.05

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from formula_tables import h200
-from step_tables import GAMMA, make_table
+from step_tables import GAMMA, h200_table, make_table
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
@@ -63,7 +62,7 @@ def test_gaps_behind_a_long_prompt_are_bounded():
     """Whatever is read beside them: with drafts as long as they fit, and else with a token each."""
     found = {}
     for bound in (None, 30.0):
-        costs = Costs(h200(), Prefill(6.5, 0.02, 7.5e-7))
+        costs = Costs(h200_table("one_budget/sps.json"), Prefill(6.5, 0.02, 7.5e-7))
         given = Conditions(
             costs, ConditionalAcceptance((0.8,) * GAMMA), Lengths(64, 64), Lengths(100, 100), num_requests=24,
             mixed_chunk=True, max_gap_ms=bound, long_prompt=16_000,
