@@ -8,9 +8,9 @@ imports neither SGLang nor torch.
 """
 
 import contextlib
+import itertools
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -282,6 +282,9 @@ def _flag_value(flags: tuple[str, ...], name: str) -> str | None:
     return flags[flags.index(name) + 1] if name in flags else None
 
 
+_looks = itertools.count()
+
+
 def free_port() -> int:
     """Return a port of 127.0.0.1 that is not in use.
 
@@ -289,10 +292,10 @@ def free_port() -> int:
         LaunchError: all are taken.
     """
     # Below the ports that systems hand out to outgoing connections: one of these may be taken in the half minute that a
-    # server needs until it listens. SGLang derives further ports by adding 10000.
-    ports = list(range(15_000, 20_000))
-    random.shuffle(ports)
-    for port in ports:
+    # server needs until it listens. For as long, this process looks at other ports, and so do others, whose ids are
+    # close. SGLang derives further ports by adding 10000.
+    for _ in range(5_000):
+        port = 15_000 + (97 * os.getpid() + next(_looks)) % 5_000
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -14,6 +14,7 @@ import pytest
 import sweep_concurrency
 from click.testing import CliRunner
 from fake_engine import FakeEngine, served
+from serving import profiles
 from serving import sweep as sweep_module
 from serving.row import COLUMNS
 
@@ -169,14 +170,20 @@ def test_servers_of_equal_rates_take_equal_steps_or_the_sweep_ends(sweep):
     assert "with 1 user, " in said and "their times cannot be compared" in said and not (output / "report.md").exists()
 
 
-def test_what_speculates_records_steps_of_all_users(sweep):
+def test_what_speculates_records_steps_of_all_users(sweep, monkeypatch):
     """After the cells: of each load, with as many users as it has."""
-    engine = FakeEngine()
+    asked, ask_all = set(), profiles.ask_all
+
+    def counted(url, prompts, sampling, users, on_first):
+        asked.add(users)
+        return ask_all(url, prompts, sampling, users, on_first)
+
+    monkeypatch.setattr(profiles, "ask_all", counted)
     options = ("--config", "plain", "--config", "s=static:3", "--draft", "d", "--num-prompts", "2", "--rounds", "1")
-    result, output = sweep(*options, "--concurrency", "1,3", "--trace-steps", "3", "--together", engine=engine)
+    result, output = sweep(*options, "--concurrency", "1,3", "--trace-steps", "3", "--together")
     assert result.exit_code == 0, result.output
     traces = {path.parent.name for path in output.rglob("*.trace.json.gz")}
-    assert traces == {"s_1", "s_3"} and engine.most_running == 3
+    assert traces == {"s_1", "s_3"} and asked == {1, 3}
 
 
 TWO = ("--config", "plain", "--config", "static:3", "--draft", "folder/draft", "--num-prompts", "2")

@@ -1,5 +1,7 @@
 """A step's result, from the worker's tensors to what SGLang and the statistics read."""
 
+import time
+
 import pytest
 import torch
 from dspark_kernels import ASKED_ROWS, CACHED_ROWS, KIND_ROWS, NUM_ROWS, AcceptResult
@@ -111,9 +113,10 @@ def test_times_of_a_step_are_known_where_a_device_tells_them():
     made = result(None, None)
     assert made.times_ms is None
     made.copy_to_cpu(return_logprob=False)
+    began = time.perf_counter()
     made.copy_done.synchronize()
     device_ms, waited_ms = made.times_ms
-    assert device_ms == 3.0 and 0 <= waited_ms < 1000
+    assert device_ms == 3.0 and 0 <= waited_ms <= (time.perf_counter() - began) * 1e3
 
 
 def test_an_idle_result_has_nothing_to_arrive():

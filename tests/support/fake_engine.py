@@ -85,10 +85,10 @@ def served(engine):
 
     thread = threading.Thread(target=run)
     thread.start()
-    ready.wait(10)
+    assert ready.wait(60)
     try:
         yield f"http://127.0.0.1:{port[0]}"
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()

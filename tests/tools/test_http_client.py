@@ -25,7 +25,7 @@ def keys():
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield shown, f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -34,5 +34,5 @@ def keys():
 
 def test_a_key_does_not_follow_a_redirection(keys):
     shown, url = keys
-    assert JsonClient("--url", url, "a", timeout_s=10, api_key="secret").request("/first") == {}
+    assert JsonClient("--url", url, "a", timeout_s=60, api_key="secret").request("/first") == {}
     assert shown == ["Bearer secret", None]

@@ -56,6 +56,12 @@ def test_one_machine_exchanges_nothing():
     assert [FEATURE.is_used(server_args(nnodes=nodes)) for nodes in (1, 2)] == [False, True]
 
 
+@pytest.fixture(autouse=True)
+def long_moment(monkeypatch):
+    """Processes that are forked from this one have time, however slow the machine is."""
+    monkeypatch.setattr(watch, "GRACE_S", 600.0)
+
+
 def serve(rank: int, told: dict[str, object], folder) -> None:
     """A process in place of a scheduler, in a group of four on two machines. It ends with status 3 when told to."""
     logging.basicConfig(filename=folder / f"{rank}.log", force=True)
@@ -101,7 +107,7 @@ def wait_until(condition):
 
 @pytest.mark.parametrize(("victim", "log", "named"), [(3, 0, "node 1"), (0, 2, "node 0")])
 def test_the_end_of_a_machine_ends_the_others(tmp_path, victim, log, named, monkeypatch):
-    monkeypatch.setattr(watch, "GRACE_S", 0.0)  # of the processes that are forked from this one
+    monkeypatch.setattr(watch, "GRACE_S", 0.0)
     with started(tmp_path, [{}] * 4) as ranks:
         wait_until(lambda: len(list(tmp_path.glob("*.serves"))) == 4)
         assert all(process.is_alive() for process in ranks)

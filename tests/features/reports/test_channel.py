@@ -33,6 +33,11 @@ class Manager:
             for replica in reversed(range(self.replicas)):
                 asyncio.get_running_loop().call_later(0.001 * (self.replicas - replica), self.reply, question, replica)
 
+    async def was_asked(self, times):
+        async with asyncio.timeout(60):
+            while len(self.asked) < times:
+                await asyncio.sleep(0)
+
     def reply(self, question, replica=0):
         refused = question["fields"].get("policy") == f"not for {replica}"
         policy = {"state": {}, "until_now": {"uptime_s": 0}}
@@ -79,15 +84,15 @@ async def test_everybody_gets_the_answer_to_his_own_question():
 @in_a_loop
 async def test_a_reader_never_gets_what_was_asked_before_him():
     manager = Manager(answers=False)
-    asked = Channel(lambda: manager)
+    asked = Channel(lambda: manager, limit_s=60)
     first = asyncio.create_task(asked.ask("stats", {}))
-    await asyncio.sleep(0.01)
+    await manager.was_asked(1)
     second = asyncio.create_task(asked.ask("stats", {}))
     await asyncio.sleep(0.01)
     assert len(manager.asked) == 1
     manager.reply({"fields": {}, "place": 1})
     assert (await first)[0]["place"] == 1
-    await asyncio.sleep(0.01)
+    await manager.was_asked(2)
     manager.reply({"fields": {}, "place": 2})
     assert (await second)[0]["place"] == 2
 
@@ -98,7 +103,7 @@ async def test_what_cannot_be_sent_holds_up_nobody():
     asked = Channel(lambda: manager)
     good = [asked.ask("policy", {"policy": f"p{i}"}) for i in range(3)]
     bad = asked.ask("policy", {"policy": lambda: None})  # is no JSON
-    answers = await asyncio.wait_for(asyncio.gather(good[0], bad, good[1], good[2], return_exceptions=True), 5)
+    answers = await asyncio.wait_for(asyncio.gather(good[0], bad, good[1], good[2], return_exceptions=True), 60)
     assert [isinstance(answer, Exception) for answer in answers] == [False, True, False, False]
 
 
@@ -111,7 +116,7 @@ async def test_a_silent_scheduler_is_reported_and_its_late_answer_goes_to_nobody
             await asked.ask("stats", {})
     # One question was sent; all others waited for it, and share the next one.
     assert len(manager.asked) == 1
-    manager.answers = True
+    manager.answers, asked._limit_s = True, 60
     manager.reply({"fields": {}, "question": "late"})
     for question in ("capabilities", "stats"):
         assert [answer["question"] for answer in await asked.ask(question, {})] == [question]

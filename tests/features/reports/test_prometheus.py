@@ -142,6 +142,7 @@ def test_metrics_outlive_a_full_disk(exporter, monkeypatch, caplog):
         update()
         if len(calls) > 5:
             again.set()
+            raise SystemExit  # from its thread
 
     monkeypatch.setattr(exporter.metrics, "update", now_and_then)
     exporter.metrics.start()
