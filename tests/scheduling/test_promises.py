@@ -34,6 +34,7 @@ def test_a_request_counts_by_the_promised_times_that_it_has_taken(taken, counts)
     pace = Pace(10.0, 0.5)
     assert pace.counts(990.0, 0) == 0.5  # its first token is not known
     assert pace.counts(1000.0, 3) == 0.5 * 3  # on time
+    assert pace.counts(1040.0, 4) == 0.5 * 3  # far behind, but only just begun
     now, tokens = 1000 + (taken * (40 + HEAD_TOKENS) - HEAD_TOKENS) * 10, 43
     assert pace.counts(now, tokens) == pytest.approx(0.5 * counts)
     assert pace.late_ms(now, tokens) == pytest.approx((taken - 1) * (40 + HEAD_TOKENS) * 10)

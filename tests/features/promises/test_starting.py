@@ -41,7 +41,7 @@ def passed():
     schedule = SimpleNamespace(times=None)
     part = Promises(PromiseOptions(), lambda: schedule, 3, Agreement(ONE_RANK))
 
-    def one_pass(queue, begun=None, *, times=None, free=9, chunk=CHUNK, **changes):
+    def one_pass(queue, begun=None, *, times=None, free=9, chunk=CHUNK, page=1, limit=None, **changes):
         schedule.times = times
         scheduler = SimpleNamespace(
             waiting_queue=queue,
@@ -55,7 +55,8 @@ def passed():
         )
         vars(scheduler).update(changes)
         kind = start_by_promise(PrefillAdder, scheduler)
-        adder = kind(1, cache, cache_of[1], None, 0.5, 10_000, chunk)
+        adder = kind(page, cache, cache_of[1], None, 0.5, 10_000, chunk)
+        adder.chunked_req_limit = limit
         if begun is not None:
             begun.init_next_round_input()
             begun = adder.add_chunked_req(begun)
@@ -68,7 +69,7 @@ def passed():
         assert begun is None or adder.new_chunked_req is None  # SGLang would end the server
         return "".join(req.rid for req in queue), {req.rid: req.extend_len for req in adder.can_run_list}
 
-    one_pass.cache = cache
+    one_pass.cache, one_pass.part = cache, part
     with get_context().override_server_args():
         yield one_pass
 
@@ -178,6 +179,34 @@ def test_where_a_prefix_is_found_no_second_prompt_is_cut(passed):
     a = prompt("a", 20, ttft_ms=900)
     passed.cache.insert(InsertParams(RadixKey(a.origin_input_ids[:12]), torch.arange(1, 13)))
     assert passed([a, prompt("b", 200)], prompt("z", 300))[1] == {"z": 44, "a": 8}
+
+
+def test_what_the_cache_has_needs_no_room(passed):
+    """It has half of a text that was retracted. To order its queue, SGLang matches more of it than it may use."""
+    back = prompt("a", 20)
+    back.output_ids.extend([7] * 4)
+    back.prefix_len, back.num_matched_prefix_tokens = 12, 18
+    passed.cache.insert(InsertParams(RadixKey(back.origin_input_ids[:12]), torch.arange(1, 13)))
+    queue = [back, prompt("b", 200, ttft_ms=600_000)]
+    assert passed(queue, prompt("z", 300, 5.0))[1] == {"z": 52, "a": 12}
+
+
+def test_room_is_whole_pages(passed):
+    """The cache has more than half of a, so that SGLang might take b in part, too."""
+    assert passed([prompt("a", 20, ttft_ms=900)], prompt("z", 300), chunk=60, page=16)[1] == {"z": 16, "a": 20}
+    a = prompt("a", 20, ttft_ms=900)
+    passed.cache.insert(InsertParams(RadixKey(a.origin_input_ids[:12]), torch.arange(1, 13)))
+    assert passed([a, prompt("b", 20)], prompt("y", 300), chunk=60, page=16)[1] == {"y": 16, "a": 8}
+
+
+def test_room_that_sglang_leaves_for_other_prompts_stays(passed):
+    assert passed([prompt("a", 20, ttft_ms=900)], prompt("z", 300), limit=30)[1] == {"z": 30, "a": 20}
+
+
+def test_ranks_do_as_the_first_one(passed):
+    passed.part.agreement = partly(Agreement, share=lambda planned: ([1, 0], 0))
+    queue = [prompt("a", 5, ttft_ms=900), prompt("b", 5)]
+    assert passed(queue, prompt("z", 300)) == ("ba", {"z": 64})
 
 
 def test_where_no_prompt_is_promised_anything_all_is_sglangs(passed, monkeypatch):
