@@ -30,11 +30,6 @@ class PhasedBackend(HybridAttnBackend):
     """Encode prompts with SGLang's own choice, as a server without DSPARK does, and verify with ``verify``.
 
     Unlike the base class it does not ask ``--speculative-attention-mode``: every decode forward is a verification.
-
-    Args:
-        model_runner: SGLang's, of the target.
-        prefill: the backend that SGLang has made for it.
-        verify: attention of TARGET_VERIFY.
     """
 
     def __init__(self, model_runner: ModelRunner, prefill: AttentionBackend, verify: AttentionBackend) -> None:
@@ -217,9 +212,6 @@ def verify_beside_prompts(runner: ModelRunner) -> None:
 
 def check_pool(dtype: torch.dtype, capability: tuple[int, int]) -> None:
     """Refuse a K/V cache that the kernels of verification cannot read; ``auto`` may stand for one of a checkpoint.
-
-    Args:
-        capability: of the GPU.
 
     Raises:
         ConfigError: naming the dtype and the remedy.

@@ -52,7 +52,6 @@ class SpecWorkerBase(WorkerFace):
     """Implement SGLang's Spec V2 worker interface; what is left to the subclass is abstract below.
 
     Attributes:
-        parts: what the features of the server do.
         schedule: made with the worker.
         control: of its steps; made when it is prepared to serve.
     """

@@ -71,11 +71,8 @@ def warm_up(
     """Compile what the steps of a server need, or load it from Triton's cache; takes seconds then.
 
     Args:
-        executor: of the server.
-        target_worker: SGLang's worker of the target.
         max_verify: most drafts that a step verifies per request.
         request_slots: batch sizes that are captured as CUDA graphs, none where these are off.
-        parts: what features do on the server.
     """
     began = time.monotonic()
     runner = target_worker.model_runner
