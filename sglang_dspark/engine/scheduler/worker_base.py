@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from dspark_kernels import draw
 from sglang.srt.arg_groups.overrides import resolving_view
-from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.compat.arguments import attached_to_ours
@@ -32,6 +29,7 @@ from sglang_dspark.engine.scheduler.batch import (
     round_keys,
 )
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
+from sglang_dspark.engine.scheduler.nan_check import NanCheck
 from sglang_dspark.engine.scheduler.start_check import check_start
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.engine.sglang_types import GenerationBatchResult, Req, ScheduleBatch, ServerArgs, TpModelWorker
@@ -40,12 +38,6 @@ from sglang_dspark.scheduling.schedule import Schedule
 logger = logging.getLogger(__name__)
 
 Publish = Callable[[torch.Tensor], None]
-NAN_SWITCHES = (
-    envs.SGLANG_SANITIZE_NAN_LOGITS,
-    envs.SGLANG_ENABLE_ASYNC_ASSERT,
-    envs.SGLANG_ENABLE_NAN_LOGITS_CHECK,
-)
-"""Switches of SGLang by which its sampler looks for NaN."""
 
 
 class SpecWorkerBase(WorkerFace):
@@ -74,8 +66,8 @@ class SpecWorkerBase(WorkerFace):
         self.drafted_sampling = SamplingReader(self.device)  # of the requests that are drafted, where these are not all
         # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
         self.max_verify: int = self.server_args.speculative_num_draft_tokens - 1
-        self.parts = parts_of(self, server_args)
-        self.check_logits = nan_check()
+        check = NanCheck.of(self)
+        self.parts = (*([] if check is None else [check]), *parts_of(self, server_args))
         self.step = 0
 
     @abstractmethod
@@ -208,8 +200,6 @@ class SpecWorkerBase(WorkerFace):
     def _draw_first(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         """Draw the token after each prompt, and the next one after a retraction and of requests that already run."""
         rows, output = self.sampling.read(batch.reqs), result.logits_output
-        if self.check_logits is not None:
-            self.check_logits(output.next_token_logits)
         for part in self.parts:
             part.first_logits(batch, output.next_token_logits)
         positions = batch.seq_lens.to(torch.int64)
@@ -245,10 +235,3 @@ class SpecWorkerBase(WorkerFace):
             speculative_num_draft_tokens=self.server_args.speculative_num_draft_tokens,
             new_seq_lens=draft_input.new_seq_lens,
         )
-
-
-def nan_check() -> Callable[[torch.Tensor], None] | None:
-    """Return SGLang's treatment of NaN in logits [n, V], in place, before any other; None if no switch asks for it."""
-    if any(switch.get() for switch in NAN_SWITCHES):
-        return partial(sanitize_nan_logits, msg="DSPARK: target logits")
-    return None

@@ -1,15 +1,18 @@
 """Decode steps that CUDA graphs replay."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TypeVar
 
 from dspark_kernels import AcceptResult, DraftBlock, PlanNumbers
 
+from sglang_dspark.engine.feature import StepPart
 from sglang_dspark.engine.forward.graphs import Captured
+from sglang_dspark.engine.scheduler.worker_base import Publish
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selected import build_plan
-from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, StepOutcome, TargetOutput, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepOutcome, TargetOutput, VerifyPlan
 from sglang_dspark.worker.executors.captured import CapturedSteps, Tier
 from sglang_dspark.worker.executors.eager import EagerExecutor
 
@@ -114,7 +117,14 @@ class FusedExecutor(GraphExecutor):
         self._fused, self._relay = captured.fused[tier], captured.relay
         self._outcome_of = cache(self._first_outcomes)
 
-    def finish(self, step: DecodeBatch, decision: StepDecision, draft: DraftOutput, hooks: StepHooks) -> StepOutcome:
+    def finish(
+        self,
+        step: DecodeBatch,
+        decision: StepDecision,
+        draft: DraftOutput,
+        parts: Sequence[StepPart] = (),
+        publish: Publish = lambda new_seq_lens: None,
+    ) -> StepOutcome:
         if decision.draft_len > 0:
             self.plan(step, draft, decision)
         self._replay(step, self._fused)
@@ -123,7 +133,7 @@ class FusedExecutor(GraphExecutor):
             outcome = replace(outcome, accepted=_kept(outcome.accepted))
         else:
             self._relay.was_written(outcome.accepted)
-        hooks.publish(outcome.accepted.new_seq_lens)
+        publish(outcome.accepted.new_seq_lens)
         return replace(outcome, draft=draft)
 
     def _first_outcomes(self, requests: int) -> StepOutcome:

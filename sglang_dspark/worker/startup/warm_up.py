@@ -36,7 +36,7 @@ from sglang_dspark.engine.scheduler.measure_steps import most_running
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
-from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, TargetOutput, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, DraftOutput, TargetOutput, VerifyPlan
 from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.executors.eager import EagerExecutor
 from sglang_dspark.worker.no_drafter import NoDrafter
@@ -223,7 +223,7 @@ class _WarmUpSteps:
         """Verify made-up drafts. Attention has kernels for a width, and for few requests and many."""
         step = self._batch((_GREEDY,))
         draft = DraftOutput(DraftBlock(step.anchors[:, None].repeat(1, depth)), None, [depth] * len(step))
-        self._executor.finish(step, StepDecision(depth, FixedLength()), draft, StepHooks())
+        self._executor.finish(step, StepDecision(depth, FixedLength()), draft)
 
     def _step(self, decision: StepDecision, mixes: Sequence[_Mix]) -> tuple[VerifyPlan, TargetOutput]:
         """Draft and accept by each of ``mixes``; plan and verify once: the target knows nothing of them."""
