@@ -6,7 +6,7 @@ import traceback
 
 import torch
 
-_PARTS = {"decode": "decode", "_prefill": "prefill", "_idle": "idle"}  # by the function of the worker
+_PARTS = {"decode": "decode", "_prefill": "prefill"}  # by the function of the worker
 _AROUND_STAGES = ("run", "finish")  # functions of a step's executor, which call its stages
 _REMEDIES = (
     (

@@ -139,7 +139,7 @@ class SpecWorkerBase(WorkerFace):
     def forward_batch_generation(
         self, batch: ScheduleBatch, on_publish: Publish | None = None, **_unused: object
     ) -> GenerationBatchResult:
-        """Run one batch of the scheduler: a prefill, a decode step, or nothing.
+        """Run one batch of the scheduler, a prefill or a decode step: none is idle without attention data parallelism.
 
         An exception goes on to SGLang, which ends the server over it; see docs/operating.md.
         """
@@ -154,11 +154,10 @@ class SpecWorkerBase(WorkerFace):
     def _run(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
         for part in self.parts:
             part.batch_comes(batch)
-        is_prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
-        if not is_prefill and not batch.forward_mode.is_idle():
+        if not (batch.forward_mode.is_extend() or batch.is_extend_in_batch):
             return self.decode(batch, publish)
         self.schedule.invalidate()  # what comes next is not a decode step
-        return self._prefill(batch, publish) if is_prefill else self._idle(publish)
+        return self._prefill(batch, publish)
 
     @torch.no_grad()
     def _prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
@@ -224,14 +223,3 @@ class SpecWorkerBase(WorkerFace):
         for part in self.parts:
             output = part.tokens_drawn(batch, output, drawn)
         return output
-
-    def _idle(self, publish: Publish) -> DSparkBatchResult:
-        draft_input = DSparkDraftInput.idle(self.device)
-        publish(draft_input.new_seq_lens)
-        return DSparkBatchResult(
-            next_token_ids=draft_input.bonus_tokens,
-            accept_lens=draft_input.bonus_tokens.to(torch.int32),
-            next_draft_input=draft_input,
-            speculative_num_draft_tokens=self.server_args.speculative_num_draft_tokens,
-            new_seq_lens=draft_input.new_seq_lens,
-        )
