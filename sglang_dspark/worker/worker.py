@@ -43,7 +43,7 @@ from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.executors.beside import BesideExecutor
 from sglang_dspark.worker.executors.captured import CapturedSteps
 from sglang_dspark.worker.executors.eager import EagerExecutor
-from sglang_dspark.worker.executors.selector import ExecutorSelector
+from sglang_dspark.worker.executors.graphs import ExecutorSelector
 from sglang_dspark.worker.no_drafter import NoDrafter
 from sglang_dspark.worker.startup.late_kernels import report_late_kernels
 from sglang_dspark.worker.startup.measured_steps import MeasuredSteps

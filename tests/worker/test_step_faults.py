@@ -16,7 +16,7 @@ from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.worker.executors import eager
-from sglang_dspark.worker.executors.selector import ExecutorSelector
+from sglang_dspark.worker.executors.graphs import ExecutorSelector
 from sglang_dspark.worker.worker import DSparkWorker
 
 # What each stage calls.

@@ -1,4 +1,4 @@
-"""Decode steps that CUDA graphs replay."""
+"""Decode steps that CUDA graphs replay, and the choice of what runs a step."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -145,3 +145,37 @@ class FusedExecutor(GraphExecutor):
 def _kept(accepted: AcceptResult) -> AcceptResult:
     """Return the outcome, with what SGLang hands to the next step in memory that replays leave alone."""
     return replace(accepted, bonus_tokens=accepted.bonus_tokens.clone(), new_seq_lens=accepted.new_seq_lens.clone())
+
+
+class ExecutorSelector:
+    """The executors of a server.
+
+    Attributes:
+        eager: runs every step.
+        captured: None if all steps run eagerly.
+    """
+
+    def __init__(self, eager: EagerExecutor) -> None:
+        self.eager = eager
+        self.drop_graphs()
+
+    def drop_graphs(self) -> None:
+        """Run all steps eagerly from now on."""
+        self.captured: CapturedSteps | None = None
+        self._graphs: dict[Tier, GraphExecutor] = {}
+        self._fused: dict[Tier, GraphExecutor] = {}
+
+    def add_graphs(self, captured: CapturedSteps) -> None:
+        """Run steps by these graphs from now on, if they fit into them."""
+        self.captured = captured
+        self._graphs = {tier: GraphExecutor(captured, tier) for tier in captured.plans}
+        self._fused = {tier: FusedExecutor(captured, tier) for tier in captured.fused}
+
+    def select(self, step: DecodeBatch, decision: StepDecision) -> EagerExecutor:
+        """Return the graphs of the smallest tier that has room for a step, or else the eager executor."""
+        tier = None if self.captured is None else self.captured.tier(step, decision)
+        if tier is None:
+            return self.eager
+        if tier in self._fused and step.rows.all_greedy and not step.keeps_logits:
+            return self._fused[tier]
+        return self._graphs[tier]

@@ -9,7 +9,7 @@ from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
 from sglang_dspark.step.state import DraftOutput
-from sglang_dspark.worker.executors.selector import ExecutorSelector
+from sglang_dspark.worker.executors.graphs import ExecutorSelector
 
 
 class MeasuredSteps:
