@@ -11,7 +11,6 @@ from sglang_dspark.calibration.logistic import LogisticMap
 from sglang_dspark.calibration.metrics import ece
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.calibration.survival import Bools, Floats, Ints, prefix_survival, reached, sigmoid, survived
-from sglang_dspark.errors import ConfigError
 
 WINDOW_PAIRS = 1024
 """Pairs per position that a fit sees. The acceptance it finds is off by 0.4 / sqrt(1024) = 0.0125 at 0.8; half the
@@ -92,15 +91,9 @@ class OnlineCalibration:
             gamma: drafts per round.
             initial: gamma temperatures, :attr:`StsCalibration.temperatures`; None means all 1.
             drawn: leading ones that the head is asked about, if the others are copied; None means all.
-
-        Raises:
-            ConfigError: another number of temperatures.
         """
-        temperatures = np.ones(gamma) if initial is None else np.asarray(initial, dtype=np.float64)
-        if temperatures.shape != (gamma,):
-            raise ConfigError(f"initial={initial}: {temperatures.size} temperatures; pass {gamma}, one per draft")
-        self._gamma, self._drawn = gamma, gamma if drawn is None else drawn
-        self._start_scale = 1.0 / temperatures
+        self._gamma, self._initial, self._drawn = gamma, initial, gamma if drawn is None else drawn
+        self._start_scale = 1.0 / (np.ones(gamma) if initial is None else np.asarray(initial, dtype=np.float64))
         self._map = LogisticMap(self._start_scale, np.zeros(gamma))
         self.num_refits = 0
         self._pending: list[tuple[Floats, Ints, Ints]] = []
@@ -112,7 +105,7 @@ class OnlineCalibration:
 
     def afresh(self, *, tempered: bool) -> Self:
         """Return one without observations, which starts with the same temperatures, or with 1."""
-        return type(self)(self._gamma, (1.0 / self._start_scale).tolist() if tempered else None, self._drawn)
+        return type(self)(self._gamma, self._initial if tempered else None, self._drawn)
 
     @property
     def scale(self) -> Floats:

@@ -9,9 +9,6 @@ class PredictedSurvival:
 
     A draft that was not verified says nothing, and whether it was verified was decided before its outcome: what is
     summed is fair to the predictions.
-
-    Args:
-        gamma: most drafts that a step verifies per request.
     """
 
     def __init__(self, gamma: int) -> None:
@@ -19,13 +16,7 @@ class PredictedSurvival:
         self._sums = np.zeros((3, gamma))
 
     def observe(self, survival: NDArray[np.float64], verified: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
-        """Add rounds.
-
-        Args:
-            survival: [n, gamma] predicted; what lies past the verified drafts is not read.
-            verified: [n] drafts verified.
-            accepted: [n] drafts accepted.
-        """
+        """Add rounds: [n, gamma] predictions, read up to the [n] verified drafts, and [n] accepted ones."""
         seen = verified[:, None] > self._positions
         # A replaced array, not a changed one: a thread may be reading the sums.
         self._sums = self._sums + np.stack(

@@ -37,17 +37,14 @@ class Policy(ABC):
     """Decides what a step does.
 
     Attributes:
+        name: as in the flag and in reports.
         needs_confidence: whether the drafter's confidences have to be computed.
         parked: whether the server drafts nothing because plain steps are faster.
     """
 
+    name: str
     needs_confidence: bool
     parked: bool = False
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Return the name, as in the flag and in reports."""
 
     @abstractmethod
     def choose(self, requests: int, context: float, beside: Beside | None = None) -> StepDecision:
@@ -57,9 +54,9 @@ class Policy(ABC):
             beside: further rows of its verification, whose time a policy may count.
         """
 
-    @abstractmethod
     def report(self) -> dict[str, Any]:
         """Return JSON for the statistics."""
+        return {}
 
     def affords(self, request: str, decision: StepDecision, context: float) -> bool:
         """Return whether a request that runs alone may take the step that was decided; if not, it takes a plain one."""
@@ -109,6 +106,3 @@ class EarlyStopPolicy(Policy):
     def choose(self, requests: int, context: float, beside: Beside | None = None) -> StepDecision:
         step_ms = self.times.by_drafts(requests, self.gamma, context)
         return StepDecision(self.gamma, EarlyStop(tuple(step_ms.tolist())))
-
-    def report(self) -> dict[str, Any]:
-        return {}

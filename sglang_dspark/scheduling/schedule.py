@@ -28,7 +28,6 @@ class Schedule:
     """Chooses what a step does, selects the drafts that it verifies, and passes on what came of them.
 
     Args:
-        options: the server's options; a policy may be switched later.
         max_verify: most drafts that a step may verify per request.
         calibration: of the confidence head; None without one.
         device: where confidences live.

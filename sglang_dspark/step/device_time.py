@@ -49,14 +49,7 @@ class DeviceTimer:
 
 
 class AwaitedEvent:
-    """An event that knows how long it was waited for.
-
-    Args:
-        event: of a device; everything but :meth:`synchronize` is its own.
-
-    Attributes:
-        waited_ms: milliseconds.
-    """
+    """An event of a device that knows how long it was waited for; everything else is its own."""
 
     def __init__(self, event: Any) -> None:
         self._event = event

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 
@@ -23,10 +23,12 @@ class Packed:
     Attributes:
         flat: [words] int32.
         shapes: type and shape of each.
+        pinned: [at least as many words] memory of the host that they are to be copied to; None if they are there.
     """
 
     flat: torch.Tensor
     shapes: tuple[tuple[torch.dtype, torch.Size], ...]
+    pinned: torch.Tensor | None = None
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> Packed:
@@ -46,6 +48,14 @@ class Packed:
                 raise ValueError(f"{total} words are to be packed where there is room for {len(out)}")
             out = out[:total]
         return cls(torch.cat(words, out=out), tuple([(tensor.dtype, tensor.shape) for tensor in tensors]))
+
+    def copy(self) -> Packed:
+        """Start the copy in the current stream, and return where its result is going to be."""
+        if self.pinned is None:
+            return self
+        flat = self.pinned[: len(self.flat)]
+        flat.copy_(self.flat, non_blocking=True)
+        return Packed(flat, self.shapes)
 
     def read(self) -> list[torch.Tensor]:
         """Return views of the tensors."""
@@ -96,31 +106,10 @@ class PackedCopies:
                 on_device = torch.empty(self.words, dtype=WORD, device=self.device)
                 self._rings.append((on_device, torch.empty(self.words, dtype=WORD, pin_memory=True)))
 
-    def pack(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
+    def pack(self, tensors: Sequence[torch.Tensor]) -> Packed:
         """Pack ``tensors`` as :meth:`Packed.of` does; valid until two more were packed."""
         if not self._rings:
-            return PendingCopy(Packed.of(tensors), None)
+            return Packed.of(tensors)
         self._turn = (self._turn + 1) % _DEPTH
         on_device, pinned = self._rings[self._turn]
-        return PendingCopy(Packed.of(tensors, out=on_device), pinned)
-
-
-@dataclass(frozen=True)
-class PendingCopy:
-    """Packed tensors, and where they go.
-
-    Attributes:
-        packed: on their device.
-        pinned: [at least as many words] memory of the host; None if they are on the host.
-    """
-
-    packed: Packed
-    pinned: torch.Tensor | None
-
-    def copy(self) -> Packed:
-        """Start the copy in the current stream, and return where its result is going to be."""
-        if self.pinned is None:
-            return self.packed
-        flat = self.pinned[: len(self.packed.flat)]
-        flat.copy_(self.packed.flat, non_blocking=True)
-        return Packed(flat, self.packed.shapes)
+        return replace(Packed.of(tensors, out=on_device), pinned=pinned)

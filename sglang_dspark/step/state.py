@@ -145,22 +145,3 @@ class StepOutcome:
     plan: VerifyPlan
     target: TargetOutput
     accepted: AcceptResult
-
-
-def _do_nothing(*_given: object) -> None:
-    """Stand for a hook that is not needed."""
-
-
-@dataclass(frozen=True)
-class StepHooks:
-    """The server's work between the stages of a step; nothing by default.
-
-    Attributes:
-        before_verify: reads the plan, before the target's forward is launched.
-        after_verify: checks and adjusts the logits [N, V] of the plan's rows, in place.
-        publish: hands the new lengths [bs] to the engine, as soon as the device knows them.
-    """
-
-    before_verify: Callable[[VerifyPlan], None] = _do_nothing
-    after_verify: Callable[[VerifyPlan, torch.Tensor], None] = _do_nothing
-    publish: Callable[[torch.Tensor], None] = _do_nothing

@@ -71,16 +71,9 @@ def partial_attention(
     dtype: torch.dtype,
     scale: float,
 ) -> BlockAttention:
-    """Attention of blocks that see a part of their context, or of themselves.
+    """Return :func:`block_attention` of blocks that see a part of their context, or of themselves.
 
-    Args:
-        requests: of the step.
-        num_slots: rows of a block.
-        visibility: what they see.
-        heads_per_kv, dtype, scale: as for :func:`block_attention`.
-
-    Returns:
-        What computes a layer. On a GPU without a host sync, and safe under graph capture.
+    On a GPU it computes a layer without a host sync, and is safe under graph capture.
     """
     windows = block_windows(requests, num_slots, sliding_window=visibility.window, from_anchor=visibility.from_anchor)
     return lambda q, k, v, pool, sinks: window_attention(

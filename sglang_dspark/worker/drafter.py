@@ -49,15 +49,10 @@ _HELD, _STEP = 512, 64
 class Drafter:
     """A draft network beside its target.
 
-    Args:
-        checkpoint: that the weights come from.
-        model: in the target's dtype, on ``device``.
+    Attributes:
+        model: in the target's dtype.
         heads: what proposes tokens from its hidden states.
         gamma: drafts of a block; those behind the checkpoint's are candidates.
-        target: whose rows it reads, and perhaps embedding and LM head.
-        window, candidates: see the attributes.
-
-    Attributes:
         num_drawn: drafts of a block that the network proposes; 0 without a network.
         num_slots: rows of a block in the network: these drafts, and the anchor where that does not predict.
         cache: K/V of the context; made by :meth:`allocate`.
@@ -100,11 +95,7 @@ class Drafter:
         window: DraftWindow | None,
         candidates: CandidateSource | None,
     ) -> Self:
-        """Load a checkpoint beside the target of ``model_runner``.
-
-        Args:
-            dummy: take random weights of its shape.
-            window, candidates: see the attributes.
+        """Load a checkpoint, or random weights of its shape, beside the target of ``model_runner``.
 
         Raises:
             ConfigError: blocks are to be longer than the drafter's, and nothing finds candidates.

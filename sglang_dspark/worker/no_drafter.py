@@ -19,10 +19,6 @@ class NoDrafter:
     """A server without a drafter: steps are plain but for the candidates that requests name.
 
     There is no draft K/V, and nothing is read from the target's layers.
-
-    Args:
-        vocab_size: of the target.
-        candidates: finds them; None if nothing does.
     """
 
     num_drawn = held = 0

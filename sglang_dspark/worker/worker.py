@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import partial
 from math import inf
 from typing import Any
@@ -14,7 +13,7 @@ from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.candidate_source import CandidateSource
 from sglang_dspark.engine.compat.decoder import Decoding
 from sglang_dspark.engine.compat.pools import weights_region
-from sglang_dspark.engine.feature import DrawnTokens, StepPart, part_of
+from sglang_dspark.engine.feature import DrawnTokens, part_of
 from sglang_dspark.engine.forward.graphs import Relay, graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
 from sglang_dspark.engine.scheduler.batch import (
@@ -39,12 +38,12 @@ from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.step.given import GivenRows, drafted
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import DecodeBatch, StepHooks, StepOutcome, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, StepOutcome
 from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.executors.beside import BesideExecutor
 from sglang_dspark.worker.executors.captured import CapturedSteps
 from sglang_dspark.worker.executors.eager import EagerExecutor
-from sglang_dspark.worker.executors.selector import ExecutorSelector
+from sglang_dspark.worker.executors.graphs import ExecutorSelector
 from sglang_dspark.worker.no_drafter import NoDrafter
 from sglang_dspark.worker.startup.late_kernels import report_late_kernels
 from sglang_dspark.worker.startup.measured_steps import MeasuredSteps
@@ -160,7 +159,6 @@ class DSparkWorker(SpecWorkerBase):
             seed=self.target_worker.random_seed,
             relay=self.relay,
             parts=self.parts,
-            fuses=self.check_logits is None,
         )
         captured.capture()
         self.executors.add_graphs(captured)
@@ -192,7 +190,7 @@ class DSparkWorker(SpecWorkerBase):
         executor = self.executors.select(step, decision)
         if beside is not None:
             executor = BesideExecutor(executor, self.executors.select, beside)
-        outcome = executor.run(step, decision, self.hooks(adjusting, publish))
+        outcome = executor.run(step, decision, adjusting, publish)
         self.schedule.end_step(decision, len(step), len(outcome.plan.input_ids))
         tokens = outcome.accepted.out_tokens
         for part in adjusting:
@@ -227,21 +225,6 @@ class DSparkWorker(SpecWorkerBase):
             adjusted=adjusted,
             rules=None if self.candidates is None else self.candidates.rules(batch),
         )
-
-    def hooks(self, adjusting: Sequence[StepPart], publish: Publish) -> StepHooks:
-        """Return the callbacks that run between the stages of a step."""
-
-        def before_verify(plan: VerifyPlan) -> None:
-            for part in adjusting:
-                part.before_verify(plan)
-
-        def after_verify(plan: VerifyPlan, logits: torch.Tensor) -> None:
-            if self.check_logits is not None:
-                self.check_logits(logits)
-            for part in adjusting:
-                part.after_verify(plan, logits)
-
-        return StepHooks(before_verify, after_verify, publish)
 
     def record(
         self, batch: Any, options: BatchOptions, step: DecodeBatch, decision: StepDecision, outcome: StepOutcome

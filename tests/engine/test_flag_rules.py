@@ -16,8 +16,8 @@ from sglang_objects import launch_context, server_args
 
 from sglang_dspark.config import DSparkConfig, flag_dest
 from sglang_dspark.engine.api import served_requests
-from sglang_dspark.engine.launch.adjustments import LENGTHS, of_lengths, of_rules
 from sglang_dspark.engine.launch.flag_rules import PREFIXES, all_rules, broken
+from sglang_dspark.engine.launch.launch import LENGTHS, of_lengths, of_rules
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "sglang_names.json"
 NAMES = {kind: set(names) for kind, names in json.loads(SNAPSHOT.read_text(encoding="utf-8")).items()}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from sglang.srt.environ import envs
 
-from sglang_dspark.engine.scheduler.worker_base import NAN_SWITCHES, nan_check
+from sglang_dspark.engine.scheduler.nan_check import SWITCHES, NanCheck
 
 
 def logits():
@@ -12,18 +12,20 @@ def logits():
 
 
 def test_nothing_is_looked_at_by_default():
-    assert nan_check() is None
+    assert NanCheck.of(None) is None
 
 
 def test_nan_is_replaced_where_sglang_is_asked_to():
-    seen = logits()
+    """In first tokens, and in the rows of every step."""
     with envs.SGLANG_SANITIZE_NAN_LOGITS.override(True):
-        nan_check()(seen)
-    assert seen[0].tolist() == pytest.approx([0.5, -1e30, -1e30])
-    assert torch.equal(seen[1], logits()[1])
+        check = NanCheck.of(None)
+        for look in (check.first_logits, check.step_comes(None).after_verify):
+            look(None, seen := logits())
+            assert seen[0].tolist() == pytest.approx([0.5, -1e30, -1e30])
+            assert torch.equal(seen[1], logits()[1])
 
 
-@pytest.mark.parametrize("switch", NAN_SWITCHES[1:], ids=lambda switch: switch.name)
+@pytest.mark.parametrize("switch", SWITCHES[1:], ids=lambda switch: switch.name)
 def test_nan_ends_the_server_where_sglang_is_asked_to(switch):
     with switch.override(True), pytest.raises(RuntimeError, match=r"Expected Tensor|NaN"):
-        nan_check()(logits())
+        NanCheck.of(None).first_logits(None, logits())

@@ -139,7 +139,7 @@ def run(mode, output, rows, monkeypatch):
 
     target = partly(TpModelWorker, _model_runner=runner(attn_backend=None, model_config=model_config()), random_seed=1)
     target.forward_batch_generation = generate
-    worker = partly(DSparkWorker, _target_worker=target, device=torch.device("cpu"), step=1, check_logits=None)
+    worker = partly(DSparkWorker, _target_worker=target, device=torch.device("cpu"), step=1)
     worker.agreement, worker.sampling, worker.schedule = Agreement(ONE_RANK), SamplingReader("cpu"), schedule()
     worker.decode = lambda *given: seen.append("step")
     worker.inject_context = lambda *rows: injected.append(rows)

@@ -52,7 +52,7 @@ class Server:
     def step(self, commits):
         """Reserve, and commit so many tokens of every request."""
         before = self.pool.available_size()
-        state = DSparkDraftInput.idle("cpu")
+        state = DSparkDraftInput(torch.empty(0), torch.empty(0))
         state.prepare_for_decode(self.batch)
         self.reservations += before != self.pool.available_size()
         assert self.batch.seq_lens_cpu.tolist() == [req.kv.kv_committed_len for req in self.batch.reqs]

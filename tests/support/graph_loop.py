@@ -13,7 +13,7 @@ from step_tables import make_table
 from sglang_dspark.step.state import TargetOutput
 from sglang_dspark.worker.executors import captured
 from sglang_dspark.worker.executors.captured import CapturedSteps
-from sglang_dspark.worker.executors.selector import ExecutorSelector
+from sglang_dspark.worker.executors.graphs import ExecutorSelector
 
 
 class GraphLoop(StageLoop):

@@ -29,12 +29,13 @@ from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.engine.candidate_source import CandidateSource
+from sglang_dspark.engine.feature import StepPart
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import DecodeBatch, StepHooks, StepOutcome, TargetOutput, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, StepOutcome, TargetOutput, VerifyPlan
 from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.executors.eager import EagerExecutor
 from sglang_dspark.worker.no_drafter import NoDrafter
@@ -175,7 +176,7 @@ class StageLoop:
         names = [f"r{request}" for request in range(bs)]
         context = float(step.prefix_lens.double().mean())
         decision = self.eager.agreement.share(self.schedule.choose(names, context))
-        outcome = self._run(step, decision, StepHooks(after_verify=self._adjust))
+        outcome = self._run(step, decision, [self])
         draft, plan, accepted = outcome.draft, outcome.plan, outcome.accepted
         if self._counts is not None:
             self._counts.count(self._counted, accepted.out_tokens)
@@ -192,10 +193,13 @@ class StageLoop:
             self.traces[request].append((len(text) - 1, text[-1], drafts, kept))
             text.extend(accepted.out_tokens[request, : kept + 1].tolist())
 
-    def _run(self, step: DecodeBatch, decision: StepDecision, hooks: StepHooks) -> StepOutcome:
-        return self.eager.run(step, decision, hooks)
+    def _run(self, step: DecodeBatch, decision: StepDecision, parts: Sequence[StepPart]) -> StepOutcome:
+        return self.eager.run(step, decision, parts)
 
-    def _adjust(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
+    def before_verify(self, plan: VerifyPlan) -> None:
+        pass
+
+    def after_verify(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
         if self._counts is not None:
             adjust(logits, self._counts, self._counted, plan.requests, plan.columns, plan.input_ids, plan.indptr)
 

@@ -86,7 +86,7 @@ class WorkerLoop(GraphLoop):
         self.schedule.fixed_draft_shape = True  # as on a server with graphs
         self.called, self.reqs = [], [request(rid=f"r{place}", top_k=1) for place in range(len(self.texts))]
         self.worker = worker = DSparkWorker.__new__(DSparkWorker)
-        worker.step, worker.timer, worker.check_logits, worker.candidates = 0, DeviceTimer(CPU), None, None
+        worker.step, worker.timer, worker.candidates = 0, DeviceTimer(CPU), None
         worker.held_of = None
         worker.schedule, worker.executors, worker.drafter, worker.parts = (
             self.schedule,

@@ -16,7 +16,7 @@ from sglang_dspark.engine.scheduler import sps_cache
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.worker.executors.eager import EagerExecutor
-from sglang_dspark.worker.executors.selector import ExecutorSelector
+from sglang_dspark.worker.executors.graphs import ExecutorSelector
 from sglang_dspark.worker.startup.measured_steps import MeasuredSteps
 from sglang_dspark.worker.tiers import Tiers, at_least
 

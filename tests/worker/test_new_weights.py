@@ -19,7 +19,7 @@ from sglang_dspark.draft.weights import EMBEDDING, LM_HEAD, load_draft_model
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.errors import CheckpointError
 from sglang_dspark.worker.drafter import Drafter
-from sglang_dspark.worker.executors.selector import ExecutorSelector
+from sglang_dspark.worker.executors.graphs import ExecutorSelector
 from sglang_dspark.worker.no_drafter import NoDrafter
 from sglang_dspark.worker.worker import DSparkWorker
 

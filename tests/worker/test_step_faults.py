@@ -16,7 +16,7 @@ from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.worker.executors import eager
-from sglang_dspark.worker.executors.selector import ExecutorSelector
+from sglang_dspark.worker.executors.graphs import ExecutorSelector
 from sglang_dspark.worker.worker import DSparkWorker
 
 # What each stage calls.
@@ -50,7 +50,7 @@ class WorkerLoop(StageLoop):
         worker.executors = ExecutorSelector(self.eager)
         worker.request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma))
         worker.parts = []
-        worker.drafter, worker.held_of, worker.check_logits = self.drafter, None, None
+        worker.drafter, worker.held_of = self.drafter, None
         worker.control = StepControl(self.schedule, self.eager.agreement, [], on_gpu=False)
         worker.read = lambda batch, adjusted: self._batch(worker.step)
 

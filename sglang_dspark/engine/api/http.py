@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from collections.abc import Callable
+from http import HTTPStatus
 from types import FrameType
 
 from fastapi import FastAPI
@@ -31,12 +32,6 @@ HEADER = "X-Request-Id-Speculation"
 MAX_ORDER_BYTES = 4096
 """Bytes of an operator's request in JSON."""
 APP_OF_WORKERS = "sglang_dspark.engine.api.worker_app:app"
-_ERROR_TYPES = {
-    400: "BadRequestError",
-    404: "NotFoundError",
-    415: "UnsupportedMediaTypeError",
-    503: "ServiceUnavailableError",
-}
 SignalHandler = Callable[[int, FrameType | None], object]
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
@@ -93,17 +88,13 @@ def without_root(path: str, root_path: str) -> str:
 
 def error_response(status: int, message: str, param: str | None) -> JSONResponse:
     """Return an error in the form of SGLang's and OpenAI's at once."""
-    error = {"object": "error", "message": message, "type": _ERROR_TYPES[status], "param": param, "code": status}
+    kind = HTTPStatus(status).phrase.replace(" ", "") + "Error"
+    error = {"object": "error", "message": message, "type": kind, "param": param, "code": status}
     return JSONResponse({**error, "error": error}, status_code=status)
 
 
 async def flat_object(request: Request, param: str, example: str) -> dict[str, Scalar] | JSONResponse:
-    """Return what an operator's request holds, or the error that answers it.
-
-    Args:
-        param: names it in the error.
-        example: of a body.
-    """
+    """Return what an operator's request holds, or the error that answers it, with an example of a body."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         return error_response(415, "the header must say Content-Type: application/json", "Content-Type")
     body = b""
@@ -127,9 +118,6 @@ class SpeculationMiddleware:
 
     SGLang ignores unknown fields of a body silently, and some of its routes make a body of another route out of theirs.
     The field is checked where SGLang makes the request (:mod:`~sglang_dspark.engine.api.request_field`).
-
-    Args:
-        app: what it wraps.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -25,7 +25,6 @@ def settle(manager: TokenizerManager, parameters: SamplingParams) -> None:
     """Put the checked options that the scheduler reads among ``custom_params``.
 
     Args:
-        manager: SGLang's ``TokenizerManager``.
         parameters: the request's own ``SamplingParams``. Its ``custom_params`` may belong to several requests: they
             are replaced and not changed. Our key among them holds what a program asks for; :data:`ASKED` wins over it.
 

@@ -49,10 +49,6 @@ def make_room(configurator: KVCacheConfigurator, *, pre_model_load_memory: int) 
 
     Every slot has a row there, whole on every rank, whatever layers of the target have a pool of their own.
 
-    Args:
-        configurator: SGLang's, of the pools.
-        pre_model_load_memory: as SGLang hands it over.
-
     Raises:
         EngineError: this SGLang reads such wishes elsewhere.
     """

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from dspark_kernels import PagedWindows, attend_groups, window_attention
@@ -21,20 +22,34 @@ _READS_E4M3 = (8, 9)
 
 KV = tuple[torch.Tensor, torch.Tensor]
 """Keys and values."""
-Sight = tuple[int | None, torch.Tensor | None]
-"""What a layer's rows see: keys at most, their own among them, or None for all of them; and the [slots] int64 rows of
-its pool for all slots, or None if they are the same."""
+
+
+class LayerRows(NamedTuple):
+    """The rows of a verification in one layer of the target.
+
+    Attributes:
+        queries: [rows, heads, head_dim].
+        kv: keys and values of the rows, which the pools hold also; None if only the pools' count.
+        pools: [slots, heads, head_dim] keys and values.
+        scale: of scores.
+        window: keys that a row sees at most, its own among them; None for all.
+        translation: [slots] int64 rows of its pool for all slots; None if they are the same.
+        sinks: [heads] one more score of each head, without a value; None without.
+    """
+
+    queries: torch.Tensor
+    kv: KV | None
+    pools: KV
+    scale: float
+    window: int | None
+    translation: torch.Tensor | None
+    sinks: torch.Tensor | None
 
 
 class PhasedBackend(HybridAttnBackend):
     """Encode prompts with SGLang's own choice, as a server without DSPARK does, and verify with ``verify``.
 
     Unlike the base class it does not ask ``--speculative-attention-mode``: every decode forward is a verification.
-
-    Args:
-        model_runner: SGLang's, of the target.
-        prefill: the backend that SGLang has made for it.
-        verify: attention of TARGET_VERIFY.
     """
 
     def __init__(self, model_runner: ModelRunner, prefill: AttentionBackend, verify: AttentionBackend) -> None:
@@ -99,34 +114,21 @@ class VerifyBackend(AttentionBackend):
                 where = KVWriteLoc(forward_batch.out_cache_loc, _slots_of_windows(forward_batch, translation))
                 # Divides k and v themselves: these are not read afterwards.
                 pool.set_kv_buffer(layer, where, *kv, k_scale, v_scale)
-        attended = self._attend(
+        rows = LayerRows(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             None if is_rounded else kv,
             (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)),
             layer.scaling * (k_scale or 1.0),
-            forward_batch,
-            (sliding_window(layer), translation),
+            sliding_window(layer),
+            translation,
             sinks,
         )
+        attended = self._attend(rows, forward_batch)
         return (attended if v_scale is None else attended * v_scale).reshape(q.shape)
 
     @abstractmethod
-    def _attend(
-        self,
-        queries: torch.Tensor,
-        kv: KV | None,
-        pools: KV,
-        scale: float,
-        forward_batch: ForwardBatch,
-        sight: Sight,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return [rows, heads, head_dim] of ``queries``.
-
-        Args:
-            kv: keys and values of the rows, which the pools hold also; None if only the pools' count.
-            pools: [slots, heads, head_dim] keys and values.
-        """
+    def _attend(self, rows: LayerRows, forward_batch: ForwardBatch) -> torch.Tensor:
+        """Return [rows, heads, head_dim]."""
 
 
 class CpuVerifyBackend(VerifyBackend):
@@ -134,19 +136,10 @@ class CpuVerifyBackend(VerifyBackend):
 
     decode_attention_backend_str = "grouped SDPA"
 
-    def _attend(
-        self,
-        queries: torch.Tensor,
-        kv: KV | None,
-        pools: KV,
-        scale: float,
-        forward_batch: ForwardBatch,
-        sight: Sight,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        keys, values = pools
-        groups = forward_batch.spec_info.groups(*sight, heads_per_kv=queries.shape[1] // keys.shape[1])
-        return attend_groups(queries, keys, values, groups, scale, sinks=sinks)
+    def _attend(self, rows: LayerRows, forward_batch: ForwardBatch) -> torch.Tensor:
+        heads_per_kv = rows.queries.shape[1] // rows.pools[0].shape[1]
+        groups = forward_batch.spec_info.groups(rows.window, rows.translation, heads_per_kv=heads_per_kv)
+        return attend_groups(rows.queries, *rows.pools, groups, rows.scale, sinks=rows.sinks)
 
 
 class CudaVerifyBackend(VerifyBackend):
@@ -165,27 +158,19 @@ class CudaVerifyBackend(VerifyBackend):
         """Return the context of requests in SGLang's dummy forwards."""
         return 1
 
-    def _attend(
-        self,
-        queries: torch.Tensor,
-        kv: KV | None,
-        pools: KV,
-        scale: float,
-        forward_batch: ForwardBatch,
-        sight: Sight,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        window, translation = sight
+    def _attend(self, rows: LayerRows, forward_batch: ForwardBatch) -> torch.Tensor:
         windows = PagedWindows(
             self.req_to_token,
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
-            row_bounds(forward_batch.spec_info, queries),
+            row_bounds(forward_batch.spec_info, rows.queries),
             forward_batch.spec_info.draft_token_num,
-            sliding_window=window,
-            translation=translation,
+            sliding_window=rows.window,
+            translation=rows.translation,
         )
-        return window_attention(queries, kv, pools, windows, causal=True, scale=scale, sinks=sinks)
+        return window_attention(
+            rows.queries, rows.kv, rows.pools, windows, causal=True, scale=rows.scale, sinks=rows.sinks
+        )
 
 
 def _slots_of_windows(forward_batch: ForwardBatch, translation: torch.Tensor | None) -> torch.Tensor | None:
@@ -217,9 +202,6 @@ def verify_beside_prompts(runner: ModelRunner) -> None:
 
 def check_pool(dtype: torch.dtype, capability: tuple[int, int]) -> None:
     """Refuse a K/V cache that the kernels of verification cannot read; ``auto`` may stand for one of a checkpoint.
-
-    Args:
-        capability: of the GPU.
 
     Raises:
         ConfigError: naming the dtype and the remedy.

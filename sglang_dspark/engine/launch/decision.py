@@ -34,7 +34,7 @@ def decide(args: ServerArgs, texts: Mapping[str, str | None]) -> Start | None:
     """Return whose worker decodes; None without DSPARK of ours. ``args`` stay as they are.
 
     Args:
-        args: SGLang's, as the operator wrote them.
+        args: as the operator wrote them.
         texts: of our options, by name.
 
     Raises:

@@ -30,10 +30,7 @@ def hooks() -> Iterator[tuple[Hook, str | None]]:
 
 
 def resolve(command: Sequence[str]) -> LaunchContext | str:
-    """Resolve the arguments of a server as its start does, before it loads anything. It changes this process.
-
-    Args:
-        command: flags of ``sglang.launch_server``.
+    """Resolve the flags of ``sglang.launch_server`` as a start does before it loads anything. It changes this process.
 
     Returns:
         The facts of a start with our worker; why another one decodes, if it does.

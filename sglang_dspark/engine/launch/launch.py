@@ -2,8 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Self
 
 from sglang.srt.environ import envs
@@ -12,11 +12,12 @@ from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.launch import adjustments, defaults, hooks
+from sglang_dspark.engine.launch import defaults, hooks
 from sglang_dspark.engine.launch.check import Stage
 from sglang_dspark.engine.launch.checks import refuse
 from sglang_dspark.engine.launch.context import LaunchContext
-from sglang_dspark.engine.launch.flag_rule import Adjustment
+from sglang_dspark.engine.launch.flag_rule import Adjustment, flag_of
+from sglang_dspark.engine.launch.flag_rules import broken
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import ALGORITHM, installed_sglang
@@ -24,6 +25,14 @@ from sglang_dspark.errors import CheckpointError, ConfigError, EngineError
 from sglang_dspark.hub import DRAFT_FILES, SUBFOLDER, drafter_in_target, local_folder
 
 logger = logging.getLogger(__name__)
+
+LENGTHS: Mapping[str, int] = {
+    "speculative_dflash_block_size": 1,
+    "speculative_num_draft_tokens": 1,
+    "speculative_num_steps": 0,
+}
+"""Flags that say how long a block of another algorithm is, the first before the others, and how many tokens besides
+drafts each counts."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +55,9 @@ class Launch(DSparkServer):
         refuse(LaunchContext.of(args, config), Stage.OPTIONS)
         dummy = (args.speculative_draft_load_format or args.load_format) == "dummy"
         drafter = find_drafter(args, config, dummy=dummy)
-        config, of_lengths = adjustments.of_lengths(args, config, None if drafter is None else drafter.config.gamma)
+        config, found = of_lengths(args, config, None if drafter is None else drafter.config.gamma)
         server = DSparkServer(config, drafter, dummy, defaults.draft_window(args))
-        found = (*of_lengths, *adjustments.of_rules(LaunchContext(arguments.looked_up(args), server)))
+        found = (*found, *of_rules(LaunchContext(arguments.looked_up(args), server)))
         return cls(config, drafter, dummy, server.draft_window, tuple(one.said for one in found), found)
 
     def resolve(self, original: Callable[[ServerArgs], None], args: ServerArgs) -> None:
@@ -98,6 +107,40 @@ class Launch(DSparkServer):
             self.window - 1,
             self.draft_path or "none",
         )
+
+
+def of_rules(context: LaunchContext) -> tuple[Adjustment, ...]:
+    """Return the flags that rules of the core and of features adjust."""
+    return tuple(rule.adjustment(context.args) for rule in broken(context, adjusts=True))
+
+
+def of_lengths(args: ServerArgs, config: DSparkConfig, most: int | None) -> tuple[DSparkConfig, tuple[Adjustment, ...]]:
+    """Return our options with the block that flags of other algorithms ask for, and these flags, dropped.
+
+    Our own flag goes before them.
+
+    Args:
+        most: drafts of the drafter's block; None without a drafter.
+    """
+    given: dict[str, int] = {name: value for name in LENGTHS if (value := getattr(args, name)) is not None}
+    if given.get("speculative_num_steps") == 1:  # says nothing: SGLang's own block drafters have no other value
+        del given["speculative_num_steps"]
+    if not given:
+        return config, ()
+    is_tree = (args.speculative_eagle_topk or 1) > 1
+    drafts = [given[name] - LENGTHS[name] for name in given if not (is_tree and name == "speculative_num_draft_tokens")]
+    if config.block_size is None and drafts:
+        config = replace(config, block_size=max(1, min(drafts[0], most or drafts[0])))
+    block = config.block_size or "the drafter's"
+    return config, tuple(
+        Adjustment(
+            name,
+            None,
+            f"{flag_of(name)}={value} becomes {flag_name('block_size')}={block}: a block is a chain of drafts behind "
+            "an anchor, at most as long as its drafter makes it",
+        )
+        for name, value in given.items()
+    )
 
 
 def tell_drafter(described: dict[str, object], args: ServerArgs) -> None:

@@ -26,11 +26,7 @@ T = TypeVar("T")
 
 
 class Agreement:
-    """Broadcast from rank 0 of SGLang's tensor-parallel group; with one rank, do nothing.
-
-    Args:
-        group: SGLang's ``GroupCoordinator``.
-    """
+    """Broadcast from rank 0 of SGLang's tensor-parallel group; with one rank, do nothing."""
 
     def __init__(self, group: GroupCoordinator) -> None:
         self._group = group

@@ -17,7 +17,7 @@ from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.sglang_types import ModelRunner, Req, ScheduleBatch
 from sglang_dspark.step.device_time import AwaitedEvent, DeviceSpan
-from sglang_dspark.step.packed import Packed, PackedCopies, PendingCopy
+from sglang_dspark.step.packed import Packed, PackedCopies
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DecodeBatch, StepOutcome
 
@@ -133,7 +133,7 @@ class DSparkBatchResult(GenerationBatchResult):
     """
 
     record: StepRecord | None = None
-    pending: PendingCopy | None = None
+    pending: Packed | None = None
     span: DeviceSpan | None = None
     copy_done: AwaitedEvent | None = None
     _copied: Packed | None = None

@@ -45,16 +45,8 @@ class DSparkDraftInput(DFlashDraftInputV2):
             nxt_kv_lens_cpu=nxt_kv_lens_cpu,
         )
 
-    @classmethod
-    def idle(cls, device: torch.device) -> DSparkDraftInput:
-        """Return the state of a batch without requests."""
-        empty = torch.empty((0,), dtype=torch.int64, device=device)
-        return cls(bonus_tokens=empty, new_seq_lens=empty)
-
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
         """Reserve K/V slots for the step ahead and enter them in ``req_to_token``."""
-        if not batch.reqs:
-            return
         batch.maybe_evict_swa()
         self.nxt_kv_lens_cpu = torch.tensor(_reserve(batch))
         for req in batch.reqs:

@@ -6,7 +6,7 @@ import traceback
 
 import torch
 
-_PARTS = {"decode": "decode", "_prefill": "prefill", "_idle": "idle"}  # by the function of the worker
+_PARTS = {"decode": "decode", "_prefill": "prefill"}  # by the function of the worker
 _AROUND_STAGES = ("run", "finish")  # functions of a step's executor, which call its stages
 _REMEDIES = (
     (
@@ -21,13 +21,7 @@ _REMEDIES = (
 
 
 def report(error: Exception, step: int, requests: int) -> str:
-    """Return the line for the log.
-
-    Args:
-        error: raised below ``forward_batch_generation``.
-        step: number of the step.
-        requests: number of requests in it.
-    """
+    """Return the line for the log about a numbered step of so many requests."""
     remedy = next((f". {text}" for kind, text in _REMEDIES if isinstance(error, kind)), "")
     return (
         f"DSPARK: step {step} of {requests} requests failed in {part_of(error)} ({type(error).__name__}: {error}). "

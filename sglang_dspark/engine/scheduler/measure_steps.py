@@ -41,11 +41,7 @@ class Stepper:
 
 
 def measure_steps(stepper: Stepper, key: dict[str, str]) -> SpsTable:
-    """Measure a table.
-
-    Args:
-        key: what the table is valid for.
-    """
+    """Measure a table, which is valid for ``key``."""
     target_worker, agreement, max_verify = stepper.target_worker, stepper.agreement, stepper.max_verify
     runner, device = target_worker.model_runner, torch.device(target_worker.device).type
     window, wait = max_verify + 1, torch.cuda.synchronize if device == "cuda" else None

@@ -21,7 +21,6 @@ class SimulatedAcceptance(Part):
 
     Args:
         rates: of keeping a draft, by slot, when all before it are kept.
-        runner: SGLang's, of the target.
     """
 
     def __init__(self, rates: Sequence[float], runner: ModelRunner) -> None:

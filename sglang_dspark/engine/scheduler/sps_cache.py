@@ -39,7 +39,6 @@ def load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]
     Replicas take turns: the first one measures, undisturbed, and the others read its file if they are like it.
 
     Args:
-        stepper: the server's steps.
         key: what a table is valid for, see :func:`table_key`.
 
     Raises:
@@ -163,15 +162,7 @@ def table_key(
     max_verify: int,
     cuda_graphs: str,
 ) -> dict[str, str]:
-    """Return the properties of a server that its table depends on.
-
-    Args:
-        target_worker, server_args: SGLang's.
-        draft_path: folder of the drafter.
-        block_size: drafts that a block has.
-        max_verify: most drafts that a step verifies per request.
-        cuda_graphs: names the graphs that steps are replayed from.
-    """
+    """Return the properties of a server that its table depends on; ``cuda_graphs`` names those of its steps."""
     runner, on_gpu = target_worker.model_runner, torch.device(target_worker.device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name() if on_gpu else _cpu_name(),

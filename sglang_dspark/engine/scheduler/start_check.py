@@ -16,7 +16,6 @@ def check_start(runner: ModelRunner, window: int, *, captures: bool) -> None:
     """Refuse to serve if SGLang has not done so; pools and attention backends exist.
 
     Args:
-        runner: the target's ``ModelRunner``.
         window: tokens that a step may verify per request.
         captures: whether the target has to return hidden states.
 

@@ -23,9 +23,6 @@ class StepControl:
     """The schedule of a worker between SGLang's batches and their results.
 
     Attributes:
-        schedule: of the server.
-        agreement: of its ranks.
-        parts: what features do with steps.
         on_gpu: whether host and device work side by side.
     """
 
@@ -45,8 +42,6 @@ class StepControl:
         All ranks of the server get rank 0's decision.
 
         Args:
-            batch: SGLang's.
-            options: of its requests.
             beside: further rows of its verification.
         """
         # Grammars have made the host wait for the step before, and cost it time for each row.

@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from dspark_kernels import draw
 from sglang.srt.arg_groups.overrides import resolving_view
-from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.compat.arguments import attached_to_ours
@@ -32,6 +29,7 @@ from sglang_dspark.engine.scheduler.batch import (
     round_keys,
 )
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
+from sglang_dspark.engine.scheduler.nan_check import NanCheck
 from sglang_dspark.engine.scheduler.start_check import check_start
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.engine.sglang_types import GenerationBatchResult, Req, ScheduleBatch, ServerArgs, TpModelWorker
@@ -40,19 +38,12 @@ from sglang_dspark.scheduling.schedule import Schedule
 logger = logging.getLogger(__name__)
 
 Publish = Callable[[torch.Tensor], None]
-NAN_SWITCHES = (
-    envs.SGLANG_SANITIZE_NAN_LOGITS,
-    envs.SGLANG_ENABLE_ASYNC_ASSERT,
-    envs.SGLANG_ENABLE_NAN_LOGITS_CHECK,
-)
-"""Switches of SGLang by which its sampler looks for NaN."""
 
 
 class SpecWorkerBase(WorkerFace):
     """Implement SGLang's Spec V2 worker interface; what is left to the subclass is abstract below.
 
     Attributes:
-        parts: what the features of the server do.
         schedule: made with the worker.
         control: of its steps; made when it is prepared to serve.
     """
@@ -75,8 +66,8 @@ class SpecWorkerBase(WorkerFace):
         self.drafted_sampling = SamplingReader(self.device)  # of the requests that are drafted, where these are not all
         # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
         self.max_verify: int = self.server_args.speculative_num_draft_tokens - 1
-        self.parts = parts_of(self, server_args)
-        self.check_logits = nan_check()
+        check = NanCheck.of(self)
+        self.parts = (*([] if check is None else [check]), *parts_of(self, server_args))
         self.step = 0
 
     @abstractmethod
@@ -148,7 +139,7 @@ class SpecWorkerBase(WorkerFace):
     def forward_batch_generation(
         self, batch: ScheduleBatch, on_publish: Publish | None = None, **_unused: object
     ) -> GenerationBatchResult:
-        """Run one batch of the scheduler: a prefill, a decode step, or nothing.
+        """Run one batch of the scheduler, a prefill or a decode step: none is idle without attention data parallelism.
 
         An exception goes on to SGLang, which ends the server over it; see docs/operating.md.
         """
@@ -163,11 +154,10 @@ class SpecWorkerBase(WorkerFace):
     def _run(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
         for part in self.parts:
             part.batch_comes(batch)
-        is_prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
-        if not is_prefill and not batch.forward_mode.is_idle():
+        if not (batch.forward_mode.is_extend() or batch.is_extend_in_batch):
             return self.decode(batch, publish)
         self.schedule.invalidate()  # what comes next is not a decode step
-        return self._prefill(batch, publish) if is_prefill else self._idle(publish)
+        return self._prefill(batch, publish)
 
     @torch.no_grad()
     def _prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
@@ -209,8 +199,6 @@ class SpecWorkerBase(WorkerFace):
     def _draw_first(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         """Draw the token after each prompt, and the next one after a retraction and of requests that already run."""
         rows, output = self.sampling.read(batch.reqs), result.logits_output
-        if self.check_logits is not None:
-            self.check_logits(output.next_token_logits)
         for part in self.parts:
             part.first_logits(batch, output.next_token_logits)
         positions = batch.seq_lens.to(torch.int64)
@@ -235,21 +223,3 @@ class SpecWorkerBase(WorkerFace):
         for part in self.parts:
             output = part.tokens_drawn(batch, output, drawn)
         return output
-
-    def _idle(self, publish: Publish) -> DSparkBatchResult:
-        draft_input = DSparkDraftInput.idle(self.device)
-        publish(draft_input.new_seq_lens)
-        return DSparkBatchResult(
-            next_token_ids=draft_input.bonus_tokens,
-            accept_lens=draft_input.bonus_tokens.to(torch.int32),
-            next_draft_input=draft_input,
-            speculative_num_draft_tokens=self.server_args.speculative_num_draft_tokens,
-            new_seq_lens=draft_input.new_seq_lens,
-        )
-
-
-def nan_check() -> Callable[[torch.Tensor], None] | None:
-    """Return SGLang's treatment of NaN in logits [n, V], in place, before any other; None if no switch asks for it."""
-    if any(switch.get() for switch in NAN_SWITCHES):
-        return partial(sanitize_nan_logits, msg="DSPARK: target logits")
-    return None

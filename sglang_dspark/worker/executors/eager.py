@@ -1,6 +1,6 @@
 """A decode step whose stages run eagerly."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,13 @@ from dspark_kernels import (
     simulated_confidence,
 )
 
+from sglang_dspark.engine.feature import StepPart
 from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.scheduler.worker_base import Publish
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selected import build_plan
-from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, StepOutcome, TargetOutput, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepOutcome, TargetOutput, VerifyPlan
 from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.no_drafter import NoDrafter
 
@@ -49,24 +51,44 @@ class EagerExecutor:
         self.drafter, self.schedule, self.agreement = drafter, schedule, agreement
         self.forward, self.draws = forward, None
 
-    def run(self, step: DecodeBatch, decision: StepDecision, hooks: StepHooks) -> StepOutcome:
-        """Draft, plan, verify, accept, publish and commit."""
+    def run(
+        self,
+        step: DecodeBatch,
+        decision: StepDecision,
+        parts: Sequence[StepPart] = (),
+        publish: Publish = lambda new_seq_lens: None,
+    ) -> StepOutcome:
+        """Draft, plan, verify, accept, publish and commit.
+
+        Args:
+            parts: what features do with the step's logits.
+            publish: hands the new lengths [bs] to the engine, as soon as the device knows them.
+        """
         if decision.draft_len and self.drafter.held:
             self.drafter.settle()
         self.stage(step, decision)
-        outcome = self.finish(step, decision, self.draft(step, decision), hooks)
+        outcome = self.finish(step, decision, self.draft(step, decision), parts, publish)
         if decision.draft_len == 0:
             self.drafter.committed(outcome.plan)
         return outcome
 
-    def finish(self, step: DecodeBatch, decision: StepDecision, draft: DraftOutput, hooks: StepHooks) -> StepOutcome:
+    def finish(
+        self,
+        step: DecodeBatch,
+        decision: StepDecision,
+        draft: DraftOutput,
+        parts: Sequence[StepPart] = (),
+        publish: Publish = lambda new_seq_lens: None,
+    ) -> StepOutcome:
         """Run what follows the draft."""
         plan = self.plan(step, draft, decision)
-        hooks.before_verify(plan)
+        for part in parts:
+            part.before_verify(plan)
         target = self.verify(step, plan)
-        hooks.after_verify(plan, target.logits_output.next_token_logits)
+        for part in parts:
+            part.after_verify(plan, target.logits_output.next_token_logits)
         accepted = self.accept(step, draft, plan, target)
-        hooks.publish(accepted.new_seq_lens)
+        publish(accepted.new_seq_lens)
         self.commit(plan, accepted, target)
         return StepOutcome(draft, plan, target, accepted)
 

@@ -1,15 +1,18 @@
-"""Decode steps that CUDA graphs replay."""
+"""Decode steps that CUDA graphs replay, and the choice of what runs a step."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TypeVar
 
 from dspark_kernels import AcceptResult, DraftBlock, PlanNumbers
 
+from sglang_dspark.engine.feature import StepPart
 from sglang_dspark.engine.forward.graphs import Captured
+from sglang_dspark.engine.scheduler.worker_base import Publish
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selected import build_plan
-from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, StepOutcome, TargetOutput, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepOutcome, TargetOutput, VerifyPlan
 from sglang_dspark.worker.executors.captured import CapturedSteps, Tier
 from sglang_dspark.worker.executors.eager import EagerExecutor
 
@@ -114,7 +117,14 @@ class FusedExecutor(GraphExecutor):
         self._fused, self._relay = captured.fused[tier], captured.relay
         self._outcome_of = cache(self._first_outcomes)
 
-    def finish(self, step: DecodeBatch, decision: StepDecision, draft: DraftOutput, hooks: StepHooks) -> StepOutcome:
+    def finish(
+        self,
+        step: DecodeBatch,
+        decision: StepDecision,
+        draft: DraftOutput,
+        parts: Sequence[StepPart] = (),
+        publish: Publish = lambda new_seq_lens: None,
+    ) -> StepOutcome:
         if decision.draft_len > 0:
             self.plan(step, draft, decision)
         self._replay(step, self._fused)
@@ -123,7 +133,7 @@ class FusedExecutor(GraphExecutor):
             outcome = replace(outcome, accepted=_kept(outcome.accepted))
         else:
             self._relay.was_written(outcome.accepted)
-        hooks.publish(outcome.accepted.new_seq_lens)
+        publish(outcome.accepted.new_seq_lens)
         return replace(outcome, draft=draft)
 
     def _first_outcomes(self, requests: int) -> StepOutcome:
@@ -135,3 +145,37 @@ class FusedExecutor(GraphExecutor):
 def _kept(accepted: AcceptResult) -> AcceptResult:
     """Return the outcome, with what SGLang hands to the next step in memory that replays leave alone."""
     return replace(accepted, bonus_tokens=accepted.bonus_tokens.clone(), new_seq_lens=accepted.new_seq_lens.clone())
+
+
+class ExecutorSelector:
+    """The executors of a server.
+
+    Attributes:
+        eager: runs every step.
+        captured: None if all steps run eagerly.
+    """
+
+    def __init__(self, eager: EagerExecutor) -> None:
+        self.eager = eager
+        self.drop_graphs()
+
+    def drop_graphs(self) -> None:
+        """Run all steps eagerly from now on."""
+        self.captured: CapturedSteps | None = None
+        self._graphs: dict[Tier, GraphExecutor] = {}
+        self._fused: dict[Tier, GraphExecutor] = {}
+
+    def add_graphs(self, captured: CapturedSteps) -> None:
+        """Run steps by these graphs from now on, if they fit into them."""
+        self.captured = captured
+        self._graphs = {tier: GraphExecutor(captured, tier) for tier in captured.plans}
+        self._fused = {tier: FusedExecutor(captured, tier) for tier in captured.fused}
+
+    def select(self, step: DecodeBatch, decision: StepDecision) -> EagerExecutor:
+        """Return the graphs of the smallest tier that has room for a step, or else the eager executor."""
+        tier = None if self.captured is None else self.captured.tier(step, decision)
+        if tier is None:
+            return self.eager
+        if tier in self._fused and step.rows.all_greedy and not step.keeps_logits:
+            return self._fused[tier]
+        return self._graphs[tier]

@@ -8,8 +8,8 @@ from sglang_dspark.engine.scheduler.batch import read_decode_batch
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
-from sglang_dspark.step.state import DraftOutput, StepHooks
-from sglang_dspark.worker.executors.selector import ExecutorSelector
+from sglang_dspark.step.state import DraftOutput
+from sglang_dspark.worker.executors.graphs import ExecutorSelector
 
 
 class MeasuredSteps:
@@ -42,4 +42,4 @@ class MeasuredSteps:
         executor.stage(step, decision)
         if not executor.in_graphs:
             step = replace(step, batch=self._dummy.fresh())
-        executor.finish(step, decision, executor.take(draft), StepHooks())
+        executor.finish(step, decision, executor.take(draft))

@@ -36,7 +36,7 @@ from sglang_dspark.engine.scheduler.measure_steps import most_running
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
-from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, TargetOutput, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, DraftOutput, TargetOutput, VerifyPlan
 from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.executors.eager import EagerExecutor
 from sglang_dspark.worker.no_drafter import NoDrafter
@@ -71,11 +71,8 @@ def warm_up(
     """Compile what the steps of a server need, or load it from Triton's cache; takes seconds then.
 
     Args:
-        executor: of the server.
-        target_worker: SGLang's worker of the target.
         max_verify: most drafts that a step verifies per request.
         request_slots: batch sizes that are captured as CUDA graphs, none where these are off.
-        parts: what features do on the server.
     """
     began = time.monotonic()
     runner = target_worker.model_runner
@@ -226,7 +223,7 @@ class _WarmUpSteps:
         """Verify made-up drafts. Attention has kernels for a width, and for few requests and many."""
         step = self._batch((_GREEDY,))
         draft = DraftOutput(DraftBlock(step.anchors[:, None].repeat(1, depth)), None, [depth] * len(step))
-        self._executor.finish(step, StepDecision(depth, FixedLength()), draft, StepHooks())
+        self._executor.finish(step, StepDecision(depth, FixedLength()), draft)
 
     def _step(self, decision: StepDecision, mixes: Sequence[_Mix]) -> tuple[VerifyPlan, TargetOutput]:
         """Draft and accept by each of ``mixes``; plan and verify once: the target knows nothing of them."""

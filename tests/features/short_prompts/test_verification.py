@@ -23,7 +23,7 @@ from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold, TopK
 from sglang_dspark.step.state import DecodeBatch, DraftOutput
 from sglang_dspark.worker.executors.beside import BesideExecutor
 from sglang_dspark.worker.executors.eager import EagerExecutor
-from sglang_dspark.worker.executors.selector import ExecutorSelector
+from sglang_dspark.worker.executors.graphs import ExecutorSelector
 
 CPU = torch.device("cpu")
 LENGTHS, CONTEXTS = [9, 1, 3], [20, 0, 2]  # of prompts
