@@ -22,7 +22,7 @@ class StatsAnswer(TypedDict):
 
     uptime_s: float
     state: Json
-    versions: list[versions.Count]
+    versions: Sequence[versions.Count]
     failed_advice: dict[str, int]
     steps_by_policy: dict[str, int]
     sums: SumsLists

@@ -22,7 +22,7 @@ from sglang_dspark.features.reports.sums import (
     requests_of,
 )
 from sglang_dspark.features.reports.version_gauges import VersionGauges, misfit
-from sglang_dspark.features.reports.versions import Count
+from sglang_dspark.features.reports.versions import Versions
 from sglang_dspark.fence import FAILURES
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ class Metrics:
 
     Args:
         counters: what is exported.
-        versions: returns what each version of the weights has come to, the one in force last; called from another
-            thread.
+        versions: what each version of the weights has come to.
         labels: on every metric.
         counted: returns what features count, always of the same kinds; called from another thread.
         registry: of prometheus_client; None means its default one, which SGLang exports from all its processes.
@@ -78,7 +77,7 @@ class Metrics:
     def __init__(
         self,
         counters: Counters,
-        versions: Callable[[], Sequence[Count]],
+        versions: Versions,
         labels: Mapping[str, str],
         counted: Callable[[], Sequence[Counted]] = tuple,
         registry: CollectorRegistry | None = None,
@@ -134,7 +133,7 @@ class Metrics:
             series = name, *label.values()
             self._families[name].labels(**self._labels, **label).inc(max(0.0, value - self._exported.get(series, 0.0)))
             self._exported[series] = value
-        versions = self._versions()
+        versions = self._versions.counts
         self._misfit.labels(**self._labels).set(misfit(versions[-1]["first_drafts"]))
         self._of_versions.update(versions)
 

@@ -53,7 +53,7 @@ class Reports(Part):
         self._counters = Counters(decoding.gamma, self._decoder.schedule.forecast.predicted)
         self._coverage = Coverage(decoding.proposed)
         self._recent = Recent(self._counters)
-        self._versions = Versions(self._counters, self._version())
+        self._versions = Versions(self._version())
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
 
     def _version(self) -> tuple[str, str]:
@@ -92,7 +92,7 @@ class Reports(Part):
             self._counters.record_time(record.behind)
         if not running:
             return
-        self._versions.first_drafts.count(record, running, accepted)
+        self._versions.count(record, running, accepted)
         lens = [record.drawn, record.verified]
         if record.has_chain:
             lens += [record.copied, record.followed, record.cached]
@@ -123,7 +123,7 @@ class Reports(Part):
             "uptime_s": self._recent.uptime_s,
             # The schedule first: it learns from what it has only noted so far.
             "state": self._decoder.schedule.report() | self._said_by_features(),
-            "versions": self._versions.counts(),
+            "versions": self._versions.counts,
             "failed_advice": dict(FAILURES),
             "steps_by_policy": dict(self._counters.steps_by_policy),
             "sums": self._counters.sums().lists(),
@@ -157,4 +157,4 @@ class Reports(Part):
 
     def export_metrics(self, labels: dict[str, str]) -> None:
         """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
-        Metrics(self._counters, self._versions.counts, labels, self._counted).start()
+        Metrics(self._counters, self._versions, labels, self._counted).start()

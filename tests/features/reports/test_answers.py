@@ -28,13 +28,13 @@ class Replica:
         return self
 
     def answer(self):
-        versions = Versions(self.counters, ("default", ""))
+        versions = Versions(("default", ""))
         if "bad" in self.state:
             versions.first_drafts.counts |= {"verified": 80, "accepted": 2, "promises": 80, "promised": 64.0}
         return {
             "state": {"policy": "auto", **self.state},
             "uptime_s": self.now - 10.0,
-            "versions": versions.counts(),
+            "versions": versions.counts,
             "failed_advice": {"presets": 2},
             "steps_by_policy": dict(self.counters.steps_by_policy),
             "sums": self.counters.sums().lists(),

@@ -27,11 +27,11 @@ class Exporter:
     def __init__(self):
         self.predicted = PredictedSurvival(3)
         self.counters = Counters(3, self.predicted)
-        self.versions = Versions(self.counters, ("v1", "d"))
+        self.versions = Versions(("v1", "d"))
         self.registry = CollectorRegistry()
         names = ("promises", "promises_late_seconds")
         counted = [Counted(name, "Of a feature.", "kind_outcome", {"tpot_kept": 2}) for name in names]
-        self.metrics = Metrics(self.counters, self.versions.counts, LABELS, lambda: counted, self.registry)
+        self.metrics = Metrics(self.counters, self.versions, LABELS, lambda: counted, self.registry)
 
     def value(self, name, **labels):
         return self.registry.get_sample_value(f"sglang:dspark_{name}", {"model_name": "m", "tp_rank": "0", **labels})
@@ -91,9 +91,10 @@ def test_versions_are_exported_while_they_are_kept(exporter):
         return registry.get_sample_value(f"sglang:dspark_weight_version_{name}", labels)
 
     exporter.versions.first_drafts.counts |= {"verified": 80, "accepted": 0}
+    exporter.versions.counts[-1]["rounds"] = 4
     exporter.metrics.update()
     exporter.versions.change(("v2", "d"))
-    exporter.counters.record([3, 3], [3, 3], [3, 0], policy="auto")
+    exporter.versions.counts[-1].update(rounds=2, tokens=5)
     for _ in range(2):
         exporter.metrics.update()
     assert (value("rounds", "v2"), value("tokens", "v2"), value("rounds", "v1")) == (2, 5, 4)
