@@ -23,7 +23,6 @@ from sglang_dspark.features.reports.sums import (
 )
 from sglang_dspark.features.reports.version_gauges import VersionGauges, misfit
 from sglang_dspark.features.reports.versions import Versions
-from sglang_dspark.fence import FAILURES
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -56,10 +55,6 @@ POSITION_COUNTERS = {
     "position_predicted_survivors_total": "Draft tokens with a predicted survival that survived.",
 }
 """By label ``position``: index in the block, 0 first."""
-ADVICE_COUNTERS = {"failed_advice_total": "Failed calls of functions that only advise; the requests went on without."}
-"""By label ``advice``."""
-POLICY_COUNTERS = {"policy_steps_total": "Decode steps chosen by the policy."}
-"""By label ``policy``."""
 MISFIT = "drafter_misfit"
 
 
@@ -79,7 +74,7 @@ class Metrics:
         counters: Counters,
         versions: Versions,
         labels: Mapping[str, str],
-        counted: Callable[[], Sequence[Counted]] = tuple,
+        counted: Callable[[], Sequence[Counted]],
         registry: CollectorRegistry | None = None,
     ) -> None:
         # Not before SGLang has said in the environment where its processes meet.
@@ -92,8 +87,6 @@ class Metrics:
         described_by = [
             ("load", LOAD_COUNTERS),
             ("position", POSITION_COUNTERS),
-            ("policy", POLICY_COUNTERS),
-            ("advice", ADVICE_COUNTERS),
             *((of_feature.label, {f"{of_feature.name}_total": of_feature.text}) for of_feature in counted()),
         ]
         for label, described in described_by:
@@ -152,11 +145,7 @@ class Metrics:
         for name, values in zip(POSITION_COUNTERS, columns, strict=True):
             for position, value in enumerate(values.tolist()):
                 yield name, value, {"position": str(position)}
-        for policy, steps in list(self._counters.steps_by_policy.items()):
-            yield "policy_steps_total", steps, {"policy": policy}
-        for advice, failures in list(FAILURES.items()):
-            yield "failed_advice_total", failures, {"advice": advice}
         for of_feature in self._counted():
-            for kind, number in of_feature.values.items():
+            for kind, number in list(of_feature.values.items()):
                 label = dict(zip(of_feature.label.split("_"), kind.split("_"), strict=True))
                 yield f"{of_feature.name}_total", number, label

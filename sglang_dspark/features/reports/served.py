@@ -124,11 +124,9 @@ class Reports(Part):
             # The schedule first: it learns from what it has only noted so far.
             "state": self._decoder.schedule.report() | self._said_by_features(),
             "versions": self._versions.counts,
-            "failed_advice": dict(FAILURES),
-            "steps_by_policy": dict(self._counters.steps_by_policy),
             "sums": self._counters.sums().lists(),
             "recent": self._recent.report(),
-            "of_features": {counted.name: dict(counted.values) for counted in self._counted()},
+            "counted": {counted.name: dict(counted.values) for counted in self._counted()},
         }
 
     def _said_by_features(self) -> Json:
@@ -137,6 +135,13 @@ class Reports(Part):
     def _counted(self) -> list[Counted]:
         """Return what all features have counted."""
         return [counted for part in self._decoder.parts for counted in part.counted()]
+
+    def counted(self) -> Sequence[Counted]:
+        failed = "Failed calls of functions that only advise; the requests went on without."
+        return (
+            Counted("steps_by_policy", "Decode steps.", "policy", self._counters.steps_by_policy),
+            Counted("failed_advice", failed, "advice", FAILURES),
+        )
 
     def capabilities(self) -> Json:
         """Return the JSON of ``GET /dspark/capabilities``."""

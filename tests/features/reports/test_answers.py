@@ -35,11 +35,13 @@ class Replica:
             "state": {"policy": "auto", **self.state},
             "uptime_s": self.now - 10.0,
             "versions": versions.counts,
-            "failed_advice": {"presets": 2},
-            "steps_by_policy": dict(self.counters.steps_by_policy),
             "sums": self.counters.sums().lists(),
             "recent": self.recent.report(),
-            "of_features": {"promises": {"kept": 1, "late": 2}},
+            "counted": {
+                "promises": {"kept": 1, "late": 2},
+                "failed_advice": {"presets": 2},
+                "steps_by_policy": dict(self.counters.steps_by_policy),
+            },
             "until_now": {"uptime_s": self.now - 10.0, **self.counters.sums().total().counts()},
         }
 
