@@ -86,6 +86,15 @@ def rows_of_requests(batch):
     return layout.verify_lens.tolist()
 
 
+def verify_by_request(module):
+    """Let requests verify different numbers of drafts where a test says so."""
+
+    def why_one_length(args, original=module.why_one_length):
+        return None if os.environ.get("SGLANG_RAGGED_VERIFY_MODE") == "compact" else original(args)
+
+    module.why_one_length = why_one_length
+
+
 def copy_no_kv(module):
     """Leave out a Triton kernel that copies K/V, which only trees of drafts need."""
     module.MHATokenToKVPool._init_kv_copy_and_warmup = lambda self: None
