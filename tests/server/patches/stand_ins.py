@@ -75,7 +75,6 @@ def verify_with_torch(module):
         return attended
 
     TorchNativeAttnBackend.forward_extend = forward_extend
-    TorchNativeAttnBackend.supports_ragged_verify_graph = True
 
 
 def rows_of_requests(batch):
