@@ -119,21 +119,19 @@ class Reports(Part):
 
     def stats(self) -> StatsAnswer:
         """Return what ``GET /dspark/stats`` makes its figures of, as JSON."""
+        state = self._decoder.schedule.report()  # the schedule first: it learns from what it has only noted so far
+        for part in self._decoder.parts:
+            state |= part.report()
         return {
             "uptime_s": self._recent.uptime_s,
-            # The schedule first: it learns from what it has only noted so far.
-            "state": self._decoder.schedule.report() | self._said_by_features(),
+            "state": state,
             "versions": self._versions.counts,
             "sums": self._counters.sums().lists(),
             "recent": self._recent.report(),
-            "counted": {counted.name: dict(counted.values) for counted in self._counted()},
+            "counted": {counted.name: dict(counted.values) for counted in self._counted_by_features()},
         }
 
-    def _said_by_features(self) -> Json:
-        return {key: said for part in self._decoder.parts for key, said in part.report().items()}
-
-    def _counted(self) -> list[Counted]:
-        """Return what all features have counted."""
+    def _counted_by_features(self) -> list[Counted]:
         return [counted for part in self._decoder.parts for counted in part.counted()]
 
     def counted(self) -> Sequence[Counted]:
@@ -162,4 +160,4 @@ class Reports(Part):
 
     def export_metrics(self, labels: dict[str, str]) -> None:
         """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
-        Metrics(self._counters, self._versions, labels, self._counted).start()
+        Metrics(self._counters, self._versions, labels, self._counted_by_features).start()
