@@ -90,8 +90,7 @@ def compared(folder: Path) -> dict[str, Any]:
         reading = read(folder)
     except CheckpointError as error:
         return {"refused": str(error).replace(f"{folder}/", "")}
-    doubts = [remark.sentence for remark in reading.remarks if remark.doubtful]
-    questions = [*doubts, *(f"unknown key {key}" for key in reading.unknown_keys)]
+    questions = [remark.sentence for remark in reading.remarks if remark.doubtful]
     found = {"format": reading.format, "network": describe(reading.config), "questions": questions}
     return found | _differences(folder, reading, load_file(folder / RECORD))
 

@@ -17,7 +17,7 @@ class ConfidenceHead(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.with_markov = config.confidence_head_with_markov
-        self.proj = nn.Linear(config.confidence_input_size, 1)
+        self.proj = nn.Linear(config.hidden_size + (config.markov_rank if self.with_markov else 0), 1)
 
     def forward(self, hidden: Tensor, w1_embedding: Tensor | None) -> Tensor:
         """Return the raw (uncalibrated) confidence logits.

@@ -126,11 +126,6 @@ class DraftConfig:
         return len(self.target_layer_ids)
 
     @property
-    def confidence_input_size(self) -> int:
-        """Return the width of the confidence head's input: d, plus r when it reads the Markov embedding."""
-        return self.hidden_size + (self.markov_rank if self.confidence_head_with_markov else 0)
-
-    @property
     def predicts_acceptance(self) -> bool:
         """Return whether the drafter says how likely its drafts are accepted: by a confidence head, or its selector."""
         return self.enable_confidence_head or self.selector_top_k is not None

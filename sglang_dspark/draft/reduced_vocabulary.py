@@ -24,7 +24,6 @@ from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, Marko
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglang_dspark.draft.confidence_head import ConfidenceHead
 from sglang_dspark.draft.int8_layers import in_eight_bits, overwrite
 from sglang_dspark.draft.markov_head import MarkovHead, SelectorMarkovHead, VanillaMarkovHead
 from sglang_dspark.draft.model import DraftModel, base_logits
@@ -112,7 +111,8 @@ class ProposalHeads:
             self.listed.has[[*self.listed.tokens, -1]] = True
         markov = _markov_weights(model.markov_head, self._stored)
         self._rows = self._stored(model.lm_head_weight)
-        confidence = _confidence_weights(model.confidence_head)
+        head = model.confidence_head
+        confidence = None if head is None else ConfidenceWeights(head.proj.weight[0], head.proj.bias)
         self.weights = DraftHeads(markov, confidence, vocabulary, model.config.selector_top_k)
 
     def follow(self) -> None:
@@ -177,7 +177,3 @@ def _markov_weights(head: MarkovHead | None, stored: Callable[[Tensor], Weight])
     if isinstance(head, SelectorMarkovHead):
         return MarkovWeights(head.markov_w1.weight, w2, projection=head.hidden_projection.weight)
     return MarkovWeights(head.markov_w1.weight, w2, None if isinstance(head, VanillaMarkovHead) else head)
-
-
-def _confidence_weights(head: ConfidenceHead | None) -> ConfidenceWeights | None:
-    return None if head is None else ConfidenceWeights(head.proj.weight[0], head.proj.bias)

@@ -331,9 +331,9 @@ class Drafter:
 
 
 def log_remarks(path: str, reading: Reading) -> None:
-    """Log what reading the checkpoint at ``path`` made of keys that are left over, doubtful or unknown."""
+    """Log what reading the checkpoint at ``path`` made of keys that are left over, doubtful or unread."""
     for remark in reading.remarks:
         level = logging.WARNING if remark.doubtful else logging.INFO
         logger.log(level, "DSPARK drafter %s: %s", path, remark.sentence)
-    if reading.unknown_keys:
-        logger.warning("DSPARK drafter %s: unknown keys in config.json: %s", path, ", ".join(reading.unknown_keys))
+    if reading.unread_keys:
+        logger.info("DSPARK drafter %s: keys of config.json not read: %s", path, ", ".join(reading.unread_keys))

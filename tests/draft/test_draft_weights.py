@@ -181,7 +181,7 @@ def test_a_model_is_its_file_and_a_saved_one_loads_back_identical(make_checkpoin
     assert not model.training and not any(p.requires_grad for p in model.parameters())
     save_draft_model(model, tmp_path / "out" / "saved", include_embeddings=True)
     again, written = load(tmp_path / "out" / "saved"), read(tmp_path / "out" / "saved")
-    assert again.config == model.config and (written.unknown_keys, written.remarks) == ((), ())
+    assert again.config == model.config and (written.unread_keys, written.remarks) == ((), ())
     assert again.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 

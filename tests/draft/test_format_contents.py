@@ -162,7 +162,7 @@ def test_windows_of_speculators_may_stand_beside_the_layers():
     assert expected.config.causal_layers == (False, True) and expected.config.sliding_window == 4
     moved = windows_at_the_top(content)
     found = read_content(moved, origin="")
-    assert found.config == expected.config and found.unknown_keys == expected.unknown_keys
+    assert found.config == expected.config and found.unread_keys == expected.unread_keys
     derived = {key: value for key, value in moved.items() if key != "layer_types"} | {"max_window_layers": 1}
     assert read_content(derived, origin="").config == expected.config
     for key, other in (("sliding_window", 8), ("layer_types", ["full_attention"] * 2)):
@@ -192,7 +192,7 @@ def test_keys_of_a_drafter_in_a_section_of_eagle():
     """VLLM reads that section before ``dflash_config``."""
     content, _ = content_of(exports.specforge)
     content["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3], "use_aux_hidden_state": True}
-    assert read_content(content, origin="").unknown_keys == ()
+    assert read_content(content, origin="").unread_keys == ()
     content["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [0, 1, 3]
     [remark] = read_content(content, origin="").remarks
     assert remark.doubtful and remark.sentence.startswith("eagle_config.eagle_aux_hidden_state_layer_ids=[0, 1, 3]")
@@ -229,11 +229,11 @@ def test_a_layer_that_fc_reads_beside_the_listed_ones_is_seen(write):
         read(write(content, tensors))
 
 
-def test_unknown_keys_are_named():
+def test_unread_keys_are_named():
     content, _ = content_of(exports.specforge)
     content["dflash_config"]["new_switch"] = 3
     reading = read_content(content | {"other": 1}, origin="config.json")
-    assert reading.unknown_keys == ("dflash_config.new_switch", "other")
+    assert reading.unread_keys == ("dflash_config.new_switch", "other")
 
 
 @pytest.mark.parametrize(

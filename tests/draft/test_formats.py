@@ -73,7 +73,8 @@ def test_every_format_of_one_drafter_loads_to_the_same(make_checkpoint, write, e
         tensors |= exports.reduced(proposed_tokens(proposed), config["vocab_size"])
     folder = write(content, tensors)
     reading = read(folder)
-    assert (reading.format, reading.unknown_keys) == (name, ())
+    assert reading.format == name
+    assert {*reading.unread_keys} <= {"num_experts", "moe_intermediate_size"}  # Ling has them of its target
     model, expected = load(folder), canonical.state_dict()
     unknown_depth = {"num_target_layers": None} if reading.config.num_target_layers is None else {}
     assert model.config == replace(canonical.config, num_anchors=reading.config.num_anchors, **unknown_depth)

@@ -10,7 +10,7 @@ from format_exports import DFLASH, WINDOW, content_of
 from golden_replay import replay
 
 from sglang_dspark.draft.formats import read, read_content
-from sglang_dspark.draft.formats.leftovers import LAYERS, PART_OF_HEAD, REASON, ROPE
+from sglang_dspark.draft.formats.rotation import LEFT_OVER, PART_OF_HEAD
 from sglang_dspark.errors import CheckpointError
 
 FORMATS = {
@@ -57,22 +57,21 @@ def said(reading, *, doubtful):
 def assert_left_over(name, sentence, *changes):
     """The keys change nothing but for one sentence."""
     plain, changed = UNCHANGED[name], reading_of(name, *changes)
-    assert (changed.config, changed.rules, changed.unknown_keys) == (plain.config, plain.rules, ())
+    assert (changed.config, changed.rules, changed.unread_keys) == (plain.config, plain.rules, ())
     assert any(sentence in remark.sentence for remark in changed.remarks), changed.remarks
 
 
 def assert_left_over_silently(name, *changes):
     plain, changed = UNCHANGED[name], reading_of(name, *changes)
-    assert (changed.config, changed.remarks, changed.unknown_keys) == (plain.config, plain.remarks, ())
+    assert (changed.config, changed.remarks, changed.unread_keys) == (plain.config, plain.remarks, ())
 
 
 @EVERY_FORMAT
-def test_keys_of_the_target_beside_the_layers_say_nothing(name):
-    for key in LAYERS:
-        for place in (layers, lambda c: c):
-            set_key = lambda c, key=key, place=place: place(c).update({key: 5})  # noqa: E731
-            assert_left_over(name, f"{key}=5 is ignored: {REASON}", set_key)
-        assert reading_of(name, lambda c, key=key: c.update({key: None})).remarks == UNCHANGED[name].remarks
+def test_keys_that_are_not_read_are_named(name):
+    for place in (layers, lambda c: c):
+        changed = reading_of(name, lambda c, place=place: place(c).update({"num_experts": 5, "other": None}))
+        assert changed.config == UNCHANGED[name].config and changed.remarks == UNCHANGED[name].remarks
+        assert [key.rpartition(".")[2] for key in changed.unread_keys] == ["num_experts", "other"]
 
 
 def in_rope_scaling(content):
@@ -97,7 +96,7 @@ def top(content):
 
 SLIDES = {"use_sliding_window": True, "layer_types": ["full_attention"] * 2, "max_window_layers": 0}
 IGNORED = [
-    *((f"{key}=[2, 1, 1] is ignored: ", rope, {key: [2, 1, 1]}) for key in ROPE),
+    *((f"{key}=[2, 1, 1] is ignored: ", rope, {key: [2, 1, 1]}) for key in LEFT_OVER),
     ("='dynamic' is read as plain RoPE", rope, {"rope_type": "dynamic", "factor": 6.0}),
     ("factor=4 is ignored", rope, {"rope_type": "default", "factor": 4}),
     ("original_max_position_embeddings=64 is ignored", layers, {"original_max_position_embeddings": 64}),
@@ -174,7 +173,7 @@ def test_taps_under_two_names_have_to_agree(name):
     taps = content.get("dflash_config", content)["target_layer_ids"]
     for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"):
         same = reading_of(name, lambda c, key=key: c.update({key: [tap + 1 for tap in taps]}))
-        assert same.remarks == () and same.unknown_keys == ()
+        assert same.remarks == () and same.unread_keys == ()
         other = reading_of(name, lambda c, key=key: c.update({key: taps}))
         assert other.config == same.config
         assert f"{key}={taps} is ignored, though it names other layers" in said(other, doubtful=True)[0]
@@ -184,7 +183,7 @@ def test_a_tied_embedding_says_nothing_where_both_are_the_targets():
     bare = exports.without_embeddings(FORMATS["DeepSpec"][1])
     shapes = {name: list(tensor.shape) for name, tensor in bare.items()}
     tied = FORMATS["DeepSpec"][0] | {"tie_word_embeddings": True}
-    assert read_content(tied, origin="config.json", shapes=shapes).unknown_keys == ()
+    assert read_content(tied, origin="config.json", shapes=shapes).unread_keys == ()
     with pytest.raises(CheckpointError, match=r"tie_word_embeddings=True beside an own embed_tokens.weight"):
         read_content(tied, origin="config.json", shapes=shapes | {"embed_tokens.weight": [19, 24]})
 
@@ -237,11 +236,14 @@ def test_log_and_doctor_say_what_was_ignored(copied, caplog):
 
     folder = copied(**QWEN3_5, eagle_aux_hidden_state_layer_ids=[0, 2, 4])
     sentences = {remark.sentence: remark.doubtful for remark in read(folder).remarks}
-    assert len(sentences) == 12 and list(sentences.values()).count(True) == 1
+    assert len(sentences) == 5 and list(sentences.values()).count(True) == 1
     found = {finding.found: finding.status for finding in _describe_drafter(ResolvedDrafter.read(folder))}
     with caplog.at_level(logging.INFO):
         log_remarks(str(folder), read(folder))
     logged = {record.getMessage().partition(": ")[2]: record.levelno for record in caplog.records}
+    unread = "keys of config.json not read: attn_output_gate, full_attention_interval, linear_num_key_heads"
+    assert [status for said, status in found.items() if said.startswith(unread)] == ["note"]
+    assert any(unread in record.getMessage() for record in caplog.records)
     for sentence, doubtful in sentences.items():
         assert found[sentence] == ("note" if doubtful else "ok")
         assert logged[sentence] == (logging.WARNING if doubtful else logging.INFO)

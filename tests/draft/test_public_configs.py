@@ -119,7 +119,7 @@ READ = {
 def test_published_files_are_read(content, name, words):
     reading = read_content(content, origin="config.json")
     assert (reading.format, describe(reading.config)) == (name, words)
-    assert reading.unknown_keys == ()
+    assert reading.unread_keys == ()
     # What these two contradict stands in the same files.
     keys = {remark.sentence.split("=")[0].split(".")[-1] for remark in reading.remarks}
     assert keys <= {"use_sliding_window"}

@@ -109,7 +109,7 @@ def test_yarn_is_read_from_metadata(plain, tmp_path):
     reading = read(tmp_path / "draft.gguf")
     scaling = reading.config.rope_scaling
     assert (scaling.rope_type, scaling.factor, scaling.original_max_position_embeddings) == ("yarn", 4.0, 64)
-    assert reading.unknown_keys == ("dflash.attention.novelty",)
+    assert reading.unread_keys == ("dflash.attention.novelty",)
 
 
 def test_tokens_of_a_reduced_vocabulary_are_the_same(make_checkpoint, tmp_path):

@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from sglang_dspark.draft.config import FULL, SLIDING
-from sglang_dspark.draft.formats import leftovers
 from sglang_dspark.draft.formats.content import Content
 from sglang_dspark.draft.quantised import recognition
 
@@ -64,7 +63,6 @@ def shape(
         for name in _spellings(content, key):
             content.ignore(name, "it is the target's; the drafter's tensors are not quantised")
     content.skip(*SILENT, *(section + key for key in SILENT))
-    leftovers.pass_over(content, read={*neutral, *keys.values()})
     table = {field: (section + keys.get(field, field),) for field in (*SHAPE, "attention_bias")}
     content.collect(table, {"attention_bias": False, **(defaults or {})})
     hidden_size = content.values.get("hidden_size")

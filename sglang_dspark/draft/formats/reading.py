@@ -27,7 +27,7 @@ class Reading:
         config: canonical.
         rules: for the tensors.
         remarks: on keys of config.json that were not taken at their word.
-        unknown_keys: of config.json, whose meaning is not known.
+        unread_keys: of config.json, many of them from a copy of the target's.
         storage: how its tensors are quantised; None if they are not.
     """
 
@@ -35,7 +35,7 @@ class Reading:
     config: DraftConfig
     rules: TensorRules
     remarks: tuple[Remark, ...]
-    unknown_keys: tuple[str, ...]
+    unread_keys: tuple[str, ...]
     storage: Storage | None = None
 
 

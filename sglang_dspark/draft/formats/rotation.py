@@ -6,7 +6,6 @@ from typing import Any
 from sglang_dspark.draft.checked import REMEDY
 from sglang_dspark.draft.config import FULL, SLIDING
 from sglang_dspark.draft.formats.content import Content
-from sglang_dspark.draft.formats.leftovers import PART_OF_HEAD, REASON, ROPE
 from sglang_dspark.draft.rope import ALL_KEYS, RopeScaling, keys_of
 from sglang_dspark.errors import CheckpointError
 
@@ -14,6 +13,16 @@ WHOLE_HEAD, LEADING = "whole_head", "leading"
 """Values of ``rotary_pairs``: if a part of the pairs rotates, channel i is paired with i + head_dim / 2, as it is done
 here, or the first channels are paired up among each other, as Hugging Face's ``partial_rotary_factor`` has it."""
 
+PART_OF_HEAD = ("partial_rotary_factor", "rotary_dim", "rotary_pct")
+"""Keys beside the layers or among those of RoPE, also in files that say nothing about parts of a head otherwise.
+
+Trainers rotate whole heads; a part that is meant has ``rotary_pairs`` beside it."""
+LEFT_OVER = (
+    "mrope_section mrope_interleaved llama_4_scaling_beta apply_yarn_scaling finetuned long_factor short_factor "
+    "long_mscale short_mscale"
+).split()
+"""Keys among those of RoPE that drafters have from a copy of their target's configuration, and no trainer reads."""
+_REASON = "it is a copy of the target's, and no trainer reads it"
 _READ = ("rope_theta", "rope_type", "type", "rotary_pairs", "rope_dim", *PART_OF_HEAD)
 
 
@@ -70,7 +79,7 @@ class _RopeKeys:
             if not isinstance(parameters, Mapping):
                 raise content.refuse(key, "should be an object or null")
             for place, name, value in _of_kind(content, key, parameters, {kind} if kind else occurring):
-                if self.inner.setdefault(name, value) != value and name not in (*PART_OF_HEAD, *ROPE):
+                if self.inner.setdefault(name, value) != value and name not in (*PART_OF_HEAD, *LEFT_OVER):
                     raise content.refuse(key, f"contradicts {name}={self.inner[name]!r} in rope_parameters")
                 self.places.setdefault(name, place)
 
@@ -136,9 +145,9 @@ def _of_type(content: Content, keys: _RopeKeys, rope_type: str, *, said: bool) -
         elif name in ALL_KEYS:
             words = "is ignored, which may be wrong: no rope_type says what it is for. Ask who trained the drafter"
             content.remark(keys.places[name], value, words, doubtful=True)
-        elif name in ROPE and value:
-            content.remark(keys.places[name], value, f"is ignored: {REASON}")
-        elif name not in ROPE:
+        elif name in LEFT_OVER and value:
+            content.remark(keys.places[name], value, f"is ignored: {_REASON}")
+        elif name not in LEFT_OVER:
             unknown.append(name)
     if unknown:
         raise CheckpointError(
@@ -181,5 +190,5 @@ def _read_part(content: Content, keys: _RopeKeys, *, spans_head: bool) -> bool:
     for key in PART_OF_HEAD:
         for place, value in keys.everywhere(key).items():
             if value not in (1, head_dim):
-                content.remark(place, value, f"is ignored: {REASON}")
+                content.remark(place, value, f"is ignored: {_REASON}")
     return False

@@ -13,7 +13,6 @@ from sglang_dspark.engine.hook_checks import Moment, check
 from sglang_dspark.engine.launch import hooks
 from sglang_dspark.engine.sglang_types import ScheduleBatch, ServerArgs
 from sglang_dspark.features.own_worker.driver import ScheduledWorker
-from sglang_dspark.features.own_worker.served import refuse_unserved
 from sglang_dspark.features.own_worker.server import scheduled
 from sglang_dspark.features.own_worker.step_times import step_times
 from sglang_dspark.step.device_time import AwaitedEvent
@@ -36,12 +35,7 @@ def driver_of(part: object) -> ScheduledWorker:
 
 
 def start(result: None, worker: DSparkWorkerV2) -> None:
-    """Take over the worker's steps, once it is ready to serve.
-
-    Raises:
-        ConfigError: it would verify ragged rows wrongly.
-    """
-    refuse_unserved(worker, by_request=scheduled(worker.server_args).by_request)
+    """Take over the worker's steps, once it is ready to serve."""
     with torch.no_grad():
         driver = ScheduledWorker(worker)
         attach_decoder(driver, worker, worker._proposer, worker._verify_planner)

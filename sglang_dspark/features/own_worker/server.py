@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.environ import envs
+from sglang.srt.model_executor.cuda_graph_config import Backend
+
 from sglang_dspark.config import DSparkConfig, flag_dest, flag_name
 from sglang_dspark.declared import truncate
 from sglang_dspark.engine.compat.arguments import attached
@@ -16,7 +20,7 @@ from sglang_dspark.features.own_worker.lengths import why_one_length
 
 MODE = "SGLANG_RAGGED_VERIFY_MODE"
 """Variable that SGLang's own worker reads in its schedulers: whether requests verify different numbers of rows."""
-_BY_REQUEST = {"compact": True, "static": False}
+_BY_REQUEST, _ALIKE = "compact", "static"
 _IGNORED = (("min_p", 0.0), ("sampling_seed", None))
 """Parameters of requests that SGLang's own worker ignores, and the values with which it is right to do so."""
 
@@ -75,10 +79,10 @@ class ScheduledServer:
                 "--enable-return-routed-experts needs our own worker: SGLang's hands on no experts of decode steps, "
                 "and answers would have those of other tokens; drop it"
             )
-        if os.environ.get(MODE, "static") not in _BY_REQUEST:
+        if os.environ.get(MODE, _ALIKE) not in (_ALIKE, _BY_REQUEST):
             raise ConfigError(
                 f"{MODE}={os.environ[MODE]} asks for another verification than {flag_name('engine')} scheduled; unset "
-                f"it, or set it to {' or '.join(_BY_REQUEST)}"
+                f"it, or set it to {_BY_REQUEST} or {_ALIKE}"
             )
         # SGLang would read them in forms of its own.
         for name in ("sps_table_path", "confidence_sts_path"):
@@ -89,12 +93,18 @@ class ScheduledServer:
         """Return the server with how much a step verifies, by the arguments that SGLang has resolved.
 
         Raises:
-            ConfigError: an option needs a confidence head, and with one length for all there is none.
+            ConfigError: the worker would verify wrongly, or has no confidence head for an option.
         """
-        given = os.environ.get(MODE)
-        why = why_one_length(args) if given is None else f"{MODE}={given}"
-        by_request = why is None if given is None else _BY_REQUEST[given]
-        path = self.config.confidence_sts_path
+        asked = os.environ.get(MODE)
+        why = f"{MODE}={asked}" if asked == _ALIKE else why_one_length(args)
+        if asked == _BY_REQUEST and why is not None:
+            raise ConfigError(f"{MODE}={asked} is not served: {why}; unset it")
+        by_request, path = why is None, self.config.confidence_sts_path
+        for what, found in _unserved(resolved_view(args), by_request=by_request).items():
+            if found:
+                raise ConfigError(
+                    f"{flag_name('engine')} scheduled does not serve {what}; drop it, or {flag_name('engine')} builtin"
+                )
         if not by_request and path is not None:
             raise ConfigError(
                 f"{flag_name('confidence_sts_path')}={path} calibrates a confidence head, and all requests of a step "
@@ -103,13 +113,13 @@ class ScheduledServer:
         how = (
             "each request verifies its own number of drafts"
             if by_request
-            else "all requests verify the same number of drafts"
+            else f"all requests verify the same number of drafts ({why})"
         )
-        return replace(self, reason=f"{self.reason}; {how}{f' ({why})' if why else ''}", by_request=by_request)
+        return replace(self, reason=f"{self.reason}; {how}", by_request=by_request)
 
     def set_mode(self) -> None:
         """Tell SGLang, in the scheduler that is about to make its worker."""
-        os.environ[MODE] = next(mode for mode, by_request in _BY_REQUEST.items() if by_request is self.by_request)
+        os.environ[MODE] = _BY_REQUEST if self.by_request else _ALIKE
 
     def refusals(self, parameters: SamplingParams) -> Iterator[str]:
         """Yield a message for each parameter of a request that the worker would ignore."""
@@ -126,3 +136,26 @@ def scheduled(args: ServerArgs) -> ScheduledServer:
     server = attached(args)
     assert isinstance(server, ScheduledServer), "SGLang's own worker does not decode"
     return server
+
+
+def _unserved(args: ServerArgs, *, by_request: bool) -> dict[str, bool]:
+    """Return what the worker would verify wrongly by our schedule, and whether it is asked for.
+
+    For verifications that are alike SGLang keeps some things once, for the graphs of all widths, or hands them from one
+    step to the next.
+    """
+    captured = args.cuda_graph_config.decode.backend != Backend.DISABLED
+    return {
+        "prefill-decode disaggregation": args.disaggregation_mode != "null",
+        "pipeline stages": args.pp_size > 1,
+        "several nodes": args.nnodes > 1,
+        "attention data parallelism": args.attn_dp_size > 1,
+        "two-batch overlap": bool(args.enable_two_batch_overlap),
+        "PD multiplexing": bool(args.enable_pdmux),
+        "simulated acceptance (SGLANG_SIMULATE_ACC_LEN)": envs.SGLANG_SIMULATE_ACC_LEN.get() > 0,
+        "adapters in CUDA graphs": bool(args.enable_lora) and captured and not by_request,
+        "SGLANG_DSPARK_DEFER_CONTEXT_KV": envs.SGLANG_DSPARK_DEFER_CONTEXT_KV.get() and not by_request,
+        "SGLANG_OPT_DSV41_TARGET_METADATA_EARLY": (
+            envs.SGLANG_OPT_DSV41_TARGET_METADATA_EARLY.get() and not by_request
+        ),
+    }

@@ -34,7 +34,7 @@ FEATURE = Feature(
             "keep-embeddings",
             "sglang.srt.managers.mm_utils.prepare_mm_inputs",
             HookType.AFTER,
-            "features.pictures.embeddings.keep_embeddings",
+            "features.pictures.positions.keep_embeddings",
             "scheduler",
             "the embeddings of prompts with pictures, which a drafter may read, are memory that the target's layers "
             "add to",

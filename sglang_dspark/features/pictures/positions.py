@@ -62,3 +62,11 @@ def place_rows(
     """Give the rows of a verification their coordinates, [3, N] int64. No host sync; safe under graph capture."""
     deltas = runner.mrope_deltas[forward_batch.req_pool_indices][forward_batch.spec_info.requests]
     forward_batch.mrope_positions = (forward_batch.positions + deltas).repeat(3, 1)
+
+
+def keep_embeddings(
+    embeddings: torch.Tensor, input_ids: object, forward_batch: ForwardBatch, *args: object, **kwargs: object
+) -> None:
+    """Keep a copy of a prefill's embeddings [n, d] as they are before the first layer: pictures have no ids."""
+    if forward_batch.mm_input_embeds is not None:
+        forward_batch.mm_input_embeds = embeddings.clone()

@@ -22,12 +22,10 @@ class StatsAnswer(TypedDict):
 
     uptime_s: float
     state: Json
-    versions: list[versions.Count]
-    failed_advice: dict[str, int]
-    steps_by_policy: dict[str, int]
+    versions: Sequence[versions.Count]
     sums: SumsLists
     recent: Span
-    of_features: dict[str, dict[str, float]]
+    counted: dict[str, dict[str, float]]
 
 
 class SwitchedAnswer(TypedDict):
@@ -60,10 +58,8 @@ def stats(answers: Sequence[StatsAnswer]) -> Json:
         **_in_common([answer["state"] for answer in answers]),
         "weight_versions": versions.report(answer["versions"] for answer in answers),
         "drafter_fit": fit_of(*(answer["versions"][-1]["first_drafts"] for answer in answers)).report(),
-        "failed_advice": added(answer["failed_advice"] for answer in answers),
-        "steps_by_policy": added(answer["steps_by_policy"] for answer in answers),
         **Sums.of(answer["sums"] for answer in answers).report(),
-        **{name: added(answer["of_features"][name] for answer in answers) for name in answers[0]["of_features"]},
+        **{name: added(answer["counted"][name] for answer in answers) for name in answers[0]["counted"]},
         "recent": {
             "seconds": max(span["seconds"] for span in recent),
             "tokens_per_s": sum(span["tokens_per_s"] for span in recent),

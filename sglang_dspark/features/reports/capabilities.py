@@ -70,27 +70,16 @@ def capabilities(decoder: Decoder) -> dict[str, Any]:
 
 def in_one_line(found: dict[str, Any]) -> str:
     """Return one line for the log with the findings of :func:`capabilities`."""
-    features, drafter = found["features"], _drafter_in_words(found["drafter"])
+    features = found["features"]
     prefill, decode = ("with" if features[name] else "without" for name in ("prefill_cuda_graphs", "cuda_graphs"))
     available = [name for name, policy in found["policies"].items() if policy["available"]]
     return (
         f"effective decode path {found['effective_decode_path']} ({found['reason']}); policy {found['policy']} of "
-        f"{', '.join(available)}; {drafter}; "
+        f"{', '.join(available)}; block size {found['block_size']}; "
         f"prefill by {features['prefill_attention']} {prefill} CUDA graphs, "
         f"decode by {features['decode_attention']} {decode} CUDA graphs, "
         f"overlap {'on' if features['overlap'] else 'off'}; "
         + ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    )
-
-
-def _drafter_in_words(drafter: dict[str, Any] | None) -> str:
-    if drafter is None:
-        return "no drafter"
-    markov = f"{drafter['markov_head_type']} Markov head of rank {drafter['markov_rank']}"
-    return (
-        f"drafter {drafter['path']}: block size {drafter['block_size']}, {drafter['num_hidden_layers']} layers, taps "
-        f"{drafter['target_layer_ids']}, {markov if drafter['markov_rank'] else 'no Markov head'}, "
-        f"{'a' if drafter['confidence_head'] else 'no'} confidence head, {drafter['vocab_size']} tokens"
     )
 
 

@@ -22,8 +22,7 @@ from sglang_dspark.features.reports.sums import (
     requests_of,
 )
 from sglang_dspark.features.reports.version_gauges import VersionGauges, misfit
-from sglang_dspark.features.reports.versions import Count
-from sglang_dspark.fence import FAILURES
+from sglang_dspark.features.reports.versions import Versions
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -56,10 +55,6 @@ POSITION_COUNTERS = {
     "position_predicted_survivors_total": "Draft tokens with a predicted survival that survived.",
 }
 """By label ``position``: index in the block, 0 first."""
-ADVICE_COUNTERS = {"failed_advice_total": "Failed calls of functions that only advise; the requests went on without."}
-"""By label ``advice``."""
-POLICY_COUNTERS = {"policy_steps_total": "Decode steps chosen by the policy."}
-"""By label ``policy``."""
 MISFIT = "drafter_misfit"
 
 
@@ -68,8 +63,7 @@ class Metrics:
 
     Args:
         counters: what is exported.
-        versions: returns what each version of the weights has come to, the one in force last; called from another
-            thread.
+        versions: what each version of the weights has come to.
         labels: on every metric.
         counted: returns what features count, always of the same kinds; called from another thread.
         registry: of prometheus_client; None means its default one, which SGLang exports from all its processes.
@@ -78,9 +72,9 @@ class Metrics:
     def __init__(
         self,
         counters: Counters,
-        versions: Callable[[], Sequence[Count]],
+        versions: Versions,
         labels: Mapping[str, str],
-        counted: Callable[[], Sequence[Counted]] = tuple,
+        counted: Callable[[], Sequence[Counted]],
         registry: CollectorRegistry | None = None,
     ) -> None:
         # Not before SGLang has said in the environment where its processes meet.
@@ -93,8 +87,6 @@ class Metrics:
         described_by = [
             ("load", LOAD_COUNTERS),
             ("position", POSITION_COUNTERS),
-            ("policy", POLICY_COUNTERS),
-            ("advice", ADVICE_COUNTERS),
             *((of_feature.label, {f"{of_feature.name}_total": of_feature.text}) for of_feature in counted()),
         ]
         for label, described in described_by:
@@ -134,7 +126,7 @@ class Metrics:
             series = name, *label.values()
             self._families[name].labels(**self._labels, **label).inc(max(0.0, value - self._exported.get(series, 0.0)))
             self._exported[series] = value
-        versions = self._versions()
+        versions = self._versions.counts
         self._misfit.labels(**self._labels).set(misfit(versions[-1]["first_drafts"]))
         self._of_versions.update(versions)
 
@@ -153,11 +145,7 @@ class Metrics:
         for name, values in zip(POSITION_COUNTERS, columns, strict=True):
             for position, value in enumerate(values.tolist()):
                 yield name, value, {"position": str(position)}
-        for policy, steps in list(self._counters.steps_by_policy.items()):
-            yield "policy_steps_total", steps, {"policy": policy}
-        for advice, failures in list(FAILURES.items()):
-            yield "failed_advice_total", failures, {"advice": advice}
         for of_feature in self._counted():
-            for kind, number in of_feature.values.items():
+            for kind, number in list(of_feature.values.items()):
                 label = dict(zip(of_feature.label.split("_"), kind.split("_"), strict=True))
                 yield f"{of_feature.name}_total", number, label

@@ -87,7 +87,7 @@ class Routes:
 
 def _stats_with_failures_here(answers: Sequence[StatsAnswer]) -> Json:
     """Return the statistics of the schedulers with what has failed in this process, too."""
-    failed = added([*(answer["failed_advice"] for answer in answers), FAILURES])
+    failed = added([*(answer["counted"]["failed_advice"] for answer in answers), FAILURES])
     return stats(answers) | {"failed_advice": failed}
 
 

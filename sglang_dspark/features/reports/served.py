@@ -53,7 +53,7 @@ class Reports(Part):
         self._counters = Counters(decoding.gamma, self._decoder.schedule.forecast.predicted)
         self._coverage = Coverage(decoding.proposed)
         self._recent = Recent(self._counters)
-        self._versions = Versions(self._counters, self._version())
+        self._versions = Versions(self._version())
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
 
     def _version(self) -> tuple[str, str]:
@@ -92,7 +92,7 @@ class Reports(Part):
             self._counters.record_time(record.behind)
         if not running:
             return
-        self._versions.first_drafts.count(record, running, accepted)
+        self._versions.count(record, running, accepted)
         lens = [record.drawn, record.verified]
         if record.has_chain:
             lens += [record.copied, record.followed, record.cached]
@@ -119,24 +119,27 @@ class Reports(Part):
 
     def stats(self) -> StatsAnswer:
         """Return what ``GET /dspark/stats`` makes its figures of, as JSON."""
+        state = self._decoder.schedule.report()  # the schedule first: it learns from what it has only noted so far
+        for part in self._decoder.parts:
+            state |= part.report()
         return {
             "uptime_s": self._recent.uptime_s,
-            # The schedule first: it learns from what it has only noted so far.
-            "state": self._decoder.schedule.report() | self._said_by_features(),
-            "versions": self._versions.counts(),
-            "failed_advice": dict(FAILURES),
-            "steps_by_policy": dict(self._counters.steps_by_policy),
+            "state": state,
+            "versions": self._versions.counts,
             "sums": self._counters.sums().lists(),
             "recent": self._recent.report(),
-            "of_features": {counted.name: dict(counted.values) for counted in self._counted()},
+            "counted": {counted.name: dict(counted.values) for counted in self._counted_by_features()},
         }
 
-    def _said_by_features(self) -> Json:
-        return {key: said for part in self._decoder.parts for key, said in part.report().items()}
-
-    def _counted(self) -> list[Counted]:
-        """Return what all features have counted."""
+    def _counted_by_features(self) -> list[Counted]:
         return [counted for part in self._decoder.parts for counted in part.counted()]
+
+    def counted(self) -> Sequence[Counted]:
+        failed = "Failed calls of functions that only advise; the requests went on without."
+        return (
+            Counted("steps_by_policy", "Decode steps.", "policy", self._counters.steps_by_policy),
+            Counted("failed_advice", failed, "advice", FAILURES),
+        )
 
     def capabilities(self) -> Json:
         """Return the JSON of ``GET /dspark/capabilities``."""
@@ -157,4 +160,4 @@ class Reports(Part):
 
     def export_metrics(self, labels: dict[str, str]) -> None:
         """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
-        Metrics(self._counters, self._versions.counts, labels, self._counted).start()
+        Metrics(self._counters, self._versions, labels, self._counted_by_features).start()

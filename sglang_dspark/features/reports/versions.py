@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict
 
-from sglang_dspark.features.reports.counters import Counters
 from sglang_dspark.features.reports.first_drafts import FirstDrafts, fit_of
+from sglang_dspark.step.record import StepRecord
 
 MOST = 8
 """Versions that are kept, those that were in force last."""
@@ -27,51 +27,37 @@ class Versions:
     """Keeps what each version has come to. Other threads may ask.
 
     Args:
-        counters: of all of them together.
         key: of the version in force.
+
+    Attributes:
+        counts: of each version, the one in force last.
+        first_drafts: of the version in force.
     """
 
-    def __init__(self, counters: Counters, key: Key) -> None:
-        self._counters = counters
-        self._begin(key, [])
+    counts: Sequence[Count] = ()
+    first_drafts: FirstDrafts
+
+    def __init__(self, key: Key) -> None:
+        self.change(key)
 
     def change(self, key: Key) -> None:
         """Count for another version from now on, and judge anew whether the drafter fits."""
-        self._begin(key, self.counts())
+        self.first_drafts = FirstDrafts()
+        known: Count = {"key": key, "rounds": 0, "tokens": 0, "first_drafts": {}}
+        known = next((count for count in self.counts if count["key"] == key), known)
+        others = [count for count in self.counts if count["key"] != key]
+        self.counts = [*others[1 - MOST :], {**known, "first_drafts": self.first_drafts.counts}]
 
     @property
     def key(self) -> Key:
         """Return that of the version in force."""
-        return self._state[1]["key"]
+        return self.counts[-1]["key"]
 
-    @property
-    def first_drafts(self) -> FirstDrafts:
-        """Return those of the version in force."""
-        return self._state[2]
-
-    def counts(self) -> list[Count]:
-        """Return the counts of each version, the one in force last."""
-        ended, before, first_drafts = self._state
-        return [*ended, self._since(before, 1, first_drafts)]
-
-    def _begin(self, key: Key, counts: Sequence[Count]) -> None:
-        first_drafts = FirstDrafts()
-        known: Count = {"key": key, "rounds": 0, "tokens": 0, "first_drafts": first_drafts.counts}
-        for count in counts:
-            known = count if count["key"] == key else known
-        others = [count for count in counts if count["key"] != key]
-        # Assigned at once: of two assignments, another thread would see one.
-        self._state = others[1 - MOST :], self._since(known, -1, first_drafts), first_drafts
-
-    def _since(self, count: Count, sign: int, first_drafts: FirstDrafts) -> Count:
-        """Return a count with those of all versions until now added, or taken off."""
-        total = self._counters.sums().total()
-        return {
-            "key": count["key"],
-            "rounds": count["rounds"] + sign * total.rounds,
-            "tokens": count["tokens"] + sign * total.committed,
-            "first_drafts": first_drafts.counts,
-        }
+    def count(self, record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
+        """Count a step, as :meth:`FirstDrafts.count` takes it."""
+        self.counts[-1]["rounds"] += len(running)
+        self.counts[-1]["tokens"] += len(running) + sum(accepted)
+        self.first_drafts.count(record, running, accepted)
 
 
 def report(counted: Iterable[Sequence[Count]]) -> list[dict[str, object]]:

@@ -85,10 +85,10 @@ def _describe_drafter(drafter: ResolvedDrafter) -> Iterator[Finding]:
     yield Finding("ok", "drafter", f"{reading.format} format: {describe(reading.config)}")
     for remark in reading.remarks:
         yield Finding("note" if remark.doubtful else "ok", "drafter", remark.sentence)
-    if reading.unknown_keys:
-        unknown = ", ".join(reading.unknown_keys)
+    if reading.unread_keys:
+        unread = ", ".join(reading.unread_keys)
         remedy = "harmless unless one of them changes the network; then drafts are poor, and the text is still right"
-        yield Finding("note", "drafter", f"unknown keys in config.json: {unknown}", remedy)
+        yield Finding("note", "drafter", f"keys of config.json not read: {unread}", remedy)
 
 
 def _describe_memory(model: DraftModel) -> str:

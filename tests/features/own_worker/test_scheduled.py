@@ -26,7 +26,6 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.own_worker import FEATURE, lengths, server
 from sglang_dspark.features.own_worker.captured_rows import CapturedRows
 from sglang_dspark.features.own_worker.handlers import planned_rows
-from sglang_dspark.features.own_worker.served import refuse_unserved
 from sglang_dspark.features.own_worker.server import MODE, ScheduledServer
 from sglang_dspark.features.own_worker.step import ScheduledStep
 from sglang_dspark.step.decision import PLAIN, StepDecision
@@ -187,56 +186,72 @@ def test_experts_that_steps_do_not_hand_on_are_refused():
         ScheduledServer.before(args, DSparkConfig(engine="scheduled"), "")
 
 
-def settled(**options):
-    """The server as its scheduler finds it, of arguments that SGLang has resolved."""
-    args = ServerArgs(model_path="none")
-    return ScheduledServer.before(args, DSparkConfig(engine="scheduled", **options), "asked").settled(args)
+RESOLVED = dict.fromkeys(("enable_lora", "enable_two_batch_overlap", "enable_pdmux"), False) | {
+    "attn_dp_size": 1,
+    "nnodes": 1,
+    "pp_size": 1,
+    "disaggregation_mode": "null",
+    "cuda_graph_config": CudaGraphConfig(decode=PhaseConfig(backend="full")),
+}
 
 
-def test_how_much_is_verified_is_decided_once_and_told_to_the_worker(monkeypatch):
-    reasons = iter([None, "its layers"])
-    monkeypatch.setattr(server, "why_one_length", lambda args: next(reasons))
+@pytest.fixture
+def settled(monkeypatch):
+    """Return a server of arguments that SGLang has resolved, and why all requests verify as many drafts."""
+
+    def settle(why, found=(), **options):
+        monkeypatch.setattr(server, "resolved_view", lambda args: SimpleNamespace(**RESOLVED | dict(found)))
+        monkeypatch.setattr(server, "why_one_length", lambda args: why)
+        args = ServerArgs(model_path="none")
+        return ScheduledServer.before(args, DSparkConfig(engine="scheduled", **options), "asked").settled(args)
+
     monkeypatch.delenv(MODE, raising=False)
-    each, all_ = settled(), settled()
+    return settle
+
+
+def test_how_much_is_verified_is_decided_once_and_told_to_the_worker(settled, monkeypatch):
+    each, all_ = settled(None), settled("its layers")
     assert [(found.by_request, found.has_confidence_head) for found in (each, all_)] == [(True, True), (False, False)]
     assert each.reason.endswith("asked; each request verifies its own number of drafts")
     assert all_.reason.endswith("asked; all requests verify the same number of drafts (its layers)")
+    monkeypatch.setenv(MODE, "")
     for found, mode in ((each, "compact"), (all_, "static")):
         found.set_mode()
         assert os.environ[MODE] == mode
 
 
-def test_the_operator_may_say_how_much_is_verified(monkeypatch):
-    monkeypatch.setattr(server, "why_one_length", None)
+def test_the_operator_may_say_how_much_is_verified(settled, monkeypatch):
     for mode, by_request in (("compact", True), ("static", False)):
         monkeypatch.setenv(MODE, mode)
-        assert settled().by_request is by_request
+        assert settled(None).by_request is by_request
+    assert not settled("its layers").by_request
+    monkeypatch.setenv(MODE, "compact")
+    with pytest.raises(ConfigError, match=f"{MODE}=compact is not served: its layers"):
+        settled("its layers")
     monkeypatch.setenv(MODE, "cap-accept")
     with pytest.raises(ConfigError, match=f"{MODE}=cap-accept"):
-        settled()
+        settled(None)
 
 
-def test_the_hooks_are_those_of_this_worker_alone(monkeypatch):
-    monkeypatch.setenv(MODE, "static")
+def test_the_hooks_are_those_of_this_worker_alone(settled):
     args, used = ServerArgs(model_path="none"), []
-    for decided in (DSparkServer(DSparkConfig(), None, dummy_draft=False), TargetOnly("no drafter"), settled()):
+    for decided in (DSparkServer(DSparkConfig(), None, dummy_draft=False), TargetOnly("no drafter"), settled(None)):
         attach(args, decided)
         used.append(FEATURE.is_used(args))
     assert used == [False, False, True]
 
 
-def test_parameters_that_the_worker_would_ignore_are_refused(monkeypatch):
-    monkeypatch.setenv(MODE, "static")
-    served = settled()
+def test_parameters_that_the_worker_would_ignore_are_refused(settled):
+    served = settled(None)
     assert list(served.refusals(SamplingParams(min_p=0.0))) == []
     of_min_p, of_seed = served.refusals(SamplingParams(min_p=0.1, sampling_seed=1))
     assert "min_p=0.1;" in of_min_p and "sampling_seed=1;" in of_seed
 
 
-def test_temperatures_need_a_confidence_head(monkeypatch):
-    monkeypatch.setenv(MODE, "static")
+def test_temperatures_need_a_confidence_head(settled):
+    assert settled(None, confidence_sts_path="temperatures").by_request
     with pytest.raises(ConfigError, match="confidence-sts-path=temperatures"):
-        settled(confidence_sts_path="temperatures")
+        settled("its layers", confidence_sts_path="temperatures")
 
 
 # What is found of arguments and target where each request verifies drafts of its own.
@@ -287,67 +302,33 @@ def test_where_all_requests_verify_as_many_drafts(found, why, monkeypatch):
     assert said is None if why is None else why in said
 
 
-WORKER = dict.fromkeys(("enable_lora", "enable_two_batch_overlap", "enable_pdmux"), False) | {
-    "attn_dp_size": 1,
-    "nnodes": 1,
-    "pp_size": 1,
-    "disaggregation_mode": "null",
-    "mrope": False,
-    "engram": None,
-    "graphs": object(),
-    "backend": SimpleNamespace(supports_ragged_verify_graph=True, decode_attention_backend_str="fa3"),
-}
-
-
-def served(**found):
-    """A worker that is served, but for what is found."""
-    found = SimpleNamespace(**WORKER | found)
-    target = runner(
-        attn_backend=found.backend,
-        decode_cuda_graph_runner=found.graphs,
-        model_config=model_config(model_is_mrope=found.mrope),
-        ngram_embedding_manager=SimpleNamespace(engram_hasher=found.engram),
-    )
-    return SimpleNamespace(device="cuda", server_args=found, model_runner=target)
-
-
-UNIFORM = SimpleNamespace(supports_ragged_verify_graph=False, decode_attention_backend_str="triton")
-OF_ROWS = (
-    ({"backend": UNIFORM}, "triton"),
-    ({"graphs": None}, "--disable-cuda-graph"),
-    ({"mrope": True}, "three coordinates"),
-    ({"engram": object()}, "n-gram"),
-)
-
-
 @pytest.mark.parametrize(
     ("found", "named"),
     [
-        *OF_ROWS,
-        ({"enable_lora": True}, "adapters"),
         ({"attn_dp_size": 2}, "data parallelism"),
         ({"enable_two_batch_overlap": True}, "two-batch"),
         ({"enable_pdmux": True}, "PD multiplexing"),
         ({"nnodes": 2}, "nodes"),
         ({"pp_size": 2}, "pipeline"),
-        ({"disaggregation_mode": "prefill", "graphs": None}, "prefill-decode"),
+        ({"disaggregation_mode": "prefill"}, "prefill-decode"),
     ],
 )
-def test_what_it_would_verify_wrongly_is_refused(found, named, monkeypatch):
-    monkeypatch.setattr("sglang_dspark.features.own_worker.served.resolving_view", lambda args: args)
-    for by_request in (True, False):
-        refuse_unserved(served(), by_request=by_request)
-        if by_request or (found, named) not in OF_ROWS:
-            with pytest.raises(ConfigError, match=named):
-                refuse_unserved(served(**found), by_request=by_request)
-        else:
-            refuse_unserved(served(**found), by_request=by_request)
+def test_what_it_would_verify_wrongly_is_refused(found, named, settled):
+    for why in (None, "its layers"):
+        with pytest.raises(ConfigError, match=named):
+            settled(why, found)
+
+
+def test_adapters_are_served_without_graphs(settled):
+    no_graphs = CudaGraphConfig(decode=PhaseConfig(backend="disabled"))
+    assert settled("its layers", {"enable_lora": True, "cuda_graph_config": no_graphs})
+    with pytest.raises(ConfigError, match="adapters in CUDA graphs"):
+        settled("its layers", {"enable_lora": True})
 
 
 @pytest.mark.parametrize("name", ["SGLANG_DSPARK_DEFER_CONTEXT_KV", "SGLANG_OPT_DSV41_TARGET_METADATA_EARLY"])
-def test_what_a_step_hands_to_the_next_is_refused_at_several_widths(name, monkeypatch):
-    monkeypatch.setattr("sglang_dspark.features.own_worker.served.resolving_view", lambda args: args)
+def test_what_a_step_hands_to_the_next_is_refused_at_several_widths(name, settled, monkeypatch):
     monkeypatch.setenv(name, "1")
-    refuse_unserved(served(), by_request=True)
+    assert settled(None)
     with pytest.raises(ConfigError, match=name):
-        refuse_unserved(served(), by_request=False)
+        settled("its layers")

@@ -28,18 +28,20 @@ class Replica:
         return self
 
     def answer(self):
-        versions = Versions(self.counters, ("default", ""))
+        versions = Versions(("default", ""))
         if "bad" in self.state:
             versions.first_drafts.counts |= {"verified": 80, "accepted": 2, "promises": 80, "promised": 64.0}
         return {
             "state": {"policy": "auto", **self.state},
             "uptime_s": self.now - 10.0,
-            "versions": versions.counts(),
-            "failed_advice": {"presets": 2},
-            "steps_by_policy": dict(self.counters.steps_by_policy),
+            "versions": versions.counts,
             "sums": self.counters.sums().lists(),
             "recent": self.recent.report(),
-            "of_features": {"promises": {"kept": 1, "late": 2}},
+            "counted": {
+                "promises": {"kept": 1, "late": 2},
+                "failed_advice": {"presets": 2},
+                "steps_by_policy": dict(self.counters.steps_by_policy),
+            },
             "until_now": {"uptime_s": self.now - 10.0, **self.counters.sums().total().counts()},
         }
 

@@ -27,11 +27,12 @@ class Exporter:
     def __init__(self):
         self.predicted = PredictedSurvival(3)
         self.counters = Counters(3, self.predicted)
-        self.versions = Versions(self.counters, ("v1", "d"))
+        self.versions = Versions(("v1", "d"))
         self.registry = CollectorRegistry()
         names = ("promises", "promises_late_seconds")
         counted = [Counted(name, "Of a feature.", "kind_outcome", {"tpot_kept": 2}) for name in names]
-        self.metrics = Metrics(self.counters, self.versions.counts, LABELS, lambda: counted, self.registry)
+        counted.append(Counted("steps_by_policy", "Steps.", "policy", self.counters.steps_by_policy))
+        self.metrics = Metrics(self.counters, self.versions, LABELS, lambda: counted, self.registry)
 
     def value(self, name, **labels):
         return self.registry.get_sample_value(f"sglang:dspark_{name}", {"model_name": "m", "tp_rank": "0", **labels})
@@ -54,7 +55,7 @@ def test_counters(exporter):
     assert exporter.value("request_steps_total", load="1") == exporter.value("parked_steps_total", load="1") == 1
     assert exporter.value("committed_tokens_total", load="4") == 7
     assert exporter.value("step_seconds_measured_total", load="4") == pytest.approx(0.04)
-    assert exporter.value("policy_steps_total", policy="static") == 1
+    assert exporter.value("steps_by_policy_total", policy="static") == 1
     assert exporter.value("promises_total", kind="tpot", outcome="kept") == 2
     assert [exporter.value("position_accepted_total", position=str(p)) for p in range(3)] == [2, 1, 1]
     assert exporter.value("position_predicted_survival_total", position="1") == 1.5
@@ -91,9 +92,10 @@ def test_versions_are_exported_while_they_are_kept(exporter):
         return registry.get_sample_value(f"sglang:dspark_weight_version_{name}", labels)
 
     exporter.versions.first_drafts.counts |= {"verified": 80, "accepted": 0}
+    exporter.versions.counts[-1]["rounds"] = 4
     exporter.metrics.update()
     exporter.versions.change(("v2", "d"))
-    exporter.counters.record([3, 3], [3, 3], [3, 0], policy="auto")
+    exporter.versions.counts[-1].update(rounds=2, tokens=5)
     for _ in range(2):
         exporter.metrics.update()
     assert (value("rounds", "v2"), value("tokens", "v2"), value("rounds", "v1")) == (2, 5, 4)
@@ -110,7 +112,7 @@ def test_every_metric_of_the_dashboard_exists(exporter):
     families = {family.name for family in exporter.registry.collect()}
     shown = {name.removesuffix("_total") for name in re.findall(r"sglang:dspark_\w+", GRAFANA.read_text())}
     # Beside the panels: what alerts are for.
-    assert families - shown == {"sglang:dspark_drafter_misfit", "sglang:dspark_failed_advice"}
+    assert families - shown == {"sglang:dspark_drafter_misfit"}
     assert shown - families == set()
 
 

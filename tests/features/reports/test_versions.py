@@ -1,29 +1,27 @@
 """Accept length by version of the weights."""
 
-from sglang_dspark.features.reports.counters import Counters
+import torch
+
 from sglang_dspark.features.reports.first_drafts import FirstDrafts
 from sglang_dspark.features.reports.versions import MOST, Versions, report
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.selection import FixedLength
 
-GAMMA = 3
-
-
-def step(counters, accepted):
-    counters.record([GAMMA], [GAMMA], [accepted], policy="auto")
+STEP = StepRecord(["a", "b"], StepDecision(3, FixedLength()), [3, 3], torch.tensor([3, 3]), None, None)
 
 
 def in_short(versions):
-    return [(count["key"], count["rounds"], count["tokens"]) for count in versions.counts()]
+    return [(count["key"], count["rounds"], count["tokens"]) for count in versions.counts]
 
 
 def test_rounds_count_for_the_version_in_force():
     """One that comes back goes on where it was; of many, the last ones are kept."""
-    counters = Counters(GAMMA)
-    step(counters, 3)  # before versions are told apart
-    versions = Versions(counters, ("default", "a"))
+    versions = Versions(("default", "a"))
     for key, accepted in ((None, 2), (("v1", "a"), 0), (("v1", "b"), 3), (("default", "a"), 1)):
         if key is not None:
             versions.change(key)
-        step(counters, accepted)
+        versions.count(STEP, [1], [accepted])
     assert in_short(versions) == [(("v1", "a"), 1, 1), (("v1", "b"), 1, 4), (("default", "a"), 2, 5)]
     for number in range(2 * MOST):
         versions.change((str(number), "a"))
@@ -31,13 +29,13 @@ def test_rounds_count_for_the_version_in_force():
 
 
 def test_a_drafter_is_judged_anew_with_each_version():
-    versions = Versions(Counters(GAMMA), ("1", "a"))
+    versions = Versions(("1", "a"))
     versions.first_drafts.counts |= {"verified": 80, "accepted": 0}
     versions.change(("2", "a"))
     versions.first_drafts.counts |= {"verified": 80, "accepted": 70}
-    assert [one["drafter_fit"] for one in report([versions.counts()])] == ["misfit", "fits"]
+    assert [one["drafter_fit"] for one in report([versions.counts])] == ["misfit", "fits"]
     versions.change(("2", "a"))  # under the same name
-    assert [one["drafter_fit"] for one in report([versions.counts()])] == ["misfit", "unknown"]
+    assert [one["drafter_fit"] for one in report([versions.counts])] == ["misfit", "unknown"]
 
 
 def test_versions_of_replicas_are_added_up():
