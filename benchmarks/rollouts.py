@@ -6,7 +6,7 @@ The target learns to answer sums: it samples a group of answers to each at tempe
 number at its end earns 1, and a policy gradient follows what beats its group. The drafter stays as it is. An engine
 without DSPARK gets the same weights and the same sums, before the one with it or after it by turns. Each round reports
 reward, accept length, tokens per second of both engines and their ratio, by version of the weights. After the last one,
-tokens that both sample are tested against the law of the target, and against each other (``samples.py``).
+tokens that both sample are tested against the law of the target, and against each other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from paired_ratio import spread_of
 from safetensors.torch import load_file, save_file
-from samples import Tally, tally
+from scipy.stats import ks_2samp, kstest, kstwobign, norm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dspark.tools import provenance
@@ -37,6 +37,7 @@ from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, dspark_flags
 LEARNING_RATE, MOST_NORM = 2e-5, 1.0
 FIRST_TOKENS = 8  # of a sample: more than a block of the bundled drafter
 BATCH = 16
+ALPHA = 0.001
 FLAGS = ("--dtype", "float32", "--log-level", "error")
 SHOWN = """Q: Tom has 3 apples and buys 2 more. How many apples has he?
 A: 3 + 2 = 5. Tom has 5 apples.
@@ -176,17 +177,50 @@ def take_turns(engines: Mapping[str, Engine], first: int, *given: Any, **how: An
     return found
 
 
+def uniforms(laws: torch.Tensor, tokens: torch.Tensor, draw: np.random.Generator) -> NDArray[np.float64]:
+    """Return numbers that are uniform and independent if each of [n] tokens was drawn from its one of [n, V] laws.
+
+    This is Rosenblatt's transform: where in the cumulative law, likeliest tokens first, a draw of the token has fallen.
+    """
+    ranked, order = laws.double().sort(dim=1, descending=True, stable=True)
+    is_drawn = order == tokens[:, None]
+    ends, widths = ranked.cumsum(1)[is_drawn].numpy(), ranked[is_drawn].numpy()
+    return ends - widths * draw.random(len(ends))
+
+
+@torch.no_grad()
+def next_laws(model: Any, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return the laws [answers * n, V] of the tokens of answers of equal length n to one prompt, at temperature 1."""
+    ids = torch.tensor([[*prompt, *answer] for answer in answers])
+    laws: torch.Tensor = model(ids).logits[:, len(prompt) - 1 : -1].softmax(-1).flatten(0, 1)
+    return laws
+
+
+def noticed(tokens: float) -> float:
+    """Return the distance of cumulative laws that a test of so many tokens notices nine times of ten, at least."""
+    return float((kstwobign.isf(ALPHA) + norm.ppf(0.9) / 2) / np.sqrt(tokens))
+
+
 def compare(engines: Mapping[str, Engine], model: Any, prompt: list[int], number: int) -> dict[str, Any]:
-    """Test tokens that each engine samples against the law of the target, and against each other."""
-    tallies: dict[str, Tally] = {}
-    for _ in range(0, number, BATCH):
-        for name, engine in engines.items():
-            fields = {"max_new_tokens": FIRST_TOKENS, "ignore_eos": True, "stop": None}
-            [answers] = engine.rollouts([prompt], BATCH, **fields)
-            counted = tally(model, prompt, [answer["output_ids"] for answer in answers])
-            tallies[name] = tallies[name] + counted if name in tallies else counted
-    reports = {f"{name} and the target's law": found.report() for name, found in tallies.items()}
-    return {**reports, "dspark and plain": (tallies["dspark"] - tallies["plain"]).report()}
+    """Test tokens of each engine against the law of the target, and against each other, by Kolmogorov and Smirnov."""
+    draw, samples = np.random.default_rng(0), {}
+    for name, engine in engines.items():
+        fields = {"max_new_tokens": FIRST_TOKENS, "ignore_eos": True, "stop": None}
+        [given] = engine.rollouts([prompt], number, **fields)
+        answers = [answer["output_ids"] for answer in given]
+        parts = [answers[first : first + BATCH] for first in range(0, number, BATCH)]
+        samples[name] = np.concatenate(
+            [uniforms(next_laws(model, prompt, part), torch.tensor(part).flatten(), draw) for part in parts]
+        )
+    tokens = number * FIRST_TOKENS
+    tests = {f"{name} and the target's law": kstest(found, "uniform") for name, found in samples.items()}
+    tests["dspark and plain"] = ks_2samp(*samples.values())
+    return {
+        "tokens": tokens,
+        "alpha": ALPHA,
+        "distance_noticed_with_power_0.9": {"of a law": noticed(tokens), "of two samples": noticed(tokens / 2)},
+        "p_values": {name: round(float(test.pvalue), 4) for name, test in tests.items()},
+    }
 
 
 @click.command()

@@ -1,10 +1,19 @@
-"""The loop of rollouts: what earns a reward, and where a step goes."""
+"""The loop of rollouts: what earns a reward, where a step goes, and how samples are tested."""
 
 import numpy as np
 import pytest
 import torch
-from rollouts import learn, reward
+from rollouts import ALPHA, learn, next_laws, noticed, reward, uniforms
+from scipy.stats import binom, kstest
 from transformers import LlamaConfig, LlamaForCausalLM
+
+TOKENS, VOCABULARY, TRIES = 500, 40, 150
+
+
+def tiny_model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes)).eval()
 
 
 @pytest.mark.parametrize(
@@ -16,9 +25,7 @@ def test_the_last_number_of_an_answer_counts(text, earned):
 
 
 def test_what_beats_its_group_becomes_likelier():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes))
+    model = tiny_model()
     answers = [{"output_ids": [5, 6]}, {"output_ids": [7, 8]}]
     ids = torch.tensor([[1, 2, 3, *answer["output_ids"]] for answer in answers])
 
@@ -33,3 +40,47 @@ def test_what_beats_its_group_becomes_likelier():
     assert learn(model, optimizer, [([1, 2, 3], answers, np.array([1.0, 0.0])), alike_ones]) > 0
     after = likely()
     assert after[0] > before[0] and after[1] < before[1]
+
+
+@pytest.fixture(scope="module")
+def laws():
+    """Those of many places: some are all but sure, some know nothing."""
+    draw = torch.Generator().manual_seed(0)
+    spreads = torch.rand(TOKENS, 1, generator=draw) * 4
+    return (torch.randn(TOKENS, VOCABULARY, generator=draw) * spreads).softmax(-1)
+
+
+def p_value(laws, of_samples, seed):
+    """That of tokens drawn from laws, as if they were from others."""
+    tokens = torch.multinomial(of_samples, 1, generator=torch.Generator().manual_seed(seed))[:, 0]
+    return kstest(uniforms(laws, tokens, np.random.default_rng(seed)), "uniform").pvalue
+
+
+def test_samples_of_right_laws_pass(laws):
+    found = [p_value(laws, laws, seed) for seed in range(TRIES)]
+    for level in (0.05, 0.3):
+        least, most = binom.ppf([0.001, 0.999], TRIES, level)
+        assert least <= sum(p < level for p in found) <= most
+
+
+def test_a_distance_is_noticed_nine_times_of_ten():
+    """Of two tokens, one of which is drawn so much more often; and of many, one of which is drawn for others."""
+    half = torch.full((TOKENS, 2), 0.5)
+    other = half + noticed(TOKENS) * torch.tensor([1, -1])
+    assert sum(p_value(half, other, seed) < ALPHA for seed in range(TRIES)) > 0.85 * TRIES
+    law = torch.full((2000, VOCABULARY), 1 / VOCABULARY)
+    one_for_many = law.clone()
+    one_for_many[:, 20:] *= 0.5
+    one_for_many[:, 30] += 0.25
+    assert p_value(law, one_for_many, 0) < ALPHA
+
+
+def test_laws_behind_every_prefix():
+    model, prompt, answers = tiny_model(), [1, 2, 3], [[4, 5, 6], [7, 8, 9]]
+    with torch.no_grad():
+        apart = [
+            model(torch.tensor([[*prompt, *answer[:known]]])).logits[0, -1].softmax(-1)
+            for answer in answers
+            for known in range(3)
+        ]
+    torch.testing.assert_close(next_laws(model, prompt, answers), torch.stack(apart))

@@ -55,12 +55,19 @@ _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at m
     help="Promise every second user this share of the mean time per token under auto, and say how many are kept.",
 )
 @click.option(
-    "--requests", "num_requests", type=click.IntRange(min=1), help="Requests of a point.  [default: four of each user]"
+    "--requests",
+    "num_requests",
+    type=click.IntRange(min=1),
+    help="Requests of a point.  [default: four of each user, six with --promised]",
 )
 @click.option("--mixed-chunk", is_flag=True, help="As with the server's --enable-mixed-chunk.")
 @click.option("--prompt-rows", type=click.IntRange(min=0), help="As the server's flag of this name.")
 @click.option("--max-gap-ms", type=click.FloatRange(min=1), help="As the server's flag of this name.")
-@click.option("--long-prompt", type=click.IntRange(min=1), help="Length of the prompts of one user more.")
+@click.option(
+    "--long-prompt",
+    type=click.IntRange(min=1),
+    help="Length of the prompts of one user more, who sends until the others have all of their answers.",
+)
 @click.option(
     "--prefill",
     type=Numbers(Annotated[float, Meta(ge=0, description="must be at least 0")]),
@@ -169,8 +176,6 @@ def _simulate_promises(console: Console, options: dict[str, Any], conditions: Co
     for name in ("policies", "html"):
         if options[name]:
             raise click.UsageError(f"--promised is about the policy auto, beside itself; drop --{name}")
-    if min(users) < 2:
-        raise click.UsageError("--promised is about every second of several users; give --users of at least 2")
     points = [simulate_promises(conditions, count, options["promised"]) for count in users]
     headings = ("promised\nms", "kept", "before", "tok/s\nto before", "others\nms", "before")
     table = new_table("users", *headings)

@@ -37,33 +37,36 @@ def simulate_promises(conditions: Conditions, users: int, share: float) -> Promi
     """Serve the same requests without promises, and with a promise of so much of the mean time per token.
 
     Raises:
-        ConfigError: answers have a single token.
+        ConfigError: there is no time per token of those who are promised one, or of the others.
     """
-    if conditions.output.high < 2:
-        raise ConfigError("answers of one token have no time per token to promise; give a larger --output-tokens")
     before = _serve(conditions, users, None)
-    promise = share * fmean(_tpots(before, 0) + _tpots(before, 1))
+    others_before, ours_before = _tpots(before, users)
+    if not others_before or not ours_before:
+        raise ConfigError(
+            "--promised is about every second user, and tokens behind the first; give two --users or more, as many "
+            "--requests, and longer --output-tokens"
+        )
+    promise = share * fmean(others_before + ours_before)
     after = _serve(conditions, users, promise)
-    kept_before, kept = (fmean(ms <= promise for ms in _tpots(outcome, 1)) for outcome in (before, after))
-    return Promised(
-        users,
-        promise,
-        kept,
-        kept_before,
-        after.loaded_tok_s / before.loaded_tok_s,
-        fmean(_tpots(after, 0)),
-        fmean(_tpots(before, 0)),
-    )
+    others, ours = _tpots(after, users)
+    kept_before, kept = (fmean(ms <= promise for ms in times) for times in (ours_before, ours))
+    speed = after.loaded_tok_s / before.loaded_tok_s
+    return Promised(users, promise, kept, kept_before, speed, fmean(others), fmean(others_before))
 
 
 def _serve(conditions: Conditions, users: int, tpot_ms: float | None) -> Outcome:
-    workload = replace(conditions.workload(users), num_requests=REQUESTS_PER_USER * users)
+    count = conditions.num_requests or REQUESTS_PER_USER * users
+    workload = replace(conditions.workload(users), num_requests=count)
     server = conditions.server("auto")
-    server.serve(replace(workload, num_requests=2 * users))
+    server.serve(replace(workload, num_requests=-(-count // 3)))
     server.blocks = OwnBlocks(conditions.blocks)
     return server.serve(replace(workload, tpot_ms=tpot_ms))
 
 
-def _tpots(outcome: Outcome, place: int) -> list[float]:
-    """Return the times per token of every second user, from ``place`` on."""
-    return [ms for request in outcome.requests if request.user % 2 == place and (ms := request.tpot_ms) is not None]
+def _tpots(outcome: Outcome, users: int) -> tuple[list[float], list[float]]:
+    """Return the times per token of the users who are promised nothing, and of the others."""
+    times: tuple[list[float], list[float]] = [], []
+    for request in outcome.requests:
+        if request.user < users and (ms := request.tpot_ms) is not None:
+            times[request.user % 2].append(ms)
+    return times

@@ -169,7 +169,8 @@ class _Episode:
     def __init__(self, server: SimulatedServer, workload: Workload, rng: np.random.Generator) -> None:
         self._server = server
         self._now_ms = 0.0
-        self._workload, self._to_send = workload, workload.requests(rng)
+        self._workload, self._to_send, self._unserved = workload, workload.requests(rng), workload.num_requests
+        self._long_prompts = workload.long_requests(rng.spawn(1)[0])  # the others' are the same without
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._outcome = Outcome()
@@ -219,17 +220,18 @@ class _Episode:
             request.done_ms = self._now_ms
             self._running.remove(request)
             self._outcome.requests.append(request)
+            self._unserved -= request.user < self._workload.users
             self._send_next(request.user)
 
     def _send_next(self, user: int) -> None:
         """Let a user send the next request, if there is one left."""
-        request = next(self._to_send, None)
+        if user < self._workload.users:
+            request = next(self._to_send, None)
+        else:
+            request = next(self._long_prompts) if self._unserved else None
         if request is not None:
             request.user, request.pace = user, self._workload.pace(user)
             request.sent_ms = self._now_ms
-            if user == self._workload.users:
-                assert self._workload.long_prompt is not None, "there is no such user without"
-                request.prompt_tokens = self._workload.long_prompt
             self._waiting.append(request)
         elif not self._outcome.loaded_ms:
             self._outcome.loaded_ms = self._now_ms

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Self
 
 import numpy as np
@@ -104,8 +105,10 @@ class Workload:
     """Requests of users; each user sends the next one when its last answer is complete.
 
     Attributes:
+        num_requests: of these users together.
         tpot_ms: time per token that every second user is promised; None for no promises.
-        long_prompt: tokens of the prompts of one user more; None for no such user.
+        long_prompt: tokens of the prompts of one user more, who sends until the others have all of their answers; None
+            for no such user.
     """
 
     num_requests: int
@@ -120,6 +123,12 @@ class Workload:
         for index in range(self.num_requests):
             yield Request(index, self.prompt.draw(rng), self.output.draw(rng))
 
+    def long_requests(self, rng: np.random.Generator) -> Iterator[Request]:
+        """Draw the requests of the user of long prompts, without end."""
+        assert self.long_prompt is not None, "there is no such user without"
+        for index in count(self.num_requests):
+            yield Request(index, self.long_prompt, self.output.draw(rng))
+
     def pace(self, user: int) -> Pace:
         """Return what the requests of a user are promised."""
-        return Pace(self.tpot_ms if user % 2 else None)
+        return Pace(self.tpot_ms if user % 2 and user < self.users else None)

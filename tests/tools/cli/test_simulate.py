@@ -55,6 +55,8 @@ def test_promises_are_compared_with_none(run, tmp_path):
     [row] = csv.DictReader((tmp_path / "out.csv").open())
     assert (row["users"], row["kept"], row["kept_before"]) == ("4", "1", "1")
     assert float(row["tpot_ms"]) == pytest.approx(20 * float(row["other_tpot_before_ms"]), rel=0.3)
+    result = run("simulate", "--table", write_table(tmp_path), *options, "--requests", 6, "--csv", tmp_path / "few.csv")
+    assert result.exit_code == 0 and (tmp_path / "few.csv").read_text() != (tmp_path / "out.csv").read_text()
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,6 @@ def test_promises_are_compared_with_none(run, tmp_path):
         (("--table", "sps.json", "--blocks", "b", "--conditional", "0.5"), "give one of them"),
         (("--table", "sps.json"), "give --blocks or --conditional"),
         (("--table", "sps.json", "--conditional", "0.5,0.5", "--prefill", "1,2,3,4"), "three numbers at most"),
-        (("--table", "sps.json", "--conditional", "0.5,0.5", "--promised", "1"), "give --users of at least 2"),
         (
             ("--table", "sps.json", "--conditional", "0.5,0.5", "--promised", "1", "--policies", "off"),
             "drop --policies",
@@ -86,6 +87,13 @@ def test_options_that_do_not_go_together(run, tmp_path, options, says):
 def test_the_page_of_the_model_is_written(run, tmp_path):
     assert run("simulate", "--html", tmp_path / "model.html").exit_code == 0
     assert (tmp_path / "model.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("lack", [("--users", "1"), ("--users", "4", "--requests", "1"), ("--output-tokens", "1")])
+def test_promises_need_answers_of_both_kinds(run, tmp_path, lack):
+    options = ("--table", write_table(tmp_path), "--conditional", "0.5,0.5", "--promised", "1")
+    result = run("simulate", *options, *lack)
+    assert (result.exit_code, "give two --users or more" in result.output) == (1, True)
 
 
 def test_a_folder_that_does_not_exist(run, tmp_path):

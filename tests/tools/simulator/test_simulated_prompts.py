@@ -76,8 +76,13 @@ def test_a_bound_needs_chunks_beside_running_requests():
         Prompts(TIERED, DSparkConfig(max_gap_ms=50.0), mixed=False)
 
 
-def test_one_user_more_sends_long_prompts():
+@pytest.mark.parametrize("requests", [1, 2, 9])
+def test_one_user_more_sends_long_prompts_until_the_others_are_served(requests):
     blocks = ConditionalAcceptance((1.0,) * GAMMA)
     server = SimulatedServer(Costs(TIERED, Prefill(20.0)), blocks, DSparkConfig())
-    outcome = server.serve(Workload(9, Lengths(64, 64), Lengths(40, 40), users=2, long_prompt=9000))
+    workload = Workload(requests, Lengths(64, 64), Lengths(40, 40), users=2, long_prompt=9000)
+    outcome, alone = server.serve(workload), server.serve(replace(workload, long_prompt=None))
     assert {(request.user == 2, request.prompt_tokens) for request in outcome.requests} == {(False, 64), (True, 9000)}
+    others = [request for request in outcome.requests if request.user < 2]
+    assert sorted(request.index for request in others) == sorted(request.index for request in alone.requests)
+    assert max(r.sent_ms for r in outcome.requests if r.user == 2) <= max(request.done_ms for request in others)
