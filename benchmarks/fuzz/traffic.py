@@ -72,7 +72,7 @@ async def send(session: aiohttp.ClientSession, url: str, body: Body, patience_s:
     try:
         async with asyncio.timeout(patience_s), session.post(url + body.path, data=data, headers=headers) as response:
             if body.mode == "dropped":
-                await response.content.readline()
+                await response.content.readany()
                 return Answer(LEFT if response.ok else response.status)
             content = await response.read()
             streamed = response.content_type == "text/event-stream"

@@ -1,10 +1,13 @@
 """The fuzzer draws the same bodies from the same seed, of all keys, and knows a failure when it reads one."""
 
+import asyncio
 import json
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from fuzz.bodies import CHAT, COMPLETIONS, GENERATE, PRESET_KEYS, SPECULATION, Body, Draw
-from fuzz.traffic import Answer, _errors, is_determined, without_speculation
+from fuzz.traffic import LEFT, Answer, _errors, is_determined, open_session, send, without_speculation
 
 from sglang_dspark.engine.api.request_field import known_keys
 from sglang_dspark.features.prompt_lookup.options import PRESETS
@@ -43,6 +46,24 @@ def test_errors_inside_streams():
     parts = [{"text": "a"}, {"error": {"code": 503}}, {"error": {}}]
     stream = b"".join(b"data: %s\n\n" % json.dumps(part).encode() for part in parts) + b"data: [DONE]\n\n"
     assert list(_errors(stream)) == [503, 500]
+
+
+def test_a_stream_is_dropped_within_a_long_line():
+    """Hidden states of a prompt stand in one."""
+
+    async def streamed(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"x" * 2**21)
+        return response
+
+    async def dropped():
+        app = web.Application()
+        app.router.add_post(GENERATE, streamed)
+        async with TestServer(app) as server, open_session() as session:
+            return await send(session, str(server.make_url("")), Body("generate", {}, "dropped"))
+
+    assert asyncio.run(dropped()).status == LEFT
 
 
 def test_what_is_compared():

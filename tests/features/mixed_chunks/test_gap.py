@@ -57,8 +57,10 @@ def test_short_prompts_say_nothing_and_hiccups_are_forgotten():
     limit = ChunkLimit(BOUND_MS)
     steps(limit, lambda rows: 8 + 0.1 * rows, 24)
     settled = limit.rows
-    limit.learn(3, 8.3)
-    assert limit.rows == settled
+    # Nor do the last rows of a prompt, nor many requests that run.
+    for rows, ms in ((3, 8.3), (int(0.6 * settled), 40.0), (4 * settled, 41.0)):
+        limit.learn(rows, ms)
+        assert limit.rows == settled
     limit.learn(settled, 1e6)
     assert limit.rows == 32  # prompts go on
     assert steps(limit, lambda rows: 8 + 0.1 * rows, 24)[-1][0] >= 0.95 * settled

@@ -132,8 +132,7 @@ def test_a_server_that_shuts_down_is_left_to_it(tmp_path):
 
 def test_every_machine_says_what_differs(tmp_path):
     with started(tmp_path, [facts(), facts(), facts(), facts(schedule="static")]) as ranks:
-        for process in ranks:
-            process.join(120)
+        wait_until(lambda: any(tmp_path.glob("*.serves")) or not any(process.is_alive() for process in ranks))
         assert [process.exitcode for process in ranks] == [4] * 4
     for rank in range(4):
         assert "--speculative-dspark-schedule=static" in (tmp_path / f"{rank}.log").read_text()

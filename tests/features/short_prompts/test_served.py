@@ -43,6 +43,7 @@ def test_a_cpu_has_to_be_asked(rows, device, used):
         (lambda r, d, c: 10 + 0.01 * r * c, 64, 60, True),
         (lambda r, d, c: 10 + 0.01 * r * c, 64, 80, False),  # each of eight blocks reads the context
         (lambda r, d, c: 10 + 0.01 * r * c, 512, 60, False),
+        (lambda r, d, c: 10 + r * (1 + d) + 0.01 * r * c, 64, 80, False),  # their rows are computed in either way
         (None, 128, 999, True),
         (None, 129, 0, False),
     ],

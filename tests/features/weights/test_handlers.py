@@ -1,11 +1,16 @@
-"""Weights do not come while there is no memory for them."""
+"""Weights do not come while there is no memory for them, and on all ranks or on none."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang.srt.managers import io_struct
+from sglang_objects import worker
 
 from sglang_dspark.features.weights.handlers import write
+from sglang_dspark.features.weights.served import Weights
+
+TENSORS = io_struct.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[])
 
 
 @pytest.mark.parametrize(
@@ -22,3 +27,87 @@ def test_nothing_is_written_into_memory_that_is_released(kind, given):
     answer = write(lambda *_: pytest.fail("written"), manager, getattr(io_struct, f"{kind}Input")(**given))
     assert isinstance(answer, getattr(io_struct, f"{kind}Output"))
     assert not answer.success and "POST /resume_memory_occupation" in answer.message
+
+
+class Rank:
+    """One of several ranks, whose drafter notes what is written over it.
+
+    Args:
+        others: what the other ranks answer.
+    """
+
+    def __init__(self, monkeypatch, *others):
+        self.drafted, self.followed, self.barriers, self.given = [], [], [], []
+        self.model = SimpleNamespace(load_weights=self.given.extend)
+        drafter = SimpleNamespace(num_drawn=7, follow_target=lambda: None, write=self.drafted.extend)
+        decoder = SimpleNamespace(
+            drafter=drafter,
+            target_worker=worker(model=self.model),
+            weights_changed=lambda **new: self.followed.append(new["new_drafter"]),
+        )
+        self.weights = Weights(decoder)
+        self.weights.ready()
+        decoder.parts = [self.weights]
+        self.manager = SimpleNamespace(
+            offload_tags=set(),
+            scheduler=SimpleNamespace(draft_worker=decoder),
+            tp_worker=SimpleNamespace(device="cpu"),
+            tp_cpu_group=None,
+            _session=None,
+        )
+
+        def gathered(answers, mine, group):
+            answers[:] = [mine, *others]
+
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1 + len(others))
+        monkeypatch.setattr(torch.distributed, "barrier", lambda **ranks: self.barriers.append(ranks))
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+
+    def write(self, request, fails=None):
+        """Have SGLang write a tensor of the target and one of the drafter, whose memory is then used again."""
+        tensor = torch.ones(1)
+
+        def original(manager, request):
+            self.model.load_weights([("norm", tensor.clone()), ("draft.fc", tensor)])
+            tensor.zero_()
+            if fails:
+                raise fails
+            return type(self).answered(request, success=True)
+
+        return write(original, self.manager, request)
+
+    @staticmethod
+    def answered(request, **said):
+        return getattr(io_struct, type(request).__name__.replace("Input", "Output"))(message="", **said)
+
+
+def test_tensors_whose_memory_is_used_again_are_copied(monkeypatch):
+    rank = Rank(monkeypatch)
+    assert rank.write(io_struct.UpdateWeightsFromIPCReqInput(zmq_handles={})).success
+    assert rank.given == [("norm", torch.ones(1))] and rank.drafted == [("fc", torch.ones(1))]
+    assert rank.followed == [False] and rank.weights.report()["weights"] == {"updates": 1, "failure": None}
+
+
+def test_the_drafter_waits_for_the_target_on_all_ranks(monkeypatch):
+    failed = Rank.answered(TENSORS, success=False)
+    rank = Rank(monkeypatch, Rank.answered(TENSORS, success=True), failed)
+    assert rank.write(TENSORS) is failed
+    assert rank.drafted == [] and rank.followed == [False]
+    assert rank.weights.drafted() == []  # nor is it written with the next ones
+
+
+@pytest.mark.parametrize(
+    ("request_", "barriers"), [(TENSORS, 1), (io_struct.UpdateWeightFromDiskReqInput(model_path="m"), 0)]
+)
+def test_ranks_meet_where_the_others_wait(monkeypatch, request_, barriers):
+    rank = Rank(monkeypatch)
+    answer = rank.write(request_, fails=ValueError("misshapen"))
+    assert not answer.success and "ValueError: misshapen" in answer.message
+    assert len(rank.barriers) == barriers and rank.followed == [False]
+
+
+def test_parts_are_followed_once_all_have_come(monkeypatch):
+    rank = Rank(monkeypatch)
+    rank.manager._session = object()
+    assert rank.write(TENSORS).success
+    assert rank.followed == []
