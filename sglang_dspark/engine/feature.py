@@ -353,8 +353,7 @@ class Feature:
 
     def load_request_keys(self) -> type[RequestKeys]:
         """Import and return its keys, if it has any."""
-        keys: type[RequestKeys] = resolve_name(f"{self.room}.{self.request_keys}")
-        return keys
+        return resolve_name(f"{self.room}.{self.request_keys}")
 
     def load_checks(self) -> tuple[Check, ...]:
         """Import and return its checks."""

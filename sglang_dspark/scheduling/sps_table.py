@@ -243,8 +243,7 @@ class LoadTimes:
         """Return [gamma + 1, n] milliseconds at ``context`` tokens per request, or those of ``step``, an index."""
         segment = bisect_left(self.contexts, context)
         past = context - self.contexts[max(segment - 1, 0)]
-        ms: NDArray[np.float64] = self.start_ms[segment][step] + past * self.slope_ms[segment][step]
-        return ms
+        return self.start_ms[segment][step] + past * self.slope_ms[segment][step]
 
 
 def along(values: NDArray[np.float64], grid: Sequence[int], at: NDArray[np.float64]) -> NDArray[np.float64]:

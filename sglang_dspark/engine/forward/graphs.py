@@ -136,8 +136,7 @@ def logits_buffer(model_runner: ModelRunner, rows: int) -> torch.Tensor:
     shared, vocab_size = model_runner.graph_shared_output, model_runner.model_config.vocab_size
     if shared is None or rows > shared.max_rows or not has_prefill_graphs(model_runner):
         return torch.empty((rows, vocab_size), device=model_runner.device)
-    logits: torch.Tensor = shared.get_logits_buffer(vocab_size, rows=rows)
-    return logits
+    return shared.get_logits_buffer(vocab_size, rows=rows)
 
 
 def static_verify(
