@@ -37,8 +37,7 @@ def fenced(what: str, instead: Callable[..., Any]) -> Callable[[Callable[P, T]],
                 FAILURES[what] += 1
                 if FAILURES[what] == 1:
                     logger.exception("DSPARK: %s failed and are left out; later failures are only counted", what)
-                given: T = instead(*args, **kwargs)
-                return given
+                return instead(*args, **kwargs)
 
         return guarded
 

@@ -74,12 +74,7 @@ class CapturedPart(Protocol):
     """A feature's part of verifications that CUDA graphs replay."""
 
     def prepare(self, plan: VerifyPlan, forward_batch: ForwardBatch) -> None:
-        """Launch what comes before the target's forward, as a part of a captured verification. No host sync.
-
-        Args:
-            plan: its rows, in buffers that stay where they are.
-            forward_batch: SGLang's, of the forward.
-        """
+        """Launch what comes before a captured forward of the target, on buffers that stay there. No host sync."""
 
     def stage(self, batch: ScheduleBatch | None) -> None:
         """Write what the next replay reads of SGLang's batch; of None in a step that is measured, without requests."""
@@ -208,20 +203,10 @@ class Part:
         return output
 
     def step_launched(self, plan: VerifyPlan, result: GenerationBatchResult) -> None:
-        """Look at a decode step, before its result is copied to the host. No host sync.
-
-        Args:
-            plan: its rows; the next step may overwrite them.
-            result: SGLang's.
-        """
+        """Look at a decode step, before its result is copied to the host and its rows are overwritten. No host sync."""
 
     def tokens_come(self, batch: ScheduleBatch, result: DSparkBatchResult, tokens: Sequence[Sequence[int]]) -> None:
-        """Look at a decode step's tokens on the host, before SGLang appends them to their requests.
-
-        Args:
-            result: of the step.
-            tokens: of each request of the batch.
-        """
+        """Look at a decode step's tokens on the host, by request, before SGLang appends them."""
 
     def step_done(
         self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
@@ -229,7 +214,6 @@ class Part:
         """Look at the outcome of a decode step, before SGLang appends its tokens to their requests.
 
         Args:
-            reqs: SGLang's requests of the step.
             record: of the step; its tensors are on the host.
             running: requests of the step that its tokens are for: places of those that have not ended.
             accepted: drafts accepted, of each of these.
@@ -257,12 +241,7 @@ class Part:
         return {}
 
     def warm_up(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
-        """Launch the kernels of a step once, at start-up: a request shall compile none.
-
-        Args:
-            plan: of a step of requests that do not exist.
-            logits: [N, V] of its rows.
-        """
+        """Launch the kernels of a step on logits [N, V] of requests that do not exist: real ones shall compile none."""
 
     def held(self, requests: int) -> AbstractContextManager[object]:
         """Hold what memory the feature takes beside the largest step, of so many requests."""
@@ -353,8 +332,7 @@ class Feature:
 
     def load_request_keys(self) -> type[RequestKeys]:
         """Import and return its keys, if it has any."""
-        keys: type[RequestKeys] = resolve_name(f"{self.room}.{self.request_keys}")
-        return keys
+        return resolve_name(f"{self.room}.{self.request_keys}")
 
     def load_checks(self) -> tuple[Check, ...]:
         """Import and return its checks."""

@@ -56,8 +56,6 @@ class ServerArgs(Protocol):
     attention_backend: str | None
     prefill_attention_backend: str | None
     decode_attention_backend: str | None
-    sampling_backend: str | None
-    cuda_graph_backend_prefill: str | None
     kv_cache_dtype: str
     page_size: int | None
     max_running_requests: int | None
@@ -73,7 +71,6 @@ class ServerArgs(Protocol):
     mamba_radix_cache_strategy: str
     mamba_track_interval: int
     linear_attn_backend: str
-    linear_attn_prefill_backend: str | None
     lora_paths: Any
     lora_backend: str
     moe_runner_backend: str

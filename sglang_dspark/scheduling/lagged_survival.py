@@ -62,8 +62,7 @@ class LaggedSurvivals:
 
     def mean(self) -> NDArray[np.float64]:
         """Return [gamma] the mean survival by position over the rounds that estimates use."""
-        mean: NDArray[np.float64] = self._rounds[-WINDOW_ROUNDS:].mean(0)
-        return mean
+        return self._rounds[-WINDOW_ROUNDS:].mean(0)
 
     def gains(self, requests: int) -> NDArray[np.float64]:
         """Return [depths, requests * gamma + 1] the expected accepted drafts of a batch by block depth and budget.

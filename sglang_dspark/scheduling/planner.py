@@ -66,7 +66,8 @@ def evaluate_steps(
     all_ms = times.step_ms(requests, context)
     plain = Candidate(0, int(load.num_tokens[0]), float(all_ms[0, 0]), requests)
     ms = all_ms.take(survivals.depths, axis=0)  # [depths, n], as the next two
-    committed = requests + survivals.gains(requests)[:, load.budgets]
+    budgets = np.minimum(load.num_tokens - requests, requests * times.table.gamma)
+    committed = requests + survivals.gains(requests)[:, budgets]
     # A step that verifies none of its drafts has nothing over the plain one.
     rates: NDArray[np.float64] = np.where(load.num_tokens > requests, committed / ms, 0.0)
     depths: Sequence[int] = range(1, times.table.gamma + 1)

@@ -168,7 +168,6 @@ class LoadTimes:
 
     Attributes:
         num_tokens: [n] tokens in the verify forward, ascending; the first is the plain step's.
-        budgets: verified drafts by token count, an index into 0 .. requests * gamma.
         drafts: [n] verified drafts per request on average.
         contexts: grid of context tokens per request; its points bound the segments that times are linear on.
         start_ms: [segments, gamma + 1, n] milliseconds at the start of a segment, by depth and token count; depth 0 is
@@ -180,7 +179,6 @@ class LoadTimes:
     """
 
     num_tokens: NDArray[np.int64]
-    budgets: NDArray[np.int64] | slice
     drafts: NDArray[np.float64]
     contexts: list[int]
     start_ms: NDArray[np.float64]
@@ -191,15 +189,12 @@ class LoadTimes:
     def of(cls, table: SpsTable, requests: int) -> LoadTimes:
         """Interpolate ``table`` along requests and drafts."""
         gamma = table.gamma
-        budgets: NDArray[np.int64] | slice
         if table.tiers:
             counts = [tier for tier in table.tiers if tier >= requests]
             counts += [requests * (1 + d) for d in range(gamma + 1) if requests * (1 + d) > table.tiers[-1]]
             num_tokens = np.array(counts[: bisect_left(counts, requests * (gamma + 1)) + 1], dtype=np.int64)
-            budgets = np.minimum(num_tokens - requests, requests * gamma)
         else:
             num_tokens = np.arange(requests, requests * (gamma + 1) + 1, dtype=np.int64)
-            budgets = slice(None)
         drafts = np.minimum(num_tokens / requests - 1, gamma)
         draft, verify = (
             along(along(values, table.requests, np.array([float(requests)]))[0], table.drafts, at)
@@ -220,7 +215,6 @@ class LoadTimes:
             padding_ms = np.maximum(rows_ms[requests * longest] - rows_ms, 0.0)
         return cls(
             num_tokens,
-            budgets,
             drafts,
             contexts=list(table.contexts),
             start_ms=np.concatenate([step_ms[:1], step_ms]),
@@ -243,8 +237,7 @@ class LoadTimes:
         """Return [gamma + 1, n] milliseconds at ``context`` tokens per request, or those of ``step``, an index."""
         segment = bisect_left(self.contexts, context)
         past = context - self.contexts[max(segment - 1, 0)]
-        ms: NDArray[np.float64] = self.start_ms[segment][step] + past * self.slope_ms[segment][step]
-        return ms
+        return self.start_ms[segment][step] + past * self.slope_ms[segment][step]
 
 
 def along(values: NDArray[np.float64], grid: Sequence[int], at: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -70,8 +70,7 @@ class StepTimes:
         Times of the machine that measured the table: its speed does not change which step is best.
         """
         times = self.table.times(requests)
-        ms: NDArray[np.float64] = self._corrected(self._table_ms(times, context, slice(None)), requests, times.drafts)
-        return ms
+        return self._corrected(self._table_ms(times, context, slice(None)), requests, times.drafts)
 
     def single_ms(self, requests: int, drafts: int, depth: int, context: float) -> float:
         """Return the milliseconds of one step that drafts to ``depth`` and verifies ``drafts`` drafts in all."""
@@ -123,8 +122,7 @@ class StepTimes:
         """Return [requests * depth + 1] milliseconds of steps that draft to ``depth``, by drafts verified."""
         times = self.table.times(requests)
         tokens = np.arange(requests, requests * (depth + 1) + 1)
-        ms: NDArray[np.float64] = self.step_ms(requests, context)[depth, times.room_for(tokens)]
-        return ms
+        return self.step_ms(requests, context)[depth, times.room_for(tokens)]
 
     def stddev(self, requests: int, drafts: int) -> NDArray[np.float64]:
         """Return the standard deviation, in logarithms, of the time of a step against one of ``drafts`` per request.
@@ -212,8 +210,7 @@ class StepTimeFilter:
     def stddev(self, drafts: int) -> NDArray[np.float64]:
         """Return [gamma + 1] the standard deviation of the error against that of ``drafts`` drafts per request."""
         variances, shared = self._variances[1:], self._covariance[1 + drafts, 1:]
-        stddev: NDArray[np.float64] = np.sqrt(np.maximum(variances + variances[drafts] - 2 * shared, 0.0))
-        return stddev
+        return np.sqrt(np.maximum(variances + variances[drafts] - 2 * shared, 0.0))
 
     def observe(self, drafts: float, log_ratio: float, step: int) -> float:
         """Account for a step that took ``exp(log_ratio)`` times what the table says.

@@ -57,8 +57,7 @@ class StepRecord:
     @cached_property
     def verified(self) -> list[int]:
         """Return ``verify_lens``, once they are on the host."""
-        lens: list[int] = self.verify_lens.tolist()
-        return lens
+        return self.verify_lens.tolist()
 
     @cached_property
     def followed(self) -> list[int]:
@@ -93,8 +92,7 @@ class StepRecord:
         """Return whether the chain of each request is of an earlier answer, once chains are on the host."""
         if self.chains is None:
             return [False] * len(self.requests)
-        of_answers: list[bool] = (Candidates.parts(self.chains.numpy())[0] // KIND_ROWS == 1).tolist()
-        return of_answers
+        return (Candidates.parts(self.chains.numpy())[0] // KIND_ROWS == 1).tolist()
 
     @cached_property
     def _leading(self) -> list[list[int]]:

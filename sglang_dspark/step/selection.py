@@ -202,8 +202,7 @@ def early_stop(survival: NDArray[np.float64], step_ms: NDArray[np.float64]) -> l
     rates = np.concatenate([[bs / step_ms[0]], expected / step_ms[1:]])
     worse = np.flatnonzero((rates[1:] <= rates[:-1]) | (by_position[order] <= 0))
     admitted = int(worse[0]) if len(worse) else len(order)
-    lens: list[int] = np.bincount(order[:admitted] % bs, minlength=bs).tolist()
-    return lens
+    return np.bincount(order[:admitted] % bs, minlength=bs).tolist()
 
 
 def above_threshold(confidence: torch.Tensor, threshold: float | torch.Tensor) -> torch.Tensor:

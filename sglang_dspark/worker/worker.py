@@ -45,9 +45,8 @@ from sglang_dspark.worker.executors.captured import CapturedSteps
 from sglang_dspark.worker.executors.eager import EagerExecutor
 from sglang_dspark.worker.executors.graphs import ExecutorSelector
 from sglang_dspark.worker.no_drafter import NoDrafter
-from sglang_dspark.worker.startup.late_kernels import report_late_kernels
 from sglang_dspark.worker.startup.measured_steps import MeasuredSteps
-from sglang_dspark.worker.startup.warm_up import hold_largest_step, on_stream_of_steps, warm_up
+from sglang_dspark.worker.startup.warm_up import hold_largest_step, on_stream_of_steps, report_late_kernels, warm_up
 
 logger = logging.getLogger(__name__)
 

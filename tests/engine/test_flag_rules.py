@@ -15,7 +15,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_objects import launch_context, server_args
 
 from sglang_dspark.config import DSparkConfig, flag_dest
-from sglang_dspark.engine.api import served_requests
+from sglang_dspark.engine.api import http, requests
 from sglang_dspark.engine.launch.flag_rules import PREFIXES, all_rules, broken
 from sglang_dspark.engine.launch.launch import LENGTHS, of_lengths, of_rules
 
@@ -61,7 +61,7 @@ def test_every_name_of_sglang_has_been_looked_at(kind):
     new, gone = found - NAMES[kind], NAMES[kind] - found
     assert not new and not gone, (
         f"{kind}: new in SGLang: {sorted(new)}, gone: {sorted(gone)}. Read what each new one does; adjust or refuse "
-        "it in engine/launch/flag_rules.py or engine/api/served_requests.py if DSPARK cannot serve it, or say in "
+        "it in engine/launch/flag_rules.py or engine/api/requests.py if DSPARK cannot serve it, or say in "
         f"docs/compatibility.md what else it does. Then write the names into {SNAPSHOT.name}."
     )
 
@@ -69,9 +69,9 @@ def test_every_name_of_sglang_has_been_looked_at(kind):
 @pytest.mark.parametrize(
     ("kind", "refused"),
     [
-        ("request_fields", served_requests.REFUSED_FIELDS),
-        ("sampling_parameters", served_requests.REFUSED_PARAMETERS),
-        ("routes", served_requests.REFUSED_ROUTES + served_requests.REFUSED_CHANGES),
+        ("request_fields", requests.REFUSED_FIELDS),
+        ("sampling_parameters", requests.REFUSED_PARAMETERS),
+        ("routes", http.REFUSED_ROUTES + http.REFUSED_CHANGES),
     ],
 )
 def test_what_is_refused_exists(kind, refused):

@@ -16,7 +16,7 @@ def test_nothing_is_looked_at_by_default():
 
 
 def test_nan_is_replaced_where_sglang_is_asked_to():
-    """In first tokens, and in the rows of every step."""
+    """It is replaced in first tokens, and in the rows of every step."""
     with envs.SGLANG_SANITIZE_NAN_LOGITS.override(True):
         check = NanCheck.of(None)
         for look in (check.first_logits, check.step_comes(None).after_verify):

@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_objects import ONE_RANK, batch, forward, model_config, partly, request, runner, server_args
 
 from sglang_dspark.engine.feature import Part
-from sglang_dspark.engine.forward import stock_graphs
+from sglang_dspark.engine.forward import graphs
 from sglang_dspark.engine.forward.verify_attention import PhasedBackend, as_without_dspark
 from sglang_dspark.engine.scheduler import worker_base
 from sglang_dspark.engine.scheduler.agreement import Agreement
@@ -89,14 +89,14 @@ def never():
     ids=["breakable", "disabled", "out of memory", "out of memory on a rank", "piecewise"],
 )
 def test_graphs_of_prefills(monkeypatch, caplog, chosen, original, ranks, expected, warning):
-    monkeypatch.setattr(stock_graphs, "check_cuda_graph_backend", lambda phase, backend: backend == chosen)
+    monkeypatch.setattr(graphs, "check_cuda_graph_backend", lambda phase, backend: backend == chosen)
     with get_parallel().override(tp_size=ranks), caplog.at_level(logging.WARNING):
         if expected is None:
             with pytest.raises(RuntimeError, match="out of memory"):
-                stock_graphs.prefill_graphs(lambda **given: original(), model_runner=None, eager_runner="eager")
+                graphs.prefill_graphs(lambda **given: original(), model_runner=None, eager_runner="eager")
             return
         captured = {"memory_phase": "prefill", "memory_usage_gb": 0, "capture_time": 0}
-        made = stock_graphs.prefill_graphs(
+        made = graphs.prefill_graphs(
             lambda **given: GraphCapture(runner=original(), **captured), model_runner=None, eager_runner="eager"
         )
     assert made.runner == expected and re.search(warning, caplog.text)

@@ -20,7 +20,6 @@ from uvicorn.supervisors import Multiprocess
 
 from sglang_dspark.declared import Scalar
 from sglang_dspark.engine.api.request_field import ASKED
-from sglang_dspark.engine.api.served_requests import is_refused
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.launch_state import TargetOnly
@@ -32,6 +31,14 @@ HEADER = "X-Request-Id-Speculation"
 MAX_ORDER_BYTES = 4096
 """Bytes of an operator's request in JSON."""
 APP_OF_WORKERS = "sglang_dspark.engine.api.worker_app:app"
+# Two would give the server another part to play. The last one sets what other speculative algorithms read.
+REFUSED_ROUTES = (
+    "/pd_role_switch",
+    "/scale_elastic_ep",
+    "/set_internal_state",
+)
+REFUSED_CHANGES = ("/hicache/storage-backend",)
+"""Routes that are only read: other methods than GET would move K/V beyond the host's memory, and the draft K/V not."""
 SignalHandler = Callable[[int, FrameType | None], object]
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
@@ -84,6 +91,16 @@ def without_root(path: str, root_path: str) -> str:
     """
     rest = path.removeprefix(root_path)
     return rest if rest.startswith("/") else path
+
+
+def is_refused(path: str, method: str) -> bool:
+    """Return whether a request answers HTTP 400, whatever it asks for.
+
+    Args:
+        path: without the server's root path.
+        method: of HTTP, in capitals.
+    """
+    return path in REFUSED_ROUTES or (path in REFUSED_CHANGES and method != "GET")
 
 
 def error_response(status: int, message: str, param: str | None) -> JSONResponse:

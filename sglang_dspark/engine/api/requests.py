@@ -16,10 +16,29 @@ from sglang.srt.managers.io_struct import (
 from sglang_dspark.declared import truncate
 from sglang_dspark.draft.families import family_of
 from sglang_dspark.engine.api import request_field
-from sglang_dspark.engine.api.served_requests import REFUSED_FIELDS, REFUSED_PARAMETERS
 from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.sglang_types import ModelConfig, SamplingParams, TokenizerManager
+
+_OTHER_LOGPROBS = "rows of a verification have log-probabilities in the usual form alone"
+_ONE_BY_ONE = "it looks at the tokens before each new one, and SGLang does not know drafts as such"
+REFUSED_FIELDS = {
+    "custom_logit_processor": _ONE_BY_ONE,
+    "input_embeds": "a drafter reads the token ids of a prompt",
+    "positional_embed_overrides": "a drafter reads the token ids of a prompt",
+    "return_indexer_topk": "a verification has rows of drafts that are rejected, and SGLang would return theirs too",
+    "multi_item_delimiter_indices": "it scores a prompt, which a server without DSPARK does as fast",
+    "watermark": _ONE_BY_ONE,
+    "return_sampling_mask": "tokens are drawn without a mask that could be returned",
+    "token_indices_to_pool": "it scores a prompt, which a server without DSPARK does as fast",
+    "sampling_logprobs_mode": _OTHER_LOGPROBS,
+    "return_flat_raw_top_logprobs": _OTHER_LOGPROBS,
+    "return_flat_raw_output_top_logprobs": _OTHER_LOGPROBS,
+}
+"""Fields of a request that DSPARK refuses when they are set, with the reasons."""
+
+REFUSED_PARAMETERS = {"watermark": _ONE_BY_ONE, "beam_width": "each beam would have drafts of its own"}
+"""Sampling parameters that are refused if they ask for something, with the reasons."""
 
 _INT32_MAX, _FLOAT32_MAX = 2**31 - 1, 3.4028234663852886e38
 _UNTRIED_MEDIA = ("video_data", "audio_data")

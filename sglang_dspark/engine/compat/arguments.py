@@ -27,14 +27,12 @@ def attach(args: ServerArgs, ours: Attached) -> None:
 
 def attached(args: ServerArgs) -> Attached | None:
     """Return what :func:`attach` put there; None if DSPARK was not asked for."""
-    ours: Attached | None = getattr(args, _OURS, None)
-    return ours
+    return getattr(args, _OURS, None)
 
 
 def name_of_start(args: ServerArgs) -> str:
     """Return a name that no other start of a server has, the same in all processes of this one."""
-    name: str = getattr(args, _START)
-    return name
+    return getattr(args, _START)
 
 
 def speculating(args: ServerArgs) -> DSparkServer | OtherServer | None:
@@ -66,8 +64,7 @@ def looked_up(args: ServerArgs) -> ServerArgs:
     looked._resolved_overrides = list(getattr(args, "_resolved_overrides", ()))
     handle_model_source_paths(looked)
     handle_missing_default_values(looked)
-    view: ServerArgs = resolving_view(looked)
-    return view
+    return resolving_view(looked)
 
 
 Snapshot = tuple[dict[str, object], dict[str, object]]

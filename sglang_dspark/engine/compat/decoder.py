@@ -79,8 +79,7 @@ def attach_decoder(decoder: Decoder, *parts: object) -> None:
 
 def attached_decoder(part: Any) -> Decoder:
     """Return what :func:`attach_decoder` put there, or ``part`` itself: our worker is a decoder."""
-    decoder: Decoder = getattr(part, _DECODER, part)
-    return decoder
+    return getattr(part, _DECODER, part)
 
 
 def decoder_of(scheduler: Scheduler) -> Decoder:

@@ -64,12 +64,12 @@ def weights_region(runner: ModelRunner) -> AbstractContextManager[object]:
 
     The host keeps a copy: what brings the target new weights after a pause seldom brings the drafter's.
     """
-    return _region(runner, GPU_MEMORY_TYPE_WEIGHTS, enable_cpu_backup=True)
+    return runner.memory_saver_adapter.region(GPU_MEMORY_TYPE_WEIGHTS, enable_cpu_backup=True)
 
 
 def kv_region(runner: ModelRunner) -> AbstractContextManager[object]:
     """Return the context whose allocations leave the device's memory with the K/V pools, and come back empty."""
-    return _region(runner, GPU_MEMORY_TYPE_KV_CACHE)
+    return runner.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE)
 
 
 def graph_context(runner: ModelRunner) -> Callable[..., AbstractContextManager[object]]:
@@ -81,8 +81,3 @@ def graph_context(runner: ModelRunner) -> Callable[..., AbstractContextManager[o
     if saver.enabled and envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH.get():
         return partial(saver.cuda_graph, tag=GPU_MEMORY_TYPE_CUDA_GRAPH, enable_cpu_backup=True)
     return torch.cuda.graph
-
-
-def _region(runner: ModelRunner, tag: str, **how: bool) -> AbstractContextManager[object]:
-    region: AbstractContextManager[object] = runner.memory_saver_adapter.region(tag, **how)
-    return region

@@ -1,5 +1,6 @@
-"""CUDA graphs the way SGLang captures them, of functions that are ours."""
+"""CUDA graphs the way SGLang captures them, of functions that are ours, and what becomes of SGLang's own."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from sglang.srt.managers.overlap_utils import FutureRelayBuffers, offer_future_r
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
 from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc, get_batch_sizes_to_capture
 from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
@@ -28,6 +30,8 @@ from sglang_dspark.engine.feature import CapturedPart
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput, slots_of_windows
 from sglang_dspark.engine.sglang_types import ModelRunner
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -136,8 +140,7 @@ def logits_buffer(model_runner: ModelRunner, rows: int) -> torch.Tensor:
     shared, vocab_size = model_runner.graph_shared_output, model_runner.model_config.vocab_size
     if shared is None or rows > shared.max_rows or not has_prefill_graphs(model_runner):
         return torch.empty((rows, vocab_size), device=model_runner.device)
-    logits: torch.Tensor = shared.get_logits_buffer(vocab_size, rows=rows)
-    return logits
+    return shared.get_logits_buffer(vocab_size, rows=rows)
 
 
 def static_verify(
@@ -228,3 +231,34 @@ def copy_logits(
     if _uncopied.get() and not processor.final_logit_softcapping:
         return logits[:, : processor.vocab_size]
     return original(processor, logits, *args, **kwargs)
+
+
+def no_decode_graphs(*, model_runner: ModelRunner) -> GraphCapture:
+    """Capture nothing."""
+    return _nothing_captured(None, "target_verify")
+
+
+def prefill_graphs(
+    original: Callable[..., object], *, model_runner: ModelRunner, eager_runner: object, **others: object
+) -> object:
+    """Around SGLang's capture: go on without where it fails, or where it would lose the hidden states."""
+    try:
+        if not _lose_states():
+            return original(model_runner=model_runner, eager_runner=eager_runner, **others)
+    except Exception as error:
+        if get_parallel().tp_size > 1:  # ranks capture in step: the others wait for this one
+            raise
+        logger.warning("DSPARK: prefill without CUDA graphs: they cannot be captured here: %s", error)
+    return _nothing_captured(eager_runner, "prefill")
+
+
+def _lose_states() -> bool:
+    """Return whether the graphs of prefill that SGLang has chosen return no hidden states; says so."""
+    if any(check_cuda_graph_backend(Phase.PREFILL, backend) for backend in (Backend.DISABLED, Backend.BREAKABLE)):
+        return False
+    logger.warning("DSPARK: prefill without CUDA graphs: those that SGLang has chosen return no hidden states")
+    return True
+
+
+def _nothing_captured(runner: object, phase: str) -> GraphCapture:
+    return GraphCapture(runner=runner, memory_phase=phase, memory_usage_gb=0, capture_time=0)

@@ -32,7 +32,7 @@ class LayerRows(NamedTuple):
         kv: keys and values of the rows, which the pools hold also; None if only the pools' count.
         pools: [slots, heads, head_dim] keys and values.
         scale: of scores.
-        window: keys that a row sees at most, its own among them; None for all.
+        window: largest number of keys that a row sees, its own included; None for all.
         translation: [slots] int64 rows of its pool for all slots; None if they are the same.
         sinks: [heads] one more score of each head, without a value; None without.
     """

@@ -32,8 +32,7 @@ class LaunchContext:
     @cached_property
     def target(self) -> ModelConfig:
         """Return SGLang's configuration of the target."""
-        target: ModelConfig = model_config_of(self.args)
-        return target
+        return model_config_of(self.args)
 
     @property
     def family(self) -> Family:

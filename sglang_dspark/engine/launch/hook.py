@@ -41,10 +41,8 @@ class Hook:
 
     def load_target(self) -> Callable[..., object]:
         """Import and return the function that is patched."""
-        function: Callable[..., object] = resolve_name(self.target)
-        return function
+        return resolve_name(self.target)
 
     def load_handler(self) -> Callable[..., object]:
         """Import and return our function."""
-        function: Callable[..., object] = resolve_name(f"sglang_dspark.{self.handler}")
-        return function
+        return resolve_name(f"sglang_dspark.{self.handler}")

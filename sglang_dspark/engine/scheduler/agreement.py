@@ -43,8 +43,7 @@ class Agreement:
 
     def share(self, value: T) -> T:
         """Return rank 0's ``value``, any picklable object, by way of the host. Does not touch the device."""
-        shared: T = self._group.broadcast_object(value)
-        return shared
+        return self._group.broadcast_object(value)
 
     def adopt(self, *tensors: torch.Tensor | None) -> None:
         """Overwrite ``tensors`` in place with rank 0's, in one broadcast per dtype on the device, without a host sync.

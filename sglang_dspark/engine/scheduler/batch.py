@@ -230,14 +230,12 @@ class Riders(Protocol):
 
 def riders_of(prompts: ScheduleBatch) -> Riders | None:
     """Return the requests beside a batch of prompts; None if there are none, or they are in the batch."""
-    found: Riders | None = vars(prompts).get(RIDERS)
-    return found
+    return vars(prompts).get(RIDERS)
 
 
 def batches_beside(result: object) -> Sequence[ScheduleBatch]:
     """Return the batches whose requests get tokens by a result of SGLang's, beside that which it belongs to."""
-    found: Sequence[ScheduleBatch] = getattr(result, "batches_beside", ())
-    return found
+    return getattr(result, "batches_beside", ())
 
 
 def is_running(req: Req) -> bool:

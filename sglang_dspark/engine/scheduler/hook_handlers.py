@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 
-def nothing_to_refuse(req: Req, enable_overlap: bool) -> None:
-    """Let every request pass: what DSPARK cannot serve was refused before it was tokenized."""
-
-
 def observe_results(
     original: Callable[..., Sequence[Sequence[int]]],
     processor: SchedulerBatchResultProcessor,

@@ -26,8 +26,7 @@ def kept_by_request(read: Callable[[Req], T]) -> Callable[[Req], T]:
     def kept(req: Req) -> T:
         if name not in vars(req):
             vars(req)[name] = read(req)
-        value: T = vars(req)[name]
-        return value
+        return vars(req)[name]
 
     return kept
 

@@ -51,8 +51,8 @@ def load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]
 
 
 def _load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]) -> SpsTable | None:
-    agreement, named = stepper.agreement, options.sps_table_path is not None
-    path = Path(options.sps_table_path).expanduser() if options.sps_table_path else _place_in_cache(key)
+    agreement, given = stepper.agreement, options.sps_table_path
+    path, named = (_place_in_cache(key), False) if given is None else (Path(given).expanduser(), True)
     # Rank 0's file and measurements count: on several machines the other ranks have files and clocks of their own.
     table = agreement.share(_load(path, key, named=named) if agreement.leads else None)
     if table is not None or options.schedule not in _NEEDS_TABLE:

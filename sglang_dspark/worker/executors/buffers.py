@@ -34,7 +34,6 @@ class StepBuffers:
     What is not the step's is padding: request slots without context whose results are not read, rows of no request.
 
     Args:
-        eager: of the server.
         req_to_token: the engine's, [rows, columns] int32.
         tiers: sizes that are captured.
         depth: drafts per request that they have room for.

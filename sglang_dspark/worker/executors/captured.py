@@ -32,7 +32,6 @@ class CapturedSteps:
 
     Args:
         eager: its stages are captured.
-        model_runner: SGLang's, of the target.
         request_slots: batch sizes to capture, ascending.
         depth: drafts per request that captured steps have room for.
         seed: of the engine's noise.

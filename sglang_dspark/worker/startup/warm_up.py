@@ -7,6 +7,7 @@ same kernels, and steps that fit into no graph need them all.
 """
 
 import logging
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
 from dspark_kernels import (
     DraftBlock,
     SamplingBatch,
@@ -27,6 +29,7 @@ from dspark_kernels import (
     plan_uniform,
     prepare,
 )
+from triton.runtime.jit import KernelInterface
 
 from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.forward.layers import kv_heads_of_layers
@@ -139,6 +142,28 @@ def hold_largest_step(executor: EagerExecutor, target_worker: Any, max_verify: i
             "the memory that weights, K/V pool and CUDA graphs leave free; lower --max-running-requests or "
             f"--mem-fraction-static ({error})"
         ) from error
+
+
+def report_late_kernels() -> None:
+    """Log every form of a kernel of ours that Triton compiles, or loads from its cache, from now on."""
+    triton.knobs.runtime.kernel_load_end_hook.add(_loaded)  # a second time is none
+
+
+def _loaded(module: Any, function: Any, name: str, metadata_group: Any, hash: str) -> None:
+    """Triton calls this once for every form of a kernel, with the name of its function."""
+    if name in _own_kernels():
+        logger.warning(
+            "DSPARK: the kernel %s was compiled or loaded after start-up, and a step has waited for it (%s); please "
+            "report this, with the flags of the server and the options of the request",
+            name,
+            hash[:12],
+        )
+
+
+def _own_kernels() -> set[str]:
+    modules = [module for name, module in sys.modules.items() if name.startswith("dspark_kernels.")]
+    values = [value for module in modules for value in vars(module).values()]
+    return {value.__name__ for value in values if isinstance(value, KernelInterface)}
 
 
 def sizes(most: int) -> list[int]:
