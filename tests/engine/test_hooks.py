@@ -104,7 +104,7 @@ def test_hooks_of_a_feature_are_left_out_where_it_is_not_used(install):
 
 def test_a_hook_that_would_come_behind_another_one_on_its_target_is_refused(install):
     """SGLang would drop it without a word: what hooks a target of the core has to be used by every server."""
-    with pytest.raises(EngineError, match=r"hook stream-tokens finds .* patched"):
+    with pytest.raises(EngineError, match=r"hook features.streams.messages.stream_tokens on .* patched"):
         install("front_end", used=(False, True))
 
 

@@ -119,12 +119,9 @@ def _of_kind(content: Content, key: str, parameters: Mapping[str, Any], kinds: s
         for kind in sorted(nested.keys() - kinds):
             if nested[kind] != chosen:
                 content.remark(f"{key}.{kind}", nested[kind], f"is ignored: the drafter's layers have that of {place}")
+    # Text has equal positions in all sections of mrope.
     return [
-        (
-            f"{place}.{name}",
-            name,
-            "default" if value == "mrope" else value,
-        )  # text has equal positions in all sections
+        (f"{place}.{name}", name, "default" if value == "mrope" else value)
         for name, value in chosen.items()
         if value is not None
     ]

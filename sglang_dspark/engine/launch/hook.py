@@ -17,7 +17,6 @@ class Hook:
     """One patch of one SGLang function.
 
     Attributes:
-        name: for messages and logs.
         target: the function of SGLang, as one would import it.
         kind: how the handler stands to it.
         handler: our function, below ``sglang_dspark``. A name, so that a process imports only what it installs.
@@ -31,13 +30,17 @@ class Hook:
         by: the moment by which SGLang must have called it.
     """
 
-    name: str
     target: str
     kind: HookType
     handler: str
     where: Where
     reason: str
     by: Moment = Moment.ANSWERED
+
+    @property
+    def name(self) -> str:
+        """Return what messages and logs call it: our function, and that of SGLang."""
+        return f"{self.handler} on {self.target.rpartition('.')[2]}"
 
     def load_target(self) -> Callable[..., object]:
         """Import and return the function that is patched."""

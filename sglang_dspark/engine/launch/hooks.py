@@ -32,7 +32,6 @@ _installed: set[str] = set()
 
 HOOKS: tuple[Hook, ...] = (
     Hook(
-        "add-flags",
         "sglang.srt.server_args.ServerArgs.add_cli_args",
         HookType.AFTER,
         "engine.launch.resolution.add_cli_args",
@@ -40,7 +39,6 @@ HOOKS: tuple[Hook, ...] = (
         "SGLang has no plugin interface for flags",
     ),
     Hook(
-        "read-flags",
         "sglang.srt.server_args.ServerArgs.from_cli_args",
         HookType.AROUND,
         "engine.launch.resolution.from_cli_args",
@@ -48,7 +46,6 @@ HOOKS: tuple[Hook, ...] = (
         "ServerArgs has no place for the texts of our flags",
     ),
     Hook(
-        "resolve-with-dspark",
         "sglang.srt.server_args.ServerArgs.resolve_once",
         HookType.AROUND,
         "engine.launch.resolution.resolve_once",
@@ -56,7 +53,6 @@ HOOKS: tuple[Hook, ...] = (
         "what SGLang would decide otherwise is decided before, and undone where the target decodes alone",
     ),
     Hook(
-        "tell-drafter",
         "sglang.srt.server_args.ServerArgs.resolved_dict",
         HookType.AFTER,
         "engine.launch.launch.tell_drafter",
@@ -65,7 +61,6 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
-        "check-requests",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
         HookType.AFTER,
         "engine.api.requests.check_request",
@@ -74,7 +69,6 @@ HOOKS: tuple[Hook, ...] = (
         "HTTP 400; this makes what travels to the scheduler, for every route and the offline engine",
     ),
     Hook(
-        "seed-samples",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
         HookType.BEFORE,
         "engine.api.hook_handlers.seed_each",
@@ -83,7 +77,6 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
-        "look-at-answers",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._stream_one_response",
         HookType.AFTER,
         "engine.api.hook_handlers.look_at_answers",
@@ -91,7 +84,6 @@ HOOKS: tuple[Hook, ...] = (
         "with the first answer it is known which hooks SGLang calls",
     ),
     Hook(
-        "mount-routes",
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
         HookType.BEFORE,
         "engine.api.http.mount",
@@ -100,7 +92,6 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
-        "room-for-draft-kv",
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.configure",
         HookType.BEFORE,
         "engine.compat.pools.make_room",
@@ -109,7 +100,6 @@ HOOKS: tuple[Hook, ...] = (
         Moment.READY,
     ),
     Hook(
-        "row-headroom",
         "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
         HookType.AROUND,
         "engine.scheduler.draft_input.row_headroom",
@@ -119,7 +109,6 @@ HOOKS: tuple[Hook, ...] = (
         Moment.READY,
     ),
     Hook(
-        "serve-grammars-and-logprobs",
         "sglang.srt.speculative.dflash_utils.validate_dflash_request",
         HookType.REPLACE,
         "fence.nothing",
@@ -127,7 +116,6 @@ HOOKS: tuple[Hook, ...] = (
         "the scheduler aborts requests with grammars or logprobs, which its own DFLASH cannot serve",
     ),
     Hook(
-        "observe-results",
         "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
         HookType.AROUND,
         "engine.scheduler.hook_handlers.observe_results",
@@ -136,7 +124,6 @@ HOOKS: tuple[Hook, ...] = (
         "counters, traces and features also learn what became of its drafts",
     ),
     Hook(
-        "end-requests",
         "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_routed_experts",
         HookType.AFTER,
         "engine.scheduler.hook_handlers.end_request",
@@ -145,7 +132,6 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
-        "pause",
         "sglang.srt.managers.scheduler.Scheduler.pause_generation",
         HookType.AFTER,
         "engine.scheduler.hook_handlers.pause",
@@ -154,7 +140,6 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
-        "take-out-ended",
         "sglang.srt.managers.scheduler.Scheduler.is_fully_idle",
         HookType.BEFORE,
         "engine.scheduler.hook_handlers.take_out_ended",
@@ -164,7 +149,6 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
-        "uncopied-logits",
         "sglang.srt.layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
         HookType.AROUND,
         "engine.forward.graphs.copy_logits",
@@ -173,7 +157,6 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
-        "no-stock-graphs",
         f"{_GRAPHS}.capture_decode_graph",
         HookType.REPLACE,
         "engine.forward.graphs.no_decode_graphs",
@@ -182,7 +165,6 @@ HOOKS: tuple[Hook, ...] = (
         Moment.READY,
     ),
     Hook(
-        "prefill-graphs",
         f"{_GRAPHS}.capture_prefill_graph",
         HookType.AROUND,
         "engine.forward.graphs.prefill_graphs",
@@ -192,7 +174,6 @@ HOOKS: tuple[Hook, ...] = (
         Moment.READY,
     ),
     Hook(
-        "no-kv-copy-kernel",
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
         HookType.REPLACE,
         "engine.scheduler.hook_handlers.no_kv_copy_kernel",
@@ -249,4 +230,4 @@ def install(args: ServerArgs, *places: Where) -> None:
                 f"hook {hook.name} did not take effect on {hook.target} ({hook.reason}); this is not an unmodified "
                 f"sglang {release}: pip install --force-reinstall sglang=={release}"
             )
-        logger.debug("hook %s on %s: %s", hook.name, hook.target, hook.reason)
+        logger.debug("hook %s on %s: %s", hook.handler, hook.target, hook.reason)

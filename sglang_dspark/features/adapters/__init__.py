@@ -32,7 +32,6 @@ FEATURE = Feature(
     is_used=asks_for_adapters,
     hooks=(
         Hook(
-            "serve-adapters",
             "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",
             HookType.REPLACE,
             "features.adapters.checks.adapters_fit",
@@ -41,7 +40,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
-            "adapters-of-ragged-rows",
             "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch",
             HookType.AROUND,
             "features.adapters.rows.prepare_verification",

@@ -10,7 +10,6 @@ FEATURE = Feature(
     is_used=lambda args: bool(args.enable_return_hidden_states or args.return_hidden_states_mode),
     hooks=(
         Hook(
-            "keep-last-states",
             "sglang.srt.layers.logits_processor.LogitsProcessor._get_last_hidden_states_to_store",
             HookType.REPLACE,
             "features.hidden_states.served.last_states",

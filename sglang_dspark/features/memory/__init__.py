@@ -23,7 +23,6 @@ FEATURE = Feature(
     ),
     hooks=(
         Hook(
-            "release-memory",
             f"{_SCHEDULER}.release_memory_occupation",
             HookType.AROUND,
             "features.memory.occupation.release",
@@ -32,7 +31,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
-            "resume-memory",
             f"{_SCHEDULER}.resume_memory_occupation",
             HookType.AROUND,
             "features.memory.occupation.resume",
@@ -41,7 +39,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
-            "keep-pause",
             "sglang.srt.managers.scheduler.Scheduler.continue_generation",
             HookType.AFTER,
             "features.memory.occupation.stay_paused",
@@ -51,7 +48,6 @@ FEATURE = Feature(
         ),
         *(
             Hook(
-                f"ask-to-{name}",
                 f"{_FRONT_END}.{name}_memory_occupation",
                 HookType.REPLACE,
                 f"features.memory.asking.{name}",

@@ -11,7 +11,6 @@ FEATURE = Feature(
     is_used=lambda args: args.enable_mixed_chunk,
     hooks=(
         Hook(
-            "count-mixed-tokens",
             "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill",
             HookType.BEFORE,
             "features.mixed_chunks.results.count_running",
@@ -19,7 +18,6 @@ FEATURE = Feature(
             "SGLang counts a step for running requests in the results of decode steps alone",
         ),
         Hook(
-            "grammars-before-mixed-steps",
             "sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
             HookType.AROUND,
             "features.mixed_chunks.results.wait_for_grammars",
@@ -28,7 +26,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,  # under overlap
         ),
         Hook(
-            "bound-chunks",
             "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw",
             HookType.AROUND,
             "features.mixed_chunks.gap.bound_chunk",

@@ -25,7 +25,6 @@ FEATURE = Feature(
     is_used=_decodes,
     hooks=(
         Hook(
-            "schedule-own-worker",
             "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
             HookType.BEFORE,
             "features.own_worker.handlers.install_hooks",
@@ -34,7 +33,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,  # called in the scheduler alone
         ),
         Hook(
-            "start-schedule",
             f"{_OWN}.dspark_worker_v2.DSparkWorkerV2.init_cuda_graphs",
             HookType.AFTER,
             "features.own_worker.handlers.start",
@@ -42,7 +40,6 @@ FEATURE = Feature(
             "step times are measured on the worker's own steps, when its graphs are captured",
         ),
         Hook(
-            "schedule-step",
             f"{_OWN}.dspark_worker_v2.DSparkWorkerV2._forward_decode",
             HookType.AROUND,
             "features.own_worker.handlers.decode",
@@ -50,7 +47,6 @@ FEATURE = Feature(
             "the schedule decides a step before anything of it is drafted, and notes what it did",
         ),
         Hook(
-            "note-prefill",
             f"{_OWN}.dspark_worker_v2.DSparkWorkerV2._forward_prefill",
             HookType.BEFORE,
             "features.own_worker.handlers.before_prefill",
@@ -58,7 +54,6 @@ FEATURE = Feature(
             "the time between two steps is not a step's if a prefill lies between them",
         ),
         Hook(
-            "propose-or-not",
             f"{_OWN}.dspark_draft.DraftBlockProposer.propose",
             HookType.AROUND,
             "features.own_worker.handlers.propose",
@@ -66,7 +61,6 @@ FEATURE = Feature(
             "SGLang's own worker drafts in every step; its planner reads confidences that the schedule replaces",
         ),
         Hook(
-            "lay-out-rows",
             f"{_OWN}.dspark_planner.DSparkVerifyPlanner.schedule_layout",
             HookType.REPLACE,
             "features.own_worker.handlers.lay_out",
@@ -74,7 +68,6 @@ FEATURE = Feature(
             "the schedule decides how many drafts of each request are verified",
         ),
         Hook(
-            "plan-rows",
             "sglang.kernels.ops.speculative.dspark.dspark_verify_window.BuildRaggedVerifyWindow.execute",
             HookType.AROUND,
             "features.own_worker.handlers.planned_rows",
@@ -83,7 +76,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,  # where requests verify different numbers of drafts
         ),
         Hook(
-            "copy-record",
             "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu",
             HookType.AROUND,
             "features.own_worker.handlers.copy_to_cpu",
@@ -92,7 +84,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,  # under overlap
         ),
         Hook(
-            "observe-own-results",
             "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
             HookType.AROUND,
             "features.own_worker.handlers.observe",
@@ -100,7 +91,6 @@ FEATURE = Feature(
             "there the schedule learns what became of the drafts",
         ),
         Hook(
-            "start-simulation",
             f"{_OWN}.dspark_worker_v2.DSparkWorkerV2.init_cuda_graphs",
             HookType.AFTER,
             "features.own_worker.common_draws.start",
@@ -108,7 +98,6 @@ FEATURE = Feature(
             "both workers shall keep the same drafts where their times are compared",
         ),
         Hook(
-            "note-simulated-prompts",
             f"{_OWN}.dspark_worker_v2.DSparkWorkerV2._forward_prefill",
             HookType.BEFORE,
             "features.own_worker.common_draws.before_prefill",
@@ -116,7 +105,6 @@ FEATURE = Feature(
             "which drafts are kept follows from the prompt",
         ),
         Hook(
-            "note-simulated-step",
             f"{_OWN}.dspark_worker_v2.DSparkWorkerV2._forward_decode",
             HookType.BEFORE,
             "features.own_worker.common_draws.before_decode",
@@ -124,7 +112,6 @@ FEATURE = Feature(
             "acceptance is not told whose drafts it judges",
         ),
         Hook(
-            "simulate-own-acceptance",
             f"{_OWN}.dspark_verify.build_accept_outs",
             HookType.AROUND,
             "features.own_worker.common_draws.accept",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from sglang.srt.arg_groups.overrides import resolved_view
@@ -21,6 +21,11 @@ from sglang_dspark.features.own_worker.lengths import why_one_length
 MODE = "SGLANG_RAGGED_VERIFY_MODE"
 """Variable that SGLang's own worker reads in its schedulers: whether requests verify different numbers of rows."""
 _BY_REQUEST, _ALIKE = "compact", "static"
+_SERVED = set(
+    "schedule block_size verify_len confidence_threshold confidence_sts_path online_calibration sps_table_path engine "
+    "untested_sglang".split()
+)
+"""Our options that this worker has a use for."""
 _IGNORED = (("min_p", 0.0), ("sampling_seed", None))
 """Parameters of requests that SGLang's own worker ignores, and the values with which it is right to do so."""
 
@@ -57,22 +62,13 @@ class ScheduledServer:
         Raises:
             ConfigError: options that belong to our own worker, or a variable that asks for another verification.
         """
-        for name, value, neutral in (
-            ("draft_free", config.draft_free, False),
-            ("simulate_acceptance", config.simulate_acceptance, None),
-            ("answer_cache", config.answer_cache, None),
-            ("tpot_ms", config.tpot_ms, None),
-            ("ttft_ms", config.ttft_ms, None),
-            ("max_gap_ms", config.max_gap_ms, None),
-            ("prompt_rows", config.prompt_rows, None),
-            ("draft_vocabulary", config.draft_vocabulary, None),
-            ("draft_quantization", config.draft_quantization, None),
-            ("fallback", config.fallback if config.engine == "scheduled" else "refuse", "refuse"),
-        ):
-            if value != neutral:
+        served = _SERVED if config.engine == "scheduled" else _SERVED | {"fallback"}
+        for option in fields(DSparkConfig):
+            value = getattr(config, option.name)
+            if option.name not in served and value != option.default:
                 raise ConfigError(
-                    f"{flag_name(name)}={value} belongs to our own worker, and {flag_name('engine')} scheduled takes "
-                    "SGLang's; drop one of them"
+                    f"{flag_name(option.name)}={value} belongs to our own worker, and {flag_name('engine')} scheduled "
+                    "takes SGLang's; drop one of them"
                 )
         if args.enable_return_routed_experts:
             raise ConfigError(

@@ -22,7 +22,6 @@ FEATURE = Feature(
     is_used=_reads_pictures,
     hooks=(
         Hook(
-            "positions-of-ragged-rows",
             "sglang.srt.model_executor.forward_batch_info.ForwardBatch.compute_spec_mrope_positions",
             HookType.REPLACE,
             "features.pictures.positions.place_rows",
@@ -31,7 +30,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
-            "keep-embeddings",
             "sglang.srt.managers.mm_utils.prepare_mm_inputs",
             HookType.AFTER,
             "features.pictures.positions.keep_embeddings",

@@ -10,7 +10,6 @@ FEATURE = Feature(
     is_used=lambda args: True,
     hooks=(
         Hook(
-            "start-by-promise",
             "sglang.srt.managers.scheduler.Scheduler.get_prefill_adder_class",
             HookType.AFTER,
             "features.promises.starting.start_by_promise",

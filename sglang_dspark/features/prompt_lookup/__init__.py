@@ -22,7 +22,6 @@ FEATURE = Feature(
     is_used=verifies_drafts,
     hooks=(
         Hook(
-            "counts-of-predictions",
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
             HookType.AROUND,
             "features.prompt_lookup.prediction.keep_counts",

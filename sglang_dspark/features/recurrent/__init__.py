@@ -51,7 +51,6 @@ FEATURE = Feature(
     is_used=lambda args: keeps_states(model_config_of(args).hf_config.architectures),
     hooks=(
         Hook(
-            "states-on-a-cpu",
             "sglang.srt.arg_groups.model_hook.handle_mamba_radix_cache",
             HookType.AROUND,
             "features.recurrent.resolution.resolve_states",
@@ -60,7 +59,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
-            "no-state-snapshots",
             "sglang.srt.mem_cache.kv_cache_configurator._pd_prefill_skips_mamba_spec_state",
             HookType.REPLACE,
             "features.recurrent.served.no_state_snapshots",

@@ -14,7 +14,6 @@ from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 
 from sglang_dspark.engine.forward.layers import row_bounds
 from sglang_dspark.engine.sglang_types import ForwardBatch, ModelRunner, ScheduleBatch
-from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.recurrent.rows import RecordedRows, StatePools, Tracks, VerifiedRows
 from sglang_dspark.step.state import VerifyPlan
 
@@ -94,20 +93,8 @@ class RecurrentBackend:
         return self._recorded.first(num_rows)
 
     def hold_rows(self, num_rows: int) -> None:
-        """Have all verifications of so many rows record them in the same memory: each commit comes before the next one.
-
-        Raises:
-            ConfigError: there is not enough memory.
-        """
-        try:
-            self._recorded = RecordedRows.empty(self.pools, num_rows, self._dtype)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"the inputs of {num_rows} rows of a step to recurrent layers do not fit into the memory that weights "
-                f"and pools leave free; lower --max-running-requests or --mem-fraction-static ({error})"
-            ) from error
-        size_gb = self._recorded.nbytes / 2**30
-        logger.info("DSPARK: %.2f GB for the inputs of %d rows to recurrent layers", size_gb, num_rows)
+        """Have verifications of up to so many rows record them in one memory: each commit comes before the next one."""
+        self._recorded = RecordedRows.empty(self.pools, num_rows, self._dtype)
 
     def _tracks(self, forward_batch: ForwardBatch) -> Tracks | None:
         slots = forward_batch.mamba_track_indices

@@ -66,11 +66,6 @@ class RecordedRows:
         """Return N."""
         return self.inputs.shape[1]
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all rows."""
-        return sum(part.nbytes for part in vars(self).values())
-
     def first(self, num_rows: int) -> RecordedRows:
         """Return the part of the first rows."""
         return RecordedRows(*(part[:, :num_rows] for part in vars(self).values()))

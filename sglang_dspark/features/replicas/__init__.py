@@ -11,7 +11,6 @@ FEATURE = Feature(
     is_used=lambda args: args.dp_size > 1,
     hooks=(
         Hook(
-            "watch-replicas",
             "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
             HookType.BEFORE,
             "features.replicas.watch.watch",

@@ -15,17 +15,16 @@ from sglang_dspark.engine.launch.hook import Hook
 _OPENAI = (("chat", "OpenAIServingChat", "chat"), ("completions", "OpenAIServingCompletion", "completion"))
 """SGLang's module, class and name of what serves the OpenAI routes."""
 _ANSWERS = (
-    ("s", "_build_{}_response", HookType.AFTER, "add_acceptance"),
-    ("-streams", "_generate_{}_stream", HookType.AROUND, "stream_with_acceptance"),
+    ("_build_{}_response", HookType.AFTER, "add_acceptance"),
+    ("_generate_{}_stream", HookType.AROUND, "stream_with_acceptance"),
 )
-"""Names of their answers and methods, and our handlers."""
+"""The methods that make their answers, and our handlers."""
 
 FEATURE = Feature(
     __name__,
     is_used=lambda args: True,
     hooks=(
         Hook(
-            "report-counts",
             "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
             HookType.AFTER,
             "features.reports.request_counts.report",
@@ -34,7 +33,6 @@ FEATURE = Feature(
         ),
         *(
             Hook(
-                f"acceptance-of-{route}{plural}",
                 f"sglang.srt.entrypoints.openai.serving_{module}.{serving}.{method.format(route)}",
                 kind,
                 f"features.reports.acceptance.{handler}",
@@ -43,10 +41,9 @@ FEATURE = Feature(
                 Moment.SOME_TIME,
             )
             for module, serving, route in _OPENAI
-            for plural, method, kind, handler in _ANSWERS
+            for method, kind, handler in _ANSWERS
         ),
         Hook(
-            "page-without-key",
             "sglang.srt.utils.auth.decide_request_auth",
             HookType.AFTER,
             "features.reports.routes.page_needs_no_key",
@@ -55,7 +52,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
-            "report-verified",
             "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats",
             HookType.AROUND,
             "features.reports.handlers.report_verified",
@@ -64,7 +60,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,  # behind the first result, and not worth the end of a server
         ),
         Hook(
-            "answer-questions",
             "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
             HookType.AROUND,
             "features.reports.handlers.answer",
@@ -73,7 +68,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
-            "name-version",
             "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
             HookType.AFTER,
             "features.reports.handlers.name_version",
@@ -82,7 +76,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
-            "export-metrics",
             "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
             HookType.AFTER,
             "features.reports.handlers.export_metrics",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sglang_dspark.declared import Scalar
@@ -44,21 +45,15 @@ def answer(
 
 @fenced("answers to questions", instead=lambda reports, question, fields: {"failed": question})
 def _reply(reports: Reports, question: str, fields: dict[str, Scalar]) -> dict[str, object]:
+    answers: dict[str, Callable[[], Mapping[str, object]]] = {
+        "stats": reports.stats,
+        "capabilities": reports.capabilities,
+        "policy": partial(reports.switch_policy, fields),
+    }
     try:
-        return {"answer": _answer_of(reports, question, fields)}
+        return {"answer": answers[question]()}
     except ConfigError as error:
         return {"refusal": str(error)}
-
-
-def _answer_of(reports: Reports, question: str, fields: dict[str, Scalar]) -> Mapping[str, object]:
-    match question:
-        case "stats":
-            return reports.stats()
-        case "policy":
-            return reports.switch_policy(fields)
-        case "capabilities":
-            return reports.capabilities()
-    raise ConfigError(f"{question}: no question that the scheduler answers")
 
 
 def name_version(result: None, scheduler: Scheduler, *args: object, **kwargs: object) -> None:

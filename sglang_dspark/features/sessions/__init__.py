@@ -11,7 +11,6 @@ FEATURE = Feature(
     is_used=lambda args: True,
     hooks=(
         Hook(
-            "session-turns",
             "sglang.srt.session.session_controller.Session.create_req",
             HookType.BEFORE,
             "features.sessions.turns.prepare_turn",
@@ -21,7 +20,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
-            "replaced-session-turns",
             "sglang.srt.session.session_controller.SessionReqNode.clear",
             HookType.REPLACE,
             "features.sessions.turns.clear",
@@ -30,7 +28,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
-            "refused-session-turns",
             "sglang.srt.session.session_controller.Session.create_req",
             HookType.AFTER,
             "features.sessions.turns.detach_refused",
@@ -40,7 +37,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
-            "retracted-session-turns",
             "sglang.srt.session.session_controller.Session.finish_req",
             HookType.AROUND,
             "features.sessions.turns.finish_if_ended",
@@ -49,7 +45,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
-            "dropped-session-turns",
             "sglang.srt.session.streaming_session.StreamingSession.try_match_prefix",
             HookType.BEFORE,
             "features.sessions.turns.release_dropped",
@@ -58,7 +53,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
-            "streaming-session-turns",
             "sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req",
             HookType.AFTER,
             "features.sessions.turns.encode_last_token_again",

@@ -26,7 +26,6 @@ FEATURE = Feature(
     is_used=verifies_prompts,
     hooks=(
         Hook(
-            "ride-or-mix",
             "sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running",
             HookType.AROUND,
             "features.short_prompts.riding.ride_or_mix",
@@ -35,7 +34,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,  # with mixed chunks
         ),
         Hook(
-            "keep-riding-apart",
             "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
             HookType.AFTER,
             "features.short_prompts.riding.keep_apart",
@@ -44,7 +42,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
-            "process-riding",
             "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
             HookType.AFTER,
             "features.short_prompts.riding.process_running",

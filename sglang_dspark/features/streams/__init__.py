@@ -13,7 +13,6 @@ FEATURE = Feature(
     is_used=lambda args: True,
     hooks=(
         Hook(
-            "stream-tokens",
             "sglang.srt.managers.tokenizer_manager.TokenizerManager._stream_one_response",
             HookType.AFTER,
             "features.streams.messages.stream_tokens",
@@ -21,7 +20,6 @@ FEATURE = Feature(
             "parsers of tool calls and reasoning, and Ollama's routes, expect messages of one token, not of a step",
         ),
         Hook(
-            "show-whole-letters",
             "sglang.srt.managers.detokenizer_manager.find_printable_text",
             HookType.REPLACE,
             "features.streams.letters.whole_letters",

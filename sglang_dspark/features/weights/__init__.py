@@ -26,7 +26,6 @@ FEATURE = Feature(
     hooks=(
         *(
             Hook(
-                method.replace("_", "-"),
                 f"{_UPDATER}.{method}",
                 HookType.AROUND,
                 "features.weights.handlers.write",
@@ -38,7 +37,6 @@ FEATURE = Feature(
             for method in _WRITERS
         ),
         Hook(
-            "select-target-or-drafter",
             f"{_UPDATER}._select_runners",
             HookType.AROUND,
             "features.weights.handlers.select",
@@ -47,7 +45,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
-            "one-checkpoint-at-a-time",
             f"{_MANAGER}._wait_for_model_update_from_disk",
             HookType.AROUND,
             "features.weights.front_end.one_at_a_time",
@@ -56,7 +53,6 @@ FEATURE = Feature(
             Moment.SOME_TIME,
         ),
         Hook(
-            "keep-model-path",
             f"{_MANAGER}._update_model_path_info",
             HookType.AROUND,
             "features.weights.front_end.keep_path",
