@@ -1,4 +1,4 @@
-"""Files that trainers wrote themselves (benchmarks/trainers/compare.py)."""
+"""Files that trainers wrote themselves (benchmarks/trainers/compare.py at commit 5c09792)."""
 
 import json
 
