@@ -41,6 +41,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if (path := config.getoption("--passed")) and "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(PassedRecord(path))
+    is_whole = config.args_source is config.ArgsSource.TESTPATHS and not (config.option.ignore or config.option.keyword)
+    if is_whole and "PYTEST_XDIST_WORKER" in os.environ:
+        from server_pool import prepare_servers
+
+        prepare_servers()  # while the tests are collected
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +63,15 @@ settings.load_profile("shared-machine")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests of interpreted kernels as slow, and group the tests of a file, which share its fixtures."""
+    """Mark tests of interpreted kernels as slow, and group the tests of a file, which share its fixtures.
+
+    Files with slow tests come right behind those of servers: no process is left with one when others have nothing.
+    """
+    slow, quick = set(), set()
     for item in items:
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
+            (slow if item.get_closest_marker("slow") else quick).add(item.path)
+    items.sort(key=lambda item: item.path in quick - slow)

@@ -170,9 +170,10 @@ def test_no_module_may_hide_the_hub_package_named_kernels():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-@pytest.mark.parametrize(
-    "module", ["sglang_dspark", "sglang_dspark.plugin", "sglang_dspark.tools.cli", "sglang_dspark.tools.launch"]
-)
+LIGHT = ("sglang_dspark", "sglang_dspark.plugin", "sglang_dspark.tools.cli", "sglang_dspark.tools.launch")
+
+
+@pytest.mark.parametrize("module", [*LIGHT, "sglang_dspark.draft.config"])
 def test_import_stays_light(module: str):
     """SGLang imports the plugin in every process, and `--help` should not take seconds."""
     probe = f"import sys, {module}; print(sorted({{'torch', 'sglang', 'triton', 'transformers'}} & set(sys.modules)))"

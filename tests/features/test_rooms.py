@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from sglang_objects import model_config, server_args
 
+from sglang_dspark import features
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.launch.check import Check
 from sglang_dspark.features import ROOMS
@@ -118,14 +119,15 @@ def test_every_folder_has_its_line():
     assert [feature.room for feature in all_features()] == [f"sglang_dspark.features.{room}" for room in ROOMS]
 
 
-def test_a_declaration_imports_no_other_module_of_its_room():
+def test_a_declaration_imports_no_other_module_of_its_room(monkeypatch):
     """A process reads the declarations of all features, and of what they declare only what the server uses."""
-    script = (
-        "import sys; from sglang_dspark.engine.feature import all_features; "
-        "from sglang_dspark.engine.launch import hooks, registration; all_features(); "
-        "print(*sorted(name for name in sys.modules if name.startswith('sglang_dspark.features.')))"
-    )
-    assert run(ROOT, "-c", script).split() == [f"sglang_dspark.features.{room}" for room in ROOMS]
+    prefix = f"{features.__name__}."
+    for module in [name for name in sys.modules if name.startswith(prefix)]:
+        monkeypatch.delitem(sys.modules, module)
+    for room in ROOMS:
+        monkeypatch.setattr(features, room, None)
+    all_features.__wrapped__()
+    assert sorted(name for name in sys.modules if name.startswith(prefix)) == [f"{prefix}{room}" for room in ROOMS]
 
 
 @pytest.mark.parametrize("feature", all_features(), ids=lambda feature: feature.room.rpartition(".")[2])

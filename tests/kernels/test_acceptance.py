@@ -273,36 +273,6 @@ def test_rows_that_are_no_distribution_give_some_token(device):
     assert torch.equal(accepted.out_tokens[::6], expected)
 
 
-@pytest.mark.thorough
-def test_emitted_tokens_follow_the_filtered_distribution(device):
-    """Drafts of a flat distribution, of which many are not possible."""
-    vocab_size, bs = 8, 30_000 if device.type == "cuda" else 40  # the interpreter takes 120 ms per request
-    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(5))
-    rule = (0.8, 6, 0.9, 0.02)
-    rows = SamplingBatch.from_lists(*([value] * bs for value in rule), [None] * bs, device)
-    distribution = make_case(device, [1.0] * bs, 1, vocab_size).distribution
-    distribution.scores.zero_()
-    distribution.log_norms.fill_(torch.tensor(float(vocab_size)).log())
-    requests = torch.arange(bs, device=device)
-    case = Case(
-        drafts=torch.randint(vocab_size, (bs, 1), generator=torch.Generator().manual_seed(6)).to(device),
-        verify_lens=torch.ones_like(requests),
-        logits=logits.expand(2 * bs, vocab_size).contiguous().to(device),
-        indptr=torch.arange(bs + 1, device=device) * 2,
-        distribution=distribution,
-        rows=rows,
-        keys=RoundKeys(11, 12, requests, requests),
-    )
-    emitted = case.accept().out_tokens[:, 0].cpu()
-    expected = target_probs(logits[None].cpu(), params_of(case, 0, 1))[0].double()
-    possible = expected > 0
-    assert 3 <= possible.sum() < 6
-    counts = torch.bincount(emitted, minlength=vocab_size).double()
-    assert counts[~possible].sum() == 0
-    shares = expected[possible] / expected.sum() * counts.sum()
-    assert stats.chisquare(counts[possible].numpy(), shares.numpy()).pvalue > 1e-4
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA graphs")
 def test_a_captured_graph_serves_other_rules(device):
     """With other requests, of which two slots have none, and windows of other lengths."""

@@ -3,14 +3,17 @@
 import pytest
 import torch
 from dspark_kernels import PlanNumbers, PreparedStep, StepRequests, prepare, prepare_ref
+from pairwise import pairwise
 
 MASK = 77
 
 
-@pytest.mark.parametrize("form", [prepare, prepare_ref])
-@pytest.mark.parametrize(("bs", "num_slots"), [(1, 1), (3, 3), (3, 8), (17, 40), (130, 130)])
-@pytest.mark.parametrize("gamma", [1, 5, 7, 16])
-def test_every_request_is_laid_out_and_slots_without_one_are_padded(bs, num_slots, gamma, form, device):
+@pytest.mark.parametrize(
+    ("sizes", "gamma", "form"),
+    pairwise([(1, 1), (3, 3), (3, 8), (17, 40), (130, 130)], [1, 5, 7, 16], [prepare, prepare_ref]),
+)
+def test_every_request_is_laid_out_and_slots_without_one_are_padded(sizes, gamma, form, device):
+    bs, num_slots = sizes
     generator, spare = torch.Generator().manual_seed(0), num_slots - bs
     anchors, prefixes = (torch.randint(0, 60, (bs,), generator=generator) for _ in range(2))
     pool_rows = torch.randperm(bs + 4, generator=generator)[:bs]

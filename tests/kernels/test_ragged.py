@@ -3,28 +3,26 @@
 import pytest
 import torch
 from dense import FP32_TOL, dense_attention
-from dspark_kernels import (
-    VisibleKeys,
-    attend_groups,
-    group_contexts,
+from dspark_kernels import VisibleKeys, attend_groups, group_contexts
+from pairwise import pairwise
+
+RAGGED = {
+    "one token": ([1], [1]),
+    "decode": ([40], [1]),
+    "no prefix": ([8], [8]),
+    "uniform": ([50, 50, 50], [3, 3, 3]),
+    "one padded group": ([50, 45, 40], [1, 6, 3]),
+    "several groups": ([3, 200, 64, 4, 190, 60], [2, 1, 6, 4, 3, 1]),
+}
+
+
+@pytest.mark.parametrize(
+    ("ragged", "window", "with_sinks", "translated"),
+    pairwise(list(RAGGED), [None, 1, 6, 64], [False, True], [False, True]),
 )
-
-RAGGED = [
-    pytest.param([1], [1], id="one-token"),
-    pytest.param([40], [1], id="decode"),
-    pytest.param([8], [8], id="no-prefix"),
-    pytest.param([50, 50, 50], [3, 3, 3], id="uniform"),
-    pytest.param([50, 45, 40], [1, 6, 3], id="one-padded-group"),
-    pytest.param([3, 200, 64, 4, 190, 60], [2, 1, 6, 4, 3, 1], id="several-groups"),
-]
-
-
-@pytest.mark.parametrize("translated", [False, True])
-@pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 3, 6)], ids=["plain", "sinks"])
-@pytest.mark.parametrize("window", [None, 1, 6, 64])
-@pytest.mark.parametrize(("key_lens", "query_lens"), RAGGED)
-def test_ragged_attention_is_causal_from_the_right(key_lens, query_lens, window, sinks, translated):
+def test_ragged_attention_is_causal_from_the_right(ragged, window, with_sinks, translated):
     """In a pool that numbers its rows itself, keys that no query sees have lost their rows, and may be NaN."""
+    (key_lens, query_lens), sinks = RAGGED[ragged], torch.linspace(-2, 3, 6) if with_sinks else None
     generator = torch.Generator().manual_seed(sum(key_lens))
     q = torch.randn(sum(query_lens), 6, 32, generator=generator)
     pools = [torch.randn(300, 2, 32, generator=generator) for _ in range(2)]

@@ -6,7 +6,6 @@ import triton.language as tl
 from dspark_kernels import causal_conv_rows, commit_conv_windows, commit_gated_delta, gated_delta
 from recurrent_rows import Rows, part, replayed
 from sglang.kernels.ops.attention.fla import fused_recurrent
-from sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update
 from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_update
 
 HEADS, DIMS = (2, 4), (6, 5)
@@ -56,40 +55,6 @@ def test_the_delta_rule_equals_a_plain_decode(dtype, device):
             found = decoded(q[at], part(inputs, at), gates, states, rows.slots[request : request + 1])
             torch.testing.assert_close(found, out[at], **tolerance)
     torch.testing.assert_close(pools[0], states, **tolerance)
-
-
-def test_the_delta_rule_equals_stock_verification(device):
-    """It sums in another order, and leaves sigmoid(b) unrounded: equal but for that in float32."""
-    made = Rows(device)
-    q, inputs, gates = made.delta(sum(LENS), HEADS, DIMS)
-    states, rows = made.rand(6, HEADS[1], *DIMS[::-1]), made.state_rows(LENS, SLOTS, torch.int32)
-    out = gated_delta(q, inputs, gates, states, rows)
-    snapshots = torch.zeros(len(LENS), max(LENS), *states.shape[1:], device=device)
-    verified = fused_sigmoid_gating_delta_rule_update(
-        A_log=gates.a_log,
-        dt_bias=gates.dt_bias,
-        softplus_beta=1.0,
-        softplus_threshold=20.0,
-        q=q[None],
-        k=inputs.k[None],
-        v=inputs.v[None],
-        a=inputs.a,
-        b=inputs.b,
-        initial_state_source=states,
-        initial_state_indices=rows.slots,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=rows.indptr,
-        disable_state_update=True,
-        intermediate_states_buffer=snapshots,
-        intermediate_state_indices=torch.arange(len(LENS), dtype=torch.int32, device=device),
-        cache_steps=max(LENS),
-    )
-    torch.testing.assert_close(out, verified[0], atol=2e-6, rtol=2e-5)
-    pools, accepted = states[None].clone(), [2, 0, 1, 3]
-    commit_gated_delta(part(inputs, None), part(gates, None), pools, replayed(rows, accepted))
-    for request, (slot, length) in enumerate(zip(SLOTS, accepted, strict=True)):
-        expected = snapshots[request, length - 1] if length else states[slot]
-        torch.testing.assert_close(pools[0, slot], expected, atol=2e-6, rtol=2e-5)
 
 
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])

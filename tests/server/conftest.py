@@ -1,8 +1,7 @@
 """Servers for the end-to-end tests: real SGLang processes, each a fixture of its own.
 
 A test names the servers that it asks. Tests that share one, but for the target alone, run in the same process one after
-another, so that every server is started once. All but the emulated ones know one more policy, ``random``, see
-``random_lengths``.
+another, so that every server is started once. All know one more policy, ``random``, see ``random_lengths``.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import pytest
 from byte_tokenizer import save_byte_tokenizer
 from family_targets import written_target
 from golden_server import (
+    CHECKS_ORDER,
     DRAFT,
     DSPARK,
     GUARDED,
@@ -132,8 +132,6 @@ LLGUIDANCE = "--grammar-backend llguidance"
 SESSIONS = "--enable-streaming-session"
 PARSERS = "--tool-call-parser qwen25 --reasoning-parser deepseek-r1"
 LORA = "csgmv" if ON_GPU else "torch_native"
-# SGLang has its schedule wait for a forward's reads on a GPU alone.
-CHECKS_ORDER = {"CHECK_ORDER": "1", "SGLANG_ENABLE_WAR_BARRIER": "1"}
 FOUR = "--max-running-requests 4"
 STATES_SHOWN = "--enable-return-hidden-states"
 # Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from golden_server import (
@@ -60,9 +61,8 @@ def test_states_are_those_of_the_plain_server(name, alone, bodies, request):
         for mode, stream in ((True, False), (True, True), (False, False))
         for body in bodies()
     ]
-    expected = [last_answer(plain, body) for body in asked]
     with policy(server, "static"), ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda body: last_answer(server, body), asked))
+        expected, found = (list(pool.map(partial(last_answer, each), asked)) for each in (plain, server))
     for answer, rightly in zip(found, expected, strict=True):
         assert answer["output_ids"] == rightly["output_ids"]
         assert_same_states(answer, rightly, ROUNDED if name == "hybrid" else TOL)

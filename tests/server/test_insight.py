@@ -109,13 +109,6 @@ def test_capabilities(dspark):
     assert line and "block size 7" in line[0] and "policy auto" in line[0]
 
 
-def test_a_pair_that_fits_causes_no_warning(dspark):
-    with policy(dspark, "static"):
-        output_ids(dspark, [greedy(prompt, 24) for prompt in PROMPTS], 8)
-    assert dspark.get_json("/dspark/stats")["drafter_fit"]["verdict"] == "fits"
-    assert "hardly predicts this target" not in dspark.log_path.read_text()
-
-
 def test_a_damaged_drafter_with_a_fallback_is_the_target_alone(target_only, plain):
     server = target_only
     found = server.get_json("/dspark/capabilities")

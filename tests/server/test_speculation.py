@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from golden_server import (
     CASES,
-    OPTIONS,
     TARGET,
     VOCAB,
     counting,
@@ -18,10 +17,7 @@ from golden_server import (
     output_ids,
     policy,
     rounds_of,
-    with_options,
 )
-from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
-from target_distribution import TargetDistribution, p_value
 
 
 def traced(server, body, **options):
@@ -230,28 +226,6 @@ def test_samples_of_one_prompt_copy_without_a_key(dflash):
     assert accepted[:3] == [0, 0, 0] and accepted[3] > 10
 
 
-def test_copies_are_counted_apart(dspark):
-    with policy(dspark, "static"), counting(dspark) as counts:
-        traced(dspark, greedy(CASES[0]["prompt_ids"], 64), preset="summarization")
-    copied, drafted, verified, accepted = (
-        counts[f"{kind}_tokens"] for kind in ("copied", "drafted", "verified", "copied_accepted")
-    )
-    assert 0 < accepted <= copied
-    assert verified == copied + drafted
-
-
-def test_seeded_text_does_not_depend_on_options(dspark):
-    rng = random.Random(5)
-    bodies = [
-        {
-            "input_ids": rng.choices(VOCAB, k=20) * 2,
-            "sampling_params": {"temperature": 1.5, "max_new_tokens": 40, "sampling_seed": 70 + i},
-        }
-        for i in range(2 * len(OPTIONS))
-    ]
-    assert output_ids(dspark, with_options(bodies), 8) == output_ids(dspark, bodies, 8)
-
-
 def test_presets_of_the_openai_routes(dspark):
     """Candidates are tokenized by the server."""
     field = {"preset": "classification", "candidates": ["large stone finds the"], "trace": True}
@@ -261,15 +235,3 @@ def test_presets_of_the_openai_routes(dspark):
     with policy(dspark, "static"), counting(dspark) as counts:
         assert dspark.post_json("/v1/completions", {**body, "speculation": field})["choices"][0]["text"] == plain
     assert counts["copied_accepted_tokens"] > 0
-
-
-@pytest.mark.thorough
-def test_distribution_of_copied_text(dspark):
-    """Copied drafts are judged as what they are: proposals without any randomness."""
-    num_samples = 2048
-    distribution = TargetDistribution(TARGET, PROMPT, temperature=HOT).cells(DEPTH, min_prob=10 / num_samples)
-    options = {"preset": "summarization", "min_ngram": 1, "max_ngram": 3}
-    with counting(dspark) as counts:
-        drawn = sample(dspark, {"temperature": HOT}, num_samples, speculation=options)
-    assert p_value(drawn, distribution) > ALPHA
-    assert 0 < counts["copied_accepted_tokens"] < counts["copied_tokens"]

@@ -77,23 +77,6 @@ def test_streams_are_the_text(name, route, request):
     assert any("界" in text for text, _ in found)
 
 
-@pytest.mark.parametrize("route", ["/api/chat", "/api/generate"])
-def test_ollama_loses_one_letter_at_most(scheduled, route):
-    def body(text):
-        asked = {"messages": [{"role": "user", "content": text}]} if route == "/api/chat" else {"prompt": text}
-        return {"model": "m", "options": {"temperature": 0, "num_predict": 30}, **asked}
-
-    def text_of(answer):
-        return answer["message"]["content"] if route == "/api/chat" else answer["response"]
-
-    with policy(scheduled, "static"):
-        for text in ("界日本 é", "글한世 界", "👨日 世界"):
-            expected = whole(scheduled, route, body(text), text_of)
-            found = "".join(streamed(scheduled, route, body(text), text_of))
-            assert expected.startswith(found)
-            assert len(expected.removeprefix(found).replace("\ufffd", "")) <= 1
-
-
 def test_a_prompt_that_is_only_scored_has_no_log_probability_of_a_token(corner, plain):
     body = generate(CASES[0]["prompt_ids"])
     body["sampling_params"]["max_new_tokens"] = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -60,7 +61,7 @@ class Forked:
         order = {"arguments": arguments, "env": dict(env), "log": str(log_path), "script": script}
         pid = b""
         while not pid:  # a nursery that cannot be reached may be about to end
-            started = _start_nursery(imported)
+            started = start_nursery(imported)
             with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(ConnectionError):
                 connection.connect(_address(imported))
                 connection.sendall(json.dumps(order).encode() + b"\n")
@@ -101,7 +102,7 @@ def _address(imported: Mapping[str, str]) -> str:
     return f"\0nursery-{named.hexdigest()}"
 
 
-def _start_nursery(imported: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+def start_nursery(imported: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
     """Return the process that listens from now on; None if one does already."""
     with socket.socket(socket.AF_UNIX) as listener:
         try:
@@ -169,6 +170,7 @@ def _serve(order: dict[str, Any]) -> None:
     os.dup2(log, 2)
     os.environ.clear()
     os.environ.update(order["env"])
+    importlib.import_module("sitecustomize").at_start()
     # Torch read this variable when it was imported, for all servers.
     sys.modules["torch._dynamo.config"].disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
     random.seed()  # or every server would have the same seed, and look for the same ports

@@ -62,21 +62,27 @@ TWO_RANKS = {"SGLANG_NCCL_SO_PATH": "none", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"
 
 def sitecustomized(folder: Path) -> dict[str, str]:
     """Return the environment of a server whose Python imports ``folder/sitecustomize.py`` at its start."""
-    folders = [str(folder), str(PATCHES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    folders = [str(folder), str(PATCHES), str(EMULATION), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(folders)}
+
+
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+"""Has Triton interpret what is decorated as a kernel from now on."""
 
 
 def emulated_graphs() -> dict[str, str]:
     """Return the environment of a CPU server whose steps are replayed as on a GPU, by kernels that are interpreted."""
-    return {**CPU_ENV, **sitecustomized(EMULATION), "TRITON_INTERPRET": "1"}
+    return {**CPU_ENV, **INTERPRETED, "EMULATED_GRAPHS": "1"}
 
 
 OWN_WORKER = ("SGLANGS_OWN_ON_A_CPU", "SGLANG_DSPARK_ENGINE", "SGLANG_RAGGED_VERIFY_MODE")
 """Variables of :func:`own_worker`."""
+# SGLang has its schedule wait for a forward's reads on a GPU alone.
+CHECKS_ORDER = {"CHECK_ORDER": "1", "SGLANG_ENABLE_WAR_BARRIER": "1"}
 PLANTED_FAULTS = {"PLANTED_FAULTS": "1"}
 """Has whatever only advises fail on a server, see ``patching.plant_faults``."""
-LATE = (*OWN_WORKER, *PLANTED_FAULTS)
-"""Variables that do not change what is imported."""
+LATE = (*OWN_WORKER, *PLANTED_FAULTS, *CPU_ENV, *INTERPRETED, "EMULATED_GRAPHS", *CHECKS_ORDER)
+"""Variables that do not change what is imported where kernels are decorated to be interpreted."""
 
 
 def own_worker(engine: str, mode: str = "static") -> dict[str, str]:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked_server import Forked, ForkedServer
-from golden_server import LATE, RANDOM_LENGTHS, TARGET, TWO_RANKS, sitecustomized
+from forked_server import Forked, ForkedServer, start_nursery
+from golden_server import INTERPRETED, LATE, RANDOM_LENGTHS, TARGET, TWO_RANKS, sitecustomized
 
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer
 
@@ -27,6 +27,8 @@ _ADMISSION = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
 # SGLang ends a server if others take more than this share of the machine's memory while its weights are loaded.
 ROOMY_CPU_FLAGS = (*CPU_FLAGS, "--mem-fraction-static", "0.9")
 _COMMON = {**({} if ON_GPU else CPU_ENV), **sitecustomized(RANDOM_LENGTHS), **_ADMISSION}
+# Servers without emulated graphs run no kernel.
+_IMPORTED = {**_COMMON, **INTERPRETED}
 # Windows of recurrent layers have 16 bits whatever the model has, and a text that is encoded again differs by more than
 # near-ties from one that was decoded.
 WHOLE_WINDOWS = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
@@ -72,6 +74,12 @@ class Recipe:
                 yield from flag.split() if isinstance(flag, str) and flag.startswith("--") else [str(flag)]
 
 
+def prepare_servers() -> None:
+    """Let SGLang be imported for most of the servers of this test run."""
+    if not ON_GPU:
+        start_nursery(_IMPORTED)
+
+
 def run_script(script: str, argument: Any, env: Mapping[str, str], log: Path) -> str:
     """Return what a script prints, into ``log``, in a process of its own, which has to end well.
 
@@ -86,7 +94,7 @@ def run_script(script: str, argument: Any, env: Mapping[str, str], log: Path) ->
             command = [sys.executable, "-c", script, text]
             status = subprocess.run(command, check=False, env=env, stdout=file, stderr=file).returncode
     else:
-        imported = {**_COMMON, **{name: env[name] for name in env.keys() & NO_SCRIPTS.keys()}}
+        imported = {**_IMPORTED, **{name: env[name] for name in env.keys() & NO_SCRIPTS.keys()}}
         status = Forked(imported, [text], env, log, script).wait()
     printed = log.read_text()
     assert status == 0, printed[-4000:]
@@ -152,7 +160,7 @@ class ServerPool:
             env["TORCH_COMPILE_DISABLE"] = "1"
             # Some do not change what is imported.
             late = {*TWO_RANKS, *WHOLE_WINDOWS, *LATE}
-            imported = {**_COMMON, **{name: recipe.env[name] for name in recipe.env.keys() - late}}
+            imported = {**_IMPORTED, **{name: recipe.env[name] for name in recipe.env.keys() - late}}
             server: LaunchedServer = ForkedServer(imported, recipe.model(folder), *flags, env=env)
         else:
             server = LaunchedServer(recipe.model(folder), *flags, env=env)

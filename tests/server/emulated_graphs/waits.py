@@ -27,10 +27,10 @@ METHODS = ("item", "tolist", "numpy", "cpu")
 # What stands for something that a GPU does without reading: (file, function), None for every function of the file.
 EMULATED = {
     ("interpreter.py", None),
-    ("sitecustomize.py", "ragged_attention"),
-    ("sitecustomize.py", "overwrite"),
+    ("replays.py", "overwrite"),
     ("torch_native_backend.py", None),
     ("ragged.py", None),
+    ("window.py", "window_attention_ref"),
 }
 # Branches that are a CPU's alone, and tensors that are the host's.
 ON_THE_HOST = {

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 import types
-from dataclasses import replace
 from pathlib import Path
 
 from sglang_dspark import on_cpu
@@ -37,7 +36,10 @@ class Finder(importlib.abc.MetaPathFinder):
 
 def patch_when_imported(name, patch):
     """Have ``patch`` called with the module of this name as soon as it is imported."""
-    sys.meta_path.insert(0, Finder(name, patch))
+    if name in sys.modules:
+        patch(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, Finder(name, patch))
 
 
 def patch_worker(patch):
@@ -146,7 +148,7 @@ def interpret_adapters():
     """Let a server on a CPU serve adapters by kernels, which are interpreted."""
 
     def offer(module):
-        module.FEATURE = replace(module.FEATURE, flag_rules=())
+        object.__setattr__(module.FEATURE, "flag_rules", ())
 
     patch_when_imported("sglang_dspark.features.adapters", offer)
 

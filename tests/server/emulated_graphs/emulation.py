@@ -1,7 +1,7 @@
 """Runs the CUDA-graph path of the worker in a CPU server: graphs are functions called again, kernels are interpreted.
 
-Python imports this module at start-up when its folder is on ``PYTHONPATH``. What is exercised is real: staging into
-tiers, padding, plans laid out on the device, buffers that a replay overwrites. What is not: capture itself.
+What is exercised is real: staging into tiers, padding, plans laid out on the device, buffers that a replay overwrites.
+What is not: capture itself.
 """
 
 import os
@@ -9,18 +9,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
-from patching import (
-    attend_literally,
-    complete_cpu,
-    interpret_adapters,
-    keep_states_of_texts,
-    late,
-    offer_a_pace,
-    patch_worker,
-)
+from patching import interpret_adapters, late, patch_worker
 
 REQUEST_SLOTS = [1, 2]
 FOREVER = ExitStack()  # a context without a reference ends at once
+
+_interpreted = {}  # the pool of the layer whose attention is interpreted, by the layer's window
 
 
 def emulate(module):
@@ -216,26 +210,26 @@ def step_times(self):
     )
 
 
-def noted_attention(*given, **how):
-    """Attend over verification rows; an interpreted kernel takes a hundred times as long as its reference."""
+def noted_attention(queries, kv, pools, windows, **how):
+    """Attend over verification rows, in one layer of each kind by the kernel.
+
+    Interpreted, it takes a hundred times as long as its reference.
+    """
     import forms
     from dspark_kernels import window_attention
 
-    if not forms.warming_up():
-        return window_attention(*given, **how)
+    interpreted = _interpreted.setdefault(windows.sliding_window, pools[0].data_ptr()) == pools[0].data_ptr()
+    if interpreted and not forms.warming_up():
+        return window_attention(queries, kv, pools, windows, **how)
     with forms.noted_only():
-        window_attention(*given, **how)
-    return window_attention.reference(*given, **how)
+        window_attention(queries, kv, pools, windows, **how)
+    return window_attention.reference(queries, kv, pools, windows, **how)
 
 
-patch_worker(emulate)
-patch_worker(late("stale", "spoil"))
-if "CHECK_ORDER" in os.environ:
-    watch_order()
-interpret_adapters()
-offer_a_pace()
-complete_cpu()
-if "SNAPSHOTS_ON_A_CPU" in os.environ:
-    keep_states_of_texts()
-if "LITERAL_ATTENTION" in os.environ:
-    attend_literally()
+def install():
+    """Emulate the graphs of this process, whose kernels were decorated to be interpreted."""
+    patch_worker(emulate)
+    patch_worker(late("stale", "spoil"))
+    if "CHECK_ORDER" in os.environ:
+        watch_order()
+    interpret_adapters()
