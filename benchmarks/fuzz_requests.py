@@ -82,6 +82,8 @@ class Kind:
 
 
 DOORS = (
+    # For budgets of thinking every request has a grammar, which SGLang's default backend cannot apply on a CPU.
+    *("--grammar-backend", "llguidance"),
     *("--reasoning-parser", "qwen3", "--enable-strict-thinking"),
     *("--enable-streaming-session", "--enable-return-hidden-states"),
 )
@@ -92,7 +94,7 @@ KINDS = {
     "static": Kind((*WITH_DRAFTER, "--speculative-dspark-schedule", "static")),
     "observed": Kind((*WITH_DRAFTER, "--enable-metrics")),
     "parsers": Kind(both=("--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1")),
-    "doors": Kind(both=DOORS, doors=True),
+    "doors": Kind(both=DOORS, unknown=(), doors=True),
     "no drafter": Kind((*PLUGIN, "--speculative-dspark-draft-free")),
     "SGLang's worker": Kind(
         DRAFTER,

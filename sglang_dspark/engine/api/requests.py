@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -57,6 +57,20 @@ def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args
     _drop_unknown_labels(request, manager)
     if not tokenized.return_logprob:
         tokenized.top_logprobs_num = 0  # SGLang takes the largest one of a batch in which others have log-probabilities
+
+
+def of_prompt(original: Callable[..., GenerateReqInput], batch: GenerateReqInput, place: int) -> GenerateReqInput:
+    """Hook around SGLang's taking of the request of one prompt out of a batch.
+
+    Raises:
+        ValueError: a list of the request ends before; SGLang answers HTTP 400.
+    """
+    try:
+        return original(batch, place)
+    except IndexError as error:
+        short = (name for name, value in vars(batch).items() if isinstance(value, list) and len(value) <= place)
+        names = " and ".join(short)
+        raise ValueError(f"{names} must have an entry for each prompt, or be one value for all") from error
 
 
 def _not_served(request: GenerateReqInput, parameters: SamplingParams, target: ModelConfig) -> Iterator[str]:

@@ -74,6 +74,15 @@ HOOKS: tuple[Hook, ...] = (
         "HTTP 400; this makes what travels to the scheduler, for every route and the offline engine",
     ),
     Hook(
+        "take-out-of-batches",
+        "sglang.srt.managers.io_struct.GenerateReqInput.__getitem__",
+        HookType.AROUND,
+        "engine.api.requests.of_prompt",
+        "front_end",
+        "SGLang answers HTTP 500 to a list with fewer entries than a batch has prompts",
+        Moment.SOME_TIME,
+    ),
+    Hook(
         "seed-samples",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
         HookType.BEFORE,
