@@ -82,8 +82,6 @@ class Kind:
 
 
 DOORS = (
-    # For budgets of thinking every request has a grammar, which SGLang's default backend cannot apply on a CPU.
-    *("--grammar-backend", "llguidance"),
     *("--reasoning-parser", "qwen3", "--enable-strict-thinking"),
     *("--enable-streaming-session", "--enable-return-hidden-states"),
 )
@@ -94,7 +92,7 @@ KINDS = {
     "static": Kind((*WITH_DRAFTER, "--speculative-dspark-schedule", "static")),
     "observed": Kind((*WITH_DRAFTER, "--enable-metrics")),
     "parsers": Kind(both=("--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1")),
-    "doors": Kind(both=DOORS, unknown=(), doors=True),
+    "doors": Kind(both=DOORS, doors=True),
     "no drafter": Kind((*PLUGIN, "--speculative-dspark-draft-free")),
     "SGLang's worker": Kind(
         DRAFTER,
@@ -203,7 +201,9 @@ class Hunt:
         asked = failed + alone[: round(self._share * len(alone))]
         questions = iter([(number, without_speculation(self._bodies[number])) for number in asked])
         while True:
-            with self._server((), {}, "--disable-overlap-schedule") as server:
+            # Thoughts have masks, which SGLang applies on GPUs alone.
+            env = STAND_INS if self._kind.doors else {}
+            with self._server((), env, "--disable-overlap-schedule") as server:
                 left = asyncio.run(self._compare(server.url, questions))
                 if left is None:
                     return
