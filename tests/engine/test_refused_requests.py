@@ -49,9 +49,9 @@ def test_another_engine_of_the_process_checks_nothing(server):
 
 
 def test_lists_that_end_before_the_last_prompt_are_named():
-    batch = GenerateReqInput(text=["a", "b"], top_logprobs_num=[1], sampling_params=[])
+    batch = GenerateReqInput(text=["a", "b"], top_logprobs_num=[1], return_logprob=[True])
     batch.normalize_batch_and_arguments()
-    with pytest.raises(ValueError, match=r"^sampling_params and top_logprobs_num must have an entry for each prompt"):
+    with pytest.raises(ValueError, match=r"^return_logprob and top_logprobs_num must have an entry for each prompt"):
         of_prompt(GenerateReqInput.__getitem__, batch, 1)
 
 
