@@ -201,7 +201,9 @@ class Hunt:
         asked = failed + alone[: round(self._share * len(alone))]
         questions = iter([(number, without_speculation(self._bodies[number])) for number in asked])
         while True:
-            with self._server((), {}, "--disable-overlap-schedule") as server:
+            # Thoughts have masks, which SGLang applies on GPUs alone.
+            env = STAND_INS if self._kind.doors else {}
+            with self._server((), env, "--disable-overlap-schedule") as server:
                 left = asyncio.run(self._compare(server.url, questions))
                 if left is None:
                     return

@@ -61,7 +61,7 @@ def test_a_stream_is_dropped_within_a_long_line():
         app = web.Application()
         app.router.add_post(GENERATE, streamed)
         async with TestServer(app) as server, open_session() as session:
-            return await send(session, str(server.make_url("")), Body("generate", {}, "dropped"))
+            return await send(session, str(server.make_url("/")), Body(GENERATE[1:], {}, "dropped"))
 
     assert asyncio.run(dropped()).status == LEFT
 

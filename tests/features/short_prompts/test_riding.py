@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,10 @@ from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang_objects import batch, partly, request
 
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult
+from sglang_dspark.features.short_prompts import riding
 from sglang_dspark.features.short_prompts.riding import (
     RidingResult,
+    RunningBeside,
     beside,
     find_by,
     keep_apart,
@@ -19,6 +22,8 @@ from sglang_dspark.features.short_prompts.riding import (
     ride_or_mix,
 )
 from sglang_dspark.features.short_prompts.served import ShortPrompts
+from sglang_dspark.step.decision import PLAIN
+from sglang_dspark.step.record import StepRecord
 
 
 class Pool:
@@ -56,6 +61,47 @@ def test_requests_beside_prompts_stay_the_running_ones():
     found = beside(prompts)
     assert (found.scheduler, found.batch, found.blocks) == (scheduler, running, blocks)
     keep_apart(NextBatchPlan(batch_to_run=None, running_batch=running), scheduler, running)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_step_beside_prompts_is_run_as_sglang_runs_one(monkeypatch, overlap):
+    """It begins with what the one before has left, leaves the same to the next one, and is timed as the prompts are."""
+    done, rows, before, behind = [], torch.tensor([3, 1]), torch.tensor([7, 9]), torch.tensor([9, 12])
+    running = batch(request(), request(), req_pool_indices=rows, seq_lens=before, seq_lens_cpu=before)
+    outcome = DSparkBatchResult(
+        next_draft_input=SimpleNamespace(), new_seq_lens=behind, record=partly(StepRecord, decision=PLAIN)
+    )
+    future_map = SimpleNamespace(
+        resolve_seq_lens_cpu=lambda batch: done.append("lengths"),
+        publish=lambda rows, lens: done.append((rows, lens)),
+    )
+    monkeypatch.setattr(riding, "resolve_forward_inputs", lambda *given: done.append("inputs"))
+
+    def step(batch, publish):
+        publish(behind)
+        done.append("step")
+        return outcome
+
+    found = RunningBeside(running, object())
+    found.scheduler = SimpleNamespace(
+        enable_overlap=overlap,
+        future_map=future_map,
+        _forward_isolation=lambda batch, overlap: nullcontext(),
+        _relay_forward_payload=lambda *given: done.append("relayed"),
+    )
+    timed = {"forward_iter": 5, "launch_ts": 1.5, "after_idle_gap": True}
+    result = found.decode(batch(**timed), step)
+    beside_it, processed = result.running
+    assert processed is outcome and beside_it is not running and not found.drafted
+    assert running.spec_info is outcome.next_draft_input
+    assert {name: getattr(beside_it, name) for name in timed} == timed
+    assert any(kept is before for kept in result.extra_keep_alive_refs)
+    if overlap:
+        assert done == ["lengths", "inputs", (rows, behind), "step", "relayed"]
+        assert running.spec_info.future_indices is rows
+    else:
+        assert done == ["inputs", "step"]
+        assert running.seq_lens is behind and running.seq_lens_cpu.tolist() == [9, 12]
 
 
 def test_the_step_beside_prompts_is_processed_too_and_counted():

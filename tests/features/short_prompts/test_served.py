@@ -140,6 +140,7 @@ def test_running_requests_beside_prompts_are_no_prompts():
     "asked",
     [
         {"return_logprob": True},
+        {"return_hidden_states": True},
         {"is_prefill_only": True},
         {"input_embeds": torch.zeros(3, 4)},
         {"multimodal_inputs": [SimpleNamespace()]},
