@@ -54,7 +54,7 @@ def test_prompts_are_verified_if_that_takes_no_longer_than_a_prefill(verify_ms, 
     assert verified_sooner(table, rows // 8, rows, context) == sooner
 
 
-def part(asked=None, *, graphs=True, depth=7, verify=None, **target):
+def part(asked=None, *, graphs=True, depth=7, verify=None, args=None, **target):
     """The part of a worker with blocks of 8 rows, and graphs of up to 4 requests if any; it returns what fits."""
     captured = SimpleNamespace(tiers=Tiers.of([1, 4], depth)) if graphs else None
     made = SimpleNamespace(
@@ -69,7 +69,7 @@ def part(asked=None, *, graphs=True, depth=7, verify=None, **target):
             spec_algorithm=None,
         ),
         verify=verify,
-        server_args=server_args(),
+        server_args=server_args(**(args or {})),
         schedule=SimpleNamespace(times=None),
         executors=SimpleNamespace(captured=captured),
         drafter=SimpleNamespace(num_drawn=depth),
@@ -153,8 +153,15 @@ def test_what_only_a_prefill_does(asked):
     assert part().encode(prompts(3, **asked)) is None
 
 
-def test_recurrent_layers_go_through_prompts_in_prefills():
+def test_prompts_that_need_prefills_whatever_they_ask_for():
+    """Recurrent layers go through a prompt once, and SGLang finds experts in its own forwards."""
     assert part(architecture="Qwen3NextForCausalLM") is None
+    assert part(args={"enable_return_routed_experts": True}) is None
+
+
+def test_plain_graphs_have_a_row_for_each_request():
+    assert len(part(depth=0)._blocks(prompts(3, 1))) == 4
+    assert len(part()._blocks(prompts(3, 1))) == 2
 
 
 def test_a_verification_of_prompts():
