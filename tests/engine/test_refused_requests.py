@@ -11,7 +11,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_objects import model_config, partly, server_args
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.api.requests import check_request, of_prompt
+from sglang_dspark.engine.api.requests import check_request, read_lists
 from sglang_dspark.engine.compat.arguments import attach
 from sglang_dspark.engine.launch_state import DSparkServer, TargetOnly
 from sglang_dspark.features.ends.stop_regex import parse_stop_regex
@@ -52,7 +52,12 @@ def test_lists_that_end_before_the_last_prompt_are_named():
     batch = GenerateReqInput(text=["a", "b"], top_logprobs_num=[1], return_logprob=[True])
     batch.normalize_batch_and_arguments()
     with pytest.raises(ValueError, match=r"^return_logprob and top_logprobs_num must have an entry for each prompt"):
-        of_prompt(GenerateReqInput.__getitem__, batch, 1)
+        read_lists(GenerateReqInput.__getitem__, batch, 1)
+    assert read_lists(GenerateReqInput.__getitem__, batch, 0).text == "a"
+    with pytest.raises(ValueError, match=r"^sampling_params must have an entry"):
+        read_lists(
+            GenerateReqInput.normalize_batch_and_arguments, GenerateReqInput(text=["a", "b"], sampling_params=[])
+        )
 
 
 UNSERVED = {

@@ -59,18 +59,18 @@ def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args
         tokenized.top_logprobs_num = 0  # SGLang takes the largest one of a batch in which others have log-probabilities
 
 
-def of_prompt(original: Callable[..., GenerateReqInput], batch: GenerateReqInput, place: int) -> GenerateReqInput:
-    """Hook around SGLang's taking of the request of one prompt out of a batch.
+def read_lists(original: Callable[..., Any], batch: GenerateReqInput, *place: int) -> Any:
+    """Hook around what SGLang reads of the lists of a batch: the first entries, or those at the place of a prompt.
 
     Raises:
-        ValueError: a list of the request ends before; SGLang answers HTTP 400.
+        ValueError: a list ends before; SGLang answers HTTP 400.
     """
     try:
-        return original(batch, place)
+        return original(batch, *place)
     except IndexError as error:
-        short = (name for name, value in vars(batch).items() if isinstance(value, list) and len(value) <= place)
-        names = " and ".join(short)
-        raise ValueError(f"{names} must have an entry for each prompt, or be one value for all") from error
+        most = sum(place)
+        short = (name for name, value in vars(batch).items() if isinstance(value, list) and len(value) <= most)
+        raise ValueError(f"{' and '.join(short)} must have an entry for each prompt, or be one value") from error
 
 
 def _not_served(request: GenerateReqInput, parameters: SamplingParams, target: ModelConfig) -> Iterator[str]:
