@@ -11,7 +11,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_objects import model_config, partly, server_args
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.api.requests import check_request, read_lists
+from sglang_dspark.engine.api.requests import check_request
 from sglang_dspark.engine.compat.arguments import attach
 from sglang_dspark.engine.launch_state import DSparkServer, TargetOnly
 from sglang_dspark.features.ends.stop_regex import parse_stop_regex
@@ -46,18 +46,6 @@ def checked(ids=(5,), parameters=None, request=None, architecture="LlamaForCausa
 def test_another_engine_of_the_process_checks_nothing(server):
     """Hooks stay when the engine with DSPARK has ended."""
     assert checked(request={"custom_logit_processor": "x"}, server=server).input_ids.tolist() == [5]
-
-
-def test_lists_that_end_before_the_last_prompt_are_named():
-    batch = GenerateReqInput(text=["a", "b"], top_logprobs_num=[1], return_logprob=[True])
-    batch.normalize_batch_and_arguments()
-    with pytest.raises(ValueError, match=r"^return_logprob and top_logprobs_num must have an entry for each prompt"):
-        read_lists(GenerateReqInput.__getitem__, batch, 1)
-    assert read_lists(GenerateReqInput.__getitem__, batch, 0).text == "a"
-    with pytest.raises(ValueError, match=r"^sampling_params must have an entry"):
-        read_lists(
-            GenerateReqInput.normalize_batch_and_arguments, GenerateReqInput(text=["a", "b"], sampling_params=[])
-        )
 
 
 UNSERVED = {

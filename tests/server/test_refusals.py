@@ -26,8 +26,6 @@ def refused(server, path, body):
         ("/generate", {"text": "a", "sampling_params": {"stop_regex": "("}}, "stop_regex is not a regular expression"),
         ("/v1/completions", {"model": "m", "prompt": "a", "stop_regex": "("}, "stop_regex is not a regular expression"),
         ("/generate", {"input_ids": [5], "session_params": {"id": 3}}, "session_params.id"),
-        ("/generate", {"text": ["a", "b"], "top_logprobs_num": [1]}, "top_logprobs_num must have an entry for each"),
-        ("/generate", {"text": ["a", "b"], "sampling_params": []}, "sampling_params must have an entry for each"),
         (
             "/generate",
             {"input_ids": [5], "session_params": {"ids": "s"}},

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -57,20 +57,6 @@ def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args
     _drop_unknown_labels(request, manager)
     if not tokenized.return_logprob:
         tokenized.top_logprobs_num = 0  # SGLang takes the largest one of a batch in which others have log-probabilities
-
-
-def read_lists(original: Callable[..., Any], batch: GenerateReqInput, *place: int) -> Any:
-    """Hook around what SGLang reads of the lists of a batch: the first entries, or those at the place of a prompt.
-
-    Raises:
-        ValueError: a list ends before; SGLang answers HTTP 400.
-    """
-    try:
-        return original(batch, *place)
-    except IndexError as error:
-        most = sum(place)
-        short = (name for name, value in vars(batch).items() if isinstance(value, list) and len(value) <= most)
-        raise ValueError(f"{' and '.join(short)} must have an entry for each prompt, or be one value") from error
 
 
 def _not_served(request: GenerateReqInput, parameters: SamplingParams, target: ModelConfig) -> Iterator[str]:

@@ -73,18 +73,6 @@ HOOKS: tuple[Hook, ...] = (
         "a bad field speculation, features that DSPARK does not serve, and what the scheduler would not survive answer "
         "HTTP 400; this makes what travels to the scheduler, for every route and the offline engine",
     ),
-    *(
-        Hook(
-            name,
-            f"sglang.srt.managers.io_struct.GenerateReqInput.{method}",
-            HookType.AROUND,
-            "engine.api.requests.read_lists",
-            "front_end",
-            "SGLang answers HTTP 500 to a list with fewer entries than a batch has prompts",
-            Moment.SOME_TIME,
-        )
-        for name, method in (("read-lists", "normalize_batch_and_arguments"), ("read-entries", "__getitem__"))
-    ),
     Hook(
         "seed-samples",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
