@@ -30,6 +30,7 @@ def test_a_capped_request_leaves_its_share_to_the_others():
     assert lens_within(top, RequestLimits((3, 3, 3))) == [3, 1, 0]
     assert lens_within(top, RequestLimits((1, 3, 3))) == [1, 3, 0]
     assert lens_within(top, RequestLimits((0, 1, 1))) == [0, 1, 1]
+    assert top.within(RequestLimits((0, 1, 2))).max_drafts(3) == 3  # of which rows are laid out
     forced = StepDecision(GAMMA, TopK(4, probe_request=2))
     assert lens_within(forced, RequestLimits((3, 3, 2))) == [2, 0, 2]
 

@@ -57,7 +57,9 @@ def test_turns_are_replaced_however_many_there_are(rid):
     assert all(isinstance(req.to_finish, FINISH_ABORT) for req in running)
 
 
-@pytest.mark.parametrize(("output", "committed", "kept"), [([6], 4, 3), ([6, 1, 2], 6, 5), ([6, 1], 4, 4), ([], 3, 3)])
+@pytest.mark.parametrize(
+    ("output", "committed", "kept"), [([6], 4, 3), ([6, 1, 2], 6, 5), ([6, 1, 2], 4, 4), ([6, 1], 4, 4), ([], 3, 3)]
+)
 def test_the_last_token_of_a_turn_is_encoded_with_the_next_one(output, committed, kept):
     session = Session(1000, "s", streaming=True)
     sessions = StreamingSession(Mock())  # a cache, which it does not ask
@@ -95,14 +97,17 @@ def test_a_retracted_turn_keeps_its_session_until_it_ends():
 
 
 @pytest.mark.parametrize(
-    ("committed", "retracted", "released"), [(5, False, False), (6, False, True), (6, True, False)]
+    ("committed", "retracted", "its_own", "released"),
+    [(5, False, False, False), (6, False, False, True), (6, True, False, False), (6, False, True, False)],
 )
-def test_a_turn_does_not_read_the_kv_of_one_that_was_dropped(committed, retracted, released):
+def test_a_turn_does_not_read_the_kv_of_one_that_was_dropped(committed, retracted, its_own, released):
     session, cache = Session(1000, "s", streaming=True), Mock()
     ended, req = turn(session, [1, 2], finished_len=2), turn(session, [])
     session.finish_req(ended)
     sessions = StreamingSession(cache)
     sessions.slots["s"] = SessionSlot()
     sessions.slots["s"].kv.kv_committed_len, req.is_retracted = committed, retracted
+    if its_own:  # a turn that is encoded in chunks
+        req.kv = sessions.slots["s"].kv
     release_dropped(sessions, MatchPrefixParams(key=Mock(), req=req))
     assert ("s" not in sessions.slots) is released

@@ -125,3 +125,13 @@ def test_both_results_are_copied():
     result.copy_done = torch.get_device_module("cpu").Event()
     result.copy_to_cpu(return_logprob=False, return_hidden_states=False)
     outcome.copy_done.synchronize()
+
+
+def test_what_running_requests_ask_for_is_copied(monkeypatch):
+    asked = []
+    monkeypatch.setattr(DSparkBatchResult, "copy_to_cpu", lambda result, **what: asked.append(what))
+    running = batch(return_logprob=True, return_hidden_states=True)
+    result = RidingResult(next_token_ids=torch.tensor([2]), running=(running, DSparkBatchResult()))
+    result.copy_done = torch.get_device_module("cpu").Event()
+    result.copy_to_cpu(return_logprob=False, return_hidden_states=False)
+    assert asked == [{"return_logprob": True, "return_hidden_states": True}]

@@ -5,13 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang_objects import batch, model_config, request, runner, server_args, table
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang_objects import batch, model_config, partly, request, runner, server_args, table
 from step_tables import make_table
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.compat.arguments import attach
 from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.scheduler.batch import RIDERS
 from sglang_dspark.features.short_prompts import FEATURE
+from sglang_dspark.features.short_prompts.riding import RunningBeside
 from sglang_dspark.features.short_prompts.served import BESIDE, PREFILLED, VERIFIED, ShortPrompts
 from sglang_dspark.scheduling.prompts import verified_sooner
 from sglang_dspark.step.given import drafted
@@ -54,7 +57,7 @@ def test_prompts_are_verified_if_that_takes_no_longer_than_a_prefill(verify_ms, 
     assert verified_sooner(table, rows // 8, rows, context) == sooner
 
 
-def part(asked=None, *, graphs=True, depth=7, verify=None, **target):
+def part(asked=None, *, graphs=True, depth=7, verify=None, args=None, **target):
     """The part of a worker with blocks of 8 rows, and graphs of up to 4 requests if any; it returns what fits."""
     captured = SimpleNamespace(tiers=Tiers.of([1, 4], depth)) if graphs else None
     made = SimpleNamespace(
@@ -69,7 +72,7 @@ def part(asked=None, *, graphs=True, depth=7, verify=None, **target):
             spec_algorithm=None,
         ),
         verify=verify,
-        server_args=server_args(),
+        server_args=server_args(**(args or {})),
         schedule=SimpleNamespace(times=None),
         executors=SimpleNamespace(captured=captured),
         drafter=SimpleNamespace(num_drawn=depth),
@@ -153,8 +156,15 @@ def test_what_only_a_prefill_does(asked):
     assert part().encode(prompts(3, **asked)) is None
 
 
-def test_recurrent_layers_go_through_prompts_in_prefills():
+def test_prompts_that_need_prefills_whatever_they_ask_for():
+    """Recurrent layers go through a prompt once, and SGLang finds experts in its own forwards."""
     assert part(architecture="Qwen3NextForCausalLM") is None
+    assert part(args={"enable_return_routed_experts": True}) is None
+
+
+def test_plain_graphs_have_a_row_for_each_request():
+    assert len(part(depth=0)._blocks(prompts(3, 1))) == 4
+    assert len(part()._blocks(prompts(3, 1))) == 2
 
 
 def test_a_verification_of_prompts():
@@ -185,3 +195,20 @@ def test_a_verification_of_prompts():
     assert output.next_token_logits[:, 0].tolist() == [8, 9]
     assert output.hidden_states[:, 0].tolist() == list(range(100, 110))
     assert encoded.input_ids is ids and encoded.positions.tolist() == list(range(10))
+
+
+def test_the_time_of_a_step_beside_prompts_is_none_of_a_step():
+    found, forgotten = part(), []
+    vars(found._worker).update(decode=print)
+    vars(found._worker.schedule).update(invalidate=lambda: forgotten.append(True))
+
+    def decode(prompts, step):
+        output = LogitsProcessorOutput(next_token_logits=torch.zeros(3, 9))
+        plan = SimpleNamespace(indptr=torch.tensor([0]), positions=torch.arange(3))
+        step.keywords["beside"].read(plan, TargetOutput(output, torch.zeros(3, 1)), 0)
+        return GenerationBatchResult()
+
+    asked = prompts(3, input_ids=torch.arange(3), req_pool_indices=torch.tensor([1]))
+    vars(asked)[RIDERS] = partly(RunningBeside, blocks=found._blocks(asked), decode=decode)
+    assert found.encode(asked) is not None and forgotten == [True]
+    assert found.counted()[0].values == {VERIFIED: 0, PREFILLED: 0, BESIDE: 1}
