@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from promised_requests import asking
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.managers.schedule_policy import AddReqResult, CacheAgnosticPolicy, PrefillAdder
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -33,6 +33,10 @@ def prompt(rid, rows, arrived_s=0.0, priority=0, **asked):
     return made
 
 
+def policy(name="FCFS", sign=-1):
+    return SimpleNamespace(priority_sign=sign, policy=CacheAgnosticPolicy[name])
+
+
 @pytest.fixture
 def passed():
     """A function that makes one pass of a scheduler; it returns the order of the queue, and what is encoded next."""
@@ -48,8 +52,10 @@ def passed():
             chunked_req=begun,
             draft_worker=partly(DSparkWorker, parts=[part]),
             enable_priority_scheduling=False,
-            policy=SimpleNamespace(priority_sign=-1),
+            enable_lora=False,
+            policy=policy(),
             running_batch=batch(),
+            tree_cache=cache,
             is_hybrid_swa=False,
             get_num_allocatable_reqs=lambda running: free,
         )
@@ -81,7 +87,8 @@ def test_prompts_that_are_due_overtake_others_and_are_not_cut(passed):
 
 def test_others_are_overtaken_for_ten_seconds(passed):
     late = [prompt("b", 5, 9.0, ttft_ms=1500), prompt("c", 5, 9.0, ttft_ms=500)]
-    assert passed([prompt("x", 5, 3.0), prompt("a", 5, 0.0), *late])[0] == "cxab"  # where SGLang puts x in front of a
+    queue = [prompt("x", 5, 3.0), prompt("a", 5, 0.0), *late]
+    assert passed(queue, policy=policy("LOF"))[0] == "cxab"  # where SGLang puts x in front of a
 
 
 @pytest.mark.parametrize(
@@ -89,18 +96,42 @@ def test_others_are_overtaken_for_ten_seconds(passed):
     [
         ({}, "ba"),
         ({"enable_priority_scheduling": True}, "ab"),
-        ({"enable_priority_scheduling": True, "policy": SimpleNamespace(priority_sign=1)}, "ab"),
+        ({"enable_priority_scheduling": True, "policy": policy("LOF")}, "ab"),
     ],
 )
 def test_priorities_come_first(passed, changes, order):
     assert passed([prompt("a", 5, priority=2), prompt("b", 5, priority=1, ttft_ms=9)], **changes)[0] == order
 
 
-def test_of_equal_promises_that_of_the_longer_prompt_starts_first(passed):
+@pytest.mark.parametrize(("times", "order"), [(None, "ab"), (StepTimes(memory_bound()), "ba")])
+def test_of_equal_promises_that_of_the_longer_prompt_starts_first(passed, times, order):
     """By the table's time of a row among many."""
-    queue = [prompt("a", 5, ttft_ms=900), prompt("b", 50, ttft_ms=900)]
-    assert passed(list(queue))[0] == "ab"
-    assert passed(queue, times=StepTimes(memory_bound()))[0] == "ba"
+    assert passed([prompt("a", 5, ttft_ms=900), prompt("b", 50, ttft_ms=900)], times=times)[0] == order
+
+
+@pytest.mark.parametrize("name", ["FCFS", "LOF"])
+def test_what_the_cache_has_does_not_count_as_rows(passed, name):
+    """SGLang's usual order does not look for it."""
+    long, short = prompt("b", 50, ttft_ms=900), prompt("a", 20, ttft_ms=900)
+    passed.cache.insert(InsertParams(RadixKey(long.origin_input_ids[:49]), torch.arange(1, 50)))
+    assert passed([long, short], times=StepTimes(memory_bound()), policy=policy(name))[0] == "ab"
+
+
+def test_a_cached_prompt_that_is_longer_than_a_chunk_has_room(passed):
+    """What others have cached since it came, too."""
+    first, second = prompt("a", 100, ttft_ms=900), prompt("b", 100, ttft_ms=900)
+    assert passed([first, second], prompt("z", 300))[1] == {"z": 64}
+    for req, end in ((first, 90), (second, 95)):
+        passed.cache.insert(InsertParams(RadixKey(req.origin_input_ids[:end]), torch.arange(1, end + 1)))
+    assert passed([first, second], prompt("y", 300))[1] == {"y": 49, "a": 10, "b": 5}
+
+
+def test_what_has_been_read_of_a_promised_prompt_counts_no_more(passed):
+    """A second before the other has to start, half of the one that has begun is left, which takes less than that."""
+    times, begun = StepTimes(memory_bound()), prompt("z", 400, ttft_ms=900)
+    begun.prefix_len = begun.extend_end = 380
+    due = prompt("a", 20, ttft_ms=900 - 100 * times.row_ms)
+    assert passed([due], begun, times=times)[1] == {"z": 20, "a": 20}
 
 
 def test_a_first_token_that_has_come_is_not_promised_again(passed):
@@ -150,6 +181,24 @@ def test_behind_a_request_that_cannot_start_no_room_is_made(passed):
     assert passed(others, prompt("x", 300))[1] == {"x": 24, "b": 20, "c": 20}
 
 
+def test_room_is_made_behind_requests_whose_adapters_have_none(passed):
+    """SGLang passes them over. The second one of an adapter that comes has room, too."""
+    queue = [prompt(rid, 20, ttft_ms=900) for rid in "abc"]
+    for req, adapter in zip(queue, ("red", "green", "green"), strict=True):
+        req.lora_id = adapter
+
+    def can_schedule(req, running):
+        return len(running | {req.lora_id}) <= 2
+
+    changes = {"enable_lora": True, "can_schedule_lora_req": can_schedule, "free": 2}
+    running = prompt("run", 5)
+    running.lora_id = "green"
+    passed(queue[:1])
+    for rid in "zy":
+        begun = prompt(rid, 300)
+        assert passed(queue, begun, running_batch=batch(running), **changes)[1] == {rid: 24, "b": 20, "c": 20}
+
+
 @pytest.mark.parametrize("chunk", [64, 48])
 def test_promised_prompts_that_do_not_fit_into_one_chunk_have_room_one_after_the_other(passed, chunk):
     queue, begun = [prompt(rid, 40, ttft_ms=900) for rid in "abc"], prompt("z", 600)
@@ -164,13 +213,18 @@ def test_a_chunk_that_is_too_short_now_is_no_room_in_vain(passed):
     assert passed(queue, prompt("y", 300), chunk=128)[1] == {"y": 68, "a": 60}
 
 
-def test_a_request_that_was_retracted_waits_anew(passed):
-    """It has waited from its arrival on, long ago, and others that came before it do not start for its sake."""
-    back = prompt("r", 5)
+@pytest.mark.parametrize("asked", [{}, {"ttft_ms": 600_000}])
+def test_a_request_that_has_begun_to_answer_goes_first(passed, asked):
+    """It was retracted. Others that came before it do not start for its sake, whose first token is not due."""
+    back = prompt("r", 5, **asked)
     back.output_ids.append(7)
     back.time_stats.wait_queue_entry_time = 109.0
     late = [prompt("u", 5, 108.0), prompt("v", 5, 108.0), prompt("p", 5, 108.5, ttft_ms=200)]
-    assert passed([*late, back])[0] == "puvr"
+    assert passed([*late, back])[0] == "rpuv"
+    assert passed([*late, back], prompt("z", 300, ttft_ms=1))[1] == {"z": 57, "r": 7}
+    begun = prompt("y", 300)
+    begun.output_ids.append(7)
+    assert passed(late, begun)[1] == {"y": 64}
 
 
 def test_where_a_prefix_is_found_no_second_prompt_is_cut(passed):
