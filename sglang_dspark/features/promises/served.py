@@ -36,6 +36,10 @@ class Promises(Weigher):
         max_verify: drafts that a step may verify per request.
         agreement: of the ranks.
         clock: milliseconds, of the clock by which SGLang notes the times of requests.
+
+    Attributes:
+        had_room: requests that room was made for beside a prompt that has begun. One that did not start then has found
+            something else missing. It would again, and that prompt would hardly go on.
     """
 
     def __init__(
@@ -47,10 +51,9 @@ class Promises(Weigher):
         clock: Callable[[], float] = lambda: time.perf_counter() * 1e3,
     ) -> None:
         self._server, self._schedule, self._max_verify, self._clock = server, schedule, max_verify, clock
-        self.agreement = agreement
+        self.agreement, self.had_room = agreement, WeakSet[Req]()
         # Requests that ask for anything: steps without any cost nothing. One may end without a word.
         self._paces: WeakKeyDictionary[Req, Pace] = WeakKeyDictionary()
-        self._given_room: WeakSet[Req] = WeakSet()
         self._answers = {f"{kind}_{outcome}": 0 for kind in (TPOT, TTFT) for outcome in OUTCOMES}
         self._late_s = {f"{kind}_{outcome}": 0.0 for kind in (TPOT, TTFT) for outcome in (LATE, UNREACHABLE)}
 
@@ -98,17 +101,6 @@ class Promises(Weigher):
             return patient_until_ms(req)
         prefill_ms = 0.0 if times is None else rows_of(req) * times.row_ms
         return req.time_stats.scheduler_recv_time * 1e3 + promised_ms - prefill_ms
-
-    def had_room(self, req: Req) -> bool:
-        """Return whether room was made for a request that did not start then.
-
-        It has found something else missing. It will again, and the prompt that has begun would hardly go on.
-        """
-        return req in self._given_room
-
-    def made_room(self, req: Req) -> None:
-        """Note that room was made for a request: if it does not start now, there will be none for it again."""
-        self._given_room.add(req)
 
     @fenced("promises", instead=nothing)
     def prefill_done(self, batch: ScheduleBatch) -> None:
@@ -178,20 +170,17 @@ class Promises(Weigher):
         )
 
     def describe(self) -> Mapping[str, object]:
-        server, least_ms = self._server, self._least_ms()
-        return {"promises": {"tpot_ms": server.tpot_ms, "ttft_ms": server.ttft_ms} | least_ms}
+        """Return the server's promises, and the least times of a request that runs alone, None if they are unknown.
 
-    def _least_ms(self) -> dict[str, float | None]:
-        """Return the least times of a request that runs alone: per token with all drafts kept, and to its first token.
-
-        None if step times are unknown.
+        They are per token with all drafts kept, and to a first token.
         """
-        times = self._schedule().times
-        if times is None:
-            return {"least_tpot_ms": None, "least_ttft_ms": None}
-        ms = times.by_drafts(1, self._max_verify, 0.0)
-        alone_ms = float((ms / np.arange(1, len(ms) + 1)).min())
-        return {"least_tpot_ms": alone_ms, "least_ttft_ms": times.single_ms(1, 0, 0, 0.0)}
+        times, least_tpot_ms, least_ttft_ms = self._schedule().times, None, None
+        if times is not None:
+            ms = times.by_drafts(1, self._max_verify, 0.0)
+            least_tpot_ms = float((ms / np.arange(1, len(ms) + 1)).min())
+            least_ttft_ms = times.single_ms(1, 0, 0, 0.0)
+        least = {"least_tpot_ms": least_tpot_ms, "least_ttft_ms": least_ttft_ms}
+        return {"promises": {"tpot_ms": self._server.tpot_ms, "ttft_ms": self._server.ttft_ms} | least}
 
 
 @kept_by_request

@@ -48,7 +48,7 @@ class LeavesRoom(PrefillAdder):
         if left < self.rem_chunk_tokens:
             left = left // self.page_size * self.page_size
             self.chunked_req_limit = min(left, self.chunked_req_limit or left)  # SGLang's may leave room for others
-            self.part.made_room(self.due[0])
+            self.part.had_room.add(self.due[0])
         going_on: Req | None = super().add_chunked_req(req)
         return going_on
 
@@ -120,7 +120,7 @@ def _planned(scheduler: Scheduler, part: Promises) -> tuple[list[int], list[int]
         return order, []
     # Without a free row SGLang takes none, nor behind the first that something else keeps from starting.
     free = scheduler.get_num_allocatable_reqs(scheduler.running_batch.batch_size())
-    taken = takewhile(lambda place: not part.had_room(queue[place]), _not_passed_over(scheduler, order[:ahead]))
+    taken = takewhile(lambda place: queue[place] not in part.had_room, _not_passed_over(scheduler, order[:ahead]))
     return order, list(islice(taken, max(0, free)))
 
 

@@ -45,14 +45,15 @@ def passed():
     schedule = SimpleNamespace(times=None)
     part = Promises(PromiseOptions(), lambda: schedule, 3, Agreement(ONE_RANK))
 
-    def one_pass(queue, begun=None, *, times=None, free=9, chunk=CHUNK, **changes):
+    def one_pass(queue, begun=None, *, times=None, free=9, chunk=CHUNK, limit=None, adapters=(), **changes):
         schedule.times = times
         scheduler = SimpleNamespace(
             waiting_queue=queue,
             chunked_req=begun,
             draft_worker=partly(DSparkWorker, parts=[part]),
             enable_priority_scheduling=False,
-            enable_lora=False,
+            enable_lora=bool(adapters),
+            can_schedule_lora_req=lambda req, running: req.lora_id in running or len({*running, req.lora_id}) <= 2,
             policy=policy(),
             running_batch=batch(),
             tree_cache=cache,
@@ -64,10 +65,13 @@ def passed():
         adder = kind(1, cache, cache_of[1], None, 0.5, 10_000, chunk)
         if begun is not None:
             begun.init_next_round_input()
+            adder.chunked_req_limit = limit
             begun = adder.add_chunked_req(begun)
         for req in queue:
             if adder.budget_state() == AddReqResult.OTHER:
                 break
+            if adapters and req.lora_id not in adapters:
+                continue
             req.init_next_round_input(cache)
             if adder.add_one_req(req, begun is not None, None) != AddReqResult.CONTINUE:
                 break
@@ -182,21 +186,14 @@ def test_behind_a_request_that_cannot_start_no_room_is_made(passed):
 
 
 def test_room_is_made_behind_requests_whose_adapters_have_none(passed):
-    """SGLang passes them over. The second one of an adapter that comes has room, too."""
-    queue = [prompt(rid, 20, ttft_ms=900) for rid in "abc"]
-    for req, adapter in zip(queue, ("red", "green", "green"), strict=True):
+    """SGLang passes them over, and they take no free row. Two of an adapter that comes have room."""
+    queue, running = [prompt(rid, 20, ttft_ms=900) for rid in "abc"], prompt("r", 5)
+    for req, adapter in zip([*queue, running], ("red", "green", "green", None), strict=True):
         req.lora_id = adapter
-
-    def can_schedule(req, running):
-        return len(running | {req.lora_id}) <= 2
-
-    changes = {"enable_lora": True, "can_schedule_lora_req": can_schedule, "free": 2}
-    running = prompt("run", 5)
-    running.lora_id = "green"
-    passed(queue[:1])
+    changes = {"adapters": ("green", None), "running_batch": batch(running)}
     for rid in "zy":
-        begun = prompt(rid, 300)
-        assert passed(queue, begun, running_batch=batch(running), **changes)[1] == {rid: 24, "b": 20, "c": 20}
+        assert passed(queue, prompt(rid, 300), **changes)[1] == {rid: 24, "b": 20, "c": 20}
+    assert passed(queue, prompt("x", 300), free=1, **changes)[1]["x"] == 44
 
 
 @pytest.mark.parametrize("chunk", [64, 48])
@@ -221,26 +218,25 @@ def test_a_request_that_has_begun_to_answer_goes_first(passed, asked):
     back.time_stats.wait_queue_entry_time = 109.0
     late = [prompt("u", 5, 108.0), prompt("v", 5, 108.0), prompt("p", 5, 108.5, ttft_ms=200)]
     assert passed([*late, back])[0] == "rpuv"
-    assert passed([*late, back], prompt("z", 300, ttft_ms=1))[1] == {"z": 57, "r": 7}
+    assert passed([*late, back], prompt("z", 300, ttft_ms=1))[1] == {"z": 58, "r": 6}
     begun = prompt("y", 300)
     begun.output_ids.append(7)
     assert passed(late, begun)[1] == {"y": 64}
 
 
-def test_where_a_prefix_is_found_no_second_prompt_is_cut(passed):
-    """SGLang's queue does not know of it, in its usual order; what it leaves free would have room for half of b."""
+def test_no_second_prompt_is_cut(passed):
+    """SGLang's policy leaves room for others, too, which half of b would take."""
     a = prompt("a", 20, ttft_ms=900)
-    passed.cache.insert(InsertParams(RadixKey(a.origin_input_ids[:12]), torch.arange(1, 13)))
-    assert passed([a, prompt("b", 200)], prompt("z", 300))[1] == {"z": 44, "a": 8}
+    assert passed([a, prompt("b", 200)], prompt("z", 300), limit=40)[1] == {"z": 40, "a": 20}
 
 
 def test_where_no_prompt_is_promised_anything_all_is_sglangs(passed, monkeypatch):
     queue = [prompt("b", 5, 3.0, tpot_ms=9), prompt("a", 5, 1.0)]
-    monkeypatch.setattr(Promises, "waiting", None)
+    monkeypatch.setattr(Promises, "due_ms", None)
     assert passed(queue, prompt("z", 300, ttft_ms=800)) == ("ba", {"z": 64})
 
 
 def test_what_fails_leaves_sglangs_order(passed):
     queue = [prompt("a", 5), prompt("b", 5, ttft_ms=9)]
-    assert passed(queue, get_num_allocatable_reqs=None)[0] == "ab"
+    assert passed(queue, policy=None)[0] == "ab"
     assert FAILURES.pop("orders of prompts") == 1
