@@ -23,7 +23,7 @@ def test_promised_prompts_go_between_others_that_keep_their_order(by_age, levels
         waiting = rng.randrange(12)
         due = [(rng.randrange(levels), rng.random()) for _ in range(waiting)]
         due.sort(key=lambda one: one if by_age else one[0])
-        places = rng.sample(range(waiting), rng.randint(0, waiting))
+        places = sorted(rng.sample(range(waiting), rng.randint(0, waiting)))
         promised = {place: (due[place][0], rng.choice([-inf, rng.random()])) for place in places}
         found = starting_order(waiting, promised, due.__getitem__, by_age=by_age)
         assert found == literally(due, promised)

@@ -188,7 +188,7 @@ def test_behind_a_request_that_cannot_start_no_room_is_made(passed):
 def test_room_is_made_behind_requests_whose_adapters_have_none(passed):
     """SGLang passes them over, and they take no free row. Two of an adapter that comes have room."""
     queue, running = [prompt(rid, 20, ttft_ms=900) for rid in "abc"], prompt("r", 5)
-    for req, adapter in zip([*queue, running], ("red", "green", "green", None), strict=True):
+    for req, adapter in zip([*queue, running], ("red", "green", "green", "green"), strict=True):
         req.lora_id = adapter
     changes = {"adapters": ("green", None), "running_batch": batch(running)}
     for rid in "zy":
@@ -213,15 +213,14 @@ def test_a_chunk_that_is_too_short_now_is_no_room_in_vain(passed):
 @pytest.mark.parametrize("asked", [{}, {"ttft_ms": 600_000}])
 def test_a_request_that_has_begun_to_answer_goes_first(passed, asked):
     """It was retracted. Others that came before it do not start for its sake, whose first token is not due."""
-    back = prompt("r", 5, **asked)
-    back.output_ids.append(7)
+    [back, begun], late = [prompt(rid, rows, **asked) for rid, rows in (("r", 5), ("y", 300))], prompt("p", 5, 108.5)
     back.time_stats.wait_queue_entry_time = 109.0
-    late = [prompt("u", 5, 108.0), prompt("v", 5, 108.0), prompt("p", 5, 108.5, ttft_ms=200)]
-    assert passed([*late, back])[0] == "rpuv"
-    assert passed([*late, back], prompt("z", 300, ttft_ms=1))[1] == {"z": 58, "r": 6}
-    begun = prompt("y", 300)
-    begun.output_ids.append(7)
-    assert passed(late, begun)[1] == {"y": 64}
+    due = prompt("q", 5, 108.5, ttft_ms=200)
+    for req in (back, begun):
+        req.output_ids.append(7)
+    assert passed([due, back], prompt("z", 300, ttft_ms=1))[1] == {"z": 58, "r": 6}
+    assert passed([late, due], begun)[1] == {"y": 64}
+    assert passed([late, due, back])[0] == "rqp"
 
 
 def test_no_second_prompt_is_cut(passed):
