@@ -1,46 +1,37 @@
-"""Promises of a time to first token: by when prompts that wait have to start."""
+"""Promises of a time to first token: the order in which prompts that wait have to start."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import inf
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from typing import TypeAlias
 
 # What a request without a promise counts as promised: none of them waits for ever behind others that have one.
 PATIENCE_MS = 10_000.0
 
-
-@dataclass(frozen=True)
-class Waiting:
-    """A prompt that waits. Times are milliseconds, of any monotonic clock.
-
-    Attributes:
-        arrived_ms: when it came.
-        ttft_ms: promised time to its first token; None for no promise.
-        prefill_ms: that encoding it takes.
-    """
-
-    arrived_ms: float
-    ttft_ms: float | None = None
-    prefill_ms: float = 0.0
-
-    @property
-    def start_by_ms(self) -> float:
-        """Return when it has to start at the latest."""
-        if self.ttft_ms is None:
-            return self.arrived_ms + PATIENCE_MS
-        return self.arrived_ms + self.ttft_ms - self.prefill_ms
+Due: TypeAlias = tuple[int, float]
+"""Level of priority, the smallest first, and by when a prompt has to start, in milliseconds of any monotonic clock."""
 
 
-def starts_by(waiting: Sequence[Waiting]) -> list[float]:
-    """Return by when each prompt has to start.
+def starting_order(waiting: int, promised: Mapping[int, Due], due: Callable[[int], Due], *, by_age: bool) -> list[int]:
+    """Return the places of prompts that wait, in the order in which they have to start.
 
     Of prompts without a promise, none has to start before one in front of it: these keep their order, and all of them
     wait no longer than the oldest one may.
+
+    Args:
+        waiting: number of prompts.
+        promised: when those have to start that do not keep their order, by their places.
+        due: returns when the one of another place has to start.
+        by_age: whether these others are in the order of that already; then few of them are looked at.
     """
-    found, oldest = [], inf
-    for one in reversed(waiting):
-        if one.ttft_ms is None:
-            oldest = min(oldest, one.start_by_ms)
-        found.append(oldest if one.ttft_ms is None else one.start_by_ms)
-    return found[::-1]
+    others = [place for place in range(waiting) if place not in promised]
+    if not by_age:
+        due = dict(zip(reversed(others), accumulate(map(due, reversed(others)), min), strict=True)).__getitem__
+    order, begin = [], 0
+    for place in sorted(promised, key=promised.__getitem__):
+        end = bisect_right(others, promised[place], begin, key=due)
+        order += [*others[begin:end], place]
+        begin = end
+    return order + others[begin:]

@@ -2,12 +2,15 @@
 
 import inspect
 import pkgutil
-from collections import Counter
+import sys
+from collections import Counter, defaultdict
 from dataclasses import replace
+from types import ModuleType
 from typing import get_args
 
 import pytest
-from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.plugins import hook_registry
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.launch import hooks
@@ -118,3 +121,21 @@ def test_a_hook_that_does_not_take_effect_is_refused(install):
     gone = Hook(**{**vars(HOOKS[0]), "target": HOOKS[0].target + "_gone"})
     with pytest.raises(EngineError, match=f"hook {gone.name} did not take effect on {gone.target}"):
         install(gone.where, rows=[gone])
+
+
+def test_methods_are_not_looked_for_among_the_names_of_all_modules(monkeypatch):
+    """SGLang would, in each process, for each hook: seconds at start-up."""
+    owner = ModuleType("hooked_here")
+    owner.Kind, owner.function = type("Kind", (), {"method": lambda self: 1}), lambda: 1
+    importer = ModuleType("imports_by_name")
+    importer.taken, importer.method = owner.function, owner.Kind.method
+    for module in (owner, importer):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    registry = type("Registry", (HookRegistry,), {"_hooks": defaultdict(list), "_patched": set()})
+    monkeypatch.setattr(hooks, "HookRegistry", registry)
+    for target in ("function", "Kind.method"):
+        registry.register(f"hooked_here.{target}", lambda *_: 2, HookType.REPLACE)
+    find = hook_registry._propagate_patch
+    hooks._apply()
+    assert (owner.function(), owner.Kind().method(), importer.taken(), importer.method(None)) == (2, 2, 2, 1)
+    assert hook_registry._propagate_patch is find

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
@@ -14,18 +14,22 @@ from sglang_dspark.fence import fenced
 from sglang_dspark.speculation import KEY, RequestOptions
 from sglang_dspark.step.limits import RequestLimits
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _NOTHING = RequestOptions()
 
 
-def kept_by_request(read: Callable[[Req], T]) -> Callable[[Req], T]:
-    """Decorate a function of SGLang's request in a scheduler: it is called once, and the request keeps the result."""
+def kept_by_request(read: Callable[Concatenate[Req, P], T]) -> Callable[Concatenate[Req, P], T]:
+    """Decorate a function of SGLang's request in a scheduler: it is called once, and the request keeps the result.
+
+    What else it takes has to be the same for all requests.
+    """
     name = f"dspark_{read.__module__}.{read.__qualname__}"
 
     @wraps(read)
-    def kept(req: Req) -> T:
+    def kept(req: Req, *args: P.args, **kwargs: P.kwargs) -> T:
         if name not in vars(req):
-            vars(req)[name] = read(req)
+            vars(req)[name] = read(req, *args, **kwargs)
         return vars(req)[name]
 
     return kept

@@ -56,14 +56,12 @@ class PromiseKeys(RequestKeys):
         return None if options == PromiseOptions() else options
 
 
-@fenced("promises", instead=lambda req: PromiseOptions())
+@fenced("promises", instead=lambda req, server: server)
 @kept_by_request
-def _asked(req: Req) -> PromiseOptions:
-    text = request_options(req).of_features.get("promises")
-    return PromiseOptions() if text is None else msgspec.json.decode(text, type=PromiseOptions)
-
-
 def promised(req: Req, server: PromiseOptions) -> PromiseOptions:
     """Return what a request of a scheduler asks for, or what the server promises where the request names nothing."""
-    asked = _asked(req)
+    text = request_options(req).of_features.get("promises")
+    if text is None:
+        return server
+    asked = msgspec.json.decode(text, type=PromiseOptions)
     return PromiseOptions(asked.tpot_ms or server.tpot_ms, asked.ttft_ms or server.ttft_ms, asked.weight)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_dspark.engine.feature import Counted, Weigher, Worker
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import per_token
+from sglang_dspark.engine.scheduler.request_options import kept_by_request
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.features.promises.keys import PromiseOptions, promised
 from sglang_dspark.fence import fenced, nothing
-from sglang_dspark.scheduling.first_tokens import Waiting
+from sglang_dspark.scheduling.first_tokens import PATIENCE_MS
 from sglang_dspark.scheduling.promises import Pace
 from sglang_dspark.scheduling.schedule import Schedule
 
@@ -32,6 +36,10 @@ class Promises(Weigher):
         max_verify: drafts that a step may verify per request.
         agreement: of the ranks.
         clock: milliseconds, of the clock by which SGLang notes the times of requests.
+
+    Attributes:
+        had_room: requests that room was made for beside a prompt that has begun. One that did not start then has found
+            something else missing. It would again, and that prompt would hardly go on.
     """
 
     def __init__(
@@ -43,10 +51,9 @@ class Promises(Weigher):
         clock: Callable[[], float] = lambda: time.perf_counter() * 1e3,
     ) -> None:
         self._server, self._schedule, self._max_verify, self._clock = server, schedule, max_verify, clock
-        self.agreement = agreement
+        self.agreement, self.had_room = agreement, WeakSet[Req]()
         # Requests that ask for anything: steps without any cost nothing. One may end without a word.
         self._paces: WeakKeyDictionary[Req, Pace] = WeakKeyDictionary()
-        self._given_room: WeakSet[Req] = WeakSet()
         self._answers = {f"{kind}_{outcome}": 0 for kind in (TPOT, TTFT) for outcome in OUTCOMES}
         self._late_s = {f"{kind}_{outcome}": 0.0 for kind in (TPOT, TTFT) for outcome in (LATE, UNREACHABLE)}
 
@@ -66,31 +73,34 @@ class Promises(Weigher):
             return bool(queue)
         return any(req.sampling_params.custom_params and self.promised_ms(req) for req in queue)
 
-    @property
-    def row_ms(self) -> float:
-        """Return what a row of a prompt takes; 0 if step times are unknown."""
-        times = self._schedule().times
-        return 0.0 if times is None else times.row_ms
+    def due_ms(self, queue: Sequence[Req], cache: BasePrefixCache) -> dict[int, float]:
+        """Return by when those of SGLang's queue have to start that do not keep its order, by their places.
 
-    def waiting(self, req: Req, row_ms: float) -> Waiting:
-        """Return a request of SGLang's queue, or the one that has begun, as a prompt that waits.
+        Of a promise, this is noted when the request is first seen.
 
-        One without a promise has waited since it was put into the queue, perhaps because it was retracted.
+        Args:
+            cache: SGLang's, of prefixes.
         """
-        promised_ms, times = self.promised_ms(req), req.time_stats
-        since = times.wait_queue_entry_time if promised_ms is None else times.scheduler_recv_time
-        return Waiting(since * 1e3, promised_ms, rows_of(req) * row_ms)
+        every = self._server.ttft_ms is not None
+        return {
+            place: due_ms
+            for place, req in enumerate(queue)
+            if (every or req.output_ids or req.sampling_params.custom_params)
+            and (due_ms := self.start_by_ms(req) if req.output_ids else _first_due_ms(req, self, cache)) is not None
+        }
 
-    def had_room(self, req: Req) -> bool:
-        """Return whether room was made for a request that did not start then.
+    def start_by_ms(self, req: Req) -> float:
+        """Return when a prompt has to start, or go on, at the latest.
 
-        It has found something else missing. It will again, and the prompt that has begun would hardly go on.
+        A request that has begun to answer and was retracted goes first: its user waits for the next token.
         """
-        return req in self._given_room
-
-    def made_room(self, req: Req) -> None:
-        """Note that room was made for a request: if it does not start now, there will be none for it again."""
-        self._given_room.add(req)
+        if req.output_ids:
+            return -inf
+        promised_ms, times = self.promised_ms(req), self._schedule().times
+        if promised_ms is None:
+            return patient_until_ms(req)
+        prefill_ms = 0.0 if times is None else rows_of(req) * times.row_ms
+        return req.time_stats.scheduler_recv_time * 1e3 + promised_ms - prefill_ms
 
     @fenced("promises", instead=nothing)
     def prefill_done(self, batch: ScheduleBatch) -> None:
@@ -160,23 +170,35 @@ class Promises(Weigher):
         )
 
     def describe(self) -> Mapping[str, object]:
-        server, least_ms = self._server, self._least_ms()
-        return {"promises": {"tpot_ms": server.tpot_ms, "ttft_ms": server.ttft_ms} | least_ms}
+        """Return the server's promises, and the least times of a request that runs alone, None if they are unknown.
 
-    def _least_ms(self) -> dict[str, float | None]:
-        """Return the least times of a request that runs alone: per token with all drafts kept, and to its first token.
-
-        None if step times are unknown.
+        They are per token with all drafts kept, and to a first token.
         """
-        times = self._schedule().times
-        if times is None:
-            return {"least_tpot_ms": None, "least_ttft_ms": None}
-        ms = times.by_drafts(1, self._max_verify, 0.0)
-        alone_ms = float((ms / np.arange(1, len(ms) + 1)).min())
-        return {"least_tpot_ms": alone_ms, "least_ttft_ms": times.single_ms(1, 0, 0, 0.0)}
+        times, least_tpot_ms, least_ttft_ms = self._schedule().times, None, None
+        if times is not None:
+            ms = times.by_drafts(1, self._max_verify, 0.0)
+            least_tpot_ms = float((ms / np.arange(1, len(ms) + 1)).min())
+            least_ttft_ms = times.single_ms(1, 0, 0, 0.0)
+        least = {"least_tpot_ms": least_tpot_ms, "least_ttft_ms": least_ttft_ms}
+        return {"promises": {"tpot_ms": self._server.tpot_ms, "ttft_ms": self._server.ttft_ms} | least}
+
+
+@kept_by_request
+def _first_due_ms(req: Req, part: Promises, cache: BasePrefixCache) -> float | None:
+    if part.promised_ms(req) is None:
+        return None
+    if req.last_node is None:  # SGLang looks for prefixes only where its own order depends on them
+        match_kv_cache(req, cache)
+    return part.start_by_ms(req)
+
+
+def patient_until_ms(req: Req) -> float:
+    """Return how long a request without a promise lets others go first, from when it was put into the queue."""
+    return req.time_stats.wait_queue_entry_time * 1e3 + PATIENCE_MS
 
 
 def rows_of(req: Req) -> int:
     """Return the rows of its text that the device's prefix cache lacks, as far as SGLang has looked."""
-    known = min(req.prefix_len, req.num_matched_prefix_tokens)  # to order its queue SGLang matches more than it may use
+    # To order its queue SGLang matches more than it may use. A prompt that has begun has got to an end.
+    known = req.extend_end or min(req.prefix_len, req.num_matched_prefix_tokens)
     return max(1, len(req.origin_input_ids) + len(req.output_ids) - known)

@@ -6,19 +6,20 @@ one go on with the prompt that has begun, and takes prompts from the front. So t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby, takewhile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING
-from weakref import ref
 
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.managers.schedule_policy import AddReqResult, CacheAgnosticPolicy, PrefillAdder
+from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.feature import part_of
 from sglang_dspark.engine.sglang_types import Req
-from sglang_dspark.features.promises.served import Promises, rows_of
+from sglang_dspark.features.promises.served import Promises, patient_until_ms, rows_of
 from sglang_dspark.fence import fenced
-from sglang_dspark.scheduling.first_tokens import starts_by
+from sglang_dspark.scheduling.first_tokens import Due, starting_order
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -28,25 +29,26 @@ class LeavesRoom(PrefillAdder):
     """SGLang's own, which leaves room in the next chunk for prompts that have to start before it goes on.
 
     Attributes:
-        rows: of these prompts, each of which needs room for all of its own: only one prompt at a time is cut.
+        part: notes for whom room is made.
+        due: these prompts, each of which needs room for all of its own: only one prompt at a time is cut.
     """
 
-    rows: Sequence[int] = ()
+    part: Promises
+    due: Sequence[Req] = ()
     chunked_req_limit: int | None
-
-    def made_room(self) -> None:
-        """Take notice of room for the first of them at least."""
 
     def add_chunked_req(self, req: Req) -> Req | None:
         left = self.rem_chunk_tokens
-        for rows in map(self.ceil_paged_tokens, self.rows):
+        for waiting in self.due:
+            match_kv_cache(waiting, self.tree_cache)  # others may have filled or emptied the cache since
+            rows = self.ceil_paged_tokens(rows_of(waiting))
             if left - rows < self.page_size:
                 break
             left -= rows
         if left < self.rem_chunk_tokens:
             left = left // self.page_size * self.page_size
             self.chunked_req_limit = min(left, self.chunked_req_limit or left)  # SGLang's may leave room for others
-            self.made_room()
+            self.part.had_room.add(self.due[0])
         going_on: Req | None = super().add_chunked_req(req)
         return going_on
 
@@ -58,55 +60,75 @@ class LeavesRoom(PrefillAdder):
         return super().add_one_req(req, has_chunked_req, truncation_align_size)
 
 
-def start_by_promise(adder: type[PrefillAdder], scheduler: Scheduler) -> type[PrefillAdder]:
-    """Put prompts that wait into the order in which they have to start; return the class that fills the next batch.
+def start_by_promise(adder: type[PrefillAdder], scheduler: Scheduler) -> Callable[..., PrefillAdder]:
+    """Put prompts that wait into the order in which they have to start; return what makes the filler of the next batch.
 
     Where no prompt has a promise, the order and the class are SGLang's. Ranks do as rank 0 does, whose clock counts.
     """
-    decoder, queue = decoder_of(scheduler), scheduler.waiting_queue
-    part = part_of(decoder.parts, Promises)
+    queue = scheduler.waiting_queue
+    part = part_of(decoder_of(scheduler).parts, Promises)
     if part is None or not part.promises_any(queue):
         return adder
-    order, ahead = part.agreement.share(_planned(scheduler, part))
+    order, due = part.agreement.share(_planned(scheduler, part))
+    with_room = [queue[place] for place in due]
     queue[:] = [queue[place] for place in order]
-    # SGLang takes none behind the first that something else keeps from starting.
-    due = list(takewhile(lambda req: not part.had_room(req), queue[:ahead]))
-    if not due:
+    if not with_room:
         return adder
-    first = ref(due[0])  # a class lives until it is collected, and its request with it
 
-    def made_room(_adder: LeavesRoom) -> None:
-        if (req := first()) is not None:
-            part.made_room(req)
+    def leaving_room(*args: object, **kwargs: object) -> PrefillAdder:
+        made = _leaving_room(adder)(*args, **kwargs)
+        made.part, made.due = part, with_room
+        return made
 
-    return type(adder.__name__, (LeavesRoom, adder), {"rows": list(map(rows_of, due)), "made_room": made_room})
+    return leaving_room
 
 
-def _as_it_is(scheduler: Scheduler, part: Promises) -> tuple[list[int], int]:
-    return list(range(len(scheduler.waiting_queue))), 0
+@cache
+def _leaving_room(adder: type[PrefillAdder]) -> type[LeavesRoom]:
+    return type(adder.__name__, (LeavesRoom, adder), {})
+
+
+def _as_it_is(scheduler: Scheduler, part: Promises) -> tuple[list[int], list[int]]:
+    return list(range(len(scheduler.waiting_queue))), []
 
 
 @fenced("orders of prompts", instead=_as_it_is)
-def _planned(scheduler: Scheduler, part: Promises) -> tuple[list[int], int]:
-    """Return the places of SGLang's queue in the new order, and for how many the prompt that has begun leaves room.
+def _planned(scheduler: Scheduler, part: Promises) -> tuple[list[int], list[int]]:
+    """Return the places of SGLang's queue in the new order, and those for which the prompt that has begun leaves room.
 
     Priorities come before promises.
     """
-    row_ms = part.row_ms
-    queue, begun, order, due = scheduler.waiting_queue, scheduler.chunked_req, [], []
+    queue, begun = scheduler.waiting_queue, scheduler.chunked_req
 
     def level(req: Req) -> int:
         return (req.priority or 0) * scheduler.policy.priority_sign if scheduler.enable_priority_scheduling else 0
 
-    for priority, group in groupby(range(len(queue)), key=lambda place: level(queue[place])):
-        places = list(group)
-        by = dict(zip(places, starts_by([part.waiting(queue[place], row_ms) for place in places]), strict=True))
-        places.sort(key=by.__getitem__)
-        order += places
-        due += [(priority, by[place]) for place in places]
-    # SGLang takes more than one prompt of a batch with windows in part; and without a free row it takes none.
+    def due(place: int) -> Due:
+        return level(queue[place]), patient_until_ms(queue[place])
+
+    promised = {place: (level(queue[place]), ms) for place, ms in part.due_ms(queue, scheduler.tree_cache).items()}
+    if begun is not None:
+        promised[len(queue)] = level(begun), part.start_by_ms(begun)
+    by_age = scheduler.policy.policy == CacheAgnosticPolicy.FCFS
+    order = starting_order(len(queue) + (begun is not None), promised, due, by_age=by_age)
+    if begun is None:
+        return order, []
+    ahead = order.index(len(queue))
+    del order[ahead]
+    # SGLang takes more than one prompt of a batch with windows in part.
+    if scheduler.is_hybrid_swa:
+        return order, []
+    # Without a free row SGLang takes none, nor behind the first that something else keeps from starting.
     free = scheduler.get_num_allocatable_reqs(scheduler.running_batch.batch_size())
-    if begun is None or scheduler.is_hybrid_swa or free <= 0:
-        return order, 0
-    before = (level(begun), part.waiting(begun, row_ms).start_by_ms)
-    return order, min(len(list(takewhile(before.__gt__, due))), free)
+    taken = takewhile(lambda place: queue[place] not in part.had_room, _not_passed_over(scheduler, order[:ahead]))
+    return order, list(islice(taken, max(0, free)))
+
+
+def _not_passed_over(scheduler: Scheduler, places: Iterable[int]) -> Iterator[int]:
+    """Drop the places of requests for whose adapters there is no room now: SGLang takes those behind them."""
+    running = {req.lora_id for req in (*scheduler.running_batch.reqs, scheduler.chunked_req) if not req.finished()}
+    for place in places:
+        req = scheduler.waiting_queue[place]
+        if not scheduler.enable_lora or scheduler.can_schedule_lora_req(req, running):
+            running.add(req.lora_id)
+            yield place

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from promised_requests import asking
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.managers.schedule_policy import AddReqResult, CacheAgnosticPolicy, PrefillAdder
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -33,6 +33,10 @@ def prompt(rid, rows, arrived_s=0.0, priority=0, **asked):
     return made
 
 
+def policy(name="FCFS", sign=-1):
+    return SimpleNamespace(priority_sign=sign, policy=CacheAgnosticPolicy[name])
+
+
 @pytest.fixture
 def passed():
     """A function that makes one pass of a scheduler; it returns the order of the queue, and what is encoded next."""
@@ -41,15 +45,18 @@ def passed():
     schedule = SimpleNamespace(times=None)
     part = Promises(PromiseOptions(), lambda: schedule, 3, Agreement(ONE_RANK))
 
-    def one_pass(queue, begun=None, *, times=None, free=9, chunk=CHUNK, page=1, limit=None, **changes):
+    def one_pass(queue, begun=None, *, times=None, free=9, chunk=CHUNK, page=1, limit=None, adapters=(), **changes):
         schedule.times = times
         scheduler = SimpleNamespace(
             waiting_queue=queue,
             chunked_req=begun,
             draft_worker=partly(DSparkWorker, parts=[part]),
             enable_priority_scheduling=False,
-            policy=SimpleNamespace(priority_sign=-1),
+            enable_lora=bool(adapters),
+            can_schedule_lora_req=lambda req, running: req.lora_id in running or len({*running, req.lora_id}) <= 2,
+            policy=policy(),
             running_batch=batch(),
+            tree_cache=cache,
             is_hybrid_swa=False,
             get_num_allocatable_reqs=lambda running: free,
         )
@@ -63,6 +70,8 @@ def passed():
         for req in queue:
             if adder.budget_state() == AddReqResult.OTHER:
                 break
+            if adapters and req.lora_id not in adapters:
+                continue
             req.init_next_round_input(cache)
             if adder.add_one_req(req, begun is not None, None) != AddReqResult.CONTINUE:
                 break
@@ -82,7 +91,8 @@ def test_prompts_that_are_due_overtake_others_and_are_not_cut(passed):
 
 def test_others_are_overtaken_for_ten_seconds(passed):
     late = [prompt("b", 5, 9.0, ttft_ms=1500), prompt("c", 5, 9.0, ttft_ms=500)]
-    assert passed([prompt("x", 5, 3.0), prompt("a", 5, 0.0), *late])[0] == "cxab"  # where SGLang puts x in front of a
+    queue = [prompt("x", 5, 3.0), prompt("a", 5, 0.0), *late]
+    assert passed(queue, policy=policy("LOF"))[0] == "cxab"  # where SGLang puts x in front of a
 
 
 @pytest.mark.parametrize(
@@ -90,18 +100,42 @@ def test_others_are_overtaken_for_ten_seconds(passed):
     [
         ({}, "ba"),
         ({"enable_priority_scheduling": True}, "ab"),
-        ({"enable_priority_scheduling": True, "policy": SimpleNamespace(priority_sign=1)}, "ab"),
+        ({"enable_priority_scheduling": True, "policy": policy("LOF")}, "ab"),
     ],
 )
 def test_priorities_come_first(passed, changes, order):
     assert passed([prompt("a", 5, priority=2), prompt("b", 5, priority=1, ttft_ms=9)], **changes)[0] == order
 
 
-def test_of_equal_promises_that_of_the_longer_prompt_starts_first(passed):
+@pytest.mark.parametrize(("times", "order"), [(None, "ab"), (StepTimes(memory_bound()), "ba")])
+def test_of_equal_promises_that_of_the_longer_prompt_starts_first(passed, times, order):
     """By the table's time of a row among many."""
-    queue = [prompt("a", 5, ttft_ms=900), prompt("b", 50, ttft_ms=900)]
-    assert passed(list(queue))[0] == "ab"
-    assert passed(queue, times=StepTimes(memory_bound()))[0] == "ba"
+    assert passed([prompt("a", 5, ttft_ms=900), prompt("b", 50, ttft_ms=900)], times=times)[0] == order
+
+
+@pytest.mark.parametrize("name", ["FCFS", "LOF"])
+def test_what_the_cache_has_does_not_count_as_rows(passed, name):
+    """SGLang's usual order does not look for it."""
+    long, short = prompt("b", 50, ttft_ms=900), prompt("a", 20, ttft_ms=900)
+    passed.cache.insert(InsertParams(RadixKey(long.origin_input_ids[:49]), torch.arange(1, 50)))
+    assert passed([long, short], times=StepTimes(memory_bound()), policy=policy(name))[0] == "ab"
+
+
+def test_a_cached_prompt_that_is_longer_than_a_chunk_has_room(passed):
+    """What others have cached since it came, too."""
+    first, second = prompt("a", 100, ttft_ms=900), prompt("b", 100, ttft_ms=900)
+    assert passed([first, second], prompt("z", 300))[1] == {"z": 64}
+    for req, end in ((first, 90), (second, 95)):
+        passed.cache.insert(InsertParams(RadixKey(req.origin_input_ids[:end]), torch.arange(1, end + 1)))
+    assert passed([first, second], prompt("y", 300))[1] == {"y": 49, "a": 10, "b": 5}
+
+
+def test_what_has_been_read_of_a_promised_prompt_counts_no_more(passed):
+    """A second before the other has to start, half of the one that has begun is left, which takes less than that."""
+    times, begun = StepTimes(memory_bound()), prompt("z", 400, ttft_ms=900)
+    begun.prefix_len = begun.extend_end = 380
+    due = prompt("a", 20, ttft_ms=900 - 100 * times.row_ms)
+    assert passed([due], begun, times=times)[1] == {"z": 20, "a": 20}
 
 
 def test_a_first_token_that_has_come_is_not_promised_again(passed):
@@ -151,6 +185,17 @@ def test_behind_a_request_that_cannot_start_no_room_is_made(passed):
     assert passed(others, prompt("x", 300))[1] == {"x": 24, "b": 20, "c": 20}
 
 
+def test_room_is_made_behind_requests_whose_adapters_have_none(passed):
+    """SGLang passes them over, and they take no free row. Two of an adapter that comes have room."""
+    queue, running = [prompt(rid, 20, ttft_ms=900) for rid in "abc"], prompt("r", 5)
+    for req, adapter in zip([*queue, running], ("red", "green", "green", "green"), strict=True):
+        req.lora_id = adapter
+    changes = {"adapters": ("green", None), "running_batch": batch(running)}
+    for rid in "zy":
+        assert passed(queue, prompt(rid, 300), **changes)[1] == {rid: 24, "b": 20, "c": 20}
+    assert passed(queue, prompt("x", 300), free=1, **changes)[1]["x"] == 44
+
+
 @pytest.mark.parametrize("chunk", [64, 48])
 def test_promised_prompts_that_do_not_fit_into_one_chunk_have_room_one_after_the_other(passed, chunk):
     queue, begun = [prompt(rid, 40, ttft_ms=900) for rid in "abc"], prompt("z", 600)
@@ -165,20 +210,23 @@ def test_a_chunk_that_is_too_short_now_is_no_room_in_vain(passed):
     assert passed(queue, prompt("y", 300), chunk=128)[1] == {"y": 68, "a": 60}
 
 
-def test_a_request_that_was_retracted_waits_anew(passed):
-    """It has waited from its arrival on, long ago, and others that came before it do not start for its sake."""
-    back = prompt("r", 5)
-    back.output_ids.append(7)
+@pytest.mark.parametrize("asked", [{}, {"ttft_ms": 600_000}])
+def test_a_request_that_has_begun_to_answer_goes_first(passed, asked):
+    """It was retracted. Others that came before it do not start for its sake, whose first token is not due."""
+    [back, begun], late = [prompt(rid, rows, **asked) for rid, rows in (("r", 5), ("y", 300))], prompt("p", 5, 108.5)
     back.time_stats.wait_queue_entry_time = 109.0
-    late = [prompt("u", 5, 108.0), prompt("v", 5, 108.0), prompt("p", 5, 108.5, ttft_ms=200)]
-    assert passed([*late, back])[0] == "puvr"
+    due = prompt("q", 5, 108.5, ttft_ms=200)
+    for req in (back, begun):
+        req.output_ids.append(7)
+    assert passed([due, back], prompt("z", 300, ttft_ms=1))[1] == {"z": 58, "r": 6}
+    assert passed([late, due], begun)[1] == {"y": 64}
+    assert passed([late, due, back])[0] == "rqp"
 
 
-def test_where_a_prefix_is_found_no_second_prompt_is_cut(passed):
-    """SGLang's queue does not know of it, in its usual order; what it leaves free would have room for half of b."""
+def test_no_second_prompt_is_cut(passed):
+    """SGLang's policy leaves room for others, too, which half of b would take."""
     a = prompt("a", 20, ttft_ms=900)
-    passed.cache.insert(InsertParams(RadixKey(a.origin_input_ids[:12]), torch.arange(1, 13)))
-    assert passed([a, prompt("b", 200)], prompt("z", 300))[1] == {"z": 44, "a": 8}
+    assert passed([a, prompt("b", 200)], prompt("z", 300), limit=40)[1] == {"z": 40, "a": 20}
 
 
 def test_what_the_cache_has_needs_no_room(passed):
@@ -192,11 +240,11 @@ def test_what_the_cache_has_needs_no_room(passed):
 
 
 def test_room_is_whole_pages(passed):
-    """The cache has more than half of a, so that SGLang might take b in part, too."""
+    """The cache has more than half of the second a, which needs no more of them than its rows."""
     assert passed([prompt("a", 20, ttft_ms=900)], prompt("z", 300), chunk=60, page=16)[1] == {"z": 16, "a": 20}
     a = prompt("a", 20, ttft_ms=900)
     passed.cache.insert(InsertParams(RadixKey(a.origin_input_ids[:12]), torch.arange(1, 13)))
-    assert passed([a, prompt("b", 20)], prompt("y", 300), chunk=60, page=16)[1] == {"y": 16, "a": 8}
+    assert passed([a, prompt("b", 20)], prompt("y", 300), chunk=60, page=16)[1] == {"y": 32, "a": 8}
 
 
 def test_room_that_sglang_leaves_for_other_prompts_stays(passed):
@@ -204,18 +252,18 @@ def test_room_that_sglang_leaves_for_other_prompts_stays(passed):
 
 
 def test_ranks_do_as_the_first_one(passed):
-    passed.part.agreement = partly(Agreement, share=lambda planned: ([1, 0], 0))
+    passed.part.agreement = partly(Agreement, share=lambda planned: ([1, 0], []))
     queue = [prompt("a", 5, ttft_ms=900), prompt("b", 5)]
     assert passed(queue, prompt("z", 300)) == ("ba", {"z": 64})
 
 
 def test_where_no_prompt_is_promised_anything_all_is_sglangs(passed, monkeypatch):
     queue = [prompt("b", 5, 3.0, tpot_ms=9), prompt("a", 5, 1.0)]
-    monkeypatch.setattr(Promises, "waiting", None)
+    monkeypatch.setattr(Promises, "due_ms", None)
     assert passed(queue, prompt("z", 300, ttft_ms=800)) == ("ba", {"z": 64})
 
 
 def test_what_fails_leaves_sglangs_order(passed):
     queue = [prompt("a", 5), prompt("b", 5, ttft_ms=9)]
-    assert passed(queue, get_num_allocatable_reqs=None)[0] == "ab"
+    assert passed(queue, policy=None)[0] == "ab"
     assert FAILURES.pop("orders of prompts") == 1
