@@ -67,27 +67,27 @@ class Promises(Weigher):
         """Return the promised time to the first token of a request that waits; None if it has none, or has come."""
         return None if req.output_ids else promised(req, self._server).ttft_ms
 
-    def promises_any(self, queue: Sequence[Req]) -> bool:
-        """Return whether a request of SGLang's queue is promised a first token."""
-        if self._server.ttft_ms is not None:
-            return bool(queue)
-        return any(req.sampling_params.custom_params and self.promised_ms(req) for req in queue)
+    def out_of_turn(self, queue: Sequence[Req]) -> list[int]:
+        """Return the places in SGLang's queue of requests that may not keep its order.
 
-    def due_ms(self, queue: Sequence[Req], cache: BasePrefixCache) -> dict[int, float]:
-        """Return by when those of SGLang's queue have to start that do not keep its order, by their places.
+        They have options of their own or were retracted, unless the server promises first tokens to all. If no request is
+        promised one, there are none.
+        """
+        every = self._server.ttft_ms is not None
+        places = [
+            place for place, req in enumerate(queue) if every or req.is_retracted or req.sampling_params.custom_params
+        ]
+        return places if any(self.promised_ms(queue[place]) for place in places) else []
+
+    def due_ms(self, req: Req, cache: BasePrefixCache) -> float | None:
+        """Return by when a request has to start that waits; None if it keeps SGLang's order.
 
         Of a promise, this is noted when the request is first seen.
 
         Args:
             cache: SGLang's, of prefixes.
         """
-        every = self._server.ttft_ms is not None
-        return {
-            place: due_ms
-            for place, req in enumerate(queue)
-            if (every or req.output_ids or req.sampling_params.custom_params)
-            and (due_ms := self.start_by_ms(req) if req.output_ids else _first_due_ms(req, self, cache)) is not None
-        }
+        return self.start_by_ms(req) if req.output_ids else _first_due_ms(req, self, cache)
 
     def start_by_ms(self, req: Req) -> float:
         """Return when a prompt has to start, or go on, at the latest.

@@ -67,9 +67,9 @@ def start_by_promise(adder: type[PrefillAdder], scheduler: Scheduler) -> Callabl
     """
     queue = scheduler.waiting_queue
     part = part_of(decoder_of(scheduler).parts, Promises)
-    if part is None or not part.promises_any(queue):
+    if part is None or not (places := part.out_of_turn(queue)):
         return adder
-    order, due = part.agreement.share(_planned(scheduler, part))
+    order, due = part.agreement.share(_planned(scheduler, part, places))
     with_room = [queue[place] for place in due]
     queue[:] = [queue[place] for place in order]
     if not with_room:
@@ -88,12 +88,12 @@ def _leaving_room(adder: type[PrefillAdder]) -> type[LeavesRoom]:
     return type(adder.__name__, (LeavesRoom, adder), {})
 
 
-def _as_it_is(scheduler: Scheduler, part: Promises) -> tuple[list[int], list[int]]:
+def _as_it_is(scheduler: Scheduler, part: Promises, places: Sequence[int]) -> tuple[list[int], list[int]]:
     return list(range(len(scheduler.waiting_queue))), []
 
 
 @fenced("orders of prompts", instead=_as_it_is)
-def _planned(scheduler: Scheduler, part: Promises) -> tuple[list[int], list[int]]:
+def _planned(scheduler: Scheduler, part: Promises, places: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the places of SGLang's queue in the new order, and those for which the prompt that has begun leaves room.
 
     Priorities come before promises.
@@ -106,7 +106,8 @@ def _planned(scheduler: Scheduler, part: Promises) -> tuple[list[int], list[int]
     def due(place: int) -> Due:
         return level(queue[place]), patient_until_ms(queue[place])
 
-    promised = {place: (level(queue[place]), ms) for place, ms in part.due_ms(queue, scheduler.tree_cache).items()}
+    due_ms = {place: part.due_ms(queue[place], scheduler.tree_cache) for place in places}
+    promised = {place: (level(queue[place]), ms) for place, ms in due_ms.items() if ms is not None}
     if begun is not None:
         promised[len(queue)] = level(begun), part.start_by_ms(begun)
     by_age = scheduler.policy.policy == CacheAgnosticPolicy.FCFS

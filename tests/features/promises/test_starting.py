@@ -142,6 +142,7 @@ def test_a_first_token_that_has_come_is_not_promised_again(passed):
     """The request has been retracted."""
     back = prompt("b", 5, ttft_ms=9)
     back.output_ids.append(7)
+    back.is_retracted = True
     assert passed([prompt("a", 5), back])[0] == "ab"
 
 
@@ -218,6 +219,7 @@ def test_a_request_that_has_begun_to_answer_goes_first(passed, asked):
     due = prompt("q", 5, 108.5, ttft_ms=200)
     for req in (back, begun):
         req.output_ids.append(7)
+        req.is_retracted = True
     assert passed([due, back], prompt("z", 300, ttft_ms=1))[1] == {"z": 58, "r": 6}
     assert passed([late, due], begun)[1] == {"y": 64}
     assert passed([late, due, back])[0] == "rqp"
