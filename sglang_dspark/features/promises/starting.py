@@ -29,7 +29,7 @@ class LeavesRoom(PrefillAdder):
     """SGLang's own, which leaves room in the next chunk for prompts that have to start before it goes on.
 
     Attributes:
-        part: notes for whom room is made.
+        part: takes note of it.
         due: these prompts, each of which needs room for all of its own: only one prompt at a time is cut.
     """
 

@@ -122,7 +122,7 @@ def test_what_the_cache_has_does_not_count_as_rows(passed, name):
 
 
 def test_a_cached_prompt_that_is_longer_than_a_chunk_has_room(passed):
-    """What others have cached since it came, too."""
+    """Others may have cached it since it came."""
     first, second = prompt("a", 100, ttft_ms=900), prompt("b", 100, ttft_ms=900)
     assert passed([first, second], prompt("z", 300))[1] == {"z": 64}
     for req, end in ((first, 90), (second, 95)):
