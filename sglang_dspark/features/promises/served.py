@@ -70,8 +70,8 @@ class Promises(Weigher):
     def out_of_turn(self, queue: Sequence[Req]) -> list[int]:
         """Return the places in SGLang's queue of requests that may not keep its order.
 
-        They have options of their own or were retracted, unless the server promises first tokens to all. There are none if
-        no request is promised one.
+        They have options of their own or were retracted, unless the server promises first tokens to all. There are none
+        if no request is promised one.
         """
         every = self._server.ttft_ms is not None
         places = [
