@@ -188,8 +188,14 @@ def _first_due_ms(req: Req, part: Promises, cache: BasePrefixCache) -> float | N
     if part.promised_ms(req) is None:
         return None
     if req.last_node is None:  # SGLang looks for prefixes only where its own order depends on them
-        match_kv_cache(req, cache)
+        look_up(req, cache)
     return part.start_by_ms(req)
+
+
+def look_up(req: Req, cache: BasePrefixCache) -> None:
+    """Look for what SGLang's cache has of a prompt; of a streaming session, it would lend what only one may have."""
+    if req.session is None or not req.session.streaming:
+        match_kv_cache(req, cache)
 
 
 def patient_until_ms(req: Req) -> float:

@@ -12,12 +12,11 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.schedule_policy import AddReqResult, CacheAgnosticPolicy, PrefillAdder
-from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.feature import part_of
 from sglang_dspark.engine.sglang_types import Req
-from sglang_dspark.features.promises.served import Promises, patient_until_ms, rows_of
+from sglang_dspark.features.promises.served import Promises, look_up, patient_until_ms, rows_of
 from sglang_dspark.fence import fenced
 from sglang_dspark.scheduling.first_tokens import Due, starting_order
 
@@ -40,7 +39,7 @@ class LeavesRoom(PrefillAdder):
     def add_chunked_req(self, req: Req) -> Req | None:
         left = self.rem_chunk_tokens
         for waiting in self.due:
-            match_kv_cache(waiting, self.tree_cache)  # others may have filled or emptied the cache since
+            look_up(waiting, self.tree_cache)  # others may have filled or emptied the cache since
             rows = self.ceil_paged_tokens(rows_of(waiting))
             if left - rows < self.page_size:
                 break

@@ -121,6 +121,14 @@ def test_what_the_cache_has_does_not_count_as_rows(passed, name):
     assert passed([long, short], times=StepTimes(memory_bound()), policy=policy(name))[0] == "ab"
 
 
+def test_a_turn_of_a_streaming_session_is_not_looked_up(passed):
+    """What the session holds is lent to one request, which has to start."""
+    turn = prompt("a", 50, ttft_ms=900)
+    turn.session = SimpleNamespace(streaming=True)
+    passed.cache.insert(InsertParams(RadixKey(turn.origin_input_ids[:49]), torch.arange(1, 50)))
+    assert passed([turn], prompt("z", 300), free=9)[1] == {"z": 14, "a": 1}
+
+
 def test_a_cached_prompt_that_is_longer_than_a_chunk_has_room(passed):
     """Others may have cached it since it came."""
     first, second = prompt("a", 100, ttft_ms=900), prompt("b", 100, ttft_ms=900)
