@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -63,5 +62,4 @@ def test_a_bad_promise_is_refused_by_name_beside_any_text(advised):
     for value, text in zip(BAD, TEXTS, strict=False):
         status, answer = call(advised, "/generate", body=GREEDY | {"text": text, "speculation": {"ttft_ms": value}})
         assert status == 400
-        message = json.loads(answer)["error"]["message"]
-        assert message.startswith("speculation.ttft_ms must be a number from 0.1 to 600000, not ")
+        assert "speculation.ttft_ms must be a number from 0.1 to 600000, not " in answer

@@ -29,7 +29,7 @@ def prompt(rid, rows, arrived_s=0.0, priority=0, **asked):
     """A request with a prompt of so many tokens."""
     made = asking(prompt=[(97 * ord(rid) + place) % 1000 for place in range(rows)], rid=rid, **asked)
     made.time_stats.scheduler_recv_time = made.time_stats.wait_queue_entry_time = arrived_s
-    made.priority = priority
+    made.priority, made.finished_reason = priority, None
     return made
 
 
