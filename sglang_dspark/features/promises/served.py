@@ -9,13 +9,10 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
-from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_dspark.engine.feature import Counted, Weigher, Worker
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import per_token
-from sglang_dspark.engine.scheduler.request_options import kept_by_request
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.features.promises.keys import PromiseOptions, promised
 from sglang_dspark.fence import fenced, nothing
@@ -78,16 +75,6 @@ class Promises(Weigher):
             place for place, req in enumerate(queue) if every or req.is_retracted or req.sampling_params.custom_params
         ]
         return places if any(self.promised_ms(queue[place]) for place in places) else []
-
-    def due_ms(self, req: Req, cache: BasePrefixCache) -> float | None:
-        """Return by when a request has to start that waits; None if it keeps SGLang's order.
-
-        Of a promise, this is noted when the request is first seen.
-
-        Args:
-            cache: SGLang's, of prefixes.
-        """
-        return self.start_by_ms(req) if req.output_ids else _first_due_ms(req, self, cache)
 
     def start_by_ms(self, req: Req) -> float:
         """Return when a prompt has to start, or go on, at the latest.
@@ -181,21 +168,6 @@ class Promises(Weigher):
             least_ttft_ms = times.single_ms(1, 0, 0, 0.0)
         least = {"least_tpot_ms": least_tpot_ms, "least_ttft_ms": least_ttft_ms}
         return {"promises": {"tpot_ms": self._server.tpot_ms, "ttft_ms": self._server.ttft_ms} | least}
-
-
-@kept_by_request
-def _first_due_ms(req: Req, part: Promises, cache: BasePrefixCache) -> float | None:
-    if part.promised_ms(req) is None:
-        return None
-    if req.last_node is None:  # SGLang looks for prefixes only where its own order depends on them
-        look_up(req, cache)
-    return part.start_by_ms(req)
-
-
-def look_up(req: Req, cache: BasePrefixCache) -> None:
-    """Look for what SGLang's cache has of a prompt; of a streaming session, it would lend what only one may have."""
-    if req.session is None or not req.session.streaming:
-        match_kv_cache(req, cache)
 
 
 def patient_until_ms(req: Req) -> float:

@@ -7,16 +7,18 @@ one go on with the prompt that has begun, and takes prompts from the front. So t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.schedule_policy import AddReqResult, CacheAgnosticPolicy, PrefillAdder
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.feature import part_of
+from sglang_dspark.engine.scheduler.request_options import kept_by_request
 from sglang_dspark.engine.sglang_types import Req
-from sglang_dspark.features.promises.served import Promises, look_up, patient_until_ms, rows_of
+from sglang_dspark.features.promises.served import Promises, patient_until_ms, rows_of
 from sglang_dspark.fence import fenced
 from sglang_dspark.scheduling.first_tokens import Due, starting_order
 
@@ -39,7 +41,7 @@ class LeavesRoom(PrefillAdder):
     def add_chunked_req(self, req: Req) -> Req | None:
         left = self.rem_chunk_tokens
         for waiting in self.due:
-            look_up(waiting, self.tree_cache)  # others may have filled or emptied the cache since
+            _look_up(waiting, self.tree_cache)  # others may have filled or emptied the cache since
             rows = self.ceil_paged_tokens(rows_of(waiting))
             if left - rows < self.page_size:
                 break
@@ -74,17 +76,14 @@ def start_by_promise(adder: type[PrefillAdder], scheduler: Scheduler) -> Callabl
     if not with_room:
         return adder
 
-    def leaving_room(*args: object, **kwargs: object) -> PrefillAdder:
-        made = _leaving_room(adder)(*args, **kwargs)
+    leaves_room: type[LeavesRoom] = type(adder.__name__, (LeavesRoom, adder), {})
+
+    def make(*args: object, **kwargs: object) -> LeavesRoom:
+        made = leaves_room(*args, **kwargs)
         made.part, made.due = part, with_room
         return made
 
-    return leaving_room
-
-
-@cache
-def _leaving_room(adder: type[PrefillAdder]) -> type[LeavesRoom]:
-    return type(adder.__name__, (LeavesRoom, adder), {})
+    return make
 
 
 def _as_it_is(scheduler: Scheduler, part: Promises, places: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -105,7 +104,7 @@ def _planned(scheduler: Scheduler, part: Promises, places: Sequence[int]) -> tup
     def due(place: int) -> Due:
         return level(queue[place]), patient_until_ms(queue[place])
 
-    due_ms = {place: part.due_ms(queue[place], scheduler.tree_cache) for place in places}
+    due_ms = {place: _due_ms(queue[place], part, scheduler.tree_cache) for place in places}
     promised = {place: (level(queue[place]), ms) for place, ms in due_ms.items() if ms is not None}
     if begun is not None:
         promised[len(queue)] = level(begun), part.start_by_ms(begun)
@@ -122,6 +121,26 @@ def _planned(scheduler: Scheduler, part: Promises, places: Sequence[int]) -> tup
     free = scheduler.get_num_allocatable_reqs(scheduler.running_batch.batch_size())
     taken = takewhile(lambda place: queue[place] not in part.had_room, _not_passed_over(scheduler, order[:ahead]))
     return order, list(islice(taken, max(0, free)))
+
+
+def _due_ms(req: Req, part: Promises, cache: BasePrefixCache) -> float | None:
+    """Return by when a request has to start that waits; None if it keeps SGLang's order."""
+    return part.start_by_ms(req) if req.output_ids else _promised_start_ms(req, part, cache)
+
+
+@kept_by_request
+def _promised_start_ms(req: Req, part: Promises, cache: BasePrefixCache) -> float | None:
+    if part.promised_ms(req) is None:
+        return None
+    if req.last_node is None:  # SGLang looks for prefixes only where its own order depends on them
+        _look_up(req, cache)
+    return part.start_by_ms(req)
+
+
+def _look_up(req: Req, cache: BasePrefixCache) -> None:
+    """Look for what SGLang's cache has of a prompt; of a streaming session, it would lend what only one may have."""
+    if req.session is None or not req.session.streaming:
+        match_kv_cache(req, cache)
 
 
 def _not_passed_over(scheduler: Scheduler, places: Iterable[int]) -> Iterator[int]:

@@ -241,7 +241,7 @@ def test_no_second_prompt_is_cut(passed):
 
 def test_where_no_prompt_is_promised_anything_all_is_sglangs(passed, monkeypatch):
     queue = [prompt("b", 5, 3.0, tpot_ms=9), prompt("a", 5, 1.0)]
-    monkeypatch.setattr(Promises, "due_ms", None)
+    monkeypatch.setattr(Promises, "start_by_ms", None)
     assert passed(queue, prompt("z", 300, ttft_ms=800)) == ("ba", {"z": 64})
 
 
