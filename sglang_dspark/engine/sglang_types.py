@@ -220,6 +220,8 @@ class Req(Protocol):
     full_untruncated_fill_ids: Sequence[int]
     prefix_len: int
     num_matched_prefix_tokens: int
+    last_node: object
+    extend_end: int | None
     priority: int | None
     time_stats: SchedulerReqTimeStats
     spec_verify_ct: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,7 +25,8 @@ TEXTS = [
 # The server's promise for none.
 ASKED = [None, {"ttft_ms": 0.1}, {"ttft_ms": 600_000}]
 GREEDY = {"sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}}
-BAD = [0, -1, float("inf"), float("nan"), "5", "５０👍🏽", True, [5], {}, 10**400, None]
+BAD = [0, -1, 1e300, "5", "５０👍🏽", True, [5], {}, None]
+NO_JSON = [float("inf"), float("nan"), 10**400]
 
 
 def prompts(server):
@@ -60,8 +60,8 @@ def test_texts_of_many_scripts_are_promised_first_tokens(advised, plain_letters)
 
 
 def test_a_bad_promise_is_refused_by_name_beside_any_text(advised):
-    for value, text in zip(BAD, TEXTS, strict=False):
+    for value, text in zip(BAD + NO_JSON, TEXTS, strict=True):
         status, answer = call(advised, "/generate", body=GREEDY | {"text": text, "speculation": {"ttft_ms": value}})
         assert status == 400
-        message = json.loads(answer)["error"]["message"]
-        assert message.startswith("speculation.ttft_ms must be a number from 0.1 to 600000, not ")
+        bound = "speculation.ttft_ms must be a number from 0.1 to 600000, not "
+        assert ("JSON decode error" if value in NO_JSON else bound) in answer

@@ -27,7 +27,7 @@ def kept_by_request(read: Callable[Concatenate[Req, P], T]) -> Callable[Concaten
     name = f"dspark_{read.__module__}.{read.__qualname__}"
 
     @wraps(read)
-    def kept(req: Req, *args: P.args, **kwargs: P.kwargs) -> T:
+    def kept(req: Req, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if name not in vars(req):
             vars(req)[name] = read(req, *args, **kwargs)
         return vars(req)[name]

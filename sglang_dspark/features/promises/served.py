@@ -9,13 +9,10 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
-from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_dspark.engine.feature import Counted, Weigher, Worker
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import per_token
-from sglang_dspark.engine.scheduler.request_options import kept_by_request
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.features.promises.keys import PromiseOptions, promised
 from sglang_dspark.fence import fenced, nothing
@@ -67,27 +64,17 @@ class Promises(Weigher):
         """Return the promised time to the first token of a request that waits; None if it has none, or has come."""
         return None if req.output_ids else promised(req, self._server).ttft_ms
 
-    def promises_any(self, queue: Sequence[Req]) -> bool:
-        """Return whether a request of SGLang's queue is promised a first token."""
-        if self._server.ttft_ms is not None:
-            return bool(queue)
-        return any(req.sampling_params.custom_params and self.promised_ms(req) for req in queue)
+    def out_of_turn(self, queue: Sequence[Req]) -> list[int]:
+        """Return the places in SGLang's queue of requests that may not keep its order.
 
-    def due_ms(self, queue: Sequence[Req], cache: BasePrefixCache) -> dict[int, float]:
-        """Return by when those of SGLang's queue have to start that do not keep its order, by their places.
-
-        Of a promise, this is noted when the request is first seen.
-
-        Args:
-            cache: SGLang's, of prefixes.
+        They have options of their own or were retracted, unless the server promises first tokens to all. There are none
+        if no request is promised one.
         """
         every = self._server.ttft_ms is not None
-        return {
-            place: due_ms
-            for place, req in enumerate(queue)
-            if (every or req.output_ids or req.sampling_params.custom_params)
-            and (due_ms := self.start_by_ms(req) if req.output_ids else _first_due_ms(req, self, cache)) is not None
-        }
+        places = [
+            place for place, req in enumerate(queue) if every or req.is_retracted or req.sampling_params.custom_params
+        ]
+        return places if any(self.promised_ms(queue[place]) for place in places) else []
 
     def start_by_ms(self, req: Req) -> float:
         """Return when a prompt has to start, or go on, at the latest.
@@ -181,15 +168,6 @@ class Promises(Weigher):
             least_ttft_ms = times.single_ms(1, 0, 0, 0.0)
         least = {"least_tpot_ms": least_tpot_ms, "least_ttft_ms": least_ttft_ms}
         return {"promises": {"tpot_ms": self._server.tpot_ms, "ttft_ms": self._server.ttft_ms} | least}
-
-
-@kept_by_request
-def _first_due_ms(req: Req, part: Promises, cache: BasePrefixCache) -> float | None:
-    if part.promised_ms(req) is None:
-        return None
-    if req.last_node is None:  # SGLang looks for prefixes only where its own order depends on them
-        match_kv_cache(req, cache)
-    return part.start_by_ms(req)
 
 
 def patient_until_ms(req: Req) -> float:

@@ -7,15 +7,16 @@ one go on with the prompt that has begun, and takes prompts from the front. So t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.schedule_policy import AddReqResult, CacheAgnosticPolicy, PrefillAdder
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.feature import part_of
+from sglang_dspark.engine.scheduler.request_options import kept_by_request
 from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.features.promises.served import Promises, patient_until_ms, rows_of
 from sglang_dspark.fence import fenced
@@ -29,7 +30,7 @@ class LeavesRoom(PrefillAdder):
     """SGLang's own, which leaves room in the next chunk for prompts that have to start before it goes on.
 
     Attributes:
-        part: notes for whom room is made.
+        part: takes note of it.
         due: these prompts, each of which needs room for all of its own: only one prompt at a time is cut.
     """
 
@@ -40,7 +41,7 @@ class LeavesRoom(PrefillAdder):
     def add_chunked_req(self, req: Req) -> Req | None:
         left = self.rem_chunk_tokens
         for waiting in self.due:
-            match_kv_cache(waiting, self.tree_cache)  # others may have filled or emptied the cache since
+            _look_up(waiting, self.tree_cache)  # others may have filled or emptied the cache since
             rows = self.ceil_paged_tokens(rows_of(waiting))
             if left - rows < self.page_size:
                 break
@@ -67,33 +68,30 @@ def start_by_promise(adder: type[PrefillAdder], scheduler: Scheduler) -> Callabl
     """
     queue = scheduler.waiting_queue
     part = part_of(decoder_of(scheduler).parts, Promises)
-    if part is None or not part.promises_any(queue):
+    if part is None or not (places := part.out_of_turn(queue)):
         return adder
-    order, due = part.agreement.share(_planned(scheduler, part))
+    order, due = part.agreement.share(_planned(scheduler, part, places))
     with_room = [queue[place] for place in due]
     queue[:] = [queue[place] for place in order]
     if not with_room:
         return adder
 
-    def leaving_room(*args: object, **kwargs: object) -> PrefillAdder:
-        made = _leaving_room(adder)(*args, **kwargs)
+    leaves_room: type[LeavesRoom] = type(adder.__name__, (LeavesRoom, adder), {})
+
+    def make(*args: object, **kwargs: object) -> LeavesRoom:
+        made = leaves_room(*args, **kwargs)
         made.part, made.due = part, with_room
         return made
 
-    return leaving_room
+    return make
 
 
-@cache
-def _leaving_room(adder: type[PrefillAdder]) -> type[LeavesRoom]:
-    return type(adder.__name__, (LeavesRoom, adder), {})
-
-
-def _as_it_is(scheduler: Scheduler, part: Promises) -> tuple[list[int], list[int]]:
+def _as_it_is(scheduler: Scheduler, part: Promises, places: Sequence[int]) -> tuple[list[int], list[int]]:
     return list(range(len(scheduler.waiting_queue))), []
 
 
 @fenced("orders of prompts", instead=_as_it_is)
-def _planned(scheduler: Scheduler, part: Promises) -> tuple[list[int], list[int]]:
+def _planned(scheduler: Scheduler, part: Promises, places: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the places of SGLang's queue in the new order, and those for which the prompt that has begun leaves room.
 
     Priorities come before promises.
@@ -106,7 +104,8 @@ def _planned(scheduler: Scheduler, part: Promises) -> tuple[list[int], list[int]
     def due(place: int) -> Due:
         return level(queue[place]), patient_until_ms(queue[place])
 
-    promised = {place: (level(queue[place]), ms) for place, ms in part.due_ms(queue, scheduler.tree_cache).items()}
+    due_ms = {place: _due_ms(queue[place], part, scheduler.tree_cache) for place in places}
+    promised = {place: (level(queue[place]), ms) for place, ms in due_ms.items() if ms is not None}
     if begun is not None:
         promised[len(queue)] = level(begun), part.start_by_ms(begun)
     by_age = scheduler.policy.policy == CacheAgnosticPolicy.FCFS
@@ -122,6 +121,26 @@ def _planned(scheduler: Scheduler, part: Promises) -> tuple[list[int], list[int]
     free = scheduler.get_num_allocatable_reqs(scheduler.running_batch.batch_size())
     taken = takewhile(lambda place: queue[place] not in part.had_room, _not_passed_over(scheduler, order[:ahead]))
     return order, list(islice(taken, max(0, free)))
+
+
+def _due_ms(req: Req, part: Promises, cache: BasePrefixCache) -> float | None:
+    """Return by when a request has to start that waits; None if it keeps SGLang's order."""
+    return part.start_by_ms(req) if req.output_ids else _promised_start_ms(req, part, cache)
+
+
+@kept_by_request
+def _promised_start_ms(req: Req, part: Promises, cache: BasePrefixCache) -> float | None:
+    if part.promised_ms(req) is None:
+        return None
+    if req.last_node is None:  # SGLang looks for prefixes only where its own order depends on them
+        _look_up(req, cache)
+    return part.start_by_ms(req)
+
+
+def _look_up(req: Req, cache: BasePrefixCache) -> None:
+    """Look for what SGLang's cache has of a prompt; of a streaming session, it would lend what only one may have."""
+    if req.session is None or not req.session.streaming:
+        match_kv_cache(req, cache)
 
 
 def _not_passed_over(scheduler: Scheduler, places: Iterable[int]) -> Iterator[int]:

@@ -26,12 +26,8 @@ if TYPE_CHECKING:
     from sglang_dspark.engine.scheduler.batch import DSparkBatchResult
     from sglang_dspark.engine.scheduler.worker_base import Publish
 
-_PART = "dspark_short_prompts"
-
-
-def find_by(pool: object, part: Any) -> None:
-    """Let batches find the part of their scheduler, by SGLang's ``ReqToTokenPool`` that they have."""
-    setattr(pool, _PART, part)
+PART = "dspark_short_prompts"
+"""Attribute of SGLang's ``ReqToTokenPool`` by which batches find the part of their scheduler."""
 
 
 @dataclass
@@ -111,7 +107,7 @@ def beside(prompts: ScheduleBatch) -> RunningBeside | None:
 
 def ride_or_mix(original: Callable[..., None], prompts: ScheduleBatch, running: ScheduleBatch) -> None:
     """Note requests that draft beside prompts, or have SGLang give each one token."""
-    part = getattr(prompts.req_to_token_pool, _PART, None)
+    part = getattr(prompts.req_to_token_pool, PART, None)
     blocks = None if part is None else part.blocks_beside(prompts, running)
     if blocks is None:
         original(prompts, running)
@@ -134,7 +130,7 @@ def process_running(processed: None, scheduler: Scheduler, batch: object, result
     if isinstance(result, RidingResult):
         running, outcome = result.running
         scheduler.process_batch_result(running, outcome)
-        getattr(running.req_to_token_pool, _PART).count(outcome)
+        getattr(running.req_to_token_pool, PART).count(outcome)
 
 
 def _nowhere(new_seq_lens: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from sglang_dspark.engine.feature import Counted, Encoded, Part
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, prompts_of
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.short_prompts.blocks import Blocks
-from sglang_dspark.features.short_prompts.riding import beside, find_by
+from sglang_dspark.features.short_prompts.riding import PART, beside
 from sglang_dspark.features.short_prompts.verification import PromptRows
 from sglang_dspark.scheduling.prompts import verified_sooner
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -55,7 +55,7 @@ class ShortPrompts(Part):
 
     def ready(self) -> None:
         """Decide how many rows are verified at most."""
-        find_by(self._worker.model_runner.req_to_token_pool, self)
+        setattr(self._worker.model_runner.req_to_token_pool, PART, self)
         captured, times = self._worker.executors.captured, self._worker.schedule.times
         if captured is not None and not captured.tiers.tokens:
             self._width = 1  # without a drafter, only plain steps are captured

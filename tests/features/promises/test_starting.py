@@ -29,7 +29,7 @@ def prompt(rid, rows, arrived_s=0.0, priority=0, **asked):
     """A request with a prompt of so many tokens."""
     made = asking(prompt=[(97 * ord(rid) + place) % 1000 for place in range(rows)], rid=rid, **asked)
     made.time_stats.scheduler_recv_time = made.time_stats.wait_queue_entry_time = arrived_s
-    made.priority = priority
+    made.priority, made.finished_reason = priority, None
     return made
 
 
@@ -121,8 +121,16 @@ def test_what_the_cache_has_does_not_count_as_rows(passed, name):
     assert passed([long, short], times=StepTimes(memory_bound()), policy=policy(name))[0] == "ab"
 
 
+def test_a_turn_of_a_streaming_session_is_not_looked_up(passed):
+    """What the session holds is lent to one request, which has to start."""
+    turn = prompt("a", 50, ttft_ms=900)
+    turn.session = SimpleNamespace(streaming=True)
+    passed.cache.insert(InsertParams(RadixKey(turn.origin_input_ids[:49]), torch.arange(1, 50)))
+    assert passed([turn], prompt("z", 300), free=9)[1] == {"z": 14, "a": 1}
+
+
 def test_a_cached_prompt_that_is_longer_than_a_chunk_has_room(passed):
-    """What others have cached since it came, too."""
+    """Others may have cached it since it came."""
     first, second = prompt("a", 100, ttft_ms=900), prompt("b", 100, ttft_ms=900)
     assert passed([first, second], prompt("z", 300))[1] == {"z": 64}
     for req, end in ((first, 90), (second, 95)):
@@ -142,6 +150,7 @@ def test_a_first_token_that_has_come_is_not_promised_again(passed):
     """The request has been retracted."""
     back = prompt("b", 5, ttft_ms=9)
     back.output_ids.append(7)
+    back.is_retracted = True
     assert passed([prompt("a", 5), back])[0] == "ab"
 
 
@@ -218,6 +227,7 @@ def test_a_request_that_has_begun_to_answer_goes_first(passed, asked):
     due = prompt("q", 5, 108.5, ttft_ms=200)
     for req in (back, begun):
         req.output_ids.append(7)
+        req.is_retracted = True
     assert passed([due, back], prompt("z", 300, ttft_ms=1))[1] == {"z": 58, "r": 6}
     assert passed([late, due], begun)[1] == {"y": 64}
     assert passed([late, due, back])[0] == "rqp"
@@ -259,7 +269,7 @@ def test_ranks_do_as_the_first_one(passed):
 
 def test_where_no_prompt_is_promised_anything_all_is_sglangs(passed, monkeypatch):
     queue = [prompt("b", 5, 3.0, tpot_ms=9), prompt("a", 5, 1.0)]
-    monkeypatch.setattr(Promises, "due_ms", None)
+    monkeypatch.setattr(Promises, "start_by_ms", None)
     assert passed(queue, prompt("z", 300, ttft_ms=800)) == ("ba", {"z": 64})
 
 

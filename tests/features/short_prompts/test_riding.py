@@ -13,10 +13,10 @@ from sglang_objects import batch, partly, request
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult
 from sglang_dspark.features.short_prompts import riding
 from sglang_dspark.features.short_prompts.riding import (
+    PART,
     RidingResult,
     RunningBeside,
     beside,
-    find_by,
     keep_apart,
     process_running,
     ride_or_mix,
@@ -34,7 +34,7 @@ def met(blocks, *, found=True):
     """A batch of prompts and a running one that SGLang is about to mix, and whether it has."""
     pool, mixed = Pool(), []
     if found:
-        find_by(pool, SimpleNamespace(blocks_beside=lambda prompts, running: blocks))
+        setattr(pool, PART, SimpleNamespace(blocks_beside=lambda prompts, running: blocks))
     prompts = batch(request(rid="p"), req_to_token_pool=pool)
     running = batch(request(rid="a"), request(rid="b"), batch_is_full=False)
     ride_or_mix(lambda *given: mixed.append(given), prompts, running)
@@ -107,7 +107,7 @@ def test_the_step_beside_prompts_is_run_as_sglang_runs_one(monkeypatch, overlap)
 def test_the_step_beside_prompts_is_processed_too_and_counted():
     pool, processed = Pool(), []
     part = partly(ShortPrompts, _prompts={}, _drafts={"verified": 0, "accepted": 0})
-    find_by(pool, part)
+    setattr(pool, PART, part)
     running = batch(req_to_token_pool=pool)
     outcome = DSparkBatchResult(accept_lens=torch.tensor([3, 1]), cap_lens=torch.tensor([5, 3]))
     scheduler = SimpleNamespace(process_batch_result=lambda *given: processed.append(given))
