@@ -114,15 +114,9 @@ class Demo:
 
     def _serve(self, stack: ExitStack, name: str, flags: Sequence[str]) -> LaunchedServer:
         log_path = self._log_dir / f"demo-{name}.log"
-        with self._console.status(f"starting the {name} server") as status:
-            server = LaunchedServer(
-                self._target,
-                *self._flags,
-                *flags,
-                env={} if self._on_gpu else CPU_ENV,
-                log_path=log_path,
-                progress=lambda seconds, _: status.update(f"starting the {name} server: {seconds:.0f} s"),
-            )
+        env = {} if self._on_gpu else CPU_ENV
+        with self._console.status(f"starting the {name} server"):
+            server = LaunchedServer(self._target, *self._flags, *flags, env=env, log_path=log_path)
             stack.enter_context(server)
             server.suspend()
         self._console.print(

@@ -11,7 +11,7 @@ from sglang_dspark.config import flag_name
 from sglang_dspark.engine import support
 from sglang_dspark.errors import EngineError
 from sglang_dspark.tools import cpu_environment
-from sglang_dspark.tools.doctor.finding import Finding, one_line
+from sglang_dspark.tools.doctor import Finding, one_line
 
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_VALUE = "sglang_dspark.plugin:register"
