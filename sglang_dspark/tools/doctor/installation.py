@@ -45,14 +45,11 @@ def check_plugin() -> Iterator[Finding]:
         return
     yield Finding("ok", "entry point", f"{PLUGIN_GROUP}: {found[0].name} = {found[0].value}")
     try:
-        yield _check_registration(found[0])
+        with warnings.catch_warnings(action="ignore"):  # SGLang warns on import of what this machine does not have
+            registration = _register(found[0])
     except Exception as error:  # noqa: BLE001 - whatever a foreign SGLang raises on import is the finding
-        yield Finding("fail", "registration", one_line(error), "install the sglang release named above")
-
-
-def _check_registration(entry_point: EntryPoint) -> Finding:
-    with warnings.catch_warnings(action="ignore"):  # SGLang warns on import of what this machine does not have
-        return _register(entry_point)
+        registration = Finding("fail", "registration", one_line(error), "install the sglang release named above")
+    yield registration
 
 
 def _register(entry_point: EntryPoint) -> Finding:
