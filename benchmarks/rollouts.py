@@ -6,7 +6,7 @@ The target learns to answer sums: it samples a group of answers to each at tempe
 number at its end earns 1, and a policy gradient follows what beats its group. The drafter stays as it is. An engine
 without DSPARK gets the same weights and the same sums, before the one with it or after it by turns. Each round reports
 reward, accept length, tokens per second of both engines and their ratio, by version of the weights. After the last one,
-tokens that both sample are tested against the law of the target, and against each other.
+tokens that both sample are tested against the target's distribution, and against each other.
 """
 
 from __future__ import annotations
@@ -177,32 +177,32 @@ def take_turns(engines: Mapping[str, Engine], first: int, *given: Any, **how: An
     return found
 
 
-def uniforms(laws: torch.Tensor, tokens: torch.Tensor, draw: np.random.Generator) -> NDArray[np.float64]:
-    """Return numbers that are uniform and independent if each of [n] tokens was drawn from its one of [n, V] laws.
+def uniforms(expected: torch.Tensor, tokens: torch.Tensor, draw: np.random.Generator) -> NDArray[np.float64]:
+    """Return numbers that are uniform and independent if [n] tokens were drawn from their [n, V] distributions.
 
-    This is Rosenblatt's transform: where in the cumulative law, likeliest tokens first, a draw of the token has fallen.
+    This is Rosenblatt's transform: the place of a token in its cumulative distribution, likeliest tokens first.
     """
-    ranked, order = laws.double().sort(dim=1, descending=True, stable=True)
+    ranked, order = expected.double().sort(dim=1, descending=True, stable=True)
     is_drawn = order == tokens[:, None]
     ends, widths = ranked.cumsum(1)[is_drawn].numpy(), ranked[is_drawn].numpy()
     return ends - widths * draw.random(len(ends))
 
 
 @torch.no_grad()
-def next_laws(model: Any, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the laws [answers * n, V] of the tokens of answers of equal length n to one prompt, at temperature 1."""
+def next_distributions(model: Any, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return [answers * n, V] at temperature 1 for the tokens of answers of equal length n to one prompt."""
     ids = torch.tensor([[*prompt, *answer] for answer in answers])
-    laws: torch.Tensor = model(ids).logits[:, len(prompt) - 1 : -1].softmax(-1).flatten(0, 1)
-    return laws
+    found: torch.Tensor = model(ids).logits[:, len(prompt) - 1 : -1].softmax(-1).flatten(0, 1)
+    return found
 
 
 def noticed(tokens: float) -> float:
-    """Return the distance of cumulative laws that a test of so many tokens notices nine times of ten, at least."""
+    """Return the distance of cumulative distributions that a test of so many tokens notices nine times of ten."""
     return float((kstwobign.isf(ALPHA) + norm.ppf(0.9) / 2) / np.sqrt(tokens))
 
 
 def compare(engines: Mapping[str, Engine], model: Any, prompt: list[int], number: int) -> dict[str, Any]:
-    """Test tokens of each engine against the law of the target, and against each other, by Kolmogorov and Smirnov."""
+    """Test tokens of each engine against the target's distribution and each other, by Kolmogorov and Smirnov."""
     draw, samples = np.random.default_rng(0), {}
     for name, engine in engines.items():
         fields = {"max_new_tokens": FIRST_TOKENS, "ignore_eos": True, "stop": None}
@@ -210,15 +210,15 @@ def compare(engines: Mapping[str, Engine], model: Any, prompt: list[int], number
         answers = [answer["output_ids"] for answer in given]
         parts = [answers[first : first + BATCH] for first in range(0, number, BATCH)]
         samples[name] = np.concatenate(
-            [uniforms(next_laws(model, prompt, part), torch.tensor(part).flatten(), draw) for part in parts]
+            [uniforms(next_distributions(model, prompt, part), torch.tensor(part).flatten(), draw) for part in parts]
         )
     tokens = number * FIRST_TOKENS
-    tests = {f"{name} and the target's law": kstest(found, "uniform") for name, found in samples.items()}
+    tests = {f"{name} and the target": kstest(found, "uniform") for name, found in samples.items()}
     tests["dspark and plain"] = ks_2samp(*samples.values())
     return {
         "tokens": tokens,
         "alpha": ALPHA,
-        "distance_noticed_with_power_0.9": {"of a law": noticed(tokens), "of two samples": noticed(tokens / 2)},
+        "distance_noticed_with_power_0.9": {"of one sample": noticed(tokens), "of two samples": noticed(tokens / 2)},
         "p_values": {name: round(float(test.pvalue), 4) for name, test in tests.items()},
     }
 

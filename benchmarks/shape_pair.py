@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -45,14 +45,14 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.con
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Qwen3 target and of its drafter, as released."""
+    """Sizes of a Qwen3 target and of its drafter; by default those of Qwen3-8B, as released."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    tie_word_embeddings: bool
-    target_layer_ids: tuple[int, ...]
+    hidden_size: int = 4096
+    intermediate_size: int = 12_288
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 32
+    tie_word_embeddings: bool = False
+    target_layer_ids: tuple[int, ...] = (1, 9, 17, 25, 33)
     num_key_value_heads: int = 8
     head_dim: int = 128
     vocab_size: int = 151_936
@@ -97,14 +97,6 @@ class Shape:
         )
 
 
-_QWEN3_4B = Shape(
-    hidden_size=2560,
-    intermediate_size=9728,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    tie_word_embeddings=True,
-    target_layer_ids=(1, 9, 17, 25, 33),
-)
 SHAPES: Mapping[str, Shape] = {
     # For rehearsals on a CPU.
     "tiny": Shape(
@@ -120,17 +112,7 @@ SHAPES: Mapping[str, Shape] = {
         draft_layers=2,
         markov_rank=16,
     ),
-    "qwen3-4b": _QWEN3_4B,
-    "qwen3-8b": replace(_QWEN3_4B, hidden_size=4096, intermediate_size=12_288, tie_word_embeddings=False),
-    "qwen3-14b": replace(
-        _QWEN3_4B,
-        hidden_size=5120,
-        intermediate_size=17_408,
-        num_hidden_layers=40,
-        num_attention_heads=40,
-        tie_word_embeddings=False,
-        target_layer_ids=(1, 10, 19, 28, 37),
-    ),
+    "qwen3-8b": Shape(),
 }
 
 

@@ -73,29 +73,26 @@ class SweepRow:
 COLUMNS = tuple(field.name for field in fields(SweepRow))
 
 
-@dataclass(frozen=True)
-class Observation:
-    """Observations of a server while a round ran.
+def make_row(
+    cell: Cell,
+    replies: Sequence[Reply],
+    cpu_time: CpuTime,
+    counts: Mapping[str, int] | None = None,
+    accept_length: float | None = None,
+) -> SweepRow:
+    """Summarise one round of at least one answer.
 
-    Attributes:
+    Args:
         cpu_time: used during the round.
         counts: change of the server's counters by column; None for a server without DSPARK.
         accept_length: as SGLang's own algorithms report it; None if they do not.
     """
-
-    cpu_time: CpuTime
-    counts: Mapping[str, int] | None = None
-    accept_length: float | None = None
-
-
-def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation) -> SweepRow:
-    """Summarise one round of at least one answer."""
     wall_s = max(reply.done_s for reply in replies) - min(reply.sent_s for reply in replies)
     num_tokens = sum(reply.num_tokens for reply in replies)
     speeds = [reply.num_tokens / reply.total_s for reply in replies]
     tpots_ms = [1e3 * reply.tpot_s for reply in replies if reply.tpot_s is not None]
     ttfts_ms = [1e3 * reply.ttft_s for reply in replies]
-    configuration, cpu_time = cell.configuration, observation.cpu_time
+    configuration = cell.configuration
     return SweepRow(
         policy=configuration.policy,
         concurrency=cell.users,
@@ -116,7 +113,7 @@ def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation) -> 
         **_percentiles("itl", [1e3 * gap for reply in replies for gap in reply.gaps_s]),
         server_cpu_ms_per_tok=1e3 * cpu_time.server_s / num_tokens,
         other_cpu_share=cpu_time.others_s / wall_s / (os.cpu_count() or 1),
-        **_speculation(observation),
+        **_speculation(counts, accept_length),
         num_requests=len(replies),
         num_tokens=num_tokens,
         num_prompt_tokens=sum(reply.num_prompt_tokens for reply in replies),
@@ -156,11 +153,10 @@ def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
     return {f"{name}_p{share}_ms": value for share, value in zip(at, found, strict=True)}
 
 
-def _speculation(observation: Observation) -> dict[str, Any]:
-    counts = observation.counts
+def _speculation(counts: Mapping[str, int] | None, accept_length: float | None) -> dict[str, Any]:
     if counts is None:
         derived = ("mean_verify_len", "wasted_share", "plain_share", "parked_share")
-        return {**dict.fromkeys((*STAT_KEYS, BESIDE, *derived)), "accept_length": observation.accept_length}
+        return {**dict.fromkeys((*STAT_KEYS, BESIDE, *derived)), "accept_length": accept_length}
     rounds, verified, steps = counts["decode_rounds"], counts["verified"], counts["steps"]
     return {
         **counts,

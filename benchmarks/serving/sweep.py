@@ -20,7 +20,7 @@ from serving.fleet import Fleet
 from serving.output import Output
 from serving.profiles import record_steps
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
-from serving.row import Observation, SweepRow, make_row
+from serving.row import SweepRow, make_row
 from serving.schedule import WARM_UP_ROUND, Cell, interleave, load_label, still_to_measure
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools import provenance
@@ -83,15 +83,6 @@ class Sweep:
         """
         return (*configuration.server_flags(self.draft), *self.server_flags)
 
-    @property
-    def activity(self) -> str:
-        """Return what traces of steps record."""
-        return "CPU" if self.device == "cpu" else "GPU"
-
-    def cells(self) -> list[Cell]:
-        """Return all cells in their order, the warm-up round first."""
-        return interleave(self.configurations, self.users, self.num_rounds)
-
     def num_prompts_of(self, cell: Cell) -> int:
         """Return the number of prompts of a cell. A warm-up round only has to see every batch size once."""
         return cell.users if cell.is_warm_up else max(self.num_prompts, PROMPTS_PER_USER * cell.users)
@@ -142,7 +133,8 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console) -> None:
     """
     prompts = load_mixed_prompts(sweep.prompts)
     output = Output(folder, sweep.describe())
-    cells = still_to_measure(sweep.cells(), output.measured)
+    cells = interleave(sweep.configurations, sweep.users, sweep.num_rounds)
+    cells = still_to_measure(cells, output.measured)
     if output.measured:
         open_cells = sum(not cell.is_warm_up for cell in cells)
         console.print(f"{len(output.measured)} cells are measured already, {open_cells} are left", highlight=False)
@@ -170,8 +162,9 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console) -> None:
 
 def _trace(sweep: Sweep, cell: Cell, prompts: Sequence[Prompt], fleet: Fleet, folder: Path) -> None:
     name = re.sub(r"[^\w.-]+", "_", f"{cell.configuration.label}_{cell.users}")
+    activity = "CPU" if sweep.device == "cpu" else "GPU"
     with _as_configured(cell, fleet) as server:
-        record_steps(server, prompts, sweep.sampling, sweep.trace_steps, sweep.activity, folder / name)
+        record_steps(server, prompts, sweep.sampling, sweep.trace_steps, activity, folder / name)
 
 
 class EqualSteps:
@@ -213,7 +206,7 @@ def _measure(sweep: Sweep, cell: Cell, prompts: Sequence[Prompt], fleet: Fleet) 
     counts = None
     if counts_before is not None and counts_after is not None:
         counts = {name: counts_after[name] - counts_before[name] for name in counts_after}
-    return make_row(cell, replies, Observation(cpu_time, counts, accept_length)), replies
+    return make_row(cell, replies, cpu_time, counts, accept_length), replies
 
 
 @contextmanager

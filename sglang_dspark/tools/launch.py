@@ -19,7 +19,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -65,10 +65,6 @@ POLL_S = 0.25
 TAIL_LINES = 25
 
 
-Progress = Callable[[float, str], None]
-"""Called while waiting with the seconds since the start and the last line of the server's log."""
-
-
 class LaunchedServer:
     """``python -m sglang.launch_server`` on 127.0.0.1, as a context manager.
 
@@ -84,10 +80,8 @@ class LaunchedServer:
         model_path: str | Path,
         *flags: str,
         env: Mapping[str, str] | None = None,
-        python: str = sys.executable,
         log_path: str | Path | None = None,
         startup_timeout_s: float = STARTUP_TIMEOUT_S,
-        progress: Progress | None = None,
     ) -> None:
         """Describe the server; it starts when the ``with`` block is entered.
 
@@ -95,20 +89,17 @@ class LaunchedServer:
             model_path: the target checkpoint.
             flags: further arguments of ``sglang.launch_server``. A ``--port`` among them is used, else a free one.
             env: variables set on top of this process's environment.
-            python: interpreter that has SGLang.
             log_path: where the server's output goes; default: a new file in the temporary directory.
             startup_timeout_s: how long the server may take until it answers, warm-up request included.
-            progress: called about four times a second while the server starts.
         """
         self._port = _flag_value(flags, "--port") or str(free_port())
-        self._command = [python, "-m", "sglang.launch_server", "--model-path", str(model_path), *flags]
+        self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path), *flags]
         if "--port" not in flags:
             self._command += ["--port", self._port]
         if "--host" not in flags:
             self._command += ["--host", "127.0.0.1"]
         self._env = {**os.environ, **(env or {})}
         self._startup_timeout_s = startup_timeout_s
-        self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
         self.url = f"http://127.0.0.1:{self._port}"
@@ -200,9 +191,9 @@ class LaunchedServer:
             content: bytes = response.read()
         return content
 
-    def log_tail(self, num_lines: int = TAIL_LINES) -> str:
+    def log_tail(self) -> str:
         """Return the last lines that the server printed."""
-        return "\n".join(self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
+        return "\n".join(self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):  # the next request tells that it has died
@@ -235,8 +226,6 @@ class LaunchedServer:
                 return
             if elapsed_s > self._startup_timeout_s:
                 raise self._failure(f"did not answer within {self._startup_timeout_s:g} s")
-            if self._progress is not None:
-                self._progress(elapsed_s, self.log_tail(1))
             time.sleep(POLL_S)
 
     def _is_healthy(self) -> bool:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from rollouts import ALPHA, learn, next_laws, noticed, reward, uniforms
+from rollouts import ALPHA, learn, next_distributions, noticed, reward, uniforms
 from scipy.stats import binom, kstest
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,36 +43,35 @@ def test_what_beats_its_group_becomes_likelier():
 
 
 @pytest.fixture(scope="module")
-def laws():
+def expected():
     """Those of many places: some are all but sure, some know nothing."""
     draw = torch.Generator().manual_seed(0)
     spreads = torch.rand(TOKENS, 1, generator=draw) * 4
     return (torch.randn(TOKENS, VOCABULARY, generator=draw) * spreads).softmax(-1)
 
 
-def p_value(laws, of_samples, seed):
-    """That of tokens drawn from laws, as if they were from others."""
+def p_value(expected, of_samples, seed):
+    """That of tokens drawn from other distributions than expected."""
     tokens = torch.multinomial(of_samples, 1, generator=torch.Generator().manual_seed(seed))[:, 0]
-    return kstest(uniforms(laws, tokens, np.random.default_rng(seed)), "uniform").pvalue
+    return kstest(uniforms(expected, tokens, np.random.default_rng(seed)), "uniform").pvalue
 
 
-def test_samples_of_right_laws_pass(laws):
-    found = [p_value(laws, laws, seed) for seed in range(TRIES)]
+def test_samples_of_the_expected_distributions_pass(expected):
+    found = [p_value(expected, expected, seed) for seed in range(TRIES)]
     for level in (0.05, 0.3):
         least, most = binom.ppf([0.001, 0.999], TRIES, level)
         assert least <= sum(p < level for p in found) <= most
 
 
 def test_a_distance_is_noticed_nine_times_of_ten():
-    """Of two tokens, one of which is drawn so much more often; and of many, one of which is drawn for others."""
     half = torch.full((TOKENS, 2), 0.5)
-    other = half + noticed(TOKENS) * torch.tensor([1, -1])
+    other = half + noticed(TOKENS) * torch.tensor([1, -1])  # one of two tokens is drawn more often
     assert sum(p_value(half, other, seed) < ALPHA for seed in range(TRIES)) > 0.85 * TRIES
-    law = torch.full((2000, VOCABULARY), 1 / VOCABULARY)
-    one_for_many = law.clone()
+    alike = torch.full((2000, VOCABULARY), 1 / VOCABULARY)
+    one_for_many = alike.clone()
     one_for_many[:, 20:] *= 0.5
     one_for_many[:, 30] += 0.25
-    assert p_value(law, one_for_many, 0) < ALPHA
+    assert p_value(alike, one_for_many, 0) < ALPHA
 
 
 def test_laws_behind_every_prefix():
@@ -83,4 +82,4 @@ def test_laws_behind_every_prefix():
             for answer in answers
             for known in range(3)
         ]
-    torch.testing.assert_close(next_laws(model, prompt, answers), torch.stack(apart))
+    torch.testing.assert_close(next_distributions(model, prompt, answers), torch.stack(apart))

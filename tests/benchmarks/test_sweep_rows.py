@@ -11,7 +11,7 @@ from serving.configurations import Configuration
 from serving.counters import CpuTime
 from serving.output import Output
 from serving.results import over_rounds, read_sweep
-from serving.row import COLUMNS, Observation, decode_speed, make_row
+from serving.row import COLUMNS, decode_speed, make_row
 from serving.schedule import Cell
 
 CELL = Cell(Configuration("s3", "static", "3", "float32"), 2, 5, 1)
@@ -31,11 +31,11 @@ STATS = {
     "prompts_beside": 1,
 }
 
-OBSERVED = Observation(CpuTime(server_s=2.6, others_s=1.0), STATS)
+OBSERVED = CpuTime(server_s=2.6, others_s=1.0), STATS
 
 
 def test_row_of_a_round():
-    row = make_row(CELL, REPLIES, OBSERVED)
+    row = make_row(CELL, REPLIES, *OBSERVED)
     assert (row.policy, row.verify_len, row.concurrency, row.round, row.position) == ("static", 3, 2, 5, 1)
     assert row.wall_s == 4.0
     assert row.output_tok_s == pytest.approx(13 / 4)
@@ -72,10 +72,10 @@ def test_schema_starts_with_the_columns_that_others_rely_on():
 
 def test_files_hold_every_round_at_once_and_read_back(tmp_path):
     output = Output(tmp_path, {})
-    output.write(CELL, make_row(CELL, REPLIES, OBSERVED), REPLIES)
+    output.write(CELL, make_row(CELL, REPLIES, *OBSERVED), REPLIES)
     assert len(pd.read_csv(tmp_path / "sweep.csv")) == 1  # on disk before the sweep ends
     other = replace(CELL, users=1)
-    output.write(other, make_row(other, REPLIES, Observation(CpuTime(1, 0))), REPLIES)
+    output.write(other, make_row(other, REPLIES, CpuTime(1, 0)), REPLIES)
     frame = read_sweep(tmp_path / "sweep.csv")
     assert tuple(frame.columns) == (*COLUMNS, "load")
     assert frame["output_tok_s"].tolist() == pytest.approx([3.25, 3.25])
@@ -89,12 +89,12 @@ def test_files_hold_every_round_at_once_and_read_back(tmp_path):
 
 
 def test_sglangs_own_algorithms_tell_their_accept_length_only():
-    row = make_row(CELL, REPLIES, Observation(CpuTime(1, 0), accept_length=2.5))
+    row = make_row(CELL, REPLIES, CpuTime(1, 0), accept_length=2.5)
     assert row.accept_length == 2.5 and row.verified is None
 
 
 def test_replies_of_complete_cells_are_kept_when_a_sweep_goes_on(tmp_path):
-    path, row = tmp_path / "requests.jsonl", make_row(CELL, REPLIES, OBSERVED)
+    path, row = tmp_path / "requests.jsonl", make_row(CELL, REPLIES, *OBSERVED)
     record = {"configurations": {}, "command": "", "started": "", "finished": None}
     output = Output(tmp_path, dict(record))
     output.write(CELL, row, REPLIES)

@@ -13,7 +13,7 @@ import click
 from sglang_dspark.tools.cli.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from sglang_dspark.tools.doctor.finding import Finding
+    from sglang_dspark.tools.doctor import Finding
 
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[bold red]fail[/]"}
 
@@ -35,8 +35,6 @@ def doctor(target: Path | None, draft: Path | None, hooks: bool, flags: tuple[st
     from rich.console import Console
     from rich.table import Table
 
-    from sglang_dspark.tools.doctor.finding import failed
-
     console = Console(highlight=False)
     table = Table.grid(padding=(0, 2))
     findings = []
@@ -45,8 +43,7 @@ def doctor(target: Path | None, draft: Path | None, hooks: bool, flags: tuple[st
             findings.append(finding)
             table.add_row(_MARKS[finding.status], finding.subject, _text(finding))
     console.print(table)
-    if failed(findings):
-        num_failed = sum(finding.status == "fail" for finding in findings)
+    if num_failed := sum(finding.status == "fail" for finding in findings):
         console.print(f"\n[bold red]{num_failed} of {len(findings)} checks failed.[/]")
         raise SystemExit(1)
     console.print("\n[green]Ready.[/]")

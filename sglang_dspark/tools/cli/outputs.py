@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -33,15 +33,12 @@ class OutputFile(click.Path):
         return path
 
 
-class Advance(Protocol):
-    """Counts what was done since the last call; parts count as well."""
-
-    def __call__(self, advance: float = 1) -> None: ...
-
-
 @contextmanager
-def progress_bars(console: Console, totals: dict[str, int]) -> Iterator[list[Advance]]:
-    """Show a bar with an estimate of the time left for each of ``{what: how many}``, until the block ends."""
+def progress_bars(console: Console, totals: dict[str, int]) -> Iterator[list[Callable[..., None]]]:
+    """Show a bar with an estimate of the time left for each of ``{what: how many}``, until the block ends.
+
+    What it yields is called with what was done since the last call, 1 by default.
+    """
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -66,7 +66,7 @@ _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at m
 @click.option(
     "--long-prompt",
     type=click.IntRange(min=1),
-    help="Length of the prompts of one user more, who sends until the others have all of their answers.",
+    help="Length of the prompts that one user more sends until the others are served.",
 )
 @click.option(
     "--prefill",

@@ -114,15 +114,9 @@ class Demo:
 
     def _serve(self, stack: ExitStack, name: str, flags: Sequence[str]) -> LaunchedServer:
         log_path = self._log_dir / f"demo-{name}.log"
-        with self._console.status(f"starting the {name} server") as status:
-            server = LaunchedServer(
-                self._target,
-                *self._flags,
-                *flags,
-                env={} if self._on_gpu else CPU_ENV,
-                log_path=log_path,
-                progress=lambda seconds, _: status.update(f"starting the {name} server: {seconds:.0f} s"),
-            )
+        env = {} if self._on_gpu else CPU_ENV
+        with self._console.status(f"starting the {name} server"):
+            server = LaunchedServer(self._target, *self._flags, *flags, env=env, log_path=log_path)
             stack.enter_context(server)
             server.suspend()
         self._console.print(
@@ -179,7 +173,7 @@ class Demo:
         for way, given in answers.items():
             name, base = compared.get(way, ("", way))
             ratios = _with_interval(_ratios(given, answers[base])) if name else ""
-            table.add_row(way, _with_range([answer.tokens_per_s for answer in chain(*given)], 1), name, ratios)
+            table.add_row(way, _with_range([answer.tokens_per_s for answer in chain(*given)]), name, ratios)
         self._console.print(table)
         own = "own steps" if self._on_gpu else "own CPU attention"
         self._console.print(
@@ -231,8 +225,8 @@ def _accept_length(answers: Answers) -> float:
     return sum(answer.num_committed for answer in chain(*answers)) / num_rounds if num_rounds else float("nan")
 
 
-def _with_range(values: Sequence[float], digits: int) -> str:
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+def _with_range(values: Sequence[float]) -> str:
+    return f"{median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 def _with_interval(ratios: Sequence[float]) -> str:

@@ -11,7 +11,7 @@ from sglang_dspark.config import flag_name
 from sglang_dspark.engine import support
 from sglang_dspark.errors import EngineError
 from sglang_dspark.tools import cpu_environment
-from sglang_dspark.tools.doctor.finding import Finding, one_line
+from sglang_dspark.tools.doctor import Finding, one_line
 
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_VALUE = "sglang_dspark.plugin:register"
@@ -45,14 +45,11 @@ def check_plugin() -> Iterator[Finding]:
         return
     yield Finding("ok", "entry point", f"{PLUGIN_GROUP}: {found[0].name} = {found[0].value}")
     try:
-        yield _check_registration(found[0])
+        with warnings.catch_warnings(action="ignore"):  # SGLang warns on import of what this machine does not have
+            registration = _register(found[0])
     except Exception as error:  # noqa: BLE001 - whatever a foreign SGLang raises on import is the finding
-        yield Finding("fail", "registration", one_line(error), "install the sglang release named above")
-
-
-def _check_registration(entry_point: EntryPoint) -> Finding:
-    with warnings.catch_warnings(action="ignore"):  # SGLang warns on import of what this machine does not have
-        return _register(entry_point)
+        registration = Finding("fail", "registration", one_line(error), "install the sglang release named above")
+    yield registration
 
 
 def _register(entry_point: EntryPoint) -> Finding:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_dspark.errors import CheckpointError, DSparkError
-from sglang_dspark.tools.doctor.finding import Finding, one_line
+from sglang_dspark.tools.doctor import Finding, one_line
 
 if TYPE_CHECKING:
     from sglang_dspark.draft.model import DraftModel

@@ -37,7 +37,7 @@ def simulate_promises(conditions: Conditions, users: int, share: float) -> Promi
     """Serve the same requests without promises, and with a promise of so much of the mean time per token.
 
     Raises:
-        ConfigError: there is no time per token of those who are promised one, or of the others.
+        ConfigError: one half of the users has no time per token.
     """
     before = _serve(conditions, users, None)
     others_before, ours_before = _tpots(before, users)
@@ -64,7 +64,7 @@ def _serve(conditions: Conditions, users: int, tpot_ms: float | None) -> Outcome
 
 
 def _tpots(outcome: Outcome, users: int) -> tuple[list[float], list[float]]:
-    """Return the times per token of the users who are promised nothing, and of the others."""
+    """Return the times per token of the users without a promise, and of those with one."""
     times: tuple[list[float], list[float]] = [], []
     for request in outcome.requests:
         if request.user < users and (ms := request.tpot_ms) is not None:

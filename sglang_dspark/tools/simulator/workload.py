@@ -107,8 +107,8 @@ class Workload:
     Attributes:
         num_requests: of these users together.
         tpot_ms: time per token that every second user is promised; None for no promises.
-        long_prompt: tokens of the prompts of one user more, who sends until the others have all of their answers; None
-            for no such user.
+        long_prompt: tokens of the prompts that one user more sends until the others have all of their answers; None for
+            no such user.
     """
 
     num_requests: int

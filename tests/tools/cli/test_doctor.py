@@ -22,8 +22,7 @@ from sglang_dspark.engine import support
 from sglang_dspark.engine.launch import diagnosis, hooks
 from sglang_dspark.engine.launch.hooks import HOOKS
 from sglang_dspark.engine.launch.launch import Launch
-from sglang_dspark.tools.doctor import installation, models
-from sglang_dspark.tools.doctor.finding import Finding
+from sglang_dspark.tools.doctor import Finding, installation, models
 
 
 @pytest.fixture
