@@ -32,7 +32,7 @@ def repeating():
     """Texts of three tokens, which go on as they did before more often than not."""
     only = {"logit_bias": {str(token): 60 for token in (17, 40, 99)}}
     copying = {"speculation": {"preset": "summarization", "min_ngram": 1}}
-    return [greedy(body["input_ids"], 24, only, **copying) for body in beginning_alike(6)]
+    return [greedy(body["input_ids"], 24, only, **copying) for body in beginning_alike(4)]
 
 
 def behind_pictures():
@@ -47,7 +47,7 @@ def behind_pictures():
 
 KINDS = [
     pytest.param("hybrid", "plain_hybrid", repeating, id="recurrent"),
-    pytest.param("parallel", "plain", lambda: [endless(case["prompt_ids"], 24) for case in CASES], id="ranks"),
+    pytest.param("parallel", "plain", lambda: [endless(case["prompt_ids"], 24) for case in CASES[:3]], id="ranks"),
     pytest.param("mistral3", "plain_mistral3", behind_pictures, id="pictures", marks=pytest.mark.thorough),
 ]
 

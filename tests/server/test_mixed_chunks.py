@@ -99,7 +99,8 @@ def test_promised_prompts_go_in_between_the_chunks_of_another(letters, plain_let
         wait_until(lambda: letters.get_json("/dspark/stats")["prompts"] != before)
         short = output_ids(letters, promised(asked[1:]), 1)
         assert long.is_alive()
-        long.join()
+        with policy(letters, "static", **PACED):
+            long.join()
     assert texts + short == expected
 
 

@@ -26,7 +26,7 @@ def asked(case, budget, after, *, by_field):
     return greedy(case["prompt_ids"], 32, parameters, require_reasoning=True, **field)
 
 
-CHOICES = [(case, budget, after) for case in CASES[:3] for budget in BUDGETS for after in AFTER]
+CHOICES = [(case, budget, after) for case in CASES[:2] for budget in BUDGETS for after in AFTER]
 BODIES = [asked(*choice, by_field=bool(number % 2)) for number, choice in enumerate(CHOICES)]
 
 
