@@ -8,21 +8,7 @@ from made_schedule import GAMMA, confidence, schedule
 from sglang_dspark.scheduling.forecast import UPDATE_STEPS
 from sglang_dspark.step.record import StepRecord
 
-
 EASY, HARD = [0.9, 0.8, 0.7], [0.01, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(("predicted", "accepted", "is_left_out"), [(EASY, 0, True), (HARD, 1, False)])
-def test_outcomes_say_who_is_left_out_whatever_was_predicted(predicted, accepted, is_left_out):
-    made = schedule()
-    survival = torch.tensor([EASY, predicted])
-    step = record(StepDecision(GAMMA, TopK(6)), [GAMMA] * 2, [GAMMA] * 2, torch.zeros(2, GAMMA), survival)
-    for _ in range(40):
-        made.choose(["r0", "r1"], 64.0)
-        made.observe(step, [0, 1], [2, accepted])
-    choices = [made.choose(["r0", "r1"], 64.0).draft_requests for _ in range(100)]
-    assert (choices.count((0,)) > 80) is is_left_out
-    assert (choices.count(None) > 80) is not is_left_out
 
 
 def serve_alone(made, name, survival, steps, accepted=None):
