@@ -93,6 +93,7 @@ class Promises(Weigher):
     def prefill_done(self, batch: ScheduleBatch) -> None:
         """Note what requests ask for. An answer may begin, and end, beside the prompts of others."""
         now = self._clock()
+        self.had_room.difference_update(batch.reqs)
         for req in batch.reqs:
             asked = promised(req, self._server)
             pace = self._paces.get(req) or Pace(asked.tpot_ms, asked.weight)

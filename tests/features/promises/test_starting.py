@@ -194,15 +194,23 @@ def test_behind_a_request_that_cannot_start_no_room_is_made(passed):
     assert passed(others, prompt("x", 300))[1] == {"x": 24, "b": 20, "c": 20}
 
 
-def test_room_is_made_behind_requests_whose_adapters_have_none(passed):
+@pytest.mark.parametrize(("free", "encoded"), [(9, {"z": 24, "b": 20, "c": 20}), (1, {"z": 44, "b": 20})])
+def test_room_is_made_behind_requests_whose_adapters_have_none(passed, free, encoded):
     """SGLang passes them over, and they take no free row. Two of an adapter that comes have room."""
     queue, running = [prompt(rid, 20, ttft_ms=900) for rid in "abc"], prompt("r", 5)
     for req, adapter in zip([*queue, running], ("red", "green", "green", "green"), strict=True):
         req.lora_id = adapter
-    changes = {"adapters": ("green", None), "running_batch": batch(running)}
-    for rid in "zy":
-        assert passed(queue, prompt(rid, 300), **changes)[1] == {rid: 24, "b": 20, "c": 20}
-    assert passed(queue, prompt("x", 300), free=1, **changes)[1]["x"] == 44
+    found = passed(queue, prompt("z", 300), free=free, adapters=("green", None), running_batch=batch(running))[1]
+    assert found == encoded
+
+
+def test_one_that_has_started_and_was_retracted_has_room_again(passed):
+    first = prompt("a", 20, ttft_ms=900)
+    assert passed([first], prompt("z", 300))[1] == {"z": 44, "a": 20}
+    passed.part.prefill_done(batch(first))
+    first.output_ids.append(7)
+    first.reset_for_retract()
+    assert passed([first, prompt("b", 5, ttft_ms=900)], prompt("y", 300))[1] == {"y": 38, "a": 21, "b": 5}
 
 
 @pytest.mark.parametrize("chunk", [64, 48])
