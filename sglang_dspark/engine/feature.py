@@ -290,7 +290,7 @@ class RequestKeys(ABC):
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature as its folder declares it. Every process reads the declaration; a scheduler imports no part besides.
+    """A feature as its folder declares it. Every process reads the declaration; a scheduler imports no other part.
 
     Attributes:
         room: package of the folder.

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 @pytest.mark.parametrize("name", ["static", "off"])
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 0.8, "sampling_seed": 7}], ids=["greedy", "seeded"])
 def test_texts_of_lone_requests_do_not_change(server, delayed, name, parameters):
-    """By a token: a request that runs alone has steps of the same shapes on both servers."""
+    """Every token is the same: a request that runs alone has steps of the same shapes on both servers."""
     bodies, texts = [greedy(case["prompt_ids"], 64, parameters) for case in CASES], []
     for one in (server, delayed):
         one.flush_cache()

@@ -182,7 +182,7 @@ def test_more_splits_than_are_combined_at_a_time(splits, device, monkeypatch):
     [(5, 8, 1), (6, 8, 3), (8, 8, 4), (9, 8, 3), (40, 8, 8), (40, 33, 20), (40, 3, 3)],
 )
 def test_contexts_use_splits_that_have_work(tiles, splits, used, device, monkeypatch):
-    """Of two tiles each, unless all of it is below six; what others would write stays as it is."""
+    """A split has two tiles, unless there are fewer than six in all; what other splits would write stays as it is."""
     made = []
     monkeypatch.setattr(module, "_parts", spying(module._parts, made))
     case = window_case((64 * tiles, 64 * 4), (2, 3), (2, 1, 16), device, padding=0)
@@ -204,7 +204,7 @@ def spying(parts, made):
 
 @pytest.mark.parametrize("splits", [3, 11, 16])
 def test_the_last_program_combines_whichever_it_is(splits, device, monkeypatch):
-    """To the bit the same, by counters that are zeros again: a captured launch is replayed."""
+    """The result is the same to the bit, and counters are zeros again: a captured launch is replayed."""
     for name, value in {
         "_TILES_PER_SPLIT": 1,
         "_FAN": 4,

@@ -54,7 +54,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("name", "alone", "bodies"), KINDS)
 def test_states_are_those_of_the_plain_server(name, alone, bodies, request):
-    """Of whole texts and of streams, in batches with requests that ask for none."""
+    """They come for whole texts and for streams, in batches with requests that ask for none."""
     server, plain = map(request.getfixturevalue, (name, alone))
     asked = [
         body | {"return_hidden_states": mode, "stream": stream}

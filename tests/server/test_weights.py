@@ -146,7 +146,7 @@ def test_texts_are_those_of_a_server_that_was_started_with_the_weights(dspark, s
 @pytest.mark.thorough
 @pytest.mark.parametrize("route", ["disk", "tensors"])
 def test_ten_updates_in_a_row_take_no_memory(dspark, folders, tmp_path, route):
-    """Of no process of the server, nor of its K/V."""
+    """No process of the server grows, nor does its K/V."""
     of_target, of_drafter = (from_disk, by_route) if route == "disk" else (from_tensors, by_selector)
     drafter = bare(folders[1], tmp_path / "bare")
     resident = []
@@ -220,7 +220,7 @@ OFTEN = {("dspark", "encoded again"), ("dspark", "continued")}
     ],
 )
 def test_a_request_that_an_update_meets(request, folders, name, how):
-    """By the same rules as on a plain server; those of greedy decoding say which text is right."""
+    """It is treated as on a plain server; greedy decoding says which text is right."""
     server, (pause, fields) = request.getfixturevalue(name), HALTED[how]
     body, answers = endless(PROMPT, 400, return_logprob=False, speculation={"max_verify": 1}), []
     old = server.post_json("/generate", body)["output_ids"]

@@ -19,7 +19,7 @@ WHOLE = StepDecision(7, FixedLength())
 
 @pytest.fixture(autouse=True)
 def small_ring(monkeypatch):
-    """Of four steps at most."""
+    """It holds four steps."""
     monkeypatch.setattr(drafter, "_HELD", 16)
     monkeypatch.setattr(drafter, "_STEP", 4)
 

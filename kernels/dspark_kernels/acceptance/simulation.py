@@ -219,5 +219,5 @@ def simulated_accept(
 
 
 def _slots(draws: SimulatedDraws) -> int:
-    """Return slots of a program, the same for shorter drafts: no depth compiles a kernel anew."""
+    """Return slots of a program, the same for shorter drafts: no depth compiles another kernel."""
     return triton.next_power_of_2(len(draws.law) + 1)

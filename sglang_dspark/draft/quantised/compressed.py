@@ -33,7 +33,7 @@ class CompressedTensors:
         """Read the groups.
 
         Raises:
-            CheckpointError: the library does not read the configuration, or weights are transformed or sparse besides.
+            CheckpointError: the library does not read the configuration, or weights are also transformed or sparse.
         """
         from compressed_tensors.compressors.format import infer_module_format
         from compressed_tensors.config import CompressionFormat

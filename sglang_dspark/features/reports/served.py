@@ -61,7 +61,7 @@ class Reports(Part):
         return str(get_serving().weight_version), "" if drafter is None else drafter["path"]
 
     def weights_changed(self) -> None:
-        """Count for the new version, and judge anew whether the drafter fits."""
+        """Count for the new version, and judge again whether the drafter fits."""
         self._spans.end(*self._in_force())
         self._versions.change(self._version())
 

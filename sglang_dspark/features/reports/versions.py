@@ -41,7 +41,7 @@ class Versions:
         self.change(key)
 
     def change(self, key: Key) -> None:
-        """Count for another version from now on, and judge anew whether the drafter fits."""
+        """Count for another version from now on, and judge again whether the drafter fits."""
         self.first_drafts = FirstDrafts()
         known: Count = {"key": key, "rounds": 0, "tokens": 0, "first_drafts": {}}
         known = next((count for count in self.counts if count["key"] == key), known)

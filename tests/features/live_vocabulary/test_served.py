@@ -1,4 +1,4 @@
-"""Which tokens of a list are replaced, and when."""
+"""Tokens of a list are replaced by those that answers have."""
 
 from types import SimpleNamespace
 

@@ -174,7 +174,7 @@ def test_chunks_that_share_steps_with_drafts_grow_however_many_requests_run(runn
 
 
 def test_chunks_beside_requests_that_draft_nothing_shrink():
-    """As on a machine that has become slower; of drafts the schedule leaves some out."""
+    """The machine has become slower. Of drafts, the schedule would leave some out."""
     part, riders = gaps(800), Others(2, True)
     part._limit, part.waited_for = ChunkLimit(1e-9), True
     part._limit.rows = 800

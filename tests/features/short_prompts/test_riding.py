@@ -27,7 +27,7 @@ from sglang_dspark.step.record import StepRecord
 
 
 class Pool:
-    """Where batches find the part."""
+    """Batches find the part here."""
 
 
 def met(blocks, *, found=True):
