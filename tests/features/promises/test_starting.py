@@ -122,7 +122,7 @@ def test_what_the_cache_has_does_not_count_as_rows(passed, name):
 
 
 def test_a_turn_of_a_streaming_session_is_not_looked_up(passed):
-    """What the session holds is lent to one request, which has to start."""
+    """SGLang lends what the session holds to one request, which has to start."""
     turn = prompt("a", 50, ttft_ms=900)
     turn.session = SimpleNamespace(streaming=True)
     passed.cache.insert(InsertParams(RadixKey(turn.origin_input_ids[:49]), torch.arange(1, 50)))
