@@ -237,7 +237,7 @@ def install(args: ServerArgs, *places: Where) -> None:
 def _apply() -> None:
     """Have SGLang apply what is registered, but look for none but functions among the names of all modules.
 
-    It looks for methods, too, which no module has by name: 30 ms for each hook on a slow core.
+    It looks for methods, too, which no module has by name: 40 ms for each hook, among 8,000 modules.
     """
     find_all = hook_registry._propagate_patch
 

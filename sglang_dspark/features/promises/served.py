@@ -71,10 +71,11 @@ class Promises(Weigher):
         if no request is promised one.
         """
         every = self._server.ttft_ms is not None
-        places = [
+        if not every and not any(req.sampling_params.custom_params and self.promised_ms(req) for req in queue):
+            return []
+        return [
             place for place, req in enumerate(queue) if every or req.is_retracted or req.sampling_params.custom_params
         ]
-        return places if any(self.promised_ms(queue[place]) for place in places) else []
 
     def start_by_ms(self, req: Req) -> float:
         """Return when a prompt has to start, or go on, at the latest.

@@ -122,7 +122,7 @@ def test_what_the_cache_has_does_not_count_as_rows(passed, name):
 
 
 def test_a_turn_of_a_streaming_session_is_not_looked_up(passed):
-    """What the session holds is lent to one request, which has to start."""
+    """SGLang lends what the session holds to one request, which has to start."""
     turn = prompt("a", 50, ttft_ms=900)
     turn.session = SimpleNamespace(streaming=True)
     passed.cache.insert(InsertParams(RadixKey(turn.origin_input_ids[:49]), torch.arange(1, 50)))
@@ -139,11 +139,11 @@ def test_a_cached_prompt_that_is_longer_than_a_chunk_has_room(passed):
 
 
 def test_what_has_been_read_of_a_promised_prompt_counts_no_more(passed):
-    """A second before the other has to start, half of the one that has begun is left, which takes less than that."""
+    """A quarter of the one that has begun is left, which the other could not wait for if it counted as a whole."""
     times, begun = StepTimes(memory_bound()), prompt("z", 400, ttft_ms=900)
-    begun.prefix_len = begun.extend_end = 380
-    due = prompt("a", 20, ttft_ms=900 - 100 * times.row_ms)
-    assert passed([due], begun, times=times)[1] == {"z": 20, "a": 20}
+    begun.prefix_len = begun.extend_end = 300
+    due = prompt("a", 20, ttft_ms=900 - 200 * times.row_ms)
+    assert passed([due], begun, times=times)[1] == {"z": 44, "a": 20}
 
 
 def test_a_first_token_that_has_come_is_not_promised_again(passed):
