@@ -102,7 +102,7 @@ def test_what_was_copied_of_a_reduced_vocabulary_follows(trained, eight_bits):
 
 @pytest.mark.parametrize("eight_bits", [False, True])
 def test_tokens_of_a_list_that_are_replaced(trained, eight_bits):
-    """The heads equal those of a list that had the new ones from the start, in the places of the old ones, also behind an update."""
+    """The heads are those of a list that had the new ones from the start, in these places, also behind an update."""
     model = load_draft_model(DRAFT, dtype=torch.float32, device="cpu")
     if eight_bits:
         model.store_in_eight_bits()

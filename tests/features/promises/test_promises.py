@@ -126,7 +126,7 @@ def test_the_servers_promise_holds_for_requests_without_their_own():
     paces = [part._paces[req] for req in batch.reqs]
     assert [(pace.tpot_ms, pace.weight) for pace in paces] == [(10, 1), (20, 1), (10, 0.5)]
     assert [part.promised_ms(req) for req in batch.reqs] == [100, 100, 5]
-    assert part.promises_any(batch.reqs[:1]) and not part.promises_any([])
+    assert part.out_of_turn(batch.reqs[:1]) == [0] and part.out_of_turn([]) == []
 
 
 BAD = (0, -1, "5", "", None, True, float("nan"), float("inf"), 2.0**70, 10**400, [1], {})
