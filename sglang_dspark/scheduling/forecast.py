@@ -150,7 +150,8 @@ class Forecast:
             return False
         if requests[0] != self._lone_request:
             self._lone_request, self._lone_rounds = requests[0], 0
-        self._lone_rounds += 1
+        # Without survivals, only what is copied is learned from, and at once.
+        self._lone_rounds += feedback.record.confidence is not None
         return self._lone_rounds <= UPDATE_STEPS
 
     def observe_plain(self) -> None:

@@ -8,7 +8,6 @@ from functools import cached_property
 
 from sglang_dspark.engine.feature import Part, Weigher, part_of
 from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.batch import is_running
 from sglang_dspark.engine.scheduler.draft_input import committed_lengths
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
@@ -73,7 +72,7 @@ class StepControl:
             times_ms: what the step took the device, and how long the host has waited for it; None if it is not known.
         """
         # Under overlap a request that has just ended takes part in one more step, whose tokens are dropped.
-        running = [index for index, req in enumerate(reqs) if is_running(req)]
+        running = [index for index, req in enumerate(reqs) if not (req.finished() or req.is_retracted)]
         accepted = [committed[index] - 1 for index in running]
         self._learn_time(times_ms)
         if running:
