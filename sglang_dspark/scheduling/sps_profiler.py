@@ -1,7 +1,6 @@
 """Measures the SPS table at start-up. The steps to time are passed in as callables."""
 
 import itertools
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,8 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_dspark.scheduling.sps_table import SpsTable, along
-
-logger = logging.getLogger(__name__)
 
 # The median of three passes survives one hiccup of the machine, that of five survives two.
 MIN_PASSES = 3
@@ -33,6 +30,10 @@ class SteppedLoad(Protocol):
         """Verify and commit ``drafts`` drafts per request; 0 is a plain step."""
 
 
+Progress = Callable[[int, int, float], None]
+"""Called after each pass with (passes done, passes at most, seconds since the start)."""
+
+
 def timed_drafts(most: int) -> list[int]:
     """Return the numbers of drafts up to ``most`` that are measured: of long blocks, every fourth."""
     return sorted({*range(min(most, 8) + 1), *range(12, most, 4), most})
@@ -47,6 +48,8 @@ def measure(  # noqa: PLR0913 - what is measured, and how long it may take
     contexts: Sequence[int],
     limit_s: float,
     tiers: Sequence[int] = (),
+    monotone: bool = False,
+    progress: Progress | None = None,
     wait: Callable[[], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> SpsTable:
@@ -60,6 +63,8 @@ def measure(  # noqa: PLR0913 - what is measured, and how long it may take
         drafts: numbers of drafts per request from 0 on; between them, times are interpolated.
         limit_s: seconds to spend. Further passes are left out, and, if the first one takes too long, the largest
             request counts, which are then extrapolated.
+        monotone: more tokens, requests or context never take less time here, so that a cell above a larger one is noise
+            and is lowered to it. Not so if some shapes run in CUDA graphs and others do not.
         wait: returns when the device has finished; None if calls return no sooner.
         clock: seconds, for the limit; of the ranks of one server, all must read the same time.
     """
@@ -83,12 +88,17 @@ def measure(  # noqa: PLR0913 - what is measured, and how long it may take
                     if num_drafts > 0 or kind == "verify":
                         elapsed = _time(partial(step, num_drafts), wait, clock, warm_up=done == 0)
                         samples[kind][done, r, d, c] = elapsed
-        logger.info("DSPARK: measuring step times, pass %d of at most %d, %.1f s", done + 1, MAX_PASSES, spent())
+        if progress is not None:
+            progress(done + 1, MAX_PASSES, spent())
         # The first pass runs everything twice.
         next_ends = spent() * (1 + 1 / (done + 2))
         if next_ends > limit_s and (done + 1 >= MIN_PASSES or spent() > limit_s):
             break
     times = {kind: np.median(taken[: done + 1, : len(requests)], axis=0) for kind, taken in samples.items()}
+    if monotone:
+        # Drafting nothing takes no time by definition, so the drafts' axis of `draft` starts at one.
+        times = {"draft": times["draft"], "verify": _lower_to_larger(times["verify"])}
+        times["draft"][:, 1:] = _lower_to_larger(times["draft"][:, 1:])
     return SpsTable(
         key=dict(key),
         requests=requests,
@@ -98,6 +108,13 @@ def measure(  # noqa: PLR0913 - what is measured, and how long it may take
         verify_ms=_with_those_between(times["verify"], drafts),
         tiers=list(tiers),
     )
+
+
+def _lower_to_larger(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Lower every cell to the smallest one that is at least as far along all axes."""
+    for axis in range(values.ndim):
+        values = np.flip(np.minimum.accumulate(np.flip(values, axis), axis), axis)
+    return values
 
 
 def _with_those_between(values: NDArray[np.float64], drafts: Sequence[int]) -> NDArray[np.float64]:

@@ -145,3 +145,16 @@ def test_two_loads_are_measured_on_the_slowest_machine(monkeypatch):
     table = machine.measure(limit_s=1e-6)
     assert_measured(table, machine, [1, 2])
     assert set(machine.runs.values()) == {2}  # warm-up and one sample
+
+
+def test_noise_above_a_larger_load_is_lowered_to_it(monkeypatch):
+    """One cell of each kind took ten times as long in every pass."""
+    machine = Machine(monkeypatch)
+    calm, seconds = machine.measure(), machine.seconds
+    machine.seconds = lambda r, c, kind, d: seconds(r, c, kind, d) * (10 if (r, d) == (2, 1) else 1)
+    noisy, repaired = machine.measure(), machine.measure(monotone=True)
+    for name in ("draft_ms", "verify_ms"):
+        expected = getattr(calm, name).copy()
+        assert getattr(noisy, name)[1, 1] == pytest.approx(10 * expected[1, 1])
+        expected[1, 1] = expected[1, 2]
+        assert getattr(repaired, name) == pytest.approx(expected)

@@ -53,6 +53,9 @@ def measure_steps(stepper: Stepper, key: dict[str, str]) -> SpsTable:
         limit_s,
     )
 
+    def progress(done: int, most: int, seconds: float) -> None:
+        logger.info("DSPARK: measuring step times, pass %d of at most %d, %.1f s", done, most, seconds)
+
     with ExitStack() as batches, torch.no_grad():
         loads: dict[tuple[int, int], SteppedLoad] = {}
 
@@ -78,7 +81,9 @@ def measure_steps(stepper: Stepper, key: dict[str, str]) -> SpsTable:
             contexts=contexts,
             limit_s=limit_s,
             tiers=stepper.tiers,
+            monotone=device == "cpu",
             wait=wait,
+            progress=progress,
             clock=lambda: agreement.share(time.perf_counter()),
         )
 
