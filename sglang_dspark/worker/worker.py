@@ -25,6 +25,7 @@ from sglang_dspark.engine.scheduler.batch import (
 )
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.measure_steps import Stepper
+from sglang_dspark.engine.scheduler.nan_check import NanCheck
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.simulated import SimulatedAcceptance
 from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
@@ -158,6 +159,7 @@ class DSparkWorker(SpecWorkerBase):
             seed=self.target_worker.random_seed,
             relay=self.relay,
             parts=self.parts,
+            fuses=part_of(self.parts, NanCheck) is None,
         )
         captured.capture()
         self.executors.add_graphs(captured)

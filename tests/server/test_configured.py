@@ -111,7 +111,7 @@ def test_a_request_of_higher_priority_goes_first(configured, plain):
 def test_a_promised_first_token_overtakes_prompts_that_came_before(configured):
     """Five pairs of requests take turns, and others wait behind them all."""
     rids = [f"pair {place // 2} {place}" for place in range(10)]
-    pairs = {"rid": rids, "input_ids": [[5, 6, 7]] * 10, "sampling_params": endless([], 100)["sampling_params"]}
+    pairs = {"rid": rids, "input_ids": [[5, 6, 7]] * 10, "sampling_params": endless([], 200)["sampling_params"]}
     bodies, texts = [greedy(case["prompt_ids"], 8) for case in CASES[:3]], []
     with policy(configured, "off", OWN, pace_ms=PACE_MS):
         held = in_background(lambda: call(configured, "/generate", body=pairs))

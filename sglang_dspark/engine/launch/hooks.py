@@ -239,7 +239,10 @@ def _apply() -> None:
 
     It looks for methods, too, which no module has by name: 40 ms for each hook, among 8,000 modules.
     """
-    find_all = hook_registry._propagate_patch
+    find_all = getattr(hook_registry, "_propagate_patch", None)
+    if find_all is None:  # another release of SGLang
+        HookRegistry.apply_hooks()
+        return
 
     def find(original: object, wrapped: object, owner: object) -> int:
         return 0 if isinstance(owner, type) else find_all(original, wrapped, owner)

@@ -105,9 +105,9 @@ def _planned(scheduler: Scheduler, part: Promises, places: Sequence[int]) -> tup
         return level(queue[place]), patient_until_ms(queue[place])
 
     due_ms = {place: _due_ms(queue[place], part, scheduler.tree_cache) for place in places}
-    promised = {place: (level(queue[place]), ms) for place, ms in due_ms.items() if ms is not None}
-    if begun is not None:
-        promised[len(queue)] = level(begun), part.start_by_ms(begun)
+    # The one that has begun comes first: it leaves no room for others that are due when it is.
+    promised = {} if begun is None else {len(queue): (level(begun), part.start_by_ms(begun))}
+    promised |= {place: (level(queue[place]), ms) for place, ms in due_ms.items() if ms is not None}
     by_age = scheduler.policy.policy == CacheAgnosticPolicy.FCFS
     order = starting_order(len(queue) + (begun is not None), promised, due, by_age=by_age)
     if begun is None:

@@ -30,12 +30,14 @@ def end_with_the_first(schedulers: Sequence[BaseProcess], end: Callable[[], None
         for gone in [scheduler for scheduler in left if scheduler.sentinel in ended]:
             left.remove(gone)
             # A process whose status another thread is collecting has none for a moment.
-            while gone.exitcode is None:
+            for _ in range(100):
+                if gone.exitcode is not None:
+                    break
                 time.sleep(0.01)
-            if gone.exitcode:
+            if gone.exitcode != 0:
                 time.sleep(GRACE_S)
                 logger.error(
-                    "DSPARK: process %d of a replica has ended with status %d. The server ends; start it again",
+                    "DSPARK: process %d of a replica has ended with status %s. The server ends; start it again",
                     gone.pid,
                     gone.exitcode,
                 )

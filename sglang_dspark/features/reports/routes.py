@@ -37,7 +37,7 @@ def add(app: FastAPI, target_only: str | None) -> None:
     app.add_api_route(PAGE, _page, methods=["GET"], include_in_schema=False)
     if target_only is not None:
         alone = {"effective_decode_path": "target-only", "reason": target_only, "versions": versions(), "policies": {}}
-        app.add_api_route("/dspark/capabilities", lambda: alone, methods=["GET"])
+        app.add_api_route("/dspark/capabilities", lambda: alone, methods=["GET"], name="capabilities")
         return
     routes = Routes()
     app.add_api_route("/dspark/stats", routes.stats, methods=["GET"])

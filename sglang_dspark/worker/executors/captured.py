@@ -37,6 +37,8 @@ class CapturedSteps:
         seed: of the engine's noise.
         relay: where fused graphs write the outcome for the next step; None if it is not read there.
         parts: what features do on the server.
+        fuses: whether greedy steps are captured from the forward to the commit. Not if something looks at the logits of
+            every step first.
 
     Attributes:
         tiers: sizes that were captured.
@@ -58,9 +60,11 @@ class CapturedSteps:
         *,
         relay: Relay | None = None,
         parts: Sequence[Part] = (),
+        fuses: bool = True,
     ) -> None:
         self._free_before = torch.cuda.mem_get_info()[0]
         self.eager, self.relay, self._runner, self._depth = eager, relay, model_runner, depth
+        self._fuses = fuses and not eager.agreement.needed  # ranks settle the outcome before the commit
         self.tiers = Tiers.of(request_slots, depth)
         self.buffers = StepBuffers(eager, model_runner.req_to_token_pool.req_to_token, self.tiers, depth, seed)
         most_requests, most_rows = self.tiers.requests[-1], len(self.buffers.rows.input_ids)
@@ -116,7 +120,7 @@ class CapturedSteps:
         plan = self.plans[rows, plain] = self.buffers.plan(slots, rows, width=1 if plain else self._depth + 1)
         forward = static_verify(self._runner, step, plan, self._logits[:rows], self.parts)
         self.forwards[rows, plain] = capture(forward)
-        if not self.eager.agreement.needed:  # ranks settle the outcome before the commit
+        if self._fuses:
             self.fused[rows, plain] = self._capture_fused(capture, step, plan)
 
     def _capture_fused(self, capture: Capture, step: DecodeBatch, plan: VerifyPlan) -> Captured[StepOutcome]:

@@ -258,11 +258,12 @@ def test_what_the_cache_has_needs_no_room(passed):
 
 
 def test_room_is_whole_pages(passed):
-    """The cache has more than half of the second a, which needs no more of them than its rows."""
+    """The cache has more than half of the second a. What is left of the chunk is less than the pages that b needs."""
     assert passed([prompt("a", 20, ttft_ms=900)], prompt("z", 300), chunk=60, page=16)[1] == {"z": 16, "a": 20}
     a = prompt("a", 20, ttft_ms=900)
     passed.cache.insert(InsertParams(RadixKey(a.origin_input_ids[:12]), torch.arange(1, 13)))
-    assert passed([a, prompt("b", 20)], prompt("y", 300), chunk=60, page=16)[1] == {"y": 32, "a": 8}
+    queue = [a, prompt("b", 20, ttft_ms=600_000)]
+    assert passed(queue, prompt("y", 300), chunk=76, page=16, limit=32)[1] == {"y": 32, "a": 8}
 
 
 def test_room_that_sglang_leaves_for_other_prompts_stays(passed):
