@@ -7,6 +7,7 @@ twin (``--speculative-dspark-verify-len`` -> ``SGLANG_DSPARK_VERIFY_LEN``), else
 from __future__ import annotations
 
 import os
+import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -19,6 +20,11 @@ from sglang_dspark.errors import ConfigError
 
 FLAG_PREFIX = "--speculative-dspark-"
 ENV_PREFIX = "SGLANG_DSPARK_"
+
+# Kubernetes sets these variables in every pod of a namespace that has a Service with the name `sglang-dspark`.
+_OF_A_SERVICE = re.compile(
+    ENV_PREFIX + r"(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)", re.ASCII
+)
 
 # Drafts that presets may propose per request and step on a server without a drafter, unless --speculative-dspark-
 # block-size says otherwise: as many as the released drafters propose.
@@ -205,11 +211,13 @@ class DSparkConfig:
             foreign: variables with our prefix that others read.
 
         Raises:
-            ConfigError: a value does not parse or is out of range, or an unknown ``SGLANG_DSPARK_*`` variable is set.
+            ConfigError: a value does not parse or is out of range, or an unknown ``SGLANG_DSPARK_*`` variable is set
+                that is not one of a Kubernetes Service.
         """
         env = os.environ if env is None else env
         by_env = {ENV_PREFIX + f.name.upper(): f for f in fields(cls)}
-        unknown = sorted(k for k in env if k.startswith(ENV_PREFIX) and k not in by_env and k not in foreign)
+        ours = {name for name in env if name.startswith(ENV_PREFIX) and not _OF_A_SERVICE.fullmatch(name)}
+        unknown = sorted(ours.difference(by_env, foreign))
         if unknown:
             raise ConfigError(
                 f"unknown environment variable {unknown[0]}={env[unknown[0]]!r}; known are {', '.join(sorted(by_env))}"

@@ -83,11 +83,24 @@ def test_verify_nothing_is_legal():
         (["--speculative-dspark-draft-free", "yes"], {}, "draft-free='yes': must be on or off"),
         ([], {"SGLANG_DSPARK_VERIFY_LEN": "many"}, "SGLANG_DSPARK_VERIFY_LEN='many'"),
         ([], {"SGLANG_DSPARK_VERIFYLEN": "3"}, "unknown environment variable SGLANG_DSPARK_VERIFYLEN"),
+        ([], {"SGLANG_DSPARK_PORTS": "3"}, "unknown environment variable SGLANG_DSPARK_PORTS"),
+        ([], {"SGLANG_DSPARK_SERVICE": "3"}, "unknown environment variable SGLANG_DSPARK_SERVICE="),
+        ([], {"SGLANG_DSPARK_SERVICE_HOST_HTTP": "3"}, "unknown environment variable SGLANG_DSPARK_SERVICE_HOST_HTTP"),
+        ([], {"SGLANG_DSPARK_PORT_30000_TCP_NAME": "3"}, "unknown environment variable SGLANG_DSPARK_PORT_30000_TCP"),
+        ([], {"SGLANG_DSPARK_PORT_HTTP_TCP": "3"}, "unknown environment variable SGLANG_DSPARK_PORT_HTTP_TCP"),
     ],
 )
 def test_refused_options(argv, env, named):
     with pytest.raises(ConfigError, match=named):
         resolve(*argv, env=env)
+
+
+def test_variables_of_a_kubernetes_service_are_left_alone():
+    """Kubernetes sets them in every pod of a namespace that has a Service ``sglang-dspark``."""
+    ports = [f"SGLANG_DSPARK_PORT_{port}" for port in ("30000_TCP", "53_UDP", "7_SCTP")]
+    parts = [f"{port}_{part}" for port in ports for part in ("PROTO", "PORT", "ADDR")]
+    entrance = ["SGLANG_DSPARK_SERVICE_HOST", "SGLANG_DSPARK_SERVICE_PORT", "SGLANG_DSPARK_SERVICE_PORT_HTTP_2"]
+    assert resolve(env=dict.fromkeys([*entrance, "SGLANG_DSPARK_PORT", *ports, *parts], "10.0.0.7")) == resolve()
 
 
 def test_values_beyond_the_checkpoint():

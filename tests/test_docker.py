@@ -100,6 +100,7 @@ def test_a_pod_is_a_container_of_compose_with_a_gpu_and_a_health(name):
     for _, spec in found:
         [container] = spec["containers"]
         assert container["image"] == image and container["resources"]["limits"]["nvidia.com/gpu"] > 0
+        assert spec["enableServiceLinks"] is False  # variables of Services look like options
         assert spec["securityContext"]["runAsUser"] == spec["securityContext"]["fsGroup"] == 10001
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):

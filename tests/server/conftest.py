@@ -120,6 +120,7 @@ CONFIGURED = (
     *("speculative-dspark-draft-quantization: int8", "enable-priority-scheduling: true", "stream-interval: 8"),
     "speculative-dspark-tpot-ms: 9000",
 )
+OF_A_SERVICE = {"SGLANG_DSPARK_SERVICE_PORT_HTTP": "30000", "SGLANG_DSPARK_PORT_30000_TCP_ADDR": "10.0.0.7"}
 CHUNKS, MIXED = "--chunked-prefill-size", "--enable-mixed-chunk"
 PROMPT_ROWS = "--speculative-dspark-prompt-rows"
 # A pool that cannot hold the running requests.
@@ -181,8 +182,8 @@ SERVERS: dict[str, Recipe] = {
     "dflash2": Recipe((_random("dflash2"), f"--tp-size 2 {FOUR} {CROWDED} 260"), env=TWO_RANKS),
     "long_block": Recipe((_random("long-block"), STATIC, "--speculative-dspark-verify-len 1 --context-length 96")),
     "draft_free": Recipe((partial(_by_a_file, WITHOUT_A_DRAFTER), "--fastapi-root-path /behind/a/proxy")),
-    # Options in a file that no other server has.
-    "configured": Recipe((_configured, "--max-running-requests 2")),
+    # Options in a file that no other server has, and variables of a Kubernetes Service with the plugin's name.
+    "configured": Recipe((_configured, "--max-running-requests 2"), env=OF_A_SERVICE),
     "target_only": Recipe((_drafter(damaged_drafter), "--speculative-dspark-fallback target-only")),
     "guarded": Recipe(GUARDED),
     # Blocks longer than the drafter's, whose last slots are copied; prompts beside running requests, under overlap. The
