@@ -11,6 +11,9 @@ A row is one of these, and of conversations only the turns of the user are read:
 A text may be a list of parts ``{"type": "text", "text": text}``. Of a row with several of these forms the first one is
 read that says something: data sets repeat the first turn of a conversation as its prompt. What assistants say is read
 where answers are counted.
+
+Chats that were cut within a letter have half of a surrogate pair, which JSON can hold, and tokenizers and UTF-8 cannot.
+It is read as U+FFFD, and one message in the log counts the rows.
 """
 
 import logging
@@ -53,8 +56,8 @@ def read_prompts(path: Path, limit: int | None = None, shuffle_seed: int | None 
 
 def read_answers(path: Path) -> list[str]:
     """Read what assistants say in the conversations of a file, in its order."""
-    said = [_texts_of(row, _ASSISTANTS) for _, row in read_rows(path)]
-    return [text for texts in said for text in texts or () if text.strip()]
+    said = [(where, tuple(_texts_of(row, _ASSISTANTS) or ())) for where, row in read_rows(path)]
+    return [text for texts in _whole(said, str(path)) for text in texts if text.strip()]
 
 
 def conversations_of(rows: Iterable[Row], source: str) -> list[Turns]:
@@ -66,11 +69,11 @@ def conversations_of(rows: Iterable[Row], source: str) -> list[Turns]:
     Raises:
         ConfigError: a row has none of the forms above, or no user says anything.
     """
-    found: list[Turns] = []
+    found: list[tuple[str, Turns]] = []
     silent: list[str] = []
     for where, row in rows:
         if turns := _user_turns(row, where):
-            found.append(turns)
+            found.append((where, turns))
         else:
             silent.append(where)
     if not found:
@@ -85,7 +88,25 @@ def conversations_of(rows: Iterable[Row], source: str) -> list[Turns]:
             len(found) + len(silent),
             silent[0].removeprefix("--prompts "),
         )
-    return found
+    return _whole(found, source)
+
+
+def _whole(said: Sequence[tuple[str, Turns]], source: str) -> list[Turns]:
+    """Return the texts of the rows, without halves of surrogate pairs."""
+    whole = [
+        tuple(text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") for text in texts)
+        for _, texts in said
+    ]
+    if torn := [where for (where, texts), read in zip(said, whole, strict=True) if read != texts]:
+        logger.warning(
+            "--prompts %s: in %d of %d rows a text has half of a surrogate pair, which is read as U+FFFD; the first is "
+            "%s",
+            source,
+            len(torn),
+            len(said),
+            torn[0].removeprefix("--prompts "),
+        )
+    return whole
 
 
 def _user_turns(row: Any, where: str) -> Turns:

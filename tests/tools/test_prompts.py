@@ -161,6 +161,32 @@ def test_letters_of_two_halves_are_whole(tmp_path):
     assert read_prompts(path) == ["日本 👨\u200d👩"]
 
 
+HALVES = [
+    {"prompt": "\ud83d cat"},
+    {"turns": ["One?", "red \ude00"]},
+    {"messages": [{"role": "\ud83d", "content": "1"}, {"role": "user", "content": "One?"}]},
+    {"conversations": [{"from": "human", "value": "Two?"}, {"from": "gpt", "value": "2\ud83d"}]},
+    {"prompt": [{"type": "text", "text": "red "}, {"type": "text", "text": "\ude00"}]},
+    {"prompt": "\ud83d\ud83d\ude00\ude00"},
+]
+
+
+def test_half_a_letter_is_read_as_a_replacement_character(tmp_path, caplog):
+    """Cut chats of public data sets have such texts. JSON can hold them, UTF-8 and tokenizers cannot."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in HALVES))
+    turns = [("\ufffd cat",), ("One?", "red \ufffd"), ("One?",), ("Two?",), ("red \ufffd",), ("\ufffd😀\ufffd",)]
+    assert read_conversations(path) == turns
+    says = (
+        "--prompts {0}: in {1} of {2} rows a text has half of a surrogate pair, which is read as U+FFFD; the first is "
+        "{0}:{3}"
+    )
+    assert [record.getMessage() for record in caplog.records] == [says.format(path, 4, 6, 1)]
+    caplog.clear()
+    assert read_answers(path) == ["2\ufffd"]
+    assert [record.getMessage() for record in caplog.records] == [says.format(path, 1, 6, 4)]
+
+
 def test_first_turns_each_once(tmp_path):
     path = tmp_path / "prompts.jsonl"
     rows = [{"turns": ["one", "two"]}, {"prompt": "three", "id": 1}, {"prompt": "one"}, {"turns": ["four"]}]

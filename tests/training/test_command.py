@@ -45,7 +45,9 @@ def chat_target(tmp_path_factory):
 @pytest.fixture
 def prompts(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"turns": [f"red {noun} sees the blue {noun}"]}) + "\n" for noun in NOUNS))
+    turns = [[f"red {noun} sees the blue {noun}"] for noun in NOUNS[:-1]]
+    turns.append(["red lamp sees the \ud83d", "blue \ud83d lamp"])  # texts that were cut within a letter
+    path.write_text("".join(json.dumps({"turns": each}) + "\n" for each in turns))
     return path
 
 

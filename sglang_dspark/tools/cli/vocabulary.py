@@ -71,13 +71,10 @@ def vocabulary(target: Path, files: tuple[Path, ...], size: int, output: Path, *
     chosen = traffic.choose(tokens, size)
     save_token_ids(output, chosen)
     of_all, of_others = coverage(chosen, answers), traffic.held_out_coverage(tokens, size)
-    console.print(
-        f"{size:,} of {tokens.number:,} tokens, from {len(answers):,} answers and {len(asked):,} texts of users. They "
-        f"are {_share(of_all)} of the answers' tokens; a list from nine tenths of the answers has {_share(of_others)} "
-        "of the others'."
-    )
+    says = f"{size:,} of {tokens.number:,} tokens, from {len(answers):,} answers and {len(asked):,} texts of users."
+    if of_all is not None:
+        says += f" They are {of_all:.2%} of the answers' tokens."
+    if of_others is not None:
+        says += f" A list from nine tenths of the answers has {of_others:.2%} of the tokens of the others."
+    console.print(says)
     console.print(f"\n--speculative-dspark-draft-vocabulary {output}", soft_wrap=True)
-
-
-def _share(value: float | None) -> str:
-    return "none" if value is None else f"{value:.2%}"

@@ -31,6 +31,10 @@ def test_what_assistants_say_comes_first(run, target, tmp_path, server):
     assert "10 answers and 10 texts of users" in result.output and "100.00%" in result.output
     assert f"--speculative-dspark-draft-vocabulary {output}" in result.output
 
+    assert "A list from nine tenths of the answers has" in result.output
+    prompts.write_text(json.dumps(rows[0]) + "\n")
+    assert "nine tenths" not in run(*command, "--size", 5).output  # there are no others
+
     assert run(*command, "--size", 5, "--url", server.url).exit_code == 0
     assert len(server.requests) == 1  # the same prompt once
     for size in (3, 300):
