@@ -92,7 +92,7 @@ def test_routes_behind_a_proxy(draft_free):
 def test_the_server_promises_first_tokens(draft_free):
     bodies = [greedy(CASES[0]["prompt_ids"], 1, speculation=asked) for asked in (None, {"ttft_ms": 0.1})]
     promises = [answer["meta_info"]["dspark_promise"] for answer in generate(draft_free, bodies, 1)]
-    assert [(said["promised_ttft_ms"], said["ttft_outcome"]) for [said] in promises] == [
+    assert [(said["promised_ttft_ms"], said["ttft_outcome"]) for said in promises] == [
         (600_000.0, "kept"),
         (0.1, "unreachable"),
     ]

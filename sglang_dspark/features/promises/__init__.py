@@ -3,6 +3,7 @@
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.feature import Feature
+from sglang_dspark.engine.hook_checks import Moment
 from sglang_dspark.engine.launch.hook import Hook
 
 FEATURE = Feature(
@@ -15,6 +16,14 @@ FEATURE = Feature(
             "features.promises.starting.start_by_promise",
             "scheduler",
             "SGLang's orders of prompts know no time by which a first token has to come",
+        ),
+        Hook(
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
+            HookType.AFTER,
+            "features.promises.keys.tell_once",
+            "front_end",
+            "SGLang has a place for what a scheduler says of each token, and none for what it says of an answer",
+            Moment.SOME_TIME,
         ),
     ),
     request_keys="keys.PromiseKeys",

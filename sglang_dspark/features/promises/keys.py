@@ -1,10 +1,10 @@
-"""Keys of the field ``speculation`` by which a request says how soon its tokens have to come."""
+"""Keys of the field ``speculation`` by which a request says how soon its tokens have to come; its answer tells of it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
@@ -15,7 +15,10 @@ from sglang_dspark.engine.feature import RequestKeys
 from sglang_dspark.engine.launch_state import DSparkServer, OtherServer
 from sglang_dspark.engine.scheduler.request_options import kept_by_request, request_options
 from sglang_dspark.engine.sglang_types import Req, TokenizerManager
-from sglang_dspark.fence import fenced
+from sglang_dspark.fence import fenced, nothing
+
+TOLD = "dspark_promise"
+"""Of SGLang's ``customized_info``, and of ``meta_info``: what became of the promise."""
 
 
 class PromiseOptions(Struct, frozen=True, omit_defaults=True):
@@ -65,3 +68,12 @@ def promised(req: Req, server: PromiseOptions) -> PromiseOptions:
         return server
     asked = msgspec.json.decode(text, type=PromiseOptions)
     return PromiseOptions(asked.tpot_ms or server.tpot_ms, asked.ttft_ms or server.ttft_ms, asked.weight)
+
+
+@fenced("promises", instead=nothing)
+def tell_once(result: None, manager: TokenizerManager, meta_info: dict[str, Any], state: Any, *args: object) -> None:
+    """Leave only what became of a promise in ``meta_info``, without a null for every token before it. A hook."""
+    if entries := state.customized_info_accumulated.pop(TOLD, None):
+        del meta_info[TOLD]
+        if entries[-1] is not None:
+            meta_info[TOLD] = entries[-1]

@@ -14,7 +14,7 @@ from sglang_dspark.engine.feature import Counted, Weigher, Worker
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import per_token
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
-from sglang_dspark.features.promises.keys import PromiseOptions, promised
+from sglang_dspark.features.promises.keys import TOLD, PromiseOptions, promised
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.scheduling.first_tokens import PATIENCE_MS
 from sglang_dspark.scheduling.promises import Pace
@@ -118,7 +118,7 @@ class Promises(Weigher):
             return
         said = self._first_token(req) | ({} if pace is None or tokens == 1 else self._pace(req, pace, tokens))
         if said:
-            per_token(req, "dspark_promise").extend([*[None] * (tokens - 1), said])
+            per_token(req, TOLD).extend([*[None] * (tokens - 1), said])
 
     def _pace(self, req: Req, pace: Pace, tokens: int) -> dict[str, object]:
         """Count an answer of more than one token; return what became of its promised time per token, as JSON."""

@@ -18,9 +18,11 @@ from sglang_dspark.engine.sglang_types import Answer, TokenizerManager
 _CONTEXT = 5
 _WINDOW = 16  # token ids, behind which a new one is looked for
 _LETTER = 4  # bytes of UTF-8 at most
-# Of the meta_info: lists with an entry per token, as are all whose names begin so, and counts of tokens.
+# Of the meta_info: lists with an entry per token, as are all whose names begin so, counts of tokens, and what only the
+# end of an answer has.
 _PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "dspark_")
 _COUNTS = {"output_token_logprobs_length", "reasoning_tokens"}
+_OF_THE_END = {"dspark", "dspark_promise"}
 _INCOMPLETE = "\ufffd"
 
 
@@ -147,6 +149,7 @@ class StreamCutter:
             if name.startswith(_PER_TOKEN) and isinstance(entries, list):
                 meta_info[name] = entries[tokens[0] - begin : end - begin]
         if end < len(self._ids):
+            meta_info = {name: value for name, value in meta_info.items() if name not in _OF_THE_END}
             meta_info |= {"finish_reason": None, "completion_tokens": end}
             for name in _COUNTS & meta_info.keys():
                 meta_info[name] = min(meta_info[name], end)
