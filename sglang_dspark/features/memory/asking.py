@@ -47,7 +47,9 @@ async def resume(manager: Any, asked: Any, request: object = None) -> None:
 
 
 def _check(manager: Any, tags: list[str] | None) -> None:
-    if (device := manager.server_args.device) not in flag_rule.GPUS:
-        raise ValueError(f"memory of {device} cannot be given away; {', '.join(flag_rule.GPUS)} alone can")
+    if (device := manager.config_value("device")) not in flag_rule.GPUS:
+        raise ValueError(
+            f"memory of the device {device} cannot be given away; serve on {' or '.join(flag_rule.GPUS)}"
+        )
     if unknown := set(tags or ()) - set(GPU_MEMORY_ALL_TYPES):
         raise ValueError(f"tags={sorted(unknown)} is unknown; pass {', '.join(GPU_MEMORY_ALL_TYPES)}, or no tags")

@@ -112,10 +112,10 @@ class _Counting:
 
     @fenced("usages of predictions", instead=lambda self, body: body)
     def _counted(self, body: bytes) -> bytes:
-        """Return JSON with the counts in its usage, if it has one."""
+        """Return JSON with the counts in its usage; an error without one names the field that the client has sent."""
         document = json.loads(body)
         if not isinstance(document.get("usage"), dict):
-            return body
+            return body.replace(b"speculation." + FIELD.encode(), FIELD.encode())
         accepted, rejected = (sum(counts) for counts in zip((0, 0), *self._counts.values(), strict=True))
         details = document["usage"].get(_DETAILS) or {}
         found = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}

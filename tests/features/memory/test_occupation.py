@@ -68,9 +68,9 @@ def test_nothing_is_decoded_while_memory_is_away(paused):
 
 
 def test_memory_of_a_cpu_stays():
-    manager = SimpleNamespace(server_args=SimpleNamespace(device="cpu"))
+    manager = SimpleNamespace(config_value={"device": "cpu"}.__getitem__)
     for ask in (asking.release, asking.resume):
-        with pytest.raises(ValueError, match="memory of cpu cannot be given away; cuda alone can"):
+        with pytest.raises(ValueError, match="memory of the device cpu cannot be given away; serve on cuda"):
             asyncio.run(ask(manager, ReleaseMemoryOccupationReqInput()))
 
 
@@ -78,7 +78,9 @@ class Replicas:
     """A front end before schedulers, of which some have requests; one may get its request after it was asked."""
 
     def __init__(self, *busy, late=False):
-        self.server_args, self.late = SimpleNamespace(device="cuda"), late
+        self.late = late
+        # Of the arguments themselves it is None if the operator has named none.
+        self.config_value = {"device": "cuda"}.__getitem__
         self.auto_create_handle_loop = lambda: None
         self.schedulers = [Manager(paused=False) for _ in busy]
         for scheduler, has_requests in zip(self.schedulers, busy, strict=True):
