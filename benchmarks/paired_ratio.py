@@ -114,10 +114,11 @@ def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(records)
 
 
-def spread_of(ratios: Sequence[float]) -> dict[str, float]:
-    """Return the geometric mean of rounds' ratios, with its interval (NaN of few) and their range."""
+def spread_of(ratios: Sequence[float]) -> dict[str, float | None]:
+    """Return the geometric mean of rounds' ratios, with its interval (None of few) and their range, as JSON."""
     [row] = summarise(pd.DataFrame({"config": "", "baseline": "", "load": "", "ratio": ratios})).to_dict("records")
-    return {name: round(float(row[name]), 3) for name in ("rounds", "ratio", "low", "high", "smallest", "largest")}
+    names = ("rounds", "ratio", "low", "high", "smallest", "largest")
+    return {name: None if np.isnan(row[name]) else round(float(row[name]), 3) for name in names}
 
 
 def interval_text(row: Any) -> str:

@@ -98,7 +98,7 @@ def files(paths: Iterable[Path]) -> list[dict[str, str]]:
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write ``document`` to ``path`` in one step, so that a reader never finds half of it."""
-    atomic_write_text(path, json.dumps(document, indent=2) + "\n")
+    atomic_write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def _output(*words: str) -> str:

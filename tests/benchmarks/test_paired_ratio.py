@@ -74,8 +74,8 @@ def test_one_configuration_against_each_of_the_others():
 
 
 def test_a_ratio_comes_with_its_spread_of():
-    assert spread_of([2.0, 0.5]) == pytest.approx(
-        {"rounds": 2, "ratio": 1.0, "low": np.nan, "high": np.nan, "smallest": 0.5, "largest": 2.0}, nan_ok=True
-    )
+    """JSON has no NaN for an interval of few rounds."""
+    found = {"rounds": 2, "ratio": 1.0, "low": None, "high": None, "smallest": 0.5, "largest": 2.0}
+    assert spread_of([2.0, 0.5]) == found
     of_four = spread_of([1.2, 1.3, 1.2, 1.3])
     assert 1.1 < of_four["low"] < of_four["ratio"] < of_four["high"] < 1.4

@@ -21,7 +21,7 @@ class Check:
     """One thing that a start can be refused for.
 
     Attributes:
-        name: of the check, for the report of `doctor`.
+        name: of what it looks at.
         stage: when it can be made.
         find: returns what is wrong, with flag, value and remedy, or None. It may raise ``ConfigError`` or
             ``CheckpointError`` with such a message instead.

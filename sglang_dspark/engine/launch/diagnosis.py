@@ -1,6 +1,8 @@
 """Answer for `doctor` if a server that starts now would know DSPARK and serve a pair."""
 
+import io
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr
 
 from sglang.srt.environ import envs
 from sglang.srt.plugins import load_plugins
@@ -11,6 +13,7 @@ from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.hook import Hook
 from sglang_dspark.engine.launch.hooks import all_hooks
 from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.errors import ConfigError
 
 
 def plugin_filter() -> str | None:
@@ -36,10 +39,17 @@ def resolve(command: Sequence[str]) -> LaunchContext | str:
         The facts of a start with our worker; why another one decodes, if it does.
 
     Raises:
-        Exception: whatever would end the start.
+        ConfigError: SGLang's parser does not take the flags.
+        Exception: whatever else would end the start.
     """
     load_plugins()
-    args = prepare_server_args(list(command))
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            args = prepare_server_args(list(command))
+    except SystemExit as ended:
+        # The parser prints the usage of all flags, and then what is wrong.
+        raise ConfigError(f"SGLang ends the start: {said.getvalue().rpartition('error: ')[2].strip()}") from ended
     args.resolve_once()
     server = speculating(args)
     assert server is not None, "the flags ask for DSPARK"

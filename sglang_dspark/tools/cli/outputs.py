@@ -47,7 +47,7 @@ def progress_bars(console: Console, totals: dict[str, int]) -> Iterator[list[Cal
 
 
 def new_table(*headings: str, title: str | None = None, left: Collection[str] = ()) -> Table:
-    """Return an empty table whose columns are set flush right, but for those with headings in ``left``."""
+    """Return an empty table: columns with headings in ``left`` are flush left and never cut, others flush right."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -61,7 +61,7 @@ def new_table(*headings: str, title: str | None = None, left: Collection[str] = 
         min_width=len(title or ""),
     )
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right")
+        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=heading in left)
     return table
 
 

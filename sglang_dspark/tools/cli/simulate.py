@@ -34,7 +34,7 @@ _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at m
 @click.option(
     "--conditional",
     type=Numbers(_SHARE),
-    help="Acceptance by position instead, a number for each draft of --table: 0.9,0.88,0.86 ...",
+    help="Acceptance by position instead: 0.9,0.88,0.86. The last number counts for the rest of a block.",
 )
 @click.option("--policies", help="Policies, e.g. static:3,threshold:0.6,auto, beside off.  [default: static,auto]")
 @click.option(
@@ -130,12 +130,8 @@ def _simulate(console: Console, options: dict[str, Any]) -> None:
     from sglang_dspark.tools.simulator.sweep import Conditions, sweep
     from sglang_dspark.tools.simulator.workload import Lengths
 
-    table, blocks = SpsTable.load(options["table"]), _blocks(options)
-    if options["conditional"] and len(options["conditional"]) < table.gamma:
-        raise click.UsageError(
-            f"--conditional has {len(options['conditional'])} numbers, and blocks of --table {options['table']} have "
-            f"{table.gamma} drafts; give one for each draft"
-        )
+    table = SpsTable.load(options["table"])
+    blocks = _blocks(options, table.gamma)
     if options["prefill"] and len(options["prefill"]) > 3:
         raise click.UsageError("--prefill has three numbers at most; see --help")
     prefill = Prefill(*options["prefill"]) if options["prefill"] else Prefill.from_table(table)
@@ -189,7 +185,7 @@ def _simulate_promises(console: Console, options: dict[str, Any], conditions: Co
         console.print(options["csv_file"], soft_wrap=True)
 
 
-def _blocks(options: dict[str, Any]) -> BlockSource:
+def _blocks(options: dict[str, Any], gamma: int) -> BlockSource:
     from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance, RecordedBlocks
 
     if options["blocks_file"] and options["conditional"]:
@@ -197,7 +193,8 @@ def _blocks(options: dict[str, Any]) -> BlockSource:
     if options["blocks_file"]:
         return RecordedBlocks.load(options["blocks_file"])
     if options["conditional"]:
-        rates = options["conditional"]
+        given = options["conditional"]
+        rates = (*given, *[given[-1]] * (gamma - len(given)))
         return ConditionalAcceptance(rates, name="acceptance " + " ".join(f"{rate:g}" for rate in rates))
     raise click.UsageError("--table needs acceptance: give --blocks or --conditional")
 
@@ -219,6 +216,9 @@ def _verdict(points: Sequence[Point]) -> str:
     from sglang_dspark.tools.simulator.sweep import crossovers
 
     [_, *found] = crossovers(points).items()
-    where = (f"from {math.ceil(users)} users on" if users else f"not up to {points[-1].users}" for _, users in found)
-    slower = "; ".join(f"{policy} {place}" for (policy, _), place in zip(found, where, strict=True))
-    return f"Slower than off: {slower}."
+    return "\n".join(
+        f"{policy} is slower than off from {math.ceil(users)} users on."
+        if users
+        else f"{policy} is not slower than off with up to {points[-1].users} users."
+        for policy, users in found
+    )

@@ -82,8 +82,14 @@ def test_a_good_installation_and_the_golden_pair(run, target, draft, tmp_path):
         f"DSPARK --speculative-draft-model-path {draft}",
     )
     assert [words for words in said if words not in result.output] == []
-    [checked] = [line for line in result.output.splitlines() if "checked: " in line]
-    assert all(name in checked for name in ("target family", "window of the drafter", "fallback of nodes"))
+
+
+@pytest.mark.usefixtures("without_sglang")
+def test_flags_that_sglang_does_not_know_are_named_in_one_line(run, target, draft, monkeypatch, capfd):
+    monkeypatch.setenv("COLUMNS", "400")
+    result = run("doctor", "--target", target, "--draft", draft, "--", "--no-such-flag")
+    assert result.exit_code == 1 and "unrecognized arguments: --no-such-flag" in result.output
+    assert "usage" not in result.output + "".join(capfd.readouterr())
 
 
 @pytest.mark.usefixtures("without_sglang")

@@ -24,7 +24,8 @@ def test_policies_are_compared_with_off_and_written(run, tmp_path):
         "simulate", "--table", write_table(tmp_path), *options, *(part for pair in files.items() for part in pair)
     )
     assert result.exit_code == 0, result.output
-    assert re.search(r"Slower than off: auto not up to 64; static:1 from \d+ users on\.", result.output)
+    assert "auto is not slower than off with up to 64 users." in result.output
+    assert re.search(r"static:1 is slower than off from \d+ users on\.", result.output)
     rows = list(csv.DictReader(files["--csv"].open()))
     assert [(row["policy"], row["users"]) for row in rows] == [
         (policy, users) for policy in ("off", "auto", "static:1") for users in ("1", "64")
@@ -34,6 +35,14 @@ def test_policies_are_compared_with_off_and_written(run, tmp_path):
     assert float(by_policy["static:1"]["verify_len"]) == 1
     assert float(by_policy["static:1"]["output_tok_s"]) > float(by_policy["off"]["output_tok_s"])
     assert files["--html"].read_text().startswith("<!doctype html>")
+
+
+def test_the_last_acceptance_counts_for_the_rest_of_a_block(run, tmp_path, monkeypatch):
+    """As with a server's --speculative-dspark-simulate-acceptance. Names of policies are whole on narrow terminals."""
+    monkeypatch.setenv("COLUMNS", "40")
+    options = ("simulate", "--table", write_table(tmp_path), "--policies", "threshold:0.6", "--users", "1")
+    shown = [run(*options, "--conditional", rates).output for rates in ("0.8", "0.8,0.8")]
+    assert shown[0] == shown[1] and "threshold:0.6 " in shown[0]
 
 
 def test_prompts_are_read_as_the_flags_say(run, tmp_path):
@@ -73,8 +82,6 @@ def test_promises_are_compared_with_none(run, tmp_path):
             ("--table", "sps.json", "--conditional", "0.5,0.5", "--promised", "1", "--policies", "off"),
             "drop --policies",
         ),
-        (("--table", "sps.json", "--conditional", "0.5"), "has 1 numbers, and blocks of --table"),
-        (("--table", "sps.json", "--conditional", "0.5"), "have 2 drafts; give one for each draft"),
     ],
 )
 def test_options_that_do_not_go_together(run, tmp_path, options, says):
