@@ -48,8 +48,6 @@ async def resume(manager: Any, asked: Any, request: object = None) -> None:
 
 def _check(manager: Any, tags: list[str] | None) -> None:
     if (device := manager.config_value("device")) not in flag_rule.GPUS:
-        raise ValueError(
-            f"memory of the device {device} cannot be given away; serve on {' or '.join(flag_rule.GPUS)}"
-        )
+        raise ValueError(f"memory of the device {device} cannot be given away; serve on {' or '.join(flag_rule.GPUS)}")
     if unknown := set(tags or ()) - set(GPU_MEMORY_ALL_TYPES):
         raise ValueError(f"tags={sorted(unknown)} is unknown; pass {', '.join(GPU_MEMORY_ALL_TYPES)}, or no tags")

@@ -1,4 +1,4 @@
-"""Keys of the field ``speculation`` by which a request says how soon its tokens have to come; its answer tells of it."""
+"""Keys of the field ``speculation`` by which a request says how soon its tokens have to come; the answer to them."""
 
 from __future__ import annotations
 
