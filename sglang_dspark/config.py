@@ -81,7 +81,7 @@ class DSparkConfig:
         read=_policy,
     )
     block_size: Annotated[int, int_range(1)] | None = _option(
-        "Drafts per request and step (gamma); up to 16 behind a block of the draft checkpoint are copied candidates.",
+        "Drafts per request and step (gamma); up to 16 after a block of the draft checkpoint are copied candidates.",
         read=int,
     )
     verify_len: Annotated[int, int_range(0)] | None = _option(
@@ -103,16 +103,16 @@ class DSparkConfig:
         "written there. Without the flag it is kept below ~/.cache/sglang-dspark.",
     )
     draft_vocabulary: str | None = _option(
-        "File of the tokens that the drafter proposes, by `sglang-dspark vocabulary`, in place of its own "
-        "`draft_vocabulary.json`.",
+        "File of the tokens that the drafter proposes, written by `sglang-dspark vocabulary`; it replaces the "
+        "drafter's own `draft_vocabulary.json`.",
     )
     draft_quantization: Literal["int8"] | None = _option(
         "`int8`: the drafter's layers and heads also in 8 bits, which a GPU reads in small steps (not run on one yet); "
         "a CPU only rounds.",
     )
     draft_free: Switch = _option(
-        "Serve without a drafter: requests with a preset or a prediction speculate, others decode plainly. Takes no "
-        "value, `on` or `off`.",
+        "Serve without a drafter: requests with a preset or a prediction speculate, others decode plainly. A value, "
+        "`on` or `off`, may be left out.",
         default=False,
         read=_on_or_off,
         nargs="?",
@@ -123,7 +123,7 @@ class DSparkConfig:
         read=int,
     )
     tpot_ms: Annotated[float, Meta(ge=0.1, le=10_000, description="must lie in [0.1, 10000]")] | None = _option(
-        "Milliseconds per token behind the first that answers are promised if their requests name none.",
+        "Default of the requests' `tpot_ms`: promised milliseconds per token after the first.",
         read=float,
     )
     ttft_ms: Annotated[float, Meta(ge=0.1, le=600_000, description="must lie in [0.1, 600000]")] | None = _option(
@@ -131,17 +131,18 @@ class DSparkConfig:
         read=float,
     )
     max_gap_ms: Annotated[float, Meta(ge=1, le=60_000, description="must lie in 1 to 60000")] | None = _option(
-        "With `--enable-mixed-chunk`: cut chunks of prompts to what running requests may wait for, in milliseconds.",
+        "With `--enable-mixed-chunk`: how long running requests may wait for a chunk of a prompt, in milliseconds; "
+        "longer chunks are cut.",
         read=float,
     )
     prompt_rows: Annotated[int, int_range(0)] | None = _option(
-        "Verify up to so many tokens of prompts at a time like drafts, in place of a prefill (not run on a GPU yet); 0 "
-        "for none.",
+        "Verify up to so many tokens of prompts at a time like drafts, without a prefill (not run on a GPU yet); 0 "
+        "turns this off.",
         read=int,
     )
     answer_cache_key: Literal["request", "prompt"] = _option(
-        "The key of a request that names none: with `prompt` its prompt, so that samples of one prompt copy from each "
-        "other; with `request` there is none.",
+        "What answers are kept by if a request names no `cache` key: `prompt` takes its prompt, so that samples of one "
+        "prompt copy from each other; `request` keeps no such answer.",
         default="request",
     )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(
@@ -151,7 +152,8 @@ class DSparkConfig:
         default="auto",
     )
     untested_sglang: Switch = _option(
-        "Serve on a release of SGLang that the plugin's tests have not passed on. Takes no value, `on` or `off`.",
+        "Serve on a release of SGLang that the plugin's tests have not passed on. A value, `on` or `off`, may be left "
+        "out.",
         default=False,
         read=_on_or_off,
         nargs="?",
@@ -159,13 +161,13 @@ class DSparkConfig:
     )
     fallback: Literal["refuse", "target-only"] = _option(
         "When the drafter is unusable, or target or device are not served: `refuse` ends the start, `target-only` "
-        "serves the target alone and says why in the log and in `GET /dspark/capabilities`.",
+        "serves the target without speculation and says why in the log and in `GET /dspark/capabilities`.",
         default="refuse",
     )
     simulate_acceptance: Profile | None = _option(
-        "With `--load-format dummy` only: keep drafts by a chance that follows from prompt and position. Rates by "
-        "position, given that all before are kept, e.g. `0.8,0.75,0.7`; the last one counts for the rest of the block. "
-        "`builtin` reads the variable.",
+        "With `--load-format dummy` only: keep drafts at random, as prompt and position decide. Rates by position, "
+        "given that all drafts before are kept, e.g. `0.8,0.75,0.7`; the last one counts for the rest of the block. The "
+        "engine `builtin` reads only the variable.",
         read=_numbers,
         nargs="+",
     )
