@@ -166,8 +166,8 @@ class DSparkConfig:
     )
     simulate_acceptance: Profile | None = _option(
         "With `--load-format dummy` only: keep drafts at random, as prompt and position decide. Rates by position, "
-        "given that all drafts before are kept, e.g. `0.8,0.75,0.7`; the last one counts for the rest of the block. The "
-        "engine `builtin` reads only the variable.",
+        "given that all drafts before are kept, e.g. `0.8,0.75,0.7`; the last one counts for the rest of the block. "
+        "The engine `builtin` reads only the variable.",
         read=_numbers,
         nargs="+",
     )
