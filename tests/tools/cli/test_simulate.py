@@ -38,7 +38,7 @@ def test_policies_are_compared_with_off_and_written(run, tmp_path):
 
 
 def test_the_last_acceptance_counts_for_the_rest_of_a_block(run, tmp_path, monkeypatch):
-    """As with a server's --speculative-dspark-simulate-acceptance. Names of policies are whole on narrow terminals."""
+    """A server does so, too. Names of policies stay whole on narrow terminals."""
     monkeypatch.setenv("COLUMNS", "40")
     options = ("simulate", "--table", write_table(tmp_path), "--policies", "threshold:0.6", "--users", "1")
     shown = [run(*options, "--conditional", rates).output for rates in ("0.8", "0.8,0.8")]
