@@ -121,8 +121,8 @@ class DSparkConfig:
         read=float,
     )
     min_tpot_ms: Annotated[float, Meta(ge=0.1, description="must be a number from 0.1, or inf")] = _option(
-        "Least milliseconds per token that a request may be promised: HTTP 400 answers those that name less. `inf` lets "
-        "requests name none.",
+        "Least milliseconds per token that a request may be promised: HTTP 400 answers those that name less. `inf` "
+        "lets requests name none.",
         default=0.1,
         read=float,
     )

@@ -56,7 +56,8 @@ def test_every_answer_says_whether_the_servers_promise_was_kept(configured):
     assert outcomes == [(9000.0, "kept"), (0.2, "unreachable")]
     assert configured.get_json("/dspark/capabilities")["promises"]["tpot_ms"] == 9000.0
     status, said = call(configured, "/generate", body={**bodies[1], "speculation": {"tpot_ms": 0.1}})
-    assert status == 400 and "speculation.tpot_ms=0.1 is less" in said and "--speculative-dspark-min-tpot-ms=0.2" in said
+    assert status == 400
+    assert "speculation.tpot_ms=0.1 is less" in said and "--speculative-dspark-min-tpot-ms=0.2" in said
 
 
 def test_the_drafter_proposes_what_the_list_has(configured):

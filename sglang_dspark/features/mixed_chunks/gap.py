@@ -78,7 +78,7 @@ class BoundedGaps(Part):
         else:
             logger.warning(
                 "DSPARK: %s cannot be kept on this machine: the shortest step beside a prompt, of %d of its tokens and "
-                "one running request, takes %.1f ms; chunks are that short, and %.1f is the least bound that can be kept",
+                "one running request, takes %.1f ms; chunks are that short, and %.1f is the least bound that is kept",
                 flag,
                 self._least_rows,
                 least_ms,
@@ -128,10 +128,10 @@ def bound_chunk(
 ) -> Prefill:
     """Bound SGLang's next chunk while requests run: each of them has a row of it, and prompts have a page at least.
 
-    No prompt may wait yet: SGLang only takes those whose grammars have been compiled into its queue after this. By its
-    own size a prompt would wait for as long as that many requests run. A prompt that has begun gets no more slots than
-    the running ones leave, which have taken some since; SGLang would end the server. If there are none, the running ones
-    go on alone, or are retracted.
+    Whether prompts wait is not known yet: SGLang takes those whose grammars have been compiled into its queue after
+    this. By its own size a prompt would wait for as long as that many requests run. A prompt that has begun gets no more
+    slots than the running ones leave, which have taken some since; SGLang would end the server. If there are none, the
+    running ones go on alone, or are retracted.
     """
     whole, running = scheduler.chunked_prefill_size, len(running_batch.reqs)
     part = part_of(decoder_of(scheduler).parts, BoundedGaps)
