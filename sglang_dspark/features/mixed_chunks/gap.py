@@ -129,9 +129,9 @@ def bound_chunk(
     """Bound SGLang's next chunk while requests run: each of them has a row of it, and prompts have a page at least.
 
     Whether prompts wait is not known yet: SGLang takes those whose grammars have been compiled into its queue after
-    this. By its own size a prompt would wait for as long as that many requests run. A prompt that has begun gets no more
-    slots than the running ones leave, which have taken some since; SGLang would end the server. If there are none, the
-    running ones go on alone, or are retracted.
+    this. By its own size a prompt would wait for as long as that many requests run. A prompt that has begun gets no
+    more slots than the running ones leave, which have taken some since; SGLang would end the server. If there are none,
+    the running ones go on alone, or are retracted.
     """
     whole, running = scheduler.chunked_prefill_size, len(running_batch.reqs)
     part = part_of(decoder_of(scheduler).parts, BoundedGaps)
