@@ -145,7 +145,9 @@ ENTERING: dict[str, dict[str, Any]] = {
 
 def test_every_prompt_is_cut_to_the_bound(parallel):
     """A millisecond has room for no row: prompts of 90 tokens are read by 8 at a time, however they come."""
-    draw, read = random.Random(8), {}
+    draw, read, gaps = random.Random(8), {}, parallel.get_json("/dspark/capabilities")["gaps"]
+    assert gaps["max_gap_ms"] == 1 < gaps["least_gap_ms"] == gaps["kept_gap_ms"]
+    assert "--speculative-dspark-max-gap-ms=1 cannot be kept" in parallel.log_path.read_text()
 
     def chunks() -> int:
         return sum(parallel.get_json("/dspark/stats")["prompts"].values())
