@@ -65,14 +65,14 @@ class BoundedGaps(Part):
         bound_ms = worker.options.max_gap_ms
         if bound_ms is None:
             return None
-        page_size = worker.server_args.page_size
+        page_size = worker.server_args.page_size or 1
         return cls(bound_ms, worker.agreement, worker.device, lambda: worker.schedule, page_size)
 
     def ready(self) -> None:
         """Say in the log which gaps can be kept."""
         flag, least_ms = f"{flag_name('max_gap_ms')}={self._bound_ms:g}", self._least_ms()
         if least_ms is None:
-            logger.info("DSPARK: %s: which gaps can be kept is not known without a drafter", flag)
+            logger.info("DSPARK: %s: which gaps can be kept is not known without step times", flag)
         elif least_ms <= self._bound_ms:
             logger.info("DSPARK: %s can be kept: the shortest step beside a prompt takes %.1f ms", flag, least_ms)
         else:
