@@ -72,7 +72,7 @@ def report_verified(
     original: Callable[..., None],
     reporter: SchedulerMetricsReporter,
     *args: object,
-    num_generated_tokens: int,
+    num_generated_tokens: int = 0,
     **kwargs: object,
 ) -> None:
     """Have SGLang report the tokens that requests keep, and divide the accepted drafts by the verified ones.
