@@ -99,8 +99,8 @@ class DSparkConfig:
         read=_on_or_off,
     )
     sps_table_path: str | None = _option(
-        "Table of step times, for `auto` and `early-stop`: loaded if the file exists, else measured at start-up and "
-        "written there. Without the flag it is kept below ~/.cache/sglang-dspark.",
+        "Table of step times, for `auto`, `early-stop` and bounds on gaps: loaded if the file exists, else measured at "
+        "start-up and written there. Without the flag it is kept below ~/.cache/sglang-dspark.",
     )
     draft_vocabulary: str | None = _option(
         "File of the tokens that the drafter proposes, written by `sglang-dspark vocabulary`; it replaces the "
@@ -124,6 +124,12 @@ class DSparkConfig:
     )
     tpot_ms: Annotated[float, Meta(ge=0.1, le=10_000, description="must lie in [0.1, 10000]")] | None = _option(
         "Default of the requests' `tpot_ms`: promised milliseconds per token after the first.",
+        read=float,
+    )
+    min_tpot_ms: Annotated[float, Meta(ge=0.1, description="must be a number from 0.1, or inf")] = _option(
+        "Least milliseconds per token that a request may be promised: HTTP 400 answers those that name less. `inf` "
+        "lets requests name none.",
+        default=0.1,
         read=float,
     )
     ttft_ms: Annotated[float, Meta(ge=0.1, le=600_000, description="must lie in [0.1, 600000]")] | None = _option(

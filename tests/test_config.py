@@ -79,6 +79,8 @@ def test_verify_nothing_is_legal():
         (["--speculative-dspark-answer-cache-key", "prompt"], {}, "answer-cache-key=prompt needs .*answer-cache, e.g."),
         (["--speculative-dspark-answer-cache", "0"], {}, "answer-cache='0': must be an integer of at least 1"),
         (["--speculative-dspark-tpot-ms", "0"], {}, r"tpot-ms='0': must lie in \[0.1, 10000\]"),
+        (["--speculative-dspark-min-tpot-ms", "0"], {}, "min-tpot-ms='0': must be a number from 0.1, or inf"),
+        (["--speculative-dspark-min-tpot-ms", "nan"], {}, "min-tpot-ms='nan': must be a number from 0.1, or inf"),
         (["--speculative-dspark-simulate-acceptance", "0.9,1.5"], {}, "acceptance='0.9,1.5': must all lie in"),
         (["--speculative-dspark-draft-free", "yes"], {}, "draft-free='yes': must be on or off"),
         ([], {"SGLANG_DSPARK_VERIFY_LEN": "many"}, "SGLANG_DSPARK_VERIFY_LEN='many'"),

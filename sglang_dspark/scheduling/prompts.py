@@ -1,10 +1,11 @@
 """Rows of prompts beside requests that run: how many a step may have, and which of them are verified like drafts."""
 
 from sglang_dspark.scheduling.sps_table import SpsTable
+from sglang_dspark.scheduling.step_times import StepTimes
 
-# Rows of the first chunk beside running requests, whose time nothing is known about, and of the shortest one: few rows
-# take hardly less time than these, and prompts would take for ever.
-_FIRST, _LEAST = 64, 32
+# Rows of the shortest chunk beside running requests: fewer take hardly less time, and prompts would take for ever. The
+# first chunk is as short: nothing is known yet about the time of longer ones.
+LEAST_ROWS = 8
 # What a chunk is cut to, of the bound, and how much longer than the last one it may be. A row of the next chunk costs
 # more than one of the last: its context is longer, by the last chunk and by its own.
 _SHARE, _GROWTH = 0.8, 1.5
@@ -30,11 +31,11 @@ class ChunkLimit:
 
     def __init__(self, bound_ms: float) -> None:
         self._target_ms = _SHARE * bound_ms
-        self.rows = _FIRST
+        self.rows = LEAST_ROWS
 
     def beside(self, running: int) -> int:
         """Return the rows of a step beside so many requests, each of which has one of them."""
-        return max(self.rows, running + _LEAST)
+        return max(self.rows, running + LEAST_ROWS)
 
     def learn(self, rows: int, ms: float, *, drafted: bool = False) -> None:
         """Take the milliseconds of a step of so many rows.
@@ -45,9 +46,16 @@ class ChunkLimit:
         fitting = int(rows * self._target_ms / max(ms, 1e-3))
         if ms > self._target_ms:
             if not drafted:
-                self.rows = max(_LEAST, min(self.rows, fitting))
+                self.rows = max(LEAST_ROWS, min(self.rows, fitting))
         elif 2 * rows > self.rows:  # few rows say little: the most of their time is not theirs
             self.rows = max(self.rows, min(fitting, int(_GROWTH * max(rows, self.rows))))
+
+
+def least_gap_ms(times: StepTimes, rows: int) -> float:
+    """Return the milliseconds of a step that encodes so many rows beside one request, as fast as the machine is now."""
+    table, step_rows = times.table, rows + 1
+    requests = -(-step_rows // (table.gamma + 1))
+    return table.step_ms(requests, step_rows, 0, 0.0) * times.common_factor
 
 
 def verified_sooner(table: SpsTable | None, requests: int, rows: int, context: float) -> bool:

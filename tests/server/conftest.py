@@ -118,7 +118,7 @@ CONFIGURED = (
     *("speculative-dspark-schedule: threshold", "speculative-dspark-confidence-threshold: 0.6"),
     *("speculative-dspark-online-calibration: off", "speculative-dspark-untested-sglang: true"),
     *("speculative-dspark-draft-quantization: int8", "enable-priority-scheduling: true", "stream-interval: 8"),
-    "speculative-dspark-tpot-ms: 9000",
+    *("speculative-dspark-tpot-ms: 9000", "speculative-dspark-min-tpot-ms: 0.2"),
 )
 OF_A_SERVICE = {"SGLANG_DSPARK_SERVICE_PORT_HTTP": "30000", "SGLANG_DSPARK_PORT_30000_TCP_ADDR": "10.0.0.7"}
 CHUNKS, MIXED = "--chunked-prefill-size", "--enable-mixed-chunk"

@@ -50,11 +50,14 @@ def test_temperatures_of_a_file_stay_as_they_are(configured):
 
 
 def test_every_answer_says_whether_the_servers_promise_was_kept(configured):
-    bodies = [greedy(CASES[0]["prompt_ids"], 32, speculation=asked) for asked in (None, {"tpot_ms": 0.1})]
+    bodies = [greedy(CASES[0]["prompt_ids"], 32, speculation=asked) for asked in (None, {"tpot_ms": 0.2})]
     promises = [answer["meta_info"]["dspark_promise"] for answer in generate(configured, bodies, RUNNING)]
     outcomes = [(promise["promised_ms"], promise["outcome"]) for promise in promises]
-    assert outcomes == [(9000.0, "kept"), (0.1, "unreachable")]
+    assert outcomes == [(9000.0, "kept"), (0.2, "unreachable")]
     assert configured.get_json("/dspark/capabilities")["promises"]["tpot_ms"] == 9000.0
+    status, said = call(configured, "/generate", body={**bodies[1], "speculation": {"tpot_ms": 0.1}})
+    assert status == 400
+    assert "speculation.tpot_ms=0.1 is less" in said and "--speculative-dspark-min-tpot-ms=0.2" in said
 
 
 def test_the_drafter_proposes_what_the_list_has(configured):

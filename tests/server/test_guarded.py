@@ -29,6 +29,12 @@ def eventually(read, right):
     return found
 
 
+def decoded_tokens(server):
+    """Return the tokens of decode steps that SGLang has counted."""
+    name, labels = "sglang:realtime_tokens_total", {"mode": "decode"}
+    return sum(s.value for s in exported(server) if s.name == name and labels.items() <= s.labels.items())
+
+
 def exported(server):
     """Return the samples of Prometheus's."""
     families = text_string_to_metric_families(call(server, "/metrics")[1])
@@ -71,6 +77,19 @@ def test_metrics_equal_the_statistics(guarded):
     labels = {sample.name: set(sample.labels) for sample in samples}
     assert labels["sglang:dspark_drafter_misfit"] == labels["sglang:gen_throughput"]
     assert labels["sglang:dspark_steps_total"] == labels["sglang:gen_throughput"] | {"load"}
+
+
+def test_tokens_after_the_end_of_an_answer_are_not_counted(guarded):
+    """A step may go beyond it, and under overlap another one has begun. The first token is that of a prefill."""
+    assert call(guarded, "/dspark/policy", "admin-key", {"policy": "static"})[0] == 200
+    try:
+        before, kept = decoded_tokens(guarded), 0
+        for body in (*(endless([5, 6, 7], length) for length in (2, 4, 7, 13)), greedy([5, 6, 7], 64)):
+            answer = json.loads(call(guarded, "/generate", "user-key", body)[1])
+            kept += answer["meta_info"]["completion_tokens"] - 1
+    finally:
+        assert call(guarded, "/dspark/policy", "admin-key", {"policy": "auto"})[0] == 200
+    assert eventually(lambda: decoded_tokens(guarded) - before, lambda counted: counted >= kept) == kept > 0
 
 
 def test_labels_that_the_metrics_do_not_have_count_for_nothing(guarded):

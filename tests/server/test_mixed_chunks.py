@@ -128,6 +128,39 @@ def test_chunks_within_a_bound(parallel):
     with policy(parallel, "static", **PACED):
         parallel.flush_cache()
         # Four requests have room for one that runs and three blocks of four rows of a prompt.
-        with counting(parallel) as grown, drafting_beside_prompts(parallel, 4), beside(parallel, RUNNING):
+        with drafting_beside_prompts(parallel, (90 + 130) // 8), beside(parallel, RUNNING):
             assert output_ids(parallel, promised(asked[:2]), 2) + output_ids(parallel, asked[2:], 1) == expected
-    assert grown["plain_steps"] > 4
+
+
+BRACES = {"begin": "{", "schema": {"type": "boolean"}, "end": "}"}
+ENTERING: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "regex": {"regex": "[a-f]{3}"},
+    "schema": {"json_schema": '{"type": "integer"}'},
+    "ebnf": {"ebnf": 'root ::= "red" | "blue"'},
+    "tags": {"structural_tag": json.dumps({"type": "structural_tag", "structures": [BRACES], "triggers": ["{"]})},
+}
+"""Parameters by which a prompt enters SGLang's queue in another way; a new grammar is compiled before."""
+
+
+def test_every_prompt_is_cut_to_the_bound(parallel):
+    """A millisecond has room for no row: prompts of 90 tokens are read by 8 at a time, however they come."""
+    draw, read, gaps = random.Random(8), {}, parallel.get_json("/dspark/capabilities")["gaps"]
+    assert gaps["max_gap_ms"] == 1 < gaps["least_gap_ms"] == gaps["kept_gap_ms"]
+    assert "--speculative-dspark-max-gap-ms=1 cannot be kept" in parallel.log_path.read_text()
+
+    def chunks() -> int:
+        return sum(parallel.get_json("/dspark/stats")["prompts"].values())
+
+    parallel.flush_cache()  # drops grammars, too
+    with policy(parallel, "static", **PACED), beside(parallel, RUNNING):
+        for way, parameters in ENTERING.items():
+            before = chunks()
+            generate(parallel, [greedy(draw.choices(VOCAB, k=90), 1, parameters)], 1)
+            read[way] = chunks() - before
+        session = parallel.post_json("/open_session", {"capacity_of_str_len": 1000})
+        for turn in range(2):
+            before = chunks()
+            generate(parallel, [greedy(draw.choices(VOCAB, k=90), 1, session_params={"id": session})], 1)
+            read[f"turn {turn}"] = chunks() - before
+    assert min(read.values()) >= 90 // 8, read

@@ -6,13 +6,16 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from golden_server import (
     CASES,
     PACE_MS,
     VOCAB,
+    assert_pool_is_whole,
     call,
+    counting,
     endless,
     generate,
     greedy,
@@ -89,6 +92,59 @@ def test_turns_beside_a_running_one_are_refused(corner, plain):
         text = corner.post_json("/generate", endless([5], 9, session_params={"id": session}))["output_ids"]
     [expected] = generate(plain, [endless([*prompt, *answers[0], 5], 9)], 1)
     assert (len(answers[0]), text) == (300, expected["output_ids"])
+
+
+REFUSED: dict[str, list[dict[str, Any]]] = {
+    "streaming": [
+        {"session_params": {"replace": True}},
+        {"session_params": {"replace": True, "rid": "0"}},
+        {"session_params": {"drop_previous_output": True}},
+        {"session_params": {"offset": 3}},
+    ],
+    "not streaming": [
+        {"session_params": {"rid": "another"}},
+        {"session_params": {"replace": True, "rid": "another"}},
+        {"session_params": {"replace": True}, "input_ids": []},
+    ],
+    "both": [
+        {"session_params": {"id": "another"}},
+        {"input_ids": [5] * 4000},
+        {"input_ids": [5] * 4000, "session_params": {"replace": True}},
+        {"sampling_params": {"regex": "("}},
+        {"speculation": {"max_verify": -1}, "session_params": {"replace": True}},
+        {"speculation": {"cache": "key"}},
+    ],
+}
+
+
+def turns(server, kind, *, refused):
+    """Return what the turns of a session are answered, and how much of them was cached; before each comes another turn.
+
+    Args:
+        refused: whether the others are sent, and refused.
+    """
+    server.flush_cache()
+    opening = {"capacity_of_str_len": 10_000, "streaming": kind == "streaming"}
+    session, found = json.loads(call(server, "/open_session", body=opening)[1]), []
+    for number, other in enumerate([{}, *REFUSED[kind], *REFUSED["both"]]):
+        # Of the other kind, a turn says which one it follows.
+        follows = {"id": session} | ({"rid": str(number - 1)} if number and kind != "streaming" else {})
+        if refused and other:
+            named = {"id": session} if "replace" in other.get("session_params", {}) else follows
+            body = {**endless([5], 2), **other, "session_params": {**named, **other.get("session_params", {})}}
+            with counting(server) as grown:
+                assert call(server, "/generate", body=body)[0] == 400, other
+            assert not any(grown.values()), other
+        answer = server.post_json("/generate", endless([6, 7], 5, rid=str(number), session_params=follows))
+        found.append((answer["output_ids"], answer["meta_info"]["cached_tokens"]))
+    assert call(server, "/close_session", body={"session_id": session})[0] == 200
+    return found
+
+
+@pytest.mark.parametrize("kind", ["streaming", "not streaming"])
+def test_a_refused_turn_leaves_everything_as_it_was(kind, corner):
+    assert turns(corner, kind, refused=True) == turns(corner, kind, refused=False)
+    assert_pool_is_whole(corner)
 
 
 def test_a_retracted_turn_stays_in_its_session(tight, plain):

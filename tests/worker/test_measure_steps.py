@@ -9,10 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sglang_objects import model_config, partly, worker
+from sglang_objects import ONE_RANK, model_config, partly, worker
 from transformers import PretrainedConfig
 
+from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.scheduler import sps_cache
+from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.scheduler.measure_steps import Stepper
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.worker.executors.eager import EagerExecutor
@@ -55,6 +58,24 @@ def test_a_file_that_cannot_be_used_is_measured_anew_or_ends_the_start(tmp_path,
     # And what is measured takes its place.
     sps_cache._save(table(), path, named=False)
     assert sps_cache._load(path, KEY, named=False) is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "max_verify", "measured"),
+    [
+        ({"schedule": "auto"}, 2, True),
+        ({"schedule": "static"}, 2, False),
+        ({"schedule": "static", "max_gap_ms": 50.0}, 2, True),
+        ({"schedule": "off", "max_gap_ms": 50.0}, 0, False),
+    ],
+)
+def test_step_times_are_measured_for_policies_and_bounds_that_need_them(
+    options, max_verify, measured, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sps_cache, "measure_steps", lambda stepper, key: table())
+    stepper = partly(Stepper, agreement=Agreement(ONE_RANK), max_verify=max_verify)
+    config = DSparkConfig(sps_table_path=str(tmp_path / "table.json"), **options)
+    assert (sps_cache._load_or_measure(stepper, config, KEY) is not None) == measured
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch, caplog):

@@ -34,7 +34,7 @@ _FOR_EVER = timedelta(days=1)  # SGLang ends the processes of a server of which 
 
 
 def load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]) -> SpsTable | None:
-    """Return the table of this server; None for a policy that needs none and has no file.
+    """Return the table of this server; None without a file if neither policy nor bound on gaps needs one.
 
     Replicas take turns: the first one measures, undisturbed, and the others read its file if they are like it.
 
@@ -55,7 +55,9 @@ def _load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str
     path, named = (_place_in_cache(key), False) if given is None else (Path(given).expanduser(), True)
     # Rank 0's file and measurements count: on several machines the other ranks have files and clocks of their own.
     table = agreement.share(_load(path, key, named=named) if agreement.leads else None)
-    if table is not None or options.schedule not in _NEEDS_TABLE:
+    # A bound on gaps needs one too, if there is a second number of drafts to measure.
+    bounds = options.max_gap_ms is not None and stepper.max_verify > 0
+    if table is not None or not (bounds or options.schedule in _NEEDS_TABLE):
         return table
     table = agreement.share(measure_steps(stepper, key))
     if agreement.leads:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_dspark.config import flag_name
 from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.feature import Part, Worker, part_of
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import riders_of
 from sglang_dspark.engine.scheduler.draft_input import spare_slots
 from sglang_dspark.engine.sglang_types import ScheduleBatch
-from sglang_dspark.scheduling.prompts import ChunkLimit
+from sglang_dspark.scheduling.prompts import LEAST_ROWS, ChunkLimit, least_gap_ms
+from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.device_time import DeviceSpan, DeviceTimer
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
     Prefill = tuple[RunningBatch | None, RunningBatch]
+
+logger = logging.getLogger(__name__)
 
 
 class BoundedGaps(Part):
@@ -32,12 +37,22 @@ class BoundedGaps(Part):
         bound_ms: of a step.
         agreement: of the ranks: chunks are as long on all of them.
         device: of the target.
+        schedule: returns the server's, which is made after the parts.
+        page_size: of the target's K/V: a chunk has a page at least.
 
     Attributes:
         waited_for: whether requests run while the next chunk is encoded.
     """
 
-    def __init__(self, bound_ms: float, agreement: Agreement, device: torch.device) -> None:
+    def __init__(
+        self,
+        bound_ms: float,
+        agreement: Agreement,
+        device: torch.device,
+        schedule: Callable[[], Schedule],
+        page_size: int,
+    ) -> None:
+        self._bound_ms, self._schedule, self._least_rows = bound_ms, schedule, max(LEAST_ROWS, page_size)
         self._limit, self._agreement = ChunkLimit(bound_ms), agreement
         self._timer, self._on_gpu = DeviceTimer(device), device.type == "cuda"
         self._began: tuple[DeviceSpan, float] | None = None
@@ -48,7 +63,37 @@ class BoundedGaps(Part):
     def of(cls, worker: Worker) -> BoundedGaps | None:
         """Return the part of a worker; None without a bound."""
         bound_ms = worker.options.max_gap_ms
-        return None if bound_ms is None else cls(bound_ms, worker.agreement, worker.device)
+        if bound_ms is None:
+            return None
+        page_size = worker.server_args.page_size or 1
+        return cls(bound_ms, worker.agreement, worker.device, lambda: worker.schedule, page_size)
+
+    def ready(self) -> None:
+        """Say in the log which gaps can be kept."""
+        flag, least_ms = f"{flag_name('max_gap_ms')}={self._bound_ms:g}", self._least_ms()
+        if least_ms is None:
+            logger.info("DSPARK: %s: which gaps can be kept is not known without step times", flag)
+        elif least_ms <= self._bound_ms:
+            logger.info("DSPARK: %s can be kept: the shortest step beside a prompt takes %.1f ms", flag, least_ms)
+        else:
+            logger.warning(
+                "DSPARK: %s cannot be kept on this machine: the shortest step beside a prompt, of %d of its tokens and "
+                "one running request, takes %.1f ms; chunks are that short, and %.1f is the least bound that is kept",
+                flag,
+                self._least_rows,
+                least_ms,
+                least_ms,
+            )
+
+    def describe(self) -> Mapping[str, object]:
+        least_ms = self._least_ms()
+        kept_ms = None if least_ms is None else max(self._bound_ms, least_ms)
+        return {"gaps": {"max_gap_ms": self._bound_ms, "least_gap_ms": least_ms, "kept_gap_ms": kept_ms}}
+
+    def _least_ms(self) -> float | None:
+        """Return the milliseconds of the shortest step beside a prompt; None if step times are not known."""
+        times = self._schedule().times
+        return None if times is None else least_gap_ms(times, self._least_rows)
 
     def prefill_comes(self, batch: ScheduleBatch) -> None:
         self._began = self._timer.begin(), time.perf_counter()
@@ -67,12 +112,12 @@ class BoundedGaps(Part):
         """Return how many rows the next step may have beside so many requests, theirs included."""
         while self._timed:
             rows, drafted, span, host_ms = self._timed[0]
-            ms = span.ms if self._on_gpu else host_ms
+            ms = self._agreement.share(span.ms if self._on_gpu else host_ms)
             if ms is None:
                 break
             self._timed.popleft()
             self._limit.learn(rows, ms, drafted=drafted)
-        return self._agreement.share(self._limit.beside(running))
+        return self._limit.beside(running)
 
 
 def bound_chunk(
@@ -83,15 +128,16 @@ def bound_chunk(
 ) -> Prefill:
     """Bound SGLang's next chunk while requests run: each of them has a row of it, and prompts have a page at least.
 
-    By SGLang's own size a prompt would wait for as long as that many requests run. A prompt that has begun gets no more
-    slots than the running ones leave, which have taken some since; SGLang would end the server. If there are none,
+    Whether prompts wait is not known yet: SGLang takes those whose grammars have been compiled into its queue after
+    this. By its own size a prompt would wait for as long as that many requests run. A prompt that has begun gets no
+    more slots than the running ones leave, which have taken some since; SGLang would end the server. If there are none,
     the running ones go on alone, or are retracted.
     """
     whole, running = scheduler.chunked_prefill_size, len(running_batch.reqs)
     part = part_of(decoder_of(scheduler).parts, BoundedGaps)
     if part is not None:
         part.waited_for = running > 0
-    if whole is None or not running or not (scheduler.waiting_queue or scheduler.chunked_req):
+    if whole is None or not running:
         return original(scheduler, prefill_delayer_single_pass, running_batch)
     bound = whole if part is None else min(whole, part.rows(running))
     if scheduler.chunked_req is not None:

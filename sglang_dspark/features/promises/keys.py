@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
+from sglang_dspark.config import flag_name
 from sglang_dspark.declared import field_types
 from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.feature import RequestKeys
@@ -54,6 +56,13 @@ class PromiseKeys(RequestKeys):
             raise ValueError(
                 f"speculation.{key}={getattr(self, key):g} is not served by SGLang's own worker; drop the key, or "
                 "start the server with --speculative-dspark-engine plugin if that serves the target"
+            )
+        least_ms = server.config.min_tpot_ms
+        if self.tpot_ms is not None and self.tpot_ms < least_ms:
+            remedy = "drop the key" if least_ms == inf else "name that or more, or drop the key"
+            raise ValueError(
+                f"speculation.tpot_ms={self.tpot_ms:g} is less than this server promises to a request, "
+                f"{flag_name('min_tpot_ms')}={least_ms:g}; {remedy}"
             )
         options = PromiseOptions(self.tpot_ms, self.ttft_ms, self.weight)
         return None if options == PromiseOptions() else options

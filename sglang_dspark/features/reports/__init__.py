@@ -56,7 +56,7 @@ FEATURE = Feature(
             HookType.AROUND,
             "features.reports.handlers.report_verified",
             "any_worker",
-            "SGLang assumes that every draft is verified, and understates the acceptance in its log and its metrics",
+            "SGLang takes every draft for verified and every token for kept, in its log and its metrics",
             Moment.SOME_TIME,  # behind the first result, and not worth the end of a server
         ),
         Hook(

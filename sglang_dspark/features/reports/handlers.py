@@ -69,16 +69,23 @@ def export_metrics(result: None, scheduler: Scheduler, *args: object, **kwargs: 
 
 
 def report_verified(
-    original: Callable[..., None], reporter: SchedulerMetricsReporter, *args: object, **kwargs: object
+    original: Callable[..., None],
+    reporter: SchedulerMetricsReporter,
+    *args: object,
+    num_generated_tokens: int = 0,
+    **kwargs: object,
 ) -> None:
-    """Have SGLang divide the accepted drafts by the verified ones, in its log and in ``sglang:spec_accept_rate``.
+    """Have SGLang report the tokens that requests keep, and divide the accepted drafts by the verified ones.
 
-    It divides them by all drafts of a block in every round. So the accepted ones are scaled while it does. It would
-    also report drafts proposed as accepted lengths of blocks, so it is told of none.
+    It counts all tokens of a step as generated, those after the end of an answer too, and divides by all drafts of a
+    block in every round. So the accepted ones are scaled while it does. It would also report drafts proposed as
+    accepted lengths of blocks, so it is told of none.
     """
+    kept = reports_of(reporter.scheduler).kept_tokens()
+    reporter.num_generated_tokens += kept - num_generated_tokens
     accepted = reporter.spec_num_correct_drafts
     _scale_accepted(reporter)
-    original(reporter, *args, **kwargs)
+    original(reporter, *args, num_generated_tokens=kept, **kwargs)
     if reporter.spec_num_forward_ct:  # it goes on adding
         reporter.spec_num_correct_drafts = accepted
 

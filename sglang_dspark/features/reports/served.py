@@ -45,6 +45,7 @@ class Reports(Part):
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._spans = Spans()
+        self._taking: list[tuple[Req, int]] = []  # requests of the last step, and how many tokens they had before it
         self._logged_at = time.monotonic()
 
     def ready(self) -> None:
@@ -82,6 +83,7 @@ class Reports(Part):
     def step_done(
         self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
     ) -> None:
+        self._taking = [(reqs[request], len(reqs[request].output_ids)) for request in running]
         self._count(reqs, record, running, accepted)
         trace(reqs, record, running, accepted)
 
@@ -109,6 +111,14 @@ class Reports(Part):
         unproposed = self._coverage.missing(record, running)
         self._counters.record_tokens(len(running), thoughts=thoughts, unproposed=unproposed)
         self._log()
+
+    def kept_tokens(self) -> int:
+        """Return how many tokens of the last step its requests keep, now that SGLang has appended them.
+
+        The end of an answer may lie before the step: a text that stops it may begin there.
+        """
+        ends = ((len(req.output_ids), req.finished_len, before) for req, before in self._taking)
+        return sum(max(0, (now if end is None else min(now, end)) - before) for now, end, before in ends)
 
     def _log(self) -> None:
         """Write a line now and then."""

@@ -12,11 +12,12 @@ FEATURE = Feature(
     hooks=(
         Hook(
             "sglang.srt.session.session_controller.Session.create_req",
-            HookType.BEFORE,
-            "features.sessions.turns.prepare_turn",
+            HookType.AROUND,
+            "features.sessions.turns.make_turn",
             "any_worker",
-            "the tokens behind an end, which a step may commit, would become part of the next turn's prompt, and turns "
-            "that replace all others would end the server",
+            "tokens after an end, which a step may commit, would become part of the next turn's prompt; turns that "
+            "replace all others, and refused ones with pictures, would end the server; refused ones would change their "
+            "session",
             Moment.SOME_TIME,
         ),
         Hook(
@@ -25,15 +26,6 @@ FEATURE = Feature(
             "features.sessions.turns.clear",
             "any_worker",
             "the server ends if one of the turns behind a replaced one has the name of another, or they are a thousand",
-            Moment.SOME_TIME,
-        ),
-        Hook(
-            "sglang.srt.session.session_controller.Session.create_req",
-            HookType.AFTER,
-            "features.sessions.turns.detach_refused",
-            "any_worker",
-            "a turn that SGLang refuses would open its session to a turn beside the one that runs, and the server "
-            "ends, as it does if such a turn has pictures",
             Moment.SOME_TIME,
         ),
         Hook(

@@ -15,17 +15,31 @@ if TYPE_CHECKING:
     from sglang.srt.session.streaming_session import StreamingSession
 
 
-def prepare_turn(session: Session, turn: TokenizedGenerateReqInput, *args: object, **kwargs: object) -> None:
-    """Prepare a session for a turn before SGLang makes a request of it.
+def make_turn(
+    create: Callable[..., Req], session: Session, turn: TokenizedGenerateReqInput, *args: object, **kwargs: object
+) -> Req:
+    """Make a request of a session's turn; one that is refused leaves the session as it was.
 
-    A turn that replaces all others ends them here: SGLang would change its table of turns while it reads it.
+    A turn that replaces all others ends them once it is made: SGLang would change its table of turns while it reads it,
+    and before it looks at the turn.
+
+    SGLang would place the pictures of a refused turn behind a prompt that it has dropped, and end. In a streaming
+    session it takes the end of any turn for that of the one that runs, and lets the next turn in beside it.
     """
     forget_overshoot(session)
     assert turn.session_params is not None, "SGLang makes turns of requests that name a session"
-    if turn.session_params.replace and turn.session_params.rid is None and not session.streaming:
-        for node in session.req_nodes.values():
+    others = session.req_nodes
+    if turn.session_params.replace and turn.session_params.rid is None:
+        session.req_nodes = {}
+    req = create(session, turn, *args, **kwargs)
+    if req.to_finish is not None:
+        session.req_nodes, turn.mm_inputs = others, None
+        if session.streaming:
+            req.session = None
+    elif session.req_nodes is not others:
+        for node in others.values():
             node.abort()
-        session.req_nodes.clear()
+    return req
 
 
 def clear(node: SessionReqNode, nodes: dict[str, SessionReqNode]) -> None:
@@ -52,21 +66,6 @@ def forget_overshoot(session: Session) -> None:
         req = node.req
         if req.finished() and req.finished_len is not None:
             del req.output_ids[req.finished_len :]
-
-
-def detach_refused(
-    req: Req, session: Session, turn: TokenizedGenerateReqInput, *args: object, **kwargs: object
-) -> None:
-    """Drop the pictures of a turn that is refused, and take the turn out of a streaming session.
-
-    SGLang would place the pictures behind a prompt that it has dropped, and end. It takes the end of any turn for that
-    of the one that runs, and lets the next turn in beside it.
-    """
-    if req.to_finish is None:
-        return
-    turn.mm_inputs = None
-    if session.streaming:
-        req.session = None
 
 
 def finish_if_ended(finish: Callable[[Session, Req], None], session: Session, req: Req) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from sglang_objects import ONE_RANK, batch, found_by, launch_context, partly
@@ -11,6 +12,7 @@ from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import RIDERS
 from sglang_dspark.features.mixed_chunks.gap import BoundedGaps, bound_chunk
 from sglang_dspark.scheduling.prompts import ChunkLimit
+from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.worker.worker import DSparkWorker
 
 BOUND_MS = 50.0
@@ -39,9 +41,15 @@ def test_chunks_grow_until_the_bound_is_reached_and_keep_it(law, fitting):
     assert found[-1][0] >= 0.95 * fitting
 
 
-def test_a_bound_below_the_time_of_the_first_chunk_is_reached_from_above():
-    found = steps(ChunkLimit(10.0), lambda rows: 5 + 0.09 * rows, 12)
-    assert found[0][1] > 10 and found[-1][1] == pytest.approx(8, abs=0.5)
+def test_a_bound_that_few_rows_reach_is_kept_from_the_first_chunk_on():
+    found = steps(ChunkLimit(10.0), lambda rows: 5 + 0.2 * rows, 12)
+    assert 7 < found[-1][1] == max(ms for _, ms in found) <= 10
+
+
+def test_a_bound_that_a_slower_machine_has_passed_is_reached_from_above():
+    limit = ChunkLimit(10.0)
+    limit.rows = 64
+    assert steps(limit, lambda rows: 5 + 0.09 * rows, 12)[-1][1] == pytest.approx(8, abs=0.5)
 
 
 def test_the_bound_has_room_for_rows_that_become_dearer_along_a_context():
@@ -62,13 +70,14 @@ def test_short_prompts_say_nothing_and_hiccups_are_forgotten():
         limit.learn(rows, ms)
         assert limit.rows == settled
     limit.learn(settled, 1e6)
-    assert limit.rows == 32  # prompts go on
+    assert limit.rows == 8  # prompts go on
     assert steps(limit, lambda rows: 8 + 0.1 * rows, 24)[-1][0] >= 0.95 * settled
 
 
 def test_beside_drafts_chunks_grow_and_do_not_shrink():
     """Drafts that take too long say nothing about rows; and where prompts never come alone, they do not stay short."""
     limit = ChunkLimit(BOUND_MS)
+    limit.rows = 64
     limit.learn(64, 200.0, drafted=True)
     assert limit.rows == 64
     for _ in range(12):
@@ -76,8 +85,10 @@ def test_beside_drafts_chunks_grow_and_do_not_shrink():
     assert 0.95 * 320 <= limit.rows <= 320
 
 
-def gaps(rows):
-    part = BoundedGaps(BOUND_MS, Agreement(ONE_RANK), torch.device("cpu"))
+def gaps(rows, times=None, bound_ms=BOUND_MS, page_size=1):
+    part = BoundedGaps(
+        bound_ms, Agreement(ONE_RANK), torch.device("cpu"), lambda: SimpleNamespace(times=times), page_size
+    )
     part._limit.rows = rows
     return part
 
@@ -116,14 +127,14 @@ def chunk_size(scheduler, prefill_delayer_single_pass, running_batch):
         (2, [1], None, 100, 100),
         (2, [], object(), 100, 100),
         (2, [], object(), 9999, 130),  # what the running ones leave
-        (140, [], object(), 10, 172),
+        (140, [], object(), 10, 156),
         (40, [], object(), None, 168),
         (2, [1], None, 9999, 512),  # SGLang's own size
-        (40, [1], None, 10, 72),  # a row of each, and the least chunk
+        (40, [1], None, 10, 56),  # a row of each, and a page
         (600, [1], None, None, 616),  # a row of each, and a page
         (2, [1], None, None, 512),
         (0, [1], None, 100, 512),  # no request waits for it
-        (2, [], None, 100, 512),
+        (2, [], None, 100, 100),  # SGLang may find one whose grammar has been compiled
     ],
 )
 def test_sglangs_chunk_is_bounded_while_requests_run(running, waiting, chunked, rows, chunk):
@@ -142,11 +153,42 @@ def test_a_prompt_that_has_begun_waits_while_running_requests_need_all_slots():
 def test_a_prefill_is_timed_on_the_host_of_a_cpu():
     part = gaps(64)
     part._limit = ChunkLimit(1e9)  # next to which all take nothing
+    part._limit.rows = 64
     for rows, waited_for, found in ((64, False, 64), (64, True, 96), (3, True, 96), (96, True, 144)):
         part.prefill_comes(batch())
         part.waited_for = waited_for
         part.prefill_done(batch(extend_num_tokens=rows))
         assert part.rows(2) == found, "no request waits for the first, and few rows say nothing"
+
+
+@pytest.mark.parametrize(
+    ("asked_ms", "page_size", "factor", "least_ms"),
+    [
+        (50.0, 1, 1.0, 7.5),  # half a millisecond for each of 9 rows, and one for each of 3 blocks
+        (48.0, 64, 1.0, 49.5),
+        (29.0, 1, 4.0, 30.0),
+        (5.0, 1, 1.0, 7.5),
+    ],
+)
+def test_a_server_says_which_gap_it_keeps(asked_ms, page_size, factor, least_ms, caplog):
+    caplog.set_level("INFO")
+    requests, drafts = [1, 2, 4, 8], [0, 1, 2, 3]
+    verify_ms = [[[r + 0.5 * r * (1 + d)] for d in drafts] for r in requests]
+    table = SpsTable({}, requests, drafts, [64], np.zeros((4, 4, 1)), np.array(verify_ms))
+    times = SimpleNamespace(table=table, common_factor=factor)
+    part = gaps(8, times, asked_ms, page_size)
+    part.ready()
+    kept_ms = max(asked_ms, part.describe()["gaps"]["least_gap_ms"])
+    assert part.describe() == {
+        "gaps": {"max_gap_ms": asked_ms, "least_gap_ms": pytest.approx(least_ms), "kept_gap_ms": kept_ms}
+    }
+    said = caplog.records[-1].getMessage()
+    assert f"--speculative-dspark-max-gap-ms={asked_ms:g}" in said
+    assert (f"{least_ms:.1f} is the least bound that is kept" in said) == (least_ms > asked_ms)
+
+
+def test_nobody_knows_which_gap_is_kept_without_step_times():
+    assert gaps(8).describe()["gaps"] == {"max_gap_ms": BOUND_MS, "least_gap_ms": None, "kept_gap_ms": None}
 
 
 class Others:
@@ -178,7 +220,7 @@ def test_chunks_beside_requests_that_draft_nothing_shrink():
     part, riders = gaps(800), Others(2, True)
     part._limit, part.waited_for = ChunkLimit(1e-9), True
     part._limit.rows = 800
-    for drafted, found in ((True, 800), (False, 34)):
+    for drafted, found in ((True, 800), (False, 10)):
         riders.drafted = drafted
         prompts = batch(extend_num_tokens=798)
         vars(prompts)[RIDERS] = riders

@@ -1,5 +1,6 @@
 """Promises in a scheduler: whose drafts count how much, and what became of each promise."""
 
+import math
 from array import array
 from types import SimpleNamespace
 
@@ -137,6 +138,15 @@ BAD = (0, -1, "5", "", None, True, float("nan"), float("inf"), 2.0**70, 10**400,
 def test_a_bad_value_is_refused_by_name(key, value):
     with pytest.raises(ValueError, match=rf"^speculation\.{key} must be a number from 0\.0?1 to"):
         settled({key: value})
+
+
+@pytest.mark.parametrize(("least_ms", "remedy"), [(20.0, "=20; name that or more"), (math.inf, "=inf; drop the key")])
+def test_an_operator_says_how_little_may_be_promised(least_ms, remedy):
+    with pytest.raises(ValueError, match=rf"^speculation\.tpot_ms=19\.9 .*--speculative-dspark-min-tpot-ms{remedy}"):
+        settled({"tpot_ms": 19.9}, min_tpot_ms=least_ms)
+    settled({"weight": 0.5}, min_tpot_ms=least_ms)
+    if least_ms < math.inf:
+        settled({"tpot_ms": 20}, min_tpot_ms=least_ms)
 
 
 def test_sglangs_own_worker_serves_no_promise():

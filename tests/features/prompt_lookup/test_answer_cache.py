@@ -93,3 +93,11 @@ def test_answers_are_kept_of_requests_with_a_key_that_end_by_themselves(key, rea
     assert read(answers, key) == kept
     worker.clear_cache_pool()
     assert read(answers, key) == []
+
+
+@pytest.mark.parametrize("event", [PromptLookup.flushed, PromptLookup.weights_changed], ids=["flush", "new weights"])
+def test_answers_from_before_are_forgotten(event):
+    answers = AnswerCache(ROOM)
+    answers.keep("a", [5])
+    event(PromptLookup(answers, ForcedTokens(None, 1, 1), torch.device("cpu")))
+    assert read(answers, "a") == []

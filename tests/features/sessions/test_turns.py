@@ -12,11 +12,10 @@ from sglang.srt.session.streaming_session import SessionSlot, StreamingSession
 
 from sglang_dspark.features.sessions.turns import (
     clear,
-    detach_refused,
     encode_last_token_again,
     finish_if_ended,
     forget_overshoot,
-    prepare_turn,
+    make_turn,
     release_dropped,
 )
 
@@ -50,7 +49,7 @@ def test_turns_are_replaced_however_many_there_are(rid):
         req.rid = str(number % 2000) if number else "first"
         session.req_nodes[req.rid] = node = SessionReqNode(req, node)
     running = [node.req for node in session.req_nodes.values() if not node.req.finished()]
-    prepare_turn(session, Mock(session_params=SessionParams(rid=rid, replace=True)))
+    make_turn(lambda *_: turn(session, []), session, Mock(session_params=SessionParams(rid=rid, replace=True)))
     if rid is not None:
         clear(session.req_nodes[rid], session.req_nodes)
     assert session.req_nodes == {} and running
@@ -77,9 +76,11 @@ def test_the_last_token_of_a_turn_is_encoded_with_the_next_one(output, committed
 def test_a_refused_turn_is_none_of_its_session(streaming, refused, stays):
     """Its end would let another turn in beside the one that runs, and its pictures have no place in its prompt."""
     session = Session(1000, "s", streaming=streaming)
-    req, asked = turn(session, []), Mock(mm_inputs="pictures")
+    req, asked = turn(session, []), Mock(mm_inputs="pictures", session_params=SessionParams(replace=True))
+    session.req_nodes = before = {"ended": SessionReqNode(turn(session, [1], finished_len=1))}
     req.to_finish = FINISH_ABORT() if refused else None
-    detach_refused(req, session, asked)
+    assert make_turn(lambda *_: req, session, asked) is req
+    assert (session.req_nodes is before) is refused
     assert (req.session is session) is stays
     assert (asked.mm_inputs is None) is refused
 

@@ -50,6 +50,7 @@ def test_chunks_have_room_for_a_row_of_each_running_request():
     assert [piece[1:] for piece in alone.pieces] == [(0, 5000), (0, 3192)]
     assert alone.attended == 5000**2 // 2 + 3192**2 // 2
     assert alone.read == [alone.pieces[0].request]
+    prompts.limit.rows = 64
     beside = prompts.next_chunk(waiting, 16)
     assert [piece[1:] for piece in beside.pieces] == [(3192, 64 - 16)]
     assert prompts.verified(beside, 16) == Beside(6, 48, 3192 + 24, 50.0)
