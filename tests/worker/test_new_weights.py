@@ -232,6 +232,64 @@ def by_parts(drafter, named):
         drafter.write(part)
 
 
+FOLLOWING = ("DeepSpec", "speculators, reduced vocabulary", "a list beside", "a list of some")
+
+
+@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("form", FOLLOWING)
+def test_all_that_is_read_of_a_target_is_the_new_ones(tmp_path, form, eight_bits):
+    DRAFTERS[form](0, tmp_path / "draft")
+    loop, target = StageLoop(draft=tmp_path / "draft", schedule="static"), golden_network()
+    with torch.no_grad():
+        for weight in target.parameters():
+            weight.add_(torch.ones_like(weight))
+    if eight_bits:
+        loop.drafter.model.store_in_eight_bits()
+        loop.drafter.heads = ProposalHeads(loop.drafter.model, loop.drafter._checkpoint.token_ids)
+    places = addresses(loop.drafter)
+    loop.network.load_state_dict(target.state_dict())
+    loop.drafter.follow_target()
+    fresh = StageLoop(draft=tmp_path / "draft", schedule="static", network=target).drafter
+    if eight_bits:
+        fresh.model.store_in_eight_bits()
+        fresh.heads = ProposalHeads(fresh.model, fresh._checkpoint.token_ids)
+    assert_same(loop.drafter, fresh)
+    assert addresses(loop.drafter) == places
+
+
+def test_later_tensors_have_the_names_of_the_new_checkpoint(network, tmp_path):
+    """Its taps are in another order, too."""
+    tensors = [exported(exports.modelopt, {}, seed, tmp_path / f"{seed}") for seed in range(2)]
+    drafter = StageLoop(schedule="static", network=network).drafter
+    by_folder(drafter, tmp_path / "0")
+    assert drafter.describe()["path"] == str(tmp_path / "0")
+    by_parts(drafter, tensors[1])
+    assert_same(drafter, StageLoop(draft=tmp_path / "1", schedule="static", network=network).drafter, named=False)
+
+
+def test_an_operators_list_stays(network, tmp_path):
+    """Also where a list lies beside the new drafter."""
+    save_token_ids(tmp_path / LIST, [3, 5, 8])
+    with_lists({})(0, tmp_path / "new")
+    drafter = StageLoop(schedule="static", network=network).drafter
+    drafter._checkpoint = drafter._checkpoint.proposing(tmp_path / LIST)
+    drafter.heads = ProposalHeads(drafter.model, drafter._checkpoint.token_ids)
+    drafter.heads.replace([1], [7])  # by what answers consist of
+    by_folder(drafter, tmp_path / "new")
+    fresh = load_draft_model(tmp_path / "new", dtype=torch.float32, device="cpu")
+    assert drafter.heads.listed.tokens.tolist() == [3, 7, 8]
+    assert drafter.heads.weights.markov.w2.equal(fresh.markov_head.markov_w2.weight[[3, 7, 8]])
+
+
+@pytest.mark.parametrize("names", [("d2t",), ("t2d",), ("model.d2t", "model.t2d")])
+def test_either_tensor_says_what_is_proposed(network, tmp_path, names):
+    tensors = [exported(exports.speculators, BY_FILE, seed, tmp_path / f"{seed}") for seed in range(2)]
+    drafter = StageLoop(draft=tmp_path / "0", schedule="static", network=network).drafter
+    drafter.write([(name, tensors[1][name.removeprefix("model.")]) for name in names])
+    assert drafter.model.token_ids.tolist() == tokens_of(1)
+    assert drafter.heads._rows.equal(network.get_output_embeddings().weight[tokens_of(1)])
+
+
 def test_ten_updates_take_no_memory(trained):
     drafter = loop_of(DRAFT).drafter
 
@@ -339,7 +397,11 @@ def test_a_folder_that_does_not_fit_leaves_the_old_drafter(trained, tmp_path, te
     assert drafter.describe()["path"] == str(DRAFT)
 
 
+OFFSETS = torch.arange(0, 12, 2)
 BAD_TENSORS = {
+    "d2t": (OFFSETS, r"d2t \[6\] should list the same 256 tokens"),
+    "norm.weight ": (torch.zeros(128), "unexpected norm.weight "),
+    "fc.weight": (torch.zeros(128, 384).to(torch.float8_e4m3fn), "fc.weight is stored as torch.float8_e4m3fn"),
     "fc.bias": (torch.zeros(3), "unexpected fc.bias"),
     "norm.weight": (torch.zeros(3), "misshapen norm.weight"),
     "hidden_norm.weight": (torch.full((128,), torch.inf), "hidden_norm.weight has values"),
@@ -355,6 +417,35 @@ def test_a_tensor_that_does_not_fit_keeps_the_others_out(trained, name):
     with pytest.raises(CheckpointError, match=named):
         drafter.write({**load_file(trained / FILE), name: tensor}.items())
     assert all(map(torch.equal, drafter.model.parameters(), before))
+
+
+BAD_LISTS = {
+    "too few": {"d2t": OFFSETS[:5]},
+    "past the vocabulary": {"d2t": OFFSETS + 246},
+    "negative": {"d2t": OFFSETS - 1},
+    "not ascending": {"d2t": OFFSETS.flip(0)},
+    "of no number": {"d2t": torch.full((6,), torch.nan)},
+    "wrapping": {"d2t": torch.tensor([0, 2**62, -(2**62), 5, 6, 7])},
+    "no row": {"d2t": torch.tensor(3)},
+    "of another vocabulary": {"t2d": torch.ones(6, dtype=torch.bool)},
+    "two lists": exports.reduced(tokens_of(1), 256) | {"d2t": OFFSETS},
+}
+
+
+@pytest.mark.parametrize("sent", BAD_LISTS.values(), ids=BAD_LISTS)
+def test_a_list_that_does_not_fit_leaves_the_old_one(network, tmp_path, sent):
+    exported(exports.speculators, BY_FILE, 0, tmp_path / "0")
+    drafter = StageLoop(draft=tmp_path / "0", schedule="static", network=network).drafter
+    with pytest.raises(CheckpointError, match="should list the same 6 tokens of vocab_size=256"):
+        drafter.write(sent.items())
+    assert drafter.heads.listed.tokens.tolist() == drafter.model.token_ids.tolist() == tokens_of(0)
+
+
+def test_an_lm_head_that_belongs_to_another_list_is_refused(network, tmp_path):
+    exported(exports.speculators, BY_FILE, 0, tmp_path / "0")
+    drafter = StageLoop(draft=tmp_path / "0", schedule="static", network=network).drafter
+    with pytest.raises(CheckpointError, match="lm_head.weight is not the target's"):
+        drafter.write({**exports.reduced(tokens_of(1), 256), LM_HEAD: HEAD[tokens_of(0)]}.items())
 
 
 def test_graphs_do_not_outlive_weights_that_moved():
