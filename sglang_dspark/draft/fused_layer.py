@@ -36,7 +36,7 @@ class FusedLayer:
     def build(
         cls, layer: DecoderLayer, kv_weight: Weight, kv_bias: Tensor | None, next_norm: nn.RMSNorm, eps: float
     ) -> "FusedLayer":
-        """Move the gate and up weights of ``layer`` into one storage; its K/V weights and biases already lie in their stacks."""
+        """Move the gate and up weights of ``layer`` into one storage; what makes K/V already lies in its stacks."""
         halves = layer.mlp.gate_proj, layer.mlp.up_proj
         gate_up = weights_below_each_other(halves)
         read_from(halves, gate_up)

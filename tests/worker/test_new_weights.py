@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from canonical_drafter import GEMMA, random_tensors
-from changed_weights import FILE, bare, trained_drafter, tuned
+from changed_weights import FILE, trained_drafter
 from made_schedule import schedule
 from quantised_drafter import gguf_drafter, quantised_drafter
 from safetensors.torch import load_file, save_file
@@ -204,7 +204,9 @@ def test_all_that_a_drafter_holds_is_the_new_ones(network, tmp_path, form):
     """Of every form, whichever way it comes, and where captured graphs read it."""
     folders = tmp_path / "old", tmp_path / "new"
     tensors = [DRAFTERS[form](seed, folder) for seed, folder in enumerate(folders)]
-    loop, old, new = (StageLoop(draft=folder, network=network, schedule="static") for folder in (*folders[:1], *folders))
+    loop, old, new = (
+        StageLoop(draft=folder, network=network, schedule="static") for folder in (*folders[:1], *folders)
+    )
     places = addresses(loop.drafter)
     by_folder(loop.drafter, folders[1])
     assert_same(loop.drafter, new.drafter)
@@ -265,6 +267,15 @@ def test_later_tensors_have_the_names_of_the_new_checkpoint(network, tmp_path):
     assert drafter.describe()["path"] == str(tmp_path / "0")
     by_parts(drafter, tensors[1])
     assert_same(drafter, StageLoop(draft=tmp_path / "1", schedule="static", network=network).drafter, named=False)
+
+
+def test_a_drafter_lies_at_home(network, tmp_path, monkeypatch):
+    """As the flag may say."""
+    exported(exports.deepspec, {}, 0, tmp_path / "0")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    drafter = StageLoop(schedule="static", network=network).drafter
+    by_folder(drafter, "~/0")
+    assert drafter.describe()["path"] == str(tmp_path / "0")
 
 
 def test_an_operators_list_stays(network, tmp_path):
@@ -444,7 +455,7 @@ def test_a_list_that_does_not_fit_leaves_the_old_one(network, tmp_path, sent):
 def test_an_lm_head_that_belongs_to_another_list_is_refused(network, tmp_path):
     exported(exports.speculators, BY_FILE, 0, tmp_path / "0")
     drafter = StageLoop(draft=tmp_path / "0", schedule="static", network=network).drafter
-    with pytest.raises(CheckpointError, match="lm_head.weight is not the target's"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is not the target's"):
         drafter.write({**exports.reduced(tokens_of(1), 256), LM_HEAD: HEAD[tokens_of(0)]}.items())
 
 

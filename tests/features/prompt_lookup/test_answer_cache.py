@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from made_schedule import schedule
 from settled_requests import settled
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 
+from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.features.prompt_lookup.answer_cache import MOST_TOKENS, AnswerCache
 from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
 from sglang_dspark.features.prompt_lookup.served import PromptLookup
@@ -93,3 +95,11 @@ def test_answers_are_kept_of_requests_with_a_key_that_end_by_themselves(key, rea
     assert read(answers, key) == kept
     worker.clear_cache_pool()
     assert read(answers, key) == []
+
+
+def test_answers_end_with_the_weights_that_wrote_them():
+    answers = AnswerCache(ROOM)
+    answers.keep("a", [5])
+    part = PromptLookup(answers, ForcedTokens(None, 1, 1), torch.device("cpu"))
+    StepControl(schedule(), None, [part], on_gpu=False).forget(new_drafter=False)
+    assert read(answers, "a") == []
