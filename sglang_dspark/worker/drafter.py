@@ -211,7 +211,7 @@ class Drafter:
             )
 
     def _write(self, weights: Mapping[str, torch.Tensor], head: torch.Tensor | None) -> None:
-        tensors = dict(self.model.named_parameters())
+        tensors: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         if self.heads.vocabulary is not None:
             tensors[TOKEN_IDS] = self.heads.vocabulary.token_ids
         with torch.no_grad():
