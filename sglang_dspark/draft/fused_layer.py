@@ -19,7 +19,7 @@ class FusedLayer:
 
     Attributes:
         kv_weight: ``[2 * kv_heads * hd, d]``, K before V; storage of the layer's own weights.
-        kv_bias: ``[2 * kv_heads * hd]``; None without attention biases.
+        kv_bias: ``[2 * kv_heads * hd]``, likewise; None without attention biases.
         gate_up_weight: ``[2 * I, d]``, gate before up; likewise.
         next_norm: the norm behind this layer, of the next one or the last.
         eps: of all norms.
@@ -36,10 +36,10 @@ class FusedLayer:
     def build(
         cls, layer: DecoderLayer, kv_weight: Weight, kv_bias: Tensor | None, next_norm: nn.RMSNorm, eps: float
     ) -> "FusedLayer":
-        """Move the gate and up weights of ``layer`` into one storage; its K/V weights already lie in ``kv_weight``."""
+        """Move the gate and up weights of ``layer`` into one storage; what makes K/V already lies in its stacks."""
         halves = layer.mlp.gate_proj, layer.mlp.up_proj
         gate_up = weights_below_each_other(halves)
-        read_from(gate_up, halves)
+        read_from(halves, gate_up)
         return cls(layer, kv_weight, kv_bias, gate_up, next_norm, eps)
 
     def forward(

@@ -58,11 +58,16 @@ def weights_below_each_other(layers: Sequence[Any]) -> Weight:
     return Int8Weight.cat(weights) if isinstance(weights[0], Int8Weight) else torch.cat(weights)
 
 
-def read_from(weight: Weight, layers: Sequence[Any]) -> None:
-    """Make equal parts of a weight those of linear layers, which have such weights already: a stack costs no memory."""
+def read_from(layers: Sequence[Any], weight: Weight, bias: Tensor | None = None) -> None:
+    """Make equal parts of a weight and a bias those of linear layers, which have such ones already.
+
+    So a stack costs no memory, and is never older than its layers.
+    """
     parts: Sequence[Weight] = weight.chunk(len(layers))
     for layer, part in zip(layers, parts, strict=True):
         if isinstance(part, Int8Weight):
             layer.weight = part
         else:
             layer.weight.data = part
+    for layer, bias_part in zip(layers, () if bias is None else bias.chunk(len(layers)), strict=False):
+        layer.bias.data = bias_part

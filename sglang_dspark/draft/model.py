@@ -6,7 +6,7 @@ proposed (V or fewer), r Markov rank, n context rows, T block rows of all reques
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -207,7 +207,9 @@ class DraftModel(nn.Module):
         return tuple(shared)
 
     def follow_target(self, embed_weight: Tensor | None, lm_head_weight: Tensor | None) -> None:
-        """Renew in place what is read of the target, whose weights have changed: captured graphs go on reading it.
+        """Renew in place what is read of the target, whose weights have changed, or the list of LM head rows.
+
+        Captured graphs go on reading it.
 
         Args:
             embed_weight, lm_head_weight: as :meth:`bind_target` had them.
@@ -220,17 +222,18 @@ class DraftModel(nn.Module):
     def freeze(self) -> "DraftModel":
         """Make the model a constant: evaluation mode, no gradients, and weights that are read together in one tensor.
 
-        These are the K/V weights of all layers, for :meth:`context_kv`, and of each layer K/V as well as gate and up,
-        for :meth:`forward_block`. The stacks become the storage of the layers' own parameters: they cost no memory and
-        follow an in-place load.
+        These are the K/V weights and biases of all layers, for :meth:`context_kv`, and of each layer K/V as well as
+        gate and up, for :meth:`forward_block`. All stacks become the storage of the layers' own parameters: they cost
+        no memory and follow an in-place load.
         """
         self.requires_grad_(False).eval()
-        stack = self._stack_context_weights()
-        per_layer: Sequence[Weight] = stack.weight.chunk(len(self.layers))
-        for layer, weight, k_norm_weight in zip(self.decoder_layers, per_layer, stack.k_norm, strict=True):
-            read_from(weight, layer.self_attn.context_projections)
+        stack, number = self._stack_context_weights(), len(self.layers)
+        weights: Sequence[Weight] = stack.weight.chunk(number)
+        biases: Sequence[Tensor | None] = [None] * number if stack.bias is None else stack.bias.chunk(number)
+        for layer, weight, bias, k_norm_weight in zip(self.decoder_layers, weights, biases, stack.k_norm, strict=True):
+            read_from(layer.self_attn.context_projections, weight, bias)
             layer.self_attn.k_norm.weight.data = k_norm_weight
-        self._context_stack, self._fused_layers = stack, self._fuse(stack, per_layer)
+        self._context_stack, self._fused_layers = stack, self._fuse(weights, biases)
         return self
 
     @torch.no_grad()
@@ -241,14 +244,13 @@ class DraftModel(nn.Module):
             store_in_eight_bits(self, name)
         return self.freeze()
 
-    def _fuse(self, stack: "_ContextStack", per_layer: Sequence[Weight]) -> list[FusedLayer]:
+    def _fuse(self, kv_weights: Sequence[Weight], kv_biases: Sequence[Tensor | None]) -> list[FusedLayer]:
         """Return the layers in fewer launches; none of Gemma 4's, for which there are no such kernels."""
         layers = [layer for layer in self.decoder_layers if isinstance(layer, DecoderLayer)]
-        biases: Any = [None] * len(layers) if stack.bias is None else stack.bias.view(len(layers), -1)
         next_norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
         return [
             FusedLayer.build(layer, kv_weight, kv_bias, next_norm, self.config.rms_norm_eps)
-            for layer, kv_weight, kv_bias, next_norm in zip(layers, per_layer, biases, next_norms, strict=False)
+            for layer, kv_weight, kv_bias, next_norm in zip(layers, kv_weights, kv_biases, next_norms, strict=False)
         ]
 
     def requires_grad_(self, requires_grad: bool = True) -> "DraftModel":

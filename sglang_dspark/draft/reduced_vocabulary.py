@@ -107,21 +107,30 @@ class ProposalHeads:
         vocabulary = None if ids is None else DraftVocabulary(ids, model.config.vocab_size)
         self._model, self._chosen = model, chosen
         if ids is not None:
-            self.listed = Listed(ids.cpu().numpy().copy(), np.zeros(model.config.vocab_size + 1, bool))
-            self.listed.has[[*self.listed.tokens, -1]] = True
+            self.listed = Listed(np.empty(len(ids), np.int64), np.zeros(model.config.vocab_size + 1, bool))
         markov = _markov_weights(model.markov_head, self._stored)
         self._rows = self._stored(model.lm_head_weight)
         head = model.confidence_head
         confidence = None if head is None else ConfidenceWeights(head.proj.weight[0], head.proj.bias)
         self.weights = DraftHeads(markov, confidence, vocabulary, model.config.selector_top_k)
+        self._follow_list()
 
     def follow(self) -> None:
-        """Renew in place what was copied of the model, whose weights have changed."""
+        """Derive in place all that is computed of the model's weights and of the list of tokens, which have changed."""
+        self._follow_list()
         if self._chosen is None and not self._model.eight_bits:
             return
         overwrite(self._rows, self._stored(self._model.lm_head_weight))
         if self.weights.markov is not None and self._model.markov_head is not None:
             overwrite(self.weights.markov.w2, self._stored(self._model.markov_head.markov_w2.weight))
+
+    def _follow_list(self) -> None:
+        vocabulary, listed = self.vocabulary, self.listed
+        if vocabulary is not None and listed is not None:
+            vocabulary.columns.copy_(DraftVocabulary(vocabulary.token_ids, vocabulary.vocab_size).columns)
+            listed.tokens[:] = vocabulary.token_ids.cpu().numpy()
+            listed.has[:] = False
+            listed.has[[*listed.tokens, -1]] = True
 
     @property
     def has_others(self) -> bool:

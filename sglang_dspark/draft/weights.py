@@ -1,6 +1,7 @@
 """Loading and saving the tensors of a drafter."""
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -54,6 +55,35 @@ def load_draft_model(
         if ids is not None and model.token_ids is not None:
             model.token_ids.copy_(ids)
     return model.freeze()
+
+
+def listed_tokens(stored: Mapping[str, Tensor], config: DraftConfig, origin: str) -> Tensor | None:
+    """Return the ids of the proposed tokens of a reduced vocabulary by its tensors, ascending, on the CPU.
+
+    Args:
+        stored: tensors by their names in the file.
+
+    Returns:
+        None without such tensors, and if all tokens are proposed.
+
+    Raises:
+        CheckpointError: the tensors contradict the configuration or each other.
+    """
+    given = {name: stored[name].cpu() for name in (DRAFT_TO_TARGET, IS_DRAFTED) if name in stored}
+    size, proposed, lists = config.vocab_size, config.num_proposed, []
+    if (offsets := given.get(DRAFT_TO_TARGET)) is not None:
+        lists.append(offsets.flatten().to(torch.int64) + torch.arange(offsets.numel()))
+    if (marks := given.get(IS_DRAFTED)) is not None:
+        lists.append(marks.flatten().bool().nonzero().flatten() if marks.numel() == size else torch.arange(0))
+    for ids in lists:
+        within = len(ids) == proposed and bool((ids >= 0).all() and (ids < size).all())
+        if not (within and bool((ids.diff() > 0).all()) and torch.equal(ids, lists[0])):
+            named = " and ".join(f"{name} {list(tensor.shape)}" for name, tensor in given.items())
+            raise CheckpointError(
+                f"{origin}: {named} should list the same {proposed} tokens of vocab_size={size}, ascending; take an "
+                "intact checkpoint"
+            )
+    return lists[0] if lists and config.draft_vocab_size is not None else None
 
 
 def _check_range(name: str, stored: Tensor, cast: Tensor, origin: str) -> None:
@@ -176,24 +206,8 @@ class _Checkpoint:
                     "an intact checkpoint"
                 )
             return torch.tensor(ids)
-        offsets = self._stored.read(DRAFT_TO_TARGET)
-        found = offsets.to(torch.int64) + torch.arange(len(offsets))
-        first, last = int(found[0]), int(found[-1])
-        ascending = first >= 0 and last < config.vocab_size and bool((found.diff() > 0).all())
-        if len(found) != config.num_proposed or not ascending or not self._agrees(found):
-            raise CheckpointError(
-                f"{self.folder}: d2t {list(offsets.shape)} does not list {config.num_proposed} ascending tokens of "
-                f"vocab_size={config.vocab_size} that t2d marks too; take an intact checkpoint"
-            )
-        return None if config.draft_vocab_size is None else found
-
-    def _agrees(self, token_ids: Tensor) -> bool:
-        if IS_DRAFTED not in self._shapes:
-            return True
-        drafted = self._stored.read(IS_DRAFTED).bool()
-        expected = torch.zeros(self.reading.config.vocab_size, dtype=torch.bool)
-        expected[token_ids] = True
-        return torch.equal(drafted, expected)
+        stored = {name: self._stored.read(name) for name in (DRAFT_TO_TARGET, IS_DRAFTED) if name in self._shapes}
+        return listed_tokens(stored, config, str(self.folder))
 
     def _check(self) -> None:
         expected: dict[str, Tensor] = self.model.state_dict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -29,7 +30,7 @@ from sglang_dspark.draft.formats import Reading
 from sglang_dspark.draft.formats.description import describe
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
-from sglang_dspark.draft.renewal import check_alike, fitted, whole
+from sglang_dspark.draft.renewal import TOKEN_IDS, check_alike, fitted, whole
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import load_draft_model, random_draft_model
 from sglang_dspark.draft.window import DraftWindow
@@ -142,11 +143,29 @@ class Drafter:
 
     def follow_target(self) -> None:
         """Renew in place what was copied of the target's weights, which have changed; all ranks call it."""
-        self.model.follow_target(*self._target.weights(self.model))
+        self._derive(*self._target.weights(self.model))
+
+    def _derive(self, embedding: torch.Tensor | None, lm_head: torch.Tensor | None) -> None:
+        """Derive in place all that is computed of weights or of the list of proposed tokens, which have changed.
+
+        Nothing else is: what is read together shares the storage of the parameters (:meth:`DraftModel.freeze`).
+
+        Args:
+            embedding, lm_head: the target's, whole; None for what has not changed.
+        """
+        self.model.follow_target(embedding, lm_head)
         self.heads.follow()
+
+    def _head_behind_list(self) -> torch.Tensor | None:
+        """Return the target's whole LM head if the network reads rows of it that a list names; all ranks call it."""
+        if self.model.token_ids is None or self.model.lm_head is not None:
+            return None
+        return self._target.weights(self.model)[1]
 
     def write(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write new weights over the old ones, which captured graphs go on reading; some tensors or all of them.
+
+        All ranks call it.
 
         Args:
             named: tensors by the names of the drafter's checkpoint.
@@ -155,24 +174,32 @@ class Drafter:
             CheckpointError: one does not fit; nothing was written.
         """
         self._check_writable()
+        head = self._head_behind_list()
         rules, path = self._checkpoint.reading.rules, self._checkpoint.path
-        self._write(fitted(self.model, rules, dict(named), path))
+        self._write(fitted(self.model, rules, dict(named), path, head=head), head)
 
     def load_beside(self, path: str) -> Callable[[], None]:
         """Load another checkpoint beside the weights that serve, and return what puts it in their place.
+
+        All ranks call it.
 
         Raises:
             CheckpointError: it cannot be read, or is not of the serving drafter's form.
         """
         self._check_writable()
-        other = self._checkpoint.with_its_list(ResolvedDrafter.read(path))
+        head = self._head_behind_list()  # before one rank alone may fail
+        folder = Path(path).expanduser()
+        other = self._checkpoint.with_its_list(ResolvedDrafter.read(folder))
         check_alike(self._checkpoint, other)
-        model = load_draft_model(path, dtype=self._target.dtype, device=self._device, reading=other.reading)
-        weights = whole(self.model, model, path)
+        model = load_draft_model(folder, dtype=self._target.dtype, device=self._device, reading=other.reading)
+        token_ids = model.token_ids
+        if self.heads.has_others and other.token_ids is not None and not other.is_listed:
+            token_ids = torch.tensor(other.token_ids)
+        weights = whole(self.model, model, str(folder), head=head, token_ids=token_ids)
 
         def replace() -> None:
-            self._write(weights)
-            self._checkpoint = other
+            self._write(weights, head)
+            self._checkpoint, self.config, self.model.config = other, other.config, other.config
 
         return replace
 
@@ -183,12 +210,14 @@ class Drafter:
                 "server with the new drafter"
             )
 
-    def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
-        parameters = dict(self.model.named_parameters())
+    def _write(self, weights: Mapping[str, torch.Tensor], head: torch.Tensor | None) -> None:
+        tensors: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        if self.heads.vocabulary is not None:
+            tensors[TOKEN_IDS] = self.heads.vocabulary.token_ids
         with torch.no_grad():
             for name, weight in weights.items():
-                parameters[name].copy_(weight)
-        self.heads.follow()
+                tensors[name].copy_(weight)
+        self._derive(None, head)
 
     @property
     def proposed(self) -> NDArray[np.bool_] | None:

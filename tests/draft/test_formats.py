@@ -6,43 +6,11 @@ import format_exports as exports
 import pytest
 import torch
 from canonical_drafter import config_json, proposed_tokens, random_tensors
-from format_exports import BARE_CONFIDENCE, DFLASH, DFLASH2, WINDOW, YARN
 from reference_decoding import ContextKV, draft_block
 
 from sglang_dspark.draft.formats import read
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import CheckpointError
-
-CASES = {
-    "DeepSpec": (exports.deepspec, "DeepSpec", {}),
-    "Ling": (exports.ling, "DeepSpec", {}),
-    "SpecForge, rewritten": (exports.hoisted, "DeepSpec", {}),
-    "SpecForge": (exports.specforge, "SpecForge", {}),
-    "SpecForge, rnn": (exports.specforge, "SpecForge", {"markov_head_type": "rnn"}),
-    "SpecForge, YaRN": (exports.specforge, "SpecForge", YARN),
-    "SpecForge, early": (exports.specforge_two_sections, "SpecForge", {"markov_head_type": "gated"}),
-    "ModelOpt": (exports.modelopt, "ModelOpt", {"markov_head_type": "gated"}),
-    "TorchSpec": (exports.torchspec, "TorchSpec", {}),
-    "TorchSpec, gated": (exports.torchspec, "TorchSpec", {"markov_head_type": "gated"} | BARE_CONFIDENCE),
-    "DFlash": (exports.dflash, "DFlash", DFLASH),
-    "DFlash, sinks": (exports.dflash, "DFlash", DFLASH | {"sink_layers": [True, True]}),
-    "ModelOpt, sinks in one layer": (exports.modelopt, "ModelOpt", {"sink_layers": [False, True]}),
-    "TorchSpec, value scale": (exports.torchspec, "TorchSpec", {"attention_value_scale": 0.7}),
-    "DFlash, softcap": (exports.dflash, "DFlash", DFLASH | {"final_logit_softcapping": 30.0}),
-    "speculators, softcap": (exports.speculators, "speculators", {"final_logit_softcapping": 0.5}),
-    "speculators, sinks": (exports.speculators, "speculators", {"sink_layers": [True, True]}),
-    "DeepSpec, sinks in one layer": (exports.deepspec, "DeepSpec", {"sink_layers": [True, False]}),
-    "speculators": (exports.speculators, "speculators", {}),
-    "speculators, DFlash layout": (exports.speculators, "speculators", {"sample_from_anchor": False}),
-    "speculators, causal windows": (exports.speculators, "speculators", WINDOW | {"causal_layers": [False, True]}),
-    "speculators, reduced vocabulary": (exports.speculators, "speculators", {"draft_vocab_size": 6}),
-    "speculators, DFlash": (exports.speculators, "speculators", DFLASH),
-    "JetSpec": (exports.jetspec, "DFlash", DFLASH | {"causal_layers": [True, True]}),
-    "DFlash 2": (exports.dflash2, "DFlash", DFLASH2 | {"output_multiplier": 0.6}),
-    "DFlash 2 of speculators": (exports.speculators, "speculators", DFLASH2),
-    "DFlash 2, canonical": (exports.deepspec, "DeepSpec", DFLASH2),
-    "speculators, biases": (exports.speculators, "speculators", {"attention_bias": True}),
-}
 
 
 def load(folder):
@@ -64,7 +32,7 @@ def drafts(model):
     return [block.tokens for block in blocks], torch.stack([block.logits for block in blocks])
 
 
-@pytest.mark.parametrize(("export", "name", "overrides"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("export", "name", "overrides"), exports.CASES.values(), ids=exports.CASES.keys())
 def test_every_format_of_one_drafter_loads_to_the_same(make_checkpoint, write, export, name, overrides):
     canonical = load(make_checkpoint(drop=("embed_tokens.weight", "lm_head.weight"), **overrides))
     config = config_json(**overrides)
@@ -83,11 +51,6 @@ def test_every_format_of_one_drafter_loads_to_the_same(make_checkpoint, write, e
     (tokens, logits), (expected_tokens, expected_logits) = drafts(model), drafts(canonical)
     assert tokens == expected_tokens
     assert torch.equal(logits, expected_logits)
-
-
-def neighbours(config, tensors):
-    content, tensors = exports.specforge(config, tensors)
-    return content | {"rope_is_neox_style": False}, exports.neighbouring_pairs(config, tensors)
 
 
 def leading_pairs(config, tensors):
@@ -110,7 +73,7 @@ PART = {"partial_rotary_factor": 0.5, "rotary_pairs": "whole_head"}
 
 @pytest.mark.parametrize(
     ("export", "rope"),
-    [(neighbours, {}), (leading_pairs, PART), (leading_pairs_of_sglang, PART)],
+    [(exports.neighbours, {}), (leading_pairs, PART), (leading_pairs_of_sglang, PART)],
     ids=["neighbouring pairs", "leading pairs", "leading pairs, by their number"],
 )
 def test_channels_are_put_in_order_where_a_format_pairs_them_differently(make_checkpoint, write, export, rope):
@@ -164,7 +127,7 @@ def test_the_conventions_of_a_format_matter(write, export, flip):
 
 
 def test_windows_of_the_two_rules_are_told_apart(write):
-    config = config_json(**WINDOW, causal_layers=[False, True])
+    config = config_json(**exports.WINDOW, causal_layers=[False, True])
     tensors = exports.without_embeddings(random_tensors(config, seed=0))
     anchored = load(write(*exports.speculators(config, tensors)))
     content, tensors = exports.specforge(config, tensors)
@@ -178,7 +141,7 @@ SINK = "layers.{}.self_attn.attention_sink_bias"
 
 
 def test_sinks_are_what_keys_and_tensors_say_together(write):
-    config = config_json(**WINDOW, sink_layers=[True, True])
+    config = config_json(**exports.WINDOW, sink_layers=[True, True])
     content, tensors = exports.specforge(config, exports.without_embeddings(random_tensors(config, seed=0)))
     content |= {"sliding_window": 4}
     one = {name: tensor for name, tensor in tensors.items() if name != SINK.format(0)}

@@ -49,7 +49,8 @@ def test_both_routes_agree(golden_dir, make_checkpoint, extras):
 
 @torch.no_grad()
 def test_both_routes_agree_after_an_in_place_load(make_checkpoint):
-    layers = {"num_hidden_layers": 3, "layer_types": ...}
+    """Biases and all."""
+    layers = {"num_hidden_layers": 3, "layer_types": ..., "attention_bias": True}
     model, other = (
         load_draft_model(make_checkpoint(seed=seed, **layers), dtype=torch.float32, device=DEVICE) for seed in (0, 1)
     )
@@ -61,11 +62,12 @@ def test_both_routes_agree_after_an_in_place_load(make_checkpoint):
 
 
 def test_the_stacks_are_the_layers_own_storage(make_checkpoint):
-    model = load_draft_model(make_checkpoint(), dtype=torch.float32, device="cpu")
+    model = load_draft_model(make_checkpoint(attention_bias=True), dtype=torch.float32, device="cpu")
     for layer, fused in zip(model.decoder_layers, model._fused_layers, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
         for stack, parts in (
             (fused.kv_weight, (attention.k_proj.weight, attention.v_proj.weight)),
+            (fused.kv_bias, (attention.k_proj.bias, attention.v_proj.bias)),
             (fused.gate_up_weight, (mlp.gate_proj.weight, mlp.up_proj.weight)),
         ):
             assert torch.equal(stack, torch.cat(parts))

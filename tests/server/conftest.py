@@ -265,7 +265,7 @@ SERVERS: dict[str, Recipe] = {
     "parallel_adapters": Recipe((*DSPARK, partial(adapter_flags, backend=LORA), PARALLEL), env=TWO_RANKS, forked=False),
     "adapter_graphs": Recipe(
         (
-            _random("dflash2"),
+            _random("dflash2 with biases"),
             partial(adapter_flags, backend="triton"),
             FOUR,
             f"--speculative-dspark-block-size 3 {PROMPT_ROWS} 8",

@@ -24,6 +24,7 @@ from golden_server import (
     policy,
     rounds_of,
 )
+from random_drafter import random_drafter
 from reference_decoding import decode_greedy
 
 from sglang_dspark.draft.weights import load_draft_model
@@ -75,10 +76,15 @@ def test_dflash_2_in_the_form_in_which_it_is_published(dflash2, plain):
 
 
 @pytest.mark.thorough
-def test_dflash_2_in_steps_that_are_replayed(adapter_graphs):
-    """The kernel of its selector drafts what the formula says, in blocks of three."""
+def test_dflash_2_in_steps_that_are_replayed(adapter_graphs, tmp_path):
+    """The kernel of its selector drafts what the formula says, in blocks of three, also of another drafter."""
     assert adapter_graphs.get_json("/dspark/capabilities")["block_size"] == 3
     assert_drafts_as_the_reference(adapter_graphs)
+    started_with = adapter_graphs.get_json("/dspark/capabilities")["drafter"]["path"]
+    for folder in (random_drafter(tmp_path / "other", "dflash2 with biases", seed=4), started_with):
+        adapter_graphs.post_json("/dspark/drafter", {"path": str(folder)})
+        assert adapter_graphs.get_json("/dspark/capabilities")["drafter"]["path"] == str(folder)
+        assert_drafts_as_the_reference(adapter_graphs)
     log = adapter_graphs.log_path.read_text()
     assert [line for line in log.splitlines() if "reads values" in line or "compiled while serving" in line] == []
 

@@ -92,8 +92,11 @@ def test_a_server_follows_the_target(dspark, folders, update):
         update(dspark, folders[0], weight_version=version)
         answer = drafted(dspark)
         by_version = dspark.get_json("/dspark/stats")["weight_versions"]
+        named = [dspark.get_json("/dspark/capabilities")["target"][key] for key in ("path", "name")]
+        listed = dspark.get_json("/v1/models")["data"][0]["id"]
     finally:
         update(dspark, TARGET, weight_version="default")
+    assert named == [str(folders[0] if update is from_disk else TARGET)] * 2 and listed == named[1]
     assert_rounds_of_reference(answer, decoded)
     assert answer["meta_info"]["weight_version"] == version
     found = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
@@ -363,6 +366,30 @@ def test_a_drafter_is_replaced_beside_a_request(dspark, folders):
     answered(dspark, DRAFTER, {"path": str(DRAFT)})
     assert "Requests are running" in said[0]["message"]
     assert answers[0]["output_ids"] == expected
+    assert_golden_traces(dspark, CASES[:1])
+
+
+@pytest.mark.parametrize(("route", "key"), [(DRAFTER, "path"), ("/dspark/policy", "policy")])
+@pytest.mark.parametrize("more", [{"{key}": "\ud800"}, {"\udc00": 1}, {"{key}": "a\ud83d"}])
+def test_half_of_a_letter_is_refused(dspark, route, key, more):
+    """JSON can have it, UTF-8 cannot."""
+    body = {key: "auto"} | {name.format(key=key): value for name, value in more.items()}
+    status, text = call(dspark, route, body=body)
+    assert status == 400 and "in UTF-8" in json.loads(text)["message"]
+
+
+def test_drafters_wait_as_other_calls_do(dspark):
+    """So many, and beside those of other routes; the rest are told."""
+    asked = [(DRAFTER, {"path": str(DRAFT)}), ("/dspark/policy", {"policy": "auto"})] * 24
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(lambda one: call(dspark, one[0], body=one[1]), asked))
+    refused = [json.loads(text)["message"] for status, text in answers if status == 503]
+    assert {status for status, _ in answers} == {200, 503} and len(refused) <= len(asked) - 16
+    assert all("16 calls already wait" in message for message in refused)
+    assert {asked[place][0] for place, (status, _) in enumerate(answers) if status == 503} == {
+        DRAFTER,
+        "/dspark/policy",
+    }
     assert_golden_traces(dspark, CASES[:1])
 
 

@@ -233,3 +233,41 @@ def reduced(token_ids: list[int], vocab_size: int) -> Tensors:
     drafted = torch.zeros(vocab_size, dtype=torch.bool)
     drafted[ids] = True
     return {"d2t": ids - torch.arange(len(ids)), "t2d": drafted}
+
+
+def neighbours(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    content, tensors = specforge(config, tensors)
+    return content | {"rope_is_neox_style": False}, neighbouring_pairs(config, tensors)
+
+
+CASES: dict[str, tuple[Export, str, Config]] = {
+    "DeepSpec": (deepspec, "DeepSpec", {}),
+    "Ling": (ling, "DeepSpec", {}),
+    "SpecForge, rewritten": (hoisted, "DeepSpec", {}),
+    "SpecForge": (specforge, "SpecForge", {}),
+    "SpecForge, rnn": (specforge, "SpecForge", {"markov_head_type": "rnn"}),
+    "SpecForge, YaRN": (specforge, "SpecForge", YARN),
+    "SpecForge, early": (specforge_two_sections, "SpecForge", {"markov_head_type": "gated"}),
+    "ModelOpt": (modelopt, "ModelOpt", {"markov_head_type": "gated"}),
+    "TorchSpec": (torchspec, "TorchSpec", {}),
+    "TorchSpec, gated": (torchspec, "TorchSpec", {"markov_head_type": "gated"} | BARE_CONFIDENCE),
+    "DFlash": (dflash, "DFlash", DFLASH),
+    "DFlash, sinks": (dflash, "DFlash", DFLASH | {"sink_layers": [True, True]}),
+    "ModelOpt, sinks in one layer": (modelopt, "ModelOpt", {"sink_layers": [False, True]}),
+    "TorchSpec, value scale": (torchspec, "TorchSpec", {"attention_value_scale": 0.7}),
+    "DFlash, softcap": (dflash, "DFlash", DFLASH | {"final_logit_softcapping": 30.0}),
+    "speculators, softcap": (speculators, "speculators", {"final_logit_softcapping": 0.5}),
+    "speculators, sinks": (speculators, "speculators", {"sink_layers": [True, True]}),
+    "DeepSpec, sinks in one layer": (deepspec, "DeepSpec", {"sink_layers": [True, False]}),
+    "speculators": (speculators, "speculators", {}),
+    "speculators, DFlash layout": (speculators, "speculators", {"sample_from_anchor": False}),
+    "speculators, causal windows": (speculators, "speculators", WINDOW | {"causal_layers": [False, True]}),
+    "speculators, reduced vocabulary": (speculators, "speculators", {"draft_vocab_size": 6}),
+    "speculators, DFlash": (speculators, "speculators", DFLASH),
+    "JetSpec": (jetspec, "DFlash", DFLASH | {"causal_layers": [True, True]}),
+    "DFlash 2": (dflash2, "DFlash", DFLASH2 | {"output_multiplier": 0.6}),
+    "DFlash 2 of speculators": (speculators, "speculators", DFLASH2),
+    "DFlash 2, canonical": (deepspec, "DeepSpec", DFLASH2),
+    "speculators, biases": (speculators, "speculators", {"attention_bias": True}),
+}
+"""Name -> the export, the name of its format, and settings of the drafter."""

@@ -16,6 +16,7 @@ from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.weights import save_draft_model
 
 DFLASH = {"sample_from_anchor": False, "block_size": 16, "markov_rank": 0, "enable_confidence_head": False}
+DFLASH2 = format_exports.DFLASH2 | {"block_size": 8, "conv_group_size": 8, "sample_from_anchor": False}
 VARIANTS = {
     "rnn": {
         "markov_head_type": "rnn",
@@ -33,7 +34,8 @@ VARIANTS = {
     },
     "long-block": {"block_size": 24, "markov_head_type": "vanilla"},
     "dflash": DFLASH,
-    "dflash2": format_exports.DFLASH2 | {"block_size": 8, "conv_group_size": 8, "sample_from_anchor": False},
+    "dflash2": DFLASH2,
+    "dflash2 with biases": DFLASH2 | {"attention_bias": True},
     "every-switch": {
         "sample_from_anchor": False,
         "block_size": 6,
@@ -66,12 +68,12 @@ TINY = {
 OF_TINY_TARGETS = {"tiny": TINY, "gemma": GEMMA | TINY | {"hidden_act": None, "num_hidden_layers": 2}}
 
 
-def random_drafter(folder: Path, variant: str) -> Path:
+def random_drafter(folder: Path, variant: str, seed: int = 3) -> Path:
     """One of these variants, without embedding and LM head, of the golden target by default; returns ``folder``."""
     settings = (VARIANTS | OF_TINY_TARGETS)[variant]
     given = json.loads((DRAFT / "config.json").read_text()) | {"layer_types": None} | settings
     config = {key: value for key, value in given.items() if value is not ...}
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     model = DraftModel(read_content(config, origin="test").config, own_embedding=False, own_lm_head=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -84,7 +86,7 @@ def random_drafter(folder: Path, variant: str) -> Path:
     save_draft_model(model, folder, include_embeddings=False)
     if variant == "dflash":
         _publish_as_dflash(folder / "config.json")
-    if variant == "dflash2":
+    if variant.startswith("dflash2"):
         file = folder / "model.safetensors"
         content, tensors = format_exports.dflash2(json.loads((folder / "config.json").read_text()), load_file(file))
         (folder / "config.json").write_text(json.dumps(content))

@@ -18,8 +18,9 @@ from dspark_kernels import (
     SecondTexts,
     adjust,
 )
-from golden_replay import Golden, load_golden, load_target
+from golden_replay import Golden, lend_target, load_golden
 from reference_decoding import Target
+from transformers import AutoModelForCausalLM
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.formats import Reading
@@ -65,11 +66,17 @@ def lookup_of(gamma: int) -> CandidateSource:
     return PromptLookup(AnswerCache(0), ForcedTokens(None, COLUMNS, gamma + 1), CPU)
 
 
+def golden_network() -> Any:
+    """Return the golden target, as transformers have it."""
+    return AutoModelForCausalLM.from_pretrained(DATA / "target", dtype=torch.float32).eval()
+
+
 class StageLoop:
     """Serves a batch of prompts to the end, as the worker does.
 
     Attributes:
         golden: what the checkpoint's own implementation gives for its prompts.
+        network: the target, as transformers have it; None if it is made otherwise.
         noise_seed: of requests without a seed of their own.
         filters: top-k, top-p and min-p of all requests.
         adjustment: penalties and biases of all requests; None for none.
@@ -80,9 +87,20 @@ class StageLoop:
         traces: [(start, anchor, drafts, accepted)] of every request.
     """
 
-    def __init__(self, table: SpsTable | None = None, draft: Path = DRAFT, lookup: bool = False, **options) -> None:
-        model = load_draft_model(draft, dtype=torch.float32, device="cpu")
-        self._set_up(model, load_target(DATA / "target", model), table, options, lookup, draft)
+    network: Any = None
+
+    def __init__(
+        self,
+        table: SpsTable | None = None,
+        draft: Path = DRAFT,
+        lookup: bool = False,
+        network: Any = None,
+        **options: Any,
+    ) -> None:
+        resolved = ResolvedDrafter.read(draft)
+        model = load_draft_model(draft, dtype=torch.float32, device="cpu", reading=resolved.reading)
+        self.network = network or golden_network()
+        self._set_up(model, lend_target(self.network, model), table, options, lookup, resolved)
 
     def _set_up(
         self,
@@ -91,19 +109,19 @@ class StageLoop:
         table: SpsTable | None,
         options: dict[str, Any],
         lookup: bool = False,
-        draft: Path = DRAFT,
+        resolved: ResolvedDrafter | None = None,
     ) -> None:
         self.target = target
         config = DSparkConfig(**options)
         self.gamma = config.gamma(model.config.gamma)
         candidates = lookup_of(self.gamma) if lookup else None
         self.drafter: Drafter | NoDrafter = Drafter(
-            ResolvedDrafter(str(draft), Reading("DeepSpec", model.config, TensorRules(), (), ()), None),
+            resolved or ResolvedDrafter(str(DRAFT), Reading("DeepSpec", model.config, TensorRules(), (), ()), None),
             model,
-            ProposalHeads(model, None),
+            ProposalHeads(model, None if resolved is None else resolved.token_ids),
             gamma=self.gamma,
             device=CPU,
-            target=SimpleNamespace(features=lambda input_ids, captured: captured, dtype=torch.float32),
+            target=SimpleNamespace(features=lambda ids, captured: captured, dtype=torch.float32, weights=self._weights),
             candidates=candidates,
         )
         if config.draft_free:
@@ -116,6 +134,9 @@ class StageLoop:
         self.adjustment: Adjustment | None = None
         self.bounds: list[tuple[int, ...]] | None = [NO_CHAINS]
         self.second: SecondTexts | None = None
+
+    def _weights(self, model: DraftModel) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.network.get_input_embeddings().weight, self.network.get_output_embeddings().weight
 
     @cached_property
     def golden(self) -> Golden:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from types import FrameType
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
@@ -24,12 +26,19 @@ from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.launch_state import TargetOnly
 from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.errors import BusyError
 
 FIELD = "speculation"
 HEADER = "X-Request-Id-Speculation"
 """Says the same as JSON text. SGLang's router drops fields that it does not know, and headers that begin otherwise."""
 MAX_ORDER_BYTES = 4096
 """Bytes of an operator's request in JSON."""
+ANSWER_LIMIT_S = 10.0
+"""Longest time that a caller of a route waits. A scheduler that computes a long prefill answers after it."""
+PAUSE_S = 0.02
+"""Shortest time between two calls: many callers cost the scheduler no more than one."""
+MAX_WAITING = 16
+T = TypeVar("T")
 APP_OF_WORKERS = "sglang_dspark.engine.api.worker_app:app"
 # Two would give the server another part to play. The last one sets what other speculative algorithms read.
 REFUSED_ROUTES = (
@@ -121,13 +130,72 @@ async def flat_object(request: Request, param: str, example: str) -> dict[str, S
             break
     try:
         fields = json.loads(body) if len(body) <= MAX_ORDER_BYTES else None
+        json.dumps(fields, ensure_ascii=False).encode()  # fails for half of a letter, which JSON may have as an escape
     except (ValueError, RecursionError):
         fields = None
     if isinstance(fields, dict) and not any(isinstance(value, dict | list) for value in fields.values()):
         return fields
-    return error_response(
-        400, f"the body must be a flat JSON object of at most {MAX_ORDER_BYTES} bytes like {example}", param
-    )
+    message = f"the body must be a flat JSON object of at most {MAX_ORDER_BYTES} bytes in UTF-8 like {example}"
+    return error_response(400, message, param)
+
+
+class Turns:
+    """Has calls to the schedulers wait for each other: one at a time, so many, each caller so long.
+
+    A call that was begun keeps its turn until it ends, whether its caller still waits or not.
+
+    Args:
+        limit_s: longest time that a caller waits.
+    """
+
+    def __init__(self, limit_s: float = ANSWER_LIMIT_S) -> None:
+        self.limit_s = limit_s
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._last = float("-inf")
+
+    def begin(self, call: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
+        """Return a call that is made once its turn comes.
+
+        Raises:
+            BusyError: too many wait already.
+        """
+        if len(self._tasks) >= MAX_WAITING:
+            raise BusyError(f"{len(self._tasks)} calls already wait for the scheduler; try again later")
+        task = asyncio.create_task(self._in_turn(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    async def result(self, task: asyncio.Task[T]) -> T:
+        """Return what a call returns, for which several callers may wait.
+
+        Raises:
+            BusyError: it has not ended in time.
+        """
+        try:
+            return await asyncio.wait_for(asyncio.shield(task), self.limit_s)
+        except TimeoutError:
+            raise BusyError(
+                f"the scheduler has not answered for {self.limit_s:g} s; it may be in a long step or loading weights, "
+                "and what was asked for may still take effect: look again later"
+            ) from None
+
+    async def _in_turn(self, call: Callable[[], Awaitable[T]]) -> T:
+        clock = asyncio.get_running_loop().time
+        async with self._lock:
+            await asyncio.sleep(self._last + PAUSE_S - clock())
+            self._last = clock()
+            return await call()
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may be gone, and nothing else looks at it
+
+
+TURNS = Turns()
+"""Of all routes of this process."""
 
 
 class SpeculationMiddleware:

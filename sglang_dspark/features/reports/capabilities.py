@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.runtime_context import get_serving
+from sglang.srt.runtime_context import get_model, get_serving
 
 from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.declared import field_types
@@ -27,6 +27,7 @@ def capabilities(decoder: Decoder) -> dict[str, Any]:
     assert server is not None, "a scheduler that decodes with DSPARK asks"
     options = server.config
     model, on_gpu = model_runner.model_config, model_runner.device == "cuda"
+    path = get_model().model_path
     has_head = schedule.forecast.calibration is not None
     return {
         "effective_decode_path": "dspark",
@@ -36,8 +37,9 @@ def capabilities(decoder: Decoder) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "dtype": str(model_runner.dtype).removeprefix("torch."),
         "target": {
-            "path": server_args.model_path,
-            "name": server_args.served_model_name,
+            "path": path,
+            # After an update from disk, SGLang serves the target under its new path.
+            "name": server_args.served_model_name if path == server_args.model_path else path,
             "architecture": (model.hf_config.architectures or [None])[0],
             "vocab_size": model.hf_text_config.vocab_size,
             "context_length": model.context_len,

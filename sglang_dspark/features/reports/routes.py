@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from sglang_dspark.declared import Scalar
-from sglang_dspark.engine.api.http import error_response, flat_object, without_root
+from sglang_dspark.engine.api.http import TURNS, error_response, flat_object, without_root
 from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
 from sglang_dspark.engine.support import versions
 from sglang_dspark.errors import BusyError, ConfigError
@@ -54,7 +54,7 @@ class Routes:
     """Serve the routes of a server that decodes with DSPARK; the schedulers answer."""
 
     def __init__(self) -> None:
-        self._channel = Channel(tokenizer_manager)
+        self._channel = Channel(tokenizer_manager, TURNS)
 
     async def stats(self) -> Response:
         """Return the figures since the start and of the last minute."""

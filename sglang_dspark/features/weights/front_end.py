@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from sglang_dspark.engine.api.http import error_response, flat_object
+from sglang_dspark.engine.api.http import TURNS, error_response, flat_object
+from sglang_dspark.errors import BusyError
 from sglang_dspark.features.weights import DRAFTER
 
 ROUTE = "/dspark/drafter"
@@ -51,5 +53,9 @@ async def replace_drafter(request: Request) -> Response:
     manager = get_global_state().tokenizer_manager
     manager.auto_create_handle_loop()
     asked = UpdateWeightFromDiskReqInput(model_path=path, load_format=DRAFTER)
-    success, message, _paused = await manager._wait_for_model_update_from_disk(asked)
+    try:
+        load = TURNS.begin(partial(manager._wait_for_model_update_from_disk, asked))
+        success, message, _paused = await TURNS.result(load)
+    except BusyError as error:
+        return error_response(503, str(error), "path")
     return JSONResponse({"success": True, "message": message}) if success else error_response(400, message, "path")

@@ -62,7 +62,7 @@ def write(original: Callable[..., Any], manager: Any, request: Any) -> Any:
             answer = _failed(name, error)
         answer = _agreed(answer, manager.tp_cpu_group)
     if manager._session is None:
-        decoder.weights_changed(new_drafter=loads_drafter and answer.success)
+        weights.follow()
     if not answer.success or name.startswith("Update"):
         weights.note(None if answer.success else answer.message)
     return answer
@@ -83,7 +83,7 @@ def _replace_drafter(decoder: Decoder, manager: Any, request: Any) -> Any:
     """Put another checkpoint in the place of the drafter's weights, on all ranks or on none."""
     answer = UpdateWeightFromDiskReqOutput(success=True, message="The drafter was replaced.")
     try:
-        put = weights_of(decoder).drafter.load_beside(request.model_path)
+        put = weights_of(decoder).load_drafter(request.model_path)
     except Exception as error:  # noqa: BLE001 - a damaged file, or a device whose memory is full
         _log(error)
         answer = UpdateWeightFromDiskReqOutput(success=False, message=f"{error}; the drafter that served serves on")

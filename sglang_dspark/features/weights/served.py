@@ -29,10 +29,11 @@ class Weights(Part):
 
     Attributes:
         transient: whether tensors lie in memory that the next ones are sent in.
+        new_drafter: whether weights of the drafter were written that the decoder has yet to follow.
     """
 
     def __init__(self, decoder: Decoder) -> None:
-        self._decoder, self.transient = decoder, False
+        self._decoder, self.transient, self.new_drafter = decoder, False, False
         self._drafted: list[tuple[str, torch.Tensor]] = []
         self._written, self._failure = 0, ""
 
@@ -70,6 +71,26 @@ class Weights(Part):
         """
         self.drafter.follow_target()
         self.drafter.write(named)
+        self.new_drafter = True
+
+    def load_drafter(self, path: str) -> Callable[[], None]:
+        """Load a checkpoint beside the drafter, and return what puts it in its place; all ranks call both.
+
+        Raises:
+            DSparkError: there is no drafter, or the checkpoint does not fit.
+        """
+        put = self.drafter.load_beside(path)
+
+        def replace() -> None:
+            put()
+            self.new_drafter = True
+
+        return replace
+
+    def follow(self) -> None:
+        """Have the decoder follow all that was written since it last did; all ranks call it."""
+        new, self.new_drafter = self.new_drafter, False
+        self._decoder.weights_changed(new_drafter=new)
 
     @property
     def drafter(self) -> Any:

@@ -11,9 +11,11 @@ from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 from starlette.testclient import TestClient
 
+from sglang_dspark.engine.api import http
+from sglang_dspark.engine.api.http import MAX_WAITING, Turns
 from sglang_dspark.errors import BusyError, ConfigError
-from sglang_dspark.features.reports import channel, routes
-from sglang_dspark.features.reports.channel import KEY, MAX_WAITING, REPLICA, Channel
+from sglang_dspark.features.reports import routes
+from sglang_dspark.features.reports.channel import KEY, REPLICA, Channel
 
 
 class Manager:
@@ -51,7 +53,7 @@ class Manager:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
-    monkeypatch.setattr(channel, "PAUSE_S", 0.0)
+    monkeypatch.setattr(http, "PAUSE_S", 0.0)
 
 
 def in_a_loop(test):
@@ -67,7 +69,7 @@ def in_a_loop(test):
 @in_a_loop
 async def test_everybody_gets_the_answer_to_his_own_question():
     manager = Manager()
-    asked = Channel(lambda: manager)
+    asked = Channel(lambda: manager, Turns())
     policies = [asked.ask("policy", {"policy": f"p{i}"}) for i in range(MAX_WAITING - 1)]
     reads = [asked.ask("stats", {}) for _ in range(100)]
     answers = [answer for [answer] in await asyncio.gather(*policies, *reads)]
@@ -84,7 +86,7 @@ async def test_everybody_gets_the_answer_to_his_own_question():
 @in_a_loop
 async def test_a_reader_never_gets_what_was_asked_before_him():
     manager = Manager(answers=False)
-    asked = Channel(lambda: manager, limit_s=60)
+    asked = Channel(lambda: manager, Turns(60))
     first = asyncio.create_task(asked.ask("stats", {}))
     await manager.was_asked(1)
     second = asyncio.create_task(asked.ask("stats", {}))
@@ -100,7 +102,7 @@ async def test_a_reader_never_gets_what_was_asked_before_him():
 @in_a_loop
 async def test_what_cannot_be_sent_holds_up_nobody():
     manager = Manager()
-    asked = Channel(lambda: manager)
+    asked = Channel(lambda: manager, Turns())
     good = [asked.ask("policy", {"policy": f"p{i}"}) for i in range(3)]
     bad = asked.ask("policy", {"policy": lambda: None})  # is no JSON
     answers = await asyncio.wait_for(asyncio.gather(good[0], bad, good[1], good[2], return_exceptions=True), 60)
@@ -110,13 +112,13 @@ async def test_what_cannot_be_sent_holds_up_nobody():
 @in_a_loop
 async def test_a_silent_scheduler_is_reported_and_its_late_answer_goes_to_nobody_else():
     manager = Manager(answers=False)
-    asked = Channel(lambda: manager, limit_s=0.05)
+    asked = Channel(lambda: manager, Turns(0.05))
     for _ in range(3):
         with pytest.raises(BusyError, match=r"not answered for 0\.05 s"):
             await asked.ask("stats", {})
     # One question was sent; all others waited for it, and share the next one.
     assert len(manager.asked) == 1
-    manager.answers, asked._limit_s = True, 60
+    manager.answers, asked._turns.limit_s = True, 60
     manager.reply({"fields": {}, "question": "late"})
     for question in ("capabilities", "stats"):
         assert [answer["question"] for answer in await asked.ask(question, {})] == [question]
@@ -124,7 +126,7 @@ async def test_a_silent_scheduler_is_reported_and_its_late_answer_goes_to_nobody
 
 @in_a_loop
 async def test_every_replica_answers_in_its_place():
-    asked = Channel(lambda: Manager(replicas=3))
+    asked = Channel(lambda: Manager(replicas=3), Turns())
     assert [answer["of"] for answer in await asked.ask("stats", {})] == [0, 1, 2]
     with pytest.raises(ConfigError, match="no such policy"):
         await asked.ask("policy", {"policy": "not for 1"})
@@ -133,18 +135,19 @@ async def test_every_replica_answers_in_its_place():
 @in_a_loop
 async def test_no_more_wait_than_can_be_answered():
     manager = Manager(answers=False)
-    asked = Channel(lambda: manager, limit_s=0.05)
+    asked = Channel(lambda: manager, Turns(0.05))
     answers = await asyncio.gather(
         *(asked.ask("policy", {"policy": f"p{i}"}) for i in range(2 * MAX_WAITING)), return_exceptions=True
     )
     assert {type(answer) for answer in answers} == {BusyError}
-    assert sum("questions already wait" in str(answer) for answer in answers) == MAX_WAITING
+    assert sum("calls already wait" in str(answer) for answer in answers) == MAX_WAITING
 
 
 @pytest.fixture
 def client(monkeypatch):
     manager = Manager()
     monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
+    monkeypatch.setattr(routes, "TURNS", Turns())
     app = FastAPI()
     routes.add(app, None)
     with TestClient(app, raise_server_exceptions=False) as client:
@@ -186,7 +189,7 @@ def test_a_figure_that_is_no_number_is_null(client):
 def test_no_answer_is_service_unavailable(monkeypatch):
     manager = Manager(answers=False)
     monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
-    monkeypatch.setattr(routes, "Channel", lambda manager: Channel(manager, limit_s=0.05))
+    monkeypatch.setattr(routes, "TURNS", Turns(0.05))
     app = FastAPI()
     routes.add(app, None)
     with TestClient(app) as client:

@@ -1,5 +1,6 @@
 """Weights do not come while there is no memory for them, and on all ranks or on none."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from sglang.srt.managers import io_struct
 from sglang_objects import worker
 
+from sglang_dspark.errors import CheckpointError
 from sglang_dspark.features.weights.handlers import write
 from sglang_dspark.features.weights.served import Weights
 
+NEW_DRAFTER = io_struct.UpdateWeightFromDiskReqInput(model_path="other", load_format="draft", flush_cache=False)
 TENSORS = io_struct.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[])
 
 
@@ -39,7 +42,12 @@ class Rank:
     def __init__(self, monkeypatch, *others):
         self.drafted, self.followed, self.barriers, self.given = [], [], [], []
         self.model = SimpleNamespace(load_weights=self.given.extend)
-        drafter = SimpleNamespace(num_drawn=7, follow_target=lambda: None, write=self.drafted.extend)
+        drafter = SimpleNamespace(
+            num_drawn=7,
+            follow_target=lambda: None,
+            write=self.drafted.extend,
+            load_beside=lambda path: partial(self.drafted.append, path),
+        )
         decoder = SimpleNamespace(
             drafter=drafter,
             target_worker=worker(model=self.model),
@@ -54,6 +62,7 @@ class Rank:
             tp_worker=SimpleNamespace(device="cpu"),
             tp_cpu_group=None,
             _session=None,
+            record_weight_version_after_update=lambda version: None,
         )
 
         def gathered(answers, mine, group):
@@ -85,7 +94,7 @@ def test_tensors_whose_memory_is_used_again_are_copied(monkeypatch):
     rank = Rank(monkeypatch)
     assert rank.write(io_struct.UpdateWeightsFromIPCReqInput(zmq_handles={})).success
     assert rank.given == [("norm", torch.ones(1))] and rank.drafted == [("fc", torch.ones(1))]
-    assert rank.followed == [False] and rank.weights.report()["weights"] == {"updates": 1, "failure": None}
+    assert rank.followed == [True] and rank.weights.report()["weights"] == {"updates": 1, "failure": None}
 
 
 def test_the_drafter_waits_for_the_target_on_all_ranks(monkeypatch):
@@ -106,8 +115,30 @@ def test_ranks_meet_where_the_others_wait(monkeypatch, request_, barriers):
     assert len(rank.barriers) == barriers and rank.followed == [False]
 
 
-def test_parts_are_followed_once_all_have_come(monkeypatch):
+@pytest.mark.parametrize("parts", [(), (TENSORS,), (NEW_DRAFTER,), (NEW_DRAFTER, TENSORS)])
+def test_parts_are_followed_once_all_have_come(monkeypatch, parts):
+    """And temperatures of the drafter before end with any of its weights."""
     rank = Rank(monkeypatch)
     rank.manager._session = object()
-    assert rank.write(TENSORS).success
+    for part in parts:
+        assert rank.write(part).success
     assert rank.followed == []
+
+    def end(manager, request):
+        manager._session = None
+        return Rank.answered(request, success=True)
+
+    for _ in range(2):
+        assert write(end, rank.manager, io_struct.EndWeightUpdateReqInput()).success
+    assert rank.followed == [bool(parts), False]
+
+
+def test_a_drafter_that_does_not_fit_leaves_the_temperatures(monkeypatch):
+    rank = Rank(monkeypatch)
+
+    def refuse(path):
+        raise CheckpointError("of another form")
+
+    rank.weights.drafter.load_beside = refuse
+    assert not rank.write(NEW_DRAFTER).success
+    assert rank.followed == [False] and rank.drafted == []
