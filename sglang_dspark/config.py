@@ -139,9 +139,9 @@ class DSparkConfig:
         default="request",
     )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(
-        "Whose worker decodes for `--speculative-algorithm DSPARK`: `plugin` is this one; `scheduled` is SGLang's own, "
-        "on a GPU, by our policies; `auto` is the first of these that serves the target; `builtin` is SGLang's own "
-        "without the other flags of this group.",
+        "Whose worker decodes for `--speculative-algorithm DSPARK`: `plugin` is this one; `builtin` is SGLang's own as "
+        "it comes, without the other flags of this group; `auto` is the first of these that serves the target; "
+        "`scheduled` is SGLang's own, on a GPU, by our policies.",
         default="auto",
     )
     untested_sglang: Switch = _option(

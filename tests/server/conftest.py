@@ -22,9 +22,9 @@ from golden_server import (
     PROPOSED,
     TARGET,
     TWO_RANKS,
+    builtin_worker,
     emulated_graphs,
     of_sglang_alone,
-    own_worker,
 )
 from int8_target import int8_target
 from letter_tokenizers import save_piece_tokenizer
@@ -210,18 +210,20 @@ SERVERS: dict[str, Recipe] = {
     "plain_thinking": Recipe([THINKING], model=spoken_target),
     "thinking": Recipe((*DSPARK, THINKING), model=spoken_target),
     # SGLang's own worker, by our schedule and as it comes.
-    "scheduled": Recipe((*DSPARK, PARSERS, PIECES), env=own_worker("scheduled", "compact")),
+    "scheduled": Recipe((*DSPARK, PARSERS, PIECES), env=builtin_worker("scheduled", "compact")),
     "scheduled_corner": Recipe(
         (*DSPARK, f"--disable-overlap-schedule {CHUNKS} 64 {MIXED} {CROWDED} 600 {SESSIONS}"),
-        env=own_worker("scheduled", "compact"),
+        env=builtin_worker("scheduled", "compact"),
     ),
     "scheduled_parallel": Recipe(
-        (*DSPARK, PARALLEL), env={**own_worker("scheduled", "compact"), **TWO_RANKS}, forked=False
+        (*DSPARK, PARALLEL), env={**builtin_worker("scheduled", "compact"), **TWO_RANKS}, forked=False
     ),
-    # One length for the batch, taken because our worker refuses the target.
-    "widths": Recipe((*DSPARK, f"{CROWDED} 600"), env=own_worker("auto"), model=of_sglang_alone),
-    "widths_parallel": Recipe((*DSPARK, PARALLEL), env={**own_worker("scheduled"), **TWO_RANKS}, forked=False),
-    "builtin": Recipe(DSPARK, env=own_worker("builtin")),
+    # Blocks that are computed whole, and cut, of a target that our worker does not serve.
+    "whole_blocks": Recipe((*DSPARK, f"{CROWDED} 600"), env=builtin_worker("scheduled"), model=of_sglang_alone),
+    "whole_blocks_parallel": Recipe(
+        (*DSPARK, PARALLEL), env={**builtin_worker("scheduled"), **TWO_RANKS}, forked=False
+    ),
+    "builtin": Recipe(DSPARK, env=builtin_worker("auto"), model=of_sglang_alone),
     "parallel": Recipe(
         (
             *(_quantised(DRAFT, "fp8 by row"), PARALLEL, KEEPS_ANSWERS, STATES_SHOWN),
@@ -253,7 +255,7 @@ SERVERS: dict[str, Recipe] = {
     ),
     "simulated_builtin": Recipe(
         (*DSPARK, "--load-format dummy"),
-        env={**own_worker("builtin"), "SGLANG_DSPARK_SIMULATE_ACCEPTANCE": RATES},
+        env={**builtin_worker("builtin"), "SGLANG_DSPARK_SIMULATE_ACCEPTANCE": RATES},
         forked=False,
     ),
     "plain_adapters": Recipe([partial(adapter_flags, backend=LORA)]),

@@ -8,8 +8,11 @@ from sglang.srt.server_args import prepare_server_args
 
 from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.launch.decision import decide
 from sglang_dspark.engine.launch.hook import Hook
 from sglang_dspark.engine.launch.hooks import all_hooks
+from sglang_dspark.engine.launch.resolution import given_texts
+from sglang_dspark.engine.launch.starts import LeftToSGLang
 from sglang_dspark.engine.launch_state import DSparkServer
 
 
@@ -40,7 +43,10 @@ def resolve(command: Sequence[str]) -> LaunchContext | str:
     """
     load_plugins()
     args = prepare_server_args(list(command))
+    start = decide(args, given_texts(args))
     args.resolve_once()
+    if isinstance(start, LeftToSGLang):
+        return start.reason
     server = speculating(args)
     assert server is not None, "the flags ask for DSPARK"
     return LaunchContext(args, server) if isinstance(server, DSparkServer) else server.reason
