@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from sglang_dspark.declared import describe, field_types, int_range, validate
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.gpu_paths import UnprovenPath
 
 FLAG_PREFIX = "--speculative-dspark-"
 ENV_PREFIX = "SGLANG_DSPARK_"
@@ -29,6 +30,7 @@ PolicyName = Literal["auto", "early-stop", "static", "threshold", "off"]
 POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 Probability = Annotated[float, Meta(ge=0, le=1, description="must lie in [0, 1]")]
 Profile = Annotated[tuple[Probability, ...], Meta(description="must all lie in [0, 1]")]
+Paths = Annotated[tuple[UnprovenPath, ...], Meta(description=f"must be some of {', '.join(get_args(UnprovenPath))}")]
 Switch = Annotated[bool, Meta(description="must be on or off")]
 
 
@@ -43,6 +45,10 @@ def _policy(text: str) -> str:
 
 def _numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _option(
@@ -132,6 +138,13 @@ class DSparkConfig:
         "Verify up to so many tokens of prompts at a time like drafts, in place of a prefill (not run on a GPU yet); 0 "
         "for none.",
         read=int,
+    )
+    unproven: Paths = _option(
+        f"On a GPU, also take these paths, which no run on one has shown to be no slower: some of "
+        f"{', '.join(get_args(UnprovenPath))}. `gpu_paths` in `GET /dspark/capabilities` says what is on.",
+        default=(),
+        read=_names,
+        nargs="+",
     )
     answer_cache_key: Literal["request", "prompt"] = _option(
         "The key of a request that names none: with `prompt` its prompt, so that samples of one prompt copy from each "
@@ -326,7 +339,8 @@ _DEFAULTS_IN_WORDS = {
     "draft_free": "off",
     "sps_table_path": "in the cache",
     "untested_sglang": "off",
-    "prompt_rows": "by step times with CUDA graphs, else 0",
+    "prompt_rows": "0",
+    "unproven": "none",
 }
 
 

@@ -40,9 +40,13 @@ class DSparkServer:
 
     @property
     def timed(self) -> dict[str, str]:
-        """Return what step times depend on of the drafter's weights, beside its configuration, by name."""
+        """Return what step times depend on beside the drafter's configuration, by name."""
         proposed = 0 if self.drafter is None else self.drafter.num_proposed
-        return {"proposed": str(proposed), "draft_quantization": str(self.config.draft_quantization)}
+        return {
+            "proposed": str(proposed),
+            "draft_quantization": str(self.config.draft_quantization),
+            "unproven": ",".join(sorted(self.config.unproven)),
+        }
 
     @property
     def has_confidence_head(self) -> bool:

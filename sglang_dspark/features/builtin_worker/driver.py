@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
-from dspark_kernels import DraftBlock
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.speculative.dspark_components.dspark_draft import DraftBlockResult, DraftProposal, resolve_greedy_mask
 from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
-from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, round_up_grid
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.engine.compat.decoder import Decoding, attach_decoder, attached_decoder
@@ -31,139 +27,18 @@ from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch, ServerArgs
-from sglang_dspark.features.builtin_worker.server import scheduled
-from sglang_dspark.scheduling.forecast import Forecast
+from sglang_dspark.features.builtin_worker.server import MODE, scheduled
+from sglang_dspark.features.builtin_worker.step import Rows, ScheduledStep
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.device_time import AwaitedEvent, DeviceTimer
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.selection import FixedLength
-from sglang_dspark.step.state import DraftOutput
 
 if TYPE_CHECKING:
     from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows that the worker's verifications may have.
-
-    Attributes:
-        window: the most rows of a request, its anchor included.
-        by_request: whether each request has its own number of rows. Otherwise all have whole blocks, and what is
-            accepted ends where it would if the rows after were not there.
-        tiers: rows of the forwards that are captured for requests with different numbers, ascending; empty where none
-            is captured, and any number will do.
-    """
-
-    window: int
-    by_request: bool
-    tiers: Sequence[int] = ()
-
-    def fit(self, requests: int) -> bool:
-        """Return whether so many requests may verify as many drafts as they like."""
-        return not self.tiers or requests * self.window <= self.tiers[-1]
-
-    def number(self, requests: int, drafts: int | None) -> int:
-        """Return the rows of a verification of so many drafts in all, padding included; None if all may be verified."""
-        if drafts is None or not self.by_request:
-            drafts = requests * (self.window - 1)
-        return round_up_grid(requests + drafts, self.tiers) if self.tiers else requests + drafts
-
-
-class ScheduledStep:
-    """A step by a decision, which the worker asks for its proposal and for the rows of its verification, in turn.
-
-    Args:
-        decision: of the step.
-        requests: of the step.
-        rows: that the worker's forwards may have.
-        fillers: [bs, gamma] int64 tokens to verify instead of drafts; None drafts, or verifies anchors alone.
-
-    Attributes:
-        verify_lens: [bs] int64 drafts verified per request.
-        num_rows: of the verification, padding included.
-        confidence: in the drafts; None if the decision needs none.
-        anchors, drafts: [bs] and [bs, gamma] int64, once it has proposed.
-    """
-
-    def __init__(self, decision: StepDecision, requests: int, rows: Rows, fillers: torch.Tensor | None = None) -> None:
-        self.decision, self.rows = decision, rows
-        self.verify_lens: torch.Tensor | None = None
-        self.num_rows = requests * rows.window
-        self.confidence: Confidence | None = None
-        self.anchors = self.drafts = torch.empty(0)
-        self._requests, self._fillers = requests, fillers
-        self._is_whole = decision.is_fixed(requests) and decision.draft_len + 1 == rows.window
-        self._logits: torch.Tensor | None = None
-
-    def propose(self, draft: Callable[[], Any], anchors: torch.Tensor, sampling: Any) -> Any:
-        """Return the worker's proposal; one that costs no forward if the step drafts nothing.
-
-        The worker is not told the confidences: it would choose by them, and copy them to the host.
-
-        Args:
-            draft: drafts whole blocks.
-            anchors: [bs] int64, the last token of every request.
-            sampling: SGLang's ``SamplingBatchInfo``; None if all requests are greedy.
-        """
-        if self.decision.draft_len == 0 or self._fillers is not None:
-            proposal = self._nothing(anchors, sampling)
-        else:
-            proposal = draft()
-            if proposal.confidence_raw is not None:
-                self._logits = proposal.confidence_raw.float()
-            proposal = msgspec.structs.replace(proposal, confidence=None, confidence_raw=None)
-        self.anchors, self.drafts = anchors, proposal.draft_block.draft_tokens
-        if self.rows.by_request or self._is_whole:
-            return proposal
-        # What a graph of whole blocks accepts is not cut.
-        return msgspec.structs.replace(proposal, folded=False, verify_ids=None)
-
-    def _nothing(self, anchors: torch.Tensor, sampling: Any) -> DraftProposal:
-        """Return tokens that nothing has drawn. Fixed beforehand, they are one-hot drafts, and exact if verified."""
-        bs, gamma, device = self._requests, self.rows.window - 1, anchors.device
-        tokens = self._fillers
-        if tokens is None:
-            tokens = torch.zeros((bs, gamma), dtype=torch.int64, device=device)
-        block = DraftBlockResult(
-            draft_tokens=tokens,
-            corrected_logits=None,
-            greedy_mask=resolve_greedy_mask(bs=bs, sampling_info=sampling, device=device),
-            temperatures=torch.ones(bs, device=device),
-            greedy_draft=True,
-        )
-        return DraftProposal(draft_block_ids=torch.cat([anchors.view(-1, 1), tokens[:, 1:]], dim=1), draft_block=block)
-
-    def lay_out(self, forecast: Forecast, agreement: Agreement) -> RaggedVerifyLayout | None:
-        """Return how many rows of each request count; None has the worker verify all that it was given.
-
-        Args:
-            forecast: turns logits of the confidence head into survivals.
-            agreement: has all ranks take rank 0's order or lengths.
-        """
-        bs = self._requests
-        selected = self.decision.select(self._selectable(forecast))
-        agreement.adopt(selected.synced)
-        self.verify_lens = selected.verify_lens
-        if not self.rows.fit(bs) or (self._is_whole and not self.rows.by_request):
-            return None
-        self.num_rows = self.rows.number(bs, self.decision.max_drafts(bs))
-        return RaggedVerifyLayout.from_verify_lens_device(
-            verify_lens=self.verify_lens + 1, graph_num_tokens=self.num_rows
-        )
-
-    def _selectable(self, forecast: Forecast) -> DraftOutput:
-        """Return the drafts as our selections take them."""
-        bs, depth = self._requests, self.decision.draft_len
-        logits = None if self._logits is None else self._logits[:, :depth]
-        if depth and self.decision.with_confidence and self._fillers is None:
-            self.confidence = forecast.predict(logits, bs, depth)
-        block = DraftBlock(self.drafts[:, :depth], confidence_logits=logits)
-        return DraftOutput(block, self.confidence, self.decision.draft_lens(bs))
 
 
 class ScheduledWorker:
@@ -216,13 +91,8 @@ class ScheduledWorker:
 
     def _step_times(self) -> SpsTable | None:
         """Return the measured times of steps; None for a policy that needs none."""
-        stepper = Stepper(
-            self.target_worker,
-            self.agreement,
-            self.gamma,
-            of=lambda dummy: MeasuredSteps(self, dummy),
-            tiers=self.rows.tiers,
-        )
+        measured = partial(MeasuredSteps, self)
+        stepper = Stepper(self.target_worker, self.agreement, self.gamma, of=measured, tiers=self.rows.tiers)
         rows = ",".join(map(str, self.rows.tiers)) if self.rows.by_request else "whole blocks"
         key = table_key(
             self.target_worker,
@@ -290,14 +160,14 @@ class ScheduledWorker:
 
     def decoding(self) -> Decoding:
         """Return how the server decodes."""
-        config, worker = self.worker.draft_model_runner.model_config, self.worker
-        text, head = config.hf_text_config, worker.draft_model.markov_head
+        config = self.worker.draft_model_runner.model_config
+        text = config.hf_text_config
         drafter = {
             "path": self.server_args.speculative_draft_model_path,
             "block_size": self.gamma,
             "num_hidden_layers": text.num_hidden_layers,
             "target_layer_ids": list(getattr(text, "target_layer_ids", None) or ()),
-            "markov_head_type": type(head).__name__,
+            "markov_head_type": type(self.worker.draft_model.markov_head).__name__,
             "markov_rank": int(getattr(text, "markov_rank", 0)),
             "confidence_head": self.settled.has_confidence_head,
             "vocab_size": config.vocab_size,
@@ -313,10 +183,8 @@ class MeasuredSteps:
         self._driver, self._dummy = driver, dummy
         self._tokens = dummy.tokens(driver.gamma + 1)[:, 1:].contiguous()
         # Served steps have no lengths on the host then, and with them the worker would wait for the device.
-        on_host = (
-            driver.server_args.disable_overlap_schedule or driver.worker.model_runner.attn_backend.needs_cpu_seq_lens
-        )
-        self._lengths_on_device = driver.device.type == "cuda" and not on_host
+        overlaps = driver.device.type == "cuda" and not driver.server_args.disable_overlap_schedule
+        self._lengths_on_device = overlaps and not driver.worker.model_runner.attn_backend.needs_cpu_seq_lens
 
     def draft(self, depth: int) -> None:
         """Draft whole blocks: the worker knows no shorter ones."""
@@ -355,7 +223,7 @@ class MeasuredSteps:
 
 def install_hooks(algorithm: object, server_args: ServerArgs) -> None:
     """Hook SGLang's own worker, in the scheduler that is about to make it."""
-    scheduled(server_args).set_mode()
+    os.environ[MODE] = scheduled(server_args).mode
     hooks.install(server_args, "any_worker")
 
 
@@ -396,7 +264,7 @@ def propose(
     return driver_of(proposer).step.propose(draft, draft_input.bonus_tokens, sampling_info)
 
 
-def lay_out(planner: Any, **given: object) -> RaggedVerifyLayout | None:
+def lay_out(planner: Any, **given: object) -> Any:
     """Return how many rows of each request are verified."""
     driver = driver_of(planner)
     return driver.step.lay_out(driver.schedule.forecast, driver.agreement)

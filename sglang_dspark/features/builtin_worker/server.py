@@ -90,7 +90,7 @@ class ScheduledServer:
         logger.info("DSPARK: %s", server.reason)
 
     def _check(self, args: ServerArgs) -> None:
-        """Refuse options of our own worker, and a variable that asks for another verification."""
+        """Refuse options of our own worker."""
         for option in fields(DSparkConfig):
             value = getattr(self.config, option.name)
             if option.name not in _SERVED and value != option.default:
@@ -103,11 +103,6 @@ class ScheduledServer:
                 "--enable-return-routed-experts needs our own worker: SGLang's hands on no experts of decode steps, "
                 "and answers would have those of other tokens; drop it"
             )
-        if os.environ.get(MODE, _WHOLE) not in (_WHOLE, _BY_REQUEST):
-            raise ConfigError(
-                f"{MODE}={os.environ[MODE]} asks for another verification than {flag_name('engine')} scheduled; unset "
-                f"it, or set it to {_BY_REQUEST} or {_WHOLE}"
-            )
 
     def settled(self, args: ServerArgs) -> ScheduledServer:
         """Return the server with how much a step verifies, by the arguments that SGLang has resolved.
@@ -115,10 +110,10 @@ class ScheduledServer:
         Raises:
             ConfigError: the worker would verify wrongly, or has no confidence head for an option.
         """
-        asked = os.environ.get(MODE)
-        why = f"{MODE}={asked}" if asked == _WHOLE else why_whole_blocks(args)
-        if asked == _BY_REQUEST and why is not None:
-            raise ConfigError(f"{MODE}={asked} is not served: {why}; unset it")
+        why = why_whole_blocks(args)
+        server = replace(self, by_request=why is None, why_whole=why or "")
+        if (asked := os.environ.get(MODE, server.mode)) != server.mode:
+            raise ConfigError(f"{MODE}={asked} asks for another verification: {server.reason}; unset it")
         for what, found in _unserved(resolved_view(args), whole=why is not None).items():
             if found:
                 raise ConfigError(
@@ -130,11 +125,12 @@ class ScheduledServer:
                 f"{flag_name('confidence_sts_path')}={path} calibrates a confidence head, and the worker has none "
                 f"where it verifies whole blocks ({why}); drop the flag"
             )
-        return replace(self, by_request=why is None, why_whole=why or "")
+        return server
 
-    def set_mode(self) -> None:
-        """Tell SGLang, in the scheduler that is about to make its worker."""
-        os.environ[MODE] = _BY_REQUEST if self.by_request else _WHOLE
+    @property
+    def mode(self) -> str:
+        """Return the value of :data:`MODE` for the scheduler that is about to make the worker."""
+        return _BY_REQUEST if self.by_request else _WHOLE
 
     def refusals(self, parameters: SamplingParams) -> Iterator[str]:
         """Yield a message for each parameter of a request that the worker would ignore."""
@@ -162,7 +158,9 @@ def _reasons(args: ServerArgs, target: ModelConfig) -> Iterator[str]:
     prefill, decode = attention_backends_of(args)
     backend = decode if args.speculative_attention_mode == "decode" else prefill
     takes = "takes the same number of rows of every request"
-    if not _is_ragged(backend, args):
+    ragged = backend in RAGGED_BACKENDS or (backend == "flashinfer" and use_mla_backend(args))
+    # Those of trtllm_mha for other GPUs do not.
+    if not ragged and not (backend == "trtllm_mha" and get_platform().is_sm100):
         yield f"its attention backend, {backend}, {takes}"
     if args.cuda_graph_config.decode.backend == Backend.DISABLED:
         yield "without CUDA graphs of decoding, the host would wait for the numbers in every step"
@@ -178,13 +176,6 @@ def _reasons(args: ServerArgs, target: ModelConfig) -> Iterator[str]:
         yield f"an adapter {takes}"
     if not _has_head(args):
         yield "the drafter has no confidence head"
-
-
-def _is_ragged(backend: str | None, args: ServerArgs) -> bool:
-    """Return whether an attention backend verifies ragged rows of this target on this GPU."""
-    if backend == "trtllm_mha":
-        return bool(get_platform().is_sm100)  # its kernels for other GPUs do not
-    return backend in RAGGED_BACKENDS or (backend == "flashinfer" and use_mla_backend(args))
 
 
 def _has_head(args: ServerArgs) -> bool:

@@ -17,9 +17,9 @@ from sglang_dspark.engine.compat.arguments import attach, attached
 from sglang_dspark.engine.launch_state import DSparkServer, TargetOnly
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.features.builtin_worker import FEATURE, server
-from sglang_dspark.features.builtin_worker.driver import Rows, ScheduledStep
+from sglang_dspark.features.builtin_worker import FEATURE, driver, server
 from sglang_dspark.features.builtin_worker.server import MODE, ScheduledServer
+from sglang_dspark.features.builtin_worker.step import Rows, ScheduledStep
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selection import FixedLength, TopK
@@ -179,23 +179,22 @@ def test_how_much_is_verified_is_decided_once_and_told_to_the_worker(settled, mo
     assert [(found.by_request, found.has_confidence_head) for found in (each, all_)] == [(True, True), (False, False)]
     assert each.reason.endswith("engine asks; each request verifies its own number of drafts")
     assert all_.reason.endswith("blocks are computed whole, and cut where the schedule ends them (its layers)")
+    monkeypatch.setattr(driver.hooks, "install", lambda *places: None)
     monkeypatch.setenv(MODE, "")
     for found, mode in ((each, "compact"), (all_, "static")):
-        found.set_mode()
+        attach(args := ServerArgs(model_path="none"), found)
+        driver.install_hooks(None, args)
         assert os.environ[MODE] == mode
 
 
-def test_the_operator_may_say_how_much_is_verified(settled, monkeypatch):
-    for mode, by_request in (("compact", True), ("static", False)):
+def test_a_variable_that_asks_for_another_verification_is_refused(settled, monkeypatch):
+    for mode, why in (("compact", None), ("static", "its layers")):
         monkeypatch.setenv(MODE, mode)
-        assert settled(None).by_request is by_request
-    assert not settled("its layers").by_request
-    monkeypatch.setenv(MODE, "compact")
-    with pytest.raises(ConfigError, match=f"{MODE}=compact is not served: its layers"):
-        settled("its layers")
-    monkeypatch.setenv(MODE, "cap-accept")
-    with pytest.raises(ConfigError, match=f"{MODE}=cap-accept"):
-        settled(None)
+        assert settled(why).mode == mode
+    for mode, why in (("static", None), ("compact", "its layers"), ("cap-accept", None)):
+        monkeypatch.setenv(MODE, mode)
+        with pytest.raises(ConfigError, match=f"{MODE}={mode} asks for another verification: .*; unset it"):
+            settled(why)
 
 
 def test_the_hooks_are_those_of_this_worker_alone(settled):
