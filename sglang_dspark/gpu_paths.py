@@ -47,7 +47,7 @@ GPU_PATHS: Mapping[str, GpuPath] = {
     ),
     "prompt-rows": GpuPath(
         "short prompts are verified in place of a prefill, as many rows as step times allow",
-        named_by=f"{_UNPROVEN} prompt-rows, or --speculative-dspark-prompt-rows",
+        named_by=f"{_UNPROVEN} prompt-rows",
         option="prompt_rows",
     ),
     "held-rows": GpuPath(
@@ -65,9 +65,7 @@ GPU_PATHS: Mapping[str, GpuPath] = {
         named_by="--speculative-dspark-engine scheduled",
     ),
     "mixed-chunks": GpuPath("prompts share steps with running requests", named_by="--enable-mixed-chunk"),
-    "memory-graphs": GpuPath(
-        "CUDA graphs give their memory away, too", named_by="SGLANG_MEMORY_SAVER_CUDA_GRAPH=1 in the environment"
-    ),
+    "memory-graphs": GpuPath("CUDA graphs give their memory away, too", named_by="SGLANG_MEMORY_SAVER_CUDA_GRAPH=1"),
     "one-launch-attention": GpuPath("the last program of a split context combines its parts; no older form is left"),
     "shortlist-walk": GpuPath("blocks of a DFlash 2 drafter are drawn in one launch; no older form is left"),
 }

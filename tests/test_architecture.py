@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "step": set(),
     "draft": set(),
     "calibration": {"hub"},
-    "scheduling": set("calibration config gpu_paths step".split()),
+    "scheduling": set("calibration config step".split()),
     # Of features their list alone: see test_nothing_outside_a_room_knows_it.
     "engine": set("calibration config draft features hub scheduling speculation step".split()),
     "features": set("calibration config draft engine gpu_paths hub scheduling speculation step".split()),

@@ -56,27 +56,21 @@ class Forecast:
         calibration: of the confidence head; None without one, and survivals are the running acceptance by position.
         adapts: whether the calibration follows the outcomes.
         device: where confidences live.
-        in_one_launch: whether a GPU computes survivals by our kernel, not as torch does.
 
     Attributes:
         learned: [2 + 2 * NUM_ROWS, max_verify] float32, what :func:`split_learned` takes apart, in one tensor so that
             one copy renews it.
+        in_one_launch: whether a GPU computes survivals by our kernel, and not as torch does.
         positions: acceptance by position.
         predicted: survivals as they were predicted, beside the outcomes.
         lagged: survivals of the last rounds, on which budgets are based; None until the schedule has step times.
     """
 
     def __init__(
-        self,
-        max_verify: int,
-        calibration: OnlineCalibration | None,
-        *,
-        adapts: bool,
-        device: torch.device,
-        in_one_launch: bool = True,
+        self, max_verify: int, calibration: OnlineCalibration | None, *, adapts: bool, device: torch.device
     ) -> None:
         self.calibration = calibration
-        self._survival = block_survival if in_one_launch else block_survival.reference
+        self.in_one_launch = True
         self.predicted = PredictedSurvival(max_verify)
         self.lagged: LaggedSurvivals | None = None
         self._max_verify, self._adapts, self._device = max_verify, adapts, device
@@ -128,7 +122,8 @@ class Forecast:
             coefficients: the property's copy in a CUDA graph; None reads the property.
         """
         chosen = self.coefficients if coefficients is None else coefficients
-        return Confidence(logits, self._survival(chosen[:, :depth], logits, bs))
+        survivals = block_survival if self.in_one_launch else block_survival.reference
+        return Confidence(logits, survivals(chosen[:, :depth], logits, bs))
 
     def observe(self, feedback: StepFeedback) -> None:
         """Keep the outcome of a step, and update from several at a time.

@@ -11,7 +11,6 @@ import torch
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.gpu_paths import is_on
 from sglang_dspark.scheduling.auto_policy import AutoPolicy, draft_depths
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
@@ -54,13 +53,7 @@ class Schedule:
     ) -> None:
         self.options = options
         self.max_verify = max_verify
-        self.forecast = Forecast(
-            max_verify,
-            calibration,
-            adapts=options.online_calibration,
-            device=device,
-            in_one_launch=is_on("survivals", options.unproven, on_gpu=device.type == "cuda"),
-        )
+        self.forecast = Forecast(max_verify, calibration, adapts=options.online_calibration, device=device)
         self.times: StepTimes | None = None
         self._on_cpu = device.type == "cpu"
         self._clock = StepClock(lag, synchronous=self._on_cpu)

@@ -99,8 +99,9 @@ class DSparkWorker(SpecWorkerBase):
             simulated = SimulatedAcceptance(rates, runner)
             self.parts, self.eager.draws = (*self.parts, simulated), simulated.draws
         self.control = StepControl(self.schedule, self.agreement, self.parts, self.on_gpu)
-        # SGLang may copy the draft K/V of a pool at any time.
-        if self.draft_pool is None and is_on("held-rows", self.options.unproven, on_gpu=self.on_gpu):
+        takes = partial(is_on, unproven=self.options.unproven, on_gpu=self.on_gpu)
+        self.schedule.forecast.in_one_launch = takes("survivals")
+        if self.draft_pool is None and takes("held-rows"):  # SGLang may copy draft K/V of a pool at any time
             self.drafter.hold_rows()
         words = most_words(int(runner.req_to_token_pool.size), self.max_verify, self.drafter.gamma)
         self.copies = PackedCopies(words, self.device)

@@ -122,6 +122,7 @@ CONFIGURED = (
 )
 CHUNKS, MIXED = "--chunked-prefill-size", "--enable-mixed-chunk"
 PROMPT_ROWS = "--speculative-dspark-prompt-rows"
+UNPROVEN = "--speculative-dspark-unproven held-rows,survivals"  # of an emulated GPU, where they are off by default
 # A pool that cannot hold the running requests.
 CROWDED = "--schedule-conservativeness 0.01 --max-total-tokens"
 # Of texts, the radix cache gets states from their middle, and steps overlap, as on a GPU.
@@ -242,10 +243,10 @@ SERVERS: dict[str, Recipe] = {
         (*DSPARK, FOUR, MIXED, f"--speculative-dspark-block-size 11 {PROMPT_ROWS} 24", STATES_SHOWN),
         env=emulated_graphs(),
     ),
-    "ordered": Recipe((*DSPARK, f"{FOUR} {MIXED} {PROMPT_ROWS} 16"), env=emulated_graphs() | CHECKS_ORDER),
+    "ordered": Recipe((*DSPARK, f"{FOUR} {MIXED} {PROMPT_ROWS} 16 {UNPROVEN}"), env=emulated_graphs() | CHECKS_ORDER),
     # Memory that a pause overwrites.
     "saving": Recipe((*DSPARK, SAVES_MEMORY)),
-    "graphs_saving": Recipe((*DSPARK, FOUR, SAVES_MEMORY), env=emulated_graphs()),
+    "graphs_saving": Recipe((*DSPARK, f"{FOUR} {UNPROVEN}", SAVES_MEMORY), env=emulated_graphs()),
     # A quantised target of which a row's result depends on the whole batch.
     "plain_int8_batch": Recipe(model=OF_BATCHES),
     "int8_batch": Recipe((*DSPARK, FOUR), model=OF_BATCHES, env=emulated_graphs()),
@@ -274,7 +275,9 @@ SERVERS: dict[str, Recipe] = {
         env=emulated_graphs(),
     ),
     # Layers with windows have a K/V pool of their own.
-    "gemma4_graphs": _tiny(GEMMA4, GEMMA4_FLAGS, f"{FOUR} {PROMPT_ROWS} 16", env=LITERALLY | emulated_graphs()),
+    "gemma4_graphs": _tiny(
+        GEMMA4, GEMMA4_FLAGS, f"{FOUR} {PROMPT_ROWS} 16 {UNPROVEN}", env=LITERALLY | emulated_graphs()
+    ),
     "gemma4_pictures": _reading(GEMMA4, GEMMA4_FLAGS, env=LITERALLY),
     "gemma4_12b_pictures": _reading(GEMMA4_12B, GEMMA4_FLAGS, env=LITERALLY),
     "plain_gemma4_12b_pictures": Recipe([GEMMA4_FLAGS], model=_target(picture_target, GEMMA4_12B), env=LITERALLY),

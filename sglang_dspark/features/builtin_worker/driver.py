@@ -29,6 +29,7 @@ from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch, ServerArgs
 from sglang_dspark.features.builtin_worker.server import MODE, scheduled
 from sglang_dspark.features.builtin_worker.step import Rows, ScheduledStep
+from sglang_dspark.gpu_paths import is_on
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
@@ -75,8 +76,10 @@ class ScheduledWorker:
         if self.settled.has_confidence_head:
             calibration = OnlineCalibration.from_file(self.options.confidence_sts_path, self.gamma, self.gamma)
         self.schedule = Schedule(self.options, self.gamma, calibration, self.device, lag)
+        on_gpu = self.device.type == "cuda"
+        self.schedule.forecast.in_one_launch = is_on("survivals", self.options.unproven, on_gpu=on_gpu)
         self.parts = parts_of(self, worker.server_args, ours=False)
-        self.control = StepControl(self.schedule, self.agreement, self.parts, self.device.type == "cuda")
+        self.control = StepControl(self.schedule, self.agreement, self.parts, on_gpu)
         self._request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma))
         self._timer = DeviceTimer(self.device)
         self._copies = PackedCopies(most_words(int(runner.req_to_token_pool.size), self.gamma, self.gamma), self.device)

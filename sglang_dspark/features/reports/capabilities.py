@@ -55,7 +55,7 @@ def capabilities(decoder: Decoder) -> dict[str, Any]:
         "policy": schedule.policy.name,
         "policies": {name: _policy(schedule, name, on_gpu=on_gpu) for name in POLICY_NAMES},
         **{key: said for part in decoder.parts for key, said in part.describe().items()},
-        "gpu_paths": described(_named_paths(server_args, server)) if on_gpu else {},
+        "gpu_paths": described(_named_paths(server_args, server)) if decoder.control.on_gpu else {},
         "adjusted_flags": list(server.adjusted) if isinstance(server, DSparkServer) else [],
         "features": {
             "speculation_fields": _speculation_fields(server),
