@@ -3,6 +3,7 @@
 import pickle
 
 import pytest
+from faked_gpu import machine
 from sglang.srt.arg_groups import serving_hook
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.arg_groups.overrides import resolving_view
@@ -12,7 +13,7 @@ from sglang_objects import GOLDEN
 
 from sglang_dspark.engine import support
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.launch import decision, hooks
+from sglang_dspark.engine.launch import decision, diagnosis, hooks
 from sglang_dspark.engine.launch.decision import decide
 from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.engine.launch.resolution import given_texts
@@ -226,3 +227,19 @@ def test_sglang_looks_up_no_files_of_the_drafter(monkeypatch):
     monkeypatch.setattr(arguments, "handle_model_source_paths", look)
     decided(*PAIR)
     assert looked and set(looked) == {None}
+
+
+def test_sglangs_worker_is_left_untouched_on_a_gpu(monkeypatch):
+    """The arguments are those of a start with ``builtin``, and nothing of ours travels with them; `doctor` says so."""
+    monkeypatch.setattr(serving_hook, "get_device", lambda: "cuda")
+    command, found = [*PAIR, *LEFT_TO_SGLANG, "--random-seed", "1"], []
+    with machine("Hopper"):
+        for engine in ("auto", "builtin"):
+            args = prepare_server_args([*command, ENGINE, engine])
+            args.resolve_once()
+            view = resolving_view(args)
+            found.append({field.name: getattr(view, field.name) for field in record_fields(ServerArgs)})
+            assert arguments.attached(args) is None
+        said = diagnosis.resolve(command)
+    assert found[0] == found[1] and found[0]["speculative_algorithm"] == "DSPARK"
+    assert "as it comes: the plugin's does not serve BaichuanForCausalLM" in said
