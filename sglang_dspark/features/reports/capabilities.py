@@ -90,14 +90,13 @@ def in_one_line(found: dict[str, Any]) -> str:
 def _named_paths(server_args: ServerArgs, server: DSparkServer | OtherServer) -> list[str]:
     """Return the paths of a GPU that the operator has turned on, by our options or by SGLang's."""
     config = server.config
-    asked = {
+    asked: dict[str, bool] = {
         "scheduled": server.engine == "scheduled",
         "mixed-chunks": bool(server_args.enable_mixed_chunk),
         "memory-graphs": bool(server_args.enable_memory_saver) and envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH.get(),
         **{name: bool(getattr(config, path.option)) for name, path in GPU_PATHS.items() if path.option},
-        **dict.fromkeys(config.unproven, True),
     }
-    return [name for name, given in asked.items() if given]
+    return [*(name for name, given in asked.items() if given), *config.unproven]
 
 
 def _speculation_fields(server: DSparkServer | OtherServer) -> list[str]:
