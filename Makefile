@@ -94,8 +94,8 @@ gpu: env ## with an NVIDIA GPU: its checks and sweeps in half an hour; GPU_FLAGS
 	$(PREPARE)
 	$(RUN) benchmarks/gpu.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu $(GPU_FLAGS)
 
-QUARTER = chat,long,engines
-gpu15: ## in a quarter of an hour on an NVIDIA GPU: beside SGLang's own worker; then QUARTER=lean,prompts,streams, and mathematics,training
+QUARTER = paths,prompts,engines
+gpu15: ## in a quarter of an hour on an NVIDIA GPU: what none has run; then QUARTER=chat,long,streams, and mathematics,training
 	$(MAKE) gpu RESULTS=$(RESULTS) GPU_FLAGS="--only $(QUARTER) $(GPU_FLAGS)"
 
 lock: env ## write constraints.txt from the environment as it is

@@ -2,12 +2,14 @@ r"""Run all that needs an NVIDIA GPU, in the order in which a short time on one 
 
     python benchmarks/gpu.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS
     python benchmarks/gpu.py ... --only chat,long,engines
-    python benchmarks/gpu.py ... --only lean,prompts --rehearse
+    python benchmarks/gpu.py ... --only paths,prompts --rehearse
 
 The parts are commands of this folder, one after another, each part with a limit; those that run unasked have 32 minutes
 together, and each of :data:`QUARTERS` 14. What fails or takes too long stops nothing else. RESULTS gets a folder and a
-log of each part, and ``order.json``: commands, seconds, and how it ended. A part that has ended well is not run again
-with the same code and arguments; a sweep that was stopped goes on. Of other code or arguments, choose another folder.
+log of each part, and ``order.json``: commands, seconds, and how it ended. ``open_paths.md`` says what was measured of
+paths that no GPU has run (``sglang_dspark/gpu_paths.py``), and which defaults would change. A part that has ended well
+is not run again with the same code and arguments; a sweep that was stopped goes on. Of other code or arguments, choose
+another folder.
 
 Plain servers run as SGLang configures itself. SGLang's own worker runs as it comes, and of the bundled pair also by our
 schedule; of the random pair it keeps the drafts that ours keeps, and where both verify whole blocks, the sweep ends if
@@ -19,7 +21,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -33,7 +34,8 @@ from typing import Any
 import click
 from rich.console import Console
 from serving.configurations import SIMULATED
-from shape_pair import ACCEPTANCE, LIST
+from shape_pair import ACCEPTANCE
+from tables import open_paths
 
 from sglang_dspark.tools import provenance
 
@@ -48,10 +50,11 @@ LARGE = (
     "--max-total-tokens 90000"
 )
 POLICIES = ("plain", "off", "auto", "static:5")
-SCHEDULED = (
-    "scheduled=auto SGLANG_DSPARK_ENGINE=scheduled",  # each request its own number of drafts, where SGLang can do that
-    "widths=auto SGLANG_DSPARK_ENGINE=scheduled SGLANG_RAGGED_VERIFY_MODE=static",
+NAMED = (
+    "scheduled=auto SGLANG_DSPARK_ENGINE=scheduled",
+    "saving=auto SGLANG_MEMORY_SAVER_CUDA_GRAPH=1 --enable-memory-saver",
 )
+"""Paths that no GPU has run, of the bundled pair."""
 MAKE_PROMPTS = "training/examples/smollm2/make_prompts.py"
 TRAINED = {
     "two_layers": "--layers 2 --block-size 5",
@@ -77,7 +80,7 @@ REHEARSED_RECIPE = (
     "--max-tokens 12 --held-out 3 --batch-rows 4 --anchors 4 --rank 8 --steps 4 --checkpoint-every 2 --device cpu",
     "--limit 2 --max-tokens 12",
 )
-PROMPT_ROWS = "--speculative-dspark-prompt-rows"
+UNPROVEN = "--speculative-dspark-unproven"
 TRACED = 26
 """Decode steps of a trace."""
 REHEARSED = 5
@@ -119,7 +122,11 @@ class Setting:
         """Return a sweep; ``numbers``: prompts, tokens of an answer and rounds."""
         if self.rehearses:
             # Two servers at a time: its memory is that of a machine that does other work.
-            configs = [config for config in configs if "builtin" in config or SIMULATED in config or config == "auto"]
+            configs = [
+                config
+                for config in configs
+                if "builtin" in config or SIMULATED in config or config.split("=")[-1] == "auto"
+            ]
             users, numbers = "1,2", {"num_prompts": 2, "max_tokens": 40, "rounds": 2}
             # On a CPU SGLang's own worker has no kernel that writes draft K/V in 16 bits.
             what, flags = [*what, "--dtype", "float32"], "--load-format dummy"
@@ -197,7 +204,10 @@ def sweep(setting: Setting) -> Commands:
 def engines(setting: Setting) -> Commands:
     """Measure the bundled pair by our worker, by SGLang's own as it comes, and by SGLang's own by our schedule."""
     making, what = ([], setting.pair) if not setting.rehearses else setting.made(100)
-    configs, numbers = ("plain", "auto", "builtin", *SCHEDULED), {"num_prompts": 4, "max_tokens": 128, "rounds": 2}
+    configs, numbers = (
+        ("plain", "auto=auto", "builtin=builtin", *NAMED),
+        {"num_prompts": 4, "max_tokens": 128, "rounds": 2},
+    )
     swept = setting.sweep([*what, "--together"], configs, "1,16,64", SMALL, **numbers)
     return [*filter(None, [making]), swept, setting.report]
 
@@ -208,22 +218,20 @@ def equal_draws(kind: str, context: int, users: str, rounds: int) -> Callable[[S
     return lambda setting: setting.drawn(kind, context, configs, users, num_prompts=2, max_tokens=512, rounds=rounds)
 
 
-def lean(setting: Setting) -> Commands:
-    """Measure a drafter that proposes 32,768 tokens and is read in 8 bits, and steps that draft nothing."""
-    listed = f"--speculative-dspark-draft-vocabulary {shlex.quote(str(setting.output / 'pair' / LIST))}"
-    eight_bits = "--speculative-dspark-draft-quantization int8"
-    configs = ("plain", "off=off {rates}", "static7=static:7 {rates}", f"lean=static:7 {{rates}} {listed} {eight_bits}")
+def paths(setting: Setting) -> Commands:
+    """Measure what is off on a GPU until a run shows that it is not slower: on servers with it and without."""
+    named, eight_bits = f"{UNPROVEN} held-rows,survivals", "--speculative-dspark-draft-quantization int8"
+    configs = ("off=off {rates}", "static7=static:7 {rates}", f"held=off {{rates}} {named}")
+    configs += (f"survivals=static:7 {{rates}} {named}", f"int8=static:7 {{rates}} {eight_bits}")
     return setting.drawn("chat", 100, configs, "1,16,64", num_prompts=2, max_tokens=256, rounds=2)
 
 
 def prompts(setting: Setting) -> Commands:
-    """Measure short answers, so that prompts come often: encoded apart, and verified beside drafts."""
-    asked = f" {PROMPT_ROWS} 64" if setting.rehearses else ""  # else a CPU verifies none
-    configs = (
-        "builtin=builtin {rates}",
-        f"apart=auto {{rates}} {PROMPT_ROWS} 0",
-        f"beside=auto {{rates}} --enable-mixed-chunk{asked}",
-    )
+    """Measure short answers, so that prompts come often: encoded apart, verified, and verified beside drafts."""
+    # A CPU verifies none unless a number says so.
+    verified = "--speculative-dspark-prompt-rows 64" if setting.rehearses else f"{UNPROVEN} prompt-rows"
+    configs = ("apart=auto {rates}", f"verified=auto {{rates}} {verified}")
+    configs += (f"beside=auto {{rates}} --enable-mixed-chunk {verified}",)
     return setting.drawn("chat", 100, configs, "1,16,64", num_prompts=8, max_tokens=128, rounds=2)
 
 
@@ -264,8 +272,8 @@ PARTS: Mapping[str, Part] = {
     "chat": Part("is a target of 8 billion parameters faster, on chat?", 8, equal_draws("chat", 100, "1,16,64,128", 2)),
     "long": Part("and with 4000 tokens of context?", 3, equal_draws("mixed", 4000, "8", 3)),
     "engines": Part("and the bundled pair, by three workers?", 3, engines),
-    "lean": Part("what does a lean drafter bring, and what do steps without drafts cost?", 6, lean, unasked=False),
-    "prompts": Part("do prompts beside drafts pay?", 5, prompts, unasked=False),
+    "paths": Part("is what no GPU has run slower than what it replaces?", 6, paths, unasked=False),
+    "prompts": Part("do verified prompts pay, and those beside drafts?", 5, prompts, unasked=False),
     "streams": Part("is the work of streams in order?", 3, streams, unasked=False),
     "sweep": Part("is the bundled pair faster at every load?", 5, sweep),
     "kernels": Part("are the kernels right?", 4, kernels),
@@ -275,7 +283,7 @@ PARTS: Mapping[str, Part] = {
 }
 
 
-QUARTERS = (("chat", "long", "engines"), ("lean", "prompts", "streams"), ("mathematics", "training"))
+QUARTERS = (("paths", "prompts", "engines"), ("chat", "long", "streams"), ("mathematics", "training"))
 """Parts for a GPU that is lent for 15 minutes, one time after another; see the target ``gpu15`` of make."""
 
 
@@ -362,6 +370,8 @@ def main(target: str, draft: str, prompts: tuple[str, ...], output: Path, names:
         parts[name] |= run_part(commands, minutes, output / f"{name}.log")
         provenance.write_json(path, parts)
         console.print(f"{name}: {parts[name]['status']}, {parts[name]['seconds']:.0f} s; {output / name}.log")
+    (output / "open_paths.md").write_text(open_paths(output), encoding="utf-8")
+    console.print(open_paths(output), markup=False)
     sys.exit(0 if all(parts[name]["status"] == "ok" for name in names) else 1)
 
 

@@ -5,10 +5,10 @@ r"""A target and a drafter of a production shape without weights, to measure how
         --server-flags "--load-format dummy" --config plain \
         --config "auto=auto SGLANG_DSPARK_SIMULATE_ACCEPTANCE=0.842,0.833,0.829,0.83,0.834,0.839,0.831" ...
 
-PAIR holds configurations, a tokenizer and a list of tokens to propose, some megabytes; SGLang gives both models random
-weights (``--load-format dummy``), and drafts are kept by chance, the same ones by our worker and by SGLang's own. Times
-and loads are then those of the shape, and texts are noise. Results are step-time results. The tokenizer takes a text as
-its bytes, about four times as many tokens as Qwen3's own.
+PAIR holds configurations and a tokenizer, some megabytes; SGLang gives both models random weights (``--load-format
+dummy``), and drafts are kept by chance, the same ones by our worker and by SGLang's own. Times and loads are then those
+of the shape, and texts are noise. Results are step-time results. The tokenizer takes a text as its bytes, about four
+times as many tokens as Qwen3's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 
 _PUBLISHED = {
     "math": (0.905, 0.890, 0.888, 0.885, 0.887, 0.891, 0.882),
@@ -37,8 +36,6 @@ _PUBLISHED = {
 ACCEPTANCE = {**_PUBLISHED, "mixed": tuple(round(fmean(rates), 3) for rates in zip(*_PUBLISHED.values(), strict=True))}
 """Acceptance by position, given all before, of the released drafter of Qwen3-4B at temperature 1 (DSpark, Fig. 2)."""
 
-LIST = "vocabulary.json"
-"""A list of tokens to propose, drawn at random, in the folder of a pair."""
 END, MASK = "<|end|>", "<|mask|>"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 
@@ -117,15 +114,13 @@ SHAPES: Mapping[str, Shape] = {
 
 
 def write_pair(shape: Shape, folder: Path) -> None:
-    """Write ``folder/target``, ``folder/draft`` and :data:`LIST`."""
+    """Write ``folder/target`` and ``folder/draft``."""
     target, draft = folder / "target", folder / "draft"
     shape.target_config().save_pretrained(target)
     _tokenizer(shape.vocab_size).save_pretrained(target)
     draft.mkdir(parents=True, exist_ok=True)
     content = shape.draft_config().to_dict() | {"dtype": "bfloat16"}
     (draft / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    listed = random.Random(0).sample(range(shape.vocab_size), min(32_768, shape.vocab_size // 2))
-    save_token_ids(folder / LIST, listed)
 
 
 def write_prompts(path: Path, length: int, number: int = 128) -> None:

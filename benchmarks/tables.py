@@ -12,7 +12,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ import pandas as pd
 from paired_ratio import frame_baselines, paired_ratios, ratio_text, ratios_to_each, summarise
 from report import figure_text, markdown_table, prompt_names
 from serving.results import config_name, over_rounds, read_sweep
+
+from sglang_dspark.gpu_paths import GPU_PATHS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -111,7 +113,7 @@ def equal_draws(results: Path = RESULTS) -> str:
             ratios = [told["decode_tok_s"].get(name, "-") for name in ("static7", "auto")]
             rows.append([text, str(prompt), str(users), *speeds, *ratios, told["output_tok_s"].get("auto", "-")])
     if not rows:
-        return "Not measured yet: `make gpu15` does it."
+        return "Not measured yet: `make gpu15 QUARTER=chat,long,streams` does it."
     record = next(iter(measured.values()))
     files = ", ".join(f"[{part}](h200/{part}/sweep.csv)" for part in measured)
     note = (
@@ -134,31 +136,47 @@ def _ratios_to(label: str, cells: pd.DataFrame, metric: str) -> dict[str, str]:
     return {row.config: ratio_text(row) for row in told.itertuples()}
 
 
-SECOND_QUARTER = (
-    ("drafter of 32,768 tokens in 8 bits / whole drafter", "lean", "decode_tok_s", "lean", "static7"),
-    ("`off` / plain SGLang", "lean", "decode_tok_s", "off", "plain@bfloat16"),
-    ("prompts beside drafts / apart", "prompts", "output_tok_s", "beside", "apart"),
-    ("prompts beside drafts / SGLang's DSPARK", "prompts", "output_tok_s", "beside", "builtin"),
-)
-"""What is compared, the part of gpu.py, the speed, and the two configurations."""
+OPEN_PATHS: Mapping[str, tuple[str, str, str, str]] = {
+    "prompt-rows": ("prompts", "output_tok_s", "verified", "apart"),
+    "mixed-chunks": ("prompts", "output_tok_s", "beside", "verified"),
+    "held-rows": ("paths", "decode_tok_s", "held", "off"),
+    "survivals": ("paths", "decode_tok_s", "survivals", "static7"),
+    "int8": ("paths", "decode_tok_s", "int8", "static7"),
+    "scheduled": ("engines", "output_tok_s", "scheduled", "builtin"),
+    "memory-graphs": ("engines", "output_tok_s", "saving", "auto"),
+    "one-launch-attention": ("long", "decode_tok_s", "static7", "builtin"),
+}
+"""By path that no GPU has run: the part of gpu.py, the speed, and the configurations with it and without."""
 
 
-def second_quarter(results: Path = RESULTS) -> str:
-    """Return the ratios of the parts ``lean`` and ``prompts`` of gpu.py, by the number of users."""
-    rows, users, files = [], (1, 16, 64), {}
-    for what, part, metric, one, other in SECOND_QUARTER:
-        path = results / "h200" / part / "sweep.csv"
-        if path.exists():
-            frame, files[part] = read_sweep(path), f"[{part}](h200/{part}/sweep.csv)"
-            told = (_ratios_to(other, frame[frame["concurrency"] == count], metric) for count in users)
-            rows.append([what, *(ratios.get(one, "-") for ratios in told)])
-    if not rows:
-        return "Nor is this: `make gpu15 QUARTER=lean,prompts,streams`."
+def gpu_paths() -> str:
+    """Return what a server does on a GPU, by which file that is known, and how it is turned on."""
+    rows = []
+    for name, path in GPU_PATHS.items():
+        shown = f"[{path.shown_by}]({path.shown_by})" if path.shown_by else "**open**"
+        named = f"`{path.named_by}`" if path.named_by else ""
+        rows.append([f"`{name}`", path.what, shown, named])
     note = (
-        "Ratios of speeds of the same shape, of prompts with answers of 128 tokens and the whole wall: geometric means "
-        f"with the range of the rounds ({', '.join(files.values())})."
+        "A file shows that a GPU has run a path and was not slower. What is open is off unless it is named, except for "
+        "paths that have no older form; `gpu_paths` in `GET /dspark/capabilities` says what a server does."
     )
-    return section(("users", *map(str, users)), rows, note)
+    return section(("path", "on a GPU", "shown by", "turned on by"), rows, note)
+
+
+def open_paths(results: Path = RESULTS / "h200") -> str:
+    """Return what the parts of gpu.py in ``results`` say of open paths, and which defaults would change."""
+    rows = []
+    for name, (part, metric, one, other) in OPEN_PATHS.items():
+        ratios, default, path = "not measured", "", results / part / "sweep.csv"
+        if path.exists():
+            frame = read_sweep(path)
+            cells = frame[frame["config"].isin([one, other])]
+            told = summarise(paired_ratios(cells, metric, dict.fromkeys(cells["config"], other)))
+            ratios = "; ".join(f"{row.load}: {ratio_text(row)}" for row in told.itertuples()) or "not measured"
+            default = "" if told.empty else "on" if bool((told["ratio"] >= 1).all()) else "stays"
+        rows.append([f"`{name}`", part, f"`{one}` / `{other}`", ratios, default])
+    note = "A default becomes `on` where no load is slower. Ratios are geometric means with the range of the rounds."
+    return section(("path", "part of `gpu.py`", "ratio of speeds", "by load", "its default"), rows, note)
 
 
 # ---- writing
@@ -180,7 +198,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "fixed_lengths": fixed_lengths,
     "adversarial": adversarial,
     "equal_draws": equal_draws,
-    "second_quarter": second_quarter,
+    "gpu_paths": gpu_paths,
+    "open_paths": open_paths,
 }
 
 

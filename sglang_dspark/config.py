@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from sglang_dspark.declared import describe, field_types, int_range, validate
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.gpu_paths import UnprovenPath
 
 FLAG_PREFIX = "--speculative-dspark-"
 ENV_PREFIX = "SGLANG_DSPARK_"
@@ -35,6 +36,7 @@ PolicyName = Literal["auto", "early-stop", "static", "threshold", "off"]
 POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 Probability = Annotated[float, Meta(ge=0, le=1, description="must lie in [0, 1]")]
 Profile = Annotated[tuple[Probability, ...], Meta(description="must all lie in [0, 1]")]
+Paths = Annotated[tuple[UnprovenPath, ...], Meta(description=f"must be some of {', '.join(get_args(UnprovenPath))}")]
 Switch = Annotated[bool, Meta(description="must be on or off")]
 
 
@@ -49,6 +51,10 @@ def _policy(text: str) -> str:
 
 def _numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _option(
@@ -146,15 +152,22 @@ class DSparkConfig:
         "turns this off.",
         read=int,
     )
+    unproven: Paths = _option(
+        f"On a GPU, also take these paths, which no run on one has shown to be no slower: some of "
+        f"{', '.join(get_args(UnprovenPath))}. `gpu_paths` in `GET /dspark/capabilities` says what is on.",
+        default=(),
+        read=_names,
+        nargs="+",
+    )
     answer_cache_key: Literal["request", "prompt"] = _option(
         "What answers are kept by if a request names no `cache` key: `prompt` takes its prompt, so that samples of one "
         "prompt copy from each other; `request` keeps no such answer.",
         default="request",
     )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(
-        "Whose worker decodes for `--speculative-algorithm DSPARK`: `plugin` is this one; `scheduled` is SGLang's own, "
-        "on a GPU, by our policies; `auto` is the first of these that serves the target; `builtin` is SGLang's own "
-        "without the other flags of this group.",
+        "Whose worker decodes for `--speculative-algorithm DSPARK`: `plugin` is this one; `builtin` is SGLang's own as "
+        "it comes, without the other flags of this group; `auto` is the first of these that serves the target; "
+        "`scheduled` is SGLang's own, on a GPU, by our policies.",
         default="auto",
     )
     untested_sglang: Switch = _option(
@@ -342,7 +355,8 @@ _DEFAULTS_IN_WORDS = {
     "draft_free": "off",
     "sps_table_path": "in the cache",
     "untested_sglang": "off",
-    "prompt_rows": "by step times with CUDA graphs, else 0",
+    "prompt_rows": "0",
+    "unproven": "none",
 }
 
 

@@ -24,7 +24,8 @@ BASE = {"__init__", "declared", "errors", "fence", "files"}
 MAY_IMPORT = {
     "hub": set(),
     "on_cpu": set(),
-    "config": set(),
+    "gpu_paths": set(),
+    "config": {"gpu_paths"},
     "speculation": set(),
     "step": set(),
     "draft": set(),
@@ -32,8 +33,8 @@ MAY_IMPORT = {
     "scheduling": set("calibration config step".split()),
     # Of features their list alone: see test_nothing_outside_a_room_knows_it.
     "engine": set("calibration config draft features hub scheduling speculation step".split()),
-    "features": set("calibration config draft engine hub scheduling speculation step".split()),
-    "worker": set("calibration config draft engine hub scheduling speculation step".split()),
+    "features": set("calibration config draft engine gpu_paths hub scheduling speculation step".split()),
+    "worker": set("calibration config draft engine gpu_paths hub scheduling speculation step".split()),
     "plugin": {"config", "engine", "worker"},
     "tools": set("calibration config draft engine hub on_cpu scheduling speculation step".split()),
     "__main__": {"tools"},

@@ -310,7 +310,7 @@ class Feature:
         describe_target: takes SGLang's runner of a target, and returns what ``GET /dspark/capabilities`` says of it, by
             key; on every server, of either worker.
         other_server: name of an :class:`OtherServer` below ``room``, whose worker decodes in place of ours where it is
-            asked for, or where ours does not serve the target or the device; empty if the feature has none.
+            asked for; empty if the feature has none.
     """
 
     room: str

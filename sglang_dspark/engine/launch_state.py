@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol
 
 from sglang_dspark.config import MOST_TAIL, DSparkConfig
 from sglang_dspark.draft.resolved import ResolvedDrafter
@@ -40,9 +40,13 @@ class DSparkServer:
 
     @property
     def timed(self) -> dict[str, str]:
-        """Return what step times depend on of the drafter's weights, beside its configuration, by name."""
+        """Return what step times depend on beside the drafter's configuration, by name."""
         proposed = 0 if self.drafter is None else self.drafter.num_proposed
-        return {"proposed": str(proposed), "draft_quantization": str(self.config.draft_quantization)}
+        return {
+            "proposed": str(proposed),
+            "draft_quantization": str(self.config.draft_quantization),
+            "unproven": ",".join(sorted(self.config.unproven)),
+        }
 
     @property
     def has_confidence_head(self) -> bool:
@@ -82,6 +86,9 @@ class OtherServer(Protocol):
     engine: ClassVar[str]
     takes_candidates: ClassVar[bool]
 
+    def __init__(self, config: DSparkConfig) -> None:
+        """Make the server as far as our options say it."""
+
     @property
     def config(self) -> DSparkConfig:
         """Return our options."""
@@ -94,22 +101,12 @@ class OtherServer(Protocol):
     def has_confidence_head(self) -> bool:
         """Return whether the worker knows how likely a draft survives."""
 
-    @classmethod
-    def before(cls, args: ServerArgs, config: DSparkConfig, because: str) -> Self:
-        """Prepare ``args`` for SGLang to resolve them, and return the server as far as it is known.
-
-        Args:
-            because: why this worker is taken.
+    def resolve(self, original: Callable[[ServerArgs], None], args: ServerArgs) -> None:
+        """Have SGLang resolve ``args`` for the worker, and attach the server to them.
 
         Raises:
-            ConfigError: our options or the environment ask for what the worker does not have.
-        """
-
-    def settled(self, args: ServerArgs) -> Self:
-        """Return the server with what follows from the arguments, which SGLang has resolved.
-
-        Raises:
-            ConfigError: an option does not fit them.
+            ConfigError: our options, the environment or the arguments ask for what the worker does not have.
+            ValueError: SGLang refuses the worker.
         """
 
     def refusals(self, parameters: SamplingParams) -> Iterator[str]:

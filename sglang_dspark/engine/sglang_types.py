@@ -62,6 +62,7 @@ class ServerArgs(Protocol):
     min_free_slots_delay: int | None
     enable_hierarchical_cache: bool
     enable_lora: bool | None
+    enable_memory_saver: bool
     enable_mixed_chunk: bool
     chunked_prefill_size: int
     enable_return_routed_experts: bool

@@ -6,6 +6,7 @@ docs/features.md says how to add one, and ``engine/feature.py`` what the core as
 ROOMS = (
     "adapters",
     "adjustments",
+    "builtin_worker",
     "ends",
     "experts",
     "hidden_states",
@@ -15,7 +16,6 @@ ROOMS = (
     "memory",
     "mixed_chunks",
     "nodes",
-    "own_worker",
     "pictures",
     "promises",
     "prompt_lookup",

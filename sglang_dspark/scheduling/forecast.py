@@ -60,6 +60,7 @@ class Forecast:
     Attributes:
         learned: [2 + 2 * NUM_ROWS, max_verify] float32, what :func:`split_learned` takes apart, in one tensor so that
             one copy renews it.
+        in_one_launch: whether a GPU computes survivals by our kernel, and not as torch does.
         positions: acceptance by position.
         predicted: survivals as they were predicted, beside the outcomes.
         lagged: survivals of the last rounds, on which budgets are based; None until the schedule has step times.
@@ -69,6 +70,7 @@ class Forecast:
         self, max_verify: int, calibration: OnlineCalibration | None, *, adapts: bool, device: torch.device
     ) -> None:
         self.calibration = calibration
+        self.in_one_launch = True
         self.predicted = PredictedSurvival(max_verify)
         self.lagged: LaggedSurvivals | None = None
         self._max_verify, self._adapts, self._device = max_verify, adapts, device
@@ -120,7 +122,8 @@ class Forecast:
             coefficients: the property's copy in a CUDA graph; None reads the property.
         """
         chosen = self.coefficients if coefficients is None else coefficients
-        return Confidence(logits, block_survival(chosen[:, :depth], logits, bs))
+        survivals = block_survival if self.in_one_launch else block_survival.reference
+        return Confidence(logits, survivals(chosen[:, :depth], logits, bs))
 
     def observe(self, feedback: StepFeedback) -> None:
         """Keep the outcome of a step, and update from several at a time.

@@ -38,7 +38,7 @@ class Schedule:
         options: the server's, with the policy in force.
         policy: the policy in force.
         fixed_draft_shape: whether all requests are drafted to the full depth in any case, as in CUDA graphs.
-        lengths: drafts per request that a step may verify, if all requests have to verify as many; None otherwise.
+        uniform: whether whole blocks are computed, whatever a step verifies of them.
         forecast: how likely drafts are to survive.
         times: how long steps take; None without a table.
     """
@@ -58,32 +58,28 @@ class Schedule:
         self._on_cpu = device.type == "cpu"
         self._clock = StepClock(lag, synchronous=self._on_cpu)
         self.fixed_draft_shape = False
-        self.lengths: tuple[int, ...] | None = None
+        self.uniform = False
         self.policy: Policy = FixedPolicy(0, "off")
         self._auto: AutoPolicy | None = None  # keeps what it decided while another policy is in force
 
-    def start(
-        self, table: SpsTable | None, *, fixed_draft_shape: bool = False, lengths: tuple[int, ...] | None = None
-    ) -> None:
+    def start(self, table: SpsTable | None, *, fixed_draft_shape: bool = False, uniform: bool = False) -> None:
         """Begin with the configured policy. Without a drafter, ``auto`` verifies what presets copy.
 
         Args:
             table: measured step times; None if the policy needs none.
-            fixed_draft_shape, lengths: see the attributes.
+            fixed_draft_shape, uniform: see the attributes.
         """
-        self.fixed_draft_shape, self.lengths = fixed_draft_shape, lengths
+        self.fixed_draft_shape, self.uniform = fixed_draft_shape, uniform
         if table is not None:
-            padded = self._on_cpu and lengths is None
+            padded = self._on_cpu and not uniform
             self.times = StepTimes(table, overlapped=self._clock.overlapped, padded=padded)
-            depths = lengths
-            if depths is None:
-                depths = (table.gamma,) if self.fixed_draft_shape else draft_depths(table.draft_ms)
+            depths = (table.gamma,) if self.fixed_draft_shape else draft_depths(table.draft_ms)
             self.forecast.lagged = LaggedSurvivals(self.max_verify, depths)
             self._auto = self._make_auto(self.times, self.forecast.lagged)
         self.policy = self._make_policy(self.options)
 
     def _make_auto(self, times: StepTimes, lagged: LaggedSurvivals) -> AutoPolicy:
-        return AutoPolicy(times, lagged, self.fixed_draft_shape, uniform=self.lengths is not None)
+        return AutoPolicy(times, lagged, self.fixed_draft_shape, uniform=self.uniform)
 
     def forget(self, *, new_drafter: bool = False) -> None:
         """Forget what outcomes have shown, and with it whether the server is parked: other weights are in force.
@@ -142,10 +138,10 @@ class Schedule:
                     raise ConfigError("policy='threshold' needs a drafter with a confidence head; use auto or static")
                 assert options.confidence_threshold is not None, "checked with the options"
                 return ThresholdPolicy(self.max_verify, options.confidence_threshold)
-            case "early-stop" if self.lengths is not None:
+            case "early-stop" if self.uniform:
                 raise ConfigError(
-                    "policy='early-stop' gives each request a length of its own, and this server verifies the "
-                    "same number for all; use auto or static"
+                    "policy='early-stop' gives each request a length of its own, and this server computes whole "
+                    "blocks of all; use auto or static"
                 )
         if self._auto is None or self.times is None:
             raise ConfigError(

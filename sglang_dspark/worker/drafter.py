@@ -285,6 +285,7 @@ class Drafter:
 
     def hold_rows(self) -> None:
         """Hold rows of plain steps from now on. Nothing but a draft may read the K/V, behind :meth:`settle`."""
+        logger.info("DSPARK draft K/V: that of steps which draft nothing waits, for up to %d rows", _HELD)
         width = self.config.num_taps * self.config.hidden_size
         self._held = HeldRows.empty(_HELD, width, self._target.dtype, self._device)
 

@@ -31,6 +31,7 @@ from sglang_dspark.engine.scheduler.simulated import SimulatedAcceptance
 from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
+from sglang_dspark.gpu_paths import is_on
 from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -98,7 +99,9 @@ class DSparkWorker(SpecWorkerBase):
             simulated = SimulatedAcceptance(rates, runner)
             self.parts, self.eager.draws = (*self.parts, simulated), simulated.draws
         self.control = StepControl(self.schedule, self.agreement, self.parts, self.on_gpu)
-        if self.draft_pool is None:  # or SGLang may copy draft K/V at any time
+        takes = partial(is_on, unproven=self.options.unproven, on_gpu=self.on_gpu)
+        self.schedule.forecast.in_one_launch = takes("survivals")
+        if self.draft_pool is None and takes("held-rows"):  # SGLang may copy draft K/V of a pool at any time
             self.drafter.hold_rows()
         words = most_words(int(runner.req_to_token_pool.size), self.max_verify, self.drafter.gamma)
         self.copies = PackedCopies(words, self.device)

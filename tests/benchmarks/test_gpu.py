@@ -17,8 +17,9 @@ from click.testing import CliRunner
 from golden_server import DRAFT, RANDOM_LENGTHS, TARGET, sitecustomized
 from gpu import MAKE_PROMPTS, PARTS, QUARTERS, ROOT, STOPPED, TRAINED, Part, Setting
 from serving.configurations import parse_configurations
-from tables import equal_draws, second_quarter
+from tables import OPEN_PATHS, equal_draws, open_paths
 
+from sglang_dspark.gpu_paths import GPU_PATHS
 from sglang_dspark.tools.cli import main
 
 
@@ -78,6 +79,44 @@ def test_a_quarter_of_an_hour_is_enough(quarter):
     assert re.search(rf"QUARTER *= *{','.join(quarter)}\b", documented)
 
 
+def test_quarters_measure_what_no_gpu_has_run(tmp_path):
+    """Every path that has two settings, with it and without."""
+    open_ones = {name for name, path in GPU_PATHS.items() if not path.shown_by}
+    assert open_ones - set(OPEN_PATHS) == {"shortlist-walk"}, "no pair of the shape has a DFlash 2 drafter"
+    assert open_ones >= set(OPEN_PATHS)
+    for path, (part, _, one, other) in OPEN_PATHS.items():
+        assert part in (*QUARTERS[0], *QUARTERS[1])
+        commands = PARTS[part].commands(setting(tmp_path))
+        (swept,) = [parse(click_command(ROOT / words[1]), words[2:]) for words in commands if "sweep_c" in words[1]]
+        found = parse_configurations(swept["configs"], "bfloat16")
+        told = {each.label: " ".join((*each.variables, *each.extra_flags)) for each in found}
+        assert one in told and other in told
+        turned_on = GPU_PATHS[path].named_by.rpartition(" ")[2]
+        assert not turned_on or (turned_on in told[one] and turned_on not in told[other])
+
+
+def test_the_report_says_which_defaults_would_change(tmp_path):
+    """Those of paths with which no load is slower."""
+    (tmp_path / "paths").mkdir()
+    speeds = {"off": (100, 200), "held": (101, 200), "static7": (100, 100), "survivals": (103, 99)}
+    rows = [
+        {
+            "config": config,
+            "policy": "off",
+            "dtype": "bfloat16",
+            "concurrency": users,
+            "round": 0,
+            "decode_tok_s": speed,
+        }
+        for config, by_users in speeds.items()
+        for users, speed in zip((1, 16), by_users, strict=True)
+    ]
+    pd.DataFrame(rows).to_csv(tmp_path / "paths" / "sweep.csv", index=False)
+    told = [row.split("|") for row in open_paths(tmp_path).splitlines() if row.startswith("| `")]
+    defaults = {name.strip(" `"): default.strip() for _, name, *_, default, _ in told}
+    assert defaults == dict.fromkeys(OPEN_PATHS, "") | {"held-rows": "on", "survivals": "stays"}
+
+
 @pytest.mark.parametrize("name", ["chat", "long", "mathematics"])
 def test_both_workers_draw_by_the_same_rates(name, tmp_path):
     commands = PARTS[name].commands(setting(tmp_path))
@@ -107,7 +146,8 @@ def test_quarters_of_an_hour_rehearsed(tmp_path):
     order = json.loads((tmp_path / "order.json").read_text())
     assert [(name, order[name]["status"]) for name in rehearsed] == [(name, "ok") for name in rehearsed]
     equal = {"static7", "auto", "builtin"}
-    measured = {"lean": {"off", "static7", "lean"}, "prompts": {"builtin", "apart", "beside"}}
+    named = {"off", "static7", "held", "survivals", "int8"}
+    measured = {"paths": named, "prompts": {"apart", "verified", "beside"}}
     frames = {name: pd.read_csv(tmp_path / name / "sweep.csv") for name in rehearsed if name != "training"}
     for part, configs in {"chat": equal, "long": equal, "mathematics": equal, **measured}.items():
         frame = frames[part]
@@ -116,7 +156,7 @@ def test_quarters_of_an_hour_rehearsed(tmp_path):
         assert traces == {f"{name}_{users}" for name in configs for users in (1, 2)}
     assert set(frames["engines"]["policy"]) == {"auto", "builtin"}
     beside = frames["prompts"].groupby("config")["prompts_beside"].sum()
-    assert beside["beside"] > 0 == beside["apart"]
+    assert beside["beside"] > 0 == beside["apart"] == beside["verified"]
     for name in ("bundled", *TRAINED):
         results = json.loads((tmp_path / "training" / f"{name}.json").read_text())["results"]
         assert all(found["accept_length"] >= 1 for found in results)
@@ -125,8 +165,8 @@ def test_quarters_of_an_hour_rehearsed(tmp_path):
     rows = equal_draws(tmp_path / "results").splitlines()
     of = ("| chat", "100"), ("| mathematics", "100"), ("| mixed", "4000")
     assert [tuple(row.split(" | ")[:3]) for row in rows[2:8]] == [(*what, users) for what in of for users in "12"]
-    ratios = [row.split(" | ")[1] for row in second_quarter(tmp_path / "results").splitlines()[2:6]]
-    assert [ratio == "-" for ratio in ratios] == [False, True, False, False]  # no plain server here
+    told = [row.split(" | ") for row in (tmp_path / "open_paths.md").read_text().splitlines() if row.startswith("| `")]
+    assert {name for name, *_, ratios, _ in told if ratios == "not measured"} == {"| `scheduled`", "| `memory-graphs`"}
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ WRITTEN = {
     "ttft_ms": {"500": 500.0},
     "max_gap_ms": {"50": 50.0},
     "prompt_rows": {"64": 64},
+    "unproven": {"survivals": ("survivals",), "[held-rows, prompt-rows]": ("held-rows", "prompt-rows")},
     "answer_cache_key": {"prompt": "prompt"},
     "engine": {"plugin": "plugin"},
     "untested_sglang": {"yes": True, "off": False},

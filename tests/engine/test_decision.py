@@ -3,6 +3,7 @@
 import pickle
 
 import pytest
+from faked_gpu import machine
 from sglang.srt.arg_groups import serving_hook
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.arg_groups.overrides import resolving_view
@@ -12,13 +13,14 @@ from sglang_objects import GOLDEN
 
 from sglang_dspark.engine import support
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.launch import decision, hooks
+from sglang_dspark.engine.launch import decision, diagnosis, hooks
 from sglang_dspark.engine.launch.decision import decide
 from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.engine.launch.resolution import given_texts
-from sglang_dspark.engine.launch.starts import OtherStart
+from sglang_dspark.engine.launch.starts import LeftToSGLang
 from sglang_dspark.engine.launch_state import TargetOnly
-from sglang_dspark.errors import ConfigError, DSparkError, UnservedError
+from sglang_dspark.errors import ConfigError, DSparkError
+from sglang_dspark.features.builtin_worker.server import ScheduledServer
 
 TARGET = ("--model-path", str(GOLDEN / "target"))
 DRAFTER = (*TARGET, "--speculative-draft-model-path", str(GOLDEN / "vanilla_g7"))
@@ -27,7 +29,7 @@ BY_NAME = (*DRAFTER, "--speculative-algorithm", "DSPARK_PLUGIN")
 LEFT_TO_SGLANG = ("--json-model-override-args", '{"architectures": ["BaichuanForCausalLM"]}')
 SERVED_BY_NONE = ("--json-model-override-args", '{"architectures": ["Llama4ForCausalLM"]}')
 OF_ANOTHER_PAIR = ("--json-model-override-args", '{"vocab_size": 300}')
-ENGINE, VERIFY_LEN = "--speculative-dspark-engine", "--speculative-dspark-verify-len"
+ENGINE = "--speculative-dspark-engine"
 BUILT_IN = (*PAIR, ENGINE, "builtin")
 FALLBACK = ("--speculative-dspark-fallback", "target-only")
 OURS = ("--speculative-dspark-schedule", "static")
@@ -61,30 +63,36 @@ def test_our_worker_decodes(flags):
 
 
 @pytest.mark.parametrize(
-    ("flags", "because", "refusal"),
+    ("flags", "why", "refusal"),
     [
-        (
-            LEFT_TO_SGLANG,
-            "serve BaichuanForCausalLM",
-            "target architecture ['Baichuan",
-        ),
-        (("--device", "npu"), "serve DSPARK cannot run with --device=npu", "DSPARK cannot run with --device=npu"),
-        ((ENGINE, "scheduled"), f"{ENGINE} asks for it", ""),
-        ((ENGINE, "scheduled", *SERVED_BY_NONE), f"{ENGINE} asks for it", ""),
+        (LEFT_TO_SGLANG, "BaichuanForCausalLM", "target architecture ['Baichuan"),
+        (("--device", "npu"), "DSPARK cannot run with --device=npu", "DSPARK cannot run with --device=npu"),
+        ((*LEFT_TO_SGLANG, *BLOCK, *FALLBACK, "--speculative-dspark-untested-sglang"), "Baichuan", "target"),
     ],
-    ids=["target", "device", "asked", "asked of any target"],
+    ids=["target", "device", "options of both"],
 )
-def test_another_worker_decodes(flags, because, refusal):
+def test_what_ours_does_not_serve_is_left_to_sglangs_worker(flags, why, refusal):
     found = decided(*PAIR, *flags)
-    assert isinstance(found, OtherStart)
-    assert (found.server.engine, because in found.because) == ("scheduled", True)
-    assert refusal in found.refusal and bool(refusal) == bool(found.refusal)
+    assert isinstance(found, LeftToSGLang)
+    assert why in found.why and refusal in found.refusal and found.falls_back == (FALLBACK[1] in flags)
+    assert f"as it comes: the plugin's does not serve {found.why}" in found.reason
+    assert f"{ENGINE} scheduled" in found.reason
 
 
-def test_options_that_may_fit_the_drafter_are_not_said_to_be_wrong():
-    """Ours would refuse them beside a drafter of seven drafts; this one is left to the other worker."""
-    found = decided(*PAIR, *LEFT_TO_SGLANG, *OURS, VERIFY_LEN, "10")
-    assert VERIFY_LEN not in found.refusal
+@pytest.mark.parametrize("name", ["flag", "variable", "variable of a flag that SGLang has"])
+def test_options_that_sglangs_worker_would_not_follow_are_refused(name, monkeypatch):
+    given, variable = OURS if name == "flag" else (), {"variable": "SCHEDULE", "flag": None}.get(name, "BLOCK_SIZE")
+    if variable is not None:
+        monkeypatch.setenv(f"SGLANG_DSPARK_{variable}", "static" if variable == "SCHEDULE" else "3")
+    with pytest.raises(ConfigError, match=f"belongs to the plugin's worker, .*Baichuan.* or pass {ENGINE} scheduled"):
+        decided(*PAIR, *LEFT_TO_SGLANG, *given)
+
+
+@pytest.mark.parametrize("flags", [(), SERVED_BY_NONE, OURS], ids=["a target of ours", "any target", "our policies"])
+def test_our_schedule_on_sglangs_worker_has_to_be_named(flags):
+    found = decided(*PAIR, *flags, ENGINE, "scheduled")
+    assert isinstance(found, ScheduledServer)
+    assert f"as {ENGINE} asks" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -202,10 +210,6 @@ def test_a_worker_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr(decision, "other_servers", list)
     with pytest.raises(ConfigError, match=f"{ENGINE}=scheduled asks for a worker that this installation .* pass auto"):
         decided(*PAIR, ENGINE, "scheduled")
-    assert isinstance(decided(*PAIR, *LEFT_TO_SGLANG, *FALLBACK), TargetOnly)
-    with pytest.raises(UnservedError, match="BaichuanForCausalLM'] is not served with DSPARK") as caught:
-        resolve(*PAIR, *LEFT_TO_SGLANG)
-    assert "either" not in str(caught.value)
 
 
 def test_a_target_that_cannot_be_read_is_left_to_sglangs_own_words():
@@ -223,3 +227,19 @@ def test_sglang_looks_up_no_files_of_the_drafter(monkeypatch):
     monkeypatch.setattr(arguments, "handle_model_source_paths", look)
     decided(*PAIR)
     assert looked and set(looked) == {None}
+
+
+def test_sglangs_worker_is_left_untouched_on_a_gpu(monkeypatch):
+    """The arguments are those of a start with ``builtin``, and nothing of ours travels with them; `doctor` says so."""
+    monkeypatch.setattr(serving_hook, "get_device", lambda: "cuda")
+    command, found = [*PAIR, *LEFT_TO_SGLANG, "--random-seed", "1"], []
+    with machine("Hopper"):
+        for engine in ("auto", "builtin"):
+            args = prepare_server_args([*command, ENGINE, engine])
+            args.resolve_once()
+            view = resolving_view(args)
+            found.append({field.name: getattr(view, field.name) for field in record_fields(ServerArgs)})
+            assert arguments.attached(args) is None
+        said = diagnosis.resolve(command)
+    assert found[0] == found[1] and found[0]["speculative_algorithm"] == "DSPARK"
+    assert "as it comes: the plugin's does not serve BaichuanForCausalLM" in said

@@ -43,9 +43,9 @@ def test_policies_that_cannot_be_had_leave_the_old_one(options, fields, complain
 
 def test_early_stop_needs_a_length_of_each_request():
     made = schedule()
-    made.start(table(), fixed_draft_shape=True, lengths=(1, GAMMA))
-    assert made.forecast.lagged.depths == (1, GAMMA)
-    assert "same number for all" in made.why_not("early-stop")
+    made.start(table(), fixed_draft_shape=True, uniform=True)
+    assert made.forecast.lagged.depths == (GAMMA,)
+    assert "whole blocks of all" in made.why_not("early-stop")
     assert made.why_not("static") is made.why_not("auto") is None
 
 

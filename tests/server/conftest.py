@@ -22,9 +22,9 @@ from golden_server import (
     PROPOSED,
     TARGET,
     TWO_RANKS,
+    builtin_worker,
     emulated_graphs,
     of_sglang_alone,
-    own_worker,
 )
 from int8_target import int8_target
 from letter_tokenizers import save_piece_tokenizer
@@ -123,6 +123,7 @@ CONFIGURED = (
 OF_A_SERVICE = {"SGLANG_DSPARK_SERVICE_PORT_HTTP": "30000", "SGLANG_DSPARK_PORT_30000_TCP_ADDR": "10.0.0.7"}
 CHUNKS, MIXED = "--chunked-prefill-size", "--enable-mixed-chunk"
 PROMPT_ROWS = "--speculative-dspark-prompt-rows"
+UNPROVEN = "--speculative-dspark-unproven held-rows,survivals"  # of an emulated GPU, where they are off by default
 # A pool that cannot hold the running requests.
 CROWDED = "--schedule-conservativeness 0.01 --max-total-tokens"
 # Of texts, the radix cache gets states from their middle, and steps overlap, as on a GPU.
@@ -211,18 +212,20 @@ SERVERS: dict[str, Recipe] = {
     "plain_thinking": Recipe([THINKING], model=spoken_target),
     "thinking": Recipe((*DSPARK, THINKING), model=spoken_target),
     # SGLang's own worker, by our schedule and as it comes.
-    "scheduled": Recipe((*DSPARK, PARSERS, PIECES), env=own_worker("scheduled", "compact")),
+    "scheduled": Recipe((*DSPARK, PARSERS, PIECES), env=builtin_worker("scheduled", "compact")),
     "scheduled_corner": Recipe(
         (*DSPARK, f"--disable-overlap-schedule {CHUNKS} 64 {MIXED} {CROWDED} 600 {SESSIONS}"),
-        env=own_worker("scheduled", "compact"),
+        env=builtin_worker("scheduled", "compact"),
     ),
     "scheduled_parallel": Recipe(
-        (*DSPARK, PARALLEL), env={**own_worker("scheduled", "compact"), **TWO_RANKS}, forked=False
+        (*DSPARK, PARALLEL), env={**builtin_worker("scheduled", "compact"), **TWO_RANKS}, forked=False
     ),
-    # One length for the batch, taken because our worker refuses the target.
-    "widths": Recipe((*DSPARK, f"{CROWDED} 600"), env=own_worker("auto"), model=of_sglang_alone),
-    "widths_parallel": Recipe((*DSPARK, PARALLEL), env={**own_worker("scheduled"), **TWO_RANKS}, forked=False),
-    "builtin": Recipe(DSPARK, env=own_worker("builtin")),
+    # Blocks that are computed whole, and cut, of a target that our worker does not serve.
+    "whole_blocks": Recipe((*DSPARK, f"{CROWDED} 600"), env=builtin_worker("scheduled"), model=of_sglang_alone),
+    "whole_blocks_parallel": Recipe(
+        (*DSPARK, PARALLEL), env={**builtin_worker("scheduled"), **TWO_RANKS}, forked=False
+    ),
+    "builtin": Recipe(DSPARK, env=builtin_worker("auto"), model=of_sglang_alone),
     "parallel": Recipe(
         (
             *(_quantised(DRAFT, "fp8 by row"), PARALLEL, KEEPS_ANSWERS, STATES_SHOWN),
@@ -241,10 +244,10 @@ SERVERS: dict[str, Recipe] = {
         (*DSPARK, FOUR, MIXED, f"--speculative-dspark-block-size 11 {PROMPT_ROWS} 24", STATES_SHOWN),
         env=emulated_graphs(),
     ),
-    "ordered": Recipe((*DSPARK, f"{FOUR} {MIXED} {PROMPT_ROWS} 16"), env=emulated_graphs() | CHECKS_ORDER),
+    "ordered": Recipe((*DSPARK, f"{FOUR} {MIXED} {PROMPT_ROWS} 16 {UNPROVEN}"), env=emulated_graphs() | CHECKS_ORDER),
     # Memory that a pause overwrites.
     "saving": Recipe((*DSPARK, SAVES_MEMORY)),
-    "graphs_saving": Recipe((*DSPARK, FOUR, SAVES_MEMORY), env=emulated_graphs()),
+    "graphs_saving": Recipe((*DSPARK, f"{FOUR} {UNPROVEN}", SAVES_MEMORY), env=emulated_graphs()),
     # A quantised target of which a row's result depends on the whole batch.
     "plain_int8_batch": Recipe(model=OF_BATCHES),
     "int8_batch": Recipe((*DSPARK, FOUR), model=OF_BATCHES, env=emulated_graphs()),
@@ -254,7 +257,7 @@ SERVERS: dict[str, Recipe] = {
     ),
     "simulated_builtin": Recipe(
         (*DSPARK, "--load-format dummy"),
-        env={**own_worker("builtin"), "SGLANG_DSPARK_SIMULATE_ACCEPTANCE": RATES},
+        env={**builtin_worker("builtin"), "SGLANG_DSPARK_SIMULATE_ACCEPTANCE": RATES},
         forked=False,
     ),
     "plain_adapters": Recipe([partial(adapter_flags, backend=LORA)]),
@@ -273,7 +276,9 @@ SERVERS: dict[str, Recipe] = {
         env=emulated_graphs(),
     ),
     # Layers with windows have a K/V pool of their own.
-    "gemma4_graphs": _tiny(GEMMA4, GEMMA4_FLAGS, f"{FOUR} {PROMPT_ROWS} 16", env=LITERALLY | emulated_graphs()),
+    "gemma4_graphs": _tiny(
+        GEMMA4, GEMMA4_FLAGS, f"{FOUR} {PROMPT_ROWS} 16 {UNPROVEN}", env=LITERALLY | emulated_graphs()
+    ),
     "gemma4_pictures": _reading(GEMMA4, GEMMA4_FLAGS, env=LITERALLY),
     "gemma4_12b_pictures": _reading(GEMMA4_12B, GEMMA4_FLAGS, env=LITERALLY),
     "plain_gemma4_12b_pictures": Recipe([GEMMA4_FLAGS], model=_target(picture_target, GEMMA4_12B), env=LITERALLY),

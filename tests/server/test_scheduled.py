@@ -1,7 +1,7 @@
 """SGLang's own worker under our schedule: its worker, whole, on a CPU with stand-ins for what it lacks there.
 
-``scheduled`` verifies another number of drafts of every request. ``widths`` verifies as many of all, and is what
-``auto`` starts where our worker refuses the target.
+``scheduled`` verifies another number of drafts of every request. ``whole_blocks`` computes all drafts, and cuts what is
+accepted; our worker refuses its target, as that of ``builtin``, which ``auto`` leaves to SGLang's worker as it comes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ TEXTS = [case["output_ids"] for case in CASES]
 LIMITS = ({}, {"enabled": False}, {"max_verify": 1}, {"max_verify": 3})
 
 
-@pytest.mark.thorough
-def test_it_serves_as_it_comes(builtin):
-    """The stand-ins are right."""
+def test_what_ours_does_not_serve_is_left_as_it_comes(builtin):
+    """Nothing of ours is there, and the stand-ins are right."""
     assert output_ids(builtin, GOLDEN, 1) == output_ids(builtin, GOLDEN, 6) == TEXTS
     assert call(builtin, "/dspark/stats")[0] == 404
+    log = builtin.log_path.read_text()
+    assert "decodes as it comes: the plugin's does not serve OfSglangAloneForCausalLM" in log
+    assert "drives this scheduler" not in log and "measuring step times" not in log
 
 
 def check_golden_texts(server, options, name, **fields):
@@ -64,9 +66,9 @@ def test_golden_texts(scheduled, name):
         *(pytest.param("static", {"verify_len": n}, marks=pytest.mark.thorough) for n in (1, 2, 5)),
     ],
 )
-def test_golden_texts_at_every_width(widths, name, fields):
+def test_golden_texts_of_blocks_that_are_cut(whole_blocks, name, fields):
     """Limits cut what is accepted."""
-    check_golden_texts(widths, LIMITS, name, **fields)
+    check_golden_texts(whole_blocks, LIMITS, name, **fields)
 
 
 def traced(server, body, name, **fields):
@@ -90,9 +92,9 @@ def test_golden_traces(scheduled):
 
 
 @pytest.mark.parametrize(("fields", "verified"), [({}, 7), ({"verify_len": 3}, 3)])
-def test_golden_traces_of_blocks_that_are_cut_to_the_width(widths, fields, verified):
+def test_golden_traces_of_blocks_that_are_cut(whole_blocks, fields, verified):
     case = CASES[0]
-    _, rounds = traced(widths, GOLDEN[0], "static", **fields)
+    _, rounds = traced(whole_blocks, GOLDEN[0], "static", **fields)
     assert {(r["verified"], len(r["draft"])) for r in rounds} == {(verified, verified)}
     whole = {r["start"]: r for r in case["rounds"]}
     met = [(r, whole[r["start"]]) for r in rounds[:-1] if r["start"] in whole]
@@ -122,13 +124,13 @@ def test_limits_of_requests_hold(scheduled):
     assert [max(lengths) for lengths in verified] == [i % 4 for i in range(len(CASES))]
 
 
-def test_limits_of_requests_hold_at_one_width(widths):
+def test_limits_of_requests_hold_in_whole_blocks(whole_blocks):
     """Rows past a limit are computed, and nothing of them is accepted."""
-    assert check_limits_and_counts(widths, "static") == [{i % 4} for i in range(len(CASES))]
+    assert check_limits_and_counts(whole_blocks, "static") == [{i % 4} for i in range(len(CASES))]
 
 
-def test_a_parked_step_drafts_nothing(scheduled, widths):
-    for server in (scheduled, widths):
+def test_a_parked_step_drafts_nothing(scheduled, whole_blocks):
+    for server in (scheduled, whole_blocks):
         answer, rounds = traced(server, greedy(CASES[0]["prompt_ids"], 16), "off")
         assert answer["output_ids"] == TEXTS[0][:16]
         assert {(r["verified"], len(r["draft"])) for r in rounds} == {(0, 0)}
@@ -143,24 +145,23 @@ def test_what_the_server_says_of_itself(scheduled):
     assert "preset" not in found["features"]["speculation_fields"]
 
 
-def test_why_one_width_is_verified(widths):
+def test_why_blocks_are_whole(whole_blocks):
     """The log and the capabilities say it in one line."""
-    found = widths.get_json("/dspark/capabilities")
+    found = whole_blocks.get_json("/dspark/capabilities")
     assert found["engine"] == "scheduled"
-    assert "OfSglangAloneForCausalLM" in found["reason"]
-    assert "all requests verify the same number of drafts (the attention backend torch_native" in found["reason"]
-    assert found["reason"] in widths.log_path.read_text()
+    assert "cut where the schedule ends them (its attention backend, torch_native, takes" in found["reason"]
+    assert found["reason"] in whole_blocks.log_path.read_text()
     available = {name for name, known in found["policies"].items() if known["available"]}
     assert available == {"auto", "static", "off"}
-    assert widths.get_json("/dspark/stats")["calibration"] is None
+    assert whole_blocks.get_json("/dspark/stats")["calibration"] is None
 
 
-def test_what_would_be_ignored_is_refused(scheduled, widths):
+def test_what_would_be_ignored_is_refused(scheduled, whole_blocks):
     for server, fields, name in (
         (scheduled, {"speculation": {"preset": "summarization"}}, "preset"),
         (scheduled, {"sampling_params": {"min_p": 0.1}}, "min_p"),
         (scheduled, {"sampling_params": {"sampling_seed": 1}}, "sampling_seed"),
-        (widths, {"speculation": {"confidence_threshold": 0.5}}, "confidence_threshold"),
+        (whole_blocks, {"speculation": {"confidence_threshold": 0.5}}, "confidence_threshold"),
     ):
         status, text = call(server, "/generate", body={"input_ids": [5, 6], **fields})
         assert status == 400
@@ -184,12 +185,12 @@ def test_distribution_of_sampled_text(scheduled):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "fields"), [("random", {}), ("off", {}), ("static", {"verify_len": 1})])
-def test_greedy_and_sampled_requests_share_steps(widths, name, fields):
+def test_greedy_and_sampled_requests_share_steps(whole_blocks, name, fields):
     """Neither shows in the texts of the other."""
     texts: list[list[int]] = []
-    with policy(widths, name, **fields):
-        thread = in_background(lambda: texts.extend(output_ids(widths, GOLDEN * 3, 4)))
-        drawn = sample(widths, {"temperature": HOT}, 1024)
+    with policy(whole_blocks, name, **fields):
+        thread = in_background(lambda: texts.extend(output_ids(whole_blocks, GOLDEN * 3, 4)))
+        drawn = sample(whole_blocks, {"temperature": HOT}, 1024)
         thread.join()
     assert texts == TEXTS * 3
     assert p_value(drawn, distribution(HOT, 1024)) > ALPHA
@@ -210,8 +211,8 @@ def test_prefix_hits_chunks_and_retraction(scheduled_corner, plain):
 
 
 @pytest.mark.thorough
-def test_prefix_hits_and_retraction_at_one_width(widths, plain):
-    check_mixed_requests(widths, plain)
+def test_prefix_hits_and_retraction_in_whole_blocks(whole_blocks, plain):
+    check_mixed_requests(whole_blocks, plain)
 
 
 def check_two_ranks(server):
@@ -229,5 +230,5 @@ def test_two_ranks(scheduled_parallel):
 
 
 @pytest.mark.thorough
-def test_two_ranks_of_one_width(widths_parallel):
-    check_two_ranks(widths_parallel)
+def test_two_ranks_in_whole_blocks(whole_blocks_parallel):
+    check_two_ranks(whole_blocks_parallel)

@@ -45,6 +45,14 @@ def test_steps_are_replayed_from_graphs(graphs):
     assert graphs.get_json("/dspark/stats")["policy"] == "auto"
 
 
+def test_what_no_gpu_has_run_is_off_unless_it_is_named(graphs):
+    """Of other servers it is named: test_families.py."""
+    paths = graphs.get_json("/dspark/capabilities")["gpu_paths"]
+    assert {name for name in ("prompt-rows", "held-rows", "survivals", "int8") if paths[name]["on"]} == {"prompt-rows"}
+    assert paths["fused-graphs"]["on"] and "not named by --speculative-dspark-unproven" in paths["held-rows"]["why"]
+    assert "draft K/V: that of steps which draft nothing waits" not in graphs.log_path.read_text()
+
+
 def test_golden_traces_of_replayed_steps(graphs):
     with policy(graphs, "static"):
         answers = generate(graphs, bodies(speculation=DRAFTER_ALONE), 1)

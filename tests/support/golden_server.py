@@ -75,24 +75,24 @@ def emulated_graphs() -> dict[str, str]:
     return {**CPU_ENV, **INTERPRETED, "EMULATED_GRAPHS": "1"}
 
 
-OWN_WORKER = ("SGLANGS_OWN_ON_A_CPU", "SGLANG_DSPARK_ENGINE", "SGLANG_RAGGED_VERIFY_MODE")
-"""Variables of :func:`own_worker`."""
+BUILTIN_WORKER = ("SGLANGS_OWN_ON_A_CPU", "SGLANG_DSPARK_ENGINE", "SGLANG_RAGGED_VERIFY_MODE")
+"""Variables of :func:`builtin_worker`."""
 # SGLang has its schedule wait for a forward's reads on a GPU alone.
 CHECKS_ORDER = {"CHECK_ORDER": "1", "SGLANG_ENABLE_WAR_BARRIER": "1"}
 PLANTED_FAULTS = {"PLANTED_FAULTS": "1"}
 """Has whatever only advises fail on a server, see ``patching.plant_faults``."""
-LATE = (*OWN_WORKER, *PLANTED_FAULTS, *CPU_ENV, *INTERPRETED, "EMULATED_GRAPHS", *CHECKS_ORDER)
+LATE = (*BUILTIN_WORKER, *PLANTED_FAULTS, *CPU_ENV, *INTERPRETED, "EMULATED_GRAPHS", *CHECKS_ORDER)
 """Variables that do not change what is imported where kernels are decorated to be interpreted."""
 
 
-def own_worker(engine: str, mode: str = "static") -> dict[str, str]:
+def builtin_worker(engine: str, mode: str = "static") -> dict[str, str]:
     """Return the environment of a CPU server that decodes with SGLang's own worker.
 
     Args:
         engine: ``scheduled``, ``builtin``, or ``auto`` for :func:`of_sglang_alone`.
         mode: ``compact`` lets requests verify different numbers of drafts.
     """
-    variables = dict(zip(OWN_WORKER, ("1", engine, mode), strict=True))
+    variables = dict(zip(BUILTIN_WORKER, ("1", engine, mode), strict=True))
     if engine == "auto":
         del variables["SGLANG_RAGGED_VERIFY_MODE"]
     return variables

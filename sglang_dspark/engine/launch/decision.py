@@ -15,7 +15,8 @@ from sglang_dspark.engine.launch.checks import failures, refuse
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.engine.launch.model_checks import why_not_ours
-from sglang_dspark.engine.launch.starts import OtherStart, TargetAlone
+from sglang_dspark.engine.launch.starts import LeftToSGLang, TargetAlone
+from sglang_dspark.engine.launch_state import OtherServer
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import ALGORITHM, COMMON_NAME
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
@@ -26,8 +27,11 @@ SHARED = {option.name for option in fields(DSparkConfig)} & {
 """Our options whose flags SGLang has as well; they keep its help and arrive by the same name."""
 
 
-Start = Launch | OtherStart | TargetAlone
-"""With our worker, with another one, or with the target alone."""
+_OF_ANY_START = ("engine", "fallback", "untested_sglang")
+"""Our options that say which worker decodes, and nothing of how."""
+
+Start = Launch | OtherServer | LeftToSGLang | TargetAlone
+"""With our worker, with another one by our schedule or as it comes, or with the target alone."""
 
 
 def decide(args: ServerArgs, texts: Mapping[str, str | None]) -> Start | None:
@@ -48,8 +52,8 @@ def decide(args: ServerArgs, texts: Mapping[str, str | None]) -> Start | None:
         config = replace(config, engine="plugin")
     if config.engine not in ("auto", "plugin"):
         return _asked_for(config)
-    if config.engine == "auto" and (other := _left_to_another(args, config)) is not None:
-        return other
+    if config.engine == "auto" and (left := _left_to_sglang(args, config, texts)) is not None:
+        return left
     try:
         launch = Launch.find(args, config)
         if config.fallback == "target-only":
@@ -61,7 +65,7 @@ def decide(args: ServerArgs, texts: Mapping[str, str | None]) -> Start | None:
     return launch
 
 
-def _asked_for(config: DSparkConfig) -> OtherStart:
+def _asked_for(config: DSparkConfig) -> OtherServer:
     """Return the start with the worker that the operator names.
 
     Raises:
@@ -69,18 +73,19 @@ def _asked_for(config: DSparkConfig) -> OtherStart:
     """
     for server in other_servers():
         if server.engine == config.engine:
-            return OtherStart(server, config, f"{flag_name('engine')} asks for it")
+            return server(config)
     raise ConfigError(
         f"{flag_name('engine')}={config.engine} asks for a worker that this installation of sglang-dspark does not "
         "have; pass auto, plugin or builtin"
     )
 
 
-def _left_to_another(args: ServerArgs, config: DSparkConfig) -> OtherStart | None:
-    """Return the start with a worker that may serve what ours leaves to it; None if ours decodes, or no worker does."""
-    servers = other_servers()
-    if not servers:
-        return None
+def _left_to_sglang(args: ServerArgs, config: DSparkConfig, texts: Mapping[str, str | None]) -> LeftToSGLang | None:
+    """Return the start with SGLang's own worker, as it comes, of what ours leaves to it; None if ours decodes.
+
+    Raises:
+        ConfigError: an option would have no effect there.
+    """
     try:
         context = LaunchContext.of(arguments.looked_up(args), config)
         why = why_not_ours(context)
@@ -88,9 +93,17 @@ def _left_to_another(args: ServerArgs, config: DSparkConfig) -> OtherStart | Non
         return None
     if why is None:
         return None
+    for option in fields(DSparkConfig):
+        name, value = option.name, getattr(config, option.name)
+        known = name in _OF_ANY_START or (name in SHARED and texts.get(name) is not None)
+        if value != option.default and not known:
+            raise ConfigError(
+                f"{flag_name(name)}={value} belongs to the plugin's worker, which does not serve {why}, and SGLang's "
+                f"own decodes as it comes; drop it, or pass {flag_name('engine')} scheduled to have our policies decide"
+            )
     # The drafter is not looked at: what is said of options may not hold for it.
     refusals = [message for message, unserved in failures(context, Stage.MODELS).items() if unserved]
-    return OtherStart(servers[0], config, f"the plugin's worker does not serve {why}", "\n".join(refusals))
+    return LeftToSGLang(why, "\n".join(refusals), config.fallback == "target-only")
 
 
 def _is_ours(args: ServerArgs, texts: Mapping[str, str | None]) -> bool:

@@ -10,8 +10,11 @@ from sglang.srt.server_args import prepare_server_args
 
 from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.launch.decision import decide
 from sglang_dspark.engine.launch.hook import Hook
 from sglang_dspark.engine.launch.hooks import all_hooks
+from sglang_dspark.engine.launch.resolution import given_texts
+from sglang_dspark.engine.launch.starts import LeftToSGLang
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.errors import ConfigError
 
@@ -50,7 +53,10 @@ def resolve(command: Sequence[str]) -> LaunchContext | str:
     except SystemExit as ended:
         # The parser prints the usage of all flags, and then what is wrong.
         raise ConfigError(f"SGLang ends the start: {said.getvalue().rpartition('error: ')[2].strip()}") from ended
+    start = decide(args, given_texts(args))
     args.resolve_once()
+    if isinstance(start, LeftToSGLang):
+        return start.reason
     server = speculating(args)
     assert server is not None, "the flags ask for DSPARK"
     return LaunchContext(args, server) if isinstance(server, DSparkServer) else server.reason

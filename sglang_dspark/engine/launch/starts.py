@@ -1,4 +1,4 @@
-"""Starts with another worker than ours, and with none."""
+"""Starts with the target alone, and with SGLang's own worker as it comes."""
 
 import logging
 from collections.abc import Callable
@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.server_args import ServerArgs as Record
 
-from sglang_dspark.config import DSparkConfig
+from sglang_dspark.config import flag_name
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.launch import hooks
-from sglang_dspark.engine.launch_state import OtherServer, TargetOnly
+from sglang_dspark.engine.launch_state import TargetOnly
 from sglang_dspark.engine.sglang_types import ServerArgs
-from sglang_dspark.engine.support import COMMON_NAME
 from sglang_dspark.errors import UnservedError
 
 logger = logging.getLogger(__name__)
@@ -33,43 +32,41 @@ class TargetAlone(TargetOnly):
 
 
 @dataclass(frozen=True)
-class OtherStart:
-    """A start with another worker than ours. SGLang may still refuse it, which only its resolution tells.
+class LeftToSGLang:
+    """A start that leaves a target or a device to SGLang's own worker, and nothing of ours on its server.
 
     Attributes:
-        server: kind of the server.
-        config: our options.
-        because: why its worker decodes.
-        refusal: why ours does not; empty if the other one was asked for.
+        why: our worker does not decode.
+        refusal: what ours says of them.
+        falls_back: whether the target decodes alone where SGLang refuses its worker, too.
     """
 
-    server: type[OtherServer]
-    config: DSparkConfig
-    because: str
-    refusal: str = ""
+    why: str
+    refusal: str
+    falls_back: bool
+
+    @property
+    def reason(self) -> str:
+        """Return whose worker decodes, and why."""
+        return (
+            f"SGLang's own worker decodes as it comes: the plugin's does not serve {self.why}. It has no routes of "
+            f"DSPARK; {flag_name('engine')} scheduled has our policies decide what it verifies"
+        )
 
     def resolve(self, original: Callable[[ServerArgs], None], args: ServerArgs) -> None:
-        """Have SGLang resolve the arguments for its worker.
+        """Have SGLang resolve the arguments as without the plugin.
 
         Raises:
-            ValueError: SGLang refuses the worker that was asked for.
-            UnservedError: it refuses the worker to which ours leaves the target.
+            UnservedError: it refuses them.
         """
         written = arguments.snapshot(args)
-        args.speculative_algorithm = COMMON_NAME
         try:
-            server = self.server.before(args, self.config, self.because)
             original(args)
-            server = server.settled(args)
         except ValueError as error:
-            if not self.refusal:
-                raise
             reason = f"{self.refusal}\nSGLang's own worker does not serve it either: {error}"
-            if self.config.fallback != "target-only":
+            if not self.falls_back:
                 raise UnservedError(reason) from error
             arguments.restore(args, written)
             TargetAlone(reason).resolve(original, args)
-            return
-        arguments.attach(args, server)
-        hooks.install(args, "routes", "front_end")
-        logger.info("DSPARK: %s", server.reason)
+        else:
+            logger.info("DSPARK: %s", self.reason)

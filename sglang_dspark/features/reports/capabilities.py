@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_model, get_serving
 
 from sglang_dspark.config import POLICY_NAMES
@@ -14,7 +15,9 @@ from sglang_dspark.engine.compat.decoder import Decoder
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.forward.graphs import has_prefill_graphs
 from sglang_dspark.engine.launch_state import DSparkServer, OtherServer
+from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import versions
+from sglang_dspark.gpu_paths import GPU_PATHS, described
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.speculation import Speculation
 
@@ -54,6 +57,7 @@ def capabilities(decoder: Decoder) -> dict[str, Any]:
         "policy": schedule.policy.name,
         "policies": {name: _policy(schedule, name, on_gpu=on_gpu) for name in POLICY_NAMES},
         **{key: said for part in decoder.parts for key, said in part.describe().items()},
+        "gpu_paths": described(_named_paths(server_args, server)) if decoder.control.on_gpu else {},
         "adjusted_flags": list(server.adjusted) if isinstance(server, DSparkServer) else [],
         "features": {
             "speculation_fields": _speculation_fields(server),
@@ -83,6 +87,18 @@ def in_one_line(found: dict[str, Any]) -> str:
         f"overlap {'on' if features['overlap'] else 'off'}; "
         + ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     )
+
+
+def _named_paths(server_args: ServerArgs, server: DSparkServer | OtherServer) -> list[str]:
+    """Return the paths of a GPU that the operator has turned on, by our options or by SGLang's."""
+    config = server.config
+    asked: dict[str, bool] = {
+        "scheduled": server.engine == "scheduled",
+        "mixed-chunks": bool(server_args.enable_mixed_chunk),
+        "memory-graphs": bool(server_args.enable_memory_saver) and envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH.get(),
+        **{name: bool(getattr(config, path.option)) for name, path in GPU_PATHS.items() if path.option},
+    }
+    return [*(name for name, given in asked.items() if given), *config.unproven]
 
 
 def _speculation_fields(server: DSparkServer | OtherServer) -> list[str]:

@@ -10,15 +10,17 @@ from sglang_dspark.engine.hook_checks import Moment
 from sglang_dspark.engine.launch.hook import Hook
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.gpu_paths import is_on
 
 
 def verifies_prompts(args: ServerArgs) -> bool:
-    """Return whether the operator has not turned it off; a CPU has to be asked, where it is slower."""
+    """Return whether the operator asks for it. On a CPU it is slower, and no GPU has run it."""
     server = attached(args)
     if not isinstance(server, DSparkServer):
         return False
-    rows = server.config.prompt_rows
-    return rows != 0 and (rows is not None or args.device != "cpu")
+    if (rows := server.config.prompt_rows) is not None:
+        return rows > 0
+    return args.device != "cpu" and is_on("prompt-rows", server.config.unproven, on_gpu=True)
 
 
 FEATURE = Feature(

@@ -61,7 +61,11 @@ _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at m
     help="Requests of a point.  [default: four of each user, six with --promised]",
 )
 @click.option("--mixed-chunk", is_flag=True, help="As with the server's --enable-mixed-chunk.")
-@click.option("--prompt-rows", type=click.IntRange(min=0), help="As the server's flag of this name.")
+@click.option(
+    "--prompt-rows",
+    type=click.IntRange(min=0),
+    help="As the server's flag of this name. Default: as with --speculative-dspark-unproven prompt-rows on a GPU.",
+)
 @click.option("--max-gap-ms", type=click.FloatRange(min=1), help="As the server's flag of this name.")
 @click.option(
     "--long-prompt",

@@ -60,7 +60,7 @@ class SimulatedServer:
         costs: how long things take, and what the schedule is told of it. It has to find out about the rest.
         blocks: where drafts come from.
         options: the policy, and what is said about prompts.
-        lengths: drafts per request that a step may verify, if all requests have to verify as many.
+        uniform: whether whole blocks are computed, whatever a step verifies of them.
         mixed_chunk: whether requests get tokens while prompts are read.
         seed: of everything random.
     """
@@ -71,7 +71,7 @@ class SimulatedServer:
         blocks: BlockSource,
         options: DSparkConfig,
         *,
-        lengths: tuple[int, ...] | None = None,
+        uniform: bool = False,
         mixed_chunk: bool = False,
         seed: int = 0,
     ) -> None:
@@ -85,8 +85,8 @@ class SimulatedServer:
         has_head = blocks.draw([0], np.random.default_rng(0))[0] is not None
         calibration = OnlineCalibration(gamma) if has_head else None
         self.schedule = Schedule(options, gamma, calibration, _CPU)
-        whole_blocks = bool(costs.table.tiers) or lengths is not None
-        self.schedule.start(costs.believed or costs.table, fixed_draft_shape=whole_blocks, lengths=lengths)
+        whole_blocks = bool(costs.table.tiers) or uniform
+        self.schedule.start(costs.believed or costs.table, fixed_draft_shape=whole_blocks, uniform=uniform)
         self.prompts = Prompts(costs.table, options, mixed=mixed_chunk)
         self._workloads = 0
         # The step behind, as the schedule is to learn of its time.

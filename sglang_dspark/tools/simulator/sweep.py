@@ -54,7 +54,7 @@ class Conditions:
     prompt: Lengths
     output: Lengths
     num_requests: int | None = None
-    lengths: tuple[int, ...] | None = None
+    uniform: bool = False
     mixed_chunk: bool = False
     prompt_rows: int | None = None
     max_gap_ms: float | None = None
@@ -68,7 +68,7 @@ class Conditions:
     def server(self, policy: str) -> SimulatedServer:
         """Return a server of a policy that has seen nothing yet."""
         options = replace(parse_policy(policy), prompt_rows=self.prompt_rows, max_gap_ms=self.max_gap_ms)
-        return SimulatedServer(self.costs, self.blocks, options, lengths=self.lengths, mixed_chunk=self.mixed_chunk)
+        return SimulatedServer(self.costs, self.blocks, options, uniform=self.uniform, mixed_chunk=self.mixed_chunk)
 
 
 @dataclass(frozen=True)

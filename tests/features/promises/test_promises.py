@@ -16,7 +16,7 @@ from sglang_objects import batch as batch_of
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.compat.arguments import attach
 from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.features.own_worker.server import ScheduledServer
+from sglang_dspark.features.builtin_worker.server import ScheduledServer
 from sglang_dspark.features.promises.keys import PromiseKeys, PromiseOptions
 from sglang_dspark.features.promises.served import OUTCOMES, Promises
 
@@ -151,6 +151,6 @@ def test_an_operator_says_how_little_may_be_promised(least_ms, remedy):
 
 def test_sglangs_own_worker_serves_no_promise():
     args = server_args()
-    attach(args, ScheduledServer(DSparkConfig(), ""))
+    attach(args, ScheduledServer(DSparkConfig()))
     with pytest.raises(ValueError, match=r"^speculation\.tpot_ms=12 is not served by SGLang's own worker"):
         PromiseKeys(tpot_ms=12).for_scheduler({"tpot_ms"}, partly(TokenizerManager, server_args=args))

@@ -10,7 +10,7 @@ from settled_requests import LetterTokenizer, settled
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.launch_state import DSparkServer
-from sglang_dspark.features.own_worker.server import ScheduledServer
+from sglang_dspark.features.builtin_worker.server import ScheduledServer
 from sglang_dspark.features.prompt_lookup.keys import MAX_LABEL_TOKENS, LookupKeys
 from sglang_dspark.features.prompt_lookup.options import NAMING, PRESETS, LookupOptions, lookup_options
 
@@ -116,7 +116,7 @@ def test_keys_that_a_server_does_not_serve():
 
     ours = lambda config: DSparkServer(config, drafter=None, dummy_draft=False)  # noqa: E731
     assert unserved(ours, answer_cache=1) == [] and unserved(ours) == ["cache"]
-    assert unserved(lambda config: ScheduledServer(config, "")) == every
+    assert unserved(ScheduledServer) == every
 
 
 def with_labels(tokenizer, candidates, **more):

@@ -12,7 +12,7 @@ from sglang_dspark.engine.compat.arguments import attach
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.features import prompt_lookup
-from sglang_dspark.features.own_worker.server import ScheduledServer
+from sglang_dspark.features.builtin_worker.server import ScheduledServer
 from sglang_dspark.features.prompt_lookup import rules as module
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
 from sglang_dspark.features.prompt_lookup.options import answer_key
@@ -154,7 +154,7 @@ def test_what_a_step_looks_up_is_bounded(monkeypatch):
 def test_servers_that_verify_no_draft_look_nothing_up(options, used):
     server = DSparkServer(DSparkConfig(**options), drafter=None, dummy_draft=False)
     args = server_args()
-    for attached, expected in ((server, used), (ScheduledServer(DSparkConfig(**options), ""), False)):
+    for attached, expected in ((server, used), (ScheduledServer(DSparkConfig(**options)), False)):
         attach(args, attached)
         assert prompt_lookup.FEATURE.is_used(args) == expected
 

@@ -23,19 +23,25 @@ from sglang_dspark.worker.tiers import Tiers
 
 
 @pytest.mark.parametrize(
-    ("rows", "device", "used"),
+    ("options", "device", "used"),
     [
-        (None, "cuda", True),
-        (None, None, True),
-        (None, "cpu", False),
-        (0, "cuda", False),
-        (64, "cpu", True),
+        ({}, "cuda", False),
+        ({}, None, False),
+        ({}, "cpu", False),
+        ({"unproven": ("prompt-rows",)}, "cuda", True),
+        ({"unproven": ("prompt-rows",)}, None, True),
+        ({"unproven": ("prompt-rows",)}, "cpu", False),
+        ({"unproven": ("held-rows",)}, "cuda", False),
+        ({"unproven": ("prompt-rows",), "prompt_rows": 0}, "cuda", False),
+        ({"prompt_rows": 64}, "cuda", True),
+        ({"prompt_rows": 64}, "cpu", True),
     ],
 )
-def test_a_cpu_has_to_be_asked(rows, device, used):
+def test_it_has_to_be_asked_for(options, device, used):
+    """No GPU has run it, and on a CPU it is slower."""
     args = server_args(device=device)
     assert not FEATURE.is_used(args)
-    attach(args, DSparkServer(DSparkConfig(prompt_rows=rows), None, dummy_draft=False))
+    attach(args, DSparkServer(DSparkConfig(**options), None, dummy_draft=False))
     assert FEATURE.is_used(args) == used
 
 

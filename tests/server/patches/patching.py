@@ -139,7 +139,7 @@ def serve_sglangs_own():
         ("sglang.srt.speculative.dspark_components.dspark_worker_v2", "ignore_streams"),
         ("sglang.kernels.ops.speculative.cache_locs", "find_slots"),
         ("sglang.kernels.ops.speculative.reject_sampling", "sample_with_torch"),
-        ("sglang_dspark.features.own_worker.lengths", "verify_by_request"),
+        ("sglang_dspark.features.builtin_worker.server", "verify_by_request"),
     ):
         patch_when_imported(name, late("stand_ins", function))
 

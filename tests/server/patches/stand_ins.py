@@ -88,10 +88,10 @@ def rows_of_requests(batch):
 def verify_by_request(module):
     """Let requests verify different numbers of drafts where a test says so."""
 
-    def why_one_length(args, original=module.why_one_length):
+    def why_whole_blocks(args, original=module.why_whole_blocks):
         return None if os.environ.get("SGLANG_RAGGED_VERIFY_MODE") == "compact" else original(args)
 
-    module.why_one_length = why_one_length
+    module.why_whole_blocks = why_whole_blocks
 
 
 def copy_no_kv(module):

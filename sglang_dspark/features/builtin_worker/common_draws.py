@@ -35,18 +35,14 @@ def start(result: None, worker: DSparkWorkerV2) -> None:
     """
     rates = DSparkConfig.resolve({}, foreign=variables_of_sglang(ENV_PREFIX)).acceptance_profile(worker.gamma)
     assert rates is not None, "these hooks are installed where acceptance is simulated"
-    needed = {
+    for what, found in {
         "--load-format dummy, since the text has no meaning": worker.server_args.load_format == "dummy",
         "SGLANG_RAGGED_VERIFY_MODE=static": worker._verify_planner.mode_value == "static",
         "SGLANG_SIMULATE_ACC_LEN unset": envs.SGLANG_SIMULATE_ACC_LEN.get() <= 0,
         "a verification that accepts outside of its graph": worker._verify_epilogue is None,
-    }
-    for what, found in needed.items():
+    }.items():
         if not found:
-            raise ConfigError(
-                f"{ENV_PREFIX}SIMULATE_ACCEPTANCE={rates[0]},... with SGLang's own worker needs {what}; unset it, or "
-                "start the server so"
-            )
+            raise ConfigError(f"{ENV_PREFIX}SIMULATE_ACCEPTANCE={rates[0]},... needs {what}; unset it, or start so")
     setattr(worker, _ATTRIBUTE, SimulatedAcceptance(rates, worker.model_runner))
 
 

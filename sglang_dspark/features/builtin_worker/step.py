@@ -1,24 +1,44 @@
 """One step of SGLang's own worker: what is proposed, and how much of it is verified."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from dspark_kernels import DraftBlock, StepRequests
+from dspark_kernels import DraftBlock
 from sglang.srt.speculative.dspark_components.dspark_draft import DraftBlockResult, DraftProposal, resolve_greedy_mask
-from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, round_up_grid
 
 from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.features.own_worker.captured_rows import CapturedRows
-from sglang_dspark.features.own_worker.widths import Widths
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.state import DraftOutput
 
-Rows = CapturedRows | Widths
-"""The rows that the worker's verifications may have: by request, or alike for all."""
+
+class Rows(NamedTuple):
+    """The rows that the worker's verifications may have.
+
+    Attributes:
+        window: the most rows of a request, its anchor included.
+        by_request: whether each request has its own number of rows. Otherwise blocks are computed whole, and what is
+            accepted ends where the rows of other requests would begin.
+        tiers: rows that steps are padded to, ascending; empty if any number will do.
+    """
+
+    window: int
+    by_request: bool
+    tiers: Sequence[int] = ()
+
+    def fit(self, requests: int) -> bool:
+        """Return whether so many requests may verify as many drafts as they like."""
+        return not self.tiers or requests * self.window <= self.tiers[-1]
+
+    def number(self, requests: int, drafts: int | None) -> int:
+        """Return the rows of a verification of so many drafts in all, padding included; None if all may be verified."""
+        if drafts is None or not self.by_request:
+            drafts = requests * (self.window - 1)
+        return round_up_grid(requests + drafts, self.tiers) if self.tiers else requests + drafts
 
 
 class ScheduledStep:
@@ -34,7 +54,7 @@ class ScheduledStep:
         verify_lens: [bs] int64 drafts verified per request.
         num_rows: of the verification, padding included.
         confidence: in the drafts; None if the decision needs none.
-        anchors: [bs] int64 of the requests, once it has proposed.
+        anchors, drafts: [bs] and [bs, gamma] int64, once it has proposed.
     """
 
     def __init__(self, decision: StepDecision, requests: int, rows: Rows, fillers: torch.Tensor | None = None) -> None:
@@ -42,8 +62,9 @@ class ScheduledStep:
         self.verify_lens: torch.Tensor | None = None
         self.num_rows = requests * rows.window
         self.confidence: Confidence | None = None
+        self.anchors = self.drafts = torch.empty(0)
         self._requests, self._fillers = requests, fillers
-        self.anchors = self._drafts = torch.empty(0)
+        self._is_whole = decision.is_fixed(requests) and decision.draft_len + 1 == rows.window
         self._logits: torch.Tensor | None = None
 
     def propose(self, draft: Callable[[], Any], anchors: torch.Tensor, sampling: Any) -> Any:
@@ -63,13 +84,11 @@ class ScheduledStep:
             if proposal.confidence_raw is not None:
                 self._logits = proposal.confidence_raw.float()
             proposal = msgspec.structs.replace(proposal, confidence=None, confidence_raw=None)
-        self.anchors, self._drafts = anchors, proposal.draft_block.draft_tokens
-        return self.rows.take(proposal, self.decision, self._requests)
-
-    @property
-    def block(self) -> torch.Tensor:
-        """Return [bs, 1 + gamma] anchors and drafts."""
-        return torch.cat([self.anchors.view(-1, 1), self._drafts], dim=1)
+        self.anchors, self.drafts = anchors, proposal.draft_block.draft_tokens
+        if self.rows.by_request or self._is_whole:
+            return proposal
+        # What a graph of whole blocks accepts is not cut.
+        return msgspec.structs.replace(proposal, folded=False, verify_ids=None)
 
     def _nothing(self, anchors: torch.Tensor, sampling: Any) -> DraftProposal:
         """Return tokens that nothing has drawn. Fixed beforehand, they are one-hot drafts, and exact if verified."""
@@ -86,20 +105,23 @@ class ScheduledStep:
         )
         return DraftProposal(draft_block_ids=torch.cat([anchors.view(-1, 1), tokens[:, 1:]], dim=1), draft_block=block)
 
-    def lay_out(self, forecast: Forecast, agreement: Agreement, requests: StepRequests) -> RaggedVerifyLayout | None:
-        """Return the rows of the verification; None has the worker verify all that it was given.
+    def lay_out(self, forecast: Forecast, agreement: Agreement) -> RaggedVerifyLayout | None:
+        """Return how many rows of each request count; None has the worker verify all that it was given.
 
         Args:
             forecast: turns logits of the confidence head into survivals.
             agreement: has all ranks take rank 0's order or lengths.
-            requests: of the step, whose anchors were proposed from.
         """
         bs = self._requests
-        selected, drafts = self.decision.select(self._selectable(forecast)), self.decision.max_drafts(bs)
+        selected = self.decision.select(self._selectable(forecast))
         agreement.adopt(selected.synced)
-        total = None if drafts is None else bs + drafts
-        layout, self.verify_lens, self.num_rows = self.rows.lay_out(selected, self._drafts, requests, total)
-        return layout
+        self.verify_lens = selected.verify_lens
+        if not self.rows.fit(bs) or (self._is_whole and not self.rows.by_request):
+            return None
+        self.num_rows = self.rows.number(bs, self.decision.max_drafts(bs))
+        return RaggedVerifyLayout.from_verify_lens_device(
+            verify_lens=self.verify_lens + 1, graph_num_tokens=self.num_rows
+        )
 
     def _selectable(self, forecast: Forecast) -> DraftOutput:
         """Return the drafts as our selections take them."""
@@ -107,5 +129,5 @@ class ScheduledStep:
         logits = None if self._logits is None else self._logits[:, :depth]
         if depth and self.decision.with_confidence and self._fillers is None:
             self.confidence = forecast.predict(logits, bs, depth)
-        block = DraftBlock(self._drafts[:, :depth], confidence_logits=logits)
+        block = DraftBlock(self.drafts[:, :depth], confidence_logits=logits)
         return DraftOutput(block, self.confidence, self.decision.draft_lens(bs))

@@ -10,7 +10,7 @@ from dspark_kernels import simulated_accept
 
 from sglang_dspark.engine.launch import hooks
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.features.own_worker import common_draws
+from sglang_dspark.features.builtin_worker import common_draws
 
 RATES, VARIABLE = "0.9,0.6,0.8", "SGLANG_DSPARK_SIMULATE_ACCEPTANCE"
 PROMPTS = [[5, 6, 7], [70000, 1], [5, 6]]
