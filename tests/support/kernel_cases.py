@@ -197,7 +197,7 @@ def draft_block(form, made):
     for heads in (heads_of(made, 150, 3), selector_of(made, 150, 3)):
         block = form(base, hidden, made.numbers(5, most=150), heads, rows, keys)
         assert ((block.tokens >= 0) & (block.tokens < 150)).all()
-        drafted += [block.tokens[:3], block.confidence_logits[:3], block.written_distribution()[1:3]]
+        drafted += [block.tokens[:3], block.confidence_logits[:3], block.distribution.probs()[1:3]]
     return drafted
 
 
