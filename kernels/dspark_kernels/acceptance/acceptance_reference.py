@@ -172,7 +172,7 @@ def _keep_by_ratio(
         use_residual = rejected & (residual.sum(-1) > MIN_RESIDUAL_MASS)
         weights = torch.where(use_residual[:, None], residual, weights)
     purpose = torch.where(rejected, int(Purpose.RESIDUAL), int(Purpose.BONUS))
-    return lens, keys.drawn(weights, lens, purpose)
+    return lens, keys.drawn(weights, keys.uniform(lens, purpose))
 
 
 def _residual(

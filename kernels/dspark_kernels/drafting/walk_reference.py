@@ -34,7 +34,7 @@ def draft_block_ref(
     """Draft a block in plain torch; :func:`dspark_kernels.draft_block` says what is what. No host sync."""
     gamma, vocabulary = base_logits.shape[1], heads.vocabulary
     competing = competing_columns(base_logits, heads, candidates)
-    draws = _Draws(rows, keys, vocabulary)
+    draws = _Draws(rows, keys, vocabulary, gamma)
     walk = None if heads.markov is None else MarkovWalk(heads.markov, hidden)
     offers = None if candidates is None else _Offers(candidates, vocabulary, gamma)
     if offers is not None and offers.none:
@@ -68,8 +68,12 @@ def draft_block_ref(
 class _Draws:
     """Draw the tokens of a block slot by slot, each request by its own rule, and keep what they were drawn from."""
 
-    def __init__(self, rows: SamplingBatch, keys: RoundKeys, vocabulary: DraftVocabulary | None) -> None:
+    def __init__(
+        self, rows: SamplingBatch, keys: RoundKeys, vocabulary: DraftVocabulary | None, depth: int
+    ) -> None:
         self._rows, self._keys, self._vocabulary = rows, keys, vocabulary
+        if rows.any_sampled:
+            self._uniforms = keys.block_uniform(depth, Purpose.DRAFT)
         self._drawn_from: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
@@ -90,7 +94,7 @@ class _Draws:
             log_norms = of_sampled.logsumexp(-1)
             self._drawn_from.append((of_sampled, log_norms))
             weights = torch.exp(of_sampled - log_norms[:, None])
-            columns[index] = keys.take(index).drawn(weights, slot, Purpose.DRAFT)
+            columns[index] = keys.drawn(weights, rows.select(self._uniforms[:, slot], index))
         tokens = columns if vocabulary is None else vocabulary.token_ids[columns]
         if rows.any_seeded:
             index = rows.seeded_index

@@ -177,9 +177,9 @@ class RoundKeys:
         """
         return self.block_uniform(draft_mass.shape[1], Purpose.ACCEPT) * draft_mass < target_mass
 
-    def drawn(self, weights: torch.Tensor, slots: Word, purpose: Word) -> torch.Tensor:
-        """Return a token [bs] int64 per request, drawn with the weights [bs, V] and the numbers of ``slots``."""
-        return inverse_cdf(weights, self.uniform(slots, purpose))
+    def drawn(self, weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+        """Return a token [n] int64 for each of this round's random numbers [n], drawn with the weights [n, V]."""
+        return inverse_cdf(weights, uniforms)
 
     def take(self, index: torch.Tensor) -> "RoundKeys":
         """Return the keys of the requests ``index`` [m] int64."""

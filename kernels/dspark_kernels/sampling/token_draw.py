@@ -60,7 +60,7 @@ def draw(logits: torch.Tensor, rows: SamplingBatch, keys: RoundKeys) -> torch.Te
     if rows.any_sampled:
         index = rows.sampled_index
         probs = target_probs(rows.select(logits, index), rows.sampled_params)
-        tokens[index] = keys.take(index).drawn(probs, 0, Purpose.BONUS)
+        tokens[index] = keys.drawn(probs, rows.select(keys.uniform(0, Purpose.BONUS), index))
     if rows.any_seeded:
         index = rows.seeded_index
         probs = target_probs(rows.select(logits, index), rows.seeded_params)
