@@ -53,7 +53,9 @@ def literal(case, r):
             bias, embedding, state = markov_step(case.markov, previous, hidden, state)
             logits = logits + bias[0].float()
         confidences.append(case.confidence(hidden, embedding).item())
-        tokens.append(literal_draw(logits, drafts_of(request), literal_uniform(case.keys, request, k, Purpose.DRAFT), k))
+        tokens.append(
+            literal_draw(logits, drafts_of(request), literal_uniform(case.keys, request, k, Purpose.DRAFT), k)
+        )
         corrected.append(logits)
         previous = torch.tensor(tokens[-1:])
     return tokens, torch.stack(corrected), confidences

@@ -68,9 +68,7 @@ def draft_block_ref(
 class _Draws:
     """Draw the tokens of a block slot by slot, each request by its own rule, and keep what they were drawn from."""
 
-    def __init__(
-        self, rows: SamplingBatch, keys: RoundKeys, vocabulary: DraftVocabulary | None, depth: int
-    ) -> None:
+    def __init__(self, rows: SamplingBatch, keys: RoundKeys, vocabulary: DraftVocabulary | None, depth: int) -> None:
         self._rows, self._keys, self._vocabulary = rows, keys, vocabulary
         if rows.any_sampled:
             self._uniforms = keys.block_uniform(depth, Purpose.DRAFT)
@@ -124,9 +122,7 @@ class _Offers:
         none: whether nothing weighs anything, where the host may see that.
     """
 
-    def __init__(
-        self, candidates: Candidates, vocabulary: DraftVocabulary | None, depth: int
-    ) -> None:
+    def __init__(self, candidates: Candidates, vocabulary: DraftVocabulary | None, depth: int) -> None:
         self._tokens, nats, columns = candidates.offers(depth, vocabulary)
         self.none = reads_are_free(nats) and not nats.any()
         has_column = columns >= 0

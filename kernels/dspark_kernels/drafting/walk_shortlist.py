@@ -87,7 +87,7 @@ def choose_listed(
         RANK=rank,
         BLOCK_K=triton.next_power_of_2(members),
         BLOCK_R=min(_MAX_BLOCK_R, triton.next_power_of_2(rank)),
-        # Scores are summed as they are stored and raced: rounded to float32.
+        # Scores are summed as they are stored and drawn from: rounded to float32.
         enable_fp_fusion=False,
         **rule,
     )
