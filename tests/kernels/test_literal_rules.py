@@ -1,7 +1,7 @@
 """Drafting and verification in torch against the literal rules, one request at a time, with the real heads."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -53,9 +53,8 @@ def literal(case, r):
             bias, embedding, state = markov_step(case.markov, previous, hidden, state)
             logits = logits + bias[0].float()
         confidences.append(case.confidence(hidden, embedding).item())
-        tokens.append(
-            literal_draw(logits, drafts_of(request), literal_uniform(case.keys, request, k, Purpose.DRAFT), k)
-        )
+        number = literal_uniform(case.keys, request, k, Purpose.DRAFT)
+        tokens.append(literal_draw(logits, drafts_of(request), number, k))
         corrected.append(logits)
         previous = torch.tensor(tokens[-1:])
     return tokens, torch.stack(corrected), confidences
@@ -78,10 +77,11 @@ def test_the_walk_matches_the_literal_loop(kind, head_type, bs, gamma):
     assert (block.distribution is not None) == any(not r.greedy and r.seed is None for r in case.requests)
 
 
+@dataclass(frozen=True)
 class Watched(RoundKeys):
     """Keys that keep the weights of draws."""
 
-    weights = []
+    weights: list = field(default_factory=list)
 
     def drawn(self, weights, uniforms):
         self.weights.append(weights)
@@ -91,8 +91,9 @@ class Watched(RoundKeys):
 def test_the_stored_distribution_is_bitwise_the_drawn_one():
     """Verification divides by the numbers the draw used, not by a recomputation of them."""
     case = made("sampled", 5, 4, dtype=torch.bfloat16)
-    block = case.run(draft_block_ref, keys=Watched(**vars(case.keys)))
-    drawn, requests = torch.stack(Watched.weights, dim=1), torch.arange(5)
+    keys = Watched(**vars(case.keys))
+    block = case.run(draft_block_ref, keys=keys)
+    drawn, requests = torch.stack(keys.weights, dim=1), torch.arange(5)
     assert torch.equal(block.distribution.probs(), drawn)
     for slot in range(4):
         assert torch.equal(block.distribution.row(requests, torch.full((5,), slot)), drawn[:, slot])

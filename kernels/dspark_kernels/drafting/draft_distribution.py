@@ -12,7 +12,7 @@ import torch
 
 LEAST_TEMPERATURE = 0.01
 """Scores of a lower temperature are so large that float32 holds them to no more than 1e-3, and a distribution of such
-scores is not the one that is drawn from. Every distribution is exact as a proposal, and one of 0.01 is nearly greedy."""
+scores is not the one that is drawn from. Every distribution is exact as a proposal; that of 0.01 is nearly greedy."""
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ class _Tiles:
             "BLOCK_P": max(1, _FINISH_TILE // self.block_b),
             "num_warps": _num_warps(self.block_b),
             "num_stages": 3 if room >= _STAGES_BYTES else 2,
-            # Else the normaliser would be that of scores which are not rounded to the float32 that is stored and drawn from.
+            # Else the normaliser would be that of scores which are not rounded to the float32 that is stored and drawn.
             "enable_fp_fusion": False,
         }
 
