@@ -92,13 +92,13 @@ from dspark_kernels.sampling.noise import (
     RoundKeys,
     exponential,
     exponential_at,
+    inverse_cdf,
     philox4x32,
-    race_exponential,
     uniform,
 )
 from dspark_kernels.sampling.parameters import FilterParams, SamplingBatch
 from dspark_kernels.sampling.target_distribution import target_probs
-from dspark_kernels.sampling.token_draw import draw, inverse_cdf, seeded_argmax
+from dspark_kernels.sampling.token_draw import draw, seeded_argmax
 from dspark_kernels.training.losses import distribution_loss, distribution_loss_ref
 from dspark_kernels.transfers import to_device
 
@@ -209,7 +209,6 @@ __all__ = [
     "prepare_ref",
     "qk_norm_rope",
     "qk_norm_rope_ref",
-    "race_exponential",
     "runs_kernels",
     "seeded_argmax",
     "silu_mul",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import stage_loop
 import torch
-from dspark_kernels import AdjustmentTable, Candidates, DraftBlock
+from dspark_kernels import AdjustmentTable, Candidates, DraftBlock, DraftDistribution
 from dspark_kernels.acceptance import acceptance_reference
 from dspark_kernels.drafting import walk_reference
 from dspark_kernels.sampling.noise import Purpose, RoundKeys
@@ -66,9 +66,14 @@ def budget_by_successor(selected, decision, drafted):
     return replace(selected, budget=GAMMA if drafted.survival[0, 1] > 0.92 * drafted.survival[0, 0] else 0)
 
 
+def with_scores(block, scores):
+    """The block with the distribution of other scores."""
+    return replace(block, distribution=DraftDistribution(scores, scores.logsumexp(-1), block.distribution.columns))
+
+
 def of_another_temperature(block):
     """The drafter's distribution is reported otherwise than it was drawn from."""
-    return replace(block, probs=block.probs.sqrt() / block.probs.sqrt().sum(-1, keepdim=True))
+    return with_scores(block, block.distribution.scores / 2)
 
 
 def rows_of_the_next_draft(output, *_):
@@ -102,8 +107,7 @@ def candidates_of(block):
 def raised(block, tokens, alive):
     """The block with a distribution in which ``tokens`` have other odds."""
     there = torch.nn.functional.one_hot(tokens.clamp_min(0), V) * (alive & (tokens >= 0))[..., None]
-    probs = block.probs * (3.0 * there).exp()
-    return replace(block, probs=probs / probs.sum(-1, keepdim=True))
+    return with_scores(block, block.distribution.scores + 3.0 * there)
 
 
 def candidates_instead(block):
@@ -139,7 +143,7 @@ REDUCED = toy_drafter(SWITCHES["reduced vocabulary, gated"])
 TAILED = {"bounds": [COMPETING], "drafter": toy_drafter({"block_size": 1})}
 LEAKS = {
     "tails_judged_as_drawn": (
-        after(DraftBlock, "with_tail", lambda block, *_: replace(block, probs=block.probs[:, [0, -1]])),
+        after(DraftBlock, "with_tail", lambda block, *_: with_scores(block, block.distribution.scores[:, [0, -1]])),
         *(STATIC | {"block_size": 2}, TAILED | {"length": 2}),
     ),
     "last_draft_admitted_by_its_tail": (

@@ -1,4 +1,8 @@
-"""The kernels of verification: by references, by the same races in float64, by distribution, in mixed batches."""
+"""The kernels of verification against the reference, in mixed batches too, and what no number may reach.
+
+They sum masses in float32: where a random number is within some 1e-6 of an edge they may take the neighbour. The cases
+here have none there.
+"""
 
 from dataclasses import replace
 
@@ -6,8 +10,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from acceptance_cases import SEED, STEP, Case, assert_same, check_sampled, make_case, params_of, reference, rows_of
-from dspark_kernels import DraftDistribution, RoundKeys, SamplingBatch, accept, accept_ref, target_probs
+from acceptance_cases import SEED, STEP, Case, assert_same, make_case, reference, rows_of
+from dspark_kernels import DraftDistribution, RoundKeys, SamplingBatch, accept, seeded_argmax, target_probs
 from dspark_kernels.acceptance.acceptance import Rules, verify_drafts
 from dspark_kernels.sampling import noise
 from dspark_kernels.sampling.noise_device import seeded_noise, unit_exponential_52
@@ -48,7 +52,7 @@ def test_copied_tokens_are_one_hot_proposals(device, reduced):
     case.copied = torch.rand(9, 4, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
     # A copied token needs no column.
     case.drafts[:, 1] = torch.where(case.copied[:, 1], 22, case.drafts[:, 1])
-    assert check_sampled(case, case.accept(), range(9)) >= 8
+    assert_same(case.accept(), reference(case))
     # Tokens behind those that were drawn are copied ones.
     case.copied[:, 2:] = True
     part = DraftDistribution(
@@ -62,7 +66,7 @@ def test_copied_tokens_are_one_hot_proposals(device, reduced):
     assert_same(reference(behind), reference(case))
     case.copied = torch.ones_like(case.copied)
     all_copied = case.accept()
-    assert check_sampled(case, all_copied, range(9)) >= 8
+    assert_same(all_copied, reference(case))
     assert_same(case.accept(distribution=None, copied=None), all_copied)
 
 
@@ -102,14 +106,6 @@ def test_the_coldest_requests_follow_their_distribution(device):
     assert {3, 9} == set(bonus.tolist())
 
 
-def test_a_distribution_that_is_written_out_is_refused(device):
-    """It would go unread, and drafts would pass for copies."""
-    case = make_case(device, [1.0] * 3, 4, 23)
-    block, *given = case.given
-    with pytest.raises(ValueError, match="draft them on this device"):
-        accept(replace(block, probs=case.distribution.probs(), distribution=None), *given, case.rows, case.keys)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_may_be_a_part_of_a_wider_buffer(device, temperature):
     case = make_case(device, [temperature] * 3, 4, 23)
@@ -139,12 +135,12 @@ def test_a_vanished_residual_falls_back_to_the_target(device):
 def test_another_vocabulary_is_refused(device):
     case = make_case(device, [1.0] * 3, 4, 23)
     narrow = DraftDistribution(case.distribution.scores[..., :22], case.distribution.log_norms)
-    with pytest.raises(ValueError, match=r"22 tokens.*\(3, 4\) and 23"):
-        case.accept(distribution=narrow)
+    for form in (case.accept, lambda **changes: reference(replace(case, **changes))):
+        with pytest.raises(ValueError, match=r"22 tokens.*\(3, 4\) and 23"):
+            form(distribution=narrow)
 
 
 NOISE_RTOL = 1e-6  # what device_noise promises
-NEAR = 1e-5  # scores of the best two tokens that float32 may exchange
 
 # temperature, top_k, top_p, min_p, seed
 GREEDY = (0.0, -1, 1.0, 0.0, None)
@@ -169,33 +165,15 @@ def rules_case(device, rules, gamma, vocab_size, **options):
     return with_seeded_drafts(case)
 
 
-def seeded_scores(case, r):
-    """Scores p / E of every verify row of request r, float64."""
-    num_rows, first = int(case.verify_lens[r]) + 1, int(case.indptr[r])
-    positions = (case.keys.positions[r] + torch.arange(num_rows, device=case.keys.positions.device)).cpu()
-    probs = target_probs(case.logits[first : first + num_rows].cpu(), params_of(case, r, num_rows))
-    return probs / noise.exponential(case.rows.seeds[r].cpu().expand(num_rows), positions, probs.shape[1])
-
-
 def with_seeded_drafts(case):
-    for r in case.rows.seeded_index.tolist():
-        for slot, token in enumerate(seeded_scores(case, r).argmax(-1)[:-1].tolist()):
-            if (r + slot) % 4 != 3:
-                case.drafts[r, slot] = token
+    seeded = case.rows.seeded_index
+    for slot in range(case.drafts.shape[1]):
+        at = (case.indptr[seeded] + slot).clamp_max(len(case.logits) - 1)
+        probs = target_probs(case.logits[at], case.rows.seeded_params)
+        tokens = seeded_argmax(probs, case.rows.seeds[seeded], case.keys.positions[seeded] + slot)
+        often = (seeded + slot) % 4 != 3
+        case.drafts[seeded[often], slot] = tokens[often]
     return case
-
-
-def check_exact(case, accepted):
-    """Greedy and seeded requests equal the reference token for token."""
-    expected = accept_ref(*case.given, case.rows, case.keys)
-    for r in case.rows.seeded_index.tolist():
-        best = seeded_scores(case, r).topk(2, dim=-1).values
-        assert (best[:, 1] < best[:, 0] * (1 - NEAR)).all(), "choose a case without near-ties"
-    for r in [*case.rows.greedy_index.tolist(), *case.rows.seeded_index.tolist()]:
-        assert accepted.out_tokens[r].tolist() == expected.out_tokens[r].tolist()
-        assert accepted.accept_lens[r] == expected.accept_lens[r]
-        assert accepted.bonus_tokens[r] == expected.bonus_tokens[r]
-    return expected
 
 
 @pytest.fixture(autouse=True)
@@ -223,23 +201,14 @@ KINDS = {
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_verification_follows_the_rule_of_each_request(device, kind, shape, dtype):
-    """Sampled requests run the same race in float64; greedy and seeded ones take what the reference takes.
-
-    Decisions do not depend on the kind of noise behind the draw that follows. Rows behind the last one are no number.
-    """
+    """Rows behind the last one are no number."""
     (bs, gamma, vocab_size), rules = shape, KINDS[kind]
     how = {"dtype": dtype, "reduced": vocab_size == 23, "slots": 2 if kind == "all" else 0}
     case = rules_case(device, [rules[r % len(rules)] for r in range(bs)], gamma, vocab_size, **how)
     poisoned = torch.cat([case.logits, torch.full_like(case.logits[:3], torch.nan)])
     narrow = {"verify_lens": case.verify_lens.int(), "indptr": case.indptr.int()} if kind == "greedy" else {}
     accepted = case.accept(logits=poisoned, **narrow)
-    expected = check_exact(case, accepted)
-    sampled = [r for r in case.rows.sampled_index.tolist() if r < bs]
-    assert check_sampled(case, accepted, sampled) >= len(sampled) - 1
-    assert torch.equal(accepted.accept_lens, expected.accept_lens)
-    assert torch.equal(
-        accepted.new_seq_lens, torch.arange(len(case.drafts), device=device) * 10 + 1 + expected.accept_lens
-    )
+    assert_same(accepted, reference(case), slice(bs))
     assert bs < 17 or len(set(accepted.accept_lens.tolist())) >= 3
     assert accepted.out_tokens[bs:].tolist() == [[0, *[-1] * gamma]] * how["slots"]
 
@@ -247,7 +216,7 @@ def test_verification_follows_the_rule_of_each_request(device, kind, shape, dtyp
 def test_copied_tokens_of_filtered_requests(device):
     case = rules_case(device, [QWEN, NUCLEUS, MIN_P] * 2, 4, 23, verify_lens=[4] * 6)
     case.copied = torch.rand(6, 4, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
-    assert check_sampled(case, case.accept(), range(6)) >= 5
+    assert_same(case.accept(), reference(case))
 
 
 def test_neutral_filters_and_nobodys_seeds_change_nothing(device):
@@ -269,7 +238,7 @@ def test_rows_that_are_no_distribution_give_some_token(device):
     case.logits[36:, 150:] = torch.inf
     accepted = case.accept()
     assert ((accepted.bonus_tokens >= 0) & (accepted.bonus_tokens < 5000)).all()
-    expected = accept_ref(*case.given, case.rows, case.keys).out_tokens[::6]
+    expected = reference(case).out_tokens[::6]
     assert torch.equal(accepted.out_tokens[::6], expected)
 
 

@@ -3,11 +3,14 @@
 Tensors of the device "meta" have no values, so any attempt to read one raises.
 """
 
+import math
+
 import pytest
 import torch
 from dspark_kernels import (
     QUANTILES,
     DraftBlock,
+    DraftDistribution,
     DraftHeads,
     RoundKeys,
     SamplingBatch,
@@ -47,8 +50,9 @@ class Step:
         columns = (list(column) for column in zip(*rules, strict=True))
         self.batch = SamplingBatch.from_lists(*columns, device=device), RoundKeys(1, ints(), ints(BS), ints(BS))
         lens, indptr = ints(BS) + GAMMA, torch.arange(BS + 1, device=device) * (GAMMA + 1)
-        block = DraftBlock(ints(BS, GAMMA), floats(BS, GAMMA, VOCAB) + 1 / VOCAB, copied=floats(BS, GAMMA) > 0)
-        empty = DraftBlock(ints(BS, 0), floats(BS, 0, VOCAB), copied=floats(BS, 0) > 0)
+        distribution = DraftDistribution(floats(BS, GAMMA, VOCAB), floats(BS, GAMMA) + math.log(VOCAB))
+        block = DraftBlock(ints(BS, GAMMA), distribution=distribution, copied=floats(BS, GAMMA) > 0)
+        empty = DraftBlock(ints(BS, 0), copied=floats(BS, 0) > 0)
         of_drafts = floats(BS, GAMMA, VOCAB), floats(BS, GAMMA, 2), ints(BS), DraftHeads()
         windows, nothing, logits = Windows(lens, indptr), Windows(ints(BS), indptr), floats(BS * (GAMMA + 1), VOCAB)
         draws = SimulatedDraws(ints(BS), floats(GAMMA, QUANTILES))
@@ -98,5 +102,4 @@ def test_greedy_batches_write_nothing_of_vocabulary_size(name):
         call = Step([rule] * BS, "cpu").calls[name]
         with VocabularySizedResults() as seen:
             call()
-        assert any("softmax" in operation for operation in seen.operations) == writes
-        assert writes or seen.operations == []
+        assert bool(seen.operations) == writes, seen.operations

@@ -4,6 +4,7 @@ import pytest
 import torch
 from dspark_kernels import (
     DraftBlock,
+    DraftDistribution,
     Purpose,
     RoundKeys,
     SamplingBatch,
@@ -28,7 +29,8 @@ def one_draft(target, draft, tokens, copied=None):
     """Kept counts, next tokens, and the uniforms of acceptance of one draft per request from distributions [V]."""
     num = len(tokens)
     keys = RoundKeys(5, 1, torch.arange(num), torch.zeros(num, dtype=torch.int64))
-    block = DraftBlock(tokens[:, None], draft.expand(num, 1, -1), copied=copied)
+    distribution = DraftDistribution(draft.log().expand(num, 1, -1), torch.zeros(num, 1))
+    block = DraftBlock(tokens[:, None], distribution=distribution, copied=copied)
     windows = Windows(torch.ones(num, dtype=torch.int64), torch.arange(0, 2 * num + 1, 2))
     logits = target.log().expand(2 * num, -1)
     accepted = accept_ref(block, windows, logits, keys.positions, sampled_rows(num), keys)

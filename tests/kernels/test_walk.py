@@ -1,15 +1,11 @@
 """The kernels' walk against plain torch, and the distribution of what it draws."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from dspark_kernels import (
     DraftVocabulary,
-    Purpose,
     RoundKeys,
     SamplingBatch,
     draft_block,
@@ -17,35 +13,29 @@ from dspark_kernels import (
     draw,
 )
 from dspark_kernels.drafting import walk
-from dspark_kernels.sampling import noise
-from dspark_kernels.sampling.noise_device import race_noise, unit_exponential
 from literal import Request
 from pairwise import pairwise
-from raced_walk import raced_walk
-from scipy import stats
 from walk_case import GREEDY, MIXED, WalkCase
 
-ALPHA = 1e-4
-# Triton's interpreter multiplies the bit patterns of bfloat16.
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
-NOISE_RTOL = 1e-6  # what device_noise promises
-# Both sides sum rank and v products in float32, in different orders.
-FLOAT32_TOL = {"atol": 2e-5, "rtol": 2e-5}
+# Triton's interpreter multiplies the bit patterns of bfloat16, whose rounding would decide draws.
+HALF = torch.float16
+# Both sides sum rank and v products in float32, in different orders; the reference rounds biases to the weights' dtype.
+TOLERANCES = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, HALF: {"atol": 5e-3, "rtol": 5e-3}}
 
 
 def check(case):
-    """Compare the kernels' walk with the formula; return the block."""
-    found, expected, rows = case.run(draft_block), case.run(raced_walk), case.rows
+    """Compare the kernels' walk with the reference; return the block."""
+    found, expected, rows = case.run(draft_block), case.run(draft_block_ref), case.rows
+    tolerance = TOLERANCES[case.base.dtype]
     assert torch.equal(found.tokens, expected.tokens)
-    assert found.probs is None
-    torch.testing.assert_close(found.confidence_logits, expected.confidence_logits, **FLOAT32_TOL)
+    torch.testing.assert_close(found.confidence_logits, expected.confidence_logits, **tolerance)
     assert (found.distribution is None) == (expected.distribution is None) == (not rows.any_sampled)
     if found.distribution is not None:
         of_both = [
             [part[rows.sampled_index] for part in (d.scores, d.log_norms, d.probs())]
             for d in (found.distribution, expected.distribution)
         ]
-        torch.testing.assert_close(*of_both, **FLOAT32_TOL)
+        torch.testing.assert_close(*of_both, **tolerance)
     return found
 
 
@@ -67,15 +57,10 @@ THIRD = range(1, 150, 3)
     ),
 )
 def test_every_walk(device, head_type, dtype, rules, token_ids, eight_bits):
-    """Greedy requests draft what the reference drafts."""
     given = {"head_type": head_type, "dtype": dtype, "token_ids": token_ids, "eight_bits": eight_bits}
     case = WalkCase(device, rules, bs=6, gamma=4, **given)
     block = check(case)
     assert token_ids is None or (block.tokens % 3 == 1).all()
-    if rules is GREEDY and dtype == torch.float32:
-        expected = case.run(draft_block_ref)
-        assert torch.equal(block.tokens, expected.tokens)
-        torch.testing.assert_close(block.confidence_logits, expected.confidence_logits, **FLOAT32_TOL)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +82,6 @@ def test_every_walk(device, head_type, dtype, rules, token_ids, eight_bits):
 def test_odd_sizes(device, bs, gamma, v, rank, dtype, head_type, eight_bits):
     given = {"dtype": dtype, "head_type": head_type, "eight_bits": eight_bits}
     check(WalkCase(device, MIXED, bs=bs, gamma=gamma, v=v, rank=rank, **given))
-
-
-def test_the_stored_distribution_is_that_of_the_reference(device):
-    """Scores are softmax(corrected logits / T) of the tokens that were drafted: feed both walks the same block."""
-    case = WalkCase(device, [Request(0.7)], bs=2, gamma=1)
-    torch.testing.assert_close(
-        case.run(draft_block).distribution.probs(), case.run(draft_block_ref).probs, **FLOAT32_TOL
-    )
 
 
 @pytest.mark.parametrize("finish_tile", [16, 64])
@@ -152,71 +129,6 @@ def test_nan_and_infinite_logits_never_give_an_id_outside_the_vocabulary(device)
     assert tokens[3].tolist() == [69, 69]
 
 
-@triton.jit
-def _noise_kernel(out_ptr, keys_ptr, step_ptr, seed, slot, side: tl.constexpr):
-    lanes = tl.arange(0, side)
-    keys, step = tl.load(keys_ptr + lanes), tl.load(step_ptr)
-    noise = race_noise(seed, step, keys[:, None], slot, 0, lanes[None, :])
-    tl.store(out_ptr + lanes[:, None] * (4 * side) + tl.arange(0, 4 * side)[None, :], noise)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2**31 + 3, -(2**62) - 5])
-def test_the_noise_is_that_of_the_torch_generator(device, seed):
-    """Words that differed in any bit of the counter or the key would have nothing in common."""
-    side, step, slot = 16, 2**39 + 2**33 + 17, 6
-    keys = torch.arange(side, device=device) * 2**28
-    found = torch.empty((side, 4 * side), dtype=torch.float32, device=device)
-    _noise_kernel[(1,)](found, keys, torch.tensor(step, device=device), seed, slot, side=side)
-    expected = noise.race_exponential(seed, step, keys, slot, Purpose.DRAFT, 4 * side)
-    torch.testing.assert_close(found.double(), expected, atol=0, rtol=NOISE_RTOL)
-
-
-@triton.jit
-def _exponential_kernel(bits_ptr, out_ptr, side: tl.constexpr):
-    lanes = tl.arange(0, side)
-    tl.store(out_ptr + lanes, unit_exponential(tl.load(bits_ptr + lanes).to(tl.uint32)))
-
-
-def test_the_noise_is_precise_from_end_to_end(device):
-    """Every power of two and its neighbours, counted from both ends; the smallest decide races."""
-    edges = [2**power + shift for power in range(32) for shift in (-1, 0, 1)]
-    edges = sorted({bits for edge in edges for bits in (edge, 2**32 - 1 - edge) if 0 <= bits < 2**32})
-    bits = torch.tensor((edges * 2)[:256], device=device)
-    found = torch.empty(256, dtype=torch.float32, device=device)
-    _exponential_kernel[(1,)](bits, found, side=256)
-    expected = -torch.log1p(-(bits.double() + 0.5) * 2.0**-32)
-    torch.testing.assert_close(found.double(), expected, atol=0, rtol=NOISE_RTOL)
-
-
-def test_the_noise_of_a_race_is_exponential():
-    values = noise.race_exponential(5, 9, torch.arange(50), 0, Purpose.DRAFT, 4001)
-    assert values.shape == (50, 4001)
-    assert values.min() > 0 and values.isfinite().all()
-    assert stats.kstest(values.flatten().numpy(), "expon").pvalue > ALPHA
-    narrow = noise.race_exponential(5, 9, torch.arange(50), 0, Purpose.DRAFT, 13)
-    assert torch.equal(narrow, values[:, :13])
-
-
-def test_no_counter_serves_twice(monkeypatch):
-    """Races of slots, steps, requests and purposes, and the uniforms beside them."""
-    used = []
-
-    def record(counter, key):
-        words = torch.broadcast_tensors(*(torch.as_tensor(word) for word in (*counter, *key)))
-        used.extend(zip(*(word.flatten().tolist() for word in words), strict=True))
-        return philox(counter, key)
-
-    philox = noise.philox4x32
-    monkeypatch.setattr(noise, "philox4x32", record)
-    requests = torch.tensor([0, 1, 2, 2**31])
-    for step, purpose in itertools.product((0, 1, 2**32), (Purpose.DRAFT, Purpose.ACCEPT)):
-        keys = RoundKeys(1, step, requests, requests)
-        keys.block_uniform(3, purpose)
-        for slot in range(3):
-            keys.race(slot, purpose, 10)
-    assert len(used) == len(set(used)) == 6 * 4 * (3 + 3 * 3)
-
-
 @pytest.mark.parametrize("any_sampled", [True, False])
 def test_seeded_requests_draw_with_their_own_noise(device, any_sampled):
     seeds = [None, 2**62 + 5, None if any_sampled else 9, None, None if any_sampled else 17, -3]
@@ -234,7 +146,7 @@ def test_a_seeded_draft_is_the_token_that_the_same_logits_draw(device):
     rules = [Request(0.9, seed=seed) for seed in (3, 1, 4, 1, 5)]
     case = WalkCase(device, rules, bs=5, gamma=2, v=41, head_type=None)
     block = case.run(draft_block)
-    assert block.distribution is None and block.probs is None
+    assert block.distribution is None
     for slot in range(2):
         keys = RoundKeys(0, 0, case.keys.request_keys, case.keys.positions + slot)
         assert torch.equal(block.tokens[:, slot], draw(case.base[:, slot], case.rows, keys))
@@ -264,11 +176,11 @@ def test_a_graph_replays_with_new_steps_temperatures_and_anchors(device):
         case.anchors.copy_(case.anchors.roll(1))
         case.base.copy_(case.base.roll(1, 0))
         graph.replay()
-        expected = case.run(raced_walk, rows=rows)
+        expected = case.run(draft_block_ref, rows=rows)
         assert torch.equal(block.tokens, expected.tokens)
         sampled = temperatures > 0
         torch.testing.assert_close(
-            block.distribution.log_norms[sampled], expected.distribution.log_norms[sampled], **FLOAT32_TOL
+            block.distribution.log_norms[sampled], expected.distribution.log_norms[sampled], **TOLERANCES[torch.float32]
         )
 
 

@@ -5,12 +5,22 @@ refitted, parking toggles and probes come at moments that the tokens of the last
 """
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from draft_heads import as_weights, draft_heads
-from dspark_kernels import AcceptResult, DraftBlock, RoundKeys, SamplingBatch, Windows, accept_ref, draft_block_ref
+from dspark_kernels import (
+    AcceptResult,
+    DraftBlock,
+    DraftDistribution,
+    RoundKeys,
+    SamplingBatch,
+    Windows,
+    accept_ref,
+    draft_block_ref,
+)
 from scipy import stats
 from step_tables import make_table
 
@@ -70,7 +80,7 @@ class ConfidentPair:
         )
         before = torch.cat([anchors[:, None], block.tokens[:, :-1]], dim=1)
         confidence = self.overlap[torch.arange(GAMMA), before]
-        return DraftBlock(block.tokens, block.probs, torch.logit(confidence, eps=1e-6))
+        return replace(block, confidence_logits=torch.logit(confidence, eps=1e-6))
 
     def _rows(self, bs: int) -> SamplingBatch:
         return SamplingBatch.from_lists(*([value] * bs for value in (1.0, -1, 1.0, 0.0, None)))
@@ -120,19 +130,22 @@ def make_schedule(options):
     return schedule
 
 
+def of_depth(block, depth, requests):
+    """The first drafts of some requests' blocks."""
+    drawn = block.distribution
+    distribution = DraftDistribution(drawn.scores[requests, :depth], drawn.log_norms[requests, :depth])
+    return DraftBlock(block.tokens[requests, :depth], block.confidence_logits[requests, :depth], distribution)
+
+
 def drafted_by(block, schedule, decision):
     """Draft like the worker: cut to the depth, or of one request alone; the head is far from calibrated."""
     if decision.draft_len == 0:
         return DraftOutput(DraftBlock.empty(BS, "cpu"), None, [0] * BS)
-    block = DraftBlock(
-        block.tokens[:, : decision.draft_len],
-        block.probs[:, : decision.draft_len],
-        3 * block.confidence_logits[:, : decision.draft_len],
-    )
+    block = of_depth(block, decision.draft_len, slice(None))
     if decision.draft_requests is not None:
         part = torch.tensor(decision.draft_requests)
-        some = DraftBlock(block.tokens[part], block.probs[part], block.confidence_logits[part])
-        block = some.spread(part, BS)
+        block = of_depth(block, decision.draft_len, part).spread(part, BS)
+    block = replace(block, confidence_logits=3 * block.confidence_logits)
     confidence = schedule.forecast.predict(block.confidence_logits, BS, decision.draft_len)
     return DraftOutput(block, confidence, decision.draft_lens(BS))
 

@@ -19,7 +19,7 @@ SURVIVAL = torch.tensor([[0.9, 0.8, 0.7], [0.6, 0.5, 0.4], [0.3, 0.2, 0.1]])
 def lens_within(decision, limits, survival=SURVIVAL):
     """Lengths of a step of three requests whose blocks have these survivals."""
     logits = torch.logit(torch.tensor([[0.9, 0.9, 0.9], [0.9, 0.4, 0.9], [0.3, 0.9, 0.9]]))
-    block = DraftBlock(torch.zeros(3, GAMMA, dtype=torch.int64), None, logits)
+    block = DraftBlock(torch.zeros(3, GAMMA, dtype=torch.int64), logits)
     predicted = None if survival is None else Confidence(logits, survival)
     within = decision.within(limits)
     return within.select(DraftOutput(block, predicted, within.draft_lens(3))).verify_lens.tolist()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
 from dspark_kernels import ASKED_ROWS, KIND_ROWS, MOST_MATCH, NUM_ROWS, USUAL, Adjustment, SamplingBatch, SecondTexts
 from stage_loop import NO_CHAINS
 from step_tables import make_table
-from told_noise import every_run
+from told_noise import ToldKeys, every_run
 from toy_pair import GAMMA, ToyLoop, target_distribution
 
 from sglang_dspark.config import DSparkConfig
@@ -58,8 +59,9 @@ def distribution_error(
     first, prompt = 0, PROMPT if tuple(bounds) == (NO_CHAINS,) else ALL_TOKENS
     gamma = DSparkConfig(**options).gamma(GAMMA if drafter is None else drafter.config.gamma)
 
-    def serve():
+    def serve(told):
         loop = ToyLoop(table(gamma), drafter, **options)
+        loop.keys_of = partial(ToldKeys, told=told)
         loop.filters, loop.adjustment = filters, adjustment
         loop.bounds, loop.second = list(bounds), second
         # And nothing is learned.

@@ -59,10 +59,9 @@ class Case:
 
     Attributes:
         call: ``call(form, made, *size)``.
-        sizes: the first one is called with spoilt padding, and all of them by both forms where these are comparable.
+        sizes: the first one is called with spoilt padding, and all of them by both forms.
         dtypes: of what is random.
         tolerance: by dtype; others are equal but for rounding.
-        comparable: whether both forms give the same numbers; noise of kernels is not that of the references.
         in_place: whether some of what is given is written to.
     """
 
@@ -70,18 +69,17 @@ class Case:
     sizes: tuple[tuple[Any, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     tolerance: dict[torch.dtype, dict[str, float]]
-    comparable: bool
     in_place: bool
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(*sizes, dtypes=(torch.float32,), tolerance=None, comparable=True, in_place=False):
+def case(*sizes, dtypes=(torch.float32,), tolerance=None, in_place=False):
     """Register a function's call under the name of the function."""
 
     def register(call):
-        CASES[call.__name__] = Case(call, sizes or ((),), tuple(dtypes), tolerance or {}, comparable, in_place)
+        CASES[call.__name__] = Case(call, sizes or ((),), tuple(dtypes), tolerance or {}, in_place)
         return call
 
     return register

@@ -40,4 +40,4 @@ def confidence(logits, survival):
 
 
 def tokens(requests, depth):
-    return DraftBlock(torch.zeros(requests, depth, dtype=torch.int64), None, None)
+    return DraftBlock(torch.zeros(requests, depth, dtype=torch.int64))

@@ -78,6 +78,7 @@ class StageLoop:
         golden: what the checkpoint's own implementation gives for its prompts.
         network: the target, as transformers have it; None if it is made otherwise.
         noise_seed: of requests without a seed of their own.
+        keys_of: makes the noise keys of a step, as :class:`RoundKeys` does.
         filters: top-k, top-p and min-p of all requests.
         adjustment: penalties and biases of all requests; None for none.
         bounds: of the requests' chains, in turn; None for the usual ones. No request has any chain at first, and none
@@ -129,7 +130,7 @@ class StageLoop:
         self.schedule = Schedule(config, self.gamma, self.drafter.calibration(config, self.gamma), CPU)
         self.schedule.start(table)
         self.eager = EagerExecutor(self.drafter, self.schedule, self._verify, Agreement(OneRank()))
-        self.noise_seed = 1
+        self.noise_seed, self.keys_of = 1, RoundKeys
         self.filters = (-1, 1.0, 0.0)
         self.adjustment: Adjustment | None = None
         self.bounds: list[tuple[int, ...]] | None = [NO_CHAINS]
@@ -184,7 +185,7 @@ class StageLoop:
             rows=self._rows(range(bs)),
             rows_of=self._rows,
             rules=self._rules(bs),
-            keys=RoundKeys(seed=self.noise_seed, step=number, request_keys=torch.arange(bs), positions=prefix_lens + 1),
+            keys=self.keys_of(self.noise_seed, number, torch.arange(bs), prefix_lens + 1),
         )
 
     def _rules(self, bs: int) -> ChainRules | None:

@@ -16,8 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from dspark_kernels.acceptance import acceptance_reference
-from dspark_kernels.sampling import noise, token_draw
+from dspark_kernels import Purpose, RoundKeys
 
 
 @dataclass
@@ -59,48 +58,65 @@ class Run:
         return [*script[:-1], script[-1] + 1] if script else None
 
 
-def every_run(monkeypatch: Any, once: Callable[[], Any]) -> Iterator[tuple[float, Any]]:
-    """``(probability, result)`` of ``once`` for every outcome of its noise.
+class Told:
+    """The run that goes on, and the random numbers that were asked for, which are the same in every run."""
 
-    Distributions are float64 then, so that what rounding leaves of a wrong one is not mistaken for a right one.
-    """
-    current: list[Run] = []
+    def __init__(self) -> None:
+        self.run = Run([])
+        self._known: dict[Any, torch.Tensor] = {}
 
-    def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    def remembered(self, key: Any, ask: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the numbers of ``key``, computed once."""
+        if key not in self._known:
+            self._known[key] = ask()
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class ToldKeys(RoundKeys):
+    """Keys of a round whose random numbers decide what the run has them decide."""
+
+    told: Told
+
+    def uniform(self, slots: Any, purpose: Any) -> torch.Tensor:
+        key = (*self._key, *(tuple(x.tolist()) if isinstance(x, torch.Tensor) else x for x in (slots, purpose)))
+        return self.told.remembered(key, lambda: RoundKeys.uniform(self, slots, purpose))
+
+    def block_uniform(self, num_slots: int, purpose: Purpose) -> torch.Tensor:
+        key = (*self._key, "block", num_slots, purpose)
+        return self.told.remembered(key, lambda: RoundKeys.block_uniform(self, num_slots, purpose))
+
+    @property
+    def _key(self) -> tuple[int, ...]:
+        return self.seed, int(self.step), *self.request_keys.tolist()
+
+    def drawn(self, weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         cumulative = weights.double().cumsum(-1)
-        breakpoints = (cumulative / cumulative[:, -1:]).tolist()
-        rows = zip(uniforms.tolist(), breakpoints, strict=True)
+        rows = zip(uniforms.tolist(), (cumulative / cumulative[:, -1:]).tolist(), strict=True)
         # The last breakpoint is 1: no number lies behind it.
-        return torch.tensor([current[0].decide(number, points[:-1]) for number, points in rows])
+        return torch.tensor([self.told.run.decide(number, points[:-1]) for number, points in rows])
 
-    def keeps(uniforms: torch.Tensor, draft_mass: torch.Tensor, target_mass: torch.Tensor) -> torch.Tensor:
-        kept = torch.zeros(uniforms.shape, dtype=torch.bool)
-        for row, slots in enumerate(zip(uniforms.tolist(), draft_mass.tolist(), target_mass.tolist(), strict=True)):
+    def kept(self, draft_mass: torch.Tensor, target_mass: torch.Tensor) -> torch.Tensor:
+        kept = torch.zeros(draft_mass.shape, dtype=torch.bool)
+        numbers = self.block_uniform(draft_mass.shape[1], Purpose.ACCEPT).tolist()
+        for row, slots in enumerate(zip(numbers, draft_mass.tolist(), target_mass.tolist(), strict=True)):
             for slot, (number, draft, target) in enumerate(zip(*slots, strict=True)):
                 ratio = target / draft if draft > 0 else 1.0
-                if ratio <= 0 or current[0].decide(number, [ratio]) > 0:
+                if ratio <= 0 or self.told.run.decide(number, [ratio]) > 0:
                     break  # what is behind a rejected draft is not looked at
                 kept[row, slot] = True
         return kept
 
-    known: dict[Any, torch.Tensor] = {}
-    uniform = noise.uniform
 
-    def remembered(*arguments: Any) -> torch.Tensor:
-        """The same random numbers are asked for in every run."""
-        key = tuple((*a.shape, *a.flatten().tolist()) if isinstance(a, torch.Tensor) else a for a in arguments)
-        if key not in known:
-            known[key] = uniform(*arguments)
-        return known[key]
+def every_run(monkeypatch: Any, once: Callable[[Told], Any]) -> Iterator[tuple[float, Any]]:
+    """``(probability, result)`` of ``once`` for every outcome of its noise, given what its keys are told by.
 
+    Distributions are float64 then, so that what rounding leaves of a wrong one is not mistaken for a right one.
+    """
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(noise, "uniform", remembered)
-    monkeypatch.setattr(token_draw, "inverse_cdf", inverse_cdf)
-    monkeypatch.setattr(acceptance_reference, "inverse_cdf", inverse_cdf)
-    monkeypatch.setattr(acceptance_reference, "keeps", keeps)
-    script: list[int] | None = []
+    told, script = Told(), []
     while script is not None:
-        current[:] = [Run(script)]
-        result = once()
-        yield current[0].weight, result
-        script = current[0].next_script()
+        told.run = Run(script)
+        result = once(told)
+        yield told.run.weight, result
+        script = told.run.next_script()

@@ -8,12 +8,10 @@ read back, and no tensor of probabilities is written:
 2. rows of filtered requests: where top-k, top-p and min-p cut them (``acceptance_filters``);
 3. rows of seeded requests, by tiles: their draws (``acceptance_seeds``);
 4. per request: combine the tiles, judge the drafts, write lengths and tokens;
-5. sampled requests, by tiles: an exponential race over the weights of the one row that the next token is drawn from;
-6. per sampled request: the winner of the tiles.
+5. sampled requests, by tiles: the mass of what the next token is drawn from, in the one row that is left;
+6. per sampled request: the tile, then the token, at which the cumulative mass crosses u times all of it.
 
-A race draws token y with probability w_y / sum(w): every token finishes after E_y / w_y with its own unit-rate
-exponential E_y, and the first one wins. It needs no sum before the draw, so that tiles can run side by side, and for
-(p_t - p_d)+ no normalisation.
+(p_t - p_d)+ needs no normalisation for that, and a draw no more than one random number.
 
 What has to be moved: the logits once, N * V values; for sampled requests one row of them again, and after a rejection
 one row of the draft's distribution. For 256 requests with 7 drafts each, 151936 tokens and bfloat16 logits that is 0.62
@@ -29,14 +27,13 @@ from typing import Any
 import torch
 import triton
 
+from dspark_kernels.acceptance.acceptance_draw import mass_kernel, token_kernel
 from dspark_kernels.acceptance.acceptance_filters import filter_kernel
 from dspark_kernels.acceptance.acceptance_kernels import judge_kernel, row_stats_kernel
-from dspark_kernels.acceptance.acceptance_race import finish_kernel, race_kernel
 from dspark_kernels.acceptance.acceptance_reference import accept_ref
 from dspark_kernels.acceptance.acceptance_seeds import seeded_kernel
 from dspark_kernels.acceptance.outcome import AcceptResult
 from dspark_kernels.dispatch import on_kernels
-from dspark_kernels.drafting.draft_distribution import DraftDistribution
 from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.planning.windows import Windows
 from dspark_kernels.sampling.noise import RoundKeys
@@ -47,7 +44,7 @@ _STATS_TILE = 4096
 # With filters or seeds. The maxima of 75 tiles bound the cut of top-k <= 75, closer the more tiles there are, and a
 # program of seeds holds the generator's words of a whole tile.
 _FINE_TILE = 2048
-_RACE_TILE = 2048
+_DRAW_TILE = 2048
 # Logits of a row that a filter searches in registers: 8 for each of 256 threads.
 _CANDIDATES = 2048
 _FILTER_WARPS = 8
@@ -83,8 +80,7 @@ def accept(
         The outcome. No host sync; safe under graph capture if ``rows`` are.
 
     Raises:
-        ValueError: draft and target disagree on the vocabulary or the block, or the distribution of sampled drafts is
-            written out, as only torch reads it.
+        ValueError: draft and target disagree on the vocabulary or the block.
     """
     return verify_drafts(block, windows, target_logits, prefix_lens, Rules.of(rows), keys)
 
@@ -280,52 +276,41 @@ class _Launches:
         return accepted
 
     def draw(self, accepted: AcceptResult) -> None:
-        """Draw the next tokens of sampled requests, by a race over the row that the verdict names."""
-        bs, vocab_size = self.bs, self._row_args["vocab_size"]
-        tile = _tile(_RACE_TILE, vocab_size)
+        """Draw the next tokens of sampled requests from the row that the verdict names."""
+        vocab_size = self._row_args["vocab_size"]
+        tile = _tile(_DRAW_TILE, vocab_size)
         tiles = triton.cdiv(vocab_size, tile)
-        winners: dict[str, Any] = {
-            "tile_mass_ptr": self._floats(bs, tiles),
-            "winner_ptr": self._floats(bs, tiles),
-            "winner_token_ptr": self._ints(bs, tiles),
-            "target_winner_ptr": self._floats(bs, tiles),
-            "target_winner_token_ptr": self._ints(bs, tiles),
-            "num_tiles": tiles,
-        }
-        race_kernel[bs, tiles](
+        shared: dict[str, Any] = {
             **self._row_args,
-            **self._draft_args,
-            **self._noise_args,
+            **{name: value for name, value in self._draft_args.items() if name != "gamma"},
             **self._draw_args,
             **self._cut_args,
-            **winners,
-            lens_ptr=accepted.accept_lens,
-            HAS_FILTER=self._rules.filters is not None,
-            TILE=tile,
-        )
-        finish_kernel[(bs,)](
-            lens_ptr=accepted.accept_lens,
-            source_ptr=self._draw_args["source_ptr"],
-            **winners,
+            "lens_ptr": accepted.accept_lens,
+            "tile_mass_ptr": self._floats(self.bs, tiles),
+            "target_tile_mass_ptr": self._floats(self.bs, tiles),
+            "num_tiles": tiles,
+            "HAS_FILTER": self._rules.filters is not None,
+            "TILE": tile,
+        }
+        mass_kernel[self.bs, tiles](**shared)
+        token_kernel[(self.bs,)](
+            **shared,
+            **self._noise_args,
             bonus_ptr=accepted.bonus_tokens,
             out_tokens_ptr=accepted.out_tokens,
             gamma=self.gamma,
-            vocab_size=vocab_size,
             BLOCK_T=triton.next_power_of_2(tiles),
         )
 
 
 def _draft_args(drafts: torch.Tensor, block: DraftBlock, rules: Rules, vocab_size: int) -> dict[str, Any]:
     """Return the drafts' tensors that kernels read."""
-    bs, gamma = drafts.shape
+    gamma = drafts.shape[1]
     distribution, copied = (block.distribution, block.copied) if rules.any_sampled and gamma else (None, None)
     if distribution is not None:
-        _check_distribution(distribution, bs, gamma, vocab_size)
-    elif block.probs is not None and rules.any_sampled:
-        raise ValueError(
-            "the kernels read the distribution of drafts as scores, and these have probabilities; draft them on this "
-            "device too"
-        )
+        distribution.check(drafts, vocab_size)
+        if not distribution.scores.is_contiguous():
+            raise ValueError("the scores of the distribution of the drafts must be contiguous; call .contiguous()")
     copied = None if distribution is None else copied
     return {
         "draft_tokens_ptr": drafts,
@@ -341,23 +326,6 @@ def _draft_args(drafts: torch.Tensor, block: DraftBlock, rules: Rules, vocab_siz
         "HAS_COLUMNS": distribution is not None and distribution.columns is not None,
         "HAS_COPIED": copied is not None,
     }
-
-
-def _check_distribution(distribution: DraftDistribution, bs: int, gamma: int, vocab_size: int) -> None:
-    draft_vocab_size = distribution.scores.shape[2] if distribution.columns is None else distribution.columns.shape[0]
-    drawn = distribution.scores.shape[1]
-    if (
-        distribution.scores.shape[:2] != (bs, min(drawn, gamma))
-        or distribution.log_norms.shape != (bs, drawn)
-        or draft_vocab_size != vocab_size
-    ):
-        raise ValueError(
-            f"the distribution of the drafts has scores {tuple(distribution.scores.shape)} over {draft_vocab_size} "
-            f"tokens where [bs, at most gamma] and V of the drafts and the target are {(bs, gamma)} and {vocab_size}; "
-            "use a draft model with the target's vocabulary"
-        )
-    if not distribution.scores.is_contiguous():
-        raise ValueError("the scores of the distribution of the drafts must be contiguous; call .contiguous()")
 
 
 def _tile(max_tile: int, vocab_size: int) -> int:

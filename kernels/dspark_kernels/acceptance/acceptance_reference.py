@@ -16,12 +16,13 @@ from __future__ import annotations
 import torch
 
 from dspark_kernels.acceptance.outcome import AcceptResult
+from dspark_kernels.drafting.draft_distribution import DraftDistribution
 from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.planning.windows import Windows
 from dspark_kernels.sampling.noise import Purpose, RoundKeys
 from dspark_kernels.sampling.parameters import SamplingBatch
 from dspark_kernels.sampling.target_distribution import reads_are_free, target_probs
-from dspark_kernels.sampling.token_draw import inverse_cdf, seeded_argmax
+from dspark_kernels.sampling.token_draw import seeded_argmax
 
 # Where p_t and p_d agree up to float32 rounding, the residual is rounding noise. Below this mass the row's p_t is drawn
 # instead; the choice is made with at most that probability.
@@ -46,13 +47,9 @@ def accept_ref(
     """
     drafts, verify_lens, indptr = block.tokens, windows.verify_lens, windows.indptr
     bs, gamma = drafts.shape
-    draft_probs = block.written_distribution() if rows.any_sampled and gamma else None
-    drawn = gamma if draft_probs is None else min(draft_probs.shape[1], gamma)
-    if draft_probs is not None and draft_probs.shape != (bs, drawn, target_logits.shape[1]):
-        raise ValueError(
-            f"the draft's distribution has shape {tuple(draft_probs.shape)} where [bs, at most gamma, V] of the drafts "
-            f"and the target is {(bs, gamma, target_logits.shape[1])}; use a draft model with the target's vocabulary"
-        )
+    distribution = block.distribution if rows.any_sampled and gamma else None
+    if distribution is not None:
+        distribution.check(drafts, target_logits.shape[1])
     slots = torch.arange(gamma + 1, device=drafts.device)
     # Rows of target_logits by request and slot; slots past a request's bonus row point astray and are never used.
     grid = (indptr[:-1, None] + slots).clamp_max_(target_logits.shape[0] - 1)  # [bs, gamma + 1]
@@ -74,23 +71,14 @@ def accept_ref(
             verify_lens[index],
             probs,
             prob_grid,
-            None if draft_probs is None else rows.select(draft_probs, index),
+            distribution,
             None if block.copied is None else block.copied[index],
+            index,
             keys.take(index),
         )
     out_tokens = torch.nn.functional.pad(drafts, (0, 1), value=-1).masked_fill_(slots >= lens[:, None], -1)
     out_tokens.scatter_(1, lens[:, None], bonus[:, None])
     return AcceptResult(lens, bonus, out_tokens, prefix_lens + lens + 1)
-
-
-def keeps(uniforms: torch.Tensor, draft_mass: torch.Tensor, target_mass: torch.Tensor) -> torch.Tensor:
-    """[m, gamma] bool: u < min(1, p_t / p_d), multiplied out; u < 1 makes the minimum implicit.
-
-    Args:
-        uniforms: [m, gamma] float64 in [0, 1).
-        draft_mass, target_mass: [m, gamma] float64, p_d and p_t of the drafts.
-    """
-    return uniforms * draft_mass < target_mass
 
 
 def _leading_run(kept: torch.Tensor, verify_lens: torch.Tensor) -> torch.Tensor:
@@ -154,8 +142,9 @@ def _keep_by_ratio(
     verify_lens: torch.Tensor,  # [m]
     probs: torch.Tensor,  # [R, V] p_t
     grid: torch.Tensor,  # [m, gamma + 1] rows of probs
-    draft_probs: torch.Tensor | None,  # [m, drawn, V] p_d, 1 of the drafts behind
+    distribution: DraftDistribution | None,  # of the whole batch: p_d, 1 of the drafts behind
     copied: torch.Tensor | None,  # [m, drawn]
+    requests: torch.Tensor,  # [m] in the batch
     keys: RoundKeys,  # of the m requests
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the lengths and next tokens [m] of sampled requests."""
@@ -163,26 +152,27 @@ def _keep_by_ratio(
     tokens = draft_tokens.clamp_min(0)  # fillers must be valid indices
     target_mass = probs[grid[:, :-1], tokens].double()
     draft_mass = torch.ones_like(target_mass)
-    if draft_probs is not None:
-        drawn = draft_probs.shape[1]
+    drawn = 0 if distribution is None else distribution.scores.shape[1]
+    if distribution is not None:
         if drawn < gamma:
             known = torch.zeros_like(tokens[:, :drawn], dtype=torch.bool) if copied is None else copied
             copied = torch.nn.functional.pad(known, (0, gamma - drawn), value=True)
-        draft_mass[:, :drawn] = draft_probs.gather(-1, tokens[:, :drawn, None]).squeeze(-1)
+        slots = torch.arange(drawn, device=tokens.device)
+        draft_mass[:, :drawn] = distribution.mass(requests[:, None], slots, tokens[:, :drawn])
         draft_mass = draft_mass if copied is None else draft_mass.masked_fill_(copied, 1.0)
-    lens = _leading_run(keeps(keys.block_uniform(gamma, Purpose.ACCEPT), draft_mass, target_mass), verify_lens)
+    lens = _leading_run(keys.kept(draft_mass, target_mass), verify_lens)
 
     rejected = lens < verify_lens
     here = torch.arange(lens.shape[0], device=lens.device)
     weights = probs[grid[here, lens]]
     if gamma > 0:
         slot = lens.clamp_max(gamma - 1)
-        removed = None if draft_probs is None else draft_probs[here, slot.clamp_max(draft_probs.shape[1] - 1)]
+        removed = None if distribution is None else distribution.row(requests, slot.clamp_max(drawn - 1))
         residual = _residual(weights, removed, tokens[here, slot], None if copied is None else copied[here, slot])
         use_residual = rejected & (residual.sum(-1) > MIN_RESIDUAL_MASS)
         weights = torch.where(use_residual[:, None], residual, weights)
     purpose = torch.where(rejected, int(Purpose.RESIDUAL), int(Purpose.BONUS))
-    return lens, inverse_cdf(weights, keys.uniform(lens, purpose))
+    return lens, keys.drawn(weights, keys.uniform(lens, purpose))
 
 
 def _residual(

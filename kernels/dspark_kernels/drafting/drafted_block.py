@@ -19,22 +19,20 @@ _NEVER = -30.0
 class DraftBlock:
     """A drafted block.
 
-    One of ``probs`` and ``distribution`` is set when drafts of sampled requests were drawn, not copied. They and
-    ``copied`` may have fewer slots, the first ``drawn`` of gamma: the tokens behind those were copied.
+    ``distribution`` and ``copied`` may have fewer slots, the first ``drawn`` of gamma: the tokens behind those were
+    copied.
 
     Attributes:
         tokens: [bs, gamma] int64.
-        probs: [bs, drawn, V] float32, what the tokens of sampled requests were drawn from, arbitrary for the others;
-            None when no request is sampled.
         confidence_logits: [bs, gamma] float32, uncalibrated; None without a confidence head.
-        distribution: the same as ``probs`` from the kernels, not written out.
+        distribution: what the tokens of sampled requests were drawn from, arbitrary for the others; None when none was
+            drawn for a sampled request.
         copied: [bs, drawn] bool, tokens that were not drawn but copied from elsewhere: their proposal is one-hot,
-            whatever ``probs`` or ``distribution`` says; None without any.
+            whatever ``distribution`` says; None without any.
         chains: [bs, 2 + m] int64 of :class:`Candidates`; None without.
     """
 
     tokens: torch.Tensor
-    probs: torch.Tensor | None = None
     confidence_logits: torch.Tensor | None = None
     distribution: DraftDistribution | None = None
     copied: torch.Tensor | None = None
@@ -53,11 +51,7 @@ class DraftBlock:
         is_there = ((candidates >= 0) & (rows[:, None] >= ASKED_ROWS)).cumprod(1)
         chains[:, FOLLOWED] = is_there.sum(1)
         copied = torch.ones_like(is_there, dtype=torch.bool)
-        return DraftBlock(candidates.clamp_min(0), None, 60.0 * is_there - 30.0, copied=copied, chains=chains)
-
-    def written_distribution(self) -> torch.Tensor | None:
-        """[bs, drawn, V] float32 of ``probs`` or ``distribution``, whichever is there."""
-        return self.probs if self.distribution is None else self.distribution.probs()
+        return DraftBlock(candidates.clamp_min(0), 60.0 * is_there - 30.0, copied=copied, chains=chains)
 
     def spread(self, index: torch.Tensor, bs: int) -> DraftBlock:
         """Return a batch of ``bs`` requests in which ``index`` [m] int64 have these blocks, the others fillers."""
@@ -68,15 +62,15 @@ class DraftBlock:
         tokens = scatter(self.tokens)
         assert tokens is not None
         distribution = None if self.distribution is None else self.distribution.spread(index, bs)
-        probs, logits, copied, chains = map(scatter, (self.probs, self.confidence_logits, self.copied, self.chains))
-        return DraftBlock(tokens, probs, logits, distribution, copied, chains)
+        logits, copied, chains = map(scatter, (self.confidence_logits, self.copied, self.chains))
+        return DraftBlock(tokens, logits, distribution, copied, chains)
 
     def first(self, bs: int) -> DraftBlock:
         """Return the first ``bs`` requests; no copy."""
         distribution = None if self.distribution is None else self.distribution.first(bs)
-        parts = self.probs, self.confidence_logits, self.copied, self.chains
-        probs, logits, copied, chains = (None if part is None else part[:bs] for part in parts)
-        return DraftBlock(self.tokens[:bs], probs, logits, distribution, copied, chains)
+        parts = self.confidence_logits, self.copied, self.chains
+        logits, copied, chains = (None if part is None else part[:bs] for part in parts)
+        return DraftBlock(self.tokens[:bs], logits, distribution, copied, chains)
 
     def with_candidates(
         self, candidates: Candidates, vocabulary: DraftVocabulary | None, rows: SamplingBatch

@@ -1,10 +1,11 @@
 """A block of drafts, token by token: one function, as kernels and as the torch walk (``walk_reference``).
 
-Per slot the kernels compute logits = U_k + W2 u in float32, with u = W1[x_{k-1}] or what the head makes of it; x_k is
-argmax(logits) for a greedy request, argmax(logits / T - log E_k) for a sampled or seeded one, with the engine's noise
-or that of its own seed. Their distribution is softmax(logits / T): temperature alone, no top-k, top-p or min-p, for a
-filter needs the whole row before the first token can be drawn. Verification is exact for every distribution that the
-drafts were really drawn from, so the price is some acceptance if the target's filters are narrow.
+Per slot, logits = U_k + W2 u in float32, with u = W1[x_{k-1}] or what the head makes of it; x_k is argmax(logits) for a
+greedy request, argmax(logits / T - log E_k) with the noise of its own seed for a seeded one, and where the cumulative
+distribution crosses a random number for a sampled one. Their distribution is softmax(logits / T): temperature alone, no
+top-k, top-p or min-p, for a filter needs the whole row before the first token can be drawn. Verification is exact for
+every distribution that the drafts were really drawn from, so the price is some acceptance if the target's filters are
+narrow.
 
 What one block must move: W2 and the base logits once per slot, gamma * v * (r * sizeof(W2) + bs * sizeof(U)) bytes,
 plus gamma * bs * v * 4 for the scores of sampled requests. W2 of 151,936 tokens and rank 256 in bfloat16 is 78 MB, more
@@ -67,16 +68,14 @@ def draft_block(
         anchors: the last committed token of each request, predecessor of slot 0.
         heads: the drafter's.
         rows: sampling parameters of the bs requests.
-        keys: noise keys of this round; slot k is drawn at position ``keys.positions + k``. For kernels,
-            ``request_keys`` must lie in [0, 2**32); under graph capture ``step`` must be a tensor, and the seed becomes
-            a constant of the graph. The engine's noise is keyed by column, that of a seed by token.
+        keys: noise keys of this round; slot k is drawn at position ``keys.positions + k``. Under graph capture
+            ``step`` must be a tensor, and the seed becomes a constant of the graph.
         candidates: compete with the drafter's own tokens, slot by slot; the walk counts in their chains.
         with_confidence: whether to compute confidence logits, if the drafter has that head.
 
     Returns:
-        The block; what sampled requests were drawn from is in ``distribution`` from kernels, in ``probs`` from torch.
-        Greedy ties go to the lowest column; NaN logits never win in kernels, where a row of nothing but NaN or -inf
-        gives its first column. No host sync; safe under graph capture.
+        The block. Greedy ties go to the lowest column; NaN logits never win in kernels, where a row of nothing but NaN
+        or -inf gives its first column. No host sync; safe under graph capture.
 
     Raises:
         ValueError: heads or logits do not fit together, or are not contiguous.
@@ -197,7 +196,7 @@ class _Tiles:
             "BLOCK_P": max(1, _FINISH_TILE // self.block_b),
             "num_warps": _num_warps(self.block_b),
             "num_stages": 3 if room >= _STAGES_BYTES else 2,
-            # Else the normaliser would be that of scores which are not rounded to the float32 that is stored and raced.
+            # Else the normaliser would be that of scores which are not rounded to the float32 that is stored and drawn.
             "enable_fp_fusion": False,
         }
 

@@ -1,16 +1,16 @@
 """The launch that chooses one slot's tokens: Markov bias, base logits, choice and normaliser in one pass over V.
 
-Programs share the vocabulary out among themselves, tile by tile, for a group of requests each; a tile of W2 is read
-once per group. Per request every program leaves its best column (and, for sampled requests, a partial sum of
-exponentials); the last program of a group to arrive combines them and writes the tokens, from which the next slot's
-launch starts.
+Programs have consecutive parts of the vocabulary, tile by tile, for a group of requests each; a tile of W2 is read
+once per group. Per request every program leaves its best column and, for sampled requests, the sum of exponentials of
+its part; the last program of a group to arrive combines them and writes the tokens, from which the next slot's launch
+starts.
 
-A sampled token is the winner of an exponential race: argmax(score - log E) with independent unit-rate E is distributed
-as softmax(score). One pass is enough, and no probabilities are written. E has a relative error below 1e-6, so the
-compared values err by less than 3e-6 plus the rounding of a float32 score: probabilities are off by a few parts in a
-million of themselves.
+A sampled token is where the cumulative sum of exp(score) crosses u times all of it: the last program finds the part,
+then the tile, then the column, and reads no scores but those of the part. Sums of parts are float32 with a relative
+error of some 1e-6, and so are the probabilities that drafts are drawn with.
 
-A seeded request runs the same race with the noise of its own seed, by which verification will draw the token of that
+A seeded request runs a race, argmax(score - log E) with independent unit-rate exponential E, which is distributed as
+softmax(score). The noise is that of its own seed, by which verification will draw the token of that
 position: nothing is stored, as that draw is compared and not weighed against a distribution.
 """
 
@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 
 from dspark_kernels.drafting.candidates import FIRST, FOLLOWED, OUTRIGHT
+from dspark_kernels.drafting.draft_distribution import LEAST_TEMPERATURE
 from dspark_kernels.sampling.noise import Purpose
-from dspark_kernels.sampling.noise_device import race_noise, seeded_noise_at
+from dspark_kernels.sampling.noise_device import seeded_noise_at, uniforms
 
 DRAFT = tl.constexpr(int(Purpose.DRAFT))
 _OUTRIGHT = tl.constexpr(OUTRIGHT)
@@ -29,10 +30,7 @@ FOLLOWED_AT = tl.constexpr(FOLLOWED)
 _FIRST = tl.constexpr(FIRST)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32: a start for maxima that may be subtracted
 NO_COLUMN = tl.constexpr(0x7FFFFFFF)
-# Scores of a lower temperature are so large that float32 holds them to no more than 1e-3, and a distribution of such
-# scores is not the one that is drawn from. Every distribution is exact as a proposal, and one of 0.01 is all but
-# greedy.
-LEAST_TEMPERATURE = tl.constexpr(0.01)
+LEAST = tl.constexpr(LEAST_TEMPERATURE)
 
 
 @triton.jit
@@ -40,6 +38,64 @@ def or_copied(tokens, candidates, candidate_columns, boosts, alive) -> tl.tensor
     """Tokens that were drawn, or candidates of live chains that weigh enough and cannot be."""
     copied = alive & (candidates >= 0) & (candidate_columns < 0) & (boosts >= _OUTRIGHT)
     return tl.where(copied, candidates, tokens)
+
+
+@triton.jit
+def _part_at(
+    thresholds, highest, group, num_programs, plane, partial_ptr, BLOCK_B: tl.constexpr, BLOCK_P: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the parts [BLOCK_B] in which the cumulative masses cross the thresholds, and what is left of these there.
+
+    As everywhere below, that is the last part of a positive mass before which there is at most the threshold, so that
+    rounding cannot keep all parts from being it.
+    """
+    parts = tl.full([BLOCK_B], -1, tl.int32)
+    passed = tl.zeros([BLOCK_B], tl.float64)  # before the part
+    reached = tl.zeros([BLOCK_B], tl.float64)
+    for start in range(0, num_programs, BLOCK_P):
+        programs = start + tl.arange(0, BLOCK_P)
+        there = (programs < num_programs)[:, None]
+        offsets = (group * num_programs + programs)[:, None] * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
+        top = tl.load(partial_ptr + plane + offsets, mask=there, other=LOWEST, cache_modifier=".cg")
+        mass = tl.load(partial_ptr + 2 * plane + offsets, mask=there, other=0.0, cache_modifier=".cg")
+        mass = (mass * tl.exp(top - highest[None, :])).to(tl.float64)
+        before = reached[None, :] + tl.cumsum(mass, 0) - mass
+        met = (mass > 0) & (before <= thresholds[None, :])
+        parts = tl.maximum(parts, tl.max(tl.where(met, programs[:, None], -1), 0))
+        passed = tl.maximum(passed, tl.max(tl.where(met, before, 0.0), 0))
+        reached += tl.sum(mass, 0)
+    return parts, thresholds - passed
+
+
+@triton.jit
+def _weights_at(scores, highest, columns, is_sampled, v) -> tl.tensor:
+    """Return exp(score - highest) [BLOCK_B, BLOCK_V] float64 at ``columns``."""
+    there = is_sampled[:, None] & (columns >= 0) & (columns < v)
+    # Past the L1 cache, as other multiprocessors have written them.
+    score = tl.load(scores[:, None] + columns, mask=there, other=float("-inf"), cache_modifier=".cg")
+    return tl.exp(score - highest[:, None]).to(tl.float64)
+
+
+@triton.jit
+def _column_at(
+    thresholds, highest, scores, first_tiles, share, is_sampled, v, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr
+) -> tl.tensor:
+    """Return the columns [BLOCK_B] in which the cumulative weights from ``first_tiles`` on cross the thresholds."""
+    lanes = tl.arange(0, BLOCK_V)[None, :]
+    tiles = tl.full([BLOCK_B], -1, tl.int32)
+    passed = tl.zeros([BLOCK_B], tl.float64)
+    reached = tl.zeros([BLOCK_B], tl.float64)
+    for step in range(share):
+        columns = (first_tiles + step)[:, None] * BLOCK_V + lanes
+        mass = tl.sum(_weights_at(scores, highest, columns, is_sampled, v), 1)
+        met = (mass > 0) & (reached <= thresholds)
+        tiles = tl.where(met, first_tiles + step, tiles)
+        passed = tl.where(met, reached, passed)
+        reached += mass
+    columns = tiles[:, None] * BLOCK_V + lanes
+    weights = _weights_at(scores, highest, columns, is_sampled, v)
+    met = (weights > 0) & (tl.cumsum(weights, 1) - weights <= (thresholds - passed)[:, None])
+    return tl.max(tl.where(met, columns, -1), 1)
 
 
 @triton.jit
@@ -52,6 +108,10 @@ def _finish_group(
     partial_ptr,
     partial_columns_ptr,
     is_sampled,
+    thresholds,
+    scores,
+    share,
+    v,
     token_ids_ptr,
     tokens_ptr,
     tokens_stride,
@@ -67,9 +127,14 @@ def _finish_group(
     SAMPLED: tl.constexpr,
     CHAINED: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Combine the partial results of a group's programs and write its tokens and normalisers."""
+    """Combine the partial results of a group's programs and write its tokens and normalisers.
+
+    ``thresholds`` [BLOCK_B] float64 are the random numbers of sampled requests, and ``scores`` [BLOCK_B] point to their
+    rows.
+    """
     best = tl.full([BLOCK_P, BLOCK_B], float("-inf"), tl.float32)
     columns = tl.full([BLOCK_P, BLOCK_B], NO_COLUMN, tl.int32)
     tops = tl.full([BLOCK_P, BLOCK_B], LOWEST, tl.float32)
@@ -92,6 +157,15 @@ def _finish_group(
             tops = new_tops
     winner = tl.max(best, 0)
     chosen = tl.min(tl.where(best == winner[None, :], columns, NO_COLUMN), 0)
+    if SAMPLED:
+        highest = tl.max(tops, 0)
+        total = tl.sum(masses * tl.exp(tops - highest[None, :]), 0)
+        tl.store(log_norms_ptr + rows.to(tl.int64) * log_norms_stride, highest + tl.log(total), mask=is_sampled)
+        part, threshold = _part_at(
+            thresholds * total.to(tl.float64), highest, group, num_programs, plane, partial_ptr, BLOCK_B, BLOCK_P
+        )
+        drawn = _column_at(threshold, highest, scores, part * share, share, is_sampled, v, BLOCK_B, BLOCK_V)
+        chosen = tl.where(is_sampled & (drawn >= 0), drawn, chosen)
     in_batch = rows < bs
     tokens = chosen.to(tl.int64)
     if REDUCED:
@@ -100,11 +174,6 @@ def _finish_group(
         tokens = or_copied(tokens, candidates, candidate_columns, boosts, alive)
         tl.store(chains + FOLLOWED_AT, slot + 1, mask=alive & (tokens == candidates))
     tl.store(tokens_ptr + rows.to(tl.int64) * tokens_stride, tokens, mask=in_batch)
-    if SAMPLED:
-        highest = tl.max(tops, 0)
-        total = tl.sum(masses * tl.exp(tops - highest[None, :]), 0)
-        norms = highest + tl.log(total)
-        tl.store(log_norms_ptr + rows.to(tl.int64) * log_norms_stride, norms, mask=is_sampled)
 
 
 @triton.jit
@@ -297,10 +366,7 @@ def choose_kernel(
     if SAMPLED or SEEDED:
         temperatures = tl.load(temperatures_ptr + rows, mask=in_batch, other=0.0)
         is_sampled = temperatures > 0
-        sharpness = 1.0 / tl.where(is_sampled, tl.maximum(temperatures, LEAST_TEMPERATURE), 1.0)
-    if SAMPLED:
-        step = tl.load(step_ptr)
-        request_keys = tl.load(request_keys_ptr + rows, mask=in_batch, other=0)
+        sharpness = 1.0 / tl.where(is_sampled, tl.maximum(temperatures, LEAST), 1.0)
     if SEEDED:
         is_seeded = in_batch & (tl.load(is_seeded_ptr + rows, mask=in_batch, other=0) != 0)
         is_sampled = is_sampled & ~is_seeded
@@ -313,12 +379,14 @@ def choose_kernel(
         chains, weights_ptr, weights_stride, columns_ptr, slot, in_batch, CHAINED, REDUCED
     )
 
+    num_tiles = tl.cdiv(v, BLOCK_V)
+    share = tl.cdiv(num_tiles, num_programs)
     # Per lane, so that nothing is reduced inside the loop. A lane sees ascending columns: the first of equals stays.
     best = tl.full([BLOCK_B, BLOCK_V], float("-inf"), tl.float32)
-    best_columns = tl.zeros([BLOCK_B, BLOCK_V], tl.int32) + (program * BLOCK_V + lanes)[None, :]
+    best_columns = tl.zeros([BLOCK_B, BLOCK_V], tl.int32) + (program * share * BLOCK_V + lanes)[None, :]
     tops = tl.full([BLOCK_B, BLOCK_V], LOWEST, tl.float32)
     masses = tl.zeros([BLOCK_B, BLOCK_V], tl.float32)
-    for tile in range(program, tl.cdiv(v, BLOCK_V), num_programs):
+    for tile in range(program * share, tl.minimum((program + 1) * share, num_tiles)):
         columns = tile * BLOCK_V + lanes
         is_column = columns < v
         logits = tl.load(
@@ -343,9 +411,6 @@ def choose_kernel(
             ratio = tl.exp(-tl.abs(scores - tops))
             masses = tl.where(rises, masses * ratio + 1.0, masses + ratio)
             tops = tl.where(rises, scores, tops)
-            quads = tile * (BLOCK_V // 4) + tl.arange(0, BLOCK_V // 4)
-            noise = race_noise(seed, step, request_keys[:, None], slot, DRAFT, quads[None, :])
-            values = tl.where(is_sampled[:, None], scores - tl.log(noise), scores)
         if SEEDED:
             raced = _seeded_race(scores, seeds, positions, token_ids_ptr, columns, is_column, REDUCED)
             values = tl.where(is_seeded[:, None], raced, values)
@@ -361,6 +426,12 @@ def choose_kernel(
     tl.debug_barrier()
     arrived = tl.atomic_add(counters_ptr + group, 1, sem="acq_rel", scope="gpu")
     if arrived == num_programs - 1:
+        # Names for what is handed on where nothing is sampled.
+        thresholds, scores_of = best, tokens_ptr
+        if SAMPLED:
+            request_keys = tl.load(request_keys_ptr + rows, mask=in_batch, other=0)
+            thresholds = uniforms(seed, tl.load(step_ptr), request_keys, slot + rows * 0, DRAFT)
+            scores_of = scores_ptr + row_starts
         _finish_group(
             group,
             rows,
@@ -370,6 +441,10 @@ def choose_kernel(
             partial_ptr,
             partial_columns_ptr,
             is_sampled,
+            thresholds,
+            scores_of,
+            share,
+            v,
             token_ids_ptr,
             tokens_ptr,
             tokens_stride,
@@ -385,5 +460,6 @@ def choose_kernel(
             SAMPLED,
             CHAINED,
             BLOCK_B,
+            BLOCK_V,
             BLOCK_P,
         )

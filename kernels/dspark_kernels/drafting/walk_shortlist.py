@@ -26,13 +26,13 @@ from dspark_kernels.drafting.shortlist import CERTAIN
 from dspark_kernels.drafting.walk_kernel import (
     DRAFT,
     FOLLOWED_AT,
-    LEAST_TEMPERATURE,
+    LEAST,
     LOWEST,
     NO_COLUMN,
     candidates_at,
     or_copied,
 )
-from dspark_kernels.sampling.noise_device import race_noise_at, seeded_noise_at
+from dspark_kernels.sampling.noise_device import seeded_noise_at, uniforms
 
 _CERTAIN = tl.constexpr(CERTAIN)
 _MAX_BLOCK_R = 256
@@ -87,7 +87,7 @@ def choose_listed(
         RANK=rank,
         BLOCK_K=triton.next_power_of_2(members),
         BLOCK_R=min(_MAX_BLOCK_R, triton.next_power_of_2(rank)),
-        # Scores are summed as they are stored and raced: rounded to float32.
+        # Scores are summed as they are stored and drawn from: rounded to float32.
         enable_fp_fusion=False,
         **rule,
     )
@@ -132,6 +132,18 @@ def _competing(listed, members, TOP_K: tl.constexpr, MEMBERS: tl.constexpr):
         is_again = tl.sum(tl.where(competes & (columns == last), 1, 0), 0) > 0
         competes = competes | ((members == TOP_K) & (is_again == 0))
     return columns, competes
+
+
+@triton.jit
+def _column_at(number, weights, columns) -> tl.tensor:
+    """Return the column, in their order, in which the cumulative weights [BLOCK_K] cross ``number`` times their sum.
+
+    It is the last one of a positive weight before which there is at most so much; -1 if there is none.
+    """
+    weights = weights.to(tl.float64)
+    before = tl.sum(tl.where(columns[None, :] < columns[:, None], weights[None, :], 0.0), 1)
+    reached = (weights > 0) & (before <= number * tl.sum(weights, 0))
+    return tl.max(tl.where(reached, columns, -1), 0)
 
 
 @triton.jit
@@ -195,7 +207,7 @@ def choose_listed_kernel(
         # A copy for each member, as of what is compared below.
         temperatures = tl.load(temperatures_ptr + request + members * 0)
         is_sampled = temperatures > 0
-        sharpness = 1.0 / tl.where(is_sampled, tl.maximum(temperatures, LEAST_TEMPERATURE), 1.0)
+        sharpness = 1.0 / tl.where(is_sampled, tl.maximum(temperatures, LEAST), 1.0)
     if SEEDED:
         is_seeded = tl.load(is_seeded_ptr + request + members * 0) != 0
         is_sampled = is_sampled & ~is_seeded
@@ -229,13 +241,14 @@ def choose_listed_kernel(
             top = tl.maximum(tl.max(scores, 0), LOWEST)
             log_norm = top + tl.log(tl.sum(tl.exp(scores - top), 0))
             tl.store(log_norms_ptr + row + members * 0, log_norm, mask=is_sampled & (members == 0))
-            request_key = tl.load(request_keys_ptr + request)
-            noise = race_noise_at(seed, tl.load(step_ptr), request_key, slot, DRAFT, columns)
-            values = tl.where(is_sampled, scores - tl.log(noise), scores)
+            number = uniforms(seed, tl.load(step_ptr), tl.load(request_keys_ptr + request), slot, DRAFT)
+            drawn = _column_at(number, tl.exp(scores - top), columns)
         if SEEDED:
             raced = _own_race(scores, own_seed, position + slot, token_ids_ptr, columns, competes, REDUCED)
             values = tl.where(is_seeded, raced, values)
         chosen = tl.min(tl.where(competes & (values == tl.max(values, 0)), columns, NO_COLUMN), 0)
+        if SAMPLED:
+            chosen = tl.where((tl.max(is_sampled.to(tl.int32), 0) > 0) & (drawn >= 0), drawn, chosen)
         previous = chosen.to(tl.int64)
         if REDUCED:
             previous = tl.load(token_ids_ptr + previous)

@@ -1,19 +1,16 @@
 """Counter-based random numbers: a value depends on its key alone, never on batch order, batch size or device.
 
-The generator is Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Three families
-of values are drawn from it:
+The generator is Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Two families of
+values are drawn from it:
 
 ====================  ==================  ===================================================================
 family                Philox key          counter words
 ====================  ==================  ===================================================================
 ``uniform``           engine seed         slot | purpose << 16 | step[32:40] << 24, step[:32], request key (2)
-``race_exponential``  engine seed         as above, step[:32], request key[:32], 1 + column // 4
 ``exponential``       request's own seed  SEEDED << 16, position, token id // 2, 0
 ====================  ==================  ===================================================================
 
-The purpose bits of the first word keep ``exponential`` apart from the others. The last word keeps a race apart from
-uniforms of the same slot and purpose: request keys that races are drawn for lie below 2**32, so that the last word of
-their uniforms is 0.
+The purpose bits of the first word keep them apart.
 
 A request appears at most once per engine step, so (step, request key) names one decode round of one request, and no
 counter is ever used twice. That is what keeps sampling exact under a lagged verify budget: a draft that was not
@@ -22,7 +19,7 @@ verified must be drawn again from fresh noise, because last round's confidences 
 Words are 32-bit values held in int64 tensors: torch has no full set of uint32 operators on every device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import cast
 
@@ -67,9 +64,10 @@ def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        high0, low0 = _wide_product(_MULTIPLIERS[0], c0)
-        high1, low1 = _wide_product(_MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        # The low 64 bits of a product are right even where int64 overflows, and the mask removes the sign of its shift.
+        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c2 = (second >> 32 ^ c1 ^ k0) & _MASK32, (first >> 32 ^ c3 ^ k1) & _MASK32
+        c1, c3 = second & _MASK32, first & _MASK32
         k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
     return cast(Words, (c0, c1, c2, c3))
 
@@ -131,41 +129,6 @@ def exponential_at(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torc
     return _to_exponential(torch.where(token_ids & 1 == 0, even, odd))
 
 
-def race_bits(
-    seed: int, step: Word, request_keys: torch.Tensor, slots: Word, purpose: Word, num_columns: int
-) -> torch.Tensor:
-    """Return the 32 random bits of every column, int64 [..., num_columns]; see ``race_exponential``."""
-    quads = torch.arange((num_columns + 3) // 4, device=request_keys.device)
-    first = slots | (purpose << 16) | (((step >> 32) & 0xFF) << 24)
-    first = first[..., None] if isinstance(first, torch.Tensor) and first.ndim > 0 else first
-    counter = (first, step & _MASK32, request_keys[..., None] & _MASK32, 1 + quads)
-    return torch.stack(philox4x32(counter, _split64(seed)), dim=-1).flatten(-2)[..., :num_columns]
-
-
-def race_exponential(
-    seed: int, step: Word, request_keys: torch.Tensor, slots: Word, purpose: Word, num_columns: int
-) -> torch.Tensor:
-    """Unit-rate exponential noise E of the kernels' sampling: ``argmax(score - log E)`` is distributed as softmax.
-
-    E = -log1p(-x) with x = (bits + 1/2) * 2**-32: one word per column, four columns per generator call. The grid of x
-    moves a column's probability by at most about 2**-33, so a draw among V tokens by at most V * 2**-33 in total
-    variation (2e-5 for 152k tokens).
-
-    Args:
-        seed: engine seed; its low 64 bits are used.
-        step: engine step below 2**40, an int or a 0-dim int64 tensor.
-        request_keys: int64 in [0, 2**32), any shape; distinct for the requests of one step.
-        slots: position within the block, below 2**16; broadcasts against ``request_keys``.
-        purpose: what the race decides.
-        num_columns: v, the scores of a row.
-
-    Returns:
-        [..., v] float64, strictly positive; a column's value does not depend on v.
-    """
-    bits = race_bits(seed, step, request_keys, slots, purpose, num_columns)
-    return bits.to(torch.float64).add_(0.5).mul_(-(2.0**-32)).log1p_().neg_()
-
-
 @dataclass(frozen=True)
 class RoundKeys:
     """Everything that keys the random numbers of one decode round of a batch.
@@ -204,20 +167,41 @@ class RoundKeys:
         slots = torch.arange(num_slots, device=self.request_keys.device)
         return uniform(self.seed, self.step, self.request_keys[:, None], slots, purpose)
 
-    def race(self, slot: int, purpose: Purpose, num_columns: int) -> torch.Tensor:
-        """Race noise of one slot of every request, [bs, num_columns] float64; see ``race_exponential``."""
-        return race_exponential(self.seed, self.step, self.request_keys, slot, purpose, num_columns)
+    def kept(self, draft_mass: torch.Tensor, target_mass: torch.Tensor) -> torch.Tensor:
+        """Return whether each draft is kept, [bs, gamma] bool: u < min(1, p_t / p_d), multiplied out.
+
+        u < 1 makes the minimum implicit.
+
+        Args:
+            draft_mass, target_mass: [bs, gamma] float64, p_d and p_t of the drafts.
+        """
+        return self.block_uniform(draft_mass.shape[1], Purpose.ACCEPT) * draft_mass < target_mass
+
+    def drawn(self, weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+        """Return a token [n] int64 for each of this round's random numbers [n], drawn with the weights [n, V]."""
+        return inverse_cdf(weights, uniforms)
 
     def take(self, index: torch.Tensor) -> "RoundKeys":
         """Return the keys of the requests ``index`` [m] int64."""
-        return RoundKeys(self.seed, self.step, self.request_keys[index], self.positions[index])
+        return replace(self, request_keys=self.request_keys[index], positions=self.positions[index])
 
 
-def _wide_product(multiplier: int, word: Word) -> tuple[Word, Word]:
-    """High and low 32 bits of multiplier * word, by 16-bit halves of the multiplier so that int64 never overflows."""
-    low_part = word * (multiplier & 0xFFFF)
-    carry = word * (multiplier >> 16) + (low_part >> 16)
-    return carry >> 16, ((carry & 0xFFFF) << 16) | (low_part & 0xFFFF)
+def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Return the first token whose cumulative weight exceeds ``uniforms`` times the total.
+
+    Args:
+        weights: [n, V] float32 >= 0 with a positive sum; need not be normalised.
+        uniforms: [n] float64 in [0, 1).
+
+    Returns:
+        [n] int64; a token of weight 0 is never returned.
+    """
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    # u <= 1 - 2**-53 takes at least half a unit in the last place off the total, so the product rounds below it. Only
+    # NaN weights find no token; the bound keeps them from becoming an id that no embedding has.
+    threshold = uniforms * cumulative[:, -1]
+    found = torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(-1)
+    return found.clamp_max_(weights.shape[-1] - 1)
 
 
 def _split64(value: Word) -> tuple[Word, Word]:

@@ -14,39 +14,22 @@ _SEEDED_WORD = tl.constexpr(int(Purpose.SEEDED) << 16)
 _UNIT_26 = tl.constexpr(2.0**-26)
 _UNIT_52 = tl.constexpr(2.0**-52)
 _BITS_26 = tl.constexpr((1 << 26) - 1)
-_UNIT_32 = tl.constexpr(2.0**-32)
 _UNIT_53 = tl.constexpr(2.0**-53)
-_ALL_BITS = tl.constexpr(0xFFFFFFFF)
-
-
-@triton.jit
-def _noise_word(slots, purpose, step):
-    """First counter word of ``noise.uniform``."""
-    return (slots.to(tl.int64) | (purpose << 16) | (((step >> 32) & 0xFF) << 24)).to(tl.uint32)
 
 
 @triton.jit
 def uniforms(seed, step, key, slots, purpose) -> tl.tensor:
-    """``noise.uniform`` of one request: float64 of the shape of ``slots``."""
+    """``noise.uniform``: float64 of the shape of ``slots``, of one request (``key`` a scalar) or one for each slot."""
     zeros = (slots * 0).to(tl.uint32)
     high, low, _third, _fourth = tl.philox(
         seed,
-        _noise_word(slots, purpose, step),
+        (slots.to(tl.int64) | (purpose << 16) | (((step >> 32) & 0xFF) << 24)).to(tl.uint32),
         zeros + step.to(tl.uint32),
         zeros + key.to(tl.uint32),
         zeros + (key >> 32).to(tl.uint32),
     )
     bits = ((high >> 5).to(tl.int64) << 26) | (low >> 6).to(tl.int64)
     return bits.to(tl.float64) * _UNIT_53
-
-
-@triton.jit
-def unit_exponential(bits) -> tl.tensor:
-    """E = -log1p(-x), x = (bits + 0.5) * 2**-32, of uint32 words: float32 with a relative error below 1e-6."""
-    x = (bits.to(tl.float32) + 0.5) * _UNIT_32
-    # 1 - x has the form of x with all bits flipped, and is never 0.
-    rest = ((bits ^ _ALL_BITS).to(tl.float32) + 0.5) * _UNIT_32
-    return _minus_log(x, rest)
 
 
 @triton.jit
@@ -57,37 +40,6 @@ def _minus_log(x, rest) -> tl.tensor:
     square = s * s
     series = 2.0 * s * (1.0 + square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * (1.0 / 9)))))
     return tl.where(x < 0.25, series, -tl.log(rest))
-
-
-@triton.jit
-def _race_words(seed, step, key, slot, purpose, groups) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The four words of each group of four columns, int32; ``key`` is a scalar or broadcasts."""
-    zeros = (groups * 0).to(tl.uint32)
-    return tl.philox(
-        seed,
-        zeros + _noise_word(slot, purpose, step),
-        zeros + step.to(tl.uint32),
-        zeros + key.to(tl.uint32),
-        (groups + 1).to(tl.uint32),
-    )
-
-
-@triton.jit
-def race_noise(seed, step, key, slot, purpose, groups) -> tl.tensor:
-    """``noise.race_exponential`` [..., 4 * G] of the columns 4 * groups .. 4 * groups + 3 of one slot.
-
-    ``groups`` is int32 [G] with a scalar ``key``, or [1, G] with keys [B, 1] of several requests.
-    """
-    w0, w1, w2, w3 = _race_words(seed, step, key, slot, purpose, groups)
-    return unit_exponential(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
-
-
-@triton.jit
-def race_noise_at(seed, step, key, slot, purpose, columns) -> tl.tensor:
-    """:func:`race_noise` of some columns (int32) of a slot of one request: one generator call per value."""
-    w0, w1, w2, w3 = _race_words(seed, step, key, slot, purpose, columns >> 2)
-    of_pair = tl.where((columns & 1) == 0, w0, w1), tl.where((columns & 1) == 0, w2, w3)
-    return unit_exponential(tl.where((columns & 2) == 0, of_pair[0], of_pair[1]))
 
 
 @triton.jit

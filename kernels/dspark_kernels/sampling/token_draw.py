@@ -15,24 +15,6 @@ _DEVICE_NOISE_BLOCK = 1 << 22
 _DENSE_SHARE = 4
 
 
-def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return the first token whose cumulative weight exceeds ``uniforms`` times the total.
-
-    Args:
-        weights: [n, V] float32 >= 0 with a positive sum; need not be normalised.
-        uniforms: [n] float64 in [0, 1).
-
-    Returns:
-        [n] int64; a token of weight 0 is never returned.
-    """
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    # u <= 1 - 2**-53 takes at least half a unit in the last place off the total, so the product rounds below it. Only
-    # NaN weights find no token; the bound keeps them from becoming an id that no embedding has.
-    threshold = uniforms * cumulative[:, -1]
-    found = torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(-1)
-    return found.clamp_max_(weights.shape[-1] - 1)
-
-
 def seeded_argmax(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return the draw of a seeded request: argmax(log p + g(seed, position)) with Gumbel noise g.
 
@@ -63,39 +45,8 @@ def _seeded_scores(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Te
     return scores
 
 
-def draw_by_rule(
-    logits: torch.Tensor,
-    rows: SamplingBatch,
-    uniforms: torch.Tensor | None,
-    positions: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One token per request, each by its own rule: argmax, inverse CDF or seeded argmax.
-
-    Args:
-        logits: [bs, V], any float dtype, not modified.
-        rows: parameters of the bs requests.
-        uniforms: [bs] float64, read for sampled requests only; None exactly when there are none.
-        positions: [bs] int64, absolute position of the token to be drawn.
-
-    Returns:
-        Tokens [bs] int64, and the distributions [num_sampled, V] float32 that the sampled requests were drawn from, in
-        the order of ``rows.sampled_index``; None without sampled requests.
-    """
-    tokens = logits.argmax(-1) if rows.any_greedy else positions.new_empty(len(rows))
-    sampled_probs = None
-    if uniforms is not None:
-        index = rows.sampled_index
-        sampled_probs = target_probs(rows.select(logits, index), rows.sampled_params)
-        tokens[index] = inverse_cdf(sampled_probs, rows.select(uniforms, index))
-    if rows.any_seeded:
-        index = rows.seeded_index
-        probs = target_probs(rows.select(logits, index), rows.seeded_params)
-        tokens[index] = seeded_argmax(probs, rows.seeds[index], positions[index])
-    return tokens, sampled_probs
-
-
 def draw(logits: torch.Tensor, rows: SamplingBatch, keys: RoundKeys) -> torch.Tensor:
-    """One token per request: the first after the prompt, or a decode step without drafts.
+    """One token per request by its own rule: the first after the prompt, or a decode step without drafts.
 
     Args:
         logits: [bs, V], any float dtype, not modified.
@@ -105,5 +56,13 @@ def draw(logits: torch.Tensor, rows: SamplingBatch, keys: RoundKeys) -> torch.Te
     Returns:
         [bs] int64.
     """
-    uniforms = keys.uniform(0, Purpose.BONUS) if rows.any_sampled else None
-    return draw_by_rule(logits, rows, uniforms, keys.positions)[0]
+    tokens = logits.argmax(-1) if rows.any_greedy else keys.positions.new_empty(len(rows))
+    if rows.any_sampled:
+        index = rows.sampled_index
+        probs = target_probs(rows.select(logits, index), rows.sampled_params)
+        tokens[index] = keys.drawn(probs, rows.select(keys.uniform(0, Purpose.BONUS), index))
+    if rows.any_seeded:
+        index = rows.seeded_index
+        probs = target_probs(rows.select(logits, index), rows.seeded_params)
+        tokens[index] = seeded_argmax(probs, rows.seeds[index], keys.positions[index])
+    return tokens

@@ -156,7 +156,7 @@ class SimulatedServer:
         """Return the drafts that the draft stage proposes."""
         depth = decision.draft_len
         head = None if logits is None else torch.from_numpy(logits[:, :depth]).float()
-        block = DraftBlock(torch.zeros((bs, depth), dtype=torch.int64), None, head)
+        block = DraftBlock(torch.zeros((bs, depth), dtype=torch.int64), head)
         confidence = None
         if depth > 0 and decision.with_confidence:
             confidence = self.schedule.forecast.predict(head, bs, depth)

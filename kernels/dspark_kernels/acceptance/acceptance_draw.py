@@ -1,0 +1,274 @@
+"""The tokens that sampled requests draw after the verdict: masses of tiles, then the token of the one that is met."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dspark_kernels.acceptance.acceptance_kernels import FROM_DIFFERENCE, NOTHING, target_mass
+from dspark_kernels.acceptance.acceptance_reference import MIN_RESIDUAL_MASS
+from dspark_kernels.sampling.noise import Purpose
+from dspark_kernels.sampling.noise_device import uniforms
+
+_RESIDUAL = tl.constexpr(int(Purpose.RESIDUAL))
+_BONUS = tl.constexpr(int(Purpose.BONUS))
+_MIN_RESIDUAL_MASS = tl.constexpr(MIN_RESIDUAL_MASS)
+
+
+@triton.jit
+def _removed_mass(
+    target,
+    draft_tokens_ptr,  # of the request
+    scores_ptr,  # of the slot
+    log_norms_ptr,
+    columns_ptr,
+    copied_ptr,
+    slot,
+    drawn,
+    tokens,
+    in_vocab,
+    subtract,
+    HAS_DISTRIBUTION: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
+    HAS_COPIED: tl.constexpr,
+):
+    """Return what a rejection takes off p_t at ``tokens``: p_d, or all of a copied token; 0 without a rejection.
+
+    What belongs to a draft is read after a rejection only, where slot < gamma.
+    """
+    rejected = tl.load(draft_tokens_ptr + slot, mask=subtract, other=-1)
+    removed = tl.where(tokens == rejected, target, 0.0)  # a copied token has p_d = 1
+    if HAS_DISTRIBUTION:
+        columns = tokens
+        is_drawn = subtract & (slot < drawn)
+        if HAS_COLUMNS:
+            columns = tl.load(columns_ptr + tokens, mask=in_vocab & is_drawn, other=-1)
+        known = in_vocab & is_drawn & (columns >= 0)
+        scores = tl.load(scores_ptr + columns, mask=known, other=float("-inf"))
+        log_norm = tl.load(log_norms_ptr + slot, mask=is_drawn, other=0.0)
+        if HAS_COPIED:
+            is_drawn = is_drawn & (tl.load(copied_ptr + slot, mask=is_drawn, other=0) == 0)
+        removed = tl.where(is_drawn, tl.where(known, tl.exp(scores - log_norm), 0.0), removed)
+    return removed
+
+
+@triton.jit
+def _weights(
+    request,
+    tokens,
+    draft_tokens_ptr,
+    logits_ptr,
+    indptr_ptr,
+    temperatures_ptr,
+    scores_ptr,
+    log_norms_ptr,
+    columns_ptr,
+    copied_ptr,
+    lens_ptr,
+    base_ptr,
+    log_mass_ptr,
+    cut_ptr,
+    last_ptr,
+    row_stride,
+    scores_stride,
+    vocab_size,
+    drafts_stride,
+    drawn,
+    subtract,
+    HAS_FILTER: tl.constexpr,
+    HAS_DISTRIBUTION: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
+    HAS_COPIED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """What a request's next token is drawn from, at ``tokens``, and p_t there; 0 for whatever is no positive number."""
+    slot = tl.load(lens_ptr + request)
+    row = tl.load(indptr_ptr + request).to(tl.int64) + slot
+    in_vocab = tokens < vocab_size
+    logits = tl.load(logits_ptr + row * row_stride + tokens, mask=in_vocab, other=float("-inf")).to(tl.float32)
+    temperature = tl.load(temperatures_ptr + request)
+    base, log_mass = tl.load(base_ptr + request), tl.load(log_mass_ptr + request)
+    target = target_mass(logits, base, temperature, log_mass, tokens, cut_ptr, last_ptr, row, slot >= 0, HAS_FILTER)
+    removed = _removed_mass(
+        target,
+        draft_tokens_ptr + request * drafts_stride,
+        scores_ptr + (request * drawn + slot) * scores_stride if HAS_DISTRIBUTION else None,
+        log_norms_ptr + request * drawn if HAS_DISTRIBUTION else None,
+        columns_ptr,
+        copied_ptr + request * drawn if HAS_COPIED else None,
+        slot,
+        drawn,
+        tokens,
+        in_vocab,
+        subtract,
+        HAS_DISTRIBUTION,
+        HAS_COLUMNS,
+        HAS_COPIED,
+    )
+    # Comparisons with NaN are false.
+    return tl.where(target > removed, target - removed, 0.0), tl.where(target > 0, target, 0.0)
+
+
+@triton.jit(do_not_specialize=["drawn", "drafts_stride"])
+def mass_kernel(
+    draft_tokens_ptr,
+    logits_ptr,
+    indptr_ptr,
+    temperatures_ptr,
+    scores_ptr,
+    log_norms_ptr,
+    columns_ptr,
+    copied_ptr,
+    lens_ptr,
+    source_ptr,
+    base_ptr,
+    log_mass_ptr,
+    cut_ptr,
+    last_ptr,
+    tile_mass_ptr,
+    target_tile_mass_ptr,
+    row_stride,
+    scores_stride,
+    vocab_size,
+    num_tiles,
+    drafts_stride,
+    drawn,
+    HAS_FILTER: tl.constexpr,
+    HAS_DISTRIBUTION: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
+    HAS_COPIED: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Grid (bs, tiles): the masses of a tile, of what is to be drawn from and of p_t."""
+    request = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    source = tl.load(source_ptr + request)
+    if source != NOTHING:
+        weights, target = _weights(
+            request,
+            tile * TILE + tl.arange(0, TILE),
+            draft_tokens_ptr,
+            logits_ptr,
+            indptr_ptr,
+            temperatures_ptr,
+            scores_ptr,
+            log_norms_ptr,
+            columns_ptr,
+            copied_ptr,
+            lens_ptr,
+            base_ptr,
+            log_mass_ptr,
+            cut_ptr,
+            last_ptr,
+            row_stride,
+            scores_stride,
+            vocab_size,
+            drafts_stride,
+            drawn,
+            source == FROM_DIFFERENCE,
+            HAS_FILTER,
+            HAS_DISTRIBUTION,
+            HAS_COLUMNS,
+            HAS_COPIED,
+        )
+        tl.store(tile_mass_ptr + request * num_tiles + tile, tl.sum(weights, 0))
+        tl.store(target_tile_mass_ptr + request * num_tiles + tile, tl.sum(target, 0))
+
+
+@triton.jit
+def _last_reached(weights, threshold) -> tuple[tl.tensor, tl.tensor]:
+    """Return the last of ``weights`` > 0 before which there is at most ``threshold``, and what there is before it.
+
+    That is the one in which the cumulative sum crosses the threshold, or the last one if rounding lets none cross it;
+    -1 if there is none.
+    """
+    weights = weights.to(tl.float64)
+    before = tl.cumsum(weights, 0) - weights
+    reached = (weights > 0) & (before <= threshold)
+    last = tl.max(tl.where(reached, tl.arange(0, weights.shape[0]), -1), 0)
+    return last, tl.max(tl.where(reached, before, 0.0), 0)
+
+
+@triton.jit(do_not_specialize=["seed", "gamma", "drawn", "drafts_stride"])
+def token_kernel(
+    draft_tokens_ptr,
+    logits_ptr,
+    indptr_ptr,
+    temperatures_ptr,
+    scores_ptr,
+    log_norms_ptr,
+    columns_ptr,
+    copied_ptr,
+    request_keys_ptr,
+    step_ptr,
+    lens_ptr,
+    source_ptr,
+    base_ptr,
+    log_mass_ptr,
+    cut_ptr,
+    last_ptr,
+    tile_mass_ptr,
+    target_tile_mass_ptr,
+    bonus_ptr,
+    out_tokens_ptr,
+    seed: tl.int64,
+    row_stride,
+    scores_stride,
+    vocab_size,
+    num_tiles,
+    drafts_stride,
+    gamma,
+    drawn,
+    HAS_FILTER: tl.constexpr,
+    HAS_DISTRIBUTION: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
+    HAS_COPIED: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,  # >= num_tiles
+) -> None:
+    """Grid (bs,): the token at which the cumulative weight crosses u times all of it: its tile, then itself."""
+    request = tl.program_id(0).to(tl.int64)
+    source = tl.load(source_ptr + request)
+    if source != NOTHING:
+        subtract = source == FROM_DIFFERENCE
+        slot = tl.load(lens_ptr + request)
+        tiles = tl.arange(0, BLOCK_T)
+        at = request * num_tiles + tiles
+        masses = tl.load(tile_mass_ptr + at, mask=tiles < num_tiles, other=0.0)
+        from_weights = tl.sum(masses, 0) > _MIN_RESIDUAL_MASS
+        masses = tl.where(from_weights, masses, tl.load(target_tile_mass_ptr + at, mask=tiles < num_tiles, other=0.0))
+        key, purpose = tl.load(request_keys_ptr + request), tl.where(subtract, _RESIDUAL, _BONUS)
+        threshold = uniforms(seed, tl.load(step_ptr), key, slot, purpose) * tl.sum(masses.to(tl.float64), 0)
+        tile, before = _last_reached(masses, threshold)
+        # A row of no mass is no distribution (NaN); the argmax that is there already is a token at least.
+        if tile >= 0:
+            weights, target = _weights(
+                request,
+                tile * TILE + tl.arange(0, TILE),
+                draft_tokens_ptr,
+                logits_ptr,
+                indptr_ptr,
+                temperatures_ptr,
+                scores_ptr,
+                log_norms_ptr,
+                columns_ptr,
+                copied_ptr,
+                lens_ptr,
+                base_ptr,
+                log_mass_ptr,
+                cut_ptr,
+                last_ptr,
+                row_stride,
+                scores_stride,
+                vocab_size,
+                drafts_stride,
+                drawn,
+                subtract,
+                HAS_FILTER,
+                HAS_DISTRIBUTION,
+                HAS_COLUMNS,
+                HAS_COPIED,
+            )
+            place, _before = _last_reached(tl.where(from_weights, weights, target), threshold - before)
+            token = tile * TILE + place
+            tl.store(bonus_ptr + request, token)
+            tl.store(out_tokens_ptr + request * (gamma + 1) + slot, token)
