@@ -117,11 +117,7 @@ class DSparkConfig:
         read=int,
     )
     tpot_ms: Annotated[float, Meta(ge=0.1, le=10_000, description="must lie in [0.1, 10000]")] | None = _option(
-        "Milliseconds per token behind the first that answers are promised if their requests name none.",
-        read=float,
-    )
-    ttft_ms: Annotated[float, Meta(ge=0.1, le=600_000, description="must lie in [0.1, 600000]")] | None = _option(
-        "Milliseconds to the first token that answers are promised if their requests name none.",
+        "SLO of answers whose requests name none: milliseconds per token after the first.",
         read=float,
     )
     max_gap_ms: Annotated[float, Meta(ge=1, le=60_000, description="must lie in 1 to 60000")] | None = _option(

@@ -26,7 +26,6 @@ WRITTEN = {
     "draft_free": {"true": True, "on": True, "false": False, "'on'": True},
     "answer_cache": {"64": 64},
     "tpot_ms": {"30": 30.0},
-    "ttft_ms": {"500": 500.0},
     "max_gap_ms": {"50": 50.0},
     "prompt_rows": {"64": 64},
     "answer_cache_key": {"prompt": "prompt"},

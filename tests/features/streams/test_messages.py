@@ -36,9 +36,7 @@ def messages(tokenizer, ids, ends, incremental, trimmed=0):
                 "reasoning_tokens": end,
                 "output_token_logprobs": [(-float(place), ids[place], None) for place in range(first, end)],
                 "output_token_logprobs_length": end,
-                "dspark_promise": [
-                    {"outcome": "kept"} if place == len(ids) - 1 else None for place in range(first, end)
-                ],
+                "dspark_slo": [{"outcome": "met"} if place == len(ids) - 1 else None for place in range(first, end)],
                 "hidden_states": [[[0.5], [0.25]], *([float(token)] for token in ids[1:end])],
             },
         }
