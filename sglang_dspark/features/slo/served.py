@@ -92,7 +92,7 @@ class Slos(Weigher):
         per_token(req, "dspark_slo").extend([*[None] * (tokens - 1), found])
 
     def counted(self) -> Sequence[Counted]:
-        return (Counted("slos", "Answers with an SLO of time per token.", "outcome", self._outcomes),)
+        return (Counted("slos", self._outcomes, "outcome", "Answers with an SLO of time per token."),)
 
     def describe(self) -> Mapping[str, object]:
         """Return the server's SLO, and the least time per token of a request that runs alone with all drafts kept.

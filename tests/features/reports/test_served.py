@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dspark.features.reports import handlers
-from sglang_dspark.features.reports.handlers import report_verified
+from sglang_dspark.features.reports import served
+from sglang_dspark.features.reports.served import report_verified
 
 BLOCK = 7
 
@@ -28,7 +28,7 @@ def add(reporter, verified, accepted):
 @pytest.fixture
 def said(monkeypatch):
     """Return what a reporter says of steps [(verified, accepted), ...], reported after each; the last two are due."""
-    monkeypatch.setattr(handlers, "tokens_per_step", lambda: BLOCK + 1)
+    monkeypatch.setattr(served, "tokens_per_step", lambda: BLOCK + 1)
 
     def said(first, second):
         reporter = Reporter(said=[], spec_num_correct_drafts=0, spec_num_forward_ct=0, spec_num_cap_tokens=0)
