@@ -129,17 +129,13 @@ class DSparkConfig:
         read=int,
     )
     tpot_ms: Annotated[float, Meta(ge=0.1, le=10_000, description="must lie in [0.1, 10000]")] | None = _option(
-        "Default of the requests' `tpot_ms`: promised milliseconds per token after the first.",
+        "SLO of answers whose requests name none: milliseconds per token after the first.",
         read=float,
     )
     min_tpot_ms: Annotated[float, Meta(ge=0.1, description="must be a number from 0.1, or inf")] = _option(
-        "Least milliseconds per token that a request may be promised: HTTP 400 answers those that name less. `inf` "
+        "Least milliseconds per token that a request may name as its SLO: HTTP 400 answers those that name less. `inf` "
         "lets requests name none.",
         default=0.1,
-        read=float,
-    )
-    ttft_ms: Annotated[float, Meta(ge=0.1, le=600_000, description="must lie in [0.1, 600000]")] | None = _option(
-        "Milliseconds to the first token that answers are promised if their requests name none.",
         read=float,
     )
     max_gap_ms: Annotated[float, Meta(ge=1, le=60_000, description="must lie in 1 to 60000")] | None = _option(

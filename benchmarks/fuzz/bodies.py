@@ -349,7 +349,6 @@ SPECULATION: dict[str, Values] = {
     "confidence_threshold": (0, 0.3, 0.9, 1),
     "trace": (True,),
     "tpot_ms": (0.1, 7, 10_000),
-    "ttft_ms": (0.1, 200, 600_000),
     "weight": (0.01, 0.5, 1),
 }
 PRESET_KEYS: dict[str, Values] = {

@@ -30,10 +30,10 @@ def in_eight_bits(weight: Tensor) -> Weight:
     return stored if runs_kernels(weight) else stored.rounded
 
 
-def overwrite(weight: Weight, other: Weight, rows: Tensor | slice = slice(None)) -> None:
-    """Write another weight over one that is stored alike, or over some rows: captured graphs go on reading it."""
+def overwrite(weight: Weight, other: Weight) -> None:
+    """Write another weight over one that is stored alike: captured graphs go on reading it."""
     for old, new in zip(_tensors(weight), _tensors(other), strict=True):
-        old[rows] = new
+        old.copy_(new)
 
 
 def _tensors(weight: Weight) -> tuple[Tensor, ...]:

@@ -15,12 +15,12 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import numpy as np
 import torch
-from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, MarkovWeights, Weight, to_device
+from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, MarkovWeights, Weight
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -68,18 +68,6 @@ def save_token_ids(path: Path, token_ids: Iterable[int]) -> None:
     atomic_write_text(path, json.dumps({"version": VERSION, "token_ids": sorted(token_ids)}) + "\n")
 
 
-class Listed(NamedTuple):
-    """A list of proposed tokens, on the host.
-
-    Attributes:
-        tokens: [v] int64, of each column.
-        has: [V + 1] whether a token is on the list, and True, for the -1 behind a request's tokens.
-    """
-
-    tokens: NDArray[np.int64]
-    has: NDArray[np.bool_]
-
-
 class ProposalHeads:
     """LM head, Markov head and confidence head of a frozen drafter, over the tokens that it proposes.
 
@@ -87,10 +75,10 @@ class ProposalHeads:
 
     Attributes:
         weights: all but the LM head.
-        listed: what is proposed, as is in force at any time; None for all tokens.
+        proposed: [V + 1] whether a token is proposed, and True, for the -1 after a request's tokens; None for all.
     """
 
-    listed: Listed | None = None
+    proposed: NDArray[np.bool_] | None = None
 
     def __init__(self, model: DraftModel, token_ids: Sequence[int] | None) -> None:
         """Take the heads of ``model``, whose LM head is bound.
@@ -107,7 +95,7 @@ class ProposalHeads:
         vocabulary = None if ids is None else DraftVocabulary(ids, model.config.vocab_size)
         self._model, self._chosen = model, chosen
         if ids is not None:
-            self.listed = Listed(np.empty(len(ids), np.int64), np.zeros(model.config.vocab_size + 1, bool))
+            self.proposed = np.zeros(model.config.vocab_size + 1, bool)
         markov = _markov_weights(model.markov_head, self._stored)
         self._rows = self._stored(model.lm_head_weight)
         head = model.confidence_head
@@ -125,47 +113,15 @@ class ProposalHeads:
             overwrite(self.weights.markov.w2, self._stored(self._model.markov_head.markov_w2.weight))
 
     def _follow_list(self) -> None:
-        vocabulary, listed = self.vocabulary, self.listed
-        if vocabulary is not None and listed is not None:
+        vocabulary, proposed = self.vocabulary, self.proposed
+        if vocabulary is not None and proposed is not None:
             vocabulary.columns.copy_(DraftVocabulary(vocabulary.token_ids, vocabulary.vocab_size).columns)
-            listed.tokens[:] = vocabulary.token_ids.cpu().numpy()
-            listed.has[:] = False
-            listed.has[[*listed.tokens, -1]] = True
+            proposed[:] = False
+            proposed[[*vocabulary.token_ids.tolist(), -1]] = True
 
-    @property
-    def has_others(self) -> bool:
-        """Return whether there are heads for tokens that are not proposed."""
-        return self._chosen is not None
-
-    def replace(self, columns: list[int], tokens: list[int]) -> None:
-        """Propose other tokens in some columns from now on, in place: behind a step, before the next one drafts.
-
-        Captured graphs go on reading what they read. No host sync.
-
-        Args:
-            tokens: as many, which are not proposed yet. Columns do not ascend any more.
-        """
-        vocabulary, markov, listed = self.vocabulary, self._model.markov_head, self.listed
-        assert vocabulary is not None, "some tokens are not proposed"
-        assert listed is not None, "those are listed"
-        before = listed.tokens[columns]
-        places, new, old = to_device(torch.tensor([columns, tokens, before.tolist()]), vocabulary.token_ids.device)
-        # All that takes memory comes first.
-        rows, biases = self._stored(self._model.lm_head_weight, new), None
-        if markov is not None:
-            biases = self._stored(markov.markov_w2.weight, new)
-        listed.tokens[columns], listed.has[before], listed.has[tokens] = tokens, False, True
-        overwrite(self._rows, rows, places)
-        if biases is not None and self.weights.markov is not None:
-            overwrite(self.weights.markov.w2, biases, places)
-        vocabulary.columns[old] = -1
-        vocabulary.columns[new] = places.int()
-        vocabulary.token_ids[places] = new
-
-    def _stored(self, weight: Tensor, tokens: Tensor | None = None) -> Weight:
-        """Return the rows of a weight that are proposed, or those of ``tokens``, as they are read."""
-        tokens = self._chosen if tokens is None else tokens
-        rows = weight if tokens is None else weight[tokens]
+    def _stored(self, weight: Tensor) -> Weight:
+        """Return the rows of a weight that are proposed, as they are read."""
+        rows = weight if self._chosen is None else weight[self._chosen]
         return in_eight_bits(rows) if self._model.eight_bits else rows
 
     @property

@@ -121,12 +121,12 @@ class Encoded(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """Numbers that only grow, for statistics and, with ``_total``, Prometheus, by a label, or two joined by ``_``."""
+    """Numbers that only grow, by kind, for statistics; with a label for their kinds also for Prometheus."""
 
     name: str
-    text: str
-    label: str
     values: Mapping[str, float]
+    label: str = ""
+    text: str = ""
 
 
 class Part:

@@ -221,8 +221,8 @@ class Drafter:
 
     @property
     def proposed(self) -> NDArray[np.bool_] | None:
-        """Return :attr:`Listed.has`; None if all tokens are proposed."""
-        return None if self.heads.listed is None else self.heads.listed.has
+        """Return :attr:`ProposalHeads.proposed`."""
+        return self.heads.proposed
 
     def allocate(self, num_slots: int, dtype: torch.dtype) -> DraftCache:
         """Make the pool of K/V slots."""
@@ -345,7 +345,7 @@ class Drafter:
 
     def describe(self) -> dict[str, Any] | None:
         """Return a description of the checkpoint, as JSON."""
-        config, listed = self.config, self.heads.listed
+        config, vocabulary = self.config, self.heads.vocabulary
         return {
             "path": self._checkpoint.path,
             "block_size": config.gamma,
@@ -354,7 +354,7 @@ class Drafter:
             "markov_head_type": config.markov_head_type if config.markov_rank else None,
             "markov_rank": config.markov_rank,
             "confidence_head": config.predicts_acceptance,
-            "vocab_size": config.vocab_size if listed is None else len(listed.tokens),
+            "vocab_size": config.vocab_size if vocabulary is None else len(vocabulary.token_ids),
             "quantization": "int8" if self.model.eight_bits else None,
             "window": None if self.window is None else asdict(self.window),
         }

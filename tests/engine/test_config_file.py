@@ -27,7 +27,6 @@ WRITTEN = {
     "answer_cache": {"64": 64},
     "tpot_ms": {"30": 30.0},
     "min_tpot_ms": {"30": 30.0, "inf": float("inf")},
-    "ttft_ms": {"500": 500.0},
     "max_gap_ms": {"50": 50.0},
     "prompt_rows": {"64": 64},
     "unproven": {"survivals": ("survivals",), "[held-rows, prompt-rows]": ("held-rows", "prompt-rows")},

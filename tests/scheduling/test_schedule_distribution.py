@@ -26,8 +26,8 @@ from step_tables import make_table
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.scheduling.promises import Pace
 from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.scheduling.slo import SloState
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DraftOutput
@@ -222,15 +222,15 @@ def test_the_text_follows_the_target_whatever_requests_ask_for(model, name):
 
 
 def test_the_text_follows_the_target_while_weights_move_with_the_clock(model):
-    """The clock runs by what was emitted, and every third request is promised nothing."""
-    paces = [Pace(None if row % 3 == 0 else 6.0 + row, began_ms=0.0, first_tokens=1) for row in range(BS)]
+    """The clock runs by what was emitted, and every third request has no SLO."""
+    slos = [SloState(None if row % 3 == 0 else 6.0 + row, began_ms=0.0, first_tokens=1) for row in range(BS)]
     sent, seen, clock = np.ones(BS), set(), [0.0]
 
     def weigh(step, out_tokens):
         tokens = (out_tokens >= 0).sum(1).numpy() * (step > 0)
         sent[:] += tokens
         clock[0] += 20 + tokens.sum() % 7
-        weights = [pace.counts(clock[0], int(count)) for pace, count in zip(paces, sent, strict=True)]
+        weights = [slo.weight(clock[0], int(count)) for slo, count in zip(slos, sent, strict=True)]
         seen.update(weights)
         return weights
 

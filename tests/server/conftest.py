@@ -107,10 +107,7 @@ def _reading(architecture: str, *flags: str, env: Mapping[str, str] | None = Non
 
 BUNDLED = Path(smollm2.__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
 STATIC = "--speculative-dspark-schedule static"
-WITHOUT_A_DRAFTER = (
-    *("speculative-algorithm: DSPARK", "speculative-dspark-draft-free: true"),
-    "speculative-dspark-ttft-ms: 600000",
-)
+WITHOUT_A_DRAFTER = ("speculative-algorithm: DSPARK", "speculative-dspark-draft-free: true")
 SAVES_MEMORY = "--enable-memory-saver --enable-weights-cpu-backup --speculative-draft-load-format dummy"
 KEEPS_ANSWERS = "--speculative-dspark-answer-cache 1"
 CONFIGURED = (

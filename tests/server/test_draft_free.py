@@ -87,15 +87,3 @@ def test_routes_behind_a_proxy(draft_free):
     assert status == 400
     assert "no_such_key" in answer
     assert call(draft_free, "/pd_role_switch", body={})[0] == 400
-
-
-def test_the_server_promises_first_tokens(draft_free):
-    bodies = [greedy(CASES[0]["prompt_ids"], 1, speculation=asked) for asked in (None, {"ttft_ms": 0.1})]
-    promises = [answer["meta_info"]["dspark_promise"] for answer in generate(draft_free, bodies, 1)]
-    assert [(said["promised_ttft_ms"], said["ttft_outcome"]) for said in promises] == [
-        (600_000.0, "kept"),
-        (0.1, "unreachable"),
-    ]
-    assert draft_free.get_json("/dspark/capabilities")["promises"]["ttft_ms"] == 600_000
-    counts = draft_free.get_json("/dspark/stats")
-    assert counts["promises"]["ttft_kept"] > 0 < counts["promises_late_seconds"]["ttft_unreachable"]

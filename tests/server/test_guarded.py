@@ -152,7 +152,7 @@ def test_openai_answers_carry_the_counts_where_sglang_carries_meta_info(guarded)
     body |= {"return_meta_info": True, "speculation": {"tpot_ms": 9999}}
     answer = json.loads(call(guarded, "/v1/chat/completions", "user-key", body)[1])
     meta_info = answer["choices"][0]["meta_info"]
-    assert meta_info["dspark_promise"]["outcome"] == "kept"
+    assert meta_info["dspark_slo"]["outcome"] == "met"
     counts = meta_info["dspark"]
     assert counts["accepted_tokens"] + counts["rounds"] >= answer["usage"]["completion_tokens"] - 1
 

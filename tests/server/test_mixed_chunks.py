@@ -21,7 +21,6 @@ from golden_server import (
     in_background,
     output_ids,
     policy,
-    wait_until,
 )
 
 from sglang_dspark.tools.launch import LaunchedServer
@@ -60,11 +59,6 @@ def bodies() -> list[dict[str, Any]]:
     ]
 
 
-def promised(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the requests; those with short prompts are promised a first token, and go in between chunks of others."""
-    return [body | ({"speculation": {"ttft_ms": 50}} if len(body["input_ids"]) < 70 else {}) for body in asked]
-
-
 def test_texts_beside_prompts_of_every_length(letters, plain_letters):
     asked = bodies()
     expected = output_ids(plain_letters, asked)
@@ -75,7 +69,7 @@ def test_texts_beside_prompts_of_every_length(letters, plain_letters):
     with policy(letters, "static", **PACED):  # only mixed steps draft nothing
         letters.flush_cache()
         with beside(letters, RUNNING):
-            answers = generate(letters, promised(asked), 8)
+            answers = generate(letters, asked, 8)
         free = [i for i, body in enumerate(asked) if "regex" not in body["sampling_params"]]
         with drafting_beside_prompts(letters, len(free)), beside(letters, RUNNING):  # while a grammar runs, none is
             assert output_ids(letters, [asked[i] for i in free], 1) == [expected[i] for i in free]
@@ -88,27 +82,11 @@ def test_texts_beside_prompts_of_every_length(letters, plain_letters):
         assert 0 <= committed - (counts["completion_tokens"] - 1) <= 15  # the last round may go beyond the end
 
 
-def test_promised_prompts_go_in_between_the_chunks_of_another(letters, plain_letters):
-    """Two, one after the other. Nothing else would be encoded before the last of 16 chunks."""
-    draw, texts = random.Random(9), []
-    asked = [greedy(draw.choices(VOCAB, k=length), 1) for length in (15 * 64, 9, 9)]
-    expected = output_ids(plain_letters, asked)
-    with policy(letters, "static", pace_ms=16 * PACE_MS), beside(letters, RUNNING):
-        before = letters.get_json("/dspark/stats")["prompts"]
-        long = in_background(lambda: texts.extend(output_ids(letters, asked[:1])))
-        wait_until(lambda: letters.get_json("/dspark/stats")["prompts"] != before)
-        short = output_ids(letters, promised(asked[1:]), 1)
-        assert long.is_alive()
-        with policy(letters, "static", **PACED):
-            long.join()
-    assert texts + short == expected
-
-
 def test_clients_that_go_away_beside_prompts(corner, plain):
     asked, texts = bodies()[::4], []
     expected = output_ids(plain, asked)
     with policy(corner, "static", **PACED), drafting_beside_prompts(corner, 4), beside(corner, RUNNING):
-        thread = in_background(lambda: texts.extend(output_ids(corner, promised(asked), 4)))
+        thread = in_background(lambda: texts.extend(output_ids(corner, asked, 4)))
         for _ in range(4):
             connection = http.client.HTTPConnection(corner.url.removeprefix("http://"), timeout=60)
             body = endless([5, 6, 7], 800, stream=True)
@@ -129,7 +107,7 @@ def test_chunks_within_a_bound(parallel):
         parallel.flush_cache()
         # Four requests have room for one that runs and three blocks of four rows of a prompt.
         with drafting_beside_prompts(parallel, (90 + 130) // 8), beside(parallel, RUNNING):
-            assert output_ids(parallel, promised(asked[:2]), 2) + output_ids(parallel, asked[2:], 1) == expected
+            assert output_ids(parallel, asked[:2], 2) + output_ids(parallel, asked[2:], 1) == expected
 
 
 BRACES = {"begin": "{", "schema": {"type": "boolean"}, "end": "}"}

@@ -36,7 +36,7 @@ def refused(server, path, body):
                 ("/generate", {"text": "a"}),
                 ("/v1/completions", {"model": "m", "prompt": "a"}),
             )
-            for key, value in (("tpot_ms", 0), ("ttft_ms", "soon"), ("weight", True))
+            for key, value in (("tpot_ms", "soon"), ("weight", True))
         ),
         ("/dspark/policy", {"policy": "static", "verify_len": 8}, "verify-len=8 exceeds the 7 drafts"),
         ("/dspark/policy", [], "JSON object"),

@@ -85,7 +85,6 @@ def test_every_tokenizer_worker_reads_and_checks_requests(replicas, worker):
     assert refused[0] == 400 and "speculation.max_verify" in refused[1]
     assert unserved[0] == 400 and "-7" in unserved[1]
     assert "accepted_prediction_tokens" in predicted["usage"]["completion_tokens_details"]
-    assert predicted["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
     assert page[0] == 200
     now = replicas.get_json("/dspark/stats")
     assert [stats[name] for name in COUNTS] == [now[name] for name in COUNTS]

@@ -102,26 +102,25 @@ def test_bounds_of_the_lookup_hold(draft_free, least, most):
     assert {bool(entry["draft"]) for entry in rounds} == {True, False}
 
 
-def test_promises_are_weighed_counted_and_answered(dspark):
-    """Four of eight users are promised a time: two one that is always kept, and two one that no server can keep."""
+def test_slos_are_weighed_counted_and_answered(dspark):
+    """Four of eight users have an SLO: two one that is always met, and two one that no server can meet."""
     asked = [{"tpot_ms": 10_000}, {"weight": 0.2}, {"tpot_ms": 0.1}, None] * 2
     bodies = [greedy(case["prompt_ids"], 64) for case in CASES[:4]] * 2
     bodies = [{**body, "speculation": options} for body, options in zip(bodies, asked, strict=True)]
     bodies[0]["stream"] = True
-    before = dspark.get_json("/dspark/stats")["promises"]
+    before = dspark.get_json("/dspark/stats")["slos"]
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda body: last_answer(dspark, body), bodies))
     assert [answer["output_ids"] for answer in answers] == [case["output_ids"] for case in CASES[:4]] * 2
-    promises = [answer["meta_info"].get("dspark_promise") for answer in answers]
-    outcomes = [promise and (promise["promised_ms"], promise["outcome"]) for promise in promises]
-    assert outcomes == [(10_000.0, "kept"), None, (0.1, "unreachable"), None] * 2
+    slos = [answer["meta_info"].get("dspark_slo") for answer in answers]
+    outcomes = [slo and (slo["slo_tpot_ms"], slo["outcome"]) for slo in slos]
+    assert outcomes == [(10_000.0, "met"), None, (0.1, "infeasible"), None] * 2
     completion = {"model": "m", "prompt": "a", "max_tokens": 8, "ignore_eos": True, "speculation": {"tpot_ms": 9999}}
     assert dspark.post_json("/v1/completions", completion)["choices"]
-    after = dspark.get_json("/dspark/stats")["promises"]
-    grown = {outcome: after[outcome] - before[outcome] for outcome in after}
-    assert {outcome: count for outcome, count in grown.items() if count} == {"tpot_kept": 3, "tpot_unreachable": 2}
-    found = dspark.get_json("/dspark/capabilities")["promises"]
-    assert found["tpot_ms"] is found["ttft_ms"] is None and found["least_ttft_ms"] > found["least_tpot_ms"] > 0
+    after = dspark.get_json("/dspark/stats")["slos"]
+    assert {outcome: after[outcome] - before[outcome] for outcome in after} == {"met": 3, "missed": 0, "infeasible": 2}
+    found = dspark.get_json("/dspark/capabilities")["slo"]
+    assert found["tpot_ms"] is None and found["least_tpot_ms"] > 0
 
 
 @pytest.mark.parametrize("name", ["auto", "static", "early-stop", "threshold"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import product
@@ -54,7 +52,6 @@ from sglang_dspark.tools.launch import dspark_flags
 PROMPT = CASES[0]["prompt_ids"]
 LENGTH = 24
 DRAFTER = "/dspark/drafter"
-EXPORTED = ("rounds", "tokens", "misfit")
 
 
 def reference(target, draft):
@@ -253,11 +250,6 @@ def test_a_request_that_an_update_meets(request, folders, name, how):
     kept = [count for count in range(begun, begun + 9) if ids[:count] == old[:count]]
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (TARGET, folders[0])]
     assert any(goes_on(ids, count, models if how == "continued" else models[1:] * 2) for count in kept)
-    if name == "dspark":
-        noted = [entry for entry in info["dspark_versions"] if entry is not None][-1]
-        assert [span["weight_version"] for span in noted] == ["default", how]
-        for count in ("rounds", "accepted_tokens"):
-            assert sum(span[count] for span in noted) == info["dspark"][count]
 
 
 @torch.no_grad()
@@ -330,9 +322,6 @@ def test_a_drafter_that_an_update_leaves_behind_is_named(request, name, ranks, t
             answers["co-trained"] = generate(server, bodies, 4)
         found = {version["weight_version"]: version for version in server.get_json("/dspark/stats")["weight_versions"]}
         log = server.log_path.read_text()[logged:]
-        if name == "advised":
-            time.sleep(1.1)  # metrics are brought up to date once in a second
-            metrics = call(server, "/metrics")[1]
     finally:
         from_disk(server, TARGET, weight_version="default")
         by_route(server, DRAFT)
@@ -341,13 +330,6 @@ def test_a_drafter_that_an_update_leaves_behind_is_named(request, name, ranks, t
         assert found[version]["drafter_fit"] == verdict
         assert found[version]["rounds"] == sum(info["dspark"]["rounds"] for info in told)
         assert {info["weight_version"] for info in told} == {version}
-        alarms = [info["dspark_versions"][-1] for info in told if "dspark_versions" in info]
-        assert {span["drafter_fit"] for [span] in alarms} == ({verdict} if verdict == "misfit" else set())
-        if name == "advised":
-            labels = f'{{.*drafter="{re.escape(str(DRAFT))}".*weight_version="{version}".*}} '
-            values = {key: re.findall(f"sglang:dspark_weight_version_{key}{labels}(.+)", metrics) for key in EXPORTED}
-            rounds, tokens, misfit = (float(value) for [value] in values.values())
-            assert tokens / rounds == found[version]["accept_length"] and misfit == (verdict == "misfit")
     assert found["frozen"]["accept_length"] < 1.2 < 2 < found["co-trained"]["accept_length"]
     assert log.count("hardly predicts this target") == ranks
 

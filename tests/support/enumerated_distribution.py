@@ -16,7 +16,7 @@ from toy_pair import GAMMA, ToyLoop, target_distribution
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.scheduling.promises import Pace
+from sglang_dspark.scheduling.slo import SloState
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.limits import RequestLimits
@@ -121,11 +121,11 @@ def half_of(loop: ToyLoop, decision: StepDecision) -> StepDecision:
 
 
 def paced(loop: ToyLoop, decision: StepDecision) -> StepDecision:
-    """Each request has a draft, and one is verified: by promises and a clock that runs as the texts do."""
+    """Each request has a draft, and one is verified: by SLOs and a clock that runs as the texts do."""
     lengths = [len(text) for text in loop.texts]
     now = sum(lengths) + (lengths[0] - lengths[-1]) ** 2
-    paces = (Pace(tpot_ms, began_ms=2.0, first_tokens=len(PROMPT)) for tpot_ms in (1.0, 4.0))
-    weights = [pace.counts(now, length) for pace, length in zip(paces, lengths, strict=True)]
+    slos = (SloState(tpot_ms, began_ms=2.0, first_tokens=len(PROMPT)) for tpot_ms in (1.0, 4.0))
+    weights = [slo.weight(now, length) for slo, length in zip(slos, lengths, strict=True)]
     return StepDecision(1, TopK(1)).weighted(weights)
 
 

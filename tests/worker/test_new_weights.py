@@ -332,25 +332,6 @@ def test_what_was_copied_of_a_reduced_vocabulary_follows(trained, eight_bits):
     assert heads.weights.markov.w2.equal(expected.weights.markov.w2)
 
 
-@pytest.mark.parametrize("eight_bits", [False, True])
-def test_tokens_of_a_list_that_are_replaced(trained, eight_bits):
-    """The heads are those of a list that had the new ones from the start, in these places, also behind an update."""
-    model = load_draft_model(DRAFT, dtype=torch.float32, device="cpu")
-    if eight_bits:
-        model.store_in_eight_bits()
-    heads, expected = ProposalHeads(model, [3, 5, 8, 9]), ProposalHeads(model, [3, 7, 8, 200])
-    columns = heads.vocabulary.columns
-    found = heads._rows, heads.weights.markov.w2
-    heads.replace([3, 1], [200, 7])
-    for _ in range(2):
-        assert all(map(torch.equal, found, (expected._rows, expected.weights.markov.w2)))
-        assert columns.equal(expected.vocabulary.columns) and columns is heads.vocabulary.columns
-        assert heads.listed.tokens.tolist() == heads.vocabulary.token_ids.tolist() == [3, 7, 8, 200]
-        # One more, which the -1 behind a request's tokens finds.
-        assert heads.listed.has.nonzero()[0].tolist() == [3, 7, 8, 200, model.config.vocab_size]
-        heads.follow()
-
-
 def test_a_drafter_in_eight_bits_keeps_its_weights(trained):
     drafter = loop_of(DRAFT).drafter
     drafter.model.store_in_eight_bits()

@@ -30,7 +30,7 @@ class Decoding:
         gamma: drafts of a block.
         cuda_graphs: whether steps are replayed from CUDA graphs.
         drafter: what is known of its checkpoint, as JSON; None if none is served.
-        proposed: [V + 1] whether it proposes a token, and True, as is in force at any time; None if it may propose all.
+        proposed: [V + 1] whether it proposes a token, and True; None if it proposes all.
     """
 
     reason: str

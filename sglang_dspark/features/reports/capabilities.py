@@ -18,7 +18,6 @@ from sglang_dspark.engine.launch_state import DSparkServer, OtherServer
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import versions
 from sglang_dspark.gpu_paths import GPU_PATHS, described
-from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.speculation import Speculation
 
 
@@ -55,7 +54,14 @@ def capabilities(decoder: Decoder) -> dict[str, Any]:
         "max_verify": schedule.max_verify,
         "max_running_requests": int(model_runner.max_running_requests),
         "policy": schedule.policy.name,
-        "policies": {name: _policy(schedule, name, on_gpu=on_gpu) for name in POLICY_NAMES},
+        "policies": {
+            name: {
+                "available": (unavailable := schedule.why_not(name)) is None,
+                "reason": unavailable,
+                "waits_for_device": on_gpu and schedule.waits_for_device(name),
+            }
+            for name in POLICY_NAMES
+        },
         **{key: said for part in decoder.parts for key, said in part.describe().items()},
         "gpu_paths": described(_named_paths(server_args, server)) if decoder.control.on_gpu else {},
         "adjusted_flags": list(server.adjusted) if isinstance(server, DSparkServer) else [],
@@ -76,15 +82,10 @@ def capabilities(decoder: Decoder) -> dict[str, Any]:
 
 def in_one_line(found: dict[str, Any]) -> str:
     """Return one line for the log with the findings of :func:`capabilities`."""
-    features = found["features"]
-    prefill, decode = ("with" if features[name] else "without" for name in ("prefill_cuda_graphs", "cuda_graphs"))
     available = [name for name, policy in found["policies"].items() if policy["available"]]
     return (
         f"effective decode path {found['effective_decode_path']} ({found['reason']}); policy {found['policy']} of "
         f"{', '.join(available)}; block size {found['block_size']}; "
-        f"prefill by {features['prefill_attention']} {prefill} CUDA graphs, "
-        f"decode by {features['decode_attention']} {decode} CUDA graphs, "
-        f"overlap {'on' if features['overlap'] else 'off'}; "
         + ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     )
 
@@ -110,13 +111,3 @@ def _speculation_fields(server: DSparkServer | OtherServer) -> list[str]:
             keys = feature.load_request_keys()
             found += [key for key in field_types(keys) if key not in keys.unserved(server)]
     return found
-
-
-def _policy(schedule: Schedule, name: str, *, on_gpu: bool) -> dict[str, Any]:
-    unavailable = schedule.why_not(name)
-    return {
-        "available": unavailable is None,
-        "reason": unavailable,
-        # On a CPU, host and device are the same.
-        "waits_for_device": on_gpu and schedule.waits_for_device(name),
-    }

@@ -1,4 +1,4 @@
-"""The statistics as Prometheus metrics, beside SGLang's own: counters since the start, whose rates give all figures.
+"""The statistics as Prometheus metrics, next to SGLang's own: counters since the start, whose rates give all figures.
 
 A step costs nothing here: a thread copies the sums once a second.
 """
@@ -10,19 +10,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang_dspark.calibration.fit import Verdict
 from sglang_dspark.engine.feature import Counted
-from sglang_dspark.features.reports.counters import Counters
-from sglang_dspark.features.reports.sums import (
-    MEASURED_MS,
-    PREDICTED_MS,
-    STEPS,
-    TIMED_STEPS,
-    Figures,
-    Sums,
-    requests_of,
-)
-from sglang_dspark.features.reports.version_gauges import VersionGauges, misfit
-from sglang_dspark.features.reports.versions import Versions
+from sglang_dspark.features.reports.counters import Counters, Sums, requests_of
+from sglang_dspark.features.reports.versions import Versions, fit_of
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -55,7 +46,6 @@ POSITION_COUNTERS = {
     "position_predicted_survivors_total": "Draft tokens with a predicted survival that survived.",
 }
 """By label ``position``: index in the block, 0 first."""
-MISFIT = "drafter_misfit"
 
 
 class Metrics:
@@ -63,7 +53,7 @@ class Metrics:
 
     Args:
         counters: what is exported.
-        versions: what each version of the weights has come to.
+        versions: whose last one says whether the drafter fits.
         labels: on every metric.
         counted: returns what features count, always of the same kinds; called from another thread.
         registry: of prometheus_client; None means its default one, which SGLang exports from all its processes.
@@ -80,27 +70,27 @@ class Metrics:
         # Not before SGLang has said in the environment where its processes meet.
         import prometheus_client
 
-        self._counters, self._versions, self._labels, self._counted = counters, versions, dict(labels), counted
+        self._counters, self._versions, self._labels = counters, versions, dict(labels)
+        self._counted = lambda: [of_feature for of_feature in counted() if of_feature.label]
         self._exported: dict[tuple[str, ...], float] = {}
         registry = prometheus_client.REGISTRY if registry is None else registry
         self._families: dict[str, Any] = {}
         described_by = [
             ("load", LOAD_COUNTERS),
             ("position", POSITION_COUNTERS),
-            *((of_feature.label, {f"{of_feature.name}_total": of_feature.text}) for of_feature in counted()),
+            *((of_feature.label, {f"{of_feature.name}_total": of_feature.text}) for of_feature in self._counted()),
         ]
         for label, described in described_by:
             for name, text in described.items():
-                names = [*self._labels, *label.split("_")]
+                names = [*self._labels, label]
                 self._families[name] = prometheus_client.Counter(PREFIX + name, text, names, registry=registry)
         self._misfit = prometheus_client.Gauge(
-            PREFIX + MISFIT,
+            PREFIX + "drafter_misfit",
             "1 if the drafter's first drafts say that it does not fit the target, NaN before they can.",
             list(self._labels),
             registry=registry,
             multiprocess_mode="mostrecent",
         )
-        self._of_versions = VersionGauges(PREFIX, self._labels)
 
     def start(self) -> None:
         """Update now and once a second, until the process ends."""
@@ -108,17 +98,15 @@ class Metrics:
         threading.Thread(target=self._run, name="dspark-metrics", daemon=True).start()
 
     def _run(self) -> None:
-        waiting = threading.Event()
-        fails = False
+        waiting, fails = threading.Event(), False
         while not waiting.wait(PERIOD_S):
             try:
                 self.update()
+                fails = False
             except (OSError, ValueError) as error:  # a full disk: metrics of several processes are files
                 if not fails:
                     logger.warning("DSPARK: metrics cannot be updated, which is tried again every second: %r", error)
                 fails = True
-            else:
-                fails = False
 
     def update(self) -> None:
         """Bring all metrics up to date."""
@@ -126,20 +114,20 @@ class Metrics:
             series = name, *label.values()
             self._families[name].labels(**self._labels, **label).inc(max(0.0, value - self._exported.get(series, 0.0)))
             self._exported[series] = value
-        versions = self._versions.counts
-        self._misfit.labels(**self._labels).set(misfit(versions[-1]["first_drafts"]))
-        self._of_versions.update(versions)
+        verdict = fit_of(self._versions.counts[-1]["first_drafts"]).verdict
+        # NaN is a gap in a graph.
+        misfit = float("nan") if verdict is Verdict.UNKNOWN else float(verdict is Verdict.MISFIT)
+        self._misfit.labels(**self._labels).set(misfit)
 
     def _counts(self, sums: Sums) -> Iterator[tuple[str, float, dict[str, str]]]:
-        for load, row in enumerate(sums.loads):
-            if row[STEPS] or row[TIMED_STEPS]:
-                figures, label = Figures(row), {"load": str(requests_of(load)[1])}
-                for key, value in figures.counts().items():
-                    name = {"rounds": "request_steps"}.get(key, key) + "_total"
-                    if name in LOAD_COUNTERS:
-                        yield name, value, label
-                yield "step_seconds_measured_total", row[MEASURED_MS] / 1e3, label
-                yield "step_seconds_predicted_total", row[PREDICTED_MS] / 1e3, label
+        for load, figures in sums.by_load():
+            label = {"load": str(requests_of(load)[1])}
+            for key, value in figures.counts().items():
+                name = {"rounds": "request_steps"}.get(key, key) + "_total"
+                if name in LOAD_COUNTERS:
+                    yield name, value, label
+            yield "step_seconds_measured_total", figures.measured_ms / 1e3, label
+            yield "step_seconds_predicted_total", figures.predicted_ms / 1e3, label
         verified, _, accepted = sums.total().positions()
         columns = [verified, accepted, *sums.predicted]
         for name, values in zip(POSITION_COUNTERS, columns, strict=True):
@@ -147,5 +135,4 @@ class Metrics:
                 yield name, value, {"position": str(position)}
         for of_feature in self._counted():
             for kind, number in list(of_feature.values.items()):
-                label = dict(zip(of_feature.label.split("_"), kind.split("_"), strict=True))
-                yield f"{of_feature.name}_total", number, label
+                yield f"{of_feature.name}_total", number, {of_feature.label: kind}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import base64
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -15,15 +19,17 @@ from sglang_dspark.engine.api.http import TURNS, error_response, flat_object, wi
 from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
 from sglang_dspark.engine.support import versions
 from sglang_dspark.errors import BusyError, ConfigError
-from sglang_dspark.features.reports import page
-from sglang_dspark.features.reports.answers import A, Json, Report, StatsAnswer, added, capabilities, stats, switched
+from sglang_dspark.features.reports import document
 from sglang_dspark.features.reports.channel import Channel
+from sglang_dspark.features.reports.document import Json, StatsAnswer, added, in_common, with_each
 from sglang_dspark.fence import FAILURES
 
 if TYPE_CHECKING:
     from sglang.srt.utils.auth import AuthDecision
 
 PAGE = "/dspark"
+Document = Callable[[Sequence[Any]], Json]
+"""Makes JSON of the answers of all schedulers."""
 
 
 def add(app: FastAPI, target_only: str | None) -> None:
@@ -39,56 +45,40 @@ def add(app: FastAPI, target_only: str | None) -> None:
         alone = {"effective_decode_path": "target-only", "reason": target_only, "versions": versions(), "policies": {}}
         app.add_api_route("/dspark/capabilities", lambda: alone, methods=["GET"], name="capabilities")
         return
-    routes = Routes()
-    app.add_api_route("/dspark/stats", routes.stats, methods=["GET"])
-    app.add_api_route("/dspark/capabilities", routes.capabilities, methods=["GET"])
+    channel = Channel(tokenizer_manager, TURNS)
 
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def policy(request: Request) -> Response:
-        return await routes.policy(request)
-
-    app.add_api_route("/dspark/policy", policy, methods=["POST"])
-
-
-class Routes:
-    """Serve the routes of a server that decodes with DSPARK; the schedulers answer."""
-
-    def __init__(self) -> None:
-        self._channel = Channel(tokenizer_manager, TURNS)
-
-    async def stats(self) -> Response:
-        """Return the figures since the start and of the last minute."""
-        return await self._respond("stats", {}, _stats_with_failures_here)
-
-    async def capabilities(self) -> Response:
-        """Return the decode path of this server, and the reason for it."""
-        return await self._respond("capabilities", {}, capabilities)
-
-    async def policy(self, request: Request) -> Response:
-        """Switch to another verify policy from the next step on: ``{"policy": "static", "verify_len": 3}``."""
-        fields = await flat_object(request, "policy", '{"policy": "auto"}')
-        if isinstance(fields, JSONResponse):
-            return fields
-        return await self._respond("policy", fields, switched)
-
-    async def _respond(self, question: str, fields: dict[str, Scalar], report: Report[A]) -> Response:
-        """Return the JSON that ``report`` makes of the schedulers' answers, or the reason why there is none.
-
-        JSON does not know NaN: such a figure is null.
-        """
+    async def answered(question: str, make: Document, fields: dict[str, Scalar] | None = None) -> Response:
         try:
-            answers = await self._channel.ask(question, fields)
+            answers = await channel.ask(question, fields or {})
         except ConfigError as error:
             return error_response(400, str(error), question)
         except BusyError as error:
             return error_response(503, str(error), question)
-        return Response(msgspec.json.encode(report(answers), enc_hook=_plain_number), media_type="application/json")
+        # JSON does not know NaN: such a figure is null.
+        return Response(msgspec.json.encode(make(answers), enc_hook=_plain_number), media_type="application/json")
+
+    async def stats() -> Response:
+        return await answered("stats", _stats)
+
+    async def capabilities() -> Response:
+        return await answered("capabilities", partial(with_each, in_common))
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def policy(request: Request) -> Response:
+        fields = await flat_object(request, "policy", '{"policy": "auto"}')
+        if isinstance(fields, JSONResponse):
+            return fields
+        return await answered("policy", partial(with_each, in_common), fields)
+
+    app.add_api_route("/dspark/stats", stats, methods=["GET"])
+    app.add_api_route("/dspark/capabilities", capabilities, methods=["GET"])
+    app.add_api_route("/dspark/policy", policy, methods=["POST"])
 
 
-def _stats_with_failures_here(answers: Sequence[StatsAnswer]) -> Json:
+def _stats(answers: Sequence[StatsAnswer]) -> Json:
     """Return the statistics of the schedulers with what has failed in this process, too."""
     failed = added([*(answer["counted"]["failed_advice"] for answer in answers), FAILURES])
-    return stats(answers) | {"failed_advice": failed}
+    return with_each(document.stats, answers) | {"failed_advice": failed}
 
 
 def _plain_number(value: object) -> object:
@@ -99,8 +89,28 @@ def _plain_number(value: object) -> object:
 
 
 async def _page() -> HTMLResponse:
-    document, policy = page.document(needs_key=bool(_server_args().api_key))
-    return HTMLResponse(document, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
+    page, policy = page_document(needs_key=bool(_server_args().api_key))
+    return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
+
+
+@cache
+def page_document(needs_key: bool) -> tuple[str, str]:
+    """Return the live page, and the ``Content-Security-Policy`` to serve it with.
+
+    The page needs nothing from anywhere else. The policy lets it talk only to its own server, and run no other script.
+
+    Args:
+        needs_key: whether the server answers only with an API key: the page then asks for it first.
+    """
+    folder = files(__package__) / "page"
+    html, style, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script))
+    filled = html.replace("{{needs_key}}", "yes" if needs_key else "no")
+    policy = (
+        "default-src 'none'; connect-src 'self'; img-src data:; style-src 'sha256-{}'; script-src 'sha256-{}'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+    )
+    return filled.replace("{{style}}", style).replace("{{script}}", script), policy.format(*digests)
 
 
 def tokenizer_manager() -> TokenizerManager:

@@ -1,33 +1,38 @@
-"""Reports of a scheduler: its statistics, its metrics, and what it writes into the log."""
+"""Reports of a scheduler: its statistics, its metrics, what it writes into the log, and the hooks that ask for them."""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-from sglang.srt.runtime_context import get_serving
+from sglang.srt.runtime_context import get_parallel, get_serving
 
-from sglang_dspark.calibration.fit import Verdict
 from sglang_dspark.declared import Scalar
-from sglang_dspark.engine.compat.decoder import Decoder
-from sglang_dspark.engine.feature import Counted, Part
-from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
-from sglang_dspark.features.reports.answers import Json, StatsAnswer, SwitchedAnswer
+from sglang_dspark.engine.compat.arguments import tokens_per_step
+from sglang_dspark.engine.compat.decoder import Decoder, decoder_of
+from sglang_dspark.engine.feature import Counted, Part, part_of
+from sglang_dspark.engine.sglang_types import Req
+from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.reports.capabilities import capabilities, in_one_line
+from sglang_dspark.features.reports.channel import KEY, REPLICA
 from sglang_dspark.features.reports.counters import Counters
-from sglang_dspark.features.reports.coverage import Coverage
+from sglang_dspark.features.reports.document import Json, StatsAnswer
 from sglang_dspark.features.reports.prometheus import Metrics
-from sglang_dspark.features.reports.recent import Recent
-from sglang_dspark.features.reports.spans import Spans
 from sglang_dspark.features.reports.traces import trace
-from sglang_dspark.features.reports.versions import Versions
+from sglang_dspark.features.reports.versions import Key, Versions
 from sglang_dspark.fence import FAILURES, fenced, nothing
 from sglang_dspark.step.record import StepRecord
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
-_LOG_INTERVAL_S = 30.0
+logger = logging.getLogger(__name__)
 
 
 class Reports(Part):
@@ -38,47 +43,32 @@ class Reports(Part):
     """
 
     _counters: Counters
-    _coverage: Coverage
-    _recent: Recent
     _versions: Versions
 
     def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-        self._spans = Spans()
+        self._decoder, self._start = decoder, time.monotonic()
         self._taking: list[tuple[Req, int]] = []  # requests of the last step, and how many tokens they had before it
-        self._logged_at = time.monotonic()
 
     def ready(self) -> None:
         """Begin to count, and say in the log how the server decodes."""
         decoding = self._decoder.decoding()
+        self._proposed = decoding.proposed
         self._counters = Counters(decoding.gamma, self._decoder.schedule.forecast.predicted)
-        self._coverage = Coverage(decoding.proposed)
-        self._recent = Recent(self._counters)
         self._versions = Versions(self._version())
-        logger.info("DSPARK: %s", in_one_line(self.capabilities()))
+        logger.info("DSPARK: %s", in_one_line(capabilities(self._decoder)))
 
-    def _version(self) -> tuple[str, str]:
+    def _version(self) -> Key:
         drafter = self._decoder.decoding().drafter
         return str(get_serving().weight_version), "" if drafter is None else drafter["path"]
 
     def weights_changed(self) -> None:
         """Count for the new version, and judge again whether the drafter fits."""
-        self._spans.end(*self._in_force())
         self._versions.change(self._version())
 
     def version_named(self) -> None:
         """Count for another version if that is what the operator has called the weights."""
-        if self._version() != self._versions.key:
+        if self._version() != self._versions.counts[-1]["key"]:
             self.weights_changed()
-
-    def _in_force(self) -> tuple[str, Verdict]:
-        return self._versions.key[0], self._versions.first_drafts.fit.verdict
-
-    def prefill_done(self, batch: ScheduleBatch) -> None:
-        self._spans.begin(batch.reqs)
-
-    def request_ended(self, req: Req) -> None:
-        self._spans.end_request(req, *self._in_force())
 
     def step_done(
         self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
@@ -89,7 +79,6 @@ class Reports(Part):
 
     @fenced("statistics of steps", instead=nothing)
     def _count(self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
-        self._recent.tick()
         if record.behind is not None:
             self._counters.record_time(record.behind)
         if not running:
@@ -101,16 +90,25 @@ class Reports(Part):
         if len(running) < len(record.requests):
             lens = [[of[request] for request in running] for of in lens]
         drawn, verified, *leading = lens
-        self._counters.record(drawn, verified, accepted, *leading, policy=record.policy, parked=record.parked)
         # By SGLang's own count of the tokens of thoughts.
         thoughts = [
             kept
             for req, kept in zip([reqs[request] for request in running], accepted, strict=True)
             if not req._is_reasoning_over and (req.require_reasoning or req.reasoning_tokens > 0)
         ]
-        unproposed = self._coverage.missing(record, running)
-        self._counters.record_tokens(len(running), thoughts=thoughts, unproposed=unproposed)
-        self._log()
+        unproposed = 0
+        if self._proposed is not None and record.committed is not None:  # tokens that come with a prompt are no drafts
+            unproposed = int((~self._proposed[record.committed.numpy()[list(running)]]).sum())
+        self._counters.record(
+            drawn,
+            verified,
+            accepted,
+            leading,
+            policy=record.policy,
+            parked=record.parked,
+            thoughts=thoughts,
+            unproposed=unproposed,
+        )
 
     def kept_tokens(self) -> int:
         """Return how many tokens of the last step its requests keep, now that SGLang has appended them.
@@ -120,24 +118,16 @@ class Reports(Part):
         ends = ((len(req.output_ids), req.finished_len, before) for req, before in self._taking)
         return sum(max(0, (now if end is None else min(now, end)) - before) for now, end, before in ends)
 
-    def _log(self) -> None:
-        """Write a line now and then."""
-        now = time.monotonic()
-        if now - self._logged_at >= _LOG_INTERVAL_S:
-            self._logged_at = now
-            logger.info("DSPARK: %s", self._counters)
-
     def stats(self) -> StatsAnswer:
         """Return what ``GET /dspark/stats`` makes its figures of, as JSON."""
         state = self._decoder.schedule.report()  # the schedule first: it learns from what it has only noted so far
         for part in self._decoder.parts:
             state |= part.report()
         return {
-            "uptime_s": self._recent.uptime_s,
+            "uptime_s": time.monotonic() - self._start,
             "state": state,
             "versions": self._versions.counts,
             "sums": self._counters.sums().lists(),
-            "recent": self._recent.report(),
             "counted": {counted.name: dict(counted.values) for counted in self._counted_by_features()},
         }
 
@@ -147,15 +137,11 @@ class Reports(Part):
     def counted(self) -> Sequence[Counted]:
         failed = "Failed calls of functions that only advise; the requests went on without."
         return (
-            Counted("steps_by_policy", "Decode steps.", "policy", self._counters.steps_by_policy),
-            Counted("failed_advice", failed, "advice", FAILURES),
+            Counted("steps_by_policy", self._counters.steps_by_policy),
+            Counted("failed_advice", FAILURES, "advice", failed),
         )
 
-    def capabilities(self) -> Json:
-        """Return the JSON of ``GET /dspark/capabilities``."""
-        return capabilities(self._decoder)
-
-    def switch_policy(self, fields: dict[str, Scalar]) -> SwitchedAnswer:
+    def switch_policy(self, fields: dict[str, Scalar]) -> Json:
         """Verify by another policy from the next step on; return what ``POST /dspark/policy`` answers, as JSON.
 
         Raises:
@@ -164,10 +150,84 @@ class Reports(Part):
         schedule = self._decoder.schedule
         schedule.switch(fields)
         logger.info("DSPARK: policy %s from now on", schedule.policy.name)
-        until_now = {"uptime_s": self._recent.uptime_s, **self._counters.sums().total().counts()}
-        state: Json = {"policy": schedule.policy.name, "schedule": schedule.policy.report()}
-        return {"state": state, "until_now": until_now}
+        return {"policy": schedule.policy.name, "schedule": schedule.policy.report()}
 
     def export_metrics(self, labels: dict[str, str]) -> None:
         """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
         Metrics(self._counters, self._versions, labels, self._counted_by_features).start()
+
+    @fenced("answers to questions", instead=lambda reports, question, fields: {"failed": question})
+    def reply(self, question: str, fields: dict[str, Scalar]) -> dict[str, object]:
+        """Return the answer to a question of :class:`~.channel.Channel`, or why it is refused."""
+        answers: dict[str, Callable[[], Mapping[str, object]]] = {
+            "stats": self.stats,
+            "capabilities": partial(capabilities, self._decoder),
+            "policy": partial(self.switch_policy, fields),
+        }
+        try:
+            return {"answer": answers[question]()}
+        except ConfigError as error:
+            return {"refusal": str(error)}
+
+
+def reports_of(scheduler: Scheduler) -> Reports:
+    """Return the reports of SGLang's scheduler."""
+    reports = part_of(decoder_of(scheduler).parts, Reports)
+    assert reports is not None, "every server that decodes with DSPARK reports"
+    return reports
+
+
+def answer(
+    original: Callable[..., GetInternalStateReqOutput], scheduler: Scheduler, recv_req: GetInternalStateReq
+) -> GetInternalStateReqOutput:
+    """Answer our questions at the scheduler's end of the channel; others go on to SGLang. A hook."""
+    from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+
+    if recv_req.rid is None:
+        return original(scheduler, recv_req)
+    message = json.loads(recv_req.rid)[KEY]
+    reply = reports_of(scheduler).reply(message["question"], message["fields"])
+    return GetInternalStateReqOutput(internal_state={KEY: reply, REPLICA: get_parallel().dp_rank or 0})
+
+
+def name_version(result: None, scheduler: Scheduler, *args: object, **kwargs: object) -> None:
+    """Have steps count for what the operator calls the weights from now on. A hook."""
+    reports_of(scheduler).version_named()
+
+
+def export_metrics(result: None, scheduler: Scheduler, *args: object, **kwargs: object) -> None:
+    """Add our Prometheus metrics to SGLang's. A hook."""
+    context = scheduler.metrics_collector_context
+    if context.current_scheduler_metrics_enabled:
+        reports_of(scheduler).export_metrics(context.collector.labels)
+
+
+def report_verified(
+    original: Callable[..., None],
+    reporter: SchedulerMetricsReporter,
+    *args: object,
+    num_generated_tokens: int = 0,
+    **kwargs: object,
+) -> None:
+    """Have SGLang report the tokens that requests keep, and divide the accepted drafts by the verified ones.
+
+    A hook. SGLang counts all tokens of a step as generated, those after the end of an answer too, and divides by all
+    drafts of a block in every round. So the accepted ones are scaled while it does. It would also report drafts
+    proposed as accepted lengths of blocks, so it is told of none.
+    """
+    kept = reports_of(reporter.scheduler).kept_tokens()
+    reporter.num_generated_tokens += kept - num_generated_tokens
+    accepted = reporter.spec_num_correct_drafts
+    _scale_accepted(reporter)
+    original(reporter, *args, num_generated_tokens=kept, **kwargs)
+    if reporter.spec_num_forward_ct:  # it goes on adding
+        reporter.spec_num_correct_drafts = accepted
+
+
+@fenced("shares of accepted drafts", instead=nothing)
+def _scale_accepted(reporter: SchedulerMetricsReporter) -> None:
+    reporter.spec_num_block_accept_tokens = 0
+    accepted, rounds = reporter.spec_num_correct_drafts, reporter.spec_num_forward_ct
+    verified = reporter.spec_num_cap_tokens - rounds
+    if verified:
+        reporter.spec_num_correct_drafts = accepted / verified * rounds * (tokens_per_step() - 1)

@@ -1,15 +1,22 @@
-"""Tells requests that ask for it what became of each of their drafts."""
+"""Tells requests what became of their drafts: counts in the ``meta_info`` of each answer, a trace if asked for.
+
+SGLang carries the counts of every request to its answer. It takes the drafts of every step to be as many as a step may
+have, so what follows from the real number is corrected here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_dspark.engine.scheduler.batch import per_token
 from sglang_dspark.engine.scheduler.request_options import request_options
-from sglang_dspark.engine.sglang_types import Req
+from sglang_dspark.engine.sglang_types import Req, TokenizerManager
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.step.record import StepRecord
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import BatchStrOutput, BatchTokenIDOutput
 
 
 @fenced("traces", instead=nothing)
@@ -39,7 +46,7 @@ def trace(reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accep
 def _add_round(req: Req, num_drawn: int | None, of_request: Sequence[Any], accepted: int) -> None:
     traced, depth, copied, followed, cached, from_answers, confidence, verified = of_request
     start, anchor, *draft = traced
-    # Behind the drafter's block all drafts are the chain's, whether the block has followed it or not.
+    # After the drafter's block all drafts are the chain's, whether the block has followed it or not.
     shown = range(cached, num_drawn if from_answers and num_drawn is not None else len(draft))
     rounds = per_token(req, "dspark_trace")
     rounds.extend([None] * (len(req.output_ids) - len(rounds)))
@@ -55,3 +62,34 @@ def _add_round(req: Req, num_drawn: int | None, of_request: Sequence[Any], accep
         "accepted": accepted,
     }
     rounds += [round_, *[None] * accepted]
+
+
+@fenced("counts of requests", instead=nothing)
+def count_drafts(
+    result: None,
+    manager: TokenizerManager,
+    meta_info: dict[str, Any],
+    recv_obj: BatchStrOutput | BatchTokenIDOutput,
+    i: int,
+) -> None:
+    """Add ``dspark`` to the ``meta_info`` of an ended request with a decode step, and correct SGLang's figures. A hook.
+
+    Args:
+        recv_obj: a batch of SGLang's outputs; ``DSparkBatchResult`` says what it counts.
+        i: index of the request in it.
+    """
+    rounds = recv_obj.spec_verify_ct[i] if getattr(recv_obj, "spec_verify_ct", None) else 0
+    if not rounds:
+        return
+    accepted, verified = recv_obj.spec_num_correct_drafts[i], recv_obj.spec_num_cap_tokens[i] - rounds
+    meta_info["dspark"] = {
+        "rounds": rounds,
+        "drafted_tokens": recv_obj.spec_num_block_accept_tokens[i],
+        "verified_tokens": verified,
+        "accepted_tokens": accepted,
+        "accept_length": (accepted + rounds) / rounds,
+    }
+    meta_info.pop("spec_block_accept_length", None)  # if SGLang has carried the proposed drafts under its name
+    if "spec_accept_rate" in meta_info:
+        meta_info["spec_accept_rate"] = accepted / verified if verified else 0.0
+        meta_info["spec_num_proposed_drafts"] = verified

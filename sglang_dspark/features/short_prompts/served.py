@@ -122,8 +122,8 @@ class ShortPrompts(Part):
 
     def counted(self) -> Sequence[Counted]:
         return (
-            Counted("prompts", "Prompts and chunks, by how the target has read them.", "path", self._prompts),
-            Counted("drafts_beside_prompts", "Drafts in verifications of prompts.", "outcome", self._drafts),
+            Counted("prompts", self._prompts),
+            Counted("drafts_beside_prompts", self._drafts),
         )
 
 

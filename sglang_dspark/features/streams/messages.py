@@ -22,7 +22,7 @@ _LETTER = 4  # bytes of UTF-8 at most
 # end of an answer has.
 _PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "dspark_")
 _COUNTS = {"output_token_logprobs_length", "reasoning_tokens"}
-_OF_THE_END = {"dspark", "dspark_promise"}
+_OF_THE_END = {"dspark", "dspark_slo"}
 _INCOMPLETE = "\ufffd"
 
 

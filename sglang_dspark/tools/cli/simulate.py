@@ -50,15 +50,15 @@ _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at m
 )
 @click.option("--output-tokens", default="~128", show_default=True, help="Length of an answer, in the same forms.")
 @click.option(
-    "--promised",
+    "--slo",
     type=click.FloatRange(min=0, min_open=True),
-    help="Promise every second user this share of the mean time per token under auto, and say how many are kept.",
+    help="Give every second user an SLO of this share of the mean time per token under auto, and say how many are met.",
 )
 @click.option(
     "--requests",
     "num_requests",
     type=click.IntRange(min=1),
-    help="Requests of a point.  [default: four of each user, six with --promised]",
+    help="Requests of a point.  [default: four of each user, six with --slo]",
 )
 @click.option("--mixed-chunk", is_flag=True, help="As with the server's --enable-mixed-chunk.")
 @click.option(
@@ -148,8 +148,8 @@ def _simulate(console: Console, options: dict[str, Any]) -> None:
     )
     users = sorted(set(options["users"] or table.requests))
     policies = list(dict.fromkeys(["off", *(options["policies"] or "static,auto").split(",")]))
-    if options["promised"] is not None:
-        _simulate_promises(console, options, conditions, users)
+    if options["slo"] is not None:
+        _simulate_slo(console, options, conditions, users)
         return
     with progress_bars(console, {"points": len(policies) * len(users)}) as (advance,):
         points = sweep(conditions, policies, users, advance)
@@ -170,19 +170,19 @@ def _simulate(console: Console, options: dict[str, Any]) -> None:
         console.print(options["html"], soft_wrap=True)
 
 
-def _simulate_promises(console: Console, options: dict[str, Any], conditions: Conditions, users: Sequence[int]) -> None:
-    from sglang_dspark.tools.simulator.promised import simulate_promises
+def _simulate_slo(console: Console, options: dict[str, Any], conditions: Conditions, users: Sequence[int]) -> None:
+    from sglang_dspark.tools.simulator.slo import simulate_slo
 
     for name in ("policies", "html"):
         if options[name]:
-            raise click.UsageError(f"--promised is about the policy auto, beside itself; drop --{name}")
-    points = [simulate_promises(conditions, count, options["promised"]) for count in users]
-    headings = ("promised\nms", "kept", "before", "tok/s\nto before", "others\nms", "before")
+            raise click.UsageError(f"--slo compares the policy auto with itself; drop --{name}")
+    points = [simulate_slo(conditions, count, options["slo"]) for count in users]
+    headings = ("SLO\nms", "met", "before", "tok/s\nto before", "others\nms", "before")
     table = new_table("users", *headings)
     for point in points:
         times = (f"{point.other_tpot_ms:.1f}", f"{point.other_tpot_before_ms:.1f}")
-        kept = (f"{point.kept:.0%}", f"{point.kept_before:.0%}")
-        table.add_row(str(point.users), f"{point.tpot_ms:.1f}", *kept, f"{point.speed:.2f}", *times)
+        met = (f"{point.met:.0%}", f"{point.met_before:.0%}")
+        table.add_row(str(point.users), f"{point.tpot_ms:.1f}", *met, f"{point.speed:.2f}", *times)
     console.print(table)
     if options["csv_file"]:
         write_csv(options["csv_file"], [asdict(point) for point in points])

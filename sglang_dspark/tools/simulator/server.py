@@ -123,7 +123,7 @@ class SimulatedServer:
             self.schedule.times.observe(*self._timed)
         bs, context = len(requests), sum(request.context for request in requests) / len(requests)
         ids = self._ids(requests)
-        weights = [request.pace.counts(now_ms, request.known_tokens) for request in requests]
+        weights = [request.slo.weight(now_ms, request.known_tokens) for request in requests]
         decision = self.schedule.choose(ids, context, weights=weights, beside=beside)
         logits, whole = self.blocks.draw([request.index for request in requests], self._rng)
         draft = self._draft(decision, bs, logits)
@@ -230,7 +230,7 @@ class _Episode:
         else:
             request = next(self._long_prompts) if self._unserved else None
         if request is not None:
-            request.user, request.pace = user, self._workload.pace(user)
+            request.user, request.slo = user, self._workload.slo(user)
             request.sent_ms = self._now_ms
             self._waiting.append(request)
         elif not self._outcome.loaded_ms:

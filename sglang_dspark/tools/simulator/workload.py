@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.scheduling.promises import Pace
+from sglang_dspark.scheduling.slo import SloState
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Request:
         known_tokens: output tokens that the host knows of.
         gaps_ms: how long after the tokens before them further ones reached the user.
         user: number of the user that sent it.
-        pace: the answer beside what was promised.
+        slo: the answer against its SLO.
     """
 
     index: int
@@ -36,7 +36,7 @@ class Request:
     known_tokens: int = 0
     gaps_ms: list[float] = field(default_factory=list)
     user: int = 0
-    pace: Pace = field(default_factory=Pace)
+    slo: SloState = field(default_factory=SloState)
     _last_ms: float = 0.0
 
     @property
@@ -106,7 +106,7 @@ class Workload:
 
     Attributes:
         num_requests: of these users together.
-        tpot_ms: time per token that every second user is promised; None for no promises.
+        tpot_ms: SLO of time per token of every second user; None for no SLO.
         long_prompt: tokens of the prompts that one user more sends until the others have all of their answers; None for
             no such user.
     """
@@ -129,6 +129,6 @@ class Workload:
         for index in count(self.num_requests):
             yield Request(index, self.long_prompt, self.output.draw(rng))
 
-    def pace(self, user: int) -> Pace:
-        """Return what the requests of a user are promised."""
-        return Pace(self.tpot_ms if user % 2 and user < self.users else None)
+    def slo(self, user: int) -> SloState:
+        """Return the SLO of the requests of a user."""
+        return SloState(self.tpot_ms if user % 2 and user < self.users else None)

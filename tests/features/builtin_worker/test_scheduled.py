@@ -133,12 +133,11 @@ def resolved(args, **options):
     [
         ({"draft_free": True}, "draft-free"),
         ({"answer_cache": 64}, "answer-cache"),
-        ({"ttft_ms": 50.0}, "ttft-ms"),
         ({"max_gap_ms": 50.0}, "max-gap-ms"),
         ({"prompt_rows": 64}, "prompt-rows"),
         ({"fallback": "target-only"}, "fallback"),
     ],
-    ids=["draft-free", "answers", "first tokens", "gaps", "prompts", "fallback"],
+    ids=["draft-free", "answers", "gaps", "prompts", "fallback"],
 )
 def test_options_of_our_own_worker_are_refused(options, named):
     with pytest.raises(ConfigError, match=named):

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from made_schedule import schedule
 from settled_requests import settled
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 
-from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.features.prompt_lookup.answer_cache import MOST_TOKENS, AnswerCache
 from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
 from sglang_dspark.features.prompt_lookup.served import PromptLookup

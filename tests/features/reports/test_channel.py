@@ -42,8 +42,7 @@ class Manager:
 
     def reply(self, question, replica=0):
         refused = question["fields"].get("policy") == f"not for {replica}"
-        policy = {"state": {}, "until_now": {"uptime_s": 0}}
-        answer = question | question["fields"] | policy | {"of": replica}
+        answer = question | question["fields"] | {"of": replica}
         self.give({"refusal": "no such policy"} if refused else {"answer": answer}, replica)
 
     def give(self, found, replica=0):

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
-from sglang_dspark.features.reports.counters import Counters
-from sglang_dspark.features.reports.sums import load_of, requests_of
+from sglang_dspark.features.reports.counters import Counters, load_of, requests_of
 from sglang_dspark.step.record import TimedStep
 
 
 def record(counters, draft_lens, verify_lens, accept_lens, policy="auto", **fields):
-    counters.record(draft_lens, verify_lens, accept_lens, policy=policy, **fields)
+    nothing = [0] * len(draft_lens)
+    leading = [fields.pop(kind, nothing) for kind in ("copied", "followed", "cached")]
+    counters.record(draft_lens, verify_lens, accept_lens, leading, policy=policy, **fields)
 
 
 def test_nothing_counted_is_no_figure():
@@ -53,7 +54,6 @@ def test_figures():
         "accept_length": 9 / 5,
         "thinking_accept_length": None,
         "answer_accept_length": 9 / 5,
-        "coverage": 1.0,
         "verify_length": 8 / 5,
         "wasted_verify_fraction": 1 / 2,
         "running_requests": 5 / 3,
@@ -105,7 +105,7 @@ def test_predicted_survivals_are_compared_on_the_drafts_that_were_verified():
 
 def test_drafts_from_the_text_are_counted_among_the_others():
     counters = Counters(3)
-    record(counters, [3, 3, 3], [3, 2, 0], [1, 2, 0], followed_lens=[2, 3, 1], cached_lens=[3, 0, 0])
+    record(counters, [3, 3, 3], [3, 2, 0], [1, 2, 0], followed=[2, 3, 1], cached=[3, 0, 0])
     report, kinds = counters.sums().report(), ("proposed", "verified", "accepted")
     assert [report[f"text_{kind}_tokens"] for kind in kinds] == [6, 4, 3]
     assert [report[f"cache_{kind}_tokens"] for kind in kinds] == [3, 3, 1]
@@ -114,8 +114,8 @@ def test_drafts_from_the_text_are_counted_among_the_others():
 
 def test_copied_drafts_say_nothing_about_the_drafter():
     counters = Counters(gamma=3)
-    record(counters, [1, 3], verify_lens=[2, 3], accept_lens=[2, 0], copied_lens=[1, 0])
-    record(counters, [0], verify_lens=[3], accept_lens=[3], copied_lens=[3])
+    record(counters, [1, 3], verify_lens=[2, 3], accept_lens=[2, 0], copied=[1, 0])
+    record(counters, [0], verify_lens=[3], accept_lens=[3], copied=[3])
     report = counters.sums().report()
     assert (report["plain_steps"], report["rounds"]) == (0, 3)
     assert (report["drafted_tokens"], report["verified_tokens"]) == (4, 8)
@@ -123,20 +123,10 @@ def test_copied_drafts_say_nothing_about_the_drafter():
     assert report["survival"] == [0, 0, 0]
 
 
-def test_text_for_the_log():
-    counters = Counters(gamma=2)
-    assert str(counters).endswith("accept length -")
-    record(counters, [2], [2], [1])
-    assert str(counters) == "drafted 2, verified 2, accepted 1, committed 2, accept length 2.00"
-
-
-def test_thoughts_and_answers_have_accept_lengths_of_their_own_and_tokens_are_proposed_or_not():
+def test_thoughts_and_answers_have_accept_lengths_of_their_own():
     counters = Counters(gamma=3)
-    record(counters, [3, 3, 0], verify_lens=[3, 2, 3], accept_lens=[2, 0, 3], copied_lens=[0, 0, 3])
-    counters.record_tokens(3, thoughts=[2, 3], unproposed=2)
-    record(counters, [0, 0], verify_lens=[0, 0], accept_lens=[0, 0])
-    counters.record_tokens(2, thoughts=[0], unproposed=1)
+    record(counters, [3, 3, 0], [3, 2, 3], [2, 0, 3], copied=[0, 0, 3], thoughts=[2, 3])
+    record(counters, [0, 0], verify_lens=[0, 0], accept_lens=[0, 0], thoughts=[0])
     report = counters.sums().report()
     assert report["thinking_rounds"] == 3
-    assert (report["unproposed_tokens"], report["coverage"]) == (3, 1 - 3 / 10)
     assert (report["thinking_accept_length"], report["answer_accept_length"]) == (8 / 3, 1.0)

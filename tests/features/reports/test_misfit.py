@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from sglang_dspark.calibration.fit import Verdict
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.features.reports.first_drafts import FirstDrafts
+from sglang_dspark.features.reports.versions import FirstDrafts
+from sglang_dspark.features.reports.versions import fit_of as judged
 
 
 def randomise(tensors, seed):
@@ -41,7 +42,7 @@ def fit_of(tokens, *, random_drafter=False, other_target=False, **options):
     loop.schedule.observe = observe
     prompts = [case.prompt_ids[shift:] for case in load_golden(DRAFT).cases for shift in (0, 3)]
     loop.serve(prompts, tokens)
-    return drafts.fit
+    return judged(drafts.counts)
 
 
 # Under this policy the confidence head is asked, and whole blocks are verified all the same.

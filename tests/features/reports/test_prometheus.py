@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
-from prometheus_client.multiprocess import MultiProcessCollector
 
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
 from sglang_dspark.engine.feature import Counted
 from sglang_dspark.features.reports import prometheus
 from sglang_dspark.features.reports.counters import Counters
 from sglang_dspark.features.reports.prometheus import Metrics
-from sglang_dspark.features.reports.versions import MOST, Versions
+from sglang_dspark.features.reports.versions import Versions
 from sglang_dspark.step.record import TimedStep
 
 GRAFANA = Path(__file__).parents[3] / "docker" / "grafana" / "dspark.json"
@@ -29,9 +28,11 @@ class Exporter:
         self.counters = Counters(3, self.predicted)
         self.versions = Versions(("v1", "d"))
         self.registry = CollectorRegistry()
-        names = ("promises", "promises_late_seconds")
-        counted = [Counted(name, "Of a feature.", "kind_outcome", {"tpot_kept": 2}) for name in names]
-        counted.append(Counted("steps_by_policy", "Steps.", "policy", self.counters.steps_by_policy))
+        counted = [
+            Counted("slos", {"met": 2}, "outcome", "Of a feature."),
+            Counted("failed_advice", {}, "advice", "Of all."),
+            Counted("steps_by_policy", self.counters.steps_by_policy),
+        ]
         self.metrics = Metrics(self.counters, self.versions, LABELS, lambda: counted, self.registry)
 
     def value(self, name, **labels):
@@ -39,8 +40,7 @@ class Exporter:
 
 
 @pytest.fixture
-def exporter(monkeypatch, tmp_path):
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+def exporter():
     made = Exporter()
     made.counters.record([3, 3, 3], [3, 2, 0], [3, 1, 0], policy="auto")
     made.counters.record([0], [0], [0], policy="static", parked=True)
@@ -55,8 +55,7 @@ def test_counters(exporter):
     assert exporter.value("request_steps_total", load="1") == exporter.value("parked_steps_total", load="1") == 1
     assert exporter.value("committed_tokens_total", load="4") == 7
     assert exporter.value("step_seconds_measured_total", load="4") == pytest.approx(0.04)
-    assert exporter.value("steps_by_policy_total", policy="static") == 1
-    assert exporter.value("promises_total", kind="tpot", outcome="kept") == 2
+    assert exporter.value("slos_total", outcome="met") == 2
     assert [exporter.value("position_accepted_total", position=str(p)) for p in range(3)] == [2, 1, 1]
     assert exporter.value("position_predicted_survival_total", position="1") == 1.5
     assert exporter.value("timed_steps_total", load="4") == 1
@@ -82,38 +81,13 @@ def test_a_drafter_that_is_not_judged_yet_is_a_gap(exporter):
     assert values[1:] == [1, 0]
 
 
-def test_versions_are_exported_while_they_are_kept(exporter):
-    """What a server's processes leave is read as SGLang does; there a label that was given stays."""
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry)
-
-    def value(name, version):
-        labels = {"model_name": "m", "tp_rank": "0", "weight_version": version, "drafter": "d"}
-        return registry.get_sample_value(f"sglang:dspark_weight_version_{name}", labels)
-
-    exporter.versions.first_drafts.counts |= {"verified": 80, "accepted": 0}
-    exporter.versions.counts[-1]["rounds"] = 4
-    exporter.metrics.update()
-    exporter.versions.change(("v2", "d"))
-    exporter.versions.counts[-1].update(rounds=2, tokens=5)
-    for _ in range(2):
-        exporter.metrics.update()
-    assert (value("rounds", "v2"), value("tokens", "v2"), value("rounds", "v1")) == (2, 5, 4)
-    assert value("misfit", "v1") == 1 and math.isnan(value("misfit", "v2"))
-    for number in range(3, 3 + 3 * MOST):
-        exporter.versions.change((f"v{number}", "d"))
-        exporter.metrics.update()
-    assert sum(len(family.samples) for family in registry.collect()) == 3 * MOST
-    assert value("rounds", "v2") is None and value("rounds", f"v{number}") == 0
-
-
 def test_every_metric_of_the_dashboard_exists(exporter):
     exporter.metrics.update()
     families = {family.name for family in exporter.registry.collect()}
     shown = {name.removesuffix("_total") for name in re.findall(r"sglang:dspark_\w+", GRAFANA.read_text())}
-    # Beside the panels: what alerts are for.
-    assert families - shown == {"sglang:dspark_drafter_misfit"}
-    assert shown - families == set()
+    # Not in panels: what alerts are for.
+    assert families - shown == {"sglang:dspark_drafter_misfit", "sglang:dspark_failed_advice"}
+    assert shown - families == set() and len(families) == 20
 
 
 def test_the_dashboard_tells_instances_apart():

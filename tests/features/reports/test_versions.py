@@ -1,9 +1,14 @@
-"""Accept length by version of the weights."""
+"""Accept length by version of the weights, and drafters that are judged by their first drafts."""
 
+import math
+
+import pytest
 import torch
+from dspark_kernels import ASKED_ROWS
 
-from sglang_dspark.features.reports.first_drafts import FirstDrafts
-from sglang_dspark.features.reports.versions import MOST, Versions, report
+from sglang_dspark.calibration.fit import MOST as MOST_DRAFTS
+from sglang_dspark.features.reports.versions import MOST, FirstDrafts, Versions, fit_of, report
+from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.selection import FixedLength
@@ -48,3 +53,45 @@ def test_versions_of_replicas_are_added_up():
         {"weight_version": "v", "drafter": "a", "rounds": 3, "accept_length": 2.0, "drafter_fit": "misfit"},
         {"weight_version": "w", "drafter": "a", "rounds": 0, "accept_length": None, "drafter_fit": "unknown"},
     ]
+
+
+def record(verified, *, copied=None, logits=None):
+    requests = [f"r{index}" for index in range(len(verified))]
+    decision = StepDecision(3, FixedLength(), with_confidence=logits is not None)
+    confidence = None if logits is None else Confidence(torch.tensor(logits), torch.zeros(len(verified), 3))
+    lens = torch.tensor(verified)
+    chains = torch.tensor([[ASKED_ROWS + 1, lead, 7, 7, 7] for lead in copied or [0] * len(verified)])
+    return StepRecord(requests, decision, [3] * len(verified), lens, confidence, None, chains)
+
+
+def test_only_verified_drafts_of_the_drafter_count():
+    drafts = FirstDrafts()
+    # The second request has ended, the third was not verified, the fourth had copied drafts.
+    drafts.count(record([3, 3, 0, 3, 1], copied=[0, 0, 0, 3, 0]), [0, 2, 3, 4], [2, 0, 3, 0])
+    fit = fit_of(drafts.counts)
+    assert (fit.first_drafts, fit.accepted, fit.promised) == (2, 1, None)
+
+
+def test_the_promise_is_that_of_the_raw_head_on_the_same_drafts():
+    drafts = FirstDrafts()
+    logits = [[0.0, 9.0, 9.0], [math.log(3), 9.0, 9.0], [-9.0, 9.0, 9.0], [math.nan, 9.0, 9.0]]
+    drafts.count(record([1, 1, 0, 1], logits=logits), [0, 1, 2, 3], [0, 1, 0, 0])
+    assert fit_of(drafts.counts).promised == pytest.approx((0.5 + 0.75 + 0.0) / 3)
+    assert (fit_of(drafts.counts).first_drafts, fit_of(drafts.counts).accepted) == (3, 1)
+
+
+def test_the_verdict_on_the_first_drafts_stays():
+    drafts = FirstDrafts()
+    for _ in range(MOST_DRAFTS // 64):
+        drafts.count(record([1] * 64), list(range(64)), [1] * 64)
+    fit = fit_of(drafts.counts)
+    drafts.count(record([1] * 64), list(range(64)), [0] * 64)
+    assert fit_of(drafts.counts) == fit
+
+
+@pytest.mark.parametrize(("accepted", "warnings"), [(2, 1), (50, 0)])
+def test_a_drafter_that_does_not_fit_is_named_in_the_log_once(caplog, accepted, warnings):
+    drafts = FirstDrafts()
+    for _ in range(3):
+        drafts.count(record([1] * 64), list(range(64)), [1] * accepted + [0] * (64 - accepted))
+    assert sum("hardly predicts this target" in record.message for record in caplog.records) == warnings

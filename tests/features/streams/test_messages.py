@@ -38,7 +38,7 @@ def messages(tokenizer, ids, ends, incremental, trimmed=0):
                 "output_token_logprobs_length": end,
                 "dspark_trace": [{"start": place} for place in range(first, end)],
                 "hidden_states": [[[0.5], [0.25]], *([float(token)] for token in ids[1:end])],
-                **({"dspark": {"rounds": 2}, "dspark_promise": {"outcome": "kept"}} if finished else {}),
+                **({"dspark": {"rounds": 2}, "dspark_slo": {"outcome": "met"}} if finished else {}),
             },
         }
         begin, shown = end, len(text)

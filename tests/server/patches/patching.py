@@ -58,7 +58,7 @@ def offer_random_lengths():
                 return original(self, fields)
             schedule = self._decoder.schedule
             schedule.policy = RandomPolicy(schedule.max_verify)
-            return {"state": {"policy": "random"}, "until_now": {"uptime_s": 0.0}}
+            return {"policy": "random"}
 
         module.Reports.switch_policy = switch_policy
 

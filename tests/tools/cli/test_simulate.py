@@ -57,12 +57,12 @@ def test_prompts_are_read_as_the_flags_say(run, tmp_path):
     assert found[()] > 1000 > found["--mixed-chunk", "--prompt-rows", "64", "--max-gap-ms", "600"]
 
 
-def test_promises_are_compared_with_none(run, tmp_path):
-    options = ("--conditional", "0.9,0.9", "--users", "4", "--output-tokens", 40, "--promised", "20")
+def test_slos_are_compared_with_none(run, tmp_path):
+    options = ("--conditional", "0.9,0.9", "--users", "4", "--output-tokens", 40, "--slo", "20")
     result = run("simulate", "--table", write_table(tmp_path), *options, "--csv", tmp_path / "out.csv")
     assert result.exit_code == 0, result.output
     [row] = csv.DictReader((tmp_path / "out.csv").open())
-    assert (row["users"], row["kept"], row["kept_before"]) == ("4", "1", "1")
+    assert (row["users"], row["met"], row["met_before"]) == ("4", "1", "1")
     assert float(row["tpot_ms"]) == pytest.approx(20 * float(row["other_tpot_before_ms"]), rel=0.3)
     result = run("simulate", "--table", write_table(tmp_path), *options, "--requests", 6, "--csv", tmp_path / "few.csv")
     assert result.exit_code == 0 and (tmp_path / "few.csv").read_text() != (tmp_path / "out.csv").read_text()
@@ -79,7 +79,7 @@ def test_promises_are_compared_with_none(run, tmp_path):
         (("--table", "sps.json"), "give --blocks or --conditional"),
         (("--table", "sps.json", "--conditional", "0.5,0.5", "--prefill", "1,2,3,4"), "three numbers at most"),
         (
-            ("--table", "sps.json", "--conditional", "0.5,0.5", "--promised", "1", "--policies", "off"),
+            ("--table", "sps.json", "--conditional", "0.5,0.5", "--slo", "1", "--policies", "off"),
             "drop --policies",
         ),
     ],
@@ -97,8 +97,8 @@ def test_the_page_of_the_model_is_written(run, tmp_path):
 
 
 @pytest.mark.parametrize("lack", [("--users", "1"), ("--users", "4", "--requests", "1"), ("--output-tokens", "1")])
-def test_promises_need_answers_of_both_kinds(run, tmp_path, lack):
-    options = ("--table", write_table(tmp_path), "--conditional", "0.5,0.5", "--promised", "1")
+def test_slos_need_answers_of_both_kinds(run, tmp_path, lack):
+    options = ("--table", write_table(tmp_path), "--conditional", "0.5,0.5", "--slo", "1")
     result = run("simulate", *options, *lack)
     assert (result.exit_code, "give two --users or more" in result.output) == (1, True)
 

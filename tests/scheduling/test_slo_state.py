@@ -1,4 +1,4 @@
-"""Weights of requests: what a promise makes of the clock, what weights do to a plan, and what they may depend on."""
+"""Weights of requests: what an SLO makes of the clock, what weights do to a plan, and what they may depend on."""
 
 import itertools
 
@@ -9,8 +9,8 @@ from dspark_kernels import DraftBlock
 from step_tables import GAMMA, memory_bound
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.scheduling.promises import HEAD_TOKENS, Pace
 from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.scheduling.slo import HEAD_TOKENS, SloState
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold, TopK
@@ -29,17 +29,17 @@ def lens_of(decision, survival):
 @pytest.mark.parametrize(
     ("taken", "counts"), [(0.1, 0.7), (0.8, 0.7), (0.875, 1.85), (0.95, 3), (1.5, 3), (1.65, 2), (1.8, 1), (50, 1)]
 )
-def test_a_request_counts_by_the_promised_times_that_it_has_taken(taken, counts):
+def test_a_request_counts_by_the_share_of_its_slo_that_it_has_taken(taken, counts):
     """Those that are nearly late count most, and those that are beyond help as much as any other."""
-    pace = Pace(10.0, 0.5)
-    assert pace.counts(990.0, 0) == 0.5  # its first token is not known
-    assert pace.counts(1000.0, 3) == 0.5 * 3  # on time
-    assert pace.counts(1040.0, 4) == 0.5 * 3  # far behind, but only just begun
+    state = SloState(10.0, 0.5)
+    assert state.weight(990.0, 0) == 0.5  # its first token is not known
+    assert state.weight(1000.0, 3) == 0.5 * 3  # on time
+    assert state.weight(1040.0, 4) == 0.5 * 3  # far behind, but only just begun
     now, tokens = 1000 + (taken * (40 + HEAD_TOKENS) - HEAD_TOKENS) * 10, 43
-    assert pace.counts(now, tokens) == pytest.approx(0.5 * counts)
-    assert pace.late_ms(now, tokens) == pytest.approx((taken - 1) * (40 + HEAD_TOKENS) * 10)
-    unpromised = Pace(None, 0.5)
-    assert (unpromised.counts(now, tokens), unpromised.late_ms(now, tokens)) == (0.5, 0.0)
+    assert state.weight(now, tokens) == pytest.approx(0.5 * counts)
+    assert state.late_ms(now, tokens) == pytest.approx((taken - 1) * (40 + HEAD_TOKENS) * 10)
+    without = SloState(None, 0.5)
+    assert (without.weight(now, tokens), without.late_ms(now, tokens)) == (0.5, 0.0)
 
 
 def warm_schedule():
@@ -103,7 +103,7 @@ def law(weights_of):
 
 def test_weights_by_the_clock_keep_the_law_and_weights_by_a_draft_do_not():
     def by_the_clock(clock, drafts):
-        return [Pace(1.0, began_ms=0.0).counts(7.0 + place * clock, 8) for place in (0, 1)]
+        return [SloState(1.0, began_ms=0.0).weight(7.0 + place * clock, 8) for place in (0, 1)]
 
     assert {tuple(by_the_clock(clock, ())) for clock in range(4)} != {(1.0, 1.0)}
     assert law(by_the_clock) == pytest.approx(TARGET, abs=1e-12)

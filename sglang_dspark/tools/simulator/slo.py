@@ -1,4 +1,4 @@
-"""Promises in simulated time: how many are kept, and what they cost the others."""
+"""SLOs in simulated time: how many are met, and what they cost the others."""
 
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -12,29 +12,29 @@ REQUESTS_PER_USER = 6
 
 
 @dataclass(frozen=True)
-class Promised:
-    """A load under ``auto``, of which every second user is promised a time per token.
+class SloPoint:
+    """A load under ``auto``, of which every second user has an SLO of time per token.
 
     Attributes:
         users: their number.
-        tpot_ms: the promise.
-        kept: share of the answers to these users that keep it.
-        kept_before: share that would have kept it without being promised it.
-        speed: tokens of all users per second, beside those of a server that promises nothing.
-        other_tpot_ms, other_tpot_before_ms: mean time per token of the other users, and without promises.
+        tpot_ms: the SLO.
+        met: share of the answers to these users that meet it.
+        met_before: share that is as fast where no user has an SLO.
+        speed: tokens of all users per second, over those where no user has an SLO.
+        other_tpot_ms, other_tpot_before_ms: mean time per token of the other users, and where no user has an SLO.
     """
 
     users: int
     tpot_ms: float
-    kept: float
-    kept_before: float
+    met: float
+    met_before: float
     speed: float
     other_tpot_ms: float
     other_tpot_before_ms: float
 
 
-def simulate_promises(conditions: Conditions, users: int, share: float) -> Promised:
-    """Serve the same requests without promises, and with a promise of so much of the mean time per token.
+def simulate_slo(conditions: Conditions, users: int, share: float) -> SloPoint:
+    """Serve the same requests without SLOs, and with one of so much of the mean time per token.
 
     Raises:
         ConfigError: one half of the users has no time per token.
@@ -43,15 +43,15 @@ def simulate_promises(conditions: Conditions, users: int, share: float) -> Promi
     others_before, ours_before = _tpots(before, users)
     if not others_before or not ours_before:
         raise ConfigError(
-            "--promised is about every second user, and tokens behind the first; give two --users or more, as many "
+            "--slo is about every second user, and tokens after the first; give two --users or more, as many "
             "--requests, and longer --output-tokens"
         )
-    promise = share * fmean(others_before + ours_before)
-    after = _serve(conditions, users, promise)
+    slo_ms = share * fmean(others_before + ours_before)
+    after = _serve(conditions, users, slo_ms)
     others, ours = _tpots(after, users)
-    kept_before, kept = (fmean(ms <= promise for ms in times) for times in (ours_before, ours))
+    met_before, met = (fmean(ms <= slo_ms for ms in times) for times in (ours_before, ours))
     speed = after.loaded_tok_s / before.loaded_tok_s
-    return Promised(users, promise, kept, kept_before, speed, fmean(others), fmean(others_before))
+    return SloPoint(users, slo_ms, met, met_before, speed, fmean(others), fmean(others_before))
 
 
 def _serve(conditions: Conditions, users: int, tpot_ms: float | None) -> Outcome:
@@ -64,7 +64,7 @@ def _serve(conditions: Conditions, users: int, tpot_ms: float | None) -> Outcome
 
 
 def _tpots(outcome: Outcome, users: int) -> tuple[list[float], list[float]]:
-    """Return the times per token of the users without a promise, and of those with one."""
+    """Return the times per token of the users without an SLO, and of those with one."""
     times: tuple[list[float], list[float]] = [], []
     for request in outcome.requests:
         if request.user < users and (ms := request.tpot_ms) is not None:

@@ -1,4 +1,4 @@
-"""Promises: a request may name a time per token and one to its first, and is served sooner where it would miss them."""
+"""SLOs: a request may name a time per token and a weight, and gets more of the drafts when it is late."""
 
 from sglang.srt.plugins.hook_registry import HookType
 
@@ -11,21 +11,14 @@ FEATURE = Feature(
     is_used=lambda args: True,
     hooks=(
         Hook(
-            "sglang.srt.managers.scheduler.Scheduler.get_prefill_adder_class",
-            HookType.AFTER,
-            "features.promises.starting.start_by_promise",
-            "scheduler",
-            "SGLang's orders of prompts know no time by which a first token has to come",
-        ),
-        Hook(
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
             HookType.AFTER,
-            "features.promises.keys.tell_once",
+            "features.slo.keys.tell_once",
             "front_end",
             "SGLang has a place for what a scheduler says of each token, and none for what it says of an answer",
             Moment.SOME_TIME,
         ),
     ),
-    request_keys="keys.PromiseKeys",
-    part="served.Promises.of",
+    request_keys="keys.SloKeys",
+    part="served.Slos.of",
 )

@@ -1,20 +1,20 @@
-"""Promises in simulated time: what is in reach is kept more often, and everything together stays as fast."""
+"""SLOs in simulated time: what is feasible is met more often, and everything together stays as fast."""
 
 import pytest
 from step_tables import h200_table
 
 from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
 from sglang_dspark.tools.simulator.costs import Costs, Prefill
-from sglang_dspark.tools.simulator.promised import simulate_promises
+from sglang_dspark.tools.simulator.slo import simulate_slo
 from sglang_dspark.tools.simulator.sweep import Conditions
 from sglang_dspark.tools.simulator.workload import Lengths
 
 
 @pytest.mark.slow
-def test_more_promises_are_kept_at_the_same_speed():
+def test_more_slos_are_met_at_the_same_speed():
     table = h200_table("promises/sps.json")
     costs, blocks = Costs(table, Prefill.from_table(table)), ConditionalAcceptance((0.7,) * 5)
-    found = simulate_promises(Conditions(costs, blocks, Lengths(128, 128), Lengths(128, 128)), 48, 1.0)
-    assert found.kept > found.kept_before + 0.05
+    found = simulate_slo(Conditions(costs, blocks, Lengths(128, 128), Lengths(128, 128)), 48, 1.0)
+    assert found.met > found.met_before + 0.05
     assert found.speed > 0.95
     assert 1.0 < found.other_tpot_ms / found.other_tpot_before_ms < 1.2

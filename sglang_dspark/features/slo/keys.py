@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
 from sglang_dspark.config import flag_name
@@ -15,41 +14,37 @@ from sglang_dspark.declared import field_types
 from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.feature import RequestKeys
 from sglang_dspark.engine.launch_state import DSparkServer, OtherServer
-from sglang_dspark.engine.scheduler.request_options import kept_by_request, request_options
-from sglang_dspark.engine.sglang_types import Req, TokenizerManager
+from sglang_dspark.engine.sglang_types import TokenizerManager
 from sglang_dspark.fence import fenced, nothing
 
-TOLD = "dspark_promise"
-"""Of SGLang's ``customized_info``, and of ``meta_info``: what became of the promise."""
+TOLD = "dspark_slo"
+"""Of SGLang's ``customized_info``, and of ``meta_info``: what became of the SLO."""
 
 
-class PromiseOptions(Struct, frozen=True, omit_defaults=True):
-    """Checked options of a request; the attributes are those of :class:`PromiseKeys`."""
+class SloOptions(Struct, frozen=True, omit_defaults=True):
+    """Checked options of a request; the attributes are those of :class:`SloKeys`."""
 
     tpot_ms: float | None = None
-    ttft_ms: float | None = None
     weight: float = 1.0
 
 
 @dataclass(frozen=True)
-class PromiseKeys(RequestKeys):
+class SloKeys(RequestKeys):
     """Say how fast a request wants to be.
 
     Attributes:
-        tpot_ms: milliseconds per token behind the first one, over the whole answer; None takes the server's.
-        ttft_ms: milliseconds from its arrival in the scheduler to the first token; None takes the server's.
-        weight: what its drafts count beside those of others.
+        tpot_ms: milliseconds per token after the first one, over the whole answer; None takes the server's.
+        weight: what its drafts count next to those of others.
     """
 
     tpot_ms: Annotated[float, Meta(ge=0.1, le=10_000, description="must be a number from 0.1 to 10000")] | None = None
-    ttft_ms: Annotated[float, Meta(ge=0.1, le=600_000, description="must be a number from 0.1 to 600000")] | None = None
     weight: Annotated[float, Meta(ge=0.01, le=1, description="must be a number from 0.01 to 1")] = 1.0
 
     @classmethod
     def unserved(cls, server: DSparkServer | OtherServer) -> Collection[str]:
         return () if isinstance(server, DSparkServer) else tuple(field_types(cls))
 
-    def for_scheduler(self, given: Collection[str], manager: TokenizerManager) -> PromiseOptions | None:
+    def for_scheduler(self, given: Collection[str], manager: TokenizerManager) -> SloOptions | None:
         server = speculating(manager.server_args)
         assert server is not None, "requests of other servers are not checked"
         for key in (key for key in self.unserved(server) if key in given):
@@ -61,27 +56,16 @@ class PromiseKeys(RequestKeys):
         if self.tpot_ms is not None and self.tpot_ms < least_ms:
             remedy = "drop the key" if least_ms == inf else "name that or more, or drop the key"
             raise ValueError(
-                f"speculation.tpot_ms={self.tpot_ms:g} is less than this server promises to a request, "
+                f"speculation.tpot_ms={self.tpot_ms:g} is less than requests may name on this server, "
                 f"{flag_name('min_tpot_ms')}={least_ms:g}; {remedy}"
             )
-        options = PromiseOptions(self.tpot_ms, self.ttft_ms, self.weight)
-        return None if options == PromiseOptions() else options
+        options = SloOptions(self.tpot_ms, self.weight)
+        return None if options == SloOptions() else options
 
 
-@fenced("promises", instead=lambda req, server: server)
-@kept_by_request
-def promised(req: Req, server: PromiseOptions) -> PromiseOptions:
-    """Return what a request of a scheduler asks for, or what the server promises where the request names nothing."""
-    text = request_options(req).of_features.get("promises")
-    if text is None:
-        return server
-    asked = msgspec.json.decode(text, type=PromiseOptions)
-    return PromiseOptions(asked.tpot_ms or server.tpot_ms, asked.ttft_ms or server.ttft_ms, asked.weight)
-
-
-@fenced("promises", instead=nothing)
+@fenced("SLOs", instead=nothing)
 def tell_once(result: None, manager: TokenizerManager, meta_info: dict[str, Any], state: Any, *args: object) -> None:
-    """Leave only what became of a promise in ``meta_info``, without a null for every token before it. A hook."""
+    """Leave only what became of an SLO in ``meta_info``, without a null for every token before it. A hook."""
     if entries := state.customized_info_accumulated.pop(TOLD, None):
         del meta_info[TOLD]
         if entries[-1] is not None:
