@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -78,3 +78,12 @@ class BatchOptions:
             traced=any(options.trace for options in each),
             ids=[req.rid for req in reqs],
         )
+
+    def within(self, room: Sequence[int] | None) -> BatchOptions:
+        """Return the options of a step that has slots for so many drafts of each request; None for as many as asked."""
+        if room is None:
+            return self
+        limits = RequestLimits(tuple(room))
+        if self.limits is not None:
+            limits = replace(self.limits, max_verify=tuple(map(min, self.limits.max_verify, room)))
+        return replace(self, limits=limits)
