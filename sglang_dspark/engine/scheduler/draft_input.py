@@ -33,10 +33,10 @@ class DSparkDraftInput(DFlashDraftInputV2):
         new_seq_lens: [bs] int64, tokens whose K/V is committed; the anchor is not among them.
         nxt_kv_lens_cpu: [bs] int64, upper bound of every request's length in the step ahead; for attention backends
             that plan with host lengths while the real ones are known to the device only.
-        room: drafts of every request that there are slots for; None if there are some for as many as a step verifies.
+        room: drafts that each request has slots for; None if these are as many as a step verifies at most.
     """
 
-    room: list[int] | None = None
+    room: int | None = None
 
     def __init__(
         self, bonus_tokens: torch.Tensor, new_seq_lens: torch.Tensor, nxt_kv_lens_cpu: torch.Tensor | None = None
@@ -122,7 +122,7 @@ def _give_back(batch: ScheduleBatch) -> None:
             req.kv.kv_allocated_len = end
 
 
-def _reserve(batch: ScheduleBatch) -> tuple[list[int], list[int] | None]:
+def _reserve(batch: ScheduleBatch) -> tuple[list[int], int | None]:
     """Give every request of ``batch`` slots for the step ahead, and one more.
 
     Slots of rejected drafts are used again by the next step. A reservation reaches :data:`STRIDE` tokens further while
@@ -163,9 +163,8 @@ def _reserve(batch: ScheduleBatch) -> tuple[list[int], list[int] | None]:
             num_needed_tokens=missing,
             batch=batch,
         )
-    if rows >= whole:
-        return ends, None
-    return ends, [max(0, end - _longest(req) - 2 * _PLAIN_ROWS) for req, end in zip(reqs, ends, strict=True)]
+    # As many for each, also of a request with more slots: drafts that are not accepted hold back slots from the others.
+    return ends, None if rows >= whole else max(0, rows - 2 * _PLAIN_ROWS)
 
 
 def _longest(req: Req) -> int:

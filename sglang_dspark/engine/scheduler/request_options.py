@@ -79,11 +79,9 @@ class BatchOptions:
             ids=[req.rid for req in reqs],
         )
 
-    def within(self, room: Sequence[int] | None) -> BatchOptions:
-        """Return the options of a step that has slots for so many drafts of each request; None for as many as asked."""
+    def within(self, room: int | None) -> BatchOptions:
+        """Return the options of a step with slots for so many drafts of each request; None for as many as asked."""
         if room is None:
             return self
-        limits = RequestLimits(tuple(room))
-        if self.limits is not None:
-            limits = replace(self.limits, max_verify=tuple(map(min, self.limits.max_verify, room)))
-        return replace(self, limits=limits)
+        limits = self.limits or RequestLimits((room,) * len(self.ids))
+        return replace(self, limits=replace(limits, max_verify=tuple(min(most, room) for most in limits.max_verify)))
