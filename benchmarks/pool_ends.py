@@ -145,6 +145,8 @@ def answer(server: LaunchedServer, body: Body) -> Answer:
         return {"status": 200, "error": found["error"]}
     meta = found["meta_info"]
     counts = {name: meta.get(name) for name in ("finish_reason", "prompt_tokens", "completion_tokens")}
+    if (counts["finish_reason"] or {}).get("type") == "abort":
+        return {"status": 200, "finish_reason": counts["finish_reason"]}  # SGLang sends a token that means nothing
     return {"status": 200, "output_ids": found["output_ids"], **counts, "retractions": meta.get("num_retractions", 0)}
 
 
