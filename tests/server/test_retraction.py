@@ -112,6 +112,6 @@ def test_replayed_steps_at_the_end_of_a_pool(ordered, plain):
     """Of a captured verification the rows without drafts are padding: they write to no slot of another request."""
     bodies = bodies_near_the_end([(246, 6), (238, 200), (120, 9), (121, 10)], seed=9)
     with policy(ordered, "static"):
-        answers = [*generate(ordered, bodies[:2], 1), *generate(ordered, bodies[2:], 2)]
+        answers = [*generate(ordered, bodies[:2], 1), *together(ordered, bodies[2:])]
     assert [said(answer) for answer in answers] == expected_of(plain, bodies)
     assert_pool_is_whole(ordered)
