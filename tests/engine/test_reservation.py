@@ -160,7 +160,7 @@ def test_a_tight_pool_gives_what_the_step_needs_and_no_more():
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_step_fits_as_long_as_one_without_drafts_does(data):
-    """Whatever requests keep for drafts: the last steps in a pool verify fewer, and none where there is no slot left."""
+    """Whatever requests keep for drafts: the last steps in a pool verify fewer, or none."""
     page, requests = data.draw(st.sampled_from([1, 4, 16])), data.draw(st.integers(1, 4))
     slots = page * data.draw(st.integers(3, 80 // page)) * requests
     server, overlaps = Server(requests, slots, page), data.draw(st.booleans())

@@ -242,7 +242,9 @@ SERVERS: dict[str, Recipe] = {
         (*DSPARK, FOUR, MIXED, f"--speculative-dspark-block-size 11 {PROMPT_ROWS} 24", STATES_SHOWN),
         env=emulated_graphs(),
     ),
-    "ordered": Recipe((*DSPARK, f"{FOUR} {MIXED} {PROMPT_ROWS} 16 {CROWDED} 256"), env=emulated_graphs() | CHECKS_ORDER),
+    "ordered": Recipe(
+        (*DSPARK, f"{FOUR} {MIXED} {PROMPT_ROWS} 16 {CROWDED} 256"), env=emulated_graphs() | CHECKS_ORDER
+    ),
     # Memory that a pause overwrites.
     "saving": Recipe((*DSPARK, SAVES_MEMORY)),
     "graphs_saving": Recipe((*DSPARK, FOUR, SAVES_MEMORY), env=emulated_graphs()),
