@@ -3,9 +3,10 @@ r"""Are requests near the end of a small K/V pool answered as without DSPARK: st
     python benchmarks/pool_ends.py --lone 1000 --crowded 1000 --output RESULTS/pool_ends.json
 
 Every kind of server has the golden pair in float32, or a tiny target with recurrent states, and a pool that is smaller
-than the context; a server without DSPARK has the same. Lone requests end where the pool does or just before it, also in the turns
-of a session that keeps its K/V. Crowds arrive at once and fill the pool, so that some of them are retracted: where that
-happens is each server's own affair. Every difference is listed. At the end SGLang, idle, looks for slots that were lost.
+than the context; a server without DSPARK has the same. Lone requests end where the pool does or just before it, also in
+the turns of a session that keeps its K/V. Crowds arrive at once and fill the pool, so that some of them are retracted:
+where that happens is each server's own affair. Every difference is listed. At the end SGLang, idle, looks for slots
+that were lost.
 """
 
 from __future__ import annotations

@@ -58,7 +58,11 @@ class Server:
             required = draft_input.slots_required(batch, batch.reqs, self.page)
             return self.pool.check_decode_capacity(num_tokens=required, tree_cache=batch.tree_cache)
 
-        return draft_input.fits(check, self.batch)
+        found = draft_input.fits(check, self.batch)
+        for reqs, room, _ in self.flying:  # what is under way keeps its slots
+            for req, drafts in zip(reqs, room, strict=True):
+                assert req not in self.batch.reqs or req.kv.kv_committed_len + drafts < req.kv.kv_allocated_len
+        return found
 
     def aligned(self, length):
         return -(-length // self.page) * self.page
