@@ -142,10 +142,7 @@ def _reserve(batch: ScheduleBatch) -> tuple[list[int], int | None]:
         rows += STRIDE
         ends = _ends(reqs, rows, page)
     while rows > _PLAIN_ROWS and not pool.check_decode_capacity(
-        num_tokens=_missing(reqs, ends, page),
-        tree_cache=batch.tree_cache,
-        requests=reqs,
-        spec_algorithm=batch.spec_algorithm,
+        num_tokens=_missing(reqs, ends, page), tree_cache=batch.tree_cache
     ):
         rows = min(rows - 1, whole)
         ends = _ends(reqs, rows, page)
