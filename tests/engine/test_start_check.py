@@ -7,14 +7,14 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang_objects import model_config, partly, runner, table
 
-from sglang_dspark.engine.scheduler import start_check
+from sglang_dspark.engine.scheduler import draft_input, start_check
 from sglang_dspark.engine.scheduler.start_check import check_start
 from sglang_dspark.errors import EngineError
 
 WINDOW, CONTEXT = 8, 100
 
 
-def started(*, slots=64, free=64, columns=CONTEXT + 2 * WINDOW, captures=True):
+def started(*, slots=64, free=64, columns=CONTEXT + 2 * WINDOW + 1, captures=True):
     return runner(
         token_to_kv_pool=partly(MHATokenToKVPool, size=slots),
         token_to_kv_pool_allocator=TokenToKVPoolAllocator(free, torch.float32, "cpu", None, need_sort=False),
@@ -28,7 +28,8 @@ def started(*, slots=64, free=64, columns=CONTEXT + 2 * WINDOW, captures=True):
 def resolved(monkeypatch):
     """SGLang's tokens per step; the test may set others."""
     found = {"tokens": WINDOW}
-    monkeypatch.setattr(start_check, "tokens_per_step", lambda: found["tokens"])
+    for module in (start_check, draft_input):
+        monkeypatch.setattr(module, "tokens_per_step", lambda: found["tokens"])
     return found
 
 
@@ -47,7 +48,7 @@ def test_a_reservation_by_raw_arguments_ends_the_start(resolved):
     ("fields", "says"),
     [
         ({"slots": 128}, "pool has 128 slots and their allocator 64"),
-        ({"columns": CONTEXT + WINDOW}, "have 108 columns, and a request may need 116"),
+        ({"columns": CONTEXT + WINDOW}, "have 108 columns, and a request may need 117"),
         ({"captures": False}, "does not return the hidden states"),
     ],
 )

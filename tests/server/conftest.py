@@ -167,6 +167,8 @@ SERVERS: dict[str, Recipe] = {
             "--incremental-streaming-output",
         )
     ),
+    # Pools smaller than the context, as of long contexts on one GPU.
+    "small_pool": Recipe((*DSPARK, STATIC, f"{CROWDED} 256")),
     # Drafters of other forms than DeepSpec's: test_checkpoint_variants.py; in a context that requests grow out of.
     "tight": Recipe(
         (
@@ -241,7 +243,9 @@ SERVERS: dict[str, Recipe] = {
         (*DSPARK, FOUR, MIXED, f"--speculative-dspark-block-size 11 {PROMPT_ROWS} 24", STATES_SHOWN),
         env=emulated_graphs(),
     ),
-    "ordered": Recipe((*DSPARK, f"{FOUR} {MIXED} {PROMPT_ROWS} 16 {UNPROVEN}"), env=emulated_graphs() | CHECKS_ORDER),
+    "ordered": Recipe(
+        (*DSPARK, f"{FOUR} {MIXED} {PROMPT_ROWS} 16 {CROWDED} 256 {UNPROVEN}"), env=emulated_graphs() | CHECKS_ORDER
+    ),
     # Memory that a pause overwrites.
     "saving": Recipe((*DSPARK, SAVES_MEMORY)),
     "graphs_saving": Recipe((*DSPARK, f"{FOUR} {UNPROVEN}", SAVES_MEMORY), env=emulated_graphs()),

@@ -110,6 +110,20 @@ HOOKS: tuple[Hook, ...] = (
         Moment.READY,
     ),
     Hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2",
+        HookType.REPLACE,
+        "engine.scheduler.draft_input.slots_required",
+        "scheduler",
+        "SGLang retracts or aborts requests for which two verify windows do not fit, where a plain step does",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
+        HookType.AROUND,
+        "engine.scheduler.draft_input.fits",
+        "scheduler",
+        "slots that running requests keep for drafts go to those that are about to be retracted",
+    ),
+    Hook(
         "sglang.srt.speculative.dflash_utils.validate_dflash_request",
         HookType.REPLACE,
         "fence.nothing",

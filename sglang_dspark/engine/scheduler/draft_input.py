@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from dspark_kernels import to_device
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
-from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size, page_aligned_decode_alloc_lens
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
@@ -20,6 +20,9 @@ STRIDE = 32
 # Strides of all running requests that have to be free, counting what the prefix cache would give up, before one is
 # taken: near the end of the pool they would make others wait, or be retracted.
 _SPARE_STRIDES = 4
+_PLAIN_ROWS = 1  # the anchor
+# Attribute of a request: its rows of steps whose outcome the host does not know yet.
+_LAUNCHED = "dspark_launched"
 
 
 class DSparkDraftInput(DFlashDraftInputV2):
@@ -30,7 +33,10 @@ class DSparkDraftInput(DFlashDraftInputV2):
         new_seq_lens: [bs] int64, tokens whose K/V is committed; the anchor is not among them.
         nxt_kv_lens_cpu: [bs] int64, upper bound of every request's length in the step ahead; for attention backends
             that plan with host lengths while the real ones are known to the device only.
+        room: drafts that each request has slots for; None if these are as many as a step verifies at most.
     """
+
+    room: int | None = None
 
     def __init__(
         self, bonus_tokens: torch.Tensor, new_seq_lens: torch.Tensor, nxt_kv_lens_cpu: torch.Tensor | None = None
@@ -48,7 +54,8 @@ class DSparkDraftInput(DFlashDraftInputV2):
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
         """Reserve K/V slots for the step ahead and enter them in ``req_to_token``."""
         batch.maybe_evict_swa()
-        self.nxt_kv_lens_cpu = torch.tensor(_reserve(batch))
+        ends, self.room = _reserve(batch)
+        self.nxt_kv_lens_cpu = torch.tensor(ends)
         for req in batch.reqs:
             req.decode_batch_idx += 1  # only requests that have decoded are asked for what their windows have left
         # Committed lengths of the host; under overlap the future map replaces them by the published ones.
@@ -62,45 +69,122 @@ def committed_lengths(reqs: Sequence[Req]) -> list[int]:
     return [req.kv.kv_committed_len for req in reqs]
 
 
+def count_launched(reqs: Sequence[Req], drafts: Sequence[int]) -> None:
+    """Count the rows of a step that was launched, with so many drafts of each request at most."""
+    for req, number in zip(reqs, drafts, strict=True):
+        vars(req)[_LAUNCHED] = vars(req).get(_LAUNCHED, 0) + number + _PLAIN_ROWS
+
+
+def count_landed(reqs: Sequence[Req], drafts: Sequence[int]) -> None:
+    """Count the rows of such a step no longer: the committed lengths have its outcome."""
+    for req, number in zip(reqs, drafts, strict=True):
+        vars(req)[_LAUNCHED] -= number + _PLAIN_ROWS
+
+
+def most_rows() -> int:
+    """Return the most tokens past what is committed that a request needs slots for.
+
+    Under overlap the committed length lags behind the device by the rows of a step, and the next step has rows of its
+    own. Its drafts leave a slot for the anchor of the step after: that one is scheduled before the host knows how many
+    of them were accepted, and shall not find a full pool because of those that were not.
+    """
+    return 2 * tokens_per_step() + _PLAIN_ROWS
+
+
 def row_headroom(original: Callable[[], int]) -> int:
     """Return the columns that a row of ``req_to_token`` needs past the context length: what a reservation may reach.
 
-    SGLang's own headroom holds one verify window, and two only if pages have several tokens.
+    SGLang's own headroom holds one verify window and four tokens, and two windows only if pages have several tokens.
     """
-    return original() + tokens_per_step() + STRIDE + get_alloc_page_size() - 1
+    return max(original(), most_rows() + STRIDE + get_alloc_page_size() - 1)
 
 
-def _reserve(batch: ScheduleBatch) -> list[int]:
-    """Give every request of ``batch`` slots for two verify windows past its committed length, or more.
+def slots_required(batch: ScheduleBatch, reqs: Sequence[Req], page_size: int) -> int:
+    """Return how many more slots the next step of ``reqs`` takes if it is a plain one."""
+    return _missing(reqs, _ends(reqs, _PLAIN_ROWS, page_size), page_size)
 
-    Under overlap the committed length lags behind the device by up to one window, and the step needs one of its own.
+
+def fits(original: Callable[..., bool], batch: ScheduleBatch, selected_indices: Sequence[int] | None = None) -> bool:
+    """Return whether a plain step fits, if need be into slots that running requests were given for drafts."""
+    if original(batch, selected_indices):
+        return True
+    _give_back(batch)
+    return original(batch, selected_indices)
+
+
+def _give_back(batch: ScheduleBatch) -> None:
+    """Free the slots of every request that a plain step does not need."""
+    page = int(batch.token_to_kv_pool_allocator.page_size)
+    for req in batch.reqs:
+        end = _aligned(_longest(req) + _PLAIN_ROWS, page)
+        if end < req.kv.kv_allocated_len:
+            batch.tree_cache.free_kv_row(req.kv, [(end, req.kv.kv_allocated_len)])
+            req.kv.kv_allocated_len = end
+
+
+def _reserve(batch: ScheduleBatch) -> tuple[list[int], int | None]:
+    """Give every request of ``batch`` slots for the step ahead, and one more.
+
     Slots of rejected drafts are used again by the next step. A reservation reaches :data:`STRIDE` tokens further while
-    the pool has plenty, so that most steps reserve nothing.
+    the pool has plenty, so that most steps reserve nothing. If it has too little for whole windows, requests get slots
+    for fewer drafts, or for none: those :func:`fits` has found.
 
     Returns:
-        Tokens that each request has slots for.
+        Tokens that each request has slots for, and :attr:`DSparkDraftInput.room`.
     """
-    reqs, pool, needed = batch.reqs, batch.token_to_kv_pool_allocator, 2 * tokens_per_step()
-    page = int(pool.page_size)
-    allocated, reserved, missing = page_aligned_decode_alloc_lens(reqs, reserve=needed, page_size=page)
-    if not missing:
-        return allocated
-    if spare_slots(pool, batch.tree_cache) >= (needed + page - 1 + _SPARE_STRIDES * STRIDE) * len(reqs):
-        allocated, reserved, missing = page_aligned_decode_alloc_lens(reqs, reserve=needed + STRIDE, page_size=page)
-    begins, ends = (torch.tensor(lengths, dtype=torch.int32) for lengths in (allocated, reserved))
-    alloc_for_spec_decode(
-        batch.tree_cache,
-        batch.req_to_token_pool,
-        reqs=reqs,
-        req_pool_indices=batch.req_pool_indices,
-        cur_kv_lens=to_device(begins, batch.device),
-        cur_kv_lens_cpu=begins,
-        nxt_kv_lens=to_device(ends, batch.device),
-        nxt_kv_lens_cpu=ends,
-        num_needed_tokens=missing,
-        batch=batch,
-    )
-    return reserved
+    reqs, pool, whole = batch.reqs, batch.token_to_kv_pool_allocator, tokens_per_step() + _PLAIN_ROWS
+    page, rows = int(pool.page_size), whole
+    ends = _ends(reqs, rows, page)
+    allocated = [req.kv.kv_allocated_len for req in reqs]
+    if ends == allocated:
+        return ends, None
+    if spare_slots(pool, batch.tree_cache) >= (most_rows() + page - 1 + _SPARE_STRIDES * STRIDE) * len(reqs):
+        rows += STRIDE
+        ends = _ends(reqs, rows, page)
+    while rows > _PLAIN_ROWS and not pool.check_decode_capacity(
+        num_tokens=_missing(reqs, ends, page), tree_cache=batch.tree_cache
+    ):
+        rows = min(rows - 1, whole)
+        ends = _ends(reqs, rows, page)
+    if missing := sum(ends) - sum(allocated):
+        begins, reached = (torch.tensor(lengths, dtype=torch.int32) for lengths in (allocated, ends))
+        alloc_for_spec_decode(
+            batch.tree_cache,
+            batch.req_to_token_pool,
+            reqs=reqs,
+            req_pool_indices=batch.req_pool_indices,
+            cur_kv_lens=to_device(begins, batch.device),
+            cur_kv_lens_cpu=begins,
+            nxt_kv_lens=to_device(reached, batch.device),
+            nxt_kv_lens_cpu=reached,
+            num_needed_tokens=missing,
+            batch=batch,
+        )
+    # As many for each, also of a request with more slots: drafts that are not accepted hold back slots from the others.
+    return ends, None if rows >= whole else max(0, rows - 2 * _PLAIN_ROWS)
+
+
+def _longest(req: Req) -> int:
+    """Return the most tokens that the steps under way leave a request with."""
+    return req.kv.kv_committed_len + vars(req).get(_LAUNCHED, 0)
+
+
+def _aligned(length: int, page: int) -> int:
+    return -(-length // page) * page
+
+
+def _ends(reqs: Sequence[Req], rows: int, page: int) -> list[int]:
+    """Return how far the slots of each request reach once it has some for ``rows`` more tokens than it may get so far.
+
+    Pages are whole: of one that is not, the rest would be lost.
+    """
+    return [max(req.kv.kv_allocated_len, _aligned(_longest(req) + rows, page)) for req in reqs]
+
+
+def _missing(reqs: Sequence[Req], ends: Sequence[int], page: int) -> int:
+    """Return how many slots are missing for each request to reach its end."""
+    have = (_aligned(req.kv.kv_allocated_len, page) for req in reqs)
+    return sum(_aligned(end, page) - length for end, length in zip(ends, have, strict=True))
 
 
 def spare_slots(pool: BaseTokenToKVPoolAllocator, cache: BasePrefixCache) -> int:

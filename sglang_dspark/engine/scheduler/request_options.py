@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -78,3 +78,10 @@ class BatchOptions:
             traced=any(options.trace for options in each),
             ids=[req.rid for req in reqs],
         )
+
+    def within(self, room: int | None) -> BatchOptions:
+        """Return the options of a step with slots for so many drafts of each request; None for as many as asked."""
+        if room is None:
+            return self
+        limits = self.limits or RequestLimits((room,) * len(self.ids))
+        return replace(self, limits=replace(limits, max_verify=tuple(min(most, room) for most in limits.max_verify)))

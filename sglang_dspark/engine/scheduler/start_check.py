@@ -7,6 +7,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.forward.target import text_model
+from sglang_dspark.engine.scheduler.draft_input import most_rows
 from sglang_dspark.engine.sglang_types import ModelRunner
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
@@ -32,7 +33,7 @@ def _problems(runner: ModelRunner, window: int, captures: bool) -> Iterator[str]
     pool, allocator = runner.token_to_kv_pool.size, runner.token_to_kv_pool_allocator.size_full
     if pool != allocator:
         yield f"the target's K/V pool has {pool} slots and their allocator {allocator}: draft K/V would not fit"
-    columns, needed = runner.req_to_token_pool.req_to_token.shape[1], runner.model_config.context_len + 2 * window
+    columns, needed = runner.req_to_token_pool.req_to_token.shape[1], runner.model_config.context_len + most_rows()
     if columns < needed:
         yield f"rows of req_to_token have {columns} columns, and a request may need {needed}"
     if list(signature(Req.update_finish_state).parameters) != ["self", "new_accepted_len"]:

@@ -10,6 +10,7 @@ import torch
 
 from sglang_dspark.engine.compat.decoder import attached_decoder
 from sglang_dspark.engine.scheduler.batch import is_running, prompts_of
+from sglang_dspark.engine.scheduler.draft_input import count_landed
 from sglang_dspark.engine.sglang_types import GenerationBatchResult, Req, ScheduleBatch
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import PLAIN
@@ -24,7 +25,9 @@ def count_running(
     processor: SchedulerBatchResultProcessor, batch: ScheduleBatch, result: GenerationBatchResult
 ) -> None:
     """Show the step to the worker, and count it for its running requests, before SGLang appends their tokens."""
-    prompts = len(prompts_of(batch))
+    prompts, worker = len(prompts_of(batch)), attached_decoder(processor.model_worker)
+    if worker is processor.model_worker:  # ours, which knows what it has launched
+        count_landed(batch.decoding_reqs or (), [0] * (len(batch.reqs) - prompts))
     places = [prompts + place for place, req in enumerate(batch.decoding_reqs or ()) if is_running(req)]
     if not places:
         return
@@ -37,7 +40,6 @@ def count_running(
         req.update_spec_correct_drafts_histogram(0)
         req.update_spec_cap_lens_histogram(1)
         req.update_finish_state = partial(_commit_at_end, req)
-    worker = attached_decoder(processor.model_worker)
     record = plain_record(running, result.next_token_ids[places, None].cpu(), worker.schedule)
     worker.control.observe(running, record, [1] * len(running), None)
 
