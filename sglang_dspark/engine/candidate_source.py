@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from dspark_kernels import ChainRules
 
-from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.part import Part
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.step.state import DecodeBatch
 

@@ -13,9 +13,9 @@ from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.candidate_source import CandidateSource
 from sglang_dspark.engine.compat.decoder import Decoding
 from sglang_dspark.engine.compat.pools import weights_region
-from sglang_dspark.engine.feature import DrawnTokens, part_of
 from sglang_dspark.engine.forward.graphs import Relay, graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
+from sglang_dspark.engine.part import DrawnTokens, part_of
 from sglang_dspark.engine.scheduler.batch import (
     DSparkBatchResult,
     copy_drafts,

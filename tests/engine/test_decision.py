@@ -10,9 +10,9 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang_objects import GOLDEN
 
-from sglang_dspark.engine import support
+from sglang_dspark.engine import hooks, support
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.launch import decision, hooks
+from sglang_dspark.engine.launch import decision
 from sglang_dspark.engine.launch.decision import decide
 from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.engine.launch.resolution import given_texts

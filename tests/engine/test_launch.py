@@ -18,8 +18,9 @@ from sglang_objects import GOLDEN, server_args
 
 from sglang_dspark.draft import resolved
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
+from sglang_dspark.engine import feature, hooks
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.launch import context, defaults, hooks
+from sglang_dspark.engine.launch import defaults
 from sglang_dspark.engine.launch.flag_checks import VARIABLES
 from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.errors import CheckpointError, ConfigError, EngineError, UnservedError
@@ -90,7 +91,7 @@ def head_of_codes(folder, name="lm_head.weight"):
 @pytest.fixture
 def quantised(monkeypatch):
     """Says by which method SGLang is to take the target for quantised; its LM head is not tied then."""
-    read = context.model_config_of
+    read = feature.model_config_of
 
     def by(method):
         def model_config(args):
@@ -98,7 +99,7 @@ def quantised(monkeypatch):
             target.quantization, target.hf_text_config.tie_word_embeddings = method, False
             return target
 
-        monkeypatch.setattr(context, "model_config_of", model_config)
+        monkeypatch.setattr(feature, "model_config_of", model_config)
 
     return by
 

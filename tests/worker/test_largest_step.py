@@ -12,7 +12,7 @@ from sglang_objects import table as request_table
 from sglang_objects import worker as target_worker
 from stage_loop import StageLoop
 
-from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.part import Part
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.state import TargetOutput
 from sglang_dspark.worker.startup.warm_up import hold_largest_step, on_stream_of_steps

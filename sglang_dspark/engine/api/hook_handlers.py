@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator
 
-from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
+from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.hook_checks import Moment, check
-from sglang_dspark.engine.sglang_types import Answer, TokenizerManager
+from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.sglang_types import TokenizerManager
 
 _SEEDS = 2**63
 
 
+@hook(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
+    HookType.BEFORE,
+    where="front_end",
+    reason="SGLang sends the n samples of a request with one seed; seeds are served here, so all would have one text",
+    by=Moment.SOME_TIME,
+)
 def seed_each(
     manager: TokenizerManager,
     tokenized: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput,
@@ -27,24 +34,3 @@ def seed_each(
     if shared is not None and getattr(shared, "sampling_seed", None) is not None:
         tokenized.sampling_params = copy.copy(shared)
         shared.sampling_seed = (shared.sampling_seed + 1) % _SEEDS  # of the next one
-
-
-async def look_at_answers(
-    answers: AsyncIterator[Answer],
-    manager: TokenizerManager,
-    obj: GenerateReqInput,
-    state: object,
-    request: object = None,
-) -> AsyncIterator[Answer]:
-    """Yield the answers of one request; before the last one, look for our hooks.
-
-    A request that is aborted while it waits ends without most of what SGLang does with an answer.
-
-    Raises:
-        EngineError: see :func:`~sglang_dspark.engine.hook_checks.check`.
-    """
-    async for answer in answers:
-        reason = (answer.get("meta_info") or {}).get("finish_reason")
-        if reason is not None and reason["type"] != "abort":
-            check(Moment.ANSWERED)
-        yield answer

@@ -12,6 +12,7 @@ from types import FrameType
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from sglang.srt.environ import envs
+from sglang.srt.plugins.hook_registry import HookType
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
@@ -22,6 +23,7 @@ from sglang_dspark.declared import Scalar
 from sglang_dspark.engine.api.request_field import ASKED
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.feature import all_features
+from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.launch_state import TargetOnly
 from sglang_dspark.engine.sglang_types import ServerArgs
 
@@ -43,6 +45,13 @@ SignalHandler = Callable[[int, FrameType | None], object]
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
+@hook(
+    "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+    HookType.BEFORE,
+    where="routes",
+    reason="SGLang has no plugin interface for routes and middleware",
+    by=Moment.SOME_TIME,
+)
 def mount(server_args: ServerArgs, *args: object, **kwargs: object) -> None:
     """Have SGLang's application carry ours in the process that serves it, or in each of several.
 

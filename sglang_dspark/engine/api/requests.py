@@ -12,11 +12,13 @@ from sglang.srt.managers.io_struct import (
     msgpack_decode,
     msgpack_encode,
 )
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.declared import truncate
 from sglang_dspark.draft.families import family_of
 from sglang_dspark.engine.api import request_field
 from sglang_dspark.engine.compat.arguments import speculating
+from sglang_dspark.engine.hooks import hook
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.sglang_types import ModelConfig, SamplingParams, TokenizerManager
 
@@ -45,6 +47,13 @@ _UNTRIED_MEDIA = ("video_data", "audio_data")
 _PLACE = re.compile(r"\$\[(\d+)\](?:\[(\d+)\])?")
 
 
+@hook(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+    HookType.AFTER,
+    where="front_end",
+    reason="a bad field speculation, features that DSPARK does not serve, and what the scheduler would not survive "
+    "answer HTTP 400; this makes what travels to the scheduler, for every route and the offline engine",
+)
 def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args: object, **kwargs: object) -> None:
     """Refuse a generation request that DSPARK would answer differently from the target alone, or not survive.
 

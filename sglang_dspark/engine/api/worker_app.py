@@ -9,9 +9,9 @@ from fastapi import FastAPI
 from sglang.srt.managers.multi_tokenizer_mixin import get_main_process_id, read_from_shared_memory
 from sglang.srt.plugins import load_plugins
 
+from sglang_dspark.engine import hooks
 from sglang_dspark.engine.api.http import add_to
 from sglang_dspark.engine.compat.arguments import speculating
-from sglang_dspark.engine.launch import hooks
 
 
 def __getattr__(name: str) -> FastAPI:

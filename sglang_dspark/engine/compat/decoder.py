@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.part import Part
 from sglang_dspark.engine.sglang_types import ServerArgs, TpModelWorker
 from sglang_dspark.scheduling.schedule import Schedule
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_CUDA_GRAPH, GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.environ import envs
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.draft.cache import bytes_per_token
 from sglang_dspark.engine.compat.arguments import attached_to_ours
+from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.sglang_types import ModelRunner
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
@@ -44,6 +46,13 @@ def request_capture(runner: ModelRunner, layers: Sequence[int]) -> None:
     _wish(wishes, "dflash_target_layer_ids", list(layers))
 
 
+@hook(
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.configure",
+    HookType.BEFORE,
+    where="scheduler",
+    reason="SGLang reads how much K/V a drafter has from configs of its own drafters",
+    by=Moment.READY,
+)
 def make_room(configurator: KVCacheConfigurator, *, pre_model_load_memory: int) -> None:
     """Have the target's K/V pools, which are about to be sized, leave room for the drafter's K/V.
 

@@ -22,12 +22,14 @@ from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import G
 from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc, get_batch_sizes_to_capture
 from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
+from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.compat.pools import graph_context
-from sglang_dspark.engine.feature import CapturedPart
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput, slots_of_windows
+from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.part import CapturedPart
 from sglang_dspark.engine.sglang_types import ModelRunner
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
@@ -217,6 +219,13 @@ def _uncopied_logits() -> Iterator[None]:
         _uncopied.reset(token)
 
 
+@hook(
+    "sglang.srt.layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
+    HookType.AROUND,
+    where="scheduler",
+    reason="it copies logits to float32, which changes no number, and reads and writes all of them in every step",
+    by=Moment.SOME_TIME,
+)
 def copy_logits(
     original: Callable[..., torch.Tensor],
     processor: LogitsProcessor,
@@ -233,11 +242,26 @@ def copy_logits(
     return original(processor, logits, *args, **kwargs)
 
 
+@hook(
+    "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph",
+    HookType.REPLACE,
+    where="cuda",
+    reason="the stock graphs verify one number of tokens per request; DSPARK captures graphs of its own steps",
+    by=Moment.READY,
+)
 def no_decode_graphs(*, model_runner: ModelRunner) -> GraphCapture:
     """Capture nothing."""
     return _nothing_captured(None, "target_verify")
 
 
+@hook(
+    "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_prefill_graph",
+    HookType.AROUND,
+    where="cuda",
+    reason="of the stock graphs of prefill only the breakable ones return the hidden states that the drafter reads; a"
+    " capture that fails shall not end the start",
+    by=Moment.READY,
+)
 def prefill_graphs(
     original: Callable[..., object], *, model_runner: ModelRunner, eager_runner: object, **others: object
 ) -> object:

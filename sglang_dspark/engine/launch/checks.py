@@ -3,10 +3,8 @@
 Also, `launch.py` refuses a drafter that cannot be read, and `config.py` options that contradict each other.
 """
 
-from sglang_dspark.engine.feature import all_features
+from sglang_dspark.engine.feature import Check, LaunchContext, Stage, all_features
 from sglang_dspark.engine.launch import flag_checks, model_checks
-from sglang_dspark.engine.launch.check import Check, Stage
-from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.errors import ConfigError, UnservedError
 
 

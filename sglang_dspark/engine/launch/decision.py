@@ -9,10 +9,8 @@ from sglang.srt.server_args import ServerArgs as Record
 from sglang_dspark.config import ENV_PREFIX, DSparkConfig, flag_dest, flag_name, option_text
 from sglang_dspark.engine import support
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.feature import other_servers
-from sglang_dspark.engine.launch.check import Stage
+from sglang_dspark.engine.feature import LaunchContext, Stage, other_servers
 from sglang_dspark.engine.launch.checks import failures, refuse
-from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.engine.launch.model_checks import why_not_ours
 from sglang_dspark.engine.launch.starts import OtherStart, TargetAlone

@@ -7,9 +7,8 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 
 from sglang_dspark.engine.compat.arguments import speculating
-from sglang_dspark.engine.launch.context import LaunchContext
-from sglang_dspark.engine.launch.hook import Hook
-from sglang_dspark.engine.launch.hooks import all_hooks
+from sglang_dspark.engine.feature import LaunchContext
+from sglang_dspark.engine.hooks import Hook, all_hooks
 from sglang_dspark.engine.launch_state import DSparkServer
 
 

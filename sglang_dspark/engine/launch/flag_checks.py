@@ -10,9 +10,8 @@ from sglang.srt.environ import EnvField, envs
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import flag_name
 from sglang_dspark.engine.api.http import APP_OF_WORKERS
+from sglang_dspark.engine.feature import LaunchContext, flag_of
 from sglang_dspark.engine.launch import flag_rules
-from sglang_dspark.engine.launch.context import LaunchContext
-from sglang_dspark.engine.launch.flag_rule import flag_of
 
 VARIABLES: Mapping[EnvField, str] = {
     envs.SGLANG_RUST_SERVER: "requests are checked on their way through the Python server",

@@ -11,9 +11,7 @@ from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.server_args import ServerArgs as Record
 
 from sglang_dspark.config import flag_name
-from sglang_dspark.engine.feature import all_features
-from sglang_dspark.engine.launch.context import LaunchContext
-from sglang_dspark.engine.launch.flag_rule import FlagRule, off_gpu
+from sglang_dspark.engine.feature import FlagRule, LaunchContext, all_features, off_gpu
 
 OTHER_ALGORITHM = "it belongs to other speculative algorithms"
 PARTS_OF_STATES = "each rank would hold the hidden states of some tokens only, and a drafter reads all of them"

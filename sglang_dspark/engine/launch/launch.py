@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from sglang.srt.environ import envs
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import check_draft_model
+from sglang_dspark.engine import hooks
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.launch import defaults, hooks
-from sglang_dspark.engine.launch.check import Stage
+from sglang_dspark.engine.feature import Adjustment, LaunchContext, Stage, flag_of
+from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.launch import defaults
 from sglang_dspark.engine.launch.checks import refuse
-from sglang_dspark.engine.launch.context import LaunchContext
-from sglang_dspark.engine.launch.flag_rule import Adjustment, flag_of
 from sglang_dspark.engine.launch.flag_rules import broken
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.sglang_types import ServerArgs
@@ -143,6 +144,13 @@ def of_lengths(args: ServerArgs, config: DSparkConfig, most: int | None) -> tupl
     )
 
 
+@hook(
+    "sglang.srt.server_args.ServerArgs.resolved_dict",
+    HookType.AFTER,
+    where="front_end",
+    reason="SGLang is not told of the drafter, which its description of a server names",
+    by=Moment.SOME_TIME,
+)
 def tell_drafter(described: dict[str, object], args: ServerArgs) -> None:
     """Put the drafter's path into SGLang's description of a server, which logs and ``/server_info`` show."""
     server = arguments.attached(args)

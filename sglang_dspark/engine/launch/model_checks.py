@@ -10,7 +10,7 @@ from sglang_dspark.draft.families import is_left_to_sglang
 from sglang_dspark.draft.pairing import check_dimensions, lacks_own
 from sglang_dspark.draft.target_files import quantised_layers
 from sglang_dspark.draft.weights import own_tensors
-from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.feature import LaunchContext
 from sglang_dspark.engine.support import DEVICES, gpu_refusal
 
 

@@ -12,7 +12,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
 from sglang_dspark import __version__
-from sglang_dspark.engine.launch import defaults, hooks
+from sglang_dspark.engine import hooks
+from sglang_dspark.engine.launch import defaults
 from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import ALGORITHM

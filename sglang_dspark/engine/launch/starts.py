@@ -8,8 +8,8 @@ from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.server_args import ServerArgs as Record
 
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.engine import hooks
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.launch import hooks
 from sglang_dspark.engine.launch_state import OtherServer, TargetOnly
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import COMMON_NAME

@@ -10,9 +10,11 @@ from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size, page_aligned_decode_alloc_lens
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
+from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 
 STRIDE = 32
@@ -62,6 +64,14 @@ def committed_lengths(reqs: Sequence[Req]) -> list[int]:
     return [req.kv.kv_committed_len for req in reqs]
 
 
+@hook(
+    "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+    HookType.AROUND,
+    where="any_worker",
+    reason="a step reserves two verify windows past the committed length and a stride, rows of req_to_token may have "
+    "room for one window: near the context limit the rest would lie past the end of the row",
+    by=Moment.READY,
+)
 def row_headroom(original: Callable[[], int]) -> int:
     """Return the columns that a row of ``req_to_token`` needs past the context length: what a reservation may reach.
 

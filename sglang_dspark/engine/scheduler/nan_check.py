@@ -8,7 +8,7 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
-from sglang_dspark.engine.feature import Part, Worker
+from sglang_dspark.engine.part import Part, Worker
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.step.state import VerifyPlan
 

@@ -9,7 +9,7 @@ import torch
 from dspark_kernels import SimulatedDraws
 
 from sglang_dspark.calibration.acceptance_law import acceptance_law
-from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.part import Part
 from sglang_dspark.engine.sglang_types import ModelRunner, ScheduleBatch
 from sglang_dspark.step.transfers import host_index
 

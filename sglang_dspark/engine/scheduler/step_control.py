@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sglang_dspark.engine.feature import Part, Weigher, part_of
+from sglang_dspark.engine.part import Part, Weigher, part_of
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.draft_input import committed_lengths
 from sglang_dspark.engine.scheduler.request_options import BatchOptions

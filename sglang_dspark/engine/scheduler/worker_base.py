@@ -17,10 +17,10 @@ from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.compat.arguments import attached_to_ours
 from sglang_dspark.engine.compat.pools import kv_region
 from sglang_dspark.engine.compat.worker_face import WorkerFace
-from sglang_dspark.engine.feature import DrawnTokens, Encoded, parts_of
 from sglang_dspark.engine.forward.target import capturing_forward
 from sglang_dspark.engine.forward.verify_attention import as_without_dspark, verify_beside_prompts
-from sglang_dspark.engine.hook_checks import Moment, check
+from sglang_dspark.engine.hooks import Moment, check
+from sglang_dspark.engine.part import DrawnTokens, Encoded, parts_of
 from sglang_dspark.engine.scheduler import faults
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from dspark_kernels import Adjustment, AdjustmentTable, adjust, mask_tokens, to_device
 
-from sglang_dspark.engine.feature import Part, Worker
+from sglang_dspark.engine.part import Part, Worker
 from sglang_dspark.engine.scheduler.batch import is_running, prompts_of
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.part import Part
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, is_running
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 

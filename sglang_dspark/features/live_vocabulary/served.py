@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
-from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.part import Part
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.step.record import StepRecord

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_dspark.engine.feature import DrawnTokens, Part
+from sglang_dspark.engine.part import DrawnTokens, Part
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.logprobs.rows import drop_rejected, with_logprobs

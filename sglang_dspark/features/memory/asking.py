@@ -6,11 +6,20 @@ from typing import Any
 
 import msgspec
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.launch import flag_rule
+from sglang_dspark.engine import feature
+from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.features.memory.occupation import ASKS_ALONE, BUSY
 
 
+@hook(
+    "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.release_memory_occupation",
+    HookType.REPLACE,
+    where="front_end",
+    reason="SGLang's answer does not say that a scheduler has refused",
+    by=Moment.SOME_TIME,
+)
 async def release(manager: Any, asked: Any, request: object = None) -> None:
     """Have all schedulers release memory.
 
@@ -35,6 +44,13 @@ async def release(manager: Any, asked: Any, request: object = None) -> None:
     raise ValueError(f"{which}: {BUSY}; await or abort them, or pause with mode retract, and release again")
 
 
+@hook(
+    "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.resume_memory_occupation",
+    HookType.REPLACE,
+    where="front_end",
+    reason="SGLang's answer does not say that a scheduler has refused",
+    by=Moment.SOME_TIME,
+)
 async def resume(manager: Any, asked: Any, request: object = None) -> None:
     """Have all schedulers take memory back.
 
@@ -47,7 +63,7 @@ async def resume(manager: Any, asked: Any, request: object = None) -> None:
 
 
 def _check(manager: Any, tags: list[str] | None) -> None:
-    if (device := manager.server_args.device) not in flag_rule.GPUS:
-        raise ValueError(f"memory of {device} cannot be given away; {', '.join(flag_rule.GPUS)} alone can")
+    if (device := manager.server_args.device) not in feature.GPUS:
+        raise ValueError(f"memory of {device} cannot be given away; {', '.join(feature.GPUS)} alone can")
     if unknown := set(tags or ()) - set(GPU_MEMORY_ALL_TYPES):
         raise ValueError(f"tags={sorted(unknown)} is unknown; pass {', '.join(GPU_MEMORY_ALL_TYPES)}, or no tags")

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.compat.decoder import decoder_of
-from sglang_dspark.engine.feature import Part, Worker, part_of
+from sglang_dspark.engine.hooks import hook
+from sglang_dspark.engine.part import Part, Worker, part_of
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import riders_of
 from sglang_dspark.engine.scheduler.draft_input import spare_slots
@@ -75,6 +77,12 @@ class BoundedGaps(Part):
         return self._agreement.share(self._limit.beside(running))
 
 
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw",
+    HookType.AROUND,
+    where="any_worker",
+    reason="SGLang's chunks have one size, whatever they take, and leave prompts none of it if as many requests run",
+)
 def bound_chunk(
     original: Callable[..., Prefill],
     scheduler: Scheduler,

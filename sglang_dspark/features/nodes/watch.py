@@ -25,8 +25,8 @@ from torch import distributed
 
 from sglang_dspark import __version__
 from sglang_dspark.config import DSparkConfig, flag_name
-from sglang_dspark.engine.feature import Worker
 from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.part import Worker
 from sglang_dspark.engine.scheduler.faults import end_server
 from sglang_dspark.errors import ConfigError
 

@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.engine.compat.decoder import Decoding
-from sglang_dspark.engine.feature import parts_of
+from sglang_dspark.engine.part import parts_of
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import most_words
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch

@@ -1,4 +1,4 @@
-"""Handles the hooks on SGLang's own worker; ``__init__.py`` says where each stands and why."""
+"""Handles the hooks on SGLang's own worker."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_dspark.engine import hooks
 from sglang_dspark.engine.compat.decoder import attach_decoder, attached_decoder
-from sglang_dspark.engine.hook_checks import Moment, check
-from sglang_dspark.engine.launch import hooks
+from sglang_dspark.engine.hooks import Moment, check, hook
 from sglang_dspark.engine.sglang_types import ScheduleBatch, ServerArgs
 from sglang_dspark.features.own_worker.driver import ScheduledWorker
 from sglang_dspark.features.own_worker.server import scheduled
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
     from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
 
+@hook(
+    "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
+    HookType.BEFORE,
+    where="children",
+    reason="a scheduler process hears of its worker here first",
+    by=Moment.SOME_TIME,  # called in the scheduler alone
+)
 def install_hooks(algorithm: object, server_args: ServerArgs) -> None:
     """Hook SGLang's own worker, in the scheduler that is about to make it."""
     scheduled(server_args).set_mode()
@@ -34,6 +42,12 @@ def driver_of(part: object) -> ScheduledWorker:
     return driver
 
 
+@hook(
+    "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2.init_cuda_graphs",
+    HookType.AFTER,
+    where="any_worker",
+    reason="step times are measured on the worker's own steps, when its graphs are captured",
+)
 def start(result: None, worker: DSparkWorkerV2) -> None:
     """Take over the worker's steps, once it is ready to serve."""
     with torch.no_grad():
@@ -43,6 +57,12 @@ def start(result: None, worker: DSparkWorkerV2) -> None:
     check(Moment.READY)
 
 
+@hook(
+    "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2._forward_decode",
+    HookType.AROUND,
+    where="any_worker",
+    reason="the schedule decides a step before anything of it is drafted, and notes what it did",
+)
 def decode(
     original: Callable[..., Any], worker: DSparkWorkerV2, batch: ScheduleBatch, *args: object, **kwargs: object
 ) -> Any:
@@ -51,11 +71,23 @@ def decode(
     return step() if batch.forward_mode.is_idle() else driver_of(worker).run(step, batch)
 
 
+@hook(
+    "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2._forward_prefill",
+    HookType.BEFORE,
+    where="any_worker",
+    reason="the time between two steps is not a step's if a prefill lies between them",
+)
 def before_prefill(worker: DSparkWorkerV2, *args: object, **kwargs: object) -> None:
     """Take note that what comes next is not a decode step."""
     driver_of(worker).schedule.invalidate()
 
 
+@hook(
+    "sglang.srt.speculative.dspark_components.dspark_draft.DraftBlockProposer.propose",
+    HookType.AROUND,
+    where="any_worker",
+    reason="SGLang's own worker drafts in every step; its planner reads confidences that the schedule replaces",
+)
 def propose(
     original: Callable[..., Any], proposer: Any, *, draft_input: Any, sampling_info: Any, **given: object
 ) -> Any:
@@ -64,17 +96,37 @@ def propose(
     return driver_of(proposer).step.propose(draft, draft_input.bonus_tokens, sampling_info)
 
 
+@hook(
+    "sglang.srt.speculative.dspark_components.dspark_planner.DSparkVerifyPlanner.schedule_layout",
+    HookType.REPLACE,
+    where="any_worker",
+    reason="the schedule decides how many drafts of each request are verified",
+)
 def lay_out(planner: Any, *, prefix_lens: torch.Tensor, req_pool_indices: torch.Tensor, **given: object) -> Any:
     """Return the rows that are verified."""
     return driver_of(planner).lay_out(prefix_lens, req_pool_indices)
 
 
+@hook(
+    "sglang.kernels.ops.speculative.dspark.dspark_verify_window.BuildRaggedVerifyWindow.execute",
+    HookType.AROUND,
+    where="any_worker",
+    reason="the kernel that selects drafts lays out their rows too",
+    by=Moment.SOME_TIME,  # where requests verify different numbers of drafts
+)
 def planned_rows(original: Callable[..., Any], builder: type, *args: object, **given: Any) -> Any:
     """Return the rows of a layout: those that came with it, or what SGLang makes of it."""
     window = getattr(given.get("layout"), "window", None)
     return original(builder, *args, **given) if window is None else window
 
 
+@hook(
+    "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu",
+    HookType.AROUND,
+    where="any_worker",
+    reason="tokens, lengths and confidences of a step come to the host with one copy",
+    by=Moment.SOME_TIME,  # under overlap
+)
 def copy_to_cpu(original: Callable[..., None], result: Any, *args: object, **kwargs: object) -> None:
     """Copy all of a step at once, before SGLang records the event that readers wait for."""
     pending = getattr(result, "dspark_copy", None)
@@ -87,6 +139,12 @@ def copy_to_cpu(original: Callable[..., None], result: Any, *args: object, **kwa
         result.copy_done = AwaitedEvent(result.copy_done)
 
 
+@hook(
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+    HookType.AROUND,
+    where="any_worker",
+    reason="there the schedule learns what became of the drafts",
+)
 def observe(original: Callable[..., Any], processor: Any, result: Any, batch: ScheduleBatch) -> Any:
     """Count what was verified, and learn from what SGLang reads of a result."""
     check(Moment.ANSWERED)

@@ -1,22 +1,11 @@
 """Promises: a request may name a time per token and one to its first, and is served sooner where it would miss them."""
 
-from sglang.srt.plugins.hook_registry import HookType
-
 from sglang_dspark.engine.feature import Feature
-from sglang_dspark.engine.launch.hook import Hook
 
 FEATURE = Feature(
     __name__,
     is_used=lambda args: True,
-    hooks=(
-        Hook(
-            "sglang.srt.managers.scheduler.Scheduler.get_prefill_adder_class",
-            HookType.AFTER,
-            "features.promises.starting.start_by_promise",
-            "scheduler",
-            "SGLang's orders of prompts know no time by which a first token has to come",
-        ),
-    ),
+    hooks={"scheduler": ("starting",)},
     request_keys="keys.PromiseKeys",
     part="served.Promises.of",
 )

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_dspark.engine.feature import Counted, Weigher, Worker
+from sglang_dspark.engine.part import Counted, Weigher, Worker
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import per_token
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch

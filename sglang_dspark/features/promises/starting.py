@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from sglang.srt.managers.schedule_policy import AddReqResult, CacheAgnosticPolicy, PrefillAdder
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.common import match_kv_cache
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.compat.decoder import decoder_of
-from sglang_dspark.engine.feature import part_of
+from sglang_dspark.engine.hooks import hook
+from sglang_dspark.engine.part import part_of
 from sglang_dspark.engine.scheduler.request_options import kept_by_request
 from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.features.promises.served import Promises, patient_until_ms, rows_of
@@ -61,6 +63,12 @@ class LeavesRoom(PrefillAdder):
         return super().add_one_req(req, has_chunked_req, truncation_align_size)
 
 
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler.get_prefill_adder_class",
+    HookType.AFTER,
+    where="scheduler",
+    reason="SGLang's orders of prompts know no time by which a first token has to come",
+)
 def start_by_promise(adder: type[PrefillAdder], scheduler: Scheduler) -> Callable[..., PrefillAdder]:
     """Put prompts that wait into the order in which they have to start; return what makes the filler of the next batch.
 

@@ -9,7 +9,7 @@ from dspark_kernels import Candidates, ChainRules, find_chains, usual_bounds
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_dspark.engine.candidate_source import CandidateSource
-from sglang_dspark.engine.feature import Worker
+from sglang_dspark.engine.part import Worker
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, is_running, per_token, prompts_of
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch

@@ -6,83 +6,12 @@ exports the counts. The front end adds to every answer what became of its drafts
 
 from __future__ import annotations
 
-from sglang.srt.plugins.hook_registry import HookType
-
 from sglang_dspark.engine.feature import Feature
-from sglang_dspark.engine.hook_checks import Moment
-from sglang_dspark.engine.launch.hook import Hook
-
-_OPENAI = (("chat", "OpenAIServingChat", "chat"), ("completions", "OpenAIServingCompletion", "completion"))
-"""SGLang's module, class and name of what serves the OpenAI routes."""
-_ANSWERS = (
-    ("_build_{}_response", HookType.AFTER, "add_acceptance"),
-    ("_generate_{}_stream", HookType.AROUND, "stream_with_acceptance"),
-)
-"""The methods that make their answers, and our handlers."""
 
 FEATURE = Feature(
     __name__,
     is_used=lambda args: True,
-    hooks=(
-        Hook(
-            "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
-            HookType.AFTER,
-            "features.reports.request_counts.report",
-            "front_end",
-            "SGLang assumes that every draft is verified, and understates the acceptance of requests",
-        ),
-        *(
-            Hook(
-                f"sglang.srt.entrypoints.openai.serving_{module}.{serving}.{method.format(route)}",
-                kind,
-                f"features.reports.acceptance.{handler}",
-                "front_end",
-                "SGLang has no place for what benchmarks read of the drafts of one request",
-                Moment.SOME_TIME,
-            )
-            for module, serving, route in _OPENAI
-            for method, kind, handler in _ANSWERS
-        ),
-        Hook(
-            "sglang.srt.utils.auth.decide_request_auth",
-            HookType.AFTER,
-            "features.reports.routes.page_needs_no_key",
-            "routes",
-            "a browser has to load the page at /dspark before it can ask for the API key",
-            Moment.SOME_TIME,
-        ),
-        Hook(
-            "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats",
-            HookType.AROUND,
-            "features.reports.handlers.report_verified",
-            "any_worker",
-            "SGLang assumes that every draft is verified, and understates the acceptance in its log and its metrics",
-            Moment.SOME_TIME,  # behind the first result, and not worth the end of a server
-        ),
-        Hook(
-            "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
-            HookType.AROUND,
-            "features.reports.handlers.answer",
-            "any_worker",
-            "the routes below /dspark reach the scheduler through SGLang's channel for looking at a running server",
-            Moment.SOME_TIME,
-        ),
-        Hook(
-            "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
-            HookType.AFTER,
-            "features.reports.handlers.name_version",
-            "any_worker",
-            "accept lengths are told apart by version of the weights",
-            Moment.SOME_TIME,
-        ),
-        Hook(
-            "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
-            HookType.AFTER,
-            "features.reports.handlers.export_metrics",
-            "any_worker",
-            "our Prometheus metrics carry the labels of SGLang's, which are known from here on",
-        ),
-    ),
+    hooks={"front_end": ("request_counts", "acceptance"), "routes": ("routes",), "any_worker": ("handlers",)},
     part="served.Reports",
     of_any_worker=True,
     routes="routes.add",

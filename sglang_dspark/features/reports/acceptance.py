@@ -11,11 +11,14 @@ from functools import cache
 from typing import Any, TypedDict
 
 from pydantic import BaseModel, create_model
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
+from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.sglang_types import Answer
 from sglang_dspark.fence import fenced, nothing
 
+_WHY = "SGLang has no place for what benchmarks read of the drafts of one request"
 _DONE = "data: [DONE]"
 NOTED = "dspark_meta_info"
 """Where a request that SGLang's serving class has made keeps the counts of its whole answer."""
@@ -65,6 +68,20 @@ def acceptance(meta_info: MetaInfo) -> dict[str, object] | None:
     }
 
 
+@hook(
+    "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._build_chat_response",
+    HookType.AFTER,
+    where="front_end",
+    reason=_WHY,
+    by=Moment.SOME_TIME,
+)
+@hook(
+    "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._build_completion_response",
+    HookType.AFTER,
+    where="front_end",
+    reason=_WHY,
+    by=Moment.SOME_TIME,
+)
 @fenced("acceptance of requests", instead=nothing)
 def add_acceptance(
     response: object, serving: object, request: object, answers: Sequence[Answer], _: int
@@ -84,6 +101,20 @@ def _with_metrics(kind: type[BaseModel]) -> type[BaseModel]:
     return create_model(kind.__name__, __base__=kind, metrics=(dict[str, Any], ...))
 
 
+@hook(
+    "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream",
+    HookType.AROUND,
+    where="front_end",
+    reason=_WHY,
+    by=Moment.SOME_TIME,
+)
+@hook(
+    "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._generate_completion_stream",
+    HookType.AROUND,
+    where="front_end",
+    reason=_WHY,
+    by=Moment.SOME_TIME,
+)
 async def stream_with_acceptance(
     original: Callable[..., AsyncIterator[str]], serving: object, adapted: object, *args: object, **kwargs: object
 ) -> AsyncIterator[str]:

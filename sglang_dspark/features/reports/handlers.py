@@ -1,4 +1,4 @@
-"""Handle the hooks of the scheduler process; ``__init__.py`` says where each stands and why."""
+"""Handle the hooks of the scheduler process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from sglang.srt.plugins.hook_registry import HookType
+
 from sglang_dspark.declared import Scalar
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.compat.decoder import decoder_of
-from sglang_dspark.engine.feature import part_of
+from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.part import part_of
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.reports.channel import KEY, REPLICA
 from sglang_dspark.features.reports.served import Reports
@@ -29,6 +32,13 @@ def reports_of(scheduler: Scheduler) -> Reports:
     return reports
 
 
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+    HookType.AROUND,
+    where="any_worker",
+    reason="the routes below /dspark reach the scheduler through SGLang's channel for looking at a running server",
+    by=Moment.SOME_TIME,
+)
 def answer(
     original: Callable[..., GetInternalStateReqOutput], scheduler: Scheduler, recv_req: GetInternalStateReq
 ) -> GetInternalStateReqOutput:
@@ -56,11 +66,24 @@ def _reply(reports: Reports, question: str, fields: dict[str, Scalar]) -> dict[s
         return {"refusal": str(error)}
 
 
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
+    HookType.AFTER,
+    where="any_worker",
+    reason="accept lengths are told apart by version of the weights",
+    by=Moment.SOME_TIME,
+)
 def name_version(result: None, scheduler: Scheduler, *args: object, **kwargs: object) -> None:
     """Have steps count for what the operator calls the weights from now on."""
     reports_of(scheduler).version_named()
 
 
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
+    HookType.AFTER,
+    where="any_worker",
+    reason="our Prometheus metrics carry the labels of SGLang's, which are known from here on",
+)
 def export_metrics(result: None, scheduler: Scheduler, *args: object, **kwargs: object) -> None:
     """Add our Prometheus metrics to SGLang's."""
     context = scheduler.metrics_collector_context
@@ -68,6 +91,13 @@ def export_metrics(result: None, scheduler: Scheduler, *args: object, **kwargs: 
         reports_of(scheduler).export_metrics(context.collector.labels)
 
 
+@hook(
+    "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats",
+    HookType.AROUND,
+    where="any_worker",
+    reason="SGLang assumes that every draft is verified, and understates the acceptance in its log and its metrics",
+    by=Moment.SOME_TIME,  # behind the first result, and not worth the end of a server
+)
 def report_verified(
     original: Callable[..., None], reporter: SchedulerMetricsReporter, *args: object, **kwargs: object
 ) -> None:

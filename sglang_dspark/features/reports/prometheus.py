@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_dspark.engine.feature import Counted
+from sglang_dspark.engine.part import Counted
 from sglang_dspark.features.reports.counters import Counters
 from sglang_dspark.features.reports.sums import (
     MEASURED_MS,

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_dspark.engine.hooks import hook
 from sglang_dspark.engine.sglang_types import TokenizerManager
 from sglang_dspark.features.reports.acceptance import NOTED, MetaInfo, RequestCounts
 from sglang_dspark.fence import fenced, nothing
@@ -16,6 +19,12 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import BatchStrOutput, BatchTokenIDOutput
 
 
+@hook(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+    HookType.AFTER,
+    where="front_end",
+    reason="SGLang assumes that every draft is verified, and understates the acceptance of requests",
+)
 @fenced("counts of requests", instead=nothing)
 def report(
     result: None, manager: TokenizerManager, meta_info: MetaInfo, recv_obj: BatchStrOutput | BatchTokenIDOutput, i: int

@@ -13,7 +13,7 @@ from sglang_dspark.tools.doctor import Finding, one_line
 if TYPE_CHECKING:
     from sglang_dspark.draft.model import DraftModel
     from sglang_dspark.draft.resolved import ResolvedDrafter
-    from sglang_dspark.engine.launch.context import LaunchContext
+    from sglang_dspark.engine.feature import LaunchContext
 
 
 def check_pair(target_dir: Path, draft_dir: Path, command: Sequence[str]) -> Iterator[Finding]:

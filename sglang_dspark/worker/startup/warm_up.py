@@ -31,8 +31,8 @@ from dspark_kernels import (
 )
 from triton.runtime.jit import KernelInterface
 
-from sglang_dspark.engine.feature import Part
 from sglang_dspark.engine.forward.layers import kv_heads_of_layers
+from sglang_dspark.engine.part import Part
 from sglang_dspark.engine.scheduler.batch import read_decode_batch
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 from sglang_dspark.engine.scheduler.measure_steps import most_running

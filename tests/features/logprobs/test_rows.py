@@ -7,7 +7,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 from sglang_objects import batch, partly
 
-from sglang_dspark.engine.feature import DrawnTokens, Part
+from sglang_dspark.engine.part import DrawnTokens, Part
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult
 from sglang_dspark.engine.scheduler.hook_handlers import observe_results
 from sglang_dspark.features.logprobs.served import Logprobs

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ReleaseMemoryOccupationReqOutput,
     ResumeMemoryOccupationReqInput,
 )
 
 from sglang_dspark.features.memory import asking
-from sglang_dspark.features.memory.occupation import BUSY, release, resume, stay_paused
+from sglang_dspark.features.memory.occupation import BUSY, go_on, release, resume
 
 
 class Manager:
@@ -25,7 +26,7 @@ class Manager:
         return self.idle
 
     def answer(self, asked):
-        def original(manager, asked):
+        def original(asked):
             assert self.idle and not self.offload_tags & set(asked.tags)
             self.offload_tags |= set(asked.tags)
             return ReleaseMemoryOccupationReqOutput()
@@ -36,7 +37,7 @@ class Manager:
         return self.answer(ReleaseMemoryOccupationReqInput(tags=tags)).rid
 
     def resume(self, tags=None):
-        def original(manager, asked):
+        def original(asked):
             for tag in asked.tags:
                 self.offload_tags.remove(tag)
 
@@ -59,11 +60,11 @@ def test_nothing_is_decoded_while_memory_is_away(paused):
     manager.resume()
     manager.release()
     scheduler._engine_paused = False
-    stay_paused(None, scheduler)
+    go_on(lambda asked: None, scheduler, ContinueGenerationReqInput())
     assert scheduler._engine_paused
     manager.resume()
     assert not scheduler._engine_paused
-    stay_paused(None, scheduler)
+    go_on(lambda asked: None, scheduler, ContinueGenerationReqInput())
     assert not scheduler._engine_paused
 
 

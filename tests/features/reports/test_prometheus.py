@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
-from sglang_dspark.engine.feature import Counted
+from sglang_dspark.engine.part import Counted
 from sglang_dspark.features.reports import prometheus
 from sglang_dspark.features.reports.counters import Counters
 from sglang_dspark.features.reports.prometheus import Metrics

@@ -217,7 +217,7 @@ def complete_cpu():
     # The first of the modules of adapters that any process imports.
     patch_when_imported("sglang.srt.lora.lora_registry", late("unpinned", "install"))
     patch_when_imported("sglang.srt.utils.torch_memory_saver_adapter", late("memory_saver", "install"))
-    patch_when_imported("sglang_dspark.engine.launch.flag_rule", as_on_a_gpu)
+    patch_when_imported("sglang_dspark.engine.feature", as_on_a_gpu)
     patch_when_imported("sglang.srt.mem_cache.pool_host.mha", late("host_memory", "install_pools"))
     for name in ("sglang.srt.managers.cache_controller", "sglang.srt.mem_cache.l2_transfer"):
         patch_when_imported(name, late("host_memory", "install_streams"))

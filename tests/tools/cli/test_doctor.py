@@ -18,9 +18,9 @@ from random_drafter import random_drafter
 from safetensors.torch import load_file, save_file
 
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
-from sglang_dspark.engine import support
-from sglang_dspark.engine.launch import diagnosis, hooks
-from sglang_dspark.engine.launch.hooks import HOOKS
+from sglang_dspark.engine import hooks, support
+from sglang_dspark.engine.hooks import all_hooks
+from sglang_dspark.engine.launch import diagnosis
 from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.tools.doctor import Finding, installation, models
 
@@ -277,13 +277,14 @@ def test_a_target_alone_is_refused(run, target):
 
 @pytest.mark.usefixtures("without_sglang")
 def test_every_patch_of_sglang_is_listed_with_its_reason(run, monkeypatch):
-    gone = replace(HOOKS[-1], target=HOOKS[-1].target + "_gone")
-    monkeypatch.setattr(diagnosis, "all_hooks", lambda: (HOOKS[0], gone))
+    [first, *_, last] = all_hooks()
+    gone = replace(last, target=last.target + "_gone")
+    monkeypatch.setattr(diagnosis, "all_hooks", lambda: (first, gone))
     monkeypatch.setenv("COLUMNS", "400")
     result = run("doctor", "--hooks")
     assert result.exit_code == 1
-    assert f"hook {HOOKS[0].name}" in result.output
-    assert f"{HOOKS[0].where}, after {HOOKS[0].target}: {HOOKS[0].reason}" in result.output
+    assert f"hook {first.name}" in result.output
+    assert f"{first.where}, after {first.target}: {first.reason}" in result.output
     assert f"has no attribute '{gone.target.rpartition('.')[2]}'" in result.output
 
 
