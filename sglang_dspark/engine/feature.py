@@ -16,7 +16,7 @@ from sglang.srt.arg_groups.overrides import model_config_of
 from sglang_dspark import features
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.families import Family, family_of
-from sglang_dspark.engine.launch_state import DSparkServer, OtherServer
+from sglang_dspark.engine.server import Adjustment, DSparkServer, OtherServer
 from sglang_dspark.engine.sglang_types import ModelConfig, ModelRunner, ServerArgs, TokenizerManager
 from sglang_dspark.errors import CheckpointError, ConfigError
 
@@ -99,21 +99,6 @@ class Check:
             return self.find(context)
         except (ConfigError, CheckpointError) as error:
             return str(error)
-
-
-@dataclass(frozen=True)
-class Adjustment:
-    """A flag that a start changes before SGLang reads it.
-
-    Attributes:
-        name: the field of ``ServerArgs``.
-        value: what it becomes.
-        said: flag, values and reason, for the operator.
-    """
-
-    name: str
-    value: object
-    said: str
 
 
 @dataclass(frozen=True)

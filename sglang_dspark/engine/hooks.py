@@ -37,13 +37,13 @@ T = TypeVar("T")
 
 CORE = "sglang_dspark.engine"
 CORE_HOOKS: Mapping[Where, tuple[str, ...]] = {
-    "flags": ("launch.resolution",),
-    "front_end": ("launch.launch", "api.requests", "api.hook_handlers"),
-    "routes": ("api.http",),
-    "any_worker": ("scheduler.draft_input", "scheduler.hook_handlers"),
-    "scheduler": ("compat.pools", "scheduler.hook_handlers", "forward.graphs"),
-    "cuda": ("forward.graphs",),
-    "cpu": ("scheduler.hook_handlers",),
+    "flags": ("decision",),
+    "front_end": ("start", "requests"),
+    "routes": ("http",),
+    "any_worker": ("draft_input", "scheduler"),
+    "scheduler": ("target", "scheduler", "graphs"),
+    "cuda": ("graphs",),
+    "cpu": ("scheduler",),
 }
 """The core's modules with hooks, by the place of these."""
 

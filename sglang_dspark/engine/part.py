@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from dspark_kernels import ChainRules
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.feature import all_features
-from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.server import DSparkServer
 from sglang_dspark.engine.sglang_types import (
     ForwardBatch,
     GenerationBatchResult,
@@ -23,15 +24,15 @@ from sglang_dspark.engine.sglang_types import (
     TpModelWorker,
 )
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import KVCache
 
-    from sglang_dspark.engine.scheduler.agreement import Agreement
-    from sglang_dspark.engine.scheduler.batch import DSparkBatchResult
+    from sglang_dspark.engine.agreement import Agreement
+    from sglang_dspark.engine.batch import DSparkBatchResult
     from sglang_dspark.scheduling.schedule import Schedule
 
 
@@ -271,3 +272,40 @@ def parts_of(worker: Any, args: ServerArgs, *, ours: bool = True) -> Sequence[Pa
     used = [feature for feature in all_features() if (ours or feature.of_any_worker) and feature.is_used(args)]
     found = [feature.load_part()(worker) for feature in used]
     return [part for part in found if part is not None]
+
+
+class RulesBuffers(Protocol):
+    """The rules of captured searches for candidates, in buffers that stay where they are."""
+
+    def stage(self, step: DecodeBatch) -> None:
+        """Copy the rules of a step. No host sync."""
+
+    def first(self, slots: int) -> ChainRules:
+        """Return the staged rules of so many requests."""
+
+
+class CandidateSource(Part, ABC):
+    """A part that finds candidates, which compete with the drafter's tokens or are drafted in their place."""
+
+    @abstractmethod
+    def rules(self, batch: ScheduleBatch) -> ChainRules | None:
+        """Return what SGLang's batch asks for in the step ahead; None if no request asks for anything."""
+
+    @abstractmethod
+    def names_drafts(self, req: Req) -> bool:
+        """Return whether SGLang's request has asked for candidates in place of a drafter's tokens."""
+
+    @abstractmethod
+    def find(self, step: DecodeBatch, slot_tokens: torch.Tensor, number: int) -> torch.Tensor:
+        """Return [bs, 2 + number] int64 chains of :class:`dspark_kernels.Candidates`.
+
+        No host sync; CUDA graphs capture it.
+
+        Args:
+            slot_tokens: [slots] int64, the token whose K/V each slot holds; negative where none has one.
+            number: of candidates for each request.
+        """
+
+    @abstractmethod
+    def buffers(self, slots: int) -> RulesBuffers:
+        """Return the rules of captured steps of up to so many requests."""

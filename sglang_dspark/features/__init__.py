@@ -5,13 +5,10 @@ docs/features.md says how to add one, and ``engine/feature.py`` what the core as
 
 ROOMS = (
     "adapters",
-    "adjustments",
-    "ends",
     "experts",
     "hidden_states",
     "host_cache",
     "live_vocabulary",
-    "logprobs",
     "memory",
     "mixed_chunks",
     "nodes",

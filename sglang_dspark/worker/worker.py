@@ -10,27 +10,23 @@ from typing import Any
 import torch
 
 from sglang_dspark.draft.cache import DraftCache
-from sglang_dspark.engine.candidate_source import CandidateSource
-from sglang_dspark.engine.compat.decoder import Decoding
-from sglang_dspark.engine.compat.pools import weights_region
-from sglang_dspark.engine.forward.graphs import Relay, graph_request_slots
-from sglang_dspark.engine.forward.verify import run_verify
-from sglang_dspark.engine.part import DrawnTokens, part_of
-from sglang_dspark.engine.scheduler.batch import (
+from sglang_dspark.engine.batch import (
+    CachedByBatch,
     DSparkBatchResult,
     copy_drafts,
     decode_result,
     most_words,
     read_decode_batch,
 )
-from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
-from sglang_dspark.engine.scheduler.measure_steps import Stepper
-from sglang_dspark.engine.scheduler.nan_check import NanCheck
-from sglang_dspark.engine.scheduler.request_options import BatchOptions
-from sglang_dspark.engine.scheduler.simulated import SimulatedAcceptance
-from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
-from sglang_dspark.engine.scheduler.step_control import StepControl
-from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
+from sglang_dspark.engine.graphs import Relay, graph_request_slots
+from sglang_dspark.engine.logits_processing import NanCheck
+from sglang_dspark.engine.measure_steps import Stepper, load_or_measure, table_key
+from sglang_dspark.engine.part import CandidateSource, DrawnTokens, part_of
+from sglang_dspark.engine.scheduler import Decoding
+from sglang_dspark.engine.step_control import BatchOptions, StepControl
+from sglang_dspark.engine.target import weights_region
+from sglang_dspark.engine.verify import run_verify
+from sglang_dspark.engine.worker_base import Publish, SimulatedAcceptance, SpecWorkerBase
 from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable

@@ -7,7 +7,7 @@ from sglang_objects import partly
 
 from sglang_dspark.engine import hooks
 from sglang_dspark.engine.hooks import Moment, check, expect_called
-from sglang_dspark.engine.scheduler.worker_base import SpecWorkerBase
+from sglang_dspark.engine.worker_base import SpecWorkerBase
 from sglang_dspark.errors import EngineError
 from sglang_dspark.worker.worker import DSparkWorker
 

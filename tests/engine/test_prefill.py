@@ -18,12 +18,11 @@ from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import G
 from sglang.srt.runtime_context import get_parallel
 from sglang_objects import ONE_RANK, batch, forward, model_config, partly, request, runner, server_args
 
-from sglang_dspark.engine.forward import graphs
-from sglang_dspark.engine.forward.verify_attention import PhasedBackend, as_without_dspark
+from sglang_dspark.engine import graphs, worker_base
+from sglang_dspark.engine.agreement import Agreement
+from sglang_dspark.engine.batch import SamplingReader
 from sglang_dspark.engine.part import Part
-from sglang_dspark.engine.scheduler import worker_base
-from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.batch import SamplingReader
+from sglang_dspark.engine.verify import PhasedBackend, as_without_dspark
 from sglang_dspark.worker.worker import DSparkWorker
 
 

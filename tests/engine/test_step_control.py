@@ -6,7 +6,7 @@ from sglang_objects import request
 from stage_loop import OneRank
 
 from sglang_dspark.engine.part import Part
-from sglang_dspark.engine.scheduler.step_control import StepControl
+from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selection import FixedLength
 

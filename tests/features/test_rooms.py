@@ -18,7 +18,7 @@ from sglang_dspark.features import ROOMS
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "worker" / "test_eager_executor.py"
-USED_BY_ALL = ("adjustments", "ends", "logprobs", "memory", "promises", "reports", "sessions", "streams", "weights")
+USED_BY_ALL = ("memory", "promises", "reports", "sessions", "streams", "weights")
 """Rooms that every server uses, because any request may ask for them, or a reader."""
 DECODE_AND_IMPORT_ALL = """
 import sys, pytest

@@ -16,7 +16,7 @@ from sglang_dspark.draft.int8_layers import in_eight_bits
 from sglang_dspark.draft.reduced_vocabulary import FILE as LIST
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, save_token_ids
 from sglang_dspark.draft.weights import EMBEDDING, LM_HEAD, load_draft_model
-from sglang_dspark.engine.scheduler.step_control import StepControl
+from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.errors import CheckpointError
 from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.executors.graphs import ExecutorSelector

@@ -17,9 +17,9 @@ from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABatchInfo
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.forward.verify import DSparkVerifyInput
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.sglang_types import ForwardBatch, ScheduleBatch
+from sglang_dspark.engine.verify import DSparkVerifyInput
 from sglang_dspark.step.state import VerifyPlan
 
 _SEGMENT = 16

@@ -1,8 +1,7 @@
 """Live vocabulary: the list of tokens that a drafter proposes follows what answers consist of."""
 
-from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.feature import Feature
-from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.server import DSparkServer, attached
 from sglang_dspark.engine.sglang_types import ServerArgs
 
 

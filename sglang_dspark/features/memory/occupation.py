@@ -17,7 +17,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.hooks import hook
-from sglang_dspark.engine.scheduler.hook_handlers import answer_with
+from sglang_dspark.engine.scheduler import answer_with
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler

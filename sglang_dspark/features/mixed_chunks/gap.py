@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.compat.decoder import decoder_of
+from sglang_dspark.engine.agreement import Agreement
+from sglang_dspark.engine.batch import riders_of
+from sglang_dspark.engine.draft_input import spare_slots
 from sglang_dspark.engine.hooks import hook
 from sglang_dspark.engine.part import Part, Worker, part_of
-from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.batch import riders_of
-from sglang_dspark.engine.scheduler.draft_input import spare_slots
+from sglang_dspark.engine.scheduler import decoder_of
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.scheduling.prompts import ChunkLimit
 from sglang_dspark.step.device_time import DeviceSpan, DeviceTimer

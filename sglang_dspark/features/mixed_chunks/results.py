@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.compat.decoder import attached_decoder
+from sglang_dspark.engine.batch import is_running, prompts_of
 from sglang_dspark.engine.hooks import Moment, hook
-from sglang_dspark.engine.scheduler.batch import is_running, prompts_of
+from sglang_dspark.engine.scheduler import attached_decoder
 from sglang_dspark.engine.sglang_types import GenerationBatchResult, Req, ScheduleBatch
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import PLAIN

@@ -4,8 +4,8 @@
 as it comes accepts what ours accepts in simulations.
 """
 
-from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.feature import Feature
+from sglang_dspark.engine.server import speculating
 from sglang_dspark.engine.sglang_types import ServerArgs
 
 _OWN = "sglang.srt.speculative.dspark_components"

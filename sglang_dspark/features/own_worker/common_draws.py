@@ -15,10 +15,10 @@ from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.config import ENV_PREFIX, DSparkConfig
-from sglang_dspark.engine.compat.arguments import variables_of_sglang
 from sglang_dspark.engine.hooks import hook
-from sglang_dspark.engine.scheduler.simulated import SimulatedAcceptance
+from sglang_dspark.engine.server import variables_of_sglang
 from sglang_dspark.engine.sglang_types import ScheduleBatch
+from sglang_dspark.engine.worker_base import SimulatedAcceptance
 from sglang_dspark.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -13,14 +13,12 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.calibration.online import OnlineCalibration
-from sglang_dspark.engine.compat.decoder import Decoding
+from sglang_dspark.engine.agreement import Agreement
+from sglang_dspark.engine.batch import CachedByBatch, most_words
 from sglang_dspark.engine.part import parts_of
-from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.batch import most_words
-from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
-from sglang_dspark.engine.scheduler.request_options import BatchOptions
-from sglang_dspark.engine.scheduler.step_control import StepControl
+from sglang_dspark.engine.scheduler import Decoding
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
+from sglang_dspark.engine.step_control import BatchOptions, StepControl
 from sglang_dspark.features.own_worker.captured_rows import CapturedRows
 from sglang_dspark.features.own_worker.lengths import has_narrow_rows
 from sglang_dspark.features.own_worker.server import scheduled

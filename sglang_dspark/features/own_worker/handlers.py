@@ -10,8 +10,8 @@ import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine import hooks
-from sglang_dspark.engine.compat.decoder import attach_decoder, attached_decoder
 from sglang_dspark.engine.hooks import Moment, check, hook
+from sglang_dspark.engine.scheduler import attach_decoder, attached_decoder
 from sglang_dspark.engine.sglang_types import ScheduleBatch, ServerArgs
 from sglang_dspark.features.own_worker.driver import ScheduledWorker
 from sglang_dspark.features.own_worker.server import scheduled

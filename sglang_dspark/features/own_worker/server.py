@@ -13,7 +13,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_dspark.config import DSparkConfig, flag_dest, flag_name
 from sglang_dspark.declared import truncate
-from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.server import attached
 from sglang_dspark.engine.sglang_types import SamplingParams, ServerArgs
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.own_worker.lengths import why_one_length
@@ -38,11 +38,13 @@ class ScheduledServer:
         config: our options.
         reason: why by this worker, and how much a step verifies.
         by_request: whether each request verifies a length of its own.
+        refusal: why our worker does not decode; empty if this one was asked for.
     """
 
     config: DSparkConfig
     reason: str
     by_request: bool = False
+    refusal: str = ""
 
     engine: ClassVar[str] = "scheduled"
     takes_candidates: ClassVar[bool] = False
@@ -53,15 +55,21 @@ class ScheduledServer:
         return self.by_request
 
     @classmethod
-    def before(cls, args: ServerArgs, config: DSparkConfig, because: str) -> ScheduledServer:
-        """Prepare ``args`` for SGLang to resolve them, and return the server as far as it is known.
+    def asked(cls, config: DSparkConfig, because: str, refusal: str = "") -> ScheduledServer:
+        """Return the server as far as it is known before SGLang has resolved the arguments.
 
         Args:
             because: why this worker is taken.
+        """
+        return cls(config, f"SGLang's own worker decodes by our schedule: {because}", refusal=refusal)
+
+    def prepare(self, args: ServerArgs) -> None:
+        """Prepare ``args`` for SGLang to resolve them.
 
         Raises:
             ConfigError: options that belong to our own worker, or a variable that asks for another verification.
         """
+        config = self.config
         served = _SERVED if config.engine == "scheduled" else _SERVED | {"fallback"}
         for option in fields(DSparkConfig):
             value = getattr(config, option.name)
@@ -83,7 +91,6 @@ class ScheduledServer:
         # SGLang would read them in forms of its own.
         for name in ("sps_table_path", "confidence_sts_path"):
             setattr(args, flag_dest(name), None)
-        return cls(config, f"SGLang's own worker decodes by our schedule: {because}")
 
     def settled(self, args: ServerArgs) -> ScheduledServer:
         """Return the server with how much a step verifies, by the arguments that SGLang has resolved.

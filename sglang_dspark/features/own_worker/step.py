@@ -9,7 +9,7 @@ from dspark_kernels import DraftBlock, StepRequests
 from sglang.srt.speculative.dspark_components.dspark_draft import DraftBlockResult, DraftProposal, resolve_greedy_mask
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
-from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.features.own_worker.captured_rows import CapturedRows
 from sglang_dspark.features.own_worker.widths import Widths
 from sglang_dspark.scheduling.forecast import Forecast

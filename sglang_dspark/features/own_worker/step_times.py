@@ -4,9 +4,7 @@ from typing import Any
 
 from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
 
-from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
-from sglang_dspark.engine.scheduler.measure_steps import Stepper
-from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
+from sglang_dspark.engine.measure_steps import DummyBatch, Stepper, load_or_measure, table_key
 from sglang_dspark.features.own_worker.driver import ScheduledWorker
 from sglang_dspark.features.own_worker.step import ScheduledStep
 from sglang_dspark.scheduling.sps_table import SpsTable

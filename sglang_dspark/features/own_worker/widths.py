@@ -21,7 +21,7 @@ from sglang.srt.speculative.dspark_components.dspark_verify import TargetVerifyE
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 from sglang.srt.utils.common import get_available_gpu_memory
 
-from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.sglang_types import ModelRunner, ScheduleBatch
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selected import SelectedDrafts

@@ -10,11 +10,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from sglang_dspark.declared import field_types
-from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.feature import RequestKeys
-from sglang_dspark.engine.launch_state import DSparkServer, OtherServer
-from sglang_dspark.engine.scheduler.request_options import kept_by_request, request_options
+from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
 from sglang_dspark.engine.sglang_types import Req, TokenizerManager
+from sglang_dspark.engine.step_control import kept_by_request, request_options
 from sglang_dspark.fence import fenced
 
 

@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_dspark.engine.agreement import Agreement
+from sglang_dspark.engine.batch import per_token
 from sglang_dspark.engine.part import Counted, Weigher, Worker
-from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.batch import per_token
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.features.promises.keys import PromiseOptions, promised
 from sglang_dspark.fence import fenced, nothing

@@ -15,11 +15,11 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.common import match_kv_cache
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.hooks import hook
 from sglang_dspark.engine.part import part_of
-from sglang_dspark.engine.scheduler.request_options import kept_by_request
+from sglang_dspark.engine.scheduler import decoder_of
 from sglang_dspark.engine.sglang_types import Req
+from sglang_dspark.engine.step_control import kept_by_request
 from sglang_dspark.features.promises.served import Promises, patient_until_ms, rows_of
 from sglang_dspark.fence import fenced
 from sglang_dspark.scheduling.first_tokens import Due, starting_order

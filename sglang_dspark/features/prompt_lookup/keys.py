@@ -12,9 +12,8 @@ from msgspec import Meta, Struct
 
 from sglang_dspark.config import flag_name
 from sglang_dspark.declared import field_types, int_range, truncate
-from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.feature import RequestKeys
-from sglang_dspark.engine.launch_state import DSparkServer, OtherServer
+from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
 from sglang_dspark.engine.sglang_types import TokenizerManager
 from sglang_dspark.features.prompt_lookup.options import (
     AUTO,

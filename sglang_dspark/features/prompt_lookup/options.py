@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from sglang_dspark.engine.scheduler.request_options import kept_by_request, request_options
 from sglang_dspark.engine.sglang_types import Req
+from sglang_dspark.engine.step_control import kept_by_request, request_options
 from sglang_dspark.fence import fenced
 
 Preset = Literal["auto", "none", "summarization", "classification"]

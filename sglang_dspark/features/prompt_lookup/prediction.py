@@ -12,9 +12,9 @@ from sglang.srt.plugins.hook_registry import HookType
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_dspark.engine.api.http import object_with, read_body, replayed, without_root
-from sglang_dspark.engine.api.request_field import ASKED
 from sglang_dspark.engine.hooks import hook
+from sglang_dspark.engine.http import object_with, read_body, replayed, without_root
+from sglang_dspark.engine.requests import ASKED
 from sglang_dspark.engine.sglang_types import Answer, TokenizerManager
 from sglang_dspark.features.prompt_lookup.options import COUNTS
 from sglang_dspark.fence import fenced, nothing

@@ -8,10 +8,8 @@ import torch
 from dspark_kernels import Candidates, ChainRules, find_chains, usual_bounds
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_dspark.engine.candidate_source import CandidateSource
-from sglang_dspark.engine.part import Worker
-from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, is_running, per_token, prompts_of
-from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
+from sglang_dspark.engine.batch import CachedByBatch, DSparkBatchResult, is_running, per_token, prompts_of
+from sglang_dspark.engine.part import CandidateSource, Worker
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
 from sglang_dspark.features.prompt_lookup.forced import ForcedTokens

@@ -6,10 +6,9 @@ from typing import Any
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.flags import MIN_REQUESTS, admit
 from sglang_dspark.engine.hooks import Moment, hook
-from sglang_dspark.engine.launch.defaults import MIN_REQUESTS, admit
-from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.server import DSparkServer, attached
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.recurrent import keeps_states

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.forward.verify_attention import PhasedBackend
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import Part, Worker
 from sglang_dspark.engine.sglang_types import ModelRunner
+from sglang_dspark.engine.verify import PhasedBackend
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.recurrent.layers import CapturedStates, RecurrentBackend
 

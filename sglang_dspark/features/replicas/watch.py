@@ -11,7 +11,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.hooks import Moment, hook
-from sglang_dspark.engine.scheduler.faults import end_server
+from sglang_dspark.engine.scheduler import end_server
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any, TypedDict
 from pydantic import BaseModel, create_model
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.server import tokens_per_step
 from sglang_dspark.engine.sglang_types import Answer
 from sglang_dspark.fence import fenced, nothing
 

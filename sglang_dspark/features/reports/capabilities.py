@@ -9,11 +9,10 @@ from sglang.srt.runtime_context import get_serving
 
 from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.declared import field_types
-from sglang_dspark.engine.compat.arguments import speculating
-from sglang_dspark.engine.compat.decoder import Decoder
 from sglang_dspark.engine.feature import all_features
-from sglang_dspark.engine.forward.graphs import has_prefill_graphs
-from sglang_dspark.engine.launch_state import DSparkServer, OtherServer
+from sglang_dspark.engine.graphs import has_prefill_graphs
+from sglang_dspark.engine.scheduler import Decoder
+from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
 from sglang_dspark.engine.support import versions
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.speculation import Speculation

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.declared import Scalar
-from sglang_dspark.engine.compat.arguments import tokens_per_step
-from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import part_of
+from sglang_dspark.engine.scheduler import decoder_of
+from sglang_dspark.engine.server import tokens_per_step
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.reports.channel import KEY, REPLICA
 from sglang_dspark.features.reports.served import Reports

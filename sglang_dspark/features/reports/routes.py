@@ -12,8 +12,8 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.declared import Scalar
-from sglang_dspark.engine.api.http import error_response, flat_object, without_root
 from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.http import error_response, flat_object, without_root
 from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
 from sglang_dspark.engine.support import versions
 from sglang_dspark.errors import BusyError, ConfigError

@@ -10,8 +10,8 @@ from sglang.srt.runtime_context import get_serving
 
 from sglang_dspark.calibration.fit import Verdict
 from sglang_dspark.declared import Scalar
-from sglang_dspark.engine.compat.decoder import Decoder
 from sglang_dspark.engine.part import Counted, Part
+from sglang_dspark.engine.scheduler import Decoder
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.features.reports.answers import Json, StatsAnswer, SwitchedAnswer
 from sglang_dspark.features.reports.capabilities import capabilities, in_one_line

@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakSet
 
 from sglang_dspark.calibration.fit import Verdict
-from sglang_dspark.engine.scheduler.batch import per_token
+from sglang_dspark.engine.batch import per_token
 from sglang_dspark.fence import fenced, nothing
 
 KEY = "dspark_versions"

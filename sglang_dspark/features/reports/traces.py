@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_dspark.engine.scheduler.batch import per_token
-from sglang_dspark.engine.scheduler.request_options import request_options
+from sglang_dspark.engine.batch import per_token
 from sglang_dspark.engine.sglang_types import Req
+from sglang_dspark.engine.step_control import request_options
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.step.record import StepRecord
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.feature import Feature
-from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.server import DSparkServer, attached
 from sglang_dspark.engine.sglang_types import ServerArgs
 
 

@@ -17,16 +17,16 @@ from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_dspark.engine.batch import RIDERS, riders_of
 from sglang_dspark.engine.hooks import Moment, hook
-from sglang_dspark.engine.scheduler.batch import RIDERS, riders_of
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.short_prompts.blocks import Blocks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
-    from sglang_dspark.engine.scheduler.batch import DSparkBatchResult
-    from sglang_dspark.engine.scheduler.worker_base import Publish
+    from sglang_dspark.engine.batch import DSparkBatchResult
+    from sglang_dspark.engine.worker_base import Publish
 
 PART = "dspark_short_prompts"
 """Attribute of SGLang's ``ReqToTokenPool`` by which batches find the part of their scheduler."""

@@ -10,8 +10,8 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.api.http import error_response, flat_object
 from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.http import error_response, flat_object
 from sglang_dspark.features.weights import DRAFTER
 
 ROUTE = "/dspark/drafter"

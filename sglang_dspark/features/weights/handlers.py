@@ -12,10 +12,9 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightFromDiskReqOutput
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.compat.decoder import Decoder, decoder_of
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import part_of
-from sglang_dspark.engine.scheduler.hook_handlers import answer_with
+from sglang_dspark.engine.scheduler import Decoder, answer_with, decoder_of
 from sglang_dspark.errors import ConfigError, DSparkError
 from sglang_dspark.features.weights import DRAFTER
 from sglang_dspark.features.weights.served import Weights

@@ -31,11 +31,10 @@ from dspark_kernels import (
 )
 from triton.runtime.jit import KernelInterface
 
-from sglang_dspark.engine.forward.layers import kv_heads_of_layers
+from sglang_dspark.engine.batch import read_decode_batch
+from sglang_dspark.engine.measure_steps import DummyBatch, most_running
 from sglang_dspark.engine.part import Part
-from sglang_dspark.engine.scheduler.batch import read_decode_batch
-from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
-from sglang_dspark.engine.scheduler.measure_steps import most_running
+from sglang_dspark.engine.target import kv_heads_of_layers
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK

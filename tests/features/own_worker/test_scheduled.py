@@ -19,9 +19,8 @@ from sglang_objects import ONE_RANK, model_config, partly, runner
 from triton.runtime.interpreter import InterpretedFunction
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.compat.arguments import attach
-from sglang_dspark.engine.launch_state import DSparkServer, TargetOnly
-from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.agreement import Agreement
+from sglang_dspark.engine.server import DSparkServer, TargetOnly, attach
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.own_worker import FEATURE, lengths, server
 from sglang_dspark.features.own_worker.captured_rows import CapturedRows
@@ -177,13 +176,13 @@ def test_beyond_the_captured_requests_blocks_are_verified_whole():
 )
 def test_options_of_our_own_worker_are_refused(options, named):
     with pytest.raises(ConfigError, match=named):
-        ScheduledServer.before(ServerArgs(model_path="none"), DSparkConfig(engine="scheduled", **options), "")
+        ScheduledServer.asked(DSparkConfig(engine="scheduled", **options), "").prepare(ServerArgs(model_path="none"))
 
 
 def test_experts_that_steps_do_not_hand_on_are_refused():
     args = ServerArgs(model_path="none", enable_return_routed_experts=True)
     with pytest.raises(ConfigError, match="--enable-return-routed-experts needs our own worker"):
-        ScheduledServer.before(args, DSparkConfig(engine="scheduled"), "")
+        ScheduledServer.asked(DSparkConfig(engine="scheduled"), "").prepare(args)
 
 
 RESOLVED = dict.fromkeys(("enable_lora", "enable_two_batch_overlap", "enable_pdmux"), False) | {
@@ -203,7 +202,9 @@ def settled(monkeypatch):
         monkeypatch.setattr(server, "resolved_view", lambda args: SimpleNamespace(**RESOLVED | dict(found)))
         monkeypatch.setattr(server, "why_one_length", lambda args: why)
         args = ServerArgs(model_path="none")
-        return ScheduledServer.before(args, DSparkConfig(engine="scheduled", **options), "asked").settled(args)
+        asked = ScheduledServer.asked(DSparkConfig(engine="scheduled", **options), "asked")
+        asked.prepare(args)
+        return asked.settled(args)
 
     monkeypatch.delenv(MODE, raising=False)
     return settle

@@ -9,7 +9,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang_objects import ONE_RANK, model_config, partly, runner, server_args
 
-from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.features.own_worker import lengths
 from sglang_dspark.features.own_worker import widths as module
 from sglang_dspark.features.own_worker.step import ScheduledStep

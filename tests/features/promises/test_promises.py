@@ -13,8 +13,8 @@ from sglang_objects import ONE_RANK, partly, server_args
 from sglang_objects import batch as batch_of
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.compat.arguments import attach
-from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.agreement import Agreement
+from sglang_dspark.engine.server import attach
 from sglang_dspark.features.own_worker.server import ScheduledServer
 from sglang_dspark.features.promises.keys import PromiseKeys, PromiseOptions
 from sglang_dspark.features.promises.served import OUTCOMES, Promises

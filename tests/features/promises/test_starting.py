@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_context
 from sglang_objects import ONE_RANK, batch, partly, table
 from step_tables import memory_bound
 
-from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.features.promises.keys import PromiseOptions
 from sglang_dspark.features.promises.served import Promises
 from sglang_dspark.features.promises.starting import start_by_promise

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from settled_requests import LetterTokenizer, settled
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.server import DSparkServer
 from sglang_dspark.features.own_worker.server import ScheduledServer
 from sglang_dspark.features.prompt_lookup.keys import MAX_LABEL_TOKENS, LookupKeys
 from sglang_dspark.features.prompt_lookup.options import NAMING, PRESETS, LookupOptions, lookup_options

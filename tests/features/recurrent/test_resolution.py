@@ -11,7 +11,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import prepare_server_args
 
 from sglang_dspark.engine import hooks
-from sglang_dspark.engine.launch.defaults import MIN_REQUESTS
+from sglang_dspark.engine.flags import MIN_REQUESTS
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.recurrent import FEATURE
 from sglang_dspark.tools.launch import PLUGIN

@@ -68,7 +68,7 @@ def offer_random_lengths():
         sps_profiler.MAX_PASSES, module._CONTEXTS, module.LIMIT_S["cpu"] = 1, (64,), 6.0
 
     patch_when_imported("sglang_dspark.features.reports.served", offer)
-    patch_when_imported("sglang_dspark.engine.scheduler.measure_steps", measure_briefly)
+    patch_when_imported("sglang_dspark.engine.measure_steps", measure_briefly)
 
 
 def offer_a_pace():
@@ -171,7 +171,7 @@ def attend_literally():
 
     patch_when_imported("sglang.srt.configs.model_config", serve_text)
     patch_when_imported("sglang.srt.layers.attention.attention_registry", late("literal_attention", "install"))
-    patch_when_imported("sglang_dspark.engine.launch.flag_rules", offer)
+    patch_when_imported("sglang_dspark.engine.flags", offer)
 
 
 def keep_states_of_texts():

@@ -18,10 +18,8 @@ from random_drafter import random_drafter
 from safetensors.torch import load_file, save_file
 
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
-from sglang_dspark.engine import hooks, support
+from sglang_dspark.engine import hooks, start, support
 from sglang_dspark.engine.hooks import all_hooks
-from sglang_dspark.engine.launch import diagnosis
-from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.tools.doctor import Finding, installation, models
 
 
@@ -108,13 +106,13 @@ def test_a_start_that_sglang_ends_is_told(run, target, tmp_path, monkeypatch):
     drafter = published_drafter(tmp_path / "draft", "speculators")
     result = run("doctor", "--target", target, "--draft", drafter)
     assert result.exit_code == 0 and "speculators format" in result.output, result.output
-    after = Launch.after
+    complete = start.complete
 
-    def telling(launch, args):
-        args.speculative_draft_model_path = launch.draft_path
-        after(launch, args)
+    def telling(args):
+        args.speculative_draft_model_path = start.started(args).draft_path
+        complete(args)
 
-    monkeypatch.setattr(Launch, "after", telling)
+    monkeypatch.setattr(start, "complete", telling)
     result = run("doctor", "--target", target, "--draft", drafter)
     assert result.exit_code == 1 and "Ready" not in result.output
     said = " ".join(result.output.split())
@@ -279,7 +277,7 @@ def test_a_target_alone_is_refused(run, target):
 def test_every_patch_of_sglang_is_listed_with_its_reason(run, monkeypatch):
     [first, *_, last] = all_hooks()
     gone = replace(last, target=last.target + "_gone")
-    monkeypatch.setattr(diagnosis, "all_hooks", lambda: (first, gone))
+    monkeypatch.setattr(start, "all_hooks", lambda: (first, gone))
     monkeypatch.setenv("COLUMNS", "400")
     result = run("doctor", "--hooks")
     assert result.exit_code == 1
