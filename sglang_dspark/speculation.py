@@ -78,7 +78,7 @@ class RequestOptions(Struct, frozen=True, omit_defaults=True):
         max_verify: most drafts verified for it per step, 0 if speculation is off; None leaves it to the server.
         confidence_threshold: as in :class:`Speculation`; 0 for none.
         trace: as in :class:`Speculation`.
-        of_features: by the names of their rooms, what requests ask of them, as JSON.
+        of_features: by the names of these, what requests ask of them, as JSON.
     """
 
     max_verify: int | None = None

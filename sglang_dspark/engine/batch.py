@@ -29,7 +29,12 @@ class CachedByBatch(Generic[T]):
 
     Args:
         make: from the requests, in order.
+
+    Attributes:
+        changed: whether the last read was of other requests than the one before.
     """
+
+    changed = True
 
     def __init__(self, make: Callable[[Sequence[Req]], T]) -> None:
         self._make = make
@@ -41,7 +46,9 @@ class CachedByBatch(Generic[T]):
         if self._last is not None:
             last, value = self._last
             if len(reqs) == len(last) and all(map(is_, reqs, last)):
+                self.changed = False
                 return value
+        self.changed = True
         value = self._make(reqs)
         self._last = list(reqs), value
         return value

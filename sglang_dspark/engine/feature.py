@@ -169,26 +169,26 @@ class Feature:
     """A feature as its folder declares it. Every process reads the declaration, and imports of the rest what it needs.
 
     Attributes:
-        room: package of the folder.
+        package: its folder, as one would import it.
         is_used: whether a server with these arguments, as the operator wrote them, uses the feature. Its hooks are
             installed only then, and those of the place ``flags`` always: there are no arguments yet.
-        hooks: its modules with hooks, by the place of these: names below ``room``. See :class:`~.hooks.Hook`.
+        hooks: its modules with hooks, by the place of these: names below ``package``. See :class:`~.hooks.Hook`.
         flag_rules: flags of SGLang that it adjusts or refuses, on every server.
-        request_keys: name of its :class:`RequestKeys` below ``room``, read on every server; empty if it has none.
-        checks: name of its ``tuple[Check, ...]`` below ``room``, made on every server; empty if it has none.
-        part: name of a function below ``room`` such as :meth:`~.part.Part.of`; empty if the feature has none.
+        request_keys: name of its :class:`RequestKeys` below ``package``, read on every server; empty if it has none.
+        checks: name of its ``tuple[Check, ...]`` below ``package``, made on every server; empty if it has none.
+        part: name of a function below ``package`` such as :meth:`~.part.Part.of`; empty if the feature has none.
         of_any_worker: whether the part also serves another worker than ours, by ``ready``, ``step_done``,
             ``weights_changed`` and ``report`` only: its function takes a :class:`~.compat.decoder.Decoder` then.
-        routes: name of a function below ``room`` that adds routes and middleware to SGLang's application, on servers
+        routes: name of a function below ``package`` that adds routes and middleware to SGLang's application, on servers
             that use the feature. It takes the application, inside what reads the field ``speculation``, and why the
             target decodes alone, None if it does not. Empty if it adds none.
         describe_target: takes SGLang's runner of a target, and returns what ``GET /dspark/capabilities`` says of it, by
             key; on every server, of either worker.
-        other_server: name of an :class:`OtherServer` below ``room``, whose worker decodes in place of ours where it is
-            asked for, or where ours does not serve the target or the device; empty if the feature has none.
+        other_server: name of an :class:`OtherServer` below ``package``, whose worker decodes in place of ours where it
+            is asked for, or where ours does not serve the target or the device; empty if the feature has none.
     """
 
-    room: str
+    package: str
     is_used: Callable[[ServerArgs], bool]
     hooks: Mapping[Where, tuple[str, ...]] = field(default_factory=dict)
     flag_rules: tuple[FlagRule, ...] = ()
@@ -203,32 +203,32 @@ class Feature:
     @property
     def name(self) -> str:
         """Return the name of its folder."""
-        return self.room.rpartition(".")[2]
+        return self.package.rpartition(".")[2]
 
     def load_request_keys(self) -> type[RequestKeys]:
         """Import and return its keys, if it has any."""
-        return resolve_name(f"{self.room}.{self.request_keys}")
+        return resolve_name(f"{self.package}.{self.request_keys}")
 
     def load_checks(self) -> tuple[Check, ...]:
         """Import and return its checks."""
-        return resolve_name(f"{self.room}.{self.checks}") if self.checks else ()
+        return resolve_name(f"{self.package}.{self.checks}") if self.checks else ()
 
     def load_part(self) -> Callable[[Any], Any]:
         """Import and return the function that makes its part."""
-        return resolve_name(f"{self.room}.{self.part}") if self.part else lambda worker: None
+        return resolve_name(f"{self.package}.{self.part}") if self.part else lambda worker: None
 
     def load_routes(self) -> Callable[[FastAPI, str | None], None]:
         """Import and return the function that adds its routes."""
-        return resolve_name(f"{self.room}.{self.routes}") if self.routes else lambda app, target_only: None
+        return resolve_name(f"{self.package}.{self.routes}") if self.routes else lambda app, target_only: None
 
 
 @cache
 def all_features() -> tuple[Feature, ...]:
     """Return the features in the order of their lines. No part may depend on the order of parts."""
-    return tuple(resolve_name(f"{features.__name__}.{room}:FEATURE") for room in features.ROOMS)
+    return tuple(resolve_name(f"{features.__name__}.{name}:FEATURE") for name in features.FEATURES)
 
 
 def other_servers() -> Sequence[type[OtherServer]]:
     """Return the servers whose worker may decode in place of ours."""
     offering = [feature for feature in all_features() if feature.other_server]
-    return [resolve_name(f"{feature.room}.{feature.other_server}") for feature in offering]
+    return [resolve_name(f"{feature.package}.{feature.other_server}") for feature in offering]

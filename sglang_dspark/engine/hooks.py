@@ -135,7 +135,7 @@ def _hooks(args: ServerArgs | None, *places: Where) -> Iterator[Hook]:
     yield from hooks_at(CORE, CORE_HOOKS, *places)
     for feature in all_features():
         if not feature.hooks.keys().isdisjoint(places) and (args is None or feature.is_used(args)):
-            yield from hooks_at(feature.room, feature.hooks, *places)
+            yield from hooks_at(feature.package, feature.hooks, *places)
 
 
 def install(args: ServerArgs, *places: Where) -> None:

@@ -21,7 +21,7 @@ from sglang.srt.environ import envs
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark.engine.batch import CachedByBatch, is_running, prompts_of
-from sglang_dspark.engine.part import Part, Worker
+from sglang_dspark.engine.part import LogitsPart, Worker
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.step.state import VerifyPlan
 from sglang_dspark.step.transfers import host_index
@@ -79,7 +79,7 @@ def _allows(words: NDArray[np.int32], token: int) -> bool:
 FIRST_SLOTS = 8  # of the table, which doubles when more requests have adjustments
 
 
-class Adjustments(Part):
+class Adjustments(LogitsPart):
     """Do to logits what SGLang's sampler does, for rows that know about the drafts before them.
 
     A request is set up when its prefill draws a token, again after a retraction, and keeps a slot of a table on the
@@ -251,7 +251,7 @@ SWITCHES = (
 """Switches of SGLang by which its sampler looks for NaN."""
 
 
-class NanCheck(Part):
+class NanCheck(LogitsPart):
     """Looks at all logits before anything else does; itself its part of every step."""
 
     @classmethod

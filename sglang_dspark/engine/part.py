@@ -167,22 +167,8 @@ class Part:
         :func:`~.scheduler.batch.prompts_of` tells them apart.
         """
 
-    def encode(self, batch: ScheduleBatch) -> Encoded | None:
-        """Run the target over the prompts of SGLang's batch; None leaves that to SGLang. No host sync."""
-        return None
-
-    def first_logits(self, batch: ScheduleBatch, logits: torch.Tensor) -> None:
-        """Change the logits [bs, V], in place, that the first tokens of SGLang's batch of prompts are drawn from."""
-
-    def first_tokens(self, batch: ScheduleBatch, tokens: torch.Tensor) -> None:
-        """Look at the first tokens [bs] int64 of SGLang's batch of prompts. No host sync."""
-
     def prefill_done(self, batch: ScheduleBatch) -> None:
         """Look at SGLang's batch, whose prompts have their K/V. No host sync."""
-
-    def step_comes(self, batch: ScheduleBatch) -> StepPart | None:
-        """Return the feature's part of the decode step ahead; None if it leaves the logits alone."""
-        return None
 
     def tokens_drawn(
         self, batch: ScheduleBatch, output: LogitsProcessorOutput, drawn: DrawnTokens
@@ -214,9 +200,6 @@ class Part:
     def request_ended(self, req: Req) -> None:
         """Look at SGLang's request, whose text is complete."""
 
-    def flushed(self) -> None:
-        """Drop what earlier requests have left: an operator has SGLang drop its prefixes."""
-
     def weights_changed(self) -> None:
         """Drop what was learned of the weights before: others are in force, or may be."""
 
@@ -232,12 +215,34 @@ class Part:
         """Return what ``GET /dspark/capabilities`` says of the feature on this server, by key."""
         return {}
 
+
+class LogitsPart(Part):
+    """A part of the core that changes logits, or reads them."""
+
+    def first_logits(self, batch: ScheduleBatch, logits: torch.Tensor) -> None:
+        """Change the logits [bs, V], in place, that the first tokens of SGLang's batch of prompts are drawn from."""
+
+    def first_tokens(self, batch: ScheduleBatch, tokens: torch.Tensor) -> None:
+        """Look at the first tokens [bs] int64 of SGLang's batch of prompts. No host sync."""
+
+    def step_comes(self, batch: ScheduleBatch) -> StepPart | None:
+        """Return the feature's part of the decode step ahead; None if it leaves the logits alone."""
+        return None
+
     def warm_up(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
         """Launch the kernels of a step on logits [N, V] of requests that do not exist: real ones shall compile none."""
 
     def held(self, requests: int) -> AbstractContextManager[object]:
         """Hold what memory the feature takes beside the largest step, of so many requests."""
         return nullcontext()
+
+
+class Encoder(Part, ABC):
+    """A part that may run the target over prompts in SGLang's place; a server has one at most."""
+
+    @abstractmethod
+    def encode(self, batch: ScheduleBatch) -> Encoded | None:
+        """Run the target over the prompts of SGLang's batch; None leaves that to SGLang. No host sync."""
 
 
 K = TypeVar("K", bound=Part)
@@ -286,6 +291,10 @@ class RulesBuffers(Protocol):
 
 class CandidateSource(Part, ABC):
     """A part that finds candidates, which compete with the drafter's tokens or are drafted in their place."""
+
+    @abstractmethod
+    def flushed(self) -> None:
+        """Drop what earlier requests have left: an operator has SGLang drop its prefixes."""
 
     @abstractmethod
     def rules(self, batch: ScheduleBatch) -> ChainRules | None:

@@ -26,7 +26,16 @@ from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.hooks import Moment, check
 from sglang_dspark.engine.logits_processing import Adjustments, NanCheck
 from sglang_dspark.engine.logprobs import Logprobs
-from sglang_dspark.engine.part import DrawnTokens, Encoded, Part, parts_of
+from sglang_dspark.engine.part import (
+    CandidateSource,
+    DrawnTokens,
+    Encoded,
+    Encoder,
+    LogitsPart,
+    Part,
+    part_of,
+    parts_of,
+)
 from sglang_dspark.engine.scheduler import check_start, failure_report
 from sglang_dspark.engine.server import attached_to_ours
 from sglang_dspark.engine.sglang_types import (
@@ -101,8 +110,11 @@ class SpecWorkerBase(WorkerFace):
         self.drafted_sampling = SamplingReader(self.device)  # of the requests that are drafted, where these are not all
         # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
         self.max_verify: int = self.server_args.speculative_num_draft_tokens - 1
-        core = (NanCheck.of(self), Adjustments.of(self), Logprobs.of(self), Ends.of(self))
-        self.parts = (*(part for part in core if part is not None), *parts_of(self, server_args))
+        check = NanCheck.of(self)
+        self.logits_parts: tuple[LogitsPart, ...] = (*([] if check is None else [check]), Adjustments.of(self))
+        self.parts = (*self.logits_parts, Logprobs(), Ends(), *parts_of(self, server_args))
+        self.encoder = part_of(self.parts, Encoder)
+        self.candidates = part_of(self.parts, CandidateSource)
         self.step = 0
 
     @abstractmethod
@@ -153,8 +165,8 @@ class SpecWorkerBase(WorkerFace):
 
     def clear_cache_pool(self) -> None:
         """Tell the features; a draft K/V row is valid exactly as long as the target's row with the same slot."""
-        for part in self.parts:
-            part.flushed()
+        if self.candidates is not None:
+            self.candidates.flushed()
 
     def observe(self, result: GenerationBatchResult, batch: ScheduleBatch) -> None:
         """Learn from a decode result whose tensors have reached the host.
@@ -198,8 +210,8 @@ class SpecWorkerBase(WorkerFace):
     def _prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
         for part in self.parts:
             part.prefill_comes(batch)
-        encoded = (part.encode(batch) for part in self.parts)
-        result, ids, positions = next((found for found in encoded if found is not None), None) or self._encode(batch)
+        encoded = None if self.encoder is None else self.encoder.encode(batch)
+        result, ids, positions = encoded or self._encode(batch)
         output = result.logits_output
         captured, embedded = output.hidden_states, output.mm_input_embeds
         output.hidden_states = output.mm_input_embeds = None
@@ -234,13 +246,13 @@ class SpecWorkerBase(WorkerFace):
     def _draw_first(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         """Draw the token after each prompt, and the next one after a retraction and of requests that already run."""
         rows, output = self.sampling.read(batch.reqs), result.logits_output
-        for part in self.parts:
+        for part in self.logits_parts:
             part.first_logits(batch, output.next_token_logits)
         positions = batch.seq_lens.to(torch.int64)
         keys = round_keys(batch, positions, seed=self._target_worker.random_seed, step=self.step)
         tokens = draw(output.next_token_logits, rows, keys)
         self.agreement.adopt(tokens)
-        for part in self.parts:
+        for part in self.logits_parts:
             part.first_tokens(batch, tokens)
         indptr = torch.arange(len(batch.reqs) + 1, device=self.device)
         result.next_token_ids = tokens

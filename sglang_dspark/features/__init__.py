@@ -3,7 +3,7 @@
 docs/features.md says how to add one, and ``engine/feature.py`` what the core asks of a feature, and when.
 """
 
-ROOMS = (
+FEATURES = (
     "adapters",
     "experts",
     "hidden_states",

@@ -21,7 +21,7 @@ from sglang_dspark.engine.batch import (
 from sglang_dspark.engine.graphs import Relay, graph_request_slots
 from sglang_dspark.engine.logits_processing import NanCheck
 from sglang_dspark.engine.measure_steps import Stepper, load_or_measure, table_key
-from sglang_dspark.engine.part import CandidateSource, DrawnTokens, part_of
+from sglang_dspark.engine.part import DrawnTokens, part_of
 from sglang_dspark.engine.scheduler import Decoding
 from sglang_dspark.engine.step_control import BatchOptions, StepControl
 from sglang_dspark.engine.target import weights_region
@@ -53,7 +53,6 @@ class DSparkWorker(SpecWorkerBase):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.candidates = part_of(self.parts, CandidateSource)
         self.drafter = self.load_drafter()
         # Under overlap a CUDA device is one step behind the host; on a CPU they are the same.
         self.on_gpu = self.device.type == "cuda"
@@ -67,7 +66,6 @@ class DSparkWorker(SpecWorkerBase):
         self.request_options = CachedByBatch(asked)
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
-        self.held_of: BatchOptions | None = None  # of the batch whose rows the drafter holds; another object for others
 
     def load_drafter(self) -> Drafter | NoDrafter:
         """Return the drafter that the options name."""
@@ -100,7 +98,7 @@ class DSparkWorker(SpecWorkerBase):
         self.copies = PackedCopies(words, self.device)
         if self.on_gpu:
             slots = graph_request_slots(runner)
-            warm_up(self.eager, self.target_worker, self.max_verify, slots, self.parts)
+            warm_up(self.eager, self.target_worker, self.max_verify, slots, self.logits_parts)
             # Without overlap SGLang hands a step's outcome to the next one, and knows no future map.
             if not self.server_args.disable_overlap_schedule:
                 self.relay = Relay(len(runner.req_to_token_pool.req_to_token), self.device)
@@ -108,7 +106,7 @@ class DSparkWorker(SpecWorkerBase):
         table = None
         with on_stream_of_steps(runner, overlap=not self.server_args.disable_overlap_schedule):
             if self.on_gpu:
-                hold_largest_step(self.eager, self.target_worker, self.max_verify, self.parts)
+                hold_largest_step(self.eager, self.target_worker, self.max_verify, self.logits_parts)
             if self.drafter.num_drawn:
                 table = self.step_times()
         self.drafter.forget_held()
@@ -173,10 +171,9 @@ class DSparkWorker(SpecWorkerBase):
             beside: rows behind those of the verification; None if there are none.
         """
         options = self.request_options.read(batch.reqs)
-        if options is not self.held_of:  # slots of a request that has left may be others' from now on
+        if self.request_options.changed:  # slots of a request that has left may be others' from now on
             self.drafter.settle()
-            self.held_of = options
-        adjusting = [part for feature in self.parts if (part := feature.step_comes(batch)) is not None]
+        adjusting = [step for part in self.logits_parts if (step := part.step_comes(batch)) is not None]
         step = self.read(batch, adjusted=bool(adjusting))
         size = None
         if beside is not None:

@@ -85,7 +85,7 @@ class WorkerLoop(GraphLoop):
         self.called, self.reqs = [], [request(rid=f"r{place}", top_k=1) for place in range(len(self.texts))]
         self.worker = worker = DSparkWorker.__new__(DSparkWorker)
         worker.step, worker.timer, worker.candidates = 0, DeviceTimer(CPU), None
-        worker.held_of = None
+        worker.logits_parts = []
         worker.schedule, worker.executors, worker.drafter, worker.parts = (
             self.schedule,
             self.executors,

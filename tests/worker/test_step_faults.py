@@ -48,8 +48,7 @@ class WorkerLoop(StageLoop):
         worker.schedule = self.schedule
         worker.executors = ExecutorSelector(self.eager)
         worker.request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma))
-        worker.parts = []
-        worker.drafter, worker.held_of = self.drafter, None
+        worker.parts, worker.logits_parts, worker.drafter = [], [], self.drafter
         worker.control = StepControl(self.schedule, self.eager.agreement, [], on_gpu=False)
         worker.read = lambda batch, adjusted: self._batch(worker.step)
 

@@ -1,4 +1,4 @@
-"""A folder is a room if the folder and its line can go, and the rest imports, passes its types and decodes."""
+"""The folder of a feature and its line can go, and the rest imports, passes its types and decodes."""
 
 import os
 import re
@@ -14,12 +14,12 @@ from sglang_objects import model_config, server_args
 from sglang_dspark import features
 from sglang_dspark.engine.feature import Check, all_features
 from sglang_dspark.engine.hooks import hooks_at
-from sglang_dspark.features import ROOMS
+from sglang_dspark.features import FEATURES
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "worker" / "test_eager_executor.py"
 USED_BY_ALL = ("memory", "promises", "reports", "sessions", "streams", "weights")
-"""Rooms that every server uses, because any request may ask for them, or a reader."""
+"""Features that every server uses, because any request may ask for them, or a reader."""
 DECODE_AND_IMPORT_ALL = """
 import sys, pytest
 assert pytest.main(sys.argv[1:]) == 0
@@ -31,22 +31,22 @@ for module in pkgutil.walk_packages(sglang_dspark.__path__, "sglang_dspark."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 found = [*checks.all_checks(), *flag_rules.all_rules(), *hooks.all_hooks()]
-print("\\n", sglang_dspark.__file__, *[feature.room.rpartition(".")[2] for feature in all_features()])
+print("\\n", sglang_dspark.__file__, *[feature.package.rpartition(".")[2] for feature in all_features()])
 """
 
 
-def without(rooms: list[str], folder: Path) -> Path:
-    """Return a copy of the tree in ``folder`` without the folders and lines of these rooms."""
+def without(names: list[str], folder: Path) -> Path:
+    """Return a copy of the tree in ``folder`` without the folders and lines of these features."""
     left_out = shutil.ignore_patterns("__pycache__", "drafters")
-    for name in ("sglang_dspark", "kernels", "training"):
-        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
+    for tree in ("sglang_dspark", "kernels", "training"):
+        shutil.copytree(ROOT / tree, folder / tree, ignore=left_out)
     shutil.copy(ROOT / "pyproject.toml", folder)
     features = folder / "sglang_dspark" / "features"
     lines = (features / "__init__.py").read_text()
-    for room in rooms:
-        shutil.rmtree(features / room)
-        assert lines.count(f'    "{room}",\n') == 1
-        lines = lines.replace(f'    "{room}",\n', "")
+    for name in names:
+        shutil.rmtree(features / name)
+        assert lines.count(f'    "{name}",\n') == 1
+        lines = lines.replace(f'    "{name}",\n', "")
     (features / "__init__.py").write_text(lines)
     return folder
 
@@ -69,8 +69,8 @@ def imports_and_decodes(tree: Path, left: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_core_is_complete_without_any_room(tmp_path):
-    imports_and_decodes(without(list(ROOMS), tmp_path), [])
+def test_the_core_is_complete_without_any_feature(tmp_path):
+    imports_and_decodes(without(list(FEATURES), tmp_path), [])
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +79,10 @@ def types(tmp_path_factory) -> Path:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_can_go(room, types, tmp_path):
-    tree = without([room], tmp_path)
-    imports_and_decodes(tree, [name for name in ROOMS if name != room])
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_can_go(name, types, tmp_path):
+    tree = without([name], tmp_path)
+    imports_and_decodes(tree, [other for other in FEATURES if other != name])
     assert "no issues found" in run(tree, "-m", "mypy", "--cache-dir", str(types))
 
 
@@ -92,7 +92,7 @@ import logging, sys
 from types import SimpleNamespace as Made
 from sglang_dspark.engine.feature import all_features, parts_of
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-[feature] = [each for each in all_features() if each.room.endswith("long_prompts")]
+[feature] = [each for each in all_features() if each.package.endswith("long_prompts")]
 assert not feature.is_used(Made(log_requests=False)) and feature.is_used(Made(log_requests=True))
 part = feature.load_part()(Made(max_verify=7))
 part.prefill_done(Made(reqs=[Made(origin_input_ids=[1] * length) for length in (7, 8)]))
@@ -109,35 +109,35 @@ def test_a_reader_adds_the_feature_of_the_page(tmp_path):
         written.parent.mkdir(exist_ok=True)
         written.write_text(textwrap.dedent(code))
     features = tree / "sglang_dspark" / "features" / "__init__.py"
-    [line] = re.findall(r"Add the line `(.*?)` to `ROOMS`", PAGE)
+    [line] = re.findall(r"Add the line `(.*?)` to `FEATURES`", PAGE)
     features.write_text(features.read_text().replace('    "nodes",', f'    {line}\n    "nodes",'))
     assert run(tree, "-c", USE).splitlines() == ["DSPARK: a prompt of 8 tokens"]
 
 
 def test_every_folder_has_its_line():
     folders = {path.name for path in (ROOT / "sglang_dspark" / "features").iterdir() if (path / "__init__.py").exists()}
-    assert folders == set(ROOMS) and list(ROOMS) == sorted(ROOMS)
-    assert [feature.room for feature in all_features()] == [f"sglang_dspark.features.{room}" for room in ROOMS]
+    assert folders == set(FEATURES) and list(FEATURES) == sorted(FEATURES)
+    assert [feature.package for feature in all_features()] == [f"sglang_dspark.features.{name}" for name in FEATURES]
 
 
-def test_a_declaration_imports_no_other_module_of_its_room(monkeypatch):
+def test_a_declaration_imports_no_other_module_of_its_package(monkeypatch):
     """A process reads the declarations of all features, and of what they declare only what the server uses."""
     prefix = f"{features.__name__}."
     for module in [name for name in sys.modules if name.startswith(prefix)]:
         monkeypatch.delitem(sys.modules, module)
-    for room in ROOMS:
-        monkeypatch.setattr(features, room, None)
+    for name in FEATURES:
+        monkeypatch.setattr(features, name, None)
     all_features.__wrapped__()
-    assert sorted(name for name in sys.modules if name.startswith(prefix)) == [f"{prefix}{room}" for room in ROOMS]
+    assert sorted(name for name in sys.modules if name.startswith(prefix)) == [f"{prefix}{name}" for name in FEATURES]
 
 
-@pytest.mark.parametrize("feature", all_features(), ids=lambda feature: feature.room.rpartition(".")[2])
-def test_what_a_room_declares_is_there(feature):
+@pytest.mark.parametrize("feature", all_features(), ids=lambda feature: feature.package.rpartition(".")[2])
+def test_what_a_feature_declares_is_there(feature):
     assert bool(feature.load_checks()) == bool(feature.checks)
     assert all(isinstance(check, Check) for check in feature.load_checks())
     assert not feature.part or callable(feature.load_part())
     assert not feature.routes or callable(feature.load_routes())
-    assert len(list(hooks_at(feature.room, feature.hooks, *feature.hooks))) >= len(feature.hooks)
+    assert len(list(hooks_at(feature.package, feature.hooks, *feature.hooks))) >= len(feature.hooks)
 
 
 USED = [
@@ -157,5 +157,5 @@ USED = [
 @pytest.mark.parametrize(("given", "target", "used"), USED)
 def test_features_are_used_if_arguments_or_the_target_ask_for_them(given, target, used):
     args = server_args(model_config(**target), **given)
-    found = [feature.room.rpartition(".")[2] for feature in all_features() if feature.is_used(args)]
+    found = [feature.package.rpartition(".")[2] for feature in all_features() if feature.is_used(args)]
     assert found == sorted([*USED_BY_ALL, *used])
