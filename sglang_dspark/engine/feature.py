@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,6 +14,7 @@ from sglang.srt.arg_groups.overrides import model_config_of
 
 from sglang_dspark import features
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.declared import field_types
 from sglang_dspark.draft.families import Family, family_of
 from sglang_dspark.engine.server import Adjustment, DSparkServer, OtherServer
 from sglang_dspark.engine.sglang_types import ModelConfig, ModelRunner, ServerArgs, TokenizerManager
@@ -143,17 +143,27 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-class RequestKeys(ABC):
-    """Keys of the field ``speculation``: a frozen dataclass whose fields have types to check, and defaults."""
+class RequestKeys(Struct, frozen=True, omit_defaults=True):
+    """Keys of the field ``speculation``: their types are checked in the front end, and they travel to the scheduler.
+
+    Every field has a default; all defaults together ask for nothing.
+    """
+
+    MADE = frozenset[str]()
+    """Fields that are no keys: :meth:`for_scheduler` fills them."""
 
     @classmethod
-    @abstractmethod
+    def key_types(cls) -> dict[str, Any]:
+        """Return the types of the keys."""
+        return {key: kind for key, kind in field_types(cls).items() if key not in cls.MADE}
+
+    @classmethod
     def unserved(cls, server: DSparkServer | OtherServer) -> Collection[str]:
         """Return the keys that have no effect on a server."""
+        return ()
 
-    @abstractmethod
-    def for_scheduler(self, given: Collection[str], manager: TokenizerManager) -> Struct | None:
-        """Return what the scheduler reads; None if nothing is asked for.
+    def for_scheduler(self, given: Collection[str], manager: TokenizerManager) -> Self:
+        """Return what travels to the scheduler.
 
         Args:
             given: keys that are in the field.
@@ -162,6 +172,7 @@ class RequestKeys(ABC):
         Raises:
             ValueError: keys do not go together, or the server does not serve one; names it, its value and the remedy.
         """
+        return self
 
 
 @dataclass(frozen=True)

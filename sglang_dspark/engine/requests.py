@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import msgspec
-from msgspec import Raw
+from msgspec import Struct
 from sglang.srt.managers.io_struct import (
     GenerateReqInput,
     TokenizedEmbeddingReqInput,
@@ -26,11 +26,11 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.declared import field_types, truncate
 from sglang_dspark.draft.families import family_of
-from sglang_dspark.engine.feature import all_features
+from sglang_dspark.engine.feature import RequestKeys, all_features
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.server import DSparkServer, speculating
 from sglang_dspark.engine.sglang_types import ModelConfig, SamplingParams, TokenizerManager
-from sglang_dspark.speculation import KEY, RequestOptions, Speculation, checked
+from sglang_dspark.speculation import CORE, KEY, Speculation, checked
 
 ASKED: ContextVar[str | None] = ContextVar("speculation", default=None)
 """The field of the HTTP request that is being answered, as JSON text; None if there is none."""
@@ -53,19 +53,24 @@ def settle(manager: TokenizerManager, parameters: SamplingParams) -> None:
         return
     kept = {key: value for key, value in custom_params.items() if key != KEY}
     options = _options(_read(custom_params[KEY] if asked is None else asked), manager)
-    if options != RequestOptions():
+    if options:
         # A scalar: values of custom_params that are deeper than a flat list do not reach the scheduler.
         kept[KEY] = msgspec.json.encode(options).decode()
     parameters.custom_params = kept
 
 
 def known_keys() -> dict[str, Any]:
-    """Return the types of all keys, those of features behind the core's."""
-    kinds: list[type] = [
-        Speculation,
-        *(feature.load_request_keys() for feature in all_features() if feature.request_keys),
-    ]
-    return {key: kind for keys in kinds for key, kind in field_types(keys).items()}
+    """Return the types of all keys, those of features after the core's."""
+    found = field_types(Speculation)
+    for _, keys in _keys_of_features():
+        found |= keys.key_types()
+    return found
+
+
+def _keys_of_features() -> Iterator[tuple[str, type[RequestKeys]]]:
+    for feature in all_features():
+        if feature.request_keys:
+            yield feature.name, feature.load_request_keys()
 
 
 def _read(given: Any) -> dict[str, Any]:
@@ -83,19 +88,17 @@ def _read(given: Any) -> dict[str, Any]:
         raise ValueError("speculation is nested too deeply; its values are scalars and one list of strings") from None
 
 
-def _options(given: Mapping[str, Any], manager: TokenizerManager) -> RequestOptions:
-    """Return what the scheduler reads of these keys.
+def _options(given: Mapping[str, Any], manager: TokenizerManager) -> dict[str, Struct]:
+    """Return what the scheduler reads of these keys, by the feature; nothing of those that ask for nothing.
 
     Raises:
         ValueError: keys do not go together, or the server does not serve one.
     """
-    of_features = {}
-    for feature in all_features():
-        if feature.request_keys:
-            keys = feature.load_request_keys()
-            asked = keys(**{key: given[key] for key in field_types(keys) if key in given}).for_scheduler(given, manager)
-            if asked is not None:
-                of_features[feature.name] = Raw(msgspec.json.encode(asked))
+    asked: dict[str, Struct] = {}
+    for name, kind in _keys_of_features():
+        keys = kind(**{key: given[key] for key in kind.key_types() if key in given}).for_scheduler(given, manager)
+        if keys != kind():
+            asked[name] = keys
     field = Speculation(**{key: given[key] for key in field_types(Speculation) if key in given})
     server = speculating(manager.server_args)
     assert server is not None, "requests of other servers are not checked"
@@ -104,7 +107,7 @@ def _options(given: Mapping[str, Any], manager: TokenizerManager) -> RequestOpti
             "speculation.confidence_threshold needs a drafter with a confidence head, which this server does not have; "
             "use speculation.max_verify or drop the key"
         )
-    return field.for_scheduler(of_features)
+    return asked if field == Speculation() else {CORE: field, **asked}
 
 
 _OTHER_LOGPROBS = "rows of a verification have log-probabilities in the usual form alone"

@@ -8,6 +8,7 @@ from functools import cached_property, wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import msgspec
+from msgspec import Raw, Struct
 
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.draft_input import committed_lengths
@@ -16,14 +17,15 @@ from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.speculation import KEY, RequestOptions
+from sglang_dspark.speculation import CORE, KEY, Speculation
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.record import StepRecord
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_NOTHING = RequestOptions()
+S = TypeVar("S", bound=Struct)
+_NOTHING = Speculation()
 
 
 def kept_by_request(read: Callable[Concatenate[Req, P], T]) -> Callable[Concatenate[Req, P], T]:
@@ -42,12 +44,18 @@ def kept_by_request(read: Callable[Concatenate[Req, P], T]) -> Callable[Concaten
     return kept
 
 
+def asked_for(req: Req, name: str, kind: type[S]) -> S:
+    """Return what a scheduler-side request asks of the core or a feature; the defaults if it asks for nothing."""
+    text = (req.sampling_params.custom_params or {}).get(KEY)
+    asked = None if text is None else msgspec.json.decode(text, type=dict[str, Raw]).get(name)
+    return kind() if asked is None else msgspec.json.decode(asked, type=kind)
+
+
 @fenced("options of requests", instead=lambda req: _NOTHING)
 @kept_by_request
-def request_options(req: Req) -> RequestOptions:
+def request_options(req: Req) -> Speculation:
     """Return the options of a scheduler-side request."""
-    text = (req.sampling_params.custom_params or {}).get(KEY)
-    return _NOTHING if text is None else msgspec.json.decode(text, type=RequestOptions)
+    return asked_for(req, CORE, Speculation)
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ class BatchOptions:
         most = tuple(
             options.verify_limit(max_verify) if speculates(req) else 0 for req, options in zip(reqs, each, strict=True)
         )
-        bounds = tuple(options.confidence_threshold for options in each)
+        bounds = tuple(options.confidence_threshold or 0.0 for options in each)
         limited = min(most) < max_verify or any(bounds)
         return cls(
             limits=RequestLimits(most, bounds if any(bounds) else None) if limited else None,

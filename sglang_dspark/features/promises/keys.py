@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Self
 
-import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from sglang_dspark.declared import field_types
 from sglang_dspark.engine.feature import RequestKeys
 from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
 from sglang_dspark.engine.sglang_types import Req, TokenizerManager
-from sglang_dspark.engine.step_control import kept_by_request, request_options
+from sglang_dspark.engine.step_control import asked_for, kept_by_request
 from sglang_dspark.fence import fenced
 
 
-class PromiseOptions(Struct, frozen=True, omit_defaults=True):
-    """Checked options of a request; the attributes are those of :class:`PromiseKeys`."""
-
-    tpot_ms: float | None = None
-    ttft_ms: float | None = None
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class PromiseKeys(RequestKeys):
+class PromiseKeys(RequestKeys, frozen=True, omit_defaults=True):
     """Say how fast a request wants to be.
 
     Attributes:
@@ -41,9 +29,9 @@ class PromiseKeys(RequestKeys):
 
     @classmethod
     def unserved(cls, server: DSparkServer | OtherServer) -> Collection[str]:
-        return () if isinstance(server, DSparkServer) else tuple(field_types(cls))
+        return () if isinstance(server, DSparkServer) else tuple(cls.key_types())
 
-    def for_scheduler(self, given: Collection[str], manager: TokenizerManager) -> PromiseOptions | None:
+    def for_scheduler(self, given: Collection[str], manager: TokenizerManager) -> Self:
         server = speculating(manager.server_args)
         assert server is not None, "requests of other servers are not checked"
         for key in (key for key in self.unserved(server) if key in given):
@@ -51,16 +39,12 @@ class PromiseKeys(RequestKeys):
                 f"speculation.{key}={getattr(self, key):g} is not served by SGLang's own worker; drop the key, or "
                 "start the server with --speculative-dspark-engine plugin if that serves the target"
             )
-        options = PromiseOptions(self.tpot_ms, self.ttft_ms, self.weight)
-        return None if options == PromiseOptions() else options
+        return self
 
 
 @fenced("promises", instead=lambda req, server: server)
 @kept_by_request
-def promised(req: Req, server: PromiseOptions) -> PromiseOptions:
+def promised(req: Req, server: PromiseKeys) -> PromiseKeys:
     """Return what a request of a scheduler asks for, or what the server promises where the request names nothing."""
-    text = request_options(req).of_features.get("promises")
-    if text is None:
-        return server
-    asked = msgspec.json.decode(text, type=PromiseOptions)
-    return PromiseOptions(asked.tpot_ms or server.tpot_ms, asked.ttft_ms or server.ttft_ms, asked.weight)
+    asked = asked_for(req, "promises", PromiseKeys)
+    return PromiseKeys(asked.tpot_ms or server.tpot_ms, asked.ttft_ms or server.ttft_ms, asked.weight)

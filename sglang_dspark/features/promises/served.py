@@ -14,7 +14,7 @@ from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.batch import per_token
 from sglang_dspark.engine.part import Counted, Weigher, Worker
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
-from sglang_dspark.features.promises.keys import PromiseOptions, promised
+from sglang_dspark.features.promises.keys import PromiseKeys, promised
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.scheduling.first_tokens import PATIENCE_MS
 from sglang_dspark.scheduling.promises import Pace
@@ -41,7 +41,7 @@ class Promises(Weigher):
 
     def __init__(
         self,
-        server: PromiseOptions,
+        server: PromiseKeys,
         schedule: Callable[[], Schedule],
         max_verify: int,
         agreement: Agreement,
@@ -57,7 +57,7 @@ class Promises(Weigher):
     @classmethod
     def of(cls, worker: Worker) -> Promises:
         """Return the part of a worker."""
-        server = PromiseOptions(tpot_ms=worker.options.tpot_ms, ttft_ms=worker.options.ttft_ms)
+        server = PromiseKeys(tpot_ms=worker.options.tpot_ms, ttft_ms=worker.options.ttft_ms)
         return cls(server, lambda: worker.schedule, worker.max_verify, worker.agreement)
 
     def promised_ms(self, req: Req) -> float | None:

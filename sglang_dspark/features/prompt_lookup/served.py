@@ -13,7 +13,8 @@ from sglang_dspark.engine.part import CandidateSource, Worker
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
 from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
-from sglang_dspark.features.prompt_lookup.options import COUNTS, answer_key, lookup_options
+from sglang_dspark.features.prompt_lookup.keys import answer_key, lookup_options
+from sglang_dspark.features.prompt_lookup.options import COUNTS
 from sglang_dspark.features.prompt_lookup.rules import rules_of, with_forced
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.step.record import StepRecord

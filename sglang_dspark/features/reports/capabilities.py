@@ -89,7 +89,7 @@ def _speculation_fields(server: DSparkServer | OtherServer) -> list[str]:
     for feature in all_features():
         if feature.request_keys:
             keys = feature.load_request_keys()
-            found += [key for key in field_types(keys) if key not in keys.unserved(server)]
+            found += [key for key in keys.key_types() if key not in keys.unserved(server)]
     return found
 
 

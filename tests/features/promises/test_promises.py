@@ -16,12 +16,12 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.server import attach
 from sglang_dspark.features.own_worker.server import ScheduledServer
-from sglang_dspark.features.promises.keys import PromiseKeys, PromiseOptions
+from sglang_dspark.features.promises.keys import PromiseKeys
 from sglang_dspark.features.promises.served import OUTCOMES, Promises
 
 
 def promising(clock, **server):
-    return Promises(PromiseOptions(**server), schedule, 3, Agreement(ONE_RANK), clock)
+    return Promises(PromiseKeys(**server), schedule, 3, Agreement(ONE_RANK), clock)
 
 
 @pytest.fixture

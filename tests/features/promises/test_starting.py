@@ -15,7 +15,7 @@ from sglang_objects import ONE_RANK, batch, partly, table
 from step_tables import memory_bound
 
 from sglang_dspark.engine.agreement import Agreement
-from sglang_dspark.features.promises.keys import PromiseOptions
+from sglang_dspark.features.promises.keys import PromiseKeys
 from sglang_dspark.features.promises.served import Promises
 from sglang_dspark.features.promises.starting import start_by_promise
 from sglang_dspark.fence import FAILURES
@@ -43,7 +43,7 @@ def passed():
     cache_of = table(9, 512), TokenToKVPoolAllocator(2048, torch.float32, "cpu", None, need_sort=False)
     cache = RadixCache(CacheInitParams(False, *cache_of, page_size=1))
     schedule = SimpleNamespace(times=None)
-    part = Promises(PromiseOptions(), lambda: schedule, 3, Agreement(ONE_RANK))
+    part = Promises(PromiseKeys(), lambda: schedule, 3, Agreement(ONE_RANK))
 
     def one_pass(queue, begun=None, *, times=None, free=9, chunk=CHUNK, page=1, limit=None, adapters=(), **changes):
         schedule.times = times

@@ -14,7 +14,7 @@ from sglang_dspark.features import prompt_lookup
 from sglang_dspark.features.own_worker.server import ScheduledServer
 from sglang_dspark.features.prompt_lookup import rules as module
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
-from sglang_dspark.features.prompt_lookup.options import answer_key
+from sglang_dspark.features.prompt_lookup.keys import answer_key
 from sglang_dspark.features.prompt_lookup.rules import rules_of, with_forced
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.worker.no_drafter import NoDrafter
