@@ -14,6 +14,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch as Batch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_dspark.engine.carried import carry_counts
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.sglang_types import ModelRunner, Req, ScheduleBatch
 from sglang_dspark.step.device_time import AwaitedEvent, DeviceSpan
@@ -159,9 +160,6 @@ def decode_batch(
 class DSparkBatchResult(GenerationBatchResult):
     """Carry the outcome of a step to the host, with one copy.
 
-    SGLang adds up two lengths of every request, which its own worker fills: ``cap_lens``, the rows verified, for its
-    log, its metrics and every answer, and ``block_accept_lens``, which here carries the drafter's drafts to the answer.
-
     Attributes:
         record: what the step did; its tensors are on the host after :meth:`read_copy`.
         pending: tokens [bs * width], accepted lengths [bs], and the record's tensors.
@@ -201,7 +199,7 @@ class DSparkBatchResult(GenerationBatchResult):
         self.next_token_ids, accept_lens, *tensors = packed.take()
         self.accept_lens = accept_lens + 1  # SGLang counts the bonus token too
         self.record = self.record.of(tensors, self.next_token_ids.view(len(accept_lens), -1))
-        self.cap_lens, self.block_accept_lens = self.record.verify_lens + 1, torch.tensor(self.record.drawn)
+        carry_counts(self, self.record.verify_lens, self.record.drawn)
 
 
 def decode_result(

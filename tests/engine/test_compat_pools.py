@@ -24,8 +24,8 @@ from sglang_dspark.errors import EngineError
 def test_wishes_reach_the_one_place_that_is_read():
     functions = [inspect.unwrap(function) for _, function in inspect.getmembers(ModelRunner, inspect.isfunction)]
     assert any("spec_aux_config" in function.__code__.co_names for function in functions)
-    target = runner(spec_aux_config=(wishes := SpecAuxHiddenStateConfig()))
-    target.request_capture(target, (1, 2))
+    wishing = runner(spec_aux_config=(wishes := SpecAuxHiddenStateConfig()))
+    target.request_capture(wishing, (1, 2))
     assert (wishes.dflash_use_aux_hidden_state, wishes.dflash_target_layer_ids) == (True, [1, 2])
 
 

@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_dspark.engine.carried import only_asks, refusing
 from sglang_dspark.engine.hooks import hook
 from sglang_dspark.engine.scheduler import answer_with
 
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-BUSY = "requests are running"
-"""What an answer to a release that did not happen holds as its ``rid``, which SGLang leaves empty."""
-ASKS_ALONE = "dspark-release-nothing"
-"""What a release holds as its ``rid`` that asks whether there are requests."""
 _PAUSED = "dspark_paused_before"
 
 
@@ -58,8 +55,8 @@ def release(
     if not tags:
         return ReleaseMemoryOccupationReqOutput()
     if not manager.is_fully_idle(ignore_waiting=scheduler._engine_paused):
-        return ReleaseMemoryOccupationReqOutput(rid=BUSY)
-    if asked.rid == ASKS_ALONE:
+        return refusing(ReleaseMemoryOccupationReqOutput())
+    if only_asks(asked):
         return ReleaseMemoryOccupationReqOutput()
     if not manager.offload_tags:
         setattr(scheduler, _PAUSED, scheduler._engine_paused)

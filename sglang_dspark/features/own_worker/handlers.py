@@ -10,6 +10,7 @@ import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine import hooks
+from sglang_dspark.engine.carried import carry_counts
 from sglang_dspark.engine.hooks import Moment, check, hook
 from sglang_dspark.engine.scheduler import attach_decoder, attached_decoder
 from sglang_dspark.engine.sglang_types import ScheduleBatch, ServerArgs
@@ -153,7 +154,7 @@ def observe(original: Callable[..., Any], processor: Any, result: Any, batch: Sc
         _, *tensors, _ = result.dspark_copy.take()  # a later copy goes to the same place
         result.dspark_record = record = record.of(tensors)
         # The answers of requests count from these, see ``request_counts``.
-        result.cap_lens, result.block_accept_lens = record.verify_lens + 1, torch.tensor(record.drafted)
+        carry_counts(result, record.verify_lens, record.drafted)
     predicted = original(processor, result, batch)
     if record is not None:
         driver_of(processor.model_worker).observe(result, batch.reqs)

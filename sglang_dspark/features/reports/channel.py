@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
 from sglang_dspark.declared import Scalar
+from sglang_dspark.engine.carried import id_of_question
 from sglang_dspark.engine.sglang_types import TokenizerManager
 from sglang_dspark.errors import BusyError, ConfigError
 
@@ -31,9 +31,6 @@ class Channel:
 
     SGLang's channel gives the next answers that come to the caller whose turn it is. So a question that was sent keeps
     a lock of ours until its answers are there, whether its caller still waits or not.
-
-    A question travels as the id of SGLang's request for the scheduler's state, which carries nothing else and which no
-    client can write.
 
     Args:
         manager: gives SGLang's ``TokenizerManager``.
@@ -94,7 +91,7 @@ class Channel:
             self._last_sent = clock()
             manager = self._manager()
             manager.auto_create_handle_loop()
-            request = GetInternalStateReq(rid=json.dumps({KEY: {"question": question, "fields": fields}}))
+            request = GetInternalStateReq(rid=id_of_question(question, fields))
             states = [output.internal_state for output in await manager.get_internal_state_communicator(request)]
             return [state[KEY] for state in sorted(states, key=itemgetter(REPLICA))]
 

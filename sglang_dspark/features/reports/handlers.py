@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.declared import Scalar
+from sglang_dspark.engine.carried import hide_drafted, question_of
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import part_of
 from sglang_dspark.engine.scheduler import decoder_of
@@ -46,10 +46,10 @@ def answer(
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
     from sglang.srt.runtime_context import get_parallel
 
-    if recv_req.rid is None:
+    asked = question_of(recv_req.rid)
+    if asked is None:
         return original(scheduler, recv_req)
-    message = json.loads(recv_req.rid)[KEY]
-    reply = _reply(reports_of(scheduler), message["question"], message["fields"])
+    reply = _reply(reports_of(scheduler), *asked)
     return GetInternalStateReqOutput(internal_state={KEY: reply, REPLICA: get_parallel().dp_rank or 0})
 
 
@@ -115,7 +115,7 @@ def report_verified(
 
 @fenced("shares of accepted drafts", instead=nothing)
 def _scale_accepted(reporter: SchedulerMetricsReporter) -> None:
-    reporter.spec_num_block_accept_tokens = 0
+    hide_drafted(reporter)
     accepted, rounds = reporter.spec_num_correct_drafts, reporter.spec_num_forward_ct
     verified = reporter.spec_num_cap_tokens - rounds
     if verified:

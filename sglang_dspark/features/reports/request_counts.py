@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_dspark.engine.carried import drafted_tokens
 from sglang_dspark.engine.hooks import hook
 from sglang_dspark.engine.sglang_types import TokenizerManager
 from sglang_dspark.features.reports.acceptance import NOTED, MetaInfo, RequestCounts
@@ -34,7 +35,7 @@ def report(
     The request keeps its ``meta_info`` for its stream, which may have to tell of it.
 
     Args:
-        recv_obj: a batch of SGLang's outputs; ``DSparkBatchResult`` says what it counts.
+        recv_obj: a batch of SGLang's outputs; ``engine/carried.py`` says what it counts.
         i: index of the request in it.
     """
     counts = _counts(recv_obj, i)
@@ -57,7 +58,7 @@ def _counts(recv_obj: BatchStrOutput | BatchTokenIDOutput, i: int) -> RequestCou
     accepted = recv_obj.spec_num_correct_drafts[i]
     return {
         "rounds": rounds,
-        "drafted_tokens": recv_obj.spec_num_block_accept_tokens[i],
+        "drafted_tokens": drafted_tokens(recv_obj, i),
         "verified_tokens": recv_obj.spec_num_cap_tokens[i] - rounds,
         "accepted_tokens": accepted,
         "accept_length": (accepted + rounds) / rounds,

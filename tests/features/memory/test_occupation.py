@@ -11,8 +11,9 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 
+from sglang_dspark.engine.carried import refuses
 from sglang_dspark.features.memory import asking
-from sglang_dspark.features.memory.occupation import BUSY, go_on, release, resume
+from sglang_dspark.features.memory.occupation import go_on, release, resume
 
 
 class Manager:
@@ -34,7 +35,7 @@ class Manager:
         return release(original, self, asked)
 
     def release(self, tags=None):
-        return self.answer(ReleaseMemoryOccupationReqInput(tags=tags)).rid
+        return self.answer(ReleaseMemoryOccupationReqInput(tags=tags))
 
     def resume(self, tags=None):
         def original(asked):
@@ -100,7 +101,7 @@ class Replicas:
     ],
 )
 def test_a_refusal_says_what_is_released_all_the_same(replicas, said, away):
-    with pytest.raises(ValueError, match=f"{said}.*: {BUSY}; .* release again$"):
+    with pytest.raises(ValueError, match=f"{said}.*: requests are running; .* release again$"):
         asyncio.run(asking.release(replicas, ReleaseMemoryOccupationReqInput()))
     assert [bool(scheduler.offload_tags) for scheduler in replicas.schedulers] == away
 
@@ -114,5 +115,5 @@ def test_all_replicas_release_memory():
 def test_running_requests_keep_the_memory():
     manager = Manager(paused=False)
     manager.idle = False
-    assert manager.release() == BUSY
+    assert refuses(manager.release())
     assert not manager.offload_tags and not manager.scheduler._engine_paused
