@@ -22,8 +22,9 @@ from sglang_dspark.engine.graphs import Relay, graph_request_slots
 from sglang_dspark.engine.logits_processing import NanCheck
 from sglang_dspark.engine.measure_steps import Stepper, load_or_measure, table_key
 from sglang_dspark.engine.part import DrawnTokens, part_of
+from sglang_dspark.engine.request_options import BatchOptions
 from sglang_dspark.engine.scheduler import Decoding
-from sglang_dspark.engine.step_control import BatchOptions, StepControl
+from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.engine.target import weights_region
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SimulatedAcceptance, SpecWorkerBase

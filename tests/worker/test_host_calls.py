@@ -17,7 +17,8 @@ import sglang_dspark
 from sglang_dspark.engine.batch import CachedByBatch, SamplingReader, most_words
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.graphs import Relay
-from sglang_dspark.engine.step_control import BatchOptions, StepControl
+from sglang_dspark.engine.request_options import BatchOptions
+from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.scheduling import step_clock
 from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.step.packed import PackedCopies

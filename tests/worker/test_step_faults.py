@@ -11,8 +11,9 @@ from sglang_objects import worker as target_worker
 from stage_loop import StageLoop
 
 from sglang_dspark.engine.batch import CachedByBatch
+from sglang_dspark.engine.request_options import BatchOptions
 from sglang_dspark.engine.scheduler import failed_stage
-from sglang_dspark.engine.step_control import BatchOptions, StepControl
+from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.worker.executors import eager
 from sglang_dspark.worker.executors.graphs import ExecutorSelector

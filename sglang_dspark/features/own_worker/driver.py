@@ -16,9 +16,10 @@ from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.batch import CachedByBatch, most_words
 from sglang_dspark.engine.part import parts_of
+from sglang_dspark.engine.request_options import BatchOptions
 from sglang_dspark.engine.scheduler import Decoding
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
-from sglang_dspark.engine.step_control import BatchOptions, StepControl
+from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.features.own_worker.captured_rows import CapturedRows
 from sglang_dspark.features.own_worker.lengths import has_narrow_rows
 from sglang_dspark.features.own_worker.server import scheduled

@@ -8,9 +8,9 @@ from typing import Annotated, Self
 from msgspec import Meta
 
 from sglang_dspark.engine.feature import RequestKeys
+from sglang_dspark.engine.request_options import asked_for, kept_by_request
 from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
 from sglang_dspark.engine.sglang_types import Req, TokenizerManager
-from sglang_dspark.engine.step_control import asked_for, kept_by_request
 from sglang_dspark.fence import fenced
 
 

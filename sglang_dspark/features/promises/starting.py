@@ -17,9 +17,9 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.hooks import hook
 from sglang_dspark.engine.part import part_of
+from sglang_dspark.engine.request_options import kept_by_request
 from sglang_dspark.engine.scheduler import decoder_of
 from sglang_dspark.engine.sglang_types import Req
-from sglang_dspark.engine.step_control import kept_by_request
 from sglang_dspark.features.promises.served import Promises, patient_until_ms, rows_of
 from sglang_dspark.fence import fenced
 from sglang_dspark.scheduling.first_tokens import Due, starting_order

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from sglang_dspark.config import flag_name
 from sglang_dspark.declared import int_range, truncate
 from sglang_dspark.engine.feature import RequestKeys
+from sglang_dspark.engine.request_options import asked_for, kept_by_request
 from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
 from sglang_dspark.engine.sglang_types import Req, TokenizerManager
-from sglang_dspark.engine.step_control import asked_for, kept_by_request
 from sglang_dspark.features.prompt_lookup.options import (
     AUTO,
     CLASSIFICATION,

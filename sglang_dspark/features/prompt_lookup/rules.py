@@ -20,8 +20,8 @@ from dspark_kernels import (
 )
 from numpy.typing import NDArray
 
+from sglang_dspark.engine.request_options import kept_by_request
 from sglang_dspark.engine.sglang_types import Req
-from sglang_dspark.engine.step_control import kept_by_request
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
 from sglang_dspark.features.prompt_lookup.keys import LookupKeys, answer_key, lookup_options
 from sglang_dspark.features.prompt_lookup.options import NO_PRESET, SUMMARIZATION, Tokens

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_dspark.engine.batch import per_token
+from sglang_dspark.engine.request_options import request_options
 from sglang_dspark.engine.sglang_types import Req
-from sglang_dspark.engine.step_control import request_options
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.step.record import StepRecord
 

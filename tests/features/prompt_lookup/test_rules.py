@@ -8,8 +8,8 @@ from sglang_objects import server_args
 from stage_loop import lookup_of
 
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.engine.request_options import BatchOptions
 from sglang_dspark.engine.server import DSparkServer, attach
-from sglang_dspark.engine.step_control import BatchOptions
 from sglang_dspark.features import prompt_lookup
 from sglang_dspark.features.own_worker.server import ScheduledServer
 from sglang_dspark.features.prompt_lookup import rules as module
