@@ -28,7 +28,7 @@ from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine import hooks
 from sglang_dspark.engine.checks import refuse
-from sglang_dspark.engine.feature import Adjustment, LaunchContext, Stage, flag_of
+from sglang_dspark.engine.feature import LaunchContext, Stage, flag_of
 from sglang_dspark.engine.flags import (
     CHOICES,
     broken,
@@ -40,6 +40,7 @@ from sglang_dspark.engine.flags import (
 )
 from sglang_dspark.engine.hooks import Hook, Moment, all_hooks, hook
 from sglang_dspark.engine.server import (
+    Adjustment,
     Attached,
     DSparkServer,
     OtherServer,

@@ -174,7 +174,7 @@ class DSparkWorker(SpecWorkerBase):
         options = self.request_options.read(batch.reqs)
         if self.request_options.changed:  # slots of a request that has left may be others' from now on
             self.drafter.settle()
-        adjusting = [step for part in self.logits_parts if (step := part.step_comes(batch)) is not None]
+        adjusting = [found for part in self.logits_parts if (found := part.step_comes(batch)) is not None]
         step = self.read(batch, adjusted=bool(adjusting))
         size = None
         if beside is not None:
