@@ -189,7 +189,7 @@ class Feature:
         checks: name of its ``tuple[Check, ...]`` below ``package``, made on every server; empty if it has none.
         part: name of a function below ``package`` such as :meth:`~.part.Part.of`; empty if the feature has none.
         of_any_worker: whether the part also serves another worker than ours, by ``ready``, ``step_done``,
-            ``weights_changed`` and ``report`` only: its function takes a :class:`~.compat.decoder.Decoder` then.
+            ``weights_changed`` and ``report`` only: its function takes a :class:`~.scheduler.Decoder` then.
         routes: name of a function below ``package`` that adds routes and middleware to SGLang's application, on servers
             that use the feature. It takes the application, inside what reads the field ``speculation``, and why the
             target decodes alone, None if it does not. Empty if it adds none.

@@ -180,7 +180,7 @@ def prepare(args: ServerArgs) -> None:
     # Whatever SGLang does with the path of a drafter begins with transformers, which does not know every format: no
     # process of SGLang knows it.
     args.speculative_draft_model_path = None
-    # SGLang would say that these have no effect; Launch.after gives them back.
+    # SGLang would say that these have no effect; start.complete gives them back.
     args.speculative_draft_window_size = args.speculative_draft_sink_size = None
     if args.speculative_draft_model_quantization is None:
         args.speculative_draft_model_quantization = "unquant"  # SGLang would take the target's for the drafter's

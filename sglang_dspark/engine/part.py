@@ -164,7 +164,7 @@ class Part:
         """Prepare for SGLang's batch, whose prompts are about to be encoded. No host sync.
 
         Requests that already run may be behind those with prompts, and get their next token as these get their first:
-        :func:`~.scheduler.batch.prompts_of` tells them apart.
+        :func:`~.batch.prompts_of` tells them apart.
         """
 
     def prefill_done(self, batch: ScheduleBatch) -> None:

@@ -25,12 +25,11 @@ import sys, pytest
 assert pytest.main(sys.argv[1:]) == 0
 import importlib, pkgutil, sglang_dspark
 from sglang_dspark.engine.feature import all_features
-from sglang_dspark.engine import hooks
-from sglang_dspark.engine.launch import checks, flag_rules
+from sglang_dspark.engine import checks, flags, hooks
 for module in pkgutil.walk_packages(sglang_dspark.__path__, "sglang_dspark."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
-found = [*checks.all_checks(), *flag_rules.all_rules(), *hooks.all_hooks()]
+found = [*checks.all_checks(), *flags.all_rules(), *hooks.all_hooks()]
 print("\\n", sglang_dspark.__file__, *[feature.package.rpartition(".")[2] for feature in all_features()])
 """
 
@@ -90,7 +89,7 @@ PAGE = (ROOT / "docs" / "features.md").read_text()
 USE = """
 import logging, sys
 from types import SimpleNamespace as Made
-from sglang_dspark.engine.feature import all_features, parts_of
+from sglang_dspark.engine.feature import all_features
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 [feature] = [each for each in all_features() if each.package.endswith("long_prompts")]
 assert not feature.is_used(Made(log_requests=False)) and feature.is_used(Made(log_requests=True))
