@@ -22,7 +22,7 @@ def trace(reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accep
 
     Args:
         reqs: SGLang's requests of the step.
-        record, running, accepted: see :meth:`~sglang_dspark.engine.feature.Part.step_done`.
+        record, running, accepted: see :meth:`~sglang_dspark.engine.part.Part.step_done`.
     """
     if record.traced is None:
         return
