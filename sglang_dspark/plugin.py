@@ -7,7 +7,7 @@ from argparse import ArgumentParser
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang_dspark.engine.compat.decoder import Decoder
+    from sglang_dspark.engine.scheduler import Decoder
 
 
 def register() -> None:
@@ -19,7 +19,7 @@ def register() -> None:
     from sglang_dspark.errors import DSparkError
 
     try:
-        from sglang_dspark.engine.launch.registration import register_algorithm
+        from sglang_dspark.engine.start import register_algorithm
 
         register_algorithm(_load_worker)
     except Exception as error:

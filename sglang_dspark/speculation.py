@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Struct
 
 from sglang_dspark.declared import int_range, truncate, validate
 
 KEY = "dspark"
-"""Of ``custom_params``, which SGLang carries to the scheduler."""
+"""Of ``custom_params``, which SGLang carries to the scheduler: JSON text with what a request asks for, by feature."""
+CORE = "core"
+"""The name under which :class:`Speculation` travels next to the features'."""
 MOST_DRAFTS = 65535
 """Largest number of drafts that a request may name."""
 
 Probability = Annotated[float, Meta(ge=0, le=1, description="must be a number from 0 to 1")]
 
 
-@dataclass(frozen=True)
-class Speculation:
-    """Keys of the field that no feature has declared.
+class Speculation(Struct, frozen=True, omit_defaults=True):
+    """Keys of the field that no feature has declared. The scheduler reads them as they are; defaults ask for nothing.
 
     Attributes:
         enabled: whether drafts are verified for the request at all.
@@ -36,14 +36,11 @@ class Speculation:
     confidence_threshold: Probability | None = None
     trace: bool = False
 
-    def for_scheduler(self, of_features: Mapping[str, Raw]) -> RequestOptions:
-        """Return these options in the form that the scheduler reads, beside those of features."""
-        return RequestOptions(
-            max_verify=self.max_verify if self.enabled else 0,
-            confidence_threshold=self.confidence_threshold or 0.0,
-            trace=self.trace,
-            of_features=dict(of_features),
-        )
+    def verify_limit(self, max_verify: int) -> int:
+        """Return the most drafts verified per step on a server that verifies up to ``max_verify``."""
+        if not self.enabled:
+            return 0
+        return max_verify if self.max_verify is None else min(self.max_verify, max_verify)
 
 
 def checked(value: Any, types: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,23 +66,3 @@ def checked(value: Any, types: Mapping[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"speculation.{key} {error}, not {truncate(entry)}") from None
     return given
-
-
-class RequestOptions(Struct, frozen=True, omit_defaults=True):
-    """Checked options of a request, as they travel to the scheduler. The defaults ask for nothing.
-
-    Attributes:
-        max_verify: most drafts verified for it per step, 0 if speculation is off; None leaves it to the server.
-        confidence_threshold: as in :class:`Speculation`; 0 for none.
-        trace: as in :class:`Speculation`.
-        of_features: by the names of their rooms, what requests ask of them, as JSON.
-    """
-
-    max_verify: int | None = None
-    confidence_threshold: float = 0.0
-    trace: bool = False
-    of_features: dict[str, Raw] = {}
-
-    def verify_limit(self, max_verify: int) -> int:
-        """Return the most drafts verified per step on a server that verifies up to ``max_verify``."""
-        return max_verify if self.max_verify is None else min(self.max_verify, max_verify)

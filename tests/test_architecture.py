@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dspark.features import ROOMS
+from sglang_dspark.features import FEATURES
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "sglang_dspark"
@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "draft": set(),
     "calibration": {"hub"},
     "scheduling": set("calibration config step".split()),
-    # Of features their list alone: see test_nothing_outside_a_room_knows_it.
+    # Of features their list alone: see test_nothing_outside_a_feature_knows_it.
     "engine": set("calibration config draft features hub scheduling speculation step".split()),
     "features": set("calibration config draft engine gpu_paths hub scheduling speculation step".split()),
     "worker": set("calibration config draft engine gpu_paths hub scheduling speculation step".split()),
@@ -122,13 +122,13 @@ def test_no_import_circles(package: Path):
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which lists the circle
 
 
-def test_nothing_outside_a_room_knows_it():
-    """Neither the core nor another room: a feature is declared in its folder, and has a line in the list."""
+def test_nothing_outside_a_feature_knows_it():
+    """Neither the core nor another feature: each is declared in its folder, and has a line in the list."""
     knowing = {
-        (in_package(path), room)
-        for room in ROOMS
+        (in_package(path), name)
+        for name in FEATURES
         for path in python_files(PACKAGE, KERNELS, TRAINING)
-        if PACKAGE / "features" / room not in path.parents and f"features.{room}" in path.read_text()
+        if PACKAGE / "features" / name not in path.parents and f"features.{name}" in path.read_text()
     }
     assert knowing == set()
 

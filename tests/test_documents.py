@@ -8,7 +8,7 @@ import pytest
 
 from sglang_dspark.config import DSparkConfig, default_text, flag_name
 from sglang_dspark.draft.families import FAMILIES, UNSERVED
-from sglang_dspark.engine.api.request_field import known_keys
+from sglang_dspark.engine.requests import known_keys
 from sglang_dspark.tools.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent

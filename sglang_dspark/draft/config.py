@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from sglang_dspark.draft.checked import REMEDY, Count, Index, Positive, check
+from sglang_dspark.declared import REMEDY, Count, Index, Positive, check
 from sglang_dspark.draft.rope import RopeScaling, rotary_dim, score_factor
 from sglang_dspark.draft.visibility import Visibility
 from sglang_dspark.errors import CheckpointError

@@ -119,6 +119,11 @@ class ProposalHeads:
             proposed[:] = False
             proposed[[*vocabulary.token_ids.tolist(), -1]] = True
 
+    @property
+    def has_others(self) -> bool:
+        """Return whether there are heads for tokens that are not proposed."""
+        return self._chosen is not None
+
     def _stored(self, weight: Tensor) -> Weight:
         """Return the rows of a weight that are proposed, as they are read."""
         rows = weight if self._chosen is None else weight[self._chosen]

@@ -9,7 +9,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Literal
 
-from sglang_dspark.draft.checked import Count, Positive, check
+from sglang_dspark.declared import Count, Positive, check
 from sglang_dspark.errors import CheckpointError
 
 _NEEDED: dict[str, tuple[str, ...]] = {

@@ -1,283 +1,169 @@
-"""Describes a feature to the core: its patches and refusals, and its part on a server that uses it."""
+"""Describes a feature to the core: its hooks and refusals, and what else of its folder a process may have to import."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache, cached_property
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import torch
 from msgspec import Struct
+from sglang.srt.arg_groups.overrides import model_config_of
 
 from sglang_dspark import features
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.draft.cache import DraftCache
-from sglang_dspark.engine.launch.check import Check
-from sglang_dspark.engine.launch.flag_rule import FlagRule
-from sglang_dspark.engine.launch.hook import Hook
-from sglang_dspark.engine.launch_state import DSparkServer, OtherServer
-from sglang_dspark.engine.sglang_types import (
-    ForwardBatch,
-    GenerationBatchResult,
-    ModelRunner,
-    Req,
-    ScheduleBatch,
-    ServerArgs,
-    TokenizerManager,
-    TpModelWorker,
-)
-from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import VerifyPlan
+from sglang_dspark.declared import field_types
+from sglang_dspark.draft.families import Family, family_of
+from sglang_dspark.engine.server import Adjustment, DSparkServer, OtherServer
+from sglang_dspark.engine.sglang_types import ModelConfig, ModelRunner, ServerArgs, TokenizerManager
+from sglang_dspark.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
-    from sglang.srt.mem_cache.memory_pool import KVCache
 
-    from sglang_dspark.engine.scheduler.agreement import Agreement
-    from sglang_dspark.engine.scheduler.batch import DSparkBatchResult
-    from sglang_dspark.scheduling.schedule import Schedule
+Where = Literal["flags", "front_end", "routes", "children", "any_worker", "scheduler", "cuda", "cpu", "simulated"]
+"""Where a hook is installed. ``flags``: in any process that reads SGLang's command line. ``front_end``: in the one that
+tokenizes requests and serves HTTP. ``routes``: the same, also when the target decodes alone. ``children``: in all but
+the first, which are not told what they are: the one that makes text of tokens, the one that starts replicas, and
+schedulers. ``scheduler``: in that of our worker, on ``cuda`` or ``cpu`` as well. ``any_worker``: in that of whatever
+worker decodes. ``simulated``: in every one of a server whose environment simulates acceptance."""
 
-
-class Worker(Protocol):
-    """Our worker, as far as parts know it.
-
-    Attributes:
-        max_verify: drafts that a step may verify per request.
-        draft_pool: the draft K/V as SGLang's kind of pool, where a feature copies it along.
-    """
-
-    server_args: ServerArgs
-    options: DSparkConfig
-    settled: DSparkServer
-    target_worker: TpModelWorker
-    model_runner: ModelRunner
-    agreement: Agreement
-    schedule: Schedule
-    device: torch.device
-    max_verify: int
-    draft_pool: KVCache | None
-
-    def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keep tokens [n] of requests' texts with their slots [n], to draft from them."""
-
-    def set_hicache_consumer(self, index: int) -> None:
-        """Have the next forward wait for a load from host memory, layer by layer; for none if the index is -1."""
+GPUS = ("cuda",)
+"""Devices that have SGLang's own kernels, and memory beside pinned memory of the host."""
 
 
-class CapturedPart(Protocol):
-    """A feature's part of verifications that CUDA graphs replay."""
-
-    def prepare(self, plan: VerifyPlan, forward_batch: ForwardBatch) -> None:
-        """Launch what comes before a captured forward of the target, on buffers that stay there. No host sync."""
-
-    def stage(self, batch: ScheduleBatch | None) -> None:
-        """Write what the next replay reads of SGLang's batch; of None in a step that is measured, without requests."""
-
-
-class StepPart(Protocol):
-    """A feature's part of one decode step, around its logits. The methods are called in this order."""
-
-    def before_verify(self, plan: VerifyPlan) -> None:
-        """Read the rows, before the target's forward is launched: the host may wait here and nowhere else."""
-
-    def after_verify(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
-        """Change the logits [N, V] of the rows, in place. No host sync."""
-
-    def accepted(self, tokens: torch.Tensor) -> None:
-        """Look at the new output tokens [bs, w] int64, -1 behind them. No host sync."""
-
-
-class DrawnTokens(NamedTuple):
-    """Tokens whose logits are still as they were when the tokens were drawn.
+@dataclass(frozen=True)
+class LaunchContext:
+    """The facts that checks look at.
 
     Attributes:
-        indptr: [at least bs + 1] int64, first row of each request; its token i was drawn from its row i.
-        tokens: [bs] int64 of prompts; [bs, w] of a decode step, with -1 behind them.
-        temperatures: [bs] float32, 1 of greedy requests.
+        args: SGLang's arguments, with what SGLang has decided about them by then.
+        server: our options, and the drafter; without the drafter for checks of ``Stage.OPTIONS``.
     """
 
-    indptr: torch.Tensor
-    tokens: torch.Tensor
-    temperatures: torch.Tensor
-
-
-class Encoded(NamedTuple):
-    """Prompts that the target has read.
-
-    Attributes:
-        result: SGLang's, with logits [bs, V] behind each and the tapped states of all rows.
-        input_ids, positions: [n] int64 of the rows.
-    """
-
-    result: GenerationBatchResult
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-
-
-class Counted(NamedTuple):
-    """Numbers that only grow, by kind, for statistics; with a label for their kinds also for Prometheus."""
-
-    name: str
-    values: Mapping[str, float]
-    label: str = ""
-    text: str = ""
-
-
-class Part:
-    """A feature's part in a server's scheduler. Every method here does nothing: override the moments that matter."""
+    args: ServerArgs
+    server: DSparkServer
 
     @classmethod
-    def of(cls, worker: Worker) -> Part | None:
-        """Return the part of our worker, whose target has been loaded; None if the target has no use for it."""
-        return cls()
+    def of(cls, args: ServerArgs, config: DSparkConfig) -> Self:
+        """Return what is known before the drafter is."""
+        return cls(args, DSparkServer(config, drafter=None, dummy_draft=False))
+
+    @cached_property
+    def target(self) -> ModelConfig:
+        """Return SGLang's configuration of the target."""
+        return model_config_of(self.args)
 
     @property
-    def timed(self) -> Mapping[str, str]:
-        """Return the properties of the server that its step times depend on, by name."""
-        return {}
+    def family(self) -> Family:
+        """Return the target's family; raise :class:`UnservedError` if it is of a class that is not served."""
+        return family_of(self.target.hf_config.architectures)
 
-    def pools_made(self, allocator: BaseTokenToKVPoolAllocator, cache: DraftCache | None) -> None:
-        """Look at the memory, before any backend of attention exists.
-
-        Args:
-            allocator: SGLang's, of K/V slots.
-            cache: the drafter's K/V, with a row for each slot; None without a drafter.
-        """
-
-    def attention_made(self) -> None:
-        """Look at the target's runner, whose attention is complete, before any graph is captured."""
-
-    def captured(self, requests: int, rows: int) -> CapturedPart | None:
-        """Return the feature's part of captured verifications; None if it has none.
-
-        Args:
-            requests: slots of the largest captured step.
-            rows: of the largest captured verification.
-        """
-        return None
-
-    def ready(self) -> None:
-        """Look at what decodes, before the first request comes."""
-
-    def batch_comes(self, batch: ScheduleBatch) -> None:
-        """Prepare for SGLang's batch, a prefill or a decode step."""
-
-    def prefill_comes(self, batch: ScheduleBatch) -> None:
-        """Prepare for SGLang's batch, whose prompts are about to be encoded. No host sync.
-
-        Requests that already run may be behind those with prompts, and get their next token as these get their first:
-        :func:`~.scheduler.batch.prompts_of` tells them apart.
-        """
-
-    def encode(self, batch: ScheduleBatch) -> Encoded | None:
-        """Run the target over the prompts of SGLang's batch; None leaves that to SGLang. No host sync."""
-        return None
-
-    def first_logits(self, batch: ScheduleBatch, logits: torch.Tensor) -> None:
-        """Change the logits [bs, V], in place, that the first tokens of SGLang's batch of prompts are drawn from."""
-
-    def first_tokens(self, batch: ScheduleBatch, tokens: torch.Tensor) -> None:
-        """Look at the first tokens [bs] int64 of SGLang's batch of prompts. No host sync."""
-
-    def prefill_done(self, batch: ScheduleBatch) -> None:
-        """Look at SGLang's batch, whose prompts have their K/V. No host sync."""
-
-    def step_comes(self, batch: ScheduleBatch) -> StepPart | None:
-        """Return the feature's part of the decode step ahead; None if it leaves the logits alone."""
-        return None
-
-    def tokens_drawn(
-        self, batch: ScheduleBatch, output: LogitsProcessorOutput, drawn: DrawnTokens
-    ) -> LogitsProcessorOutput:
-        """Return SGLang's ``LogitsProcessorOutput`` with what requests ask to know of their new tokens.
-
-        Args:
-            output: what the tokens were drawn from. Leave it as it is: a captured graph may own it.
-        """
-        return output
-
-    def step_launched(self, plan: VerifyPlan, result: GenerationBatchResult) -> None:
-        """Look at a decode step, before its result is copied to the host and its rows are overwritten. No host sync."""
-
-    def tokens_come(self, batch: ScheduleBatch, result: DSparkBatchResult, tokens: Sequence[Sequence[int]]) -> None:
-        """Look at a decode step's tokens on the host, by request, before SGLang appends them."""
-
-    def step_done(
-        self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
-    ) -> None:
-        """Look at the outcome of a decode step, before SGLang appends its tokens to their requests.
-
-        Args:
-            record: of the step; its tensors are on the host.
-            running: requests of the step that its tokens are for: places of those that have not ended.
-            accepted: drafts accepted, of each of these.
-        """
-
-    def request_ended(self, req: Req) -> None:
-        """Look at SGLang's request, whose text is complete."""
-
-    def flushed(self) -> None:
-        """Drop what earlier requests have left: an operator has SGLang drop its prefixes."""
-
-    def weights_changed(self) -> None:
-        """Drop what was learned of the weights before: others are in force, or may be."""
-
-    def report(self) -> Mapping[str, object]:
-        """Return what the feature adds to the statistics, as JSON."""
-        return {}
-
-    def counted(self) -> Sequence[Counted]:
-        """Return what the feature has counted; always the same kinds. Called from other threads too."""
-        return ()
-
-    def describe(self) -> Mapping[str, object]:
-        """Return what ``GET /dspark/capabilities`` says of the feature on this server, by key."""
-        return {}
-
-    def warm_up(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
-        """Launch the kernels of a step on logits [N, V] of requests that do not exist: real ones shall compile none."""
-
-    def held(self, requests: int) -> AbstractContextManager[object]:
-        """Hold what memory the feature takes beside the largest step, of so many requests."""
-        return nullcontext()
+    @property
+    def text_config(self) -> Any:
+        """Return transformers' configuration of the target's text; those of unserved classes may have other keys."""
+        _ = self.family
+        return self.target.hf_text_config
 
 
-K = TypeVar("K", bound=Part)
+class Stage(Enum):
+    """The facts that a check needs."""
+
+    OPTIONS = "before SGLang resolves its arguments"
+    FLAGS = "when SGLang has resolved its arguments"
+    MODELS = "as FLAGS, and by `doctor`: target, drafter and device decide"
 
 
-def part_of(parts: Sequence[Part], kind: type[K]) -> K | None:
-    """Return the part of a kind; None if no feature of the server has one."""
-    return next((part for part in parts if isinstance(part, kind)), None)
+@dataclass(frozen=True)
+class Check:
+    """One thing that a start can be refused for.
+
+    Attributes:
+        name: of the check, for the report of `doctor`.
+        stage: when it can be made.
+        find: returns what is wrong, with flag, value and remedy, or None. It may raise ``ConfigError`` or
+            ``CheckpointError`` with such a message instead.
+        unserved: whether ``--speculative-dspark-fallback target-only`` serves the target alone then.
+    """
+
+    name: str
+    stage: Stage
+    find: Callable[[LaunchContext], str | None]
+    unserved: bool = False
+
+    def message(self, context: LaunchContext) -> str | None:
+        """Return what is wrong, or None."""
+        try:
+            return self.find(context)
+        except (ConfigError, CheckpointError) as error:
+            return str(error)
 
 
-class Weigher(Part, ABC):
-    """A part that says which requests' drafts count most; a server has one at most."""
+@dataclass(frozen=True)
+class FlagRule:
+    """A flag that DSPARK serves with some values only.
 
-    @abstractmethod
-    def weights(self, batch: ScheduleBatch) -> Sequence[float] | None:
-        """Return what a draft of each request of SGLang's batch counts, above 0; None if all count alike.
+    Attributes:
+        name: the field of ``ServerArgs``.
+        served: values that are served; the first one takes the place of others if the rule ``adjusts``.
+        reason: why others are not served, or what to do instead.
+        adjusts: whether other values change speed alone: the start goes on without them. Others end it.
+        beside: whether the rule holds on a server; asked of values that are not served.
+    """
 
-        It may depend on what requests ask for, on the clock and on tokens that they have been sent. No host sync.
-        """
+    name: str
+    served: tuple[object, ...]
+    reason: str = "drop the flag"
+    adjusts: bool = False
+    beside: Callable[[LaunchContext], bool] = lambda context: True
+
+    def serves(self, args: ServerArgs) -> bool:
+        """Return whether ``args`` have a value that is served everywhere."""
+        return getattr(args, self.name) in self.served
+
+    def adjustment(self, args: ServerArgs) -> Adjustment:
+        """Return what becomes of the value that ``args`` have."""
+        given, value = getattr(args, self.name), self.served[0]
+        return Adjustment(self.name, value, f"{flag_of(self.name)}={given} becomes {value}: {self.reason}")
+
+    def refusal(self, args: ServerArgs) -> str:
+        """Return why a start with the value that ``args`` have ends."""
+        return f"DSPARK cannot run with {flag_of(self.name)}={getattr(args, self.name)}; {self.reason}"
 
 
-class RequestKeys(ABC):
-    """Keys of the field ``speculation``: a frozen dataclass whose fields have types to check, and defaults."""
+def off_gpu(context: LaunchContext) -> bool:
+    """Return whether a server runs on a device that only PyTorch has kernels for."""
+    return context.args.device not in GPUS
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field of ``ServerArgs``."""
+    return "--" + name.replace("_", "-")
+
+
+class RequestKeys(Struct, frozen=True, omit_defaults=True):
+    """Keys of the field ``speculation``: their types are checked in the front end, and they travel to the scheduler.
+
+    Every field has a default; all defaults together ask for nothing.
+    """
+
+    MADE = frozenset[str]()
+    """Fields that are no keys: :meth:`for_scheduler` fills them."""
 
     @classmethod
-    @abstractmethod
+    def key_types(cls) -> dict[str, Any]:
+        """Return the types of the keys."""
+        return {key: kind for key, kind in field_types(cls).items() if key not in cls.MADE}
+
+    @classmethod
     def unserved(cls, server: DSparkServer | OtherServer) -> Collection[str]:
         """Return the keys that have no effect on a server."""
+        return ()
 
-    @abstractmethod
-    def for_scheduler(self, given: Collection[str], manager: TokenizerManager) -> Struct | None:
-        """Return what the scheduler reads; None if nothing is asked for.
+    def for_scheduler(self, given: Collection[str], manager: TokenizerManager) -> Self:
+        """Return what travels to the scheduler.
 
         Args:
             given: keys that are in the field.
@@ -286,36 +172,36 @@ class RequestKeys(ABC):
         Raises:
             ValueError: keys do not go together, or the server does not serve one; names it, its value and the remedy.
         """
+        return self
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature as its folder declares it. Every process reads the declaration; a scheduler imports no other part.
+    """A feature as its folder declares it. Every process reads the declaration, and imports of the rest what it needs.
 
     Attributes:
-        room: package of the folder.
+        package: its folder, as one would import it.
         is_used: whether a server with these arguments, as the operator wrote them, uses the feature. Its hooks are
             installed only then, and those of the place ``flags`` always: there are no arguments yet.
-        hooks: patches of SGLang that the feature alone needs.
+        hooks: its modules with hooks, by the place of these: names below ``package``. See :class:`~.hooks.Hook`.
         flag_rules: flags of SGLang that it adjusts or refuses, on every server.
-        request_keys: name of its :class:`RequestKeys` below ``room``, read on every server; empty if it has none.
-        checks: name of its ``tuple[Check, ...]`` below ``room``, made on every server; empty if it has none.
-        part: name of a function below ``room`` such as :meth:`Part.of`; empty if the feature has none.
-        of_any_worker: whether the part also serves another worker than ours, by :meth:`Part.ready`,
-            :meth:`Part.step_done`, :meth:`Part.weights_changed` and :meth:`Part.report` alone: its function takes a
-            :class:`~.compat.decoder.Decoder` then.
-        routes: name of a function below ``room`` that adds routes and middleware to SGLang's application, on servers
+        request_keys: name of its :class:`RequestKeys` below ``package``, read on every server; empty if it has none.
+        checks: name of its ``tuple[Check, ...]`` below ``package``, made on every server; empty if it has none.
+        part: name of a function below ``package`` such as :meth:`~.part.Part.of`; empty if the feature has none.
+        of_any_worker: whether the part also serves another worker than ours, by ``ready``, ``step_done``,
+            ``weights_changed`` and ``report`` only: its function takes a :class:`~.scheduler.Decoder` then.
+        routes: name of a function below ``package`` that adds routes and middleware to SGLang's application, on servers
             that use the feature. It takes the application, inside what reads the field ``speculation``, and why the
             target decodes alone, None if it does not. Empty if it adds none.
         describe_target: takes SGLang's runner of a target, and returns what ``GET /dspark/capabilities`` says of it, by
             key; on every server, of either worker.
-        other_server: name of an :class:`OtherServer` below ``room``, whose worker decodes in place of ours where it is
-            asked for; empty if the feature has none.
+        other_server: name of an :class:`OtherServer` below ``package``, whose worker decodes in place of ours where it
+            is asked for; empty if the feature has none.
     """
 
-    room: str
+    package: str
     is_used: Callable[[ServerArgs], bool]
-    hooks: tuple[Hook, ...] = ()
+    hooks: Mapping[Where, tuple[str, ...]] = field(default_factory=dict)
     flag_rules: tuple[FlagRule, ...] = ()
     request_keys: str = ""
     checks: str = ""
@@ -328,47 +214,32 @@ class Feature:
     @property
     def name(self) -> str:
         """Return the name of its folder."""
-        return self.room.rpartition(".")[2]
+        return self.package.rpartition(".")[2]
 
     def load_request_keys(self) -> type[RequestKeys]:
         """Import and return its keys, if it has any."""
-        return resolve_name(f"{self.room}.{self.request_keys}")
+        return resolve_name(f"{self.package}.{self.request_keys}")
 
     def load_checks(self) -> tuple[Check, ...]:
         """Import and return its checks."""
-        return resolve_name(f"{self.room}.{self.checks}") if self.checks else ()
+        return resolve_name(f"{self.package}.{self.checks}") if self.checks else ()
 
-    def load_part(self) -> Callable[[Worker], Part | None]:
+    def load_part(self) -> Callable[[Any], Any]:
         """Import and return the function that makes its part."""
-        return resolve_name(f"{self.room}.{self.part}") if self.part else lambda worker: None
+        return resolve_name(f"{self.package}.{self.part}") if self.part else lambda worker: None
 
     def load_routes(self) -> Callable[[FastAPI, str | None], None]:
         """Import and return the function that adds its routes."""
-        return resolve_name(f"{self.room}.{self.routes}") if self.routes else lambda app, target_only: None
+        return resolve_name(f"{self.package}.{self.routes}") if self.routes else lambda app, target_only: None
 
 
 @cache
 def all_features() -> tuple[Feature, ...]:
     """Return the features in the order of their lines. No part may depend on the order of parts."""
-    return tuple(resolve_name(f"{features.__name__}.{room}:FEATURE") for room in features.ROOMS)
+    return tuple(resolve_name(f"{features.__name__}.{name}:FEATURE") for name in features.FEATURES)
 
 
 def other_servers() -> Sequence[type[OtherServer]]:
     """Return the servers whose worker may decode in place of ours."""
     offering = [feature for feature in all_features() if feature.other_server]
-    return [resolve_name(f"{feature.room}.{feature.other_server}") for feature in offering]
-
-
-def parts_of(worker: Any, args: ServerArgs, *, ours: bool = True) -> Sequence[Part]:
-    """Return the parts of the features that a server uses; its target has been loaded.
-
-    Args:
-        worker: ours, or what drives another one.
-        ours: which of these it is.
-
-    Raises:
-        UnservedError, ConfigError: the server or its target cannot be served with a feature.
-    """
-    used = [feature for feature in all_features() if (ours or feature.of_any_worker) and feature.is_used(args)]
-    found = [feature.load_part()(worker) for feature in used]
-    return [part for part in found if part is not None]
+    return [resolve_name(f"{feature.package}.{feature.other_server}") for feature in offering]

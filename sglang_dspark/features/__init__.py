@@ -1,17 +1,15 @@
 """Features beside the core: each has a folder here, and a line below. A folder that goes takes its line along.
 
-docs/features.md says how to add one, and ``engine/feature.py`` what the core asks of a feature, and when.
+docs/features.md says how to add one, ``engine/feature.py`` what it declares, and ``engine/part.py`` what the core asks
+of it, and when.
 """
 
-ROOMS = (
+FEATURES = (
     "adapters",
-    "adjustments",
     "builtin_worker",
-    "ends",
     "experts",
     "hidden_states",
     "host_cache",
-    "logprobs",
     "memory",
     "mixed_chunks",
     "nodes",

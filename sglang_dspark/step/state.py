@@ -19,7 +19,7 @@ from sglang_dspark.step.transfers import host_index
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """A step's requests, read from SGLang's batch by ``engine.scheduler.batch.read_decode_batch``."""
+    """A step's requests, read from SGLang's batch by ``engine.batch.read_decode_batch``."""
 
     anchors: torch.Tensor  # [bs] int64, last committed token, at position prefix_lens
     prefix_lens: torch.Tensor  # [bs] int64, tokens whose K/V is committed

@@ -34,8 +34,8 @@ from sglang_dspark.draft.renewal import TOKEN_IDS, check_alike, fitted, whole
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import load_draft_model, random_draft_model
 from sglang_dspark.draft.window import DraftWindow
-from sglang_dspark.engine.candidate_source import CandidateSource
-from sglang_dspark.engine.forward.target import Target
+from sglang_dspark.engine.part import CandidateSource
+from sglang_dspark.engine.target import Target
 from sglang_dspark.errors import CheckpointError, ConfigError
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 from sglang_dspark.worker.draft_attention import block_attend

@@ -9,7 +9,7 @@ import torch
 from dspark_kernels import AcceptResult, Candidates, DraftBlock
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.candidate_source import CandidateSource
+from sglang_dspark.engine.part import CandidateSource
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 
 logger = logging.getLogger(__name__)

@@ -10,28 +10,25 @@ from typing import Any
 import torch
 
 from sglang_dspark.draft.cache import DraftCache
-from sglang_dspark.engine.candidate_source import CandidateSource
-from sglang_dspark.engine.compat.decoder import Decoding
-from sglang_dspark.engine.compat.pools import weights_region
-from sglang_dspark.engine.feature import DrawnTokens, part_of
-from sglang_dspark.engine.forward.graphs import Relay, graph_request_slots
-from sglang_dspark.engine.forward.verify import run_verify
-from sglang_dspark.engine.scheduler.batch import (
+from sglang_dspark.engine.batch import (
+    CachedByBatch,
     DSparkBatchResult,
     copy_drafts,
     decode_result,
     most_words,
     read_decode_batch,
 )
-from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
-from sglang_dspark.engine.scheduler.draft_input import count_launched
-from sglang_dspark.engine.scheduler.measure_steps import Stepper
-from sglang_dspark.engine.scheduler.nan_check import NanCheck
-from sglang_dspark.engine.scheduler.request_options import BatchOptions
-from sglang_dspark.engine.scheduler.simulated import SimulatedAcceptance
-from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
-from sglang_dspark.engine.scheduler.step_control import StepControl
-from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
+from sglang_dspark.engine.draft_input import count_launched
+from sglang_dspark.engine.graphs import Relay, graph_request_slots
+from sglang_dspark.engine.logits_processing import NanCheck
+from sglang_dspark.engine.measure_steps import Stepper, load_or_measure, table_key
+from sglang_dspark.engine.part import DrawnTokens, part_of
+from sglang_dspark.engine.request_options import BatchOptions
+from sglang_dspark.engine.scheduler import Decoding
+from sglang_dspark.engine.step_control import StepControl
+from sglang_dspark.engine.target import weights_region
+from sglang_dspark.engine.verify import run_verify
+from sglang_dspark.engine.worker_base import Publish, SimulatedAcceptance, SpecWorkerBase
 from sglang_dspark.gpu_paths import is_on
 from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.scheduling.schedule import Schedule
@@ -59,7 +56,6 @@ class DSparkWorker(SpecWorkerBase):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.candidates = part_of(self.parts, CandidateSource)
         self.drafter = self.load_drafter()
         # Under overlap a CUDA device is one step behind the host; on a CPU they are the same.
         self.on_gpu = self.device.type == "cuda"
@@ -73,7 +69,6 @@ class DSparkWorker(SpecWorkerBase):
         self.request_options = CachedByBatch(asked)
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
-        self.held_of: BatchOptions | None = None  # of the batch whose rows the drafter holds; another object for others
 
     def load_drafter(self) -> Drafter | NoDrafter:
         """Return the drafter that the options name."""
@@ -108,7 +103,7 @@ class DSparkWorker(SpecWorkerBase):
         self.copies = PackedCopies(words, self.device)
         if self.on_gpu:
             slots = graph_request_slots(runner)
-            warm_up(self.eager, self.target_worker, self.max_verify, slots, self.parts)
+            warm_up(self.eager, self.target_worker, self.max_verify, slots, self.logits_parts)
             # Without overlap SGLang hands a step's outcome to the next one, and knows no future map.
             if not self.server_args.disable_overlap_schedule:
                 self.relay = Relay(len(runner.req_to_token_pool.req_to_token), self.device)
@@ -116,7 +111,7 @@ class DSparkWorker(SpecWorkerBase):
         table = None
         with on_stream_of_steps(runner, overlap=not self.server_args.disable_overlap_schedule):
             if self.on_gpu:
-                hold_largest_step(self.eager, self.target_worker, self.max_verify, self.parts)
+                hold_largest_step(self.eager, self.target_worker, self.max_verify, self.logits_parts)
             if self.drafter.num_drawn:
                 table = self.step_times()
         self.drafter.forget_held()
@@ -181,10 +176,9 @@ class DSparkWorker(SpecWorkerBase):
             beside: rows behind those of the verification; None if there are none.
         """
         options = self.request_options.read(batch.reqs)
-        if options is not self.held_of:  # slots of a request that has left may be others' from now on
+        if self.request_options.changed:  # slots of a request that has left may be others' from now on
             self.drafter.settle()
-            self.held_of = options
-        adjusting = [part for feature in self.parts if (part := feature.step_comes(batch)) is not None]
+        adjusting = [found for part in self.logits_parts if (found := part.step_comes(batch)) is not None]
         step = self.read(batch, adjusted=bool(adjusting))
         size = None
         if beside is not None:

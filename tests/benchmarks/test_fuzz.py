@@ -9,7 +9,7 @@ from aiohttp.test_utils import TestServer
 from fuzz.bodies import CHAT, COMPLETIONS, GENERATE, PRESET_KEYS, SPECULATION, Body, Draw
 from fuzz.traffic import LEFT, Answer, _errors, is_determined, open_session, send, without_speculation
 
-from sglang_dspark.engine.api.request_field import known_keys
+from sglang_dspark.engine.requests import known_keys
 from sglang_dspark.features.prompt_lookup.options import PRESETS
 
 NUM = 600

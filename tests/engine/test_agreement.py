@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang_objects import ONE_RANK
 
-from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.agreement import Agreement
 
 
 class Group:

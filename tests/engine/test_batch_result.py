@@ -8,7 +8,7 @@ from dspark_kernels import ASKED_ROWS, CACHED_ROWS, KIND_ROWS, NUM_ROWS, AcceptR
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_objects import partly, request
 
-from sglang_dspark.engine.scheduler.batch import SamplingReader, decode_result, most_words
+from sglang_dspark.engine.batch import SamplingReader, decode_result, most_words
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import PLAIN
 from sglang_dspark.step.device_time import DeviceSpan

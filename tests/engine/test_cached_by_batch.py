@@ -2,7 +2,7 @@
 
 from sglang_objects import request
 
-from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
+from sglang_dspark.engine.batch import CachedByBatch
 
 
 def again(temperature):

@@ -11,7 +11,7 @@ from faked_gpu import GPUS, Pairs
 from public_commands import LINES, Line, counted
 from sglang.srt.plugins import load_plugins
 
-from sglang_dspark.engine.launch import hooks
+from sglang_dspark.engine import hooks
 from sglang_dspark.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -16,24 +16,23 @@ from sglang_objects import GOLDEN, model_config, partly, runner, server_args
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.resolved import ResolvedDrafter
-from sglang_dspark.engine.compat import pools
-from sglang_dspark.engine.compat.arguments import attach
-from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine import target
+from sglang_dspark.engine.server import DSparkServer, attach
 from sglang_dspark.errors import EngineError
 
 
 def test_wishes_reach_the_one_place_that_is_read():
     functions = [inspect.unwrap(function) for _, function in inspect.getmembers(ModelRunner, inspect.isfunction)]
     assert any("spec_aux_config" in function.__code__.co_names for function in functions)
-    target = runner(spec_aux_config=(wishes := SpecAuxHiddenStateConfig()))
-    pools.request_capture(target, (1, 2))
+    wishing = runner(spec_aux_config=(wishes := SpecAuxHiddenStateConfig()))
+    target.request_capture(wishing, (1, 2))
     assert (wishes.dflash_use_aux_hidden_state, wishes.dflash_target_layer_ids) == (True, [1, 2])
 
 
 @pytest.mark.parametrize("attributes", [{}, {"spec_aux_config": object()}])
 def test_wishes_that_nobody_reads_end_the_start(attributes):
     with pytest.raises(EngineError, match=r"has no dflash_use_aux_hidden_state in its"):
-        pools.request_capture(runner(**attributes), (1, 2))
+        target.request_capture(runner(**attributes), (1, 2))
 
 
 def of_layers_with_windows(configurator, monkeypatch):
@@ -75,11 +74,11 @@ def test_a_token_of_the_pool_has_room_for_its_draft_kv(token_size, configurator,
     """The room is counted in bytes, because the layers of drafter and target differ in size."""
     without = token_size(configurator, monkeypatch)
     attach(configurator.server_args, DSparkServer(DSparkConfig(), None, dummy_draft=False))
-    pools.make_room(configurator, pre_model_load_memory=0)
+    target.make_room(configurator, pre_model_load_memory=0)
     assert token_size(configurator, monkeypatch) == without
     drafter = ResolvedDrafter.read(GOLDEN / "vanilla_g7")
     attach(configurator.server_args, DSparkServer(DSparkConfig(), drafter, dummy_draft=False))
-    pools.make_room(configurator, pre_model_load_memory=0)
+    target.make_room(configurator, pre_model_load_memory=0)
     config = drafter.config
     elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     assert token_size(configurator, monkeypatch) == without + 2 * elements + 8  # in 16 bits, and the token itself

@@ -8,7 +8,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 
 from sglang_dspark.config import DSparkConfig, flag_name
-from sglang_dspark.engine.launch import resolution
+from sglang_dspark.engine import decision
 from sglang_dspark.errors import ConfigError
 
 TARGET = Path(__file__).parents[1] / "data" / "golden" / "target"
@@ -51,7 +51,7 @@ def read(folder, name, text):
     (folder / "server.yaml").write_text("\n".join(lines))
     load_plugins()
     args = prepare_server_args(["--model-path", str(TARGET), "--config", str(folder / "server.yaml")])
-    return DSparkConfig.resolve(resolution.given_texts(args), env={})
+    return DSparkConfig.resolve(decision.given_texts(args), env={})
 
 
 def test_every_option_is_here():

@@ -11,14 +11,11 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang_objects import GOLDEN
 
-from sglang_dspark.engine import support
-from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.launch import decision, diagnosis, hooks
-from sglang_dspark.engine.launch.decision import decide
-from sglang_dspark.engine.launch.launch import Launch
-from sglang_dspark.engine.launch.resolution import given_texts
-from sglang_dspark.engine.launch.starts import LeftToSGLang
-from sglang_dspark.engine.launch_state import TargetOnly
+from sglang_dspark.engine import decision, hooks, start, support
+from sglang_dspark.engine import server as module
+from sglang_dspark.engine.decision import decide, given_texts
+from sglang_dspark.engine.server import DSparkServer, TargetOnly, attached, snapshot
+from sglang_dspark.engine.start import LeftToSGLang
 from sglang_dspark.errors import ConfigError, DSparkError
 from sglang_dspark.features.builtin_worker.server import ScheduledServer
 
@@ -49,16 +46,16 @@ def on_a_cpu(monkeypatch):
 def decided(*flags):
     """Return the decision about a command line. Its arguments have to stay as they are."""
     args = prepare_server_args([*flags])
-    written = arguments.snapshot(args)
+    written = snapshot(args)
     found = decide(args, given_texts(args))
-    assert arguments.snapshot(args) == written
+    assert snapshot(args) == written
     return found
 
 
 @pytest.mark.parametrize("flags", [(), (ENGINE, "plugin"), FALLBACK], ids=["auto", "plugin", "fallback"])
 def test_our_worker_decodes(flags):
     found = decided(*PAIR, *flags, "--speculative-draft-window-size", "64")
-    assert isinstance(found, Launch)
+    assert isinstance(found, DSparkServer)
     assert (found.draft_path, found.draft_window.size) == (str(GOLDEN / "vanilla_g7"), 64)
 
 
@@ -175,7 +172,7 @@ def outcome(flags):
     except (DSparkError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     args = pickle.loads(pickle.dumps(args))
-    view, found = resolving_view(args), arguments.attached(args)
+    view, found = resolving_view(args), attached(args)
     if found is None:
         return view.speculative_algorithm or "plain"
     if isinstance(found, TargetOnly):
@@ -213,18 +210,18 @@ def test_a_worker_that_is_not_installed_is_refused(monkeypatch):
 
 
 def test_a_target_that_cannot_be_read_is_left_to_sglangs_own_words():
-    assert isinstance(decided(*PAIR, "--device", "cpu", "--model-path", "/nowhere"), Launch)
+    assert isinstance(decided(*PAIR, "--device", "cpu", "--model-path", "/nowhere"), DSparkServer)
 
 
 def test_sglang_looks_up_no_files_of_the_drafter(monkeypatch):
     """It would fetch models that come from elsewhere."""
-    looked, real = [], arguments.handle_model_source_paths
+    looked, real = [], module.handle_model_source_paths
 
     def look(args):
         looked.append(args.speculative_draft_model_path)
         real(args)
 
-    monkeypatch.setattr(arguments, "handle_model_source_paths", look)
+    monkeypatch.setattr(module, "handle_model_source_paths", look)
     decided(*PAIR)
     assert looked and set(looked) == {None}
 
@@ -239,7 +236,7 @@ def test_sglangs_worker_is_left_untouched_on_a_gpu(monkeypatch):
             args.resolve_once()
             view = resolving_view(args)
             found.append({field.name: getattr(view, field.name) for field in record_fields(ServerArgs)})
-            assert arguments.attached(args) is None
-        said = diagnosis.resolve(command)
+            assert attached(args) is None
+        said = start.resolve(command)
     assert found[0] == found[1] and found[0]["speculative_algorithm"] == "DSPARK"
     assert "as it comes: the plugin's does not serve BaichuanForCausalLM" in said

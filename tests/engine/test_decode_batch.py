@@ -4,8 +4,8 @@ import torch
 from dspark_kernels import SamplingBatch
 from sglang_objects import batch, table
 
-from sglang_dspark.engine.scheduler.batch import read_decode_batch, round_keys
-from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
+from sglang_dspark.engine.batch import read_decode_batch, round_keys
+from sglang_dspark.engine.draft_input import DSparkDraftInput
 
 
 def test_the_first_token_of_a_step_stands_behind_the_anchor():

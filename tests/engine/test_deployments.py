@@ -11,7 +11,7 @@ import yaml
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dspark.engine.launch import flag_rules
+from sglang_dspark.engine import flags
 
 DOCKER = Path(__file__).parents[2] / "docker"
 # What SGLang's controller of two_nodes.yaml tells a worker, and what whoever runs the examples has to choose.
@@ -69,7 +69,7 @@ def test_every_flag_is_known_and_served(words):
     ServerArgs.add_cli_args(parser)
     args, unknown = parser.parse_known_args([filled(word) for word in words])
     assert unknown == []
-    assert [rule for rule in flag_rules.all_rules() if not rule.serves(args) and rule.name != "lora_backend"] == []
+    assert [rule for rule in flags.all_rules() if not rule.serves(args) and rule.name != "lora_backend"] == []
     assert args.speculative_algorithm == "DSPARK"
     if args.nnodes > 1:
         assert args.tp_size % args.nnodes == 0 and ":" in args.dist_init_addr and args.node_rank == 1

@@ -6,7 +6,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang_objects import model_config, partly, table, worker
 
-from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
+from sglang_dspark.engine.measure_steps import DummyBatch
 
 
 def test_tokens_differ_between_requests_and_places():

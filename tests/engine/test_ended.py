@@ -7,7 +7,7 @@ import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang_objects import batch, request
 
-from sglang_dspark.engine.scheduler.hook_handlers import take_out_ended
+from sglang_dspark.engine.scheduler import take_out_ended
 from sglang_dspark.features.short_prompts.riding import RidingResult
 
 

@@ -15,9 +15,9 @@ from sglang.srt.server_args import ServerArgs
 from sglang_objects import launch_context, server_args
 
 from sglang_dspark.config import DSparkConfig, flag_dest
-from sglang_dspark.engine.api import http, requests
-from sglang_dspark.engine.launch.flag_rules import PREFIXES, all_rules, broken
-from sglang_dspark.engine.launch.launch import LENGTHS, of_lengths, of_rules
+from sglang_dspark.engine import http, requests
+from sglang_dspark.engine.flags import PREFIXES, all_rules, broken
+from sglang_dspark.engine.start import LENGTHS, of_lengths, of_rules
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "sglang_names.json"
 NAMES = {kind: set(names) for kind, names in json.loads(SNAPSHOT.read_text(encoding="utf-8")).items()}
@@ -61,7 +61,7 @@ def test_every_name_of_sglang_has_been_looked_at(kind):
     new, gone = found - NAMES[kind], NAMES[kind] - found
     assert not new and not gone, (
         f"{kind}: new in SGLang: {sorted(new)}, gone: {sorted(gone)}. Read what each new one does; adjust or refuse "
-        "it in engine/launch/flag_rules.py or engine/api/requests.py if DSPARK cannot serve it, or say in "
+        "it in engine/flags.py or engine/requests.py if DSPARK cannot serve it, or say in "
         f"docs/compatibility.md what else it does. Then write the names into {SNAPSHOT.name}."
     )
 

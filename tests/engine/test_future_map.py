@@ -7,8 +7,8 @@ from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload, offer_fut
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_objects import table
 
-from sglang_dspark.engine.forward.graphs import Relay
-from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
+from sglang_dspark.engine.draft_input import DSparkDraftInput
+from sglang_dspark.engine.graphs import Relay
 
 CPU = torch.device("cpu")
 ROWS = torch.tensor([3, 1])

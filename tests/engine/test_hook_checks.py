@@ -5,16 +5,16 @@ import os
 import pytest
 from sglang_objects import partly
 
-from sglang_dspark.engine import hook_checks
-from sglang_dspark.engine.hook_checks import Moment, check, expect_called
-from sglang_dspark.engine.scheduler.worker_base import SpecWorkerBase
+from sglang_dspark.engine import hooks
+from sglang_dspark.engine.hooks import Moment, check, expect_called
+from sglang_dspark.engine.worker_base import SpecWorkerBase
 from sglang_dspark.errors import EngineError
 from sglang_dspark.worker.worker import DSparkWorker
 
 
 @pytest.fixture(autouse=True)
 def nothing_expected(monkeypatch):
-    monkeypatch.setattr(hook_checks, "_expected", type(hook_checks._expected)(dict))
+    monkeypatch.setattr(hooks, "_expected", type(hooks._expected)(dict))
 
 
 def test_a_hook_that_was_never_called_is_named():

@@ -5,6 +5,7 @@ import pkgutil
 import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import get_args
 
@@ -12,13 +13,13 @@ import pytest
 from sglang.srt.plugins import hook_registry
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_dspark.engine import hooks
 from sglang_dspark.engine.feature import all_features
-from sglang_dspark.engine.launch import hooks
-from sglang_dspark.engine.launch.hook import Hook, Where
-from sglang_dspark.engine.launch.hooks import all_hooks
+from sglang_dspark.engine.hooks import Where, all_hooks
 from sglang_dspark.errors import EngineError
 
 HOOKS = all_hooks()
+PACKAGE = Path(hooks.__file__).parents[1]
 HANDED_FIRST = {HookType.BEFORE: 0, HookType.AFTER: 1, HookType.AROUND: 1, HookType.REPLACE: 0}
 
 
@@ -45,14 +46,18 @@ def test_a_handler_takes_what_its_target_is_given(hook):
     arguments = names(target, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     arguments += ["cls"] * inspect.ismethod(target)
     keywords = dict.fromkeys(names(target, inspect.Parameter.KEYWORD_ONLY))
-    inspect.signature(hook.load_handler()).bind(*[None] * HANDED_FIRST[hook.kind], *arguments, **keywords)
+    inspect.signature(hook.handler).bind(*[None] * HANDED_FIRST[hook.kind], *arguments, **keywords)
 
 
-@pytest.mark.parametrize("field", ["target", "handler"])
-def test_a_row_without_a_function_is_seen(field):
-    row = {**vars(HOOKS[0]), field: vars(HOOKS[0])[field] + "_gone"}
+def test_a_function_of_sglang_that_is_gone_is_seen():
     with pytest.raises((AttributeError, ImportError)):
-        getattr(Hook(**row), f"load_{field}")()
+        replace(HOOKS[0], target=HOOKS[0].target + "_gone").load_target()
+
+
+def test_every_hook_that_is_declared_is_installed_somewhere():
+    """A module that is not named for the place of its hooks would be imported by no process."""
+    declared = sum(path.read_text().count("\n@hook(") for path in PACKAGE.rglob("*.py"))
+    assert declared == len(HOOKS) > 50
 
 
 class Registry:
@@ -76,10 +81,11 @@ class Registry:
 
 @pytest.fixture
 def install(monkeypatch):
-    def install(*places, rows=hooks.HOOKS, patched=(), used=(True, True)):
+    def install(*places, rows=HOOKS, patched=(), used=(True, True)):
         registry = Registry(patched)
         monkeypatch.setattr(hooks, "HookRegistry", registry)
-        monkeypatch.setattr(hooks, "HOOKS", tuple(rows))
+        declared = {module: [row for row in rows if row.handler.__module__ == module] for module in hooks._declared}
+        monkeypatch.setattr(hooks, "_declared", declared)
         features = [replace(feature, is_used=lambda args: args == "uses all") for feature in all_features()]
         monkeypatch.setattr(hooks, "all_features", lambda: features)
         monkeypatch.setattr(hooks, "_installed", set())
@@ -98,17 +104,21 @@ def test_a_place_gets_its_hooks_once(install):
 
 
 def test_hooks_of_a_feature_are_left_out_where_it_is_not_used(install):
-    hooks_of_features = [hook for feature in all_features() for hook in feature.hooks]
-    of_features = {hook.target for hook in hooks_of_features if hook.where == "scheduler"}
+    of_features = {
+        hook.target for hook in HOOKS if hook.where == "scheduler" and ".features." in hook.handler.__module__
+    }
     found = install("scheduler", used=(False, False))
     assert set(install("scheduler")) - set(found) == of_features
     assert not set(found) & of_features and of_features
 
 
-def test_a_hook_that_would_come_behind_another_one_on_its_target_is_refused(install):
+def test_a_hook_that_would_come_after_another_one_on_its_target_is_refused(install):
     """SGLang would drop it without a word: what hooks a target of the core has to be used by every server."""
-    with pytest.raises(EngineError, match=r"hook features.streams.messages.stream_tokens on .* patched"):
-        install("front_end", used=(False, True))
+    core = next(hook for hook in HOOKS if hook.where == "scheduler")
+    feature = next(hook for hook in HOOKS if hook.where == "scheduler" and ".features." in hook.handler.__module__)
+    rows = [core, replace(feature, target=core.target)]
+    with pytest.raises(EngineError, match=rf"hook {rows[1].name} finds .* patched"):
+        install("scheduler", rows=rows, used=(False, True))
 
 
 def test_a_target_that_another_plugin_has_patched_is_refused(install):
@@ -118,7 +128,7 @@ def test_a_target_that_another_plugin_has_patched_is_refused(install):
 
 
 def test_a_hook_that_does_not_take_effect_is_refused(install):
-    gone = Hook(**{**vars(HOOKS[0]), "target": HOOKS[0].target + "_gone"})
+    gone = replace(HOOKS[0], target=HOOKS[0].target + "_gone")
     with pytest.raises(EngineError, match=f"hook {gone.name} did not take effect on {gone.target}"):
         install(gone.where, rows=[gone])
 

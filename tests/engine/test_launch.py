@@ -18,10 +18,10 @@ from sglang_objects import GOLDEN, server_args
 
 from sglang_dspark.draft import resolved
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
-from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.launch import context, defaults, hooks
-from sglang_dspark.engine.launch.flag_checks import VARIABLES
-from sglang_dspark.engine.launch.launch import Launch
+from sglang_dspark.engine import feature, flags, hooks, start
+from sglang_dspark.engine.checks import VARIABLES
+from sglang_dspark.engine.server import attached
+from sglang_dspark.engine.start import started
 from sglang_dspark.errors import CheckpointError, ConfigError, EngineError, UnservedError
 from sglang_dspark.tools.launch import PLUGIN
 
@@ -51,7 +51,7 @@ def resolve(*flags, draft=DRAFT):
 def settled(*flags, draft=DRAFT):
     """Return the launch state of a server with these arguments, as it reaches the scheduler."""
     args = pickle.loads(pickle.dumps(resolve(*flags, draft=draft)))
-    return overrides.resolving_view(args), arguments.attached(args)
+    return overrides.resolving_view(args), attached(args)
 
 
 def test_the_drafter_is_read_once(reads):
@@ -90,7 +90,7 @@ def head_of_codes(folder, name="lm_head.weight"):
 @pytest.fixture
 def quantised(monkeypatch):
     """Says by which method SGLang is to take the target for quantised; its LM head is not tied then."""
-    read = context.model_config_of
+    read = feature.model_config_of
 
     def by(method):
         def model_config(args):
@@ -98,7 +98,7 @@ def quantised(monkeypatch):
             target.quantization, target.hf_text_config.tie_word_embeddings = method, False
             return target
 
-        monkeypatch.setattr(context, "model_config_of", model_config)
+        monkeypatch.setattr(feature, "model_config_of", model_config)
 
     return by
 
@@ -147,7 +147,7 @@ def test_variables_that_end_the_start(reads, monkeypatch, variable):
 def test_a_resolution_without_our_hook_ends_the_start():
     """It would go on with the defaults of all options."""
     with pytest.raises(EngineError, match=r"did not call .*ServerArgs\.resolve_once"):
-        Launch.of(server_args())
+        started(server_args())
 
 
 def test_the_kernels_of_experts_may_be_chosen(reads):
@@ -175,8 +175,8 @@ GPU = {"device": "cuda", "given": None, "of_graphs": 256, "max_verify": 7}
         ({"of_graphs": 512}, 256),
         ({"of_graphs": 512, "max_verify": 15}, 128),
         ({"of_graphs": 512, "max_verify": 3}, 512),
-        ({"of_graphs": 8}, defaults.MIN_REQUESTS),
-        ({"max_verify": 63}, defaults.MIN_REQUESTS),
+        ({"of_graphs": 8}, flags.MIN_REQUESTS),
+        ({"max_verify": 63}, flags.MIN_REQUESTS),
         ({"given": 1000}, 1000),
         ({"given": 1}, 1),
         ({"device": "cpu"}, None),
@@ -188,9 +188,9 @@ def test_a_gpu_admits_as_many_requests_as_graphs_are_captured_for(monkeypatch, c
     device, given, of_graphs, max_verify = (GPU | changed).values()
     args, declared = server_args(device=device, max_running_requests=given), {"max_running_requests": given}
     args.cuda_graph_config = CudaGraphConfig(decode=PhaseConfig(max_bs=of_graphs))
-    monkeypatch.setattr(defaults, "resolving_view", lambda args: args)
-    monkeypatch.setattr(defaults, "declare_resolution", lambda args, source, **fields: declared.update(fields))
-    defaults.limit_requests(args, max_verify + 1)
+    monkeypatch.setattr(flags, "resolving_view", lambda args: args)
+    monkeypatch.setattr(flags, "declare_resolution", lambda args, source, **fields: declared.update(fields))
+    flags.limit_requests(args, max_verify + 1)
     assert (declared["max_running_requests"], args.max_running_requests) == (expected, given)
 
 
@@ -199,6 +199,6 @@ def test_the_limit_reaches_the_scheduler(reads, monkeypatch):
         assert overrides.resolving_view(args).cuda_graph_config.decode.max_bs > 0
         overrides.declare_resolution(args, "dspark", max_running_requests=77)
 
-    monkeypatch.setattr(defaults, "limit_requests", as_on_a_gpu)
+    monkeypatch.setattr(start, "limit_requests", as_on_a_gpu)
     made, _ = settled()
     assert made.max_running_requests == 77

@@ -9,10 +9,9 @@ from sglang_objects import GOLDEN, found_by, launch_context
 
 from sglang_dspark.draft.quantised.storage import Storage
 from sglang_dspark.draft.resolved import ResolvedDrafter
-from sglang_dspark.engine.launch import checks
-from sglang_dspark.engine.launch.check import Check, Stage
-from sglang_dspark.engine.launch.checks import all_checks, refuse
-from sglang_dspark.engine.launch.flag_rule import flag_of
+from sglang_dspark.engine import checks
+from sglang_dspark.engine.checks import all_checks, refuse
+from sglang_dspark.engine.feature import Check, Stage, flag_of
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 
 DRAFTER = ResolvedDrafter.read(GOLDEN / "vanilla_g7")

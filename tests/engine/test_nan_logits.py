@@ -4,7 +4,7 @@ import pytest
 import torch
 from sglang.srt.environ import envs
 
-from sglang_dspark.engine.scheduler.nan_check import SWITCHES, NanCheck
+from sglang_dspark.engine.logits_processing import SWITCHES, NanCheck
 
 
 def logits():

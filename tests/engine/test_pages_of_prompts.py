@@ -17,8 +17,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_objects import forward, partly
 
-from sglang_dspark.engine.forward.verify import DSparkVerifyInput
-from sglang_dspark.engine.forward.verify_attention import CudaVerifyBackend
+from sglang_dspark.engine.verify import CudaVerifyBackend, DSparkVerifyInput
 
 HEADS, KV_HEADS, HEAD_DIM, PAGES = 4, 2, 16, 8
 PROMPTS = (150, 1)  # the kernel of decoding attends for a last request of one token

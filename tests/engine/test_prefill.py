@@ -18,12 +18,11 @@ from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import G
 from sglang.srt.runtime_context import get_parallel
 from sglang_objects import ONE_RANK, batch, forward, model_config, partly, request, runner, server_args
 
-from sglang_dspark.engine.feature import Part
-from sglang_dspark.engine.forward import graphs
-from sglang_dspark.engine.forward.verify_attention import PhasedBackend, as_without_dspark
-from sglang_dspark.engine.scheduler import worker_base
-from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.batch import SamplingReader
+from sglang_dspark.engine import graphs, worker_base
+from sglang_dspark.engine.agreement import Agreement
+from sglang_dspark.engine.batch import SamplingReader
+from sglang_dspark.engine.part import LogitsPart, Part
+from sglang_dspark.engine.verify import PhasedBackend, as_without_dspark
 from sglang_dspark.worker.worker import DSparkWorker
 
 
@@ -103,7 +102,7 @@ def test_graphs_of_prefills(monkeypatch, caplog, chosen, original, ranks, expect
     assert bool(warning) == bool(caplog.records)
 
 
-class Noting(Part):
+class Noting(LogitsPart):
     """Notes what a worker shows it, and changes the first logits."""
 
     def __init__(self, seen):
@@ -144,7 +143,8 @@ def run(mode, output, rows, monkeypatch):
     worker.decode = lambda *given: seen.append("step")
     worker.inject_context = lambda *rows: injected.append(rows)
     worker.remember = lambda *rows: seen.append(rows)
-    worker.parts = [Noting(seen), Part(), Noting(seen)]
+    worker.logits_parts, worker.encoder = [Noting(seen), LogitsPart(), Noting(seen)], None
+    worker.parts = [*worker.logits_parts, Part()]
     monkeypatch.setattr(worker_base, "capturing_forward", lambda *given: rows)
     lens, slots = torch.tensor([2]), torch.tensor([7, 8])
     given = batch(request(top_k=1), forward_mode=mode, seq_lens=lens, req_pool_indices=lens, out_cache_loc=slots)

@@ -9,9 +9,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_objects import model_config, partly, server_args
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.api.requests import check_request
-from sglang_dspark.engine.compat.arguments import attach
-from sglang_dspark.engine.launch_state import DSparkServer, TargetOnly
+from sglang_dspark.engine.requests import check_request
+from sglang_dspark.engine.server import DSparkServer, TargetOnly, attach
 
 OURS = DSparkServer(DSparkConfig(), None, dummy_draft=False)
 PARTS = dict.fromkeys(("input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob"))

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from settled_requests import settled, settled_params
 
-from sglang_dspark.engine.api.request_field import ASKED, known_keys
-from sglang_dspark.engine.scheduler.request_options import BatchOptions, request_options
-from sglang_dspark.speculation import RequestOptions
+from sglang_dspark.engine.request_options import BatchOptions, request_options
+from sglang_dspark.engine.requests import ASKED, known_keys
+from sglang_dspark.speculation import Speculation
 from sglang_dspark.step.limits import RequestLimits
 
 
@@ -16,14 +16,14 @@ def test_text_of_a_body_and_an_object_of_a_program_are_the_same(field):
     req = settled_params({"dspark": field, "mine": 1})
     assert req.sampling_params.custom_params["mine"] == 1
     assert isinstance(req.sampling_params.custom_params["dspark"], str)
-    assert request_options(req) == RequestOptions(max_verify=2, trace=True)
+    assert request_options(req) == Speculation(max_verify=2, trace=True)
 
 
 @pytest.mark.parametrize("field", [None, {}, "null", "{}", '{"trace": false}', {"enabled": True}])
 def test_values_that_ask_for_nothing_leave_no_trace(field):
     req = settled_params({"dspark": field, "mine": 1})
     assert req.sampling_params.custom_params == {"mine": 1}
-    assert request_options(req) == RequestOptions()
+    assert request_options(req) == Speculation()
 
 
 @pytest.mark.parametrize("custom_params", [None, {}, {"mine": 1}, {"dspark": {"max_verify": 7}}])
@@ -33,7 +33,7 @@ def test_the_field_of_a_body_wins_over_what_the_body_carries_itself(custom_param
         req = settled_params(custom_params)
     finally:
         ASKED.reset(before)
-    assert request_options(req) == RequestOptions(max_verify=2)
+    assert request_options(req) == Speculation(max_verify=2)
     assert ("mine" in req.sampling_params.custom_params) == ("mine" in (custom_params or {}))
 
 
@@ -41,14 +41,14 @@ def test_the_field_of_a_body_wins_over_what_the_body_carries_itself(custom_param
 def test_requests_without_the_field_are_left_alone(custom_params):
     req = settled_params(custom_params)
     assert req.sampling_params.custom_params is custom_params
-    assert request_options(req) == RequestOptions()
+    assert request_options(req) == Speculation()
 
 
 def test_requests_that_share_their_custom_params_are_each_checked():
     """Prompts of a batch do: what is checked once must not be read as a client's own."""
     shared = {"dspark": '{"max_verify": 2, "trace": false}'}
     first, second = (settled_params(shared) for _ in range(2))
-    assert request_options(first) == request_options(second) == RequestOptions(max_verify=2)
+    assert request_options(first) == request_options(second) == Speculation(max_verify=2)
     assert shared["dspark"].endswith('"trace": false}')
 
 

@@ -13,8 +13,8 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang_objects import batch, request, table
 
-from sglang_dspark.engine.scheduler import draft_input
-from sglang_dspark.engine.scheduler.draft_input import STRIDE, DSparkDraftInput
+from sglang_dspark.engine import draft_input
+from sglang_dspark.engine.draft_input import STRIDE, DSparkDraftInput
 
 WIDTH = 8
 COLUMNS = 1024

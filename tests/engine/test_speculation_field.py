@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from sglang_dspark.engine.api.http import ROUTES, SpeculationMiddleware
-from sglang_dspark.engine.api.request_field import ASKED
+from sglang_dspark.engine.http import ROUTES, SpeculationMiddleware
+from sglang_dspark.engine.requests import ASKED
 
 
 def send(body, path="/generate", chunk=1000, **scope):

@@ -7,8 +7,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang_objects import model_config, partly, runner, table
 
-from sglang_dspark.engine.scheduler import draft_input, start_check
-from sglang_dspark.engine.scheduler.start_check import check_start
+from sglang_dspark.engine import draft_input, scheduler
+from sglang_dspark.engine.scheduler import check_start
 from sglang_dspark.errors import EngineError
 
 WINDOW, CONTEXT = 8, 100
@@ -28,7 +28,7 @@ def started(*, slots=64, free=64, columns=CONTEXT + 2 * WINDOW + 1, captures=Tru
 def resolved(monkeypatch):
     """SGLang's tokens per step; the test may set others."""
     found = {"tokens": WINDOW}
-    for module in (start_check, draft_input):
+    for module in (scheduler, draft_input):
         monkeypatch.setattr(module, "tokens_per_step", lambda: found["tokens"])
     return found
 
@@ -64,6 +64,6 @@ def test_a_release_whose_requests_end_elsewhere(monkeypatch):
         def update_finish_state(self, tokens):
             """With other arguments."""
 
-    monkeypatch.setattr(start_check, "Req", Req)
+    monkeypatch.setattr(scheduler, "Request", Req)
     with pytest.raises(EngineError, match="update_finish_state, which looks for the end of a text"):
         check_start(started(), WINDOW, captures=True)

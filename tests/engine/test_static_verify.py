@@ -9,7 +9,7 @@ from sglang.srt.model_executor.forward_context import get_forward_context
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang_objects import model_config, partly, runner
 
-from sglang_dspark.engine.forward.graphs import copy_logits, static_verify
+from sglang_dspark.engine.graphs import copy_logits, static_verify
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 
 ROWS, REQUESTS = 8, 3

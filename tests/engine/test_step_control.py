@@ -5,8 +5,8 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang_objects import request
 from stage_loop import OneRank
 
-from sglang_dspark.engine.feature import Part
-from sglang_dspark.engine.scheduler.step_control import StepControl
+from sglang_dspark.engine.part import Part
+from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selection import FixedLength
 

@@ -17,7 +17,7 @@ from sglang_objects import ONE_RANK, model_config, partly, runner
 from sglang_dspark.draft.config import EMBEDDING_TAP, DraftConfig
 from sglang_dspark.draft.formats import read_config
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.engine.forward.target import Target
+from sglang_dspark.engine.target import Target
 from sglang_dspark.errors import CheckpointError
 
 DRAFT_DIR = Path(__file__).parents[1] / "data" / "golden" / "vanilla_g7"

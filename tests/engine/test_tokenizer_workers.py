@@ -6,7 +6,7 @@ import signal
 from sglang_objects import server_args
 from uvicorn.supervisors import Multiprocess
 
-from sglang_dspark.engine.api.http import APP_OF_WORKERS, mount
+from sglang_dspark.engine.http import APP_OF_WORKERS, mount
 
 
 def test_workers_serve_our_application_and_a_failure_ends_the_server(monkeypatch):

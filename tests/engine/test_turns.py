@@ -3,7 +3,7 @@
 import time
 from threading import Thread
 
-from sglang_dspark.engine.scheduler.sps_cache import turn
+from sglang_dspark.engine.measure_steps import turn
 
 REPLICAS = 3
 

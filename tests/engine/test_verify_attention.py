@@ -12,9 +12,8 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_objects import forward, partly
 
-from sglang_dspark.engine.forward import verify_attention
-from sglang_dspark.engine.forward.verify import DSparkVerifyInput
-from sglang_dspark.engine.forward.verify_attention import CudaVerifyBackend, PhasedBackend, check_pool
+from sglang_dspark.engine import verify as module
+from sglang_dspark.engine.verify import CudaVerifyBackend, DSparkVerifyInput, PhasedBackend, check_pool
 from sglang_dspark.errors import ConfigError
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -148,7 +147,7 @@ def test_dummy_forwards_of_sglang_are_attended(monkeypatch):
         seen.append((windows.indptr.tolist(), windows.width))
         return window_attention_ref(q, kv, pool, windows, **how)
 
-    monkeypatch.setattr(verify_attention, "window_attention", attend)
+    monkeypatch.setattr(module, "window_attention", attend)
     q, k, v = (torch.randn(12, heads * HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     assert backend.forward_extend(q, k, v, a_layer(), batch).isfinite().all()
     assert seen == [([0, 4, 8, 12], 4)]

@@ -139,8 +139,8 @@ def test_a_failing_plugin_is_seen(server_pool):
 import json, sys
 sys.argv = ["launch_server", *json.loads(sys.argv[1])]
 from sglang_dspark.engine import support
-from sglang_dspark.engine.launch import registration
-registration.register_algorithm = lambda load_worker: 1 / 0
+from sglang_dspark.engine import start
+start.register_algorithm = lambda load_worker: 1 / 0
 from sglang.srt.plugins import load_plugins
 from sglang_dspark.plugin import register
 for load in (load_plugins, register):

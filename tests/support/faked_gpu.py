@@ -13,7 +13,7 @@ from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import prepare_server_args
 
-from sglang_dspark.engine.compat import arguments
+from sglang_dspark.engine.server import speculating
 
 _FACTS = ("sm90", "sm100", "sm100_or_sm110", "sm110", "sm120", "blackwell", "hopper_with_cuda_12_3")
 GPUS: dict[str, tuple[tuple[int, int], set[str]]] = {
@@ -64,5 +64,5 @@ class Pairs:
         with machine(gpu):
             args = prepare_server_args(command)
             args.resolve_once()
-            view, server = resolved_view(args), arguments.speculating(args)
+            view, server = resolved_view(args), speculating(args)
         return Resolved(*attention_backends_of(view), view.page_size, getattr(server, "adjusted", ()))

@@ -44,8 +44,8 @@ LINES = [Line(**line) for line in tomllib.loads(DATA.read_text(encoding="utf-8")
 
 def counted() -> dict[str, int]:
     """Return how many flags SGLang has, and how many have values that are adjusted or refused."""
-    from sglang_dspark.engine.launch.flag_rules import all_rules
-    from sglang_dspark.engine.launch.launch import LENGTHS
+    from sglang_dspark.engine.flags import all_rules
+    from sglang_dspark.engine.start import LENGTHS
 
     rules = all_rules()
     adjusted = LENGTHS.keys() | {rule.name for rule in rules if rule.adjusts}

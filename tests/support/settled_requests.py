@@ -4,9 +4,8 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang_objects import model_config, partly, request, server_args
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.api.request_field import settle
-from sglang_dspark.engine.compat.arguments import attach
-from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.requests import settle
+from sglang_dspark.engine.server import DSparkServer, attach
 
 VOCAB = 0x110000
 

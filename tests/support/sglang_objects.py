@@ -22,9 +22,9 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.resolved import ResolvedDrafter
-from sglang_dspark.engine.launch.checks import all_checks
-from sglang_dspark.engine.launch.context import LaunchContext
-from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.checks import all_checks
+from sglang_dspark.engine.feature import LaunchContext
+from sglang_dspark.engine.server import DSparkServer
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 OPTIONS = {option.name for option in fields(DSparkConfig)}

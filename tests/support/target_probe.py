@@ -84,9 +84,8 @@ class _Loaded:
 
         from sglang_dspark.draft.families import family_of
         from sglang_dspark.draft.formats import read_content
-        from sglang_dspark.engine.forward.layers import slot_translation
-        from sglang_dspark.engine.forward.target import Target
-        from sglang_dspark.engine.forward.verify_attention import verify_beside_prompts
+        from sglang_dspark.engine.target import Target, slot_translation
+        from sglang_dspark.engine.verify import verify_beside_prompts
         from sglang_dspark.features.pictures.positions import Positions, place_rows
         from sglang_dspark.features.recurrent.served import States
 
@@ -188,7 +187,7 @@ class _Loaded:
         return batch
 
     def _prefill(self, batch: Any, texts: Sequence[Text]) -> tuple[list[Any], list[Any]]:
-        from sglang_dspark.engine.forward.target import capturing_forward
+        from sglang_dspark.engine.target import capturing_forward
 
         forward = capturing_forward(batch, self.runner)
         output = self.runner.forward(forward).logits_output
@@ -202,7 +201,7 @@ class _Loaded:
 
     def _verify(self, batch: Any, texts: Sequence[Text], done: list[int], sizes: list[int]) -> Any:
         """Features and logits of the next ``sizes`` tokens of all texts, and of a wrong draft after each."""
-        from sglang_dspark.engine.forward.verify import run_verify
+        from sglang_dspark.engine.verify import run_verify
 
         runner, table = self.runner, self.runner.req_to_token_pool.req_to_token
         ids, positions, slots = [], [], []

@@ -21,8 +21,8 @@ from graph_loop import GraphLoop, prompts_of
 from random_drafter import random_drafter
 from stage_loop import NO_CHAINS, StageLoop
 
-from sglang_dspark.engine.feature import Part
-from sglang_dspark.engine.forward.graphs import Relay
+from sglang_dspark.engine.graphs import Relay
+from sglang_dspark.engine.part import Part
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selected import top_prefixes

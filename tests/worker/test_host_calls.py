@@ -14,12 +14,11 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang_objects import batch, partly, request
 
 import sglang_dspark
-from sglang_dspark.engine.forward.graphs import Relay
-from sglang_dspark.engine.scheduler.batch import SamplingReader, most_words
-from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
-from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
-from sglang_dspark.engine.scheduler.request_options import BatchOptions
-from sglang_dspark.engine.scheduler.step_control import StepControl
+from sglang_dspark.engine.batch import CachedByBatch, SamplingReader, most_words
+from sglang_dspark.engine.draft_input import DSparkDraftInput
+from sglang_dspark.engine.graphs import Relay
+from sglang_dspark.engine.request_options import BatchOptions
+from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.scheduling import step_clock
 from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.step.packed import PackedCopies
@@ -87,7 +86,7 @@ class WorkerLoop(GraphLoop):
         self.called, self.reqs = [], [request(rid=f"r{place}", top_k=1) for place in range(len(self.texts))]
         self.worker = worker = DSparkWorker.__new__(DSparkWorker)
         worker.step, worker.timer, worker.candidates = 0, DeviceTimer(CPU), None
-        worker.held_of = None
+        worker.logits_parts = []
         worker.schedule, worker.executors, worker.drafter, worker.parts = (
             self.schedule,
             self.executors,

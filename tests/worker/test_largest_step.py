@@ -12,7 +12,7 @@ from sglang_objects import table as request_table
 from sglang_objects import worker as target_worker
 from stage_loop import StageLoop
 
-from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.part import LogitsPart
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.state import TargetOutput
 from sglang_dspark.worker.startup.warm_up import hold_largest_step, on_stream_of_steps
@@ -62,14 +62,14 @@ def test_what_features_hold_lies_beside_the_step():
     loop, seen = StageLoop(schedule="static"), []
     target = Target(loop)
 
-    class Holding(Part):
+    class Holding(LogitsPart):
         @contextmanager
         def held(self, requests):
             seen.append((requests, len(target.rows)))
             yield
             seen.append((requests, len(target.rows)))
 
-    hold_largest_step(loop.eager, worker(), loop.gamma, [Holding(), Part()])
+    hold_largest_step(loop.eager, worker(), loop.gamma, [Holding(), LogitsPart()])
     assert seen == [(REQUESTS, 0), (REQUESTS, 1)]
 
 

@@ -13,9 +13,9 @@ from sglang_objects import ONE_RANK, model_config, partly, worker
 from transformers import PretrainedConfig
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.scheduler import sps_cache
-from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.measure_steps import Stepper
+from sglang_dspark.engine import measure_steps
+from sglang_dspark.engine.agreement import Agreement
+from sglang_dspark.engine.measure_steps import Stepper
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.worker.executors.eager import EagerExecutor
@@ -45,19 +45,22 @@ SPOILT = {
 @pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
 def test_a_file_that_cannot_be_used_is_measured_anew_or_ends_the_start(tmp_path, caplog, spoil):
     path = tmp_path / "table.json"
-    assert sps_cache._load(path, KEY, named=True) is None
+    assert measure_steps._load(path, KEY, named=True) is None
     table().save(path)
-    assert sps_cache._load(path, KEY, named=False) is not None and sps_cache._load(path, KEY, named=True) is not None
+    assert (
+        measure_steps._load(path, KEY, named=False) is not None
+        and measure_steps._load(path, KEY, named=True) is not None
+    )
     spoil(path)
     with pytest.raises(ConfigError, match=r"--speculative-dspark-sps-table-path='.*table.json'.*or name another one"):
-        sps_cache._load(path, KEY, named=True)
+        measure_steps._load(path, KEY, named=True)
     with caplog.at_level(logging.WARNING):
-        assert sps_cache._load(path, KEY, named=False) is None
+        assert measure_steps._load(path, KEY, named=False) is None
     assert "step times are measured again" in caplog.text
     assert str(path) in caplog.text
     # And what is measured takes its place.
-    sps_cache._save(table(), path, named=False)
-    assert sps_cache._load(path, KEY, named=False) is not None
+    measure_steps._save(table(), path, named=False)
+    assert measure_steps._load(path, KEY, named=False) is not None
 
 
 @pytest.mark.parametrize(
@@ -72,20 +75,20 @@ def test_a_file_that_cannot_be_used_is_measured_anew_or_ends_the_start(tmp_path,
 def test_step_times_are_measured_for_policies_and_bounds_that_need_them(
     options, max_verify, measured, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(sps_cache, "measure_steps", lambda stepper, key: table())
+    monkeypatch.setattr(measure_steps, "measure_steps", lambda stepper, key: table())
     stepper = partly(Stepper, agreement=Agreement(ONE_RANK), max_verify=max_verify)
     config = DSparkConfig(sps_table_path=str(tmp_path / "table.json"), **options)
-    assert (sps_cache._load_or_measure(stepper, config, KEY) is not None) == measured
+    assert (measure_steps._load_or_measure(stepper, config, KEY) is not None) == measured
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch, caplog):
     """Some containers are like that."""
     monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
     with caplog.at_level(logging.WARNING):
-        assert sps_cache._place_in_cache(KEY) is None
+        assert measure_steps._place_in_cache(KEY) is None
     assert "step times are not kept" in caplog.text
-    assert sps_cache._load(None, KEY, named=False) is None
-    sps_cache._save(table(), None, named=False)
+    assert measure_steps._load(None, KEY, named=False) is None
+    measure_steps._save(table(), None, named=False)
 
 
 def test_drafts_are_timed_where_they_are_served(monkeypatch):
@@ -108,15 +111,15 @@ def test_drafts_are_timed_where_they_are_served(monkeypatch):
 @pytest.fixture
 def key_of(monkeypatch, tmp_path):
     """The key of a server's table, by its flags and the configuration of its target."""
-    monkeypatch.setattr(sps_cache, "most_requests", lambda runner: 4)
+    monkeypatch.setattr(measure_steps, "most_requests", lambda runner: 4)
 
     def key(config=None, **flags):
         target = model_config(quantization=None, hf_config=PretrainedConfig(**config or {}))
         measured = worker(dtype=torch.float32, kv_cache_dtype=torch.float32, model_config=target)
         measured.device = "cpu"
-        given = dict.fromkeys(sps_cache._TIMED_ARGUMENTS) | {"model_path": "owner/target"} | flags
+        given = dict.fromkeys(measure_steps._TIMED_ARGUMENTS) | {"model_path": "owner/target"} | flags
         shape = {"draft_path": str(tmp_path), "block_size": 7, "max_verify": 7, "cuda_graphs": "none"}
-        return sps_cache.table_key(measured, SimpleNamespace(**given), **shape)
+        return measure_steps.table_key(measured, SimpleNamespace(**given), **shape)
 
     return key
 
@@ -140,7 +143,7 @@ def test_a_full_disk_leaves_the_table_before(tmp_path, monkeypatch, caplog):
     before = path.read_bytes()
     monkeypatch.setattr(os, "fsync", full_disk)
     with caplog.at_level(logging.WARNING):
-        sps_cache._save(table(), path, named=False)
+        measure_steps._save(table(), path, named=False)
     assert "cannot be kept" in caplog.text
     assert "No space left on device" in caplog.text
     assert [*tmp_path.iterdir()] == [path]
@@ -148,7 +151,7 @@ def test_a_full_disk_leaves_the_table_before(tmp_path, monkeypatch, caplog):
     with pytest.raises(
         ConfigError, match=r"--speculative-dspark-sps-table-path='.*table.json' cannot be written: No sp"
     ):
-        sps_cache._save(table(), path, named=True)
+        measure_steps._save(table(), path, named=True)
 
 
 def full_disk(descriptor):

@@ -22,7 +22,7 @@ from sglang_dspark.draft.int8_layers import in_eight_bits
 from sglang_dspark.draft.reduced_vocabulary import FILE as LIST
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, save_token_ids
 from sglang_dspark.draft.weights import EMBEDDING, LM_HEAD, load_draft_model
-from sglang_dspark.engine.scheduler.step_control import StepControl
+from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.errors import CheckpointError
 from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.executors.graphs import ExecutorSelector
@@ -288,7 +288,7 @@ def test_an_operators_list_stays(network, tmp_path):
     drafter.heads.replace([1], [7])  # by what answers consist of
     by_folder(drafter, tmp_path / "new")
     fresh = load_draft_model(tmp_path / "new", dtype=torch.float32, device="cpu")
-    assert drafter.heads.listed.tokens.tolist() == [3, 7, 8]
+    assert drafter.heads.vocabulary.token_ids.tolist() == [3, 7, 8]
     assert drafter.heads.weights.markov.w2.equal(fresh.markov_head.markov_w2.weight[[3, 7, 8]])
 
 
@@ -430,7 +430,7 @@ def test_a_list_that_does_not_fit_leaves_the_old_one(network, tmp_path, sent):
     drafter = StageLoop(draft=tmp_path / "0", schedule="static", network=network).drafter
     with pytest.raises(CheckpointError, match="should list the same 6 tokens of vocab_size=256"):
         drafter.write(sent.items())
-    assert drafter.heads.listed.tokens.tolist() == drafter.model.token_ids.tolist() == tokens_of(0)
+    assert drafter.heads.vocabulary.token_ids.tolist() == drafter.model.token_ids.tolist() == tokens_of(0)
 
 
 def test_an_lm_head_that_belongs_to_another_list_is_refused(network, tmp_path):

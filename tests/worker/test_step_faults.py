@@ -10,10 +10,10 @@ from sglang_objects import batch, request
 from sglang_objects import worker as target_worker
 from stage_loop import StageLoop
 
-from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
-from sglang_dspark.engine.scheduler.faults import part_of
-from sglang_dspark.engine.scheduler.request_options import BatchOptions
-from sglang_dspark.engine.scheduler.step_control import StepControl
+from sglang_dspark.engine.batch import CachedByBatch
+from sglang_dspark.engine.request_options import BatchOptions
+from sglang_dspark.engine.scheduler import failed_stage
+from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.worker.executors import eager
 from sglang_dspark.worker.executors.graphs import ExecutorSelector
@@ -49,8 +49,7 @@ class WorkerLoop(StageLoop):
         worker.schedule = self.schedule
         worker.executors = ExecutorSelector(self.eager)
         worker.request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma))
-        worker.parts = []
-        worker.drafter, worker.held_of = self.drafter, None
+        worker.parts, worker.logits_parts, worker.drafter = [], [], self.drafter
         worker.control = StepControl(self.schedule, self.eager.agreement, [], on_gpu=False)
         worker.read = lambda batch, adjusted: self._batch(worker.step)
 
@@ -100,4 +99,4 @@ def test_faults_of_the_device_come_with_a_remedy(error, remedy, caplog, monkeypa
 
 
 def test_what_fails_before_a_step_begins_has_no_stage():
-    assert part_of(RuntimeError()) == "its preparation"
+    assert failed_stage(RuntimeError()) == "its preparation"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dspark.draft.checked import REMEDY
+from sglang_dspark.declared import REMEDY
 from sglang_dspark.errors import CheckpointError
 
 SECTIONS = ("dflash_config", "dspark_config", "eagle_config", "transformer_layer_config", "speculators_config")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang_dspark.draft.checked import check
+from sglang_dspark.declared import check
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.formats import rotation
 from sglang_dspark.draft.formats.content import SECTIONS, Content, Remark, Shapes

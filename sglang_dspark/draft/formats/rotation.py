@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_dspark.draft.checked import REMEDY
+from sglang_dspark.declared import REMEDY
 from sglang_dspark.draft.config import FULL, SLIDING
 from sglang_dspark.draft.formats.content import Content
 from sglang_dspark.draft.rope import ALL_KEYS, RopeScaling, keys_of

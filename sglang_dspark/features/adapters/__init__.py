@@ -1,11 +1,6 @@
 """LoRA adapters of the target: requests name them, and each row of a verification gets those of its request."""
 
-from sglang.srt.plugins.hook_registry import HookType
-
-from sglang_dspark.engine.feature import Feature
-from sglang_dspark.engine.hook_checks import Moment
-from sglang_dspark.engine.launch.flag_rule import FlagRule
-from sglang_dspark.engine.launch.hook import Hook
+from sglang_dspark.engine.feature import Feature, FlagRule
 from sglang_dspark.engine.sglang_types import ServerArgs
 
 BACKENDS = {"cuda": ("csgmv", "triton"), "cpu": ("torch_native",)}
@@ -30,24 +25,7 @@ def _backend(device: str) -> FlagRule:
 FEATURE = Feature(
     __name__,
     is_used=asks_for_adapters,
-    hooks=(
-        Hook(
-            "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",
-            HookType.REPLACE,
-            "features.adapters.checks.adapters_fit",
-            "front_end",
-            "SGLang refuses LoRA beside every speculative algorithm that it does not know by name",
-            Moment.SOME_TIME,
-        ),
-        Hook(
-            "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch",
-            HookType.AROUND,
-            "features.adapters.rows.prepare_verification",
-            "scheduler",
-            "SGLang assumes that a step verifies as many rows for every request, and adds adapters to the wrong ones",
-            Moment.SOME_TIME,
-        ),
-    ),
+    hooks={"front_end": ("checks",), "scheduler": ("rows",)},
     flag_rules=(
         FlagRule("enable_lora_overlap_loading", (None, False), "adapters are served without it", adjusts=True),
         *map(_backend, BACKENDS),

@@ -1,9 +1,10 @@
 """Refuse adapters where no memory holds them."""
 
 import torch
+from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.launch.check import Check, Stage
-from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.feature import Check, LaunchContext, Stage
+from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.features.adapters import asks_for_adapters
 
@@ -24,6 +25,13 @@ def pinned_memory(context: LaunchContext) -> str | None:
     return None
 
 
+@hook(
+    "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",
+    HookType.REPLACE,
+    where="front_end",
+    reason="SGLang refuses LoRA beside every speculative algorithm that it does not know by name",
+    by=Moment.SOME_TIME,
+)
 def adapters_fit(args: ServerArgs) -> None:
     """Accept adapters, in place of SGLang's check whether they can run beside the algorithm: ours are made above."""
 

@@ -15,9 +15,11 @@ from dspark_kernels import to_device
 from sglang.srt.lora.backend.base_backend import BaseLoRABackend
 from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABatchInfo
 from sglang.srt.lora.lora_manager import LoRAManager
+from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.forward.verify import DSparkVerifyInput
+from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.sglang_types import ForwardBatch, ScheduleBatch
+from sglang_dspark.engine.verify import DSparkVerifyInput
 from sglang_dspark.step.state import VerifyPlan
 
 _SEGMENT = 16
@@ -129,6 +131,13 @@ def lay_out(backend: BaseLoRABackend, choice: AdapterChoice, indptr: torch.Tenso
     )
 
 
+@hook(
+    "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch",
+    HookType.AROUND,
+    where="scheduler",
+    reason="SGLang assumes that a step verifies as many rows for every request, and adds adapters to the wrong ones",
+    by=Moment.SOME_TIME,
+)
 def prepare_verification(original: Callable[..., None], manager: LoRAManager, forward_batch: ForwardBatch) -> None:
     """Lay a verification out instead of SGLang, which does so for other forwards; adapters have been fetched before."""
     layout = forward_batch.spec_info

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang.srt.lora.lora_manager import LoRAManager
 
-from sglang_dspark.engine.feature import Part, Worker
+from sglang_dspark.engine.part import Part, Worker
 from sglang_dspark.errors import UnservedError
 from sglang_dspark.features.adapters.rows import CapturedAdapters
 

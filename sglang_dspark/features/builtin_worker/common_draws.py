@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from dspark_kernels import simulated_accept
 from sglang.srt.environ import envs
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.config import ENV_PREFIX, DSparkConfig
-from sglang_dspark.engine.compat.arguments import variables_of_sglang
-from sglang_dspark.engine.scheduler.simulated import SimulatedAcceptance
+from sglang_dspark.engine.hooks import hook
+from sglang_dspark.engine.server import variables_of_sglang
 from sglang_dspark.engine.sglang_types import ScheduleBatch
+from sglang_dspark.engine.worker_base import SimulatedAcceptance
 from sglang_dspark.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +29,12 @@ _step: dict[str, Any] = {}
 """The draws of the step under way and the rows of its requests, for a function that is told neither."""
 
 
+@hook(
+    "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2.init_cuda_graphs",
+    HookType.AFTER,
+    where="simulated",
+    reason="both workers shall keep the same drafts where their times are compared",
+)
 def start(result: None, worker: DSparkWorkerV2) -> None:
     """Make the draws of a worker that is ready to serve.
 
@@ -46,17 +54,35 @@ def start(result: None, worker: DSparkWorkerV2) -> None:
     setattr(worker, _ATTRIBUTE, SimulatedAcceptance(rates, worker.model_runner))
 
 
+@hook(
+    "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2._forward_prefill",
+    HookType.BEFORE,
+    where="simulated",
+    reason="which drafts are kept follows from the prompt",
+)
 def before_prefill(worker: DSparkWorkerV2, batch: ScheduleBatch, *args: object, **kwargs: object) -> None:
     """Note the keys of requests."""
     if not batch.forward_mode.is_idle():
         getattr(worker, _ATTRIBUTE).prefill_comes(batch)
 
 
+@hook(
+    "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2._forward_decode",
+    HookType.BEFORE,
+    where="simulated",
+    reason="acceptance is not told whose drafts it judges",
+)
 def before_decode(worker: DSparkWorkerV2, batch: ScheduleBatch, *args: object, **kwargs: object) -> None:
     """Note whose drafts are judged next."""
     _step.update(draws=getattr(worker, _ATTRIBUTE).draws, rows=batch.req_pool_indices)
 
 
+@hook(
+    "sglang.srt.speculative.dspark_components.dspark_verify.build_accept_outs",
+    HookType.AROUND,
+    where="simulated",
+    reason="SGLang's own simulation keeps as many drafts of every request",
+)
 def accept(
     original: Callable[..., Any],
     *,

@@ -10,23 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
 
 from sglang_dspark.calibration.online import OnlineCalibration
-from sglang_dspark.engine.compat.decoder import Decoding, attach_decoder, attached_decoder
-from sglang_dspark.engine.feature import parts_of
-from sglang_dspark.engine.hook_checks import Moment, check
-from sglang_dspark.engine.launch import hooks
-from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.batch import most_words
-from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
-from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
-from sglang_dspark.engine.scheduler.measure_steps import Stepper
-from sglang_dspark.engine.scheduler.request_options import BatchOptions
-from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
-from sglang_dspark.engine.scheduler.step_control import StepControl
+from sglang_dspark.engine import hooks
+from sglang_dspark.engine.agreement import Agreement
+from sglang_dspark.engine.batch import CachedByBatch, most_words
+from sglang_dspark.engine.carried import carry_counts
+from sglang_dspark.engine.hooks import Moment, check, hook
+from sglang_dspark.engine.measure_steps import DummyBatch, Stepper, load_or_measure, table_key
+from sglang_dspark.engine.part import parts_of
+from sglang_dspark.engine.request_options import BatchOptions
+from sglang_dspark.engine.scheduler import Decoding, attach_decoder, attached_decoder
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch, ServerArgs
+from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.features.builtin_worker.server import MODE, scheduled
 from sglang_dspark.features.builtin_worker.step import Rows, ScheduledStep
 from sglang_dspark.gpu_paths import is_on
@@ -221,9 +220,16 @@ class MeasuredSteps:
         self._driver.worker._forward_decode(batch, None)
 
 
-# The handlers of hooks; ``__init__.py`` says where each stands and why.
+# The handlers of hooks.
 
 
+@hook(
+    "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
+    HookType.BEFORE,
+    where="children",
+    reason="a scheduler process hears of its worker here first",
+    by=Moment.SOME_TIME,  # called only in a scheduler
+)
 def install_hooks(algorithm: object, server_args: ServerArgs) -> None:
     """Hook SGLang's own worker, in the scheduler that is about to make it."""
     os.environ[MODE] = scheduled(server_args).mode
@@ -237,6 +243,12 @@ def driver_of(part: object) -> ScheduledWorker:
     return driver
 
 
+@hook(
+    "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2.init_cuda_graphs",
+    HookType.AFTER,
+    where="any_worker",
+    reason="step times are measured on the worker's own steps, when its graphs are captured",
+)
 def start(result: None, worker: DSparkWorkerV2) -> None:
     """Take over the worker's steps, once it is ready to serve."""
     with torch.no_grad():
@@ -246,6 +258,12 @@ def start(result: None, worker: DSparkWorkerV2) -> None:
     check(Moment.READY)
 
 
+@hook(
+    "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2._forward_decode",
+    HookType.AROUND,
+    where="any_worker",
+    reason="the schedule decides a step before anything of it is drafted, and notes what it did",
+)
 def decode(
     original: Callable[..., Any], worker: DSparkWorkerV2, batch: ScheduleBatch, *args: object, **kwargs: object
 ) -> Any:
@@ -254,11 +272,23 @@ def decode(
     return step() if batch.forward_mode.is_idle() else driver_of(worker).run(step, batch)
 
 
+@hook(
+    "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2._forward_prefill",
+    HookType.BEFORE,
+    where="any_worker",
+    reason="the time between two steps is not a step's if a prefill lies between them",
+)
 def before_prefill(worker: DSparkWorkerV2, *args: object, **kwargs: object) -> None:
     """Take note that what comes next is not a decode step."""
     driver_of(worker).schedule.invalidate()
 
 
+@hook(
+    "sglang.srt.speculative.dspark_components.dspark_draft.DraftBlockProposer.propose",
+    HookType.AROUND,
+    where="any_worker",
+    reason="SGLang's own worker drafts in every step; its planner reads confidences that the schedule replaces",
+)
 def propose(
     original: Callable[..., Any], proposer: Any, *, draft_input: Any, sampling_info: Any, **given: object
 ) -> Any:
@@ -267,12 +297,25 @@ def propose(
     return driver_of(proposer).step.propose(draft, draft_input.bonus_tokens, sampling_info)
 
 
+@hook(
+    "sglang.srt.speculative.dspark_components.dspark_planner.DSparkVerifyPlanner.schedule_layout",
+    HookType.REPLACE,
+    where="any_worker",
+    reason="the schedule decides how many drafts of each request are verified",
+)
 def lay_out(planner: Any, **given: object) -> Any:
     """Return how many rows of each request are verified."""
     driver = driver_of(planner)
     return driver.step.lay_out(driver.schedule.forecast, driver.agreement)
 
 
+@hook(
+    "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu",
+    HookType.AROUND,
+    where="any_worker",
+    reason="tokens, lengths and confidences of a step come to the host with one copy",
+    by=Moment.SOME_TIME,  # under overlap
+)
 def copy_to_cpu(original: Callable[..., None], result: Any, *args: object, **kwargs: object) -> None:
     """Copy all of a step at once, before SGLang records the event that readers wait for."""
     pending = getattr(result, "dspark_copy", None)
@@ -285,6 +328,12 @@ def copy_to_cpu(original: Callable[..., None], result: Any, *args: object, **kwa
         result.copy_done = AwaitedEvent(result.copy_done)
 
 
+@hook(
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+    HookType.AROUND,
+    where="any_worker",
+    reason="there the schedule learns what became of the drafts",
+)
 def observe(original: Callable[..., Any], processor: Any, result: Any, batch: ScheduleBatch) -> Any:
     """Count what was verified, and learn from what SGLang reads of a result."""
     check(Moment.ANSWERED)
@@ -292,8 +341,8 @@ def observe(original: Callable[..., Any], processor: Any, result: Any, batch: Sc
     if record is not None:
         _, *tensors, _ = result.dspark_copy.take()  # a later copy goes to the same place
         result.dspark_record = record = record.of(tensors)
-        # The answers of requests count from these, see ``request_counts``.
-        result.cap_lens, result.block_accept_lens = record.verify_lens + 1, torch.tensor(record.drafted)
+        # The counts of answers come from these.
+        carry_counts(result, record.verify_lens, record.drafted)
     predicted = original(processor, result, batch)
     if record is not None:
         driver_of(processor.model_worker).observe(result, batch.reqs)

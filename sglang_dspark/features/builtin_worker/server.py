@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
@@ -19,13 +18,9 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 
 from sglang_dspark.config import DSparkConfig, flag_dest, flag_name
 from sglang_dspark.declared import truncate
-from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.launch import hooks
+from sglang_dspark.engine.server import attached
 from sglang_dspark.engine.sglang_types import ModelConfig, SamplingParams, ServerArgs
-from sglang_dspark.engine.support import COMMON_NAME
 from sglang_dspark.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 MODE = "SGLANG_RAGGED_VERIFY_MODE"
 """Variable that SGLang's own worker reads in its schedulers: whether requests verify different numbers of rows."""
@@ -72,25 +67,12 @@ class ScheduledServer:
         """Return whether the worker has the drafter's: where it verifies whole blocks it builds none."""
         return self.by_request
 
-    def resolve(self, original: Callable[[ServerArgs], None], args: ServerArgs) -> None:
-        """Have SGLang resolve the arguments for its worker.
+    def prepare(self, args: ServerArgs) -> None:
+        """Prepare ``args`` for SGLang to resolve them.
 
         Raises:
-            ConfigError: an option or a variable that the worker cannot follow.
-            ValueError: SGLang refuses its worker.
+            ConfigError: an option or an argument that the worker cannot follow.
         """
-        self._check(args)
-        args.speculative_algorithm = COMMON_NAME
-        for name in ("sps_table_path", "confidence_sts_path"):  # SGLang would read them in forms of its own
-            setattr(args, flag_dest(name), None)
-        original(args)
-        server = self.settled(args)
-        arguments.attach(args, server)
-        hooks.install(args, "routes", "front_end")
-        logger.info("DSPARK: %s", server.reason)
-
-    def _check(self, args: ServerArgs) -> None:
-        """Refuse options of our own worker."""
         for option in fields(DSparkConfig):
             value = getattr(self.config, option.name)
             if option.name not in _SERVED and value != option.default:
@@ -103,6 +85,8 @@ class ScheduledServer:
                 "--enable-return-routed-experts needs our own worker: SGLang's hands on no experts of decode steps, "
                 "and answers would have those of other tokens; drop it"
             )
+        for name in ("sps_table_path", "confidence_sts_path"):  # SGLang would read them in forms of its own
+            setattr(args, flag_dest(name), None)
 
     def settled(self, args: ServerArgs) -> ScheduledServer:
         """Return the server with how much a step verifies, by the arguments that SGLang has resolved.
@@ -144,7 +128,7 @@ class ScheduledServer:
 
 def scheduled(args: ServerArgs) -> ScheduledServer:
     """Return what is attached to the arguments of a server that decodes with SGLang's own worker."""
-    server = arguments.attached(args)
+    server = attached(args)
     assert isinstance(server, ScheduledServer), "SGLang's own worker does not decode"
     return server
 

@@ -9,7 +9,7 @@ from dspark_kernels import DraftBlock
 from sglang.srt.speculative.dspark_components.dspark_draft import DraftBlockResult, DraftProposal, resolve_greedy_mask
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, round_up_grid
 
-from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision

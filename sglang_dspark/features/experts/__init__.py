@@ -1,7 +1,6 @@
 """Experts that a target has routed the tokens of a text to, as SGLang returns them (``return_routed_experts``)."""
 
-from sglang_dspark.engine.feature import Feature
-from sglang_dspark.engine.launch.flag_rule import FlagRule, off_gpu
+from sglang_dspark.engine.feature import Feature, FlagRule, off_gpu
 
 FEATURE = Feature(
     __name__,

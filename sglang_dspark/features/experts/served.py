@@ -12,7 +12,7 @@ import torch
 from sglang.srt.state_capturer.base import BaseDeviceCache
 from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer, get_global_experts_capturer
 
-from sglang_dspark.engine.feature import Part, Worker
+from sglang_dspark.engine.part import Part, Worker
 from sglang_dspark.engine.sglang_types import GenerationBatchResult
 from sglang_dspark.step.state import VerifyPlan
 

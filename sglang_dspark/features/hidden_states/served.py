@@ -6,11 +6,29 @@ from dataclasses import replace
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.feature import DrawnTokens, Part, Worker
-from sglang_dspark.engine.sglang_types import ScheduleBatch
+from sglang_dspark.engine.hooks import hook
+from sglang_dspark.engine.part import DrawnTokens, Part, Worker
+from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 
 
+@hook(
+    "sglang.srt.speculative.dflash_utils.validate_dflash_request",
+    HookType.REPLACE,
+    where="scheduler",
+    reason="under overlap the scheduler aborts requests for hidden states, which its own DFLASH cannot serve",
+)
+def refuse_nothing(req: Req, enable_overlap: bool) -> None:
+    """Let the scheduler take any request: the front end has refused what is not served."""
+
+
+@hook(
+    "sglang.srt.layers.logits_processor.LogitsProcessor._get_last_hidden_states_to_store",
+    HookType.REPLACE,
+    where="scheduler",
+    reason="where a drafter reads states of some layers, SGLang returns these in place of the last one's",
+)
 def last_states(processor: object, hidden_states: torch.Tensor, *_given: object) -> torch.Tensor:
     """Return what a forward's ``last_hidden_states`` shall be: the states [N, d] of all rows before the LM head."""
     return hidden_states

@@ -1,7 +1,6 @@
 """Prefixes that move to host memory and come back (SGLang's hierarchical cache): the drafter's K/V moves along."""
 
-from sglang_dspark.engine.feature import Feature
-from sglang_dspark.engine.launch.flag_rule import FlagRule, off_gpu
+from sglang_dspark.engine.feature import Feature, FlagRule, off_gpu
 
 FEATURE = Feature(
     __name__,

@@ -7,8 +7,8 @@ from dspark_kernels import to_device
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 
 from sglang_dspark.draft.cache import DraftCache
-from sglang_dspark.engine.feature import Part, Worker
-from sglang_dspark.engine.scheduler.batch import prompts_of
+from sglang_dspark.engine.batch import prompts_of
+from sglang_dspark.engine.part import Part, Worker
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.host_cache.draft_pool import DraftPool, check_layers
 

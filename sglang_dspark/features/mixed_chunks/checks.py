@@ -1,8 +1,7 @@
 """Refuse a bound on gaps where no chunk can keep it."""
 
 from sglang_dspark.config import flag_name
-from sglang_dspark.engine.launch.check import Check, Stage
-from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.feature import Check, LaunchContext, Stage
 
 
 def bound_without_chunks(context: LaunchContext) -> str | None:

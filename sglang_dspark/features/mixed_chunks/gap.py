@@ -9,13 +9,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.config import flag_name
-from sglang_dspark.engine.compat.decoder import decoder_of
-from sglang_dspark.engine.feature import Part, Worker, part_of
-from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.batch import riders_of
-from sglang_dspark.engine.scheduler.draft_input import spare_slots
+from sglang_dspark.engine.agreement import Agreement
+from sglang_dspark.engine.batch import riders_of
+from sglang_dspark.engine.draft_input import spare_slots
+from sglang_dspark.engine.hooks import hook
+from sglang_dspark.engine.part import Part, Worker, part_of
+from sglang_dspark.engine.scheduler import decoder_of
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.scheduling.prompts import LEAST_ROWS, ChunkLimit, least_gap_ms
 from sglang_dspark.scheduling.schedule import Schedule
@@ -120,6 +122,12 @@ class BoundedGaps(Part):
         return self._limit.beside(running)
 
 
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw",
+    HookType.AROUND,
+    where="any_worker",
+    reason="SGLang's chunks have one size, whatever they take, and leave prompts none of it if as many requests run",
+)
 def bound_chunk(
     original: Callable[..., Prefill],
     scheduler: Scheduler,

@@ -7,10 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.compat.decoder import attached_decoder
-from sglang_dspark.engine.scheduler.batch import is_running, prompts_of
-from sglang_dspark.engine.scheduler.draft_input import count_landed
+from sglang_dspark.engine.batch import is_running, prompts_of
+from sglang_dspark.engine.draft_input import count_landed
+from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.scheduler import attached_decoder
 from sglang_dspark.engine.sglang_types import GenerationBatchResult, Req, ScheduleBatch
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import PLAIN
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 
 
+@hook(
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill",
+    HookType.BEFORE,
+    where="any_worker",
+    reason="SGLang counts a step for running requests in the results of decode steps alone",
+)
 def count_running(
     processor: SchedulerBatchResultProcessor, batch: ScheduleBatch, result: GenerationBatchResult
 ) -> None:
@@ -76,6 +84,13 @@ def plain_record(reqs: Sequence[Req], tokens: torch.Tensor, schedule: Schedule) 
     )
 
 
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
+    HookType.AROUND,
+    where="any_worker",
+    reason="under overlap SGLang would launch a mixed step while grammars lack the tokens of the step before",
+    by=Moment.SOME_TIME,  # under overlap
+)
 def wait_for_grammars(
     original: Callable[..., bool], scheduler: Scheduler, batch: ScheduleBatch | None, last_batch: ScheduleBatch | None
 ) -> bool:

@@ -1,8 +1,7 @@
 """Refuse options that several nodes cannot have."""
 
 from sglang_dspark.config import flag_name
-from sglang_dspark.engine.launch.check import Check, Stage
-from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.feature import Check, LaunchContext, Stage
 
 
 def fallback_of_nodes(context: LaunchContext) -> str | None:

@@ -25,9 +25,9 @@ from torch import distributed
 
 from sglang_dspark import __version__
 from sglang_dspark.config import DSparkConfig, flag_name
-from sglang_dspark.engine.feature import Worker
-from sglang_dspark.engine.launch_state import DSparkServer
-from sglang_dspark.engine.scheduler.faults import end_server
+from sglang_dspark.engine.part import Worker
+from sglang_dspark.engine.scheduler import end_server
+from sglang_dspark.engine.server import DSparkServer
 from sglang_dspark.errors import ConfigError
 
 logger = logging.getLogger(__name__)

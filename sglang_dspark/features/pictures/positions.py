@@ -7,8 +7,10 @@ request. Prefill writes it to a table on the device, from which steps read it: e
 from __future__ import annotations
 
 import torch
+from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.feature import Part, Worker
+from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.part import Part, Worker
 from sglang_dspark.engine.sglang_types import ForwardBatch, ModelRunner, ScheduleBatch
 from sglang_dspark.step.state import VerifyPlan
 from sglang_dspark.step.transfers import host_index
@@ -56,6 +58,13 @@ class Positions(Part):
         """Do nothing: prefills have entered the requests."""
 
 
+@hook(
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.compute_spec_mrope_positions",
+    HookType.REPLACE,
+    where="scheduler",
+    reason="if positions have three coordinates, SGLang assumes that a step verifies as many rows for every request",
+    by=Moment.SOME_TIME,
+)
 def place_rows(
     forward_batch: ForwardBatch, runner: ModelRunner, batch: object = None, seq_positions: object = None
 ) -> None:
@@ -64,6 +73,14 @@ def place_rows(
     forward_batch.mrope_positions = (forward_batch.positions + deltas).repeat(3, 1)
 
 
+@hook(
+    "sglang.srt.managers.mm_utils.prepare_mm_inputs",
+    HookType.AFTER,
+    where="scheduler",
+    reason="the embeddings of prompts with pictures, which a drafter may read, are memory that the target's layers "
+    "add to",
+    by=Moment.SOME_TIME,
+)
 def keep_embeddings(
     embeddings: torch.Tensor, input_ids: object, forward_batch: ForwardBatch, *args: object, **kwargs: object
 ) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from sglang.srt.plugins.hook_registry import HookType
-
-from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.feature import Feature
-from sglang_dspark.engine.launch.hook import Hook
-from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.server import DSparkServer, attached
 from sglang_dspark.engine.sglang_types import ServerArgs
 
 
@@ -20,15 +16,7 @@ def verifies_drafts(args: ServerArgs) -> bool:
 FEATURE = Feature(
     __name__,
     is_used=verifies_drafts,
-    hooks=(
-        Hook(
-            "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
-            HookType.AROUND,
-            "features.prompt_lookup.prediction.keep_counts",
-            "front_end",
-            "SGLang's usage has no place for what became of a prediction",
-        ),
-    ),
+    hooks={"front_end": ("prediction",)},
     request_keys="keys.LookupKeys",
     part="served.PromptLookup.of",
     routes="prediction.add",

@@ -1,30 +1,32 @@
-"""Keys of the field ``speculation`` by which a request says where candidates come from."""
+"""Keys of the field ``speculation`` by which a request says where candidates come from: checked, and read."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
+import numpy as np
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from sglang_dspark.config import flag_name
-from sglang_dspark.declared import field_types, int_range, truncate
-from sglang_dspark.engine.compat.arguments import speculating
+from sglang_dspark.declared import int_range, truncate
 from sglang_dspark.engine.feature import RequestKeys
-from sglang_dspark.engine.launch_state import DSparkServer, OtherServer
-from sglang_dspark.engine.sglang_types import TokenizerManager
+from sglang_dspark.engine.request_options import asked_for, kept_by_request
+from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
+from sglang_dspark.engine.sglang_types import Req, TokenizerManager
 from sglang_dspark.features.prompt_lookup.options import (
     AUTO,
     CLASSIFICATION,
     NAMING,
     SUMMARIZATION,
-    LookupOptions,
     Preset,
     Tokens,
 )
+from sglang_dspark.fence import fenced
 from sglang_dspark.speculation import MOST_DRAFTS
 
 if TYPE_CHECKING:
@@ -93,8 +95,7 @@ Key = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class LookupKeys(RequestKeys):
+class LookupKeys(RequestKeys, frozen=True, omit_defaults=True):
     """Say where candidates of a request come from.
 
     Attributes:
@@ -106,7 +107,12 @@ class LookupKeys(RequestKeys):
         candidates: labels that the answer may consist of.
         prediction: the text that the answer is expected to be; None for none.
         cache: key under which the answer is kept, and under which earlier ones are looked up; None for neither.
+        labels: tokens of every spelling of every label, which travel in place of ``candidates``.
+        predicted: tokens of the prediction, in parts between those that the target does not have; they travel in its
+            place.
     """
+
+    MADE = frozenset({"labels", "predicted"})
 
     preset: Preset = "auto"
     min_ngram: Ngram = 3
@@ -115,14 +121,21 @@ class LookupKeys(RequestKeys):
     candidates: Labels = ()
     prediction: Prediction | None = None
     cache: Key | None = None
+    labels: tuple[Tokens, ...] = ()
+    predicted: tuple[Tokens, ...] = ()
+
+    @property
+    def names_drafts(self) -> bool:
+        """Return whether candidates are drafted whatever others have been worth."""
+        return self.preset in NAMING or bool(self.predicted)
 
     @classmethod
     def unserved(cls, server: DSparkServer | OtherServer) -> Collection[str]:
         if not server.takes_candidates:
-            return tuple(field_types(cls))
+            return tuple(cls.key_types())
         return () if server.config.answer_cache else ("cache",)
 
-    def for_scheduler(self, given: Collection[str], manager: TokenizerManager) -> LookupOptions | None:
+    def for_scheduler(self, given: Collection[str], manager: TokenizerManager) -> Self:
         self._check_together(given)
         server = speculating(manager.server_args)
         assert server is not None, "requests of other servers are not checked"
@@ -138,16 +151,8 @@ class LookupKeys(RequestKeys):
                 f"speculation.cache={truncate(self.cache)} needs a server that keeps answers; start this one with "
                 f"{flag_name('answer_cache')}, or drop the key"
             )
-        options = LookupOptions(
-            preset=self.preset,
-            min_ngram=self.min_ngram,
-            max_ngram=self.max_ngram,
-            max_draft=self.max_draft,
-            labels=self._labels(manager),
-            predicted=self._predicted(manager),
-            cache=self.cache or "",
-        )
-        return None if options == LookupOptions() else options
+        labels, predicted = self._labels(manager), self._predicted(manager)
+        return replace(self, candidates=(), prediction=None, labels=labels, predicted=predicted)
 
     def _check_together(self, given: Collection[str]) -> None:
         for key, presets in _READERS.items():
@@ -255,3 +260,32 @@ def _predicted_tokens(tokenizer: PreTrainedTokenizerBase, text: str, vocab_size:
 def _spellings(label: str) -> list[str]:
     """Return a label as it stands, and after a space, as it is tokenised behind other text."""
     return [label] if label[0].isspace() else [label, f" {label}"]
+
+
+_NOTHING = LookupKeys()
+
+
+@fenced("presets", instead=lambda req: _NOTHING)
+@kept_by_request
+def lookup_options(req: Req) -> LookupKeys:
+    """Return the options of a scheduler-side request."""
+    return asked_for(req, "prompt_lookup", LookupKeys)
+
+
+def answer_key(req: Req, *, by_prompt: bool) -> str | bytes:
+    """Return the key under which a scheduler-side request finds answers and leaves its own; empty for none.
+
+    Args:
+        by_prompt: whether its prompt and adapter are the key where the client has sent none. It is a digest, in bytes:
+            no client can send it for a prompt that the client does not know.
+    """
+    options = lookup_options(req)
+    if options.cache or not by_prompt or options.preset not in (AUTO, SUMMARIZATION):
+        return options.cache or ""
+    return _prompt_key(req)
+
+
+@kept_by_request
+def _prompt_key(req: Req) -> bytes:
+    prompt = np.asarray(req.origin_input_ids, dtype=np.int64).tobytes()
+    return blake2b(prompt + (req.lora_id or "").encode(), digest_size=16).digest()

@@ -8,11 +8,13 @@ from contextlib import aclosing
 from contextvars import ContextVar
 
 from fastapi import FastAPI
+from sglang.srt.plugins.hook_registry import HookType
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_dspark.engine.api.http import object_with, read_body, replayed, without_root
-from sglang_dspark.engine.api.request_field import ASKED
+from sglang_dspark.engine.hooks import hook
+from sglang_dspark.engine.http import object_with, read_body, replayed, without_root
+from sglang_dspark.engine.requests import ASKED
 from sglang_dspark.engine.sglang_types import Answer, TokenizerManager
 from sglang_dspark.features.prompt_lookup.options import COUNTS
 from sglang_dspark.fence import fenced, nothing
@@ -123,6 +125,12 @@ class _Counting:
         return json.dumps(document, ensure_ascii=False).encode()
 
 
+@hook(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+    HookType.AROUND,
+    where="front_end",
+    reason="SGLang's usage has no place for what became of a prediction",
+)
 async def keep_counts(
     original: Callable[..., AsyncGenerator[Answer | list[Answer], None]],
     manager: TokenizerManager,

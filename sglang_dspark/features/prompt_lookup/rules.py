@@ -20,17 +20,11 @@ from dspark_kernels import (
 )
 from numpy.typing import NDArray
 
-from sglang_dspark.engine.scheduler.request_options import kept_by_request
+from sglang_dspark.engine.request_options import kept_by_request
 from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
-from sglang_dspark.features.prompt_lookup.options import (
-    NO_PRESET,
-    SUMMARIZATION,
-    LookupOptions,
-    Tokens,
-    answer_key,
-    lookup_options,
-)
+from sglang_dspark.features.prompt_lookup.keys import LookupKeys, answer_key, lookup_options
+from sglang_dspark.features.prompt_lookup.options import NO_PRESET, SUMMARIZATION, Tokens
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.step.transfers import host_index
 
@@ -94,7 +88,7 @@ def _in_a_row(texts: Sequence[NDArray[np.int64]], device: torch.device) -> Secon
     return SecondTexts(*to_device(torch.from_numpy(laid_out), device))
 
 
-def _bounds(options: LookupOptions) -> tuple[int, int, int, int]:
+def _bounds(options: LookupKeys) -> tuple[int, int, int, int]:
     """Return a row of :attr:`ChainRules.bounds`."""
     if options.preset == NO_PRESET:
         return (_NEVER, *USUAL[1:])

@@ -8,14 +8,13 @@ import torch
 from dspark_kernels import Candidates, ChainRules, find_chains, usual_bounds
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_dspark.engine.candidate_source import CandidateSource
-from sglang_dspark.engine.feature import Worker
-from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, is_running, per_token, prompts_of
-from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
+from sglang_dspark.engine.batch import CachedByBatch, DSparkBatchResult, is_running, per_token, prompts_of
+from sglang_dspark.engine.part import CandidateSource, Worker
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
 from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
-from sglang_dspark.features.prompt_lookup.options import COUNTS, answer_key, lookup_options
+from sglang_dspark.features.prompt_lookup.keys import answer_key, lookup_options
+from sglang_dspark.features.prompt_lookup.options import COUNTS
 from sglang_dspark.features.prompt_lookup.rules import rules_of, with_forced
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.step.record import StepRecord

@@ -6,17 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.overrides import model_config_of
-from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.draft.families import FAMILIES
-from sglang_dspark.engine.feature import Feature
-from sglang_dspark.engine.hook_checks import Moment
-from sglang_dspark.engine.launch.flag_rule import FlagRule
-from sglang_dspark.engine.launch.hook import Hook
+from sglang_dspark.engine.feature import Feature, FlagRule
 from sglang_dspark.engine.sglang_types import ModelRunner
 
 if TYPE_CHECKING:
-    from sglang_dspark.engine.launch.context import LaunchContext
+    from sglang_dspark.engine.feature import LaunchContext
 
 
 def keeps_states(architectures: Sequence[str]) -> bool:
@@ -49,25 +45,7 @@ def _adjusted(name: str, served: tuple[object, ...], reason: str) -> FlagRule:
 FEATURE = Feature(
     __name__,
     is_used=lambda args: keeps_states(model_config_of(args).hf_config.architectures),
-    hooks=(
-        Hook(
-            "sglang.srt.arg_groups.model_hook.handle_mamba_radix_cache",
-            HookType.AROUND,
-            "features.recurrent.resolution.resolve_states",
-            "flags",
-            "for targets with recurrent layers SGLang chooses snapshots of states, and then finds that a CPU has none",
-            Moment.SOME_TIME,
-        ),
-        Hook(
-            "sglang.srt.mem_cache.kv_cache_configurator._pd_prefill_skips_mamba_spec_state",
-            HookType.REPLACE,
-            "features.recurrent.served.no_state_snapshots",
-            "scheduler",
-            "for targets with recurrent layers SGLang keeps the state after every draft, gigabytes for some requests; "
-            "DSPARK runs the accepted rows again instead",
-            Moment.SOME_TIME,
-        ),
-    ),
+    hooks={"flags": ("resolution",), "scheduler": ("served",)},
     flag_rules=(
         *(
             FlagRule(name, served, "drop the flag: it is not served beside recurrent layers", beside=_beside)

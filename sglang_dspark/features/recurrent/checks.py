@@ -2,8 +2,7 @@
 
 from sglang.srt.utils import cpu_has_amx_support
 
-from sglang_dspark.engine.launch.check import Check, Stage
-from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.feature import Check, LaunchContext, Stage
 
 
 def packed_layers(context: LaunchContext) -> str | None:

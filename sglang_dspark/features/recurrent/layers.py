@@ -12,8 +12,8 @@ from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.runtime_context import get_exec, mamba_track_grid
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 
-from sglang_dspark.engine.forward.layers import row_bounds
 from sglang_dspark.engine.sglang_types import ForwardBatch, ModelRunner, ScheduleBatch
+from sglang_dspark.engine.target import row_bounds
 from sglang_dspark.features.recurrent.rows import RecordedRows, StatePools, Tracks, VerifiedRows
 from sglang_dspark.step.state import VerifyPlan
 

@@ -4,15 +4,23 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.compat.arguments import attached
-from sglang_dspark.engine.launch.defaults import MIN_REQUESTS, admit
-from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.flags import MIN_REQUESTS, admit
+from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.server import DSparkServer, attached
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.recurrent import keeps_states
 
 
+@hook(
+    "sglang.srt.arg_groups.model_hook.handle_mamba_radix_cache",
+    HookType.AROUND,
+    where="flags",
+    reason="for targets with recurrent layers SGLang chooses snapshots of states, and then finds that a CPU has none",
+    by=Moment.SOME_TIME,
+)
 def resolve_states(original: Callable[..., None], args: ServerArgs, hf_config: Any) -> None:
     """Resolve how states are cached; on a CPU with DSPARK as SGLang can there, which asks for a limit of requests too.
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from sglang_dspark.engine.feature import Part, Worker
-from sglang_dspark.engine.forward.verify_attention import PhasedBackend
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.part import Part, Worker
 from sglang_dspark.engine.sglang_types import ModelRunner
+from sglang_dspark.engine.verify import PhasedBackend
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.recurrent.layers import CapturedStates, RecurrentBackend
 
@@ -63,6 +66,14 @@ def check_room(backend: RecurrentBackend, runner: ModelRunner) -> None:
     )
 
 
+@hook(
+    "sglang.srt.mem_cache.kv_cache_configurator._pd_prefill_skips_mamba_spec_state",
+    HookType.REPLACE,
+    where="scheduler",
+    reason="for targets with recurrent layers SGLang keeps the state after every draft, gigabytes for some requests; "
+    "DSPARK runs the accepted rows again instead",
+    by=Moment.SOME_TIME,
+)
 def no_state_snapshots() -> bool:
     """Leave out the pool of states that belong to drafts, as a server does that only encodes prompts."""
     return True

@@ -1,7 +1,6 @@
 """Refuse what replicas cannot have."""
 
-from sglang_dspark.engine.launch.check import Check, Stage
-from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.feature import Check, LaunchContext, Stage
 
 
 def nodes_of_replicas(context: LaunchContext) -> str | None:

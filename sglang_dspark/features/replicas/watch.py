@@ -8,7 +8,10 @@ from multiprocessing.process import BaseProcess
 from threading import Thread
 from typing import Any
 
-from sglang_dspark.engine.scheduler.faults import end_server
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.scheduler import end_server
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +19,13 @@ GRACE_S = 2.0
 """Time that a server has to end by itself: one that is told to end kills its processes one after another."""
 
 
+@hook(
+    "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
+    HookType.BEFORE,
+    where="children",
+    reason="SGLang does not notice that a scheduler was killed: all requests after the next one for it would hang",
+    by=Moment.SOME_TIME,  # called in the process that starts schedulers
+)
 def watch(controller: Any) -> None:
     """Watch the schedulers that SGLang's controller has started. A hook before it passes on the first request."""
     arguments = (controller.scheduler_procs, end_server)

@@ -10,11 +10,10 @@ from sglang.srt.runtime_context import get_model, get_serving
 
 from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.declared import field_types
-from sglang_dspark.engine.compat.arguments import speculating
-from sglang_dspark.engine.compat.decoder import Decoder
 from sglang_dspark.engine.feature import all_features
-from sglang_dspark.engine.forward.graphs import has_prefill_graphs
-from sglang_dspark.engine.launch_state import DSparkServer, OtherServer
+from sglang_dspark.engine.graphs import has_prefill_graphs
+from sglang_dspark.engine.scheduler import Decoder
+from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import versions
 from sglang_dspark.gpu_paths import GPU_PATHS, described
@@ -109,5 +108,5 @@ def _speculation_fields(server: DSparkServer | OtherServer) -> list[str]:
     for feature in all_features():
         if feature.request_keys:
             keys = feature.load_request_keys()
-            found += [key for key in field_types(keys) if key not in keys.unserved(server)]
+            found += [key for key in keys.key_types() if key not in keys.unserved(server)]
     return found

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
 from sglang_dspark.declared import Scalar
-from sglang_dspark.engine.api.http import Turns
+from sglang_dspark.engine.carried import id_of_question
+from sglang_dspark.engine.http import Turns
 from sglang_dspark.engine.sglang_types import TokenizerManager
 from sglang_dspark.errors import BusyError, ConfigError
 
@@ -28,9 +28,6 @@ class Channel:
 
     SGLang's channel gives the next answers that come to the caller whose turn it is. So a question that was sent keeps
     its turn until its answers are there, whether its caller still waits or not.
-
-    A question travels as the id of SGLang's request for the scheduler's state, which carries nothing else and which no
-    client can write.
 
     Args:
         manager: gives SGLang's ``TokenizerManager``.
@@ -72,6 +69,6 @@ class Channel:
             del self._unsent[key]
         manager = self._manager()
         manager.auto_create_handle_loop()
-        request = GetInternalStateReq(rid=json.dumps({KEY: {"question": question, "fields": fields}}))
+        request = GetInternalStateReq(rid=id_of_question(question, fields))
         states = [output.internal_state for output in await manager.get_internal_state_communicator(request)]
         return [state[KEY] for state in sorted(states, key=itemgetter(REPLICA))]

@@ -13,9 +13,11 @@ import msgspec
 import numpy as np
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.declared import Scalar
-from sglang_dspark.engine.api.http import TURNS, error_response, flat_object, without_root
+from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.http import TURNS, error_response, flat_object, without_root
 from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
 from sglang_dspark.engine.support import versions
 from sglang_dspark.errors import BusyError, ConfigError
@@ -125,6 +127,13 @@ def _server_args() -> ServerArgs:
     return tokenizer_manager().server_args
 
 
+@hook(
+    "sglang.srt.utils.auth.decide_request_auth",
+    HookType.AFTER,
+    where="routes",
+    reason="a browser has to load the page at /dspark before it can ask for the API key",
+    by=Moment.SOME_TIME,
+)
 def page_needs_no_key(decision: object, *, method: str, path: str, **credentials: object) -> AuthDecision | None:
     """Hook after SGLang's decision on a request: the page, which holds no data and asks for the key, is free.
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel, get_serving
 
 from sglang_dspark.declared import Scalar
-from sglang_dspark.engine.compat.arguments import tokens_per_step
-from sglang_dspark.engine.compat.decoder import Decoder, decoder_of
-from sglang_dspark.engine.feature import Counted, Part, part_of
+from sglang_dspark.engine.carried import hide_drafted, question_of
+from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.part import Counted, Part, part_of
+from sglang_dspark.engine.scheduler import Decoder, decoder_of
+from sglang_dspark.engine.server import tokens_per_step
 from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.reports.capabilities import capabilities, in_one_line
@@ -177,31 +179,58 @@ def reports_of(scheduler: Scheduler) -> Reports:
     return reports
 
 
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+    HookType.AROUND,
+    where="any_worker",
+    reason="the routes below /dspark reach the scheduler through SGLang's channel for looking at a running server",
+    by=Moment.SOME_TIME,
+)
 def answer(
     original: Callable[..., GetInternalStateReqOutput], scheduler: Scheduler, recv_req: GetInternalStateReq
 ) -> GetInternalStateReqOutput:
-    """Answer our questions at the scheduler's end of the channel; others go on to SGLang. A hook."""
+    """Answer our questions at the scheduler's end of the channel; others go on to SGLang."""
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
-    if recv_req.rid is None:
+    asked = question_of(recv_req.rid)
+    if asked is None:
         return original(scheduler, recv_req)
-    message = json.loads(recv_req.rid)[KEY]
-    reply = reports_of(scheduler).reply(message["question"], message["fields"])
+    reply = reports_of(scheduler).reply(*asked)
     return GetInternalStateReqOutput(internal_state={KEY: reply, REPLICA: get_parallel().dp_rank or 0})
 
 
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
+    HookType.AFTER,
+    where="any_worker",
+    reason="accept lengths are told apart by version of the weights",
+    by=Moment.SOME_TIME,
+)
 def name_version(result: None, scheduler: Scheduler, *args: object, **kwargs: object) -> None:
-    """Have steps count for what the operator calls the weights from now on. A hook."""
+    """Have steps count for what the operator calls the weights from now on."""
     reports_of(scheduler).version_named()
 
 
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
+    HookType.AFTER,
+    where="any_worker",
+    reason="our Prometheus metrics carry the labels of SGLang's, which are known from here on",
+)
 def export_metrics(result: None, scheduler: Scheduler, *args: object, **kwargs: object) -> None:
-    """Add our Prometheus metrics to SGLang's. A hook."""
+    """Add our Prometheus metrics to SGLang's."""
     context = scheduler.metrics_collector_context
     if context.current_scheduler_metrics_enabled:
         reports_of(scheduler).export_metrics(context.collector.labels)
 
 
+@hook(
+    "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats",
+    HookType.AROUND,
+    where="any_worker",
+    reason="SGLang takes every draft for verified and every token for kept, in its log and its metrics",
+    by=Moment.SOME_TIME,  # after the first result, and not worth the end of a server
+)
 def report_verified(
     original: Callable[..., None],
     reporter: SchedulerMetricsReporter,
@@ -211,7 +240,7 @@ def report_verified(
 ) -> None:
     """Have SGLang report the tokens that requests keep, and divide the accepted drafts by the verified ones.
 
-    A hook. SGLang counts all tokens of a step as generated, those after the end of an answer too, and divides by all
+    SGLang counts all tokens of a step as generated, those after the end of an answer too, and divides by all
     drafts of a block in every round. So the accepted ones are scaled while it does. It would also report drafts
     proposed as accepted lengths of blocks, so it is told of none.
     """
@@ -226,7 +255,7 @@ def report_verified(
 
 @fenced("shares of accepted drafts", instead=nothing)
 def _scale_accepted(reporter: SchedulerMetricsReporter) -> None:
-    reporter.spec_num_block_accept_tokens = 0
+    hide_drafted(reporter)
     accepted, rounds = reporter.spec_num_correct_drafts, reporter.spec_num_forward_ct
     verified = reporter.spec_num_cap_tokens - rounds
     if verified:

@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_dspark.engine.scheduler.batch import per_token
-from sglang_dspark.engine.scheduler.request_options import request_options
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_dspark.engine.batch import per_token
+from sglang_dspark.engine.carried import drafted_tokens
+from sglang_dspark.engine.hooks import hook
+from sglang_dspark.engine.request_options import request_options
 from sglang_dspark.engine.sglang_types import Req, TokenizerManager
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.step.record import StepRecord
@@ -29,7 +33,7 @@ def trace(reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accep
 
     Args:
         reqs: SGLang's requests of the step.
-        record, running, accepted: see :meth:`~sglang_dspark.engine.feature.Part.step_done`.
+        record, running, accepted: see :meth:`~sglang_dspark.engine.part.Part.step_done`.
     """
     if record.traced is None:
         return
@@ -64,6 +68,12 @@ def _add_round(req: Req, num_drawn: int | None, of_request: Sequence[Any], accep
     rounds += [round_, *[None] * accepted]
 
 
+@hook(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+    HookType.AFTER,
+    where="front_end",
+    reason="SGLang assumes that every draft is verified, and understates the acceptance of requests",
+)
 @fenced("counts of requests", instead=nothing)
 def count_drafts(
     result: None,
@@ -72,7 +82,7 @@ def count_drafts(
     recv_obj: BatchStrOutput | BatchTokenIDOutput,
     i: int,
 ) -> None:
-    """Add ``dspark`` to the ``meta_info`` of an ended request with a decode step, and correct SGLang's figures. A hook.
+    """Add ``dspark`` to the ``meta_info`` of an ended request with a decode step, and correct SGLang's figures.
 
     Args:
         recv_obj: a batch of SGLang's outputs; ``DSparkBatchResult`` says what it counts.
@@ -84,7 +94,7 @@ def count_drafts(
     accepted, verified = recv_obj.spec_num_correct_drafts[i], recv_obj.spec_num_cap_tokens[i] - rounds
     meta_info["dspark"] = {
         "rounds": rounds,
-        "drafted_tokens": recv_obj.spec_num_block_accept_tokens[i],
+        "drafted_tokens": drafted_tokens(recv_obj, i),
         "verified_tokens": verified,
         "accepted_tokens": accepted,
         "accept_length": (accepted + rounds) / rounds,

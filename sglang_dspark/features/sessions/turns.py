@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.sglang_types import Req
 
 if TYPE_CHECKING:
@@ -15,6 +17,14 @@ if TYPE_CHECKING:
     from sglang.srt.session.streaming_session import StreamingSession
 
 
+@hook(
+    "sglang.srt.session.session_controller.Session.create_req",
+    HookType.AROUND,
+    where="any_worker",
+    reason="tokens after an end, which a step may commit, would become part of the next turn's prompt; turns that "
+    "replace all others, and refused ones with pictures, would end the server; refused ones would change their session",
+    by=Moment.SOME_TIME,
+)
 def make_turn(
     create: Callable[..., Req], session: Session, turn: TokenizedGenerateReqInput, *args: object, **kwargs: object
 ) -> Req:
@@ -42,6 +52,13 @@ def make_turn(
     return req
 
 
+@hook(
+    "sglang.srt.session.session_controller.SessionReqNode.clear",
+    HookType.REPLACE,
+    where="any_worker",
+    reason="the server ends if one of the turns behind a replaced one has the name of another, or they are a thousand",
+    by=Moment.SOME_TIME,
+)
 def clear(node: SessionReqNode, nodes: dict[str, SessionReqNode]) -> None:
     """End a turn and all that came behind it, and take them out of their session, however long it is.
 
@@ -68,12 +85,26 @@ def forget_overshoot(session: Session) -> None:
             del req.output_ids[req.finished_len :]
 
 
+@hook(
+    "sglang.srt.session.session_controller.Session.finish_req",
+    HookType.AROUND,
+    where="any_worker",
+    reason="SGLang takes a retracted turn for one that has ended, and lets another one run beside it",
+    by=Moment.SOME_TIME,
+)
 def finish_if_ended(finish: Callable[[Session, Req], None], session: Session, req: Req) -> None:
     """Have a streaming session go on behind a turn once the turn has ended, and not if it was only retracted."""
     if req.finished():
         finish(session, req)
 
 
+@hook(
+    "sglang.srt.session.streaming_session.StreamingSession.try_match_prefix",
+    HookType.BEFORE,
+    where="any_worker",
+    reason="the K/V of a retracted turn stays in its session, which may go on without the turn",
+    by=Moment.SOME_TIME,
+)
 def release_dropped(sessions: StreamingSession, params: MatchPrefixParams) -> None:
     """Release the K/V of a streaming session if it goes beyond the turns that have ended.
 
@@ -91,6 +122,13 @@ def release_dropped(sessions: StreamingSession, params: MatchPrefixParams) -> No
         sessions.release_session(session.session_id)
 
 
+@hook(
+    "sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req",
+    HookType.AFTER,
+    where="any_worker",
+    reason="SGLang takes a reserved slot for the K/V of a turn's last token, which no step has written",
+    by=Moment.SOME_TIME,
+)
 def encode_last_token_again(kept: bool, sessions: StreamingSession, req: Req) -> None:
     """Have the next turn of a streaming session begin with the last token of the turn that has ended.
 

@@ -15,16 +15,18 @@ import torch
 from sglang.srt.managers.overlap_utils import resolve_forward_inputs
 from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.scheduler.batch import RIDERS, riders_of
+from sglang_dspark.engine.batch import RIDERS, riders_of
+from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.short_prompts.blocks import Blocks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
-    from sglang_dspark.engine.scheduler.batch import DSparkBatchResult
-    from sglang_dspark.engine.scheduler.worker_base import Publish
+    from sglang_dspark.engine.batch import DSparkBatchResult
+    from sglang_dspark.engine.worker_base import Publish
 
 PART = "dspark_short_prompts"
 """Attribute of SGLang's ``ReqToTokenPool`` by which batches find the part of their scheduler."""
@@ -105,6 +107,13 @@ def beside(prompts: ScheduleBatch) -> RunningBeside | None:
     return cast("RunningBeside | None", riders_of(prompts))
 
 
+@hook(
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running",
+    HookType.AROUND,
+    where="scheduler",
+    reason="beside a prompt SGLang gives running requests one token; drafts of these fit into its verification",
+    by=Moment.SOME_TIME,  # with mixed chunks
+)
 def ride_or_mix(original: Callable[..., None], prompts: ScheduleBatch, running: ScheduleBatch) -> None:
     """Note requests that draft beside prompts, or have SGLang give each one token."""
     part = getattr(prompts.req_to_token_pool, PART, None)
@@ -115,6 +124,13 @@ def ride_or_mix(original: Callable[..., None], prompts: ScheduleBatch, running: 
         vars(prompts)[RIDERS] = RunningBeside(running, blocks)
 
 
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
+    HookType.AFTER,
+    where="scheduler",
+    reason="running requests that are verified beside prompts stay a batch of their own",
+    by=Moment.SOME_TIME,
+)
 def keep_apart(plan: NextBatchPlan, scheduler: Scheduler, running_batch: object) -> None:
     """Have requests that are to run beside the next batch of prompts stay the running ones."""
     prompts = plan.batch_to_run
@@ -125,6 +141,12 @@ def keep_apart(plan: NextBatchPlan, scheduler: Scheduler, running_batch: object)
     found.batch.batch_is_full, plan.running_batch = plan.running_batch.batch_is_full, found.batch
 
 
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
+    HookType.AFTER,
+    where="scheduler",
+    reason="a step beside prompts has a result of its own behind theirs",
+)
 def process_running(processed: None, scheduler: Scheduler, batch: object, result: object) -> None:
     """Process what became of the requests beside prompts."""
     if isinstance(result, RidingResult):

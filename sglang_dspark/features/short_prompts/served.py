@@ -15,8 +15,8 @@ from typing import Any
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.draft.families import family_of
-from sglang_dspark.engine.feature import Counted, Encoded, Part
-from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, prompts_of
+from sglang_dspark.engine.batch import DSparkBatchResult, prompts_of
+from sglang_dspark.engine.part import Counted, Encoded, Encoder
 from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.short_prompts.blocks import Blocks
 from sglang_dspark.features.short_prompts.riding import PART, beside
@@ -27,7 +27,7 @@ from sglang_dspark.scheduling.sps_table import SpsTable
 VERIFIED, PREFILLED, BESIDE = "verification", "prefill", "beside"
 
 
-class ShortPrompts(Part):
+class ShortPrompts(Encoder):
     """Have the target read short prompts in verifications.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from dspark_kernels import RoundKeys, SamplingBatch
 
-from sglang_dspark.engine.scheduler.batch import decode_batch
+from sglang_dspark.engine.batch import decode_batch
 from sglang_dspark.engine.sglang_types import ModelRunner, Req, ScheduleBatch
 from sglang_dspark.features.short_prompts.blocks import Blocks
 from sglang_dspark.step.given import FIRST, GivenRows

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from math import inf
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from msgspec import Meta, Struct
+from msgspec import Meta
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.config import flag_name
-from sglang_dspark.declared import field_types
-from sglang_dspark.engine.compat.arguments import speculating
 from sglang_dspark.engine.feature import RequestKeys
-from sglang_dspark.engine.launch_state import DSparkServer, OtherServer
+from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
 from sglang_dspark.engine.sglang_types import TokenizerManager
 from sglang_dspark.fence import fenced, nothing
 
@@ -21,15 +20,7 @@ TOLD = "dspark_slo"
 """Of SGLang's ``customized_info``, and of ``meta_info``: what became of the SLO."""
 
 
-class SloOptions(Struct, frozen=True, omit_defaults=True):
-    """Checked options of a request; the attributes are those of :class:`SloKeys`."""
-
-    tpot_ms: float | None = None
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class SloKeys(RequestKeys):
+class SloKeys(RequestKeys, frozen=True, omit_defaults=True):
     """Say how fast a request wants to be.
 
     Attributes:
@@ -42,9 +33,9 @@ class SloKeys(RequestKeys):
 
     @classmethod
     def unserved(cls, server: DSparkServer | OtherServer) -> Collection[str]:
-        return () if isinstance(server, DSparkServer) else tuple(field_types(cls))
+        return () if isinstance(server, DSparkServer) else tuple(cls.key_types())
 
-    def for_scheduler(self, given: Collection[str], manager: TokenizerManager) -> SloOptions | None:
+    def for_scheduler(self, given: Collection[str], manager: TokenizerManager) -> Self:
         server = speculating(manager.server_args)
         assert server is not None, "requests of other servers are not checked"
         for key in (key for key in self.unserved(server) if key in given):
@@ -59,13 +50,19 @@ class SloKeys(RequestKeys):
                 f"speculation.tpot_ms={self.tpot_ms:g} is less than requests may name on this server, "
                 f"{flag_name('min_tpot_ms')}={least_ms:g}; {remedy}"
             )
-        options = SloOptions(self.tpot_ms, self.weight)
-        return None if options == SloOptions() else options
+        return self
 
 
+@hook(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
+    HookType.AFTER,
+    where="front_end",
+    reason="SGLang has a place for what a scheduler says of each token, and none for what it says of an answer",
+    by=Moment.SOME_TIME,
+)
 @fenced("SLOs", instead=nothing)
 def tell_once(result: None, manager: TokenizerManager, meta_info: dict[str, Any], state: Any, *args: object) -> None:
-    """Leave only what became of an SLO in ``meta_info``, without a null for every token before it. A hook."""
+    """Leave only what became of an SLO in ``meta_info``, without a null for every token before it."""
     if entries := state.customized_info_accumulated.pop(TOLD, None):
         del meta_info[TOLD]
         if entries[-1] is not None:

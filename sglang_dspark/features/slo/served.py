@@ -6,15 +6,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
-import msgspec
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_dspark.engine.feature import Counted, Weigher, Worker
-from sglang_dspark.engine.scheduler.batch import per_token
-from sglang_dspark.engine.scheduler.request_options import request_options
+from sglang_dspark.engine.batch import per_token
+from sglang_dspark.engine.part import Counted, Weigher, Worker
+from sglang_dspark.engine.request_options import asked_for
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
-from sglang_dspark.features.slo.keys import TOLD, SloOptions
+from sglang_dspark.features.slo.keys import TOLD, SloKeys
 from sglang_dspark.fence import fenced, nothing
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.slo import SloState
@@ -60,8 +59,7 @@ class Slos(Weigher):
                 state.begin(now, len(req.output_ids))
 
     def _asked(self, req: Req) -> SloState:
-        text = request_options(req).of_features.get("slo")
-        asked = SloOptions() if text is None else msgspec.json.decode(text, type=SloOptions)
+        asked = asked_for(req, "slo", SloKeys)
         return SloState(asked.tpot_ms or self._tpot_ms, asked.weight)
 
     @fenced("weights of requests", instead=nothing)

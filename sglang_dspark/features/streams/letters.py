@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_dspark.engine.hooks import Moment, hook
+
 _INCOMPLETE = "\ufffd"
 
 
+@hook(
+    "sglang.srt.managers.detokenizer_manager.find_printable_text",
+    HookType.REPLACE,
+    where="children",
+    reason="SGLang shows text twice, or late, if messages after each other end within different letters, as steps may",
+    by=Moment.SOME_TIME,  # called in the detokenizer alone
+)
 def whole_letters(text: str) -> str:
     """Return the new text of a stream up to the letter within which it ends. A hook.
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Mapping
 
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.plugins.hook_registry import HookType
 from transformers import PreTrainedTokenizerBase
 
+from sglang_dspark.engine.hooks import Moment, check, hook
 from sglang_dspark.engine.sglang_types import Answer, TokenizerManager
 
 # Token ids before a window of text: some tokenizers decode the first token of a text otherwise. SGLang's number.
@@ -26,6 +28,13 @@ _OF_THE_END = {"dspark", "dspark_slo"}
 _INCOMPLETE = "\ufffd"
 
 
+@hook(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._stream_one_response",
+    HookType.AFTER,
+    where="front_end",
+    reason="parsers of tool calls and reasoning, and Ollama's routes, expect messages of one token, not of a step; "
+    "with the first answer it is also known which hooks SGLang calls",
+)
 async def stream_tokens(
     answers: AsyncIterator[Answer],
     manager: TokenizerManager,
@@ -39,7 +48,7 @@ async def stream_tokens(
     completes the last letter does, which the routes of Ollama drop. Streams at a longer interval stay as they are:
     there a message has several tokens without speculation, too.
     """
-    arguments = manager.server_args
+    answers, arguments = look_at_answers(answers), manager.server_args
     one_by_one = getattr(obj, "stream", False) and manager.tokenizer is not None
     if not one_by_one or (obj.sampling_params.get("stream_interval") or arguments.stream_interval) > 1:
         async for answer in answers:
@@ -50,6 +59,21 @@ async def stream_tokens(
     async for answer in answers:
         for message in cutter.cut(answer, every_token=parsed):
             yield message
+
+
+async def look_at_answers(answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
+    """Yield the answers of one request; before the last one, look for our hooks.
+
+    A request that is aborted while it waits ends without most of what SGLang does with an answer.
+
+    Raises:
+        EngineError: see :func:`~sglang_dspark.engine.hooks.check`.
+    """
+    async for answer in answers:
+        reason = (answer.get("meta_info") or {}).get("finish_reason")
+        if reason is not None and reason["type"] != "abort":
+            check(Moment.ANSWERED)
+        yield answer
 
 
 class StreamCutter:

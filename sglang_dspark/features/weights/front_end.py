@@ -9,8 +9,10 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.api.http import TURNS, error_response, flat_object
+from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.http import TURNS, error_response, flat_object
 from sglang_dspark.errors import BusyError
 from sglang_dspark.features.weights import DRAFTER
 
@@ -19,12 +21,26 @@ _EXAMPLE = '{"path": "/models/drafter"}'
 _lock = asyncio.Lock()
 
 
+@hook(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_for_model_update_from_disk",
+    HookType.AROUND,
+    where="front_end",
+    reason="the answer to a second update would end the process that waits for the first",
+    by=Moment.SOME_TIME,
+)
 async def one_at_a_time(original: Callable[..., Awaitable[Any]], manager: Any, request: Any) -> Any:
     """Have checkpoints that are to be loaded wait for each other."""
     async with _lock:
         return await original(manager, request)
 
 
+@hook(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._update_model_path_info",
+    HookType.AROUND,
+    where="front_end",
+    reason="a new drafter is loaded as a new target is, and the target's name stays",
+    by=Moment.SOME_TIME,
+)
 def keep_path(original: Callable[..., None], manager: Any, model_path: str, load_format: str) -> None:
     """Note the path of a new target, and leave that of a drafter to the scheduler."""
     if load_format != DRAFTER:

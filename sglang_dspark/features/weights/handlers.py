@@ -1,4 +1,4 @@
-"""Handle the hooks of the scheduler process; ``__init__.py`` says where each stands and why."""
+"""Write weights in a scheduler, and follow what SGLang writes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,26 @@ import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightFromDiskReqOutput
+from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.compat.decoder import Decoder, decoder_of
-from sglang_dspark.engine.feature import part_of
+from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.part import part_of
+from sglang_dspark.engine.scheduler import Decoder, answer_with, decoder_of
 from sglang_dspark.errors import ConfigError, DSparkError
 from sglang_dspark.features.weights import DRAFTER
 from sglang_dspark.features.weights.served import Weights
 
 logger = logging.getLogger(__name__)
 
+_WRITES = (
+    io_struct.BeginWeightUpdateReqInput,
+    io_struct.UpdateWeightFromDiskReqInput,
+    io_struct.UpdateWeightsFromTensorReqInput,
+    io_struct.UpdateWeightsFromDistributedReqInput,
+    io_struct.UpdateWeightsFromIPCReqInput,
+    io_struct.EndWeightUpdateReqInput,
+)
+"""Requests that write weights."""
 _MEETING = ("BeginWeightUpdate", "UpdateWeightsFromTensor", "UpdateWeightsFromIPC", "EndWeightUpdate")
 """Requests at whose end all ranks wait for each other."""
 _AWAY = ConfigError(
@@ -33,7 +44,20 @@ def weights_of(decoder: Decoder) -> Weights:
     return weights
 
 
-def write(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
+    HookType.AFTER,
+    where="any_worker",
+    reason="what the drafter reads of the target follows, what was learned is forgotten, and weights that do not fit "
+    "are refused, where SGLang would end the server",
+)
+def answer_writes(result: None, scheduler: Any) -> None:
+    """Have requests that write weights come to :func:`write`."""
+    for kind in _WRITES:
+        answer_with(scheduler, kind, write, scheduler.weight_updater)
+
+
+def write(original: Callable[[Any], Any], manager: Any, request: Any) -> Any:
     """Have SGLang write weights between two steps, or a drafter's checkpoint, and follow them.
 
     Of weights that come in parts, the last one is followed. If some do not fit, the request is at fault and not the
@@ -49,7 +73,7 @@ def write(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     loads_drafter = isinstance(request, UpdateWeightFromDiskReqInput) and request.load_format == DRAFTER
     torch.get_device_module(manager.tp_worker.device).synchronize()  # a step that was launched reads the old ones
     try:
-        answer = _replace_drafter(decoder, manager, request) if loads_drafter else original(manager, request)
+        answer = _replace_drafter(decoder, manager, request) if loads_drafter else original(request)
     except Exception as error:  # noqa: BLE001 - SGLang's loaders raise whatever they meet
         answer = _failed(name, error)
         if name.startswith(_MEETING):
@@ -68,6 +92,13 @@ def write(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     return answer
 
 
+@hook(
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._select_runners",
+    HookType.AROUND,
+    where="any_worker",
+    reason="SGLang's drafters have the names of their target's tensors, so it writes those into both",
+    by=Moment.SOME_TIME,
+)
 def select(original: Callable[..., Any], manager: Any, selector: str = "all") -> Any:
     """Return the runners of the target, whatever else is asked for, or of the drafter if it alone is named.
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from sglang.srt.utils.weight_checker import WeightChecker
 
-from sglang_dspark.engine.compat.decoder import Decoder
-from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.part import Part
+from sglang_dspark.engine.scheduler import Decoder
 from sglang_dspark.errors import ConfigError
 
 PREFIX = "draft."

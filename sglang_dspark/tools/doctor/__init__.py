@@ -2,7 +2,7 @@
 
 Every check yields :class:`Finding` objects, which the command line prints. If SGLang is missing or is another release,
 a check says what it could not look at. Pairs get the checks that a start makes
-(:mod:`sglang_dspark.engine.launch.checks`).
+(:mod:`sglang_dspark.engine.checks`).
 """
 
 from dataclasses import dataclass

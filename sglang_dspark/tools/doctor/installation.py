@@ -55,9 +55,9 @@ def check_plugin() -> Iterator[Finding]:
 def _register(entry_point: EntryPoint) -> Finding:
     # Called directly first, because SGLang would only log what it raises.
     entry_point.load()()
-    from sglang_dspark.engine.launch import diagnosis
+    from sglang_dspark.engine import start
 
-    allowed = diagnosis.plugin_filter()
+    allowed = start.plugin_filter()
     if allowed is not None and entry_point.name not in [name.strip() for name in allowed.split(",")]:
         remedy = f"add {entry_point.name} to it or unset it"
         return Finding("fail", "registration", f"SGLANG_PLUGINS={allowed} keeps the plugin out", remedy)
@@ -68,9 +68,9 @@ def _register(entry_point: EntryPoint) -> Finding:
 def check_hooks() -> Iterator[Finding]:
     """Check the functions of SGLang that are patched. Imports the whole engine, which takes a while."""
     with warnings.catch_warnings(action="ignore"):
-        from sglang_dspark.engine.launch import diagnosis
+        from sglang_dspark.engine import start
 
-        for hook, problem in diagnosis.hooks():
+        for hook, problem in start.known_hooks():
             subject = f"hook {hook.name}"
             if problem is None:
                 yield Finding("ok", subject, f"{hook.where}, {hook.kind.value} {hook.target}: {hook.reason}")

@@ -13,7 +13,7 @@ from sglang_dspark.tools.doctor import Finding, one_line
 if TYPE_CHECKING:
     from sglang_dspark.draft.model import DraftModel
     from sglang_dspark.draft.resolved import ResolvedDrafter
-    from sglang_dspark.engine.launch.context import LaunchContext
+    from sglang_dspark.engine.feature import LaunchContext
 
 
 def check_pair(target_dir: Path, draft_dir: Path, command: Sequence[str]) -> Iterator[Finding]:
@@ -26,9 +26,9 @@ def check_pair(target_dir: Path, draft_dir: Path, command: Sequence[str]) -> Ite
         yield from _describe_drafter(drafter)
     try:
         with warnings.catch_warnings(action="ignore"):  # SGLang warns on import of what this machine does not have
-            from sglang_dspark.engine.launch import diagnosis
+            from sglang_dspark.engine import start
 
-            found = diagnosis.resolve(command)
+            found = start.resolve(command)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever ends a start is the finding
         said = str(error) if isinstance(error, DSparkError) else f"SGLang ends the start: {one_line(error)}"
         swapped = f"--target={target_dir} is a drafter; give the model that it was trained for"

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from dspark_kernels import DraftBlock, plan_staged, plan_uniform
 
-from sglang_dspark.engine.feature import CapturedPart, Part
-from sglang_dspark.engine.forward.graphs import Capture, Captured, Relay, capturing, logits_buffer, static_verify
+from sglang_dspark.engine.graphs import Capture, Captured, Relay, capturing, logits_buffer, static_verify
+from sglang_dspark.engine.part import CapturedPart, Part
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepOutcome, TargetOutput, VerifyPlan
 from sglang_dspark.worker.executors.buffers import StepBuffers

@@ -13,9 +13,9 @@ from dspark_kernels import (
     simulated_confidence,
 )
 
-from sglang_dspark.engine.feature import StepPart
-from sglang_dspark.engine.scheduler.agreement import Agreement
-from sglang_dspark.engine.scheduler.worker_base import Publish
+from sglang_dspark.engine.agreement import Agreement
+from sglang_dspark.engine.part import StepPart
+from sglang_dspark.engine.worker_base import Publish
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selected import build_plan

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from dspark_kernels import AcceptResult, DraftBlock, PlanNumbers
 
-from sglang_dspark.engine.feature import StepPart
-from sglang_dspark.engine.forward.graphs import Captured
-from sglang_dspark.engine.scheduler.worker_base import Publish
+from sglang_dspark.engine.graphs import Captured
+from sglang_dspark.engine.part import StepPart
+from sglang_dspark.engine.worker_base import Publish
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selected import build_plan
 from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepOutcome, TargetOutput, VerifyPlan

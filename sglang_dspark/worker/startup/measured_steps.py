@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from dspark_kernels import DraftBlock, SamplingBatch
 
-from sglang_dspark.engine.scheduler.batch import read_decode_batch
-from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
+from sglang_dspark.engine.batch import read_decode_batch
+from sglang_dspark.engine.measure_steps import DummyBatch
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
 from sglang_dspark.step.state import DraftOutput

@@ -31,11 +31,10 @@ from dspark_kernels import (
 )
 from triton.runtime.jit import KernelInterface
 
-from sglang_dspark.engine.feature import Part
-from sglang_dspark.engine.forward.layers import kv_heads_of_layers
-from sglang_dspark.engine.scheduler.batch import read_decode_batch
-from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
-from sglang_dspark.engine.scheduler.measure_steps import most_running
+from sglang_dspark.engine.batch import read_decode_batch
+from sglang_dspark.engine.measure_steps import DummyBatch, most_running
+from sglang_dspark.engine.part import LogitsPart
+from sglang_dspark.engine.target import kv_heads_of_layers
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
@@ -69,7 +68,7 @@ def warm_up(
     target_worker: Any,
     max_verify: int,
     request_slots: Sequence[int],
-    parts: Sequence[Part] = (),
+    parts: Sequence[LogitsPart] = (),
 ) -> None:
     """Compile what the steps of a server need, or load it from Triton's cache; takes seconds then.
 
@@ -121,7 +120,9 @@ def on_stream_of_steps(runner: Any, *, overlap: bool) -> Iterator[None]:
     device.synchronize()
 
 
-def hold_largest_step(executor: EagerExecutor, target_worker: Any, max_verify: int, parts: Sequence[Part] = ()) -> None:
+def hold_largest_step(
+    executor: EagerExecutor, target_worker: Any, max_verify: int, parts: Sequence[LogitsPart] = ()
+) -> None:
     """Have torch's allocator hold what the largest step takes beside CUDA graphs, so that no request finds it gone.
 
     All requests that may run are sampled and have drafts of their own, and none fits into a graph.
@@ -231,7 +232,7 @@ class _WarmUpSteps:
             depth = max(1, min(self._most, _MAX_SAMPLED_DRAFTS // self._requests))
             self._step(StepDecision(depth, TopK(max(1, self._requests * depth // 2))), _DRAFT_MIXES)
 
-    def accept(self, parts: Sequence[Part]) -> None:
+    def accept(self, parts: Sequence[LogitsPart]) -> None:
         """Verify every mix, windows of every width; and run what else there is."""
         plan, target = self._step(PLAIN, _MIXES)
         self._executor.drafter.inject(plan.input_ids, target.captured, plan.positions, plan.slots)

@@ -16,7 +16,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_objects import batch, forward, partly, worker
 
-from sglang_dspark.engine.forward.verify import DSparkVerifyInput
+from sglang_dspark.engine.verify import DSparkVerifyInput
 from sglang_dspark.errors import UnservedError
 from sglang_dspark.features.adapters import rows
 from sglang_dspark.features.adapters.rows import AdapterChoice, CapturedAdapters, lay_out, segment_bounds

@@ -8,7 +8,7 @@ import pytest
 import torch
 from dspark_kernels import simulated_accept
 
-from sglang_dspark.engine.launch import hooks
+from sglang_dspark.engine import hooks
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.builtin_worker import common_draws
 

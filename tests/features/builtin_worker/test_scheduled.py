@@ -13,9 +13,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang_objects import ONE_RANK, model_config, partly
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.compat.arguments import attach, attached
-from sglang_dspark.engine.launch_state import DSparkServer, TargetOnly
-from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.agreement import Agreement
+from sglang_dspark.engine.server import DSparkServer, TargetOnly, attach
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.builtin_worker import FEATURE, driver, server
 from sglang_dspark.features.builtin_worker.server import MODE, ScheduledServer
@@ -124,8 +123,9 @@ def test_blocks_that_nothing_cuts_are_accepted_by_the_worker():
 
 def resolved(args, **options):
     """Return the server of a start whose arguments SGLang resolves without any question."""
-    ScheduledServer(DSparkConfig(engine="scheduled", **options)).resolve(lambda args: None, args)
-    return attached(args)
+    asked = ScheduledServer(DSparkConfig(engine="scheduled", **options))
+    asked.prepare(args)
+    return asked.settled(args)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,6 @@ def settled(monkeypatch):
     """Return a server of arguments that SGLang has resolved, and why all requests verify as many drafts."""
 
     def settle(why, found=(), **options):
-        monkeypatch.setattr(server.hooks, "install", lambda *places: None)
         monkeypatch.setattr(server, "resolved_view", lambda args: SimpleNamespace(**RESOLVED | dict(found)))
         monkeypatch.setattr(server, "why_whole_blocks", lambda args: why)
         return resolved(ServerArgs(model_path="none"), **options)

@@ -5,7 +5,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_objects import batch, partly
 
-from sglang_dspark.engine.feature import DrawnTokens
+from sglang_dspark.engine.part import DrawnTokens
 from sglang_dspark.features.hidden_states.served import HiddenStates
 
 # By the rows of a forward, whose states are their numbers: what SGLang has when it looks for those of each token.

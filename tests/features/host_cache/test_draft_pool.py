@@ -13,7 +13,7 @@ from sglang_objects import GOLDEN, worker
 
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.formats import read_config
-from sglang_dspark.engine.compat.worker_face import WorkerFace
+from sglang_dspark.engine.worker_base import WorkerFace
 from sglang_dspark.features.host_cache.draft_pool import DraftPool
 
 LAYERS, HEADS, DIM, SIZE, PAGE = 3, 2, 8, 24, 4

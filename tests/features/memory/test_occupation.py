@@ -5,13 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ReleaseMemoryOccupationReqOutput,
     ResumeMemoryOccupationReqInput,
 )
 
+from sglang_dspark.engine.carried import refuses
 from sglang_dspark.features.memory import asking
-from sglang_dspark.features.memory.occupation import BUSY, release, resume, stay_paused
+from sglang_dspark.features.memory.occupation import go_on, release, resume
 
 
 class Manager:
@@ -25,7 +27,7 @@ class Manager:
         return self.idle
 
     def answer(self, asked):
-        def original(manager, asked):
+        def original(asked):
             assert self.idle and not self.offload_tags & set(asked.tags)
             self.offload_tags |= set(asked.tags)
             return ReleaseMemoryOccupationReqOutput()
@@ -33,10 +35,10 @@ class Manager:
         return release(original, self, asked)
 
     def release(self, tags=None):
-        return self.answer(ReleaseMemoryOccupationReqInput(tags=tags)).rid
+        return self.answer(ReleaseMemoryOccupationReqInput(tags=tags))
 
     def resume(self, tags=None):
-        def original(manager, asked):
+        def original(asked):
             for tag in asked.tags:
                 self.offload_tags.remove(tag)
 
@@ -59,11 +61,11 @@ def test_nothing_is_decoded_while_memory_is_away(paused):
     manager.resume()
     manager.release()
     scheduler._engine_paused = False
-    stay_paused(None, scheduler)
+    go_on(lambda asked: None, scheduler, ContinueGenerationReqInput())
     assert scheduler._engine_paused
     manager.resume()
     assert not scheduler._engine_paused
-    stay_paused(None, scheduler)
+    go_on(lambda asked: None, scheduler, ContinueGenerationReqInput())
     assert not scheduler._engine_paused
 
 
@@ -101,7 +103,7 @@ class Replicas:
     ],
 )
 def test_a_refusal_says_what_is_released_all_the_same(replicas, said, away):
-    with pytest.raises(ValueError, match=f"{said}.*: {BUSY}; .* release again$"):
+    with pytest.raises(ValueError, match=f"{said}.*: requests are running; .* release again$"):
         asyncio.run(asking.release(replicas, ReleaseMemoryOccupationReqInput()))
     assert [bool(scheduler.offload_tags) for scheduler in replicas.schedulers] == away
 
@@ -115,5 +117,5 @@ def test_all_replicas_release_memory():
 def test_running_requests_keep_the_memory():
     manager = Manager(paused=False)
     manager.idle = False
-    assert manager.release() == BUSY
+    assert refuses(manager.release())
     assert not manager.offload_tags and not manager.scheduler._engine_paused

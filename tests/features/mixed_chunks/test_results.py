@@ -12,8 +12,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_objects import batch, partly, request
 from stage_loop import OneRank
 
-from sglang_dspark.engine.feature import Part
-from sglang_dspark.engine.scheduler.step_control import StepControl
+from sglang_dspark.engine.part import Part
+from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.features.mixed_chunks.results import count_running, wait_for_grammars
 from sglang_dspark.worker.worker import DSparkWorker
 

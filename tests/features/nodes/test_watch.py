@@ -16,7 +16,7 @@ from sglang_objects import partly, server_args
 from torch import distributed
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.server import DSparkServer
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.nodes import FEATURE, watch
 from sglang_dspark.features.nodes.watch import Nodes, check_alike, join, to_have_in_common

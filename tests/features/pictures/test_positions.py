@@ -5,7 +5,7 @@ import torch
 from sglang.srt.managers.schedule_batch import MultimodalInputs
 from sglang_objects import batch, forward, model_config, partly, table, worker
 
-from sglang_dspark.engine.forward.verify import DSparkVerifyInput
+from sglang_dspark.engine.verify import DSparkVerifyInput
 from sglang_dspark.features.pictures.positions import Positions, keep_embeddings, place_rows
 
 

@@ -85,7 +85,8 @@ def test_nothing_is_kept_without_room():
 def test_answers_are_kept_of_requests_with_a_key_that_end_by_themselves(key, reason, kept):
     worker = object.__new__(DSparkWorker)
     answers = AnswerCache(ROOM)
-    worker.parts = [PromptLookup(answers, ForcedTokens(None, 1, 1), torch.device("cpu"))]
+    worker.candidates = PromptLookup(answers, ForcedTokens(None, 1, 1), torch.device("cpu"))
+    worker.parts = [worker.candidates]
     req = settled({"cache": key} if key else {}, answer_cache=1)
     req.output_ids.extend([5, 6, 7])
     req.finished_reason = reason

@@ -1,7 +1,6 @@
 """Keys of prompt lookup: what is taken over, and that every refusal names its key and what would do."""
 
 import json
-from dataclasses import fields
 
 import pytest
 from hypothesis import given
@@ -9,10 +8,10 @@ from hypothesis import strategies as st
 from settled_requests import LetterTokenizer, settled
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.server import DSparkServer
 from sglang_dspark.features.builtin_worker.server import ScheduledServer
-from sglang_dspark.features.prompt_lookup.keys import MAX_LABEL_TOKENS, LookupKeys
-from sglang_dspark.features.prompt_lookup.options import NAMING, PRESETS, LookupOptions, lookup_options
+from sglang_dspark.features.prompt_lookup.keys import MAX_LABEL_TOKENS, LookupKeys, lookup_options
+from sglang_dspark.features.prompt_lookup.options import NAMING, PRESETS
 
 lengths = st.integers(1, 8)
 texts = st.text(st.characters(exclude_categories=["Cs"]))
@@ -66,7 +65,7 @@ def content(text):
 )
 def test_values_that_ask_for_nothing(value):
     req = settled(value)
-    assert lookup_options(req) == LookupOptions() and lookup_options(req) is lookup_options(req)
+    assert lookup_options(req) == LookupKeys() and lookup_options(req) is lookup_options(req)
     assert "prompt_lookup" not in str(req.sampling_params.custom_params)
 
 
@@ -109,7 +108,7 @@ def test_refused_keys(value, complaint):
 
 
 def test_keys_that_a_server_does_not_serve():
-    every = [key.name for key in fields(LookupKeys)]
+    every = [*LookupKeys.key_types()]
 
     def unserved(server, **options):
         return list(LookupKeys.unserved(server(DSparkConfig(**options))))

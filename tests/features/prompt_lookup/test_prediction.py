@@ -10,8 +10,8 @@ from settled_requests import LetterTokenizer, settled
 from sglang_objects import batch
 from stage_loop import lookup_of
 
-from sglang_dspark.engine.api.request_field import ASKED
-from sglang_dspark.engine.scheduler.batch import DSparkBatchResult
+from sglang_dspark.engine.batch import DSparkBatchResult
+from sglang_dspark.engine.requests import ASKED
 from sglang_dspark.features.prompt_lookup.options import COUNTS
 from sglang_dspark.features.prompt_lookup.prediction import ROUTE, Predictions, keep_counts
 from sglang_dspark.step.decision import PLAIN

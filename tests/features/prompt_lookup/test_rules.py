@@ -8,14 +8,13 @@ from sglang_objects import server_args
 from stage_loop import lookup_of
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.compat.arguments import attach
-from sglang_dspark.engine.launch_state import DSparkServer
-from sglang_dspark.engine.scheduler.request_options import BatchOptions
+from sglang_dspark.engine.request_options import BatchOptions
+from sglang_dspark.engine.server import DSparkServer, attach
 from sglang_dspark.features import prompt_lookup
 from sglang_dspark.features.builtin_worker.server import ScheduledServer
 from sglang_dspark.features.prompt_lookup import rules as module
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
-from sglang_dspark.features.prompt_lookup.options import answer_key
+from sglang_dspark.features.prompt_lookup.keys import answer_key
 from sglang_dspark.features.prompt_lookup.rules import rules_of, with_forced
 from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.worker.no_drafter import NoDrafter

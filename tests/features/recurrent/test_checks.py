@@ -5,7 +5,7 @@ import re
 import pytest
 from sglang_objects import found_by, launch_context
 
-from sglang_dspark.engine.launch.launch import of_rules
+from sglang_dspark.engine.start import of_rules
 from sglang_dspark.features.recurrent import checks
 
 HYBRID = {"architecture": "Qwen3_5ForCausalLM"}

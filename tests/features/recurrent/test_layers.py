@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_objects import batch, forward, partly, runner, server_args
 
-from sglang_dspark.engine.forward.verify import DSparkVerifyInput
+from sglang_dspark.engine.verify import DSparkVerifyInput
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.recurrent import layers as recurrent_layers
 from sglang_dspark.features.recurrent import recurrence

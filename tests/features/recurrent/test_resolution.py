@@ -10,8 +10,8 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import prepare_server_args
 
-from sglang_dspark.engine.launch import hooks
-from sglang_dspark.engine.launch.defaults import MIN_REQUESTS
+from sglang_dspark.engine import hooks
+from sglang_dspark.engine.flags import MIN_REQUESTS
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.recurrent import FEATURE
 from sglang_dspark.tools.launch import PLUGIN
@@ -63,5 +63,5 @@ def test_its_hook_is_there_before_any_arguments_are(monkeypatch):
     registered = []
     monkeypatch.setattr(HookRegistry, "register", lambda target, handler, kind: registered.append(target))
     hooks.register_flags()
-    [hook] = [hook for hook in FEATURE.hooks if hook.where == "flags"]
+    [hook] = hooks.hooks_at(FEATURE.package, FEATURE.hooks, "flags")
     assert hook.target in registered

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
-from sglang_dspark.engine.feature import Counted
+from sglang_dspark.engine.part import Counted
 from sglang_dspark.features.reports import prometheus
 from sglang_dspark.features.reports.counters import Counters
 from sglang_dspark.features.reports.prometheus import Metrics

@@ -26,7 +26,7 @@ def test_a_trace_shows_no_draft_of_an_earlier_answer(row, shown):
         chains=torch.tensor([[row + 3, 0, 7, 8, 9]]),
         num_drawn=1,
     )
-    req = request([1], custom_params={"dspark": '{"trace": true}'})
+    req = request([1], custom_params={"dspark": '{"core": {"trace": true}}'})
     trace([req], record, [0], [0])
     assert req.customized_info["dspark_trace"][-1]["draft"] == shown
 

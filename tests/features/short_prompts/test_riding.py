@@ -10,7 +10,7 @@ import torch
 from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang_objects import batch, partly, request
 
-from sglang_dspark.engine.scheduler.batch import DSparkBatchResult
+from sglang_dspark.engine.batch import DSparkBatchResult
 from sglang_dspark.features.short_prompts import riding
 from sglang_dspark.features.short_prompts.riding import (
     PART,

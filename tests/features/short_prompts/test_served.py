@@ -10,9 +10,8 @@ from sglang_objects import batch, model_config, partly, request, runner, server_
 from step_tables import make_table
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.compat.arguments import attach
-from sglang_dspark.engine.launch_state import DSparkServer
-from sglang_dspark.engine.scheduler.batch import RIDERS
+from sglang_dspark.engine.batch import RIDERS
+from sglang_dspark.engine.server import DSparkServer, attach
 from sglang_dspark.features.short_prompts import FEATURE
 from sglang_dspark.features.short_prompts.riding import RunningBeside
 from sglang_dspark.features.short_prompts.served import BESIDE, PREFILLED, VERIFIED, ShortPrompts

@@ -13,7 +13,7 @@ from sglang_objects import model_config, request, runner, table
 from stage_loop import OneRank, StageLoop
 from toy_pair import GAMMA, ToyLoop
 
-from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.features.short_prompts.blocks import Blocks
 from sglang_dspark.features.short_prompts.verification import PromptRows
 from sglang_dspark.step.confidence import Confidence

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from made_schedule import schedule
-from msgspec import Raw
 from settled_requests import settled
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -15,17 +14,17 @@ from sglang_objects import batch as batch_of
 from sglang_objects import partly, request, server_args
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.compat.arguments import attach
+from sglang_dspark.engine.server import attach
 from sglang_dspark.features.builtin_worker.server import ScheduledServer
-from sglang_dspark.features.slo.keys import SloKeys, SloOptions
+from sglang_dspark.features.slo.keys import SloKeys
 from sglang_dspark.features.slo.served import Slos
-from sglang_dspark.speculation import KEY, RequestOptions
+from sglang_dspark.speculation import KEY
 
 
 def asking(**asked):
     """SGLang's request with these options."""
-    options = RequestOptions(of_features={"slo": Raw(msgspec.json.encode(SloOptions(**asked)))})
-    made = request((), (0,), "r", custom_params={KEY: msgspec.json.encode(options).decode()} if asked else None)
+    options = msgspec.json.encode({"slo": SloKeys(**asked)}).decode()
+    made = request((), (0,), "r", custom_params={KEY: options} if asked else None)
     made.finished_reason = FINISH_LENGTH(9)
     return made
 

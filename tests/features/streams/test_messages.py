@@ -9,7 +9,9 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang_objects import partly, server_args
 from transformers import AutoTokenizer
 
-from sglang_dspark.features.streams.messages import StreamCutter, stream_tokens
+from sglang_dspark.engine.hooks import Moment
+from sglang_dspark.features.streams import messages as module
+from sglang_dspark.features.streams.messages import StreamCutter, look_at_answers, stream_tokens
 
 SKIPPED = 2  # <mask>, a token without a text
 
@@ -109,6 +111,24 @@ def test_the_server_and_the_request_decide(tokenizer, stream, parser, intervals,
         return len([message async for message in stream_tokens(answers(), manager, obj=obj, state=None)])
 
     assert asyncio.run(number()) == expected
+
+
+@pytest.mark.parametrize(("reason", "looked"), [("stop", True), ("length", True), ("abort", False)])
+def test_hooks_are_looked_for_with_the_first_answer_that_was_decoded(reason, looked, monkeypatch):
+    """One that was aborted while it waited has not been where the others are."""
+    moments = []
+    monkeypatch.setattr(module, "check", moments.append)
+
+    async def answers():
+        yield {"meta_info": {"finish_reason": None}}
+        assert moments == []
+        yield {"meta_info": {"finish_reason": {"type": reason}}}
+
+    async def number():
+        return len([answer async for answer in look_at_answers(answers())])
+
+    assert asyncio.run(number()) == 2
+    assert moments == [Moment.ANSWERED] * looked
 
 
 class Counting:

@@ -29,7 +29,7 @@ def emulate(module):
     from replays import Emulated
     from waits import watching
 
-    from sglang_dspark.engine.forward import verify_attention
+    from sglang_dspark.engine import verify
     from sglang_dspark.worker.executors import captured
 
     def decode(self, batch, publish, beside=None, original=module.DSparkWorker.decode):
@@ -65,8 +65,8 @@ def emulate(module):
     module.PackedCopies, module.DSparkWorker.decode = ring_of_the_host, decode
     module.graph_request_slots, module.DSparkWorker._prefill = lambda runner: REQUEST_SLOTS, prefill
     module.DSparkWorker.step_times = step_times
-    verify_attention.window_attention = noted_attention
-    verify_attention.CpuVerifyBackend._attend = verify_attention.CudaVerifyBackend._attend
+    verify.window_attention = noted_attention
+    verify.CpuVerifyBackend._attend = verify.CudaVerifyBackend._attend
 
 
 def prefill(self, batch, publish):
@@ -189,7 +189,7 @@ def step_times(self):
     import numpy as np
     import torch
 
-    from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
+    from sglang_dspark.engine.measure_steps import DummyBatch
     from sglang_dspark.scheduling.sps_table import SpsTable
     from sglang_dspark.worker.startup.measured_steps import MeasuredSteps
 

@@ -5,7 +5,7 @@ from launches import one
 
 
 class Emulated:
-    """Stands for ``engine.forward.graphs.Captured``."""
+    """Stands for ``engine.graphs.Captured``."""
 
     def __init__(self, run):
         self._run, self.output = run, run()

@@ -68,7 +68,7 @@ def offer_random_lengths():
         sps_profiler.MAX_PASSES, module._CONTEXTS, module.LIMIT_S["cpu"] = 1, (64,), 6.0
 
     patch_when_imported("sglang_dspark.features.reports.served", offer)
-    patch_when_imported("sglang_dspark.engine.scheduler.measure_steps", measure_briefly)
+    patch_when_imported("sglang_dspark.engine.measure_steps", measure_briefly)
 
 
 def offer_a_pace():
@@ -171,7 +171,7 @@ def attend_literally():
 
     patch_when_imported("sglang.srt.configs.model_config", serve_text)
     patch_when_imported("sglang.srt.layers.attention.attention_registry", late("literal_attention", "install"))
-    patch_when_imported("sglang_dspark.engine.launch.flag_rules", offer)
+    patch_when_imported("sglang_dspark.engine.flags", offer)
 
 
 def keep_states_of_texts():
@@ -217,7 +217,7 @@ def complete_cpu():
     # The first of the modules of adapters that any process imports.
     patch_when_imported("sglang.srt.lora.lora_registry", late("unpinned", "install"))
     patch_when_imported("sglang.srt.utils.torch_memory_saver_adapter", late("memory_saver", "install"))
-    patch_when_imported("sglang_dspark.engine.launch.flag_rule", as_on_a_gpu)
+    patch_when_imported("sglang_dspark.engine.feature", as_on_a_gpu)
     patch_when_imported("sglang.srt.mem_cache.pool_host.mha", late("host_memory", "install_pools"))
     for name in ("sglang.srt.managers.cache_controller", "sglang.srt.mem_cache.l2_transfer"):
         patch_when_imported(name, late("host_memory", "install_streams"))

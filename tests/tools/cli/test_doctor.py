@@ -18,10 +18,8 @@ from random_drafter import random_drafter
 from safetensors.torch import load_file, save_file
 
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
-from sglang_dspark.engine import support
-from sglang_dspark.engine.launch import diagnosis, hooks
-from sglang_dspark.engine.launch.hooks import HOOKS
-from sglang_dspark.engine.launch.launch import Launch
+from sglang_dspark.engine import hooks, start, support
+from sglang_dspark.engine.hooks import all_hooks
 from sglang_dspark.tools.doctor import Finding, installation, models
 
 
@@ -114,13 +112,13 @@ def test_a_start_that_sglang_ends_is_told(run, target, tmp_path, monkeypatch):
     drafter = published_drafter(tmp_path / "draft", "speculators")
     result = run("doctor", "--target", target, "--draft", drafter)
     assert result.exit_code == 0 and "speculators format" in result.output, result.output
-    after = Launch.after
+    complete = start.complete
 
-    def telling(launch, args):
-        args.speculative_draft_model_path = launch.draft_path
-        after(launch, args)
+    def telling(args):
+        args.speculative_draft_model_path = start.started(args).draft_path
+        complete(args)
 
-    monkeypatch.setattr(Launch, "after", telling)
+    monkeypatch.setattr(start, "complete", telling)
     result = run("doctor", "--target", target, "--draft", drafter)
     assert result.exit_code == 1 and "Ready" not in result.output
     said = " ".join(result.output.split())
@@ -283,13 +281,14 @@ def test_a_target_alone_is_refused(run, target):
 
 @pytest.mark.usefixtures("without_sglang")
 def test_every_patch_of_sglang_is_listed_with_its_reason(run, monkeypatch):
-    gone = replace(HOOKS[-1], target=HOOKS[-1].target + "_gone")
-    monkeypatch.setattr(diagnosis, "all_hooks", lambda: (HOOKS[0], gone))
+    [first, *_, last] = all_hooks()
+    gone = replace(last, target=last.target + "_gone")
+    monkeypatch.setattr(start, "all_hooks", lambda: (first, gone))
     monkeypatch.setenv("COLUMNS", "400")
     result = run("doctor", "--hooks")
     assert result.exit_code == 1
-    assert f"hook {HOOKS[0].name}" in result.output
-    assert f"{HOOKS[0].where}, after {HOOKS[0].target}: {HOOKS[0].reason}" in result.output
+    assert f"hook {first.name}" in result.output
+    assert f"{first.where}, after {first.target}: {first.reason}" in result.output
     assert f"has no attribute '{gone.target.rpartition('.')[2]}'" in result.output
 
 

@@ -1,1 +1,0 @@
-"""The process that tokenizes requests and serves HTTP."""

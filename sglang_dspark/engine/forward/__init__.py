@@ -1,1 +1,0 @@
-"""The target's forward passes: verification, its attention and its CUDA graphs."""

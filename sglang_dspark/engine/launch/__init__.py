@@ -1,1 +1,0 @@
-"""Launch a server: flags, checks, hooks and registration, once before it listens."""

@@ -1,1 +1,0 @@
-"""The scheduler process: its batches, requests and results."""
