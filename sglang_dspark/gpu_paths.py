@@ -67,6 +67,9 @@ GPU_PATHS: Mapping[str, GpuPath] = {
     "mixed-chunks": GpuPath("prompts share steps with running requests", named_by="--enable-mixed-chunk"),
     "memory-graphs": GpuPath("CUDA graphs give their memory away, too", named_by="SGLANG_MEMORY_SAVER_CUDA_GRAPH=1"),
     "one-launch-attention": GpuPath("the last program of a split context combines its parts; no older form is left"),
+    "inverted-draws": GpuPath(
+        "sampled drafts and tokens are drawn by inverting the cumulative distribution; no older form is left"
+    ),
     "shortlist-walk": GpuPath("blocks of a DFlash 2 drafter are drawn in one launch; no older form is left"),
 }
 """By name. Those without a file are open."""

@@ -35,7 +35,7 @@ def test_what_is_open_has_to_be_named():
             assert "no older form is left" in path.what, name
     assert {name for name, found in described(()).items() if found["on"]} == {
         *("graphs", "fused-graphs", "fused-layers", "walk", "auto"),
-        *("one-launch-attention", "shortlist-walk"),
+        *("one-launch-attention", "inverted-draws", "shortlist-walk"),
     }
 
 

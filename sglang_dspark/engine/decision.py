@@ -3,20 +3,32 @@
 Until it is decided, nothing is written to these.
 """
 
+import io
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import fields, replace
 
 from sglang.srt.arg_groups.arg_utils import record_fields
+from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs as Record
+from sglang.srt.server_args import prepare_server_args
 
 from sglang_dspark.config import ENV_PREFIX, DSparkConfig, add_flags, flag_dest, flag_name, flag_texts, option_text
 from sglang_dspark.engine import hooks, support
 from sglang_dspark.engine.checks import failures, refuse, why_not_ours
 from sglang_dspark.engine.feature import LaunchContext, Stage, other_servers
 from sglang_dspark.engine.hooks import hook
-from sglang_dspark.engine.server import Attached, OtherServer, TargetOnly, looked_up, speculating, variables_of_sglang
+from sglang_dspark.engine.server import (
+    Attached,
+    DSparkServer,
+    OtherServer,
+    TargetOnly,
+    looked_up,
+    speculating,
+    variables_of_sglang,
+)
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.start import LeftToSGLang, find_server, start
 from sglang_dspark.engine.support import ALGORITHM, COMMON_NAME
@@ -188,3 +200,30 @@ def resolve_once(original: Callable[..., None], args: ServerArgs) -> None:
         original(args)
     else:
         start(server, original, args)
+
+
+def resolve(command: Sequence[str]) -> LaunchContext | str:
+    """Resolve the flags of ``sglang.launch_server`` as a start does before it loads anything. It changes this process.
+
+    Returns:
+        The facts of a start with our worker; why another one decodes, if it does.
+
+    Raises:
+        ConfigError: SGLang's parser does not take the flags.
+        Exception: whatever else would end the start.
+    """
+    load_plugins()
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            args = prepare_server_args(list(command))
+    except SystemExit as ended:
+        # The parser prints the usage of all flags, and then what is wrong.
+        raise ConfigError(f"SGLang ends the start: {said.getvalue().rpartition('error: ')[2].strip()}") from ended
+    found = decide(args, given_texts(args))
+    args.resolve_once()
+    if isinstance(found, LeftToSGLang):
+        return found.reason
+    server = speculating(args)
+    assert server is not None, "the flags ask for DSPARK"
+    return LaunchContext(args, server) if isinstance(server, DSparkServer) else server.reason

@@ -41,7 +41,7 @@ CORE_HOOKS: Mapping[Where, tuple[str, ...]] = {
     "front_end": ("start", "requests"),
     "routes": ("http",),
     "any_worker": ("draft_input", "scheduler"),
-    "scheduler": ("target", "scheduler", "graphs"),
+    "scheduler": ("draft_input", "target", "scheduler", "graphs"),
     "cuda": ("graphs",),
     "cpu": ("scheduler",),
 }

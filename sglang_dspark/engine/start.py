@@ -5,11 +5,9 @@ SGLang asks our algorithm at two moments, :func:`validate` and :func:`complete`.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +15,8 @@ from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.environ import envs
-from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs as Record
-from sglang.srt.server_args import prepare_server_args
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
@@ -52,7 +48,6 @@ from sglang_dspark.engine.server import (
     looked_up,
     restore,
     snapshot,
-    speculating,
 )
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import ALGORITHM, COMMON_NAME, installed_sglang
@@ -386,28 +381,3 @@ def known_hooks() -> Iterator[tuple[Hook, str | None]]:
             yield patch, str(error)
         else:
             yield patch, None
-
-
-def resolve(command: Sequence[str]) -> LaunchContext | str:
-    """Resolve the flags of ``sglang.launch_server`` as a start does before it loads anything. It changes this process.
-
-    Returns:
-        The facts of a start with our worker; why another one decodes, if it does.
-
-    Raises:
-        ConfigError: SGLang's parser does not take the flags.
-        Exception: whatever else would end the start.
-    """
-    load_plugins()
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said):
-            args = prepare_server_args(list(command))
-    except SystemExit as ended:
-        # The parser prints the usage of all flags, and then what is wrong.
-        raise ConfigError(f"SGLang ends the start: {said.getvalue().rpartition('error: ')[2].strip()}") from ended
-    args.resolve_once()
-    server = speculating(args)
-    if server is None:
-        return "SGLang's own worker decodes as it comes"
-    return LaunchContext(args, server) if isinstance(server, DSparkServer) else server.reason

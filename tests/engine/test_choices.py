@@ -111,14 +111,14 @@ def test_the_committed_counts_are_these():
     assert [(row["source"], row["flags"], row["now"]["starts"]) for row in result["command_lines"]] == [
         (line.source, line.flags, not line.refused) for line in LINES
     ]
-    said = "Of [{lines} published command lines]({file}) {start_now} start; {start_before} did"
+    said = "[{lines} published command lines]({file}), {start_now} start; {start_before} did"
     assert said.format(file="../benchmarks/results/command_lines.json", **result) in WORDS
 
 
 def test_the_document_counts_flags():
-    said = "Of its {flags} flags, {served} mean the same. Values of {adjusted} that change speed alone are **adjusted**"
+    said = "{served} of SGLang's {flags} flags work unchanged. {adjusted} flags that only affect speed are **adjusted**"
     assert said.format(**counted()) in WORDS
-    assert "Values of {refused} are **refused**".format(**counted()) in WORDS
+    assert "{refused} flags are **refused**".format(**counted()) in WORDS
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"])

@@ -11,7 +11,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang_objects import GOLDEN
 
-from sglang_dspark.engine import decision, hooks, start, support
+from sglang_dspark.engine import decision, hooks, support
 from sglang_dspark.engine import server as module
 from sglang_dspark.engine.decision import decide, given_texts
 from sglang_dspark.engine.server import DSparkServer, TargetOnly, attached, snapshot
@@ -237,6 +237,6 @@ def test_sglangs_worker_is_left_untouched_on_a_gpu(monkeypatch):
             view = resolving_view(args)
             found.append({field.name: getattr(view, field.name) for field in record_fields(ServerArgs)})
             assert attached(args) is None
-        said = start.resolve(command)
+        said = decision.resolve(command)
     assert found[0] == found[1] and found[0]["speculative_algorithm"] == "DSPARK"
     assert "as it comes: the plugin's does not serve BaichuanForCausalLM" in said

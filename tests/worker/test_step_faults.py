@@ -2,6 +2,7 @@
 
 import logging
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,6 +57,7 @@ class WorkerLoop(StageLoop):
     def _step(self, number):
         reqs = [request(rid=f"r{place}") for place in range(len(self.texts))]
         running = batch(*reqs, forward_mode=ForwardMode.DECODE, is_extend_in_batch=False, has_grammar=False)
+        running.spec_info = SimpleNamespace(room=None)
         self.worker.forward_batch_generation(running, on_publish=self.published.append)
 
 

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from dspark_kernels.drafting.candidates import FIRST, FOLLOWED, OUTRIGHT
 from dspark_kernels.drafting.draft_distribution import LEAST_TEMPERATURE
+from dspark_kernels.drafting.walk_draw import LOWEST, column_at, part_at
 from dspark_kernels.sampling.noise import Purpose
 from dspark_kernels.sampling.noise_device import seeded_noise_at, uniforms
 
@@ -28,7 +29,6 @@ DRAFT = tl.constexpr(int(Purpose.DRAFT))
 _OUTRIGHT = tl.constexpr(OUTRIGHT)
 FOLLOWED_AT = tl.constexpr(FOLLOWED)
 _FIRST = tl.constexpr(FIRST)
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32: a start for maxima that may be subtracted
 NO_COLUMN = tl.constexpr(0x7FFFFFFF)
 LEAST = tl.constexpr(LEAST_TEMPERATURE)
 
@@ -38,64 +38,6 @@ def or_copied(tokens, candidates, candidate_columns, boosts, alive) -> tl.tensor
     """Tokens that were drawn, or candidates of live chains that weigh enough and cannot be."""
     copied = alive & (candidates >= 0) & (candidate_columns < 0) & (boosts >= _OUTRIGHT)
     return tl.where(copied, candidates, tokens)
-
-
-@triton.jit
-def _part_at(
-    thresholds, highest, group, num_programs, plane, partial_ptr, BLOCK_B: tl.constexpr, BLOCK_P: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the parts [BLOCK_B] in which the cumulative masses cross the thresholds, and what is left of these there.
-
-    As everywhere below, that is the last part of a positive mass before which there is at most the threshold, so that
-    rounding cannot keep all parts from being it.
-    """
-    parts = tl.full([BLOCK_B], -1, tl.int32)
-    passed = tl.zeros([BLOCK_B], tl.float64)  # before the part
-    reached = tl.zeros([BLOCK_B], tl.float64)
-    for start in range(0, num_programs, BLOCK_P):
-        programs = start + tl.arange(0, BLOCK_P)
-        there = (programs < num_programs)[:, None]
-        offsets = (group * num_programs + programs)[:, None] * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
-        top = tl.load(partial_ptr + plane + offsets, mask=there, other=LOWEST, cache_modifier=".cg")
-        mass = tl.load(partial_ptr + 2 * plane + offsets, mask=there, other=0.0, cache_modifier=".cg")
-        mass = (mass * tl.exp(top - highest[None, :])).to(tl.float64)
-        before = reached[None, :] + tl.cumsum(mass, 0) - mass
-        met = (mass > 0) & (before <= thresholds[None, :])
-        parts = tl.maximum(parts, tl.max(tl.where(met, programs[:, None], -1), 0))
-        passed = tl.maximum(passed, tl.max(tl.where(met, before, 0.0), 0))
-        reached += tl.sum(mass, 0)
-    return parts, thresholds - passed
-
-
-@triton.jit
-def _weights_at(scores, highest, columns, is_sampled, v) -> tl.tensor:
-    """Return exp(score - highest) [BLOCK_B, BLOCK_V] float64 at ``columns``."""
-    there = is_sampled[:, None] & (columns >= 0) & (columns < v)
-    # Past the L1 cache, as other multiprocessors have written them.
-    score = tl.load(scores[:, None] + columns, mask=there, other=float("-inf"), cache_modifier=".cg")
-    return tl.exp(score - highest[:, None]).to(tl.float64)
-
-
-@triton.jit
-def _column_at(
-    thresholds, highest, scores, first_tiles, share, is_sampled, v, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr
-) -> tl.tensor:
-    """Return the columns [BLOCK_B] in which the cumulative weights from ``first_tiles`` on cross the thresholds."""
-    lanes = tl.arange(0, BLOCK_V)[None, :]
-    tiles = tl.full([BLOCK_B], -1, tl.int32)
-    passed = tl.zeros([BLOCK_B], tl.float64)
-    reached = tl.zeros([BLOCK_B], tl.float64)
-    for step in range(share):
-        columns = (first_tiles + step)[:, None] * BLOCK_V + lanes
-        mass = tl.sum(_weights_at(scores, highest, columns, is_sampled, v), 1)
-        met = (mass > 0) & (reached <= thresholds)
-        tiles = tl.where(met, first_tiles + step, tiles)
-        passed = tl.where(met, reached, passed)
-        reached += mass
-    columns = tiles[:, None] * BLOCK_V + lanes
-    weights = _weights_at(scores, highest, columns, is_sampled, v)
-    met = (weights > 0) & (tl.cumsum(weights, 1) - weights <= (thresholds - passed)[:, None])
-    return tl.max(tl.where(met, columns, -1), 1)
 
 
 @triton.jit
@@ -161,10 +103,10 @@ def _finish_group(
         highest = tl.max(tops, 0)
         total = tl.sum(masses * tl.exp(tops - highest[None, :]), 0)
         tl.store(log_norms_ptr + rows.to(tl.int64) * log_norms_stride, highest + tl.log(total), mask=is_sampled)
-        part, threshold = _part_at(
+        part, threshold = part_at(
             thresholds * total.to(tl.float64), highest, group, num_programs, plane, partial_ptr, BLOCK_B, BLOCK_P
         )
-        drawn = _column_at(threshold, highest, scores, part * share, share, is_sampled, v, BLOCK_B, BLOCK_V)
+        drawn = column_at(threshold, highest, scores, part * share, share, is_sampled, v, BLOCK_B, BLOCK_V)
         chosen = tl.where(is_sampled & (drawn >= 0), drawn, chosen)
     in_batch = rows < bs
     tokens = chosen.to(tl.int64)

@@ -26,9 +26,9 @@ def check_pair(target_dir: Path, draft_dir: Path, command: Sequence[str]) -> Ite
         yield from _describe_drafter(drafter)
     try:
         with warnings.catch_warnings(action="ignore"):  # SGLang warns on import of what this machine does not have
-            from sglang_dspark.engine import start
+            from sglang_dspark.engine import decision
 
-            found = start.resolve(command)
+            found = decision.resolve(command)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever ends a start is the finding
         said = str(error) if isinstance(error, DSparkError) else f"SGLang ends the start: {one_line(error)}"
         swapped = f"--target={target_dir} is a drafter; give the model that it was trained for"

@@ -12,6 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_objects import batch, partly, request
 from stage_loop import OneRank
 
+from sglang_dspark.engine.draft_input import count_launched
 from sglang_dspark.engine.part import Part
 from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.features.mixed_chunks.results import count_running, wait_for_grammars
@@ -44,6 +45,7 @@ def test_a_mixed_step_is_a_plain_step_of_the_requests_that_it_finds_running(look
     prompt, first, ended, last = (request([7, 8, 9], prompt=[1] * 4, rid=rid) for rid in "pabc")
     ended.finished_reason = FINISH_LENGTH(3)
     result = GenerationBatchResult(next_token_ids=torch.tensor([4, 5, 6, 3]))
+    count_launched([first, ended, last], [0] * 3)
     count_running(processor, batch(prompt, first, ended, last, decoding_reqs=[first, ended, last]), result)
     [(requests, record, running, accepted)] = looking.seen
     assert (requests, running, accepted) == (["a", "c"], [0, 1], [0, 0])
@@ -64,6 +66,7 @@ def test_the_anchor_of_a_request_that_ends_is_committed(processor):
     for req in (goes_on, ends):
         req.kv.kv_committed_len = 5
     result = GenerationBatchResult(next_token_ids=torch.tensor([5, 6]))
+    count_launched([goes_on, ends], [0] * 2)
     count_running(processor, batch(goes_on, ends, decoding_reqs=[goes_on, ends]), result)
     for req in (goes_on, ends):
         for token in (5, 6):  # the second one comes from a step that is not mixed

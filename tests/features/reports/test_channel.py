@@ -9,9 +9,9 @@ import pytest
 from fastapi import FastAPI
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import GetInternalStateReqOutput
-from sglang_dspark.engine.api import http
 from starlette.testclient import TestClient
 
+from sglang_dspark.engine import http
 from sglang_dspark.engine.http import MAX_WAITING, Turns
 from sglang_dspark.errors import BusyError, ConfigError
 from sglang_dspark.features.reports import routes

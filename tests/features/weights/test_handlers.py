@@ -124,8 +124,8 @@ def test_parts_are_followed_once_all_have_come(monkeypatch, parts):
         assert rank.write(part).success
     assert rank.followed == []
 
-    def end(manager, request):
-        manager._session = None
+    def end(request):
+        rank.manager._session = None
         return Rank.answered(request, success=True)
 
     for _ in range(2):

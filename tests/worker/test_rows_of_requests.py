@@ -1,58 +1,28 @@
-"""The host does little for a captured step: calls of our functions, from the choice to what is learned."""
+"""Rows whose draft K/V waits belong to the requests of a step: the worker follows who comes and goes."""
 
-import sys
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
-import pytest
 import torch
 from graph_loop import GraphLoop, prompts_of
-from replays import Emulated
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang_objects import batch, partly, request
 
-import sglang_dspark
 from sglang_dspark.engine.batch import CachedByBatch, SamplingReader, most_words
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.graphs import Relay
 from sglang_dspark.engine.request_options import BatchOptions
 from sglang_dspark.engine.step_control import StepControl
-from sglang_dspark.scheduling import step_clock
 from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.worker.worker import DSparkWorker
 
 CPU = torch.device("cpu")
-FOLDER = sglang_dspark.__path__[0]
-
-
-@contextmanager
-def calls():
-    """Yield a list that gets our functions in the order in which they are called, but for those inside of graphs."""
-    called, inside = [], 0
-
-    def note(frame, event, arg):
-        nonlocal inside
-        if frame.f_code is Emulated.replay.__code__:
-            inside += (event == "call") - (event == "return")
-        elif event == "call" and not inside and frame.f_code.co_filename.startswith(FOLDER):
-            called.append(frame.f_code.co_qualname)
-
-    sys.setprofile(note)
-    try:
-        yield called
-    finally:
-        sys.setprofile(None)
 
 
 class WorkerLoop(GraphLoop):
-    """Decodes greedy requests by the worker, on a server without features, and reads the results.
-
-    Attributes:
-        called: of each step, see :func:`calls`.
-    """
+    """Decodes greedy requests by the worker, on a server without features, and reads the results."""
 
     def _step(self, number):
         if self.executors is None:
@@ -69,13 +39,11 @@ class WorkerLoop(GraphLoop):
             return_logprob=False,
             has_grammar=False,
         )
-        with calls() as called:
-            result = worker.decode(running, lambda lens: None)
-            result.logits_output, result.copy_done = None, SimpleNamespace(record=lambda: None)
-            result.copy_to_cpu(return_logprob=False, return_hidden_states=False)
-            result.read_copy()
-            worker.control.observe(self.reqs, result.record, result.accept_lens.tolist(), (2.0, 0.5))
-        self.called.append(called)
+        result = worker.decode(running, lambda lens: None)
+        result.logits_output, result.copy_done = None, SimpleNamespace(record=lambda: None)
+        result.copy_to_cpu(return_logprob=False, return_hidden_states=False)
+        result.read_copy()
+        worker.control.observe(self.reqs, result.record, result.accept_lens.tolist(), (2.0, 0.5))
         rows = zip(result.record.committed.tolist(), result.accept_lens.tolist(), strict=True)
         for text, (tokens, kept) in zip(self.texts, rows, strict=True):
             text.extend(tokens[:kept])
@@ -83,7 +51,7 @@ class WorkerLoop(GraphLoop):
     def _start(self):
         self.start_graphs()
         self.schedule.fixed_draft_shape = True  # as on a server with graphs
-        self.called, self.reqs = [], [request(rid=f"r{place}", top_k=1) for place in range(len(self.texts))]
+        self.reqs = [request(rid=f"r{place}", top_k=1) for place in range(len(self.texts))]
         self.worker = worker = DSparkWorker.__new__(DSparkWorker)
         worker.step, worker.timer, worker.candidates = 0, DeviceTimer(CPU), None
         worker.logits_parts = []
@@ -97,16 +65,6 @@ class WorkerLoop(GraphLoop):
         worker.sampling, worker._target_worker = SamplingReader(CPU), partly(TpModelWorker, random_seed=1)
         worker.control = StepControl(self.schedule, self.eager.agreement, [], on_gpu=True)
         worker.copies = PackedCopies(most_words(len(self.texts), self.gamma, self.gamma), CPU)
-
-
-@pytest.mark.parametrize(("policy", "most"), [("static", 110), ("off", 99), ("auto", 118)])
-def test_a_captured_step_calls_few_functions(policy, most, monkeypatch):
-    """Steps that learn, or whose requests are new, call more: those with the fewest calls are the usual ones."""
-    monkeypatch.setattr(step_clock, "UPDATE_S", 1e9)  # or steps that take long would learn more often
-    loop = WorkerLoop(monkeypatch, [3], relay=Relay(3, CPU), schedule=policy)
-    loop.serve(prompts_of(loop), 12)
-    fewest = min(loop.called, key=len)
-    assert 90 < len(fewest) <= most, fewest
 
 
 def test_rows_of_requests_that_have_left_are_held_no_longer(monkeypatch):
