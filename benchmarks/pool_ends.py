@@ -64,6 +64,7 @@ class Kind:
         hybrid: whether the target has recurrent states.
         draft_free: whether there is no drafter.
         sessions: whether lone requests are turns.
+        longest: prompt. With pages SGLang has the last ones wait for ever.
     """
 
     ours: Sequence[str] = ("--speculative-dspark-schedule", "static")
@@ -72,6 +73,7 @@ class Kind:
     hybrid: bool = False
     draft_free: bool = False
     sessions: bool = False
+    longest: int = POOL + 5
 
 
 def _policy(name: str, *more: str) -> Kind:
@@ -89,7 +91,7 @@ KINDS = {
     "threshold": _policy("threshold", "--speculative-dspark-confidence-threshold", "0.6"),
     "early-stop": _policy("early-stop"),
     "no overlap": Kind(both=("--disable-overlap-schedule",)),
-    "pages of 16": Kind(both=("--page-size", "16")),
+    "pages of 16": Kind(both=("--page-size", "16"), longest=POOL - 34),
     "long blocks": Kind((*Kind().ours, "--speculative-dspark-block-size", "15")),
     "mixed chunks": Kind(both=("--enable-mixed-chunk", "--chunked-prefill-size", "64")),
     "prompts beside drafts": Kind(
@@ -107,9 +109,9 @@ KINDS = {
 }
 
 
-def lone(draw: random.Random) -> Body:
+def lone(draw: random.Random, longest: int) -> Body:
     """Return a request that fills the pool, or nearly."""
-    return _body(draw, draw.randrange(POOL - 80, POOL + 6))
+    return _body(draw, draw.randint(POOL - 80, longest))
 
 
 def crowd(draw: random.Random) -> list[Body]:
@@ -132,7 +134,7 @@ def _body(draw: random.Random, length: int) -> Body:
 def answer(server: LaunchedServer, body: Body) -> Answer:
     """Return what a server says to a request, as far as every server has to say the same."""
     try:
-        said = server.post("/generate", body).decode()
+        said = server.post("/generate", body, timeout_s=60.0).decode()
     except urllib.error.HTTPError as error:
         return {"status": error.code}
     except OSError as error:
@@ -244,7 +246,7 @@ def compare(kind: Kind, numbers: Mapping[str, int], seed: int, folder: Path, sec
             return dialogue(server, bodies)
 
         draws = (random.Random(f"{seed} {place}") for place in itertools.count())
-        alone = (lone(next(draws)) for _ in range(numbers["lone"]))
+        alone = (lone(next(draws), kind.longest) for _ in range(numbers["lone"]))
         groups = (turns(body) if kind.sessions else [body] for body in alone)
         ask(groups, found["lone"], in_session if kind.sessions else at_once)
         ask((crowd(next(draws)) for _ in range(numbers["crowded"] // CROWD)), found["crowded"], at_once)
