@@ -14,6 +14,7 @@ from sglang_objects import batch, partly, request
 from stage_loop import OneRank
 
 from sglang_dspark.engine.feature import Part
+from sglang_dspark.engine.scheduler.draft_input import count_launched, slots_required
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.features.mixed_chunks.results import count_running, wait_for_grammars
 from sglang_dspark.features.reports.coverage import Coverage
@@ -46,14 +47,18 @@ def test_a_mixed_step_is_a_plain_step_of_the_requests_that_it_finds_running(look
     prompt, first, ended, last = (request([7, 8, 9], prompt=[1] * 4, rid=rid) for rid in "pabc")
     ended.finished_reason = FINISH_LENGTH(3)
     result = GenerationBatchResult(next_token_ids=torch.tensor([4, 5, 6, 3]))
-    count_running(processor, batch(prompt, first, ended, last, decoding_reqs=[first, ended, last]), result)
-    [(requests, record, running, accepted)] = looking.seen
-    assert (requests, running, accepted) == (["a", "c"], [0, 1], [0, 0])
+    running = [first, ended, last]
+    count_launched(running, [0] * 3)
+    assert slots_required(batch(), running, 1) == 2 * 3  # a row that is under way, and the next one
+    count_running(processor, batch(prompt, *running, decoding_reqs=running), result)
+    assert slots_required(batch(), running, 1) == 3
+    [(requests, record, places, accepted)] = looking.seen
+    assert (requests, places, accepted) == (["a", "c"], [0, 1], [0, 0])
     assert (record.requests, record.drafted, record.verified, record.drawn) == (["a", "c"], [0, 0], [0, 0], [0, 0])
     assert record.traced.tolist() == [[6, 9], [6, 9]]  # tokens before the anchor, and the anchor
     assert record.committed.tolist() == [[5], [3]]
     # As where the drafter proposes a part of the vocabulary.
-    assert Coverage(np.arange(10) % 9 < 5).missing(record, running) == 1
+    assert Coverage(np.arange(10) % 9 < 5).missing(record, places) == 1
     for req, rounds in ((prompt, 0), (ended, 0), (first, 1), (last, 1)):
         assert (req.spec_verify_ct, req.spec_num_cap_tokens, sum(req.spec_correct_drafts_histogram)) == (rounds,) * 3
     assert first.spec_cap_lens_histogram == [0, 1]
@@ -68,6 +73,7 @@ def test_the_anchor_of_a_request_that_ends_is_committed(processor):
     for req in (goes_on, ends):
         req.kv.kv_committed_len = 5
     result = GenerationBatchResult(next_token_ids=torch.tensor([5, 6]))
+    count_launched([goes_on, ends], [0] * 2)
     count_running(processor, batch(goes_on, ends, decoding_reqs=[goes_on, ends]), result)
     for req in (goes_on, ends):
         for token in (5, 6):  # the second one comes from a step that is not mixed
