@@ -24,7 +24,6 @@ from sglang_dspark.engine.scheduler.batch import (
     read_decode_batch,
 )
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
-from sglang_dspark.engine.scheduler.draft_input import count_launched
 from sglang_dspark.engine.scheduler.measure_steps import Stepper
 from sglang_dspark.engine.scheduler.nan_check import NanCheck
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
@@ -187,8 +186,8 @@ class DSparkWorker(SpecWorkerBase):
         if beside is not None:
             rows = len(beside.step) + beside.num_drafts
             size = Beside(len(beside.step), rows, beside.context, self.options.max_gap_ms or inf)
-        decision = self.control.choose(batch, options.within(batch.spec_info.room), size)
-        count_launched(batch.reqs, decision.bounds(len(step)))
+        room = batch.spec_info.room
+        decision = self.control.choose(batch, options if room is None else options.within(room), size)
         span = self.timer.begin()
         executor = self.executors.select(step, decision)
         if beside is not None:

@@ -28,7 +28,7 @@ from sglang_dspark.engine.scheduler.batch import (
     SamplingReader,
     round_keys,
 )
-from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput, count_landed, count_launched
+from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput, forget_step
 from sglang_dspark.engine.scheduler.nan_check import NanCheck
 from sglang_dspark.engine.scheduler.start_check import check_start
 from sglang_dspark.engine.scheduler.step_control import StepControl
@@ -129,7 +129,7 @@ class SpecWorkerBase(WorkerFace):
         """
         check(Moment.ANSWERED)
         if isinstance(result, DSparkBatchResult) and result.record is not None:
-            count_landed(batch.reqs, result.record.decision.bounds(len(batch.reqs)))
+            forget_step(batch.reqs)
             self.control.observe(batch.reqs, result.record, result.accept_lens.tolist(), result.times_ms)
 
     def end_request(self, req: Req) -> None:
@@ -162,8 +162,6 @@ class SpecWorkerBase(WorkerFace):
 
     @torch.no_grad()
     def _prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
-        running = batch.decoding_reqs or ()
-        count_launched(running, [0] * len(running))
         for part in self.parts:
             part.prefill_comes(batch)
         encoded = (part.encode(batch) for part in self.parts)

@@ -14,7 +14,7 @@ from sglang_objects import batch, partly, request
 from stage_loop import OneRank
 
 from sglang_dspark.engine.feature import Part
-from sglang_dspark.engine.scheduler.draft_input import count_launched, slots_required
+from sglang_dspark.engine.scheduler.draft_input import slots_required
 from sglang_dspark.engine.scheduler.step_control import StepControl
 from sglang_dspark.features.mixed_chunks.results import count_running, wait_for_grammars
 from sglang_dspark.features.reports.coverage import Coverage
@@ -27,6 +27,12 @@ class Looking(Part):
 
     def step_done(self, reqs, record, running, accepted):
         self.seen.append(([req.rid for req in reqs], record, running, accepted))
+
+
+def under_way(reqs):
+    """Note a plain step, as its reservation does."""
+    for req in reqs:
+        req.dspark_under_way = [1]
 
 
 @pytest.fixture
@@ -48,7 +54,7 @@ def test_a_mixed_step_is_a_plain_step_of_the_requests_that_it_finds_running(look
     ended.finished_reason = FINISH_LENGTH(3)
     result = GenerationBatchResult(next_token_ids=torch.tensor([4, 5, 6, 3]))
     running = [first, ended, last]
-    count_launched(running, [0] * 3)
+    under_way(running)
     assert slots_required(batch(), running, 1) == 2 * 3  # a row that is under way, and the next one
     count_running(processor, batch(prompt, *running, decoding_reqs=running), result)
     assert slots_required(batch(), running, 1) == 3
@@ -73,7 +79,7 @@ def test_the_anchor_of_a_request_that_ends_is_committed(processor):
     for req in (goes_on, ends):
         req.kv.kv_committed_len = 5
     result = GenerationBatchResult(next_token_ids=torch.tensor([5, 6]))
-    count_launched([goes_on, ends], [0] * 2)
+    under_way([goes_on, ends])
     count_running(processor, batch(goes_on, ends, decoding_reqs=[goes_on, ends]), result)
     for req in (goes_on, ends):
         for token in (5, 6):  # the second one comes from a step that is not mixed
