@@ -23,8 +23,8 @@ STRIDE = 32
 # taken: near the end of the pool they would make others wait, or be retracted.
 _SPARE_STRIDES = 4
 _PLAIN_ROWS = 1  # the anchor
-# Attribute of a request: its rows of steps whose outcome the host does not know yet.
-_LAUNCHED = "dspark_launched"
+# Attribute of a request: the most rows of each of its steps whose outcome the host does not know yet, in order.
+_UNDER_WAY = "dspark_under_way"
 
 
 class DSparkDraftInput(DFlashDraftInputV2):
@@ -56,10 +56,13 @@ class DSparkDraftInput(DFlashDraftInputV2):
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
         """Reserve K/V slots for the step ahead and enter them in ``req_to_token``."""
         batch.maybe_evict_swa()
-        ends, self.room = _reserve(batch)
+        ends, rows = _reserve(batch)
         self.nxt_kv_lens_cpu = torch.tensor(ends)
+        # As many for each, also of a request with more slots: what is not accepted holds back slots from the others.
+        self.room = None if rows == tokens_per_step() else rows - _PLAIN_ROWS
         for req in batch.reqs:
             req.decode_batch_idx += 1  # only requests that have decoded are asked for what their windows have left
+            vars(req).setdefault(_UNDER_WAY, []).append(rows)
         # Committed lengths of the host; under overlap the future map replaces them by the published ones.
         committed = committed_lengths(batch.reqs)
         batch.seq_lens_cpu = torch.tensor(committed)
@@ -71,16 +74,10 @@ def committed_lengths(reqs: Sequence[Req]) -> list[int]:
     return [req.kv.kv_committed_len for req in reqs]
 
 
-def count_launched(reqs: Sequence[Req], drafts: Sequence[int]) -> None:
-    """Count the rows of a step that was launched, with so many drafts of each request at most."""
-    for req, number in zip(reqs, drafts, strict=True):
-        vars(req)[_LAUNCHED] = vars(req).get(_LAUNCHED, 0) + number + _PLAIN_ROWS
-
-
-def count_landed(reqs: Sequence[Req], drafts: Sequence[int]) -> None:
-    """Count the rows of such a step no longer: the committed lengths have its outcome."""
-    for req, number in zip(reqs, drafts, strict=True):
-        vars(req)[_LAUNCHED] -= number + _PLAIN_ROWS
+def forget_step(reqs: Sequence[Req]) -> None:
+    """Have the first step under way of each request be so no longer: the committed lengths have its outcome."""
+    for req in reqs:
+        del vars(req)[_UNDER_WAY][0]
 
 
 def most_rows() -> int:
@@ -144,7 +141,7 @@ def _give_back(batch: ScheduleBatch) -> None:
             req.kv.kv_allocated_len = end
 
 
-def _reserve(batch: ScheduleBatch) -> tuple[list[int], int | None]:
+def _reserve(batch: ScheduleBatch) -> tuple[list[int], int]:
     """Give every request of ``batch`` slots for the step ahead, and one more.
 
     Slots of rejected drafts are used again by the next step. A reservation reaches :data:`STRIDE` tokens further while
@@ -152,14 +149,14 @@ def _reserve(batch: ScheduleBatch) -> tuple[list[int], int | None]:
     for fewer drafts, or for none: those :func:`fits` has found.
 
     Returns:
-        Tokens that each request has slots for, and :attr:`DSparkDraftInput.room`.
+        Tokens that each request has slots for, and how many rows of it the step may verify.
     """
     reqs, pool, whole = batch.reqs, batch.token_to_kv_pool_allocator, tokens_per_step() + _PLAIN_ROWS
     page, rows = int(pool.page_size), whole
     ends = _ends(reqs, rows, page)
     allocated = [req.kv.kv_allocated_len for req in reqs]
     if ends == allocated:
-        return ends, None
+        return ends, whole - _PLAIN_ROWS
     if spare_slots(pool, batch.tree_cache) >= (most_rows() + page - 1 + _SPARE_STRIDES * STRIDE) * len(reqs):
         rows += STRIDE
         ends = _ends(reqs, rows, page)
@@ -182,13 +179,12 @@ def _reserve(batch: ScheduleBatch) -> tuple[list[int], int | None]:
             num_needed_tokens=missing,
             batch=batch,
         )
-    # As many for each, also of a request with more slots: drafts that are not accepted hold back slots from the others.
-    return ends, None if rows >= whole else max(0, rows - 2 * _PLAIN_ROWS)
+    return ends, max(_PLAIN_ROWS, min(rows, whole) - _PLAIN_ROWS)
 
 
 def _longest(req: Req) -> int:
     """Return the most tokens that the steps under way leave a request with."""
-    return req.kv.kv_committed_len + vars(req).get(_LAUNCHED, 0)
+    return req.kv.kv_committed_len + sum(vars(req).get(_UNDER_WAY, ()))
 
 
 def _aligned(length: int, page: int) -> int:

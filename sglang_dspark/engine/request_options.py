@@ -87,9 +87,7 @@ class BatchOptions:
             ids=[req.rid for req in reqs],
         )
 
-    def within(self, room: int | None) -> BatchOptions:
-        """Return the options of a step with slots for so many drafts of each request; None for as many as asked."""
-        if room is None:
-            return self
+    def within(self, room: int) -> BatchOptions:
+        """Return the options of a step with slots for so many drafts of each request."""
         limits = self.limits or RequestLimits((room,) * len(self.ids))
         return replace(self, limits=replace(limits, max_verify=tuple(min(most, room) for most in limits.max_verify)))

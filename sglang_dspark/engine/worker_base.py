@@ -22,7 +22,7 @@ from sglang_dspark.calibration.acceptance_law import acceptance_law
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.batch import DSparkBatchResult, SamplingReader, round_keys
-from sglang_dspark.engine.draft_input import DSparkDraftInput, count_landed, count_launched
+from sglang_dspark.engine.draft_input import DSparkDraftInput, forget_step
 from sglang_dspark.engine.hooks import Moment, check
 from sglang_dspark.engine.logits_processing import Adjustments, NanCheck
 from sglang_dspark.engine.logprobs import Logprobs
@@ -176,7 +176,7 @@ class SpecWorkerBase(WorkerFace):
         """
         check(Moment.ANSWERED)
         if isinstance(result, DSparkBatchResult) and result.record is not None:
-            count_landed(batch.reqs, result.record.decision.bounds(len(batch.reqs)))
+            forget_step(batch.reqs)
             self.control.observe(batch.reqs, result.record, result.accept_lens.tolist(), result.times_ms)
 
     def end_request(self, req: Req) -> None:
@@ -209,8 +209,6 @@ class SpecWorkerBase(WorkerFace):
 
     @torch.no_grad()
     def _prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
-        running = batch.decoding_reqs or ()
-        count_launched(running, [0] * len(running))
         for part in self.parts:
             part.prefill_comes(batch)
         encoded = None if self.encoder is None else self.encoder.encode(batch)

@@ -46,15 +46,12 @@ class StepDecision:
         """Return how many drafts are verified, at most if requests have bounds; None if only the device knows."""
         return self.selection.max_drafts(requests * self.draft_len)
 
-    def bounds(self, requests: int) -> list[int]:
-        """Return the most drafts that each request may verify, as far as the host knows."""
-        most = self.draft_lens(requests) if self.limits is None else self.limits.max_verify
-        drafts = self.max_drafts(requests)
-        return list(most) if drafts is None else [min(length, drafts) for length in most]
-
     def longest(self, requests: int) -> int:
         """Return the most drafts that one request may verify, as far as the host knows."""
-        return max(self.bounds(requests), default=0)
+        drafts, most = self.max_drafts(requests), self.draft_len
+        if self.limits is not None:
+            most = max(self.limits.max_verify)
+        return most if drafts is None else min(most, drafts)
 
     def is_fixed(self, requests: int) -> bool:
         """Return whether every request verifies its whole block, whatever the confidences."""

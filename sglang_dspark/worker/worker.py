@@ -18,7 +18,6 @@ from sglang_dspark.engine.batch import (
     most_words,
     read_decode_batch,
 )
-from sglang_dspark.engine.draft_input import count_launched
 from sglang_dspark.engine.graphs import Relay, graph_request_slots
 from sglang_dspark.engine.logits_processing import NanCheck
 from sglang_dspark.engine.measure_steps import Stepper, load_or_measure, table_key
@@ -184,8 +183,8 @@ class DSparkWorker(SpecWorkerBase):
         if beside is not None:
             rows = len(beside.step) + beside.num_drafts
             size = Beside(len(beside.step), rows, beside.context, self.options.max_gap_ms or inf)
-        decision = self.control.choose(batch, options.within(batch.spec_info.room), size)
-        count_launched(batch.reqs, decision.bounds(len(step)))
+        room = batch.spec_info.room
+        decision = self.control.choose(batch, options if room is None else options.within(room), size)
         span = self.timer.begin()
         executor = self.executors.select(step, decision)
         if beside is not None:

@@ -78,9 +78,8 @@ class Server:
         room = [WIDTH - 1 if state.room is None else state.room] * len(reqs)
         for req, drafts in zip(reqs, room, strict=True):
             assert self.lengths[req] + drafts + 1 <= req.kv.kv_allocated_len
-        draft_input.count_launched(reqs, room)
         commits = [min(commit, drafts + 1) for commit, drafts in zip(commits, room, strict=True)]
-        self.flying.append((list(reqs), room, commits))
+        self.flying.append((list(reqs), commits))
         for req, committed in zip(reqs, commits, strict=True):
             self.lengths[req] += committed
         while len(self.flying) > overlaps:
@@ -89,8 +88,8 @@ class Server:
 
     def land(self):
         """The host learns what became of a step."""
-        reqs, room, commits = self.flying.pop(0)
-        draft_input.count_landed(reqs, room)
+        reqs, commits = self.flying.pop(0)
+        draft_input.forget_step(reqs)
         for req, committed in zip(reqs, commits, strict=True):
             req.kv.kv_committed_len += committed
 

@@ -152,6 +152,7 @@ def bound_chunk(
         spare = spare_slots(scheduler.token_to_kv_pool_allocator, scheduler.tree_cache)
         room = spare - running_batch.new_tokens_required_next_decode()
         if room < scheduler.page_size:
+            _retract_last(scheduler, running_batch)
             return None, running_batch
         bound = min(bound, running + room)
     scheduler.chunked_prefill_size = max(bound, running + scheduler.page_size)
@@ -159,3 +160,17 @@ def bound_chunk(
         return original(scheduler, prefill_delayer_single_pass, running_batch)
     finally:
         scheduler.chunked_prefill_size = whole
+
+
+def _retract_last(scheduler: Scheduler, running_batch: RunningBatch) -> None:
+    """Retract the only request that runs if its next step does not fit beside a prompt that has begun.
+
+    SGLang never retracts the last one: it would end it with an error, though the prompt's slots come free again.
+    """
+    running_batch.filter_batch(reqs_to_exclude=scheduler._reqs_finishing_inflight(running_batch))
+    if len(running_batch.reqs) != 1 or running_batch.check_decode_mem():
+        return
+    [req] = running_batch.reqs
+    running_batch.release_req(0, 0)
+    running_batch.filter_batch(keep_indices=[])
+    scheduler._add_request_to_queue(req, is_retracted=True)

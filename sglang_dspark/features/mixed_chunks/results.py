@@ -10,7 +10,7 @@ import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.batch import is_running, prompts_of
-from sglang_dspark.engine.draft_input import count_landed
+from sglang_dspark.engine.draft_input import forget_step
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.scheduler import attached_decoder
 from sglang_dspark.engine.sglang_types import GenerationBatchResult, Req, ScheduleBatch
@@ -34,8 +34,8 @@ def count_running(
 ) -> None:
     """Show the step to the worker, and count it for its running requests, before SGLang appends their tokens."""
     prompts, worker = len(prompts_of(batch)), attached_decoder(processor.model_worker)
-    if worker is processor.model_worker:  # ours, which knows what it has launched
-        count_landed(batch.decoding_reqs or (), [0] * (len(batch.reqs) - prompts))
+    if worker is processor.model_worker:  # ours
+        forget_step(batch.decoding_reqs or ())
     places = [prompts + place for place, req in enumerate(batch.decoding_reqs or ()) if is_running(req)]
     if not places:
         return

@@ -99,9 +99,20 @@ class Running:
 
     reqs: list[object]
     needed: int = 32
+    fits: bool = True
 
     def new_tokens_required_next_decode(self):
         return self.needed
+
+    def check_decode_mem(self):
+        return self.fits
+
+    def filter_batch(self, reqs_to_exclude=(), keep_indices=None):
+        kept = range(len(self.reqs)) if keep_indices is None else keep_indices
+        self.reqs = [self.reqs[index] for index in kept if self.reqs[index] not in reqs_to_exclude]
+
+    def release_req(self, index, others):
+        self.released = self.reqs[index]
 
 
 def scheduler_of(waiting, chunked, rows):
@@ -114,6 +125,8 @@ def scheduler_of(waiting, chunked, rows):
         draft_worker=partly(DSparkWorker, parts=[] if rows is None else [gaps(rows)]),
         token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 100),
         tree_cache=SimpleNamespace(evictable_size=lambda: 60, supports_swa=lambda: False),
+        _reqs_finishing_inflight=lambda batch: [req for req in batch.reqs if req == "ends"],
+        _add_request_to_queue=lambda req, is_retracted: waiting.append(req),
     )
 
 
@@ -147,7 +160,19 @@ def test_a_prompt_that_has_begun_waits_while_running_requests_need_all_slots():
     """SGLang would give it slots that are not there, and end the server."""
     scheduler, running_batch = scheduler_of([], object(), None), Running(reqs=[None], needed=150)
     found = bound_chunk(chunk_size, scheduler, prefill_delayer_single_pass=None, running_batch=running_batch)
-    assert found == (None, running_batch)
+    assert found == (None, running_batch) and scheduler.waiting_queue == []
+
+
+@pytest.mark.parametrize(
+    ("running", "fits", "retracted"),
+    [(["r"], False, ["r"]), (["r"], True, []), (["r", "s"], False, []), (["r", "ends"], False, ["r"])],
+)
+def test_the_last_running_request_is_retracted_for_a_prompt_that_has_begun(running, fits, retracted):
+    """SGLang would end it with an error. Of several requests it retracts those that have to be."""
+    scheduler, batch = scheduler_of([], object(), None), Running(running, 150, fits)
+    assert bound_chunk(chunk_size, scheduler, prefill_delayer_single_pass=None, running_batch=batch) == (None, batch)
+    assert scheduler.waiting_queue == retracted
+    assert not retracted or (batch.reqs == [] and batch.released == "r")
 
 
 def test_a_prefill_is_timed_on_the_host_of_a_cpu():

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_objects import batch, partly, request
 from stage_loop import OneRank
 
-from sglang_dspark.engine.draft_input import count_launched
+from sglang_dspark.engine.draft_input import slots_required
 from sglang_dspark.engine.part import Part
 from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.features.mixed_chunks.results import count_running, wait_for_grammars
@@ -25,6 +25,12 @@ class Looking(Part):
 
     def step_done(self, reqs, record, running, accepted):
         self.seen.append(([req.rid for req in reqs], record, running, accepted))
+
+
+def under_way(reqs):
+    """Note a plain step, as its reservation does."""
+    for req in reqs:
+        req.dspark_under_way = [1]
 
 
 @pytest.fixture
@@ -45,10 +51,13 @@ def test_a_mixed_step_is_a_plain_step_of_the_requests_that_it_finds_running(look
     prompt, first, ended, last = (request([7, 8, 9], prompt=[1] * 4, rid=rid) for rid in "pabc")
     ended.finished_reason = FINISH_LENGTH(3)
     result = GenerationBatchResult(next_token_ids=torch.tensor([4, 5, 6, 3]))
-    count_launched([first, ended, last], [0] * 3)
-    count_running(processor, batch(prompt, first, ended, last, decoding_reqs=[first, ended, last]), result)
-    [(requests, record, running, accepted)] = looking.seen
-    assert (requests, running, accepted) == (["a", "c"], [0, 1], [0, 0])
+    running = [first, ended, last]
+    under_way(running)
+    assert slots_required(batch(), running, 1) == 2 * 3  # a row that is under way, and the next one
+    count_running(processor, batch(prompt, *running, decoding_reqs=running), result)
+    assert slots_required(batch(), running, 1) == 3
+    [(requests, record, places, accepted)] = looking.seen
+    assert (requests, places, accepted) == (["a", "c"], [0, 1], [0, 0])
     assert (record.requests, record.drafted, record.verified, record.drawn) == (["a", "c"], [0, 0], [0, 0], [0, 0])
     assert record.traced.tolist() == [[6, 9], [6, 9]]  # tokens before the anchor, and the anchor
     assert record.committed.tolist() == [[5], [3]]
@@ -66,7 +75,7 @@ def test_the_anchor_of_a_request_that_ends_is_committed(processor):
     for req in (goes_on, ends):
         req.kv.kv_committed_len = 5
     result = GenerationBatchResult(next_token_ids=torch.tensor([5, 6]))
-    count_launched([goes_on, ends], [0] * 2)
+    under_way([goes_on, ends])
     count_running(processor, batch(goes_on, ends, decoding_reqs=[goes_on, ends]), result)
     for req in (goes_on, ends):
         for token in (5, 6):  # the second one comes from a step that is not mixed
