@@ -167,10 +167,12 @@ def _retract_last(scheduler: Scheduler, running_batch: RunningBatch) -> None:
 
     SGLang never retracts the last one: it would end it with an error, though the prompt's slots come free again.
     """
-    running_batch.filter_batch(reqs_to_exclude=scheduler._reqs_finishing_inflight(running_batch))
+    if scheduler._reqs_finishing_inflight(running_batch):
+        return  # the result that is due frees slots
     if len(running_batch.reqs) != 1 or running_batch.check_decode_mem():
         return
     [req] = running_batch.reqs
     running_batch.release_req(0, 0)
     running_batch.filter_batch(keep_indices=[])
+    running_batch.batch_is_full = False
     scheduler._add_request_to_queue(req, is_retracted=True)

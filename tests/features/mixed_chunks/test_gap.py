@@ -165,7 +165,7 @@ def test_a_prompt_that_has_begun_waits_while_running_requests_need_all_slots():
 
 @pytest.mark.parametrize(
     ("running", "fits", "retracted"),
-    [(["r"], False, ["r"]), (["r"], True, []), (["r", "s"], False, []), (["r", "ends"], False, ["r"])],
+    [(["r"], False, ["r"]), (["r"], True, []), (["r", "s"], False, []), (["r", "ends"], False, [])],
 )
 def test_the_last_running_request_is_retracted_for_a_prompt_that_has_begun(running, fits, retracted):
     """SGLang would end it with an error. Of several requests it retracts those that have to be."""
