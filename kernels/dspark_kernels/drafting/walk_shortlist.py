@@ -23,11 +23,11 @@ from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.drafting.heads import DraftHeads
 from dspark_kernels.drafting.int8_linear import in_its_dtype
 from dspark_kernels.drafting.shortlist import CERTAIN
+from dspark_kernels.drafting.walk_draw import LOWEST
 from dspark_kernels.drafting.walk_kernel import (
     DRAFT,
     FOLLOWED_AT,
     LEAST,
-    LOWEST,
     NO_COLUMN,
     candidates_at,
     or_copied,
