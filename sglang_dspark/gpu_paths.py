@@ -85,7 +85,7 @@ def is_on(path: UnprovenPath, unproven: Collection[str], *, on_gpu: bool) -> boo
 
 
 def described(named: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Return for each path of a GPU server, as JSON, whether it is on, and why.
+    """Return for each path of a GPU server, as JSON, whether options turn it on, and why.
 
     Args:
         named: paths that the operator has turned on.
