@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 # Spans that may not have been read: of the step that is launched, of the one before, and one to spare.
-_DEPTH = 3
+_SPANS = 3
 
 
 class DeviceSpan:
@@ -39,7 +39,7 @@ class DeviceTimer:
     """Spans that take turns: one may be read until two more have begun."""
 
     def __init__(self, device: torch.device) -> None:
-        self._spans = cycle([DeviceSpan(device) for _ in range(_DEPTH)])
+        self._spans = cycle([DeviceSpan(device) for _ in range(_SPANS)])
 
     def begin(self) -> DeviceSpan:
         """Return the span of the step that is about to be launched."""

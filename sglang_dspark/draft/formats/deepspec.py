@@ -30,8 +30,10 @@ _SILENT = (
 def read(content: Content) -> Reading:
     """Read a file that has to say everything; tensors decide nothing about the heads."""
     rules = TensorRules()
-    layers = gemma4 if gemma4.describes(content) else qwen3
-    layers.shape(content)
+    if gemma4.describes(content):
+        gemma4.shape(content)
+    else:
+        qwen3.shape(content)
     own_embedding(content)
     content.skip(*_SILENT)
     content.collect(_TABLE)
