@@ -67,7 +67,7 @@ format: env ## sort imports and format
 	$(RUN) -m ruff format
 
 # Fails with a sentence where no prompt file is named; builds the bundled target where no other one is.
-PREPARE = $(if $(PROMPTS),$(if $(TARGET),@:,$(RUN) -c 'from sglang_dspark.tools.demo.smollm2 import build; \
+PREPARE = $(if $(PROMPTS),$(if $(TARGET),@:,$(RUN) -c 'from sglang_dspark.tools.demo import build; \
 	build("$(SMOLLM2)", progress=print)'),$(error name JSONL files of {"turns": [text, ...]}: make $@ PROMPTS="a.jsonl b.jsonl"))
 
 sweep: env ## five minutes: plain, off and auto at 1 and 4 users on your prompts, with a report

@@ -26,8 +26,7 @@ from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selection import FixedLength
 from sglang_dspark.tools import provenance
-from sglang_dspark.tools.simulator.costs import Costs, Prefill
-from sglang_dspark.tools.simulator.server import SimulatedServer
+from sglang_dspark.tools.simulator.server import Costs, Prefill, SimulatedServer
 from sglang_dspark.tools.simulator.workload import Request
 
 GAMMA = 5

@@ -101,7 +101,7 @@ def test_only_engine_and_features_import_sglang():
 def test_every_part_imports_only_what_it_may():
     imports = imports_of(modules(PACKAGE))
     assert imports["sglang_dspark.worker.worker"] > {
-        "sglang_dspark.worker.executors.graphs",
+        "sglang_dspark.worker.graphs",
         "sglang_dspark.step.state",
     }
     strays = {

@@ -7,7 +7,7 @@ from huggingface_hub import constants
 
 from sglang_dspark.errors import CheckpointError
 from sglang_dspark.hub import checkpoint_name, drafter_in_target, local_folder
-from sglang_dspark.tools.cli.checkpoint import Checkpoint
+from sglang_dspark.tools.cli.options import Checkpoint
 
 FLAG = "--speculative-draft-model-path"
 

@@ -27,7 +27,7 @@ import triton
 from cases import Case, all_cases
 from dspark_kernels import kernels_anywhere
 from dspark_kernels.attention import window
-from dspark_kernels.drafting import int8_linear, walk
+from dspark_kernels.drafting import layers, walk
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
@@ -119,7 +119,7 @@ def _compiling_only(
         patch.object(JITFunction, "run", compile_only),
         patch.object(walk, "shared_bytes", lambda device: room),
         patch.object(window, "num_processors", lambda device: _PROCESSORS),
-        patch.object(int8_linear, "num_processors", lambda device: _PROCESSORS),
+        patch.object(layers, "num_processors", lambda device: _PROCESSORS),
         kernels_anywhere(),
     ):
         yield found

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from serving.configurations import Configuration
 from sglang_dspark.declared import int_range
-from sglang_dspark.tools.cli.numbers import Numbers
+from sglang_dspark.tools.cli.options import Numbers
 
 USERS = Numbers(Annotated[int, int_range(1)], distinct=True)
 """Kind of the option ``--concurrency``."""

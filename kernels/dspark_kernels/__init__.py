@@ -6,10 +6,8 @@ A function with kernels is called without regard to the device (``dispatch``); i
 """
 
 from dspark_kernels.acceptance.acceptance import accept
-from dspark_kernels.acceptance.acceptance_reference import accept_ref
-from dspark_kernels.acceptance.adjustment import Adjustment, AdjustmentTable, adjust, adjust_ref
-from dspark_kernels.acceptance.bitmasks import mask_tokens
-from dspark_kernels.acceptance.outcome import AcceptResult
+from dspark_kernels.acceptance.acceptance_reference import AcceptResult, accept_ref
+from dspark_kernels.acceptance.adjustment import Adjustment, AdjustmentTable, adjust, adjust_ref, mask_tokens
 from dspark_kernels.acceptance.simulation import (
     QUANTILES,
     SPAN,
@@ -19,16 +17,18 @@ from dspark_kernels.acceptance.simulation import (
     simulated_confidence,
     simulated_confidence_ref,
 )
-from dspark_kernels.attention.blocks import (
+from dspark_kernels.attention.injection import CommitRows, HeldRows, hold_rows, hold_rows_ref, kv_inject, kv_inject_ref
+from dspark_kernels.attention.ragged import (
     BlockAttention,
+    ContextGroup,
+    VisibleKeys,
+    attend_groups,
     block_attention,
     block_attention_ref,
     block_groups,
     block_windows,
+    group_contexts,
 )
-from dspark_kernels.attention.held_rows import HeldRows, hold_rows, hold_rows_ref
-from dspark_kernels.attention.injection import CommitRows, kv_inject, kv_inject_ref
-from dspark_kernels.attention.ragged import ContextGroup, VisibleKeys, attend_groups, group_contexts
 from dspark_kernels.attention.rotation import qk_norm_rope, qk_norm_rope_ref
 from dspark_kernels.attention.window import (
     PagedWindows,
@@ -38,9 +38,10 @@ from dspark_kernels.attention.window import (
     window_attention,
     window_attention_ref,
 )
-from dspark_kernels.dispatch import Dispatched, kernels_anywhere, on_kernels, runs_kernels
+from dspark_kernels.dispatch import Dispatched, kernels_anywhere, num_processors, on_kernels, runs_kernels
 from dspark_kernels.drafting.block_convolution import block_convolution, block_convolution_ref
-from dspark_kernels.drafting.candidates import (
+from dspark_kernels.drafting.confidence import block_confidence, block_confidence_ref, block_survival
+from dspark_kernels.drafting.heads import (
     ASKED_ROWS,
     CACHED_ROWS,
     KIND_ROWS,
@@ -50,57 +51,69 @@ from dspark_kernels.drafting.candidates import (
     USUAL,
     Candidates,
     ChainRules,
-    SecondTexts,
-    usual_bounds,
-)
-from dspark_kernels.drafting.confidence import block_confidence, block_confidence_ref
-from dspark_kernels.drafting.draft_distribution import DraftDistribution
-from dspark_kernels.drafting.drafted_block import DraftBlock
-from dspark_kernels.drafting.heads import (
     ConfidenceWeights,
+    DraftBlock,
+    DraftDistribution,
     DraftHeads,
     DraftVocabulary,
     LatentHead,
     MarkovWalk,
     MarkovWeights,
+    SecondTexts,
+    usual_bounds,
 )
-from dspark_kernels.drafting.int8_linear import Int8Weight, Weight, int8_linear, int8_linear_ref, linear
-from dspark_kernels.drafting.residual import add_norm, add_norm_ref
+from dspark_kernels.drafting.layers import (
+    Int8Weight,
+    Weight,
+    add_norm,
+    add_norm_ref,
+    int8_linear,
+    int8_linear_ref,
+    linear,
+    silu_mul,
+    silu_mul_ref,
+)
 from dspark_kernels.drafting.shortlist import competing_columns
 from dspark_kernels.drafting.suffix_match import find_chains, suffix_match, suffix_match_ref
-from dspark_kernels.drafting.survival import block_survival
-from dspark_kernels.drafting.swiglu import silu_mul, silu_mul_ref
-from dspark_kernels.drafting.walk import draft_block
-from dspark_kernels.drafting.walk_reference import draft_block_ref
-from dspark_kernels.hardware import num_processors
-from dspark_kernels.planning.plans import plan_staged, plan_top, plan_uniform
-from dspark_kernels.planning.plans_reference import FORCED, plan_staged_ref, plan_top_ref, plan_uniform_ref
-from dspark_kernels.planning.preparation import PlanNumbers, PreparedStep, StepRequests, prepare, prepare_ref
-from dspark_kernels.planning.windows import VerifyRows, Windows
+from dspark_kernels.drafting.walk import draft_block, draft_block_ref
+from dspark_kernels.losses import distribution_loss, distribution_loss_ref
+from dspark_kernels.noise import Purpose, RoundKeys, exponential, exponential_at, inverse_cdf, philox4x32, uniform
+from dspark_kernels.plans import (
+    FORCED,
+    plan_staged,
+    plan_staged_ref,
+    plan_top,
+    plan_top_ref,
+    plan_uniform,
+    plan_uniform_ref,
+)
+from dspark_kernels.preparation import (
+    PlanNumbers,
+    PreparedStep,
+    StepRequests,
+    VerifyRows,
+    Windows,
+    prepare,
+    prepare_ref,
+    to_device,
+)
 from dspark_kernels.recurrence.causal_conv_rows import (
+    ReplayedRows,
+    StateRows,
     causal_conv_rows,
     causal_conv_rows_ref,
     commit_conv_windows,
     commit_conv_windows_ref,
 )
-from dspark_kernels.recurrence.gated_delta import commit_gated_delta, gated_delta
-from dspark_kernels.recurrence.gated_delta_inputs import DeltaGates, DeltaInputs
-from dspark_kernels.recurrence.gated_delta_reference import commit_gated_delta_ref, gated_delta_ref
-from dspark_kernels.recurrence.rows import ReplayedRows, StateRows
-from dspark_kernels.sampling.noise import (
-    Purpose,
-    RoundKeys,
-    exponential,
-    exponential_at,
-    inverse_cdf,
-    philox4x32,
-    uniform,
+from dspark_kernels.recurrence.gated_delta import (
+    DeltaGates,
+    DeltaInputs,
+    commit_gated_delta,
+    commit_gated_delta_ref,
+    gated_delta,
+    gated_delta_ref,
 )
-from dspark_kernels.sampling.parameters import FilterParams, SamplingBatch
-from dspark_kernels.sampling.target_distribution import target_probs
-from dspark_kernels.sampling.token_draw import draw, seeded_argmax
-from dspark_kernels.training.losses import distribution_loss, distribution_loss_ref
-from dspark_kernels.transfers import to_device
+from dspark_kernels.sampling import FilterParams, SamplingBatch, draw, seeded_argmax, target_probs
 
 __all__ = [
     "ASKED_ROWS",

@@ -1,19 +1,107 @@
-"""The draft backbone's decoder layers: Qwen3 blocks whose attention is left to the caller (Gemma 4's: ``gemma.py``).
+"""The backbone of the draft network: its decoder layers, their rotary embedding and convolutions.
+
+The draft backbone's decoder layers: Qwen3 blocks whose attention is left to the caller (Gemma 4's: ``gemma.py``).
 
 The attention kernel and the K/V memory belong to the caller (paged pool when serving, packed blocks when
 training), so a layer only projects, normalises and rotates, and hands q, k, v of the block rows to an :data:`Attend`
 callback.
+
+Decoder layers of a drafter with Gemma 4's backbone, as DeepSpec builds them for Gemma 4 12B.
+
+They differ from those of ``backbone.py`` in their norms, in the scale of the scores, which is 1, in values that have a
+norm, too, and in the activation of the MLP. All of them have full attention.
+
+Dynamic convolutions along the slots of a block, before and behind a sublayer of the backbone (DFlash 2).
+
+Both have base kernels of their own, and what each row adds to these comes from one projection of the sublayer's input.
+
+Rotary position embedding in the rotate-half layout, angles in float32.
+
+A bound on the context that a draft network sees, whatever its layers could see.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from dspark_kernels import StepRequests, block_convolution
 from torch import Tensor, nn
 
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.convolution import BlockConvolution, around
-from sglang_dspark.draft.rotary import rotate
+from sglang_dspark.draft.rope import inverse_frequencies
+
+Sublayer = Callable[[Tensor], Tensor]
+"""``[T, d] -> [T, d]``, an attention or an MLP."""
+
+
+class BlockConvolution(nn.Module):
+    """The two convolutions of one sublayer; parameter names are those of DFlash 2."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        taps, d = config.conv_kernel_size, config.hidden_size
+        self.groups = d // config.conv_group_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, d))
+        self.kernel_projection = nn.Linear(d, 2 * taps * self.groups, bias=False)
+        with torch.no_grad():
+            self.base_kernel[:, 0] = 1.0  # which changes nothing, but for the projection's part
+
+    def around(self, sublayer: Sublayer, rows: Tensor, width: int) -> Tensor:
+        """Return what the sublayer makes of ``rows [T, d]``, whose blocks have ``width`` rows each."""
+        shape = (2, self.base_kernel.shape[1], self.groups)
+        before, behind = self.kernel_projection(rows).unflatten(-1, shape).unbind(1)
+        convolve = block_convolution.reference if torch.is_grad_enabled() else block_convolution
+        convolved = convolve(rows, self.base_kernel[0], before, width)
+        return convolve(sublayer(convolved), self.base_kernel[1], behind, width)
+
+
+def around(convolution: BlockConvolution | None, sublayer: Sublayer, rows: Tensor, width: int) -> Tensor:
+    """Return what the sublayer makes of ``rows [T, d]``, between convolutions if it has them."""
+    return sublayer(rows) if convolution is None else convolution.around(sublayer, rows, width)
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines for absolute positions.
+
+    The frequencies are a non-persistent buffer that stays float32 when the module is cast: in bfloat16 the angles of
+    large positions would be off by whole turns.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self._frequencies = inverse_frequencies(
+            config.rope_theta,
+            config.head_dim,
+            scaling=config.rope_scaling,
+            partial_rotary_factor=config.partial_rotary_factor,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+        self.register_buffer("inv_freq", self._as_tensor(None), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """``positions [n]`` (integer) -> ``(cos, sin)``, each ``[n, 1, head_dim / 2]`` float32; the 1 is for heads."""
+        angles = positions.to(torch.float32)[:, None] * self.inv_freq
+        return angles.cos()[:, None], angles.sin()[:, None]
+
+    def _as_tensor(self, device: torch.device | None) -> Tensor:
+        return torch.tensor(self._frequencies, dtype=torch.float32, device=device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
+        super()._apply(fn, recurse)
+        # Recomputed rather than converted: keeps float32, and gives real values after to_empty() from the meta device.
+        self.inv_freq = self._as_tensor(self.inv_freq.device)
+        return self
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on ``x [..., n, heads, head_dim]`` with ``cos, sin [n, 1, head_dim / 2]``; float32 inside, x's dtype out."""
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """``attend(layer, q [T, heads, hd], k [T, kv_heads, hd], v [T, kv_heads, hd], sinks [heads]) -> [T, heads, hd]``.
@@ -103,3 +191,103 @@ class GatedMLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """``[T, d] -> [T, d]``."""
         return self.down_proj(self._activation(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class GemmaDecoderLayer(nn.Module):
+    """One block with a norm before and behind attention and MLP; parameter names are those of Gemma 4.
+
+    Attributes:
+        layer_scalar: [1] factor of the block's output.
+    """
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        norm = partial(nn.RMSNorm, config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
+        self.self_attn = GemmaAttention(config)
+        self.mlp = GatedMLP(config, activation=partial(F.gelu, approximate="tanh"))
+        self.layer_scalar = nn.Parameter(torch.ones(1))
+
+    def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend, width: int) -> Tensor:
+        """``hidden [T, d]`` of blocks of ``width`` rows, ``cos, sin [T, 1, hd / 2]`` -> ``[T, d]``."""
+        attended = self.self_attn(layer, self.input_layernorm(hidden), cos, sin, attend)
+        hidden = hidden + self.post_attention_layernorm(attended)
+        hidden = hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
+        return hidden * self.layer_scalar
+
+
+class GemmaAttention(nn.Module):
+    """Projections around the attention: q, k and v get a per-head RMSNorm, that of v without weights, q and k RoPE.
+
+    Attributes:
+        v_proj: None if values are projected as keys are.
+    """
+
+    v_proj: nn.Linear | None
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        d, self.head_dim = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(d, config.num_attention_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(d, config.num_key_value_heads * self.head_dim, bias=False)
+        self.v_proj = None if config.attention_k_eq_v else nn.Linear(d, self.k_proj.out_features, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, d, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.v_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps, elementwise_affine=False)
+
+    @property
+    def context_projections(self) -> tuple[nn.Linear, ...]:
+        """Return the layer that projects context rows."""
+        return (self.k_proj,) if self.v_proj is None else (self.k_proj, self.v_proj)
+
+    def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """``hidden [T, d]`` (normalised) -> ``[T, d]``."""
+        heads = (-1, self.head_dim)
+        projected = [projection(hidden).unflatten(-1, heads) for projection in self.context_projections]
+        q = rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, heads)), cos, sin)
+        k = rotate(self.k_norm(projected[0]), cos, sin)
+        return self.o_proj(attend(layer, q, k, self.v_norm(projected[-1]), None).flatten(-2))
+
+
+def with_normed_values(projected: Tensor, config: DraftConfig) -> Tensor:
+    """Norm the values of context rows, which are the keys where one projection stands for both.
+
+    Args:
+        projected: ``[n, L * P * kv_heads * hd]`` of the P context projections of all layers.
+
+    Returns:
+        ``[n, L * 2 * kv_heads * hd]``, K before V of every layer, K as it was.
+    """
+    heads = (config.num_hidden_layers, -1, config.num_key_value_heads, config.head_dim)
+    rows = projected.unflatten(-1, heads)
+    k, v = rows[:, :, 0], rows[:, :, -1]
+    return torch.stack((k, F.rms_norm(v, (config.head_dim,), eps=config.rms_norm_eps)), dim=2).flatten(1)
+
+
+@dataclass(frozen=True)
+class DraftWindow:
+    """The rows of a context that the drafter sees: the first and the last ones (StreamingLLM, Xiao et al. 2024).
+
+    Attributes:
+        size: the last rows.
+        sinks: the first rows, on which attention rests that has nothing to look for.
+    """
+
+    size: int
+    sinks: int
+
+    def of(self, requests: StepRequests) -> StepRequests:
+        """Return the same requests with these rows for their contexts. No host sync, safe under graph capture."""
+        device, last = requests.anchors.device, requests.req_to_token.shape[1] - 1
+        seen = min(self.sinks + self.size, last + 1)
+        left_out = (requests.prefix_lens - seen).clamp(min=0)[:, None]
+        columns = torch.arange(seen, device=device)
+        columns = (columns + left_out * (columns >= self.sinks)).clamp(max=last)
+        return replace(
+            requests,
+            req_to_token=requests.req_to_token[requests.req_pool_indices[:, None], columns],
+            req_pool_indices=torch.arange(len(requests), device=device),
+            prefix_lens=requests.prefix_lens.clamp(max=seen),
+        )

@@ -1,16 +1,72 @@
 """Configuration of a drafter: everything about its network that its tensors alone do not say.
 
 Checkpoints are published in several formats; ``sglang_dspark.draft.formats`` reads them all into this one.
+
+Decides whether a drafter belongs to a target, from the two configurations, before anything is loaded.
+
+Rows that the attention of a draft layer sees: full or sliding context, and a block that is causal or not.
+
+Slot k of a block stands at position p + k, p being the anchor's. ``age`` of a context row is its distance before the
+anchor, p - j >= 1 for the row at position j.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from sglang_dspark.declared import REMEDY, Count, Index, Positive, check
 from sglang_dspark.draft.rope import RopeScaling, rotary_dim, score_factor
-from sglang_dspark.draft.visibility import Visibility
 from sglang_dspark.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """The rows that one layer sees.
+
+    Attributes:
+        window: width of a sliding window; None sees the whole context.
+        from_anchor: the window holds the ``window`` rows before the anchor, for all slots alike. Otherwise it slides
+            with the slot, which counts as one of its rows: slot k sees ``age <= window - 1 - k``, and of the block the
+            slots above k - window.
+        causal: a slot sees the block up to itself, not all of it.
+    """
+
+    window: int | None = None
+    from_anchor: bool = False
+    causal: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether everything is seen."""
+        return self.window is None and not self.causal
+
+    @property
+    def slides(self) -> bool:
+        """Return whether the slots of a block see different parts of the context."""
+        return self.window is not None and not self.from_anchor
+
+    @property
+    def reach(self) -> int | None:
+        """Return the age of the oldest context row that any slot sees; None without a limit."""
+        return self.window if self.window is None or self.from_anchor else self.window - 1
+
+    def sees_context(self, ages: Tensor, slots: Tensor) -> Tensor:
+        """Bool of the shape that ``ages`` (at least 1) and ``slots`` broadcast to."""
+        if self.window is None:
+            return ages + slots > 0
+        return (ages <= self.window) & (slots >= 0) if self.from_anchor else ages + slots < self.window
+
+    def sees_block(self, slots: Tensor) -> Tensor:
+        """``slots`` 0..n-1 of a block -> ``[n, n]`` bool, a row per query slot."""
+        ahead = slots - slots[:, None]
+        seen = ahead <= (0 if self.causal else len(slots))
+        return seen & (-ahead < (self.window or 0)) if self.slides else seen
+
 
 BackboneName = Literal["qwen3", "gemma4"]
 ARCHITECTURES: dict[BackboneName, str] = {"qwen3": "Qwen3DSparkModel", "gemma4": "Gemma4DSparkModel"}
@@ -291,3 +347,40 @@ def _check_backbone(config: DraftConfig, fail: Any) -> None:
     for key, value in neutral.items():
         if getattr(config, key) != value:
             raise fail(key, "is not supported in Gemma 4's layers")
+
+
+def lacks_own(draft: DraftConfig, layer: str, reason: str) -> CheckpointError:
+    """Return the error of a drafter that would have to read a layer of its target, and cannot.
+
+    Args:
+        layer: ``embed_tokens`` or ``lm_head``.
+        reason: why the target's cannot be read, as in "is quantised (fp8)".
+    """
+    return CheckpointError(
+        f"{draft.origin}: has no {layer}.weight of its own, and the target's {layer} {reason}; use a drafter with a "
+        f"{layer} of its own, or a target whose {layer} is stored in plain floating point"
+    )
+
+
+def check_dimensions(draft: DraftConfig, target: Any) -> None:
+    """Refuse a drafter that was made for another target, of whatever family.
+
+    Raises:
+        CheckpointError: naming the first dimension that differs.
+    """
+    depth = target.num_hidden_layers
+    for key, target_key, value in (
+        ("hidden_size", "hidden_size", target.hidden_size),
+        ("vocab_size", "vocab_size", target.vocab_size),
+        ("num_target_layers", "num_hidden_layers", depth),
+    ):
+        if getattr(draft, key) not in (None, value):
+            raise CheckpointError(
+                f"{draft.origin}: {key}={getattr(draft, key)}, but the target has {target_key}={value}; use the draft "
+                "that was trained for this target"
+            )
+    if draft.target_layer_ids[-1] > depth - 2:
+        raise CheckpointError(
+            f"{draft.origin}: reads the output of layer {draft.target_layer_ids[-1]}, counted from 0, of a target with "
+            f"{depth} layers; layers up to {depth - 2} can be read. Use another drafter of this target"
+        )

@@ -13,14 +13,17 @@ import torch.nn.functional as F
 from dspark_kernels import Dispatched, Int8Weight, Weight, linear
 from torch import Tensor, nn
 
-from sglang_dspark.draft.backbone import Attend, DecoderLayer
-from sglang_dspark.draft.confidence_head import ConfidenceHead
+from sglang_dspark.draft.backbone import (
+    Attend,
+    DecoderLayer,
+    GemmaDecoderLayer,
+    RotaryEmbedding,
+    rotate,
+    with_normed_values,
+)
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.fused_layer import FusedLayer
-from sglang_dspark.draft.gemma import GemmaDecoderLayer, with_normed_values
-from sglang_dspark.draft.int8_layers import read_from, store_in_eight_bits, weights_below_each_other
-from sglang_dspark.draft.markov_head import MarkovHead, build_markov_head
-from sglang_dspark.draft.rotary import RotaryEmbedding, rotate
+from sglang_dspark.draft.frozen_layers import FusedLayer, read_from, store_in_eight_bits, weights_below_each_other
+from sglang_dspark.draft.heads import ConfidenceHead, MarkovHead, build_markov_head
 from sglang_dspark.errors import CheckpointError
 
 

@@ -24,8 +24,8 @@ from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, Marko
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglang_dspark.draft.int8_layers import in_eight_bits, overwrite
-from sglang_dspark.draft.markov_head import MarkovHead, SelectorMarkovHead, VanillaMarkovHead
+from sglang_dspark.draft.frozen_layers import in_eight_bits, overwrite
+from sglang_dspark.draft.heads import MarkovHead, SelectorMarkovHead, VanillaMarkovHead
 from sglang_dspark.draft.model import DraftModel, base_logits
 from sglang_dspark.errors import CheckpointError
 from sglang_dspark.files import atomic_write_text

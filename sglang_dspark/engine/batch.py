@@ -17,8 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_dspark.engine.carried import carry_counts
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.sglang_types import ModelRunner, Req, ScheduleBatch
-from sglang_dspark.step.device_time import AwaitedEvent, DeviceSpan
-from sglang_dspark.step.packed import Packed, PackedCopies
+from sglang_dspark.step.packed import AwaitedEvent, DeviceSpan, Packed, PackedCopies
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DecodeBatch, StepOutcome
 

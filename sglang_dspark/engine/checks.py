@@ -14,9 +14,9 @@ from sglang.srt.environ import EnvField, envs
 
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import flag_name
+from sglang_dspark.draft.config import check_dimensions, lacks_own
 from sglang_dspark.draft.families import is_left_to_sglang
-from sglang_dspark.draft.pairing import check_dimensions, lacks_own
-from sglang_dspark.draft.target_files import quantised_layers
+from sglang_dspark.draft.stored import quantised_layers
 from sglang_dspark.draft.weights import own_tensors
 from sglang_dspark.engine.feature import Check, LaunchContext, Stage, all_features, flag_of
 from sglang_dspark.engine.flags import PREFILL_BACKENDS, broken

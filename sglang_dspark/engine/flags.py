@@ -14,7 +14,7 @@ from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.server_args import ServerArgs as Record
 
 from sglang_dspark.config import flag_name
-from sglang_dspark.draft.window import DraftWindow
+from sglang_dspark.draft.backbone import DraftWindow
 from sglang_dspark.engine.feature import FlagRule, LaunchContext, all_features, off_gpu
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import ALGORITHM

@@ -23,8 +23,8 @@ from sglang.srt.utils.async_probe import sanitize_nan_logits
 from sglang_dspark.engine.batch import CachedByBatch, is_running, prompts_of
 from sglang_dspark.engine.part import LogitsPart, Worker
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
+from sglang_dspark.step.packed import host_index
 from sglang_dspark.step.state import VerifyPlan
-from sglang_dspark.step.transfers import host_index
 
 _BITS = 32  # of a word of a mask
 

@@ -18,7 +18,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_dspark.engine.batch import DSparkBatchResult
 from sglang_dspark.engine.part import DrawnTokens, Part
 from sglang_dspark.engine.sglang_types import ScheduleBatch
-from sglang_dspark.step.transfers import copy_to_host, host_index
+from sglang_dspark.step.packed import copy_to_host, host_index
 
 # Rows whose log-probabilities are computed together: 160 MB with 152k tokens.
 _MAX_ROWS = 256

@@ -30,8 +30,7 @@ from sglang_dspark.engine.sglang_types import ModelRunner, ScheduleBatch, Server
 from sglang_dspark.engine.target import slot_translation
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hub import checkpoint_name
-from sglang_dspark.scheduling.sps_profiler import SteppedLoad, measure, timed_drafts
-from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
+from sglang_dspark.scheduling.sps_table import SpsTable, SteppedLoad, geometric_grid, measure, timed_drafts
 
 _FIRST_SLOT = 1  # slot 0 is padding
 # Tokens differ from request to request: a forward whose tokens all choose the same experts looks cheaper than it is.

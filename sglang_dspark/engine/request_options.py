@@ -13,7 +13,7 @@ from msgspec import Raw, Struct
 from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.fence import fenced
 from sglang_dspark.speculation import CORE, KEY, Speculation
-from sglang_dspark.step.limits import RequestLimits
+from sglang_dspark.step.state import RequestLimits
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from sglang.srt.arg_groups.serving_hook import handle_missing_default_values
 from sglang.srt.server_args import ServerArgs as Record
 
 from sglang_dspark.config import MOST_TAIL, DSparkConfig
+from sglang_dspark.draft.backbone import DraftWindow
 from sglang_dspark.draft.resolved import ResolvedDrafter
-from sglang_dspark.draft.window import DraftWindow
 from sglang_dspark.engine.sglang_types import SamplingParams, ServerArgs
 
 

@@ -24,10 +24,9 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_info import SpecInput
 
 from sglang_dspark.draft.cache import bytes_per_token
-from sglang_dspark.draft.config import EMBEDDING_TAP, DraftConfig
+from sglang_dspark.draft.config import EMBEDDING_TAP, DraftConfig, lacks_own
 from sglang_dspark.draft.families import family_of
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.draft.pairing import lacks_own
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.server import attached_to_ours
 from sglang_dspark.engine.sglang_types import ModelRunner, ScheduleBatch

@@ -51,7 +51,7 @@ from sglang_dspark.engine.stop_conditions import Ends
 from sglang_dspark.engine.target import capturing_forward, kv_region
 from sglang_dspark.engine.verify import as_without_dspark, verify_beside_prompts
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.step.transfers import host_index
+from sglang_dspark.step.packed import host_index
 
 
 class WorkerFace(BaseSpecWorker):

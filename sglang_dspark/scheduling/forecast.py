@@ -1,22 +1,173 @@
-"""Predict which drafts survive verification, by the confidence head and corrected by the outcomes."""
+"""Predicts which drafts survive verification, from what earlier steps have shown.
+
+Estimate the value of a verify budget from the survivals of earlier steps (DSpark, 5.2).
+
+The budget of a step has to be fixed before its drafts are drawn, or it would depend on them. So it is chosen by the
+survivals of earlier rounds: the last rounds are dealt into imagined batches of the present size, and a budget of K
+drafts is worth the mean, over these batches, of the sum of their K largest survivals.
+
+The outcome of decode steps, kept until it is learned from.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from dspark_kernels import MOST_MATCH, NUM_ROWS, block_survival, to_device
+from dspark_kernels import MOST_MATCH, NUM_ROWS, Candidates, block_survival, to_device
 from numpy.typing import NDArray
 
-from sglang_dspark.calibration.chain_weights import ChainWeights
-from sglang_dspark.calibration.logistic import LogisticMap
-from sglang_dspark.calibration.online import OnlineCalibration
-from sglang_dspark.calibration.predicted_survival import PredictedSurvival
-from sglang_dspark.calibration.survival import prefix_survival, reached, sigmoid, survived
-from sglang_dspark.scheduling.lagged_survival import PRIOR_ACCEPTANCE, PRIOR_ROUNDS, WINDOW_ROUNDS, LaggedSurvivals
-from sglang_dspark.scheduling.step_feedback import StepFeedback, repeat_by_weight, verified_and_accepted
-from sglang_dspark.step.confidence import Confidence
+from sglang_dspark.calibration.online import ChainWeights, OnlineCalibration, PredictedSurvival
+from sglang_dspark.calibration.sts import LogisticMap, prefix_survival, reached, sigmoid, survived
+from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.state import Confidence
+
+WINDOW_ROUNDS = 256
+"""Rounds that an estimate averages over: a standard error of about 4 % of the expected accepted drafts. A single batch
+if more requests than this run."""
+# Before the first round, a middling drafter: conditional acceptance, and rounds that this counts for, few enough to be
+# outweighed by the time that a server may park.
+PRIOR_ACCEPTANCE, PRIOR_ROUNDS = 0.7, 16
+
+
+class LaggedSurvivals:
+    """The survivals of the last drafted rounds of all requests.
+
+    Args:
+        gamma: drafts per block.
+        depths: block depths that :meth:`gains` tells apart, ascending, the last one gamma.
+
+    Attributes:
+        num_observed: rounds ever observed.
+    """
+
+    def __init__(self, gamma: int, depths: tuple[int, ...]) -> None:
+        self.depths = depths
+        self.num_observed = 0
+        self._rounds = np.tile(PRIOR_ACCEPTANCE ** np.arange(1.0, gamma + 1), (PRIOR_ROUNDS, 1))
+        self._gains: dict[int, NDArray[np.float64]] = {}
+
+    def observe(self, survival: NDArray[np.float64]) -> None:
+        """Append rounds [n, gamma] of calibrated survivals, whole blocks or blocks cut short.
+
+        A cut block says nothing about the positions past its end (NaN there): they are filled with the mean ratio of
+        the rounds at hand.
+        """
+        self._rounds = np.concatenate([self._rounds, self._whole(survival)])[-max(WINDOW_ROUNDS, len(survival)) :]
+        self.num_observed += len(survival)
+        self._gains.clear()
+
+    def revise(self, survival: NDArray[np.float64]) -> None:
+        """Take rounds observed before as they would be predicted now, and forget all others, the prior too."""
+        self._rounds = self._whole(survival)
+        self._gains.clear()
+
+    def _whole(self, survival: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return ``survival`` with cut blocks completed."""
+        if not np.isnan(survival).any():
+            return survival
+        mean = self.mean()
+        ratio = mean[1:] / np.maximum(mean[:-1], 1e-9)
+        survival = survival.copy()
+        for position in range(1, survival.shape[1]):
+            column, before = survival[:, position], survival[:, position - 1]
+            np.copyto(column, before * ratio[position - 1], where=np.isnan(column))
+        return survival
+
+    def mean(self) -> NDArray[np.float64]:
+        """Return [gamma] the mean survival by position over the rounds that estimates use."""
+        return self._rounds[-WINDOW_ROUNDS:].mean(0)
+
+    def gains(self, requests: int) -> NDArray[np.float64]:
+        """Return [depths, requests * gamma + 1] the expected accepted drafts of a batch by block depth and budget.
+
+        A budget past ``requests * depth`` is worth no more than that.
+        """
+        if requests not in self._gains:
+            self._gains[requests] = self._estimate(requests)
+        return self._gains[requests]
+
+    def _estimate(self, requests: int) -> NDArray[np.float64]:
+        gamma = self._rounds.shape[1]
+        num_batches = max(1, min(WINDOW_ROUNDS, len(self._rounds)) // requests)
+        rounds = self._rounds[-num_batches * requests :]
+        if len(rounds) < requests:
+            rounds = np.resize(rounds, (requests, gamma))
+        # Sorted ascending, hence negated. Single precision is enough here, and twice as fast.
+        batches = -rounds.reshape(num_batches, requests, gamma).swapaxes(1, 2).astype(np.float32)
+        by_depth = np.zeros((len(self.depths), *batches.shape), dtype=np.float32)
+        for allowed, depth in zip(by_depth, self.depths, strict=True):
+            allowed[:, :depth] = batches[:, :depth]
+        worth = by_depth.reshape(len(self.depths), num_batches, -1)
+        worth.sort(axis=2)
+        gains = np.zeros((len(self.depths), requests * gamma + 1))
+        worth.sum(1).cumsum(1, dtype=np.float64, out=gains[:, 1:])
+        gains /= -num_batches
+        return gains
+
+
+@dataclass(frozen=True)
+class StepFeedback:
+    """The outcome of a step.
+
+    Attributes:
+        record: of the step.
+        requests: indices of its requests that were drafted and are still running.
+        accept_lens: drafts accepted of each.
+    """
+
+    record: StepRecord
+    requests: list[int]
+    accept_lens: list[int]
+
+    def confidence(self, width: int) -> NDArray[np.float64]:
+        """Return [2, n, width] logits and survivals, NaN past the drafted depth."""
+        confidence = self.record.confidence
+        assert confidence is not None
+        depth = confidence.survival.shape[1]
+        padded = np.full((2, len(self.requests), width), np.nan)
+        if confidence.logits is not None:
+            padded[0, :, :depth] = confidence.logits.numpy()[self.rows]
+        padded[1, :, :depth] = confidence.survival.numpy()[self.rows]
+        return padded
+
+    def chains(self) -> list[NDArray[np.int64]]:
+        """Return of the requests, [n] each, what :meth:`ChainWeights.observe` learns from."""
+        assert self.record.chains is not None
+        assert self.record.committed is not None
+        rows, _, candidates = Candidates.parts(self.record.chains.numpy()[self.rows])
+        committed = self.record.committed.numpy()[self.rows]
+        width = min(candidates.shape[1], committed.shape[1])
+        lengths = (candidates[:, :width] >= 0).cumprod(1).sum(1)
+        seen = np.minimum(np.asarray(self.accept_lens) + 1, lengths)
+        right = (candidates[:, :width] == committed[:, :width]).cumprod(1).sum(1)
+        return [rows, np.minimum(right, seen), seen]
+
+    @property
+    def rows(self) -> slice | list[int]:
+        """Return an index of the requests: a slice, which is much faster than a list, if they are all of the step's."""
+        return slice(None) if len(self.requests) == len(self.record.requests) else self.requests
+
+
+def verified_and_accepted(feedback: Sequence[StepFeedback]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the drafts verified and accepted, [n] each, of all requests of all steps.
+
+    None are of a round in which a preset copied: it says nothing about the drafter.
+    """
+    verified = np.concatenate([step.record.verify_lens.numpy()[step.rows] for step in feedback])
+    drawn = np.concatenate([np.array(step.record.copied)[step.rows] == 0 for step in feedback])
+    return verified * drawn, np.concatenate([step.accept_lens for step in feedback]) * drawn
+
+
+def repeat_by_weight(feedback: Sequence[StepFeedback], *columns: NDArray[Any]) -> list[NDArray[Any]]:
+    """Return ``columns`` [n, ...] of all requests of all steps, each request as often as a round of its step counts."""
+    weights = [step.record.decision.weight for step in feedback for _ in step.requests]
+    return list(columns) if max(weights) == 1 else [np.repeat(column, weights, axis=0) for column in columns]
+
 
 # An update costs 0.1 ms however few rounds it has, and 2 us for each: so many steps share one, or so many rounds, of
 # which a server that should park is not to wait for more.

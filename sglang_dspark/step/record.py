@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from dspark_kernels import KIND_ROWS, Candidates
 
-from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.state import Confidence
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,10 @@
 
 Letters: bs requests; gamma drafts per block; N tokens in the verify forward, flattened request by request; V
 vocabulary. Tensors live on the worker's device.
+
+The drafter's confidence in its drafts.
+
+Limits that single requests set for their own verification, whatever the policy would do.
 """
 
 from __future__ import annotations
@@ -13,8 +17,24 @@ from typing import Any, NamedTuple
 import torch
 from dspark_kernels import AcceptResult, ChainRules, DraftBlock, RoundKeys, SamplingBatch, StepRequests, VerifyRows
 
-from sglang_dspark.step.confidence import Confidence
-from sglang_dspark.step.transfers import host_index
+from sglang_dspark.step.packed import host_index
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """Confidences of a drafted step.
+
+    Attributes:
+        logits: [bs, depth] float32 of the confidence head, uncalibrated; None without one.
+        survival: [bs, depth] float32, calibrated probability that a draft and all drafts before it are accepted.
+    """
+
+    logits: torch.Tensor | None
+    survival: torch.Tensor
+
+    def first(self, bs: int) -> Confidence:
+        """Return those of the first ``bs`` requests."""
+        return Confidence(None if self.logits is None else self.logits[:bs], self.survival[:bs])
 
 
 @dataclass(frozen=True)
@@ -145,3 +165,18 @@ class StepOutcome:
     plan: VerifyPlan
     target: TargetOutput
     accepted: AcceptResult
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Bounds on the drafts verified per request, all of them fixed before the step's noise is drawn.
+
+    Attributes:
+        max_verify: [bs] the most drafts that may be verified.
+        thresholds: [bs] a request's drafts are verified up to the first one whose raw confidence is below this; 0 for
+            no such bound. None when no request has one. The confidence of a draft is known before the draft is drawn,
+            and drafts are cut from the end of a block, so this decides about no draft by its own value or a later one.
+    """
+
+    max_verify: tuple[int, ...]
+    thresholds: tuple[float, ...] | None = None

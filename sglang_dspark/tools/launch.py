@@ -1,10 +1,14 @@
-"""Run an SGLang server as a child process: start, wait until it answers, and always stop it.
+"""Runs an SGLang server as a child process, and talks to it.
+
+Run an SGLang server as a child process: start, wait until it answers, and always stop it.
 
 Used by the demo, the tests and the benchmarks. It knows the server from outside only (a command, a port, a log), so it
 imports neither SGLang nor torch.
 
     with LaunchedServer(target_dir, *CPU_FLAGS, "--dtype", "float32", env=CPU_ENV) as server:
         server.get_json("/dspark/stats")
+
+Requests to a server of one's own: no proxy, JSON both ways, errors that say what to do.
 """
 
 import contextlib
@@ -20,12 +24,59 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from sglang_dspark.errors import LaunchError
-from sglang_dspark.tools.http_client import open_directly
+from sglang_dspark.errors import ConfigError, DSparkError, LaunchError
+
+open_directly = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+"""``urlopen`` past any proxy: one set for the outside world must not see requests to 127.0.0.1."""
+
+
+@dataclass(frozen=True)
+class JsonClient:
+    """A server that a command line option names.
+
+    Attributes:
+        option: that option, for error messages.
+        url: base URL, without a trailing slash.
+        kind: what should be running there, for error messages.
+        timeout_s: longest time for one answer.
+        api_key: the server's ``--api-key``; None where it has none.
+    """
+
+    option: str
+    url: str
+    kind: str
+    timeout_s: float
+    api_key: str | None = None
+
+    def request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the answer to ``GET path``, or to ``POST path`` with a body.
+
+        Raises:
+            ConfigError: the server does not answer, or not with JSON.
+            DSparkError: the server answered with an error.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        if self.api_key is not None:
+            # Not for whomever the server may redirect to.
+            request.add_unredirected_header("Authorization", f"Bearer {self.api_key}")
+        try:
+            with open_directly(request, timeout=self.timeout_s) as response:
+                answer: dict[str, Any] = json.load(response)
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")[:500]
+            raise DSparkError(f"{self.url}{path}: HTTP {error.code}: {text}") from error
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{self.option} {self.url}: {error}; check that {self.kind} server is running there"
+            ) from error
+        return answer
+
 
 CPU_ENV: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
 """Environment that makes SGLang serve on a machine without a GPU, from local checkpoints."""

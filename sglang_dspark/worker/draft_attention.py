@@ -15,11 +15,9 @@ from dspark_kernels import (
     window_attention,
 )
 
-from sglang_dspark.draft.backbone import Attend
+from sglang_dspark.draft.backbone import Attend, DraftWindow
 from sglang_dspark.draft.cache import DraftCache
-from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.visibility import Visibility
-from sglang_dspark.draft.window import DraftWindow
+from sglang_dspark.draft.config import DraftConfig, Visibility
 
 
 def block_attend(cache: DraftCache, requests: StepRequests, num_slots: int, config: DraftConfig) -> Attend:

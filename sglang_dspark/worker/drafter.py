@@ -1,4 +1,7 @@
-"""The drafter of a server: its network, its K/V and its heads."""
+"""The drafter of a server, or that it has none.
+
+A server without a drafter.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,14 @@ from numpy.typing import NDArray
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig, flag_name
+from sglang_dspark.draft.backbone import DraftWindow
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.formats import Reading
-from sglang_dspark.draft.formats.description import describe
+from sglang_dspark.draft.formats.checkpoint import describe
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
-from sglang_dspark.draft.renewal import TOKEN_IDS, check_alike, fitted, whole
 from sglang_dspark.draft.resolved import ResolvedDrafter
-from sglang_dspark.draft.weights import load_draft_model, random_draft_model
-from sglang_dspark.draft.window import DraftWindow
+from sglang_dspark.draft.weights import TOKEN_IDS, check_alike, fitted, load_draft_model, random_draft_model, whole
 from sglang_dspark.engine.part import CandidateSource
 from sglang_dspark.engine.target import Target
 from sglang_dspark.errors import CheckpointError, ConfigError
@@ -367,3 +369,70 @@ def log_remarks(path: str, reading: Reading) -> None:
         logger.log(level, "DSPARK drafter %s: %s", path, remark.sentence)
     if reading.unread_keys:
         logger.info("DSPARK drafter %s: keys of config.json not read: %s", path, ", ".join(reading.unread_keys))
+
+
+class NoDrafter:
+    """A server without a drafter: steps are plain but for the candidates that requests name.
+
+    There is no draft K/V, and nothing is read from the target's layers.
+    """
+
+    num_drawn = held = 0
+    proposed = None
+    mask_token_id = 0  # of staged blocks that are not read
+
+    def __init__(
+        self,
+        options: DSparkConfig,
+        vocab_size: int,
+        device: torch.device,
+        candidates: CandidateSource | None = None,
+    ) -> None:
+        self.candidates = candidates
+        self.gamma = self.num_slots = options.gamma(None)
+        self._vocab_size, self._device = vocab_size, device
+        logger.info("DSPARK: no drafter; requests that name a text speculate")
+
+    def follow_target(self) -> None:
+        """Do nothing: nothing is read from the target."""
+
+    def settle(self) -> None:
+        """Do nothing: no row is held."""
+
+    hold_rows = forget_held = settle
+
+    def committed(self, plan: VerifyPlan) -> None:
+        """Do nothing: no row is held."""
+
+    def allocate(self, num_slots: int, dtype: torch.dtype) -> None:
+        """Make room for the tokens of the slots: there is no K/V."""
+        self._tokens = torch.full((num_slots,), -1, device=self._device)
+
+    def calibration(self, options: DSparkConfig, max_verify: int) -> None:
+        """Return None: there is nothing to calibrate."""
+
+    def propose(self, step: DecodeBatch, depth: int, *_given: Any) -> DraftBlock:
+        """Return the candidates that requests have named."""
+        if self.candidates is None:
+            chains = Candidates.no_chains(len(step), depth, self._device)
+        else:
+            chains = self.candidates.find(step, self._tokens, depth)
+        return DraftBlock.of_chains(chains, depth)
+
+    def drafts_for(self, req: Any) -> bool:
+        """Return whether SGLang's request names candidates."""
+        return self.candidates is not None and self.candidates.names_drafts(req)
+
+    def commit(self, plan: VerifyPlan, accepted: AcceptResult, captured: torch.Tensor) -> None:
+        """Keep the tokens alone: the target's K/V is all there is."""
+        self._tokens[plan.slots] = plan.input_ids
+
+    def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keep tokens [n] of requests' texts with their slots [n]; those of pictures have ids of no vocabulary."""
+        self._tokens[slots] = torch.where(tokens < self._vocab_size, tokens, -1)
+
+    def inject(self, *rows: Any) -> None:
+        """Write nothing: there is no K/V."""
+
+    def describe(self) -> None:
+        """Return None: there is no checkpoint."""

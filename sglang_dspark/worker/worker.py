@@ -32,20 +32,20 @@ from sglang_dspark.gpu_paths import is_on
 from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.device_time import DeviceTimer
-from sglang_dspark.step.given import GivenRows, drafted
-from sglang_dspark.step.packed import PackedCopies
+from sglang_dspark.step.decision import GivenRows, StepDecision, drafted
+from sglang_dspark.step.packed import DeviceTimer, PackedCopies
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DecodeBatch, StepOutcome
-from sglang_dspark.worker.drafter import Drafter
-from sglang_dspark.worker.executors.beside import BesideExecutor
-from sglang_dspark.worker.executors.captured import CapturedSteps
-from sglang_dspark.worker.executors.eager import EagerExecutor
-from sglang_dspark.worker.executors.graphs import ExecutorSelector
-from sglang_dspark.worker.no_drafter import NoDrafter
-from sglang_dspark.worker.startup.measured_steps import MeasuredSteps
-from sglang_dspark.worker.startup.warm_up import hold_largest_step, on_stream_of_steps, report_late_kernels, warm_up
+from sglang_dspark.worker.drafter import Drafter, NoDrafter
+from sglang_dspark.worker.eager import BesideExecutor, EagerExecutor
+from sglang_dspark.worker.graphs import CapturedSteps, ExecutorSelector
+from sglang_dspark.worker.warm_up import (
+    MeasuredSteps,
+    hold_largest_step,
+    on_stream_of_steps,
+    report_late_kernels,
+    warm_up,
+)
 
 logger = logging.getLogger(__name__)
 

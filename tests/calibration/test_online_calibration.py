@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from head_distribution import DISTORTIONS, GAMMA, draw_rounds, survival_eces
 
-from sglang_dspark.calibration.logistic import SCALE_BOUNDS, SHIFT_BOUNDS
 from sglang_dspark.calibration.online import (
     FIRST_REFIT_ROUNDS,
     REFIT_ROUNDS,
@@ -15,8 +14,7 @@ from sglang_dspark.calibration.online import (
     WINDOW_PAIRS,
     OnlineCalibration,
 )
-from sglang_dspark.calibration.sts import StsCalibration
-from sglang_dspark.calibration.survival import sigmoid
+from sglang_dspark.calibration.sts import SCALE_BOUNDS, SHIFT_BOUNDS, StsCalibration, sigmoid
 
 
 def run(calibration, rng, distortion, num_steps, bs=4):

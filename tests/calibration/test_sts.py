@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from head_distribution import GAMMA, draw_rounds, survival_eces
 
-from sglang_dspark.calibration.metrics import ece
-from sglang_dspark.calibration.sts import StsCalibration, fit_sts
-from sglang_dspark.calibration.survival import sigmoid
+from sglang_dspark.calibration.sts import StsCalibration, ece, fit_sts, sigmoid
 from sglang_dspark.errors import ConfigError
 
 

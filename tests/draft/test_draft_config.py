@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from switches import SWITCHES
 
+from sglang_dspark.draft.config import check_dimensions
 from sglang_dspark.draft.formats import read_config, read_content
-from sglang_dspark.draft.pairing import check_dimensions
 from sglang_dspark.errors import CheckpointError
 
 

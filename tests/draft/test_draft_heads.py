@@ -7,8 +7,8 @@ import torch
 from dspark_training.block_forward import block_latents
 from reference_decoding import markov_step
 
-from sglang_dspark.draft.confidence_head import ConfidenceHead
 from sglang_dspark.draft.formats import read_content
+from sglang_dspark.draft.heads import ConfidenceHead
 from sglang_dspark.draft.model import DraftModel
 
 

@@ -14,7 +14,7 @@ from transformers import Gemma4UnifiedTextConfig
 from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedTextModel
 
 from sglang_dspark.draft.formats import read_content
-from sglang_dspark.draft.formats.description import describe
+from sglang_dspark.draft.formats.checkpoint import describe
 from sglang_dspark.draft.weights import load_draft_model, random_draft_model
 from sglang_dspark.errors import CheckpointError
 

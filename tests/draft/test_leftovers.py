@@ -10,7 +10,7 @@ from format_exports import DFLASH, WINDOW, content_of
 from golden_replay import replay
 
 from sglang_dspark.draft.formats import read, read_content
-from sglang_dspark.draft.formats.rotation import LEFT_OVER, PART_OF_HEAD
+from sglang_dspark.draft.formats.layers import LEFT_OVER, PART_OF_HEAD
 from sglang_dspark.errors import CheckpointError
 
 FORMATS = {
@@ -231,7 +231,7 @@ def test_a_drafter_with_copied_keys_is_the_golden_one(golden_dir, copied, keys):
 
 def test_log_and_doctor_say_what_was_ignored(copied, caplog):
     from sglang_dspark.draft.resolved import ResolvedDrafter
-    from sglang_dspark.tools.doctor.models import _describe_drafter
+    from sglang_dspark.tools.doctor import _describe_drafter
     from sglang_dspark.worker.drafter import log_remarks
 
     folder = copied(**QWEN3_5, eagle_aux_hidden_state_layer_ids=[0, 2, 4])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sglang_dspark.draft.formats import read_content
-from sglang_dspark.draft.formats.description import describe, switches
+from sglang_dspark.draft.formats.checkpoint import describe, switches
 
 QWEN3_8B = json.loads("""\
 {"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 151643, "dtype": "bfloat16",

@@ -11,7 +11,7 @@ from quantised_drafter import FORMS, gguf_drafter, quantised_drafter
 from safetensors.torch import load_file, save_file
 
 from sglang_dspark.draft.formats import read
-from sglang_dspark.draft.quantised.scaled import times_scales
+from sglang_dspark.draft.quantised import times_scales
 from sglang_dspark.draft.weights import check_draft_model, load_draft_model
 from sglang_dspark.errors import CheckpointError
 

@@ -9,12 +9,10 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_objects import partly, request
 
 from sglang_dspark.engine.batch import SamplingReader, decode_result, most_words
-from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import PLAIN
-from sglang_dspark.step.device_time import DeviceSpan
-from sglang_dspark.step.packed import PackedCopies
+from sglang_dspark.step.packed import DeviceSpan, PackedCopies
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import StepOutcome, TargetOutput, VerifyPlan
+from sglang_dspark.step.state import Confidence, StepOutcome, TargetOutput, VerifyPlan
 
 CPU = torch.device("cpu")
 CHAINS = torch.tensor([[3, 2, 7, 8, 5], [ASKED_ROWS, 1, 6, -1, -1]])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sglang_objects import GOLDEN, found_by, launch_context
 
-from sglang_dspark.draft.quantised.storage import Storage
+from sglang_dspark.draft.quantised import Storage
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.engine import checks
 from sglang_dspark.engine.checks import all_checks, refuse

@@ -8,7 +8,7 @@ from settled_requests import settled, settled_params
 from sglang_dspark.engine.request_options import BatchOptions, request_options
 from sglang_dspark.engine.requests import ASKED, known_keys
 from sglang_dspark.speculation import Speculation
-from sglang_dspark.step.limits import RequestLimits
+from sglang_dspark.step.state import RequestLimits
 
 
 @pytest.mark.parametrize("field", ['{"max_verify": 2, "trace": true}', {"max_verify": 2, "trace": True}])

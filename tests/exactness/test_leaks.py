@@ -9,8 +9,8 @@ import stage_loop
 import torch
 from dspark_kernels import AdjustmentTable, Candidates, DraftBlock, DraftDistribution
 from dspark_kernels.acceptance import acceptance_reference
-from dspark_kernels.drafting import walk_reference
-from dspark_kernels.sampling.noise import Purpose, RoundKeys
+from dspark_kernels.drafting import walk
+from dspark_kernels.noise import Purpose, RoundKeys
 from enumerated_distribution import (
     COMPETING,
     COPYING,
@@ -27,9 +27,9 @@ from toy_pair import GAMMA, ToyLoop, V, toy_drafter
 
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.step import selection
-from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selection import TopK
+from sglang_dspark.step.state import Confidence
 from sglang_dspark.worker.drafter import Drafter
 
 pytestmark = pytest.mark.slow
@@ -153,7 +153,7 @@ LEAKS = {
     "candidates_where_the_drafter_disagrees": (proposed(candidates_instead), STATIC, CHAINED),
     "candidates_boosted_after_the_draw": (
         both(
-            instead(walk_reference._Offers, "boosted", lambda served, offers, slot, logits: logits),
+            instead(walk._Offers, "boosted", lambda served, offers, slot, logits: logits),
             proposed(lambda block: raised(block, *candidates_of(block))),
         ),
         *(STATIC, CHAINED),

@@ -13,10 +13,10 @@ from dspark_kernels import (
     draw,
     exponential,
     inverse_cdf,
+    sampling,
     seeded_argmax,
     target_probs,
 )
-from dspark_kernels.sampling import token_draw
 
 VOCAB_SIZE = 152_064
 
@@ -111,13 +111,13 @@ def test_blocks_sparse_rows_and_the_accelerators_route_agree(monkeypatch, densit
     generator = torch.Generator().manual_seed(8)
     probs = torch.rand(9, 1001, generator=generator) * (torch.rand(9, 1001, generator=generator) < density)
     seeds, positions = torch.arange(9), torch.arange(9) * 3
-    monkeypatch.setattr(token_draw, "_NOISE_BLOCK", 2500)
+    monkeypatch.setattr(sampling, "_NOISE_BLOCK", 2500)
     tokens = seeded_argmax(probs, seeds, positions)
-    monkeypatch.setattr(token_draw, "reads_are_free", lambda _: False)
+    monkeypatch.setattr(sampling, "reads_are_free", lambda _: False)
     assert torch.equal(tokens, seeded_argmax(probs, seeds, positions))
-    rows, drawn = [], token_draw.exponential
-    monkeypatch.setattr(token_draw, "exponential", lambda seeds, *of: (rows.append(len(seeds)), drawn(seeds, *of))[1])
-    monkeypatch.setattr(token_draw, "_DEVICE_NOISE_BLOCK", 4100)
+    rows, drawn = [], sampling.exponential
+    monkeypatch.setattr(sampling, "exponential", lambda seeds, *of: (rows.append(len(seeds)), drawn(seeds, *of))[1])
+    monkeypatch.setattr(sampling, "_DEVICE_NOISE_BLOCK", 4100)
     assert torch.equal(tokens, seeded_argmax(probs, seeds, positions))
     assert rows == [4, 4, 1]
 

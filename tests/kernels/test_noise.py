@@ -78,7 +78,7 @@ def test_exponential_distribution_and_independence_across_positions():
 def test_exponential_stays_finite_at_the_ends_of_the_word_range(monkeypatch):
     for word in (0, 0xFFFFFFFF):
         extreme = torch.full((1, 4), word)
-        monkeypatch.setattr("dspark_kernels.sampling.noise.philox4x32", lambda *_, extreme=extreme: (extreme,) * 4)
+        monkeypatch.setattr("dspark_kernels.noise.philox4x32", lambda *_, extreme=extreme: (extreme,) * 4)
         noise = exponential(torch.tensor([0]), torch.tensor([0]), 8)
         assert (noise > 0).all() and noise.isfinite().all()
 
@@ -92,7 +92,7 @@ def test_request_seed_equal_to_engine_seed_shares_no_counter(monkeypatch):
         counters.append(set(zip(*(word.flatten().tolist() for word in words), strict=True)))
         return philox4x32(counter, key)
 
-    monkeypatch.setattr("dspark_kernels.sampling.noise.philox4x32", record)
+    monkeypatch.setattr("dspark_kernels.noise.philox4x32", record)
     exponential(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 2]), 64)
     for purpose in (Purpose.DRAFT, Purpose.ACCEPT, Purpose.RESIDUAL, Purpose.BONUS):
         uniform(0, torch.arange(3)[:, None, None], torch.arange(40)[:, None], torch.arange(8), purpose)

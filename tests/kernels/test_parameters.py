@@ -3,8 +3,7 @@
 import pytest
 import torch
 from dspark_kernels import DraftBlock, DraftHeads, RoundKeys, SamplingBatch, Windows, accept, draft_block
-from dspark_kernels.sampling.parameters import NO_TOP_K
-from dspark_kernels.sampling.target_distribution import target_probs
+from dspark_kernels.sampling import NO_TOP_K, target_probs
 
 
 def one(temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, seed=None):

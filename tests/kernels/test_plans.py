@@ -22,7 +22,7 @@ from dspark_kernels import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dspark.step.selected import TopDrafts, top_prefixes
+from sglang_dspark.step.selection import TopDrafts, top_prefixes
 
 SIZES = [(1, 1), (1, 16), (3, 5), (17, 1), (17, 16), (130, 5)]
 FIELDS = [field.name for field in fields(VerifyRows)]

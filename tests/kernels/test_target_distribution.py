@@ -8,8 +8,7 @@ from typing import Optional
 
 import pytest
 import torch
-from dspark_kernels import SamplingBatch, target_probs
-from dspark_kernels.sampling import target_distribution
+from dspark_kernels import SamplingBatch, sampling, target_probs
 
 TEMPERATURES = (0.5, 1.0, 1.7)
 TOP_KS = (-1, 5)
@@ -104,9 +103,9 @@ def test_every_route_to_the_cut_agrees(monkeypatch, top_p, top_k):
     logits[:3] *= 6  # the cut of these rows lies early, of the others late
     params = filter_params(1.0, top_k, top_p, 0.0, 9)
     probs = target_probs(logits, params)
-    monkeypatch.setattr(target_distribution, "_HEAD_SIZES", (3,))
+    monkeypatch.setattr(sampling, "_HEAD_SIZES", (3,))
     assert torch.equal(target_probs(logits, params), probs)
-    monkeypatch.setattr(target_distribution, "reads_are_free", lambda _: False)
+    monkeypatch.setattr(sampling, "reads_are_free", lambda _: False)
     assert torch.equal(target_probs(logits, params), probs)
 
 
@@ -143,5 +142,5 @@ def test_rows_are_filtered_block_by_block_to_the_same_bits(monkeypatch, elements
     columns = [*(list(column) for column in zip(*MATRIX, strict=True)), [None] * len(MATRIX)]
     params = SamplingBatch.from_lists(*columns).filter_params
     whole = target_probs(logits, params)
-    monkeypatch.setattr(target_distribution, "_MAX_ELEMENTS", elements)
+    monkeypatch.setattr(sampling, "_MAX_ELEMENTS", elements)
     assert torch.equal(target_probs(logits, params), whole)

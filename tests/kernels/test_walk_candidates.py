@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from dspark_kernels import Candidates, block_confidence, draft_block, draft_block_ref
-from dspark_kernels.drafting.candidates import OUTRIGHT
+from dspark_kernels.drafting.heads import OUTRIGHT
 from literal import Request
 from pairwise import pairwise
 from walk_case import GREEDY, MIXED, WalkCase

@@ -15,8 +15,7 @@ from sglang_dspark.scheduling.auto_policy import (
     AutoPolicy,
     draft_depths,
 )
-from sglang_dspark.scheduling.forecast import UPDATE_STEPS
-from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
+from sglang_dspark.scheduling.forecast import UPDATE_STEPS, WINDOW_ROUNDS, LaggedSurvivals
 from sglang_dspark.scheduling.policies import EarlyStopPolicy, FixedPolicy, ThresholdPolicy
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
 from sglang_dspark.step.decision import PLAIN, StepDecision

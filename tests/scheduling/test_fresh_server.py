@@ -10,10 +10,8 @@ from misled import cpu_table, gpu_table
 from step_tables import GAMMA, compute_bound
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
-from sglang_dspark.tools.simulator.costs import Costs, Prefill
-from sglang_dspark.tools.simulator.server import SimulatedServer
-from sglang_dspark.tools.simulator.workload import Request
+from sglang_dspark.tools.simulator.server import Costs, Prefill, SimulatedServer
+from sglang_dspark.tools.simulator.workload import ConditionalAcceptance, Request
 
 pytestmark = pytest.mark.slow
 

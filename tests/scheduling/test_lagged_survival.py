@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
+from sglang_dspark.scheduling.forecast import WINDOW_ROUNDS, LaggedSurvivals
 
 SINGLE = 1e-6  # estimates are sums of float32
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sglang_dspark.scheduling.lone_credit import MOST, RATE, STAKE, LoneCredit
+from sglang_dspark.scheduling.auto_policy import MOST, RATE, STAKE, LoneCredit
 
 
 def useless_steps(credit, cost, *, steps, request="r", pays=True):

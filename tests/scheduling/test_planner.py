@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from step_tables import GAMMA, compute_bound, random_table
 
-from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
-from sglang_dspark.scheduling.planner import evaluate_steps, worth_most_beside
+from sglang_dspark.scheduling.auto_policy import evaluate_steps, worth_most_beside
+from sglang_dspark.scheduling.forecast import LaggedSurvivals
 from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
 

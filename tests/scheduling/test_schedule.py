@@ -12,14 +12,11 @@ from made_schedule import GAMMA, record, schedule, table, tokens
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.scheduling.forecast import UPDATE_STEPS, Forecast
-from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
+from sglang_dspark.scheduling.forecast import UPDATE_STEPS, WINDOW_ROUNDS, Forecast, LaggedSurvivals, StepFeedback
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.scheduling.step_feedback import StepFeedback
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.selected import TopDrafts
-from sglang_dspark.step.selection import FixedLength, TopK
+from sglang_dspark.step.selection import FixedLength, TopDrafts, TopK
 from sglang_dspark.step.state import DraftOutput
 
 
@@ -260,7 +257,7 @@ def test_the_time_of_a_step_is_known_when_the_next_one_is_chosen():
 
 def test_on_a_cpu_the_host_time_is_what_the_stages_do_not_take(monkeypatch):
     clock = iter([0.0, 0.001, 0.021, 0.030, 0.031])  # a step is chosen, staged, committed; the next is
-    monkeypatch.setattr("sglang_dspark.scheduling.step_clock.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("sglang_dspark.scheduling.step_times.time.perf_counter", lambda: next(clock))
     made = schedule()
     made.end_step(made.choose(["a", "b"], 64.0), 2, 6)
     made.choose(["a", "b"], 64.0)
@@ -272,7 +269,7 @@ def test_on_a_cpu_the_host_time_is_what_the_stages_do_not_take(monkeypatch):
 def test_on_a_gpu_the_host_time_is_what_it_neither_waits_nor_is_waited_for(monkeypatch, lag, host_ms):
     """Under overlap a step's result is read while the next one runs: all of the time but the wait is the host's."""
     now = [0.0]
-    monkeypatch.setattr("sglang_dspark.scheduling.step_clock.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("sglang_dspark.scheduling.step_times.time.perf_counter", lambda: now[0])
     made = Schedule(DSparkConfig(), GAMMA, OnlineCalibration(GAMMA), torch.device("meta"), lag)
     made.start(table())
     for _ in range(lag + 1):

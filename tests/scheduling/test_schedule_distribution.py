@@ -26,11 +26,9 @@ from step_tables import make_table
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.scheduling.slo import SloState
-from sglang_dspark.step.limits import RequestLimits
+from sglang_dspark.scheduling.schedule import Schedule, SloState
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import DraftOutput
+from sglang_dspark.step.state import DraftOutput, RequestLimits
 
 pytestmark = pytest.mark.slow
 

@@ -9,12 +9,10 @@ from dspark_kernels import DraftBlock
 from step_tables import GAMMA, memory_bound
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.scheduling.slo import HEAD_TOKENS, SloState
-from sglang_dspark.step.confidence import Confidence
+from sglang_dspark.scheduling.schedule import HEAD_TOKENS, Schedule, SloState
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold, TopK
-from sglang_dspark.step.state import DraftOutput
+from sglang_dspark.step.state import Confidence, DraftOutput
 
 CPU = torch.device("cpu")
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from sglang_dspark.scheduling import sps_profiler
-from sglang_dspark.scheduling.sps_profiler import MAX_PASSES, MIN_PASSES, measure, timed_drafts
+from sglang_dspark.scheduling import sps_table
+from sglang_dspark.scheduling.sps_table import MAX_PASSES, MIN_PASSES, measure, timed_drafts
 
 REQUESTS, DRAFTS, CONTEXTS = [1, 2, 4, 8], [0, 1, 2], [64, 1024]
 
@@ -16,7 +16,7 @@ class Machine:
         self.now, self.scale_s, self.disturb, self.queue_s = 100.0, scale_s, disturb, queue_s
         self.runs = {}
         self.loads = []
-        monkeypatch.setattr(sps_profiler.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(sps_table.time, "perf_counter", lambda: self.now)
 
     def seconds(self, requests, context, kind, drafts):
         return self.scale_s * (requests * (1 + drafts) + context / 1024 + (0.5 if kind == "draft" else 0))

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dspark.scheduling import step_clock
-from sglang_dspark.scheduling.step_clock import UPDATE_S, StepClock
-from sglang_dspark.scheduling.step_times import StepKind
+from sglang_dspark.scheduling import step_times
+from sglang_dspark.scheduling.step_times import UPDATE_S, StepClock, StepKind
 
 LONG_S = 1.01 * UPDATE_S
 PLAIN, DRAFTED = StepKind(2, 2, 0, 50.0), StepKind(2, 8, 3, 50.0)
@@ -16,7 +15,7 @@ PLAIN, DRAFTED = StepKind(2, 2, 0, 50.0), StepKind(2, 8, 3, 50.0)
 def now(monkeypatch):
     """Seconds that the clock reads; add to ``now.s``."""
     time = SimpleNamespace(s=100.0)
-    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: time.s)
+    monkeypatch.setattr(step_times.time, "perf_counter", lambda: time.s)
     return time
 
 
@@ -95,7 +94,7 @@ def test_without_measured_times_nothing_is_expected(now):
     clock.end_step(PLAIN)
     now.s += 0.002
     clock.start_step(None)
-    assert clock.last == step_clock.TimedStep(2, pytest.approx(2.0), None)
+    assert clock.last == step_times.TimedStep(2, pytest.approx(2.0), None)
 
 
 def test_steps_that_the_host_has_awaited_teach_all_of_their_time(now):

@@ -38,7 +38,7 @@ from spoken_target import spoken_target
 
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
-from sglang_dspark.tools.demo import smollm2
+from sglang_dspark.tools import demo
 from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
 
 
@@ -59,7 +59,7 @@ def _published(form: str) -> Callable[[Path], Flags]:
 
 
 def _smollm2(folder: Path) -> Path:
-    return smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct")
+    return demo.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct")
 
 
 def _quantised(source: Path, form: str) -> Callable[[Path], Flags]:
@@ -105,7 +105,7 @@ def _reading(architecture: str, *flags: str, env: Mapping[str, str] | None = Non
     return Recipe((_random("tiny"), *flags), model=_target(picture_target, architecture), env=env or {})
 
 
-BUNDLED = Path(smollm2.__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
+BUNDLED = Path(demo.__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
 STATIC = "--speculative-dspark-schedule static"
 WITHOUT_A_DRAFTER = ("speculative-algorithm: DSPARK", "speculative-dspark-draft-free: true")
 SAVES_MEMORY = "--enable-memory-saver --enable-weights-cpu-backup --speculative-draft-load-format dummy"

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from golden_server import counting, policy
 
 from sglang_dspark.tools.cli import main
-from sglang_dspark.tools.simulator.blocks import RecordedBlocks
+from sglang_dspark.tools.simulator.workload import RecordedBlocks
 
 MAX_TOKENS, GAMMA = 40, 7
 FIRST, SECOND = ("red", "old", "quick"), ("cat", "river", "lamp", "bird")

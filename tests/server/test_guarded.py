@@ -13,7 +13,7 @@ from golden_server import call, endless, greedy, in_background
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as text_string_to_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_dspark.tools.http_client import open_directly
+from sglang_dspark.tools.launch import open_directly
 
 GRAFANA = Path(__file__).parents[2] / "docker" / "grafana" / "dspark.json"
 

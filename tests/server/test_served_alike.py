@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from golden_server import CASES, PACE_MS, call, greedy, policy
 
-from sglang_dspark.tools.http_client import open_directly
+from sglang_dspark.tools.launch import open_directly
 
 
 def turns(server, stops):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_dspark.step import device_time
-from sglang_dspark.step.device_time import AwaitedEvent, DeviceTimer
+from sglang_dspark.step import packed
+from sglang_dspark.step.packed import AwaitedEvent, DeviceTimer
 
 
 class Gpu:
@@ -51,7 +51,7 @@ def test_a_cpu_has_no_spans():
 
 def test_an_event_knows_how_long_it_was_waited_for(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(device_time.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(packed.time, "perf_counter", lambda: now[0])
     event = AwaitedEvent(
         SimpleNamespace(synchronize=lambda: now.__setitem__(0, now[0] + 0.004), query=lambda: "its own")
     )

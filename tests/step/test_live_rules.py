@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_dspark.step.selected import top_prefixes
-from sglang_dspark.step.selection import above_threshold, early_stop
+from sglang_dspark.step.selection import above_threshold, early_stop, top_prefixes
 
 
 def algorithm_1(survival, sps):

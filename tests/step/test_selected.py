@@ -6,7 +6,7 @@ import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingBatch, kernels_anywhere
 
-from sglang_dspark.step.selected import FixedLens, TopDrafts, build_plan
+from sglang_dspark.step.selection import FixedLens, TopDrafts, build_plan
 from sglang_dspark.step.state import DecodeBatch
 
 GAMMA = 3

@@ -6,11 +6,9 @@ from dspark_kernels import DraftBlock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import PLAIN, StepDecision
-from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold, TopK
-from sglang_dspark.step.state import DraftOutput
+from sglang_dspark.step.state import Confidence, DraftOutput, RequestLimits
 
 GAMMA = 3
 SURVIVAL = torch.tensor([[0.9, 0.8, 0.7], [0.6, 0.5, 0.4], [0.3, 0.2, 0.1]])

@@ -4,9 +4,14 @@ import torch
 from canonical_drafter import config_json
 from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, MarkovWeights
 
-from sglang_dspark.draft.confidence_head import ConfidenceHead
 from sglang_dspark.draft.formats import read_content
-from sglang_dspark.draft.markov_head import MarkovHead, SelectorMarkovHead, VanillaMarkovHead, build_markov_head
+from sglang_dspark.draft.heads import (
+    ConfidenceHead,
+    MarkovHead,
+    SelectorMarkovHead,
+    VanillaMarkovHead,
+    build_markov_head,
+)
 
 
 def draft_heads(

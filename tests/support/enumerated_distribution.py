@@ -16,11 +16,11 @@ from toy_pair import GAMMA, ToyLoop, target_distribution
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.scheduling.slo import SloState
+from sglang_dspark.scheduling.schedule import SloState
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selection import FixedLength, TopK
+from sglang_dspark.step.state import RequestLimits
 
 PROMPT, TEMPERATURE = [1, 0], 0.8
 ALL_TOKENS = [0, 1, 2, 1, 0]  # a prompt in which every text finds something

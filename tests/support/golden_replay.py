@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from sglang_dspark.draft.config import check_dimensions
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.draft.pairing import check_dimensions
 from sglang_dspark.draft.weights import load_draft_model
 
 TENSOR_ATOL = 1e-4  # absolute; both sides are float32, only the order of summation differs

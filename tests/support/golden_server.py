@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from reference_decoding import Decoded
 
-from sglang_dspark.tools.http_client import open_directly
-from sglang_dspark.tools.launch import CPU_ENV, LaunchedServer, dspark_flags
+from sglang_dspark.tools.launch import CPU_ENV, LaunchedServer, dspark_flags, open_directly
 
 SERVER_TESTS = Path(__file__).parents[1] / "server"
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"

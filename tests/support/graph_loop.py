@@ -11,9 +11,8 @@ from stage_loop import StageLoop
 from step_tables import make_table
 
 from sglang_dspark.step.state import TargetOutput
-from sglang_dspark.worker.executors import captured
-from sglang_dspark.worker.executors.captured import CapturedSteps
-from sglang_dspark.worker.executors.graphs import ExecutorSelector
+from sglang_dspark.worker import graphs
+from sglang_dspark.worker.graphs import CapturedSteps, ExecutorSelector
 
 
 class GraphLoop(StageLoop):
@@ -84,7 +83,7 @@ class GraphLoop(StageLoop):
         runner.model_config = SimpleNamespace(vocab_size=self.num_tokens)
         buffer = lambda runner, rows: torch.zeros(rows, runner.model_config.vocab_size)  # noqa: E731
         for name, value in {"capturing": capturing, "static_verify": static_verify, "logits_buffer": buffer}.items():
-            self._patch.setattr(captured, name, value)
+            self._patch.setattr(graphs, name, value)
         self._patch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
         steps = CapturedSteps(
             self.eager, runner, self._slots, self.gamma, seed=self.noise_seed, relay=self.relay, parts=self.parts

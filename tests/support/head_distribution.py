@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sglang_dspark.calibration.metrics import ece
-from sglang_dspark.calibration.survival import Floats, Ints, prefix_survival, sigmoid, survived
+from sglang_dspark.calibration.sts import Floats, Ints, ece, prefix_survival, sigmoid, survived
 
 GAMMA = 7
 

@@ -8,8 +8,8 @@ from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.state import Confidence
 
 GAMMA = 3
 CPU = torch.device("cpu")

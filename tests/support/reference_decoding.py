@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_dspark.draft.markov_head import MarkovHead
+from sglang_dspark.draft.config import Visibility
+from sglang_dspark.draft.heads import MarkovHead
 from sglang_dspark.draft.model import DraftModel, base_logits
-from sglang_dspark.draft.visibility import Visibility
 
 Target = Callable[[Sequence[int]], tuple[Tensor, Tensor]]
 """``target(ids) -> (logits [n, V], features [n, m * d])`` of all n tokens; taps ordered as ``target_layer_ids``."""

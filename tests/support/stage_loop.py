@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.formats import Reading
-from sglang_dspark.draft.formats.tensors import TensorRules
+from sglang_dspark.draft.formats.content import TensorRules
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.resolved import ResolvedDrafter
@@ -36,9 +36,8 @@ from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DecodeBatch, StepOutcome, TargetOutput, VerifyPlan
-from sglang_dspark.worker.drafter import Drafter
-from sglang_dspark.worker.executors.eager import EagerExecutor
-from sglang_dspark.worker.no_drafter import NoDrafter
+from sglang_dspark.worker.drafter import Drafter, NoDrafter
+from sglang_dspark.worker.eager import EagerExecutor
 
 DATA = Path(__file__).parents[1] / "data" / "golden"
 DRAFT = DATA / "vanilla_g7"

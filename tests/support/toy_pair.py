@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from dspark_kernels import Adjustment, FilterParams
-from dspark_kernels.sampling.target_distribution import target_probs
+from dspark_kernels.sampling import target_probs
 from golden_server import DRAFT
 from literal import literal_adjust
 from stage_loop import StageLoop

@@ -5,7 +5,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from sglang_dspark.tools.http_client import JsonClient
+from sglang_dspark.tools.launch import JsonClient
 
 
 @pytest.fixture

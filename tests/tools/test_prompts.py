@@ -6,8 +6,7 @@ import logging
 import pytest
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.prompts import conversations_of, read_answers, read_prompts
-from sglang_dspark.tools.tables import read_rows
+from sglang_dspark.tools.prompts import conversations_of, read_answers, read_prompts, read_rows
 
 
 def read_conversations(path):

@@ -5,8 +5,8 @@ import torch
 from dspark_kernels import StepRequests, block_attention
 from reference_decoding import attend_dense, block_mask
 
-from sglang_dspark.draft.visibility import Visibility
-from sglang_dspark.draft.window import DraftWindow
+from sglang_dspark.draft.backbone import DraftWindow
+from sglang_dspark.draft.config import Visibility
 from sglang_dspark.worker.draft_attention import partial_attention
 
 SLOTS, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 2, 16

@@ -5,7 +5,7 @@ from dspark_kernels import kernels_anywhere
 from stage_loop import StageLoop
 from step_tables import make_table
 
-from sglang_dspark.draft.window import DraftWindow
+from sglang_dspark.draft.backbone import DraftWindow
 
 NUM_TOKENS = 24
 # Verifying a draft costs a tenth of a plain step, drafting another tenth.

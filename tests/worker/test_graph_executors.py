@@ -24,11 +24,9 @@ from stage_loop import NO_CHAINS, StageLoop
 from sglang_dspark.engine.graphs import Relay
 from sglang_dspark.engine.part import Part
 from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.limits import RequestLimits
-from sglang_dspark.step.selected import top_prefixes
-from sglang_dspark.step.selection import FixedLength, Threshold, TopK
-from sglang_dspark.step.state import DraftOutput
-from sglang_dspark.worker.executors import graphs
+from sglang_dspark.step.selection import FixedLength, Threshold, TopK, top_prefixes
+from sglang_dspark.step.state import DraftOutput, RequestLimits
+from sglang_dspark.worker import graphs
 
 NUM_TOKENS = 16
 

@@ -15,7 +15,7 @@ from stage_loop import StageLoop
 from sglang_dspark.engine.part import LogitsPart
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.state import TargetOutput
-from sglang_dspark.worker.startup.warm_up import hold_largest_step, on_stream_of_steps
+from sglang_dspark.worker.warm_up import hold_largest_step, on_stream_of_steps
 
 REQUESTS, SLOTS, VOCAB_SIZE = 5, 40, 256
 

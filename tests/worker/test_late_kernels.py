@@ -6,7 +6,7 @@ import pytest
 import triton
 from dspark_kernels import is_crowded, num_splits
 
-from sglang_dspark.worker.startup.warm_up import of_every_attention, report_late_kernels, sizes, widths
+from sglang_dspark.worker.warm_up import of_every_attention, report_late_kernels, sizes, widths
 
 
 def test_kernels_of_ours_are_reported(caplog, monkeypatch):

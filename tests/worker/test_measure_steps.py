@@ -18,10 +18,10 @@ from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.measure_steps import Stepper
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.worker.executors.eager import EagerExecutor
-from sglang_dspark.worker.executors.graphs import ExecutorSelector
-from sglang_dspark.worker.startup.measured_steps import MeasuredSteps
-from sglang_dspark.worker.tiers import Tiers, at_least
+from sglang_dspark.worker.buffers import Tiers, at_least
+from sglang_dspark.worker.eager import EagerExecutor
+from sglang_dspark.worker.graphs import ExecutorSelector
+from sglang_dspark.worker.warm_up import MeasuredSteps
 
 KEY = {"device": "cpu", "max_verify": "2"}
 

@@ -18,15 +18,14 @@ from sglang_objects import worker as target_worker
 from stage_loop import CPU, DATA, DRAFT, StageLoop, golden_network
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.draft.int8_layers import in_eight_bits
+from sglang_dspark.draft.frozen_layers import in_eight_bits
 from sglang_dspark.draft.reduced_vocabulary import FILE as LIST
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, save_token_ids
 from sglang_dspark.draft.weights import EMBEDDING, LM_HEAD, load_draft_model
 from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.errors import CheckpointError
-from sglang_dspark.worker.drafter import Drafter
-from sglang_dspark.worker.executors.graphs import ExecutorSelector
-from sglang_dspark.worker.no_drafter import NoDrafter
+from sglang_dspark.worker.drafter import Drafter, NoDrafter
+from sglang_dspark.worker.graphs import ExecutorSelector
 from sglang_dspark.worker.worker import DSparkWorker
 
 NUM_TOKENS = 16

@@ -14,8 +14,7 @@ from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.graphs import Relay
 from sglang_dspark.engine.request_options import BatchOptions
 from sglang_dspark.engine.step_control import StepControl
-from sglang_dspark.step.device_time import DeviceTimer
-from sglang_dspark.step.packed import PackedCopies
+from sglang_dspark.step.packed import DeviceTimer, PackedCopies
 from sglang_dspark.worker.worker import DSparkWorker
 
 CPU = torch.device("cpu")

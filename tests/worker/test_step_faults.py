@@ -15,9 +15,9 @@ from sglang_dspark.engine.batch import CachedByBatch
 from sglang_dspark.engine.request_options import BatchOptions
 from sglang_dspark.engine.scheduler import failed_stage
 from sglang_dspark.engine.step_control import StepControl
-from sglang_dspark.step.device_time import DeviceTimer
-from sglang_dspark.worker.executors import eager
-from sglang_dspark.worker.executors.graphs import ExecutorSelector
+from sglang_dspark.step.packed import DeviceTimer
+from sglang_dspark.worker import eager
+from sglang_dspark.worker.graphs import ExecutorSelector
 from sglang_dspark.worker.worker import DSparkWorker
 
 # What each stage calls.

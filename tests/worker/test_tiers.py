@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
-from sglang_dspark.worker.tiers import MAX_SAMPLED, MAX_TOKENS, Tiers, at_least
+from sglang_dspark.worker.buffers import MAX_SAMPLED, MAX_TOKENS, Tiers, at_least
 
 SLOTS = [1, 2, 4, 8, 12, 16, 24, 32, 40, 64]
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.visibility import Visibility
+from sglang_dspark.draft.config import DraftConfig, Visibility
 
 CHUNK_SCORES = 2**24
 """Scores that `ChunkedAttention` holds at a time: 64 MiB in float32."""

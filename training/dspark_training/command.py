@@ -14,8 +14,7 @@ from click.core import ParameterSource
 from dspark_training.options import SectionedCommand, settings_options, taken
 from dspark_training.settings import LossWeights, TextPlan, TrainConfig
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.cli.asking import chat_template_kwargs_option
-from sglang_dspark.tools.cli.numbers import Numbers
+from sglang_dspark.tools.cli.options import Numbers, chat_template_kwargs_option
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

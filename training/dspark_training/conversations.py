@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.prompts import KEYS, Turns, conversations_of
-from sglang_dspark.tools.tables import SUFFIXES, Row, read_rows
+from sglang_dspark.tools.prompts import KEYS, SUFFIXES, Row, Turns, conversations_of, read_rows
 
 
 def read_conversations(source: str) -> list[Turns]:

@@ -13,8 +13,8 @@ from dspark_training.replay import replay
 from dspark_training.target import Target
 from dspark_training.texts import keep_states
 from dspark_training.writers import InProcessWriter
+from sglang_dspark.draft.config import check_dimensions
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.draft.pairing import check_dimensions
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import load_draft_model
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dspark_training.target import Target
 from sglang_dspark.draft.backbone import DecoderLayer
-from sglang_dspark.draft.markov_head import MarkovHead
+from sglang_dspark.draft.heads import MarkovHead
 from sglang_dspark.draft.model import DraftModel
 
 _WEIGHT_STD = 0.02  # Hugging Face's default, DeepSpec's too

@@ -10,7 +10,7 @@ import click
 from msgspec import Meta
 
 from sglang_dspark.declared import field_types
-from sglang_dspark.tools.cli.numbers import Numbers
+from sglang_dspark.tools.cli.options import Numbers
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

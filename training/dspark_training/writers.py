@@ -11,7 +11,7 @@ import torch
 from dspark_training.target import Target
 from dspark_training.texts import Text
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.http_client import JsonClient
+from sglang_dspark.tools.launch import JsonClient
 
 _TIMEOUT_S = 1800.0
 

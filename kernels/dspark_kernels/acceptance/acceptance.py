@@ -27,17 +27,15 @@ from typing import Any
 import torch
 import triton
 
-from dspark_kernels.acceptance.acceptance_draw import mass_kernel, token_kernel
+from dspark_kernels.acceptance.acceptance_draw import mass_kernel, seeded_kernel, token_kernel
 from dspark_kernels.acceptance.acceptance_filters import filter_kernel
 from dspark_kernels.acceptance.acceptance_kernels import judge_kernel, row_stats_kernel
-from dspark_kernels.acceptance.acceptance_reference import accept_ref
-from dspark_kernels.acceptance.acceptance_seeds import seeded_kernel
-from dspark_kernels.acceptance.outcome import AcceptResult
+from dspark_kernels.acceptance.acceptance_reference import AcceptResult, accept_ref
 from dspark_kernels.dispatch import on_kernels
-from dspark_kernels.drafting.drafted_block import DraftBlock
-from dspark_kernels.planning.windows import Windows
-from dspark_kernels.sampling.noise import RoundKeys
-from dspark_kernels.sampling.parameters import FilterParams, SamplingBatch
+from dspark_kernels.drafting.heads import DraftBlock
+from dspark_kernels.noise import RoundKeys
+from dspark_kernels.preparation import Windows
+from dspark_kernels.sampling import FilterParams, SamplingBatch
 
 # 8 KiB of bfloat16: 8 rows of 151936 tokens make 304 programs, two for each multiprocessor of an H200.
 _STATS_TILE = 4096

@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark_kernels.sampling.parameters import NO_TOP_K
+from dspark_kernels.sampling import NO_TOP_K
 
 _NO_TOP_K = tl.constexpr(NO_TOP_K)
 # exp(-110) is 0 in float32 as it is in the reference: what lies further below the largest logit has no mass.

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 
 from dspark_kernels.acceptance.acceptance_filters import is_kept
-from dspark_kernels.sampling.noise import Purpose
-from dspark_kernels.sampling.noise_device import uniforms
+from dspark_kernels.noise import Purpose, uniforms
 
 _ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
 

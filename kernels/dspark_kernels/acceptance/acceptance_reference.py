@@ -1,4 +1,6 @@
-"""Verification: how many drafts the target keeps, and the token that follows them.
+"""Acceptance in plain torch.
+
+Verification: how many drafts the target keeps, and the token that follows them.
 
 Draft i of a request is judged by p_t of its verify row i. Each request follows its own rule:
 
@@ -9,20 +11,38 @@ Draft i of a request is judged by p_t of its verify row i. Each request follows 
 
 The output of the sampled rule is distributed as p_t for every proposal p_d the drafts were really drawn from. Reporting
 a copied token as p_d = one-hot is exact too, whatever it was copied from, as long as its source was fixed beforehand.
+
+The outcome of a verification.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from dspark_kernels.acceptance.outcome import AcceptResult
-from dspark_kernels.drafting.draft_distribution import DraftDistribution
-from dspark_kernels.drafting.drafted_block import DraftBlock
-from dspark_kernels.planning.windows import Windows
-from dspark_kernels.sampling.noise import Purpose, RoundKeys
-from dspark_kernels.sampling.parameters import SamplingBatch
-from dspark_kernels.sampling.target_distribution import reads_are_free, target_probs
-from dspark_kernels.sampling.token_draw import seeded_argmax
+from dspark_kernels.drafting.heads import DraftBlock, DraftDistribution
+from dspark_kernels.noise import Purpose, RoundKeys
+from dspark_kernels.preparation import Windows
+from dspark_kernels.sampling import SamplingBatch, reads_are_free, seeded_argmax, target_probs
+
+
+@dataclass(frozen=True)
+class AcceptResult:
+    """The outcome of one verification.
+
+    Attributes:
+        accept_lens: [bs] int64, number of drafts kept, 0..verify_len.
+        bonus_tokens: [bs] int64, the token after them: correction or bonus, the next round's anchor.
+        out_tokens: [bs, gamma + 1] int64: the kept drafts, the bonus token, then -1.
+        new_seq_lens: [bs] int64, committed tokens after this round.
+    """
+
+    accept_lens: torch.Tensor
+    bonus_tokens: torch.Tensor
+    out_tokens: torch.Tensor
+    new_seq_lens: torch.Tensor
+
 
 # Where p_t and p_d agree up to float32 rounding, the residual is rounding noise. Below this mass the row's p_t is drawn
 # instead; the choice is made with at most that probability.

@@ -1,4 +1,6 @@
-"""Penalties, minimum lengths and logit biases on the target's logits: what SGLang adds to them before it samples.
+"""Adjusts logits before verification: penalties, biases and the masks of grammars.
+
+Penalties, minimum lengths and logit biases on the target's logits: what SGLang adds to them before it samples.
 
 Row j of a request predicts the token after its output so far and the drafts x_1..x_j. With c(v) occurrences of token v
 among those, n their number, and the parameters of the request,
@@ -14,6 +16,10 @@ first three in the order of a set. The prompt does not count.
 What accumulates lies on the device, one slot per request, so that a step needs nothing from the host but the slots.
 
 Bytes: of an adjusted row the logits, read and written, and 9 * V of its slot; a row without a slot costs neither.
+
+Forbidding tokens by the bit masks of grammar engines.
+
+SGLang and xgrammar have kernels for this. This form knows neither, runs anywhere, and only guarded batches pay for it.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ import triton
 import triton.language as tl
 
 from dspark_kernels.dispatch import on_kernels
-from dspark_kernels.transfers import to_device
+from dspark_kernels.preparation import to_device
 
 _TILE = 1024
 _FREQUENCY, _PRESENCE, _REPETITION, _MIN_NEW_TOKENS = range(4)
@@ -245,3 +251,26 @@ def adjust(
         logits.stride(0),
         TILE=_TILE,
     )
+
+
+_BITS = 32
+
+
+def mask_tokens(
+    logits: torch.Tensor,  # [N, V]
+    rows: torch.Tensor,  # [m] int64
+    bitmask: torch.Tensor,  # [m, W] int32
+) -> None:
+    """Set the logits of forbidden tokens to -inf, in place. No host sync.
+
+    Args:
+        logits: any float dtype.
+        rows: rows to mask, none twice.
+        bitmask: token v is allowed in row ``rows[i]`` when bit ``v % 32`` of ``bitmask[i, v // 32]`` is set; tokens
+            without a bit are forbidden.
+    """
+    bits = torch.arange(_BITS, dtype=torch.int32, device=bitmask.device)
+    allowed = ((bitmask[..., None] >> bits) & 1).flatten(1)[:, : logits.shape[1]] != 0
+    missing = logits.shape[1] - allowed.shape[1]
+    allowed = torch.nn.functional.pad(allowed, (0, missing)) if missing else allowed
+    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)

@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dspark_kernels.acceptance.outcome import AcceptResult
+from dspark_kernels.acceptance.acceptance_reference import AcceptResult
 from dspark_kernels.dispatch import on_kernels
-from dspark_kernels.sampling.noise import Purpose, philox4x32
+from dspark_kernels.noise import Purpose, philox4x32
 
 SPAN = 16
 """Positions of a text that may share their difficulty."""

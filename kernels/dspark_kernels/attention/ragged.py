@@ -1,18 +1,26 @@
-"""Attention of a few query rows per request over paged contexts: what drafting and verification need on a CPU.
+"""Attention in torch over contexts of different lengths.
+
+Attention of a few query rows per request over paged contexts: what drafting and verification need on a CPU.
 
 SGLang's CPU backend pads the queries of an extend to the full context, which makes eight verify rows cost as much as a
 whole prefill, and it calls the attention once per request, which costs more than the attention itself. Here requests of
 similar length share a call, and everything that is the same for all layers is laid out once per step.
+
+Attention of whole draft blocks over their contexts, laid out once per step for all layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from dspark_kernels.attention.window import PagedWindows, window_attention
+from dspark_kernels.dispatch import on_kernels
+from dspark_kernels.preparation import StepRequests
 
 # Requests share a call while the shortest context has at least this share of the longest: the rest is padding.
 _MIN_FILL = 0.7
@@ -266,3 +274,66 @@ def _attend(
         return out.reshape(-1, num_heads, head_dim)
     out = out.view(group.num_requests, num_kv_heads, -1, group.num_queries, head_dim)
     return out.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)
+
+
+Pool = tuple[torch.Tensor, torch.Tensor]
+
+BlockAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Pool, torch.Tensor | None], torch.Tensor]
+"""[bs * gamma, heads, hd] of one layer, given q, k and v of the blocks' rows, the layer's context K and V, and its
+attention sinks [heads] where it has any."""
+
+
+def block_groups(requests: StepRequests, rows: int, *, heads_per_kv: int, dtype: torch.dtype) -> list[ContextGroup]:
+    """Return the layout of ``attend_groups`` for blocks of so many rows, which see all of their context and block.
+
+    Reads lengths on the host.
+    """
+    return group_contexts(
+        requests.req_to_token,
+        requests.req_pool_indices.tolist(),
+        requests.prefix_lens.tolist(),
+        [rows] * len(requests),
+        VisibleKeys(causal=False),
+        heads_per_kv=heads_per_kv,
+        dtype=dtype,
+        extra_keys=rows,
+    )
+
+
+def block_windows(
+    requests: StepRequests, rows: int, *, sliding_window: int | None = None, from_anchor: bool = False
+) -> PagedWindows:
+    """Return the layout of ``window_attention`` for blocks of so many rows. No host sync."""
+    indptr = torch.arange(0, (len(requests) + 1) * rows, rows, device=requests.anchors.device)
+    contexts = requests.req_to_token, requests.req_pool_indices, requests.prefix_lens
+    return PagedWindows(*contexts, indptr, rows, sliding_window=sliding_window, from_anchor=from_anchor)
+
+
+def block_attention_ref(
+    requests: StepRequests, gamma: int, *, heads_per_kv: int, dtype: torch.dtype, scale: float
+) -> BlockAttention:
+    """Compute the same as :func:`block_attention` in plain torch. Reads lengths on the host."""
+    groups = block_groups(requests, gamma, heads_per_kv=heads_per_kv, dtype=dtype)
+    return lambda q, k, v, pool, sinks: attend_groups(q, *pool, groups, scale, extra_kv=(k, v), sinks=sinks)
+
+
+@on_kernels(block_attention_ref)
+def block_attention(
+    requests: StepRequests, gamma: int, *, heads_per_kv: int, dtype: torch.dtype, scale: float
+) -> BlockAttention:
+    """Attention of blocks whose rows see their context and all of the block (DSpark, Eq. 3).
+
+    Args:
+        requests: of the step.
+        gamma: rows of a block.
+        heads_per_kv: query heads that share a K/V head.
+        dtype: of queries and pools.
+        scale: of the scores.
+
+    Returns:
+        What computes a layer. On a GPU without a host sync, and safe under graph capture.
+    """
+    windows = block_windows(requests, gamma)
+    return lambda q, k, v, pool, sinks: window_attention(
+        q, (k, v), pool, windows, causal=False, scale=scale, sinks=sinks
+    )

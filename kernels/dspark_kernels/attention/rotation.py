@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from dspark_kernels.attention.strides import with_whole_rows
+from dspark_kernels.attention.window import with_whole_rows
 from dspark_kernels.dispatch import on_kernels
 
 # A few heads share the angles of a row; more would leave a GPU idle in the small batches that serving has.

@@ -18,6 +18,8 @@ one program writes its rows, its other programs end at once, and there is nothin
 
 Bytes moved: 2 * kv_heads * hd * (context + rows) of K and V, and twice the queries; the floor is that over the memory
 bandwidth. Where S > 1 splits are used, 8 * S bytes per query element come on top.
+
+Layouts of rows in memory.
 """
 
 from __future__ import annotations
@@ -30,10 +32,14 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from dspark_kernels.attention.strides import with_whole_rows
 from dspark_kernels.attention.window_kernels import window_attention_kernel
-from dspark_kernels.dispatch import on_kernels
-from dspark_kernels.hardware import num_processors
+from dspark_kernels.dispatch import num_processors, on_kernels
+
+
+def with_whole_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [n, heads, hd] with the heads of a row side by side, as kernels read them; rows may lie apart."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
 
 _MIN_DOT = 16  # smallest tile side of tl.dot
 _FAN = 16  # parts that are combined at a time

@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dspark_kernels.dispatch import on_kernels
-from dspark_kernels.drafting.candidates import (
+from dspark_kernels.dispatch import num_processors, on_kernels
+from dspark_kernels.drafting.heads import (
     CACHED_ROWS,
     FIRST,
     LEAST,
@@ -28,9 +28,8 @@ from dspark_kernels.drafting.candidates import (
     ChainRules,
     usual_bounds,
 )
-from dspark_kernels.hardware import num_processors
-from dspark_kernels.planning.preparation import StepRequests
-from dspark_kernels.sampling.target_distribution import reads_are_free
+from dspark_kernels.preparation import StepRequests
+from dspark_kernels.sampling import reads_are_free
 
 _TILE = 1024
 _MOST_PROGRAMS = 64  # that share one request's text

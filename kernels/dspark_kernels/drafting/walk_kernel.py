@@ -19,11 +19,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark_kernels.drafting.candidates import FIRST, FOLLOWED, OUTRIGHT
-from dspark_kernels.drafting.draft_distribution import LEAST_TEMPERATURE
+from dspark_kernels.drafting.heads import FIRST, FOLLOWED, LEAST_TEMPERATURE, OUTRIGHT
 from dspark_kernels.drafting.walk_draw import LOWEST, column_at, part_at
-from dspark_kernels.sampling.noise import Purpose
-from dspark_kernels.sampling.noise_device import seeded_noise_at, uniforms
+from dspark_kernels.noise import Purpose, seeded_noise_at, uniforms
 
 DRAFT = tl.constexpr(int(Purpose.DRAFT))
 _OUTRIGHT = tl.constexpr(OUTRIGHT)

@@ -32,8 +32,7 @@ from sglang_dspark.gpu_paths import is_on
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.device_time import AwaitedEvent, DeviceTimer
-from sglang_dspark.step.packed import PackedCopies
+from sglang_dspark.step.packed import AwaitedEvent, DeviceTimer, PackedCopies
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.selection import FixedLength
 

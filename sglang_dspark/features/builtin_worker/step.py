@@ -11,9 +11,8 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, round_up_gr
 
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.scheduling.forecast import Forecast
-from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.state import DraftOutput
+from sglang_dspark.step.state import Confidence, DraftOutput
 
 
 class Rows(NamedTuple):

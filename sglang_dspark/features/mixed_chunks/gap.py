@@ -19,9 +19,9 @@ from sglang_dspark.engine.hooks import hook
 from sglang_dspark.engine.part import Part, Worker, part_of
 from sglang_dspark.engine.scheduler import decoder_of
 from sglang_dspark.engine.sglang_types import ScheduleBatch
-from sglang_dspark.scheduling.prompts import LEAST_ROWS, ChunkLimit, least_gap_ms
+from sglang_dspark.scheduling.policies import LEAST_ROWS, ChunkLimit, least_gap_ms
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.step.device_time import DeviceSpan, DeviceTimer
+from sglang_dspark.step.packed import DeviceSpan, DeviceTimer
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch as RunningBatch

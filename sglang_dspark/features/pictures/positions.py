@@ -12,8 +12,8 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import Part, Worker
 from sglang_dspark.engine.sglang_types import ForwardBatch, ModelRunner, ScheduleBatch
+from sglang_dspark.step.packed import host_index
 from sglang_dspark.step.state import VerifyPlan
-from sglang_dspark.step.transfers import host_index
 
 
 class Positions(Part):

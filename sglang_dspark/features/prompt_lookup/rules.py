@@ -26,7 +26,7 @@ from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
 from sglang_dspark.features.prompt_lookup.keys import LookupKeys, answer_key, lookup_options
 from sglang_dspark.features.prompt_lookup.options import NO_PRESET, SUMMARIZATION, Tokens
 from sglang_dspark.fence import fenced, nothing
-from sglang_dspark.step.transfers import host_index
+from sglang_dspark.step.packed import host_index
 
 MOST_PLACES = 2**20
 """Of all texts that a step looks up: of 64 answers of 16,384 tokens, some 60 MB of a device's memory."""

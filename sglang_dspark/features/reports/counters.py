@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_dspark.calibration.predicted_survival import PredictedSurvival
+from sglang_dspark.calibration.online import PredictedSurvival
 from sglang_dspark.step.record import TimedStep
 
 STEPS, PLAIN_STEPS, PARKED_STEPS, DRAFTED, TIMED_STEPS, MEASURED_MS, PREDICTED_MS = range(7)

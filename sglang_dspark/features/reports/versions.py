@@ -8,8 +8,8 @@ from typing import TypedDict
 
 import torch
 
-from sglang_dspark.calibration.fit import MOST as MOST_DRAFTS
-from sglang_dspark.calibration.fit import Fit
+from sglang_dspark.calibration.online import MOST as MOST_DRAFTS
+from sglang_dspark.calibration.online import Fit
 from sglang_dspark.features.reports.counters import ratio
 from sglang_dspark.step.record import StepRecord
 

@@ -21,7 +21,7 @@ from sglang_dspark.engine.sglang_types import ScheduleBatch
 from sglang_dspark.features.short_prompts.blocks import Blocks
 from sglang_dspark.features.short_prompts.riding import PART, beside
 from sglang_dspark.features.short_prompts.verification import PromptRows
-from sglang_dspark.scheduling.prompts import verified_sooner
+from sglang_dspark.scheduling.policies import verified_sooner
 from sglang_dspark.scheduling.sps_table import SpsTable
 
 VERIFIED, PREFILLED, BESIDE = "verification", "prefill", "beside"

@@ -14,9 +14,9 @@ from dspark_kernels import RoundKeys, SamplingBatch
 from sglang_dspark.engine.batch import decode_batch
 from sglang_dspark.engine.sglang_types import ModelRunner, Req, ScheduleBatch
 from sglang_dspark.features.short_prompts.blocks import Blocks
-from sglang_dspark.step.given import FIRST, GivenRows
+from sglang_dspark.step.decision import FIRST, GivenRows
+from sglang_dspark.step.packed import host_floats, host_index
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
-from sglang_dspark.step.transfers import host_floats, host_index
 
 _ALIGNED = 2  # int64 in the 16 bytes by which Triton tells addresses apart
 

@@ -15,8 +15,7 @@ from sglang_dspark.engine.request_options import asked_for
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.features.slo.keys import TOLD, SloKeys
 from sglang_dspark.fence import fenced, nothing
-from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.scheduling.slo import SloState
+from sglang_dspark.scheduling.schedule import Schedule, SloState
 
 MET, MISSED, INFEASIBLE = "met", "missed", "infeasible"
 

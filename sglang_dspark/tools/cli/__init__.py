@@ -8,14 +8,14 @@ from sglang_dspark import __version__
 from sglang_dspark.errors import DSparkError
 
 COMMANDS = {
-    "calibrate": "sglang_dspark.tools.cli.calibrate:calibrate",
-    "demo": "sglang_dspark.tools.cli.demo:demo",
-    "doctor": "sglang_dspark.tools.cli.doctor:doctor",
-    "enable-cpu": "sglang_dspark.tools.cli.enable_cpu:enable_cpu",
-    "evaluate": "sglang_dspark.tools.cli.evaluate:evaluate",
+    "calibrate": "sglang_dspark.tools.cli.measure:calibrate",
+    "demo": "sglang_dspark.tools.cli.serve:demo",
+    "doctor": "sglang_dspark.tools.cli.serve:doctor",
+    "enable-cpu": "sglang_dspark.tools.cli.serve:enable_cpu",
+    "evaluate": "sglang_dspark.tools.cli.measure:evaluate",
     "simulate": "sglang_dspark.tools.cli.simulate:simulate",
     "train": "dspark_training.command:train",
-    "vocabulary": "sglang_dspark.tools.cli.vocabulary:vocabulary",
+    "vocabulary": "sglang_dspark.tools.cli.measure:vocabulary",
 }
 """Command -> ``module:function``. A module is imported when its command is run or listed, so it has to stay light:
 torch, transformers and SGLang belong inside the functions."""

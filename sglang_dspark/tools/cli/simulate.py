@@ -13,14 +13,13 @@ from click.core import ParameterSource
 from msgspec import Meta
 
 from sglang_dspark.declared import int_range
-from sglang_dspark.tools.cli.numbers import Numbers
-from sglang_dspark.tools.cli.outputs import OutputFile, new_table, progress_bars, write_csv
+from sglang_dspark.tools.cli.options import Numbers, OutputFile, new_table, progress_bars, write_csv
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sglang_dspark.tools.simulator.blocks import BlockSource
     from sglang_dspark.tools.simulator.sweep import Conditions, Point
+    from sglang_dspark.tools.simulator.workload import BlockSource
 
 
 _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at most 1")]
@@ -106,8 +105,7 @@ def _refuse_all_but(ctx: click.Context, *taken: str) -> None:
 
 
 def _model(console: Console, options: dict[str, Any]) -> None:
-    from sglang_dspark.tools.simulator.crossover import POLICIES, CrossoverModel
-    from sglang_dspark.tools.simulator.page import MODEL_USERS, crossover_page
+    from sglang_dspark.tools.simulator.sweep import MODEL_USERS, POLICIES, CrossoverModel, crossover_page
 
     model = CrossoverModel()
     table = new_table("policy", "users", "one user", "to plain", "accept length", "verify", "wasted", left=["policy"])
@@ -130,7 +128,7 @@ def _model(console: Console, options: dict[str, Any]) -> None:
 
 def _simulate(console: Console, options: dict[str, Any]) -> None:
     from sglang_dspark.scheduling.sps_table import SpsTable
-    from sglang_dspark.tools.simulator.costs import Costs, Prefill
+    from sglang_dspark.tools.simulator.server import Costs, Prefill
     from sglang_dspark.tools.simulator.sweep import Conditions, sweep
     from sglang_dspark.tools.simulator.workload import Lengths
 
@@ -160,7 +158,7 @@ def _simulate(console: Console, options: dict[str, Any]) -> None:
         write_csv(options["csv_file"], rows)
         console.print(options["csv_file"], soft_wrap=True)
     if options["html"]:
-        from sglang_dspark.tools.simulator.page import simulation_page
+        from sglang_dspark.tools.simulator.sweep import simulation_page
 
         key = (table.key.get(name, "").partition(":")[0] for name in ("target", "draft", "dtype", "device"))
         server = ", ".join(part for part in key if part)
@@ -190,7 +188,7 @@ def _simulate_slo(console: Console, options: dict[str, Any], conditions: Conditi
 
 
 def _blocks(options: dict[str, Any], gamma: int) -> BlockSource:
-    from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance, RecordedBlocks
+    from sglang_dspark.tools.simulator.workload import ConditionalAcceptance, RecordedBlocks
 
     if options["blocks_file"] and options["conditional"]:
         raise click.UsageError("--blocks and --conditional say the same thing; give one of them")

@@ -1,10 +1,17 @@
-"""A server made of measured times: SGLang's loop around the schedule of a real one, in simulated time."""
+"""A server made of measured times.
+
+Time simulated work: steps by a measured table, prefills by a line.
+
+The outcome of a simulated workload.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -15,15 +22,198 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.scheduling.schedule import Schedule, is_of_a_kind
+from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
 from sglang_dspark.scheduling.step_times import StepKind
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DraftOutput
-from sglang_dspark.tools.simulator.blocks import BlockSource, Ints
-from sglang_dspark.tools.simulator.costs import Costs
-from sglang_dspark.tools.simulator.outcome import Outcome, Round
-from sglang_dspark.tools.simulator.prompts import Chunk, Prompts
-from sglang_dspark.tools.simulator.workload import Request, Workload
+from sglang_dspark.tools.simulator.workload import BlockSource, Chunk, Ints, Prompts, Request, Workload
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prefill takes ``batch_ms`` for its batch, and ``token_ms`` for each of its tokens.
+
+    For each token before it, to which it attends, a token takes ``context_ms`` more.
+    """
+
+    batch_ms: float
+    token_ms: float = 0.0
+    context_ms: float = 0.0
+
+    @classmethod
+    def from_table(cls, table: SpsTable) -> Self:
+        """Take it from the step times, without the context.
+
+        A batch costs as much as the plain step of one request, and a token what a verified token costs under the
+        table's highest load, where rows are as many as they get.
+        """
+        plain, full = float(table.verify_ms[-1, 0, 0]), float(table.verify_ms[-1, -1, 0])
+        tokens = table.requests[-1] * table.gamma
+        return cls(float(table.verify_ms[0, 0, 0]), max(0.0, (full - plain) / tokens))
+
+    def ms(self, tokens: int, attended: int = 0) -> float:
+        """Return the milliseconds of one prefill batch, whose tokens attend to so many tokens together."""
+        return self.batch_ms + tokens * self.token_ms + attended * self.context_ms
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The times of a server's work.
+
+    Attributes:
+        table: what steps really take.
+        prefill: of prompts.
+        noise: standard deviation of a step's time, in logarithms.
+        believed: the step times that the scheduler has been told; None: ``table``. A planner that knows the truth picks
+            the steps that a measured table flatters, and none of its errors.
+    """
+
+    table: SpsTable
+    prefill: Prefill
+    noise: float = 0.0
+    believed: SpsTable | None = None
+
+    def step_ms(
+        self,
+        decision: StepDecision,
+        requests: int,
+        num_tokens: int,
+        context: float,
+        longest: int,
+        beside: Beside | None = None,
+    ) -> float:
+        """Return the milliseconds of one decode step, without noise.
+
+        A table without tiers is a CPU's, where the plugin's attention computes as many rows for every request as for
+        the one that verifies most.
+
+        Args:
+            num_tokens: tokens in the verify forward, anchors included.
+            context: mean context tokens per request.
+            longest: drafts of the request that verifies most.
+            beside: further rows of the forward; None if there are none.
+        """
+        beside = beside or Beside(0, 0, 0.0)
+        verified, joined_context = (
+            self.table.times(requests + beside.requests),
+            beside.joined_context(requests, context),
+        )
+        ms = float(verified.at(joined_context, (0, verified.room_for(num_tokens + beside.rows))))
+        if not self.table.tiers:
+            ms += _padding_ms(self.table.times(requests), num_tokens, requests * (1 + longest), context)
+        drafted = requests if decision.draft_requests is None else len(decision.draft_requests)
+        drafting = self.table.times(drafted).at(context)[:, 0]
+        return ms + float(drafting[decision.draft_len] - drafting[0])
+
+
+def _padding_ms(times: LoadTimes, num_tokens: int, padded_tokens: int, context: float) -> float:
+    """Return the attention of padding: the part of a step that grows with the context grows with padded rows."""
+    if len(times.contexts) < 2:
+        return 0.0
+    per_context_token = times.slope_ms[1, 0]
+    padded, real = (per_context_token[times.room_for(tokens)] for tokens in (padded_tokens, num_tokens))
+    return float(max(0.0, padded - real)) * context
+
+
+Lanes = list[list[tuple[int, int, int]]]
+"""[requests][steps] of drafts proposed, verified and accepted."""
+
+
+class Round(NamedTuple):
+    """One request in one decode step: drafts proposed, verified and accepted."""
+
+    request: int
+    drafted: int
+    verified: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One line of the result, in the units of a measured sweep.
+
+    Attributes:
+        output_tok_s: tokens of all users per second.
+        user_tok_s: mean over the requests of tokens per second from sending to the last token.
+        ttft_ms: mean time to first token.
+        tpot_ms: mean over the requests of the time per output token after the first.
+        accept_length: tokens committed per request and step, bonus included.
+        verify_len: drafts verified per request and step.
+        wasted: share of the verified drafts that were rejected.
+        parked: share of the steps in which nothing was drafted.
+        step_ms: median time of a decode step.
+        gap_p50_ms, gap_p99_ms, gap_max_ms: time between tokens that reach a user in a row, those of one step together.
+    """
+
+    output_tok_s: float
+    user_tok_s: float
+    ttft_ms: float
+    tpot_ms: float
+    accept_length: float
+    verify_len: float
+    wasted: float
+    parked: float
+    step_ms: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+    gap_max_ms: float
+
+
+@dataclass
+class Outcome:
+    """The outcome of a workload.
+
+    Attributes:
+        requests: served ones, in the order of their ends.
+        step_ms: of every decode step.
+        plain_steps: steps in which nothing was drafted.
+        rounds: all requests in all decode steps.
+        loaded_ms, loaded_tokens: until the last request was sent: how long that was, and tokens of decode steps.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    plain_steps: int = 0
+    rounds: list[Round] = field(default_factory=list)
+    loaded_ms: float = 0.0
+    loaded_tokens: int = 0
+
+    @property
+    def loaded_tok_s(self) -> float:
+        """Return tokens of all users per second while all of them had requests."""
+        return 1e3 * self.loaded_tokens / self.loaded_ms
+
+    def figures(self) -> Figures:
+        """Sum up. Needs at least one request that was served."""
+        wall_ms = max(r.done_ms for r in self.requests) - min(r.sent_ms for r in self.requests)
+        tpots = [ms for request in self.requests if (ms := request.tpot_ms) is not None]
+        gaps = [gap for request in self.requests for gap in request.gaps_ms] or [0.0]
+        rounds = max(len(self.rounds), 1)
+        verified, accepted = (sum(getattr(one, name) for one in self.rounds) for name in ("verified", "accepted"))
+        return Figures(
+            output_tok_s=1e3 * sum(request.output_tokens for request in self.requests) / wall_ms,
+            user_tok_s=fmean(request.user_tok_s for request in self.requests),
+            ttft_ms=fmean(request.first_ms - request.sent_ms for request in self.requests),
+            tpot_ms=fmean(tpots) if tpots else 0.0,
+            accept_length=1 + accepted / rounds,
+            verify_len=verified / rounds,
+            wasted=1 - accepted / verified if verified else 0.0,
+            parked=self.plain_steps / max(len(self.step_ms), 1),
+            step_ms=median(self.step_ms) if self.step_ms else 0.0,
+            gap_p50_ms=median(gaps),
+            gap_p99_ms=float(np.quantile(gaps, 0.99)),
+            gap_max_ms=max(gaps),
+        )
+
+    def lanes(self, requests: int, steps: int) -> Lanes:
+        """Return the first steps of the first requests."""
+        of_request: dict[int, list[tuple[int, int, int]]] = {}
+        for one in self.rounds:
+            if one.request < requests:
+                of_request.setdefault(one.request, []).append(one[1:])
+        return [of_request[request][:steps] for request in sorted(of_request)]
+
 
 _CPU = torch.device("cpu")
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.simulator.blocks import OwnBlocks
-from sglang_dspark.tools.simulator.outcome import Outcome
+from sglang_dspark.tools.simulator.server import Outcome
 from sglang_dspark.tools.simulator.sweep import Conditions
+from sglang_dspark.tools.simulator.workload import OwnBlocks
 
 REQUESTS_PER_USER = 6
 

@@ -20,8 +20,8 @@ from sglang_dspark.features.builtin_worker import FEATURE, driver, server
 from sglang_dspark.features.builtin_worker.server import MODE, ScheduledServer
 from sglang_dspark.features.builtin_worker.step import Rows, ScheduledStep
 from sglang_dspark.step.decision import PLAIN, StepDecision
-from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selection import FixedLength, TopK
+from sglang_dspark.step.state import RequestLimits
 
 CAPTURED = Rows(window=8, by_request=True, tiers=(8, 16, 32))
 WHOLE = Rows(window=8, by_request=False)

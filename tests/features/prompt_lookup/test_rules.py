@@ -16,8 +16,8 @@ from sglang_dspark.features.prompt_lookup import rules as module
 from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
 from sglang_dspark.features.prompt_lookup.keys import answer_key
 from sglang_dspark.features.prompt_lookup.rules import rules_of, with_forced
-from sglang_dspark.step.limits import RequestLimits
-from sglang_dspark.worker.no_drafter import NoDrafter
+from sglang_dspark.step.state import RequestLimits
+from sglang_dspark.worker.drafter import NoDrafter
 
 CPU, NEVER = torch.device("cpu"), MOST_MATCH + 1
 

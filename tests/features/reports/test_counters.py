@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sglang_dspark.calibration.predicted_survival import PredictedSurvival
+from sglang_dspark.calibration.online import PredictedSurvival
 from sglang_dspark.features.reports.counters import Counters, load_of, requests_of
 from sglang_dspark.step.record import TimedStep
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sglang_dspark.calibration.predicted_survival import PredictedSurvival
+from sglang_dspark.calibration.online import PredictedSurvival
 from sglang_dspark.features.reports.counters import Counters
 from sglang_dspark.features.reports.document import in_common, stats, with_each
 from sglang_dspark.features.reports.versions import Versions

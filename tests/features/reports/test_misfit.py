@@ -9,7 +9,7 @@ from golden_replay import lend_target, load_golden
 from stage_loop import DATA, DRAFT, StageLoop
 from transformers import AutoModelForCausalLM
 
-from sglang_dspark.calibration.fit import Verdict
+from sglang_dspark.calibration.online import Verdict
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.features.reports.versions import FirstDrafts
 from sglang_dspark.features.reports.versions import fit_of as judged

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from sglang_dspark.calibration.predicted_survival import PredictedSurvival
+from sglang_dspark.calibration.online import PredictedSurvival
 from sglang_dspark.engine.part import Counted
 from sglang_dspark.features.reports import prometheus
 from sglang_dspark.features.reports.counters import Counters

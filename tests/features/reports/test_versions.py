@@ -6,12 +6,12 @@ import pytest
 import torch
 from dspark_kernels import ASKED_ROWS
 
-from sglang_dspark.calibration.fit import MOST as MOST_DRAFTS
+from sglang_dspark.calibration.online import MOST as MOST_DRAFTS
 from sglang_dspark.features.reports.versions import MOST, FirstDrafts, Versions, fit_of, report
-from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.selection import FixedLength
+from sglang_dspark.step.state import Confidence
 
 STEP = StepRecord(["a", "b"], StepDecision(3, FixedLength()), [3, 3], torch.tensor([3, 3]), None, None)
 

@@ -15,10 +15,10 @@ from sglang_dspark.engine.server import DSparkServer, attach
 from sglang_dspark.features.short_prompts import FEATURE
 from sglang_dspark.features.short_prompts.riding import RunningBeside
 from sglang_dspark.features.short_prompts.served import BESIDE, PREFILLED, VERIFIED, ShortPrompts
-from sglang_dspark.scheduling.prompts import verified_sooner
-from sglang_dspark.step.given import drafted
+from sglang_dspark.scheduling.policies import verified_sooner
+from sglang_dspark.step.decision import drafted
 from sglang_dspark.step.state import TargetOutput
-from sglang_dspark.worker.tiers import Tiers
+from sglang_dspark.worker.buffers import Tiers
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,11 @@ from toy_pair import GAMMA, ToyLoop
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.features.short_prompts.blocks import Blocks
 from sglang_dspark.features.short_prompts.verification import PromptRows
-from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import PLAIN, StepDecision
-from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold, TopK
-from sglang_dspark.step.state import DecodeBatch, DraftOutput
-from sglang_dspark.worker.executors.beside import BesideExecutor
-from sglang_dspark.worker.executors.eager import EagerExecutor
-from sglang_dspark.worker.executors.graphs import ExecutorSelector
+from sglang_dspark.step.state import Confidence, DecodeBatch, DraftOutput, RequestLimits
+from sglang_dspark.worker.eager import BesideExecutor, EagerExecutor
+from sglang_dspark.worker.graphs import ExecutorSelector
 
 CPU = torch.device("cpu")
 LENGTHS, CONTEXTS = [9, 1, 3], [20, 0, 2]  # of prompts

@@ -22,15 +22,14 @@ def emulate(module):
     import forms
     import interpreting
     import torch
-    from dspark_kernels import kernels_anywhere
+    from dspark_kernels import kernels_anywhere, plans
     from dspark_kernels.drafting import walk
-    from dspark_kernels.planning import plans
     from launches import counting
     from replays import Emulated
     from waits import watching
 
     from sglang_dspark.engine import verify
-    from sglang_dspark.worker.executors import captured
+    from sglang_dspark.worker import graphs
 
     def decode(self, batch, publish, beside=None, original=module.DSparkWorker.decode):
         forms.start_serving()
@@ -50,7 +49,7 @@ def emulate(module):
         original(*args)
         forms.end_of_warm_up()
 
-    captured.Tiers.of = few_tiers(captured.Tiers.of)
+    graphs.Tiers.of = few_tiers(graphs.Tiers.of)
     # On a GPU, kernels tell apart batches beyond 16 and 32 requests; here, the few that tests have.
     walk._MIN_DOT = plans._MIN_BLOCK_R = plans._MIN_BLOCK_J = 1
     interpreting.patch_once_per_launch()
@@ -59,7 +58,7 @@ def emulate(module):
     note_draft_kernels()
     note_state_kernels()
     module.warm_up = warm_up
-    captured.capturing = capturing
+    graphs.capturing = capturing
     torch.cuda.mem_get_info = lambda: (0, 0)
     module.DSparkWorker.__init__ = initialise
     module.PackedCopies, module.DSparkWorker.decode = ring_of_the_host, decode
@@ -191,7 +190,7 @@ def step_times(self):
 
     from sglang_dspark.engine.measure_steps import DummyBatch
     from sglang_dspark.scheduling.sps_table import SpsTable
-    from sglang_dspark.worker.startup.measured_steps import MeasuredSteps
+    from sglang_dspark.worker.warm_up import MeasuredSteps
 
     for requests in (1, 1 + REQUEST_SLOTS[-1]):
         with torch.no_grad(), DummyBatch(self.target_worker, requests, 16, self.max_verify + 1) as dummy:

@@ -63,9 +63,9 @@ def offer_random_lengths():
         module.Reports.switch_policy = switch_policy
 
     def measure_briefly(module):
-        from sglang_dspark.scheduling import sps_profiler
+        from sglang_dspark.scheduling import sps_table
 
-        sps_profiler.MAX_PASSES, module._CONTEXTS, module.LIMIT_S["cpu"] = 1, (64,), 6.0
+        sps_table.MAX_PASSES, module._CONTEXTS, module.LIMIT_S["cpu"] = 1, (64,), 6.0
 
     patch_when_imported("sglang_dspark.features.reports.served", offer)
     patch_when_imported("sglang_dspark.engine.measure_steps", measure_briefly)

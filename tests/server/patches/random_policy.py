@@ -4,8 +4,8 @@ import numpy as np
 
 from sglang_dspark.scheduling.policies import Policy
 from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selection import FixedLength
+from sglang_dspark.step.state import RequestLimits
 
 
 class RandomPolicy(Policy):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dspark.tools.cli import demo as command
+from sglang_dspark.tools.cli import serve as command
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.engine import hooks, start, support
 from sglang_dspark.engine.hooks import all_hooks
-from sglang_dspark.tools.doctor import Finding, installation, models
+from sglang_dspark.tools import doctor
+from sglang_dspark.tools.doctor import Finding
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def broken(tmp_path: Path, draft: Path) -> Path:
 @pytest.fixture
 def without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the look at the plugin, which has tests of its own."""
-    monkeypatch.setattr(installation, "check_plugin", lambda: iter(()))
+    monkeypatch.setattr(doctor, "check_plugin", lambda: iter(()))
 
 
 @pytest.fixture(autouse=True)
@@ -99,9 +100,7 @@ def test_a_start_is_tried_as_the_command_says(run, target, draft, monkeypatch, o
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     seen = []
-    monkeypatch.setattr(
-        installation, "check_plugin", lambda: seen.append(os.environ.get("SGLANG_USE_CPU_ENGINE")) or ()
-    )
+    monkeypatch.setattr(doctor, "check_plugin", lambda: seen.append(os.environ.get("SGLANG_USE_CPU_ENGINE")) or ())
     run("doctor", "--target", target, "--draft", draft)
     assert seen == [value]
 
@@ -127,12 +126,12 @@ def test_a_start_that_sglang_ends_is_told(run, target, tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("without_sglang")
 def test_a_cpu_without_the_stand_in(run, monkeypatch):
-    monkeypatch.setattr(installation.on_cpu, "stands_in", lambda: True)
-    monkeypatch.setattr(installation.cpu_environment, "is_enabled", lambda: False)
+    monkeypatch.setattr(doctor.on_cpu, "stands_in", lambda: True)
+    monkeypatch.setattr(doctor.cpu_environment, "is_enabled", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = run("doctor")
     assert result.exit_code == 1 and "run: sglang-dspark enable-cpu" in result.output
-    monkeypatch.setattr(installation.cpu_environment, "is_enabled", lambda: True)
+    monkeypatch.setattr(doctor.cpu_environment, "is_enabled", lambda: True)
     assert "stands in for SGLang's kernel package" in " ".join(run("doctor").output.split())
 
 
@@ -158,9 +157,9 @@ def test_the_wrong_side_of_a_pair_is_named(run, target, draft, sides, says):
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_the_command_is_for_this_machine(run, target, draft, monkeypatch, on_gpu):
     for name in ("check_device", "check_versions"):
-        monkeypatch.setattr(installation, name, lambda: iter(()))
+        monkeypatch.setattr(doctor, name, lambda: iter(()))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    monkeypatch.setattr(models, "check_pair", lambda target, draft, command: iter(()))
+    monkeypatch.setattr(doctor, "check_pair", lambda target, draft, command: iter(()))
     command = run("doctor", "--target", target, "--draft", draft).output.splitlines()[-1]
     assert command.startswith("python" if on_gpu else "SGLANG_USE_CPU_ENGINE=1 python")
     assert ("--device cpu" in command) == (not on_gpu)
@@ -259,15 +258,15 @@ def test_another_sglang_or_none(run, monkeypatch, version, says):
 
 
 def test_the_entry_point_is_gone(monkeypatch):
-    monkeypatch.setattr(installation, "entry_points", lambda group: [])
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [])
     missing = "sglang.srt.plugins does not list sglang_dspark.plugin:register"
     expected = Finding("fail", "entry point", missing, "pip install . in the repository")
-    assert list(installation.check_plugin()) == [expected]
+    assert list(doctor.check_plugin()) == [expected]
 
 
 def test_the_user_lets_sglang_load_other_plugins_only(monkeypatch):
     monkeypatch.setenv("SGLANG_PLUGINS", "some, others")
-    *_, registration = installation.check_plugin()
+    *_, registration = doctor.check_plugin()
     assert registration.status == "fail"
     assert "SGLANG_PLUGINS=some, others keeps the plugin out" in registration.found
     assert "add dspark" in registration.remedy
@@ -297,6 +296,6 @@ def test_a_gpu_without_kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    finding = next(installation.check_device())
+    finding = next(doctor.check_device())
     assert (finding.status, finding.found) == ("fail", "Tesla T4, 16 GiB, sm_75")
     assert "need 8.0" in finding.remedy

@@ -9,7 +9,7 @@ import pytest
 from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH
 
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
-from sglang_dspark.tools.simulator.blocks import RecordedBlocks
+from sglang_dspark.tools.simulator.workload import RecordedBlocks
 
 NUM_PROMPTS = 20
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sglang_dspark.tools.demo import show
-from sglang_dspark.tools.demo.show import AUTO, OFF, PLAIN, Answer, Demo
+from sglang_dspark.tools import demo
+from sglang_dspark.tools.demo import AUTO, OFF, PLAIN, Answer, Demo
 
 
 def test_ways_take_turns_in_changing_order_right_after_each_other(monkeypatch):
@@ -31,15 +31,15 @@ def test_a_ratio_pairs_the_same_prompt_in_the_same_round():
     """The second round ran on a machine half as fast: the ratios do not spread."""
     speeds = [[10, 5], [20, 10]], [[20, 10], [40, 20]]
     plain, auto = ([[Answer("text", s, 10, 25) for s in rounds] for rounds in way] for way in speeds)
-    assert show._ratios(auto, plain) == pytest.approx([2] * 2)
+    assert demo._ratios(auto, plain) == pytest.approx([2] * 2)
 
 
 def test_the_interval_is_that_of_the_geometric_mean_over_prompts():
     """The logarithms of 2 and 8 are 1 and 3 in twos: 2 with an error of 1, and Student's t is 12.7 there."""
-    assert show._with_interval([2.0, 8.0]) == "4.00 (0.00 to 26730.60)"
-    assert show._with_interval([1.5]) == "1.50"
+    assert demo._with_interval([2.0, 8.0]) == "4.00 (0.00 to 26730.60)"
+    assert demo._with_interval([1.5]) == "1.50"
 
 
 def test_accept_length_pools_the_counts():
-    assert show._accept_length([[Answer("a", 30, 10, 29)], [Answer("b", 10, 10, 9)]]) == 1.9
-    assert math.isnan(show._accept_length([[Answer("a", 30, 0, 0)]]))
+    assert demo._accept_length([[Answer("a", 30, 10, 29)], [Answer("b", 10, 10, 9)]]) == 1.9
+    assert math.isnan(demo._accept_length([[Answer("a", 30, 0, 0)]]))

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.evaluation.measured_set import MeasuredSet, recorded_blocks
-from sglang_dspark.tools.evaluation.trace_client import Answer
+from sglang_dspark.tools.evaluation import Answer, MeasuredSet, recorded_blocks
 
 GAMMA = 3
 SURE, UNSURE = 3.0, -3.0

@@ -6,9 +6,8 @@ import random
 import pytest
 from rich.console import Console
 
-from sglang_dspark.tools.cli.evaluate import _tables
-from sglang_dspark.tools.evaluation.measured_set import MeasuredSet
-from sglang_dspark.tools.evaluation.trace_client import Answer
+from sglang_dspark.tools.cli.measure import _tables
+from sglang_dspark.tools.evaluation import Answer, MeasuredSet
 
 GAMMA, COLUMNS = 7, 100
 

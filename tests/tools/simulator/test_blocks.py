@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance, OwnBlocks, RecordedBlocks
+from sglang_dspark.tools.simulator.workload import ConditionalAcceptance, OwnBlocks, RecordedBlocks
 
 
 def recorded(with_logits=True):

@@ -7,11 +7,9 @@ from step_tables import GAMMA, make_table
 
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
-from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
-from sglang_dspark.tools.simulator.costs import Costs, Prefill
-from sglang_dspark.tools.simulator.server import SimulatedServer
+from sglang_dspark.tools.simulator.server import Costs, Prefill, SimulatedServer
 from sglang_dspark.tools.simulator.sweep import parse_policy
-from sglang_dspark.tools.simulator.workload import Lengths, Workload
+from sglang_dspark.tools.simulator.workload import ConditionalAcceptance, Lengths, Workload
 
 NO_PREFILL = Prefill(0.0, 0.0)
 

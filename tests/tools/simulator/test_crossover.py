@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_dspark.tools.simulator.crossover import CrossoverModel
+from sglang_dspark.tools.simulator.sweep import CrossoverModel
 
 
 @pytest.mark.parametrize("first", [0.5, 0.7, 0.9])

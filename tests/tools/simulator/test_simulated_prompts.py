@@ -10,12 +10,9 @@ from step_tables import GAMMA, h200_table, make_table
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.policies import Beside
-from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
-from sglang_dspark.tools.simulator.costs import Costs, Prefill
-from sglang_dspark.tools.simulator.prompts import Prompts
-from sglang_dspark.tools.simulator.server import SimulatedServer
+from sglang_dspark.tools.simulator.server import Costs, Prefill, SimulatedServer
 from sglang_dspark.tools.simulator.sweep import Conditions, simulate_point
-from sglang_dspark.tools.simulator.workload import Lengths, Request, Workload
+from sglang_dspark.tools.simulator.workload import ConditionalAcceptance, Lengths, Prompts, Request, Workload
 
 TIERED = make_table(lambda r, d, c: 10.0 + 0 * r, lambda r, d, c: 2.0 + 0 * r, tiers=tuple(range(1, 513)))
 

@@ -9,12 +9,9 @@ from step_tables import GAMMA, compute_bound, costly_drafts, make_table, memory_
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
-from sglang_dspark.tools.simulator.costs import Costs, Prefill
-from sglang_dspark.tools.simulator.outcome import Figures
-from sglang_dspark.tools.simulator.server import SimulatedServer
+from sglang_dspark.tools.simulator.server import Costs, Figures, Prefill, SimulatedServer
 from sglang_dspark.tools.simulator.sweep import Conditions, Point, crossovers, parse_policy, simulate_point
-from sglang_dspark.tools.simulator.workload import Lengths, Workload
+from sglang_dspark.tools.simulator.workload import ConditionalAcceptance, Lengths, Workload
 
 PREFILL = Prefill(batch_ms=20.0, token_ms=0.5)
 ALWAYS, NEVER = (1.0,) * GAMMA, (0.0,) * GAMMA

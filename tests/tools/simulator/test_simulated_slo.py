@@ -3,11 +3,10 @@
 import pytest
 from step_tables import h200_table
 
-from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
-from sglang_dspark.tools.simulator.costs import Costs, Prefill
+from sglang_dspark.tools.simulator.server import Costs, Prefill
 from sglang_dspark.tools.simulator.slo import simulate_slo
 from sglang_dspark.tools.simulator.sweep import Conditions
-from sglang_dspark.tools.simulator.workload import Lengths
+from sglang_dspark.tools.simulator.workload import ConditionalAcceptance, Lengths
 
 
 @pytest.mark.slow

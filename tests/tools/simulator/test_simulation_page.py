@@ -7,20 +7,20 @@ import pytest
 from chromium import chromium
 from step_tables import compute_bound
 
-from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
-from sglang_dspark.tools.simulator.costs import Costs, Prefill
-from sglang_dspark.tools.simulator.crossover import CrossoverModel
-from sglang_dspark.tools.simulator.page import (
+from sglang_dspark.tools.simulator.server import Costs, Prefill
+from sglang_dspark.tools.simulator.sweep import (
     BLOCK,
     CAPACITY,
     DECAY,
     FIRST,
     MODEL_USERS,
+    Conditions,
+    CrossoverModel,
     crossover_page,
     simulation_page,
+    sweep,
 )
-from sglang_dspark.tools.simulator.sweep import Conditions, sweep
-from sglang_dspark.tools.simulator.workload import Lengths
+from sglang_dspark.tools.simulator.workload import ConditionalAcceptance, Lengths
 
 pytestmark = pytest.mark.slow
 

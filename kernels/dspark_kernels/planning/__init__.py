@@ -1,1 +1,0 @@
-"""The tensors that a step starts from, and those that verification reads."""

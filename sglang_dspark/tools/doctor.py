@@ -1,0 +1,244 @@
+"""Can this machine serve this pair of models with DSPARK, and if not, why?
+
+Can this machine serve this pair of models with DSPARK, and if not, why?
+
+Every check yields :class:`Finding` objects, which the command line prints. If SGLang is missing or is another release,
+a check says what it could not look at. Pairs get the checks that a start makes
+(:mod:`sglang_dspark.engine.checks`).
+
+Checks versions, entry point and device.
+
+Checks whether a drafter fits a target, from their files. Tensors are read on the CPU, whatever the server uses.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from sglang_dspark import __version__, on_cpu
+from sglang_dspark.config import flag_name
+from sglang_dspark.engine import support
+from sglang_dspark.errors import CheckpointError, DSparkError, EngineError
+from sglang_dspark.tools import cpu_environment
+
+if TYPE_CHECKING:
+    from sglang_dspark.draft.model import DraftModel
+    from sglang_dspark.draft.resolved import ResolvedDrafter
+    from sglang_dspark.engine.feature import LaunchContext
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: what was looked at, what was found, and what to do if that is not enough."""
+
+    status: Literal["ok", "note", "fail"]
+    subject: str
+    found: str
+    remedy: str = ""
+
+
+def one_line(error: BaseException) -> str:
+    """Kind and text of an exception without line breaks."""
+    return f"{type(error).__name__}: {error}".replace("\n", " ")
+
+
+PLUGIN_GROUP = "sglang.srt.plugins"
+PLUGIN_VALUE = "sglang_dspark.plugin:register"
+PACKAGES = ("torch", "triton", "transformers")
+
+
+def check_versions() -> Iterator[Finding]:
+    """Check Python, SGLang, and the packages that both rely on."""
+    yield Finding("ok", "python", f"{platform.python_version()} ({sys.executable})")
+    yield Finding("ok", "sglang-dspark", __version__)
+    try:
+        sglang_version = support.installed_sglang()
+        support.check_sglang_version(sglang_version)
+        yield Finding("ok", "sglang", sglang_version)
+    except EngineError as error:
+        yield Finding("fail", "sglang", str(error))
+    for name in PACKAGES:
+        try:
+            yield Finding("ok", name, version(name))
+        except PackageNotFoundError:
+            yield Finding("fail", name, "not installed", support.INSTALL_SGLANG)
+
+
+def check_plugin() -> Iterator[Finding]:
+    """Check that the entry point is found and loads, and that DSPARK is registered in this process."""
+    found = [point for point in entry_points(group=PLUGIN_GROUP) if point.value == PLUGIN_VALUE]
+    if not found:
+        yield Finding(
+            "fail", "entry point", f"{PLUGIN_GROUP} does not list {PLUGIN_VALUE}", "pip install . in the repository"
+        )
+        return
+    yield Finding("ok", "entry point", f"{PLUGIN_GROUP}: {found[0].name} = {found[0].value}")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # SGLang warns on import of what this machine does not have
+            registration = _register(found[0])
+    except Exception as error:  # noqa: BLE001 - whatever a foreign SGLang raises on import is the finding
+        registration = Finding("fail", "registration", one_line(error), "install the sglang release named above")
+    yield registration
+
+
+def _register(entry_point: EntryPoint) -> Finding:
+    # Called directly first, because SGLang would only log what it raises.
+    entry_point.load()()
+    from sglang_dspark.engine import start
+
+    allowed = start.plugin_filter()
+    if allowed is not None and entry_point.name not in [name.strip() for name in allowed.split(",")]:
+        remedy = f"add {entry_point.name} to it or unset it"
+        return Finding("fail", "registration", f"SGLANG_PLUGINS={allowed} keeps the plugin out", remedy)
+    known = f"{support.COMMON_NAME} and its flags are known to SGLang in this process"
+    return Finding("ok", "registration", known, f"{flag_name('engine')} builtin asks for SGLang's own worker")
+
+
+def check_hooks() -> Iterator[Finding]:
+    """Check the functions of SGLang that are patched. Imports the whole engine, which takes a while."""
+    with warnings.catch_warnings(action="ignore"):
+        from sglang_dspark.engine import start
+
+        for hook, problem in start.known_hooks():
+            subject = f"hook {hook.name}"
+            if problem is None:
+                yield Finding("ok", subject, f"{hook.where}, {hook.kind.value} {hook.target}: {hook.reason}")
+            else:
+                yield Finding("fail", subject, problem, support.INSTALL_SGLANG)
+
+
+def check_device() -> Iterator[Finding]:
+    """Check the accelerator that a server would use."""
+    try:
+        import torch
+    except ImportError as error:
+        yield Finding("fail", "device", f"torch cannot be imported: {one_line(error)}", "reinstall torch")
+        return
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            memory_gib = properties.total_memory / 2**30
+            capability = properties.major, properties.minor
+            refusal = support.gpu_refusal(capability, rocm=torch.version.hip is not None)
+            known = f"{properties.name}, {memory_gib:.0f} GiB, sm_{properties.major}{properties.minor}"
+            yield Finding("fail" if refusal else "ok", f"cuda:{index}", known, refusal or "")
+        if cpu_environment.is_enabled():
+            yield Finding("ok", "enable-cpu", "without effect here: SGLang's own kernels serve the GPU")
+        return
+    yield _check_cpu(f"CPU with {torch.get_num_threads()} threads; no CUDA GPU is visible")
+
+
+def _check_cpu(known: str) -> Finding:
+    if not on_cpu.stands_in():
+        found = f"{known}; {on_cpu.KERNELS} is the installed one"
+        return Finding(
+            "note", "device", found, "serve with SGLANG_USE_CPU_ENGINE=1 in the environment and --device cpu"
+        )
+    if not cpu_environment.is_enabled():
+        found = f"{known}, and SGLang's kernel package is built for GPUs alone"
+        return Finding("fail", "device", found, "run: sglang-dspark enable-cpu")
+    return Finding("note", "device", f"{known}; a module of sglang-dspark stands in for SGLang's kernel package")
+
+
+def check_pair(target_dir: Path, draft_dir: Path, command: Sequence[str]) -> Iterator[Finding]:
+    """Check a target and its drafter as a start does, then tensors and memory. Stops when something fails.
+
+    Args:
+        command: flags of ``sglang.launch_server`` for the pair.
+    """
+    if drafter := _drafter_in(draft_dir):
+        yield from _describe_drafter(drafter)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # SGLang warns on import of what this machine does not have
+            from sglang_dspark.engine import decision
+
+            found = decision.resolve(command)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever ends a start is the finding
+        said = str(error) if isinstance(error, DSparkError) else f"SGLang ends the start: {one_line(error)}"
+        swapped = f"--target={target_dir} is a drafter; give the model that it was trained for"
+        yield Finding("fail", "start", said, swapped if _drafter_in(target_dir) else "")
+        return
+    yield Finding("ok", "start", "SGLang takes the arguments of the command below")
+    if isinstance(found, str):
+        yield Finding("note", "engine", found, "SGLang's own worker looks at the drafter when it loads it")
+        return
+    try:
+        yield from _check_models(found, draft_dir)
+    except DSparkError as error:
+        yield Finding("fail", "pair", str(error))
+
+
+def _check_models(start: LaunchContext, draft_dir: Path) -> Iterator[Finding]:
+    """Describe a pair that our worker serves, and read the drafter's tensors."""
+    from sglang_dspark.draft.weights import load_draft_model
+
+    architectures, text = ", ".join(start.target.hf_config.architectures), start.text_config
+    sizes = f"hidden size {text.hidden_size}, vocabulary {text.vocab_size}, {text.num_hidden_layers} layers"
+    yield Finding("ok", "engine", "plugin: our worker serves the target")
+    for said in start.server.adjusted:
+        yield Finding("note", "flags", said)
+    yield Finding("ok", "target", f"{architectures}: {sizes}, as the drafter expects")
+    model = load_draft_model(draft_dir, dtype=start.target.dtype, device="cpu")
+    _check_finite(model)
+    tensors = f"{sum(1 for _ in model.parameters())} tensors, all expected, all finite"
+    yield Finding("ok", "tensors", f"{tensors}; {_describe_memory(model)}")
+    drafter = start.server.drafter
+    if drafter is None:
+        return
+    yield Finding("ok", "vocabulary", f"{drafter.num_proposed:,} of {drafter.config.vocab_size:,} tokens are proposed")
+    if drafter.reading.storage is not None:
+        yield Finding("ok", "quantised", drafter.reading.storage.dequantised(model.parameters()))
+
+
+def _drafter_in(folder: Path) -> ResolvedDrafter | None:
+    """Return the drafter in a folder; None if there is none that can be read."""
+    from sglang_dspark.draft.resolved import ResolvedDrafter
+
+    try:
+        return ResolvedDrafter.read(folder)
+    except DSparkError:
+        return None
+
+
+def _describe_drafter(drafter: ResolvedDrafter) -> Iterator[Finding]:
+    from sglang_dspark.draft.formats.checkpoint import describe
+
+    reading = drafter.reading
+    yield Finding("ok", "drafter", f"{reading.format} format: {describe(reading.config)}")
+    for remark in reading.remarks:
+        yield Finding("note" if remark.doubtful else "ok", "drafter", remark.sentence)
+    if reading.unread_keys:
+        unread = ", ".join(reading.unread_keys)
+        remedy = "harmless unless one of them changes the network; then drafts are poor, and the text is still right"
+        yield Finding("note", "drafter", f"keys of config.json not read: {unread}", remedy)
+
+
+def _describe_memory(model: DraftModel) -> str:
+    from sglang_dspark.draft.cache import bytes_per_token
+
+    parameters = list(model.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    size_mib = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / 2**20
+    dtype = model.fc.weight.dtype
+    per_token = bytes_per_token(model.config, dtype)
+    return (
+        f"{count:,} parameters ({size_mib:,.1f} MiB as {str(dtype).removeprefix('torch.')}), "
+        f"draft K/V {per_token:,} bytes per token"
+    )
+
+
+def _check_finite(model: DraftModel) -> None:
+    import torch
+
+    broken = [name for name, parameter in model.named_parameters() if not bool(torch.isfinite(parameter).all())]
+    if broken:
+        raise CheckpointError(
+            f"{model.config.origin}: NaN or infinite values in {', '.join(broken)}; take an intact checkpoint"
+        )

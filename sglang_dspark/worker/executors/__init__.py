@@ -1,1 +1,0 @@
-"""Run decode steps, eagerly or as CUDA graphs."""

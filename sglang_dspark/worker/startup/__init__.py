@@ -1,1 +1,0 @@
-"""Prepare a worker to serve: compile, capture, measure."""
