@@ -295,7 +295,7 @@ def failures(context: LaunchContext, *stages: Stage) -> dict[str, bool]:
 
 def all_checks() -> tuple[Check, ...]:
     """Return the checks of the core and those of all features."""
-    return (*CHECKS, *(check for feature in all_features() for check in feature.load_checks()))
+    return (*CHECKS, *(check for feature in all_features() for check in feature.checks))
 
 
 CHECKS: tuple[Check, ...] = (

@@ -1,9 +1,9 @@
-"""Describes a feature to the core: its hooks and refusals, and what else of its folder a process may have to import."""
+"""Describes a feature to the core: its flags, refusals and keys, and what it does on a server that uses it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
 from pkgutil import resolve_name
@@ -177,69 +177,49 @@ class RequestKeys(Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature as its folder declares it. Every process reads the declaration, and imports of the rest what it needs.
+    """A feature as its module declares it, or the ``__init__`` of its folder. Its hooks are those of its modules.
 
     Attributes:
-        package: its folder, as one would import it.
+        package: its module or folder, as one would import it.
         is_used: whether a server with these arguments, as the operator wrote them, uses the feature. Its hooks are
             installed only then, and those of the place ``flags`` always: there are no arguments yet.
-        hooks: its modules with hooks, by the place of these: names below ``package``. See :class:`~.hooks.Hook`.
         flag_rules: flags of SGLang that it adjusts or refuses, on every server.
-        request_keys: name of its :class:`RequestKeys` below ``package``, read on every server; empty if it has none.
-        checks: name of its ``tuple[Check, ...]`` below ``package``, made on every server; empty if it has none.
-        part: name of a function below ``package`` such as :meth:`~.part.Part.of`; empty if the feature has none.
+        request_keys: read on every server.
+        checks: made on every server.
+        part: makes its part, as :meth:`~.part.Part.of` does.
         of_any_worker: whether the part also serves another worker than ours, by ``ready``, ``step_done``,
-            ``weights_changed`` and ``report`` only: its function takes a :class:`~.scheduler.Decoder` then.
-        routes: name of a function below ``package`` that adds routes and middleware to SGLang's application, on servers
-            that use the feature. It takes the application, inside what reads the field ``speculation``, and why the
-            target decodes alone, None if it does not. Empty if it adds none.
+            ``weights_changed`` and ``report`` only: ``part`` takes a :class:`~.scheduler.Decoder` then.
+        routes: adds routes and middleware to SGLang's application, on servers that use the feature. It takes the
+            application, inside what reads the field ``speculation``, and why the target decodes alone, None if it does
+            not.
         describe_target: takes SGLang's runner of a target, and returns what ``GET /dspark/capabilities`` says of it, by
             key; on every server, of either worker.
-        other_server: name of an :class:`OtherServer` below ``package``, whose worker decodes in place of ours where it
-            is asked for; empty if the feature has none.
+        other_server: its worker decodes in place of ours where it is asked for.
     """
 
     package: str
     is_used: Callable[[ServerArgs], bool]
-    hooks: Mapping[Where, tuple[str, ...]] = field(default_factory=dict)
     flag_rules: tuple[FlagRule, ...] = ()
-    request_keys: str = ""
-    checks: str = ""
-    part: str = ""
+    request_keys: type[RequestKeys] | None = None
+    checks: tuple[Check, ...] = ()
+    part: Callable[[Any], Any] = lambda worker: None
     of_any_worker: bool = False
-    routes: str = ""
+    routes: Callable[[FastAPI, str | None], None] = lambda app, target_only: None
     describe_target: Callable[[ModelRunner], Mapping[str, object]] = lambda runner: {}
-    other_server: str = ""
+    other_server: type[OtherServer] | None = None
 
     @property
     def name(self) -> str:
-        """Return the name of its folder."""
+        """Return the name of its module or folder."""
         return self.package.rpartition(".")[2]
-
-    def load_request_keys(self) -> type[RequestKeys]:
-        """Import and return its keys, if it has any."""
-        return resolve_name(f"{self.package}.{self.request_keys}")
-
-    def load_checks(self) -> tuple[Check, ...]:
-        """Import and return its checks."""
-        return resolve_name(f"{self.package}.{self.checks}") if self.checks else ()
-
-    def load_part(self) -> Callable[[Any], Any]:
-        """Import and return the function that makes its part."""
-        return resolve_name(f"{self.package}.{self.part}") if self.part else lambda worker: None
-
-    def load_routes(self) -> Callable[[FastAPI, str | None], None]:
-        """Import and return the function that adds its routes."""
-        return resolve_name(f"{self.package}.{self.routes}") if self.routes else lambda app, target_only: None
 
 
 @cache
 def all_features() -> tuple[Feature, ...]:
-    """Return the features in the order of their lines. No part may depend on the order of parts."""
+    """Import and return the features in the order of their lines. No part may depend on the order of parts."""
     return tuple(resolve_name(f"{features.__name__}.{name}:FEATURE") for name in features.FEATURES)
 
 
 def other_servers() -> Sequence[type[OtherServer]]:
     """Return the servers whose worker may decode in place of ours."""
-    offering = [feature for feature in all_features() if feature.other_server]
-    return [resolve_name(f"{feature.package}.{feature.other_server}") for feature in offering]
+    return [feature.other_server for feature in all_features() if feature.other_server is not None]

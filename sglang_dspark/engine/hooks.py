@@ -2,7 +2,7 @@
 
 SGLang applies hooks through its ``HookRegistry``, which logs a failed patch and goes on; :func:`install` raises
 instead. Hooks that say ``flags`` are there before DSPARK is selected; all others are installed only when it was, and
-those of a feature only if the server uses it. A process imports only the modules whose hooks it installs.
+those of a feature only if the server uses it.
 
 A release of SGLang may also keep a function and call another one instead. A hook on such a function is applied and does
 nothing, without a word. So every hook says by which moment it must have been called, and is looked for then.
@@ -14,18 +14,18 @@ import functools
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
-from pkgutil import resolve_name
+from pkgutil import iter_modules, resolve_name
 from typing import TypeVar, get_args
 
 from sglang.srt.plugins import hook_registry
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 from sglang_dspark.config import option_text
-from sglang_dspark.engine.feature import Where, all_features
+from sglang_dspark.engine.feature import Feature, Where, all_features
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
@@ -100,7 +100,7 @@ _declared: defaultdict[str, list[Hook]] = defaultdict(list)
 def hook(target: str, kind: HookType, *, where: Where, reason: str, by: Moment = Moment.ANSWERED) -> Callable[[F], F]:
     """Return a decorator that declares our function a hook, and returns it as it is. Arguments: see :class:`Hook`.
 
-    The module has to be named in :data:`CORE_HOOKS`, or by :attr:`Feature.hooks`, for the same place.
+    A module of the core has to be named in :data:`CORE_HOOKS` for the same place; those of features are all imported.
     """
 
     def declare(handler: F) -> F:
@@ -110,12 +110,20 @@ def hook(target: str, kind: HookType, *, where: Where, reason: str, by: Moment =
     return declare
 
 
-def hooks_at(package: str, modules: Mapping[Where, tuple[str, ...]], *places: Where) -> Iterator[Hook]:
-    """Import the modules below a package that have hooks of these places, and yield these hooks."""
+def _core_hooks(places: Collection[Where]) -> Iterator[Hook]:
     for place in places:
-        for module in modules.get(place, ()):
-            import_module(f"{package}.{module}")
-            yield from (hook for hook in _declared[f"{package}.{module}"] if hook.where == place)
+        for module in CORE_HOOKS.get(place, ()):
+            import_module(f"{CORE}.{module}")
+            yield from (hook for hook in _declared[f"{CORE}.{module}"] if hook.where == place)
+
+
+def feature_hooks(feature: Feature, places: Collection[Where]) -> Iterator[Hook]:
+    """Import all modules of a feature, and yield its hooks of these places."""
+    package = import_module(feature.package)
+    below = iter_modules(getattr(package, "__path__", ()), f"{feature.package}.")
+    for name in (feature.package, *(module.name for module in below)):
+        import_module(name)
+        yield from (hook for hook in _declared[name] if hook.where in places)
 
 
 def register_flags() -> None:
@@ -132,10 +140,10 @@ def all_hooks() -> tuple[Hook, ...]:
 
 def _hooks(args: ServerArgs | None, *places: Where) -> Iterator[Hook]:
     """Yield the hooks of these places, of the features that a server with these arguments uses; without any, of all."""
-    yield from hooks_at(CORE, CORE_HOOKS, *places)
+    yield from _core_hooks(places)
     for feature in all_features():
-        if not feature.hooks.keys().isdisjoint(places) and (args is None or feature.is_used(args)):
-            yield from hooks_at(feature.package, feature.hooks, *places)
+        if args is None or feature.is_used(args):
+            yield from feature_hooks(feature, places)
 
 
 def install(args: ServerArgs, *places: Where) -> None:

@@ -106,7 +106,7 @@ def add_to(app: FastAPI, server_args: ServerArgs) -> None:
         app.user_middleware.append(Middleware(SpeculationMiddleware))
     for feature in all_features():
         if feature.is_used(server_args):
-            feature.load_routes()(app, target_only)
+            feature.routes(app, target_only)
 
 
 def without_root(path: str, root_path: str) -> str:

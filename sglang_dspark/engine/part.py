@@ -275,7 +275,7 @@ def parts_of(worker: Any, args: ServerArgs, *, ours: bool = True) -> Sequence[Pa
         UnservedError, ConfigError: the server or its target cannot be served with a feature.
     """
     used = [feature for feature in all_features() if (ours or feature.of_any_worker) and feature.is_used(args)]
-    found = [feature.load_part()(worker) for feature in used]
+    found = [feature.part(worker) for feature in used]
     return [part for part in found if part is not None]
 
 

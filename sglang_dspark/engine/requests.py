@@ -69,8 +69,8 @@ def known_keys() -> dict[str, Any]:
 
 def _keys_of_features() -> Iterator[tuple[str, type[RequestKeys]]]:
     for feature in all_features():
-        if feature.request_keys:
-            yield feature.name, feature.load_request_keys()
+        if feature.request_keys is not None:
+            yield feature.name, feature.request_keys
 
 
 def _read(given: Any) -> dict[str, Any]:

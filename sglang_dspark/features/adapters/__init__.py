@@ -1,15 +1,11 @@
 """LoRA adapters of the target: requests name them, and each row of a verification gets those of its request."""
 
 from sglang_dspark.engine.feature import Feature, FlagRule
-from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.features.adapters.checks import CHECKS, asks_for_adapters
+from sglang_dspark.features.adapters.served import Adapters
 
 BACKENDS = {"cuda": ("csgmv", "triton"), "cpu": ("torch_native",)}
 """LoRA backends whose kernels compute ragged rows. On a GPU the torch one would read their numbers on the host."""
-
-
-def asks_for_adapters(args: ServerArgs) -> bool:
-    """Return whether the operator wants adapters."""
-    return bool(args.enable_lora or (args.enable_lora is None and args.lora_paths))
 
 
 def _backend(device: str) -> FlagRule:
@@ -25,11 +21,10 @@ def _backend(device: str) -> FlagRule:
 FEATURE = Feature(
     __name__,
     is_used=asks_for_adapters,
-    hooks={"front_end": ("checks",), "scheduler": ("rows",)},
     flag_rules=(
         FlagRule("enable_lora_overlap_loading", (None, False), "adapters are served without it", adjusts=True),
         *map(_backend, BACKENDS),
     ),
-    checks="checks.CHECKS",
-    part="served.Adapters.of",
+    checks=CHECKS,
+    part=Adapters.of,
 )

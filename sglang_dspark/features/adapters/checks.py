@@ -6,7 +6,11 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_dspark.engine.feature import Check, LaunchContext, Stage
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.sglang_types import ServerArgs
-from sglang_dspark.features.adapters import asks_for_adapters
+
+
+def asks_for_adapters(args: ServerArgs) -> bool:
+    """Return whether the operator wants adapters."""
+    return bool(args.enable_lora or (args.enable_lora is None and args.lora_paths))
 
 
 def pinned_memory(context: LaunchContext) -> str | None:

@@ -7,6 +7,7 @@ as it comes accepts what ours accepts in simulations.
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.server import speculating
 from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.features.builtin_worker.server import ScheduledServer
 
 
 def _decodes(args: ServerArgs) -> bool:
@@ -17,6 +18,5 @@ def _decodes(args: ServerArgs) -> bool:
 FEATURE = Feature(
     __name__,
     is_used=_decodes,
-    hooks={"children": ("driver",), "any_worker": ("driver",), "simulated": ("common_draws",)},
-    other_server="server.ScheduledServer",
+    other_server=ScheduledServer,
 )

@@ -1,6 +1,7 @@
 """Experts that a target has routed the tokens of a text to, as SGLang returns them (``return_routed_experts``)."""
 
 from sglang_dspark.engine.feature import Feature, FlagRule, off_gpu
+from sglang_dspark.features.experts.served import RoutedExperts
 
 FEATURE = Feature(
     __name__,
@@ -13,5 +14,5 @@ FEATURE = Feature(
             beside=off_gpu,
         ),
     ),
-    part="served.RoutedExperts",
+    part=RoutedExperts,
 )

@@ -1,6 +1,7 @@
 """Prefixes that move to host memory and come back (SGLang's hierarchical cache): the drafter's K/V moves along."""
 
 from sglang_dspark.engine.feature import Feature, FlagRule, off_gpu
+from sglang_dspark.features.host_cache.served import HostCache
 
 FEATURE = Feature(
     __name__,
@@ -27,5 +28,5 @@ FEATURE = Feature(
             beside=lambda context: context.target.is_hybrid_swa,
         ),
     ),
-    part="served.HostCache",
+    part=HostCache,
 )

@@ -13,5 +13,4 @@ FEATURE = Feature(
             beside=off_gpu,
         ),
     ),
-    hooks={"any_worker": ("occupation",), "front_end": ("asking",)},
 )

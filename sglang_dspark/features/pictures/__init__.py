@@ -4,6 +4,7 @@ from sglang.srt.arg_groups.overrides import model_config_of
 
 from sglang_dspark.engine.feature import Feature, FlagRule
 from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.features.pictures.positions import Positions
 
 _ENCODED_HERE = "drop the flag: pictures are encoded by the server itself"
 
@@ -16,10 +17,9 @@ def _reads_pictures(args: ServerArgs) -> bool:
 FEATURE = Feature(
     __name__,
     is_used=_reads_pictures,
-    hooks={"scheduler": ("positions",)},
     flag_rules=(
         FlagRule("language_only", (False,), _ENCODED_HERE),
         FlagRule("encoder_only", (False,), _ENCODED_HERE),
     ),
-    part="positions.Positions.of",
+    part=Positions.of,
 )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.server import DSparkServer, attached
 from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.features.prompt_lookup.keys import LookupKeys
+from sglang_dspark.features.prompt_lookup.prediction import add
+from sglang_dspark.features.prompt_lookup.served import PromptLookup
 
 
 def verifies_drafts(args: ServerArgs) -> bool:
@@ -16,8 +19,7 @@ def verifies_drafts(args: ServerArgs) -> bool:
 FEATURE = Feature(
     __name__,
     is_used=verifies_drafts,
-    hooks={"front_end": ("prediction",)},
-    request_keys="keys.LookupKeys",
-    part="served.PromptLookup.of",
-    routes="prediction.add",
+    request_keys=LookupKeys,
+    part=PromptLookup.of,
+    routes=add,
 )

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.overrides import model_config_of
 
-from sglang_dspark.draft.families import FAMILIES
 from sglang_dspark.engine.feature import Feature, FlagRule
 from sglang_dspark.engine.sglang_types import ModelRunner
+from sglang_dspark.features.recurrent.checks import CHECKS
+from sglang_dspark.features.recurrent.resolution import keeps_states
+from sglang_dspark.features.recurrent.served import States
 
 if TYPE_CHECKING:
     from sglang_dspark.engine.feature import LaunchContext
-
-
-def keeps_states(architectures: Sequence[str]) -> bool:
-    """Return whether targets of these classes are served and have such layers."""
-    return any(family.recurrent and family.architecture in architectures for family in FAMILIES)
 
 
 def recurrence(runner: ModelRunner) -> dict[str, str | None]:
@@ -45,7 +41,6 @@ def _adjusted(name: str, served: tuple[object, ...], reason: str) -> FlagRule:
 FEATURE = Feature(
     __name__,
     is_used=lambda args: keeps_states(model_config_of(args).hf_config.architectures),
-    hooks={"flags": ("resolution",), "scheduler": ("served",)},
     flag_rules=(
         *(
             FlagRule(name, served, "drop the flag: it is not served beside recurrent layers", beside=_beside)
@@ -70,7 +65,7 @@ FEATURE = Feature(
             "snapshots are taken at once",
         ),
     ),
-    checks="checks.CHECKS",
-    part="served.States",
+    checks=CHECKS,
+    part=States,
     describe_target=recurrence,
 )

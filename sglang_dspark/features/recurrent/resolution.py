@@ -1,17 +1,22 @@
 """Decide how states are cached, where SGLang resolves its arguments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_dspark.draft.families import FAMILIES
 from sglang_dspark.engine.flags import MIN_REQUESTS, admit
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.server import DSparkServer, attached
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.features.recurrent import keeps_states
+
+
+def keeps_states(architectures: Sequence[str]) -> bool:
+    """Return whether targets of these classes are served and have such layers."""
+    return any(family.recurrent and family.architecture in architectures for family in FAMILIES)
 
 
 @hook(

@@ -7,12 +7,13 @@ exports the counts. ``traces.py`` tells every answer what became of its drafts.
 from __future__ import annotations
 
 from sglang_dspark.engine.feature import Feature
+from sglang_dspark.features.reports.routes import add
+from sglang_dspark.features.reports.served import Reports
 
 FEATURE = Feature(
     __name__,
     is_used=lambda args: True,
-    hooks={"front_end": ("traces",), "routes": ("routes",), "any_worker": ("served",)},
-    part="served.Reports",
+    part=Reports,
     of_any_worker=True,
-    routes="routes.add",
+    routes=add,
 )

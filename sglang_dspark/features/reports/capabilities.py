@@ -106,7 +106,6 @@ def _speculation_fields(server: DSparkServer | OtherServer) -> list[str]:
     if not server.has_confidence_head:
         found.remove("confidence_threshold")
     for feature in all_features():
-        if feature.request_keys:
-            keys = feature.load_request_keys()
+        if (keys := feature.request_keys) is not None:
             found += [key for key in keys.key_types() if key not in keys.unserved(server)]
     return found

@@ -5,5 +5,4 @@ from sglang_dspark.engine.feature import Feature
 FEATURE = Feature(
     __name__,
     is_used=lambda args: True,
-    hooks={"any_worker": ("turns",)},
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.server import DSparkServer, attached
 from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.features.short_prompts.served import ShortPrompts
 from sglang_dspark.gpu_paths import is_on
 
 
@@ -21,6 +22,5 @@ def verifies_prompts(args: ServerArgs) -> bool:
 FEATURE = Feature(
     __name__,
     is_used=verifies_prompts,
-    hooks={"scheduler": ("riding",)},
-    part="served.ShortPrompts.of",
+    part=ShortPrompts.of,
 )

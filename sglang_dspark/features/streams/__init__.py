@@ -7,5 +7,4 @@ from sglang_dspark.engine.feature import Feature
 FEATURE = Feature(
     __name__,
     is_used=lambda args: True,
-    hooks={"front_end": ("messages",), "children": ("letters",)},
 )

@@ -14,7 +14,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.http import TURNS, error_response, flat_object
 from sglang_dspark.errors import BusyError
-from sglang_dspark.features.weights import DRAFTER
+from sglang_dspark.features.weights.served import DRAFTER
 
 ROUTE = "/dspark/drafter"
 _EXAMPLE = '{"path": "/models/drafter"}'

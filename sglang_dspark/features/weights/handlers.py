@@ -16,8 +16,7 @@ from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import part_of
 from sglang_dspark.engine.scheduler import Decoder, answer_with, decoder_of
 from sglang_dspark.errors import ConfigError, DSparkError
-from sglang_dspark.features.weights import DRAFTER
-from sglang_dspark.features.weights.served import Weights
+from sglang_dspark.features.weights.served import DRAFTER, Weights
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,9 @@ PREFIX = "draft."
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
+DRAFTER = "draft"
+"""The value of ``load_format`` that has ``/update_weights_from_disk`` load a drafter."""
+
 
 class Weights(Part):
     """Has new weights written where they belong.
