@@ -1,7 +1,19 @@
-"""Exceptions raised by sglang-dspark.
+"""Exceptions raised by sglang-dspark, and fences around what only advises.
+
+Exceptions raised by sglang-dspark.
 
 Every message names the flag, key or tensor, the value that was found, and what to do instead.
+
+Fences what only advises: where it fails for a request, that request goes on without it, and no other one notices.
+
+What a step has to do is not fenced: a fault there may have left K/V half written, and ends the server.
 """
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 
 class DSparkError(Exception):
@@ -30,3 +42,42 @@ class EngineError(DSparkError, RuntimeError):
 
 class LaunchError(DSparkError, RuntimeError):
     """A server that was started as a child process died or never answered."""
+
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+FAILURES: Counter[str] = Counter()
+"""Calls that have failed in this process, by the name of what failed."""
+
+
+def fenced(what: str, instead: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator of functions that advise.
+
+    If such a function raises, that is counted, and the log says so the first time.
+
+    Args:
+        what: names what the function gives, in the plural.
+        instead: returns the value in its place, from the same arguments.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except Exception:
+                FAILURES[what] += 1
+                if FAILURES[what] == 1:
+                    logger.exception("DSPARK: %s failed and are left out; later failures are only counted", what)
+                return instead(*args, **kwargs)
+
+        return guarded
+
+    return decorate
+
+
+def nothing(*_args: object, **_kwargs: object) -> None:
+    """Return None, in the place of a function that returns nothing."""

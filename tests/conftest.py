@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from passed_record import PassedRecord
 
 from sglang_dspark import on_cpu
-from sglang_dspark.fence import FAILURES
+from sglang_dspark.errors import FAILURES
 
 on_cpu.watch_imports()  # the stand-in of this working tree, whichever one the environment was switched by
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from sglang_dspark.fence import FAILURES, fenced, nothing
+from sglang_dspark.errors import FAILURES, fenced, nothing
 
 
 @pytest.fixture(autouse=True)

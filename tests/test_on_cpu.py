@@ -10,7 +10,6 @@ import torch
 from click.testing import CliRunner
 
 from sglang_dspark import on_cpu
-from sglang_dspark.tools import cpu_environment
 from sglang_dspark.tools.cli import main
 
 PACKAGE = Path(on_cpu.__file__).parents[2]
@@ -103,16 +102,16 @@ def test_a_program_imports_the_package_that_it_chooses(environment, tmp_path):
 
 
 def test_enable_cpu_is_undone(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu_environment, "path_file", lambda: tmp_path / "on_cpu.pth")
+    monkeypatch.setattr(on_cpu, "path_file", lambda: tmp_path / "on_cpu.pth")
     run = CliRunner().invoke
-    assert run(main, ["enable-cpu"]).exit_code == 0 and cpu_environment.is_enabled()
+    assert run(main, ["enable-cpu"]).exit_code == 0 and on_cpu.is_enabled()
     result = run(main, ["enable-cpu", "--undo"])
-    assert "removed" in result.output and not cpu_environment.is_enabled()
+    assert "removed" in result.output and not on_cpu.is_enabled()
     assert run(main, ["enable-cpu", "--undo"]).exit_code == 0  # there is nothing to undo
 
 
 def test_an_environment_of_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu_environment, "path_file", lambda: tmp_path / "absent" / "on_cpu.pth")
+    monkeypatch.setattr(on_cpu, "path_file", lambda: tmp_path / "absent" / "on_cpu.pth")
     result = CliRunner().invoke(main, ["enable-cpu"])
     assert result.exit_code == 1 and "on_cpu.pth cannot be written" in result.output
 

@@ -7,8 +7,8 @@ import torch
 from dspark_kernels import causal_conv_rows, commit_conv_windows, commit_gated_delta, gated_delta
 from recurrent_rows import Rows, part, replayed
 
-from sglang_dspark.on_cpu.sgl_kernel import gates as gated
-from sglang_dspark.on_cpu.sgl_kernel import mamba, operators
+from sglang_dspark.on_cpu import sgl_kernel
+from sglang_dspark.on_cpu.sgl_kernel import mamba
 
 HEADS, DIMS, CHANNELS = (2, 4), (6, 5), 7
 SLOTS = [4, 2, 3]
@@ -98,27 +98,27 @@ def test_norms_and_gates_are_their_formulas(made):
     x, gate, weight = made.rand(3, 8), made.rand(3, 8), made.rand(8)
     unit = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     expected = unit * weight * torch.nn.functional.silu(gate)
-    torch.testing.assert_close(gated.layernorm_fn(x, weight, None, z=gate, eps=1e-6), expected)
-    torch.testing.assert_close(gated.rms_norm_gated(x, gate, weight, None, "silu", eps=1e-6), expected)
-    found = gated.rms_norm_gated(x, gate, weight, None, "sigmoid", eps=1e-6)
+    torch.testing.assert_close(sgl_kernel.layernorm_fn(x, weight, None, z=gate, eps=1e-6), expected)
+    torch.testing.assert_close(sgl_kernel.rms_norm_gated(x, gate, weight, None, "silu", eps=1e-6), expected)
+    found = sgl_kernel.rms_norm_gated(x, gate, weight, None, "sigmoid", eps=1e-6)
     torch.testing.assert_close(found, unit * weight * gate.sigmoid())
 
     shared, routed, scorer = made.rand(3, 8), made.rand(3, 8), made.rand(8)
     expected = routed + (x @ scorer).sigmoid()[:, None] * shared
-    gated.fused_gate_sigmoid_mul_add(x, scorer, shared, routed)
+    sgl_kernel.fused_gate_sigmoid_mul_add(x, scorer, shared, routed)
     torch.testing.assert_close(routed, expected)
 
 
 def test_heads_are_split_and_normalised(made):
     q_gate, k, q_weight, k_weight = made.rand(2, 2 * 2 * 4), made.rand(2, 4), made.rand(4), made.rand(4)
-    q, key, gate = operators.fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate, k, q_weight, k_weight, 1e-6, 4, 2)
+    q, key, gate = sgl_kernel.fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate, k, q_weight, k_weight, 1e-6, 4, 2)
     heads = q_gate.view(2 * 2, 2, 4)
     assert torch.equal(gate, heads[:, 1]) and gate.is_contiguous()
     for found, given, weight in ((q, heads[:, 0], q_weight), (key, k, k_weight)):
         torch.testing.assert_close(found, given / (given.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + weight))
 
     qkvz, ba = torch.arange(2 * 18.0).view(2, 18), torch.arange(2 * 4.0).view(2, 4)
-    mixed, z, b, a = operators.fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, 1, 2, 3, 3)
+    mixed, z, b, a = sgl_kernel.fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, 1, 2, 3, 3)
     assert (mixed.shape, z.shape) == ((2, 12), (2, 2, 3))
     assert mixed[1].tolist() == list(range(18, 30)) and z[1].flatten().tolist() == list(range(30, 36))
     assert (b[1].tolist(), a[1].tolist()) == ([4.0, 5.0], [6.0, 7.0])

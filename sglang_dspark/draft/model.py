@@ -2,6 +2,8 @@
 
 Letters in shapes: d hidden size, m tapped target layers, L draft layers, V vocabulary, v tokens that are
 proposed (V or fewer), r Markov rank, n context rows, T block rows of all requests, hd head dim.
+
+K/V of the drafter: one pool row per K/V slot of the target, so that prefix caching and eviction are shared.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +12,7 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from dspark_kernels import Dispatched, Int8Weight, Weight, linear
+from dspark_kernels import CommitRows, Dispatched, Int8Weight, Weight, kv_inject, linear
 from torch import Tensor, nn
 
 from sglang_dspark.draft.backbone import (
@@ -310,3 +312,51 @@ def _present(weight: Tensor | None, name: str) -> Tensor:
     if weight is None:
         raise CheckpointError(f"the draft checkpoint has no {name}: bind the target's with bind_target() first")
     return weight
+
+
+class DraftCache:
+    """Context K/V of all draft layers. Rows of a block being drafted are never stored.
+
+    Slot 0 is padding, which SGLang's allocator never hands out.
+
+    Attributes:
+        k, v: [L, slots, kv_heads, hd] in the model's dtype.
+        tokens: [slots] int64 tokens whose K/V the slots hold, -1 for parts of pictures.
+    """
+
+    def __init__(self, config: DraftConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (config.num_hidden_layers, num_slots, config.num_key_value_heads, config.head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.tokens = torch.full((num_slots,), -1, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory of the pool in bytes."""
+        return self.k.nbytes + self.v.nbytes + self.tokens.nbytes
+
+    def inject(
+        self,
+        drafter: DraftModel,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        rows: CommitRows | None = None,
+    ) -> None:
+        """Store what target rows contribute to every layer: features [n, m * d], positions and slots [n] int64.
+
+        ``rows`` says which of them are stored; None stores all.
+        """
+        projected = drafter.context_projection(drafter.project_context(features))
+        norm = drafter.context_k_norm, drafter.config.rms_norm_eps
+        kv_inject(projected, *norm, drafter.rotary.inv_freq, positions, slots, (self.k, self.v), rows)
+
+    def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store which tokens [n] the slots [n] hold."""
+        self.tokens[slots] = tokens
+
+
+def bytes_per_token(config: DraftConfig, dtype: torch.dtype) -> int:
+    """Return the pool memory of one token in bytes."""
+    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    return kv + torch.int64.itemsize

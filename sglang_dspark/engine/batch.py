@@ -14,11 +14,11 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch as Batch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_dspark.engine.carried import carry_counts
 from sglang_dspark.engine.draft_input import DSparkDraftInput
+from sglang_dspark.engine.request_options import carry_counts
 from sglang_dspark.engine.sglang_types import ModelRunner, Req, ScheduleBatch
+from sglang_dspark.step.decision import StepRecord
 from sglang_dspark.step.packed import AwaitedEvent, DeviceSpan, Packed, PackedCopies
-from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DecodeBatch, StepOutcome
 
 T = TypeVar("T")

@@ -12,7 +12,6 @@ from dspark_kernels import widest_window
 from sglang.srt.arg_groups.overrides import attention_backends_of
 from sglang.srt.environ import EnvField, envs
 
-from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import flag_name
 from sglang_dspark.draft.config import check_dimensions, lacks_own
 from sglang_dspark.draft.families import is_left_to_sglang
@@ -23,6 +22,7 @@ from sglang_dspark.engine.flags import PREFILL_BACKENDS, broken
 from sglang_dspark.engine.http import APP_OF_WORKERS
 from sglang_dspark.engine.support import DEVICES, gpu_refusal
 from sglang_dspark.errors import ConfigError, UnservedError
+from sglang_dspark.scheduling.sts import StsCalibration
 
 VARIABLES: Mapping[EnvField, str] = {
     envs.SGLANG_RUST_SERVER: "requests are checked on their way through the Python server",

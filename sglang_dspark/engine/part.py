@@ -11,7 +11,7 @@ import torch
 from dspark_kernels import ChainRules
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.draft.cache import DraftCache
+from sglang_dspark.draft.model import DraftCache
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.server import DSparkServer
 from sglang_dspark.engine.sglang_types import (
@@ -23,7 +23,7 @@ from sglang_dspark.engine.sglang_types import (
     ServerArgs,
     TpModelWorker,
 )
-from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.decision import StepRecord
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 
 if TYPE_CHECKING:

@@ -1,19 +1,97 @@
-"""Read the options that requests have for their own verification. The front end has checked them."""
+"""What requests ask for, and the fields of SGLang that carry it.
+
+The ``speculation`` field of a request body: how it is read, and the keys that every server knows.
+
+Fields of SGLang that carry what they were not made for, each with the functions that write and read it.
+
+Nothing else puts anything into a field of SGLang in another sense than SGLang's own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
-from msgspec import Raw, Struct
+import torch
+from msgspec import Meta, Raw, Struct
 
+from sglang_dspark.declared import Scalar, int_range, truncate, validate
 from sglang_dspark.engine.sglang_types import Req
-from sglang_dspark.fence import fenced
-from sglang_dspark.speculation import CORE, KEY, Speculation
+from sglang_dspark.errors import fenced
 from sglang_dspark.step.state import RequestLimits
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import (
+        BatchStrOutput,
+        BatchTokenIDOutput,
+        ReleaseMemoryOccupationReqInput,
+        ReleaseMemoryOccupationReqOutput,
+    )
+    from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
+
+
+KEY = "dspark"
+"""Of ``custom_params``, which SGLang carries to the scheduler: JSON text with what a request asks for, by feature."""
+CORE = "core"
+"""The name under which :class:`Speculation` travels next to the features'."""
+MOST_DRAFTS = 65535
+"""Largest number of drafts that a request may name."""
+
+Probability = Annotated[float, Meta(ge=0, le=1, description="must be a number from 0 to 1")]
+
+
+class Speculation(Struct, frozen=True, omit_defaults=True):
+    """Keys of the field that no feature has declared. The scheduler reads them as they are; defaults ask for nothing.
+
+    Attributes:
+        enabled: whether drafts are verified for the request at all.
+        max_verify: most drafts verified for it per step; None leaves it to the server.
+        confidence_threshold: verify the drafts before the first one whose raw confidence is below this; None verifies
+            whatever the policy says.
+        trace: return the decode rounds in ``meta_info["dspark_trace"]``, one entry per output token: the round at the
+            first token that it committed, null elsewhere.
+    """
+
+    enabled: bool = True
+    max_verify: Annotated[int, int_range(0, MOST_DRAFTS)] | None = None
+    confidence_threshold: Probability | None = None
+    trace: bool = False
+
+    def verify_limit(self, max_verify: int) -> int:
+        """Return the most drafts verified per step on a server that verifies up to ``max_verify``."""
+        if not self.enabled:
+            return 0
+        return max_verify if self.max_verify is None else min(self.max_verify, max_verify)
+
+
+def checked(value: Any, types: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that a decoded JSON value gives, each in its type.
+
+    Args:
+        types: of all keys, see :func:`~sglang_dspark.declared.field_types`.
+
+    Raises:
+        ValueError: not an object, an unknown key, or a bad value; names ``speculation``, the key and the remedy.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"speculation must be an object, not {truncate(value)}")
+    given = {}
+    for key, entry in value.items():
+        if key not in types:
+            known = ", ".join(sorted(types))
+            raise ValueError(f"speculation.{truncate(key)[1:-1]} is not a known option; known are {known}")
+        try:
+            given[key] = validate(entry, types[key])
+        except ValueError as error:
+            raise ValueError(f"speculation.{key} {error}, not {truncate(entry)}") from None
+    return given
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,3 +169,62 @@ class BatchOptions:
         """Return the options of a step with slots for so many drafts of each request."""
         limits = self.limits or RequestLimits((room,) * len(self.ids))
         return replace(self, limits=replace(limits, max_verify=tuple(min(most, room) for most in limits.max_verify)))
+
+
+_QUESTION, _ONLY_ASKS, _REFUSED = "dspark", "dspark-release-nothing", "requests are running"
+
+
+def carry_counts(result: Any, verified: torch.Tensor, drafted: Sequence[int]) -> None:
+    """Put on a result of SGLang's how many drafts were verified and drawn, for each request.
+
+    ``cap_lens`` are SGLang's rows verified, which its log, its metrics and every answer show. ``block_accept_lens``, of
+    another algorithm, carry drafts drawn: SGLang adds them up for a request, and its answer comes to the front end with
+    the sum.
+    """
+    result.cap_lens, result.block_accept_lens = verified + 1, torch.tensor(drafted)
+
+
+def drafted_tokens(outputs: BatchStrOutput | BatchTokenIDOutput, i: int) -> int:
+    """Return the drafts drawn for a request of SGLang's outputs, over its whole answer."""
+    return int(outputs.spec_num_block_accept_tokens[i])
+
+
+def hide_drafted(reporter: SchedulerMetricsReporter) -> None:
+    """Have SGLang's log and metrics not take drafts drawn for the accepted lengths of blocks."""
+    reporter.spec_num_block_accept_tokens = 0
+
+
+def id_of_question(question: str, fields: Mapping[str, Scalar]) -> str:
+    """Return the id of SGLang's request for a scheduler's state that asks our question.
+
+    Such a request carries nothing else, and no client can write it.
+    """
+    return json.dumps({_QUESTION: {"question": question, "fields": dict(fields)}})
+
+
+def question_of(rid: str | None) -> tuple[str, dict[str, Scalar]] | None:
+    """Return the question and what belongs to it, of a request for a scheduler's state; None if SGLang asks."""
+    if rid is None:
+        return None
+    message = json.loads(rid)[_QUESTION]
+    return message["question"], message["fields"]
+
+
+def only_asking(asked: ReleaseMemoryOccupationReqInput) -> ReleaseMemoryOccupationReqInput:
+    """Return a request to release memory that only asks whether there are requests, by its id."""
+    return msgspec.structs.replace(asked, rid=_ONLY_ASKS)
+
+
+def only_asks(asked: ReleaseMemoryOccupationReqInput) -> bool:
+    """Return whether a request to release memory only asks."""
+    return asked.rid == _ONLY_ASKS
+
+
+def refusing(answer: ReleaseMemoryOccupationReqOutput) -> ReleaseMemoryOccupationReqOutput:
+    """Return a scheduler's answer that says by its id, which SGLang leaves empty, that it has not released memory."""
+    return msgspec.structs.replace(answer, rid=_REFUSED)
+
+
+def refuses(answer: ReleaseMemoryOccupationReqOutput) -> bool:
+    """Return whether a scheduler has not released memory."""
+    return answer.rid == _REFUSED

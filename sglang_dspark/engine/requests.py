@@ -28,9 +28,9 @@ from sglang_dspark.declared import field_types, truncate
 from sglang_dspark.draft.families import family_of
 from sglang_dspark.engine.feature import RequestKeys, all_features
 from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.request_options import CORE, KEY, Speculation, checked
 from sglang_dspark.engine.server import DSparkServer, speculating
 from sglang_dspark.engine.sglang_types import ModelConfig, SamplingParams, TokenizerManager
-from sglang_dspark.speculation import CORE, KEY, Speculation, checked
 
 ASKED: ContextVar[str | None] = ContextVar("speculation", default=None)
 """The field of the HTTP request that is being answered, as JSON text; None if there is none."""

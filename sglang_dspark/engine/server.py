@@ -21,7 +21,7 @@ from sglang.srt.server_args import ServerArgs as Record
 
 from sglang_dspark.config import MOST_TAIL, DSparkConfig
 from sglang_dspark.draft.backbone import DraftWindow
-from sglang_dspark.draft.resolved import ResolvedDrafter
+from sglang_dspark.draft.weights import ResolvedDrafter
 from sglang_dspark.engine.sglang_types import SamplingParams, ServerArgs
 
 

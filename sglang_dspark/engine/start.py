@@ -22,8 +22,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
 from sglang_dspark import __version__
 from sglang_dspark.config import DSparkConfig, flag_name
-from sglang_dspark.draft.resolved import ResolvedDrafter
-from sglang_dspark.draft.weights import check_draft_model
+from sglang_dspark.draft.weights import ResolvedDrafter, check_draft_model
 from sglang_dspark.engine import hooks
 from sglang_dspark.engine.checks import refuse
 from sglang_dspark.engine.feature import LaunchContext, Stage, flag_of

@@ -11,11 +11,10 @@ from sglang_dspark.engine.draft_input import committed_lengths
 from sglang_dspark.engine.part import Part, Weigher, part_of
 from sglang_dspark.engine.request_options import BatchOptions
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
-from sglang_dspark.fence import fenced, nothing
+from sglang_dspark.errors import fenced, nothing
 from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.decision import StepDecision, StepRecord
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,9 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_info import SpecInput
 
-from sglang_dspark.draft.cache import bytes_per_token
 from sglang_dspark.draft.config import EMBEDDING_TAP, DraftConfig, lacks_own
 from sglang_dspark.draft.families import family_of
-from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.draft.model import DraftModel, bytes_per_token
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.server import attached_to_ours
 from sglang_dspark.engine.sglang_types import ModelRunner, ScheduleBatch

@@ -18,14 +18,13 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_dspark.calibration.acceptance_law import acceptance_law
-from sglang_dspark.draft.cache import DraftCache
+from sglang_dspark.draft.model import DraftCache
 from sglang_dspark.engine.agreement import Agreement
+from sglang_dspark.engine.answers import Ends, Logprobs
 from sglang_dspark.engine.batch import DSparkBatchResult, SamplingReader, round_keys
 from sglang_dspark.engine.draft_input import DSparkDraftInput, forget_step
 from sglang_dspark.engine.hooks import Moment, check
 from sglang_dspark.engine.logits_processing import Adjustments, NanCheck
-from sglang_dspark.engine.logprobs import Logprobs
 from sglang_dspark.engine.part import (
     CandidateSource,
     DrawnTokens,
@@ -47,10 +46,10 @@ from sglang_dspark.engine.sglang_types import (
     TpModelWorker,
 )
 from sglang_dspark.engine.step_control import StepControl
-from sglang_dspark.engine.stop_conditions import Ends
 from sglang_dspark.engine.target import capturing_forward, kv_region
 from sglang_dspark.engine.verify import as_without_dspark, verify_beside_prompts
 from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.scheduling.sts import acceptance_law
 from sglang_dspark.step.packed import host_index
 
 

@@ -2,8 +2,8 @@
 
 ``sglang-dspark enable-cpu`` makes every Python process of an environment call :func:`watch_imports` when it starts, so
 this module stays light. It looks for a GPU when SGLang is imported. With an NVIDIA driver nothing changes. Without one
-SGLang serves on the CPU, its import of ``sgl_kernel`` finds the package of that name beside this module, and what
-:data:`REPLACED` lists is taken from that package.
+SGLang serves on the CPU, its import of ``sgl_kernel`` finds the package of that name next to this module, and
+what :data:`REPLACED` lists is taken from that package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ import sys
 from functools import cache
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sglang_dspark.errors import EngineError
 
 KERNELS = "sgl_kernel"
 STAND_IN = os.path.join(os.path.dirname(__file__), KERNELS, "__init__.py")  # noqa: PTH118, PTH120 - pathlib takes milliseconds
@@ -26,12 +31,12 @@ WAITING = "OMP_WAIT_POLICY"
 takes four to ten times as long: each thread waits for one whose core the program has."""
 
 REPLACED = {
-    "sglang.kernels.ops.attention.fla.layernorm_gated": "gates.layernorm_fn",
-    "sglang.kernels.ops.attention.fla.fused_norm_gate": "gates.rms_norm_gated",
-    "sglang.kernels.ops.elementwise.elementwise": "gates.fused_gate_sigmoid_mul_add",
-    "sglang.srt.models.qwen3_next": "without_cuda.torch",
+    "sglang.kernels.ops.attention.fla.layernorm_gated": ("layernorm_fn", "layernorm_fn"),
+    "sglang.kernels.ops.attention.fla.fused_norm_gate": ("rms_norm_gated", "rms_norm_gated"),
+    "sglang.kernels.ops.elementwise.elementwise": ("fused_gate_sigmoid_mul_add", "fused_gate_sigmoid_mul_add"),
+    "sglang.srt.models.qwen3_next": ("torch", "torch_without_cuda"),
 }
-"""Modules of SGLang that need a GPU on a CPU, too: for a name in each, what stands there instead, in the stand-in."""
+"""Modules of SGLang that need a GPU on a CPU, too: a name in each, and what of the stand-in takes its place."""
 
 
 class Finder:
@@ -60,11 +65,11 @@ def _replacing(name: str, path: Any) -> ModuleSpec | None:
     spec = PathFinder.find_spec(name, path)
     if spec is None or spec.loader is None:
         return None
-    load, (file, _, replaced) = spec.loader.exec_module, REPLACED[name].partition(".")
+    load, (replaced, ours) = spec.loader.exec_module, REPLACED[name]
 
     def exec_module(module: Any) -> None:
         load(module)
-        setattr(module, replaced, getattr(import_module(f"{KERNELS}.{file}"), replaced))
+        setattr(module, replaced, getattr(import_module(KERNELS), ours))
 
     spec.loader.exec_module = exec_module  # type: ignore[method-assign]
     return spec
@@ -95,3 +100,51 @@ def _is_built_for_cpus() -> bool:
     spec = PathFinder.find_spec(KERNELS)
     folders = (spec and spec.submodule_search_locations) or ()
     return any(file.startswith("common_ops.") for folder in folders for file in os.listdir(folder))  # noqa: PTH208
+
+
+# By its path, so that no package is imported before the program chooses its own, and so that nothing is said in an
+# environment that the package has left.
+_LINE = (
+    f"import os, importlib.util as u; f = {__file__!r}; "
+    "s = u.spec_from_file_location('_sglang_dspark_on_cpu', f) if os.path.exists(f) else None; "
+    "m = s and u.module_from_spec(s); m and (s.loader.exec_module(m), m.watch_imports())\n"
+)
+
+
+def path_file() -> Path:
+    """Return the file that Python reads when it starts in this environment."""
+    import sysconfig
+    from pathlib import Path
+
+    return Path(sysconfig.get_path("purelib")) / "sglang_dspark_on_cpu.pth"
+
+
+def is_enabled() -> bool:
+    """Return whether the Python processes of this environment watch their imports."""
+    file = path_file()
+    return file.exists() and file.read_text(encoding="utf-8") == _LINE
+
+
+def enable() -> None:
+    """Have processes watch their imports from their next start on; raise if the environment cannot be written to."""
+    try:
+        path_file().write_text(_LINE, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(error) from error
+
+
+def disable() -> None:
+    """Undo :func:`enable`."""
+    try:
+        path_file().unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(error) from error
+
+
+def _unwritable(error: OSError) -> EngineError:
+    from sglang_dspark.errors import EngineError
+
+    return EngineError(
+        f"{path_file()} cannot be written ({error.strerror}); install SGLang and sglang-dspark into an environment of "
+        "your own, made with python -m venv"
+    )

@@ -21,9 +21,9 @@ import torch
 from dspark_kernels import MOST_MATCH, NUM_ROWS, Candidates, block_survival, to_device
 from numpy.typing import NDArray
 
-from sglang_dspark.calibration.online import ChainWeights, OnlineCalibration, PredictedSurvival
-from sglang_dspark.calibration.sts import LogisticMap, prefix_survival, reached, sigmoid, survived
-from sglang_dspark.step.record import StepRecord
+from sglang_dspark.scheduling.online_calibration import ChainWeights, OnlineCalibration, PredictedSurvival
+from sglang_dspark.scheduling.sts import LogisticMap, prefix_survival, reached, sigmoid, survived
+from sglang_dspark.step.decision import StepRecord
 from sglang_dspark.step.state import Confidence
 
 WINDOW_ROUNDS = 256

@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 
-from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.auto_policy import AutoPolicy, draft_depths
 from sglang_dspark.scheduling.forecast import Forecast, LaggedSurvivals, StepFeedback
+from sglang_dspark.scheduling.online_calibration import OnlineCalibration
 from sglang_dspark.scheduling.policies import Beside, EarlyStopPolicy, FixedPolicy, Policy, ThresholdPolicy
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.scheduling.step_times import StepClock, StepKind, StepTimes
-from sglang_dspark.step.decision import PLAIN, StepDecision
-from sglang_dspark.step.record import StepRecord, TimedStep
+from sglang_dspark.step.decision import PLAIN, StepDecision, StepRecord, TimedStep
 from sglang_dspark.step.state import RequestLimits
 
 

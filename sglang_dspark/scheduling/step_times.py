@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
-from sglang_dspark.step.record import TimedStep
+from sglang_dspark.step.decision import TimedStep
 
 # Standard deviations of logarithms of measured over predicted time, at first and per update. The machine may be faster
 # or slower than when the table was measured (1.5 means that nothing is known), and a busy neighbour changes that within

@@ -26,11 +26,10 @@ from sglang_dspark import __version__, on_cpu
 from sglang_dspark.config import flag_name
 from sglang_dspark.engine import support
 from sglang_dspark.errors import CheckpointError, DSparkError, EngineError
-from sglang_dspark.tools import cpu_environment
 
 if TYPE_CHECKING:
     from sglang_dspark.draft.model import DraftModel
-    from sglang_dspark.draft.resolved import ResolvedDrafter
+    from sglang_dspark.draft.weights import ResolvedDrafter
     from sglang_dspark.engine.feature import LaunchContext
 
 
@@ -129,7 +128,7 @@ def check_device() -> Iterator[Finding]:
             refusal = support.gpu_refusal(capability, rocm=torch.version.hip is not None)
             known = f"{properties.name}, {memory_gib:.0f} GiB, sm_{properties.major}{properties.minor}"
             yield Finding("fail" if refusal else "ok", f"cuda:{index}", known, refusal or "")
-        if cpu_environment.is_enabled():
+        if on_cpu.is_enabled():
             yield Finding("ok", "enable-cpu", "without effect here: SGLang's own kernels serve the GPU")
         return
     yield _check_cpu(f"CPU with {torch.get_num_threads()} threads; no CUDA GPU is visible")
@@ -141,7 +140,7 @@ def _check_cpu(known: str) -> Finding:
         return Finding(
             "note", "device", found, "serve with SGLANG_USE_CPU_ENGINE=1 in the environment and --device cpu"
         )
-    if not cpu_environment.is_enabled():
+    if not on_cpu.is_enabled():
         found = f"{known}, and SGLang's kernel package is built for GPUs alone"
         return Finding("fail", "device", found, "run: sglang-dspark enable-cpu")
     return Finding("note", "device", f"{known}; a module of sglang-dspark stands in for SGLang's kernel package")
@@ -199,7 +198,7 @@ def _check_models(start: LaunchContext, draft_dir: Path) -> Iterator[Finding]:
 
 def _drafter_in(folder: Path) -> ResolvedDrafter | None:
     """Return the drafter in a folder; None if there is none that can be read."""
-    from sglang_dspark.draft.resolved import ResolvedDrafter
+    from sglang_dspark.draft.weights import ResolvedDrafter
 
     try:
         return ResolvedDrafter.read(folder)
@@ -221,7 +220,7 @@ def _describe_drafter(drafter: ResolvedDrafter) -> Iterator[Finding]:
 
 
 def _describe_memory(model: DraftModel) -> str:
-    from sglang_dspark.draft.cache import bytes_per_token
+    from sglang_dspark.draft.model import bytes_per_token
 
     parameters = list(model.parameters())
     count = sum(parameter.numel() for parameter in parameters)

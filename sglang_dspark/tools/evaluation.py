@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from sglang_dspark.calibration.sts import Bools, Floats, Ints, errors, prefix_survival, sigmoid, survived
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hub import checkpoint_name
+from sglang_dspark.scheduling.sts import Bools, Floats, Ints, errors, prefix_survival, sigmoid, survived
 from sglang_dspark.tools.launch import JsonClient
 from sglang_dspark.tools.simulator.workload import RecordedBlocks
 

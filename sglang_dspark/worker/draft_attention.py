@@ -16,8 +16,8 @@ from dspark_kernels import (
 )
 
 from sglang_dspark.draft.backbone import Attend, DraftWindow
-from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig, Visibility
+from sglang_dspark.draft.model import DraftCache
 
 
 def block_attend(cache: DraftCache, requests: StepRequests, num_slots: int, config: DraftConfig) -> Attend:

@@ -26,19 +26,25 @@ from dspark_kernels import (
 )
 from numpy.typing import NDArray
 
-from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.backbone import DraftWindow
-from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.formats import Reading
 from sglang_dspark.draft.formats.checkpoint import describe
-from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.draft.model import DraftCache, DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
-from sglang_dspark.draft.resolved import ResolvedDrafter
-from sglang_dspark.draft.weights import TOKEN_IDS, check_alike, fitted, load_draft_model, random_draft_model, whole
+from sglang_dspark.draft.weights import (
+    TOKEN_IDS,
+    ResolvedDrafter,
+    check_alike,
+    fitted,
+    load_draft_model,
+    random_draft_model,
+    whole,
+)
 from sglang_dspark.engine.part import CandidateSource
 from sglang_dspark.engine.target import Target
 from sglang_dspark.errors import CheckpointError, ConfigError
+from sglang_dspark.scheduling.online_calibration import OnlineCalibration
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 from sglang_dspark.worker.draft_attention import block_attend
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_dspark.draft.cache import DraftCache
+from sglang_dspark.draft.model import DraftCache
 from sglang_dspark.engine.batch import (
     CachedByBatch,
     DSparkBatchResult,
@@ -32,9 +32,8 @@ from sglang_dspark.gpu_paths import is_on
 from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.step.decision import GivenRows, StepDecision, drafted
+from sglang_dspark.step.decision import GivenRows, StepDecision, StepRecord, drafted
 from sglang_dspark.step.packed import DeviceTimer, PackedCopies
-from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DecodeBatch, StepOutcome
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.eager import BesideExecutor, EagerExecutor

@@ -10,7 +10,7 @@ from fuzz.bodies import CHAT, COMPLETIONS, GENERATE, PRESET_KEYS, SPECULATION, B
 from fuzz.traffic import LEFT, Answer, _errors, is_determined, open_session, send, without_speculation
 
 from sglang_dspark.engine.requests import known_keys
-from sglang_dspark.features.prompt_lookup.options import PRESETS
+from sglang_dspark.features.prompt_lookup.keys import PRESETS
 
 NUM = 600
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sglang_dspark.calibration.sts import auc, brier, ece, ece_and_noise, reached, sigmoid, survived
+from sglang_dspark.scheduling.sts import auc, brier, ece, ece_and_noise, reached, sigmoid, survived
 
 
 def literal_ece(predicted, observed, num_bins=20):

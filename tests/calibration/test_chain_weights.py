@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from dspark_kernels import ASKED_ROWS, CACHED_ROWS, KIND_ROWS
 
-from sglang_dspark.calibration.online import BOOST, WINDOW, ChainWeights
+from sglang_dspark.scheduling.online_calibration import BOOST, WINDOW, ChainWeights
 
 MOST, SLOTS = 14, 3
 SCALE, SHIFT = np.full(SLOTS, 2.0), np.full(SLOTS, -0.5)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sglang_dspark.calibration.online import CHANCE, FEWEST, Fit, Verdict
+from sglang_dspark.scheduling.online_calibration import CHANCE, FEWEST, Fit, Verdict
 
 
 @pytest.mark.parametrize(

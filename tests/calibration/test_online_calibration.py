@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from head_distribution import DISTORTIONS, GAMMA, draw_rounds, survival_eces
 
-from sglang_dspark.calibration.online import (
+from sglang_dspark.scheduling.online_calibration import (
     FIRST_REFIT_ROUNDS,
     REFIT_ROUNDS,
     REFIT_STEPS,
     WINDOW_PAIRS,
     OnlineCalibration,
 )
-from sglang_dspark.calibration.sts import SCALE_BOUNDS, SHIFT_BOUNDS, StsCalibration, sigmoid
+from sglang_dspark.scheduling.sts import SCALE_BOUNDS, SHIFT_BOUNDS, StsCalibration, sigmoid
 
 
 def run(calibration, rng, distortion, num_steps, bs=4):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from head_distribution import GAMMA, draw_rounds, survival_eces
 
-from sglang_dspark.calibration.sts import StsCalibration, ece, fit_sts, sigmoid
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.scheduling.sts import StsCalibration, ece, fit_sts, sigmoid
 
 
 @pytest.mark.parametrize("factor", [1 / 3, 1.0, 1.7, 3.0])

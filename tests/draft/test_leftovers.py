@@ -230,7 +230,7 @@ def test_a_drafter_with_copied_keys_is_the_golden_one(golden_dir, copied, keys):
 
 
 def test_log_and_doctor_say_what_was_ignored(copied, caplog):
-    from sglang_dspark.draft.resolved import ResolvedDrafter
+    from sglang_dspark.draft.weights import ResolvedDrafter
     from sglang_dspark.tools.doctor import _describe_drafter
     from sglang_dspark.worker.drafter import log_remarks
 

@@ -8,8 +8,7 @@ from dspark_kernels import MarkovWalk
 from reference_decoding import markov_step
 
 from sglang_dspark.draft.reduced_vocabulary import FILE, ProposalHeads, load_token_ids, save_token_ids
-from sglang_dspark.draft.resolved import ResolvedDrafter
-from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.draft.weights import ResolvedDrafter, load_draft_model
 from sglang_dspark.errors import CheckpointError
 
 IDS = [3, 5, 8, 21, 40]

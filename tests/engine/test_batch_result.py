@@ -9,9 +9,8 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_objects import partly, request
 
 from sglang_dspark.engine.batch import SamplingReader, decode_result, most_words
-from sglang_dspark.step.decision import PLAIN
+from sglang_dspark.step.decision import PLAIN, StepRecord
 from sglang_dspark.step.packed import DeviceSpan, PackedCopies
-from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import Confidence, StepOutcome, TargetOutput, VerifyPlan
 
 CPU = torch.device("cpu")

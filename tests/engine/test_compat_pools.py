@@ -15,7 +15,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_objects import GOLDEN, model_config, partly, runner, server_args
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.draft.resolved import ResolvedDrafter
+from sglang_dspark.draft.weights import ResolvedDrafter
 from sglang_dspark.engine import target
 from sglang_dspark.engine.server import DSparkServer, attach
 from sglang_dspark.errors import EngineError

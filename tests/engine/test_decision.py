@@ -17,7 +17,7 @@ from sglang_dspark.engine.decision import decide, given_texts
 from sglang_dspark.engine.server import DSparkServer, TargetOnly, attached, snapshot
 from sglang_dspark.engine.start import LeftToSGLang
 from sglang_dspark.errors import ConfigError, DSparkError
-from sglang_dspark.features.builtin_worker.server import ScheduledServer
+from sglang_dspark.features.builtin_worker import ScheduledServer
 
 TARGET = ("--model-path", str(GOLDEN / "target"))
 DRAFTER = (*TARGET, "--speculative-draft-model-path", str(GOLDEN / "vanilla_g7"))

@@ -8,7 +8,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang_objects import batch, request
 
 from sglang_dspark.engine.scheduler import take_out_ended
-from sglang_dspark.features.short_prompts.riding import RidingResult
+from sglang_dspark.features.short_prompts import RidingResult
 
 
 def made(state):

@@ -55,7 +55,7 @@ def test_a_function_of_sglang_that_is_gone_is_seen():
 
 
 def test_every_hook_that_is_declared_is_installed_somewhere():
-    """A module that is not named for the place of its hooks would be imported by no process."""
+    """A module of the core that is not named for the place of its hooks would be imported by no process."""
     declared = sum(path.read_text().count("\n@hook(") for path in PACKAGE.rglob("*.py"))
     assert declared == len(HOOKS) > 50
 

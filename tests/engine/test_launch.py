@@ -16,7 +16,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 from sglang_objects import GOLDEN, server_args
 
-from sglang_dspark.draft import resolved
+from sglang_dspark.draft import weights
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.engine import feature, flags, hooks, start
 from sglang_dspark.engine.checks import VARIABLES
@@ -31,8 +31,8 @@ DRAFT = GOLDEN / "vanilla_g7"
 @pytest.fixture
 def reads(monkeypatch):
     """The checkpoints whose configuration was read."""
-    found, whole = [], resolved.read
-    monkeypatch.setattr(resolved, "read", lambda path: (found.append(str(path)), whole(path))[1])
+    found, whole = [], weights.read
+    monkeypatch.setattr(weights, "read", lambda path: (found.append(str(path)), whole(path))[1])
     load_plugins()
     monkeypatch.setattr(hooks, "install", lambda *places: None)
     for name in ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"):

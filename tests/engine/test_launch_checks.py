@@ -8,7 +8,7 @@ import torch
 from sglang_objects import GOLDEN, found_by, launch_context
 
 from sglang_dspark.draft.quantised import Storage
-from sglang_dspark.draft.resolved import ResolvedDrafter
+from sglang_dspark.draft.weights import ResolvedDrafter
 from sglang_dspark.engine import checks
 from sglang_dspark.engine.checks import all_checks, refuse
 from sglang_dspark.engine.feature import Check, Stage, flag_of

@@ -7,8 +7,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 from sglang_objects import batch, partly
 
+from sglang_dspark.engine.answers import Logprobs
 from sglang_dspark.engine.batch import DSparkBatchResult
-from sglang_dspark.engine.logprobs import Logprobs
 from sglang_dspark.engine.part import DrawnTokens, Part
 from sglang_dspark.engine.scheduler import observe_results
 from sglang_dspark.worker.worker import DSparkWorker

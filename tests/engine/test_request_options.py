@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from settled_requests import settled, settled_params
 
-from sglang_dspark.engine.request_options import BatchOptions, request_options
+from sglang_dspark.engine.request_options import BatchOptions, Speculation, request_options
 from sglang_dspark.engine.requests import ASKED, known_keys
-from sglang_dspark.speculation import Speculation
 from sglang_dspark.step.state import RequestLimits
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dspark.engine.stop_conditions import Ends, let_first_end_count
+from sglang_dspark.engine.answers import Ends, let_first_end_count
 
 LETTERS = "abcdefgh"  # of tokens 0 to 7
 EOS = 7

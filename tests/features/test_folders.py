@@ -1,4 +1,4 @@
-"""The folder of a feature and its line can go, and the rest imports, passes its types and decodes."""
+"""A feature and its line can go, and the rest imports, passes its types and decodes."""
 
 import os
 import re
@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 from sglang_objects import model_config, server_args
 
-from sglang_dspark import features
-from sglang_dspark.engine.feature import Check, all_features
-from sglang_dspark.engine.hooks import hooks_at
+from sglang_dspark.engine.feature import all_features
 from sglang_dspark.features import FEATURES
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +33,7 @@ print("\\n", sglang_dspark.__file__, *[feature.package.rpartition(".")[2] for fe
 
 
 def without(names: list[str], folder: Path) -> Path:
-    """Return a copy of the tree in ``folder`` without the folders and lines of these features."""
+    """Return a copy of the tree in ``folder`` without these features and their lines."""
     left_out = shutil.ignore_patterns("__pycache__", "drafters")
     for tree in ("sglang_dspark", "kernels", "training"):
         shutil.copytree(ROOT / tree, folder / tree, ignore=left_out)
@@ -43,7 +41,10 @@ def without(names: list[str], folder: Path) -> Path:
     features = folder / "sglang_dspark" / "features"
     lines = (features / "__init__.py").read_text()
     for name in names:
-        shutil.rmtree(features / name)
+        if (features / name).is_dir():
+            shutil.rmtree(features / name)
+        else:
+            (features / f"{name}.py").unlink()
         assert lines.count(f'    "{name}",\n') == 1
         lines = lines.replace(f'    "{name}",\n', "")
     (features / "__init__.py").write_text(lines)
@@ -93,7 +94,7 @@ from sglang_dspark.engine.feature import all_features
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 [feature] = [each for each in all_features() if each.package.endswith("long_prompts")]
 assert not feature.is_used(Made(log_requests=False)) and feature.is_used(Made(log_requests=True))
-part = feature.load_part()(Made(max_verify=7))
+part = feature.part(Made(max_verify=7))
 part.prefill_done(Made(reqs=[Made(origin_input_ids=[1] * length) for length in (7, 8)]))
 """
 
@@ -102,41 +103,18 @@ part.prefill_done(Made(reqs=[Made(origin_input_ids=[1] * length) for length in (
 def test_a_reader_adds_the_feature_of_the_page(tmp_path):
     tree = without([], tmp_path)
     files = re.findall(r"<!-- file: (\S+) -->\n   ```python\n(.*?)   ```\n", PAGE, re.DOTALL)
-    assert len(files) == 2
-    for path, code in files:
-        written = tree / "sglang_dspark" / path
-        written.parent.mkdir(exist_ok=True)
-        written.write_text(textwrap.dedent(code))
+    [(path, code)] = files
+    (tree / "sglang_dspark" / path).write_text(textwrap.dedent(code))
     features = tree / "sglang_dspark" / "features" / "__init__.py"
     [line] = re.findall(r"Add the line `(.*?)` to `FEATURES`", PAGE)
     features.write_text(features.read_text().replace('    "nodes",', f'    {line}\n    "nodes",'))
     assert run(tree, "-c", USE).splitlines() == ["DSPARK: a prompt of 8 tokens"]
 
 
-def test_every_folder_has_its_line():
-    folders = {path.name for path in (ROOT / "sglang_dspark" / "features").iterdir() if (path / "__init__.py").exists()}
-    assert folders == set(FEATURES) and list(FEATURES) == sorted(FEATURES)
+def test_every_feature_has_its_line():
+    found = (ROOT / "sglang_dspark" / "features").glob("[a-z]*")
+    assert {path.stem for path in found} == set(FEATURES) and list(FEATURES) == sorted(FEATURES)
     assert [feature.package for feature in all_features()] == [f"sglang_dspark.features.{name}" for name in FEATURES]
-
-
-def test_a_declaration_imports_no_other_module_of_its_package(monkeypatch):
-    """A process reads the declarations of all features, and of what they declare only what the server uses."""
-    prefix = f"{features.__name__}."
-    for module in [name for name in sys.modules if name.startswith(prefix)]:
-        monkeypatch.delitem(sys.modules, module)
-    for name in FEATURES:
-        monkeypatch.setattr(features, name, None)
-    all_features.__wrapped__()
-    assert sorted(name for name in sys.modules if name.startswith(prefix)) == [f"{prefix}{name}" for name in FEATURES]
-
-
-@pytest.mark.parametrize("feature", all_features(), ids=lambda feature: feature.package.rpartition(".")[2])
-def test_what_a_feature_declares_is_there(feature):
-    assert bool(feature.load_checks()) == bool(feature.checks)
-    assert all(isinstance(check, Check) for check in feature.load_checks())
-    assert not feature.part or callable(feature.load_part())
-    assert not feature.routes or callable(feature.load_routes())
-    assert len(list(hooks_at(feature.package, feature.hooks, *feature.hooks))) >= len(feature.hooks)
 
 
 USED = [

@@ -6,7 +6,7 @@ Values are compared with those of SGLang: test_stock_recurrence.py.
 import pytest
 import torch
 from dspark_kernels import causal_conv_rows, causal_conv_rows_ref, commit_conv_windows, commit_conv_windows_ref
-from dspark_kernels.recurrence import causal_conv_rows as module
+from dspark_kernels import causal_conv_rows as module
 from recurrent_rows import Rows, replayed, served
 
 LENS, SLOTS = [3, 0, 1, 5, 2], [4, 2, -1, 1, 3]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from dspark_kernels import QUANTILES, SPAN, SimulatedDraws, mask_tokens, simulated_accept, simulated_confidence
 
-from sglang_dspark.calibration.acceptance_law import acceptance_law, kept_rates
+from sglang_dspark.scheduling.sts import acceptance_law, kept_rates
 
 # Acceptance by position, given all before (DSpark, Fig. 2, Qwen3-4B); the largest and the least that the law allows.
 CHAT = (0.735, 0.738, 0.740, 0.744, 0.758, 0.766, 0.761)

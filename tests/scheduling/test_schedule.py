@@ -9,13 +9,12 @@ import torch
 from dspark_kernels import ASKED_ROWS
 from made_schedule import GAMMA, record, schedule, table, tokens
 
-from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.forecast import UPDATE_STEPS, WINDOW_ROUNDS, Forecast, LaggedSurvivals, StepFeedback
+from sglang_dspark.scheduling.online_calibration import OnlineCalibration
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.step.decision import PLAIN, StepDecision
-from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.decision import PLAIN, StepDecision, StepRecord
 from sglang_dspark.step.selection import FixedLength, TopDrafts, TopK
 from sglang_dspark.step.state import DraftOutput
 

@@ -24,10 +24,10 @@ from dspark_kernels import (
 from scipy import stats
 from step_tables import make_table
 
-from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.scheduling.online_calibration import OnlineCalibration
 from sglang_dspark.scheduling.schedule import Schedule, SloState
-from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.decision import StepRecord
 from sglang_dspark.step.state import DraftOutput, RequestLimits
 
 pytestmark = pytest.mark.slow

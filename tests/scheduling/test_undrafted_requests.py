@@ -6,7 +6,7 @@ import torch
 from made_schedule import GAMMA, confidence, schedule
 
 from sglang_dspark.scheduling.forecast import UPDATE_STEPS
-from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.decision import StepRecord
 
 EASY, HARD = [0.9, 0.8, 0.7], [0.01, 0.0, 0.0]
 

@@ -36,8 +36,8 @@ from random_drafter import damaged_drafter, random_drafter
 from server_pool import NO_SCRIPTS, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Flags, Recipe, ServerPool
 from spoken_target import spoken_target
 
-from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
+from sglang_dspark.scheduling.sts import StsCalibration
 from sglang_dspark.tools import demo
 from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
 

@@ -11,7 +11,7 @@ import torch
 from dspark_kernels import SimulatedDraws, simulated_accept
 from golden_server import generate, policy, prompts
 
-from sglang_dspark.calibration.acceptance_law import acceptance_law
+from sglang_dspark.scheduling.sts import acceptance_law
 from sglang_dspark.tools.launch import LaunchedServer
 
 pytestmark = pytest.mark.thorough

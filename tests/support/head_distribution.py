@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sglang_dspark.calibration.sts import Floats, Ints, ece, prefix_survival, sigmoid, survived
+from sglang_dspark.scheduling.sts import Floats, Ints, ece, prefix_survival, sigmoid, survived
 
 GAMMA = 7
 

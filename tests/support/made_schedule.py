@@ -4,11 +4,11 @@ import numpy as np
 import torch
 from dspark_kernels import DraftBlock
 
-from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.scheduling.online_calibration import OnlineCalibration
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.decision import StepRecord
 from sglang_dspark.step.state import Confidence
 
 GAMMA = 3

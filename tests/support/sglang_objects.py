@@ -21,7 +21,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.draft.resolved import ResolvedDrafter
+from sglang_dspark.draft.weights import ResolvedDrafter
 from sglang_dspark.engine.checks import all_checks
 from sglang_dspark.engine.feature import LaunchContext
 from sglang_dspark.engine.server import DSparkServer

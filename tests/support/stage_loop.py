@@ -27,14 +27,12 @@ from sglang_dspark.draft.formats import Reading
 from sglang_dspark.draft.formats.content import TensorRules
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
-from sglang_dspark.draft.resolved import ResolvedDrafter
-from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.draft.weights import ResolvedDrafter, load_draft_model
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.part import CandidateSource, StepPart
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.decision import StepDecision, StepRecord
 from sglang_dspark.step.state import DecodeBatch, StepOutcome, TargetOutput, VerifyPlan
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.eager import EagerExecutor
@@ -57,9 +55,8 @@ class OneRank:
 
 def lookup_of(gamma: int) -> CandidateSource:
     """Return what finds candidates; the tests of the core run where its folder is gone."""
-    from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
-    from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
-    from sglang_dspark.features.prompt_lookup.served import PromptLookup
+    from sglang_dspark.features.prompt_lookup import PromptLookup
+    from sglang_dspark.features.prompt_lookup.rules import AnswerCache, ForcedTokens
 
     return PromptLookup(AnswerCache(0), ForcedTokens(None, COLUMNS, gamma + 1), CPU)
 

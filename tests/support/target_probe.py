@@ -86,8 +86,8 @@ class _Loaded:
         from sglang_dspark.draft.formats import read_content
         from sglang_dspark.engine.target import Target, slot_translation
         from sglang_dspark.engine.verify import verify_beside_prompts
-        from sglang_dspark.features.pictures.positions import Positions, place_rows
-        from sglang_dspark.features.recurrent.served import States
+        from sglang_dspark.features.pictures import Positions, place_rows
+        from sglang_dspark.features.recurrent import States
 
         [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
         literal: dict[str, Any] = {}

@@ -4,8 +4,8 @@ from byte_tokenizer import save_byte_tokenizer
 from golden_server import TARGET
 from transformers import AutoTokenizer
 
+from sglang_dspark.draft.reduced_vocabulary import Tokens, Traffic, coverage
 from sglang_dspark.tools.evaluation import Answer
-from sglang_dspark.tools.vocabulary import Tokens, Traffic, coverage
 
 TOKENS = Tokens(20, special=frozenset({0, 19}), of_bytes=frozenset({12, 13}))
 

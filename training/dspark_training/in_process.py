@@ -15,8 +15,7 @@ from dspark_training.texts import keep_states
 from dspark_training.writers import InProcessWriter
 from sglang_dspark.draft.config import check_dimensions
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.draft.resolved import ResolvedDrafter
-from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.draft.weights import ResolvedDrafter, load_draft_model
 
 # Tokens that go through the target together.
 _BATCH_TOKENS = 16_384

@@ -28,7 +28,6 @@ import triton.language as tl
 
 from dspark_kernels.drafting.heads import Candidates, DraftBlock, DraftHeads
 from dspark_kernels.drafting.layers import in_its_dtype
-from dspark_kernels.drafting.walk_draw import LOWEST
 from dspark_kernels.drafting.walk_kernel import (
     DRAFT,
     FOLLOWED_AT,
@@ -38,6 +37,7 @@ from dspark_kernels.drafting.walk_kernel import (
     or_copied,
 )
 from dspark_kernels.noise import seeded_noise_at, uniforms
+from dspark_kernels.sampling import LOWEST
 
 CERTAIN = 30.0
 """Largest confidence logit: a token that has no rival is not certain to be accepted."""

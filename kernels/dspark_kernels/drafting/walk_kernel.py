@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from dspark_kernels.drafting.heads import FIRST, FOLLOWED, LEAST_TEMPERATURE, OUTRIGHT
-from dspark_kernels.drafting.walk_draw import LOWEST, column_at, part_at
 from dspark_kernels.noise import Purpose, seeded_noise_at, uniforms
+from dspark_kernels.sampling import LOWEST, column_at, part_at
 
 DRAFT = tl.constexpr(int(Purpose.DRAFT))
 _OUTRIGHT = tl.constexpr(OUTRIGHT)

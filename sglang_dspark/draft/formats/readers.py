@@ -385,8 +385,8 @@ def _class_defaults(content: Content) -> dict[str, Any]:
     name = content.find(f"{_LAYERS}model_type", default="qwen3")
     if name not in ("qwen3", "llama"):
         return {}
-    layers = CONFIG_MAPPING[name]()
-    defaults = {key: getattr(layers, key) for key in layers.SHAPE}
+    sizes = CONFIG_MAPPING[name]()
+    defaults = {key: getattr(sizes, key) for key in layers.SHAPE}
     if name == "llama":
         heads, width = (
             content.find(_LAYERS + key, default=defaults[key]) for key in ("num_attention_heads", "hidden_size")

@@ -14,26 +14,24 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
 
-from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.engine import hooks
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.batch import CachedByBatch, most_words
-from sglang_dspark.engine.carried import carry_counts
 from sglang_dspark.engine.hooks import Moment, check, hook
 from sglang_dspark.engine.measure_steps import DummyBatch, Stepper, load_or_measure, table_key
 from sglang_dspark.engine.part import parts_of
-from sglang_dspark.engine.request_options import BatchOptions
+from sglang_dspark.engine.request_options import BatchOptions, carry_counts
 from sglang_dspark.engine.scheduler import Decoding, attach_decoder, attached_decoder
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch, ServerArgs
 from sglang_dspark.engine.step_control import StepControl
-from sglang_dspark.features.builtin_worker.server import MODE, scheduled
+from sglang_dspark.features.builtin_worker import MODE, scheduled
 from sglang_dspark.features.builtin_worker.step import Rows, ScheduledStep
 from sglang_dspark.gpu_paths import is_on
+from sglang_dspark.scheduling.online_calibration import OnlineCalibration
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.decision import StepDecision, StepRecord
 from sglang_dspark.step.packed import AwaitedEvent, DeviceTimer, PackedCopies
-from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.selection import FixedLength
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Keys of the field ``speculation`` by which a request says where candidates come from: checked, and read."""
+"""Keys of the field ``speculation`` by which a request says where candidates come from: checked, and read.
+
+Names what a request may ask of prompt lookup, and what its answer says of it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Collection
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self, get_args
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -15,22 +18,26 @@ from msgspec.structs import replace
 from sglang_dspark.config import flag_name
 from sglang_dspark.declared import int_range, truncate
 from sglang_dspark.engine.feature import RequestKeys
-from sglang_dspark.engine.request_options import asked_for, kept_by_request
+from sglang_dspark.engine.request_options import MOST_DRAFTS, asked_for, kept_by_request
 from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
 from sglang_dspark.engine.sglang_types import Req, TokenizerManager
-from sglang_dspark.features.prompt_lookup.options import (
-    AUTO,
-    CLASSIFICATION,
-    NAMING,
-    SUMMARIZATION,
-    Preset,
-    Tokens,
-)
-from sglang_dspark.fence import fenced
-from sglang_dspark.speculation import MOST_DRAFTS
+from sglang_dspark.errors import fenced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+Preset = Literal["auto", "none", "summarization", "classification"]
+PRESETS: tuple[Preset, ...] = get_args(Preset)
+AUTO, NO_PRESET, SUMMARIZATION, CLASSIFICATION = PRESETS
+NAMING: tuple[Preset, ...] = (SUMMARIZATION, CLASSIFICATION)
+"""Presets whose candidates are drafted, whatever others have been worth."""
+
+COUNTS = "dspark_prediction"
+"""Of SGLang's ``customized_info``: for each output token, predicted tokens accepted and rejected up to there."""
+
+Tokens = tuple[int, ...]
+
 
 MAX_LABEL_TOKENS = 16384
 """Of all labels of a request: the scheduler takes milliseconds to read them, once for equal labels."""

@@ -1,9 +1,18 @@
-"""Say for each request of a batch what is looked up, and where."""
+"""Say for each request of a batch what is looked up, and where.
+
+Read what grammars force, to draft it.
+
+Finished answers, kept on the host under the keys of their requests: others may go on as these did.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
+from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,11 +31,130 @@ from numpy.typing import NDArray
 
 from sglang_dspark.engine.request_options import kept_by_request
 from sglang_dspark.engine.sglang_types import Req
-from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
-from sglang_dspark.features.prompt_lookup.keys import LookupKeys, answer_key, lookup_options
-from sglang_dspark.features.prompt_lookup.options import NO_PRESET, SUMMARIZATION, Tokens
-from sglang_dspark.fence import fenced, nothing
+from sglang_dspark.errors import fenced, nothing
+from sglang_dspark.features.prompt_lookup.keys import (
+    NO_PRESET,
+    SUMMARIZATION,
+    LookupKeys,
+    Tokens,
+    answer_key,
+    lookup_options,
+)
 from sglang_dspark.step.packed import host_index
+
+if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+    from transformers import PreTrainedTokenizerBase
+
+
+_FORCED_TEXTS = 1024  # whose tokens are kept
+_BEFORE = "\n"  # behind which tokenizers encode a text as inside of a longer one
+_LETTERS = 16  # of a token, at most of most
+_LONGEST_READ = 4096  # letters or tokens; the grammar computes all that it forces, in 0.3 ms
+_FORCES_TOO_MUCH = "dspark_forces_too_much"
+
+
+class ForcedTokens:
+    """Read what the grammars of requests force: as much of it as a step can use, since it is read in every step.
+
+    Args:
+        tokenizer: the target's.
+        vocab_size: of the target; its tokenizer may know more tokens.
+        most: tokens that a step can use.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, most: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        # Of tokens as many as of letters: a text that repeats itself is found again farther into what is forced.
+        self._most = _LETTERS * (most + 1)
+        self._encoded = lru_cache(_FORCED_TEXTS)(partial(_encoded, tokenizer))
+
+    @fenced("tokens that grammars force", instead=lambda self, req: ())
+    def of(self, req: Req) -> tuple[int, ...]:
+        """Return a request's last token and those that its grammar forces behind it; nothing if it forces none."""
+        grammar = req.grammar
+        if grammar is None or grammar.finished or grammar.is_terminated() or hasattr(req, _FORCES_TOO_MUCH):
+            return ()
+        tokens, text = self._read(grammar)
+        if len(tokens) + len(text) > _LONGEST_READ:
+            setattr(req, _FORCES_TOO_MUCH, True)
+        forced = tokens[: self._most] or self._encoded(text[: self._most])
+        known = tuple(takewhile(lambda token: token < self._vocab_size, forced))
+        return (req.output_ids[-1], *known) if known else ()
+
+    def _read(self, grammar: BaseGrammarObject) -> tuple[Sequence[int], str]:
+        """Return the tokens (llguidance) or the text (xgrammar) that a grammar forces."""
+        try:
+            return grammar.try_jump_forward(self._tokenizer) or ((), "")
+        except UnicodeDecodeError as error:
+            # xgrammar forces bytes, which may end within a letter, or begin within one behind a token that did.
+            return (), error.object[: error.start].decode()
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Return the tokens of a forced text but for the last one, which may go on behind it."""
+    before, whole = (tokenizer.encode(part, add_special_tokens=False) for part in (_BEFORE, _BEFORE + text))
+    return tuple(whole[len(before) : -1]) if whole[: len(before)] == before else ()
+
+
+MOST_TOKENS = 8192
+"""Of the answers under one key; the newest are kept."""
+_ENTRY_BYTES = 200  # of the dictionary, for each key
+_BREAK = np.array([-1], dtype=np.int32)
+_NOTHING = _BREAK[:0]
+
+Key = str | bytes
+"""What a client has chosen, or what :func:`~.options.answer_key` has made of a prompt; nothing where empty."""
+
+
+class AnswerCache:
+    """Keep answers by key, those that were used last.
+
+    It depends on nothing but the requests and their order, so all ranks of a server keep the same.
+
+    Args:
+        most_bytes: of all keys and answers; 0 keeps nothing.
+        by_prompt: whether requests without a key have one made of their prompt.
+    """
+
+    def __init__(self, most_bytes: int, *, by_prompt: bool = False) -> None:
+        self._texts: OrderedDict[Key, NDArray[np.int32]] = OrderedDict()
+        self._most_bytes, self.num_bytes = most_bytes, 0
+        self.by_prompt = by_prompt
+
+    def keep(self, key: Key, tokens: Sequence[int]) -> None:
+        """Put an answer before those of its key, and drop what there is no room for."""
+        answer, before = np.array(tokens[: MOST_TOKENS - 1], dtype=np.int32), self._drop(key)
+        text = np.concatenate([_BREAK, answer, before[: MOST_TOKENS - 1 - len(answer)]])
+        self._texts[key] = text
+        self.num_bytes += _bytes(key, text)
+        while self.num_bytes > self._most_bytes:
+            self._drop(next(iter(self._texts)))
+
+    def read(self, key: Key) -> NDArray[np.int32]:
+        """Return [n] tokens of the answers of a key, the newest first, -1 before each; it does not change any more."""
+        if key not in self._texts:
+            return _NOTHING
+        self._texts.move_to_end(key)
+        return self._texts[key]
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._texts.clear()
+        self.num_bytes = 0
+
+    def _drop(self, key: Key) -> NDArray[np.int32]:
+        """Forget a key, and return its answers."""
+        text = self._texts.pop(key, None)
+        if text is None:
+            return _NOTHING
+        self.num_bytes -= _bytes(key, text)
+        return text
+
+
+def _bytes(key: Key, text: NDArray[np.int32]) -> int:
+    return sys.getsizeof(key) + sys.getsizeof(text) + _ENTRY_BYTES
+
 
 MOST_PLACES = 2**20
 """Of all texts that a step looks up: of 64 answers of 16,384 tokens, some 60 MB of a device's memory."""

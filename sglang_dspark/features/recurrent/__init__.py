@@ -1,19 +1,171 @@
-"""Targets whose layers keep a recurrent state: verifications leave it alone, commits run the accepted rows again."""
+"""Targets whose layers keep a recurrent state: verifications leave it alone, commits run the accepted rows again.
+
+Refuse what recurrent layers are not served with.
+
+Decide how states are cached, where SGLang resolves its arguments.
+
+Serve targets with recurrent layers in a scheduler.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from sglang.srt.arg_groups.overrides import model_config_of
+from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.utils import cpu_has_amx_support
 
-from sglang_dspark.engine.feature import Feature, FlagRule
-from sglang_dspark.engine.sglang_types import ModelRunner
-from sglang_dspark.features.recurrent.checks import CHECKS
-from sglang_dspark.features.recurrent.resolution import keeps_states
-from sglang_dspark.features.recurrent.served import States
+from sglang_dspark.draft.families import FAMILIES
+from sglang_dspark.engine.feature import Check, Feature, FlagRule, LaunchContext, Stage
+from sglang_dspark.engine.flags import MIN_REQUESTS, admit
+from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.part import Part, Worker
+from sglang_dspark.engine.server import DSparkServer, attached
+from sglang_dspark.engine.sglang_types import ModelRunner, ServerArgs
+from sglang_dspark.engine.verify import PhasedBackend
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.features.recurrent.layers import CapturedStates, RecurrentBackend
 
-if TYPE_CHECKING:
-    from sglang_dspark.engine.feature import LaunchContext
+
+def packed_layers(context: LaunchContext) -> str | None:
+    """Refuse such targets on a CPU whose kernels keep the layers before the recurrent ones in another layout."""
+    family, found = context.family, context.args.device
+    if not family.recurrent or found != "cpu" or not cpu_has_amx_support():
+        return None
+    return (
+        f"--model-path: target architecture {family.architecture} is not served with DSPARK on {found}: its layers "
+        "keep recurrent states, and SGLang's kernels for this CPU pack the convolutions before them for AMX; install "
+        "the published sglang-kernel in their place, and run sglang-dspark enable-cpu"
+    )
+
+
+def snapshots(context: LaunchContext) -> str | None:
+    """Refuse snapshots of states that follow each other too closely."""
+    args, least = context.args, 2 * context.server.window
+    if not context.family.recurrent or args.mamba_radix_cache_strategy != "extra_buffer":
+        return None
+    # Under overlap two steps may pass before SGLang takes the state that the first of them has left.
+    if args.mamba_track_interval >= least:
+        return None
+    return (
+        f"DSPARK cannot run with --mamba-track-interval={args.mamba_track_interval} beside a target with recurrent "
+        f"layers; pass {least} or more"
+    )
+
+
+CHECKS = (
+    Check("recurrent layers", Stage.MODELS, packed_layers, unserved=True),
+    Check("snapshots of states", Stage.FLAGS, snapshots),
+)
+
+
+def keeps_states(architectures: Sequence[str]) -> bool:
+    """Return whether targets of these classes are served and have such layers."""
+    return any(family.recurrent and family.architecture in architectures for family in FAMILIES)
+
+
+@hook(
+    "sglang.srt.arg_groups.model_hook.handle_mamba_radix_cache",
+    HookType.AROUND,
+    where="flags",
+    reason="for targets with recurrent layers SGLang chooses snapshots of states, and then finds that a CPU has none",
+    by=Moment.SOME_TIME,
+)
+def resolve_states(original: Callable[..., None], args: ServerArgs, hf_config: Any) -> None:
+    """Resolve how states are cached; on a CPU with DSPARK as SGLang can there, which asks for a limit of requests too.
+
+    Raises:
+        ConfigError: the operator asks for what it cannot.
+    """
+    ours = isinstance(attached(args), DSparkServer) and keeps_states(hf_config.architectures)
+    if ours and resolving_view(args).device == "cpu":
+        leave_snapshots_out(args)
+        if args.max_running_requests is None:
+            admit(args, MIN_REQUESTS)
+    original(args, hf_config)
+
+
+def leave_snapshots_out(args: ServerArgs) -> None:
+    """Keep states without the snapshots that SGLang would choose, and so without overlap.
+
+    Raises:
+        ConfigError: the operator asks for snapshots.
+    """
+    strategy = args.mamba_radix_cache_strategy
+    if strategy not in ("auto", "no_buffer"):
+        raise ConfigError(
+            f"DSPARK cannot run with --mamba-radix-cache-strategy={strategy} on cpu: SGLang takes snapshots of "
+            "recurrent states with kernels of a GPU; drop the flag"
+        )
+    declare_resolution(args, "dspark", mamba_radix_cache_strategy="no_buffer", disable_overlap_schedule=True)
+
+
+class States(Part):
+    """Have states advance by what a step commits, and by nothing else.
+
+    Args:
+        worker: ours.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._runner = worker.model_runner
+        self._backend: RecurrentBackend | None = None
+
+    def attention_made(self) -> None:
+        """Verify in both kinds of layers. Models expect SGLang's backend for both around those of each.
+
+        Raises:
+            ConfigError: there are too few states for the requests that the operator asks for.
+        """
+        runner = self._runner
+        phased = runner.attn_backend
+        both = phased.prefill_backend
+        both.full_attn_backend = PhasedBackend(runner, both.full_attn_backend, phased.decode_backend)
+        both.linear_attn_backend = self._backend = RecurrentBackend.beside(both.linear_attn_backend, runner)
+        both.attn_backend_list = [both.full_attn_backend, both.linear_attn_backend]
+        both.needs_cpu_seq_lens = False
+        both.decode_attention_backend_str = phased.decode_attention_backend_str
+        runner.attn_backend = both
+        runner.kv_index_translator.bind_and_verify_backends([both])
+        check_room(self._backend, runner)
+
+    def captured(self, requests: int, rows: int) -> CapturedStates:
+        assert self._backend is not None, "steps are captured when attention has been made"
+        return CapturedStates(self._backend, requests, rows)
+
+
+def check_room(backend: RecurrentBackend, runner: ModelRunner) -> None:
+    """Refuse to serve fewer requests at a time than an operator has asked for, where states are what is short.
+
+    Args:
+        runner: the target's ``ModelRunner``, whose pools exist.
+
+    Raises:
+        ConfigError: with the number that fits, and the flags that make room.
+    """
+    asked, fit = runner.server_args.max_running_requests, runner.max_running_requests
+    if asked is None or fit >= min(asked, runner.token_to_kv_pool.size // 2):
+        return
+    raise ConfigError(
+        f"--max-running-requests={asked}: there is room for {backend.num_states} recurrent states of "
+        f"{backend.state_mb:.2f} MB, which {fit} requests at a time and the prefix cache need; pass "
+        f"--max-running-requests {fit} or less, or make room with --mamba-full-memory-ratio, --max-mamba-cache-size or "
+        "--mamba-ssm-dtype bfloat16"
+    )
+
+
+@hook(
+    "sglang.srt.mem_cache.kv_cache_configurator._pd_prefill_skips_mamba_spec_state",
+    HookType.REPLACE,
+    where="scheduler",
+    reason="for targets with recurrent layers SGLang keeps the state after every draft, gigabytes for some requests; "
+    "DSPARK runs the accepted rows again instead",
+    by=Moment.SOME_TIME,
+)
+def no_state_snapshots() -> bool:
+    """Leave out the pool of states that belong to drafts, as a server does that only encodes prompts."""
+    return True
 
 
 def recurrence(runner: ModelRunner) -> dict[str, str | None]:

@@ -10,10 +10,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_dspark.calibration.online import Verdict
 from sglang_dspark.engine.part import Counted
-from sglang_dspark.features.reports.counters import Counters, Sums, requests_of
-from sglang_dspark.features.reports.versions import Versions, fit_of
+from sglang_dspark.features.reports.counters import Counters, Sums, Versions, fit_of, requests_of
+from sglang_dspark.scheduling.online_calibration import Verdict
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

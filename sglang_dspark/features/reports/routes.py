@@ -1,33 +1,158 @@
-"""``/dspark`` and the routes below it."""
+"""``/dspark`` and the routes below it.
+
+Make one JSON document of the answers of all replicas: each has a scheduler, which counts and decides on its own.
+
+Describe the server for ``GET /dspark/capabilities`` and the log.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import msgspec
 import numpy as np
+import torch
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
+from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_model, get_serving
 
-from sglang_dspark.declared import Scalar
+from sglang_dspark.config import POLICY_NAMES
+from sglang_dspark.declared import Scalar, field_types
+from sglang_dspark.engine.feature import all_features
+from sglang_dspark.engine.graphs import has_prefill_graphs
 from sglang_dspark.engine.hooks import Moment, hook
-from sglang_dspark.engine.http import TURNS, error_response, flat_object, without_root
+from sglang_dspark.engine.http import TURNS, Turns, error_response, flat_object, without_root
+from sglang_dspark.engine.request_options import Speculation, id_of_question
+from sglang_dspark.engine.scheduler import Decoder
+from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
 from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
 from sglang_dspark.engine.support import versions
-from sglang_dspark.errors import BusyError, ConfigError
-from sglang_dspark.features.reports import document
-from sglang_dspark.features.reports.channel import Channel
-from sglang_dspark.features.reports.document import Json, StatsAnswer, added, in_common, with_each
-from sglang_dspark.fence import FAILURES
+from sglang_dspark.errors import FAILURES, BusyError, ConfigError
+from sglang_dspark.features.reports import counters
+from sglang_dspark.features.reports.counters import Sums, SumsLists
+from sglang_dspark.gpu_paths import GPU_PATHS, described
 
 if TYPE_CHECKING:
     from sglang.srt.utils.auth import AuthDecision
+
+
+KEY = "dspark"
+"""Where our answer lies among the figures that the channel was made for."""
+REPLICA = "replica"
+"""Where the number of the scheduler's replica lies beside it, from 0."""
+READ_ONLY = ("stats", "capabilities")
+Replies = list[dict[str, Any]]
+Question = tuple[str, frozenset[tuple[str, Scalar]]]
+
+
+class Channel:
+    """Asks the schedulers one question at a time.
+
+    SGLang's channel gives the next answers that come to the caller whose turn it is. So a question that was sent keeps
+    its turn until its answers are there, whether its caller still waits or not.
+
+    Args:
+        manager: gives SGLang's ``TokenizerManager``.
+        turns: of all calls to the schedulers.
+    """
+
+    def __init__(self, manager: Callable[[], TokenizerManager], turns: Turns) -> None:
+        self._manager, self._turns = manager, turns
+        # Questions that have not been sent yet, so that equal questions get the same answer.
+        self._unsent: dict[Question, asyncio.Task[Replies]] = {}
+
+    async def ask(self, question: str, fields: dict[str, Scalar]) -> list[Any]:
+        """Return the answers of all schedulers, that of replica 0 first; of the ranks of a replica, rank 0 answers.
+
+        Args:
+            question: ``stats``, ``policy`` or ``capabilities``.
+            fields: what belongs to it, scalars.
+
+        Raises:
+            ConfigError: a scheduler refuses.
+            BusyError: it cannot answer, or not in time, or too many calls wait already.
+        """
+        key = question, frozenset(fields.items())
+        task = self._unsent.get(key) if question in READ_ONLY else None
+        if task is None:
+            task = self._unsent[key] = self._turns.begin(partial(self._ask, key, question, fields))
+        replies = await self._turns.result(task)
+        for reply in replies:
+            if "refusal" in reply:
+                raise ConfigError(reply["refusal"])
+            if "failed" in reply:
+                raise BusyError(f"the scheduler could not answer {reply['failed']}; its log says why")
+        return [reply["answer"] for reply in replies]
+
+    async def _ask(self, key: Question, question: str, fields: dict[str, Scalar]) -> Replies:
+        from sglang.srt.managers.io_struct import GetInternalStateReq
+
+        if self._unsent.get(key) is asyncio.current_task():
+            del self._unsent[key]
+        manager = self._manager()
+        manager.auto_create_handle_loop()
+        request = GetInternalStateReq(rid=id_of_question(question, fields))
+        states = [output.internal_state for output in await manager.get_internal_state_communicator(request)]
+        return [state[KEY] for state in sorted(states, key=itemgetter(REPLICA))]
+
+
+Json = dict[str, object]
+A = TypeVar("A")
+
+
+class StatsAnswer(TypedDict):
+    """The answer of a scheduler that is asked for its statistics."""
+
+    uptime_s: float
+    state: Json
+    versions: Sequence[counters.Count]
+    sums: SumsLists
+    counted: dict[str, dict[str, float]]
+
+
+def with_each(report: Callable[[Sequence[A]], Json], answers: Sequence[A]) -> Json:
+    """Return a report of all answers, with that of each under ``replicas`` if there are several."""
+    each: Json = {"replicas": [report([answer]) for answer in answers]} if len(answers) > 1 else {}
+    return report(answers) | each
+
+
+def stats(answers: Sequence[StatsAnswer]) -> Json:
+    """Return the JSON of ``GET /dspark/stats``: counts are added up, and figures made of the sums.
+
+    Of the state of several schedulers it has what is the same in all of them.
+    """
+    return {
+        "uptime_s": max(answer["uptime_s"] for answer in answers),
+        **in_common([answer["state"] for answer in answers]),
+        "weight_versions": counters.report(answer["versions"] for answer in answers),
+        "drafter_fit": counters.fit_of(*(answer["versions"][-1]["first_drafts"] for answer in answers)).report(),
+        **Sums.of(answer["sums"] for answer in answers).report(),
+        **{name: added(answer["counted"][name] for answer in answers) for name in answers[0]["counted"]},
+    }
+
+
+def in_common(answers: Sequence[Json]) -> Json:
+    """Return the entries that are the same in all answers."""
+    first, *others = answers
+    return {key: value for key, value in first.items() if all(other[key] == value for other in others)}
+
+
+def added(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sum of counts by name."""
+    total: dict[str, float] = {}
+    for one in counts:
+        total |= {name: total.get(name, 0) + number for name, number in one.items()}
+    return total
+
 
 PAGE = "/dspark"
 Document = Callable[[Sequence[Any]], Json]
@@ -80,7 +205,7 @@ def add(app: FastAPI, target_only: str | None) -> None:
 def _stats(answers: Sequence[StatsAnswer]) -> Json:
     """Return the statistics of the schedulers with what has failed in this process, too."""
     failed = added([*(answer["counted"]["failed_advice"] for answer in answers), FAILURES])
-    return with_each(document.stats, answers) | {"failed_advice": failed}
+    return with_each(stats, answers) | {"failed_advice": failed}
 
 
 def _plain_number(value: object) -> object:
@@ -143,3 +268,94 @@ def page_needs_no_key(decision: object, *, method: str, path: str, **credentials
 
     is_page = method == "GET" and path.endswith(PAGE) and without_root(path, _server_args().fastapi_root_path) == PAGE
     return AuthDecision(allowed=True) if is_page else None
+
+
+def capabilities(decoder: Decoder) -> dict[str, Any]:
+    """Return JSON: the decode path and why, versions, checkpoints, policies and features."""
+    server_args, model_runner = decoder.server_args, decoder.target_worker.model_runner
+    schedule, decoding = decoder.schedule, decoder.decoding()
+    server = speculating(server_args)
+    assert server is not None, "a scheduler that decodes with DSPARK asks"
+    options = server.config
+    model, on_gpu = model_runner.model_config, model_runner.device == "cuda"
+    path = get_model().model_path
+    has_head = schedule.forecast.calibration is not None
+    return {
+        "effective_decode_path": "dspark",
+        "engine": server.engine,
+        "reason": decoding.reason,
+        "versions": versions(),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "dtype": str(model_runner.dtype).removeprefix("torch."),
+        "target": {
+            "path": path,
+            # After an update from disk, SGLang serves the target under its new path.
+            "name": server_args.served_model_name if path == server_args.model_path else path,
+            "architecture": (model.hf_config.architectures or [None])[0],
+            "vocab_size": model.hf_text_config.vocab_size,
+            "context_length": model.context_len,
+            "weight_version": get_serving().weight_version,
+            **{key: said for feature in all_features() for key, said in feature.describe_target(model_runner).items()},
+        },
+        "drafter": decoding.drafter,
+        "simulated_acceptance": options.acceptance_profile(decoding.gamma),
+        "block_size": decoding.gamma,
+        "max_verify": schedule.max_verify,
+        "max_running_requests": int(model_runner.max_running_requests),
+        "policy": schedule.policy.name,
+        "policies": {
+            name: {
+                "available": (unavailable := schedule.why_not(name)) is None,
+                "reason": unavailable,
+                "waits_for_device": on_gpu and schedule.waits_for_device(name),
+            }
+            for name in POLICY_NAMES
+        },
+        **{key: said for part in decoder.parts for key, said in part.describe().items()},
+        "gpu_paths": described(_named_paths(server_args, server)) if decoder.control.on_gpu else {},
+        "adjusted_flags": list(server.adjusted) if isinstance(server, DSparkServer) else [],
+        "features": {
+            "speculation_fields": _speculation_fields(server),
+            "cuda_graphs": decoding.cuda_graphs,
+            "overlap": not server_args.disable_overlap_schedule,
+            "prefill_attention": model_runner.attn_backend.prefill_attention_backend_str,
+            "prefill_cuda_graphs": has_prefill_graphs(model_runner),
+            "decode_attention": model_runner.attn_backend.decode_attention_backend_str,
+            "tensor_parallel_size": server_args.tp_size,
+            "data_parallel_size": server_args.dp_size,
+            "online_calibration": has_head and options.online_calibration,
+            "prometheus": bool(server_args.enable_metrics),
+        },
+    }
+
+
+def in_one_line(found: dict[str, Any]) -> str:
+    """Return one line for the log with the findings of :func:`capabilities`."""
+    available = [name for name, policy in found["policies"].items() if policy["available"]]
+    return (
+        f"effective decode path {found['effective_decode_path']} ({found['reason']}); policy {found['policy']} of "
+        f"{', '.join(available)}; block size {found['block_size']}; "
+        + ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    )
+
+
+def _named_paths(server_args: ServerArgs, server: DSparkServer | OtherServer) -> list[str]:
+    """Return the paths of a GPU that the operator has turned on, by our options or by SGLang's."""
+    config = server.config
+    asked: dict[str, bool] = {
+        "scheduled": server.engine == "scheduled",
+        "mixed-chunks": bool(server_args.enable_mixed_chunk),
+        "memory-graphs": bool(server_args.enable_memory_saver) and envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH.get(),
+        **{name: bool(getattr(config, path.option)) for name, path in GPU_PATHS.items() if path.option},
+    }
+    return [*(name for name, given in asked.items() if given), *config.unproven]
+
+
+def _speculation_fields(server: DSparkServer | OtherServer) -> list[str]:
+    found = list(field_types(Speculation))
+    if not server.has_confidence_head:
+        found.remove("confidence_threshold")
+    for feature in all_features():
+        if (keys := feature.request_keys) is not None:
+            found += [key for key in keys.key_types() if key not in keys.unserved(server)]
+    return found

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.batch import per_token
-from sglang_dspark.engine.carried import drafted_tokens
 from sglang_dspark.engine.hooks import hook
-from sglang_dspark.engine.request_options import request_options
+from sglang_dspark.engine.request_options import drafted_tokens, request_options
 from sglang_dspark.engine.sglang_types import Req, TokenizerManager
-from sglang_dspark.fence import fenced, nothing
-from sglang_dspark.step.record import StepRecord
+from sglang_dspark.errors import fenced, nothing
+from sglang_dspark.step.decision import StepRecord
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import BatchStrOutput, BatchTokenIDOutput

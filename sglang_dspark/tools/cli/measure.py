@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from sglang_dspark.calibration.sts import Bools, Errors, Floats
+    from sglang_dspark.scheduling.sts import Bools, Errors, Floats
     from sglang_dspark.tools.evaluation import MeasuredSet
 
 
@@ -214,8 +214,8 @@ def calibrate(prompts: Path, held_out: float, output: Path, **options: Any) -> N
 
     from rich.console import Console
 
-    from sglang_dspark.calibration.sts import StsCalibration, fit_sts
     from sglang_dspark.errors import ConfigError
+    from sglang_dspark.scheduling.sts import StsCalibration, fit_sts
     from sglang_dspark.tools.evaluation import MeasuredSet
     from sglang_dspark.tools.prompts import read_prompts
 
@@ -257,7 +257,7 @@ def calibrate(prompts: Path, held_out: float, output: Path, **options: Any) -> N
 
 def _errors(logits: Floats, outcomes: Bools) -> list[Errors]:
     """Return the errors of the survivals that logits [n, gamma] predict, by position."""
-    from sglang_dspark.calibration.sts import errors, prefix_survival, sigmoid
+    from sglang_dspark.scheduling.sts import errors, prefix_survival, sigmoid
 
     return [errors(*column) for column in zip(prefix_survival(sigmoid(logits)).T, outcomes.T, strict=True)]
 
@@ -309,10 +309,9 @@ def vocabulary(target: Path, files: tuple[Path, ...], size: int, output: Path, *
     from rich.console import Console
     from transformers import AutoTokenizer
 
-    from sglang_dspark.draft.reduced_vocabulary import save_token_ids
+    from sglang_dspark.draft.reduced_vocabulary import Tokens, Traffic, coverage, save_token_ids
     from sglang_dspark.errors import ConfigError
     from sglang_dspark.tools.prompts import conversations_of, read_answers, read_prompts, read_rows
-    from sglang_dspark.tools.vocabulary import Tokens, Traffic, coverage
 
     console = Console(highlight=False)
     tokenizer = AutoTokenizer.from_pretrained(target)

@@ -168,14 +168,13 @@ def enable_cpu(*, undo: bool) -> None:
     changes.
     """
     from sglang_dspark import on_cpu
-    from sglang_dspark.tools import cpu_environment
 
     if undo:
-        cpu_environment.disable()
-        click.echo(f"removed {cpu_environment.path_file()}")
+        on_cpu.disable()
+        click.echo(f"removed {on_cpu.path_file()}")
         return
-    cpu_environment.enable()
-    click.echo(f"wrote {cpu_environment.path_file()}")
+    on_cpu.enable()
+    click.echo(f"wrote {on_cpu.path_file()}")
     if on_cpu.has_driver():
         click.echo("This machine has an NVIDIA driver: SGLang serves with its own kernels, as before.")
     else:

@@ -169,7 +169,7 @@ def _simulate(console: Console, options: dict[str, Any]) -> None:
 
 
 def _simulate_slo(console: Console, options: dict[str, Any], conditions: Conditions, users: Sequence[int]) -> None:
-    from sglang_dspark.tools.simulator.slo import simulate_slo
+    from sglang_dspark.tools.simulator.sweep import simulate_slo
 
     for name in ("policies", "html"):
         if options[name]:

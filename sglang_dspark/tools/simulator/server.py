@@ -17,15 +17,14 @@ import numpy as np
 import torch
 from dspark_kernels import DraftBlock
 
-from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.scheduling.online_calibration import OnlineCalibration
 from sglang_dspark.scheduling.policies import Beside
 from sglang_dspark.scheduling.schedule import Schedule, is_of_a_kind
 from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
 from sglang_dspark.scheduling.step_times import StepKind
-from sglang_dspark.step.decision import PLAIN, StepDecision
-from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.decision import PLAIN, StepDecision, StepRecord
 from sglang_dspark.step.state import DraftOutput
 from sglang_dspark.tools.simulator.workload import BlockSource, Chunk, Ints, Prompts, Request, Workload
 

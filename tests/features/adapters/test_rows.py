@@ -18,9 +18,8 @@ from sglang_objects import batch, forward, partly, worker
 
 from sglang_dspark.engine.verify import DSparkVerifyInput
 from sglang_dspark.errors import UnservedError
-from sglang_dspark.features.adapters import rows
-from sglang_dspark.features.adapters.rows import AdapterChoice, CapturedAdapters, lay_out, segment_bounds
-from sglang_dspark.features.adapters.served import Adapters
+from sglang_dspark.features import adapters
+from sglang_dspark.features.adapters import AdapterChoice, Adapters, CapturedAdapters, lay_out, segment_bounds
 
 PLACES, RANK, INPUTS, OUTPUTS = 3, 8, 32, (24, 16, 16)
 RANKS, SCALINGS = [0, 8, 4], [0.0, 2.0, 0.5]
@@ -152,13 +151,13 @@ def test_a_verification_launch_by_launch_is_laid_out_by_its_rows(manager):
         draft_token=torch.zeros(4), positions=torch.zeros(4), draft_token_num=4, indptr=torch.tensor([0, 3, 4])
     )
     given = forward(spec_info=layout, lora_ids=["red", None], input_ids=torch.zeros(4, dtype=torch.int64))
-    rows.prepare_verification(lambda *args: laid_out.append(args), manager, given)
+    adapters.prepare_verification(lambda *args: laid_out.append(args), manager, given)
     assert laid_out == []
     info = manager.lora_backend.batch_info
     assert info.seg_indptr.tolist() == [0, 3, 4] and info.weight_indices.tolist() == [1, 0]
     assert manager.lora_backend.lm_head_batch_info is manager.lora_backend.sgemm_batch_info is None
     given.forward_mode, given.spec_info = ForwardMode.EXTEND, None
-    rows.prepare_verification(lambda *args: laid_out.append(args), manager, given)
+    adapters.prepare_verification(lambda *args: laid_out.append(args), manager, given)
     assert laid_out == [(manager, given)]
 
 

@@ -10,7 +10,7 @@ from dspark_kernels import simulated_accept
 
 from sglang_dspark.engine import hooks
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.features.builtin_worker import common_draws
+from sglang_dspark.features.builtin_worker import step
 
 RATES, VARIABLE = "0.9,0.6,0.8", "SGLANG_DSPARK_SIMULATE_ACCEPTANCE"
 PROMPTS = [[5, 6, 7], [70000, 1], [5, 6]]
@@ -38,7 +38,7 @@ def batch(rows, prompts, *, idle=False):
 @pytest.fixture
 def started(monkeypatch):
     monkeypatch.setenv(VARIABLE, RATES)
-    common_draws.start(None, made := worker())
+    step.start(None, made := worker())
     return made
 
 
@@ -47,11 +47,11 @@ def test_lengths_are_replaced_by_those_of_the_draws(started):
     lens = torch.tensor([30, 31, 500])
     drafts, bonus, cap = torch.arange(21).view(3, 7), torch.tensor([1, 2, 3]), object()
     for rows in ([3, 1, 8], [2, 5, 4]):
-        common_draws.before_prefill(started, batch(rows, PROMPTS), None)
-        common_draws.before_prefill(started, batch([], [], idle=True), None)
-        common_draws.before_decode(started, batch(rows, PROMPTS), None)
+        step.before_prefill(started, batch(rows, PROMPTS), None)
+        step.before_prefill(started, batch([], [], idle=True), None)
+        step.before_decode(started, batch(rows, PROMPTS), None)
         given = {"prefix_lens": lens, "draft_tokens": drafts, "bonus": bonus, "cap_trim_lens": cap}
-        told = common_draws.accept(dict, correct_len=torch.zeros(3, dtype=torch.int32), **given)
+        told = step.accept(dict, correct_len=torch.zeros(3, dtype=torch.int32), **given)
         draws = started.dspark_simulated.draws
         assert draws.keys[rows].tolist() == [crc32(array("q", prompt).tobytes()) for prompt in PROMPTS]
         expected = simulated_accept(draws, torch.tensor(rows), lens, drafts, bonus).accept_lens
@@ -72,16 +72,14 @@ def test_what_the_draws_do_not_reach_is_refused(found, variables, named, monkeyp
     for name, value in ({VARIABLE: RATES} | variables).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=named):
-        common_draws.start(None, worker(**found))
+        step.start(None, worker(**found))
 
 
 def test_hooks_are_there_where_the_variable_is_set(monkeypatch):
     registered = []
     monkeypatch.setattr(hooks.HookRegistry, "register", lambda target, handler, kind: registered.append(handler))
     hooks.register_flags()
-    assert common_draws.accept not in registered
+    assert step.accept not in registered
     monkeypatch.setenv(VARIABLE, RATES)
     hooks.register_flags()
-    assert {common_draws.start, common_draws.before_prefill, common_draws.before_decode, common_draws.accept} < {
-        *registered
-    }
+    assert {step.start, step.before_prefill, step.before_decode, step.accept} < {*registered}

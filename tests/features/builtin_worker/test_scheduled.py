@@ -16,8 +16,8 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.server import DSparkServer, TargetOnly, attach
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.features.builtin_worker import FEATURE, driver, server
-from sglang_dspark.features.builtin_worker.server import MODE, ScheduledServer
+from sglang_dspark.features import builtin_worker
+from sglang_dspark.features.builtin_worker import FEATURE, MODE, ScheduledServer, driver
 from sglang_dspark.features.builtin_worker.step import Rows, ScheduledStep
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
@@ -164,8 +164,8 @@ def settled(monkeypatch):
     """Return a server of arguments that SGLang has resolved, and why all requests verify as many drafts."""
 
     def settle(why, found=(), **options):
-        monkeypatch.setattr(server, "resolved_view", lambda args: SimpleNamespace(**RESOLVED | dict(found)))
-        monkeypatch.setattr(server, "why_whole_blocks", lambda args: why)
+        monkeypatch.setattr(builtin_worker, "resolved_view", lambda args: SimpleNamespace(**RESOLVED | dict(found)))
+        monkeypatch.setattr(builtin_worker, "why_whole_blocks", lambda args: why)
         return resolved(ServerArgs(model_path="none"), **options)
 
     monkeypatch.delenv(MODE, raising=False)
@@ -259,8 +259,8 @@ def test_where_blocks_are_whole(found, why, monkeypatch):
         "get_platform": SimpleNamespace(is_sm100=args.sm100),
         "_has_head": args.head,
     }.items():
-        monkeypatch.setattr(server, name, lambda *_, value=value: value)
-    said = server.why_whole_blocks(args)
+        monkeypatch.setattr(builtin_worker, name, lambda *_, value=value: value)
+    said = builtin_worker.why_whole_blocks(args)
     assert said is None if why is None else why in said
 
 

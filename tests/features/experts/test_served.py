@@ -7,8 +7,8 @@ import torch
 from sglang.srt.state_capturer import routed_experts
 from sglang.srt.state_capturer.base import BaseDeviceCache, BaseTopkCapturer
 
-from sglang_dspark.features.experts import served
-from sglang_dspark.features.experts.served import RoutedExperts
+from sglang_dspark.features import experts
+from sglang_dspark.features.experts import RoutedExperts
 
 LAYERS, TOP, SLOTS = 2, 2, 32
 
@@ -28,7 +28,7 @@ class Capturer(routed_experts.RoutedExpertsCapturer):
 def part(monkeypatch):
     """That of a server for two requests, each of which verifies up to three drafts."""
     capturer = Capturer(2)
-    monkeypatch.setattr(served, "get_global_experts_capturer", lambda: capturer)
+    monkeypatch.setattr(experts, "get_global_experts_capturer", lambda: capturer)
     monkeypatch.setattr(routed_experts, "is_dp_attention_enabled", lambda: False)
     runner = SimpleNamespace(max_running_requests=2)
     args = SimpleNamespace(disable_overlap_schedule=False)

@@ -6,7 +6,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_objects import batch, partly
 
 from sglang_dspark.engine.part import DrawnTokens
-from sglang_dspark.features.hidden_states.served import HiddenStates
+from sglang_dspark.features.hidden_states import HiddenStates
 
 # By the rows of a forward, whose states are their numbers: what SGLang has when it looks for those of each token.
 PROMPTS = ([2, 3, 1], [0, 1, 2, 3], torch.tensor([7, 8, 9]))

@@ -11,10 +11,10 @@ from sglang.srt.speculative import base_spec_worker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_objects import GOLDEN, worker
 
-from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.formats import read_config
+from sglang_dspark.draft.model import DraftCache
 from sglang_dspark.engine.worker_base import WorkerFace
-from sglang_dspark.features.host_cache.draft_pool import DraftPool
+from sglang_dspark.features.host_cache import DraftPool
 
 LAYERS, HEADS, DIM, SIZE, PAGE = 3, 2, 8, 24, 4
 CONFIG = replace(read_config(GOLDEN / "vanilla_g7"), num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=DIM)

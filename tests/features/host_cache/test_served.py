@@ -8,10 +8,10 @@ from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang_objects import GOLDEN, batch, partly, request, table
 
-from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.formats import read_config
+from sglang_dspark.draft.model import DraftCache
 from sglang_dspark.errors import UnservedError
-from sglang_dspark.features.host_cache.served import HostCache
+from sglang_dspark.features.host_cache import HostCache
 from sglang_dspark.worker.worker import DSparkWorker
 
 

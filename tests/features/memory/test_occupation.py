@@ -11,9 +11,9 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 
-from sglang_dspark.engine.carried import refuses
-from sglang_dspark.features.memory import asking
-from sglang_dspark.features.memory.occupation import go_on, release, resume
+from sglang_dspark.engine.request_options import refuses
+from sglang_dspark.features import memory
+from sglang_dspark.features.memory import go_on, release, resume
 
 
 class Manager:
@@ -71,7 +71,7 @@ def test_nothing_is_decoded_while_memory_is_away(paused):
 
 def test_memory_of_a_cpu_stays():
     manager = SimpleNamespace(config_value={"device": "cpu"}.__getitem__)
-    for ask in (asking.release, asking.resume):
+    for ask in (memory.ask_to_release, memory.ask_to_resume):
         with pytest.raises(ValueError, match="memory of the device cpu cannot be given away; serve on cuda"):
             asyncio.run(ask(manager, ReleaseMemoryOccupationReqInput()))
 
@@ -104,13 +104,13 @@ class Replicas:
 )
 def test_a_refusal_says_what_is_released_all_the_same(replicas, said, away):
     with pytest.raises(ValueError, match=f"{said}.*: requests are running; .* release again$"):
-        asyncio.run(asking.release(replicas, ReleaseMemoryOccupationReqInput()))
+        asyncio.run(memory.ask_to_release(replicas, ReleaseMemoryOccupationReqInput()))
     assert [bool(scheduler.offload_tags) for scheduler in replicas.schedulers] == away
 
 
 def test_all_replicas_release_memory():
     replicas = Replicas(False, False)
-    asyncio.run(asking.release(replicas, ReleaseMemoryOccupationReqInput(tags=["weights"])))
+    asyncio.run(memory.ask_to_release(replicas, ReleaseMemoryOccupationReqInput(tags=["weights"])))
     assert [scheduler.offload_tags for scheduler in replicas.schedulers] == [{"weights"}] * 2
 
 

@@ -14,7 +14,7 @@ from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from sglang_objects import ONE_RANK, model_config, partly, runner
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.draft.resolved import ResolvedDrafter
+from sglang_dspark.draft.weights import ResolvedDrafter
 from sglang_dspark.engine.target import graph_context
 from sglang_dspark.worker.worker import DSparkWorker
 

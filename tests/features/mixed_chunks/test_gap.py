@@ -10,7 +10,7 @@ from sglang_objects import ONE_RANK, batch, found_by, launch_context, partly
 
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.batch import RIDERS
-from sglang_dspark.features.mixed_chunks.gap import BoundedGaps, bound_chunk
+from sglang_dspark.features.mixed_chunks import BoundedGaps, bound_chunk
 from sglang_dspark.scheduling.policies import ChunkLimit
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.worker.worker import DSparkWorker

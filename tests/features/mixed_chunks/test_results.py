@@ -15,7 +15,7 @@ from stage_loop import OneRank
 from sglang_dspark.engine.draft_input import slots_required
 from sglang_dspark.engine.part import Part
 from sglang_dspark.engine.step_control import StepControl
-from sglang_dspark.features.mixed_chunks.results import count_running, wait_for_grammars
+from sglang_dspark.features.mixed_chunks import count_running, wait_for_grammars
 from sglang_dspark.worker.worker import DSparkWorker
 
 

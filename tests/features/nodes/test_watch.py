@@ -18,8 +18,8 @@ from torch import distributed
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.server import DSparkServer
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.features.nodes import FEATURE, watch
-from sglang_dspark.features.nodes.watch import Nodes, check_alike, join, to_have_in_common
+from sglang_dspark.features import nodes
+from sglang_dspark.features.nodes import FEATURE, Nodes, check_alike, join, to_have_in_common
 
 TWO_BY_TWO = Nodes(["left", "left", "right", "right"], per_node=2)
 
@@ -59,7 +59,7 @@ def test_one_machine_exchanges_nothing():
 @pytest.fixture(autouse=True)
 def long_moment(monkeypatch):
     """Processes that are forked from this one have time, however slow the machine is."""
-    monkeypatch.setattr(watch, "GRACE_S", 600.0)
+    monkeypatch.setattr(nodes, "GRACE_S", 600.0)
 
 
 def serve(rank: int, told: dict[str, object], folder) -> None:
@@ -107,7 +107,7 @@ def wait_until(condition):
 
 @pytest.mark.parametrize(("victim", "log", "named"), [(3, 0, "node 1"), (0, 2, "node 0")])
 def test_the_end_of_a_machine_ends_the_others(tmp_path, victim, log, named, monkeypatch):
-    monkeypatch.setattr(watch, "GRACE_S", 0.0)
+    monkeypatch.setattr(nodes, "GRACE_S", 0.0)
     with started(tmp_path, [{}] * 4) as ranks:
         wait_until(lambda: len(list(tmp_path.glob("*.serves"))) == 4)
         assert all(process.is_alive() for process in ranks)

@@ -6,7 +6,7 @@ from sglang.srt.managers.schedule_batch import MultimodalInputs
 from sglang_objects import batch, forward, model_config, partly, table, worker
 
 from sglang_dspark.engine.verify import DSparkVerifyInput
-from sglang_dspark.features.pictures.positions import Positions, keep_embeddings, place_rows
+from sglang_dspark.features.pictures import Positions, keep_embeddings, place_rows
 
 
 def worker_with_slots(slots, *, mrope=True):

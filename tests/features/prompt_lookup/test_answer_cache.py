@@ -5,9 +5,8 @@ import torch
 from settled_requests import settled
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 
-from sglang_dspark.features.prompt_lookup.answer_cache import MOST_TOKENS, AnswerCache
-from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
-from sglang_dspark.features.prompt_lookup.served import PromptLookup
+from sglang_dspark.features.prompt_lookup import PromptLookup
+from sglang_dspark.features.prompt_lookup.rules import MOST_TOKENS, AnswerCache, ForcedTokens
 from sglang_dspark.worker.worker import DSparkWorker
 
 ROOM = 10**6

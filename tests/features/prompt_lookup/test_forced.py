@@ -12,7 +12,7 @@ from sglang_objects import request
 from tokenizers import Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from sglang_dspark.features.prompt_lookup.forced import ForcedTokens
+from sglang_dspark.features.prompt_lookup.rules import ForcedTokens
 
 FORCED = "(red|blue) shoes-x"
 

@@ -9,9 +9,8 @@ from settled_requests import LetterTokenizer, settled
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.server import DSparkServer
-from sglang_dspark.features.builtin_worker.server import ScheduledServer
-from sglang_dspark.features.prompt_lookup.keys import MAX_LABEL_TOKENS, LookupKeys, lookup_options
-from sglang_dspark.features.prompt_lookup.options import NAMING, PRESETS
+from sglang_dspark.features.builtin_worker import ScheduledServer
+from sglang_dspark.features.prompt_lookup.keys import MAX_LABEL_TOKENS, NAMING, PRESETS, LookupKeys, lookup_options
 
 lengths = st.integers(1, 8)
 texts = st.text(st.characters(exclude_categories=["Cs"]))

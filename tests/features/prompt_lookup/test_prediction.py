@@ -12,10 +12,9 @@ from stage_loop import lookup_of
 
 from sglang_dspark.engine.batch import DSparkBatchResult
 from sglang_dspark.engine.requests import ASKED
-from sglang_dspark.features.prompt_lookup.options import COUNTS
-from sglang_dspark.features.prompt_lookup.prediction import ROUTE, Predictions, keep_counts
-from sglang_dspark.step.decision import PLAIN
-from sglang_dspark.step.record import StepRecord
+from sglang_dspark.features.prompt_lookup import ROUTE, Predictions, keep_counts
+from sglang_dspark.features.prompt_lookup.keys import COUNTS
+from sglang_dspark.step.decision import PLAIN, StepRecord
 
 PREDICTION = {"type": "content", "content": "да"}
 

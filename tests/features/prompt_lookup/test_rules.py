@@ -11,11 +11,10 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.request_options import BatchOptions
 from sglang_dspark.engine.server import DSparkServer, attach
 from sglang_dspark.features import prompt_lookup
-from sglang_dspark.features.builtin_worker.server import ScheduledServer
+from sglang_dspark.features.builtin_worker import ScheduledServer
 from sglang_dspark.features.prompt_lookup import rules as module
-from sglang_dspark.features.prompt_lookup.answer_cache import AnswerCache
 from sglang_dspark.features.prompt_lookup.keys import answer_key
-from sglang_dspark.features.prompt_lookup.rules import rules_of, with_forced
+from sglang_dspark.features.prompt_lookup.rules import AnswerCache, rules_of, with_forced
 from sglang_dspark.step.state import RequestLimits
 from sglang_dspark.worker.drafter import NoDrafter
 

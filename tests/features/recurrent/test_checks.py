@@ -6,7 +6,7 @@ import pytest
 from sglang_objects import found_by, launch_context
 
 from sglang_dspark.engine.start import of_rules
-from sglang_dspark.features.recurrent import checks
+from sglang_dspark.features import recurrent
 
 HYBRID = {"architecture": "Qwen3_5ForCausalLM"}
 CHOSEN = {"mamba_radix_cache_strategy": "extra_buffer"}
@@ -47,7 +47,7 @@ def test_flags_that_change_speed_alone(given, becomes):
 
 @pytest.mark.parametrize(("device", "packed"), [("cpu", True), ("cpu", False), ("cuda", True)])
 def test_convolutions_that_are_packed_on_a_cpu(monkeypatch, device, packed):
-    monkeypatch.setattr(checks, "cpu_has_amx_support", lambda: packed)
+    monkeypatch.setattr(recurrent, "cpu_has_amx_support", lambda: packed)
     found = found_by("recurrent layers", launch_context(target=HYBRID, device=device))
     if device == "cpu" and packed:
         assert found.startswith("--model-path: target architecture Qwen3_5ForCausalLM is not served with DSPARK on cpu")

@@ -14,10 +14,9 @@ from sglang_objects import batch, forward, partly, runner, server_args
 
 from sglang_dspark.engine.verify import DSparkVerifyInput
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.features.recurrent import check_room, recurrence
 from sglang_dspark.features.recurrent import layers as recurrent_layers
-from sglang_dspark.features.recurrent import recurrence
 from sglang_dspark.features.recurrent.layers import CapturedStates, RecurrentBackend
-from sglang_dspark.features.recurrent.served import check_room
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WIDTH, LAYERS = 1, 2, 5, 3, 4, 2  # few: an interpreted head takes long
 KEYS, VALUES = KEY_HEADS * KEY_DIM, VALUE_HEADS * VALUE_DIM

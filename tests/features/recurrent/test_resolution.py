@@ -63,5 +63,5 @@ def test_its_hook_is_there_before_any_arguments_are(monkeypatch):
     registered = []
     monkeypatch.setattr(HookRegistry, "register", lambda target, handler, kind: registered.append(target))
     hooks.register_flags()
-    [hook] = hooks.hooks_at(FEATURE.package, FEATURE.hooks, "flags")
+    [hook] = hooks.feature_hooks(FEATURE, ("flags",))
     assert hook.target in registered

@@ -9,12 +9,12 @@ from threading import Thread
 
 import pytest
 
-from sglang_dspark.features.replicas import watch
+from sglang_dspark.features import replicas
 
 
 @pytest.fixture
 def schedulers(monkeypatch):
-    monkeypatch.setattr(watch, "GRACE_S", 0.0)
+    monkeypatch.setattr(replicas, "GRACE_S", 0.0)
     context = multiprocessing.get_context("spawn")
     # The first one ends at once, as it should; the others would go on.
     made = [context.Process(target=time.sleep, args=(seconds,)) for seconds in (0, 600, 600)]
@@ -27,7 +27,7 @@ def schedulers(monkeypatch):
 
 def test_the_first_that_is_killed_ends_the_server(schedulers):
     ends = []
-    thread = Thread(target=watch.end_with_the_first, args=(schedulers, lambda: ends.append(1)))
+    thread = Thread(target=replicas.end_with_the_first, args=(schedulers, lambda: ends.append(1)))
     thread.start()
     assert wait([schedulers[0].sentinel], timeout=60)
     thread.join(timeout=0.3)
@@ -53,8 +53,8 @@ class Collected:
 
 
 def test_a_status_that_another_thread_collects_is_waited_for(monkeypatch, caplog):
-    monkeypatch.setattr(watch, "GRACE_S", 0.0)
+    monkeypatch.setattr(replicas, "GRACE_S", 0.0)
     failed, ends = Collected(), []
-    watch.end_with_the_first([failed], lambda: ends.append(1))
+    replicas.end_with_the_first([failed], lambda: ends.append(1))
     os.close(failed.sentinel)
     assert ends == [1] and "has ended with status 3" in caplog.text

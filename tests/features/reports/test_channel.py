@@ -15,7 +15,7 @@ from sglang_dspark.engine import http
 from sglang_dspark.engine.http import MAX_WAITING, Turns
 from sglang_dspark.errors import BusyError, ConfigError
 from sglang_dspark.features.reports import routes
-from sglang_dspark.features.reports.channel import KEY, REPLICA, Channel
+from sglang_dspark.features.reports.routes import KEY, REPLICA, Channel
 
 
 class Manager:

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from sglang_dspark.calibration.online import PredictedSurvival
 from sglang_dspark.features.reports.counters import Counters, load_of, requests_of
-from sglang_dspark.step.record import TimedStep
+from sglang_dspark.scheduling.online_calibration import PredictedSurvival
+from sglang_dspark.step.decision import TimedStep
 
 
 def record(counters, draft_lens, verify_lens, accept_lens, policy="auto", **fields):

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from sglang_dspark.calibration.online import PredictedSurvival
-from sglang_dspark.features.reports.counters import Counters
-from sglang_dspark.features.reports.document import in_common, stats, with_each
-from sglang_dspark.features.reports.versions import Versions
-from sglang_dspark.step.record import TimedStep
+from sglang_dspark.features.reports.counters import Counters, Versions
+from sglang_dspark.features.reports.routes import in_common, stats, with_each
+from sglang_dspark.scheduling.online_calibration import PredictedSurvival
+from sglang_dspark.step.decision import TimedStep
 
 GAMMA = 3
 

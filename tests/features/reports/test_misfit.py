@@ -9,10 +9,10 @@ from golden_replay import lend_target, load_golden
 from stage_loop import DATA, DRAFT, StageLoop
 from transformers import AutoModelForCausalLM
 
-from sglang_dspark.calibration.online import Verdict
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.features.reports.versions import FirstDrafts
-from sglang_dspark.features.reports.versions import fit_of as judged
+from sglang_dspark.features.reports.counters import FirstDrafts
+from sglang_dspark.features.reports.counters import fit_of as judged
+from sglang_dspark.scheduling.online_calibration import Verdict
 
 
 def randomise(tensors, seed):

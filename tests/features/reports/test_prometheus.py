@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from sglang_dspark.calibration.online import PredictedSurvival
 from sglang_dspark.engine.part import Counted
 from sglang_dspark.features.reports import prometheus
-from sglang_dspark.features.reports.counters import Counters
+from sglang_dspark.features.reports.counters import Counters, Versions
 from sglang_dspark.features.reports.prometheus import Metrics
-from sglang_dspark.features.reports.versions import Versions
-from sglang_dspark.step.record import TimedStep
+from sglang_dspark.scheduling.online_calibration import PredictedSurvival
+from sglang_dspark.step.decision import TimedStep
 
 GRAFANA = Path(__file__).parents[3] / "docker" / "grafana" / "dspark.json"
 LABELS = {"model_name": "m", "tp_rank": 0}

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from sglang_objects import partly
 
-from sglang_dspark.features.reports import served
-from sglang_dspark.features.reports.served import Reports, report_verified
+from sglang_dspark.features import reports
+from sglang_dspark.features.reports import Reports, report_verified
 from sglang_dspark.worker.worker import DSparkWorker
 
 BLOCK, KEPT = 7, 4 + 3
@@ -34,10 +34,10 @@ def add(reporter, verified, accepted):
 @pytest.fixture
 def said(monkeypatch):
     """Return what a reporter says of steps [(verified, accepted), ...], reported after each; the last two are due."""
-    monkeypatch.setattr(served, "tokens_per_step", lambda: BLOCK + 1)
+    monkeypatch.setattr(reports, "tokens_per_step", lambda: BLOCK + 1)
     requests = [SimpleNamespace(output_ids=[7] * 9, finished_len=end) for end in (None, 8, 4)]
-    reports = partly(Reports, _taking=[(req, 5) for req in requests])  # the last one's end lies before the step
-    scheduler = SimpleNamespace(draft_worker=partly(DSparkWorker, parts=[reports]))
+    part = partly(Reports, _taking=[(req, 5) for req in requests])  # the last one's end lies before the step
+    scheduler = SimpleNamespace(draft_worker=partly(DSparkWorker, parts=[part]))
 
     def said(first, second):
         counts = "steps num_generated_tokens spec_num_correct_drafts spec_num_forward_ct spec_num_cap_tokens"

@@ -8,8 +8,7 @@ from dspark_kernels import ASKED_ROWS, CACHED_ROWS
 from sglang_objects import request
 
 from sglang_dspark.features.reports.traces import count_drafts, trace
-from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.decision import StepDecision, StepRecord
 from sglang_dspark.step.selection import FixedLength
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from dspark_kernels import ASKED_ROWS
 
-from sglang_dspark.calibration.online import MOST as MOST_DRAFTS
-from sglang_dspark.features.reports.versions import MOST, FirstDrafts, Versions, fit_of, report
-from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.record import StepRecord
+from sglang_dspark.features.reports.counters import MOST, FirstDrafts, Versions, fit_of, report
+from sglang_dspark.scheduling.online_calibration import MOST as MOST_DRAFTS
+from sglang_dspark.step.decision import StepDecision, StepRecord
 from sglang_dspark.step.selection import FixedLength
 from sglang_dspark.step.state import Confidence
 

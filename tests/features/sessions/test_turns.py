@@ -10,7 +10,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session, SessionReqNode
 from sglang.srt.session.streaming_session import SessionSlot, StreamingSession
 
-from sglang_dspark.features.sessions.turns import (
+from sglang_dspark.features.sessions import (
     clear,
     encode_last_token_again,
     finish_if_ended,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_dspark.features.short_prompts.blocks import Blocks
+from sglang_dspark.features.short_prompts.verification import Blocks
 
 
 @pytest.mark.parametrize("width", [1, 3, 8])

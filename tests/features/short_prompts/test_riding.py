@@ -11,19 +11,18 @@ from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang_objects import batch, partly, request
 
 from sglang_dspark.engine.batch import DSparkBatchResult
-from sglang_dspark.features.short_prompts import riding
-from sglang_dspark.features.short_prompts.riding import (
+from sglang_dspark.features import short_prompts
+from sglang_dspark.features.short_prompts import (
     PART,
     RidingResult,
     RunningBeside,
+    ShortPrompts,
     beside,
     keep_apart,
     process_running,
     ride_or_mix,
 )
-from sglang_dspark.features.short_prompts.served import ShortPrompts
-from sglang_dspark.step.decision import PLAIN
-from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.decision import PLAIN, StepRecord
 
 
 class Pool:
@@ -75,7 +74,7 @@ def test_the_step_beside_prompts_is_run_as_sglang_runs_one(monkeypatch, overlap)
         resolve_seq_lens_cpu=lambda batch: done.append("lengths"),
         publish=lambda rows, lens: done.append((rows, lens)),
     )
-    monkeypatch.setattr(riding, "resolve_forward_inputs", lambda *given: done.append("inputs"))
+    monkeypatch.setattr(short_prompts, "resolve_forward_inputs", lambda *given: done.append("inputs"))
 
     def step(batch, publish):
         publish(behind)

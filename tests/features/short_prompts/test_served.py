@@ -12,9 +12,7 @@ from step_tables import make_table
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.batch import RIDERS
 from sglang_dspark.engine.server import DSparkServer, attach
-from sglang_dspark.features.short_prompts import FEATURE
-from sglang_dspark.features.short_prompts.riding import RunningBeside
-from sglang_dspark.features.short_prompts.served import BESIDE, PREFILLED, VERIFIED, ShortPrompts
+from sglang_dspark.features.short_prompts import BESIDE, FEATURE, PREFILLED, VERIFIED, RunningBeside, ShortPrompts
 from sglang_dspark.scheduling.policies import verified_sooner
 from sglang_dspark.step.decision import drafted
 from sglang_dspark.step.state import TargetOutput

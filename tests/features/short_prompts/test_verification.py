@@ -14,8 +14,7 @@ from stage_loop import OneRank, StageLoop
 from toy_pair import GAMMA, ToyLoop
 
 from sglang_dspark.engine.agreement import Agreement
-from sglang_dspark.features.short_prompts.blocks import Blocks
-from sglang_dspark.features.short_prompts.verification import PromptRows
+from sglang_dspark.features.short_prompts.verification import Blocks, PromptRows
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold, TopK
 from sglang_dspark.step.state import Confidence, DecodeBatch, DraftOutput, RequestLimits

@@ -14,11 +14,10 @@ from sglang_objects import batch as batch_of
 from sglang_objects import partly, request, server_args
 
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.engine.request_options import KEY
 from sglang_dspark.engine.server import attach
-from sglang_dspark.features.builtin_worker.server import ScheduledServer
-from sglang_dspark.features.slo.keys import SloKeys
-from sglang_dspark.features.slo.served import Slos
-from sglang_dspark.speculation import KEY
+from sglang_dspark.features.builtin_worker import ScheduledServer
+from sglang_dspark.features.slo import SloKeys, Slos
 
 
 def asking(**asked):

@@ -8,8 +8,7 @@ from letter_tokenizers import KINDS, letter_tokenizer, mixed_text
 from sglang.srt.managers import detokenizer_manager
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager, LimitedCapacityDict
 
-from sglang_dspark.features.streams.letters import whole_letters
-from sglang_dspark.features.streams.messages import StreamCutter
+from sglang_dspark.features.streams import StreamCutter, whole_letters
 
 DECODE = DetokenizerManager._decode_batch_token_id_output
 TOKENIZERS = {kind: letter_tokenizer(kind) for kind in KINDS}

@@ -10,8 +10,8 @@ from sglang_objects import partly, server_args
 from transformers import AutoTokenizer
 
 from sglang_dspark.engine.hooks import Moment
-from sglang_dspark.features.streams import messages as module
-from sglang_dspark.features.streams.messages import StreamCutter, look_at_answers, stream_tokens
+from sglang_dspark.features import streams as module
+from sglang_dspark.features.streams import StreamCutter, look_at_answers, stream_tokens
 
 SKIPPED = 2  # <mask>, a token without a text
 

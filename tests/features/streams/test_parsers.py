@@ -8,7 +8,7 @@ from sglang.srt.entrypoints.openai.protocol import Function, Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 
-from sglang_dspark.features.streams.messages import StreamCutter
+from sglang_dspark.features.streams import StreamCutter
 
 ARGUMENTS = '{"city": "Bern", "days": 2}'
 BAR = "\uff5c"  # of DeepSeek's marks

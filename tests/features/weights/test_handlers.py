@@ -9,8 +9,7 @@ from sglang.srt.managers import io_struct
 from sglang_objects import worker
 
 from sglang_dspark.errors import CheckpointError
-from sglang_dspark.features.weights.handlers import write
-from sglang_dspark.features.weights.served import Weights
+from sglang_dspark.features.weights import Weights, write
 
 NEW_DRAFTER = io_struct.UpdateWeightFromDiskReqInput(model_path="other", load_format="draft", flush_cache=False)
 TENSORS = io_struct.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[])

@@ -67,7 +67,7 @@ def offer_random_lengths():
 
         sps_table.MAX_PASSES, module._CONTEXTS, module.LIMIT_S["cpu"] = 1, (64,), 6.0
 
-    patch_when_imported("sglang_dspark.features.reports.served", offer)
+    patch_when_imported("sglang_dspark.features.reports", offer)
     patch_when_imported("sglang_dspark.engine.measure_steps", measure_briefly)
 
 
@@ -96,7 +96,7 @@ def offer_a_pace():
         if pace_ms:
             schedule.choose = choose
 
-    patch_when_imported("sglang_dspark.features.reports.served", offer)
+    patch_when_imported("sglang_dspark.features.reports", offer)
 
 
 def plant_faults():
@@ -121,7 +121,7 @@ def plant_faults():
 
         return planted
 
-    patch_when_imported("sglang_dspark.fence", plant)
+    patch_when_imported("sglang_dspark.errors", plant)
 
 
 def serve_sglangs_own():
@@ -139,7 +139,7 @@ def serve_sglangs_own():
         ("sglang.srt.speculative.dspark_components.dspark_worker_v2", "ignore_streams"),
         ("sglang.kernels.ops.speculative.cache_locs", "find_slots"),
         ("sglang.kernels.ops.speculative.reject_sampling", "sample_with_torch"),
-        ("sglang_dspark.features.builtin_worker.server", "verify_by_request"),
+        ("sglang_dspark.features.builtin_worker", "verify_by_request"),
     ):
         patch_when_imported(name, late("stand_ins", function))
 
@@ -184,7 +184,7 @@ def keep_states_of_texts():
         module.leave_snapshots_out = lambda args: None
 
     patch_when_imported("sglang.srt.arg_groups.mamba_hook", lift)
-    patch_when_imported("sglang_dspark.features.recurrent.resolution", leave)
+    patch_when_imported("sglang_dspark.features.recurrent", leave)
 
 
 def complete_cpu():

@@ -5,7 +5,7 @@ import json
 import pytest
 from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH
 
-from sglang_dspark.calibration.sts import StsCalibration
+from sglang_dspark.scheduling.sts import StsCalibration
 
 NUM_PROMPTS = 40
 

@@ -127,11 +127,11 @@ def test_a_start_that_sglang_ends_is_told(run, target, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("without_sglang")
 def test_a_cpu_without_the_stand_in(run, monkeypatch):
     monkeypatch.setattr(doctor.on_cpu, "stands_in", lambda: True)
-    monkeypatch.setattr(doctor.cpu_environment, "is_enabled", lambda: False)
+    monkeypatch.setattr(doctor.on_cpu, "is_enabled", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = run("doctor")
     assert result.exit_code == 1 and "run: sglang-dspark enable-cpu" in result.output
-    monkeypatch.setattr(doctor.cpu_environment, "is_enabled", lambda: True)
+    monkeypatch.setattr(doctor.on_cpu, "is_enabled", lambda: True)
     assert "stands in for SGLang's kernel package" in " ".join(run("doctor").output.split())
 
 

@@ -4,8 +4,7 @@ import pytest
 from step_tables import h200_table
 
 from sglang_dspark.tools.simulator.server import Costs, Prefill
-from sglang_dspark.tools.simulator.slo import simulate_slo
-from sglang_dspark.tools.simulator.sweep import Conditions
+from sglang_dspark.tools.simulator.sweep import Conditions, simulate_slo
 from sglang_dspark.tools.simulator.workload import ConditionalAcceptance, Lengths
 
 

@@ -1,0 +1,131 @@
+"""Prefixes that move to host memory and come back (SGLang's hierarchical cache): the drafter's K/V moves along.
+
+Serve prefixes from host memory in a scheduler.
+
+Show the drafter's K/V as a pool of SGLang's own kind, to features that copy a draft pool along with the target's.
+"""
+
+from __future__ import annotations
+
+import torch
+from dspark_kernels import to_device
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import GB, KVCache, MHATokenToKVPool
+
+from sglang_dspark.draft.model import DraftCache
+from sglang_dspark.engine.batch import prompts_of
+from sglang_dspark.engine.feature import Feature, FlagRule, off_gpu
+from sglang_dspark.engine.part import Part, Worker
+from sglang_dspark.engine.sglang_types import ScheduleBatch
+from sglang_dspark.errors import UnservedError
+
+
+class DraftPool(MHATokenToKVPool):
+    """Present the memory of a :class:`DraftCache` layer by layer; its slots have the numbers of the target's.
+
+    Args:
+        cache: has a row for each slot, those of the padding page among them.
+        size: K/V slots of the target without its padding page.
+        page_size: of the target.
+    """
+
+    def __init__(self, cache: DraftCache, size: int, page_size: int) -> None:
+        layers, slots, heads, head_dim = cache.k.shape
+        assert slots == size + page_size, f"{slots} rows of draft K/V for {size} slots and a page of {page_size}"
+        self._cache = cache
+        super().__init__(
+            size,
+            page_size,
+            cache.k.dtype,
+            heads,
+            head_dim,
+            layers,
+            str(cache.k.device),
+            enable_memory_saver=False,
+            enable_alt_stream=False,
+            kv_cache_layout="nhd",  # whatever the target's
+        )
+
+    def _create_buffers_normal(self) -> None:
+        # Instead of memory of its own: lists, because SGLang adds those of keys and values up.
+        self.k_buffer, self.v_buffer = list(self._cache.k), list(self._cache.v)
+
+    def _finalize_allocation_log(self, num_tokens: int) -> None:
+        # The log has the size of the cache already.
+        self.mem_usage = self._cache.num_bytes / GB
+
+
+def check_layers(draft_pool: DraftPool, target_pool: KVCache) -> None:
+    """Refuse a drafter whose layers SGLang would not all fetch: it fetches one of them with each of the target's.
+
+    Raises:
+        UnservedError: the drafter has more layers than the target.
+    """
+    if draft_pool.layer_num > target_pool.layer_num:
+        raise UnservedError(
+            f"DSPARK cannot run with --enable-hierarchical-cache and a drafter of {draft_pool.layer_num} layers for a "
+            f"target of {target_pool.layer_num}; drop the flag"
+        )
+
+
+class HostCache(Part):
+    """Have the drafter's K/V move along with the target's.
+
+    Args:
+        worker: ours.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def pools_made(self, allocator: BaseTokenToKVPoolAllocator, cache: DraftCache | None) -> None:
+        """Show SGLang the drafter's K/V.
+
+        Raises:
+            UnservedError: the drafter has more layers than the target.
+        """
+        if cache is not None:
+            pool = DraftPool(cache, allocator.size_full, allocator.page_size)
+            check_layers(pool, allocator.get_kvcache())
+            self._worker.draft_pool = pool
+
+    def batch_comes(self, batch: ScheduleBatch) -> None:
+        # What comes back for a prompt is waited for layer by layer; a decode step waits for nothing.
+        self._worker.set_hicache_consumer(batch.hicache_consumer_index)
+
+    def prefill_done(self, batch: ScheduleBatch) -> None:
+        """Keep the tokens of cached prefixes: what comes back from host memory has slots of other texts."""
+        table = batch.req_to_token_pool.req_to_token
+        for req, length in zip(prompts_of(batch), batch.prefix_lens, strict=False):
+            if length > 0:
+                tokens = torch.tensor(req.get_fill_ids()[:length])
+                self._worker.remember(to_device(tokens, table.device), table[req.kv.req_pool_idx, :length])
+
+
+FEATURE = Feature(
+    __name__,
+    is_used=lambda args: args.enable_hierarchical_cache,
+    flag_rules=(
+        FlagRule(
+            "hicache_storage_backend",
+            (None,),
+            "prefixes can move to host memory, but not beyond it",
+            adjusts=True,
+        ),
+        FlagRule(
+            "enable_hierarchical_cache",
+            (False,),
+            "SGLang copies K/V to host memory with CUDA kernels",
+            adjusts=True,
+            beside=off_gpu,
+        ),
+        FlagRule(
+            "enable_hierarchical_cache",
+            (False,),
+            "it is not tried with two K/V pools; --disable-hybrid-swa-memory gives one if all heads are alike",
+            adjusts=True,
+            beside=lambda context: context.target.is_hybrid_swa,
+        ),
+    ),
+    part=HostCache,
+)

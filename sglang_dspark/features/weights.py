@@ -1,0 +1,363 @@
+"""Weights that change while the server runs: the target's and the drafter's, by SGLang's routes and its engine.
+
+Weights of a scheduler: which were written, and how tensors find the target or the drafter.
+
+Write weights in a scheduler, and follow what SGLang writes.
+
+Updates in the process that serves HTTP: the route for a new drafter, and two hooks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightFromDiskReqOutput
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.utils.weight_checker import WeightChecker
+
+from sglang_dspark.engine.feature import Feature
+from sglang_dspark.engine.hooks import Moment, hook
+from sglang_dspark.engine.http import TURNS, error_response, flat_object
+from sglang_dspark.engine.part import Part, part_of
+from sglang_dspark.engine.scheduler import Decoder, answer_with, decoder_of
+from sglang_dspark.errors import BusyError, ConfigError, DSparkError
+
+PREFIX = "draft."
+"""Of the names of a drafter's tensors among those of its target."""
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+DRAFTER = "draft"
+"""The value of ``load_format`` that has ``/update_weights_from_disk`` load a drafter."""
+
+
+class Weights(Part):
+    """Has new weights written where they belong.
+
+    Args:
+        decoder: of the scheduler.
+
+    Attributes:
+        transient: whether tensors lie in memory that the next ones are sent in.
+        new_drafter: whether weights of the drafter were written that the decoder has yet to follow.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder, self.transient, self.new_drafter = decoder, False, False
+        self._drafted: list[tuple[str, torch.Tensor]] = []
+        self._written, self._failure = 0, ""
+
+    def ready(self) -> None:
+        """Have all routes to the target hand on what is the drafter's."""
+        model = self._decoder.target_worker.model_runner.model
+        model.load_weights = partial(self._load, model.load_weights)
+
+    def _load(self, load_target: Callable[[Named], Any], named: Named) -> Any:
+        """Load tensors into the target, and keep those with our prefix for the drafter."""
+
+        def of_target() -> Named:
+            for name, tensor in named:
+                if name.startswith(PREFIX):
+                    self._keep([(name, tensor)])
+                else:
+                    yield name, tensor
+
+        return load_target(of_target())
+
+    def _keep(self, named: Named) -> None:
+        for name, tensor in named:
+            self._drafted.append((name.removeprefix(PREFIX), tensor.clone() if self.transient else tensor))
+
+    def drafted(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the drafter's tensors among those that came since the last call, by the names of its checkpoint."""
+        drafted, self._drafted = self._drafted, []
+        return drafted
+
+    def write_drafter(self, named: Named) -> None:
+        """Write tensors of the drafter, beside those of the target that it reads; all ranks call it.
+
+        Raises:
+            DSparkError: there is no drafter, or one does not fit; nothing was written.
+        """
+        self.drafter.follow_target()
+        self.drafter.write(named)
+        self.new_drafter = True
+
+    def load_drafter(self, path: str) -> Callable[[], None]:
+        """Load a checkpoint beside the drafter, and return what puts it in its place; all ranks call both.
+
+        Raises:
+            DSparkError: there is no drafter, or the checkpoint does not fit.
+        """
+        put = self.drafter.load_beside(path)
+
+        def replace() -> None:
+            put()
+            self.new_drafter = True
+
+        return replace
+
+    def follow(self) -> None:
+        """Have the decoder follow all that was written since it last did; all ranks call it."""
+        new, self.new_drafter = self.new_drafter, False
+        self._decoder.weights_changed(new_drafter=new)
+
+    @property
+    def drafter(self) -> Any:
+        """Return the drafter whose weights can be written.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        drafter = self._decoder.drafter
+        if drafter is None or not drafter.num_drawn:
+            raise ConfigError(
+                "this server has no drafter whose weights could be replaced: it was started without one, or SGLang's "
+                "own worker decodes. Send weights of the target alone, or restart it with a drafter"
+            )
+        return drafter
+
+    @cached_property
+    def runners(self) -> Sequence[tuple[str, Any]]:
+        """Return what SGLang writes and checks a drafter's tensors with, as if it were a runner of its own."""
+        model, network = self.drafter.model, _Network(self._keep)
+        updater = replace(self._decoder.target_worker.model_runner.weight_updater, get_model=lambda: network)
+        checker = WeightChecker(get_model=lambda: model)
+        return [("draft", SimpleNamespace(weight_updater=updater, check_weights=checker.handle))]
+
+    def note(self, failure: str | None) -> None:
+        """Count an update; one that failed may have been written in part."""
+        if failure is None:
+            self._written, self._failure = self._written + 1, ""
+        else:
+            self._failure = failure
+
+    def report(self) -> dict[str, Any]:
+        return {"weights": {"updates": self._written, "failure": self._failure or None}}
+
+
+class _Network(torch.nn.Module):
+    """Looks to SGLang's loaders like a network whose tensors they may write."""
+
+    def __init__(self, load: Callable[[Named], None]) -> None:
+        super().__init__()
+        self.load_weights = load
+
+
+logger = logging.getLogger(__name__)
+
+_WRITES = (
+    io_struct.BeginWeightUpdateReqInput,
+    io_struct.UpdateWeightFromDiskReqInput,
+    io_struct.UpdateWeightsFromTensorReqInput,
+    io_struct.UpdateWeightsFromDistributedReqInput,
+    io_struct.UpdateWeightsFromIPCReqInput,
+    io_struct.EndWeightUpdateReqInput,
+)
+"""Requests that write weights."""
+_MEETING = ("BeginWeightUpdate", "UpdateWeightsFromTensor", "UpdateWeightsFromIPC", "EndWeightUpdate")
+"""Requests at whose end all ranks wait for each other."""
+_AWAY = ConfigError(
+    'the memory of the weights is released: take it back first, POST /resume_memory_occupation {"tags": ["weights"]}'
+)
+
+
+def weights_of(decoder: Decoder) -> Weights:
+    """Return the part of SGLang's scheduler that writes weights."""
+    weights = part_of(decoder.parts, Weights)
+    assert weights is not None, "weights of every server can be written"
+    return weights
+
+
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
+    HookType.AFTER,
+    where="any_worker",
+    reason="what the drafter reads of the target follows, what was learned is forgotten, and weights that do not fit "
+    "are refused, where SGLang would end the server",
+)
+def answer_writes(result: None, scheduler: Any) -> None:
+    """Have requests that write weights come to :func:`write`."""
+    for kind in _WRITES:
+        answer_with(scheduler, kind, write, scheduler.weight_updater)
+
+
+def write(original: Callable[[Any], Any], manager: Any, request: Any) -> Any:
+    """Have SGLang write weights between two steps, or a drafter's checkpoint, and follow them.
+
+    Of weights that come in parts, the last one is followed. If some do not fit, the request is at fault and not the
+    server: it says so and serves what it has. The drafter's are written once all ranks have those of the target, and
+    on all ranks or on none. Into memory that is released nothing is written: a GPU would fault.
+    """
+    name = type(request).__name__
+    if GPU_MEMORY_TYPE_WEIGHTS in manager.offload_tags:
+        return _failed(name, _AWAY)
+    decoder = decoder_of(manager.scheduler)
+    weights = weights_of(decoder)
+    weights.transient = name.startswith("UpdateWeightsFromIPC")
+    loads_drafter = isinstance(request, UpdateWeightFromDiskReqInput) and request.load_format == DRAFTER
+    torch.get_device_module(manager.tp_worker.device).synchronize()  # a step that was launched reads the old ones
+    try:
+        answer = _replace_drafter(decoder, manager, request) if loads_drafter else original(request)
+    except Exception as error:  # noqa: BLE001 - SGLang's loaders raise whatever they meet
+        answer = _failed(name, error)
+        if name.startswith(_MEETING):
+            torch.distributed.barrier(group=manager.tp_cpu_group)
+    answer, drafted = _agreed(answer, manager.tp_cpu_group), weights.drafted()
+    if drafted and answer.success:
+        try:
+            weights.write_drafter(drafted)
+        except Exception as error:  # noqa: BLE001 - whatever comes of writing into memory
+            answer = _failed(name, error)
+        answer = _agreed(answer, manager.tp_cpu_group)
+    if manager._session is None:
+        weights.follow()
+    if not answer.success or name.startswith("Update"):
+        weights.note(None if answer.success else answer.message)
+    return answer
+
+
+@hook(
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._select_runners",
+    HookType.AROUND,
+    where="any_worker",
+    reason="SGLang's drafters have the names of their target's tensors, so it writes those into both",
+    by=Moment.SOME_TIME,
+)
+def select(original: Callable[..., Any], manager: Any, selector: str = "all") -> Any:
+    """Return the runners of the target, whatever else is asked for, or of the drafter if it alone is named.
+
+    What is for both is told apart by its names.
+    """
+    if selector != "draft":
+        return original(manager, "target" if selector == "all" else selector)
+    decoder = decoder_of(manager.scheduler)
+    return weights_of(decoder).runners if decoder.drafter is not None else original(manager, selector)
+
+
+def _replace_drafter(decoder: Decoder, manager: Any, request: Any) -> Any:
+    """Put another checkpoint in the place of the drafter's weights, on all ranks or on none."""
+    answer = UpdateWeightFromDiskReqOutput(success=True, message="The drafter was replaced.")
+    try:
+        put = weights_of(decoder).load_drafter(request.model_path)
+    except Exception as error:  # noqa: BLE001 - a damaged file, or a device whose memory is full
+        _log(error)
+        answer = UpdateWeightFromDiskReqOutput(success=False, message=f"{error}; the drafter that served serves on")
+    answer = _agreed(answer, manager.tp_cpu_group)
+    if not answer.success:
+        return answer
+    put()
+    manager.record_weight_version_after_update(request.weight_version)
+    if request.flush_cache and not manager.flush_cache(empty_cache=request.torch_empty_cache):
+        answer.message += (
+            " Requests are running, so K/V of the old one stays in the cache, with which drafts are worse: call "
+            "/flush_cache when the server is idle."
+        )
+    return answer
+
+
+def _failed(request: str, error: Exception) -> Any:
+    """Return what SGLang answers to a request of this class that failed."""
+    _log(error)
+    message = str(error)
+    if not isinstance(error, DSparkError):
+        message = (
+            f"new weights could not be written ({type(error).__name__}: {error}). The server goes on with what it has, "
+            "which may be new in part: send weights that fit this model, all of them"
+        )
+    return getattr(io_struct, request.replace("ReqInput", "ReqOutput"))(success=False, message=message)
+
+
+def _log(error: Exception) -> None:
+    """Write an error into the log: with its traceback, if it is not one of ours, which says all."""
+    logger.error("DSPARK: weights that do not fit: %s", error, exc_info=not isinstance(error, DSparkError))
+
+
+def _agreed(answer: Any, ranks: Any) -> Any:
+    """Return the answer of the first rank that failed; SGLang would answer for rank 0 alone."""
+    if torch.distributed.get_world_size(group=ranks) == 1:
+        return answer
+    answers: list[Any] = [None] * torch.distributed.get_world_size(group=ranks)
+    torch.distributed.all_gather_object(answers, answer, group=ranks)
+    return next((one for one in answers if not one.success), answer)
+
+
+ROUTE = "/dspark/drafter"
+_EXAMPLE = '{"path": "/models/drafter"}'
+_lock = asyncio.Lock()
+
+
+@hook(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_for_model_update_from_disk",
+    HookType.AROUND,
+    where="front_end",
+    reason="the answer to a second update would end the process that waits for the first",
+    by=Moment.SOME_TIME,
+)
+async def one_at_a_time(original: Callable[..., Awaitable[Any]], manager: Any, request: Any) -> Any:
+    """Have checkpoints that are to be loaded wait for each other."""
+    async with _lock:
+        return await original(manager, request)
+
+
+@hook(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._update_model_path_info",
+    HookType.AROUND,
+    where="front_end",
+    reason="a new drafter is loaded as a new target is, and the target's name stays",
+    by=Moment.SOME_TIME,
+)
+def keep_path(original: Callable[..., None], manager: Any, model_path: str, load_format: str) -> None:
+    """Note the path of a new target, and leave that of a drafter to the scheduler."""
+    if load_format != DRAFTER:
+        original(manager, model_path, load_format)
+
+
+def add_route(app: Any, target_only: str | None) -> None:
+    """Add the route to SGLang's application, if there is a drafter to replace."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    if target_only is None:
+        app.add_api_route(ROUTE, auth_level(AuthLevel.ADMIN_OPTIONAL)(replace_drafter), methods=["POST"])
+
+
+async def replace_drafter(request: Request) -> Response:
+    """Load another drafter between two steps, beside running requests: ``{"path": "/models/drafter"}``."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    fields = await flat_object(request, "path", _EXAMPLE)
+    if isinstance(fields, JSONResponse):
+        return fields
+    path = fields.get("path")
+    if not isinstance(path, str) or len(fields) > 1:
+        return error_response(400, f"the body must be like {_EXAMPLE}, not {fields}", "path")
+    manager = get_global_state().tokenizer_manager
+    manager.auto_create_handle_loop()
+    asked = UpdateWeightFromDiskReqInput(model_path=path, load_format=DRAFTER)
+    try:
+        load = TURNS.begin(partial(manager._wait_for_model_update_from_disk, asked))
+        success, message, _paused = await TURNS.result(load)
+    except BusyError as error:
+        return error_response(503, str(error), "path")
+    return JSONResponse({"success": True, "message": message}) if success else error_response(400, message, "path")
+
+
+FEATURE = Feature(
+    __name__,
+    is_used=lambda args: True,
+    part=Weights,
+    of_any_worker=True,
+    routes=add_route,
+)
