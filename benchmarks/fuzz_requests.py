@@ -47,7 +47,7 @@ from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, PLUGIN, LaunchedServe
 TESTS = provenance.REPOSITORY / "tests"
 sys.path.append(str(TESTS / "support"))
 
-from byte_tokenizer import save_byte_tokenizer  # noqa: E402
+from letter_tokenizers import save_byte_tokenizer  # noqa: E402
 
 GOLDEN = TESTS / "data" / "golden"
 DRAFTER = dspark_flags(GOLDEN / "vanilla_g7")

@@ -237,12 +237,12 @@ def prompts(setting: Setting) -> Commands:
 
 def streams(setting: Setting) -> Commands:
     """Test whether texts stay the same while streams are delayed at random and what was read is overwritten."""
-    return [_module("pytest", "-q", "tests/gpu/test_delayed_streams.py")]
+    return [_module("pytest", "-q", "tests/gpu/test_served_step.py")]
 
 
 def kernels(setting: Setting) -> Commands:
     """Test whether every kernel gives what its torch form gives."""
-    return [_module("pytest", "-q", "tests/kernels", "tests/draft/test_fused_layer.py")]
+    return [_module("pytest", "-q", "tests/kernels", "tests/draft/test_backbone.py")]
 
 
 def training(setting: Setting) -> Commands:

@@ -38,14 +38,6 @@ from dspark_kernels.attention.window import (
     window_attention,
     window_attention_ref,
 )
-from dspark_kernels.causal_conv_rows import (
-    ReplayedRows,
-    StateRows,
-    causal_conv_rows,
-    causal_conv_rows_ref,
-    commit_conv_windows,
-    commit_conv_windows_ref,
-)
 from dspark_kernels.dispatch import Dispatched, kernels_anywhere, num_processors, on_kernels, runs_kernels
 from dspark_kernels.drafting.confidence import block_confidence, block_confidence_ref, block_survival
 from dspark_kernels.drafting.heads import (
@@ -85,14 +77,6 @@ from dspark_kernels.drafting.layers import (
 from dspark_kernels.drafting.shortlist import competing_columns
 from dspark_kernels.drafting.suffix_match import find_chains, suffix_match, suffix_match_ref
 from dspark_kernels.drafting.walk import draft_block, draft_block_ref
-from dspark_kernels.gated_delta import (
-    DeltaGates,
-    DeltaInputs,
-    commit_gated_delta,
-    commit_gated_delta_ref,
-    gated_delta,
-    gated_delta_ref,
-)
 from dspark_kernels.losses import distribution_loss, distribution_loss_ref
 from dspark_kernels.noise import Purpose, RoundKeys, exponential, exponential_at, inverse_cdf, philox4x32, uniform
 from dspark_kernels.plans import (
@@ -113,6 +97,22 @@ from dspark_kernels.preparation import (
     prepare,
     prepare_ref,
     to_device,
+)
+from dspark_kernels.recurrence.causal_conv_rows import (
+    ReplayedRows,
+    StateRows,
+    causal_conv_rows,
+    causal_conv_rows_ref,
+    commit_conv_windows,
+    commit_conv_windows_ref,
+)
+from dspark_kernels.recurrence.gated_delta import (
+    DeltaGates,
+    DeltaInputs,
+    commit_gated_delta,
+    commit_gated_delta_ref,
+    gated_delta,
+    gated_delta_ref,
 )
 from dspark_kernels.sampling import FilterParams, SamplingBatch, draw, seeded_argmax, target_probs
 

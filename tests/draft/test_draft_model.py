@@ -1,14 +1,28 @@
-"""The model against a literal float64 implementation, written row by row from the formulas, on random checkpoints."""
+"""The model against a literal float64 implementation, written row by row from the formulas, on random checkpoints.
 
+Golden replay: it passes on the recorded vectors, and it fails when anything that matters is changed.
+
+Markov and confidence heads alone: teacher forcing equals stepping, the rnn's old-state rule, inputs and dtypes.
+"""
+
+import dataclasses
 import itertools
+import json
+import shutil
 
 import pytest
 import torch
 from canonical_drafter import GEMMA
-from literal_draft import LiteralDraft
-from reference_decoding import ContextKV, draft_block
+from dspark_training.block_forward import block_latents
+from golden_replay import load_golden, load_target, replay
+from literal import LiteralDraft
+from reference_decoding import ContextKV, decode_greedy, draft_block, markov_step
+from safetensors.torch import load_file, save_file
 from switches import SWITCHES
 
+from sglang_dspark.draft.formats import read_content
+from sglang_dspark.draft.heads import ConfidenceHead
+from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.weights import load_draft_model
 
 TOLERANCE = 2e-4  # float32 against float64 on logits of size ~10; a wrong formula is off by more than 0.1
@@ -148,3 +162,111 @@ def test_rotary_angles_stay_exact_in_a_half_precision_model_at_long_positions(ma
     # One float32 rounding of an angle of 40000 radians is about 2e-3.
     torch.testing.assert_close(cos[:, 0].double(), angles.cos(), atol=5e-3, rtol=0)
     torch.testing.assert_close(sin[:, 0].double(), angles.sin(), atol=5e-3, rtol=0)
+
+
+def test_every_recorded_value_is_reproduced(golden_dir):
+    report = replay(golden_dir / "target", golden_dir / "vanilla_g7")
+    assert report.mismatches == []
+    assert report.checked == {
+        "anchor": 61,
+        "draft": 61,
+        "accepted": 55,  # the last round of each case may be cut by the token limit
+        "block_hidden": 36,
+        "base_logits": 36,
+        "logits": 36,
+        "confidence_logits": 36,
+    }
+
+
+def test_the_reference_decodes_as_recorded(golden_dir):
+    """It is what servers and the trainer are compared with."""
+    golden = load_golden(golden_dir / "vanilla_g7")
+    model = load_draft_model(golden_dir / "vanilla_g7", dtype=torch.float32, device="cpu")
+    target = load_target(golden_dir / "target", model)
+    for case in golden.cases[:2]:
+        decoded = decode_greedy(
+            model, target, case.prompt_ids, max_new_tokens=golden.max_new_tokens, stop_token_ids=golden.stop_token_ids
+        )
+        assert decoded.output_ids == case.output_ids
+        assert [(r.start, r.anchor, r.block.tokens) for r in decoded.rounds] == [
+            (r.start, r.anchor, r.draft) for r in case.rounds
+        ]
+
+
+def test_each_recorded_value_is_compared(golden_dir, tmp_path):
+    """Replays the first two cases, which take well under a second."""
+    draft = shutil.copytree(golden_dir / "vanilla_g7", tmp_path / "draft")
+    content = json.loads((draft / "golden.json").read_text())
+    del content["cases"][2:]
+    rounds = content["cases"][1]["rounds"]
+    rounds[2]["draft"][6] ^= 1
+    rounds[3]["accepted"] ^= 1
+    (draft / "golden.json").write_text(json.dumps(content))
+    recorded = load_file(draft / "golden.safetensors")
+    tensors = {key: tensor for key, tensor in recorded.items() if key.startswith(("c0.", "c1."))}
+    tensors["c0.r5.base_logits"].view(-1)[3].add_(2e-4)
+    tensors["c1.r0.block_hidden"].view(-1)[3].fill_(float("nan"))
+    save_file(tensors, draft / "golden.safetensors")
+    assert set(replay(golden_dir / "target", draft).mismatches) == {
+        ("draft", 1, 2),
+        ("accepted", 1, 2),  # the target does not accept the altered last draft
+        ("accepted", 1, 3),
+        ("base_logits", 0, 5),
+        ("block_hidden", 1, 0),
+    }
+
+
+@pytest.fixture
+def config(make_config):
+    return read_content(make_config(), origin="test").config
+
+
+def build(config, head):
+    return DraftModel(dataclasses.replace(config, markov_head_type=head)).requires_grad_()
+
+
+def block_bias(model, prev_tokens, hidden):
+    """Return the biases of whole blocks as the trainer computes them."""
+    return model.markov_head.markov_w2(block_latents(model, prev_tokens, hidden)[0])
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_teacher_forcing_equals_walking_the_block(config, head):
+    model = build(config, head)
+    markov = model.markov_head
+    prev_tokens, hidden = torch.randint(19, (3, 6)), torch.randn(3, 6, 24)
+    state = markov.initial_state(3, torch.device("cpu"), torch.float32)
+    biases = []
+    for slot in range(6):
+        bias, w1_embedding, state = markov_step(markov, prev_tokens[:, slot], hidden[:, slot], state)
+        assert bias.shape == (3, 19)
+        assert torch.equal(w1_embedding, markov.markov_w1.weight[prev_tokens[:, slot]])
+        biases.append(bias)
+    torch.testing.assert_close(block_bias(model, prev_tokens, hidden), torch.stack(biases, dim=1))
+
+
+def test_the_rnn_state_is_required(config):
+    with pytest.raises(ValueError, match="initial_state"):
+        markov_step(build(config, "rnn").markov_head, torch.tensor([1]), torch.randn(1, 24), None)
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_block_bias_trains_every_parameter(config, head):
+    model = build(config, head)
+    markov = model.markov_head
+    block_bias(model, torch.randint(19, (2, 5)), torch.randn(2, 5, 24)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in markov.parameters())
+
+
+def test_confidence_is_float32_arithmetic_on_half_precision_inputs(config):
+    head = ConfidenceHead(config).bfloat16()
+    hidden, embedding = torch.randn(4, 24).bfloat16(), torch.randn(4, 7).bfloat16()
+    logits = head(hidden, embedding)
+    features = torch.cat((hidden, embedding), dim=-1).double()
+    expected = features @ head.proj.weight[0].double() + head.proj.bias.double()
+    assert logits.dtype == torch.float32 and logits.shape == (4,)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # in training
+        assert torch.equal(head(hidden, embedding), logits)
+    torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="reads Markov embeddings"):
+        head(hidden, None)

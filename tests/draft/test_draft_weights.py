@@ -1,15 +1,31 @@
-"""Loading and saving checkpoints: strictness, sharding, sharing with the target, round trips."""
+"""Loading and saving checkpoints: strictness, sharding, sharing with the target, round trips.
+
+Drafting from a part of the vocabulary: the same numbers for its tokens, and the target's distribution in the end.
+
+Files that trainers wrote themselves (benchmarks/trainers/compare.py).
+"""
 
 import json
 
 import pytest
 import torch
 from canonical_drafter import GEMMA
+from dspark_kernels import MarkovWalk
+from format_exports import REAL
+from reference_decoding import markov_step
 from safetensors.torch import load_file, save_file
 
-from sglang_dspark.draft.formats import read, read_config
-from sglang_dspark.draft.weights import check_draft_model, load_draft_model, random_draft_model, save_draft_model
+from sglang_dspark.draft.formats import read, read_config, read_content
+from sglang_dspark.draft.reduced_vocabulary import FILE, ProposalHeads, load_token_ids, save_token_ids
+from sglang_dspark.draft.weights import (
+    ResolvedDrafter,
+    check_draft_model,
+    load_draft_model,
+    random_draft_model,
+    save_draft_model,
+)
 from sglang_dspark.errors import CheckpointError
+from sglang_dspark.tools.provenance import REPOSITORY
 
 EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -238,3 +254,85 @@ def test_random_weights_of_a_shape(make_checkpoint, head):
     embedding = torch.randn(config.vocab_size, config.hidden_size)
     first.bind_target(embedding, embedding)
     assert first.lm_head_weight.shape == (config.vocab_size, config.hidden_size)
+
+
+IDS = [3, 5, 8, 21, 40]
+
+
+@pytest.fixture
+def model(golden_dir):
+    return load_draft_model(golden_dir / "vanilla_g7", dtype=torch.float32, device="cpu")
+
+
+def test_heads_give_the_same_numbers_for_their_tokens(model):
+    hidden, tokens = torch.randn(4, model.config.hidden_size), torch.tensor([1, 7, 21, 50])
+    whole, part = ProposalHeads(model, None), ProposalHeads(model, IDS)
+    torch.testing.assert_close(part.base_logits(hidden), whole.base_logits(hidden)[:, IDS])
+    logits, part_logits = (
+        MarkovWalk(heads.weights.markov, hidden[:, None]).corrected(tokens, heads.base_logits(hidden), None)
+        for heads in (whole, part)
+    )
+    torch.testing.assert_close(part_logits, logits[:, IDS])
+    bias, _, _ = markov_step(model.markov_head, tokens, hidden, None)
+    assert torch.equal(logits, whole.base_logits(hidden) + bias)
+
+
+def test_file(tmp_path):
+    assert load_token_ids(tmp_path, 50) is None
+    save_token_ids(tmp_path / FILE, [8, 3, 5])
+    assert load_token_ids(tmp_path, 50) == [3, 5, 8]
+
+
+def test_a_list_elsewhere_takes_the_place_of_the_drafters(golden_dir, make_checkpoint, tmp_path):
+    save_token_ids(tmp_path / "list.json", IDS)
+    drafter = ResolvedDrafter.read(golden_dir / "vanilla_g7")
+    assert (drafter.num_proposed, drafter.proposing(tmp_path / "list.json").token_ids) == (256, IDS)
+    assert drafter.with_its_list(drafter).token_ids is None
+    assert drafter.proposing(tmp_path / "list.json").with_its_list(drafter).token_ids == IDS
+    own = ResolvedDrafter.read(make_checkpoint(draft_vocab_size=4))
+    with pytest.raises(CheckpointError, match="has heads for the 4 tokens that it was trained for"):
+        own.proposing(tmp_path / "list.json")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        json.dumps({"version": 2, "token_ids": [1]}),
+        json.dumps({"version": 1, "token_ids": []}),
+        json.dumps({"version": 1, "token_ids": [1, 1]}),
+        json.dumps({"version": 1, "token_ids": [2, 1]}),
+        json.dumps({"version": 1, "token_ids": [1, 50]}),
+        json.dumps({"version": 1, "token_ids": [-1, 3]}),
+        json.dumps({"version": 1, "token_ids": [1.5]}),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, content):
+    (tmp_path / FILE).write_text(content)
+    with pytest.raises(CheckpointError, match=FILE):
+        load_token_ids(tmp_path, 50)
+
+
+TRAINERS = json.loads((REPOSITORY / "benchmarks" / "results" / "trainers.json").read_text())["trainers"]
+
+
+@pytest.mark.parametrize(("trainer", "drafter"), REAL)
+def test_files_of_trainers_are_read_without_a_question(trainer, drafter):
+    kept = REAL[trainer, drafter]
+    reading = read_content(kept["config"], origin="config.json", shapes=kept["shapes"])
+    assert reading.config == read_content(kept["read"], origin="canonical").config
+    assert reading.format == TRAINERS[trainer]["drafters"][drafter]["format"]
+    assert not any(remark.doubtful for remark in reading.remarks)
+
+
+def test_drafters_of_trainers_draft_here_as_they_do_there():
+    refused = []
+    for trainer, found in TRAINERS.items():
+        for drafter, case in found["drafters"].items():
+            if "refused" in case:
+                refused.append((trainer, drafter))
+            else:
+                assert max(case["worst_difference"].values()) < 1e-4, (trainer, drafter)
+                assert (case["equal_blocks"], case["questions"]) == ("5 of 5", []), (trainer, drafter)
+    assert refused == [("speculators", "dspark, anchor does not predict, rnn")]

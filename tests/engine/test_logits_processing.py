@@ -1,4 +1,7 @@
-"""The slots of requests with adjustments: set up by prefills, kept through steps, taken back from the finished."""
+"""The slots of requests with adjustments: set up by prefills, kept through steps, taken back from the finished.
+
+NaN of the target: SGLang's switches do what they do on a plain server.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import Req
 from sglang_objects import batch, request
 
 from sglang_dspark.engine import logits_processing as module
-from sglang_dspark.engine.logits_processing import Adjustments, adjustment_of, has_adjustment
+from sglang_dspark.engine.logits_processing import SWITCHES, Adjustments, NanCheck, adjustment_of, has_adjustment
 
 VOCAB = 20
 
@@ -165,3 +169,27 @@ def test_memory_is_held_for_the_table_of_all_requests():
     """It doubles, so that of nine requests has sixteen rows."""
     with Adjustments(VOCAB, torch.device("cpu")).held(9) as table:
         assert len(table) == 16
+
+
+def logits():
+    return torch.tensor([[0.5, float("nan"), -float("inf")], [1.0, 2.0, 3.0]])
+
+
+def test_nothing_is_looked_at_by_default():
+    assert NanCheck.of(None) is None
+
+
+def test_nan_is_replaced_where_sglang_is_asked_to():
+    """It is replaced in first tokens, and in the rows of every step."""
+    with envs.SGLANG_SANITIZE_NAN_LOGITS.override(True):
+        check = NanCheck.of(None)
+        for look in (check.first_logits, check.step_comes(None).after_verify):
+            look(None, seen := logits())
+            assert seen[0].tolist() == pytest.approx([0.5, -1e30, -1e30])
+            assert torch.equal(seen[1], logits()[1])
+
+
+@pytest.mark.parametrize("switch", SWITCHES[1:], ids=lambda switch: switch.name)
+def test_nan_ends_the_server_where_sglang_is_asked_to(switch):
+    with switch.override(True), pytest.raises(RuntimeError, match=r"Expected Tensor|NaN"):
+        NanCheck.of(None).first_logits(None, logits())

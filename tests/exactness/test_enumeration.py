@@ -12,7 +12,9 @@ import itertools
 import pytest
 import torch
 from dspark_kernels import ASKED_ROWS, CACHED_ROWS, SecondTexts
-from enumerated_distribution import (
+from stage_loop import NO_CHAINS
+from switches import SWITCHES
+from target_distribution import (
     ALL_TOKENS,
     COMPETING,
     COPYING,
@@ -30,8 +32,6 @@ from enumerated_distribution import (
     paced,
     third_of,
 )
-from stage_loop import NO_CHAINS
-from switches import SWITCHES
 from toy_pair import GAMMA, ToyLoop, toy_drafter
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,8 @@ from dspark_kernels import AdjustmentTable, Candidates, DraftBlock, DraftDistrib
 from dspark_kernels.acceptance import acceptance_reference
 from dspark_kernels.drafting import walk
 from dspark_kernels.noise import Purpose, RoundKeys
-from enumerated_distribution import (
+from switches import SWITCHES
+from target_distribution import (
     COMPETING,
     COPYING,
     PENALTIES,
@@ -22,7 +23,6 @@ from enumerated_distribution import (
     half_of_all,
     one_of_a_block,
 )
-from switches import SWITCHES
 from toy_pair import GAMMA, ToyLoop, V, toy_drafter
 
 from sglang_dspark.scheduling.forecast import Forecast

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from byte_tokenizer import save_byte_tokenizer
 from golden_server import DSPARK, TARGET, sitecustomized
+from letter_tokenizers import save_byte_tokenizer
 
 from sglang_dspark.tools.launch import CUDA_FLAGS, LaunchedServer
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from dspark_kernels import kernels_anywhere
-from poison import poisoned_memory
+from kernel_cases import poisoned_memory
 
 
 @pytest.fixture(autouse=True)

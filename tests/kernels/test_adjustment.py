@@ -1,11 +1,218 @@
-"""Penalties, minimum lengths and biases: every row against a literal loop over one request's tokens."""
+"""The cut of top-k, top-p and min-p, row by row, against ``target_distribution`` and against sums in float64.
+
+Penalties, minimum lengths and biases: every row against a literal loop over one request's tokens.
+"""
 
 import random
 
 import pytest
 import torch
-from dspark_kernels import Adjustment, AdjustmentTable, adjust, adjust_ref
+import triton
+from dspark_kernels import Adjustment, AdjustmentTable, SamplingBatch, adjust, adjust_ref, target_probs
+from dspark_kernels.acceptance.acceptance_filters import filter_kernel
+from dspark_kernels.acceptance.acceptance_kernels import row_stats_kernel
 from literal import literal_adjust
+
+# Where a mass is this close to p, or a weight to min-p, the rounding of float32 decides.
+NEAR = 3e-6
+LOG_NORM_TOL = {"rtol": 1.5e-7, "atol": 5e-6}  # one unit in the last place, and float32 sums of 9001 weights
+ROOM = 64  # so that small rows need the passes that narrow the interval
+
+NOTHING = (-1, 1.0, 0.0)
+COMBINATIONS = [
+    (1.0, 2, 1.0, 0.0),
+    (0.6, 20, 0.95, 0.0),  # Qwen3's
+    (1.0, 7, 1.0, 0.0),
+    (1.3, 100_000, 1.0, 0.0),
+    (1.0, -1, 0.9, 0.0),
+    (1.7, -1, 0.999, 0.0),
+    (0.8, -1, 1e-7, 0.0),
+    (1.0, -1, 1.0, 0.05),
+    (1.0, -1, 1.0, 1.0),
+    (0.7, -1, 1.0, 1e-6),
+    (1.5, 300, 0.8, 0.02),
+    (1.0, 5, 0.99, 0.3),
+    (1.0, *NOTHING),
+]
+
+
+def rows_of(combinations, device="cpu"):
+    columns = [list(column) for column in zip(*combinations, strict=True)]
+    return SamplingBatch.from_lists(*columns, [None] * len(combinations), device)
+
+
+def cut(logits, rows, tile=None, room=ROOM):
+    """cut, last and log-normaliser of every row, which is a request of its own."""
+    (bs, vocab_size), device = logits.shape, logits.device
+    tile = tile or max(64, min(2048, triton.next_power_of_2(vocab_size)))
+    num_tiles = triton.cdiv(vocab_size, tile)
+    tile_max, tile_sum = (torch.full((bs, num_tiles), torch.nan, device=device) for _ in range(2))
+    tile_token, last = (torch.full(shape, -7, dtype=torch.int32, device=device) for shape in ((bs, num_tiles), (bs,)))
+    cuts, log_norms = (torch.full((bs,), torch.nan, device=device) for _ in range(2))
+    given = logits, torch.arange(bs + 1, device=device), rows.draw_temperatures
+    sizes = logits.stride(0), vocab_size, num_tiles
+    row_stats_kernel[(bs, num_tiles)](
+        *given, tile_max, tile_token, tile_sum, *sizes, bs, SAMPLED=True, TILE=tile, BLOCK_B=64
+    )
+    params = rows.filter_params
+    filter_kernel[(bs, 1)](
+        torch.zeros(bs, dtype=torch.int64, device=device),
+        *given,
+        params.top_ks,
+        params.top_ps,
+        params.min_ps,
+        tile_max,
+        tile_sum,
+        torch.full((bs, room), torch.nan, device=device),
+        cuts,
+        last,
+        log_norms,
+        *sizes,
+        0,
+        TILE=tile,
+        BLOCK_T=triton.next_power_of_2(num_tiles),
+        ROOM=room,
+    )
+    top = logits.float().amax(-1)
+    return cuts, last, log_norms + top / params.temperatures
+
+
+def kept_tokens(logits, cuts, last):
+    """[n, V] bool: what has mass under these cuts."""
+    logits, tokens = logits.float(), torch.arange(logits.shape[1], device=logits.device)
+    kept = (logits > cuts[:, None]) | ((logits == cuts[:, None]) & (tokens <= last[:, None]))
+    return kept & (logits > -torch.inf)
+
+
+def is_near(logits, combination):
+    """Return whether rounding decides the cut of a row [V]."""
+    temperature, _, top_p, min_p = combination
+    probs = (logits.double() / temperature).softmax(-1).sort(descending=True).values
+    before = probs.cumsum(-1) - probs
+    near_p = top_p < 1 and bool(((before[1:] - top_p).abs() < NEAR).any())
+    return near_p or (0 < min_p < 1 and bool(((probs / (probs[0] * min_p) - 1).abs() < NEAR).any()))
+
+
+def check(logits, combinations, **options):
+    """Compare rows with the reference; returns how many could be compared."""
+    rows = rows_of(combinations, logits.device)
+    cuts, last, log_norms = cut(logits, rows, **options)
+    kept = kept_tokens(logits, cuts, last).cpu()
+    expected = target_probs(logits, rows.filter_params).cpu() > 0
+    compared = 0
+    for row, combination in enumerate(combinations):
+        weights = logits[row].double().cpu() / combination[0]
+        norm = weights[kept[row]].logsumexp(-1)
+        torch.testing.assert_close(log_norms[row].double().cpu(), norm, **LOG_NORM_TOL)
+        if not is_near(logits[row].cpu(), combination):
+            compared += 1
+            # What underflows to no probability may be kept or not.
+            seen = (weights - weights.max()).exp() > 1e-30
+            assert torch.equal(kept[row] & seen, expected[row] & seen), (row, combination)
+    return compared
+
+
+KINDS = {
+    # Ties by the dozen; both signs and zero, so that the search crosses the small exponents.
+    "coarse": lambda noise: (noise * 4).round() / 2,
+    "bfloat16": lambda noise: (noise * 3).bfloat16(),
+    "fine": lambda noise: noise * 3 - 20,
+    "flat": lambda noise: noise * 1e-3 + 40,
+    "sharp": lambda noise: noise * 12,
+}
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "kind"),
+    [
+        (23, "coarse"),
+        (23, "sharp"),
+        (111, "coarse"),
+        (111, "bfloat16"),
+        (111, "fine"),
+        (111, "flat"),
+        (4097, "bfloat16"),
+        (4097, "sharp"),
+    ],
+)
+def test_kept_sets_are_those_of_the_reference(device, vocab_size, kind):
+    noise = torch.randn(len(COMBINATIONS), vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    logits = KINDS[kind](noise).to(device)
+    sizes = {"tile": 64} if vocab_size < 4097 else {"tile": 2048, "room": 1024}
+    assert check(logits, COMBINATIONS, **sizes) >= len(COMBINATIONS) - 2
+
+
+def test_the_default_form_keeps_the_same(device):
+    """The tile and the room that ``accept`` takes, over several tiles."""
+    noise = torch.randn(3, 9001, generator=torch.Generator().manual_seed(1))
+    combinations = [(0.6, 20, 0.95, 0.0), (1.0, -1, 0.95, 0.0), (1.0, 2500, 1.0, 0.0)]
+    assert check((noise * 2).bfloat16().to(device), combinations, room=2048) == 3
+
+
+@pytest.mark.parametrize("room", [1, 32])
+def test_ties_fill_what_the_filters_leave(device, room):
+    """Rows of few values in many tokens, more than there is room for; every k, and p that end within a tie."""
+    logits = torch.tensor([0.0, 1.0, 0.0, 2.0, 1.0, -0.0, 1.0, 0.0, 2.0, -1.0, 0.0] * 9).to(device)
+    combinations = [(1.0, k, 1.0, 0.0) for k in (2, 17, 18, 19, 45, 46, 90, 99)]
+    combinations += [(1.0, -1, p, 0.0) for p in (0.01, 0.4, 0.85, 0.995)]
+    assert check(logits.expand(len(combinations), -1).contiguous(), combinations, tile=128, room=room) >= 11
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 33), (0.25, 17), (0.75, 49), (0.2499, 16), (1e-6, 1)])
+@pytest.mark.parametrize("value", [0.0, -3.5])
+def test_the_token_that_starts_at_exactly_p_stays(device, top_p, kept, value):
+    logits = torch.full((1, 64), value, device=device)
+    for room in (4, 64):
+        cuts, last, log_norms = cut(logits, rows_of([(1.0, -1, top_p, 0.0)], device), room=room)
+        assert kept_tokens(logits, cuts, last).sum() == kept
+        assert kept_tokens(logits, cuts, last)[0, :kept].all()
+        torch.testing.assert_close(log_norms.cpu(), value + torch.tensor([kept]).log(), **LOG_NORM_TOL)
+
+
+@pytest.mark.parametrize("room", [4, 128])
+def test_a_wide_tie_just_below_min_p_is_removed(device, room):
+    """The search starts a little below min-p, so that rounding cannot cost a token."""
+    logits = torch.full((2, 100), 0.5).log()
+    logits[0] -= 5e-4
+    logits[1] += 5e-4
+    logits[:, 70] = 0.0
+    combinations = [(1.0, 50, 1.0, 0.5)] * 2
+    assert check(logits.to(device), combinations, tile=64, room=room) == 2
+    cuts, last, _ = cut(logits.to(device), rows_of(combinations, device), tile=64, room=room)
+    assert kept_tokens(logits.to(device), cuts, last).sum(-1).tolist() == [1, 50]
+
+
+@pytest.mark.parametrize("room", [4, 128])
+def test_forbidden_tokens_stay_forbidden(device, room):
+    logits = torch.full((4, 300), -torch.inf)
+    logits[:, 250:] = torch.randn(4, 50, generator=torch.Generator().manual_seed(2)) - 5
+    combinations = [(1.0, 60, 1.0, 0.0), (1.0, 20, 1.0, 0.0), (1.0, -1, 0.9, 0.0), (1.0, 299, 1.0, 0.01)]
+    assert check(logits.to(device), combinations, tile=64, room=room) >= 3
+
+
+def test_rows_that_are_no_distribution_are_kept_whole(device):
+    logits = torch.zeros(4, 200, device=device)
+    logits[0] = torch.nan
+    logits[1] = -torch.inf
+    logits[2, 7] = torch.inf
+    logits[3, 150:] = torch.nan
+    cuts, last, _ = cut(logits, rows_of([(1.0, 5, 0.9, 0.1)] * 4, device))
+    assert cuts.tolist() == [-torch.inf] * 4
+    assert last.tolist() == [200] * 4
+
+
+@pytest.mark.parametrize("tied", [(150, 10), (10, 150), (1, 3)])
+def test_what_is_just_below_min_p_goes(device, tied):
+    """More tokens than are collected at once, of two weights less than a thousandth below the floor."""
+    logits = torch.full((1, 300), -20.0, device=device)
+    logits[0, 7] = 1.0
+    many, few = tied
+    for start, count, share in ((20, many, 0.4999), (20 + many, few, 0.4996)):
+        logits[0, start : start + count] = 1.0 + torch.log(torch.tensor(share))
+    assert check(logits, [(1.0, -1, 1.0, 0.5)]) == 1
+    cuts, last, _ = cut(logits, rows_of([(1.0, -1, 1.0, 0.5)], device))
+    assert kept_tokens(logits, cuts, last).nonzero().tolist() == [[0, 7]]
+
 
 RTOL = 2e-6  # float32 against float64; a logit passes four roundings
 

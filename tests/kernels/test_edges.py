@@ -1,28 +1,54 @@
-"""Inputs at the ends of their range, that lie apart in memory, or do not fit together."""
+"""Inputs at the ends of their range, that lie apart in memory, or do not fit together.
 
+Pools of more than two thousand million elements: offsets in them are computed in 64 bits.
+
+Values that change from step to step compile no kernel again, by Triton's own rule.
+"""
+
+import math
+import mmap
+
+import forms
 import pytest
 import torch
 from dspark_kernels import (
+    Candidates,
     ConfidenceWeights,
+    DraftBlock,
+    DraftDistribution,
+    DraftHeads,
     HeldRows,
+    MarkovWeights,
+    PagedWindows,
     PreparedStep,
+    RoundKeys,
+    SamplingBatch,
     StepRequests,
     VerifyRows,
+    Windows,
+    accept,
     add_norm,
     block_confidence,
     causal_conv_rows,
     commit_conv_windows,
     commit_gated_delta,
+    commit_gated_delta_ref,
     distribution_loss,
+    draft_block,
     gated_delta,
+    gated_delta_ref,
     hold_rows,
     kv_inject,
+    kv_inject_ref,
     plan_top,
     plan_uniform,
     prepare,
     qk_norm_rope,
     silu_mul,
+    window_attention,
+    window_attention_ref,
 )
+from dspark_kernels.drafting.walk_kernel import choose_kernel
 from recurrent_rows import Rows, part, replayed
 
 EPS = 1e-5
@@ -152,3 +178,159 @@ REFUSED = {
 def test_what_does_not_fit_together_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+HEADS, HEAD_DIM = 8, 128
+
+
+def pool_of(shape, device):
+    """float16 zeros, which take memory only where they are written."""
+    if device.type == "cuda":
+        return torch.zeros(shape, dtype=torch.float16, device=device)
+    memory = mmap.mmap(-1, 2 * math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.float16).view(shape)
+
+
+def rand(*shape, device):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(device, torch.float16)
+
+
+def test_the_last_slot_of_the_last_layer_is_written(device):
+    layers, slots = 5, 600_000
+    assert layers * slots * HEADS * HEAD_DIM > 2**31
+    inputs = (
+        rand(1, layers * 2 * HEADS * HEAD_DIM, device=device),
+        rand(layers, HEAD_DIM, device=device),
+        1e-6,
+        torch.ones(HEAD_DIM // 2, device=device),
+        torch.tensor([3], device=device),
+    )
+    large = tuple(pool_of((layers, slots, HEADS, HEAD_DIM), device) for _ in range(2))
+    small = tuple(pool_of((layers, 2, HEADS, HEAD_DIM), device) for _ in range(2))
+    kv_inject(*inputs, torch.tensor([slots - 1], device=device), large)
+    kv_inject_ref(*inputs, torch.tensor([1], device=device), small)
+    for written, expected in zip(large, small, strict=True):
+        torch.testing.assert_close(written[:, -1], expected[:, 1], atol=2e-3, rtol=2e-3)
+
+
+def test_the_last_slot_of_a_pool_is_attended_to(device):
+    slots = 2_200_000
+    assert slots * HEADS * HEAD_DIM > 2**31
+    q, k, v = (rand(1, HEADS, HEAD_DIM, device=device) for _ in range(3))
+    contexts = []
+    for size in (slots, 3):
+        pools = tuple(pool_of((size, HEADS, HEAD_DIM), device) for _ in range(2))
+        for pool, scale in zip(pools, (1, 2), strict=True):
+            pool[-1], pool[1] = scale * rand(HEADS, HEAD_DIM, device=device), 1
+        table = torch.tensor([[size - 1, 1]], dtype=torch.int32, device=device)
+        row, lens, indptr = (torch.tensor(values, device=device) for values in ([0], [2], [0, 1]))
+        contexts.append((pools, PagedWindows(table, row, lens, indptr, 1)))
+    attended = window_attention(q, (k, v), *contexts[0], causal=True, scale=0.1)
+    expected = window_attention_ref(
+        q.float(),
+        (k.float(), v.float()),
+        tuple(x.float() for x in contexts[1][0]),
+        contexts[1][1],
+        causal=True,
+        scale=0.1,
+    )
+    torch.testing.assert_close(attended.float(), expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(("layers", "slots"), [(1, 140_000), (34, 4_000)])
+def test_the_last_state_of_the_last_layer_is_read_and_advanced(layers, slots, device):
+    made = Rows(device)
+    assert max(layers - 1, 1) * (slots - 1) * 128 * 128 > 2**31
+    q, inputs, gates = made.delta(2, (1, 1), (128, 128), (layers,))
+    large, small = (pool_of((layers, size, 1, 128, 128), device) for size in (slots, 2))
+    large[:, -1] = small[:, 1] = made.rand(layers, 1, 128, 128).half()
+    outs = []
+    for verify, commit, pools in (
+        (gated_delta, commit_gated_delta, large),
+        (gated_delta_ref, commit_gated_delta_ref, small),
+    ):
+        rows = made.state_rows([2], [pools.shape[1] - 1])
+        outs.append(verify(q[-1], part(inputs, -1), part(gates, -1), pools[-1], rows))
+        commit(inputs, gates, pools, replayed(rows, [2]))
+    torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(large[:, -1], small[:, 1], atol=2e-3, rtol=2e-3)
+
+
+BS = 3
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Forms of the kernels that were launched, which are not run."""
+    found = []
+
+    def note(function, *args, grid, warmup, **kwargs):
+        found.append((function.__name__, *map(str, forms.bind(function, args, kwargs)[1:])))
+
+    monkeypatch.setattr(type(choose_kernel), "run", note)
+    return found
+
+
+def step(seed, device):
+    keys = torch.arange(BS, device=device)
+    rows = SamplingBatch.from_lists([1.0] * BS, [-1] * BS, [1.0] * BS, [0.0] * BS, [None] * BS, device)
+    return rows, RoundKeys(seed, 5, keys, keys)
+
+
+def draft(device, v=64, depth=4, seed=0, heads=None):
+    rows, keys = step(seed, device)
+    base = torch.zeros(BS, depth, v, device=device)
+    hidden, heads = torch.zeros(BS, depth, 4, device=device), heads or DraftHeads()
+    chains = torch.zeros(BS, depth + 3, dtype=torch.int64, device=device)
+    candidates = Candidates(chains, torch.zeros(2, 18, 8, device=device))
+    draft_block(base, hidden, keys.positions, heads, rows, keys, candidates)
+
+
+def judge(device, v=64, depth=4, seed=0):
+    rows, keys = step(seed, device)
+    lens = torch.full((BS,), depth, device=device)
+    windows = Windows(lens, torch.arange(BS + 1, device=device) * (depth + 1))
+    distribution = DraftDistribution(torch.zeros(BS, depth, v, device=device), torch.zeros(BS, depth, device=device))
+    block = DraftBlock(torch.zeros(BS, depth, dtype=torch.int64, device=device), distribution=distribution)
+    logits = torch.zeros(BS * (depth + 1), v, device=device)
+    accept(block, windows, logits, keys.positions, rows, keys)
+
+
+def distinct(launched, launch, *variants):
+    """Forms of every kernel over all variants, as many as there were."""
+    for variant in variants:
+        launch(**variant)
+    return {name: len({form for form in launched if form[0] == name}) for name, *_ in launched}
+
+
+@pytest.mark.parametrize("launch", [draft, judge])
+def test_no_seed_of_a_server_compiles_a_kernel(launch, launched, device):
+    """Numpy, and so SGLang, takes seeds up to 2**32 - 1; Triton tells integers of 32 and of 64 bits apart."""
+    seeds = [0, 1, 16, 2**30, 2**31, 2**32 - 1, 2**62]
+    counts = distinct(launched, launch, *({"device": device, "seed": seed} for seed in seeds))
+    assert set(counts.values()) == {1}
+
+
+@pytest.mark.parametrize("v", [12288, 12290, 12292, 12296, 12297])
+def test_no_depth_compiles_the_walk(v, launched, device):
+    """Rows lie depth * v apart, which is a multiple of 16 for some depths only where v is a multiple of 2, 4 or 8."""
+    # Of an odd vocabulary, the slots' first columns have odd addresses.
+    most = 2 if v % 4 else 1
+    counts = distinct(launched, draft, *({"device": device, "v": v, "depth": depth} for depth in range(1, 9)))
+    assert counts == {"choose_kernel": most}
+
+
+def test_neither_depth_nor_seed_compiles_the_walk_of_a_selector(launched, device):
+    tables, projection = torch.zeros(2, 67, 5, device=device), torch.zeros(5, 4, device=device)
+    heads = DraftHeads(MarkovWeights(*tables, projection=projection), shortlist=3)
+    variants = [{"depth": depth, "seed": seed} for depth, seed in zip(range(1, 9), [0, 1, 2**40] * 3, strict=False)]
+    assert distinct(launched, draft, *({"device": device, "v": 67, "heads": heads} | each for each in variants)) == {
+        "choose_listed_kernel": 1
+    }
+
+
+@pytest.mark.parametrize("v", [12288, 12292, 12296])
+def test_no_depth_compiles_the_verdict_anew(v, launched, device):
+    """But for the widths of windows, which are rounded up to powers of two."""
+    counts = distinct(launched, judge, *({"device": device, "v": v, "depth": depth} for depth in (4, 5, 6, 7)))
+    assert counts["judge_kernel"] == counts["mass_kernel"] == 1

@@ -1,15 +1,25 @@
-"""Draws at the probabilities and sizes of real servers, whose errors are too small for tests on a small vocabulary."""
+"""Draws at the probabilities and sizes of real servers, whose errors are too small for tests on a small vocabulary.
+
+Drafting and verification in torch against the literal rules, one request at a time, with the real heads.
+"""
+
+import itertools
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from acceptance_cases import WalkCase, make_case
 from dspark_kernels import (
     DraftBlock,
     DraftDistribution,
+    DraftHeads,
+    MarkovWeights,
     Purpose,
     RoundKeys,
     SamplingBatch,
     Windows,
     accept_ref,
+    draft_block_ref,
     draw,
     exponential,
     inverse_cdf,
@@ -17,6 +27,9 @@ from dspark_kernels import (
     seeded_argmax,
     target_probs,
 )
+from dspark_kernels.acceptance import acceptance_reference
+from literal import Request, batch_of, literal_accept, literal_distribution, literal_draw, literal_uniform
+from reference_decoding import markov_step
 
 VOCAB_SIZE = 152_064
 
@@ -145,3 +158,202 @@ def test_greedy_takes_the_first_maximum():
     rows = SamplingBatch.from_lists([0.0], [-1], [1], [0], [None])
     keys = RoundKeys(0, 0, torch.tensor([0]), torch.tensor([0]))
     assert draw(torch.tensor([[1.0, 5.0, 5.0, 5.0]]), rows, keys).tolist() == [1]
+
+
+VOCAB = 37
+RULES = {
+    "greedy": [Request(temperature=0.0)],
+    "sampled": [Request(0.7, 5, 0.9), Request(1.0), Request(1.3, min_p=0.1)],
+    "seeded": [Request(1.0, seed=3), Request(0.8, 4, 0.9, seed=-4)],
+}
+RULES["mixed"] = [rule for pair in itertools.zip_longest(*RULES.values()) for rule in pair if rule is not None]
+
+
+def made(kind, bs, gamma, head_type="vanilla", **options):
+    return WalkCase("cpu", RULES[kind], bs=bs, gamma=gamma, v=VOCAB, head_type=head_type, **options)
+
+
+def drafts_of(request):
+    """Drafts are drawn by temperature, without filters."""
+    return replace(request, top_k=-1, top_p=1.0, min_p=0.0)
+
+
+def literal(case, r):
+    """Tokens, corrected logits and confidence logits of request r."""
+    request, previous = case.requests[r], case.anchors[r : r + 1]
+    state = case.markov.initial_state(1, torch.device("cpu"), case.hidden.dtype) if case.markov else None
+    tokens, corrected, confidences = [], [], []
+    for k in range(case.base.shape[1]):
+        hidden = case.hidden[r : r + 1, k]
+        logits, embedding = case.base[r, k].float(), None
+        if case.markov:
+            bias, embedding, state = markov_step(case.markov, previous, hidden, state)
+            logits = logits + bias[0].float()
+        confidences.append(case.confidence(hidden, embedding).item())
+        number = literal_uniform(case.keys, request, k, Purpose.DRAFT)
+        tokens.append(literal_draw(logits, drafts_of(request), number, k))
+        corrected.append(logits)
+        previous = torch.tensor(tokens[-1:])
+    return tokens, torch.stack(corrected), confidences
+
+
+@pytest.mark.parametrize(("bs", "gamma"), [(1, 1), (3, 5), (7, 7)])
+@pytest.mark.parametrize("head_type", ["vanilla", "gated", "rnn", None])
+@pytest.mark.parametrize("kind", RULES)
+def test_the_walk_matches_the_literal_loop(kind, head_type, bs, gamma):
+    case = made(kind, bs, gamma, head_type)
+    block = case.run(draft_block_ref)
+    for r in range(bs):
+        tokens, corrected, confidences = literal(case, r)
+        assert block.tokens[r].tolist() == tokens
+        torch.testing.assert_close(block.confidence_logits[r], torch.tensor(confidences))
+        request = case.requests[r]
+        if not request.greedy and request.seed is None:
+            expected = [literal_distribution(logits, drafts_of(request)) for logits in corrected]
+            torch.testing.assert_close(block.distribution.probs()[r], torch.tensor(expected))
+    assert (block.distribution is not None) == any(not r.greedy and r.seed is None for r in case.requests)
+
+
+@dataclass(frozen=True)
+class Watched(RoundKeys):
+    """Keys that keep the weights of draws."""
+
+    weights: list = field(default_factory=list)
+
+    def drawn(self, weights, uniforms):
+        self.weights.append(weights)
+        return super().drawn(weights, uniforms)
+
+
+def test_the_stored_distribution_is_bitwise_the_drawn_one():
+    """Verification divides by the numbers the draw used, not by a recomputation of them."""
+    case = made("sampled", 5, 4, dtype=torch.bfloat16)
+    keys = Watched(**vars(case.keys))
+    block = case.run(draft_block_ref, keys=keys)
+    drawn, requests = torch.stack(keys.weights, dim=1), torch.arange(5)
+    assert torch.equal(block.distribution.probs(), drawn)
+    for slot in range(4):
+        assert torch.equal(block.distribution.row(requests, torch.full((5,), slot)), drawn[:, slot])
+    masses = drawn.gather(2, block.tokens[..., None])[..., 0]
+    assert torch.equal(block.distribution.mass(requests[:, None], torch.arange(4), block.tokens), masses)
+
+
+def test_no_confidence_head_gives_no_confidence():
+    case = made("greedy", 2, 3)
+    assert case.run(draft_block_ref, heads=replace(case.heads, confidence=None)).confidence_logits is None
+    assert case.run(draft_block_ref, with_confidence=False).confidence_logits is None
+
+
+def test_bfloat16_heads_are_corrected_in_float32():
+    """A bfloat16 sum would round the bias away: 256 + 0.5 is 256 in bfloat16."""
+    w1, w2 = torch.ones(VOCAB, 1, dtype=torch.bfloat16), torch.tensor([[0.0], [0.5], [0.25]], dtype=torch.bfloat16)
+    case = made("greedy", 1, 1)
+    case.base = torch.full((1, 1, 3), 256.0, dtype=torch.bfloat16)
+    assert case.run(draft_block_ref, heads=DraftHeads(MarkovWeights(w1, w2, None))).tokens.tolist() == [[1]]
+
+
+def requests_of(kind, bs):
+    rules = itertools.islice(itertools.cycle(RULES[kind]), bs)
+    return [
+        Request(r.temperature, r.top_k, r.top_p, r.min_p, r.seed, key=1000 + 7 * i, position=11 * i)
+        for i, r in enumerate(rules)
+    ]
+
+
+def verification(kind, bs, gamma, vocab_size, seed, verify_lens=None):
+    """A case whose drafter's distribution is written out, and the requests."""
+    requests = requests_of(kind, bs)
+    temperatures = [request.temperature for request in requests]
+    case = make_case("cpu", temperatures, gamma, vocab_size, seed=seed, verify_lens=verify_lens)
+    case.rows, case.keys = batch_of(requests, seed=99, step=seed)
+    return case, case.distribution.probs(), requests
+
+
+def written(probs):
+    """The distribution of drafts that has these probabilities [bs, gamma, V]."""
+    return DraftDistribution(probs.log(), torch.zeros(probs.shape[:2]))
+
+
+def accepted_of(case, probs, **changes):
+    block, windows, logits, prefix_lens = case.given
+    block = replace(block, distribution=None if probs is None else written(probs), **changes)
+    return accept_ref(block, windows, logits, prefix_lens, case.rows, case.keys)
+
+
+def literal_outcome(case, probs, requests, r):
+    logits = case.logits[case.indptr[r] : case.indptr[r + 1]]
+    given = case.drafts[r].tolist(), int(case.verify_lens[r]), logits, probs[r].double().tolist()
+    return literal_accept(*given, requests[r], case.keys)
+
+
+def assert_outcome(accepted, r, expected):
+    padding = [-1] * (accepted.out_tokens.shape[1] - len(expected))
+    assert accepted.out_tokens[r].tolist() == expected + padding
+    assert accepted.accept_lens[r] == len(expected) - 1
+    assert accepted.bonus_tokens[r] == expected[-1]
+
+
+@pytest.mark.parametrize(("bs", "gamma", "vocab_size"), [(1, 1, 2), (3, 4, 23), (13, 5, 41), (6, 7, 111)])
+@pytest.mark.parametrize("kind", RULES)
+def test_every_request_matches_the_literal_rule(kind, bs, gamma, vocab_size):
+    for seed in range(6):
+        case = verification(kind, bs, gamma, vocab_size, seed)
+        accepted = accepted_of(*case[:2])
+        for r in range(bs):
+            assert_outcome(accepted, r, literal_outcome(*case, r))
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_the_cases_reach_every_outcome(kind):
+    """The comparison above would be hollow without full acceptance, rejection at several depths and plain draws."""
+    outcomes = set()
+    for seed in range(6):
+        case, probs, _ = verification(kind, 13, 5, 41, seed)
+        outcomes |= set(zip(case.verify_lens.tolist(), accepted_of(case, probs).accept_lens.tolist(), strict=True))
+    assert (0, 0) in outcomes
+    assert any(verified == kept > 1 for verified, kept in outcomes)
+    assert len({kept for verified, kept in outcomes if kept < verified}) >= 3
+
+
+def test_a_block_without_drafts_is_a_plain_step():
+    case, probs, _ = verification("mixed", 7, 5, 41, seed=4, verify_lens=[0] * 7)
+    accepted = accepted_of(case, None, tokens=torch.empty(7, 0, dtype=torch.long))
+    assert torch.equal(accepted.out_tokens, accepted_of(case, probs).out_tokens[:, :1])
+    assert torch.equal(accepted.bonus_tokens, draw(case.logits, case.rows, case.keys))
+
+
+def test_copied_tokens_are_one_hot_proposals():
+    for seed in range(5):
+        case, probs, requests = verification("sampled", 9, 5, 23, seed)
+        copied = torch.rand(9, 5, generator=torch.Generator().manual_seed(seed)) < 0.5
+        one_hot = torch.nn.functional.one_hot(case.drafts, 23).float()
+        mixture = torch.where(copied[..., None], one_hot, probs)
+        accepted = accepted_of(case, probs, copied=copied)
+        for r in range(9):
+            assert_outcome(accepted, r, literal_outcome(case, mixture, requests, r))
+        assert torch.equal(accepted_of(case, None).out_tokens, accepted_of(case, one_hot).out_tokens)
+
+
+class Rejecting(RoundKeys):
+    """Keys that reject every draft."""
+
+    def kept(self, draft_mass, target_mass):
+        return torch.zeros_like(draft_mass, dtype=torch.bool)
+
+
+def test_a_vanished_residual_falls_back_to_the_target():
+    """p_t = p_d up to rounding: a rejection can only come from rounding, and must still yield a possible token."""
+    probs = torch.tensor([0.25, 0.25, 0.5, 0.0])
+    rows, keys = batch_of([Request()], 1, 1)
+    block = DraftBlock(torch.tensor([[2]]), distribution=written(probs.view(1, 1, 4)))
+    windows, logits = Windows(torch.tensor([1]), torch.tensor([0, 2])), probs.log().expand(2, 4)
+    accepted = accept_ref(block, windows, logits, keys.positions, rows, Rejecting(**vars(keys)))
+    assert accepted.accept_lens.tolist() == [0]
+    assert probs[accepted.bonus_tokens[0]] > 0
+
+
+def test_the_accelerators_route_gives_the_same_outcome(monkeypatch):
+    case, probs, _ = verification("mixed", 13, 5, 41, seed=5)
+    expected = accepted_of(case, probs)
+    monkeypatch.setattr(acceptance_reference, "reads_are_free", lambda _: False)
+    assert torch.equal(accepted_of(case, probs).out_tokens, expected.out_tokens)

@@ -1,15 +1,60 @@
-"""Properties of every function with kernels, at the sizes of its case: tests/support/kernel_cases.py."""
+"""Properties of every function with kernels, at the sizes of its case: tests/support/kernel_cases.py.
 
+Every kernel compiles to machine code for GPUs that are not here, and asks for no more than they have.
+
+Steps in torch read nothing back from an accelerator, and greedy ones pay for an argmax alone.
+
+Tensors of the device "meta" have no values, so any attempt to read one raises.
+
+Callers never know where a function runs.
+
+A kernel's reference and wrapper share one name, cases launch it, and callers never ask for the device.
+
+A file is a part of another one in its folder whose name it continues: ``walk_kernel.py`` belongs to ``walk.py``, and
+``cases_drafting.py`` launches what both hold. Device code that is never launched needs no case. The tests' own calls
+stand in tests/support/kernel_cases.py.
+"""
+
+import ast
 import importlib
+import json
+import math
+import os
 import pkgutil
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
 
 import dspark_kernels
 import pytest
 import torch
-from dspark_kernels import Dispatched
+from acceptance_cases import assert_equal_but_for_rounding
+from dspark_kernels import (
+    QUANTILES,
+    Dispatched,
+    DraftBlock,
+    DraftDistribution,
+    DraftHeads,
+    RoundKeys,
+    SamplingBatch,
+    SimulatedDraws,
+    Windows,
+    accept_ref,
+    dispatch,
+    draft_block_ref,
+    draw,
+    kernels_anywhere,
+    on_kernels,
+    runs_kernels,
+    simulated_accept_ref,
+)
 from kernel_calls import Made
 from kernel_cases import CASES
-from rounding import assert_equal_but_for_rounding
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 FILLS = [float("nan"), 1e30]
 SIZES = [
@@ -70,3 +115,243 @@ def test_unwritten_numbers_are_nan(dtype):
 def test_unwritten_integers_are_no_index_and_no_length(dtype):
     values = torch.empty(5, dtype=dtype).tolist()
     assert all(value < -(2**30) or value in (0x5A, True) for value in values)
+
+
+ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "kernels" / "dspark_kernels"
+
+
+def kernels() -> set[str]:
+    """Functions that Triton compiles and that are launched; others are helpers of theirs."""
+    sources = "".join(path.read_text() for path in KERNELS.rglob("*.py"))
+    return {name for name in re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE) if f"{name}[" in sources}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forms", [["--first-forms"], pytest.param([], marks=pytest.mark.thorough)], ids=["one", "all"])
+def test_every_kernel_compiles_and_fits(forms, tmp_path):
+    """Kernels compile for the least shared memory that SGLang serves with; `make evidence` tries the others."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernels" / "compile_for.py")]
+    options = ["--capability", "89", *forms, "--output", str(tmp_path / "compiled.json")]
+    result = subprocess.run(
+        command + options, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    compiled = json.loads((tmp_path / "compiled.json").read_text())["kernels"]
+    assert {kernel["kernel"] for kernel in compiled} == kernels()
+    assert len(kernels()) > 10
+    assert all(0 < kernel["registers"] <= 255 for kernel in compiled)
+
+
+BS, GAMMA, VOCAB = 6, 4, 9001
+GREEDY, PLAIN, SEEDED = (0.0, -1, 1.0, 0.0, None), (1.0, -1, 1.0, 0.0, None), (0.8, -1, 0.9, 0.1, 5)
+NUCLEUS, TOP_K = (1.0, -1, 0.9, 0.0, None), (1.0, 20, 0.9, 0.0, None)
+BATCHES = {
+    "greedy": [GREEDY] * BS,
+    "plain": [PLAIN] * BS,
+    "nucleus": [NUCLEUS] * BS,
+    "seeded": [SEEDED] * BS,
+    "mixed": [GREEDY, PLAIN, SEEDED, NUCLEUS, TOP_K, GREEDY],
+    "few-sampled": [GREEDY, GREEDY, GREEDY, GREEDY, TOP_K, GREEDY],
+}
+
+
+class Step:
+    """Calls on a batch with these rules, whose tensors are there before they are called."""
+
+    def __init__(self, rules, device):
+        def floats(*shape):
+            return torch.zeros(shape, device=device)
+
+        def ints(*shape):
+            return torch.zeros(shape, device=device, dtype=torch.int64)
+
+        columns = (list(column) for column in zip(*rules, strict=True))
+        self.batch = SamplingBatch.from_lists(*columns, device=device), RoundKeys(1, ints(), ints(BS), ints(BS))
+        lens, indptr = ints(BS) + GAMMA, torch.arange(BS + 1, device=device) * (GAMMA + 1)
+        distribution = DraftDistribution(floats(BS, GAMMA, VOCAB), floats(BS, GAMMA) + math.log(VOCAB))
+        block = DraftBlock(ints(BS, GAMMA), distribution=distribution, copied=floats(BS, GAMMA) > 0)
+        empty = DraftBlock(ints(BS, 0), copied=floats(BS, 0) > 0)
+        of_drafts = floats(BS, GAMMA, VOCAB), floats(BS, GAMMA, 2), ints(BS), DraftHeads()
+        windows, nothing, logits = Windows(lens, indptr), Windows(ints(BS), indptr), floats(BS * (GAMMA + 1), VOCAB)
+        draws = SimulatedDraws(ints(BS), floats(GAMMA, QUANTILES))
+        self.calls = {
+            "draw": lambda: draw(logits[:BS], *self.batch),
+            "draft": lambda: draft_block_ref(*of_drafts, *self.batch).tokens,
+            "accept": lambda: accept_ref(block, windows, logits, lens, *self.batch).out_tokens,
+            "accept nothing": lambda: accept_ref(empty, nothing, logits, lens, *self.batch).out_tokens,
+            "simulate": lambda: simulated_accept_ref(draws, ints(BS), lens, ints(BS, GAMMA), lens, lens).out_tokens,
+        }
+
+
+@pytest.mark.parametrize("rules", BATCHES.values(), ids=BATCHES)
+def test_nothing_is_read_back(rules):
+    shapes = {name: tuple(call().shape) for name, call in Step(rules, "meta").calls.items()}
+    whole = (BS, GAMMA + 1)
+    assert shapes == {
+        "draw": (BS,),
+        "draft": (BS, GAMMA),
+        "accept": whole,
+        "accept nothing": (BS, 1),
+        "simulate": whole,
+    }
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.empty(3, device="meta").nonzero()
+
+
+class VocabularySizedResults(TorchFunctionMode):
+    """Records every operation that writes a new tensor with at least V elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        for leaf in tree_leaves(result):
+            if torch.is_tensor(leaf) and leaf.numel() >= VOCAB and leaf.untyped_storage().data_ptr() not in known:
+                self.operations.append(func.__name__)
+        return result
+
+
+@pytest.mark.parametrize("name", ["draw", "draft", "accept"])
+def test_greedy_batches_write_nothing_of_vocabulary_size(name):
+    for rule, writes in ((GREEDY, False), (PLAIN, True)):
+        call = Step([rule] * BS, "cpu").calls[name]
+        with VocabularySizedResults() as seen:
+            call()
+        assert bool(seen.operations) == writes, seen.operations
+
+
+@dataclass
+class Held:
+    number: int
+    inside: tuple | None
+    tensor: torch.Tensor
+
+
+@pytest.fixture
+def nowhere():
+    """Dispatch runs as it does outside of these tests."""
+    with patch.object(dispatch, "_anywhere", []):
+        yield
+
+
+@on_kernels(lambda *args, **kwargs: "reference")
+def form(*args, **kwargs):
+    """Return the name of the form that runs."""
+    return "kernel"
+
+
+TENSOR = torch.zeros(2)
+CALLS = [((TENSOR,), {}), ((1, None, TENSOR), {}), ((Held(1, None, TENSOR),), {}), ((), {"late": TENSOR}), ((), {})]
+
+
+@pytest.mark.parametrize(("args", "kwargs"), CALLS)
+def test_the_reference_runs_where_there_is_no_gpu(nowhere, args, kwargs):
+    assert form(*args, **kwargs) == "reference"
+    with kernels_anywhere():
+        assert form(*args, **kwargs) == "kernel"
+        with kernels_anywhere():
+            pass
+        assert form(*args, **kwargs) == "kernel"
+    assert form(*args, **kwargs) == "reference"
+
+
+@pytest.mark.parametrize(("args", "kwargs"), CALLS[:-1])
+def test_the_kernel_runs_where_the_first_tensor_is_on_a_gpu(nowhere, args, kwargs):
+    with patch.object(dispatch, "runs_kernels", lambda tensor: tensor is TENSOR):
+        assert form(*args, **kwargs) == "kernel"
+        assert form(torch.zeros(3), *args, **kwargs) == "reference"
+
+
+def test_both_forms_and_the_docstring_are_at_hand():
+    assert isinstance(form, Dispatched)
+    assert form.kernel() == "kernel" and form.reference() == "reference"
+    assert form.__doc__ == "Return the name of the form that runs." and form.__name__ == "form"
+
+
+def test_an_error_leaves_the_switch_as_it_was(nowhere):
+    with pytest.raises(KeyError), kernels_anywhere():
+        raise KeyError
+    assert not runs_kernels(TENSOR)
+
+
+MAX_PARAMETERS, MAX_HOST_LINES = 8, 70
+
+
+def sources(folder=KERNELS):
+    return {path: path.read_text() for path in sorted(folder.rglob("*.py"))}
+
+
+def stem_of(path):
+    """The file that ``path`` is a part of, itself included."""
+    others = [other for other in path.parent.glob("*.py") if path.stem.startswith(f"{other.stem}_")]
+    return min(others, key=lambda other: len(other.stem), default=path)
+
+
+def stems():
+    """Sources of every stem with device code, joined."""
+    parts = {}
+    for path, source in sources().items():
+        parts.setdefault(stem_of(path), []).append(source)
+    joined = {path: "\n".join(texts) for path, texts in parts.items()}
+    return {path: source for path, source in joined.items() if "@triton.jit" in source}
+
+
+def dispatched(source):
+    """Names of the functions that have kernels, with those of their references."""
+    return {name: ref for ref, name in re.findall(r"^@on_kernels\((\w+)\)\ndef (\w+)\(", source, re.MULTILINE)}
+
+
+def missing_partners(path, source):
+    """Return what a stem lacks."""
+    if not re.search(r"^def \w+_kernel\(", source, re.MULTILINE):
+        return []
+    launches = ROOT / "benchmarks" / "kernels" / f"cases_{path.parent.name}.py"
+    if not launches.exists():
+        return [f"benchmarks/kernels/{launches.name}"]
+    functions = dispatched(source)
+    lacking = [] if functions else [f"a function of {path.name} that is decorated with on_kernels"]
+    for name, reference in functions.items():
+        lacking += [] if reference == f"{name}_ref" else [f"{name}_ref, the name of the reference of {name}"]
+        lacking += [] if f"def {reference}(" in source else [f"{reference} beside {name}"]
+        lacking += [] if name in launches.read_text() else [f"{name} in {launches.name}"]
+    return lacking
+
+
+def test_every_kernel_has_its_partners():
+    assert len(stems()) > 12
+    assert {path.name: lacking for path, source in stems().items() if (lacking := missing_partners(path, source))} == {}
+
+
+def test_no_module_is_hidden_by_a_function_of_the_package():
+    modules = {path.stem for path in KERNELS.glob("*.py")} | {path.name for path in KERNELS.iterdir() if path.is_dir()}
+    assert modules & set(dspark_kernels.__all__) == set()
+
+
+def test_callers_never_ask_for_the_device():
+    """They call what is dispatched; a reference has no business in what serves or trains."""
+    for path, source in (sources(ROOT / "sglang_dspark") | sources(ROOT / "training")).items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dspark_kernels"):
+                assert node.module == "dspark_kernels", f"{path}: the package's own names are its public face"
+                assert not [alias.name for alias in node.names if alias.name.endswith("_ref")], path
+
+
+def host_functions():
+    for path, source in sources().items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and "triton.jit" not in ast.unparse(node).split("\ndef ")[0]:
+                yield f"{path.stem}.{node.name}", node
+
+
+def test_host_functions_are_short_and_take_few_arguments():
+    large = {}
+    for name, node in host_functions():
+        parameters = [a for a in (*node.args.args, *node.args.kwonlyargs) if a.arg not in ("self", "cls")]
+        size = (len(parameters), node.end_lineno - node.lineno + 1)
+        if size[0] > MAX_PARAMETERS or size[1] > MAX_HOST_LINES:
+            large[name] = size
+    assert large == {}

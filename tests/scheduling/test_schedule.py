@@ -1,4 +1,7 @@
-"""The schedule of a server: what can be had on it, and what it learns from rounds."""
+"""The schedule of a server: what can be had on it, and what it learns from rounds.
+
+A request that runs alone is not drafted while it is beyond the drafter.
+"""
 
 import weakref
 from dataclasses import replace
@@ -7,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dspark_kernels import ASKED_ROWS
-from made_schedule import GAMMA, record, schedule, table, tokens
+from step_tables import BLOCK, confidence, record, schedule, table, tokens
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
@@ -40,7 +43,7 @@ def test_policies_that_cannot_be_had_leave_the_old_one(options, fields, complain
 def test_early_stop_needs_a_length_of_each_request():
     made = schedule()
     made.start(table(), fixed_draft_shape=True, uniform=True)
-    assert made.forecast.lagged.depths == (GAMMA,)
+    assert made.forecast.lagged.depths == (BLOCK,)
     assert "whole blocks of all" in made.why_not("early-stop")
     assert made.why_not("static") is made.why_not("auto") is None
 
@@ -51,7 +54,7 @@ def test_what_a_launched_step_reads_outlives_two_renewals():
     read = weakref.ref(made.forecast.learned)
     for _ in range(2):
         before = made.forecast.learned
-        made.observe(record(StepDecision(GAMMA, FixedLength()), [GAMMA], [GAMMA]), [0], [1])
+        made.observe(record(StepDecision(BLOCK, FixedLength()), [BLOCK], [BLOCK]), [0], [1])
         made.report()
         assert made.forecast.learned is not before
     del before
@@ -78,42 +81,42 @@ def test_survival_is_the_product_of_calibrated_confidences():
 
 def test_without_a_head_survival_follows_the_observed_acceptance():
     made = schedule(with_head=False)
-    decision = StepDecision(GAMMA, TopK(4 * GAMMA))
+    decision = StepDecision(BLOCK, TopK(4 * BLOCK))
     for _ in range(300):  # the first draft always, the second never
-        made.observe(record(decision, [GAMMA] * 4, [GAMMA] * 4), [0, 1, 2, 3], [1] * 4)
-    survival = made.forecast.predict(None, 2, GAMMA).survival
-    assert survival.shape == (2, GAMMA)
+        made.observe(record(decision, [BLOCK] * 4, [BLOCK] * 4), [0, 1, 2, 3], [1] * 4)
+    survival = made.forecast.predict(None, 2, BLOCK).survival
+    assert survival.shape == (2, BLOCK)
     assert survival[0, 0] > 0.99
     assert survival[0, 1] < 0.01
 
 
 def test_only_drafted_requests_that_still_run_are_learned_from():
     made = schedule()
-    decision = StepDecision(GAMMA, TopK(GAMMA, probe_request=1), draft_requests=(1,))
-    logits, survival = torch.zeros(3, GAMMA), torch.full((3, GAMMA), 0.5)
-    step = record(decision, [0, GAMMA, 0], [0, GAMMA, 0], logits, survival)
+    decision = StepDecision(BLOCK, TopK(BLOCK, probe_request=1), draft_requests=(1,))
+    logits, survival = torch.zeros(3, BLOCK), torch.full((3, BLOCK), 0.5)
+    step = record(decision, [0, BLOCK, 0], [0, BLOCK, 0], logits, survival)
     before = made.forecast.positions.conditional().copy()
     made.observe(step, [0, 2], [0, 0])  # the drafted one has ended
     made.forecast.update()
     assert (made.forecast.positions.conditional() == before).all()
-    made.observe(step, [0, 1, 2], [0, GAMMA, 0])
+    made.observe(step, [0, 1, 2], [0, BLOCK, 0])
     made.forecast.update()
     assert (made.forecast.positions.conditional() > before).all()
-    assert made.forecast.calibration.report()["pairs"] == [1] * GAMMA
+    assert made.forecast.calibration.report()["pairs"] == [1] * BLOCK
 
 
 def test_rounds_in_which_a_preset_copied_say_nothing_about_the_drafter():
     """But how sure copies are, and with them survivals, is learned from them."""
     made = schedule()
-    step = record(StepDecision(GAMMA, FixedLength()), [GAMMA], [GAMMA], torch.zeros(1, GAMMA))
-    chains = torch.tensor([[ASKED_ROWS + 4, GAMMA, *[7] * (GAMMA + 1)]])
+    step = record(StepDecision(BLOCK, FixedLength()), [BLOCK], [BLOCK], torch.zeros(1, BLOCK))
+    chains = torch.tensor([[ASKED_ROWS + 4, BLOCK, *[7] * (BLOCK + 1)]])
     positions, weights = made.forecast.positions.conditional().copy(), made.forecast.weights
-    committed = torch.tensor([[5, *[-1] * GAMMA]])
+    committed = torch.tensor([[5, *[-1] * BLOCK]])
     for _ in range(40):
         made.observe(replace(step, chains=chains, committed=committed), [0], [0])
     made.forecast.update()
     assert (made.forecast.positions.conditional() == positions).all()
-    assert made.forecast.calibration.report()["pairs"] == [0] * GAMMA
+    assert made.forecast.calibration.report()["pairs"] == [0] * BLOCK
     least, before = made.forecast.weights[1, ASKED_ROWS + 4], weights[1, ASKED_ROWS + 4]
     assert least[0] < before[0] - 2 and torch.equal(least[1:], before[1:])
 
@@ -124,7 +127,7 @@ def test_blocks_cut_short_are_learned_from_as_far_as_they_go():
     for _ in range(200):
         made.observe(record(decision, [2], [2], torch.zeros(1, 2), torch.tensor([[0.5, 0.25]])), [0], [2])
     assert made.forecast.calibration.report()["pairs"] == [200, 200, 0]
-    survival = made.forecast.predict(torch.zeros(1, GAMMA), 1, GAMMA).survival[0]
+    survival = made.forecast.predict(torch.zeros(1, BLOCK), 1, BLOCK).survival[0]
     assert survival[1] > 0.9
     assert survival[2] / survival[1] == pytest.approx(0.5)
     mean = made.forecast.lagged.mean()
@@ -133,25 +136,25 @@ def test_blocks_cut_short_are_learned_from_as_far_as_they_go():
 
 def test_calibration_can_be_frozen():
     made = schedule(online_calibration=False)
-    decision = StepDecision(GAMMA, TopK(GAMMA))
+    decision = StepDecision(BLOCK, TopK(BLOCK))
     for _ in range(200):
-        made.observe(record(decision, [GAMMA], [GAMMA], torch.full((1, GAMMA), 3.0), None), [0], [0])
+        made.observe(record(decision, [BLOCK], [BLOCK], torch.full((1, BLOCK), 3.0), None), [0], [0])
     torch.testing.assert_close(
-        made.forecast.predict(torch.zeros(1, GAMMA), 1, GAMMA).survival, torch.tensor([[0.5, 0.25, 0.125]])
+        made.forecast.predict(torch.zeros(1, BLOCK), 1, BLOCK).survival, torch.tensor([[0.5, 0.25, 0.125]])
     )
 
 
 def outcome(decision, users, accepted=0):
     """A step of so many requests that verified the first one's block."""
-    lens = [GAMMA] + [0] * (users - 1)
+    lens = [BLOCK] + [0] * (users - 1)
     return record(
-        decision, [GAMMA] * users, lens, survival=torch.full((users, GAMMA), 0.5), logits=torch.zeros(users, GAMMA)
+        decision, [BLOCK] * users, lens, survival=torch.full((users, BLOCK), 0.5), logits=torch.zeros(users, BLOCK)
     )
 
 
 def test_many_requests_are_learned_from_at_once():
     """Every 16th step of 256 requests is kept, plain ones counted; parking does not wait for eight."""
-    made, decision = schedule(), StepDecision(GAMMA, TopK(GAMMA))
+    made, decision = schedule(), StepDecision(BLOCK, TopK(BLOCK))
     seen = made.forecast.lagged
     note = lambda: made.observe(outcome(decision, 256), list(range(256)), [0] * 256)  # noqa: E731
     note()
@@ -163,7 +166,7 @@ def test_many_requests_are_learned_from_at_once():
     note()
     assert seen.num_observed == 512
     # A parked server's probe is noted whenever it comes.
-    made.observe(outcome(StepDecision(GAMMA, TopK(GAMMA), weight=4), 256), list(range(256)), [0] * 256)
+    made.observe(outcome(StepDecision(BLOCK, TopK(BLOCK), weight=4), 256), list(range(256)), [0] * 256)
     assert seen.num_observed == 768
 
 
@@ -171,7 +174,7 @@ def test_many_requests_are_learned_from_at_once():
 def test_the_first_rounds_of_a_lone_request_are_learned_from_one_by_one(with_head):
     made, counts = schedule(with_head=with_head), []
     for _ in range(16):
-        made.observe(outcome(StepDecision(GAMMA, TopK(GAMMA)), 1), [0], [0])
+        made.observe(outcome(StepDecision(BLOCK, TopK(BLOCK)), 1), [0], [0])
         counts.append(made.forecast.lagged.num_observed)
     assert [counts[step] for step in (0, 1, 6, 7, 8, 15)] == [1, 2, 7, 8, 8, 16]
 
@@ -181,16 +184,16 @@ def test_calibration_knows_how_many_steps_have_passed(monkeypatch):
     made, told = schedule(), []
     monkeypatch.setattr(made.forecast.calibration, "observe", lambda *rounds, num_steps: told.append(num_steps))
     for _ in range(33):
-        made.observe(outcome(StepDecision(GAMMA, TopK(GAMMA)), 256), list(range(256)), [0] * 256)
+        made.observe(outcome(StepDecision(BLOCK, TopK(BLOCK)), 256), list(range(256)), [0] * 256)
     assert told == [1, 16, 16]
 
 
 def test_a_probe_of_a_whole_batch_shows_its_survivals_and_no_time(monkeypatch):
     made, timed = schedule(), []
     monkeypatch.setattr(made._clock, "end_step", timed.append)
-    probe = StepDecision(GAMMA, TopK(GAMMA, probe_request=0), weight=8)
+    probe = StepDecision(BLOCK, TopK(BLOCK, probe_request=0), weight=8)
     for requests in (4, 1):
-        made.end_step(probe, requests, requests + GAMMA)
+        made.end_step(probe, requests, requests + BLOCK)
     assert timed[0] is None and timed[1] is not None
     for users, shown in ((1, 8), (3, 9), (20, 20)):  # a lone request's survivals count as often as the probe
         before = made.forecast.lagged.num_observed
@@ -207,7 +210,7 @@ def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(
     """
     made, ids, rng = schedule(with_head=with_head), [f"r{index}" for index in range(users)], np.random.default_rng(0)
     rests = []
-    for accepts, steps in ((0, 2000), (GAMMA, 4000)):
+    for accepts, steps in ((0, 2000), (BLOCK, 4000)):
         for _ in range(steps):
             decision = made.choose(ids, 64.0)
             rests.append(made.parked if users > 1 else decision.draft_len == 0)
@@ -229,7 +232,7 @@ def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(
 def test_predicted_survivals_are_kept_with_what_came_of_them():
     made = schedule()
     survival = torch.tensor([[0.9, 0.6, 0.3], [0.8, 0.5, 0.1]])
-    step = record(StepDecision(GAMMA, TopK(4)), [GAMMA] * 2, [3, 1], torch.zeros(2, GAMMA), survival)
+    step = record(StepDecision(BLOCK, TopK(4)), [BLOCK] * 2, [3, 1], torch.zeros(2, BLOCK), survival)
     made.observe(step, [0, 1], [2, 1])
     made.forecast.update()
     drafts, predicted, survived = made.forecast.predicted.sums()
@@ -269,7 +272,7 @@ def test_on_a_gpu_the_host_time_is_what_it_neither_waits_nor_is_waited_for(monke
     """Under overlap a step's result is read while the next one runs: all of the time but the wait is the host's."""
     now = [0.0]
     monkeypatch.setattr("sglang_dspark.scheduling.step_times.time.perf_counter", lambda: now[0])
-    made = Schedule(DSparkConfig(), GAMMA, OnlineCalibration(GAMMA), torch.device("meta"), lag)
+    made = Schedule(DSparkConfig(), BLOCK, OnlineCalibration(BLOCK), torch.device("meta"), lag)
     made.start(table())
     for _ in range(lag + 1):
         made.end_step(made.choose(["a", "b"], 64.0), 2, 6)
@@ -283,7 +286,7 @@ def test_on_a_gpu_the_host_time_is_what_it_neither_waits_nor_is_waited_for(monke
 
 
 def test_a_step_whose_time_on_the_gpu_is_not_known_teaches_nothing(monkeypatch):
-    made = Schedule(DSparkConfig(), GAMMA, OnlineCalibration(GAMMA), torch.device("meta"), 0)
+    made = Schedule(DSparkConfig(), BLOCK, OnlineCalibration(BLOCK), torch.device("meta"), 0)
     made.start(table())
     made.end_step(made.choose(["a", "b"], 64.0), 2, 6)
     made.choose(["a", "b"], 64.0)
@@ -312,31 +315,31 @@ def test_auto_goes_on_where_it_was_after_another_policy():
 
 @pytest.fixture
 def forecast():
-    return Forecast(GAMMA, OnlineCalibration(GAMMA), adapts=True, device=torch.device("cpu"))
+    return Forecast(BLOCK, OnlineCalibration(BLOCK), adapts=True, device=torch.device("cpu"))
 
 
 def test_a_draft_without_a_confidence_is_not_expected_to_survive(forecast):
     logits = torch.tensor([[0.0, torch.nan, 5.0], [torch.nan, 5.0, 5.0]])
-    assert forecast.predict(logits, 2, GAMMA).survival.tolist() == [[0.5, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    assert forecast.predict(logits, 2, BLOCK).survival.tolist() == [[0.5, 0.0, 0.0], [0.0, 0.0, 0.0]]
 
 
-@pytest.mark.parametrize("budget", range(2 * GAMMA + 1))
+@pytest.mark.parametrize("budget", range(2 * BLOCK + 1))
 def test_as_many_drafts_are_verified_as_the_step_has_rows_for(forecast, budget):
     logits = torch.tensor([[0.0, torch.nan, 5.0], [torch.nan, 5.0, 5.0]])
-    best = TopDrafts(forecast.predict(logits, 2, GAMMA).survival, budget)
+    best = TopDrafts(forecast.predict(logits, 2, BLOCK).survival, budget)
     assert int(best.verify_lens.sum()) == budget
 
 
 def test_a_draft_without_a_confidence_is_not_believed_later_either(forecast, monkeypatch):
     """Whenever the calibration is fitted again, the rounds that budgets are based on are predicted again."""
-    forecast.lagged = LaggedSurvivals(GAMMA, (GAMMA,))
+    forecast.lagged = LaggedSurvivals(BLOCK, (BLOCK,))
     sizes, revise = [], forecast.lagged.revise
     monkeypatch.setattr(forecast.lagged, "revise", lambda rounds: (sizes.append(len(rounds)), revise(rounds)))
     logits, lens = torch.tensor([[0.0, torch.nan, 5.0], [torch.nan, 5.0, 5.0], [5.0, 5.0, 5.0]]), torch.full((3,), 3)
-    decision = StepDecision(GAMMA, FixedLength())
+    decision = StepDecision(BLOCK, FixedLength())
     for _ in range(WINDOW_ROUNDS):
-        confidence = forecast.predict(logits, 3, GAMMA)
-        record = StepRecord(["a", "b", "c"], decision, [GAMMA] * 3, lens, confidence, None)
+        confidence = forecast.predict(logits, 3, BLOCK)
+        record = StepRecord(["a", "b", "c"], decision, [BLOCK] * 3, lens, confidence, None)
         forecast.observe(StepFeedback(record, [0, 1, 2], [3, 3, 3]))
     assert forecast.calibration.num_refits == len(sizes) > 1
     assert sizes[-1] == WINDOW_ROUNDS
@@ -348,8 +351,8 @@ def test_a_draft_without_a_confidence_is_not_believed_later_either(forecast, mon
 def test_a_schedule_that_forgets_is_as_new(with_head):
     """But for the times of steps; a server that parked drafts again, and gives a worthless drafter up as a new one."""
     made, new = schedule(with_head=with_head), schedule(with_head=with_head)
-    logits, survival = torch.zeros(4, GAMMA) if with_head else None, torch.full((4, GAMMA), 0.5)
-    step = record(StepDecision(GAMMA, TopK(4 * GAMMA)), [GAMMA] * 4, [GAMMA] * 4, logits, survival)
+    logits, survival = torch.zeros(4, BLOCK) if with_head else None, torch.full((4, BLOCK), 0.5)
+    step = record(StepDecision(BLOCK, TopK(4 * BLOCK)), [BLOCK] * 4, [BLOCK] * 4, logits, survival)
 
     def learn(made, accepted):
         for _ in range(100):
@@ -370,8 +373,49 @@ def test_a_schedule_that_forgets_is_as_new(with_head):
 
 def test_temperatures_are_the_first_drafters():
     made = schedule()
-    made.forecast.calibration = OnlineCalibration(GAMMA, (2.0, 2.0, 4.0))
+    made.forecast.calibration = OnlineCalibration(BLOCK, (2.0, 2.0, 4.0))
     made.forget()
     assert made.forecast.calibration.scale.tolist() == [0.5, 0.5, 0.25]
     made.forget(new_drafter=True)
-    assert made.forecast.calibration.scale.tolist() == [1.0] * GAMMA
+    assert made.forecast.calibration.scale.tolist() == [1.0] * BLOCK
+
+
+EASY, HARD = [0.9, 0.8, 0.7], [0.01, 0.0, 0.0]
+
+
+def serve_alone(made, name, survival, steps, accepted=None):
+    """Return the decisions of a request's steps, nothing else running; its likely drafts are accepted, or so many."""
+    choices, accepted = [], sum(np.array(survival) > 0.5) if accepted is None else accepted
+    for _ in range(steps):
+        decision = made.choose([name], 64.0)
+        made.invalidate()
+        choices.append(decision)
+        depth = decision.draft_len
+        foretold = confidence(torch.zeros(1, depth), torch.tensor([survival[:depth]])) if depth else None
+        lens = torch.tensor([depth])
+        made.observe(StepRecord([name], decision, [depth], lens, foretold, None), [0], [min(accepted, depth)])
+    return choices
+
+
+@pytest.mark.parametrize("fixed_draft_shape", [False, True])
+def test_a_lone_request_beyond_the_drafter_is_left_undrafted(fixed_draft_shape):
+    """However good the drafts of those before it were; the next one is drafted from its first step on."""
+    made = schedule(online_calibration=False)
+    made.fixed_draft_shape = made.policy.fixed_draft_shape = fixed_draft_shape
+    assert all(decision.draft_len for decision in serve_alone(made, "easy", EASY, 200))
+    plain = [decision.draft_len == 0 for decision in serve_alone(made, "hard", HARD, 100)]
+    assert not made.parked
+    assert not any(plain[:4])
+    assert sum(plain[2 * UPDATE_STEPS :]) > 75
+    assert not all(plain[UPDATE_STEPS:])  # it is tried again
+    assert made.choose(["next"], 64.0).draft_len > 0
+
+
+def test_a_lone_request_that_gets_easier_is_drafted_again_though_its_head_is_blind():
+    made = schedule(online_calibration=False)
+    serve_alone(made, "easy", EASY, 100)
+    serve_alone(made, "r", HARD, 50)
+    assert made.choose(["r"], 64.0).draft_len == 0
+    drafted = [decision.draft_len > 0 for decision in serve_alone(made, "r", HARD, 100, accepted=BLOCK)]
+    assert not made.parked
+    assert sum(drafted) > 30

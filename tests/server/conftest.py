@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from byte_tokenizer import save_byte_tokenizer
-from family_targets import written_target
+from family_targets import picture_target, spoken_target, written_target
 from golden_server import (
     CHECKS_ORDER,
     DRAFT,
@@ -26,15 +25,12 @@ from golden_server import (
     emulated_graphs,
     of_sglang_alone,
 )
-from int8_target import int8_target
-from letter_tokenizers import save_piece_tokenizer
-from lora_adapters import adapter_flags
-from picture_targets import picture_target
+from letter_tokenizers import save_byte_tokenizer, save_piece_tokenizer
 from published_drafters import published_drafter
 from quantised_drafter import quantised_drafter
+from quantised_target import adapter_flags, int8_target
 from random_drafter import damaged_drafter, random_drafter
 from server_pool import NO_SCRIPTS, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Flags, Recipe, ServerPool
-from spoken_target import spoken_target
 
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.scheduling.sts import StsCalibration

@@ -17,7 +17,7 @@ from golden_server import (
     prompts,
     rounds_of,
 )
-from lora_adapters import RANKS, written_adapter
+from quantised_target import RANKS, written_adapter
 
 NAMES = [*RANKS, None]
 

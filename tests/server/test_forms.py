@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from family_targets import COMMON, written_target
+from family_targets import COMMON, picture_target, written_target
 from golden_server import (
     DRAFT,
     DRAFTER_ALONE,
@@ -29,8 +29,7 @@ from golden_server import (
     policy,
     together,
 )
-from int8_target import OF_ROWS, int8_target
-from picture_targets import picture_target
+from quantised_target import OF_ROWS, int8_target
 from random_drafter import random_drafter
 from server_pool import EIGHT_BITS, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Recipe, ServerPool
 

@@ -1,17 +1,33 @@
-"""Greedy text through a real server: the golden traces, and identity with the target alone in every corner."""
+"""Greedy text through a real server: the golden traces, and identity with the target alone in every corner.
+
+Sampled and seeded requests through a real server: the distribution of the text, and its reproducibility.
+
+Servers of random weights that keep drafts by chance: ours, replayed as on a GPU, and SGLang's own worker.
+
+Regrets judge texts in 16 bits: right ones are not regretted, a wrong token is.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
+import random
+from array import array
+from itertools import pairwise
 from typing import Any
+from zlib import crc32
 
+import pytest
+import torch
+from dspark_kernels import SimulatedDraws, simulated_accept
 from golden_server import (
     CASES,
     DRAFTER_ALONE,
     PACE_MS,
+    TARGET,
     assert_golden_traces,
     assert_pool_is_whole,
+    counting,
     endless,
     generate,
     greedy,
@@ -24,6 +40,11 @@ from golden_server import (
     wait_for_tokens,
     with_options,
 )
+from regrets import regrets
+from target_distribution import ALPHA, DEPTH, HOT, PROMPT, TargetDistribution, p_value, sample
+
+from sglang_dspark.scheduling.sts import acceptance_law
+from sglang_dspark.tools.launch import LaunchedServer
 
 POLICIES: list[dict[str, Any]] = [
     {"name": "auto"},
@@ -143,3 +164,150 @@ def test_abort_in_mid_stream(dspark, plain):
         connection.close()
     assert started == output_ids(plain, bodies, 4)
     assert_pool_is_whole(dspark)
+
+
+NUM_SAMPLES = 512
+
+KINDS: dict[str, dict[str, float]] = {
+    "temperature": {"temperature": HOT},
+    "top-k": {"temperature": HOT, "top_k": 6},
+    "top-p": {"temperature": HOT, "top_p": 0.8},
+    "min-p": {"temperature": HOT, "min_p": 0.2},
+    "all": {"temperature": HOT, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
+}
+
+
+def distribution(parameters: dict[str, float], num_samples: int = NUM_SAMPLES) -> dict[Any, float]:
+    return TargetDistribution(TARGET, PROMPT, **parameters).cells(DEPTH, min_prob=10 / num_samples)
+
+
+def test_distribution_of_filtered_text(dspark):
+    """Every filter at once; the same sample is told from one without filters, and of half the temperature."""
+    assert len(distribution(KINDS["all"])) > 20  # cells
+    with policy(dspark, "static"), counting(dspark) as counts:
+        drawn = sample(dspark, KINDS["all"], NUM_SAMPLES)
+    assert p_value(drawn, distribution(KINDS["all"])) > ALPHA
+    assert counts["accepted_tokens"] < 0.95 * counts["verified_tokens"]  # enough rejected for a wrong rule to show
+    for wrong in ({"temperature": 0.5 * HOT}, {"top_k": -1, "top_p": 1.0, "min_p": 0.0}):
+        assert p_value(drawn, distribution(KINDS["all"] | wrong)) < ALPHA
+
+
+def test_greedy_and_sampled_requests_share_batches(dspark, plain):
+    """Greedy text is not disturbed by sampled neighbours, nor their distribution by it."""
+    bodies = [greedy(case["prompt_ids"], 64) for case in CASES]
+    texts: list[list[int]] = []
+    thread = in_background(lambda: texts.extend(output_ids(dspark, bodies, 4)))
+    drawn = sample(dspark, KINDS["temperature"], NUM_SAMPLES // 2)
+    thread.join()
+    assert texts == output_ids(plain, bodies, 4)
+    assert p_value(drawn, distribution(KINDS["temperature"])) > ALPHA
+
+
+def seeded_bodies() -> list[dict[str, Any]]:
+    rng = random.Random(7)
+    kinds = list(KINDS.values())
+    return [
+        {
+            "input_ids": rng.choice(CASES)["prompt_ids"],
+            "sampling_params": {
+                **kinds[i % len(kinds)],
+                "temperature": 1.5,
+                "max_new_tokens": 24,
+                "sampling_seed": 1000 + i,
+            },
+        }
+        for i in range(2 * len(KINDS))
+    ]
+
+
+def test_seeded_text_does_not_depend_on_load_policy_or_drafter(dspark, corner, dflash):
+    bodies = seeded_bodies()
+    expected = output_ids(dspark, bodies, 1)
+    assert len({tuple(ids) for ids in expected}) > 6
+    with policy(dspark, "random"):
+        assert output_ids(dspark, bodies, 16) == expected
+    assert output_ids(corner, bodies, 16) == expected
+    kept = []
+    for server in (dspark, dflash):
+        with policy(server, "static"), counting(server) as counts:
+            assert output_ids(server, bodies, 16) == expected
+        kept.append(counts["accepted_tokens"] / counts["rounds"])
+    assert kept[1] < 0.8 * kept[0]  # a drafter that knows nothing
+
+
+def test_a_request_id_can_be_used_again_with_other_parameters(dspark, plain):
+    """Sampling parameters belong to the request, not to the id that the client chose for it."""
+    hot = {"input_ids": PROMPT, "rid": "again", "sampling_params": {"temperature": 3.0, "max_new_tokens": 24}}
+    cold = greedy(PROMPT, 24, rid="again")
+    expected = output_ids(plain, [greedy(PROMPT, 24)])
+    for _ in range(3):
+        assert output_ids(dspark, [hot]) != expected
+        assert output_ids(dspark, [cold]) == expected
+
+
+RATES = (0.9, 0.6, 0.8, 0.7, 0.7, 0.7, 0.7)
+PROMPTS = prompts(9, seed=5)
+
+
+def answers(server: LaunchedServer, **given):
+    parameters = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+    bodies = [{"input_ids": prompt, "sampling_params": parameters, **given} for prompt in PROMPTS]
+    return generate(server, bodies, 4)
+
+
+def steps_of(answer):
+    """Return how many steps a request took, and how many of these kept 0, 1, ... drafts."""
+    return answer["meta_info"]["spec_verify_ct"], answer["meta_info"]["spec_correct_drafts_histogram"]
+
+
+@pytest.mark.thorough
+def test_both_workers_take_the_same_steps(simulated, simulated_builtin):
+    """They are the same whichever requests share the steps."""
+    with policy(simulated, "static"):
+        ours = [steps_of(answer) for answer in answers(simulated)]
+    own = [steps_of(answer) for answer in answers(simulated_builtin)]
+    assert ours == own
+    assert len({steps for steps, _ in own}) > 2  # requests end apart
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "most"), [("static", {}, 7), ("static", {"verify_len": 2}, 2), ("auto", {}, 7)]
+)
+@pytest.mark.thorough
+def test_drafts_are_kept_by_key_and_position(simulated, name, fields, most):
+    with policy(simulated, name, **fields):
+        found = answers(simulated, speculation={"trace": True})
+    law = torch.from_numpy(acceptance_law(RATES))
+    for prompt, answer in zip(PROMPTS, found, strict=True):
+        ids, trace = answer["output_ids"], answer["meta_info"]["dspark_trace"]
+        draws = SimulatedDraws(torch.tensor([crc32(array("q", prompt).tobytes())]), law)
+        starts = [place for place, entry in enumerate(trace) if entry is not None]
+        assert len(ids) == 40 and len(starts) > 4
+        # The last round may run past the tokens that were asked for.
+        for start, end in pairwise(starts):
+            entry = trace[start]
+            assert ids[start : end - 1] == entry["draft"][: entry["accepted"]] and end - start == entry["accepted"] + 1
+            anchor = torch.tensor([len(prompt) + start - 1])
+            row, block = torch.zeros(1, dtype=torch.int64), torch.zeros((1, 7), dtype=torch.int64)
+            kept = simulated_accept(draws, row, anchor, block, row).accept_lens
+            assert entry["accepted"] == min(int(kept), entry["verified"]) and entry["verified"] <= most
+
+
+@pytest.mark.thorough
+def test_simulated_acceptance_is_announced(simulated, simulated_builtin):
+    assert simulated.get_json("/dspark/capabilities")["simulated_acceptance"] == [*RATES]
+    for server in (simulated, simulated_builtin):
+        assert "acceptance is simulated" in server.log_path.read_text()
+
+
+REGRET_PROMPTS = [case["prompt_ids"] for case in CASES[:3]]
+
+
+def test_a_wrong_token_is_regretted_and_no_other_before_it(plain):
+    texts = output_ids(plain, [endless(prompt, 16) for prompt in REGRET_PROMPTS], 1)
+    found = regrets(plain, REGRET_PROMPTS, texts)
+    assert [len(regret) for regret in found] == [16] * len(REGRET_PROMPTS)
+    assert max(map(max, found)) < 1e-3
+    texts[1][5] = 0  # a token that no text of the target has
+    [wrong] = regrets(plain, REGRET_PROMPTS[1:2], texts[1:2])
+    assert max(wrong[:5]) < 1e-3 < 1 < wrong[5]

@@ -1,11 +1,20 @@
-"""Hidden states behind pictures, of recurrent layers, of two ranks and of aborted requests are the plain server's."""
+"""Hidden states behind pictures, of recurrent layers, of two ranks and of aborted requests are the plain server's.
+
+Experts of every token of an answer, beside a plain server.
+
+Budgets of thinking end it where they do in steps of one token, wherever a step of several ends.
+"""
 
 from __future__ import annotations
 
+import base64
+import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import numpy as np
 import pytest
+from family_targets import THINK_END, data_url, picture, place
 from golden_server import (
     CASES,
     PACE_MS,
@@ -13,6 +22,7 @@ from golden_server import (
     assert_same_states,
     beginning_alike,
     call,
+    counting,
     endless,
     generate,
     greedy,
@@ -22,7 +32,10 @@ from golden_server import (
     states_of,
     wait_for_tokens,
 )
-from picture_targets import data_url, picture, place
+from sglang.srt.sampling.sampling_params import (
+    REQUEST_REASONING_END_TOKEN_IDS_KEY,
+    REQUEST_REASONING_IN_GRAMMAR_KEY,
+)
 
 ROUNDED = 0.05  # windows of convolutions have 16 bits, into which steps of several tokens round fewer of them
 PICTURES = (picture(1, 80, 56), picture(2, 120, 120))
@@ -82,3 +95,96 @@ def test_an_aborted_text_has_the_states_of_its_tokens(thinking, plain):
     assert answers[0]["output_ids"] == whole["output_ids"]
     assert len(states_of(answers[0])) == len(whole["output_ids"])
     assert_same_states(answers[0], whole)
+
+
+NEW, TOP, LAYERS = 12, 2, 5
+
+
+def experts_of(answer):
+    """Return [tokens, layers, experts of a token]."""
+    info = answer["meta_info"]
+    rows = np.frombuffer(base64.b64decode(info["routed_experts"]), dtype=np.int32).reshape(-1, LAYERS, TOP)
+    assert len(rows) == info["prompt_tokens"] + info["completion_tokens"] - 1
+    return rows
+
+
+@pytest.mark.thorough
+def test_experts_are_those_of_the_text(plain_experts, experts):
+    """They are those of one request, and of several that verify other numbers of drafts in each step."""
+    draw = random.Random(5)
+    prompts = [draw.choices(range(2, 60), k=length) for length in (3, 17, 30, 9)]
+    asked = [endless(prompt, NEW, return_routed_experts=True) for prompt in prompts]
+    expected = generate(plain_experts, asked, 1)
+    assert len(np.unique(np.concatenate([experts_of(answer) for answer in expected]))) > 2
+    for requests, name in ((1, "static"), (4, "random")):
+        with policy(experts, name):
+            answers = generate(experts, asked, requests)
+        assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in expected]
+        for answer, alone in zip(answers, expected, strict=True):
+            np.testing.assert_array_equal(experts_of(answer), experts_of(alone))
+    [late] = generate(experts, [asked[1] | {"routed_experts_start_len": 17}], 1)
+    tail = np.frombuffer(base64.b64decode(late["meta_info"]["routed_experts"]), dtype=np.int32)
+    np.testing.assert_array_equal(tail.reshape(-1, LAYERS, TOP), experts_of(expected[1])[17:])
+
+
+BUDGETS = (None, 0, 1, 2, 5, 11)
+AFTER = ({}, {"regex": "[0-9 ]{3,9}"})
+
+
+def asked(case, budget, after, *, by_field):
+    """Return a request whose budget, if any, is a field of its own or a custom parameter."""
+    parameters = dict(after)
+    if budget is not None and not by_field:
+        parameters["custom_params"] = {"thinking_budget": budget}
+    field = {"max_thinking_tokens": budget} if by_field else {}
+    return greedy(case["prompt_ids"], 32, parameters, require_reasoning=True, **field)
+
+
+CHOICES = [(case, budget, after) for case in CASES[:2] for budget in BUDGETS for after in AFTER]
+BODIES = [asked(*choice, by_field=bool(number % 2)) for number, choice in enumerate(CHOICES)]
+
+
+def texts(server, **fields):
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(partial(server.post_json, "/generate"), [body | fields for body in BODIES])
+    names = ("reasoning_tokens", "prompt_tokens", "completion_tokens", "finish_reason")
+    return [(answer["output_ids"], *(answer["meta_info"][name] for name in names)) for answer in answers]
+
+
+@pytest.mark.parametrize("alone", ["thinking", pytest.param("plain_thinking", marks=pytest.mark.thorough)])
+def test_budgets_end_thinking_as_in_steps_of_one_token(thinking, alone, request):
+    with policy(thinking, "off"):
+        expected = texts(request.getfixturevalue(alone))
+    for (_, budget, after), (ids, thought, *_) in zip(CHOICES, expected, strict=True):
+        if budget is not None:
+            assert ids.index(THINK_END) <= budget
+            assert thought == ids.index(THINK_END) + 1
+            assert not after or len(ids) > thought
+    assert any(ids.index(THINK_END) == 11 for ids, *_ in expected if THINK_END in ids)
+    with policy(thinking, "static"):
+        for max_verify in (1, 2, 7):
+            with counting(thinking) as counts:
+                assert texts(thinking, speculation={"max_verify": max_verify}) == expected
+            drawn = sum(len(ids) - 1 for ids, *_ in expected)  # the first token of a text comes with its prompt
+            thoughts = sum(min(thought, len(ids)) for ids, thought, *_ in expected)
+            assert counts["thinking_rounds"] < counts["rounds"] < drawn
+            assert thoughts - len(expected) <= counts["thinking_rounds"] * max_verify + counts["thinking_rounds"]
+    assert texts(thinking) == expected
+
+
+@pytest.mark.parametrize("name", ["plain", "dspark"])
+def test_a_budget_needs_a_server_that_counts_thinking(name, request):
+    body = greedy(CASES[0]["prompt_ids"], 8, max_thinking_tokens=3)
+    status, text = call(request.getfixturevalue(name), "/generate", body=body)
+    assert status == 400
+    assert "--enable-strict-thinking" in text
+
+
+@pytest.mark.parametrize("budget", [-3, 2**62, 2**70, True, "3", 1.5, None, [1], {"a": 1}])
+def test_no_budget_ends_the_server(thinking, budget):
+    for name in ("thinking_budget", REQUEST_REASONING_END_TOKEN_IDS_KEY, REQUEST_REASONING_IN_GRAMMAR_KEY):
+        body = greedy(CASES[0]["prompt_ids"], 8, {"custom_params": {name: budget}}, require_reasoning=True)
+        assert call(thinking, "/generate", body=body)[0] in (200, 400)
+    body = greedy(CASES[0]["prompt_ids"], 8, max_thinking_tokens=budget, require_reasoning=True)
+    assert call(thinking, "/generate", body=body)[0] in (200, 400, 422)
+    assert thinking.post_json("/generate", greedy(CASES[0]["prompt_ids"], 8))["output_ids"]

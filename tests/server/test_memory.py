@@ -1,19 +1,43 @@
-"""Memory that is given away and taken back while requests come."""
+"""Memory that is given away and taken back while requests come.
 
+A target whose layers keep recurrent states, as on a GPU: steps overlap or are replayed, and states of texts stay.
+
+Replayed steps are those of ``hybrid_graphs``: graphs as plain calls, and kernels that are interpreted.
+
+A pool too small for its requests, and a context that they grow out of: the text is still the target's.
+"""
+
+from __future__ import annotations
+
+import json
+import random
 import threading
 import time
 
 import pytest
+import torch
+from family_targets import COMMON, continued, write_target
 from golden_server import (
     CASES,
     DRAFTER_ALONE,
     PACE_MS,
+    VOCAB,
+    assert_cut_at_the_limit,
+    assert_pool_is_whole,
+    beginning_alike,
     call,
+    counting,
     endless,
     generate,
+    greedy,
     in_background,
+    output_ids,
     policy,
+    prompts,
+    states_of,
+    together,
     wait_for_running,
+    with_options,
 )
 
 PROMPTS = [case["prompt_ids"] for case in CASES[:3]]
@@ -103,3 +127,195 @@ def test_memory_is_released_right_behind_requests(dspark):
             assert call(dspark, "/resume_memory_occupation", body={})[0] == 200
             running.join()
             assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+NUM_TOKENS = 6  # an interpreted step takes a tenth of a second
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The model of transformers."""
+    return write_target("Qwen3_5ForCausalLM", tmp_path_factory.mktemp("target"))
+
+
+def random_prompts(*lengths, seed=3):
+    draw = random.Random(seed)
+    return [draw.choices(range(2, COMMON["vocab_size"]), k=length) for length in lengths]
+
+
+def texts_of(model, bodies):
+    """Return what transformers writes."""
+    lengths = [body["sampling_params"]["max_new_tokens"] for body in bodies]
+    return [continued(model, body["input_ids"], num)[-num:] for body, num in zip(bodies, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("fields", [{}, {"return_logprob": True}], ids=["fused", "split"])
+@pytest.mark.parametrize("name", ["static", "off"])
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_texts(hybrid_graphs, model, name, fields):
+    """One graph writes the text; so do two with the commit launched behind them. Three requests are launched."""
+    bodies = [endless(prompt, NUM_TOKENS - i, **fields) for i, prompt in enumerate(random_prompts(2, 17, 30, seed=11))]
+    with policy(hybrid_graphs, name), counting(hybrid_graphs) as grown:
+        for concurrency in (2, 3):
+            assert output_ids(hybrid_graphs, bodies, concurrency) == texts_of(model, bodies)
+    assert grown["verified_tokens"] - grown["accepted_tokens"] > 20 or name == "off"
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_turns_begin_at_a_state_that_a_replay_has_stored(hybrid_graphs, model):
+    """Steps are replayed as one graph or as two."""
+    for fields, prompt in zip(({}, {"return_logprob": True}), random_prompts(60, 58), strict=True):
+        with policy(hybrid_graphs, "static"):
+            [answer] = output_ids(hybrid_graphs, [endless(prompt, 7, **fields)], 1)
+            turn = endless([*prompt, *answer, 17], 3)
+            [found] = generate(hybrid_graphs, [turn], 1)
+        assert ([found["output_ids"]], found["meta_info"]["cached_tokens"]) == (texts_of(model, [turn]), 64)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_nothing_is_read_back_or_compiled(hybrid_graphs):
+    """The log covers the tests above."""
+    log = hybrid_graphs.log_path.read_text()
+    assert "forms of kernels compiled at start-up" in log
+    assert [line for line in log.splitlines() if "reads values" in line or "compiled while serving" in line] == []
+
+
+@pytest.mark.parametrize("name", ["static", "random"])
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_rejected_drafts(hybrid_overlap, model, name):
+    """All at once, and then few at a time: next to no draft of a random drafter is right."""
+    hybrid_overlap.flush_cache()
+    bodies = beginning_alike(6)
+    with policy(hybrid_overlap, name), counting(hybrid_overlap) as grown:
+        for concurrency in (6, 2):
+            assert output_ids(hybrid_overlap, bodies, concurrency) == texts_of(model, bodies)
+    assert grown["verified_tokens"] - grown["accepted_tokens"] > 100
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_turns_begin_at_a_state_from_the_middle(hybrid_overlap, model):
+    """At multiples of 64 tokens, of prompts and of what was written, wherever the text ended."""
+    asked = random_prompts(50, 61, 70, 110)
+    texts = [continued(model, prompt, 26) for prompt in asked]
+    with policy(hybrid_overlap, "static"):
+        for cut in (2, 3, 4, 5, 11, 14, 15, 18, 25):
+            hybrid_overlap.flush_cache()
+            ends = [text[len(prompt) + cut - 1] for prompt, text in zip(asked, texts, strict=True)]
+            first = [greedy(prompt, 30, {"stop_token_ids": [end]}) for prompt, end in zip(asked, ends, strict=True)]
+            answers = output_ids(hybrid_overlap, first, 4)
+            turns = [endless([*prompt, *text, 17, 23], 6) for prompt, text in zip(asked, answers, strict=True)]
+            found = generate(hybrid_overlap, turns, 1)
+            assert [answer["output_ids"] for answer in found] == texts_of(model, turns)
+            # The last token of an answer has not been read yet.
+            kept = [(len(turn["input_ids"]) - 3) // 64 * 64 for turn in turns]
+            assert [answer["meta_info"]["cached_tokens"] for answer in found] == kept
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_retraction(hybrid_overlap, model):
+    """States are made again from what the cache still has."""
+    bodies = beginning_alike(10, 60)
+    with policy(hybrid_overlap, "random"):
+        answers = generate(hybrid_overlap, bodies, 10)
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+    assert [answer["output_ids"] for answer in answers] == texts_of(model, bodies)
+    assert_pool_is_whole(hybrid_overlap)
+
+
+def test_retraction_and_context_limit(tight, plain):
+    """A pool that cannot hold the running requests, and requests that grow into the context limit.
+
+    With a block of 7 a step reserves 16 slots past the committed length, rows of req_to_token have room for 12 by
+    default: without more headroom the neighbour's first slots would be overwritten.
+    """
+    rng = random.Random(3)
+    bodies = [
+        {
+            "input_ids": rng.choices(VOCAB, k=k),
+            "sampling_params": {"temperature": 0, "max_new_tokens": n},
+        }
+        for k, n in [(90, 37), (100, 27), (120, 7), (110, 17), (60, 67), (30, 97), (10, 117), (119, 8)] * 2
+    ]
+    expected, beside = output_ids(plain, bodies, 16), tight.get_json("/dspark/stats")["prompts"]["beside"]
+    assert_cut_at_the_limit([answer["output_ids"] for answer in together(tight, bodies)], expected)
+    assert_cut_at_the_limit(output_ids(tight, with_options(bodies), 16), expected)
+    assert "KV cache pool is full. Retract requests." in tight.log_path.read_text()
+    assert tight.get_json("/dspark/stats")["prompts"]["beside"] > beside
+    assert_pool_is_whole(tight)
+
+
+def test_retracted_requests_keep_their_counts_grammars_and_hidden_states(tight):
+    """Counts of penalties and states of grammars come back with the second prefill, and every token has its state."""
+    bodies = []
+    for i, prompt in enumerate(prompts(16, seed=8)):
+        regex = {"regex": "(red|blue|green|cat|dog|bird)+"} if i % 3 == 0 else {}
+        adjusted = {"frequency_penalty": 0.4, "repetition_penalty": 1.1, **regex}
+        bodies.append(greedy(prompt[:60], 60, adjusted, return_hidden_states=True))
+    crowded, few = together(tight, bodies), generate(tight, bodies, 3)
+    retractions = [sum(answer["meta_info"]["num_retractions"] for answer in answers) for answers in (crowded, few)]
+    assert retractions[0] > retractions[1] == 0
+    assert [answer["output_ids"] for answer in crowded] == [answer["output_ids"] for answer in few]
+    for answer, other in zip(crowded, few, strict=True):
+        torch.testing.assert_close(states_of(answer), states_of(other), atol=2e-4, rtol=2e-4)
+
+
+POOL = 256  # of ``small_pool`` and ``ordered``, whose context has 1,024 tokens
+# Prompts and tokens, of which the last ones end with the pool.
+SIZES = [(243, 3), (249, 3), (244, 8), (238, 14), (248, 1), (180, 200), (216, 37), (249, 11), (206, 48), (226, 200)]
+
+
+def bodies_near_the_end(sizes, seed, **fields):
+    draw = random.Random(seed)
+    return [endless(draw.choices(VOCAB, k=length), num_tokens, **fields) for length, num_tokens in sizes]
+
+
+def said(answer):
+    meta = answer["meta_info"]
+    return answer["output_ids"], meta["finish_reason"], meta["prompt_tokens"], meta["completion_tokens"]
+
+
+def expected_of(plain, bodies):
+    """What a plain server with a pool as small says: SGLang ends texts two tokens before the end of the pool."""
+    cut = []
+    for body in bodies:
+        most = min(body["sampling_params"]["max_new_tokens"], POOL - 2 - len(body["input_ids"]))
+        cut.append(endless(body["input_ids"], most))
+    return [said(answer) for answer in generate(plain, cut, 4)]
+
+
+def test_lone_requests_at_the_end_of_a_pool_are_answered(small_pool, plain):
+    """The last steps verify fewer drafts. A step used to keep 16 slots, whatever it verified, and SGLang to abort."""
+    bodies = bodies_near_the_end(SIZES, seed=5)
+    bodies[5]["speculation"] = {"enabled": False}
+    assert [said(answer) for answer in generate(small_pool, bodies, 1)] == expected_of(plain, bodies)
+    lines = call(small_pool, "/generate", body=bodies[6] | {"stream": True})[1].split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert [said(chunks[-1])] == expected_of(plain, bodies[6:7])
+    assert_pool_is_whole(small_pool)
+
+
+@pytest.mark.parametrize("name", ["static", "off"])
+def test_requests_that_fill_a_pool_together_are_answered(small_pool, plain, name):
+    """Some are retracted when a plain step no longer fits: what the others keep for drafts ends none of them."""
+    bodies = bodies_near_the_end([(90, 100), (120, 130), (100, 90), (30, 60), (70, 200), (110, 120)], seed=7)
+    with policy(small_pool, name, {"policy": "static"}):
+        answers = generate(small_pool, bodies, 6)
+    assert [said(answer) for answer in answers] == expected_of(plain, bodies)
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+    assert_pool_is_whole(small_pool)
+
+
+@pytest.mark.thorough
+def test_replayed_steps_at_the_end_of_a_pool(ordered, plain):
+    """Of a captured verification the rows without drafts are padding: they write to no slot of another request."""
+    bodies = bodies_near_the_end([(246, 6), (238, 200), (120, 9), (121, 10)], seed=9)
+    with policy(ordered, "static"):
+        answers = [*generate(ordered, bodies[:2], 1), *together(ordered, bodies[2:])]
+    assert [said(answer) for answer in answers] == expected_of(plain, bodies)
+    assert_pool_is_whole(ordered)

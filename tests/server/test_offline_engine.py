@@ -1,17 +1,24 @@
-"""`sglang.Engine` in a program of the user's: our options among its flags, those of a request in `custom_params`."""
+"""`sglang.Engine` in a program of the user's: our options among its flags, those of a request in `custom_params`.
+
+A server that is told to end: it finishes what is under way.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 
+import psutil
+import pytest
 import torch
-from changed_weights import trained_drafter, tuned
-from golden_replay import load_target
-from golden_server import CASES, DRAFT, DSPARK, TARGET
+from golden_replay import load_target, trained_drafter, tuned
+from golden_server import CASES, DRAFT, DSPARK, TARGET, endless, in_background, wait_for_running
 from reference_decoding import decode_greedy
 from server_pool import ROOMY_CPU_FLAGS
 
 from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 
 PROGRAM = """
 import json, sys
@@ -74,3 +81,26 @@ def test_options_and_weights_of_the_engine(server_pool, tmp_path):
     assert back == trained == list(case["output_ids"])
     accepted = [json.loads(text)["meta_info"]["dspark"]["accept_length"] for text in updated]
     assert accepted[2] != accepted[1]
+
+
+NUM_TOKENS = 800
+
+
+@pytest.mark.thorough
+def test_sigterm_lets_requests_finish():
+    flags = (*CPU_FLAGS, "--dtype", "float32", *DSPARK, "--speculative-dspark-schedule", "static")
+    answers = []
+    body = endless([5, 6, 7], NUM_TOKENS, speculation={"max_verify": 1})
+    with LaunchedServer(TARGET, *flags, env=CPU_ENV) as server:
+        requests = [
+            in_background(lambda: answers.append(server.post_json("/generate", body)["output_ids"])) for _ in range(3)
+        ]
+        wait_for_running(server, len(requests))
+        process = psutil.Process(server.pid)
+        os.kill(server.pid, signal.SIGTERM)
+        for request in requests:
+            request.join(60)
+        assert [len(answer) for answer in answers] == [NUM_TOKENS] * len(requests)
+        gone, _ = psutil.wait_procs([process], timeout=60)
+        assert gone == [process]
+        assert server.exit_status is not None

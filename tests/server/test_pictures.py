@@ -8,15 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from family_targets import continued_after_pictures, data_url, picture, picture_target, place, write_picture_target
 from golden_server import assert_pool_is_whole, call, counting, generate, policy, together
-from picture_targets import (
-    continued_after_pictures,
-    data_url,
-    picture,
-    picture_target,
-    place,
-    write_picture_target,
-)
 from server_pool import Recipe
 
 from sglang_dspark.tools.launch import PLUGIN

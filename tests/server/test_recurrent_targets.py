@@ -1,8 +1,8 @@
 """A target whose layers keep recurrent states behind a server, as users start it: texts are those of the plain server.
 
 The windows of its convolutions have 16 bits, though the model has 32. With 32 in both, and retracted: test_forms.py;
-beside transformers: tests/engine/test_families.py; what a verification leaves in the states themselves:
-tests/features/recurrent/test_layers.py.
+beside transformers: tests/engine/test_checks.py; what a verification leaves in the states themselves:
+tests/features/test_recurrent.py.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from golden_server import CASES, TOL, assert_same_states, call, generate, greedy, policy, rounds_of, states_of
-from pairwise import pairwise
+from target_distribution import pairwise
 
 from sglang_dspark.tools.launch import LaunchedServer
 

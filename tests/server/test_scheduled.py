@@ -23,8 +23,7 @@ from golden_server import (
     prompts,
     rounds_of,
 )
-from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
-from target_distribution import TargetDistribution, p_value
+from target_distribution import ALPHA, DEPTH, HOT, PROMPT, TargetDistribution, p_value, sample
 
 GOLDEN = [greedy(case["prompt_ids"], 64) for case in CASES]
 TEXTS = [case["output_ids"] for case in CASES]

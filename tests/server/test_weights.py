@@ -11,18 +11,18 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from changed_weights import (
+from golden_replay import (
     FILE,
     answered,
     bare,
     from_disk,
     from_tensors,
     from_trainer,
+    load_target,
     serialized,
     trained_drafter,
     tuned,
 )
-from golden_replay import load_target
 from golden_server import (
     CASES,
     DRAFT,

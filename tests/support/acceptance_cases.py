@@ -1,17 +1,29 @@
-"""Cases of one verification, and what their outcome has to be."""
+"""Cases of one verification, and what their outcome has to be.
 
+Batches of draft walks: real heads with random weights, random logits, requests that follow rules in turn.
+
+Comparing kernels that round to 16 bits where torch does.
+
+Attention in float64, without any shortcut.
+"""
+
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
+from draft_heads import as_weights, draft_heads
 from dspark_kernels import (
     DraftBlock,
     DraftDistribution,
+    DraftVocabulary,
+    Int8Weight,
     RoundKeys,
     SamplingBatch,
     Windows,
     accept,
     accept_ref,
 )
+from literal import Request, batch_of
 
 SEED, STEP = 2**63 + 12345, (7 << 32) + 99  # all words of the key and the counter in use
 
@@ -107,3 +119,92 @@ def assert_same(accepted, expected, requests=slice(None)):
 
 def reference(case):
     return accept_ref(*case.given, case.rows, case.keys)
+
+
+HIDDEN = 6
+GREEDY, MIXED = (Request(0.0),), (Request(0.0), Request(0.8), Request(1.3))
+
+
+class WalkCase:
+    """The arguments of a walk.
+
+    Args:
+        rules: of the requests in turn.
+        token_ids: what is proposed; None for the whole vocabulary.
+        eight_bits: whether W2 is stored in eight bits.
+    """
+
+    def __init__(
+        self,
+        device,
+        rules=MIXED[:2],
+        *,
+        bs=3,
+        gamma=3,
+        v=150,
+        rank=5,
+        head_type="vanilla",
+        dtype=torch.float32,
+        token_ids=None,
+        eight_bits=False,
+    ):
+        generator = torch.Generator().manual_seed(v + bs)
+        sizes = {"vocab_size": v, "hidden_size": HIDDEN, "block_size": gamma, "rank": rank, "std": 0.5}
+        heads = draft_heads(head_type, **sizes, confidence_with_markov=head_type is not None)
+        self.markov, self.confidence = (head if head is None else head.to(device, dtype) for head in heads)
+        vocabulary = None if token_ids is None else DraftVocabulary(torch.tensor(token_ids, device=device), v)
+        if head_type == "selector":
+            self.confidence = None  # the head itself says how sure it is
+        shortlist = 4 if head_type == "selector" else None
+        self.heads, self.device = as_weights(self.markov, self.confidence, vocabulary, shortlist), device
+        if eight_bits and head_type is not None:
+            w2 = Int8Weight.of(self.heads.markov.w2)
+            self.heads = replace(self.heads, markov=replace(self.heads.markov, w2=w2))
+        self.base = (torch.randn(bs, gamma, v, generator=generator) * 2).to(device, dtype)
+        if vocabulary is not None:
+            self.base = self.base[..., vocabulary.token_ids].contiguous()
+        self.hidden = torch.randn(bs, gamma, HIDDEN, generator=generator).to(device, dtype)
+        self.anchors = torch.randint(v, (bs,), generator=generator).to(device)
+        self.follow(rules)
+
+    def follow(self, rules):
+        """Have requests follow other rules."""
+        cycled = itertools.islice(itertools.cycle(rules), len(self.anchors))
+        self.requests = [replace(rule, key=7 * i, position=11 * i) for i, rule in enumerate(cycled)]
+        step = torch.tensor(2**33 + 5, device=self.device)
+        self.rows, self.keys = batch_of(self.requests, -(2**40) - 7, step, self.device)
+
+    def run(self, form, **changes):
+        given = {"heads": self.heads, "rows": self.rows, "keys": self.keys}
+        return form(self.base, self.hidden, self.anchors, **(given | changes))
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+MAX_TIPPED = 0.01  # share of 16-bit elements where a float32 difference in the last place may tip a rounding
+
+
+def assert_equal_but_for_rounding(kernel, reference):
+    """Both round to the dtype in the same places, from float32 that may differ in its last bit.
+
+    Triton's interpreter truncates to bfloat16 where a GPU rounds: there only the bound holds and not the share.
+    """
+    dtype = reference.dtype
+    assert kernel.dtype == dtype
+    bound = 4 * torch.finfo(dtype).eps * reference.abs().max().item()
+    torch.testing.assert_close(kernel, reference, atol=bound, rtol=0.0)
+    if dtype == torch.float16 or (dtype == torch.bfloat16 and kernel.is_cuda):
+        assert (kernel != reference).float().mean().item() <= MAX_TIPPED
+
+
+FP32_TOL = {"atol": 2e-6, "rtol": 2e-6}  # sums of at most 200 products of unit-variance numbers
+
+
+def dense_attention(q, k, v, mask, sinks=None):
+    """[m, heads, hd] over [n, kv_heads, hd] in float64; mask [m, n] True where visible, sinks [heads] scores."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    scores = torch.einsum("mhd,nhd->hmn", q, k) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~mask, float("-inf"))
+    weights = scores.exp()
+    total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.double().exp()[:, None, None])
+    return torch.einsum("hmn,nhd->mhd", weights / total, v)

@@ -1,5 +1,13 @@
-"""The real heads of a draft model, with random weights."""
+"""The real heads of a draft model, with random weights.
 
+Rounds of a head whose distribution is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from canonical_drafter import config_json
 from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, MarkovWeights
@@ -12,6 +20,7 @@ from sglang_dspark.draft.heads import (
     VanillaMarkovHead,
     build_markov_head,
 )
+from sglang_dspark.scheduling.sts import Floats, Ints, ece, prefix_survival, sigmoid, survived
 
 
 def draft_heads(
@@ -54,3 +63,26 @@ def as_weights(
     proj = None if confidence is None else confidence.proj
     confidence = None if proj is None else ConfidenceWeights(proj.weight[0], proj.bias)
     return DraftHeads(weights, confidence, vocabulary, shortlist)
+
+
+GAMMA = 7
+
+DISTORTIONS: dict[str, Callable[[Floats], Floats]] = {
+    "none": lambda z: z,
+    "times 3": lambda z: 3 * z,
+    "a third": lambda z: z / 3,
+    "minus 3": lambda z: z - 3,
+}
+
+
+def draw_rounds(rng: np.random.Generator, num_rounds: int, gamma: int = GAMMA) -> tuple[Floats, Ints]:
+    """Logits [n, gamma] of a perfectly calibrated head, and accepted counts [n] drawn by them."""
+    logits = rng.normal(1.5, 1.5, (num_rounds, gamma))
+    kept = rng.random((num_rounds, gamma)) < sigmoid(logits)
+    return logits, np.cumprod(kept, axis=1).sum(axis=1)
+
+
+def survival_eces(logits: Floats, accepted: Ints) -> list[float]:
+    """ECE of prefix survival by position."""
+    survival, outcomes = prefix_survival(sigmoid(logits)), survived(accepted, logits.shape[1])
+    return [ece(predicted, outcome) for predicted, outcome in zip(survival.T, outcomes.T, strict=True)]

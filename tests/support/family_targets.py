@@ -1,20 +1,31 @@
 """Tiny targets of many families with random weights, and what transformers says of texts: no code of ours is in it.
 
 Weights are spread so widely that next to no two logits, and no two experts' scores, are close.
+
+Tiny targets that read pictures, with the processor of their family, and what transformers says of prompts.
+
+The golden target with other words for some tokens: those of a tool call, and marks of reasoning.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import random
+import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from golden_server import CASES, TARGET
+from letter_tokenizers import save_byte_tokenizer
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 COMMON: dict[str, Any] = {
@@ -161,3 +172,160 @@ def outputs_of(model: Any, ids: Sequence[int]) -> tuple[torch.Tensor, list[torch
     """Return logits [n, V] and hidden states [n, d]: of the embedding, and of every layer but the last one."""
     output = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
     return output.logits[0], [state[0] for state in output.hidden_states[:-1]]
+
+
+QWEN = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}
+"""What Qwen's prompts have around pictures and in their place, by the fields of config.json that say so."""
+PIXTRAL = {"image_token_index": "[IMG]", "image_break_token_id": "[IMG_BREAK]", "image_end_token_id": "[IMG_END]"}
+GEMMA = {
+    "boi_token_id": "<|image>",
+    "image_token_id": "<|image|>",
+    "eoi_token_id": "<image|>",
+    "boa_token_id": "<|audio>",
+    "audio_token_id": "<|audio|>",
+    "eoa_token_index": "<audio|>",
+    "video_token_id": "<|video|>",
+}
+CHAT = (
+    "{% for message in messages %}{{ message.role[0] }}:"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}PLACE{% endif %}{% endfor %}{% endif %}"
+    ";{% endfor %}a:"
+)
+
+
+def place(architecture: str) -> str:
+    """Return what stands for a picture in prompts of a target."""
+    places = {PIXTRAL["image_token_index"]: "Mistral", GEMMA["image_token_id"]: "Gemma"}
+    found = (mark for mark, family in places.items() if family in architecture)
+    return next(found, "<|vision_start|><|image_pad|><|vision_end|>")
+
+
+def _marks(architecture: str) -> dict[str, str]:
+    return PIXTRAL if "Mistral" in architecture else GEMMA if "Gemma" in architecture else QWEN
+
+
+def write_picture_target(architecture: str, folder: Path) -> tuple[Any, Any]:
+    """Write one of ``family_targets.TINY`` and its processor; return the model and the processor of transformers."""
+    model = write_target(architecture, folder)
+    marks = _marks(architecture)
+    # The last tokens of the vocabulary.
+    ids = {name: COMMON["vocab_size"] - len(marks) + i for i, name in enumerate(marks)}
+    for config in (model.config, model.model.config):
+        for name, token in ids.items():
+            setattr(config, name, token)
+    model.generation_config.eos_token_id = None
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | ids))
+    named = {name.removesuffix("_id").replace("_index", ""): mark for name, mark in marks.items()}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        save_byte_tokenizer(folder, marks=tuple(marks.values())),
+        **({"extra_special_tokens": named} if marks is GEMMA else {}),
+    )
+    processor = _processor(architecture, model.config, tokenizer)
+    processor.chat_template = CHAT.replace("PLACE", place(architecture))
+    processor.save_pretrained(folder)
+    return model, processor
+
+
+def _processor(architecture: str, config: Any, tokenizer: Any) -> Any:
+    vision = config.vision_config
+    if "Mistral" in architecture:
+        image_processor = transformers.PixtralImageProcessor(
+            size={"longest_edge": vision.image_size}, patch_size=vision.patch_size
+        )
+        merged = config.spatial_merge_size
+        return transformers.PixtralProcessor(
+            image_processor, tokenizer, patch_size=vision.patch_size, spatial_merge_size=merged
+        )
+    if "Gemma" in architecture:
+        kind = "Gemma4Unified" if "Unified" in architecture else "Gemma4"
+        patches = {"patch_size": vision.patch_size, "pooling_kernel_size": vision.pooling_kernel_size}
+        return getattr(transformers, f"{kind}Processor")(
+            getattr(transformers, f"{kind}AudioFeatureExtractor")(),
+            getattr(transformers, f"{kind}ImageProcessor")(**patches, max_soft_tokens=70),
+            tokenizer,
+            getattr(transformers, f"{kind}VideoProcessor")(**patches, max_soft_tokens=70),
+        )
+    sizes = {
+        "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "size": {"shortest_edge": 28 * 28, "longest_edge": 64 * 28 * 28},
+    }
+    of_family = transformers.Qwen2_5_VLProcessor if "2_5" in architecture else transformers.Qwen3VLProcessor
+    of_videos = transformers.Qwen2VLVideoProcessor()  # transformers makes no processor without
+    return of_family(transformers.Qwen2VLImageProcessor(**sizes), tokenizer, of_videos)
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    """Return a picture of coloured noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def data_url(image: Image.Image) -> str:
+    """Return a PNG as clients send it."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+@torch.no_grad()
+def continued_after_pictures(
+    model: Any, processor: Any, text: str, images: Sequence[Image.Image], num_tokens: int
+) -> list[int]:
+    """Return the greedy continuation of a prompt, which goes on behind the mark of an end."""
+    inputs = processor(text=[text], images=list(images) or None, return_tensors="pt")
+    length = inputs["input_ids"].shape[1]
+    whole = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False)
+    return whole[0, length:].tolist()
+
+
+def picture_target(architecture: str, folder: Path) -> Path:
+    """Return ``folder``, with a target and its processor in it."""
+    write_picture_target(architecture, folder)
+    return folder
+
+
+TOOL_CALL, REASONING = CASES[1]["prompt_ids"], CASES[2]["prompt_ids"]
+"""Prompts: after the first the target writes a tool call, after the second a mark of two tokens, and numbers."""
+
+END = 103
+"""A token that ends texts, of which the tokenizer knows nothing; the twelfth one after `REASONING`."""
+
+_WORDS = {
+    59: "Sure",
+    60: "<tool_call>\n",
+    39: '{"name": "get_time',
+    33: '", "arguments": ',
+    13: "{}",
+    21: "}",
+    29: "\n</tool_call>",
+    97: "</thi",
+    98: "nk>",
+    140: "<think>",
+    141: "</think>",  # SGLang counts reasoning by a token
+}
+THINK_END = 141
+SPOKEN_CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def spoken_target(folder: Path) -> Path:
+    """Write it, with a chat template that is the content alone; returns its folder."""
+    path = folder / "target"
+    shutil.copytree(TARGET, path, dirs_exist_ok=True)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    words = {id_: word for word, id_ in tokenizer["model"]["vocab"].items()} | _WORDS
+    tokenizer["model"]["vocab"] = {word: id_ for id_, word in words.items()}
+    tokenizer["decoder"] = {"type": "Fuse"}
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    generation = json.loads((path / "generation_config.json").read_text())
+    (path / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [1, END]}))
+    (path / "chat_template.jinja").write_text(SPOKEN_CHAT)
+    return path

@@ -2,11 +2,16 @@
 
 A case takes the form to be called and a :class:`Made`, and returns what real rows get. Captured steps have room for
 more requests and rows than a step has, and models may write anything there.
+
+Memory as bad as memory can be: what ``torch.empty`` and its like return holds NaN, or integers far off any index.
 """
+
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import recurrent_cases  # noqa: F401
 import torch
-from acceptance_cases import make_case
+from acceptance_cases import DTYPES, make_case
 from draft_heads import as_weights, draft_heads
 from dspark_kernels import (
     QUANTILES,
@@ -25,7 +30,6 @@ from dspark_kernels import (
     VerifyRows,
 )
 from kernel_calls import CASES, GARBAGE, case
-from rounding import DTYPES
 
 __all__ = ["CASES"]
 
@@ -315,3 +319,30 @@ def prepare(form, made, bs, num_slots, gamma):
     for buffer in vars(buffers).values():
         made.spoilt(buffer.zero_(), 0)
     return list(vars(form(StepRequests(*requests, None), gamma, 77, buffers, PlanNumbers(9, -1, 2))).values())
+
+
+SENTINEL = -0x5A5A5A5B  # of int32 and int64
+BYTE = 0x5A  # of every smaller integer, and true as a bool
+
+
+def fill(tensor):
+    """Poison a tensor, in place."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(torch.nan)
+    return tensor.fill_(SENTINEL if tensor.dtype in (torch.int32, torch.int64) else BYTE)
+
+
+@contextmanager
+def poisoned_memory():
+    """Inside, no allocation is clean by chance."""
+
+    def poisoning(allocate):
+        return lambda *args, **kwargs: fill(allocate(*args, **kwargs))
+
+    with (
+        patch.object(torch, "empty", poisoning(torch.empty)),
+        patch.object(torch, "empty_like", poisoning(torch.empty_like)),
+        patch.object(torch, "empty_strided", poisoning(torch.empty_strided)),
+        patch.object(torch.Tensor, "new_empty", poisoning(torch.Tensor.new_empty)),
+    ):
+        yield

@@ -1,13 +1,59 @@
-"""Texts in many scripts, and tokenizers of every kind whose tokens are pieces of their letters."""
+"""Texts in many scripts, and tokenizers of every kind whose tokens are pieces of their letters.
+
+A tokenizer of single bytes for the golden target, whose own knows some hundred words and no punctuation.
+
+Its ids mean other letters than the target was trained on; grammars, stop strings and chats need letters, not sense.
+
+SGLang's engines of grammars over the tokenizer of bytes.
+"""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from byte_tokenizer import CHAT, SPECIAL
+from sglang.srt.constrained.llguidance_backend import GuidanceBackend
+from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarBackend
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+from sglang.srt.parser.reasoning_parser import BaseReasoningFormatDetector
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+SPECIAL = ("<pad>", "<eos>", "<mask>")  # ids 0, 1 and 2, as in the golden target
+# The ids that the golden target likes to emit, 3 to 60.
+NEVER = "ÀÁõö÷øùúûüýþÿ"  # stand for bytes that UTF-8 never has
+COMMON = '{}[]":, abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJ_-.'
+CHAT = "{% for message in messages %}{{ message.role[0] }}:{{ message.content }};{% endfor %}a:"
+
+
+def save_byte_tokenizer(
+    folder: Path, vocab_size: int = 256, marks: tuple[str, ...] = (), beyond: tuple[str, ...] = ()
+) -> Path:
+    """Write it; return ``folder``. As with many tokenizers, a space without width has no token.
+
+    Args:
+        marks: special tokens at the end of the vocabulary.
+        beyond: tokens behind the vocabulary, which a model has no embedding for.
+    """
+    common = [letter.replace(" ", "Ġ") for letter in COMMON]
+    others = sorted(
+        set(pre_tokenizers.ByteLevel.alphabet()).difference(common), key=lambda letter: (letter in NEVER, letter)
+    )
+    tokens = [*[*SPECIAL, *common, *others][: vocab_size - len(marks)], *marks]
+    tokenizer = Tokenizer(models.BPE({token: id_ for id_, token in enumerate(tokens)}, []))
+    tokenizer.normalizer = normalizers.Replace("\N{ZERO WIDTH SPACE}", "")
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([*SPECIAL, *marks])
+    tokenizer.add_tokens(list(beyond))
+    pad, eos, mask = SPECIAL
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos, mask_token=mask)
+    fast.chat_template = CHAT
+    fast.save_pretrained(folder)
+    return folder
+
 
 _FAMILY = "👨\u200d👩\u200d👧"  # three people and what joins them are one sign
 _ALPHABETS = (
@@ -100,3 +146,32 @@ def _bytes_in_order() -> list[int]:
     """Return the bytes in the order of the letters that stand for them; those that can be printed come first."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return printed + [byte for byte in range(256) if byte not in printed]
+
+
+VOCAB, EOS, THINK_END = 256, 1, 2
+
+
+class Backends:
+    """A tokenizer, and what compiles grammars for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(save_byte_tokenizer(folder))
+        self.xgrammar = XGrammarGrammarBackend(self.tokenizer, VOCAB, [EOS])
+        self.llguidance = GuidanceBackend(self.tokenizer, n_vocab=VOCAB)
+
+    def reasoner(self, regex: str) -> Any:
+        """A grammar that begins behind the end of thoughts."""
+        mark = self.tokenizer.convert_ids_to_tokens(THINK_END)
+        parser = SimpleNamespace(detector=BaseReasoningFormatDetector(mark, mark))
+        compiling, _ = ReasonerGrammarBackend(self.xgrammar, parser, self.tokenizer).get_cached_or_future_value(
+            ("regex", regex), True
+        )
+        return compiling.result()
+
+
+def after(grammar: Any, tokens: list[int]) -> Any:
+    """A copy of a grammar at its start, behind these tokens."""
+    advanced = grammar.copy()
+    for token in tokens:
+        advanced.accept_token(token)
+    return advanced

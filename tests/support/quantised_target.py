@@ -1,4 +1,9 @@
-"""The golden target as published checkpoints of several quantisation methods hold one; its LM head stays as it is."""
+"""The golden target as published checkpoints of several quantisation methods hold one; its LM head stays as it is.
+
+The golden target in int8, see ``server/patches/int8_method.py``.
+
+LoRA adapters of the golden target with random weights, large enough to change its texts.
+"""
 
 from __future__ import annotations
 
@@ -160,3 +165,69 @@ METHODS = {
         _gptq,
     ),
 }
+
+
+OF_ROWS = {"self_attn": "token", "mlp": "tensor", "lm_head": "token"}
+"""Scales by which a row's result is its own: of every token, and one that is fixed."""
+
+
+def int8_target(folder: Path, scales: dict[str, str]) -> Path:
+    """A target with these scales of its activations, by part of the layer's name; returns its folder."""
+    path = folder / "target"
+    shutil.copytree(TARGET, path, dirs_exist_ok=True)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "test_int8", "scales": scales}
+    if "lm_head" in scales:  # an LM head that is the embedding is not quantised
+        config["tie_word_embeddings"] = False
+        tensors = load_file(path / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+RANKS = {"red": 4, "green": 8, "blue": 2, "grey": 4}
+"""Adapters by name, of unequal ranks. With requests that name none, one kind more than the servers below hold."""
+PLACES = len(RANKS)
+
+_CONFIG = json.loads((TARGET / "config.json").read_text())
+_HEADS = _CONFIG["head_dim"] * _CONFIG["num_attention_heads"]
+_KV_HEADS = _CONFIG["head_dim"] * _CONFIG["num_key_value_heads"]
+_HIDDEN, _INNER = _CONFIG["hidden_size"], _CONFIG["intermediate_size"]
+_MODULES = {  # inputs, outputs
+    "self_attn.q_proj": (_HIDDEN, _HEADS),
+    "self_attn.k_proj": (_HIDDEN, _KV_HEADS),
+    "self_attn.v_proj": (_HIDDEN, _KV_HEADS),
+    "self_attn.o_proj": (_HEADS, _HIDDEN),
+    "mlp.gate_proj": (_HIDDEN, _INNER),
+    "mlp.up_proj": (_HIDDEN, _INNER),
+    "mlp.down_proj": (_INNER, _HIDDEN),
+}
+
+
+def written_adapter(folder: Path, rank: int, seed: int) -> Path:
+    """An adapter of all linear layers in the files of PEFT; returns ``folder``."""
+    noise = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(_CONFIG["num_hidden_layers"]):
+        for module, (inputs, outputs) in _MODULES.items():
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=noise) / inputs**0.5
+            tensors[f"{name}.lora_B.weight"] = 0.2 * torch.randn(outputs, rank, generator=noise) / rank**0.5
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": [module.partition(".")[2] for module in _MODULES],
+        "base_model_name_or_path": str(TARGET),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def adapter_flags(folder: Path, backend: str) -> tuple[str, ...]:
+    """Flags of a server with these adapters, which are written below ``folder``."""
+    paths = [f"{name}={written_adapter(folder / name, rank, seed)}" for seed, (name, rank) in enumerate(RANKS.items())]
+    return ("--enable-lora", "--lora-backend", backend, "--max-loras-per-batch", str(PLACES), "--lora-paths", *paths)

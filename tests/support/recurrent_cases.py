@@ -1,9 +1,9 @@
 """Calls of the kernels of recurrent layers, see ``kernel_cases``."""
 
 import torch
+from acceptance_cases import DTYPES
 from kernel_calls import case
 from recurrent_rows import replayed
-from rounding import DTYPES
 
 DELTA = {torch.float32: {"atol": 2e-6, "rtol": 2e-5}}  # float32 sums of up to 40 products, in another order
 LENS, SLOTS = [3, 0, 1, 4], [4, 2, -1, 1]

@@ -1,11 +1,22 @@
-"""Decode steps without a server: the served executor on the golden pair, whose target is transformers' own."""
+"""Decode steps without a server: the served executor on the golden pair, whose target is transformers' own.
 
-from collections.abc import Sequence
-from functools import cached_property
+Steps as on a GPU, without a server: staged into tiers, laid out in buffers, replayed by calling again.
+
+A CUDA graph without a GPU: what was launched is launched again, and no line of Python between the launches runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import pytest
 import torch
 from dspark_kernels import (
     MOST_MATCH,
@@ -19,8 +30,13 @@ from dspark_kernels import (
     adjust,
 )
 from golden_replay import Golden, lend_target, load_golden
+from replays import Emulated
 from reference_decoding import Target
+from step_tables import make_table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
+from triton.runtime.interpreter import InterpretedFunction
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.formats import Reading
@@ -34,8 +50,10 @@ from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision, StepRecord
 from sglang_dspark.step.state import DecodeBatch, StepOutcome, TargetOutput, VerifyPlan
+from sglang_dspark.worker import graphs
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.eager import EagerExecutor
+from sglang_dspark.worker.graphs import CapturedSteps, ExecutorSelector
 
 DATA = Path(__file__).parents[1] / "data" / "golden"
 DRAFT = DATA / "vanilla_g7"
@@ -234,3 +252,140 @@ class StageLoop:
             logits.append(whole_logits[-len(window) :])
             features.append(whole_features[-len(window) :])
         return TargetOutput(SimpleNamespace(next_token_logits=torch.cat(logits)), torch.cat(features))
+
+
+class GraphLoop(StageLoop):
+    """Runs its steps by graphs if they fit into them.
+
+    Attributes:
+        replayed: whether each step was.
+        outcomes, copies: of each step, and what they were when it ended.
+        advanced: by how many rows states were advanced, of each step.
+        limits: what requests ask for.
+        keeps_logits: whether somebody reads the logits of its steps.
+    """
+
+    keeps_logits = False
+    parts = ()
+
+    def __init__(self, monkeypatch, slots, limits=None, relay=None, **options):
+        super().__init__(make_table(lambda r, d, c: 10 + d * r, lambda r, d, c: 1 + 0 * r, gamma=7), **options)
+        self._slots, self._patch, self.limits, self.relay = slots, monkeypatch, limits, relay
+        self.replayed, self.outcomes, self.copies, self.advanced = [], [], [], []
+        choose = self.schedule.choose
+        self.schedule.choose = lambda ids, context, *_, **__: choose(ids, context, self.limits)
+        self.executors = None
+
+    def _batch(self, number):
+        return replace(super()._batch(number), keeps_logits=self.keeps_logits)
+
+    def _run(self, step, decision, hooks):
+        if self.executors is None:
+            self.start_graphs()
+        executor = self.executors.select(step, decision)
+        outcome = executor.run(step, decision, hooks)
+        self.replayed.append(executor.in_graphs)
+        self.outcomes.append(outcome.accepted)
+        self.copies.append(deepcopy(outcome.accepted))
+        return outcome
+
+    def start_graphs(self):
+        """Capture them."""
+        self.executors = ExecutorSelector(self.eager)
+        self.executors.add_graphs(self._captured())
+
+    def _captured(self):
+        @contextmanager
+        def capturing(runner):
+            yield Emulated
+
+        def static_verify(runner, step, plan, logits, *_):
+            captured = torch.zeros(len(plan.input_ids), self.drafter.model.fc.weight.shape[1])
+            kept = torch.zeros(len(plan.input_ids), self.num_tokens) if logits is None else logits
+
+            def run():
+                if int(plan.indptr[-1]) == 0:  # captured before there is a step
+                    return TargetOutput(SimpleNamespace(next_token_logits=kept), captured, advance)
+                output = self._verify(step, plan)
+                found = output.logits_output.next_token_logits
+                kept.fill_(torch.nan)  # what padding is, nobody may ask
+                kept[: len(found)], captured[: len(found)] = found, output.captured
+                return TargetOutput(SimpleNamespace(next_token_logits=kept), captured, advance)
+
+            def advance(lengths):
+                self.advanced.append(lengths.tolist())
+
+            return run
+
+        runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self._table), attn_backend=None)
+        self.num_tokens = len(self.target([1])[0][0])
+        runner.model_config = SimpleNamespace(vocab_size=self.num_tokens)
+        buffer = lambda runner, rows: torch.zeros(rows, runner.model_config.vocab_size)  # noqa: E731
+        for name, value in {"capturing": capturing, "static_verify": static_verify, "logits_buffer": buffer}.items():
+            self._patch.setattr(graphs, name, value)
+        self._patch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+        steps = CapturedSteps(
+            self.eager, runner, self._slots, self.gamma, seed=self.noise_seed, relay=self.relay, parts=self.parts
+        )
+        steps.capture()
+        self.advanced.clear()
+        return steps
+
+
+def prompts_of(loop):
+    return [case.prompt_ids for case in loop.golden.cases[:3]]
+
+
+T = TypeVar("T")
+
+aten = torch.ops.aten
+MEMORY = {aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_strided.default}
+
+
+class RecordedGraph(Generic[T]):
+    """Records a function, and replays its operations and interpreted kernels on the tensors that they had.
+
+    Attributes:
+        output: what the function returned; every replay overwrites its tensors.
+    """
+
+    def __init__(self, run: Callable[[], T]) -> None:
+        self._tape: list[Callable[[], None]] = []
+        launch = InterpretedFunction.run
+
+        def launch_recorded(kernel: Any, *args: Any, **kwargs: Any) -> None:
+            operations.stopped = True
+            launch(kernel, *args, **kwargs)
+            operations.stopped = False
+            self._tape.append(partial(launch, kernel, *args, **kwargs))
+
+        with pytest.MonkeyPatch.context() as patch, _Operations(self._tape) as operations:
+            patch.setattr(InterpretedFunction, "run", launch_recorded)
+            self.output = run()
+
+    def replay(self) -> T:
+        """Run the operations and kernels again."""
+        for launch in self._tape:
+            launch()
+        return self.output
+
+
+class _Operations(TorchDispatchMode):
+    """Records operations of torch, unless ``stopped``, as inside of a kernel."""
+
+    def __init__(self, tape: list[Callable[[], None]]) -> None:
+        super().__init__()
+        self._tape, self.stopped = tape, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.stopped and func not in MEMORY:
+            self._tape.append(partial(_again, partial(func, *args, **(kwargs or {})), result))
+        return result
+
+
+def _again(run: Callable[[], Any], result: Any) -> None:
+    """Write what an operation returns now to where it has written first."""
+    for old, new in zip(tree_leaves(result), tree_leaves(run()), strict=True):
+        if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+            old.copy_(new)

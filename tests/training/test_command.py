@@ -1,4 +1,7 @@
-"""``python -m sglang_dspark train`` on the golden target, given a chat template."""
+"""``python -m sglang_dspark train`` on the golden target, given a chat template.
+
+Options and the configurations that they fill agree.
+"""
 
 import io
 import json
@@ -7,21 +10,27 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated, Literal
 
+import click
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from click.testing import CliRunner
 from dspark_training import command
+from dspark_training.command import train
+from dspark_training.options import Flag, SectionedCommand, settings_options, taken
+from dspark_training.settings import TextPlan, TrainConfig
 from dspark_training.target import Target
 from dspark_training.trainer import Trainer
+from msgspec import Meta
 from rich.console import Console
 
+from sglang_dspark.declared import int_range
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.tools.cli import main
-
-pytestmark = pytest.mark.slow
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "target"
 # A turn is "the ... ." and the answer goes on after another "the", as in the text that this target was trained on.
@@ -52,7 +61,7 @@ def prompts(tmp_path):
 
 
 @pytest.fixture
-def train(chat_target, prompts, tmp_path, monkeypatch):
+def train_here(chat_target, prompts, tmp_path, monkeypatch):
     """``train("name", *options)`` works in ``tmp_path / "name"`` and gives the finished command."""
     monkeypatch.setenv("COLUMNS", "1000")
 
@@ -64,8 +73,9 @@ def train(chat_target, prompts, tmp_path, monkeypatch):
     return run
 
 
-def test_prompts_from_a_file_and_invented_ones_become_a_measured_drafter(train, tmp_path, chat_target):
-    result = train("run", "--invent", 6)
+@pytest.mark.slow
+def test_prompts_from_a_file_and_invented_ones_become_a_measured_drafter(train_here, tmp_path, chat_target):
+    result = train_here("run", "--invent", 6)
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "run/corpus/prompts.jsonl").read_text().splitlines()]
     assert len(rows) == len(NOUNS) + 6
@@ -85,25 +95,26 @@ def test_prompts_from_a_file_and_invented_ones_become_a_measured_drafter(train, 
     assert "doctor --target" in result.output
 
 
-def test_an_interrupted_run_and_the_texts_of_another_one(train, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_an_interrupted_run_and_the_texts_of_another_one(train_here, tmp_path, monkeypatch):
     """The same command goes on after the last checkpoint, and another drafter reads the texts that are there."""
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_train_on", dying_in_call(5, Trainer._train_on))
-        assert train("run", "--max-tokens", 13).exit_code == 1
-    result = train("run", "--max-tokens", 13)
+        assert train_here("run", "--max-tokens", 13).exit_code == 1
+    result = train_here("run", "--max-tokens", 13)
     assert result.exit_code == 0, result.output
     assert "continuing after step 4" in result.output
     corpus = tmp_path / "run" / "corpus"
     # Not given again: the texts keep the plan they were begun with.
     options = ("--corpus", corpus, "--taps", "0,3", "--head", "rnn", "--layers", 2, "--no-confidence-head")
     small = [option for option in SMALL if option not in ("--max-tokens", 12)]
-    result = train("second", *options, "--own-embeddings", "--dtype", "bfloat16", "--store-states", small=small)
+    result = train_here("second", *options, "--own-embeddings", "--dtype", "bfloat16", "--store-states", small=small)
     assert result.exit_code == 0, result.output
     assert not (tmp_path / "second" / "corpus").exists()
     model = load_draft_model(tmp_path / "second/draft", dtype=torch.float32, device="cpu")
     assert model.embed_tokens is not None and model.lm_head is not None and model.confidence_head is None
     assert (model.config.markov_head_type, model.config.num_hidden_layers) == ("rnn", 2)
-    result = train("third", "--corpus", corpus)
+    result = train_here("third", "--corpus", corpus)
     assert result.exit_code == 1
     assert re.search(r"--max-tokens 12: the texts in \S+ were begun with 13; drop the option", result.output)
 
@@ -120,28 +131,31 @@ def dying_in_call(number, function):
     return dies
 
 
-def test_losses_schedules_and_vocabularies_are_options(train, tmp_path):
+@pytest.mark.slow
+def test_losses_schedules_and_vocabularies_are_options(train_here, tmp_path):
     options = ("--schedule", "linear", "--tv-weight", 0, "--ce-weight", 1)
-    result = train("run", *options, "--draft-vocabulary", 20, "--patience", 1, "--gradient-accumulation", 2)
+    result = train_here("run", *options, "--draft-vocabulary", 20, "--patience", 1, "--gradient-accumulation", 2)
     assert result.exit_code == 0, result.output
     config = json.loads((tmp_path / "run" / "training_settings.json").read_text())
     assert (config["schedule"], config["gradient_accumulation"], config["draft_vocabulary"]) == ("linear", 2, 20)
     assert (config["loss"]["ce"], config["loss"]["l1"]) == (1.0, 0.0)
     assert len(json.loads((tmp_path / "run/draft/draft_vocabulary.json").read_text())["token_ids"]) == 20
     for option, value in (("--position-decay", 0), ("--warmup-share", 1), ("--grad-clip", 0), ("--patience", 0)):
-        result = train("other", option, value)
+        result = train_here("other", option, value)
         assert result.exit_code == 2
         assert f"Invalid value for '{option}'" in result.output
 
 
-def test_a_missing_library_is_named_with_the_extra_that_has_it(train, monkeypatch):
+@pytest.mark.slow
+def test_a_missing_library_is_named_with_the_extra_that_has_it(train_here, monkeypatch):
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "accelerate" else name)
-    result = train("run")
+    result = train_here("run")
     assert result.exit_code == 1
     assert 'train needs accelerate: pip install "sglang-dspark[train]"' in result.output
 
 
 @pytest.mark.thorough
+@pytest.mark.slow
 def test_two_processes_train_one_drafter(tmp_path, chat_target, prompts):
     """The whole command under torchrun: the first process writes and speaks, the other waits and trains along."""
     fixed = ("train", "--target", chat_target, "--output", tmp_path / "two", "--prompts", prompts, "--device", "cpu")
@@ -156,10 +170,11 @@ def test_two_processes_train_one_drafter(tmp_path, chat_target, prompts):
 
 
 @pytest.mark.thorough
-def test_a_run_from_a_drafter_takes_its_shape(train, tmp_path):
-    assert train("first", "--rank", 4, "--layers", 2, "--taps", "0,3").exit_code == 0
+@pytest.mark.slow
+def test_a_run_from_a_drafter_takes_its_shape(train_here, tmp_path):
+    assert train_here("first", "--rank", 4, "--layers", 2, "--taps", "0,3").exit_code == 0
     options = ("--corpus", tmp_path / "first" / "corpus", "--init", tmp_path / "first" / "draft")
-    result = train("second", *options, "--head", "gated", small=SMALL_TEXTS)
+    result = train_here("second", *options, "--head", "gated", small=SMALL_TEXTS)
     assert result.exit_code == 0, result.output
     config = json.loads((tmp_path / "second/draft/config.json").read_text())
     assert [config[name] for name in ("block_size", "markov_rank", "num_hidden_layers")] == [3, 4, 2]
@@ -184,29 +199,33 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals_name_the_option_and_the_remedy(case, train, monkeypatch):
+@pytest.mark.slow
+def test_refusals_name_the_option_and_the_remedy(case, train_here, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     options, says = REFUSED[case]
-    result = train("run", *options)
+    result = train_here("run", *options)
     assert result.exit_code != 0
     assert says in result.output
 
 
-def test_taps_are_checked_before_the_target_is_loaded(train, monkeypatch):
+@pytest.mark.slow
+def test_taps_are_checked_before_the_target_is_loaded(train_here, monkeypatch):
     monkeypatch.setattr(Target, "from_pretrained", None)
-    result = train("run", "--taps", "1,5")
+    result = train_here("run", "--taps", "1,5")
     assert (result.exit_code, "target_layer_ids=[1, 5]" in result.output) == (1, True)
 
 
-def test_a_target_that_is_not_there_or_has_no_chat_template(train):
-    result = train("run", target="/nowhere/model")
+@pytest.mark.slow
+def test_a_target_that_is_not_there_or_has_no_chat_template(train_here):
+    result = train_here("run", target="/nowhere/model")
     assert (result.exit_code, "--target /nowhere/model: there is no such folder" in result.output) == (1, True)
-    result = train("run", target=GOLDEN)
+    result = train_here("run", target=GOLDEN)
     assert (result.exit_code, "its tokenizer has no chat template; give --raw" in result.output) == (1, True)
     # What was refused left nothing behind that a second try would have to agree with.
-    assert train("run", "--raw", target=GOLDEN).exit_code == 0
+    assert train_here("run", "--raw", target=GOLDEN).exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_file_gets_a_line_now_and_then_and_a_terminal_none(monkeypatch):
     """A bar is drawn on terminals alone; hours without a word look like a program that hangs."""
     clock = iter([0.0, 1.0, 29.0, 31.0, 32.0])
@@ -221,3 +240,83 @@ def test_a_file_gets_a_line_now_and_then_and_a_terminal_none(monkeypatch):
         "training: 3 of 10 loss 2.0",
         "measuring: 0 of 5",
     ]
+
+
+# What the command decides from other options, or from the target, where the user does not say.
+DECIDED = {"invent", "compute_dtype", "mask_token_id"}
+
+
+@dataclass
+class Shape:
+    size: Annotated[int, int_range(1, 8), Flag("How wide.", "width")] = 3
+    share: Annotated[float, Meta(gt=0, lt=1), Flag("How much.")] = 0.5
+    form: Annotated[Literal["round", "square"], Flag("Which.")] = "round"
+    depth: Annotated[int, int_range(0), Flag("How deep.")] | None = None
+    sides: Annotated[tuple[Annotated[int, int_range(1)], ...], Flag("How long.")] = (1, 2)
+    filled: Annotated[bool, Flag("Whether there is something in it.")] = True
+    hidden: int = 1
+
+
+@click.command(cls=SectionedCommand)
+@click.option("--other", is_flag=True, help="Of no configuration.")
+@settings_options(Shape, "Shape")
+def shape(other, **options):
+    click.echo(Shape(**taken(Shape, options)))
+
+
+def run(*arguments):
+    return CliRunner().invoke(shape, arguments)
+
+
+def test_an_option_has_the_default_of_its_field():
+    assert run().output.strip() == str(Shape())
+    options = ("--width", "8", "--share", "0.1", "--form", "square", "--depth", "0", "--sides", "4,5", "--no-filled")
+    assert run(*options).output.strip() == str(Shape(8, 0.1, "square", 0, (4, 5), filled=False))
+
+
+def test_the_help_has_a_heading_for_every_configuration():
+    help_text = run("--help").output
+    own, of_shape = help_text.split("\nShape:\n")
+    assert "--other" in own
+    assert "--width" in of_shape and "[default: 3; 1<=x<=8]" in of_shape
+    assert "hidden" not in help_text
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--width", "0"),
+        ("--width", "9"),
+        ("--share", "0"),
+        ("--share", "1"),
+        ("--form", "flat"),
+        ("--depth", "-1"),
+        ("--sides", "1,0"),
+        ("--sides", "1,x"),
+    ],
+)
+def test_an_option_has_the_bounds_of_its_field(option, value):
+    result = run(option, value)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.output
+
+
+def test_options_that_another_configuration_takes_are_left_to_it():
+    @dataclass
+    class Other:
+        form: str
+
+    assert taken(Shape, {"size": 1, "form": "round", "colour": "red"}, but=Other) == {"size": 1}
+
+
+@pytest.mark.parametrize(("command", "config", "least"), [(train, TrainConfig, 12), (train, TextPlan, 8)])
+def test_commands_and_configurations_have_the_same_defaults(command, config, least):
+    defaults = {field.name: field.default for field in fields(config)}
+    options = {option.name for option in command.params} & defaults.keys() - DECIDED
+    assert len(options) >= least
+    with command.make_context("command", ["--target", "t", "--output", "o"]) as context:
+        for name in options:
+            expected = defaults[name]
+            if not isinstance(expected, int | float | str | tuple | None):
+                continue  # made by a factory
+            assert context.params[name] == expected, name

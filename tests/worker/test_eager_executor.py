@@ -1,25 +1,51 @@
-"""The served stages without a server: what the golden pair drafts, accepts and writes, whatever fails in it."""
+"""The served stages without a server: what the golden pair drafts, accepts and writes, whatever fails in it.
+
+Rows of plain steps whose draft K/V is computed together: drafts behind them are those of steps that compute it.
+
+An exception in a step: the log names the stage, nothing is handed out, and SGLang gets the exception to end over.
+"""
+
+import logging
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
-from dspark_kernels import kernels_anywhere
-from stage_loop import StageLoop
+import torch
+from dspark_kernels import AcceptResult, kernels_anywhere, plan_uniform
+from launches import counting, one
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_objects import batch, request
+from sglang_objects import worker as target_worker
+from stage_loop import GraphLoop, StageLoop, prompts_of
 from step_tables import make_table
+from triton.runtime.interpreter import InterpretedFunction
 
 from sglang_dspark.draft.backbone import DraftWindow
+from sglang_dspark.engine.batch import CachedByBatch
+from sglang_dspark.engine.request_options import BatchOptions
+from sglang_dspark.engine.scheduler import failed_stage
+from sglang_dspark.engine.step_control import StepControl
+from sglang_dspark.step.decision import PLAIN, StepDecision
+from sglang_dspark.step.packed import DeviceTimer
+from sglang_dspark.step.selection import FixedLength
+from sglang_dspark.step.state import VerifyPlan
+from sglang_dspark.worker import drafter, eager
+from sglang_dspark.worker.graphs import ExecutorSelector
+from sglang_dspark.worker.worker import DSparkWorker
 
 NUM_TOKENS = 24
 # Verifying a draft costs a tenth of a plain step, drafting another tenth.
 TABLE = make_table(lambda r, d, c: 10 + d * r, lambda r, d, c: 1.0 * r, gamma=7)
 
 
-def prompts_of(loop: StageLoop) -> list[list[int]]:
+def loop_prompts(loop: StageLoop) -> list[list[int]]:
     return [case.prompt_ids for case in loop.golden.cases]
 
 
 def test_the_golden_rounds_are_decoded_in_one_batch():
     """Requests of different lengths side by side: drafts, accepted counts and texts of the checkpoint's own code."""
     loop = StageLoop(schedule="static")
-    outputs = loop.serve(prompts_of(loop), NUM_TOKENS)
+    outputs = loop.serve(loop_prompts(loop), NUM_TOKENS)
     compared = 0
     for case, output, trace in zip(loop.golden.cases, outputs, loop.traces, strict=True):
         length = min(NUM_TOKENS, len(case.output_ids))
@@ -38,7 +64,7 @@ def test_kernels_decode_the_golden_rounds():
     loop = StageLoop(schedule="static")
     case = loop.golden.cases[0]
     with kernels_anywhere():
-        (output,) = loop.serve(prompts_of(loop)[:1], 8)
+        (output,) = loop.serve(loop_prompts(loop)[:1], 8)
     assert output[:8] == case.output_ids[:8]
     rounds = list(zip(case.rounds, loop.traces[0], strict=False))
     assert len(rounds) > 1
@@ -60,7 +86,7 @@ def test_kernels_decode_the_golden_rounds():
 def test_greedy_text_is_the_same_under_every_policy(options):
     loop = StageLoop(TABLE, **options)
     expected = [case.output_ids[:NUM_TOKENS] for case in loop.golden.cases]
-    outputs = loop.serve(prompts_of(loop), NUM_TOKENS)
+    outputs = loop.serve(loop_prompts(loop), NUM_TOKENS)
     assert [output[: len(text)] for output, text in zip(outputs, expected, strict=True)] == expected
 
 
@@ -68,7 +94,7 @@ def test_seeded_text_is_the_same_whatever_is_verified():
     texts = []
     for verify_len in (0, 2, 7):
         loop = StageLoop(schedule="static", verify_len=verify_len)
-        texts.append(loop.serve(prompts_of(loop)[:3], 10, temperature=1.0, seeds=range(3)))
+        texts.append(loop.serve(loop_prompts(loop)[:3], 10, temperature=1.0, seeds=range(3)))
     assert texts[0] == texts[1] == texts[2]
     greedy = [case.output_ids[:10] for case in loop.golden.cases[:3]]
     assert [text[: len(expected)] for text, expected in zip(texts[0], greedy, strict=True)] != greedy
@@ -142,3 +168,190 @@ def test_nan_of_the_target_stays_with_its_request():
     assert outputs[0] != expected[0]
     assert outputs[1:] == expected[1:]
     assert all(0 <= token < VOCAB_SIZE for token in outputs[0])
+
+
+HELD_TOKENS = 40
+WHOLE = StepDecision(7, FixedLength())
+
+
+@pytest.fixture
+def small_ring(monkeypatch):
+    """It holds four steps."""
+    monkeypatch.setattr(drafter, "_HELD", 16)
+    monkeypatch.setattr(drafter, "_STEP", 4)
+
+
+def decoded(loop, holds, plain):
+    """Return the loop's texts and traces, and how many rows are held before each step.
+
+    Args:
+        plain: steps that draft nothing; all others draft whole blocks.
+    """
+    numbers, held, run = iter(range(1000)), [], loop._run
+    loop.schedule.choose = lambda *asked, **given: PLAIN if next(numbers) in plain else WHOLE
+
+    def noted(step, decision, hooks):
+        if holds and not held:
+            loop.drafter.hold_rows()
+            if isinstance(loop, GraphLoop):
+                loop.start_graphs()
+                loop.drafter.forget_held()
+        held.append(loop.drafter.held)
+        return run(step, decision, hooks)
+
+    loop._run = noted
+    texts = loop.serve(prompts_of(loop), HELD_TOKENS)
+    return texts, loop.traces, held
+
+
+def pools(loop):
+    return loop.drafter.cache.k[:, 1:], loop.drafter.cache.v[:, 1:]
+
+
+@pytest.mark.usefixtures("small_ring")
+@pytest.mark.parametrize("plain", [range(9), {*range(3, 6), *range(7, 10)}], ids=["first", "between"])
+@pytest.mark.parametrize("replays", [False, True], ids=["launched", "replayed"])
+def test_drafts_behind_plain_steps(monkeypatch, replays, plain):
+    """Also where more steps are plain than a ring holds, and where a row of padding is held beside three real ones."""
+
+    def made():
+        return GraphLoop(monkeypatch, [4], schedule="static") if replays else StageLoop(schedule="static")
+
+    loops = made(), made()
+    texts, traces, held = decoded(loops[0], True, plain)
+    assert max(held) == min(12, (4 if replays else 3) * (len(plain) - 3 * isinstance(plain, set)))
+    expected, rounds, none = decoded(loops[1], False, plain)
+    assert (texts, traces) == (expected, rounds) and not any(none)
+    assert any(kept for *_, kept in traces[0])
+    for found, right in zip(*map(pools, loops), strict=True):
+        torch.testing.assert_close(found, right)
+
+
+@pytest.mark.usefixtures("small_ring")
+def test_prompts_may_have_the_slots_of_rows_that_are_held():
+    loop = StageLoop(schedule="off")
+    decoded(loop, True, range(1000))
+    assert loop.drafter.held > 0
+    slots = loop._table[0, : len(loop.texts[0])].long()
+    features = loop.target(loop.texts[1])[1][: len(slots)]
+    loop.drafter.inject(torch.tensor([0]), features, torch.arange(len(features)), slots[: len(features)])
+    before = [pool.clone() for pool in pools(loop)]
+    loop.drafter.settle()
+    assert all(map(torch.equal, pools(loop), before))
+
+
+def commit_launches(holds):
+    """Return what the commit of a plain step launches, by kind."""
+    loop = StageLoop(schedule="off")
+    loop.serve(prompts_of(loop), 1)
+    if holds:
+        loop.drafter.hold_rows()
+    step = loop._batch(1)
+    plan = VerifyPlan.of(plan_uniform(0, step.anchors[:, None][:, :0], step.requests, len(step)), 1)
+    zeros = torch.zeros(len(step), dtype=torch.int64)
+    accepted, captured = (
+        AcceptResult(zeros, zeros, zeros[:, None], zeros),
+        torch.zeros(3, loop.drafter.model.fc.in_features),
+    )
+    launch = InterpretedFunction.run
+
+    def counted(self, *args, **kwargs):
+        with one("kernel"):
+            launch(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, kernels_anywhere(), torch.no_grad(), counting("a commit") as counts:
+        patch.setattr(InterpretedFunction, "run", counted)
+        loop.drafter.commit(plan, accepted, captured)
+    return dict(counts)
+
+
+@pytest.mark.usefixtures("small_ring")
+def test_a_row_that_is_held_costs_two_launches():
+    """Beside the one that keeps its token: nothing is projected."""
+    projected, held = commit_launches(False), commit_launches(True)
+    assert projected["aten.mm.default"] == 2 and projected["kernel"] == 1
+    assert held == {"aten.index_put_.default": 1, "kernel": 1, "aten.add_.Tensor": 1}
+
+
+# What each stage calls.
+CALLED = {
+    "draft": lambda loop: (loop.drafter, "propose"),
+    "plan": lambda loop: (eager, "build_plan"),
+    "verify": lambda loop: (loop.eager, "forward"),
+    "accept": lambda loop: (eager, "accept"),
+    "commit": lambda loop: (loop.drafter, "commit"),
+}
+
+
+def nothing(*args, **kwargs):
+    return None
+
+
+class WorkerLoop(StageLoop):
+    """Decodes by ``DSparkWorker.forward_batch_generation``, on the real executor.
+
+    Attributes:
+        published: lengths that were handed to the scheduler.
+    """
+
+    def __init__(self):
+        super().__init__(schedule="static")
+        self.published = []
+        self.worker = worker = DSparkWorker.__new__(DSparkWorker)
+        worker.step, worker.timer, worker.relay = 0, DeviceTimer(torch.device("cpu")), None
+        worker._target_worker = target_worker()
+        worker.schedule = self.schedule
+        worker.executors = ExecutorSelector(self.eager)
+        worker.request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma))
+        worker.parts, worker.logits_parts, worker.drafter = [], [], self.drafter
+        worker.control = StepControl(self.schedule, self.eager.agreement, [], on_gpu=False)
+        worker.read = lambda batch, adjusted: self._batch(worker.step)
+
+    def _step(self, number):
+        reqs = [request(rid=f"r{place}") for place in range(len(self.texts))]
+        running = batch(*reqs, forward_mode=ForwardMode.DECODE, is_extend_in_batch=False, has_grammar=False)
+        running.spec_info = SimpleNamespace(room=None)
+        self.worker.forward_batch_generation(running, on_publish=self.published.append)
+
+
+def failed(stage, error, caplog, monkeypatch):
+    """Return a loop in whose first step something below ``stage`` has raised ``error``."""
+    loop = WorkerLoop()
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(*CALLED[stage](loop), fail)
+    with caplog.at_level(logging.ERROR), pytest.raises(type(error)) as raised:
+        loop.serve([case.prompt_ids for case in loop.golden.cases[:3]], 8)
+    assert raised.value is error
+    return loop
+
+
+@pytest.mark.parametrize("stage", CALLED)
+def test_the_log_names_the_stage_that_failed(stage, caplog, monkeypatch):
+    loop = failed(stage, RuntimeError("a kernel went wrong"), caplog, monkeypatch)
+    [record] = caplog.records
+    expected = f"step 1 of 3 requests failed in decode: {stage} (RuntimeError: a kernel went wrong)"
+    assert expected in record.getMessage()
+    # Lengths are known to the scheduler when the outcome is, and no sooner; no token is.
+    assert len(loop.published) == (stage == "commit")
+    assert [len(trace) for trace in loop.traces] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (torch.OutOfMemoryError("tried to allocate 1.1 GiB"), "lower --mem-fraction-static or --max-running-requests"),
+        (torch.AcceleratorError("device-side assert", 710), "CUDA_LAUNCH_BLOCKING=1"),
+    ],
+    ids=["memory", "device"],
+)
+def test_faults_of_the_device_come_with_a_remedy(error, remedy, caplog, monkeypatch):
+    failed("accept", error, caplog, monkeypatch)
+    assert remedy in caplog.text
+    assert str(error) in caplog.text
+
+
+def test_what_fails_before_a_step_begins_has_no_stage():
+    assert failed_stage(RuntimeError()) == "its preparation"

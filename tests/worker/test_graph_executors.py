@@ -17,9 +17,8 @@ from dspark_kernels import (
     simulated_confidence,
 )
 from golden_server import CASES
-from graph_loop import GraphLoop, prompts_of
 from random_drafter import random_drafter
-from stage_loop import NO_CHAINS, StageLoop
+from stage_loop import NO_CHAINS, GraphLoop, StageLoop, prompts_of
 
 from sglang_dspark.engine.graphs import Relay
 from sglang_dspark.engine.part import Part

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from canonical_drafter import GEMMA, random_tensors
-from changed_weights import FILE, trained_drafter
-from made_schedule import schedule
+from golden_replay import FILE, trained_drafter
 from quantised_drafter import gguf_drafter, quantised_drafter
 from safetensors.torch import load_file, save_file
 from sglang_objects import partly
 from sglang_objects import worker as target_worker
 from stage_loop import CPU, DATA, DRAFT, StageLoop, golden_network
+from step_tables import schedule
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.frozen_layers import in_eight_bits

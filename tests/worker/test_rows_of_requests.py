@@ -4,10 +4,10 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from graph_loop import GraphLoop, prompts_of
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang_objects import batch, partly, request
+from stage_loop import GraphLoop, prompts_of
 
 from sglang_dspark.engine.batch import CachedByBatch, SamplingReader, most_words
 from sglang_dspark.engine.draft_input import DSparkDraftInput

@@ -1,6 +1,6 @@
 """Layers with a gated delta net, several requests at a time: the convolution and the recurrence, with their states.
 
-``dspark_kernels.gated_delta`` has the formulas. States are [slots, value heads, value size, key size], windows of the
+``dspark_kernels.recurrence`` has the formulas. States are [slots, value heads, value size, key size], windows of the
 convolution [slots, channels, width - 1], and both are written in place. What SGLang's decode rounds is rounded here.
 """
 

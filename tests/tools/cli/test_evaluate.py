@@ -1,14 +1,28 @@
-"""`evaluate` against a stand-in whose rounds follow a known distribution, and in process on the golden pair."""
+"""`evaluate` against a stand-in whose rounds follow a known distribution, and in process on the golden pair.
 
+`calibrate` against a stand-in for the server whose rounds follow a known distribution.
+
+The accept-length protocol on answers whose rounds are counted by hand.
+
+An evaluation as it is shown: tables that fit.
+"""
+
+import io
 import json
+import random
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH
 
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.scheduling.sts import StsCalibration
+from sglang_dspark.tools.cli.measure import _tables
+from sglang_dspark.tools.evaluation import Answer, MeasuredSet, recorded_blocks
 from sglang_dspark.tools.simulator.workload import RecordedBlocks
 
 NUM_PROMPTS = 20
@@ -146,3 +160,250 @@ def test_options_that_do_not_go_together(run, sets, target, draft, options, says
     result = run("evaluate", *sets, *in_process, *(draft if value == "DRAFT" else value for value in options))
     assert result.exit_code == 2
     assert says in result.output
+
+
+CALIBRATION_PROMPTS = 40
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"turns": [f"prompt {i}"]}) + "\n" for i in range(CALIBRATION_PROMPTS)))
+    return path
+
+
+@pytest.fixture
+def calibrate(run, server, prompts, tmp_path):
+    """``calibrate(*options)`` runs the command on the stand-in; the file goes to ``tmp_path / "sts.json"``."""
+    fixed = ("--url", server.url, "--prompts", prompts, "--output", tmp_path / "sts.json")
+    return lambda *options: run("calibrate", *fixed, *options)
+
+
+def test_temperatures_are_found_written_and_measured(calibrate, tmp_path, server):
+    result = calibrate()
+    assert result.exit_code == 0, result.output
+    calibration = StsCalibration.load(tmp_path / "sts.json", GAMMA, target="Target-1B", draft="draft-1b")
+    assert calibration.temperatures == pytest.approx([STRETCH] * GAMMA, rel=0.3)
+    assert calibration.dataset == "prompts.jsonl"
+    assert calibration.num_samples == 0.7 * CALIBRATION_PROMPTS * ROUNDS_PER_ANSWER
+    # 1200 rounds: perfect predictions would show 0.03
+    assert max(calibration.ece_after) < 0.06 < min(calibration.ece_before)
+
+    rows = [words for line in result.output.splitlines() if (words := line.split())[:1] and words[0].isdigit()]
+    assert [row[0] for row in rows] == ["1", "2", "3", "4"]
+    held_out = 0.3 * CALIBRATION_PROMPTS * ROUNDS_PER_ANSWER
+    assert float(rows[0][1]) == held_out > float(rows[1][1]) > float(rows[3][1])
+    eces = (calibration.ece_before, calibration.ece_after)
+    for row, temperature, *position_eces in zip(rows, calibration.temperatures, *eces, strict=True):
+        assert row[2:5] == [f"{temperature:.3f}", *(f"{ece:.2%}" for ece in position_eces)]
+        auc, brier_before, brier_after = map(float, row[6:])
+        assert auc > 0.7
+        assert brier_after < brier_before
+    assert f"--speculative-dspark-confidence-sts-path {tmp_path / 'sts.json'}" in result.output
+
+
+def test_what_the_server_is_asked(calibrate, server):
+    assert calibrate("--max-tokens", 64, "--temperature", 0.7, "--limit", 20).exit_code == 0
+    assert len(server.requests) == 20
+    path, headers, body = server.requests[0]
+    assert path == "/v1/chat/completions"
+    assert "Authorization" not in headers
+    assert body == {
+        "model": "default",
+        "messages": body["messages"],
+        "max_tokens": 64,
+        "temperature": 0.7,
+        "return_meta_info": True,
+        "speculation": {"trace": True, "preset": "none"},
+    }
+    assert {body["messages"][0]["content"] for _, _, body in server.requests} == {f"prompt {i}" for i in range(20)}
+
+
+def test_the_chat_template_gets_its_arguments(calibrate, server):
+    """Without one: test_evaluate.py."""
+    assert calibrate("--chat-template-kwargs", '{"enable_thinking": false}').exit_code == 0
+    assert {str(body["chat_template_kwargs"]) for _, _, body in server.requests} == {"{'enable_thinking': False}"}
+
+
+def test_raw_prompts_and_an_api_key(calibrate, server):
+    assert calibrate("--raw", "--api-key", "secret", "--max-tokens", 64).exit_code == 0
+    path, headers, body = server.requests[0]
+    assert path == "/generate"
+    assert headers["Authorization"] == "Bearer secret"
+    assert body["sampling_params"] == {"max_new_tokens": 64, "temperature": 0.0}
+
+
+def test_the_same_answers_give_the_same_file(calibrate, tmp_path):
+    texts = []
+    for concurrency in (1, 16):
+        result = calibrate("--concurrency", concurrency)
+        assert result.exit_code == 0, result.output
+        texts.append((tmp_path / "sts.json").read_text())
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"verified": GAMMA - 1}, "start the server with --speculative-dspark-schedule static"),
+        ({"drafted": GAMMA - 1, "verified": GAMMA - 1}, "did not verify a whole block of drafts"),
+        ({"verified": GAMMA - 1}, 'POST /dspark/policy {"policy": "static"}'),
+        ({"has_head": False}, "the drafter has no confidence head"),
+        ({"block_size": GAMMA + 1}, "start the server without --speculative-dspark-block-size"),
+        ({"has_traces": False}, "no answer has a dspark_trace; serve with the sglang-dspark plugin"),
+        ({"algorithm": None}, "--speculative-algorithm None; start it with --speculative-algorithm DSPARK"),
+    ],
+)
+def test_servers_that_cannot_be_calibrated(calibrate, server, tmp_path, state, says):
+    vars(server).update(state)
+    result = calibrate()
+    assert result.exit_code == 1
+    assert says in result.output
+    assert not (tmp_path / "sts.json").exists()
+
+
+def test_a_server_that_refuses_a_prompt(calibrate, server, prompts):
+    with prompts.open("a") as file:
+        file.write('{"prompt": "refuse"}\n')
+    result = calibrate("--concurrency", 1)
+    assert (result.exit_code, "penalties are not served" in result.output) == (1, True)
+    assert f"Error: {server.url}/v1/chat/completions: HTTP 400:" in result.output
+
+
+def test_nobody_answers(calibrate):
+    result = calibrate("--url", "http://127.0.0.1:9")
+    assert result.exit_code == 1
+    assert "--url http://127.0.0.1:9: " in result.output
+    assert "check that a DSPARK server is running there" in result.output
+
+
+MEASURED_GAMMA = 3
+SURE, UNSURE = 3.0, -3.0
+
+
+def measured_set(name, answers):
+    return MeasuredSet.from_answers(name, answers, MEASURED_GAMMA)
+
+
+def answer(accepted, *, stopped=False, num_tokens=None, confidence=None, verified=MEASURED_GAMMA):
+    """An answer with these drafts accepted round by round; the first token comes from prefill."""
+    trace = [None]
+    for index, count in enumerate(accepted):
+        logits = [SURE] * MEASURED_GAMMA if confidence is None else confidence[index]
+        entry = {"start": 0, "anchor": 0, "draft": [7] * MEASURED_GAMMA, "confidence": logits, "verified": verified}
+        trace += [entry | {"accepted": count}, *[None] * count]
+    return Answer(trace, len(trace) if num_tokens is None else num_tokens, stopped)
+
+
+def test_rounds_are_pooled_over_the_answers():
+    measured = measured_set("set", [answer([3, 0]), answer([1])])
+    assert measured.accept_length == pytest.approx((4 + 1 + 2) / 3)
+    assert measured.survival == pytest.approx([2 / 3, 1 / 3, 1 / 3])
+    assert measured.conditional == pytest.approx([2 / 3, 1 / 2, 1])
+    assert measured.verify_rate == pytest.approx(7 / 12)
+    assert (measured.num_answers, len(measured.accepted)) == (2, 3)
+
+
+def test_an_accepted_stop_token_ends_the_round_without_a_bonus():
+    # One token of prefill; of three accepted drafts the second is the stop token.
+    measured = measured_set("set", [answer([3], stopped=True, num_tokens=3)])
+    assert (measured.proposed.tolist(), measured.accepted.tolist(), measured.committed.tolist()) == ([2], [2], [2])
+    assert measured.survival == [1, 1, 0]  # nobody proposed a third one
+
+
+def test_a_stop_token_that_the_target_adds_is_a_bonus_token():
+    measured = measured_set("set", [answer([1], stopped=True, num_tokens=3)])
+    assert (measured.proposed.tolist(), measured.committed.tolist()) == ([MEASURED_GAMMA], [2])
+
+
+def test_an_answer_that_is_cut_by_its_length_counts_its_last_round_in_full():
+    measured = measured_set("set", [answer([3], num_tokens=2)])
+    assert measured.accept_length == 4
+
+
+@pytest.mark.parametrize(("num_answers", "share"), [(2, 0.5), (10, 0.3), (97, 0.25), (4, 0.9)])
+def test_whole_answers_are_held_out_all_over_the_set(num_answers, share):
+    measured = measured_set("set", [answer([0, 1, 2, 0, 1])] * num_answers)
+    test = measured.held_out(share)
+    fitted, held_out = set(measured.answer[~test]), set(measured.answer[test])
+    assert not fitted & held_out
+    assert len(held_out) == pytest.approx(share * num_answers, abs=1)
+    assert len(held_out) < 10 or np.diff(sorted(held_out)).max() <= 1 / share + 1
+
+
+def test_a_split_without_rounds_on_one_side():
+    with pytest.raises(ConfigError, match=r"--held-out 0.3 of 2 prompts leaves no round in the held-out part"):
+        measured_set("set", [answer([1])] * 2).held_out(0.3)
+    with pytest.raises(ConfigError, match="in the fit part"):
+        measured_set("set", [answer([]), answer([1])]).held_out(0.5)
+
+
+def test_calibration_of_a_head_that_is_right_and_of_one_that_is_not():
+    logit = float(np.log(0.75 / 0.25))
+    answers = [answer([1 if n % 4 else 0], confidence=[[logit, UNSURE, UNSURE]]) for n in range(400)]
+    first = measured_set("set", answers).confidence()[0]
+    assert first["ece"] == pytest.approx(0.0, abs=1e-9)
+    assert first["brier"] == pytest.approx(0.1875)
+    assert (first["predicted_mean"], first["observed_mean"]) == pytest.approx((0.75, 0.75))
+    wrong = measured_set("set", [answer([0], confidence=[[logit] * 3])]).confidence()[0]
+    assert wrong["ece"] == pytest.approx(0.75)
+    assert wrong["auc"] is None
+
+
+def test_the_standard_error_is_that_of_repeated_samples():
+    rng = np.random.default_rng(0)
+
+    def sample():
+        """Answers of different difficulty."""
+        answers = [answer(rng.binomial(MEASURED_GAMMA, rng.choice([0.2, 0.8]), size=12).tolist()) for _ in range(50)]
+        return measured_set("set", answers)
+
+    sets = [sample() for _ in range(300)]
+    spread = np.std([one.accept_length for one in sets])
+    assert np.mean([one.standard_error for one in sets]) == pytest.approx(spread, rel=0.12)
+
+
+def test_blocks_for_the_simulator_take_the_sets_in_turn_and_leave_out_what_stopped():
+    easy = measured_set("easy", [answer([3, 3]), answer([3], stopped=True, num_tokens=2)])
+    hard = measured_set("hard", [answer([0]), answer([1, 0])])
+    blocks = recorded_blocks([easy, hard], "both")
+    assert blocks.accepted.tolist() == [3, 3, 0, 1, 0]
+    assert blocks.answer.tolist() == [0, 0, 1, 3, 3]
+    assert blocks.logits.shape == (5, MEASURED_GAMMA)
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ([], "ended with its first token"),
+        ([answer([])], "ended with its first token"),
+        ([answer([1], verified=2)], "--speculative-dspark-schedule static"),
+    ],
+)
+def test_rounds_that_say_nothing_about_the_drafter(answers, says):
+    with pytest.raises(ConfigError, match=says):
+        measured_set("set", answers)
+
+
+SHOWN_GAMMA, COLUMNS = 7, 100
+
+
+def shown_set(name, rounds=400, *, has_head=True):
+    rng, trace = random.Random(name), [None]
+    for _ in range(rounds):
+        confidence = [rng.gauss(1, 2) for _ in range(SHOWN_GAMMA)] if has_head else None
+        accepted = rng.randint(0, SHOWN_GAMMA)
+        entry = {"draft": [7] * SHOWN_GAMMA, "confidence": confidence, "verified": SHOWN_GAMMA, "accepted": accepted}
+        trace += [entry, *[None] * accepted]
+    return MeasuredSet.from_answers(name, [Answer(trace, len(trace), False)], SHOWN_GAMMA)
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_tables_fit_a_hundred_columns(has_head):
+    measured = [shown_set(name, has_head=has_head) for name in ("gsm8k", "humaneval", "mt-bench", "livecodebench")]
+    console = Console(width=COLUMNS, record=True, file=io.StringIO())
+    for table in _tables(measured):
+        assert console.measure(table).maximum <= COLUMNS
+        console.print(table)
+    shown = console.export_text()
+    assert f"{measured[3].conditional[SHOWN_GAMMA - 1]:.3f}" in shown

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from byte_tokenizer import save_byte_tokenizer
 from golden_server import TARGET
+from letter_tokenizers import save_byte_tokenizer
 
 from sglang_dspark.draft.reduced_vocabulary import read_token_ids
 

@@ -1,0 +1,443 @@
+"""Attention of few query rows per request: the kernel, its torch form, and dense attention in float64.
+
+Writing committed K/V: the fused kernel against the torch form, and both against the draft model.
+
+Attention of ragged rows on the CPU, against dense attention in float64.
+"""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from acceptance_cases import DTYPES, FP32_TOL, assert_equal_but_for_rounding, dense_attention
+from canonical_drafter import config_json
+from dspark_kernels import (
+    CommitRows,
+    PagedWindows,
+    VisibleKeys,
+    attend_groups,
+    dispatch,
+    group_contexts,
+    is_crowded,
+    kv_inject,
+    kv_inject_ref,
+    num_splits,
+    widest_window,
+    window_attention,
+    window_attention_ref,
+)
+from dspark_kernels.attention import window as module
+from target_distribution import pairwise
+from triton import next_power_of_2
+from triton.runtime.interpreter import interpreter_builder
+
+from sglang_dspark.draft.formats import read_content
+from sglang_dspark.draft.model import DraftModel
+
+WINDOWS = {
+    "blocks-gqa3": ((5, 0, 131, 64), (7, 7, 7, 7), (6, 2, 32)),
+    "one-token-mha": ((1,), (1,), (3, 3, 16)),
+    "ragged-smollm2": ((17, 3, 90), (4, 1, 2), (9, 3, 64)),
+    "empty-request-mqa-odd-head": ((9, 170, 0), (5, 0, 3), (4, 1, 24)),
+}
+
+
+def window_case(prefix_lens, query_lens, shape, device, dtype=torch.float32, padding=3):
+    generator = torch.Generator().manual_seed(sum(prefix_lens))
+    heads, kv_heads, head_dim = shape
+    bs, slots, num_rows = len(prefix_lens), 1 + sum(prefix_lens), sum(query_lens) + padding
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    # As a fused projection leaves them.
+    q, k, v = rand(num_rows, heads + 2 * kv_heads, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+    pools = rand(slots, kv_heads, head_dim), rand(slots, kv_heads, head_dim)
+    table = torch.randint(1, max(2, slots), (bs + 3, max(prefix_lens) + 5), generator=generator, dtype=torch.int32)
+    rows = torch.randperm(bs + 3, generator=generator)[:bs]
+    indptr = torch.tensor([0, *query_lens]).cumsum(0)
+    lens = torch.tensor(prefix_lens, device=device)
+    return q, (k, v), pools, PagedWindows(table.to(device), rows.to(device), lens, indptr.to(device), max(query_lens))
+
+
+SIGHTS = {
+    "everything": (None, False),
+    "window of one": (1, False),
+    "window within the rows": (3, False),
+    "window into the context": (12, False),
+    "window beyond the context": (500, False),
+    "window of one before the anchor": (1, True),
+    "window before the anchor": (70, True),
+}
+
+
+def sees(row, key, prefix, sliding_window, from_anchor, causal):
+    """Return whether a row of the window sees a position, by the two rules of windows."""
+    if causal and key > prefix + row:
+        return False
+    if sliding_window is None:
+        return True
+    if from_anchor:
+        return key >= prefix - sliding_window
+    return key >= prefix + row - sliding_window + 1
+
+
+def sighted(case, name):
+    sliding_window, from_anchor = SIGHTS[name]
+    return *case[:3], replace(case[3], sliding_window=sliding_window, from_anchor=from_anchor)
+
+
+@pytest.mark.parametrize(("window", "sight", "causal"), pairwise(list(WINDOWS), list(SIGHTS), [False, True]))
+def test_reference_shows_what_the_rules_of_windows_say(window, sight, causal):
+    prefix_lens, query_lens, shape = WINDOWS[window]
+    q, (k, v), (k_pool, v_pool), windows = case = sighted(window_case(prefix_lens, query_lens, shape, "cpu"), sight)
+    sinks = torch.linspace(-2, 3, shape[0])
+    out = window_attention_ref(*case, causal=causal, scale=shape[2] ** -0.5, sinks=sinks)
+    for index, (prefix, length) in enumerate(zip(prefix_lens, query_lens, strict=True)):
+        start, slots = int(windows.indptr[index]), windows.req_to_token[windows.req_pool_indices[index], :prefix].long()
+        part = slice(start, start + length)
+        keys, values = torch.cat([k_pool[slots], k[part]]), torch.cat([v_pool[slots], v[part]])
+        seen = [
+            [sees(row, key, prefix, *SIGHTS[sight], causal) for key in range(prefix + length)] for row in range(length)
+        ]
+        mask = torch.tensor(seen, dtype=torch.bool).view(length, prefix + length)
+        torch.testing.assert_close(out[part].double(), dense_attention(q[part], keys, values, mask, sinks), **FP32_TOL)
+
+
+# The interpreter's tl.dot multiplies the bit patterns of bfloat16.
+TOLERANCES = {
+    torch.float32: FP32_TOL,
+    torch.bfloat16 if torch.cuda.is_available() else torch.float16: {"atol": 2e-2, "rtol": 2e-2},
+}
+AXES = [False, True], [1, 2, 8], [False, True], [1, 4], [False, True]
+
+
+@pytest.mark.parametrize(
+    ("window", "sight", "causal", "splits", "with_sinks", "tiles", "crowded", "dtype"),
+    pairwise(list(WINDOWS), list(SIGHTS), *AXES, list(TOLERANCES)),
+)
+def test_kernel_equals_reference(window, sight, causal, splits, with_sinks, tiles, crowded, dtype, device, monkeypatch):
+    """With programs of either size, for every tile of keys and for the usual number of them."""
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", tiles)
+    monkeypatch.setattr(module, "is_crowded", lambda *batch: crowded)
+    prefix_lens, query_lens, shape = WINDOWS[window]
+    q, kv, pools, windows = case = sighted(window_case(prefix_lens, query_lens, shape, device, dtype), sight)
+    sinks = torch.linspace(-2, 3, shape[0], device=device) if with_sinks else None
+    how = {"causal": causal, "scale": shape[2] ** -0.5, "sinks": sinks}
+    exact = q.float(), *(tuple(x.float() for x in pair) for pair in (kv, pools)), windows
+    found = window_attention(*case, splits=splits, **how)
+    torch.testing.assert_close(found.float(), window_attention_ref(*exact, **how), **TOLERANCES[dtype])
+
+
+def in_a_pool_of_its_own(case, device):
+    """Return the case with the rows that are seen in smaller pools, scattered; all others are NaN, row 0 among them."""
+    q, kv, pools, windows = case
+    spans = zip(
+        windows.req_pool_indices.tolist(), windows.prefix_lens.tolist(), windows.indptr.diff().tolist(), strict=True
+    )
+    stored = [
+        (row, windows.first_seen(prefix), prefix + (length if kv is None else 0)) for row, prefix, length in spans
+    ]
+    slots = torch.cat([windows.req_to_token[row, first:last] for row, first, last in stored]).unique().long()
+    own = torch.randperm(len(slots) + 8).to(device)[: len(slots)] + 1
+    translation = torch.zeros(len(pools[0]) + 1, dtype=torch.int64, device=device)
+    translation[slots] = own
+    moved = tuple(torch.full((len(slots) + 9, *pool.shape[1:]), torch.nan).to(pool) for pool in pools)
+    for pool, of_its_own in zip(pools, moved, strict=True):
+        of_its_own.view(torch.uint8)[own] = pool.view(torch.uint8)[slots]
+    return q, kv, moved, replace(windows, translation=translation)
+
+
+@pytest.mark.parametrize(
+    ("window", "sight", "splits", "is_stored", "form"),
+    pairwise(list(WINDOWS), list(SIGHTS), [1, 2, 8], [False, True], [window_attention, window_attention_ref]),
+)
+def test_pools_that_number_their_rows_themselves(window, sight, splits, is_stored, form, device, monkeypatch):
+    """Keys that no row sees need no place in the pool."""
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
+    prefix_lens, query_lens, shape = WINDOWS[window]
+    q, kv, pools, windows = window_case(prefix_lens, query_lens, shape, device)
+    table = torch.nn.functional.pad(windows.req_to_token, (0, windows.width), value=len(pools[0]) - 1)
+    case = sighted((q, None if is_stored else kv, pools, replace(windows, req_to_token=table)), sight)
+    how = {"causal": True, "scale": shape[2] ** -0.5, "splits": splits}
+    expected = window_attention_ref(*case, **how)
+    torch.testing.assert_close(form(*in_a_pool_of_its_own(case, device), **how), expected, **FP32_TOL)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_sinks_count_once_whatever_the_context_is_split_into(splits, device, monkeypatch):
+    """Every head has its own, in 16 bits here."""
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
+    case = window_case((150, 0), (3, 2), (10, 2, 24), device)
+    sinks = torch.linspace(0, 8, 10, device=device).to(torch.float16)
+    how = {"causal": True, "scale": 0.2, "sinks": sinks}
+    found = window_attention(*case, splits=splits, **how)
+    torch.testing.assert_close(found, window_attention_ref(*case, **how), **FP32_TOL)
+    without = window_attention(*case, splits=splits, causal=True, scale=0.2)
+    assert (found - without)[:5].abs().amax(dim=(0, 2)).min() > 1e-3
+
+
+@pytest.mark.parametrize("splits", [3, 32])
+def test_requests_use_splits_by_their_own_contexts(splits, device, monkeypatch):
+    """Beside long contexts a short one gets the rows of a launch without splits and of equal programs, to the bit."""
+    monkeypatch.setattr(module, "is_crowded", lambda *batch: False)
+    prefix_lens, query_lens = (700, 5, 256, 0, 2049, 257), (3, 2, 1, 4, 1, 0)
+    case = window_case(prefix_lens, query_lens, (4, 2, 16), device)
+    how = {"causal": True, "scale": 0.25}
+    out, whole = (window_attention(*case, splits=num, **how) for num in (splits, 1))
+    torch.testing.assert_close(out, window_attention_ref(*case, **how), **FP32_TOL)
+    rows = torch.arange(3, 10, device=device)  # of contexts of at most five tiles
+    assert torch.equal(out[rows], whole[rows])
+
+
+@pytest.mark.parametrize("splits", [33, 100])
+def test_more_splits_than_are_combined_at_a_time(splits, device, monkeypatch):
+    """A rank with one K/V head needs hundreds of them for one request."""
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
+    case = window_case((64 * 70 + 3, 64 * 33, 64 * 20), (2, 1, 1), (2, 1, 16), device)
+    how = {"causal": True, "scale": 0.5}
+    found = window_attention(*case, splits=splits, **how)
+    torch.testing.assert_close(found, window_attention_ref(*case, **how), **FP32_TOL)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "splits", "used"),
+    [(5, 8, 1), (6, 8, 3), (8, 8, 4), (9, 8, 3), (40, 8, 8), (40, 33, 20), (40, 3, 3)],
+)
+def test_contexts_use_splits_that_have_work(tiles, splits, used, device, monkeypatch):
+    """A split has two tiles, unless there are fewer than six in all; what other splits would write stays as it is."""
+    made = []
+    monkeypatch.setattr(module, "_parts", spying(module._parts, made))
+    case = window_case((64 * tiles, 64 * 4), (2, 3), (2, 1, 16), device, padding=0)
+    window_attention(*case, causal=True, scale=0.25, splits=splits)
+    [(_, lse)] = made
+    written = lse.isfinite().all(2).sum(0)
+    assert written.tolist() == [used if used > 1 else 0] * 2 + [0] * 3
+
+
+def spying(parts, made):
+    """Remembers what was made, filled with NaN."""
+
+    def spy(*args):
+        made.append(tuple(part.fill_(torch.nan) for part in parts(*args)))
+        return made[-1]
+
+    return spy
+
+
+@pytest.mark.parametrize("splits", [3, 11, 16])
+def test_the_last_program_combines_whichever_it_is(splits, device, monkeypatch):
+    """The result is the same to the bit, and counters are zeros again: a captured launch is replayed."""
+    for name, value in {
+        "_TILES_PER_SPLIT": 1,
+        "_FAN": 4,
+        "_tiles_of_keys": lambda *args, **how: {"BLOCK_N": 16},
+    }.items():
+        monkeypatch.setattr(module, name, value)
+    case = window_case((16 * 16, 9, 16 * 4), (2, 2, 3), (3, 1, 16), device, padding=2)
+    how = {"causal": True, "scale": 0.25}
+    expected = window_attention(*case, splits=splits, **how)
+    torch.testing.assert_close(expected, window_attention_ref(*case, **how), **FP32_TOL)
+    in_order = interpreter_builder.set_grid_idx
+    for arrival in (list(range(splits))[::-1], torch.randperm(splits).tolist()):
+        monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z, to=arrival: in_order(x, y, to[z]))
+        assert torch.equal(window_attention(*case, splits=splits, **how), expected)
+        assert not module._arrivals(expected.device).any()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "max_tile"), [(9, 3, 16 * 64), (14, 2, 16 * 64), (14, 2, 32 * 64), (5, 1, 64 * 64)]
+)
+def test_groups_of_heads_are_shared_out(heads, kv_heads, max_tile, device, monkeypatch):
+    """Shares of one head up to all of a group, and a last share that is not full."""
+    monkeypatch.setattr(module, "_MAX_TILE", max_tile)
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
+    case = window_case((33, 0, 140), (4, 7, 1), (heads, kv_heads, 64), device)
+    for causal, splits in ((True, 1), (False, 2)):
+        out = window_attention(*case, causal=causal, scale=0.125, splits=splits)
+        expected = window_attention_ref(*case, causal=causal, scale=0.125)
+        torch.testing.assert_close(out[:12], expected[:12], **FP32_TOL)
+
+
+@pytest.mark.parametrize(
+    ("window", "splits", "dtype"),
+    pairwise(list(WINDOWS), [1, 2], [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]),
+)
+def test_a_window_that_is_stored_is_read_from_the_pool(window, splits, dtype, device, monkeypatch):
+    """K/V is stored in the pool's dtype, behind the contexts, as later steps will find it."""
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
+    prefix_lens, query_lens, shape = WINDOWS[window]
+    q, _, _, windows = window_case(prefix_lens, query_lens, shape, device)
+    table = torch.nn.functional.pad(windows.req_to_token, (0, windows.width))
+    windows = replace(windows, req_to_token=table)
+    pool = tuple(torch.randn(200, *shape[1:], device=device).to(dtype) for _ in range(2))
+    placed = []
+    for row, prefix, length in zip(windows.req_pool_indices.tolist(), prefix_lens, query_lens, strict=True):
+        table[row] = torch.randint(1, 200, table[row].shape).to(table)
+        placed += table[row, prefix : prefix + length].tolist()
+    how = {"causal": True, "scale": shape[2] ** -0.5}
+    exact = tuple(part.float() for part in pool)
+    rows = (torch.nn.functional.pad(part[placed], (0, 0, 0, 0, 0, len(q) - len(placed))) for part in exact)
+    expected = window_attention_ref(q, tuple(rows), exact, windows, **how)
+    for found in (
+        window_attention(q, None, pool, windows, splits=splits, **how),
+        window_attention_ref(q, None, pool, windows, **how),
+    ):
+        torch.testing.assert_close(found, expected, **FP32_TOL)
+
+
+@pytest.mark.parametrize(("padding", "splits"), [(1, 4), (9, 1), (40, 4)])
+def test_rows_of_no_request_are_zero(padding, splits, device, monkeypatch):
+    """Later layers compute with these rows, and quantise by the largest value that they see."""
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
+    case = window_case((33, 0, 140), (4, 0, 1), (6, 2, 24), device, padding=padding)
+    out = window_attention(*case, causal=True, scale=0.125, splits=splits)
+    assert out[:5].isfinite().all() and out[:5].any()
+    assert not out[5:].any()
+
+
+def test_as_many_splits_as_fill_the_gpu_by_default(device, monkeypatch):
+    case, used = window_case((200,), (3,), (4, 2, 16), device, padding=0), []
+    monkeypatch.setattr(module, "num_processors", lambda device: 8)
+    monkeypatch.setattr(module, "num_splits", lambda *given: used.append(given) or num_splits(*given))
+    how = {"causal": True, "scale": 0.25}
+    torch.testing.assert_close(window_attention(*case, **how), window_attention_ref(*case, **how), **FP32_TOL)
+    assert used == [(1, 2, 8)] and num_splits(*used[0]) == 8
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "splits"),
+    [
+        (8, {1: 33, 2: 16, 3: 11, 4: 8, 6: 5, 8: 4, 11: 3, 16: 2, 17: 1, 64: 1, 512: 1}),
+        (2, {1: 132, 4: 33, 8: 16, 16: 8, 32: 4, 66: 2, 67: 1}),
+        (1, {1: 256, 2: 132, 33: 8}),
+    ],
+)
+def test_splits_fill_the_processors(kv_heads, splits):
+    """Two programs of long contexts for each of 132 multiprocessors, as nearly as whole splits allow."""
+    assert {bs: num_splits(bs, kv_heads, 132) for bs in splits} == splits
+    assert all(bs * kv_heads * num <= 2 * 132 for bs, num in splits.items() if num > 1)
+
+
+def test_programs_of_many_requests_are_small():
+    assert not is_crowded(32, 8, 132)
+    assert is_crowded(64, 8, 132)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_no_tile_of_a_window_that_start_up_lets_through_is_too_large(head_dim, dtype):
+    """Compiled for GPUs that are not here by `benchmarks/kernels/compile_for.py`, as wide as that."""
+    widest = widest_window(head_dim, dtype)
+    head_bytes = module._block_d(head_dim) * dtype.itemsize
+    for width in (1, 8, widest - 1, widest):
+        for group in (1, 4, 7, 16):
+            share = module._heads_per_program(group, width, head_bytes)
+            assert 1 <= share <= group
+            assert next_power_of_2(width * share) * head_bytes <= module._MAX_TILE
+    assert module._heads_per_program(4, 8, 64) == 4
+    assert next_power_of_2(widest + 1) * head_bytes > module._MAX_TILE
+
+
+EPS = 1e-6
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_only_committed_rows_are_written(index_dtype, device):
+    generator, slots = torch.Generator().manual_seed(0), torch.arange(3, 15, device=device)
+    projected, norm = (torch.randn(*s, generator=generator).to(device) for s in ((12, 2 * 2 * 2 * 24), (2, 24)))
+    given = projected, norm, EPS, torch.ones(12, device=device), slots, slots
+    accepted = torch.tensor([2, 0, -1, 3])
+    columns = torch.tensor([0, 1, 2, 3, 0, 1, 0, 0, 1, 0, 0, 99])
+    requests = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3, 3, 4, -1, 3])
+    expected = torch.tensor([1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 0], dtype=torch.bool)
+    rows = CommitRows(*(x.to(index_dtype).to(device) for x in (columns, requests, accepted)))
+    assert torch.equal(rows.kept().cpu(), expected)
+    for form in (kv_inject, kv_inject_ref):
+        for rows_or_all, written in ((rows, expected), (None, torch.ones(12, dtype=torch.bool))):
+            pools = tuple(torch.zeros(2, 16, 2, 24, device=device) for _ in range(2))
+            form(*given, pools, rows_or_all)
+            for pool in pools:
+                changed = (pool[:, 1:] != 0).flatten(2).any(-1).any(0).cpu()
+                assert set((1 + changed.nonzero().squeeze(1)).tolist()) == set(slots.cpu()[written].tolist())
+
+
+def test_what_is_computed_is_narrowed_where_the_host_may_read(device):
+    """On a CPU to the kept rows; with kernels not at all, for their number is known on the device alone."""
+    columns, requests = torch.tensor([0, 1, 0, 1], device=device), torch.tensor([0, 0, 1, 1], device=device)
+    rows = CommitRows(columns, requests, torch.tensor([0, 1], device=device))
+    assert rows.narrowed() == (slice(None), rows)
+    on_host = CommitRows(*(part.cpu() for part in vars(rows).values()))
+    with patch.object(dispatch, "_anywhere", []):
+        kept, rest = on_host.narrowed()
+    assert kept.tolist() == [0, 2, 3] and rest is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_both_forms_store_what_the_draft_model_computes(dtype, device):
+    config = read_content(config_json(num_hidden_layers=3, layer_types=...), origin="").config
+    torch.manual_seed(0)
+    model = DraftModel(config, own_embedding=False, own_lm_head=False).to(device, dtype)
+    for layer in model.decoder_layers:
+        torch.nn.init.normal_(layer.self_attn.k_norm.weight)
+    model.freeze()
+    num_rows, num_slots = 11, 30
+    h_ctx = torch.randn(num_rows, config.hidden_size, device=device, dtype=dtype)
+    positions = torch.randint(0, 3000, (num_rows,), device=device)
+    slots = 1 + torch.randperm(num_slots - 1, device=device)[:num_rows]
+    k, v = model.context_kv(h_ctx, positions)
+    inputs = model.context_projection(h_ctx), model.context_k_norm, config.rms_norm_eps, model.rotary.inv_freq
+    shape = (config.num_hidden_layers, num_slots, config.num_key_value_heads, config.head_dim)
+    k_pool, v_pool = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+    kv_inject_ref(*inputs, positions, slots, (k_pool, v_pool))
+    assert torch.equal(k_pool[:, slots], k) and torch.equal(v_pool[:, slots], v)
+    kv_inject(*inputs, positions, slots, (k_pool, v_pool))
+    assert_equal_but_for_rounding(k_pool[:, slots], k)
+    assert torch.equal(v_pool[:, slots], v)
+
+
+RAGGED = {
+    "one token": ([1], [1]),
+    "decode": ([40], [1]),
+    "no prefix": ([8], [8]),
+    "uniform": ([50, 50, 50], [3, 3, 3]),
+    "one padded group": ([50, 45, 40], [1, 6, 3]),
+    "several groups": ([3, 200, 64, 4, 190, 60], [2, 1, 6, 4, 3, 1]),
+}
+
+
+@pytest.mark.parametrize(
+    ("ragged", "window", "with_sinks", "translated"),
+    pairwise(list(RAGGED), [None, 1, 6, 64], [False, True], [False, True]),
+)
+def test_ragged_attention_is_causal_from_the_right(ragged, window, with_sinks, translated):
+    """In a pool that numbers its rows itself, keys that no query sees have lost their rows, and may be NaN."""
+    (key_lens, query_lens), sinks = RAGGED[ragged], torch.linspace(-2, 3, 6) if with_sinks else None
+    generator = torch.Generator().manual_seed(sum(key_lens))
+    q = torch.randn(sum(query_lens), 6, 32, generator=generator)
+    pools = [torch.randn(300, 2, 32, generator=generator) for _ in range(2)]
+    table = torch.stack([1 + torch.randperm(299, generator=generator)[:210] for _ in range(9)]).int()
+    rows = torch.randperm(9, generator=generator)[: len(key_lens)].tolist()
+    spans = list(zip(rows, key_lens, query_lens, strict=True))
+    visible, read = VisibleKeys(causal=True, sliding_window=window), pools
+    if translated:
+        firsts = [0 if window is None else max(0, keys - queries - window + 1) for _, keys, queries in spans]
+        parts = [table[row, first:keys] for (row, keys, _), first in zip(spans, firsts, strict=True)]
+        seen = torch.cat(parts).unique().long()
+        translation, own = torch.zeros(300, dtype=torch.int64), 1 + torch.randperm(len(seen), generator=generator)
+        translation[seen] = own
+        visible, read = visible._replace(translation=translation), [torch.full((301, 2, 32), torch.nan) for _ in pools]
+        for pool, of_its_own in zip(pools, read, strict=True):
+            of_its_own[own] = pool[seen]
+    groups = group_contexts(table, rows, key_lens, query_lens, visible, heads_per_kv=3, dtype=torch.float32)
+    out = attend_groups(q, *read, groups, 32**-0.5, sinks=sinks)
+    start = 0
+    for row, num_keys, num_queries in spans:
+        k, v = (pool[table[row, :num_keys].long()] for pool in pools)
+        positions = num_keys - num_queries + torch.arange(num_queries)[:, None]
+        ages = positions - torch.arange(num_keys)
+        mask = (ages >= 0) & (ages < (num_keys if window is None else window))
+        part = slice(start, start + num_queries)
+        torch.testing.assert_close(out[part].double(), dense_attention(q[part], k, v, mask, sinks), **FP32_TOL)
+        start += num_queries
