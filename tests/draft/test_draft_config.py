@@ -1,6 +1,6 @@
 """config.json: what is accepted, what is refused, and that refusals say which key, which value and what to do.
 
-Configuration files as published drafters have them. Those that trainers write: test_trainer_files.py.
+Configuration files as published drafters have them. Those that trainers write: test_draft_weights.py.
 """
 
 import json

@@ -1,6 +1,6 @@
 """SGLang's own worker under our schedule, without a server: rows, steps, and what is refused at start-up.
 
-SGLang's own worker, as it comes, keeps the drafts that ours keeps. On servers: test_simulated_acceptance.py.
+SGLang's own worker, as it comes, keeps the drafts that ours keeps. On servers: test_greedy.py.
 """
 
 import os

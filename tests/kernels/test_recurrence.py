@@ -1,10 +1,10 @@
 """The gated delta rule over ragged rows, and a commit that replays what was accepted.
 
-Values are compared with those of SGLang: test_stock_recurrence.py.
+Values are compared with those of SGLang below.
 
 The short convolution over ragged rows, and a commit that moves windows on.
 
-Values are compared with those of SGLang: test_stock_recurrence.py.
+Values are compared with those of SGLang below.
 
 Recurrent layers against SGLang's own kernels, with both under Triton's interpreter where there is no GPU.
 """

@@ -165,7 +165,7 @@ SERVERS: dict[str, Recipe] = {
     ),
     # Pools smaller than the context, as of long contexts on one GPU.
     "small_pool": Recipe((*DSPARK, STATIC, f"{CROWDED} 256")),
-    # Drafters of other forms than DeepSpec's: test_checkpoint_variants.py; in a context that requests grow out of.
+    # Drafters of other forms than DeepSpec's: test_targets.py; in a context that requests grow out of.
     "tight": Recipe(
         (
             _published("speculators"),

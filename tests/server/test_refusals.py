@@ -95,7 +95,7 @@ def test_the_server_survives_refusals(dspark):
 
 
 # One process tries all of them: importing SGLang takes longer than everything else. Of each table a row or two, and
-# rows that SGLang itself resolves first. The tables: tests/engine/test_checks.py, test_flag_rules.py.
+# rows that SGLang itself resolves first. The tables: tests/engine/test_checks.py, test_flags.py.
 STARTUP = [
     (["--speculative-draft-model-path", ""], "--speculative-draft-model-path"),
     (["--speculative-draft-model-path", "./no-such-folder"], "no-such-folder"),

@@ -30,8 +30,8 @@ from dspark_kernels import (
     adjust,
 )
 from golden_replay import Golden, lend_target, load_golden
-from replays import Emulated
 from reference_decoding import Target
+from replays import Emulated
 from step_tables import make_table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

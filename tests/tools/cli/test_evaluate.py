@@ -113,7 +113,7 @@ def test_a_drafter_without_a_confidence_head(run, server, sets):
 
 
 def test_a_server_that_does_not_verify_whole_blocks(run, server, sets):
-    """Others that cannot be measured: test_calibrate.py."""
+    """Others that cannot be measured: see the tests of calibrate."""
     server.verified = GAMMA - 1
     result = run("evaluate", "--url", server.url, *sets)
     assert result.exit_code == 1
