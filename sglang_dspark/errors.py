@@ -6,7 +6,7 @@ Every message names the flag, key or tensor, the value that was found, and what 
 
 Fences what only advises: where it fails for a request, that request goes on without it, and no other one notices.
 
-What a step has to do is not fenced: a fault there may have left K/V half written, and ends the server.
+What a step has to do is not wrapped: a fault there may have left K/V half written, and ends the server.
 """
 
 import logging
@@ -53,7 +53,7 @@ FAILURES: Counter[str] = Counter()
 """Calls that have failed in this process, by the name of what failed."""
 
 
-def fenced(what: str, instead: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def best_effort(what: str, instead: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator of functions that advise.
 
     If such a function raises, that is counted, and the log says so the first time.

@@ -7,7 +7,7 @@ from argparse import ArgumentParser
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang_dspark.engine.scheduler import Decoder
+    from sglang_dspark.engine.scheduler import StepDriver
 
 
 def register() -> None:
@@ -34,7 +34,7 @@ def register() -> None:
         raise SystemExit(f"sglang-dspark cannot start: {f'{refusal} ({found})' if refusal else found}") from error
 
 
-def _load_worker() -> type[Decoder]:
+def _load_worker() -> type[StepDriver]:
     from sglang_dspark.worker.worker import DSparkWorker
 
     return DSparkWorker

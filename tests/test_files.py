@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 from huggingface_hub import constants
 
-from sglang_dspark.errors import FAILURES, CheckpointError, fenced, nothing
+from sglang_dspark.errors import FAILURES, CheckpointError, best_effort, nothing
 from sglang_dspark.files import atomic_write, atomic_write_text, lines_of
 from sglang_dspark.hub import checkpoint_name, drafter_in_target, local_folder
 from sglang_dspark.tools.cli.options import Checkpoint
@@ -122,7 +122,7 @@ def failures():
     FAILURES.clear()
 
 
-@fenced("halves", instead=lambda number: -number)
+@best_effort("halves", instead=lambda number: -number)
 def half(number):
     if number % 2:
         raise ValueError(number)
@@ -142,7 +142,7 @@ def test_a_failure_is_replaced_logged_once_and_counted(caplog, failures):
 def test_what_returns_nothing_returns_nothing(failures):
     seen = []
 
-    @fenced("notes", instead=nothing)
+    @best_effort("notes", instead=nothing)
     def note(number, *, fails):
         seen.append(number)
         if fails:
@@ -154,7 +154,7 @@ def test_what_returns_nothing_returns_nothing(failures):
 
 @pytest.mark.usefixtures("failures")
 def test_an_end_of_the_process_is_no_failure(failures):
-    @fenced("ends", instead=nothing)
+    @best_effort("ends", instead=nothing)
     def end():
         raise KeyboardInterrupt
 

@@ -118,7 +118,7 @@ def _rotation(num_rows: int, device: torch.device) -> Case:
 
 
 def _injections(device: torch.device) -> Iterator[Case]:
-    """Yield verified blocks, a chunk of a prompt, and plain steps whose rows are held."""
+    """Yield verified blocks, a chunk of a prompt, and non-speculative steps whose rows are held."""
     for bs in (1, 8, 64, 256):
         columns = torch.arange(_GAMMA + 1, device=device).repeat(bs)
         requests = torch.arange(bs, device=device).repeat_interleave(_GAMMA + 1)

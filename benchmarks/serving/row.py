@@ -64,7 +64,7 @@ class SweepRow:
     mean_verify_len: float | None  # drafts verified per request and step
     wasted_share: float | None  # share of the verified drafts that were rejected
     plain_share: float | None  # share of the steps in which nothing was drafted
-    parked_steps: int | None  # steps while speculation rested because plain steps are faster
+    parked_steps: int | None  # steps while speculation rested because non-speculative steps are faster
     parked_share: float | None
     decode_tok_s: float | None  # generated tokens of all users per second, while all of them decode
     prompts_beside: int | None  # verified beside drafts

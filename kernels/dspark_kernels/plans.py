@@ -342,7 +342,7 @@ def plan_uniform(
     """Verify the first ``verify_len`` drafts of every request. No host sync; safe under graph capture.
 
     Args:
-        verify_len: 0 is a plain step.
+        verify_len: 0 is a non-speculative step.
         num_tokens: rows of the tier, at least ``verify_len + 1`` per request.
 
     The other arguments and errors are those of :func:`plan_top`.

@@ -45,7 +45,7 @@ class Agreement:
         """Return rank 0's ``value``, any picklable object, by way of the host. Does not touch the device."""
         return self._group.broadcast_object(value)
 
-    def adopt(self, *tensors: torch.Tensor | None) -> None:
+    def broadcast_from_rank0(self, *tensors: torch.Tensor | None) -> None:
         """Overwrite ``tensors`` in place with rank 0's, in one broadcast per dtype on the device, without a host sync.
 
         Args:

@@ -58,7 +58,7 @@ class CachedByBatch(Generic[T]):
         self._last = None
 
 
-RIDERS = "dspark_riders"
+DECODED_WITH_PREFILL = "dspark_riders"
 """Attribute of a batch of prompts that names what runs beside it in the same step."""
 
 
@@ -198,7 +198,7 @@ class DSparkBatchResult(GenerationBatchResult):
         self.next_token_ids, accept_lens, *tensors = packed.take()
         self.accept_lens = accept_lens + 1  # SGLang counts the bonus token too
         self.record = self.record.of(tensors, self.next_token_ids.view(len(accept_lens), -1))
-        carry_counts(self, self.record.verify_lens, self.record.drawn)
+        carry_counts(self, self.record.verify_lens, self.record.from_drafter)
 
 
 def decode_result(
@@ -262,9 +262,9 @@ class Riders(Protocol):
     def __len__(self) -> int: ...
 
 
-def riders_of(prompts: ScheduleBatch) -> Riders | None:
+def decoded_with_prefill(prompts: ScheduleBatch) -> Riders | None:
     """Return the requests beside a batch of prompts; None if there are none, or they are in the batch."""
-    return vars(prompts).get(RIDERS)
+    return vars(prompts).get(DECODED_WITH_PREFILL)
 
 
 def batches_beside(result: object) -> Sequence[ScheduleBatch]:

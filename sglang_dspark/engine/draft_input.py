@@ -110,7 +110,7 @@ def row_headroom(original: Callable[[], int]) -> int:
     "sglang.srt.managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2",
     HookType.REPLACE,
     where="scheduler",
-    reason="SGLang retracts or aborts requests for which two verify windows do not fit, where a plain step does",
+    reason="SGLang retracts or aborts requests for which two windows do not fit, where a step without drafts does",
 )
 def slots_required(batch: ScheduleBatch, reqs: Sequence[Req], page_size: int) -> int:
     """Return how many more slots the next step of ``reqs`` takes if it is a plain one."""
@@ -124,7 +124,7 @@ def slots_required(batch: ScheduleBatch, reqs: Sequence[Req], page_size: int) ->
     reason="slots that running requests keep for drafts go to those that are about to be retracted",
 )
 def fits(original: Callable[..., bool], batch: ScheduleBatch, selected_indices: Sequence[int] | None = None) -> bool:
-    """Return whether a plain step fits, if need be into slots that running requests were given for drafts."""
+    """Return whether a non-speculative step fits, if need be into slots that running requests were given for drafts."""
     if original(batch, selected_indices):
         return True
     _give_back(batch)
@@ -132,7 +132,7 @@ def fits(original: Callable[..., bool], batch: ScheduleBatch, selected_indices: 
 
 
 def _give_back(batch: ScheduleBatch) -> None:
-    """Free the slots of every request that a plain step does not need."""
+    """Free the slots of every request that a non-speculative step does not need."""
     page = int(batch.token_to_kv_pool_allocator.page_size)
     for req in batch.reqs:
         end = _aligned(_longest(req) + _PLAIN_ROWS, page)

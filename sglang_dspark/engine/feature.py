@@ -188,7 +188,7 @@ class Feature:
         checks: made on every server.
         part: makes its part, as :meth:`~.part.Part.of` does.
         of_any_worker: whether the part also serves another worker than ours, by ``ready``, ``step_done``,
-            ``weights_changed`` and ``report`` only: ``part`` takes a :class:`~.scheduler.Decoder` then.
+            ``weights_changed`` and ``report`` only: ``part`` takes a :class:`~.scheduler.StepDriver` then.
         routes: adds routes and middleware to SGLang's application, on servers that use the feature. It takes the
             application, inside what reads the field ``speculation``, and why the target decodes alone, None if it does
             not.

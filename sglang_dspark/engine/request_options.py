@@ -21,7 +21,7 @@ from msgspec import Meta, Raw, Struct
 
 from sglang_dspark.declared import Scalar, int_range, truncate, validate
 from sglang_dspark.engine.sglang_types import Req
-from sglang_dspark.errors import fenced
+from sglang_dspark.errors import best_effort
 from sglang_dspark.step.state import RequestLimits
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def asked_for(req: Req, name: str, kind: type[S]) -> S:
     return kind() if asked is None else msgspec.json.decode(asked, type=kind)
 
 
-@fenced("options of requests", instead=lambda req: _NOTHING)
+@best_effort("options of requests", instead=lambda req: _NOTHING)
 @kept_by_request
 def request_options(req: Req) -> Speculation:
     """Return the options of a scheduler-side request."""

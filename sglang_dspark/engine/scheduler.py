@@ -43,7 +43,7 @@ _DECODER = "dspark_decoder"
 
 
 @dataclass(frozen=True)
-class Decoding:
+class DecodeInfo:
     """Say how a server decodes.
 
     Attributes:
@@ -61,7 +61,7 @@ class Decoding:
     proposed: NDArray[np.bool_] | None = None
 
 
-class Decoder(Protocol):
+class StepDriver(Protocol):
     """The object that answers for the decode steps of a scheduler.
 
     Attributes:
@@ -88,24 +88,24 @@ class Decoder(Protocol):
             new_drafter: whether another drafter has taken the place of the one before.
         """
 
-    def decoding(self) -> Decoding:
+    def decoding(self) -> DecodeInfo:
         """Return how the server decodes, once it is ready."""
 
 
-def attach_decoder(decoder: Decoder, *parts: object) -> None:
+def attach_driver(decoder: StepDriver, *parts: object) -> None:
     """Put a decoder on SGLang's own worker, and on the parts of it that are hooked."""
     for part in parts:
         setattr(part, _DECODER, decoder)
 
 
-def attached_decoder(part: Any) -> Decoder:
-    """Return what :func:`attach_decoder` put there, or ``part`` itself: our worker is a decoder."""
+def attached_driver(part: Any) -> StepDriver:
+    """Return what :func:`attach_driver` put there, or ``part`` itself: our worker is a decoder."""
     return getattr(part, _DECODER, part)
 
 
-def decoder_of(scheduler: Scheduler) -> Decoder:
+def driver_of(scheduler: Scheduler) -> StepDriver:
     """Return what answers for SGLang's scheduler."""
-    return attached_decoder(scheduler.draft_worker)
+    return attached_driver(scheduler.draft_worker)
 
 
 @hook(
@@ -151,7 +151,7 @@ def end_request(result: None, processor: SchedulerBatchResultProcessor, req: Req
 )
 def pause(result: None, scheduler: Scheduler, *args: object, **kwargs: object) -> None:
     """Tell the worker that no step is under way."""
-    decoder_of(scheduler).schedule.invalidate()
+    driver_of(scheduler).schedule.invalidate()
 
 
 @hook(

@@ -54,7 +54,7 @@ from sglang_dspark.errors import CheckpointError, ConfigError, EngineError, Unse
 from sglang_dspark.hub import DRAFT_FILES, SUBFOLDER, drafter_in_target, local_folder
 
 if TYPE_CHECKING:
-    from sglang_dspark.engine.scheduler import Decoder
+    from sglang_dspark.engine.scheduler import StepDriver
 
 
 logger = logging.getLogger(__name__)
@@ -77,9 +77,9 @@ def find_server(args: ServerArgs, config: DSparkConfig) -> DSparkServer:
     refuse(LaunchContext.of(args, config), Stage.OPTIONS)
     dummy = (args.speculative_draft_load_format or args.load_format) == "dummy"
     drafter = find_drafter(args, config, dummy=dummy)
-    config, found = of_lengths(args, config, None if drafter is None else drafter.config.gamma)
+    config, found = block_size_from_flags(args, config, None if drafter is None else drafter.config.gamma)
     server = DSparkServer(config, drafter, dummy, draft_window(args))
-    return replace(server, adjustments=(*found, *of_rules(LaunchContext(looked_up(args), server))))
+    return replace(server, adjustments=(*found, *flag_adjustments(LaunchContext(looked_up(args), server))))
 
 
 @dataclass(frozen=True)
@@ -211,12 +211,14 @@ def complete(args: ServerArgs) -> None:
     )
 
 
-def of_rules(context: LaunchContext) -> tuple[Adjustment, ...]:
+def flag_adjustments(context: LaunchContext) -> tuple[Adjustment, ...]:
     """Return the flags that rules of the core and of features adjust."""
     return tuple(rule.adjustment(context.args) for rule in broken(context, adjusts=True))
 
 
-def of_lengths(args: ServerArgs, config: DSparkConfig, most: int | None) -> tuple[DSparkConfig, tuple[Adjustment, ...]]:
+def block_size_from_flags(
+    args: ServerArgs, config: DSparkConfig, most: int | None
+) -> tuple[DSparkConfig, tuple[Adjustment, ...]]:
     """Return our options with the block that flags of other algorithms ask for, and these flags, dropped.
 
     Our own flag goes before them.
@@ -340,7 +342,7 @@ class DSparkAlgorithm(CustomSpecAlgo):
         return FutureMap(device, self, req_to_token_pool, **wishes)
 
 
-def register_algorithm(load_worker: Callable[[], type[Decoder]]) -> None:
+def register_algorithm(load_worker: Callable[[], type[StepDriver]]) -> None:
     """Register the algorithm and its flags, once per process. A server that does not ask for it is unchanged.
 
     Args:

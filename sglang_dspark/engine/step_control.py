@@ -11,8 +11,8 @@ from sglang_dspark.engine.draft_input import committed_lengths
 from sglang_dspark.engine.part import Part, Weigher, part_of
 from sglang_dspark.engine.request_options import BatchOptions
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
-from sglang_dspark.errors import fenced, nothing
-from sglang_dspark.scheduling.policies import Beside
+from sglang_dspark.errors import best_effort, nothing
+from sglang_dspark.scheduling.policies import ExtraRows
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import StepDecision, StepRecord
 
@@ -35,7 +35,7 @@ class StepControl:
         """Return the part that weighs requests; None if there is none."""
         return part_of(self.parts, Weigher)
 
-    def choose(self, batch: ScheduleBatch, options: BatchOptions, beside: Beside | None = None) -> StepDecision:
+    def choose(self, batch: ScheduleBatch, options: BatchOptions, beside: ExtraRows | None = None) -> StepDecision:
         """Return how deep to draft and how much to verify, by what is known by now of the steps before.
 
         All ranks of the server get rank 0's decision.
@@ -79,11 +79,11 @@ class StepControl:
         for part in self.parts:
             part.step_done(reqs, record, running, accepted)
 
-    @fenced("lessons of step times", instead=nothing)
+    @best_effort("lessons of step times", instead=nothing)
     def _learn_time(self, times_ms: tuple[float, float] | None) -> None:
         if times_ms is not None:
             self.schedule.processed(*times_ms)
 
-    @fenced("lessons of outcomes", instead=nothing)
+    @best_effort("lessons of outcomes", instead=nothing)
     def _learn(self, record: StepRecord, running: list[int], accepted: list[int]) -> None:
         self.schedule.observe(record, running, accepted)

@@ -73,7 +73,7 @@ def kv_heads_of_layers(model: torch.nn.Module) -> set[int]:
 _RECORD = "spec_aux_config"
 
 
-def _wish(owner: object, name: str, value: object) -> None:
+def _set_required(owner: object, name: str, value: object) -> None:
     # One that SGLang reads elsewhere would go unnoticed until the first prefill, or until the memory is full.
     if not hasattr(owner, name):
         raise EngineError(
@@ -90,8 +90,8 @@ def request_capture(runner: ModelRunner, layers: Sequence[int]) -> None:
         EngineError: this SGLang reads such wishes elsewhere.
     """
     wishes = getattr(runner, _RECORD, None)
-    _wish(wishes, "dflash_use_aux_hidden_state", True)
-    _wish(wishes, "dflash_target_layer_ids", list(layers))
+    _set_required(wishes, "dflash_use_aux_hidden_state", True)
+    _set_required(wishes, "dflash_target_layer_ids", list(layers))
 
 
 @hook(
@@ -111,9 +111,9 @@ def make_room(configurator: KVCacheConfigurator, *, pre_model_load_memory: int) 
     """
     drafter = attached_to_ours(configurator.server_args).drafter
     if drafter is not None:
-        _wish(getattr(configurator, _RECORD, None), "dflash_draft_num_layers", drafter.config.num_hidden_layers)
+        _set_required(getattr(configurator, _RECORD, None), "dflash_draft_num_layers", drafter.config.num_hidden_layers)
         size = bytes_per_token(drafter.config, configurator.model_dtype)
-        _wish(configurator, "dflash_draft_cell_size_per_token", size)
+        _set_required(configurator, "dflash_draft_cell_size_per_token", size)
 
 
 def weights_region(runner: ModelRunner) -> AbstractContextManager[object]:

@@ -53,7 +53,7 @@ from sglang_dspark.scheduling.sts import acceptance_law
 from sglang_dspark.step.packed import host_index
 
 
-class WorkerFace(BaseSpecWorker):
+class SpecWorkerAdapter(BaseSpecWorker):
     """``BaseSpecWorker`` of an algorithm whose drafter SGLang does not know.
 
     It has no graphs or weights that SGLang's features for draft models (weight updates, sizes in the log) could work
@@ -83,7 +83,7 @@ logger = logging.getLogger(__name__)
 Publish = Callable[[torch.Tensor], None]
 
 
-class SpecWorkerBase(WorkerFace):
+class SpecWorkerBase(SpecWorkerAdapter):
     """Implement SGLang's Spec V2 worker interface; what is left to the subclass is abstract below.
 
     Attributes:
@@ -251,7 +251,7 @@ class SpecWorkerBase(WorkerFace):
         positions = batch.seq_lens.to(torch.int64)
         keys = round_keys(batch, positions, seed=self._target_worker.random_seed, step=self.step)
         tokens = draw(output.next_token_logits, rows, keys)
-        self.agreement.adopt(tokens)
+        self.agreement.broadcast_from_rank0(tokens)
         for part in self.logits_parts:
             part.first_tokens(batch, tokens)
         indptr = torch.arange(len(batch.reqs) + 1, device=self.device)

@@ -4,7 +4,7 @@ Refuse a bound on gaps where no chunk can keep it.
 
 Bound chunks beside running requests: above by the time that these may wait, below so that prompts go on.
 
-Treat what a mixed step gives to running requests as what a plain step gives them.
+Treat what a mixed step gives to running requests as what a non-speculative step gives them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.config import flag_name
 from sglang_dspark.engine.agreement import Agreement
-from sglang_dspark.engine.batch import is_running, prompts_of, riders_of
+from sglang_dspark.engine.batch import decoded_with_prefill, is_running, prompts_of
 from sglang_dspark.engine.draft_input import forget_step, spare_slots
 from sglang_dspark.engine.feature import Check, Feature, LaunchContext, Stage
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import Part, Worker, part_of
-from sglang_dspark.engine.scheduler import attached_decoder, decoder_of
+from sglang_dspark.engine.scheduler import attached_driver, driver_of
 from sglang_dspark.engine.sglang_types import GenerationBatchResult, Req, ScheduleBatch
 from sglang_dspark.scheduling.policies import LEAST_ROWS, ChunkLimit, least_gap_ms
 from sglang_dspark.scheduling.schedule import Schedule
@@ -133,7 +133,7 @@ class BoundedGaps(Part):
         assert self._began is not None, "a prefill comes before it is done"
         span, began = self._began
         span.end()
-        host_ms, riders = (time.perf_counter() - began) * 1e3, riders_of(batch)
+        host_ms, riders = (time.perf_counter() - began) * 1e3, decoded_with_prefill(batch)
         rows = batch.extend_num_tokens + (0 if riders is None else len(riders))
         # No bound holds for a chunk that no request waits for, and the next one may have a longer context.
         if self.waited_for:
@@ -171,7 +171,7 @@ def bound_chunk(
     the running ones go on alone, or are retracted.
     """
     whole, running = scheduler.chunked_prefill_size, len(running_batch.reqs)
-    part = part_of(decoder_of(scheduler).parts, BoundedGaps)
+    part = part_of(driver_of(scheduler).parts, BoundedGaps)
     if part is not None:
         part.waited_for = running > 0
     if whole is None or not running:
@@ -225,7 +225,7 @@ def count_running(
     processor: SchedulerBatchResultProcessor, batch: ScheduleBatch, result: GenerationBatchResult
 ) -> None:
     """Show the step to the worker, and count it for its running requests, before SGLang appends their tokens."""
-    prompts, worker = len(prompts_of(batch)), attached_decoder(processor.model_worker)
+    prompts, worker = len(prompts_of(batch)), attached_driver(processor.model_worker)
     if worker is processor.model_worker:  # ours
         forget_step(batch.decoding_reqs or ())
     places = [prompts + place for place, req in enumerate(batch.decoding_reqs or ()) if is_running(req)]

@@ -26,7 +26,7 @@ from sglang_dspark.engine.part import Counted, Weigher, Worker
 from sglang_dspark.engine.request_options import asked_for
 from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch, TokenizerManager
-from sglang_dspark.errors import fenced, nothing
+from sglang_dspark.errors import best_effort, nothing
 from sglang_dspark.scheduling.schedule import Schedule, SloState
 
 TOLD = "dspark_slo"
@@ -73,7 +73,7 @@ class SloKeys(RequestKeys, frozen=True, omit_defaults=True):
     reason="SGLang has a place for what a scheduler says of each token, and none for what it says of an answer",
     by=Moment.SOME_TIME,
 )
-@fenced("SLOs", instead=nothing)
+@best_effort("SLOs", instead=nothing)
 def tell_once(result: None, manager: TokenizerManager, meta_info: dict[str, Any], state: Any, *args: object) -> None:
     """Leave only what became of an SLO in ``meta_info``, without a null for every token before it."""
     if entries := state.customized_info_accumulated.pop(TOLD, None):
@@ -112,7 +112,7 @@ class Slos(Weigher):
         """Return the part of a worker."""
         return cls(worker.options.tpot_ms, lambda: worker.schedule, worker.max_verify)
 
-    @fenced("SLOs", instead=nothing)
+    @best_effort("SLOs", instead=nothing)
     def prefill_done(self, batch: ScheduleBatch) -> None:
         """Note what requests ask for. An answer may begin, and end, next to the prompts of others."""
         now = self._clock()
@@ -126,7 +126,7 @@ class Slos(Weigher):
         asked = asked_for(req, "slo", SloKeys)
         return SloState(asked.tpot_ms or self._tpot_ms, asked.weight)
 
-    @fenced("weights of requests", instead=nothing)
+    @best_effort("weights of requests", instead=nothing)
     def weights(self, batch: ScheduleBatch) -> list[float] | None:
         if not self._states:
             return None
@@ -134,7 +134,7 @@ class Slos(Weigher):
         states = ((req, self._states.get(req)) for req in batch.reqs)
         return [1.0 if state is None else state.weight(now, len(req.output_ids)) for req, state in states]
 
-    @fenced("SLOs", instead=nothing)
+    @best_effort("SLOs", instead=nothing)
     def request_ended(self, req: Req) -> None:
         """Count what became of an SLO, and tell the user; not if the request was aborted, or has a single token."""
         state, tokens = self._states.pop(req, None), len(req.output_ids_through_stop)

@@ -30,7 +30,7 @@ from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.http import TURNS, error_response, flat_object
 from sglang_dspark.engine.part import Part, part_of
-from sglang_dspark.engine.scheduler import Decoder, answer_with, decoder_of
+from sglang_dspark.engine.scheduler import StepDriver, answer_with, driver_of
 from sglang_dspark.errors import BusyError, ConfigError, DSparkError
 
 PREFIX = "draft."
@@ -53,7 +53,7 @@ class Weights(Part):
         new_drafter: whether weights of the drafter were written that the decoder has yet to follow.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: StepDriver) -> None:
         self._decoder, self.transient, self.new_drafter = decoder, False, False
         self._drafted: list[tuple[str, torch.Tensor]] = []
         self._written, self._failure = 0, ""
@@ -173,7 +173,7 @@ _AWAY = ConfigError(
 )
 
 
-def weights_of(decoder: Decoder) -> Weights:
+def weights_of(decoder: StepDriver) -> Weights:
     """Return the part of SGLang's scheduler that writes weights."""
     weights = part_of(decoder.parts, Weights)
     assert weights is not None, "weights of every server can be written"
@@ -203,7 +203,7 @@ def write(original: Callable[[Any], Any], manager: Any, request: Any) -> Any:
     name = type(request).__name__
     if GPU_MEMORY_TYPE_WEIGHTS in manager.offload_tags:
         return _failed(name, _AWAY)
-    decoder = decoder_of(manager.scheduler)
+    decoder = driver_of(manager.scheduler)
     weights = weights_of(decoder)
     weights.transient = name.startswith("UpdateWeightsFromIPC")
     loads_drafter = isinstance(request, UpdateWeightFromDiskReqInput) and request.load_format == DRAFTER
@@ -242,11 +242,11 @@ def select(original: Callable[..., Any], manager: Any, selector: str = "all") ->
     """
     if selector != "draft":
         return original(manager, "target" if selector == "all" else selector)
-    decoder = decoder_of(manager.scheduler)
+    decoder = driver_of(manager.scheduler)
     return weights_of(decoder).runners if decoder.drafter is not None else original(manager, selector)
 
 
-def _replace_drafter(decoder: Decoder, manager: Any, request: Any) -> Any:
+def _replace_drafter(decoder: StepDriver, manager: Any, request: Any) -> Any:
     """Put another checkpoint in the place of the drafter's weights, on all ranks or on none."""
     answer = UpdateWeightFromDiskReqOutput(success=True, message="The drafter was replaced.")
     try:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_dspark.scheduling.forecast import UPDATE_STEPS, LaggedSurvivals
-from sglang_dspark.scheduling.policies import Beside, Policy
+from sglang_dspark.scheduling.policies import ExtraRows, Policy
 from sglang_dspark.scheduling.step_times import StepTimes
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import TopK
@@ -27,7 +27,7 @@ class Candidate:
     """A step that could be taken.
 
     Attributes:
-        depth: drafts proposed per request; 0 for the plain step.
+        depth: drafts proposed per request; 0 for the non-speculative step.
         num_tokens: tokens in the verify forward, anchors included.
         ms: its time.
         committed: tokens that it is expected to commit.
@@ -50,8 +50,8 @@ class Evaluation:
 
     Attributes:
         plain: the step that drafts nothing and commits one token per request.
-        by_drafts: the fastest step for each number of drafts per request that can be verified, from 0, the plain step,
-            to gamma.
+        by_drafts: the fastest step for each number of drafts per request that can be verified, from 0, the
+            non-speculative step, to gamma.
         best: the fastest speculative step.
     """
 
@@ -97,7 +97,7 @@ def evaluate_steps(
 
 
 def worth_most_beside(
-    times: StepTimes, survivals: LaggedSurvivals, requests: int, context: float, beside: Beside, worth: float
+    times: StepTimes, survivals: LaggedSurvivals, requests: int, context: float, beside: ExtraRows, worth: float
 ) -> Candidate:
     """Return the step that commits the most tokens beyond what its time is worth, beside rows that take some of it.
 
@@ -114,7 +114,7 @@ def worth_most_beside(
     verify_ms = times.step_ms(requests + beside.requests, joined_context)[0, first:]
     alone_ms = times.step_ms(requests, context)[:, 0]
     drafts = np.minimum(joined.num_tokens[first:] - beside.rows - requests, requests * times.table.gamma)
-    # [1 + depths, n], the plain step first.
+    # [1 + depths, n], the non-speculative step first.
     ms = verify_ms + np.append(0.0, alone_ms[list(survivals.depths)] - alone_ms[0])[:, None]
     gains = survivals.gains(requests)[:, drafts]
     committed = requests + np.concatenate([np.zeros((1, len(drafts))), gains])
@@ -125,39 +125,39 @@ def worth_most_beside(
     return Candidate(depth, requests + int(drafts[column]), float(ms[row, column]), float(committed[row, column]))
 
 
-# In plain steps: what a request may lose at once, and what every step adds. Of 200 tokens it is 3 %. With a stake of 3,
-# a text that changes loses up to 4 % more in the ablation; with half the rate, drafts that pay by a fifth on a costly
-# target lose some 4 % more of their first 200 tokens, because more plain steps follow bad luck.
+# In non-speculative steps: what a request may lose at once, and what every step adds. Of 200 tokens it is 3 %. With a
+# stake of 3, a text that changes loses up to 4 % more in the ablation; with half the rate, drafts that pay by a fifth
+# on a costly target lose some 4 % more of their first 200 tokens, because more non-speculative steps follow bad luck.
 STAKE, RATE = 2.0, 0.02
 # What was gained is kept up to this: with no more than the stake, drafts that pay by a little are given up too often.
 MOST = 6.0
 
 
-class LoneCredit:
-    """The plain steps that drafting for a request that runs alone may still lose.
+class SingleRequestBudget:
+    """The non-speculative steps that drafting for a request that runs alone may still lose.
 
-    A step with drafts takes what it costs beyond a plain step before it runs, and each draft that is accepted gives one
-    back when the outcome is known. Only if the credit is enough for the whole cost are drafts made.
+    A step with drafts takes what it costs beyond a non-speculative step before it runs, and each draft that is accepted
+    gives one back when the outcome is known. Only if the credit is enough for the whole cost are drafts made.
     """
 
     def __init__(self) -> None:
         self._request: Hashable = None
         self._left = STAKE
 
-    def affords(self, request: Hashable, cost: float, *, pays: bool) -> bool:
+    def can_spend(self, request: Hashable, cost: float, *, pays: bool) -> bool:
         """Return whether the credit is enough for the next step of ``request``, and take its cost if it is.
 
         Args:
-            cost: time of the step beyond a plain one, in plain steps.
+            cost: time of the step beyond a plain one, in non-speculative steps.
             pays: whether drafts are expected to pay: a new request gets a new stake then, and otherwise what the one
                 before it has left of its own.
         """
         if request != self._request:
             self._request, self._left = request, STAKE if pays else min(STAKE, self._left)
         cost = min(cost, STAKE)
-        affords = cost <= self._left
-        self._add(RATE - cost if affords else RATE)
-        return affords
+        can_spend = cost <= self._left
+        self._add(RATE - cost if can_spend else RATE)
+        return can_spend
 
     def earn(self, request: Hashable, accepted: int) -> None:
         """Add the accepted drafts of a step."""
@@ -168,8 +168,8 @@ class LoneCredit:
         self._left = min(MOST, self._left + steps)
 
 
-# One percent of the throughput: what speculation has to promise over plain steps before a parked server speculates
-# again, and the most that trials cost. Less is lost in the noise of the estimates.
+# One percent of the throughput: what speculation has to promise over non-speculative steps before a parked server
+# speculates again, and the most that trials cost. Less is lost in the noise of the estimates.
 MARGIN = 0.01
 # A server does not park before it has seen this many rounds: the mean of fewer is off by 8 % of the accepted drafts.
 MIN_ROUNDS = 64
@@ -189,7 +189,7 @@ OPTIMISM = 1.5
 
 @dataclass
 class AutoPolicy(Policy):
-    """``auto``: the fastest step by measured times and earlier survivals; a plain step if that is the fastest.
+    """``auto``: the fastest step by measured times and earlier survivals, non-speculative ones included.
 
     Attributes:
         times, survivals: what it knows; both are fed from outside.
@@ -207,7 +207,7 @@ class AutoPolicy(Policy):
     needs_confidence: bool = True
     parked: bool = False
     probing: bool = False
-    credit: LoneCredit = field(default_factory=LoneCredit, init=False)
+    credit: SingleRequestBudget = field(default_factory=SingleRequestBudget, init=False)
     # By requests: the step at which they were made, and evaluations, which hold for as many steps as survivals do.
     _evaluations: dict[int, tuple[int, Evaluation]] = field(default_factory=dict, init=False)
     _steps: int = field(default=0, init=False)
@@ -219,7 +219,7 @@ class AutoPolicy(Policy):
     _trials: int = field(default=0, init=False)  # explorations and probes
     _last: Candidate | None = field(default=None, init=False)
 
-    def choose(self, requests: int, context: float, beside: Beside | None = None) -> StepDecision:
+    def choose(self, requests: int, context: float, beside: ExtraRows | None = None) -> StepDecision:
         steps = self._evaluate(requests, context)
         if self.survivals.num_observed >= MIN_ROUNDS:
             lead = steps.best.tokens_per_ms / steps.plain.tokens_per_ms - 1
@@ -251,14 +251,14 @@ class AutoPolicy(Policy):
     def _evaluated(self, requests: int, context: float) -> Evaluation:
         return evaluate_steps(self.times, self.survivals, requests, context, uniform=self.uniform)
 
-    def affords(self, request: str, decision: StepDecision, context: float) -> bool:
+    def can_spend(self, request: str, decision: StepDecision, context: float) -> bool:
         steps, cost = self._evaluations[1][1], 0.0
         if decision.draft_len:
             is_best, drafts = decision.limits is None and not self.probing, _num_drafts(decision, 1)
             ms = steps.best.ms if is_best else self.times.single_ms(1, drafts, decision.draft_len, context)
             cost = ms / steps.plain.ms - 1
         pays = steps.best.tokens_per_ms > steps.plain.tokens_per_ms
-        return self.credit.affords(request, cost, pays=pays)
+        return self.credit.can_spend(request, cost, pays=pays)
 
     def _trial(self, best: Candidate, requests: int, context: float) -> StepDecision | None:
         """Return a step to learn about what is not done; None if none is due, or if the last one is not paid for yet.

@@ -159,7 +159,7 @@ def verified_and_accepted(feedback: Sequence[StepFeedback]) -> tuple[NDArray[np.
     None are of a round in which a preset copied: it says nothing about the drafter.
     """
     verified = np.concatenate([step.record.verify_lens.numpy()[step.rows] for step in feedback])
-    drawn = np.concatenate([np.array(step.record.copied)[step.rows] == 0 for step in feedback])
+    drawn = np.concatenate([np.array(step.record.from_request)[step.rows] == 0 for step in feedback])
     return verified * drawn, np.concatenate([step.accept_lens for step in feedback]) * drawn
 
 
@@ -209,8 +209,8 @@ class Forecast:
         device: where confidences live.
 
     Attributes:
-        learned: [2 + 2 * NUM_ROWS, max_verify] float32, what :func:`split_learned` takes apart, in one tensor so that
-            one copy renews it.
+        packed_coefficients: [2 + 2 * NUM_ROWS, max_verify] float32, what :func:`split_coefficients` takes apart, in one
+            tensor so that one copy renews it.
         in_one_launch: whether a GPU computes survivals by our kernel, and not as torch does.
         positions: acceptance by position.
         predicted: survivals as they were predicted, beside the outcomes.
@@ -227,7 +227,7 @@ class Forecast:
         self._max_verify, self._adapts, self._device = max_verify, adapts, device
         self._earlier: deque[torch.Tensor] = deque(maxlen=2)
         self._begin()
-        self.learned = self._copy_learned()
+        self.packed_coefficients = self._copy_coefficients()
 
     def _begin(self) -> None:
         """Know nothing of any outcome."""
@@ -255,13 +255,13 @@ class Forecast:
 
     @property
     def coefficients(self) -> torch.Tensor:
-        """Return [2, max_verify], the first part of :attr:`learned`."""
-        return split_learned(self.learned)[0]
+        """Return [2, max_verify], the first part of :attr:`packed_coefficients`."""
+        return split_coefficients(self.packed_coefficients)[0]
 
     @property
     def weights(self) -> torch.Tensor:
-        """Return [2, NUM_ROWS, max_verify], the other part of :attr:`learned`."""
-        return split_learned(self.learned)[1]
+        """Return [2, NUM_ROWS, max_verify], the other part of :attr:`packed_coefficients`."""
+        return split_coefficients(self.packed_coefficients)[1]
 
     def predict(
         self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
@@ -385,10 +385,10 @@ class Forecast:
 
         Behind one forward it is renewed twice if statistics are asked for just before a result is read.
         """
-        self._earlier.append(self.learned)
-        self.learned = self._copy_learned()
+        self._earlier.append(self.packed_coefficients)
+        self.packed_coefficients = self._copy_coefficients()
 
-    def _copy_learned(self) -> torch.Tensor:
+    def _copy_coefficients(self) -> torch.Tensor:
         nothing = np.zeros(self._max_verify)
         fitted = self.calibration or LogisticMap(nothing + 1, nothing)
         weights = self._chains.table(fitted.scale, fitted.shift)
@@ -397,10 +397,10 @@ class Forecast:
         return to_device(torch.from_numpy(rows).float(), self._device)
 
 
-def split_learned(learned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two views of :attr:`Forecast.learned`.
+def split_coefficients(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two views of :attr:`Forecast.packed_coefficients`.
 
     The first is [2, max_verify], scale and shift of the calibration; without a confidence head, acceptance by position
     in row 0. The second is [2, NUM_ROWS, max_verify], the weights of :class:`dspark_kernels.Candidates`.
     """
-    return learned[:2], learned[2:].view(2, NUM_ROWS, learned.shape[1])
+    return packed[:2], packed[2:].view(2, NUM_ROWS, packed.shape[1])

@@ -18,7 +18,7 @@ from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold
 
 
-class Beside(NamedTuple):
+class ExtraRows(NamedTuple):
     """Rows that a step verifies whatever it decides, such as those of prompts.
 
     Attributes:
@@ -44,7 +44,7 @@ class Policy(ABC):
     Attributes:
         name: as in the flag and in reports.
         needs_confidence: whether the drafter's confidences have to be computed.
-        parked: whether the server drafts nothing because plain steps are faster.
+        parked: whether the server drafts nothing because non-speculative steps are faster.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Policy(ABC):
     parked: bool = False
 
     @abstractmethod
-    def choose(self, requests: int, context: float, beside: Beside | None = None) -> StepDecision:
+    def choose(self, requests: int, context: float, beside: ExtraRows | None = None) -> StepDecision:
         """Decide a step of ``requests`` requests with ``context`` tokens of context each on average.
 
         Args:
@@ -63,7 +63,7 @@ class Policy(ABC):
         """Return JSON for the statistics."""
         return {}
 
-    def affords(self, request: str, decision: StepDecision, context: float) -> bool:
+    def can_spend(self, request: str, decision: StepDecision, context: float) -> bool:
         """Return whether a request that runs alone may take the step that was decided; if not, it takes a plain one."""
         return True
 
@@ -76,7 +76,7 @@ class FixedPolicy(Policy):
     name: str = "static"
     needs_confidence: bool = False
 
-    def choose(self, requests: int, context: float, beside: Beside | None = None) -> StepDecision:
+    def choose(self, requests: int, context: float, beside: ExtraRows | None = None) -> StepDecision:
         return StepDecision(self.verify_len, FixedLength()) if self.verify_len else PLAIN
 
     def report(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class ThresholdPolicy(Policy):
     name: str = "threshold"
     needs_confidence: bool = True
 
-    def choose(self, requests: int, context: float, beside: Beside | None = None) -> StepDecision:
+    def choose(self, requests: int, context: float, beside: ExtraRows | None = None) -> StepDecision:
         return StepDecision(self.gamma, Threshold(self.threshold))
 
     def report(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class EarlyStopPolicy(Policy):
     name: str = "early-stop"
     needs_confidence: bool = True
 
-    def choose(self, requests: int, context: float, beside: Beside | None = None) -> StepDecision:
+    def choose(self, requests: int, context: float, beside: ExtraRows | None = None) -> StepDecision:
         step_ms = self.times.by_drafts(requests, self.gamma, context)
         return StepDecision(self.gamma, EarlyStop(tuple(step_ms.tolist())))
 
@@ -119,9 +119,9 @@ LEAST_ROWS = 8
 # What a chunk is cut to, of the bound, and how much longer than the last one it may be. A row of the next chunk costs
 # more than one of the last: its context is longer, by the last chunk and by its own.
 _SHARE, _GROWTH = 0.8, 1.5
-# What a prefill takes longer than a captured verification of its rows, in plain steps of one request: guessed from an
-# 8B target on an H200, where prompts of 100 tokens took 5 to 9 ms, and plain steps 5. And how many rows take hardly
-# longer than one, where times are not known.
+# What a prefill takes longer than a captured verification of its rows, in non-speculative steps of one request: guessed
+# from an 8B target on an H200, where prompts of 100 tokens took 5 to 9 ms, and non-speculative steps 5. And how many
+# rows take hardly longer than one, where times are not known.
 _LAUNCHED, _UNTIMED_ROWS = 0.5, 128
 
 

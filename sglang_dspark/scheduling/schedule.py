@@ -17,7 +17,7 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.auto_policy import AutoPolicy, draft_depths
 from sglang_dspark.scheduling.forecast import Forecast, LaggedSurvivals, StepFeedback
 from sglang_dspark.scheduling.online_calibration import OnlineCalibration
-from sglang_dspark.scheduling.policies import Beside, EarlyStopPolicy, FixedPolicy, Policy, ThresholdPolicy
+from sglang_dspark.scheduling.policies import EarlyStopPolicy, ExtraRows, FixedPolicy, Policy, ThresholdPolicy
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.scheduling.step_times import StepClock, StepKind, StepTimes
 from sglang_dspark.step.decision import PLAIN, StepDecision, StepRecord, TimedStep
@@ -156,7 +156,7 @@ class Schedule:
         context: float,
         limits: RequestLimits | None = None,
         weights: Sequence[float] | None = None,
-        beside: Beside | None = None,
+        beside: ExtraRows | None = None,
         *,
         traced: bool = False,
         awaited: bool = False,
@@ -174,7 +174,7 @@ class Schedule:
         """
         self._clock.start_step(self.times, awaited=awaited)
         decision = self.policy.choose(len(requests), context, beside).within(limits).weighted(weights)
-        if len(requests) == 1 and not self.policy.affords(requests[0], decision, context):
+        if len(requests) == 1 and not self.policy.can_spend(requests[0], decision, context):
             decision = PLAIN
         self._clock.decided()
         with_confidence = traced or decision.has_threshold or self.policy.needs_confidence
@@ -182,7 +182,7 @@ class Schedule:
 
     @property
     def parked(self) -> bool:
-        """Return whether the server drafts nothing because plain steps are faster."""
+        """Return whether the server drafts nothing because non-speculative steps are faster."""
         return self.policy.parked
 
     @property
@@ -196,9 +196,9 @@ class Schedule:
         Args:
             num_tokens: rows of the verify forward, padding included: the cost of a tier is known by its size.
         """
-        # A plain step is known by its requests, however many rows they are padded to.
+        # A non-speculative step is known by its requests, however many rows they are padded to.
         num_tokens = num_tokens if decision.draft_len else requests
-        known = is_of_a_kind(decision, requests)
+        known = has_usable_time(decision, requests)
         self._clock.end_step(StepKind(requests, num_tokens, decision.draft_len, decision.context) if known else None)
 
     def processed(self, device_ms: float, waited_ms: float) -> None:
@@ -230,11 +230,11 @@ class Schedule:
         }
 
 
-def is_of_a_kind(decision: StepDecision, requests: int) -> bool:
+def has_usable_time(decision: StepDecision, requests: int) -> bool:
     """Return whether the time of a step says how long others like it take.
 
     It does not if only some requests are drafted. By its rows, a parked server's probe of several requests is nearly a
-    plain step; by its time it is not.
+    non-speculative step; by its time it is not.
     """
     probe = decision.weight > 1 and requests > 1
     return decision.draft_requests is None and not probe

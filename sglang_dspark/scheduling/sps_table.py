@@ -41,7 +41,7 @@ class SpsTable:
         contexts: grid of context tokens per request, ascending.
         draft_ms: [requests, drafts, contexts] milliseconds to propose that many drafts; 0 for none.
         verify_ms: [requests, drafts, contexts] milliseconds to verify and commit with that many drafts per request; the
-            column of 0 drafts is the plain step.
+            column of 0 drafts is the non-speculative step.
         tiers: token counts that the verify forward was captured with, ascending; empty if any count is run as it is.
             What is larger than all of them is launched kernel by kernel, and known by the grid of drafts.
     """
@@ -84,7 +84,8 @@ class SpsTable:
         """Return the table without its errors of measurement: no step is slower than another with more drafts.
 
         Of steps that contradict each other the (lower) median counts, so that one that is far off, either way, moves no
-        other one far. Only a plain step may be pulled down by the next one: nothing says which of the two is wrong.
+        other one far. Only a non-speculative step may be pulled down by the next one: nothing says which of the two is
+        wrong.
         """
         verify_ms, numbers = np.zeros_like(self.verify_ms), range(self.verify_ms.shape[1])
         for first in numbers:
@@ -173,11 +174,11 @@ class LoadTimes:
     """The steps that a fixed number of requests can take.
 
     Attributes:
-        num_tokens: [n] tokens in the verify forward, ascending; the first is the plain step's.
+        num_tokens: [n] tokens in the verify forward, ascending; the first is the non-speculative step's.
         drafts: [n] verified drafts per request on average.
         contexts: grid of context tokens per request; its points bound the segments that times are linear on.
         start_ms: [segments, gamma + 1, n] milliseconds at the start of a segment, by depth and token count; depth 0 is
-            meaningful for the plain step only.
+            meaningful for the non-speculative step only.
         slope_ms: [segments, gamma + 1, n] milliseconds per context token.
         padding_ms: [gamma + 1, n] milliseconds per context token that a step takes longer if it verifies the likeliest
             drafts of all requests. Without tiers, as on a CPU, attention computes as many rows for every request as for
@@ -284,7 +285,7 @@ class SteppedLoad(Protocol):
         """Propose ``depth`` drafts per request."""
 
     def verify(self, drafts: int) -> None:
-        """Verify and commit ``drafts`` drafts per request; 0 is a plain step."""
+        """Verify and commit ``drafts`` drafts per request; 0 is a non-speculative step."""
 
 
 Progress = Callable[[int, int, float], None]

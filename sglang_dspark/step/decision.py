@@ -27,7 +27,7 @@ class StepDecision:
     """A decision about one step, made before the step's noise is drawn.
 
     Attributes:
-        draft_len: drafts proposed per request, 0 for a plain step.
+        draft_len: drafts proposed per request, 0 for a non-speculative step.
         selection: which of them are verified.
         draft_requests: requests that are drafted, ascending; None drafts all.
         weight: rounds that this step's outcome stands for in what is learned.
@@ -134,7 +134,7 @@ FIRST = 2 * FORCED
 
 
 @dataclass
-class GivenRows(ABC):
+class ForcedRows(ABC):
     """Requests of a verification, alone or behind those of a decode step.
 
     Attributes:
@@ -213,27 +213,27 @@ class StepRecord:
         return self.verify_lens.tolist()
 
     @cached_property
-    def followed(self) -> list[int]:
+    def from_text(self) -> list[int]:
         """Return the leading drafts of each request that go on with a chain of its own text."""
         return self._leading[0]
 
     @cached_property
-    def cached(self) -> list[int]:
+    def from_cache(self) -> list[int]:
         """Return the leading drafts of each request that go on with a chain of an earlier answer."""
         return self._leading[1]
 
     @cached_property
-    def copied(self) -> list[int]:
+    def from_request(self) -> list[int]:
         """Return the leading drafts of each request that go on with a chain that the request has asked for."""
         return self._leading[2]
 
     @cached_property
-    def drawn(self) -> list[int]:
+    def from_drafter(self) -> list[int]:
         """Return the drafts of each request that the drafter proposed: those that nothing has copied."""
         ends = [depth if self.num_drawn is None else min(depth, self.num_drawn) for depth in self.drafted]
         if not self.has_chain:
             return ends
-        return [max(0, end - lead) for end, lead in zip(ends, self.copied, strict=True)]
+        return [max(0, end - lead) for end, lead in zip(ends, self.from_request, strict=True)]
 
     @cached_property
     def has_chain(self) -> bool:

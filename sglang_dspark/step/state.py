@@ -82,7 +82,7 @@ class DraftOutput:
     """Drafts of all requests.
 
     Attributes:
-        block: the drafts, [bs, depth]; of depth 0 in a plain step.
+        block: the drafts, [bs, depth]; of depth 0 in a non-speculative step.
         confidence: how sure the drafter is of its drafts; None if neither policy nor request asked.
         draft_lens: drafts proposed per request; rows of requests without any hold fillers.
         planned: whether the graph that drafted has laid out the rows of the verification as well.
@@ -95,7 +95,7 @@ class DraftOutput:
 
     @staticmethod
     def nothing(bs: int, device: torch.device) -> DraftOutput:
-        """Return the draft of a plain step."""
+        """Return the draft of a non-speculative step."""
         return DraftOutput(DraftBlock.empty(bs, device), None, [0] * bs)
 
     def __len__(self) -> int:

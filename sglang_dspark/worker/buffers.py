@@ -23,7 +23,7 @@ from dspark_kernels import (
     prepare,
 )
 
-from sglang_dspark.scheduling.forecast import split_learned
+from sglang_dspark.scheduling.forecast import split_coefficients
 from sglang_dspark.step.packed import host_floats
 from sglang_dspark.step.state import Confidence, DecodeBatch, VerifyPlan
 from sglang_dspark.worker.eager import EagerExecutor
@@ -40,7 +40,7 @@ class Tiers:
     """Captured sizes, ascending; a step runs in the smallest that has room for it.
 
     Attributes:
-        requests: request slots of a draft of greedy requests, and of a plain step.
+        requests: request slots of a draft of greedy requests, and of a non-speculative step.
         sampled: request slots of a draft with sampled requests: powers of two.
         tokens: rows of a verification forward.
     """
@@ -68,7 +68,7 @@ class Tiers:
 
     @property
     def timed(self) -> tuple[int, ...]:
-        """Return rows whose time is known. The plain step of one request has a row fewer than any with drafts."""
+        """Return rows whose time is known. A non-speculative step of one request has a row fewer than others."""
         return (1, *self.tokens) if self.tokens else ()
 
     @property
@@ -115,9 +115,9 @@ class StepBuffers:
         self.prepared = _zeroed(PreparedStep.empty(slots, self._drafter.num_slots, device))
         self._step_number = torch.zeros((), dtype=torch.int64, device=device)
         self._temperatures = torch.zeros(slots, device=device)
-        self._copied = self._forecast.learned
+        self._copied = self._forecast.packed_coefficients
         self._learned = self._copied.clone()
-        self.coefficients, self.weights = split_learned(self._learned)
+        self.coefficients, self.weights = split_coefficients(self._learned)
         self.request_weights = torch.ones(slots, device=device)
         self._weighted = False  # whether those of the last step differed
         self.drafts = torch.zeros((slots, depth), dtype=torch.int64, device=device)
@@ -152,8 +152,8 @@ class StepBuffers:
 
     def stage_learned(self) -> None:
         """Copy what was learned from outcomes since the last call."""
-        if self._copied is not self._forecast.learned:
-            self._copied = self._forecast.learned
+        if self._copied is not self._forecast.packed_coefficients:
+            self._copied = self._forecast.packed_coefficients
             self._learned.copy_(self._copied)
 
     def keep(self, block: DraftBlock, confidence: Confidence | None) -> None:

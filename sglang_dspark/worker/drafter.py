@@ -50,8 +50,8 @@ from sglang_dspark.worker.draft_attention import block_attend
 
 logger = logging.getLogger(__name__)
 
-# Rows whose K/V is computed at once, and the largest plain step whose rows wait for it: of more rows, a product reads
-# its weights for enough of them.
+# Rows whose K/V is computed at once, and the largest non-speculative step whose rows wait for it: of more rows, a
+# product reads its weights for enough of them.
 _HELD, _STEP = 512, 64
 
 
@@ -67,7 +67,7 @@ class Drafter:
         cache: K/V of the context; made by :meth:`allocate`.
         window: of the context, that the network sees; None for all that its layers see.
         candidates: finds what competes with its tokens; None if nothing does.
-        held: rows of plain steps whose K/V is still to be computed.
+        held: rows of non-speculative steps whose K/V is still to be computed.
     """
 
     cache: DraftCache
@@ -292,13 +292,13 @@ class Drafter:
         return prepare(step.requests, self.num_slots, self.mask_token_id).block(len(step))
 
     def hold_rows(self) -> None:
-        """Hold rows of plain steps from now on. Nothing but a draft may read the K/V, behind :meth:`settle`."""
+        """Hold rows of non-speculative steps from now on. Only drafts read the K/V, after :meth:`settle`."""
         logger.info("DSPARK draft K/V: that of steps which draft nothing waits, for up to %d rows", _HELD)
         width = self.config.num_taps * self.config.hidden_size
         self._held = HeldRows.empty(_HELD, width, self._target.dtype, self._device)
 
     def committed(self, plan: VerifyPlan) -> None:
-        """Count the rows of a plain step that was launched, if they are held."""
+        """Count the rows of a non-speculative step that was launched, if they are held."""
         if self._holds(plan):
             self.held += len(plan.input_ids)
             if self.held > _HELD - _STEP:
@@ -321,7 +321,7 @@ class Drafter:
         return self._held is not None and plan.width == 1 and len(plan.input_ids) <= _STEP
 
     def commit(self, plan: VerifyPlan, accepted: AcceptResult, captured: torch.Tensor) -> None:
-        """Write the K/V of the anchor and the accepted drafts of every request, or hold the rows of a plain step."""
+        """Write the K/V of anchors and accepted drafts of all requests, or hold the rows of a non-speculative step."""
         self.cache.remember(plan.input_ids, plan.slots)
         if self._holds(plan):
             assert self._held is not None, "rows are held"

@@ -22,7 +22,7 @@ from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.part import StepPart
 from sglang_dspark.engine.worker_base import Publish
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.step.decision import GivenRows, StepDecision, drafted
+from sglang_dspark.step.decision import ForcedRows, StepDecision, drafted
 from sglang_dspark.step.selection import FixedLens, SelectedDrafts, build_plan
 from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepOutcome, TargetOutput, VerifyPlan
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
@@ -100,7 +100,7 @@ class EagerExecutor:
         """Copy the step to where graphs read it; nothing if stages are launched."""
 
     def draft(self, step: DecodeBatch, decision: StepDecision) -> DraftOutput:
-        """Propose a block for the requests that the decision names; nothing for a plain step."""
+        """Propose a block for the requests that the decision names; nothing for a non-speculative step."""
         bs, depth, forecast = len(step), decision.draft_len, self.schedule.forecast
         if depth == 0:
             return DraftOutput.nothing(bs, step.anchors.device)
@@ -122,14 +122,14 @@ class EagerExecutor:
         logits = simulated_confidence(self.draws, step.req_pool_indices, step.prefix_lens, depth)
         return replace(block, confidence_logits=logits)
 
-    def take(self, draft: DraftOutput) -> DraftOutput:
+    def use_external_draft(self, draft: DraftOutput) -> DraftOutput:
         """Return a draft that was made elsewhere, in memory that the stages behind it read."""
         return draft
 
     def plan(self, step: DecodeBatch, draft: DraftOutput, decision: StepDecision) -> VerifyPlan:
         """Select the drafts that are verified, and lay their tokens out."""
         selected = decision.select(draft)
-        self.agreement.adopt(draft.block.tokens, selected.synced)
+        self.agreement.broadcast_from_rank0(draft.block.tokens, selected.synced)
         return build_plan(step.requests, draft.block.tokens, selected)
 
     def verify(self, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
@@ -143,7 +143,9 @@ class EagerExecutor:
         if self.draws is not None:
             given = step.req_pool_indices, step.prefix_lens, draft.block.tokens, accepted.bonus_tokens
             accepted = simulated_accept(self.draws, *given, plan.verify_lens)
-        self.agreement.adopt(accepted.accept_lens, accepted.bonus_tokens, accepted.out_tokens, accepted.new_seq_lens)
+        self.agreement.broadcast_from_rank0(
+            accepted.accept_lens, accepted.bonus_tokens, accepted.out_tokens, accepted.new_seq_lens
+        )
         return accepted
 
     def commit(self, plan: VerifyPlan, accepted: AcceptResult, target: TargetOutput) -> None:
@@ -156,7 +158,7 @@ class EagerExecutor:
 _NEVER = -1.0  # what fillers rank by
 
 
-class BesideExecutor(EagerExecutor):
+class ExtraRowsExecutor(EagerExecutor):
     """Runs a step as ``own`` does, but for its verification.
 
     Args:
@@ -166,7 +168,7 @@ class BesideExecutor(EagerExecutor):
     """
 
     def __init__(
-        self, own: EagerExecutor, select: Callable[[DecodeBatch, StepDecision], EagerExecutor], given: GivenRows
+        self, own: EagerExecutor, select: Callable[[DecodeBatch, StepDecision], EagerExecutor], given: ForcedRows
     ) -> None:
         super().__init__(own.drafter, own.schedule, own.forward, own.agreement)
         self.draws, self._own, self._select, self._given = own.draws, own, select, given
@@ -180,7 +182,7 @@ class BesideExecutor(EagerExecutor):
     def plan(self, step: DecodeBatch, draft: DraftOutput, decision: StepDecision) -> VerifyPlan:
         """Lay out both, and return the plan of the step."""
         given, selected, tokens = self._given, decision.select(draft), draft.block.tokens
-        self.agreement.adopt(tokens, selected.synced)
+        self.agreement.broadcast_from_rank0(tokens, selected.synced)
         depth = given.tokens.shape[1]
         num_drafts, order = _order(selected, depth)
         tokens = torch.cat([F.pad(tokens, (0, depth - tokens.shape[1])), given.tokens])
@@ -188,7 +190,7 @@ class BesideExecutor(EagerExecutor):
         self._step = given.joined(step)
         self._verifies = self._select(self._step, decision)
         self._verifies.stage(self._step, decision)
-        self._plan = self._verifies.plan(self._step, self._verifies.take(whole), decision)
+        self._plan = self._verifies.plan(self._step, self._verifies.use_external_draft(whole), decision)
         self.in_graphs = self._verifies.in_graphs
         return _as_padding(self._plan, len(step))
 

@@ -52,7 +52,7 @@ class CapturedSteps:
         drafts: by request slots, and whether some requests are sampled.
         plans: the part of the buffers that has the plan of a tier.
         forwards: of the target.
-        fused: everything from the forward to the commit; in a plain step from the plan on.
+        fused: everything from the forward to the commit; in a non-speculative step from the plan on.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class GraphExecutor(EagerExecutor):
         confidence = self._buffers.confidence(requests) if decision.with_confidence else None
         return DraftOutput(block, confidence, decision.draft_lens(requests), planned=planned)
 
-    def take(self, draft: DraftOutput) -> DraftOutput:
+    def use_external_draft(self, draft: DraftOutput) -> DraftOutput:
         tokens = draft.block.tokens
         self._drafts[: len(tokens), : tokens.shape[1]] = tokens
         return replace(draft, block=replace(draft.block, tokens=self._drafts[: len(tokens)]))
@@ -219,7 +219,7 @@ class GraphExecutor(EagerExecutor):
         if draft.planned:
             return self._plan
         selected, tokens = decision.select(draft), draft.block.tokens
-        self.agreement.adopt(tokens, selected.synced)
+        self.agreement.broadcast_from_rank0(tokens, selected.synced)
         return build_plan(self._requests, self._drafts, selected, self._plan)
 
     def verify(self, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
@@ -258,7 +258,7 @@ class GraphExecutor(EagerExecutor):
 
 
 class FusedExecutor(GraphExecutor):
-    """Replays the draft with the plan, then everything from the forward to the commit; a plain step is one replay.
+    """Replays the draft with the plan, then everything from the forward to the commit; without drafts in one replay.
 
     It runs greedy steps whose logits nothing but acceptance reads.
     """

@@ -231,7 +231,7 @@ class _WarmUpSteps:
         self._requests = len(dummy.fresh().seq_lens)
 
     def run(self) -> None:
-        """Run a plain step, and one with drafts of which not all are verified."""
+        """Run a non-speculative step, and one with drafts of which not all are verified."""
         self._step(PLAIN, _DRAFT_MIXES)
         if self._most > 0:
             depth = max(1, min(self._most, _MAX_SAMPLED_DRAFTS // self._requests))
@@ -311,4 +311,4 @@ class MeasuredSteps:
         executor.stage(step, decision)
         if not executor.in_graphs:
             step = replace(step, batch=self._dummy.fresh())
-        executor.finish(step, decision, executor.take(draft))
+        executor.finish(step, decision, executor.use_external_draft(draft))

@@ -23,20 +23,20 @@ from sglang_dspark.engine.logits_processing import NanCheck
 from sglang_dspark.engine.measure_steps import Stepper, load_or_measure, table_key
 from sglang_dspark.engine.part import DrawnTokens, part_of
 from sglang_dspark.engine.request_options import BatchOptions
-from sglang_dspark.engine.scheduler import Decoding
+from sglang_dspark.engine.scheduler import DecodeInfo
 from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.engine.target import weights_region
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SimulatedAcceptance, SpecWorkerBase
 from sglang_dspark.gpu_paths import is_on
-from sglang_dspark.scheduling.policies import Beside
+from sglang_dspark.scheduling.policies import ExtraRows
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.step.decision import GivenRows, StepDecision, StepRecord, drafted
+from sglang_dspark.step.decision import ForcedRows, StepDecision, StepRecord, drafted
 from sglang_dspark.step.packed import DeviceTimer, PackedCopies
 from sglang_dspark.step.state import DecodeBatch, StepOutcome
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
-from sglang_dspark.worker.eager import BesideExecutor, EagerExecutor
+from sglang_dspark.worker.eager import EagerExecutor, ExtraRowsExecutor
 from sglang_dspark.worker.graphs import CapturedSteps, ExecutorSelector
 from sglang_dspark.worker.warm_up import (
     MeasuredSteps,
@@ -167,7 +167,7 @@ class DSparkWorker(SpecWorkerBase):
         return [weight.data_ptr() for weight in self.target_worker.model_runner.model.parameters()]
 
     @torch.no_grad()
-    def decode(self, batch: Any, publish: Publish, beside: GivenRows | None = None) -> DSparkBatchResult:
+    def decode(self, batch: Any, publish: Publish, beside: ForcedRows | None = None) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit.
 
         Args:
@@ -181,13 +181,13 @@ class DSparkWorker(SpecWorkerBase):
         size = None
         if beside is not None:
             rows = len(beside.step) + beside.num_drafts
-            size = Beside(len(beside.step), rows, beside.context, self.options.max_gap_ms or inf)
+            size = ExtraRows(len(beside.step), rows, beside.context, self.options.max_gap_ms or inf)
         room = batch.spec_info.room
         decision = self.control.choose(batch, options if room is None else options.within(room), size)
         span = self.timer.begin()
         executor = self.executors.select(step, decision)
         if beside is not None:
-            executor = BesideExecutor(executor, self.executors.select, beside)
+            executor = ExtraRowsExecutor(executor, self.executors.select, beside)
         outcome = executor.run(step, decision, adjusting, publish)
         self.schedule.end_step(decision, len(step), len(outcome.plan.input_ids))
         tokens = outcome.accepted.out_tokens
@@ -202,12 +202,12 @@ class DSparkWorker(SpecWorkerBase):
         span.end()
         return result
 
-    def verify(self, given: GivenRows) -> bool:
+    def verify(self, given: ForcedRows) -> bool:
         """Run the target over given rows alone; return whether by a graph."""
         draft, decision = drafted(given.tokens, given.ranks, given.num_drafts)
         executor = self.executors.select(given.step, decision)
         executor.stage(given.step, decision)
-        plan = executor.plan(given.step, executor.take(draft), decision)
+        plan = executor.plan(given.step, executor.use_external_draft(draft), decision)
         given.read(plan, executor.verify(given.step, plan), 0)
         return executor.in_graphs
 
@@ -262,11 +262,11 @@ class DSparkWorker(SpecWorkerBase):
             self.executors.drop_graphs()
         self.control.forget(new_drafter=new_drafter)
 
-    def decoding(self) -> Decoding:
+    def decoding(self) -> DecodeInfo:
         """Return how the server decodes."""
         drafter = self.drafter.describe()
         drafting = "requests that name a text speculate" if drafter is None else "the drafter fits the target"
-        return Decoding(
+        return DecodeInfo(
             f"selected by --speculative-algorithm, and {drafting}",
             self.drafter.gamma,
             cuda_graphs=self.executors.captured is not None,

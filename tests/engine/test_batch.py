@@ -89,7 +89,11 @@ def test_what_arrives_is_what_was_sent(logits, traced):
     assert made.accept_lens.tolist() == [3, 1]  # with the bonus token
     assert made.record.verify_lens.tolist() == [2, 1]
     assert made.cap_lens.tolist() == [3, 2] and made.block_accept_lens.tolist() == [2, 1]  # SGLang adds these up
-    assert torch.equal(made.record.chains, CHAINS) and made.record.followed == [2, 0] and made.record.copied == [0, 1]
+    assert (
+        torch.equal(made.record.chains, CHAINS)
+        and made.record.from_text == [2, 0]
+        and made.record.from_request == [0, 1]
+    )
     assert made.record.committed.tolist() == [[7, 8, 9], [4, -1, -1]]
     assert torch.equal(made.record.confidence.survival, survival)
     for got, sent in ((made.record.confidence.logits, logits), (made.record.traced, traced)):
@@ -115,7 +119,7 @@ def test_places_that_were_copied_are_not_the_drafters(row, drawn):
     """A block of 7 drafts has candidates behind it, and what a preset copies in its place."""
     chains = torch.tensor([[row, followed, *[7] * 16] for followed in (2, 3, 9)])
     rounds = StepRecord(["a", "b", "c"], PLAIN, [15, 3, 0], torch.tensor([15, 3, 0]), None, None, chains, 7)
-    assert rounds.drawn == drawn
+    assert rounds.from_drafter == drawn
 
 
 def test_what_arrived_stays_when_the_memory_of_copies_is_used_again():

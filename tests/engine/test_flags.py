@@ -32,7 +32,7 @@ from sglang_objects import launch_context, server_args
 from sglang_dspark.config import DSparkConfig, flag_dest
 from sglang_dspark.engine import flags, hooks, http, requests
 from sglang_dspark.engine.flags import PREFIXES, all_rules, broken
-from sglang_dspark.engine.start import LENGTHS, of_lengths, of_rules
+from sglang_dspark.engine.start import LENGTHS, block_size_from_flags, flag_adjustments
 from sglang_dspark.errors import ConfigError
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "sglang_names.json"
@@ -125,7 +125,9 @@ def test_other_values_are_adjusted_or_refused_by_name(rule):
     flag = f"--{rule.name.replace('_', '-')}={value}"
     assert rule.refusal(context.args) == f"DSPARK cannot run with {flag}; {rule.reason}"
     if rule.adjusts:
-        [found] = [found for found in of_rules(context) if (found.name, found.value) == (rule.name, rule.served[0])][:1]
+        [found] = [
+            found for found in flag_adjustments(context) if (found.name, found.value) == (rule.name, rule.served[0])
+        ][:1]
         assert found.said == f"{flag} becomes {rule.served[0]}: {rule.reason}"
         setattr(context.args, found.name, found.value)
         assert rule.serves(context.args)
@@ -158,7 +160,7 @@ TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_nu
 )
 def test_how_long_flags_of_other_algorithms_make_a_block(given, ours, most, drafts):
     args = server_args(**given)
-    config, found = of_lengths(args, DSparkConfig(block_size=ours), most)
+    config, found = block_size_from_flags(args, DSparkConfig(block_size=ours), most)
     assert config.block_size == drafts
     named = {name for name, value in given.items() if name in LENGTHS and value not in (None, 1)}
     named |= {"speculative_num_draft_tokens"} & given.keys()

@@ -18,14 +18,14 @@ from sglang_objects import GOLDEN, batch, partly, request, table, worker
 
 from sglang_dspark.draft.formats import read_config
 from sglang_dspark.draft.model import DraftCache
-from sglang_dspark.engine.worker_base import WorkerFace
+from sglang_dspark.engine.worker_base import SpecWorkerAdapter
 from sglang_dspark.errors import UnservedError
 from sglang_dspark.features.host_cache import DraftPool, HostCache
 from sglang_dspark.worker.worker import DSparkWorker
 
 
 def test_a_prompt_waits_for_what_comes_back():
-    """Decoding waits for nothing: SGLang has -1 then."""
+    """DecodeInfo waits for nothing: SGLang has -1 then."""
     awaited = []
     part = HostCache(partly(DSparkWorker, set_hicache_consumer=awaited.append))
     for told in (2, -1):
@@ -101,7 +101,7 @@ def test_sglang_plans_to_move_it_beside_the_target(cache, switched_on, monkeypat
     monkeypatch.setattr(base_spec_worker, "get_memory", lambda: memory)
     disaggregation = SimpleNamespace(disaggregation_decode_retraction_backup="cpu_tensor")
     monkeypatch.setattr(base_spec_worker, "get_disagg", lambda: disaggregation)
-    face = WorkerFace(worker(spec_algorithm=SpeculativeAlgorithm.NONE))
+    face = SpecWorkerAdapter(worker(spec_algorithm=SpeculativeAlgorithm.NONE))
     face.init_hicache_draft_plan()
     assert face.hicache_draft_plan == base_spec_worker.HiCacheDraftPlan()  # of a server without a drafter
     face.draft_pool = DraftPool(cache, SIZE, PAGE)

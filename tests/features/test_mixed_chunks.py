@@ -1,6 +1,6 @@
 """Chunks are cut by what earlier ones took, so that a step keeps the bound.
 
-Tokens of running requests in a mixed step count as a plain step of theirs, and follow their grammars.
+Tokens of running requests in a mixed step count as a non-speculative step of theirs, and follow their grammars.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from stage_loop import OneRank
 from step_tables import schedule
 
 from sglang_dspark.engine.agreement import Agreement
-from sglang_dspark.engine.batch import RIDERS
+from sglang_dspark.engine.batch import DECODED_WITH_PREFILL
 from sglang_dspark.engine.draft_input import slots_required
 from sglang_dspark.engine.part import Part
 from sglang_dspark.engine.step_control import StepControl
@@ -246,7 +246,7 @@ def test_chunks_that_share_steps_with_drafts_grow_however_many_requests_run(runn
     riders = Others(running, drafted)
     for _ in range(20):
         prompts = batch(extend_num_tokens=part.rows(running) - running)
-        vars(prompts)[RIDERS] = riders
+        vars(prompts)[DECODED_WITH_PREFILL] = riders
         part.prefill_comes(prompts)
         part.prefill_done(prompts)
     assert part.rows(running) > 1000
@@ -260,7 +260,7 @@ def test_chunks_beside_requests_that_draft_nothing_shrink():
     for drafted, found in ((True, 800), (False, 10)):
         riders.drafted = drafted
         prompts = batch(extend_num_tokens=798)
-        vars(prompts)[RIDERS] = riders
+        vars(prompts)[DECODED_WITH_PREFILL] = riders
         part.prefill_comes(prompts)
         part.prefill_done(prompts)
         assert part.rows(2) == found
@@ -290,7 +290,7 @@ class Looking(Part):
 
 
 def under_way(reqs):
-    """Note a plain step, as its reservation does."""
+    """Note a non-speculative step, as its reservation does."""
     for req in reqs:
         req.dspark_under_way = [1]
 
@@ -320,7 +320,12 @@ def test_a_mixed_step_is_a_plain_step_of_the_requests_that_it_finds_running(look
     assert slots_required(batch(), running, 1) == 3
     [(requests, record, places, accepted)] = looking.seen
     assert (requests, places, accepted) == (["a", "c"], [0, 1], [0, 0])
-    assert (record.requests, record.drafted, record.verified, record.drawn) == (["a", "c"], [0, 0], [0, 0], [0, 0])
+    assert (record.requests, record.drafted, record.verified, record.from_drafter) == (
+        ["a", "c"],
+        [0, 0],
+        [0, 0],
+        [0, 0],
+    )
     assert record.traced.tolist() == [[6, 9], [6, 9]]  # tokens before the anchor, and the anchor
     assert record.committed.tolist() == [[5], [3]]
     for req, rounds in ((prompt, 0), (ended, 0), (first, 1), (last, 1)):

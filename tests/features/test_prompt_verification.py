@@ -21,7 +21,7 @@ from sglang_dspark.features.short_prompts.verification import Blocks, PromptRows
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold, TopK
 from sglang_dspark.step.state import Confidence, DecodeBatch, DraftOutput, RequestLimits
-from sglang_dspark.worker.eager import BesideExecutor, EagerExecutor
+from sglang_dspark.worker.eager import EagerExecutor, ExtraRowsExecutor
 from sglang_dspark.worker.graphs import ExecutorSelector
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def test_prompts_decide_about_no_draft(requests, depth):
             draft = DraftOutput.nothing(requests, CPU)
         alone = eager.plan(step, draft, decision)
         worker = worker_of(eager)
-        executor = BesideExecutor(eager, worker.executors.select, prompts_beside(worker, 5))
+        executor = ExtraRowsExecutor(eager, worker.executors.select, prompts_beside(worker, 5))
         plan = executor.plan(step, draft, decision)
         own = len(alone.input_ids)
         assert plan.verify_lens.tolist() == alone.verify_lens.tolist() and plan.indptr.tolist() == alone.indptr.tolist()
@@ -117,7 +117,7 @@ def test_texts_beside_prompts_have_the_targets_distribution(monkeypatch, options
         worker = worker_of(loop.eager, columns=300)
         rows = prompts_beside(worker, GAMMA + 1, first_id=sum(map(len, loop.texts)))
         batch = SimpleNamespace(reqs=[request()] * len(step), seq_lens_cpu=step.prefix_lens)
-        outcome = BesideExecutor(loop.eager, worker.executors.select, rows).run(
+        outcome = ExtraRowsExecutor(loop.eager, worker.executors.select, rows).run(
             replace(step, batch=batch), decision, hooks
         )
         assert rows.logits[:, 0].tolist() == [8, 9, 12]

@@ -28,7 +28,7 @@ from stage_loop import RecordedGraph
 
 from sglang_dspark.engine import hooks
 from sglang_dspark.engine.flags import MIN_REQUESTS
-from sglang_dspark.engine.start import of_rules
+from sglang_dspark.engine.start import flag_adjustments
 from sglang_dspark.engine.verify import DSparkVerifyInput
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features import recurrent
@@ -68,7 +68,7 @@ def test_snapshots_follow_each_other_no_faster_than_steps_under_overlap():
 def test_flags_that_change_speed_alone(given, becomes):
     def adjusted(**more):
         context = launch_context(**{"prefill": None, "decode": None} | CHOSEN | given | more)
-        return {one.name: one.value for one in of_rules(context)}
+        return {one.name: one.value for one in flag_adjustments(context)}
 
     assert adjusted(target=HYBRID) == becomes
     assert adjusted() == {}

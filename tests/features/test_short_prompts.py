@@ -17,7 +17,7 @@ from sglang_objects import batch, model_config, partly, request, runner, server_
 from step_tables import make_table
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.engine.batch import RIDERS, DSparkBatchResult
+from sglang_dspark.engine.batch import DECODED_WITH_PREFILL, DSparkBatchResult
 from sglang_dspark.engine.server import DSparkServer, attach
 from sglang_dspark.features import short_prompts
 from sglang_dspark.features.short_prompts import (
@@ -30,9 +30,9 @@ from sglang_dspark.features.short_prompts import (
     RunningBeside,
     ShortPrompts,
     beside,
+    decode_with_prefill,
     keep_apart,
     process_running,
-    ride_or_mix,
 )
 from sglang_dspark.scheduling.policies import verified_sooner
 from sglang_dspark.step.decision import PLAIN, StepRecord, drafted
@@ -233,7 +233,7 @@ def test_the_time_of_a_step_beside_prompts_is_none_of_a_step():
         return GenerationBatchResult()
 
     asked = prompts(3, input_ids=torch.arange(3), req_pool_indices=torch.tensor([1]))
-    vars(asked)[RIDERS] = partly(RunningBeside, blocks=found._blocks(asked), decode=decode)
+    vars(asked)[DECODED_WITH_PREFILL] = partly(RunningBeside, blocks=found._blocks(asked), decode=decode)
     assert found.encode(asked) is not None and forgotten == [True]
     assert found.counted()[0].values == {VERIFIED: 0, PREFILLED: 0, BESIDE: 1}
 
@@ -249,7 +249,7 @@ def met(blocks, *, found=True):
         setattr(pool, PART, SimpleNamespace(blocks_beside=lambda prompts, running: blocks))
     prompts = batch(request(rid="p"), req_to_token_pool=pool)
     running = batch(request(rid="a"), request(rid="b"), batch_is_full=False)
-    ride_or_mix(lambda *given: mixed.append(given), prompts, running)
+    decode_with_prefill(lambda *given: mixed.append(given), prompts, running)
     prompts.decoding_reqs = running.reqs  # as SGLang says of all that it has mixed
     return prompts, running, mixed
 

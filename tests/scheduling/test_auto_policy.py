@@ -19,7 +19,7 @@ from sglang_dspark.scheduling.auto_policy import (
     RATE,
     STAKE,
     AutoPolicy,
-    LoneCredit,
+    SingleRequestBudget,
     draft_depths,
 )
 from sglang_dspark.scheduling.forecast import UPDATE_STEPS, WINDOW_ROUNDS, LaggedSurvivals
@@ -144,7 +144,7 @@ def test_a_probe_of_graphs_shows_all_requests():
     ids=["parked", "speculating"],
 )
 def test_where_all_verify_as_many_drafts_a_probe_is_a_whole_step(table, confidence, usual, weight):
-    """And every other choice is a plain step, or one length of the given ones for all."""
+    """And every other choice is a non-speculative step, or one length of the given ones for all."""
     policy = make_policy(table, confidence, depths=(1, 3, GAMMA))
     policy.fixed_draft_shape = policy.uniform = True
     made = [(policy.choose(32, CONTEXT), policy.probing) for _ in range(4000)]
@@ -164,13 +164,13 @@ def test_probes_of_a_parked_server_get_rarer_the_more_they_cost():
 
     for extra_ms in (10 * (tokens(BAD) - 1) * 1.05, 15.0, 30.0, 60.0):
         between = steps_between(extra_ms)
-        # Drafting for one costs extra_ms / 10 plain steps. An exploration may come first, which costs less.
+        # Drafting for one costs extra_ms / 10 non-speculative steps. An exploration may come first, which costs less.
         expected = math.ceil(max(PROBE_STEPS, extra_ms / 10 / MARGIN))
         assert expected <= min(between) <= max(between) <= 2 * expected
 
 
 def test_probes_are_rarer_where_drafting_for_one_drafts_for_all():
-    """Drafting takes 1 ms per request, a plain step 10."""
+    """Drafting takes 1 ms per request, a non-speculative step 10."""
     table = make_table(lambda r, d, c: 10 + 0 * r, lambda r, d, c: 1.0 * r)
 
     def steps_between(fixed_draft_shape):
@@ -207,7 +207,7 @@ def test_a_step_that_the_table_may_be_wrong_about_is_timed():
 
 
 def test_the_plain_step_is_timed_while_speculating():
-    """The table has plain steps slower than they are, so speculation seems to pay. It does not."""
+    """The table has non-speculative steps slower than they are, so speculation seems to pay. It does not."""
     policy = make_policy(break_even(GOOD, advantage=0.2), GOOD)
     choices = list(run_and_time(policy, 1500, lambda decision: 1.0 if decision.draft_len else 0.7))
     assert choices[0] == whole(4)
@@ -318,17 +318,17 @@ def test_live_policies_draft_whole_blocks():
 
 def useless_steps(credit, cost, *, steps, request="r", pays=True):
     """Return at which of the next steps drafts are made; none is accepted."""
-    return [step for step in range(steps) if credit.affords(request, cost, pays=pays)]
+    return [step for step in range(steps) if credit.can_spend(request, cost, pays=pays)]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_request_loses_more_than_its_stake_and_the_rate(seed):
     """Whatever its steps cost and bring, and however late that is known."""
-    rng, credit = np.random.default_rng(seed), LoneCredit()
+    rng, credit = np.random.default_rng(seed), SingleRequestBudget()
     gained, behind = 0.0, [0, 0]
     for step in range(1, 2000):
         cost, luck = rng.uniform(0, STAKE), rng.choice([0.0, 0.1, 0.5])
-        if drafts := credit.affords("r", cost, pays=True):
+        if drafts := credit.can_spend("r", cost, pays=True):
             gained -= cost
         behind.append(int(drafts and rng.random() < luck))
         gained += behind[-1]
@@ -338,15 +338,15 @@ def test_no_request_loses_more_than_its_stake_and_the_rate(seed):
 
 
 def test_a_hard_text_is_given_up_after_the_stake_and_tried_again_at_the_rate():
-    drafted = useless_steps(LoneCredit(), 0.5, steps=100)
+    drafted = useless_steps(SingleRequestBudget(), 0.5, steps=100)
     assert drafted[:4] == [0, 1, 2, 3]
     assert set(np.diff(drafted[4:])) == {0.5 / RATE}
 
 
 def test_what_was_gained_is_kept_up_to_a_limit():
-    credit = LoneCredit()
+    credit = SingleRequestBudget()
     for _ in range(50):
-        assert credit.affords("r", 0.5, pays=True)
+        assert credit.can_spend("r", 0.5, pays=True)
         credit.earn("r", 3)
     assert len(useless_steps(credit, 0.5, steps=15)) == MOST / 0.5
     credit.earn("another", 3)
@@ -355,17 +355,17 @@ def test_what_was_gained_is_kept_up_to_a_limit():
 
 @pytest.mark.parametrize(("pays", "trials"), [(True, 4), (False, 0)])
 def test_the_next_request_has_a_stake_if_drafts_are_expected_to_pay(pays, trials):
-    credit = LoneCredit()
+    credit = SingleRequestBudget()
     useless_steps(credit, 0.5, steps=10)
     assert len(useless_steps(credit, 0.5, steps=8, request="next", pays=pays)) == trials
 
 
 def test_no_request_inherits_more_than_a_stake():
-    credit = LoneCredit()
-    credit.affords("r", 0.0, pays=True)
+    credit = SingleRequestBudget()
+    credit.can_spend("r", 0.0, pays=True)
     credit.earn("r", 9)
     assert len(useless_steps(credit, 0.5, steps=20, request="next", pays=False)) == STAKE / 0.5
 
 
 def test_a_step_is_tried_whatever_the_table_says_it_costs():
-    assert useless_steps(LoneCredit(), 10 * STAKE, steps=50) == [0]
+    assert useless_steps(SingleRequestBudget(), 10 * STAKE, steps=50) == [0]

@@ -11,7 +11,7 @@ from step_tables import GAMMA, compute_bound, random_table
 
 from sglang_dspark.scheduling.auto_policy import evaluate_steps, worth_most_beside
 from sglang_dspark.scheduling.forecast import WINDOW_ROUNDS, LaggedSurvivals, PositionAcceptance
-from sglang_dspark.scheduling.policies import Beside
+from sglang_dspark.scheduling.policies import ExtraRows
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
 
 ALL_DEPTHS = tuple(range(1, GAMMA + 1))
@@ -58,7 +58,7 @@ def test_the_step_beside_prompts_commits_the_most_beyond_what_its_time_is_worth(
         times, survivals = knowledge(
             rng, random_table(rng, tiers=tiers, contexts=(64, 1024) if tiers else (64,)), depths
         )
-        beside, worth, table = Beside(4, 20 + seed, 300.0), float(rng.uniform(0.05, 3)), times.table
+        beside, worth, table = ExtraRows(4, 20 + seed, 300.0), float(rng.uniform(0.05, 3)), times.table
 
         def value(depth, drafts, times=times, survivals=survivals, beside=beside, worth=worth, table=table):
             gain = survivals.gains(requests)[survivals.depths.index(depth), drafts] if depth else 0.0
@@ -85,7 +85,7 @@ def test_the_step_beside_prompts_commits_the_most_beyond_what_its_time_is_worth(
 
 @pytest.mark.parametrize("requests", [1, 8])
 def test_no_step_drafts_and_verifies_nothing(requests):
-    """A plain step does as much, and what drafting has to bring would be measured by the cheapest drafts."""
+    """A non-speculative step does as much, and what drafting has to bring would be measured by the cheapest drafts."""
     survivals = LaggedSurvivals(GAMMA, ALL_DEPTHS)
     survivals.observe(np.full((300, GAMMA), 1e-4))
     times = StepTimes(compute_bound())

@@ -51,12 +51,12 @@ def test_early_stop_needs_a_length_of_each_request():
 def test_what_a_launched_step_reads_outlives_two_renewals():
     """One for statistics that are asked for, one with the result of the step before."""
     made = schedule(with_head=False)
-    read = weakref.ref(made.forecast.learned)
+    read = weakref.ref(made.forecast.packed_coefficients)
     for _ in range(2):
-        before = made.forecast.learned
+        before = made.forecast.packed_coefficients
         made.observe(record(StepDecision(BLOCK, FixedLength()), [BLOCK], [BLOCK]), [0], [1])
         made.report()
-        assert made.forecast.learned is not before
+        assert made.forecast.packed_coefficients is not before
     del before
     assert read() is not None
 
@@ -359,13 +359,13 @@ def test_a_schedule_that_forgets_is_as_new(with_head):
             made.choose(step.requests, 64.0)
             made.observe(step, [0, 1, 2, 3], [accepted] * 4)
         made.forecast.update()
-        return made.forecast.learned, made.forecast.lagged.mean().tolist(), made.parked
+        return made.forecast.packed_coefficients, made.forecast.lagged.mean().tolist(), made.parked
 
     learn(made, 0)
     times = made.times
     made.forget()
     assert made.times is times and made.policy.name == "auto" and not made.parked
-    assert made.forecast.learned.equal(new.forecast.learned)
+    assert made.forecast.packed_coefficients.equal(new.forecast.packed_coefficients)
     (learned, *state), (expected, *as_new) = learn(made, 1), learn(new, 1)
     assert learned.equal(expected) and state == as_new
     assert learn(new, 0)[2] == learn(made, 0)[2]

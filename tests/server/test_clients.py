@@ -235,7 +235,7 @@ def test_a_predicted_text_is_accepted_and_counted(letters, expected, stream):
     half = len(expected) // 2
     parts = [{"type": "text", "text": text} for text in (expected[:half], expected[half:])]
     for predicted in (expected, parts, "красный 猫: " + expected + " 🐈"):
-        with policy(letters, "static"):  # ``auto`` may find plain steps faster
+        with policy(letters, "static"):  # ``auto`` may find non-speculative steps faster
             text, usage = asked(letters, stream, prediction=content(predicted))
         details = usage.completion_tokens_details
         assert text == expected

@@ -260,5 +260,7 @@ def advised_names():
     """Returns the purposes of the package's functions behind the fence."""
     sources = Path(sglang_dspark.__file__).parent.rglob("*.py")
     return {
-        what for source in sources for what in re.findall(r'^\s*@fenced\("(.+?)"', source.read_text(), re.MULTILINE)
+        what
+        for source in sources
+        for what in re.findall(r'^\s*@best_effort\("(.+?)"', source.read_text(), re.MULTILINE)
     }

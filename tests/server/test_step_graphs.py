@@ -190,7 +190,7 @@ def test_a_step_is_launched_in_few_pieces(graphs):
         assert len(steps) > 1
         last = steps[0][0]
         for requests, *counts, what in steps:
-            # Behind plain steps, draft K/V of a request that has left is written first.
+            # Behind non-speculative steps, draft K/V of a request that has left is written first.
             few = all(int(count) <= bound for count, bound in zip(counts, bounds, strict=True))
             assert few or (name != "static" and requests != last), what
             last = requests
@@ -205,7 +205,7 @@ def test_short_prompts_are_replayed(graphs, plain):
     texts, began = output_ids(plain, asked), len(graphs.log_path.read_text())
     graphs.flush_cache()
     before = graphs.get_json("/dspark/stats")["prompts"]
-    with policy(graphs, "static"):  # plain steps leave draft K/V to what comes next
+    with policy(graphs, "static"):  # non-speculative steps leave draft K/V to what comes next
         assert output_ids(graphs, asked, 1) == texts
     launched = r"launched by a prefill of (\d+) rows: (\d+) graphs, (\d+) kernels, (\d+) operations"
     log = graphs.log_path.read_text()[began:]

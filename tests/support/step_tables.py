@@ -38,7 +38,7 @@ def h200_table(file: str) -> SpsTable:
 
 
 def costly_drafts(extra_ms: float, **options) -> SpsTable:
-    """Verification for nothing, and a drafter that takes ``extra_ms`` against a plain step of 10."""
+    """Verification for nothing, and a drafter that takes ``extra_ms`` against a non-speculative step of 10."""
     return make_table(lambda r, d, c: 10 + 0 * r, lambda r, d, c: extra_ms + 0 * r, **options)
 
 

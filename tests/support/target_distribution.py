@@ -284,7 +284,7 @@ def third_of(loop: ToyLoop, decision: StepDecision) -> StepDecision:
 
 
 def one_of_three(loop: ToyLoop, decision: StepDecision) -> StepDecision:
-    """The middle request is drafted, its neighbours take a plain step."""
+    """The middle request is drafted, its neighbours take a non-speculative step."""
     return StepDecision(GAMMA, TopK(GAMMA), draft_requests=(1,))
 
 

@@ -1,6 +1,7 @@
 """The served stages without a server: what the golden pair drafts, accepts and writes, whatever fails in it.
 
-Rows of plain steps whose draft K/V is computed together: drafts behind them are those of steps that compute it.
+Rows of non-speculative steps whose draft K/V is computed together: drafts behind them are those of steps that compute
+it.
 
 An exception in a step: the log names the stage, nothing is handed out, and SGLang gets the exception to end over.
 """
@@ -34,7 +35,7 @@ from sglang_dspark.worker.graphs import ExecutorSelector
 from sglang_dspark.worker.worker import DSparkWorker
 
 NUM_TOKENS = 24
-# Verifying a draft costs a tenth of a plain step, drafting another tenth.
+# Verifying a draft costs a tenth of a non-speculative step, drafting another tenth.
 TABLE = make_table(lambda r, d, c: 10 + d * r, lambda r, d, c: 1.0 * r, gamma=7)
 
 
@@ -125,7 +126,7 @@ def test_a_narrow_window_changes_drafts_alone(whole):
 
 NAN = float("nan")
 VOCAB_SIZE = 256
-# Verifying a draft costs a tenth of a plain step, drafting another tenth.
+# Verifying a draft costs a tenth of a non-speculative step, drafting another tenth.
 
 
 def served(loop, num_tokens=12):
@@ -241,7 +242,7 @@ def test_prompts_may_have_the_slots_of_rows_that_are_held():
 
 
 def commit_launches(holds):
-    """Return what the commit of a plain step launches, by kind."""
+    """Return what the commit of a non-speculative step launches, by kind."""
     loop = StageLoop(schedule="off")
     loop.serve(prompts_of(loop), 1)
     if holds:

@@ -190,7 +190,9 @@ def test_what_calibration_has_learned_reaches_replayed_steps(monkeypatch):
     for conditional in (0.5, 0.25):
         logit = torch.tensor(conditional).logit()
         forecast = loop.schedule.forecast
-        forecast.learned = torch.cat([torch.zeros(1, 7), logit.expand(1, 7), forecast.learned[2:]])
+        forecast.packed_coefficients = torch.cat(
+            [torch.zeros(1, 7), logit.expand(1, 7), forecast.packed_coefficients[2:]]
+        )
         step, executor = staged(loop, decision)
         survival = executor.draft(step, decision).confidence.survival
         torch.testing.assert_close(survival, torch.full((3, 7), conditional).cumprod(1))
@@ -275,7 +277,7 @@ def test_drafts_that_were_made_elsewhere_are_verified(monkeypatch):
     decision = StepDecision(3, FixedLength())
     step, executor = staged(loop, decision)
     tokens = torch.arange(9).view(3, 3) + 5
-    plan = executor.plan(step, executor.take(DraftOutput(DraftBlock(tokens), None, [3] * 3)), decision)
+    plan = executor.plan(step, executor.use_external_draft(DraftOutput(DraftBlock(tokens), None, [3] * 3)), decision)
     rows = plan.input_ids[: int(plan.indptr[3])].view(3, 4)
     assert torch.equal(rows, torch.cat([step.anchors[:, None], tokens], dim=1))
 

@@ -189,7 +189,7 @@ def simulated_accept(
 
     Args:
         rows, prefix_lens: see :func:`simulated_confidence`.
-        draft_tokens: [bs, gamma] int, the proposals; gamma = 0 is a plain step.
+        draft_tokens: [bs, gamma] int, the proposals; gamma = 0 is a non-speculative step.
         bonus_tokens: [bs] int, which verification drew; they stay, wherever they then stand.
         verify_lens: [bs] int, drafts under verification, 0..gamma; None for all.
     """

@@ -9,10 +9,10 @@ gather stands between verification and commit.
 Bytes: 2 * n * L * 2 * kv_heads * hd elements, read once and written once; rows that are not kept cost neither. On an
 H200 (4.3 TB/s for copies) the floor of 512 rows of a Qwen3-4B drafter (L 5, kv_heads 8, hd 128, bf16) is 4.9 us.
 
-Rows of plain steps, held back until the draft K/V of many of them is computed at once.
+Rows of non-speculative steps, held back until the draft K/V of many of them is computed at once.
 
-A plain step commits a row per request. What projects it is read once per product, whatever the rows: 252 MB of a
-Qwen3-8B drafter. To hold a row back moves it once, 41 KB there.
+A non-speculative step commits a row per request. What projects it is read once per product, whatever the rows: 252 MB
+of a Qwen3-8B drafter. To hold a row back moves it once, 41 KB there.
 
 Bytes: 2 * n * (w * sizeof(features) + 16).
 """

@@ -382,7 +382,7 @@ class DraftBlock:
 
     @staticmethod
     def empty(bs: int, device: torch.device | str) -> DraftBlock:
-        """Blocks without drafts, as plain steps have them."""
+        """Blocks without drafts, as non-speculative steps have them."""
         return DraftBlock(torch.empty((bs, 0), dtype=torch.int64, device=device))
 
     @staticmethod

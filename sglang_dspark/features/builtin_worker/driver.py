@@ -21,7 +21,7 @@ from sglang_dspark.engine.hooks import Moment, check, hook
 from sglang_dspark.engine.measure_steps import DummyBatch, Stepper, load_or_measure, table_key
 from sglang_dspark.engine.part import parts_of
 from sglang_dspark.engine.request_options import BatchOptions, carry_counts
-from sglang_dspark.engine.scheduler import Decoding, attach_decoder, attached_decoder
+from sglang_dspark.engine.scheduler import DecodeInfo, attach_driver, attached_driver
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch, ServerArgs
 from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.features.builtin_worker import MODE, scheduled
@@ -157,7 +157,7 @@ class ScheduledWorker:
         """Forget what was learned of the weights before; SGLang's drafter shares layers with the target."""
         self.control.forget(new_drafter=new_drafter)
 
-    def decoding(self) -> Decoding:
+    def decoding(self) -> DecodeInfo:
         """Return how the server decodes."""
         config = self.worker.draft_model_runner.model_config
         text = config.hf_text_config
@@ -172,7 +172,7 @@ class ScheduledWorker:
             "vocab_size": config.vocab_size,
         }
         captured = self.target_worker.model_runner.decode_cuda_graph_runner is not None
-        return Decoding(self.settled.reason, self.gamma, cuda_graphs=captured, drafter=drafter)
+        return DecodeInfo(self.settled.reason, self.gamma, cuda_graphs=captured, drafter=drafter)
 
 
 class MeasuredSteps:
@@ -235,7 +235,7 @@ def install_hooks(algorithm: object, server_args: ServerArgs) -> None:
 
 def driver_of(part: object) -> ScheduledWorker:
     """Return what drives SGLang's own worker, of the worker or of a part of it that is hooked."""
-    driver = attached_decoder(part)
+    driver = attached_driver(part)
     assert isinstance(driver, ScheduledWorker), "SGLang's own worker is not driven yet"
     return driver
 
@@ -250,7 +250,7 @@ def start(result: None, worker: DSparkWorkerV2) -> None:
     """Take over the worker's steps, once it is ready to serve."""
     with torch.no_grad():
         driver = ScheduledWorker(worker)
-        attach_decoder(driver, worker, worker._proposer, worker._verify_planner)
+        attach_driver(driver, worker, worker._proposer, worker._verify_planner)
         driver.start()
     check(Moment.READY)
 

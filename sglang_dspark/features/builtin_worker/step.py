@@ -132,7 +132,7 @@ class ScheduledStep:
         """
         bs = self._requests
         selected = self.decision.select(self._selectable(forecast))
-        agreement.adopt(selected.synced)
+        agreement.broadcast_from_rank0(selected.synced)
         self.verify_lens = selected.verify_lens
         if not self.rows.fit(bs) or (self._is_whole and not self.rows.by_request):
             return None

@@ -28,7 +28,7 @@ from sglang_dspark.engine.part import CandidateSource, Worker
 from sglang_dspark.engine.requests import ASKED
 from sglang_dspark.engine.server import DSparkServer, attached
 from sglang_dspark.engine.sglang_types import Answer, Req, ScheduleBatch, ServerArgs, TokenizerManager
-from sglang_dspark.errors import fenced, nothing
+from sglang_dspark.errors import best_effort, nothing
 from sglang_dspark.features.prompt_lookup.keys import COUNTS, LookupKeys, answer_key, lookup_options
 from sglang_dspark.features.prompt_lookup.rules import AnswerCache, ForcedTokens, rules_of, with_forced
 from sglang_dspark.step.decision import StepRecord
@@ -77,20 +77,20 @@ class PromptLookup(CandidateSource):
     def buffers(self, slots: int) -> StagedRules:
         return StagedRules(slots, self._device)
 
-    @fenced("counts of predictions", instead=nothing)
+    @best_effort("counts of predictions", instead=nothing)
     def prefill_done(self, batch: ScheduleBatch) -> None:
         """Give the token behind a prompt its counts: SGLang streams such lists from their first place on."""
         prompts = prompts_of(batch)
         for place in self._predicted.read(prompts):
             _counts(prompts[place], 1)
 
-    @fenced("counts of predictions", instead=nothing)
+    @best_effort("counts of predictions", instead=nothing)
     def tokens_come(self, batch: ScheduleBatch, result: DSparkBatchResult, tokens: Sequence[Sequence[int]]) -> None:
         for place in self._predicted.read(batch.reqs):
             if result.record is not None and is_running(batch.reqs[place]):
                 _count(batch.reqs[place], result.record, place, len(tokens[place]))
 
-    @fenced("counts of predictions", instead=nothing)
+    @best_effort("counts of predictions", instead=nothing)
     def step_done(
         self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
     ) -> None:
@@ -99,7 +99,7 @@ class PromptLookup(CandidateSource):
             if place in running:
                 _counts(reqs[place], 1)
 
-    @fenced("answers to keep", instead=nothing)
+    @best_effort("answers to keep", instead=nothing)
     def request_ended(self, req: Req) -> None:
         """Keep the answer of a request that was not aborted, if it has a key."""
         key = answer_key(req, by_prompt=self._answers.by_prompt)
@@ -112,7 +112,7 @@ class PromptLookup(CandidateSource):
     weights_changed = flushed  # the target would answer otherwise
 
 
-@fenced("candidates", instead=lambda step, tokens, number: Candidates.no_chains(len(step), number, tokens.device))
+@best_effort("candidates", instead=lambda step, tokens, number: Candidates.no_chains(len(step), number, tokens.device))
 def _found(step: DecodeBatch, slot_tokens: torch.Tensor, number: int) -> torch.Tensor:
     return find_chains(step.requests, slot_tokens, number, step.rules)
 
@@ -126,7 +126,7 @@ def _count(req: Req, record: StepRecord, place: int, committed: int) -> None:
     """Note for each token that a request has committed what it and those before it owe to its prediction."""
     entries = _counts(req, 0)
     accepted, rejected = entries[-1] if entries else (0, 0)
-    verified = min(record.copied[place], record.verified[place])
+    verified = min(record.from_request[place], record.verified[place])
     kept = min(verified, committed - 1)
     entries += [(accepted + min(token + 1, kept), rejected + verified - kept) for token in range(committed)]
 
@@ -255,7 +255,7 @@ class _Counting:
         name, mark, data = event.partition(b"data: ")
         return name + mark + self._counted(data) if mark and not name and b'"usage"' in data else event
 
-    @fenced("usages of predictions", instead=lambda self, body: body)
+    @best_effort("usages of predictions", instead=lambda self, body: body)
     def _counted(self, body: bytes) -> bytes:
         """Return JSON with the counts in its usage; an error without one names the field that the client has sent."""
         document = json.loads(body)
@@ -288,7 +288,7 @@ async def keep_counts(
             yield answer
 
 
-@fenced("usages of predictions", instead=nothing)
+@best_effort("usages of predictions", instead=nothing)
 def _keep(answer: Answer) -> None:
     meta_info = answer.get("meta_info") or {}
     entries, counts = meta_info.pop(COUNTS, None), _COUNTS.get()

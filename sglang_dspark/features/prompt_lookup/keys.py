@@ -21,7 +21,7 @@ from sglang_dspark.engine.feature import RequestKeys
 from sglang_dspark.engine.request_options import MOST_DRAFTS, asked_for, kept_by_request
 from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
 from sglang_dspark.engine.sglang_types import Req, TokenizerManager
-from sglang_dspark.errors import fenced
+from sglang_dspark.errors import best_effort
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -272,7 +272,7 @@ def _spellings(label: str) -> list[str]:
 _NOTHING = LookupKeys()
 
 
-@fenced("presets", instead=lambda req: _NOTHING)
+@best_effort("presets", instead=lambda req: _NOTHING)
 @kept_by_request
 def lookup_options(req: Req) -> LookupKeys:
     """Return the options of a scheduler-side request."""

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from sglang_dspark.engine.request_options import kept_by_request
 from sglang_dspark.engine.sglang_types import Req
-from sglang_dspark.errors import fenced, nothing
+from sglang_dspark.errors import best_effort, nothing
 from sglang_dspark.features.prompt_lookup.keys import (
     NO_PRESET,
     SUMMARIZATION,
@@ -69,7 +69,7 @@ class ForcedTokens:
         self._most = _LETTERS * (most + 1)
         self._encoded = lru_cache(_FORCED_TEXTS)(partial(_encoded, tokenizer))
 
-    @fenced("tokens that grammars force", instead=lambda self, req: ())
+    @best_effort("tokens that grammars force", instead=lambda self, req: ())
     def of(self, req: Req) -> tuple[int, ...]:
         """Return a request's last token and those that its grammar forces behind it; nothing if it forces none."""
         grammar = req.grammar
@@ -162,7 +162,7 @@ _NEVER = MOST_MATCH + 1
 _NO_TEXT = np.empty((3, 0), dtype=np.int64)
 
 
-@fenced("rules of candidates", instead=nothing)
+@best_effort("rules of candidates", instead=nothing)
 def rules_of(reqs: Sequence[Req], device: torch.device, answers: AnswerCache) -> ChainRules | None:
     """Return what requests ask for; None if all of them ask for nothing.
 
@@ -177,7 +177,7 @@ def rules_of(reqs: Sequence[Req], device: torch.device, answers: AnswerCache) ->
     return ChainRules(host_index(bounds, device), second)
 
 
-@fenced("tokens that grammars force", instead=lambda rules, *_given: rules)
+@best_effort("tokens that grammars force", instead=lambda rules, *_given: rules)
 def with_forced(
     rules: ChainRules | None, reqs: Sequence[Req], forced: Sequence[Tokens], device: torch.device
 ) -> ChainRules | None:
@@ -226,7 +226,7 @@ def _bounds(options: LookupKeys) -> tuple[int, int, int, int]:
     return LEAST_MATCH, MOST_MATCH, length, 0
 
 
-@fenced("texts to copy from", instead=lambda req, *_given: _NO_TEXT)
+@best_effort("texts to copy from", instead=lambda req, *_given: _NO_TEXT)
 def _second_text(req: Req, by_prompt: bool, answered: Callable[[str | bytes], NDArray[np.int64]]) -> NDArray[np.int64]:
     """Return [3, n], a text, what is needed and the rows in :class:`SecondTexts`, of a request."""
     named, key = _named_text(req), answer_key(req, by_prompt=by_prompt)

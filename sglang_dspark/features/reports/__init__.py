@@ -24,10 +24,10 @@ from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import Counted, Part, part_of
 from sglang_dspark.engine.request_options import hide_drafted, question_of
-from sglang_dspark.engine.scheduler import Decoder, decoder_of
+from sglang_dspark.engine.scheduler import StepDriver, driver_of
 from sglang_dspark.engine.server import tokens_per_step
 from sglang_dspark.engine.sglang_types import Req
-from sglang_dspark.errors import FAILURES, ConfigError, fenced, nothing
+from sglang_dspark.errors import FAILURES, ConfigError, best_effort, nothing
 from sglang_dspark.features.reports.counters import Counters, Key, Versions
 from sglang_dspark.features.reports.prometheus import Metrics
 from sglang_dspark.features.reports.routes import KEY, REPLICA, Json, StatsAnswer, add, capabilities, in_one_line
@@ -53,7 +53,7 @@ class Reports(Part):
     _counters: Counters
     _versions: Versions
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: StepDriver) -> None:
         self._decoder, self._start = decoder, time.monotonic()
         self._taking: list[tuple[Req, int]] = []  # requests of the last step, and how many tokens they had before it
 
@@ -85,16 +85,16 @@ class Reports(Part):
         self._count(reqs, record, running, accepted)
         trace(reqs, record, running, accepted)
 
-    @fenced("statistics of steps", instead=nothing)
+    @best_effort("statistics of steps", instead=nothing)
     def _count(self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
         if record.behind is not None:
             self._counters.record_time(record.behind)
         if not running:
             return
         self._versions.count(record, running, accepted)
-        lens = [record.drawn, record.verified]
+        lens = [record.from_drafter, record.verified]
         if record.has_chain:
-            lens += [record.copied, record.followed, record.cached]
+            lens += [record.from_request, record.from_text, record.from_cache]
         if len(running) < len(record.requests):
             lens = [[of[request] for request in running] for of in lens]
         drawn, verified, *leading = lens
@@ -164,7 +164,7 @@ class Reports(Part):
         """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
         Metrics(self._counters, self._versions, labels, self._counted_by_features).start()
 
-    @fenced("answers to questions", instead=lambda reports, question, fields: {"failed": question})
+    @best_effort("answers to questions", instead=lambda reports, question, fields: {"failed": question})
     def reply(self, question: str, fields: dict[str, Scalar]) -> dict[str, object]:
         """Return the answer to a question of :class:`~.channel.Channel`, or why it is refused."""
         answers: dict[str, Callable[[], Mapping[str, object]]] = {
@@ -180,7 +180,7 @@ class Reports(Part):
 
 def reports_of(scheduler: Scheduler) -> Reports:
     """Return the reports of SGLang's scheduler."""
-    reports = part_of(decoder_of(scheduler).parts, Reports)
+    reports = part_of(driver_of(scheduler).parts, Reports)
     assert reports is not None, "every server that decodes with DSPARK reports"
     return reports
 
@@ -259,7 +259,7 @@ def report_verified(
         reporter.spec_num_correct_drafts = accepted
 
 
-@fenced("shares of accepted drafts", instead=nothing)
+@best_effort("shares of accepted drafts", instead=nothing)
 def _scale_accepted(reporter: SchedulerMetricsReporter) -> None:
     hide_drafted(reporter)
     accepted, rounds = reporter.spec_num_correct_drafts, reporter.spec_num_forward_ct

@@ -292,7 +292,9 @@ class FirstDrafts:
         if self.counts["verified"] >= MOST_DRAFTS:
             return
         seen = [
-            place for place, request in enumerate(running) if record.verified[request] and not record.copied[request]
+            place
+            for place, request in enumerate(running)
+            if record.verified[request] and not record.from_request[request]
         ]
         self.counts["verified"] += len(seen)
         self.counts["accepted"] += sum([accepted[place] > 0 for place in seen])

@@ -25,7 +25,7 @@ PERIOD_S = 1.0
 LOAD_COUNTERS = {
     "steps_total": "Decode steps.",
     "plain_steps_total": "Decode steps in which nothing was drafted.",
-    "parked_steps_total": "Decode steps while speculation rested because plain steps are faster.",
+    "parked_steps_total": "Decode steps while speculation rested because non-speculative steps are faster.",
     "request_steps_total": "Requests, summed over the decode steps.",
     "drafted_tokens_total": "Draft tokens that the drafter proposed, without copied ones.",
     "copied_tokens_total": "Draft tokens from texts that requests name; verified and accepted, but not drafted ones.",

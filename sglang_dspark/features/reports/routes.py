@@ -32,7 +32,7 @@ from sglang_dspark.engine.graphs import has_prefill_graphs
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.http import TURNS, Turns, error_response, flat_object, without_root
 from sglang_dspark.engine.request_options import Speculation, id_of_question
-from sglang_dspark.engine.scheduler import Decoder
+from sglang_dspark.engine.scheduler import StepDriver
 from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
 from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
 from sglang_dspark.engine.support import versions
@@ -270,7 +270,7 @@ def page_needs_no_key(decision: object, *, method: str, path: str, **credentials
     return AuthDecision(allowed=True) if is_page else None
 
 
-def capabilities(decoder: Decoder) -> dict[str, Any]:
+def capabilities(decoder: StepDriver) -> dict[str, Any]:
     """Return JSON: the decode path and why, versions, checkpoints, policies and features."""
     server_args, model_runner = decoder.server_args, decoder.target_worker.model_runner
     schedule, decoding = decoder.schedule, decoder.decoding()

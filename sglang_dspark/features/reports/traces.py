@@ -15,14 +15,14 @@ from sglang_dspark.engine.batch import per_token
 from sglang_dspark.engine.hooks import hook
 from sglang_dspark.engine.request_options import drafted_tokens, request_options
 from sglang_dspark.engine.sglang_types import Req, TokenizerManager
-from sglang_dspark.errors import fenced, nothing
+from sglang_dspark.errors import best_effort, nothing
 from sglang_dspark.step.decision import StepRecord
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import BatchStrOutput, BatchTokenIDOutput
 
 
-@fenced("traces", instead=nothing)
+@best_effort("traces", instead=nothing)
 def trace(reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
     """Append a step to the trace of every request that asked for one.
 
@@ -38,14 +38,14 @@ def trace(reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accep
         return
     logits = None if record.confidence is None else record.confidence.logits
     confidences = [None] * len(reqs) if logits is None else logits.tolist()
-    kinds = (record.drafted, record.copied, record.followed, record.cached, record.from_answers)
+    kinds = (record.drafted, record.from_request, record.from_text, record.from_cache, record.from_answers)
     of_requests = list(zip(record.traced.tolist(), *kinds, confidences, record.verified, strict=True))
     for request, kept in zip(running, accepted, strict=True):
         if request_options(reqs[request]).trace:
             _add_round(reqs[request], record.num_drawn, of_requests[request], kept)
 
 
-@fenced("rounds of a trace", instead=nothing)
+@best_effort("rounds of a trace", instead=nothing)
 def _add_round(req: Req, num_drawn: int | None, of_request: Sequence[Any], accepted: int) -> None:
     traced, depth, copied, followed, cached, from_answers, confidence, verified = of_request
     start, anchor, *draft = traced
@@ -73,7 +73,7 @@ def _add_round(req: Req, num_drawn: int | None, of_request: Sequence[Any], accep
     where="front_end",
     reason="SGLang assumes that every draft is verified, and understates the acceptance of requests",
 )
-@fenced("counts of requests", instead=nothing)
+@best_effort("counts of requests", instead=nothing)
 def count_drafts(
     result: None,
     manager: TokenizerManager,

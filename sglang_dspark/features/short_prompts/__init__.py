@@ -26,7 +26,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.draft.families import family_of
-from sglang_dspark.engine.batch import RIDERS, DSparkBatchResult, prompts_of, riders_of
+from sglang_dspark.engine.batch import DECODED_WITH_PREFILL, DSparkBatchResult, decoded_with_prefill, prompts_of
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import Counted, Encoded, Encoder
@@ -119,7 +119,7 @@ class RidingResult(GenerationBatchResult):
 
 def beside(prompts: ScheduleBatch) -> RunningBeside | None:
     """Return what runs beside the prompts of SGLang's batch in the same verification."""
-    return cast("RunningBeside | None", riders_of(prompts))
+    return cast("RunningBeside | None", decoded_with_prefill(prompts))
 
 
 @hook(
@@ -129,14 +129,14 @@ def beside(prompts: ScheduleBatch) -> RunningBeside | None:
     reason="beside a prompt SGLang gives running requests one token; drafts of these fit into its verification",
     by=Moment.SOME_TIME,  # with mixed chunks
 )
-def ride_or_mix(original: Callable[..., None], prompts: ScheduleBatch, running: ScheduleBatch) -> None:
+def decode_with_prefill(original: Callable[..., None], prompts: ScheduleBatch, running: ScheduleBatch) -> None:
     """Note requests that draft beside prompts, or have SGLang give each one token."""
     part = getattr(prompts.req_to_token_pool, PART, None)
     blocks = None if part is None else part.blocks_beside(prompts, running)
     if blocks is None:
         original(prompts, running)
     else:
-        vars(prompts)[RIDERS] = RunningBeside(running, blocks)
+        vars(prompts)[DECODED_WITH_PREFILL] = RunningBeside(running, blocks)
 
 
 @hook(
@@ -208,7 +208,7 @@ class ShortPrompts(Encoder):
         setattr(self._worker.model_runner.req_to_token_pool, PART, self)
         captured, times = self._worker.executors.captured, self._worker.schedule.times
         if captured is not None and not captured.tiers.tokens:
-            self._width = 1  # without a drafter, only plain steps are captured
+            self._width = 1  # without a drafter, only non-speculative steps are captured
         self._table = None if times is None else times.table
         if self._asked is not None:
             self._most_rows = self._asked

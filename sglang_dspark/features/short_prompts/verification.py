@@ -16,7 +16,7 @@ from dspark_kernels import RoundKeys, SamplingBatch
 
 from sglang_dspark.engine.batch import decode_batch
 from sglang_dspark.engine.sglang_types import ModelRunner, Req, ScheduleBatch
-from sglang_dspark.step.decision import FIRST, GivenRows
+from sglang_dspark.step.decision import FIRST, ForcedRows
 from sglang_dspark.step.packed import host_floats, host_index
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
@@ -77,7 +77,7 @@ _ALIGNED = 2  # int64 in the 16 bytes by which Triton tells addresses apart
 
 
 @dataclass
-class PromptRows(GivenRows):
+class PromptRows(ForcedRows):
     """The rows of prompts, of which each block is a request.
 
     Attributes:

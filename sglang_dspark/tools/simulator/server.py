@@ -20,8 +20,8 @@ from dspark_kernels import DraftBlock
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.online_calibration import OnlineCalibration
-from sglang_dspark.scheduling.policies import Beside
-from sglang_dspark.scheduling.schedule import Schedule, is_of_a_kind
+from sglang_dspark.scheduling.policies import ExtraRows
+from sglang_dspark.scheduling.schedule import Schedule, has_usable_time
 from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
 from sglang_dspark.scheduling.step_times import StepKind
 from sglang_dspark.step.decision import PLAIN, StepDecision, StepRecord
@@ -44,8 +44,8 @@ class Prefill:
     def from_table(cls, table: SpsTable) -> Self:
         """Take it from the step times, without the context.
 
-        A batch costs as much as the plain step of one request, and a token what a verified token costs under the
-        table's highest load, where rows are as many as they get.
+        A batch costs as much as the non-speculative step of one request, and a token what a verified token costs under
+        the table's highest load, where rows are as many as they get.
         """
         plain, full = float(table.verify_ms[-1, 0, 0]), float(table.verify_ms[-1, -1, 0])
         tokens = table.requests[-1] * table.gamma
@@ -80,7 +80,7 @@ class Costs:
         num_tokens: int,
         context: float,
         longest: int,
-        beside: Beside | None = None,
+        beside: ExtraRows | None = None,
     ) -> float:
         """Return the milliseconds of one decode step, without noise.
 
@@ -93,7 +93,7 @@ class Costs:
             longest: drafts of the request that verifies most.
             beside: further rows of the forward; None if there are none.
         """
-        beside = beside or Beside(0, 0, 0.0)
+        beside = beside or ExtraRows(0, 0, 0.0)
         verified, joined_context = (
             self.table.times(requests + beside.requests),
             beside.joined_context(requests, context),
@@ -302,7 +302,7 @@ class SimulatedServer:
         """Forget the time of the step behind: something else runs before the next one."""
         self._timed = None
 
-    def decode(self, requests: Sequence[Request], now_ms: float = 0.0, beside: Beside | None = None) -> Result:
+    def decode(self, requests: Sequence[Request], now_ms: float = 0.0, beside: ExtraRows | None = None) -> Result:
         """Run one decode step at a moment.
 
         Args:
@@ -321,7 +321,7 @@ class SimulatedServer:
         ms = self.costs.step_ms(decision, bs, num_tokens, context, int(lens.max()), beside)
         ms *= float(np.exp(self.costs.noise * self._rng.standard_normal()))
         kind = StepKind(bs, num_tokens, decision.draft_len, context)
-        self._timed = (kind, ms) if is_of_a_kind(decision, bs) else None
+        self._timed = (kind, ms) if has_usable_time(decision, bs) else None
         record = StepRecord(ids, decision, draft.draft_lens, lens, draft.confidence, None)
         return Result(ms, list(requests), record, np.minimum(whole, lens.numpy()))
 

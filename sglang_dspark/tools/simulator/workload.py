@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import lines_of
-from sglang_dspark.scheduling.policies import Beside, ChunkLimit, verified_sooner
+from sglang_dspark.scheduling.policies import ChunkLimit, ExtraRows, verified_sooner
 from sglang_dspark.scheduling.schedule import SloState
 from sglang_dspark.scheduling.sps_table import SpsTable
 
@@ -222,7 +222,7 @@ class Prompts:
                 waiting.popleft()
         return Chunk(pieces) if pieces else None
 
-    def verified(self, chunk: Chunk, running: int = 0) -> Beside | None:
+    def verified(self, chunk: Chunk, running: int = 0) -> ExtraRows | None:
         """Return how a chunk is verified, beside so many requests; None if it is prefilled."""
         table, rows = self._table, chunk.tokens
         requests = sum(-(-piece.tokens // self._width) for piece in chunk.pieces)
@@ -233,7 +233,7 @@ class Prompts:
             verified = rows <= self._asked
         else:  # a CPU has to be asked
             verified = bool(table.tiers) and verified_sooner(table, requests, rows, context)
-        return Beside(requests, rows, context, self._bound_ms) if verified else None
+        return ExtraRows(requests, rows, context, self._bound_ms) if verified else None
 
 
 FORMAT_VERSION = 1

@@ -103,10 +103,10 @@ def plant_faults():
     """Have whatever only advises fail on servers with ``PLANTED_FAULTS``: two calls of three, one behind its work."""
 
     def plant(module):
-        def fenced(what, instead, original=module.fenced):
+        def best_effort(what, instead, original=module.best_effort):
             return lambda function: original(what, instead)(failing(function, what))
 
-        module.fenced = fenced
+        module.best_effort = best_effort
 
     def failing(function, what):
         calls = itertools.count()

@@ -18,7 +18,7 @@ from step_tables import GAMMA, h200_table, make_table
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.scheduling.policies import Beside
+from sglang_dspark.scheduling.policies import ExtraRows
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
 from sglang_dspark.tools.simulator.server import Costs, Prefill, SimulatedServer
@@ -210,7 +210,7 @@ def test_chunks_have_room_for_a_row_of_each_running_request():
     prompts.limit.rows = 64
     beside = prompts.next_chunk(waiting, 16)
     assert [piece[1:] for piece in beside.pieces] == [(3192, 64 - 16)]
-    assert prompts.verified(beside, 16) == Beside(6, 48, 3192 + 24, 50.0)
+    assert prompts.verified(beside, 16) == ExtraRows(6, 48, 3192 + 24, 50.0)
     assert prompts.verified(beside, 59) is None  # a request more than any graph has
     assert Prompts(TIERED, DSparkConfig(prompt_rows=47), mixed=True).verified(beside) is None
     assert Prompts(replace(TIERED, tiers=()), DSparkConfig(), mixed=True).verified(beside) is None
