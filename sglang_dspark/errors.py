@@ -1,12 +1,9 @@
-"""Exceptions raised by sglang-dspark, and fences around what only advises.
-
-Exceptions raised by sglang-dspark.
+"""Exceptions raised by sglang-dspark, and :func:`best_effort` for what only advises.
 
 Every message names the flag, key or tensor, the value that was found, and what to do instead.
 
-Fences what only advises: where it fails for a request, that request goes on without it, and no other one notices.
-
-What a step has to do is not wrapped: a fault there may have left K/V half written, and ends the server.
+Where something that only advises fails for a request, that request goes on without it, and no other one notices. What a
+step has to do is not wrapped: a fault there may have left K/V half written, and ends the server.
 """
 
 import logging

@@ -1,10 +1,7 @@
-"""Decides whether kernels or their references run, and knows the GPU that launches need to know.
+"""Decides whether kernels or their references run, and knows properties of the GPU that launches need.
 
-The choice between kernels on a GPU and references in plain torch elsewhere. Callers never ask.
-
-The rule: kernels run if the first tensor of the arguments is on CUDA, or everywhere inside :func:`kernels_anywhere`.
-
-Properties of the GPU that launches need; on other devices, values that suit Triton's interpreter.
+Callers never ask: kernels run if the first tensor of the arguments is on CUDA, or everywhere inside
+:func:`kernels_anywhere`. On other devices, the properties suit Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Random numbers that are computed from a key, on the host and inside Triton kernels.
 
-Counter-based random numbers: a value depends on its key alone, never on batch order, batch size or device.
+A value depends on its key only, never on batch order, batch size or device.
 
 The generator is Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Two families of
 values are drawn from it:
@@ -20,9 +20,8 @@ verified must be drawn again from fresh noise, because last round's confidences 
 
 Words are 32-bit values held in int64 tensors: torch has no full set of uint32 operators on every device.
 
-The random numbers of ``noise.py`` inside Triton kernels.
-
-``seed`` is the engine seed as a signed 64-bit integer, ``step`` and ``key`` are int64 scalars on the device.
+Inside Triton kernels ``seed`` is the engine seed as a signed 64-bit integer, ``step`` and ``key`` are int64 scalars on
+the device.
 """
 
 from __future__ import annotations

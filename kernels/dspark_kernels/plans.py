@@ -1,6 +1,4 @@
-"""Plans a verification: which drafts become rows.
-
-Plans: the flattened batch of verification from survivals, in one launch.
+"""Plans a verification: which drafts become rows of its flattened batch, in one launch, and in plain torch.
 
 Every program selects for itself, then writes the rows of its own share of the requests: the selection is a few
 microseconds of arithmetic on at most 32 KiB, and repeating it costs nothing while a second launch would. The smallest
@@ -9,8 +7,6 @@ sums over a tile; a sort of 8192 keys would take 91 exchange stages and far long
 
 Bytes: 4 bs depth of survivals, 12 per verified draft and 28 per request read, 40 per row of the tier and 20 per request
 written. That is about 0.12 MB when 256 requests verify 7 drafts each: latency is the cost.
-
-Planning a verification in plain torch: what the kernel of ``plans.py`` computes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Prepares a step on the device: buffers, positions, slots, and which rows belong to which request.
-
-The start of a decode step in one launch: the requests, their draft blocks and the positions of these.
+"""Prepares a decode step on the device, in one launch: requests, draft blocks, positions, and the rows of each request.
 
 The outputs may be longer than the batch: a CUDA graph is captured for a number of request slots, and the step's
 requests are staged into its buffers. What stands behind them is padding that is safe to compute with: context length 0,
@@ -8,10 +6,6 @@ row 0 of the slot table, a block of masks.
 
 Bytes: per request slot 8 * (2 gamma + 3) written and 24 read. That is 0.04 MB for 256 requests with gamma 7: the launch
 is the cost.
-
-Ownership of rows: the rows of a flattened batch by request.
-
-Copies from the host without a wait.
 """
 
 from __future__ import annotations

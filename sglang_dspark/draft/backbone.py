@@ -1,23 +1,16 @@
-"""The backbone of the draft network: its decoder layers, their rotary embedding and convolutions.
+"""The backbone of the draft network: decoder layers of Qwen3's kind or Gemma 4's, rotary embedding, convolutions.
 
-The draft backbone's decoder layers: Qwen3 blocks whose attention is left to the caller (Gemma 4's: ``gemma.py``).
+Attention and the K/V memory belong to the caller (paged pool when serving, packed blocks when training), so a layer
+only projects, normalises and rotates, and hands q, k, v of the block rows to an :data:`Attend` callback.
 
-The attention kernel and the K/V memory belong to the caller (paged pool when serving, packed blocks when
-training), so a layer only projects, normalises and rotates, and hands q, k, v of the block rows to an :data:`Attend`
-callback.
+Gemma 4's layers are built as DeepSpec does for Gemma 4 12B. They differ from Qwen3's in their norms, in the scale of
+the scores, which is 1, in values that have a norm, too, and in the activation of the MLP. All of them have full
+attention.
 
-Decoder layers of a drafter with Gemma 4's backbone, as DeepSpec builds them for Gemma 4 12B.
+DFlash 2 has dynamic convolutions along the slots of a block, before and after a sublayer. Both have base kernels of
+their own, and what each row adds to these comes from one projection of the sublayer's input.
 
-They differ from those of ``backbone.py`` in their norms, in the scale of the scores, which is 1, in values that have a
-norm, too, and in the activation of the MLP. All of them have full attention.
-
-Dynamic convolutions along the slots of a block, before and behind a sublayer of the backbone (DFlash 2).
-
-Both have base kernels of their own, and what each row adds to these comes from one projection of the sublayer's input.
-
-Rotary position embedding in the rotate-half layout, angles in float32.
-
-A bound on the context that a draft network sees, whatever its layers could see.
+The rotary embedding has the rotate-half layout, and angles in float32.
 """
 
 from collections.abc import Callable

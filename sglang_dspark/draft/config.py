@@ -2,9 +2,7 @@
 
 Checkpoints are published in several formats; ``sglang_dspark.draft.formats`` reads them all into this one.
 
-Decides whether a drafter belongs to a target, from the two configurations, before anything is loaded.
-
-Rows that the attention of a draft layer sees: full or sliding context, and a block that is causal or not.
+Whether a drafter belongs to a target is decided from the two configurations, before anything is loaded.
 
 Slot k of a block stands at position p + k, p being the anchor's. ``age`` of a context row is its distance before the
 anchor, p - j >= 1 for the row at position j.

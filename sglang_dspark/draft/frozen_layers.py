@@ -1,13 +1,10 @@
 """Layers of a drafter that only serves: fused, or stored in eight bits.
 
-A decoder layer of a frozen model in a dozen launches: stacked projections and fused kernels, for CUDA.
+A block of a few rows gives a GPU next to nothing to compute, so a layer costs what its launches cost: stacked
+projections and fused kernels make a dozen of them.
 
-A block of a few rows gives a GPU next to nothing to compute, so a layer costs what its launches cost.
-
-Layers of a frozen drafter whose weights are stored in eight bits, too.
-
-Kernels read these for a few rows. Where no kernels run, weights are only rounded: they draft the same, and cost what
-they did before.
+Kernels read weights in eight bits for a few rows. Where no kernels run, weights are only rounded: they draft the same,
+and cost what they did before.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """The two heads of the draft network.
 
-Markov head: a low-rank bias on the draft logits that depends on the token just drafted (DSpark paper, Eqs. 4-6).
+The Markov head is a low-rank bias on the draft logits that depends on the token just drafted (DSpark paper, Eqs. 4-6).
 
 With ``e = W1[x_{k-1}]`` and h the post-norm backbone hidden of slot k, the bias added to the base logits is ``W2 u``:
 
@@ -10,7 +10,7 @@ With ``e = W1[x_{k-1}]`` and h the post-norm backbone hidden of slot k, the bias
 * rnn: ``(g, c, o) = split(J [s ; e ; h] + b)``, ``u = tanh(o)`` and ``s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c)``;
   all three branches read the *old* state s, which is zero at the start of every block.
 
-Confidence head: how likely a draft is accepted, given that all before it were (DSpark paper, Eq. 7).
+The confidence head says how likely a draft is accepted, given that all before it were (DSpark paper, Eq. 7).
 """
 
 from abc import abstractmethod

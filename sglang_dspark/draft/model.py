@@ -1,9 +1,9 @@
-"""The whole draft model: context projection, block backbone, and the two heads.
+"""The whole draft model: context projection, block backbone and heads; and its K/V.
 
-Letters in shapes: d hidden size, m tapped target layers, L draft layers, V vocabulary, v tokens that are
-proposed (V or fewer), r Markov rank, n context rows, T block rows of all requests, hd head dim.
+Letters in shapes: d hidden size, m tapped target layers, L draft layers, V vocabulary, v tokens that are proposed (V or
+fewer), r Markov rank, n context rows, T block rows of all requests, hd head dim.
 
-K/V of the drafter: one pool row per K/V slot of the target, so that prefix caching and eviction are shared.
+K/V of the drafter has one pool row per K/V slot of the target, so that prefix caching and eviction are shared.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,19 +1,10 @@
 """Quantised drafters: codes, scales and zero points look like the one weight that they stand for.
 
-Quantised drafters: codes, scales and zero points look like the one weight that they stand for.
-
 The configuration beside the tensors tells the scheme, so that the rest of the loader reads ordinary tensors by their
 ordinary names, one at a time. Compressed-tensors and gguf, which sglang requires, compute their own forms.
 
-Describes a checkpoint whose tensors are not plain floating-point numbers.
-
-Recognition of the scheme by the configuration beside the tensors.
-
-Modules whose weight is stored as codes beside scales, which look like modules with an ordinary weight.
-
-Compressed-tensors, as the library of this name computes it: float8, int8, int4 and other widths, NVFP4 and MXFP.
-
-Codes times scales: fp8 as Hugging Face, SGLang and Model Optimizer store it, MXFP8, and Model Optimizer's NVFP4.
+Schemes: compressed-tensors as the library of this name computes it (float8, int8, int4 and other widths, NVFP4, MXFP);
+fp8 as Hugging Face, SGLang and Model Optimizer store it; MXFP8; and Model Optimizer's NVFP4.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ where the operator says::
 The drafter may have heads for the whole vocabulary still: loaders that do not know the file then draft from all of it.
 Or it was trained for these tokens alone and has no other rows (``draft_vocab_size``).
 
-Choose the tokens that a drafter proposes by what answers consist of.
+The command ``vocabulary`` chooses the tokens by what answers consist of.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The tensor files of checkpoints, and what files of a target say of its layers.
-
-Reads from the files of a target which layers a drafter may read, before anything is loaded.
-"""
+"""The tensor files of checkpoints, and what files of a target say of its layers."""
 
 import json
 from collections.abc import Sequence

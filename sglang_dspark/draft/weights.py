@@ -1,8 +1,6 @@
 """Loads, saves and replaces the tensors of a drafter.
 
-Other weights for a drafter that serves: checked as a whole, before any of them is written over the old ones.
-
-A drafter by what its folder says, read once and handed on.
+Other weights for a drafter that serves are checked as a whole, before any of them is written over the old ones.
 """
 
 import json

@@ -1,13 +1,11 @@
 """What answers tell of their tokens, and where they end.
 
-Compute log-probabilities of output tokens, in the fields and by the definition of SGLang's sampler.
+Log-probabilities of output tokens have the fields and the definition of SGLang's sampler: they are those of the
+adjusted logits at the request's temperature, before top-k, top-p and min-p; greedy requests count as temperature 1.
+With ``SGLANG_RETURN_ORIGINAL_LOGPROB`` the temperature is left out. Prompt tokens are SGLang's own. SGLang's function
+for speculative steps wants as many rows for every request, computes all of them at once, and copies every entry alone.
 
-They are those of the adjusted logits at the request's temperature, before top-k, top-p and min-p; greedy requests count
-as temperature 1. With ``SGLANG_RETURN_ORIGINAL_LOGPROB`` the temperature is left out. Prompt tokens are SGLang's own.
-SGLang's function for speculative steps wants as many rows for every request, computes all of them at once, and copies
-every entry alone.
-
-Let the first of several ends finish a request when a step brings several of its tokens.
+When a step brings several tokens of a request, the first of several ends finishes it.
 """
 
 from __future__ import annotations

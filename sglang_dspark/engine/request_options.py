@@ -1,10 +1,7 @@
-"""What requests ask for, and the fields of SGLang that carry it.
+"""What requests ask for in the field ``speculation``, and the fields of SGLang that carry it.
 
-The ``speculation`` field of a request body: how it is read, and the keys that every server knows.
-
-Fields of SGLang that carry what they were not made for, each with the functions that write and read it.
-
-Nothing else puts anything into a field of SGLang in another sense than SGLang's own.
+The second half of this module names each field of SGLang that carries what it was not made for, with the functions that
+write and read it. Nothing else puts anything into a field of SGLang in another sense than SGLang's own.
 """
 
 from __future__ import annotations

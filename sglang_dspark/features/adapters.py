@@ -1,14 +1,8 @@
 """LoRA adapters of the target: requests name them, and each row of a verification gets those of its request.
 
-Refuse adapters where no memory holds them.
-
-Serve adapters in a scheduler.
-
-Apply the target's LoRA adapters in verification, where requests have unequal numbers of rows.
-
-SGLang's LoRA backends lay a batch out on the host, and assume that every request verifies as many tokens. Here the
-rows are ragged and only the device knows how many each request has. All of these backends compute segments of rows,
-each with one adapter, so the layout is made of the boundaries between requests, on the device.
+SGLang's LoRA backends lay a batch out on the host, and assume that every request verifies as many tokens. Here the rows
+are ragged and only the device knows how many each request has. All of these backends compute segments of rows, each
+with one adapter, so the layout is made of the boundaries between requests, on the device.
 """
 
 from __future__ import annotations

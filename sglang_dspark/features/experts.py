@@ -1,9 +1,7 @@
 """Experts that a target has routed the tokens of a text to, as SGLang returns them (``return_routed_experts``).
 
-Keep the experts of verified rows where SGLang looks for those of a text: by K/V slot.
-
-A slot whose draft was rejected holds the next step's token soon, with its experts. So what SGLang reads by the slots of
-a complete text are the rows that were accepted.
+SGLang looks for the experts of a text by K/V slot. A slot whose draft was rejected holds the next step's token soon,
+with its experts. So what SGLang reads by the slots of a complete text are the rows that were accepted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Prefixes that move to host memory and come back (SGLang's hierarchical cache): the drafter's K/V moves along.
 
-Serve prefixes from host memory in a scheduler.
-
-Show the drafter's K/V as a pool of SGLang's own kind, to features that copy a draft pool along with the target's.
+SGLang copies a draft pool along with the target's, so the drafter's K/V is shown as a pool of SGLang's own kind.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Memory of the device that a server gives away for a while and takes back: weights, K/V and graphs.
 
-Ask schedulers for memory, and answer what they refuse.
-
-Give memory away in a scheduler, and take it back: requests that come meanwhile wait.
+Requests that come meanwhile wait.
 """
 
 from __future__ import annotations

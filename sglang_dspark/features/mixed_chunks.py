@@ -1,10 +1,7 @@
 """Mixed chunks: while a prompt is encoded, each running request gets a token from the same forward at least.
 
-Refuse a bound on gaps where no chunk can keep it.
-
-Bound chunks beside running requests: above by the time that these may wait, below so that prompts go on.
-
-Treat what a mixed step gives to running requests as what a non-speculative step gives them.
+Chunks are bounded: above by the time that running requests may wait, below so that prompts go on. What a mixed step
+gives to running requests counts as what a non-speculative step gives them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """A server of several nodes: all are started alike, and none goes on without the others.
 
-Refuse options that several nodes cannot have.
-
-Serve on several nodes: refuse nodes that were started differently, and end all of them when one is gone.
-
-A rank that waits for a dead one waits as long as its collective does: minutes under NCCL, without end for a message
-on the host. On one node SGLang's front end sees the dead process. On several, each front end watches the processes of
-its own node, and all but the first have none that watches at all. So every rank of another node keeps a connection to
-rank 0, over which nothing is ever sent, and which breaks when either dies.
+A rank that waits for a dead one waits as long as its collective does: minutes under NCCL, without end for a message on
+the host. On one node SGLang's front end sees the dead process. On several, each front end watches the processes of its
+own node, and all but the first have none that watches at all. So every rank of another node keeps a connection to rank
+0, over which nothing is ever sent, and which breaks when either dies.
 """
 
 import hashlib

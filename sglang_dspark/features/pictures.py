@@ -1,9 +1,8 @@
 """Targets that read pictures: rows of a verification stand behind those of their own request.
 
-Positions of three coordinates (mRoPE), for the rows of a verification.
-
-Behind the pictures of a prompt all three coordinates of a token are its position and a delta, which belongs to the
-request. Prefill writes it to a table on the device, from which steps read it: eager ones and captured ones alike.
+Positions have three coordinates (mRoPE). After the pictures of a prompt all three coordinates of a token are its
+position and a delta, which belongs to the request. Prefill writes it to a table on the device, from which steps read
+it: eager ones and captured ones alike.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Replicas of a server (``--dp-size``): none goes on without the others.
 
-Refuse what replicas cannot have.
-
-End a server of which a replica is gone, as SGLang ends a server whose only scheduler is.
+A server of which a replica is gone ends, as SGLang ends a server whose only scheduler is.
 """
 
 import logging

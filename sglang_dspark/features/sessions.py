@@ -1,7 +1,4 @@
-"""Sessions: what a turn leaves behind for the next one is what was shown, and has K/V.
-
-Keep the tokens of a session's turns that were shown, and the K/V that steps have written.
-"""
+"""Sessions: what a turn leaves behind for the next one is what was shown, and has K/V."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """SLOs: a request may name a time per token and a weight, and gets more of the drafts when it is late.
 
-Keys of the field ``speculation`` by which a request says how soon its tokens have to come; the answer to them.
-
-SLOs in a scheduler: weighs requests by how late they are, and counts what became of each SLO.
+Requests are weighed by how late they are, and each answer says what became of its SLO.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Streams: messages of one token each, which together are the text, though a step brings several tokens.
 
-Cuts streams into messages of one token each, as without speculation.
-
 A step brings several tokens, and SGLang puts them into one message. Some of its consumers expect one token in each:
 parsers of tool calls lose the arguments of a call that is complete at once, parsers of reasoning miss a mark that a
 message cuts, and Ollama's routes drop the text of the last message.
 
-Says what a stream shows of a text that ends within a letter: the plugin's part of SGLang's detokenizer.
+In SGLang's detokenizer, a text that ends within a letter is shown as without speculation.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Weights that change while the server runs: the target's and the drafter's, by SGLang's routes and its engine.
 
-Weights of a scheduler: which were written, and how tensors find the target or the drafter.
-
-Write weights in a scheduler, and follow what SGLang writes.
-
-Updates in the process that serves HTTP: the route for a new drafter, and two hooks.
+A scheduler writes weights, and follows what SGLang writes. The process that serves HTTP has a route for a new drafter.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The policy ``auto``: the step that promises the most tokens per millisecond.
-
-The choice of a step under the policy ``auto``: how deep to draft, and how many drafts to verify.
+"""The policy ``auto``: the step that promises the most tokens per millisecond; how deep to draft, how much to verify.
 
 All inputs were known before the step's noise is drawn: measured times and the survivals of earlier steps. That keeps
-the output exact, see docs/scheduling.md.
-
-Bounds what speculation may lose on a request that runs alone, whatever the drafter is worth.
+the output exact, see docs/scheduling.md. What speculation may lose on a request that runs alone is bounded, whatever
+the drafter is worth.
 """
 
 from collections.abc import Hashable, Sequence

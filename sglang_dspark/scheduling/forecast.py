@@ -1,12 +1,8 @@
 """Predicts which drafts survive verification, from what earlier steps have shown.
 
-Estimate the value of a verify budget from the survivals of earlier steps (DSpark, 5.2).
-
 The budget of a step has to be fixed before its drafts are drawn, or it would depend on them. So it is chosen by the
 survivals of earlier rounds: the last rounds are dealt into imagined batches of the present size, and a budget of K
-drafts is worth the mean, over these batches, of the sum of their K largest survivals.
-
-The outcome of decode steps, kept until it is learned from.
+drafts is worth the mean, over these batches, of the sum of their K largest survivals. (DSpark, 5.2)
 """
 
 from __future__ import annotations

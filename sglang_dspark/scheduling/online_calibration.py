@@ -1,10 +1,7 @@
-"""Calibration that follows the running server.
+"""Calibration that follows the running server: predicted survivals against what verification observed, by position.
 
-Judges whether a drafter fits its target by its first drafts, beside what its own confidence promises, and chance.
-
-Predicted survivals against what verification observed, by position in the block.
-
-Weigh copied candidates by what verification has shown of others that matched as well.
+Copied candidates are weighed by what verification has shown of others that matched as well. Whether a drafter fits its
+target is judged by its first drafts, next to what its own confidence promises, and chance.
 """
 
 from collections.abc import Sequence

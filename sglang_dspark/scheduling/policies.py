@@ -1,10 +1,6 @@
-"""The verify policies except ``auto``, and the rows of prompts that share their steps.
+"""The verify policies except ``auto``: each makes a :class:`StepDecision` before anything is drafted.
 
-The verify policies: each makes a :class:`StepDecision` before anything is drafted.
-
-``auto`` has a module of its own.
-
-Rows of prompts beside requests that run: how many a step may have, and which of them are verified like drafts.
+Also: how many rows of prompts a step may have next to requests that run, and which are verified like drafts.
 """
 
 from abc import ABC, abstractmethod

@@ -1,6 +1,6 @@
 """The schedule of a server: decides each step by its policy, and learns from the outcomes.
 
-SLOs of time per token: what a draft of a request counts, by how the request has kept to its SLO so far.
+What a draft of a request counts depends on how the request has kept to its SLO so far.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The table SPS(B): how long a decode step takes for a given load, and its measurement at start-up.
 
-The speed of the engine, measured once at start-up: how long a decode step takes for a given load (DSpark, 3.2.2).
+The paper's SPS(B) (DSpark, 3.2.2), steps per second at B verified tokens, is one over :meth:`SpsTable.step_ms`. Ours
+has the dimensions that the step time really depends on: requests, tokens per request, and context.
 
-The paper's SPS(B), steps per second at B verified tokens, is one over :meth:`SpsTable.step_ms`. Ours has the dimensions
-that the step time really depends on: requests, tokens per request, and context.
-
-Measures the SPS table at start-up. The steps to time are passed in as callables.
+The steps to time are passed in as callables.
 """
 
 from __future__ import annotations

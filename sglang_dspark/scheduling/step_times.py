@@ -1,12 +1,8 @@
-"""Times of real steps, and the table that they correct.
-
-The SPS table, corrected by the times of real steps.
+"""Times of real steps, from the choice of one to the choice of the next, and the SPS table that they correct.
 
 A step needs the device, and the host, which schedules and reads results. If the two take turns, as on a CPU, a step
 takes the sum of both times. Under overlap it takes the larger one: while the host is slower, more verification costs
 nothing.
-
-Measures decode steps, from the choice of one to the choice of the next.
 """
 
 from __future__ import annotations

@@ -15,23 +15,19 @@ The file is a JSON object::
       "ece_after": [0.020, ...]
     }
 
-All keys but ``version``, ``target`` and ``draft`` are also those of the DSPARK built into later
-versions of SGLang.
+All keys but ``version``, ``target`` and ``draft`` are also those of the DSPARK built into later versions of SGLang.
 
-Confidence logits -> conditional acceptance -> prefix survival, and the outcome that it is compared with.
+Letters: ``n`` rounds, ``gamma`` drafts per round, ``z`` raw logit of the confidence head, ``c`` conditional acceptance
+probability of a draft, ``a`` prefix survival, the product of the ``c`` so far. Drafts count from 0 in arrays and from 1
+in what is printed.
 
-Ridge-regularised logistic regression of outcomes on one logit, for all positions at once.
+The definitions of fit are those of DeepSpec's evaluator (confidence metrics of ``eval.py``), so that numbers compare.
 
-Measure how well predicted probabilities fit the outcomes.
-
-The definitions are those of DeepSpec's evaluator (confidence metrics of ``eval.py``), so that numbers compare.
-
-Makes probabilities of simulated acceptance, which differ from draft to draft, by given rates.
-
-The probability of a draft is a quantile of a beta distribution of its slot. Half of the drafts have a quantile of their
-own; the others share that of a stretch of the text (``dspark_kernels.acceptance.simulation``). Where a text is hard,
-blocks are short and many, so the rate at which drafts of a slot are kept lies below the mean of its distribution. The
-means are therefore fitted, by the exact chain of slots along a text whose blocks are verified whole.
+**Simulated acceptance**: the probability of a draft is a quantile of a beta distribution of its slot. Half of the
+drafts have a quantile of their own; the others share that of a stretch of the text
+(``dspark_kernels.acceptance.simulation``). Where a text is hard, blocks are short and many, so the rate at which drafts
+of a slot are kept lies below the mean of its distribution. The means are therefore fitted, by the exact chain of slots
+along a text whose blocks are verified whole.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""The decision of a policy about a step, before anything is drafted, and the record of what came of it.
-
-The decision of a policy about a step, before anything is drafted.
-
-Rows of a verification whose tokens are given: none of them is drawn or accepted.
-
-Record a decode step for statistics, calibration and traces.
-"""
+"""The decision of a policy about a step, before anything is drafted, and the record of what came of it."""
 
 from __future__ import annotations
 

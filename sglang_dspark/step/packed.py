@@ -1,9 +1,4 @@
-"""Ways from host to device and back without a wait: packed copies, events and times.
-
-Copies between host and device without a wait.
-
-Measures what a step takes a GPU, and how long the host waits for it, without a wait of its own.
-"""
+"""Ways from host to device and back without a wait: packed copies, events and times."""
 
 from __future__ import annotations
 

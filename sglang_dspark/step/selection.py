@@ -1,13 +1,9 @@
 """Rules by which verify lengths follow from drafts, and the drafts that they select.
 
-Rules by which a step's verify lengths follow from its drafts.
-
 No rule lets the value of a draft, or of a later one, decide about that draft.
 
 A draft's survival is the probability that it and all drafts before it in its block are accepted: the running product of
 the calibrated confidences (DSpark, Eq. 9). Survivals never grow along a block, so ranking them respects prefixes.
-
-The drafts of a step that are verified, and the flattened tokens of their verification.
 """
 
 from __future__ import annotations

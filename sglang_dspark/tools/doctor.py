@@ -1,14 +1,8 @@
 """Can this machine serve this pair of models with DSPARK, and if not, why?
 
-Can this machine serve this pair of models with DSPARK, and if not, why?
-
 Every check yields :class:`Finding` objects, which the command line prints. If SGLang is missing or is another release,
-a check says what it could not look at. Pairs get the checks that a start makes
-(:mod:`sglang_dspark.engine.checks`).
-
-Checks versions, entry point and device.
-
-Checks whether a drafter fits a target, from their files. Tensors are read on the CPU, whatever the server uses.
+a check says what it could not look at. Pairs get the checks that a start makes (:mod:`sglang_dspark.engine.checks`).
+Tensors are read on the CPU, whatever the server uses.
 """
 
 from __future__ import annotations

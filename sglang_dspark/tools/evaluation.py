@@ -1,9 +1,4 @@
-"""Rounds of a running server, and what they say of a drafter.
-
-Summarise a drafter's rounds on a set of prompts. Definitions are those of DeepSpec.
-
-Ask a running DSPARK server and keep the traces of its rounds.
-"""
+"""Traces of rounds of a running server, and what they say of a drafter. Definitions are those of DeepSpec."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed

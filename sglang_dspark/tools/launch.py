@@ -1,6 +1,4 @@
-"""Runs an SGLang server as a child process, and talks to it.
-
-Run an SGLang server as a child process: start, wait until it answers, and always stop it.
+"""Runs an SGLang server as a child process, and talks to it: starts it, waits until it answers, and always stops it.
 
 Used by the demo, the tests and the benchmarks. It knows the server from outside only (a command, a port, a log), so it
 imports neither SGLang nor torch.
@@ -8,7 +6,7 @@ imports neither SGLang nor torch.
     with LaunchedServer(target_dir, *CPU_FLAGS, "--dtype", "float32", env=CPU_ENV) as server:
         server.get_json("/dspark/stats")
 
-Requests to a server of one's own: no proxy, JSON both ways, errors that say what to do.
+Requests go without a proxy, JSON both ways, and errors say what to do.
 """
 
 import contextlib

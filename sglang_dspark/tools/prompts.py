@@ -1,6 +1,4 @@
-"""Reads files of prompts and conversations.
-
-Read the users' turns of files of prompts or conversations, for every command.
+"""Reads the users' turns of files of prompts or conversations: JSONL, JSON and parquet.
 
 A row is one of these, and of conversations only the turns of the user are read: the target answers them itself.
 
@@ -16,8 +14,6 @@ where answers are counted.
 
 Chats that were cut within a letter have half of a surrogate pair, which JSON can hold, and tokenizers and UTF-8 cannot.
 It is read as U+FFFD, and one message in the log counts the rows.
-
-Rows of files: JSONL, JSON and parquet, each row with the place that messages about it name.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Buffers at fixed addresses for captured steps, and the shapes of these.
-
-The shapes that decode steps are captured in as CUDA graphs. Pure arithmetic.
-"""
+"""Buffers at fixed addresses for captured steps, and the shapes of these."""
 
 from __future__ import annotations
 

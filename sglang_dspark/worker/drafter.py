@@ -1,7 +1,4 @@
-"""The drafter of a server, or that it has none.
-
-A server without a drafter.
-"""
+"""The drafter of a server, or that it has none."""
 
 from __future__ import annotations
 

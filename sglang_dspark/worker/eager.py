@@ -1,6 +1,6 @@
 """Decode steps whose stages run eagerly.
 
-Decode steps whose verification has given rows behind their own, which they see as padding.
+The verification of some has given rows after their own, which they see as padding.
 """
 
 from collections.abc import Callable, Sequence

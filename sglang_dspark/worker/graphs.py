@@ -1,6 +1,4 @@
-"""Decode steps as CUDA graphs: their capture and their replay.
-
-Decode steps as CUDA graphs: drafts and plan by request slots, verification to commit by rows.
+"""Decode steps as CUDA graphs, captured and replayed: drafts and plan by request slots, verification to commit by rows.
 
 All replays, and everything launched between them, run in one stream, in order. So the next step's draft may overwrite
 the plan's buffers: whatever reads them was launched before it. What the host gets of a step is packed into memory of

@@ -1,13 +1,9 @@
-"""Prepares a worker to serve: compiles every kernel in every form, and runs the steps that are timed.
-
-Compiles every kernel in every form that a decode step can need, at start-up and in no request.
+"""Prepares a worker to serve: compiles kernels in every form that a step can need, and runs the steps that are timed.
 
 Triton compiles a kernel again for other constants, for an argument that is None, and by some properties of numbers and
 addresses. What of that depends on a step: its requests, drafts per request, sampling, and the source of the drafts. The
-stages run here eagerly, once for every such difference, on requests that do not exist. CUDA graphs replay the
-same kernels, and steps that fit into no graph need them all.
-
-Run the parts of a step on requests that do not exist, to take their times.
+stages run here eagerly, once for every such difference, on requests that do not exist. CUDA graphs replay the same
+kernels, and steps that fit into no graph need them all.
 """
 
 import logging

@@ -1,9 +1,8 @@
 """Draws the tokens that sampled requests get after the verdict.
 
-The draws of requests that bring their own seed: y = argmax(p / E), E the noise of (seed, position).
-
-Every verify row of such a request has its y, which is compared with the draft there. The kernel races by tiles of the
-vocabulary; ``judge_kernel`` combines the tiles as it does those of the argmax.
+Requests that bring their own seed have a draw in every verify row, y = argmax(p / E) with E the noise of (seed,
+position), which is compared with the draft there. The kernel races by tiles of the vocabulary; ``judge_kernel``
+combines the tiles as it does those of the argmax.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Acceptance in plain torch.
-
-Verification: how many drafts the target keeps, and the token that follows them.
+"""Acceptance in plain torch: how many drafts the target keeps, and the token that follows them.
 
 Draft i of a request is judged by p_t of its verify row i. Each request follows its own rule:
 
@@ -11,8 +9,6 @@ Draft i of a request is judged by p_t of its verify row i. Each request follows 
 
 The output of the sampled rule is distributed as p_t for every proposal p_d the drafts were really drawn from. Reporting
 a copied token as p_d = one-hot is exact too, whatever it was copied from, as long as its source was fixed beforehand.
-
-The outcome of a verification.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Adjusts logits before verification: penalties, biases and the masks of grammars.
-
-Penalties, minimum lengths and logit biases on the target's logits: what SGLang adds to them before it samples.
+"""Adjusts the target's logits before verification: penalties, minimum lengths, biases and the bit masks of grammars.
 
 Row j of a request predicts the token after its output so far and the drafts x_1..x_j. With c(v) occurrences of token v
 among those, n their number, and the parameters of the request,
@@ -10,16 +8,14 @@ among those, n their number, and the parameters of the request,
     l(v) <- l(v) * repetition if l(v) < 0 else l(v) / repetition      where c(v) > 0
     l(v) <- l(v) + bias(v)
 
-in float32 and in this order, which is the one of SGLang's overlap scheduler; its synchronous one applies the
-first three in the order of a set. The prompt does not count.
+in float32 and in this order, which is the one of SGLang's overlap scheduler; its synchronous one applies the first
+three in the order of a set. The prompt does not count.
 
 What accumulates lies on the device, one slot per request, so that a step needs nothing from the host but the slots.
 
 Bytes: of an adjusted row the logits, read and written, and 9 * V of its slot; a row without a slot costs neither.
 
-Forbidding tokens by the bit masks of grammar engines.
-
-SGLang and xgrammar have kernels for this. This form knows neither, runs anywhere, and only guarded batches pay for it.
+SGLang and xgrammar have kernels for bit masks, too. Ours knows neither and runs anywhere.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Writes hidden states of the target as K/V of the drafter.
-
-K/V that committed tokens contribute to every draft layer: k_norm, RoPE and the scatter into the pools in one launch.
+"""Writes hidden states of the target as K/V of the drafter: k_norm, RoPE and the scatter into the pools in one launch.
 
 The input is the output of one GEMM over the stacked K and V weights of all layers (DSpark, Eq. 3). K is normalised per
 head and rotated, V is only moved. Which rows are kept is decided on the device, so that neither a host sync nor a
@@ -9,10 +7,8 @@ gather stands between verification and commit.
 Bytes: 2 * n * L * 2 * kv_heads * hd elements, read once and written once; rows that are not kept cost neither. On an
 H200 (4.3 TB/s for copies) the floor of 512 rows of a Qwen3-4B drafter (L 5, kv_heads 8, hd 128, bf16) is 4.9 us.
 
-Rows of non-speculative steps, held back until the draft K/V of many of them is computed at once.
-
-A non-speculative step commits a row per request. What projects it is read once per product, whatever the rows: 252 MB
-of a Qwen3-8B drafter. To hold a row back moves it once, 41 KB there.
+Rows of non-speculative steps are held back until the draft K/V of many of them is computed at once: what projects them
+is read once per product, whatever the rows (252 MB of a Qwen3-8B drafter). To hold a row back moves it once, 41 KB.
 
 Bytes: 2 * n * (w * sizeof(features) + 16).
 """

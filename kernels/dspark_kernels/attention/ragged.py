@@ -1,12 +1,8 @@
-"""Attention in torch over contexts of different lengths.
-
-Attention of a few query rows per request over paged contexts: what drafting and verification need on a CPU.
+"""Attention in torch of a few query rows per request over paged contexts: what a CPU drafts and verifies with.
 
 SGLang's CPU backend pads the queries of an extend to the full context, which makes eight verify rows cost as much as a
 whole prefill, and it calls the attention once per request, which costs more than the attention itself. Here requests of
 similar length share a call, and everything that is the same for all layers is laid out once per step.
-
-Attention of whole draft blocks over their contexts, laid out once per step for all layers.
 """
 
 from __future__ import annotations

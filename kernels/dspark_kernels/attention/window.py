@@ -13,13 +13,11 @@ All query heads that share a K/V head, and all rows of a request, are one tile: 
 where a kernel that works head by head reads it once per query head. A group of heads whose tile would be too large is
 shared out among programs. Few requests with long contexts would leave most of a GPU idle, so the context is split over
 several programs, the last of which combines their parts (flash-decoding). The host, which launches for contexts of any
-length, says how many splits there may be. How many a request uses follows from its own context: if that is short,
-one program writes its rows, its other programs end at once, and there is nothing to combine.
+length, says how many splits there may be. How many a request uses follows from its own context: if that is short, one
+program writes its rows, its other programs end at once, and there is nothing to combine.
 
 Bytes moved: 2 * kv_heads * hd * (context + rows) of K and V, and twice the queries; the floor is that over the memory
 bandwidth. Where S > 1 splits are used, 8 * S bytes per query element come on top.
-
-Layouts of rows in memory.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Confidences of drafts, and the cumulative acceptance that follows from them.
 
-Confidence logits of a drafted block: w . [h_k ; W1[x_{k-1}]] + b in float32 (DSpark, Eq. 7).
+The logits of a drafted block are w . [h_k ; W1[x_{k-1}]] + b in float32 (DSpark, Eq. 7).
 
 A slot whose chain of candidates is alive has at least the chain's: the head does not know it.
 
-Survivals of drafts, the running products of calibrated confidences (DSpark, Eq. 9): one launch where torch has six.
-
-Bytes: 4 per draft read and 4 written; the launch is the cost.
+Survivals are the running products of calibrated confidences (DSpark, Eq. 9): one launch where torch has six. Bytes: 4
+per draft read and 4 written; the launch is the cost.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
 """What a walk reads and makes: weights of the heads, candidates, the drafted block and its distribution.
 
-Candidates for the next tokens of requests, which compete with the drafter's own in the walk through a block.
+Candidates compete with the drafter's own tokens in the walk through a block. Slot k is drawn from softmax(score + b
+[token = a_k]) while the drafts before it are a_0 .. a_(k-1), and as the drafter says behind the first one that is not.
+b and a_k were fixed before the block was drawn, and whether they count at slot k before its own draft was. The
+distribution that is stored is the raised one, so verification is the same as without candidates.
 
-Slot k is drawn from softmax(score + b [token = a_k]) while the drafts before it are a_0 .. a_(k-1), and as the drafter
-says behind the first one that is not. b and a_k were fixed before the block was drawn, and whether they count at slot k
-before its own draft was. The distribution that is stored is the raised one, so verification is the same as without
-candidates.
-
-The distribution that drafts were drawn from, kept as scores and normalisers instead of probabilities.
-
-Verification looks at a few tokens per slot and at one whole row per rejected request. Scores let it read just those,
-and spare drafting the second pass over the vocabulary that normalised probabilities would cost.
-
-A drafted block.
+The distribution that drafts were drawn from is kept as scores and normalisers instead of probabilities. Verification
+looks at a few tokens per slot and at one whole row per rejected request. Scores let it read just those, and spare
+drafting the second pass over the vocabulary that normalised probabilities would cost.
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
-"""The walk of a selector over a short list of columns (DFlash 2).
-
-The few tokens that compete for a slot of a block, where a drafter's head ranks no others (DFlash 2's selector).
+"""The walk of DFlash 2's selector: the whole block of a request in one launch, over the few tokens that compete.
 
 Of a slot's base logits the best are kept, and the Markov head chooses among them. All others have probability 0, so the
 distribution of the drafts is sparse and exact: verification divides by the very softmax that drew them.
-
-The walk of a selector: the whole block of a request in one launch, which reads the rows of what competes alone.
 
 Per slot, logits = U_k + W2 u in float32 for the few columns that compete, with u = (P h_k) * W1[x_{k-1}]; the choice
 from them, its noise and its normaliser are those of ``walk_kernel``. The same logits say how likely the draft is
 accepted, before anything is drawn. Scores of all other columns are minus infinity already.
 
-Bytes of W2 that are read for a block: bs * gamma * k * r * sizeof(W2), where a walk over the vocabulary reads
-gamma * v * r * sizeof(W2). For gamma = 7, k = 16, r = 256 in bfloat16 that is 57 kB a request in place of 545 MB a
-batch of v = 151,936. Base logits are read once, to rank them. A sampled block still writes 4 * gamma * v bytes of minus
-infinity per request, for what verifies it reads rows of all columns.
+Bytes of W2 that are read for a block: bs * gamma * k * r * sizeof(W2), where a walk over the vocabulary reads gamma * v
+* r * sizeof(W2). For gamma = 7, k = 16, r = 256 in bfloat16 that is 57 kB a request in place of 545 MB a batch of v =
+151,936. Base logits are read once, to rank them. A sampled block still writes 4 * gamma * v bytes of minus infinity per
+request, for what verifies it reads rows of all columns.
 """
 
 from __future__ import annotations

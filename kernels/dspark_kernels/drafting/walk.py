@@ -1,6 +1,4 @@
-"""The walk of the Markov head through a block.
-
-A block of drafts, token by token: one function, as kernels and as the torch walk (``walk_reference``).
+"""The walk of the Markov head through a block of drafts, token by token: as kernels, and in torch.
 
 Per slot, logits = U_k + W2 u in float32, with u = W1[x_{k-1}] or what the head makes of it; x_k is argmax(logits) for a
 greedy request, argmax(logits / T - log E_k) with the noise of its own seed for a seeded one, and where the cumulative
@@ -11,13 +9,11 @@ narrow.
 
 What one block must move: W2 and the base logits once per slot, gamma * v * (r * sizeof(W2) + bs * sizeof(U)) bytes,
 plus gamma * bs * v * 4 for the scores of sampled requests. W2 of 151,936 tokens and rank 256 in bfloat16 is 78 MB, more
-than the 50 MB of L2 of an H200: 0.54 GB for gamma = 7, or 0.11 ms at 4.8 TB/s before the first request is counted.
-A selector has a walk of its own (``walk_shortlist``), which moves a row of W2 for each of the few tokens that compete.
+than the 50 MB of L2 of an H200: 0.54 GB for gamma = 7, or 0.11 ms at 4.8 TB/s before the first request is counted. A
+selector has a walk of its own (``shortlist``), which moves a row of W2 for each of the few tokens that compete.
 
-The torch walk through a draft block: base logits plus the Markov head's bias, token by token.
-
-logits_k = U_k + B_k(x_{k-1}) and x_k is drawn from the locally normalised p_d = softmax(logits_k / T), so the exact p_d
-that verification divides by are the very numbers the token was drawn with (DSpark, section 3.1 and Eqs. 4-7).
+In torch, logits_k = U_k + B_k(x_{k-1}) and x_k is drawn from the locally normalised p_d = softmax(logits_k / T), so the
+exact p_d that verification divides by are the very numbers the token was drawn with (DSpark, section 3.1 and Eqs. 4-7).
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""The causal convolution of recurrent layers over the rows of a verification.
-
-The short causal convolution in front of the gated delta rule, over ragged rows.
+"""The short causal convolution in front of the gated delta rule, over the ragged rows of a verification.
 
 Channel c of row t, of W taps and a window of the W - 1 rows before the request's first:
 
     out[t, c] = silu(bias[c] + sum over j of weight[c, j] * x[t - W + 1 + j, c])
 
-Verification leaves windows alone; the commit moves them on by the accepted rows, in all layers with one launch. What
-is rounded is what SGLang's decode rounds: an earlier row to the dtype of the window, which a decode would have read it
+Verification leaves windows alone; the commit moves them on by the accepted rows, in all layers with one launch. What is
+rounded is what SGLang's decode rounds: an earlier row to the dtype of the window, which a decode would have read it
 from, and a product to the dtype of its factors if they share one; sums and SiLU are float32.
 
 Bytes: 2 * N * C elements, read once and written once, and a window of C * (W - 1) for each request; the commit reads
 and writes windows alone. No time was measured yet.
-
-Rows of requests in recurrent layers: where the state before them lies, and how many of them are replayed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The gated delta rule over the rows of a verification.
+"""The gated delta rule over the ragged rows of a verification (arXiv 2412.06464; Qwen3-Next and Qwen3.5 to 3.8).
 
-The gated delta rule over ragged rows (Gated Delta Networks, arXiv 2412.06464; Qwen3-Next and Qwen3.5 to 3.8).
-
-A value head has a state S [V, K]. A row brings v [V], q and k [K] of the key head that serves its group of value
-heads, and two numbers, a and b:
+A value head has a state S [V, K]. A row brings v [V], q and k [K] of the key head that serves its group of value heads,
+and two numbers, a and b:
 
     S <- exp(-exp(A_log) * softplus(a + dt_bias)) * S
     S <- S + sigmoid(b) * (v - S k) k^T
@@ -16,10 +14,6 @@ sigmoid(b) to the dtype of b, and the state to the dtype of its pool after each 
 Bytes: a state of HV * V * K elements is read by verification, and read and written by the commit: three transfers
 whatever the number of rows n. Snapshots of every row take n + 3: with n 8, and the rows' inputs in both, over three
 times as many bytes. No time was measured yet.
-
-The gated delta rule in plain torch; ``recurrence/gated_delta.py`` has the formula.
-
-The inputs and weights of a layer with the gated delta rule, and their layout in memory.
 """
 
 from __future__ import annotations

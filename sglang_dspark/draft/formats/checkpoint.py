@@ -1,9 +1,4 @@
-"""Reads a checkpoint of any format.
-
-The files of a checkpoint: what config.json says of the network, and tensors under their ordinary names.
-
-A drafter's network in words, and its switches.
-"""
+"""Reads a checkpoint of any format: what config.json says of the network, and tensors under their ordinary names."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,7 @@
 """A config.json as tables read it, rules for tensors, and the format that both show.
 
-Rules that turn the tensors of a file into the network's: names, orders of rows and columns. No value changes.
-
-Recognition of a checkpoint's format by its content: formats share the names of architectures.
+The rules turn the tensors of a file into the network's: names, orders of rows and columns. No value changes. A format
+is recognised by content, because formats share the names of architectures.
 """
 
 from __future__ import annotations

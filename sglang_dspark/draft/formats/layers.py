@@ -1,11 +1,9 @@
-"""Keys of the layers and of their rotary embedding, which every format describes.
-
-Keys of Gemma 4's layers.
+"""Keys of the layers, Qwen3's and Gemma 4's, and of their rotary embedding, which every format describes.
 
 DeepSpec copies the text configuration of Gemma 4 12B, and builds every layer of the drafter as the target's layers with
 full attention are built.
 
-Keys of the rotary embedding: at the top, in ``rope_parameters`` (transformers 5), in ``rope_scaling`` (4).
+Keys of the rotary embedding lie at the top, in ``rope_parameters`` (transformers 5), in ``rope_scaling`` (4).
 """
 
 from collections.abc import Collection, Mapping

@@ -1,15 +1,13 @@
 """The reader of each format.
 
-The format of DeepSpec, which is the canonical one: its keys are required, and taps ascend.
+**DeepSpec**, the canonical format: its keys are required, and target layers ascend. NeMo AutoModel writes the same for
+Qwen3 targets, dense or not, and Ling's class is another name of it. Drafters for Gemma 4 12B have a class of their own,
+with Gemma's layers. Files that were rewritten from SpecForge's format keep target layers and mask in ``dflash_config``.
+Keys that DeepSpec lacks, such as ``sample_from_anchor``, are written by :meth:`DraftConfig.to_dict`.
 
-NeMo AutoModel writes the same for Qwen3 targets, dense or not, and Ling's class is another name of it. Drafters for
-Gemma 4 12B have a class of their own, with Gemma's layers. Files that were rewritten from SpecForge's format keep taps
-and mask in ``dflash_config``. Keys that DeepSpec lacks, such as ``sample_from_anchor``, are written by
-:meth:`DraftConfig.to_dict`.
+**DFlash** and others that keep a drafter's own keys in ``dflash_config``: SpecForge, ModelOpt, TorchSpec; and GGUF.
 
-Formats that keep a drafter's own keys in ``dflash_config``: SpecForge, ModelOpt, TorchSpec, DFlash; and GGUF.
-
-The format of vLLM's speculators library, of its kinds dspark, dflash and dflash2.
+**speculators**, vLLM's library, of its kinds dspark, dflash and dflash2.
 """
 
 from collections.abc import Mapping

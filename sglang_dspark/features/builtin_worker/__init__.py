@@ -1,9 +1,6 @@
 """SGLang's own worker under our schedule, which decides what is verified, and whether anything is drafted.
 
-``server.py`` is its start, ``driver.py`` decides and learns, ``step.py`` is one step. By ``common_draws.py`` the worker
-as it comes accepts what ours accepts in simulations.
-
-A start of SGLang's own worker under our schedule, and what it cannot serve.
+This module is its start, and what it cannot serve; ``driver.py`` decides and learns, ``step.py`` is one step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """One step of SGLang's own worker: what is proposed, and how much of it is verified.
 
-Has SGLang's own worker, as it comes, keep the drafts that ours would keep under simulated acceptance.
-
-SGLang's own simulation keeps as many drafts of every request of a step, so that requests end together, which real ones
-do not. With ``SGLANG_DSPARK_SIMULATE_ACCEPTANCE`` both workers draw from the same numbers, and take the same steps.
+SGLang's own simulation of acceptance keeps as many drafts of every request of a step, so that requests end together,
+which real ones do not. With ``SGLANG_DSPARK_SIMULATE_ACCEPTANCE`` both workers draw from the same numbers, and take the
+same steps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Prompt lookup: tokens that came before in a text, or that a request names, are drafted where they fit.
 
-Prompt lookup in a scheduler: what came before in a text, or was named, is a candidate for what comes next.
-
-OpenAI's field ``prediction`` of a chat: a key of ``speculation`` on the way in, counts of a usage on the way out.
+OpenAI's field ``prediction`` of a chat is a key of ``speculation`` on the way in, and counts of a usage on the way out.
 """
 
 from __future__ import annotations

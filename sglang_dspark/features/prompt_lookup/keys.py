@@ -1,7 +1,4 @@
-"""Keys of the field ``speculation`` by which a request says where candidates come from: checked, and read.
-
-Names what a request may ask of prompt lookup, and what its answer says of it.
-"""
+"""Keys of the field ``speculation`` by which a request says where candidates come from: checked, and read."""
 
 from __future__ import annotations
 

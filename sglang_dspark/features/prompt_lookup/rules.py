@@ -1,8 +1,6 @@
-"""Say for each request of a batch what is looked up, and where.
+"""Says for each request of a batch what is looked up, and where: its text, what its grammar forces, earlier answers.
 
-Read what grammars force, to draft it.
-
-Finished answers, kept on the host under the keys of their requests: others may go on as these did.
+Finished answers are kept on the host under the keys of their requests: others may go on as these did.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Targets whose layers keep a recurrent state: verifications leave it alone, commits run the accepted rows again.
 
-Refuse what recurrent layers are not served with.
-
-Decide how states are cached, where SGLang resolves its arguments.
-
-Serve targets with recurrent layers in a scheduler.
+This module decides how states are cached, and refuses what is not served; ``layers.py`` has the steps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Verify with layers that keep a recurrent state, eagerly and in captured steps.
+"""Verifies with layers that keep a recurrent state, eagerly and in captured steps.
 
-The rows of a verification in layers that keep a recurrent state: recorded, and run again by the commit.
+The rows of a verification are recorded, and the commit runs the accepted ones again.
 """
 
 from __future__ import annotations

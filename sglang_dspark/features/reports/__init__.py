@@ -1,11 +1,7 @@
 """Reports of a server: statistics, metrics, the live page, the counts of every answer; and the policy switch.
 
-In the scheduler ``served.py`` counts steps, and answers what the routes ask through ``channel.py``. ``prometheus.py``
-exports the counts. ``traces.py`` tells every answer what became of its drafts.
-
-Reports of a scheduler: its statistics, its metrics, what it writes into the log, and the hooks that ask for them.
-
-Questions of an HTTP process to the schedulers, over SGLang's channel for looking at a running server.
+This module is the part of the scheduler: it counts steps by ``counters.py``, and answers what ``routes.py`` asks in the
+HTTP process. ``prometheus.py`` exports the counts. ``traces.py`` tells every answer what became of its drafts.
 """
 
 from __future__ import annotations

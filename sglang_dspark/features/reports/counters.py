@@ -1,8 +1,7 @@
 """Counters of decode steps, and the figures that follow from them. Fed from results that SGLang copies to the host.
 
-Everything reported is a function of sums, which replicas add up.
-
-Accept length, and whether the drafter fits, by version of the weights.
+Everything reported is a function of sums, which replicas add up. Accept length, and whether the drafter fits, are
+counted by version of the weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""``/dspark`` and the routes below it.
+"""``/dspark`` and the routes below it: questions to the schedulers, and documents made of their answers.
 
-Make one JSON document of the answers of all replicas: each has a scheduler, which counts and decides on its own.
-
-Describe the server for ``GET /dspark/capabilities`` and the log.
+Questions go over SGLang's channel for looking at a running server. Each replica has a scheduler, which counts and
+decides on its own; one document is made of all answers.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Short prompts: their tokens are verified like drafts, by the CUDA graphs of decode steps, in place of a prefill.
 
-Verify short prompts in a scheduler.
-
 A prefill is launched kernel by kernel, and requests that run wait for it. A verification of few rows is one CUDA graph,
 and a prompt is a text all of whose drafts are known and accepted.
 
-Run the step of requests that run beside prompts. SGLang sees a prefill, during which other requests wait.
-
-So SGLang merges the prompts into the running batch after the step, as after every prefill, and finds all requests where
-it looks for them when one is aborted, or all are retracted.
+SGLang sees a prefill, during which other requests wait. So it merges the prompts into the running batch after the step,
+as after every prefill, and finds all requests where it looks for them when one is aborted, or all are retracted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Lay prompts out as requests of a verification.
-
-Lay prompts out as requests of a verification, which have a bounded number of rows.
-"""
+"""Lays prompts out as requests of a verification, which have a bounded number of rows."""
 
 from __future__ import annotations
 

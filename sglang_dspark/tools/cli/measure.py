@@ -1,9 +1,4 @@
-"""Commands that ask a model: ``evaluate``, ``calibrate`` and ``vocabulary``.
-
-``python -m sglang_dspark calibrate``.
-
-``python -m sglang_dspark vocabulary``.
-"""
+"""Commands that ask a model: ``evaluate``, ``calibrate`` and ``vocabulary``."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Options and outputs that commands share.
-
-Options that name a model.
-
-Options that are lists of numbers.
-
-Show and write the results of commands: bars, tables and files.
-"""
+"""Options and outputs that commands share: models, lists of numbers; bars, tables and files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Commands about a server on this machine: ``doctor``, ``demo`` and ``enable-cpu``.
-
-``python -m sglang_dspark demo``.
-
-``sglang-dspark enable-cpu``.
-"""
+"""Commands about a server on this machine: ``doctor``, ``demo`` and ``enable-cpu``."""
 
 from __future__ import annotations
 

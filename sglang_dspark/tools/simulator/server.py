@@ -1,9 +1,4 @@
-"""A server made of measured times.
-
-Time simulated work: steps by a measured table, prefills by a line.
-
-The outcome of a simulated workload.
-"""
+"""A server made of measured times: steps by a measured table, prefills by a line."""
 
 from __future__ import annotations
 

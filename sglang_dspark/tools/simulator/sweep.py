@@ -1,15 +1,10 @@
-"""Simulations over loads and policies, and their page.
+"""Simulations over loads and policies, and their page with sliders, for which everything was computed beforehand.
 
-The smallest model in which speculation pays at a light load and loses at a heavy one.
-
-A step takes one unit of time as long as its tokens fit the machine's capacity, and in proportion to them beyond:
-``max(1, tokens / capacity)``. Every request has the same acceptance: the i-th draft of a block (from 0) is accepted
-with probability ``first * decay ** i``, given that all before it are. Plain decoding has one token per request and
-step, ``fixed`` verifies the whole block, ``scheduled`` as many drafts as give the most tokens per unit of time.
-
-A simulation as one HTML page with sliders, for which everything was computed beforehand; nothing else is loaded.
-
-SLOs in simulated time: how many are met, and what they cost the others.
+The smallest model in which speculation pays at a light load and loses at a heavy one: a step takes one unit of time as
+long as its tokens fit the machine's capacity, and in proportion to them beyond: ``max(1, tokens / capacity)``. Every
+request has the same acceptance: the i-th draft of a block (from 0) is accepted with probability ``first * decay ** i``,
+given that all before it are. Plain decoding has one token per request and step, ``fixed`` verifies the whole block,
+``scheduled`` as many drafts as give the most tokens per unit of time.
 """
 
 import json

@@ -1,9 +1,4 @@
-"""Simulated work: requests, their prompts and their draft blocks.
-
-Cut simulated prompts into chunks, and lay them out beside the requests that run.
-
-Draw simulated blocks: the confidences of their drafts, and how many are accepted.
-"""
+"""Simulated work: requests, chunks of their prompts, and draft blocks with confidences and outcomes."""
 
 from __future__ import annotations
 
