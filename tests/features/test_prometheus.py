@@ -26,7 +26,7 @@ from sglang_dspark.scheduling.online_calibration import PredictedSurvival
 from sglang_dspark.step.decision import StepDecision, StepRecord, TimedStep
 from sglang_dspark.step.selection import FixedLength
 
-GRAFANA = Path(__file__).parents[3] / "docker" / "grafana" / "dspark.json"
+GRAFANA = Path(__file__).parents[2] / "docker" / "grafana" / "dspark.json"
 LABELS = {"model_name": "m", "tp_rank": 0}
 
 

@@ -86,7 +86,7 @@ def test_convolutions_that_are_packed_on_a_cpu(monkeypatch, device, packed):
     assert found_by("recurrent layers", launch_context(device=device)) is None
 
 
-TOKENIZER = Path(__file__).parents[2] / "data" / "golden" / "target"
+TOKENIZER = Path(__file__).parents[1] / "data" / "golden" / "target"
 
 
 @pytest.fixture

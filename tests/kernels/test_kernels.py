@@ -285,45 +285,35 @@ def sources(folder=KERNELS):
     return {path: path.read_text() for path in sorted(folder.rglob("*.py"))}
 
 
-def stem_of(path):
-    """The file that ``path`` is a part of, itself included."""
-    others = [other for other in path.parent.glob("*.py") if path.stem.startswith(f"{other.stem}_")]
-    return min(others, key=lambda other: len(other.stem), default=path)
-
-
-def stems():
-    """Sources of every stem with device code, joined."""
-    parts = {}
-    for path, source in sources().items():
-        parts.setdefault(stem_of(path), []).append(source)
-    joined = {path: "\n".join(texts) for path, texts in parts.items()}
-    return {path: source for path, source in joined.items() if "@triton.jit" in source}
-
-
 def dispatched(source):
     """Names of the functions that have kernels, with those of their references."""
     return {name: ref for ref, name in re.findall(r"^@on_kernels\((\w+)\)\ndef (\w+)\(", source, re.MULTILINE)}
 
 
-def missing_partners(path, source):
-    """Return what a stem lacks."""
-    if not re.search(r"^def \w+_kernel\(", source, re.MULTILINE):
-        return []
-    launches = ROOT / "benchmarks" / "kernels" / f"cases_{path.parent.name}.py"
-    if not launches.exists():
-        return [f"benchmarks/kernels/{launches.name}"]
-    functions = dispatched(source)
-    lacking = [] if functions else [f"a function of {path.name} that is decorated with on_kernels"]
-    for name, reference in functions.items():
-        lacking += [] if reference == f"{name}_ref" else [f"{name}_ref, the name of the reference of {name}"]
-        lacking += [] if f"def {reference}(" in source else [f"{reference} beside {name}"]
-        lacking += [] if name in launches.read_text() else [f"{name} in {launches.name}"]
-    return lacking
+def test_every_function_with_kernels_has_a_reference_and_is_timed():
+    timed = "".join(path.read_text() for path in (ROOT / "benchmarks" / "kernels").glob("cases_*.py"))
+    code = "\n".join(sources().values())
+    assert len(dispatched(code)) > 20
+    for name, reference in dispatched(code).items():
+        assert reference == f"{name}_ref" and f"def {reference}(" in code, name
+    # Others call these.
+    launching = "\n".join(
+        source for source in sources().values() if re.search(r"@triton\.jit|import \w+_kernel", source)
+    )
+    for name in dispatched(launching):
+        assert re.search(rf"\b{name}\b", timed), name
 
 
-def test_every_kernel_has_its_partners():
-    assert len(stems()) > 12
-    assert {path.name: lacking for path, source in stems().items() if (lacking := missing_partners(path, source))} == {}
+def test_every_kernel_is_launched_by_a_function_that_has_a_reference():
+    """By one of its module, or of a module that imports it."""
+    kernels = {
+        path: source for path, source in sources().items() if re.search(r"^def \w+_kernel\(", source, re.MULTILINE)
+    }
+    assert len(kernels) > 12
+    for path in kernels:
+        name = ".".join(path.relative_to(KERNELS.parent).with_suffix("").parts)
+        users = [source for other, source in sources().items() if other == path or f"from {name} import" in source]
+        assert any(dispatched(source) for source in users if "__all__" not in source), path
 
 
 def test_no_module_is_hidden_by_a_function_of_the_package():

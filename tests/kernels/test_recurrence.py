@@ -22,7 +22,7 @@ from dspark_kernels import (
     gated_delta,
     gated_delta_ref,
 )
-from dspark_kernels import causal_conv_rows as module
+from dspark_kernels.recurrence import causal_conv_rows as module
 from recurrent_rows import Rows, part, replayed, served
 from sglang.kernels.ops.attention.fla import fused_recurrent
 from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_update
