@@ -145,9 +145,9 @@ class Mutant:
         return source
 
 
-def read_entries(path: Path = MUTANTS) -> list[dict[str, Any]]:
+def read_entries() -> list[dict[str, Any]]:
     """Return the list as it is written."""
-    entries: list[dict[str, Any]] = tomllib.loads(path.read_text())["mutant"]
+    entries: list[dict[str, Any]] = tomllib.loads(MUTANTS.read_text())["mutant"]
     return entries
 
 
