@@ -86,8 +86,8 @@ HARDEST = [
     "head much too careful, 500 steps",
     "inverted head",
     "all rejected, 1500 steps",
-    "non-speculative steps 3 times too slow in the table, 1 users, acceptance 0.05",
-    "non-speculative steps 3 times too slow in the table, 8 users, acceptance 0.05",
+    "plain steps 3 times too slow in the table, 1 users, acceptance 0.05",
+    "plain steps 3 times too slow in the table, 8 users, acceptance 0.05",
 ]
 
 

@@ -102,11 +102,11 @@ def test_what_arrives_is_what_was_sent(logits, traced):
 
 
 @pytest.mark.parametrize(
-    ("row", "kind"), [(KIND_ROWS - 1, "followed"), (CACHED_ROWS + 3, "cached"), (NUM_ROWS - 1, "copied")]
+    ("row", "kind"), [(KIND_ROWS - 1, "from_text"), (CACHED_ROWS + 3, "from_cache"), (NUM_ROWS - 1, "from_request")]
 )
 def test_drafts_are_told_apart_by_the_chain_that_they_follow(row, kind):
     rounds = StepRecord(["a"], PLAIN, [2], torch.tensor([2]), None, None, torch.tensor([[row, 2, 7, 8]]))
-    kinds = {name: getattr(rounds, name) for name in ("followed", "cached", "copied")}
+    kinds = {name: getattr(rounds, name) for name in ("from_text", "from_cache", "from_request")}
     assert kinds == {name: [2 * (name == kind)] for name in kinds}
 
 

@@ -45,22 +45,22 @@ def test_the_others_take_over_rank_zeros_values_in_one_broadcast():
     tokens, lens = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([3, 1])
     own_tokens, own_lens = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([0, 7])
 
-    leader.adopt(tokens, lens)
+    leader.broadcast_from_rank0(tokens, lens)
     assert len(wire) == 1
-    follower.adopt(own_tokens, own_lens)
+    follower.broadcast_from_rank0(own_tokens, own_lens)
     assert own_tokens.equal(tokens) and own_lens.equal(lens)
     assert leader.share({"depth": 7}) == follower.share({"depth": 0}) == {"depth": 7}
 
 
 def test_nothing_to_adopt_is_not_broadcast():
     wire: deque[Any] = deque()
-    Agreement(Group(0, wire)).adopt(None)
+    Agreement(Group(0, wire)).broadcast_from_rank0(None)
     assert not wire
 
 
 def test_one_rank_keeps_its_own():
     alone, tensor, value = Agreement(ONE_RANK), torch.tensor([1, 2]), object()
-    alone.adopt(tensor)
+    alone.broadcast_from_rank0(tensor)
     assert tensor.tolist() == [1, 2]
     assert alone.share(value) is value
 

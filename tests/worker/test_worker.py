@@ -46,7 +46,7 @@ class FirstRank:
         self.told.append(value)
         return value
 
-    def adopt(self, *tensors):
+    def broadcast_from_rank0(self, *tensors):
         self.told.append([None if tensor is None else tensor.clone() for tensor in tensors])
 
 
@@ -61,7 +61,7 @@ class OtherRank(FirstRank):
     def share(self, value):
         return self.told.popleft()
 
-    def adopt(self, *tensors):
+    def broadcast_from_rank0(self, *tensors):
         for tensor, agreed in zip(tensors, self.told.popleft(), strict=True):
             assert (tensor is None) == (agreed is None)
             if tensor is not None:
