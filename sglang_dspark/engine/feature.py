@@ -23,8 +23,11 @@ from sglang_dspark.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-Where = Literal["flags", "front_end", "routes", "children", "any_worker", "scheduler", "cuda", "cpu", "simulated"]
-"""Where a hook is installed. ``flags``: in any process that reads SGLang's command line. ``front_end``: in the one that
+Where = Literal[
+    "flags", "resolution", "front_end", "routes", "children", "any_worker", "scheduler", "cuda", "cpu", "simulated"
+]
+"""Where a hook is installed. ``flags``: in any process that reads SGLang's command line, of the core only.
+``resolution``: in the one that resolves it for our worker. ``front_end``: in the one that
 tokenizes requests and serves HTTP. ``routes``: the same, also when the target decodes alone. ``children``: in all but
 the first, which are not told what they are: the one that makes text of tokens, the one that starts replicas, and
 schedulers. ``scheduler``: in that of our worker, on ``cuda`` or ``cpu`` as well. ``any_worker``: in that of whatever
@@ -182,7 +185,7 @@ class Feature:
     Attributes:
         package: its module or folder, as one would import it.
         is_used: whether a server with these arguments, as the operator wrote them, uses the feature. Its hooks are
-            installed only then, and those of the place ``flags`` always: there are no arguments yet.
+            installed only then.
         flag_rules: flags of SGLang that it adjusts or refuses, on every server.
         request_keys: read on every server.
         checks: made on every server.

@@ -1,8 +1,8 @@
 """Patches of SGLang: each is declared on our function, and installed in the processes that need it.
 
 SGLang applies hooks through its ``HookRegistry``, which logs a failed patch and goes on; :func:`install` raises
-instead. Hooks that say ``flags`` are there before DSPARK is selected; all others are installed only when it was, and
-those of a feature only if the server uses it.
+instead. The core's hooks that say ``flags`` are there before DSPARK is selected; all others are installed only when it
+was, and those of a feature only if the server uses it.
 
 A release of SGLang may also keep a function and call another one instead. A hook on such a function is applied and does
 nothing, without a word. So every hook says by which moment it must have been called, and is looked for then.
@@ -127,9 +127,14 @@ def feature_hooks(feature: Feature, places: Collection[Where]) -> Iterator[Hook]
 
 
 def register_flags() -> None:
-    """Hand SGLang the hooks that are there before DSPARK is selected; it applies them when its plugins are loaded."""
-    simulated: tuple[Where, ...] = () if option_text("simulate_acceptance", {}) is None else ("simulated",)
-    for hook in _hooks(None, "flags", *simulated):
+    """Hand SGLang the hooks that are there before DSPARK is selected; it applies them when its plugins are loaded.
+
+    Features are not imported: a process without DSPARK has nothing of them.
+    """
+    found = [*_core_hooks(("flags",))]
+    if option_text("simulate_acceptance", {}) is not None:
+        found += _hooks(None, "simulated")
+    for hook in found:
         HookRegistry.register(hook.target, hook.handler, hook.kind)
 
 

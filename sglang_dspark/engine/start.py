@@ -130,6 +130,7 @@ def _start_ours(server: DSparkServer, original: Callable[[ServerArgs], None], ar
         setattr(args, adjustment.name, adjustment.value)
         logger.warning("DSPARK: %s", adjustment.said)
     prepare(args)
+    hooks.install(args, "resolution")
     original(args)
 
 

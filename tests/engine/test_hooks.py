@@ -6,6 +6,7 @@ Hooks on functions that SGLang still has and no longer calls.
 import inspect
 import os
 import pkgutil
+import subprocess
 import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -204,3 +205,12 @@ def test_hooks_are_looked_for_when_a_step_has_been_processed():
     expect_called("dead", "sglang.dead", Moment.ANSWERED, lambda: None)
     with pytest.raises(EngineError, match="when the first request had been answered"):
         SpecWorkerBase.observe(partly(DSparkWorker), result=None, batch=None)
+
+
+def test_a_process_without_dspark_imports_no_feature():
+    probe = (
+        "import sys; from sglang.srt.plugins import load_plugins; load_plugins(); "
+        "print([name for name in sys.modules if name.startswith('sglang_dspark.features.')])"
+    )
+    output = subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True).stdout
+    assert output.splitlines()[-1] == "[]"

@@ -20,7 +20,6 @@ from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool, MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
-from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_objects import batch, forward, found_by, launch_context, partly, runner, server_args
@@ -93,7 +92,8 @@ TOKENIZER = Path(__file__).parents[1] / "data" / "golden" / "target"
 def settled(monkeypatch, tmp_path):
     """Resolves the arguments of a server on a CPU, of a target of this class."""
     load_plugins()
-    monkeypatch.setattr(hooks, "install", lambda *places: None)
+    install = hooks.install
+    monkeypatch.setattr(hooks, "install", lambda args, *places: install(args, *{"resolution"}.intersection(places)))
     for name in ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"):
         monkeypatch.setenv(name, "0")  # or starting would leave it behind
     drafter = random_drafter(tmp_path / "draft", "tiny")
@@ -127,14 +127,6 @@ def test_requests_with_states_are_limited_on_a_cpu(settled, given, expected):
     """Without a limit SGLang does not know how many states it shall make."""
     assert resolving_view(settled(*given)).max_running_requests == expected
     assert resolving_view(settled(*given, architecture="Qwen3ForCausalLM")).max_running_requests in (None, 5)
-
-
-def test_its_hook_is_there_before_any_arguments_are(monkeypatch):
-    registered = []
-    monkeypatch.setattr(HookRegistry, "register", lambda target, handler, kind: registered.append(target))
-    hooks.register_flags()
-    [hook] = hooks.feature_hooks(FEATURE, ("flags",))
-    assert hook.target in registered
 
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WIDTH, LAYERS = 1, 2, 5, 3, 4, 2  # few: an interpreted head takes long

@@ -64,7 +64,7 @@ def keeps_states(architectures: Sequence[str]) -> bool:
 @hook(
     "sglang.srt.arg_groups.model_hook.handle_mamba_radix_cache",
     HookType.AROUND,
-    where="flags",
+    where="resolution",
     reason="for targets with recurrent layers SGLang chooses snapshots of states, and then finds that a CPU has none",
     by=Moment.SOME_TIME,
 )
