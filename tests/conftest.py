@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def no_advice_fails() -> Iterator[None]:
-    """Fail a test in which advice failed: the fence would hide it."""
+    """Fail a test in which advice failed: `best_effort` would hide it."""
     FAILURES.clear()
     yield
     assert not FAILURES

@@ -81,12 +81,12 @@ def test_the_readme_is_read_in_five_minutes():
     assert len(README.split()) <= README_WORDS
 
 
-PATHS = re.findall(r"`((?:engine|features|worker|step|scheduling|draft|metrics|calibration|tools)/[\w/]+\.py)`", MAP)
+PATHS = re.findall(r"`((?:engine|features|worker|step|scheduling|draft|tools)/[\w/.]*)`", MAP)
 
 
 @pytest.mark.parametrize("path", sorted(set(PATHS)))
 def test_files_that_the_map_names_exist(path):
-    assert (ROOT / "sglang_dspark" / path).is_file()
+    assert (ROOT / "sglang_dspark" / path).exists()
 
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()

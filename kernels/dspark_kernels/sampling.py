@@ -1,21 +1,17 @@
 """How requests sample: their parameters, the distribution that follows from them, and one draw per row.
 
-Per-request sampling parameters as device tensors, with what the host knows about them kept on the host.
+Parameters are tensors on the device, and what the host knows about them stays on the host: which rows are greedy,
+sampled or seeded, and which filters occur. So every stage chooses its cheapest form without a read from the device.
 
-Which rows are greedy, sampled or seeded, and which filters occur at all, is known before the step starts. Keeping that
-knowledge on the host lets every stage choose its cheapest form without reading anything back from the device.
-
-The distribution that a token is drawn from, that of SGLang's pytorch sampling backend.
-
-softmax(logits / T) in float32; top-k and top-p jointly on the sorted probabilities (a token stays when fewer than k
-tokens precede it and their mass is at most p); min-p relative to the most likely token; renormalise.
+The distribution is that of SGLang's pytorch sampling backend: softmax(logits / T) in float32; top-k and top-p jointly
+on the sorted probabilities (a token stays when fewer than k tokens precede it and their mass is at most p); min-p
+relative to the most likely token; renormalise.
 
 SGLang leaves it to the sort which of several equally likely tokens survive at the cut. 16-bit logits tie often, and a
 seeded request must not depend on the other requests of its batch, so here the lowest token id wins.
 
-Drawing one token per row from explicit probabilities.
-
-Draws a slot's sampled tokens in the walk's launch: the part, the tile and the column where a number is crossed.
+At the end stand the device functions by which the walk's launch draws a slot's sampled tokens: the part, the tile and
+the column where the cumulative sum crosses a number.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class BlockConvolution(nn.Module):
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, d))
         self.kernel_projection = nn.Linear(d, 2 * taps * self.groups, bias=False)
         with torch.no_grad():
-            self.base_kernel[:, 0] = 1.0  # which changes nothing, but for the projection's part
+            self.base_kernel[:, 0] = 1.0  # which changes nothing, except the projection's part
 
     def around(self, sublayer: Sublayer, rows: Tensor, width: int) -> Tensor:
         """Return what the sublayer makes of ``rows [T, d]``, whose blocks have ``width`` rows each."""

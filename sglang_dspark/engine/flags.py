@@ -78,7 +78,7 @@ _REFUSED = {
     "drop the flag: requests are checked on their way through HTTP": "grpc_mode smg_grpc_mode",
     "drop the flag, and unset SGLANG_GRPC_PORT: requests are checked on their way through HTTP": "grpc_port",
     "drop the flag: keys are summed in tiles that begin where a request's drafts do, so that its logits are rounded by "
-    "how many came before; requests with a seed are reproducible but for that": (
+    "how many came before; except for that, requests with a seed are reproducible": (
         "enable_deterministic_inference rl_on_policy_target"
     ),
     "drop the flag and score items with a server without DSPARK": "enable_mis",

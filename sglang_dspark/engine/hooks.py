@@ -14,7 +14,7 @@ import functools
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
@@ -110,14 +110,14 @@ def hook(target: str, kind: HookType, *, where: Where, reason: str, by: Moment =
     return declare
 
 
-def _core_hooks(places: Collection[Where]) -> Iterator[Hook]:
+def _hooks_of_core(*places: Where) -> Iterator[Hook]:
     for place in places:
         for module in CORE_HOOKS.get(place, ()):
             import_module(f"{CORE}.{module}")
             yield from (hook for hook in _declared[f"{CORE}.{module}"] if hook.where == place)
 
 
-def feature_hooks(feature: Feature, places: Collection[Where]) -> Iterator[Hook]:
+def feature_hooks(feature: Feature, *places: Where) -> Iterator[Hook]:
     """Import all modules of a feature, and yield its hooks of these places."""
     package = import_module(feature.package)
     below = iter_modules(getattr(package, "__path__", ()), f"{feature.package}.")
@@ -131,7 +131,7 @@ def register_flags() -> None:
 
     Features are not imported: a process without DSPARK has nothing of them.
     """
-    found = [*_core_hooks(("flags",))]
+    found = list(_hooks_of_core("flags"))
     if option_text("simulate_acceptance", {}) is not None:
         found += _hooks(None, "simulated")
     for hook in found:
@@ -145,10 +145,10 @@ def all_hooks() -> tuple[Hook, ...]:
 
 def _hooks(args: ServerArgs | None, *places: Where) -> Iterator[Hook]:
     """Yield the hooks of these places, of the features that a server with these arguments uses; without any, of all."""
-    yield from _core_hooks(places)
+    yield from _hooks_of_core(*places)
     for feature in all_features():
         if args is None or feature.is_used(args):
-            yield from feature_hooks(feature, places)
+            yield from feature_hooks(feature, *places)
 
 
 def install(args: ServerArgs, *places: Where) -> None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sglang_dspark.engine.step_control import StepControl
 
 
-_DECODER = "dspark_decoder"
+_DRIVER = "dspark_step_driver"
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,15 @@ class StepDriver(Protocol):
         """Return how the server decodes, once it is ready."""
 
 
-def attach_driver(decoder: StepDriver, *parts: object) -> None:
-    """Put a decoder on SGLang's own worker, and on the parts of it that are hooked."""
+def attach_driver(driver: StepDriver, *parts: object) -> None:
+    """Put a step driver on SGLang's own worker, and on the parts of it that are hooked."""
     for part in parts:
-        setattr(part, _DECODER, decoder)
+        setattr(part, _DRIVER, driver)
 
 
 def attached_driver(part: Any) -> StepDriver:
-    """Return what :func:`attach_driver` put there, or ``part`` itself: our worker is a decoder."""
-    return getattr(part, _DECODER, part)
+    """Return what :func:`attach_driver` put there, or ``part`` itself: our worker is a driver."""
+    return getattr(part, _DRIVER, part)
 
 
 def driver_of(scheduler: Scheduler) -> StepDriver:

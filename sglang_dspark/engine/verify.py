@@ -182,7 +182,7 @@ def _slots_of_windows(forward_batch: ForwardBatch, translation: torch.Tensor | N
     """Return where the rows' K/V lie in the pool of layers with a window; None if the layer is in no such pool."""
     if translation is None:
         return None
-    # Translated once for all layers, but for SGLang's dummy forwards.
+    # Translated once for all layers, except SGLang's dummy forwards.
     slots: torch.Tensor | None = getattr(forward_batch.spec_info, "slots_of_windows", None)
     return translation[forward_batch.out_cache_loc] if slots is None else slots
 

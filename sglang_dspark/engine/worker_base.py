@@ -49,7 +49,7 @@ from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.engine.target import capturing_forward, kv_region
 from sglang_dspark.engine.verify import as_without_dspark, verify_beside_prompts
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.scheduling.sts import acceptance_law
+from sglang_dspark.scheduling.simulated_acceptance import acceptance_probabilities
 from sglang_dspark.step.packed import host_index
 
 
@@ -60,7 +60,7 @@ class SpecWorkerAdapter(BaseSpecWorker):
     with. Its K/V it shows where prefixes move to host memory.
     """
 
-    draft_pool: KVCache | None = None  # see ``Worker`` in feature.py
+    draft_pool: KVCache | None = None  # see ``Worker`` in part.py
     _draft_worker = None  # the base class takes it for a drafter without a model
 
     def __init__(self, target_worker: TpModelWorker) -> None:
@@ -284,7 +284,7 @@ class SimulatedAcceptance(Part):
         self._device = torch.device(runner.device)
         rows = len(runner.req_to_token_pool.req_to_token)
         keys = torch.zeros(rows, dtype=torch.int64, device=self._device)
-        self.draws = SimulatedDraws(keys, torch.from_numpy(acceptance_law(rates)).to(self._device))
+        self.draws = SimulatedDraws(keys, torch.from_numpy(acceptance_probabilities(rates)).to(self._device))
 
     def prefill_comes(self, batch: ScheduleBatch) -> None:
         """Note the keys of requests, which follow from their prompts."""

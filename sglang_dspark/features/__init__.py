@@ -1,4 +1,4 @@
-"""Features beside the core: each has a module or a folder here, and a line below.
+"""Features next to the core: each has a module or a folder here, and a line below.
 
 docs/features.md says how to add one, ``engine/feature.py`` what it declares, and ``engine/part.py`` what the core asks
 of it, and when.

@@ -31,8 +31,13 @@ from sglang_dspark.step.decision import PLAIN, StepRecord
 from sglang_dspark.step.packed import DeviceSpan, DeviceTimer
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch as RunningBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
+
+    Prefill = tuple[RunningBatch | None, RunningBatch]
+
+logger = logging.getLogger(__name__)
 
 
 def bound_without_chunks(context: LaunchContext) -> str | None:
@@ -47,15 +52,6 @@ def bound_without_chunks(context: LaunchContext) -> str | None:
 
 
 CHECKS = (Check("bound on gaps", Stage.FLAGS, bound_without_chunks),)
-
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch as RunningBatch
-    from sglang.srt.managers.scheduler import Scheduler
-
-    Prefill = tuple[RunningBatch | None, RunningBatch]
-
-logger = logging.getLogger(__name__)
 
 
 class BoundedGaps(Part):
@@ -204,14 +200,6 @@ def _retract_last(scheduler: Scheduler, running_batch: RunningBatch) -> None:
     scheduler._add_request_to_queue(req, is_retracted=True)
 
 
-FEATURE = Feature(
-    __name__,
-    is_used=lambda args: args.enable_mixed_chunk,
-    checks=CHECKS,
-    part=BoundedGaps.of,
-)
-
-
 @hook(
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill",
     HookType.BEFORE,
@@ -289,3 +277,11 @@ def wait_for_grammars(
     if batch is None or not batch.forward_mode.is_mixed() or not scheduler.result_queue:
         return False
     return any(req.grammar is not None for req in batch.decoding_reqs or ())
+
+
+FEATURE = Feature(
+    __name__,
+    is_used=lambda args: args.enable_mixed_chunk,
+    checks=CHECKS,
+    part=BoundedGaps.of,
+)

@@ -32,13 +32,6 @@ def nodes_of_replicas(context: LaunchContext) -> str | None:
 CHECKS = (Check("nodes of replicas", Stage.OPTIONS, nodes_of_replicas),)
 
 
-FEATURE = Feature(
-    __name__,
-    is_used=lambda args: args.dp_size > 1,
-    checks=CHECKS,
-)
-
-
 logger = logging.getLogger(__name__)
 
 GRACE_S = 2.0
@@ -79,3 +72,10 @@ def end_with_the_first(schedulers: Sequence[BaseProcess], end: Callable[[], None
                 )
                 end()
                 return
+
+
+FEATURE = Feature(
+    __name__,
+    is_used=lambda args: args.dp_size > 1,
+    checks=CHECKS,
+)

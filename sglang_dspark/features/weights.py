@@ -42,21 +42,21 @@ class Weights(Part):
     """Has new weights written where they belong.
 
     Args:
-        decoder: of the scheduler.
+        driver: of the steps.
 
     Attributes:
         transient: whether tensors lie in memory that the next ones are sent in.
         new_drafter: whether weights of the drafter were written that the decoder has yet to follow.
     """
 
-    def __init__(self, decoder: StepDriver) -> None:
-        self._decoder, self.transient, self.new_drafter = decoder, False, False
+    def __init__(self, driver: StepDriver) -> None:
+        self._driver, self.transient, self.new_drafter = driver, False, False
         self._drafted: list[tuple[str, torch.Tensor]] = []
         self._written, self._failure = 0, ""
 
     def ready(self) -> None:
         """Have all routes to the target hand on what is the drafter's."""
-        model = self._decoder.target_worker.model_runner.model
+        model = self._driver.target_worker.model_runner.model
         model.load_weights = partial(self._load, model.load_weights)
 
     def _load(self, load_target: Callable[[Named], Any], named: Named) -> Any:
@@ -107,7 +107,7 @@ class Weights(Part):
     def follow(self) -> None:
         """Have the decoder follow all that was written since it last did; all ranks call it."""
         new, self.new_drafter = self.new_drafter, False
-        self._decoder.weights_changed(new_drafter=new)
+        self._driver.weights_changed(new_drafter=new)
 
     @property
     def drafter(self) -> Any:
@@ -116,7 +116,7 @@ class Weights(Part):
         Raises:
             ConfigError: there is none.
         """
-        drafter = self._decoder.drafter
+        drafter = self._driver.drafter
         if drafter is None or not drafter.num_drawn:
             raise ConfigError(
                 "this server has no drafter whose weights could be replaced: it was started without one, or SGLang's "
@@ -128,7 +128,7 @@ class Weights(Part):
     def runners(self) -> Sequence[tuple[str, Any]]:
         """Return what SGLang writes and checks a drafter's tensors with, as if it were a runner of its own."""
         model, network = self.drafter.model, _Network(self._keep)
-        updater = replace(self._decoder.target_worker.model_runner.weight_updater, get_model=lambda: network)
+        updater = replace(self._driver.target_worker.model_runner.weight_updater, get_model=lambda: network)
         checker = WeightChecker(get_model=lambda: model)
         return [("draft", SimpleNamespace(weight_updater=updater, check_weights=checker.handle))]
 
@@ -169,9 +169,9 @@ _AWAY = ConfigError(
 )
 
 
-def weights_of(decoder: StepDriver) -> Weights:
+def weights_of(driver: StepDriver) -> Weights:
     """Return the part of SGLang's scheduler that writes weights."""
-    weights = part_of(decoder.parts, Weights)
+    weights = part_of(driver.parts, Weights)
     assert weights is not None, "weights of every server can be written"
     return weights
 
@@ -199,13 +199,13 @@ def write(original: Callable[[Any], Any], manager: Any, request: Any) -> Any:
     name = type(request).__name__
     if GPU_MEMORY_TYPE_WEIGHTS in manager.offload_tags:
         return _failed(name, _AWAY)
-    decoder = driver_of(manager.scheduler)
-    weights = weights_of(decoder)
+    driver = driver_of(manager.scheduler)
+    weights = weights_of(driver)
     weights.transient = name.startswith("UpdateWeightsFromIPC")
     loads_drafter = isinstance(request, UpdateWeightFromDiskReqInput) and request.load_format == DRAFTER
     torch.get_device_module(manager.tp_worker.device).synchronize()  # a step that was launched reads the old ones
     try:
-        answer = _replace_drafter(decoder, manager, request) if loads_drafter else original(request)
+        answer = _replace_drafter(driver, manager, request) if loads_drafter else original(request)
     except Exception as error:  # noqa: BLE001 - SGLang's loaders raise whatever they meet
         answer = _failed(name, error)
         if name.startswith(_MEETING):
@@ -238,15 +238,15 @@ def select(original: Callable[..., Any], manager: Any, selector: str = "all") ->
     """
     if selector != "draft":
         return original(manager, "target" if selector == "all" else selector)
-    decoder = driver_of(manager.scheduler)
-    return weights_of(decoder).runners if decoder.drafter is not None else original(manager, selector)
+    driver = driver_of(manager.scheduler)
+    return weights_of(driver).runners if driver.drafter is not None else original(manager, selector)
 
 
-def _replace_drafter(decoder: StepDriver, manager: Any, request: Any) -> Any:
+def _replace_drafter(driver: StepDriver, manager: Any, request: Any) -> Any:
     """Put another checkpoint in the place of the drafter's weights, on all ranks or on none."""
     answer = UpdateWeightFromDiskReqOutput(success=True, message="The drafter was replaced.")
     try:
-        put = weights_of(decoder).load_drafter(request.model_path)
+        put = weights_of(driver).load_drafter(request.model_path)
     except Exception as error:  # noqa: BLE001 - a damaged file, or a device whose memory is full
         _log(error)
         answer = UpdateWeightFromDiskReqOutput(success=False, message=f"{error}; the drafter that served serves on")

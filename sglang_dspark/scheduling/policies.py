@@ -1,6 +1,6 @@
 """The verify policies except ``auto``: each makes a :class:`StepDecision` before anything is drafted.
 
-Also: how many rows of prompts a step may have next to requests that run, and which are verified like drafts.
+It also says how many rows a step with prompts may have, and which prompts are verified like drafts.
 """
 
 from abc import ABC, abstractmethod

@@ -1,6 +1,6 @@
 """The schedule of a server: decides each step by its policy, and learns from the outcomes.
 
-What a draft of a request counts depends on how the request has kept to its SLO so far.
+The weight of a request's drafts depends on how well the request has kept its SLO so far.
 """
 
 from __future__ import annotations

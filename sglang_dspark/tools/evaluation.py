@@ -35,7 +35,7 @@ class Answer:
 
     @property
     def tokens(self) -> list[int]:
-        """Return the output tokens but for the last, which no round follows."""
+        """Return the output tokens except the last, which no round follows."""
         rounds = [entry for entry in self.trace if entry is not None]
         return [token for one in rounds for token in (one["anchor"], *one["draft"][: one["accepted"]])]
 

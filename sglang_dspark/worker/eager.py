@@ -159,7 +159,7 @@ _NEVER = -1.0  # what fillers rank by
 
 
 class ExtraRowsExecutor(EagerExecutor):
-    """Runs a step as ``own`` does, but for its verification.
+    """Runs a step as ``own`` does, except its verification.
 
     Args:
         own: what would run the step alone; it drafts.

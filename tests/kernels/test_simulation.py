@@ -5,7 +5,7 @@ import pytest
 import torch
 from dspark_kernels import QUANTILES, SPAN, SimulatedDraws, mask_tokens, simulated_accept, simulated_confidence
 
-from sglang_dspark.scheduling.sts import acceptance_law, kept_rates
+from sglang_dspark.scheduling.simulated_acceptance import acceptance_probabilities, kept_rates
 
 # Acceptance by position, given all before (DSpark, Fig. 2, Qwen3-4B); the largest and the least that the law allows.
 CHAT = (0.735, 0.738, 0.740, 0.744, 0.758, 0.766, 0.761)
@@ -62,7 +62,7 @@ def outcome(form, law, keys, anchors, drafts, lens=None):
 @BOTH
 @pytest.mark.parametrize("rates", [CHAT, FIXED])
 def test_what_is_kept_is_what_numpy_says(form, rates, device):
-    law, keys = torch.from_numpy(acceptance_law(rates)), np.arange(40) * 10**8 + 3
+    law, keys = torch.from_numpy(acceptance_probabilities(rates)), np.arange(40) * 10**8 + 3
     texts = Texts(law.numpy(), keys)
     blocks = texts.lens[:, :200] >= 0
     anchors = torch.tensor([int(np.flatnonzero(row)[-1]) for row in blocks])
@@ -81,7 +81,7 @@ def test_what_is_kept_is_what_numpy_says(form, rates, device):
 
 @pytest.mark.parametrize("form", [simulated_confidence, simulated_confidence.reference], ids=["kernel", "torch"])
 def test_confidences_are_the_probabilities(form, device):
-    law, keys = torch.from_numpy(acceptance_law(CHAT)), np.arange(9) * 77
+    law, keys = torch.from_numpy(acceptance_probabilities(CHAT)), np.arange(9) * 77
     draws = SimulatedDraws(torch.tensor(keys, device=device), law.to(device))
     rows = torch.arange(9, device=device)
     found = form(draws, rows, torch.full_like(rows, 100), 7).sigmoid().cpu()
@@ -100,7 +100,7 @@ def auc(scores, kept):
 @pytest.mark.parametrize("rates", [CHAT, MIXED, MATHEMATICS], ids=["chat", "mixed", "mathematics"])
 def test_rates_are_kept_and_confidences_know_something(rates):
     """Rates within three standard errors; trained heads have an AUC of 0.81 to 0.91."""
-    law = acceptance_law(rates)
+    law = acceptance_probabilities(rates)
     np.testing.assert_allclose(kept_rates(law.astype(float)), rates, atol=1e-6)
     texts = Texts(law, np.random.default_rng(0).integers(0, 2**32, 300))
     lens, probabilities = texts.lens[texts.lens >= 0], texts.probabilities[texts.lens >= 0]
@@ -115,9 +115,11 @@ def test_rates_are_kept_and_confidences_know_something(rates):
 
 
 def test_extreme_rates_are_kept_to_the_letter():
-    law = acceptance_law(FIXED)
+    law = acceptance_probabilities(FIXED)
     assert (law[:3] == 1).all() and (law[3:] == 0).all()
-    assert kept_rates(acceptance_law((1.0, 0.5, 0.75)).astype(float)) == pytest.approx((1.0, 0.5, 0.75), abs=1e-6)
+    assert kept_rates(acceptance_probabilities((1.0, 0.5, 0.75)).astype(float)) == pytest.approx(
+        (1.0, 0.5, 0.75), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(("vocab_size", "words"), [(1, 1), (32, 1), (70, 3), (70, 2), (257, 9)])

@@ -101,7 +101,7 @@ def _reading(architecture: str, *flags: str, env: Mapping[str, str] | None = Non
     return Recipe((_random("tiny"), *flags), model=_target(picture_target, architecture), env=env or {})
 
 
-BUNDLED = Path(demo.__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
+BUNDLED = Path(demo.__file__).parents[1] / "drafters" / "smollm2-135m-instruct"
 STATIC = "--speculative-dspark-schedule static"
 WITHOUT_A_DRAFTER = ("speculative-algorithm: DSPARK", "speculative-dspark-draft-free: true")
 SAVES_MEMORY = "--enable-memory-saver --enable-weights-cpu-backup --speculative-draft-load-format dummy"

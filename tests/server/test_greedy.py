@@ -43,7 +43,7 @@ from golden_server import (
 from regrets import regrets
 from target_distribution import ALPHA, DEPTH, HOT, PROMPT, TargetDistribution, p_value, sample
 
-from sglang_dspark.scheduling.sts import acceptance_law
+from sglang_dspark.scheduling.simulated_acceptance import acceptance_probabilities
 from sglang_dspark.tools.launch import LaunchedServer
 
 POLICIES: list[dict[str, Any]] = [
@@ -277,7 +277,7 @@ def test_both_workers_take_the_same_steps(simulated, simulated_builtin):
 def test_drafts_are_kept_by_key_and_position(simulated, name, fields, most):
     with policy(simulated, name, **fields):
         found = answers(simulated, speculation={"trace": True})
-    law = torch.from_numpy(acceptance_law(RATES))
+    law = torch.from_numpy(acceptance_probabilities(RATES))
     for prompt, answer in zip(PROMPTS, found, strict=True):
         ids, trace = answer["output_ids"], answer["meta_info"]["dspark_trace"]
         draws = SimulatedDraws(torch.tensor([crc32(array("q", prompt).tobytes())]), law)

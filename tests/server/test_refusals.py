@@ -257,7 +257,7 @@ def test_every_function_that_advises_has_failed(planted, advised):
 
 
 def advised_names():
-    """Returns the purposes of the package's functions behind the fence."""
+    """Returns the purposes of the package's functions under `best_effort`."""
     sources = Path(sglang_dspark.__file__).parent.rglob("*.py")
     return {
         what

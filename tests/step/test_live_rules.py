@@ -10,7 +10,7 @@ from sglang_dspark.step.selection import above_threshold, early_stop, top_prefix
 
 
 def algorithm_1(survival, sps):
-    """DSpark's Algorithm 1, line by line (facts/dspark.md 6.2); ``sps[B]`` is indexed by verified tokens."""
+    """DSpark's Algorithm 1, line by line (DSpark, 3.2.2); ``sps[B]`` is indexed by verified tokens."""
     num_requests, gamma = survival.shape
     cells = itertools.product(range(num_requests), range(gamma))
     candidates = sorted(

@@ -6,7 +6,7 @@ read back, and no tensor of probabilities is written:
 1. statistics of every row by tiles of the vocabulary: largest logit, its token and, if anything is sampled, the sum
    of the exponentials at the request's temperature;
 2. rows of filtered requests: where top-k, top-p and min-p cut them (``acceptance_filters``);
-3. rows of seeded requests, by tiles: their draws (``acceptance_seeds``);
+3. rows of seeded requests, by tiles: their draws (``seeded_kernel``);
 4. per request: combine the tiles, judge the drafts, write lengths and tokens;
 5. sampled requests, by tiles: the mass of what the next token is drawn from, in the one row that is left;
 6. per sampled request: the tile, then the token, at which the cumulative mass crosses u times all of it.
@@ -246,7 +246,7 @@ class _Launches:
         )
 
     def verify_drafts(self, prefix_lens: torch.Tensor) -> AcceptResult:
-        """Return the outcome, but for the next tokens of sampled requests."""
+        """Return the outcome, except the next tokens of sampled requests."""
         drafts, bs = self._drafts, self.bs
         lens, bonus, new_seq_lens = (drafts.new_empty(bs) for _ in range(3))
         accepted = AcceptResult(lens, bonus, drafts.new_empty(bs, self.gamma + 1), new_seq_lens)

@@ -1,6 +1,6 @@
 """Top-k, top-p and min-p as a cut through each row of logits.
 
-What ``target_distribution`` keeps of a row is a prefix of its tokens in descending order of logit, ties by lowest id.
+What ``target_probs`` keeps of a row is a prefix of its tokens in descending order of logit, ties by lowest id.
 So a filter is a pair: a token is kept when its logit exceeds ``cut``, or equals it and the id is at most ``last``; and
 the distribution needs the logarithm of the sum of exp((logit - base) / T) over the kept tokens, base being the largest
 logit. The kernel finds these three without sorting:
@@ -17,7 +17,7 @@ values, which suit the bulk of a row, and at quarters of keys, of which 16 passe
 and two or three for a row that keeps thousands. One program has a row to itself and sums in a fixed order: the other
 requests of the batch do not matter.
 
-Masses are summed in another order than in ``target_distribution``, and logits may differ whose float32 probabilities do
+Masses are summed in another order than in ``target_probs``, and logits may differ whose float32 probabilities do
 not: a cut may fall differently if a mass is within some 1e-6 of p, or a weight within as much of min-p.
 """
 
@@ -45,7 +45,7 @@ def is_kept(logits, tokens, cut, last) -> tl.tensor:
 
 @triton.jit
 def _order_key(logits):
-    """int32 in the order of the float32 ``logits``; -0 and 0 are one value. Its own inverse but for that."""
+    """int32 in the order of the float32 ``logits``; -0 and 0 are one value. Its own inverse except that."""
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & _LARGEST_KEY)
 

@@ -8,7 +8,7 @@ and two numbers, a and b:
     out = S q / sqrt(K)                                                q and k of length 1
 
 Verification runs all rows and stores no state. The commit replays the accepted rows from their k, v, a and b, of all
-layers in one launch, with the same arithmetic. Everything is float32, but for what SGLang's decode rounds too:
+layers in one launch, with the same arithmetic. Everything is float32, except what SGLang's decode rounds too:
 sigmoid(b) to the dtype of b, and the state to the dtype of its pool after each row.
 
 Bytes: a state of HV * V * K elements is read by verification, and read and written by the commit: three transfers

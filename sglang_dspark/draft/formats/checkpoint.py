@@ -108,7 +108,7 @@ def read_config(path: str | Path) -> DraftConfig:
 
 
 def read(path: str | Path) -> Reading:
-    """Read a checkpoint, of whatever format, but for the values of its tensors.
+    """Read a checkpoint, of whatever format, except the values of its tensors.
 
     Args:
         path: its folder, or a GGUF file.

@@ -128,7 +128,7 @@ class Content:
             self.remark(key, value, f"is ignored: {reason}")
 
     def unread(self) -> tuple[str, ...]:
-        """Return the keys that were not read, but for those that are null."""
+        """Return the keys that were not read, except those that are null."""
         return tuple(sorted(key for key in self._keys.keys() - self._read if self._keys[key] is not None))
 
     def refuse(self, key: str, reason: str) -> CheckpointError:

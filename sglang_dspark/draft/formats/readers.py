@@ -108,7 +108,7 @@ def finish(name: FormatName, content: Content, rules: TensorRules, *, span_head:
 
     Args:
         rules: names of the tensors.
-        span_head: see :func:`rotation.rope`.
+        span_head: see :func:`~.layers.rope`.
         first_layer: number that the format gives to the output of the target's first layer.
 
     Raises:

@@ -90,7 +90,7 @@ class ForcedTokens:
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """Return the tokens of a forced text but for the last one, which may go on behind it."""
+    """Return the tokens of a forced text except the last one, which may go on behind it."""
     before, whole = (tokenizer.encode(part, add_special_tokens=False) for part in (_BEFORE, _BEFORE + text))
     return tuple(whole[len(before) : -1]) if whole[: len(before)] == before else ()
 
@@ -102,7 +102,7 @@ _BREAK = np.array([-1], dtype=np.int32)
 _NOTHING = _BREAK[:0]
 
 Key = str | bytes
-"""What a client has chosen, or what :func:`~.options.answer_key` has made of a prompt; nothing where empty."""
+"""What a client has chosen, or what :func:`~.keys.answer_key` has made of a prompt; nothing where empty."""
 
 
 class AnswerCache:

@@ -43,26 +43,26 @@ class Reports(Part):
     """Counts what steps do, and reports it.
 
     Args:
-        decoder: of the scheduler.
+        driver: of the steps.
     """
 
     _counters: Counters
     _versions: Versions
 
-    def __init__(self, decoder: StepDriver) -> None:
-        self._decoder, self._start = decoder, time.monotonic()
+    def __init__(self, driver: StepDriver) -> None:
+        self._driver, self._start = driver, time.monotonic()
         self._taking: list[tuple[Req, int]] = []  # requests of the last step, and how many tokens they had before it
 
     def ready(self) -> None:
         """Begin to count, and say in the log how the server decodes."""
-        decoding = self._decoder.decoding()
+        decoding = self._driver.decoding()
         self._proposed = decoding.proposed
-        self._counters = Counters(decoding.gamma, self._decoder.schedule.forecast.predicted)
+        self._counters = Counters(decoding.gamma, self._driver.schedule.forecast.predicted)
         self._versions = Versions(self._version())
-        logger.info("DSPARK: %s", in_one_line(capabilities(self._decoder)))
+        logger.info("DSPARK: %s", in_one_line(capabilities(self._driver)))
 
     def _version(self) -> Key:
-        drafter = self._decoder.decoding().drafter
+        drafter = self._driver.decoding().drafter
         return str(get_serving().weight_version), "" if drafter is None else drafter["path"]
 
     def weights_changed(self) -> None:
@@ -124,8 +124,8 @@ class Reports(Part):
 
     def stats(self) -> StatsAnswer:
         """Return what ``GET /dspark/stats`` makes its figures of, as JSON."""
-        state = self._decoder.schedule.report()  # the schedule first: it learns from what it has only noted so far
-        for part in self._decoder.parts:
+        state = self._driver.schedule.report()  # the schedule first: it learns from what it has only noted so far
+        for part in self._driver.parts:
             state |= part.report()
         return {
             "uptime_s": time.monotonic() - self._start,
@@ -136,7 +136,7 @@ class Reports(Part):
         }
 
     def _counted_by_features(self) -> list[Counted]:
-        return [counted for part in self._decoder.parts for counted in part.counted()]
+        return [counted for part in self._driver.parts for counted in part.counted()]
 
     def counted(self) -> Sequence[Counted]:
         failed = "Failed calls of functions that only advise; the requests went on without."
@@ -151,7 +151,7 @@ class Reports(Part):
         Raises:
             ConfigError: this server cannot run the policy.
         """
-        schedule = self._decoder.schedule
+        schedule = self._driver.schedule
         schedule.switch(fields)
         logger.info("DSPARK: policy %s from now on", schedule.policy.name)
         return {"policy": schedule.policy.name, "schedule": schedule.policy.report()}
@@ -162,10 +162,10 @@ class Reports(Part):
 
     @best_effort("answers to questions", instead=lambda reports, question, fields: {"failed": question})
     def reply(self, question: str, fields: dict[str, Scalar]) -> dict[str, object]:
-        """Return the answer to a question of :class:`~.channel.Channel`, or why it is refused."""
+        """Return the answer to a question of :class:`~.routes.Channel`, or why it is refused."""
         answers: dict[str, Callable[[], Mapping[str, object]]] = {
             "stats": self.stats,
-            "capabilities": partial(capabilities, self._decoder),
+            "capabilities": partial(capabilities, self._driver),
             "policy": partial(self.switch_policy, fields),
         }
         try:

@@ -287,7 +287,7 @@ class FirstDrafts:
         self.counts = dict.fromkeys(_NAMES, 0.0)
 
     def count(self, record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
-        """Count a step, as :meth:`~sglang_dspark.engine.feature.Part.step_done` has it."""
+        """Count a step, as :meth:`~sglang_dspark.engine.part.Part.step_done` has it."""
         if self.counts["verified"] >= MOST_DRAFTS:
             return
         seen = [

@@ -269,10 +269,10 @@ def page_needs_no_key(decision: object, *, method: str, path: str, **credentials
     return AuthDecision(allowed=True) if is_page else None
 
 
-def capabilities(decoder: StepDriver) -> dict[str, Any]:
+def capabilities(driver: StepDriver) -> dict[str, Any]:
     """Return JSON: the decode path and why, versions, checkpoints, policies and features."""
-    server_args, model_runner = decoder.server_args, decoder.target_worker.model_runner
-    schedule, decoding = decoder.schedule, decoder.decoding()
+    server_args, model_runner = driver.server_args, driver.target_worker.model_runner
+    schedule, decoding = driver.schedule, driver.decoding()
     server = speculating(server_args)
     assert server is not None, "a scheduler that decodes with DSPARK asks"
     options = server.config
@@ -310,8 +310,8 @@ def capabilities(decoder: StepDriver) -> dict[str, Any]:
             }
             for name in POLICY_NAMES
         },
-        **{key: said for part in decoder.parts for key, said in part.describe().items()},
-        "gpu_paths": described(_named_paths(server_args, server)) if decoder.control.on_gpu else {},
+        **{key: said for part in driver.parts for key, said in part.describe().items()},
+        "gpu_paths": described(_named_paths(server_args, server)) if driver.control.on_gpu else {},
         "adjusted_flags": list(server.adjusted) if isinstance(server, DSparkServer) else [],
         "features": {
             "speculation_fields": _speculation_fields(server),

@@ -110,7 +110,7 @@ def fused_gate_sigmoid_mul_add(
 
 
 class _Torch(ModuleType):
-    """Answers what ``torch`` does, but for the device of which nothing is said."""
+    """Answers what ``torch`` does, except the device of which nothing is said."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -56,7 +56,7 @@ def offer_random_lengths():
         def switch_policy(self, fields, original=module.Reports.switch_policy):
             if fields != {"policy": "random"}:
                 return original(self, fields)
-            schedule = self._decoder.schedule
+            schedule = self._driver.schedule
             schedule.policy = RandomPolicy(schedule.max_verify)
             return {"policy": "random"}
 
@@ -80,7 +80,7 @@ def offer_a_pace():
     def offer(module):
         def switch_policy(self, fields, original=module.Reports.switch_policy):
             fields = dict(fields)
-            keep_pace(self._decoder.schedule, fields.pop("pace_ms", 0))
+            keep_pace(self._driver.schedule, fields.pop("pace_ms", 0))
             return original(self, fields)
 
         module.Reports.switch_policy = switch_policy

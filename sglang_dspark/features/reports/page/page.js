@@ -223,7 +223,7 @@ function drawChips() {
   const [{ verify_len: length }] = schedules();
   const list = [[`policy ${stats.policy}${known(length) ? ` ${length}` : ""}`, "plain"]];
   if (!lastMinute().busy) list.push(["idle", ""]);
-  else if (parked()) list.push(["parked: plain steps are faster", "wait"]);
+  else if (parked()) list.push(["parked: steps without drafts are faster", "wait"]);
   else if (stats.policy === "off") list.push(["not speculating", "wait"]);
   else list.push(["speculating", "good"]);
   showChips(list);
@@ -259,7 +259,7 @@ function drawTiles(latest) {
 function whyUnverified() {
   if (!stats.steps) return "no decode step yet";
   if (stats.policy === "off") return "nothing was verified: the policy off never speculates";
-  if (parked()) return "nothing was verified: speculation is parked, plain steps are faster";
+  if (parked()) return "nothing was verified: speculation is parked, steps without drafts are faster";
   if (capabilities.drafter === null) return "nothing was verified: no request named a text to draft from";
   return "no draft was verified";
 }
