@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH
 from rich.console import Console
-from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH
 
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.errors import ConfigError
