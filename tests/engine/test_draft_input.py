@@ -18,13 +18,13 @@ from sglang.srt.layers.attention import trtllm_mha_backend
 from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import UnquantizedKVCacheMethod
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache import allocation
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_context
 from sglang_objects import batch, forward, partly, request, table
 
 from sglang_dspark.engine import draft_input
@@ -121,9 +121,9 @@ class Server:
 
 
 @pytest.fixture
-def width(monkeypatch):
-    monkeypatch.setattr(draft_input, "tokens_per_step", lambda: WIDTH)
-    monkeypatch.setattr(allocation, "attention_backends", lambda: ("torch_native", "torch_native"))
+def width():
+    with get_context().override_server_args(speculative_num_draft_tokens=WIDTH, attention_backend="torch_native"):
+        yield
 
 
 @pytest.mark.usefixtures("width")

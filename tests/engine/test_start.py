@@ -30,13 +30,14 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang_objects import GOLDEN, model_config, partly, runner, server_args, table
 
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft import weights
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
-from sglang_dspark.engine import decision, draft_input, feature, flags, hooks, scheduler, sglang_types, start
+from sglang_dspark.engine import decision, feature, flags, hooks, scheduler, sglang_types, start
 from sglang_dspark.engine.checks import VARIABLES
 from sglang_dspark.engine.scheduler import check_start
 from sglang_dspark.engine.server import attached
@@ -237,12 +238,10 @@ def started_with(*, slots=64, free=64, columns=CONTEXT + 2 * WINDOW + 1, capture
 
 
 @pytest.fixture
-def resolved(monkeypatch):
-    """SGLang's tokens per step; the test may set others."""
-    found = {"tokens": WINDOW}
-    for module in (scheduler, draft_input):
-        monkeypatch.setattr(module, "tokens_per_step", lambda: found["tokens"])
-    return found
+def resolved():
+    """SGLang's settings with the tokens per step."""
+    with get_context().override_server_args(speculative_num_draft_tokens=WINDOW):
+        yield
 
 
 @pytest.mark.usefixtures("resolved")
@@ -251,10 +250,12 @@ def test_a_start_as_it_should_be():
     check_start(started_with(captures=False), WINDOW, captures=False)
 
 
-@pytest.mark.usefixtures("resolved")
-def test_a_reservation_by_raw_arguments_ends_the_start(resolved):
-    resolved["tokens"] = 1
-    with pytest.raises(EngineError, match="reserves for 1 tokens per request and step, and DSPARK verifies up to 8"):
+def test_a_reservation_by_raw_arguments_ends_the_start():
+    reserved = get_context().override_server_args(speculative_num_draft_tokens=1)
+    with (
+        reserved,
+        pytest.raises(EngineError, match=r"reserves for 1 tokens .* verifies up to 8"),
+    ):
         check_start(started_with(), WINDOW, captures=True)
 
 

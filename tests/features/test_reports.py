@@ -20,13 +20,13 @@ import pytest
 from fastapi import FastAPI
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+from sglang.srt.runtime_context import get_context
 from sglang_objects import partly
 from starlette.testclient import TestClient
 
 from sglang_dspark.engine import http
 from sglang_dspark.engine.http import MAX_WAITING, Turns
 from sglang_dspark.errors import BusyError, ConfigError
-from sglang_dspark.features import reports
 from sglang_dspark.features.reports import Reports, report_verified, routes
 from sglang_dspark.features.reports.counters import Counters, Versions
 from sglang_dspark.features.reports.routes import KEY, REPLICA, Channel, in_common, page_document, stats, with_each
@@ -57,9 +57,8 @@ def add(reporter, verified, accepted):
 
 
 @pytest.fixture
-def said(monkeypatch):
+def said():
     """Return what a reporter says of steps [(verified, accepted), ...], reported after each; the last two are due."""
-    monkeypatch.setattr(reports, "tokens_per_step", lambda: BLOCK + 1)
     requests = [SimpleNamespace(output_ids=[7] * 9, finished_len=end) for end in (None, 8, 4)]
     part = partly(Reports, _taking=[(req, 5) for req in requests])  # the last one's end lies before the step
     scheduler = SimpleNamespace(draft_worker=partly(DSparkWorker, parts=[part]))
@@ -74,7 +73,8 @@ def said(monkeypatch):
                 report_verified(Reporter.report, reporter, is_due=number == len(steps), num_generated_tokens=generated)
         return reporter.said
 
-    return said
+    with get_context().override_server_args(speculative_num_draft_tokens=BLOCK + 1):
+        yield said
 
 
 def test_accepted_drafts_are_divided_by_the_verified_ones(said):

@@ -6,7 +6,6 @@ An exception in a step: the log names the stage, nothing is handed out, and SGLa
 """
 
 import logging
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,24 +13,17 @@ import torch
 from dspark_kernels import AcceptResult, kernels_anywhere, plan_uniform
 from launches import counting, one
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang_objects import batch, request
-from sglang_objects import worker as target_worker
+from sglang_objects import batch, decoder, request
 from stage_loop import GraphLoop, StageLoop, prompts_of
 from step_tables import make_table
 from triton.runtime.interpreter import InterpretedFunction
 
 from sglang_dspark.draft.backbone import DraftWindow
-from sglang_dspark.engine.batch import CachedByBatch
-from sglang_dspark.engine.request_options import BatchOptions
 from sglang_dspark.engine.scheduler import failed_stage
-from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.step.decision import PLAIN, StepDecision
-from sglang_dspark.step.packed import DeviceTimer
 from sglang_dspark.step.selection import FixedLength
 from sglang_dspark.step.state import VerifyPlan
 from sglang_dspark.worker import drafter, eager
-from sglang_dspark.worker.graphs import ExecutorSelector
-from sglang_dspark.worker.worker import DSparkWorker
 
 NUM_TOKENS = 24
 # Verifying a draft costs a tenth of a plain step, drafting another tenth.
@@ -297,15 +289,8 @@ class WorkerLoop(StageLoop):
     def __init__(self):
         super().__init__(schedule="static")
         self.published = []
-        self.worker = worker = DSparkWorker.__new__(DSparkWorker)
-        worker.step, worker.timer, worker.relay = 0, DeviceTimer(torch.device("cpu")), None
-        worker._target_worker = target_worker()
-        worker.schedule = self.schedule
-        worker.executors = ExecutorSelector(self.eager)
-        worker.request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma))
-        worker.parts, worker.logits_parts, worker.drafter = [], [], self.drafter
-        worker.control = StepControl(self.schedule, self.eager.agreement, [], on_gpu=False)
-        worker.read = lambda batch, adjusted: self._batch(worker.step)
+        self.worker = decoder(self, schedule="static")
+        self.worker.read = lambda batch, adjusted: self._batch(self.worker.step)
 
     def _step(self, number):
         reqs = [request(rid=f"r{place}") for place in range(len(self.texts))]
