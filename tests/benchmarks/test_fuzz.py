@@ -1,6 +1,6 @@
-"""The fuzzer draws the same bodies from the same seed, of all keys, and knows a failure when it reads one.
+"""Tests of the fuzzer's bodies and of how it reads answers.
 
-`auto` is never far behind the best fixed length, whatever texts, heads and step times it meets.
+The policy `auto` stays near the best fixed length, whatever texts, heads and step times it meets.
 """
 
 import asyncio

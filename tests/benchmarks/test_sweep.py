@@ -1,8 +1,6 @@
-"""A whole sweep over servers without a model.
+"""Tests of whole sweeps and of their clients, over servers without a model.
 
-The clients against a small HTTP server in the same process.
-
-Rows of ``sweep.csv``, the request log and the provenance.
+They look at the rows of ``sweep.csv``, the log of requests, and the provenance.
 """
 
 import json

@@ -1,12 +1,6 @@
-"""A step's result, from the worker's tensors to what SGLang and the statistics read.
+"""Tests of decode steps that are read from SGLang's batch, and of results that are handed back.
 
-A decode step out of SGLang's batch: where its tokens stand, and whose noise they are drawn with.
-
-Batches that steps are timed with, before the first request.
-
-The cache of a batch belongs to its requests, not to their names.
-
-SGLang's future map leaves some fields to CUDA graphs and writes the others.
+A cache of a batch belongs to its requests, not to their names.
 """
 
 import time

@@ -1,8 +1,7 @@
-"""K/V slots of decode steps: enough of them, none twice, none lost; few reservations where there is room.
+"""Tests of the K/V slots of decode steps: there are enough of them, none is given twice, and none is lost.
 
-Prompts by ``trtllm_mha`` in pages, verification by slots: each reads what the other has written to SGLang's pool.
-
-SGLang's kernels, which are those of Blackwell, are given literally.
+Prompts by ``trtllm_mha`` in pages and verification by slots read what the other has written; SGLang's kernels of
+Blackwell are given literally.
 """
 
 from functools import partial

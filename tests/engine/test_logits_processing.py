@@ -1,6 +1,6 @@
-"""The slots of requests with adjustments: set up by prefills, kept through steps, taken back from the finished.
+"""Tests of requests whose logits are adjusted, through prefills, steps and their ends.
 
-NaN of the target: SGLang's switches do what they do on a plain server.
+Where a target gives NaN, SGLang's switches do what they do on a plain server.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""A start under DSPARK: the drafter is read once, and what the scheduler needs travels with SGLang's arguments.
+"""Tests of a start under DSPARK: what it reads, what travels with SGLang's arguments, and what it misses.
 
-SGLang's work before a server decodes, each part left undone once.
-
-Every option in a YAML file for SGLang's ``--config``, as it arrives behind SGLang's parser.
-
-The list of SGLang's fields that we touch holds on this release.
+Every option arrives from a YAML file for SGLang's ``--config``, and SGLang has the fields that we touch.
 """
 
 import ast
@@ -37,7 +33,7 @@ from sglang_objects import GOLDEN, model_config, partly, runner, server_args, ta
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft import weights
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
-from sglang_dspark.engine import decision, feature, flags, hooks, scheduler, sglang_types, start
+from sglang_dspark.engine import decision, feature, flags, scheduler, sglang_types, start
 from sglang_dspark.engine.checks import VARIABLES
 from sglang_dspark.engine.scheduler import check_start
 from sglang_dspark.engine.server import attached
@@ -49,14 +45,11 @@ DRAFT = GOLDEN / "vanilla_g7"
 
 
 @pytest.fixture
-def reads(monkeypatch):
+def reads(monkeypatch, unhooked):
     """The checkpoints whose configuration was read."""
     found, whole = [], weights.read
     monkeypatch.setattr(weights, "read", lambda path: (found.append(str(path)), whole(path))[1])
     load_plugins()
-    monkeypatch.setattr(hooks, "install", lambda *places: None)
-    for name in ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"):
-        monkeypatch.setenv(name, "0")  # or starting would leave it behind
     return found
 
 

@@ -1,6 +1,6 @@
-"""The drafter gets whole tensors of a target whose ranks hold parts of it.
+"""Tests of what is taken from a target: whole tensors of ranks that hold parts, and two backends of attention.
 
-One backend encodes prompts and another verifies; servers run without SGLang's graphs of prefill also.
+Servers also run without SGLang's graphs of prefill.
 """
 
 from __future__ import annotations

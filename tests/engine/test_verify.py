@@ -1,8 +1,6 @@
-"""Captured verifications tell the target of their padding.
+"""Tests of verification by the target: its attention as a GPU server computes it, here in torch, and its padding.
 
-The target's attention over verification rows, as a GPU server computes it; here in torch.
-
-The needs of a drafter are noted at the place that this SGLang reads.
+The needs of a drafter are noted where this SGLang reads them.
 """
 
 import inspect

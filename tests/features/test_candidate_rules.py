@@ -1,9 +1,4 @@
-"""Rules say what is looked up for each request of a batch, and where.
-
-Forced tokens, by engine of grammars: as many as are certain, and no more than a step can use.
-
-Answers by key: how much is kept of them, in which order, and for which requests.
-"""
+"""Tests of what is looked up for each request of a batch: rules, forced tokens of grammars, and kept answers."""
 
 from __future__ import annotations
 

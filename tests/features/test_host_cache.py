@@ -1,7 +1,4 @@
-"""Prefixes from host memory: prompts wait for them, and drafts are looked up in their texts.
-
-The drafter's K/V as SGLang's features for draft pools see it.
-"""
+"""Tests of prefixes that come back from host memory, and of the drafter's K/V as SGLang moves it."""
 
 from dataclasses import replace
 from types import SimpleNamespace

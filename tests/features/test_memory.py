@@ -1,7 +1,4 @@
-"""A scheduler decodes nothing while its memory is away.
-
-The drafter's weights and K/V lie in SGLang's regions of memory that is given away.
-"""
+"""Tests of memory that is given away: nothing is decoded without it, and the drafter lies in SGLang's regions."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Flags that recurrent layers do not go with are adjusted, or refused with flag, value and remedy.
-
-The cache of states is chosen while SGLang resolves its arguments.
-
-States and windows of recurrent layers: after any number of rejected drafts they are those of plain decoding.
-"""
+"""Tests of recurrent layers: their flags, their cache, and their states after rejected drafts."""
 
 import re
 from pathlib import Path
@@ -90,12 +85,9 @@ TOKENIZER = Path(__file__).parents[2] / "data" / "golden" / "target"
 
 
 @pytest.fixture
-def settled(monkeypatch, tmp_path):
+def settled(unhooked, tmp_path):
     """Resolves the arguments of a server on a CPU, of a target of this class."""
     load_plugins()
-    monkeypatch.setattr(hooks, "install", lambda *places: None)
-    for name in ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"):
-        monkeypatch.setenv(name, "0")  # or starting would leave it behind
     drafter = random_drafter(tmp_path / "draft", "tiny")
 
     def settle(*flags, architecture="Qwen3_5ForCausalLM"):

@@ -1,10 +1,6 @@
-"""SGLang reports accepted drafts over those that were verified.
+"""Tests of reports: accepted drafts in SGLang's log, questions to the scheduler, and the page.
 
-Questions to the scheduler: none hangs, fails or gets another one's answer, whatever callers and bodies do.
-
-Answers of several replicas: what one server would have counted, and each replica beside it.
-
-The page as it is put together: complete, and sufficient unto itself.
+No question hangs or gets another one's answer, and replicas are summed as one server.
 """
 
 import asyncio

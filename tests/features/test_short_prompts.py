@@ -1,7 +1,4 @@
-"""Prompts that are verified, and those that are not.
-
-Running requests beside prompts: which of them ride, and what SGLang is given of them.
-"""
+"""Tests of prompts that are verified, and of running requests that ride with them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Attention of few query rows per request: the kernel, its torch form, and dense attention in float64.
+"""Tests of attention of few query rows per request, and of writing committed K/V.
 
-Writing committed K/V: the fused kernel against the torch form, and both against the draft model.
-
-Attention of ragged rows on the CPU, against dense attention in float64.
+Kernels, forms in torch and forms of a CPU are compared with dense attention in float64.
 """
 
 from dataclasses import replace

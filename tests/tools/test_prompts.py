@@ -1,9 +1,4 @@
-"""Prompt files in every form that is read, and what is said of the others.
-
-Requests of command line tools to a server.
-
-A drafter proposes the tokens of a list, made of the texts of its target's traffic.
-"""
+"""Tests of files of prompts, of a tool's requests, and of lists of tokens for a drafter."""
 
 import json
 import logging

@@ -1,9 +1,4 @@
-"""Conversations: every turn is answered by the target, after its own answers to the turns before.
-
-Prompts in files and data sets, as the target's token ids, and those that it invents with the golden tokenizer.
-
-Texts of the target in process, and of a stand-in for an SGLang server.
-"""
+"""Tests of conversations, prompts and texts: every turn is answered by the target, in process or by a server."""
 
 import json
 import shutil

@@ -1,8 +1,6 @@
-"""The served stages without a server: what the golden pair drafts, accepts and writes, whatever fails in it.
+"""Tests of the served stages without a server: what the golden pair drafts, accepts and writes.
 
-Rows of plain steps whose draft K/V is computed together: drafts behind them are those of steps that compute it.
-
-An exception in a step: the log names the stage, nothing is handed out, and SGLang gets the exception to end over.
+Plain steps may hold their rows back. An exception names its stage in the log, and nothing is handed out.
 """
 
 import logging
@@ -147,7 +145,7 @@ def test_a_broken_drafter_costs_time_and_no_text(options, part):
 
 def test_nan_of_the_target_stays_with_its_request():
     loop = StageLoop(schedule="static")
-    verify = loop._verify
+    verify = loop.verify
 
     def broken(step, plan):
         output = verify(step, plan)
@@ -179,7 +177,7 @@ def decoded(loop, holds, plain):
     Args:
         plain: steps that draft nothing; all others draft whole blocks.
     """
-    numbers, held, run = iter(range(1000)), [], loop._run
+    numbers, held, run = iter(range(1000)), [], loop.run
     loop.schedule.choose = lambda *asked, **given: PLAIN if next(numbers) in plain else WHOLE
 
     def noted(step, decision, hooks):
@@ -191,7 +189,7 @@ def decoded(loop, holds, plain):
         held.append(loop.drafter.held)
         return run(step, decision, hooks)
 
-    loop._run = noted
+    loop.run = noted
     texts = loop.serve(prompts_of(loop), HELD_TOKENS)
     return texts, loop.traces, held
 
@@ -224,7 +222,7 @@ def test_prompts_may_have_the_slots_of_rows_that_are_held():
     loop = StageLoop(schedule="off")
     decoded(loop, True, range(1000))
     assert loop.drafter.held > 0
-    slots = loop._table[0, : len(loop.texts[0])].long()
+    slots = loop.table[0, : len(loop.texts[0])].long()
     features = loop.target(loop.texts[1])[1][: len(slots)]
     loop.drafter.inject(torch.tensor([0]), features, torch.arange(len(features)), slots[: len(features)])
     before = [pool.clone() for pool in pools(loop)]
@@ -238,7 +236,7 @@ def commit_launches(holds):
     loop.serve(prompts_of(loop), 1)
     if holds:
         loop.drafter.hold_rows()
-    step = loop._batch(1)
+    step = loop.batch(1)
     plan = VerifyPlan.of(plan_uniform(0, step.anchors[:, None][:, :0], step.requests, len(step)), 1)
     zeros = torch.zeros(len(step), dtype=torch.int64)
     accepted, captured = (
@@ -290,9 +288,9 @@ class WorkerLoop(StageLoop):
         super().__init__(schedule="static")
         self.published = []
         self.worker = decoder(self, schedule="static")
-        self.worker.read = lambda batch, adjusted: self._batch(self.worker.step)
+        self.worker.read = lambda batch, adjusted: self.batch(self.worker.step)
 
-    def _step(self, number):
+    def step(self, number):
         reqs = [request(rid=f"r{place}") for place in range(len(self.texts))]
         running = batch(*reqs, forward_mode=ForwardMode.DECODE, is_extend_in_batch=False, has_grammar=False)
         running.spec_info = SimpleNamespace(room=None)
@@ -302,6 +300,7 @@ class WorkerLoop(StageLoop):
 def failed(stage, error, caplog, monkeypatch):
     """Return a loop in whose first step something below ``stage`` has raised ``error``."""
     loop = WorkerLoop()
+    caplog.clear()
 
     def fail(*args, **kwargs):
         raise error

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 class WorkerLoop(GraphLoop):
     """Decodes greedy requests by the worker, on a server without features, and reads the results."""
 
-    def _step(self, number):
+    def step(self, number):
         if self.executors is None:
             self._start()
         worker, bs = self.worker, len(self.texts)
@@ -26,7 +26,7 @@ class WorkerLoop(GraphLoop):
             *self.reqs,
             seq_lens=torch.tensor([len(text) - 1 for text in self.texts]),
             req_pool_indices=torch.arange(bs),
-            req_to_token_pool=partly(ReqToTokenPool, req_to_token=self._table),
+            req_to_token_pool=partly(ReqToTokenPool, req_to_token=self.table),
             spec_info=partly(DSparkDraftInput, bonus_tokens=torch.tensor([text[-1] for text in self.texts])),
             return_logprob=False,
             has_grammar=False,
@@ -55,6 +55,6 @@ def test_rows_of_requests_that_have_left_are_held_no_longer(monkeypatch):
     for number in range(4):
         if number == 2:
             loop.reqs[1] = request(rid="another", top_k=1)
-        loop._step(90 + number)
+        loop.step(90 + number)
         found.append(loop.drafter.held)
     assert found == [6, 9, 3, 6]

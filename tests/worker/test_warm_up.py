@@ -1,8 +1,6 @@
-"""A server keeps its step times, and starts if it cannot.
+"""Tests of start-up: the table of step times, the largest step, and the kernels that are compiled.
 
-The step that start-up takes to hold memory: the largest that can come, and what is said where it does not fit.
-
-The log names kernels that Triton compiles after start-up.
+A server starts even if it cannot keep its table.
 """
 
 import errno
