@@ -154,9 +154,8 @@ def sweep(tmp_path, monkeypatch):
     prompts.write_text("".join(json.dumps({"turns": [f"prompt [{index}]"]}) + "\n" for index in range(9)))
     monkeypatch.setattr(sweep_module, "LaunchedServer", SleepingServer)
     monkeypatch.setattr(sweep_concurrency.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(SleepingServer, "flags_seen", [])
-    monkeypatch.setattr(SleepingServer, "pids", [])
-    monkeypatch.setattr(SleepingServer, "policies", [])
+    for noted in (SleepingServer.flags_seen, SleepingServer.pids, SleepingServer.policies):
+        noted.clear()
 
     # Others may edit and commit while the tests run.
     monkeypatch.setattr(provenance, "changes_digest", lambda: "")
@@ -164,7 +163,7 @@ def sweep(tmp_path, monkeypatch):
 
     def run(*options, engine=None):
         with engine or Echo() as answering:
-            monkeypatch.setattr(SleepingServer, "url", answering.url)
+            SleepingServer.url = answering.url
             arguments = ["--target", "folder/target", "--prompts", str(prompts), "--output", str(tmp_path / "out")]
             return CliRunner().invoke(sweep_concurrency.main, [*arguments, *options]), tmp_path / "out"
 

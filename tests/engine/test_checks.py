@@ -25,7 +25,7 @@ from sglang_dspark.draft.families import FAMILIES, UNSERVED, family_of, is_left_
 from sglang_dspark.draft.quantised import Storage
 from sglang_dspark.draft.weights import ResolvedDrafter
 from sglang_dspark.engine import checks
-from sglang_dspark.engine.checks import all_checks, refuse
+from sglang_dspark.engine.checks import all_checks
 from sglang_dspark.engine.feature import Check, Stage, flag_of
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 
@@ -210,26 +210,35 @@ def check(message, unserved=False):
     return Check(message, Stage.FLAGS, lambda context: message, unserved)
 
 
-def test_all_that_fails_is_said_at_once_and_once(monkeypatch):
+@pytest.fixture
+def refuse(monkeypatch):
+    """Refuses a start by these checks in place of ours."""
+
+    def refuse(*rows, stage=Stage.FLAGS):
+        monkeypatch.setattr(checks, "all_checks", lambda: rows)
+        checks.refuse(launch_context(), stage)
+
+    return refuse
+
+
+def test_all_that_fails_is_said_at_once_and_once(refuse):
     rows = (check("a"), Check("b", Stage.FLAGS, raising(ConfigError("b"))), check("b", unserved=True), check(None))
-    monkeypatch.setattr(checks, "all_checks", lambda: (*rows, Check("later", Stage.MODELS, lambda context: "later")))
+    rows = (*rows, Check("later", Stage.MODELS, lambda context: "later"))
     with pytest.raises(ConfigError) as caught:
-        refuse(launch_context(), Stage.FLAGS)
+        refuse(*rows)
     assert str(caught.value) == "a\nb" and not isinstance(caught.value, UnservedError)
-    refuse(launch_context(), Stage.OPTIONS)
+    refuse(*rows, stage=Stage.OPTIONS)
 
 
-def test_what_is_not_served_may_fall_back(monkeypatch):
+def test_what_is_not_served_may_fall_back(refuse):
     unusable = Check("drafter", Stage.FLAGS, raising(CheckpointError("unusable")), unserved=True)
-    monkeypatch.setattr(checks, "all_checks", lambda: (check("a"), unusable))
     with pytest.raises(UnservedError, match="a\nunusable"):
-        refuse(launch_context(), Stage.FLAGS)
+        refuse(check("a"), unusable)
 
 
-def test_a_failure_of_our_own_is_no_message(monkeypatch):
-    monkeypatch.setattr(checks, "all_checks", lambda: (Check("broken", Stage.FLAGS, raising(KeyError("x"))),))
+def test_a_failure_of_our_own_is_no_message(refuse):
     with pytest.raises(KeyError):
-        refuse(launch_context(), Stage.FLAGS)
+        refuse(Check("broken", Stage.FLAGS, raising(KeyError("x"))))
 
 
 @cache

@@ -278,7 +278,7 @@ def run(mode, output, rows, monkeypatch):
     monkeypatch.setattr(worker_base, "capturing_forward", lambda *given: rows)
     lens, slots = torch.tensor([2]), torch.tensor([7, 8])
     given = batch(request(top_k=1), forward_mode=mode, seq_lens=lens, req_pool_indices=lens, out_cache_loc=slots)
-    worker._run(given, lambda lens: None)
+    worker.forward_batch_generation(given)
     return seen, injected
 
 

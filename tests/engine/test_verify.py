@@ -328,20 +328,18 @@ def of_layers_with_windows(configurator, monkeypatch):
 
 def of_layers_alike(configurator, monkeypatch):
     monkeypatch.setattr(DefaultPoolConfigurator, "_compute_cell_size", lambda self, configurator, layers: 1000)
-    monkeypatch.setattr(pool_configurator, "mambaish_config", lambda config: None)
-    monkeypatch.setattr(pool_configurator, "compute_page_shard_scratch_bytes", lambda *given, **named: 0)
     return DefaultPoolConfigurator(configurator)._cell_size
 
 
 @pytest.fixture
 def configurator(monkeypatch):
     """SGLang's, of a target with four layers, three of them with windows."""
-    monkeypatch.setattr(KVCacheConfigurator, "fused_entry_bytes", lambda self, kind: None)
     heads = {"head_dim": 32, "v_head_dim": 32, "swa_head_dim": 16, "swa_v_head_dim": 16}
     counts = {"get_num_kv_heads": lambda *ranks: 2, "get_swa_num_kv_heads": lambda *ranks: 4}
     layers = SimpleNamespace(full_attention_layer_ids=[3], swa_attention_layer_ids=[0, 1, 2], num_effective_layers=4)
     dtypes = {"model_dtype": torch.bfloat16, "kv_cache_dtype": torch.float8_e4m3fn, "kv_cache_dtype_str": "auto"}
-    made = partly(KVCacheConfigurator, **dtypes, is_draft_worker=False, page_size=1, sliding_window_size=8)
+    made = partly(KVCacheConfigurator, **dtypes, is_draft_worker=False, page_size=1, is_hybrid_swa=True)
+    made.sliding_window_size = 8
     made.model_config = model_config(attention_arch=AttentionArch.MHA, **counts, **heads)
     made.server_args, made.layer_info = server_args(), layers
     made.dflash_draft_cell_size_per_token, made.spec_aux_config = None, SpecAuxHiddenStateConfig()

@@ -206,10 +206,12 @@ async def test_no_more_wait_than_can_be_answered():
 
 
 @pytest.fixture
-def client(monkeypatch):
-    manager = Manager()
+def client(request, monkeypatch):
+    """Of a server whose scheduler answers, unless the test says otherwise."""
+    answers = getattr(request, "param", True)
+    manager = Manager(answers=answers)
     monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
-    monkeypatch.setattr(routes, "TURNS", Turns())
+    monkeypatch.setattr(routes, "TURNS", Turns() if answers else Turns(0.05))
     app = FastAPI()
     routes.add(app, None)
     with TestClient(app, raise_server_exceptions=False) as client:
@@ -252,17 +254,12 @@ def test_a_figure_that_is_no_number_is_null(client):
 
 
 @pytest.mark.usefixtures("no_pause")
-def test_no_answer_is_service_unavailable(monkeypatch):
-    manager = Manager(answers=False)
-    monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
-    monkeypatch.setattr(routes, "TURNS", Turns(0.05))
-    app = FastAPI()
-    routes.add(app, None)
-    with TestClient(app) as client:
-        for path in ("/dspark/stats", "/dspark/capabilities"):
-            answer = client.get(path)
-            assert answer.status_code == 503
-            assert answer.json()["type"] == "ServiceUnavailableError"
+@pytest.mark.parametrize("client", [False], indirect=True)
+def test_no_answer_is_service_unavailable(client):
+    for path in ("/dspark/stats", "/dspark/capabilities"):
+        answer = client.get(path)
+        assert answer.status_code == 503
+        assert answer.json()["type"] == "ServiceUnavailableError"
 
 
 GAMMA = 3

@@ -70,7 +70,7 @@ def test_hostile_custom_params(dspark):
     def asked(entry):
         return greedy([5, 6, 7], 4, {"custom_params": {"dspark": entry}})
 
-    for entry, named in ((1, "custom_params"), ('{"labels": [[5]]}', "speculation.labels")):
+    for entry, named in ((1, "speculation"), ('{"labels": [[5]]}', "speculation.labels")):
         assert named in refused(dspark, "/generate", asked(entry))
     answer = dspark.post_json("/generate", asked(None))
     assert len(answer["output_ids"]) == 4
