@@ -13,6 +13,7 @@ from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload, offer_fut
 from sglang.srt.managers.schedule_batch import set_mamba_track_indices_from_reqs
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_objects import batch, model_config, partly, request, table, worker
 
@@ -226,9 +227,10 @@ ROWS = torch.tensor([3, 1])
 
 
 @pytest.fixture
-def no_hidden_states(monkeypatch):
+def no_hidden_states():
     """SGLang asks the arguments of a server whether these are relayed."""
-    monkeypatch.setattr("sglang.srt.speculative.spec_utils.spec_need_hidden_states", lambda: False)
+    with get_context().override_server_args():
+        yield
 
 
 @pytest.fixture

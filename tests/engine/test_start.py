@@ -196,15 +196,13 @@ GPU = {"device": "cuda", "given": None, "of_graphs": 256, "max_verify": 7}
     ],
     ids=str,
 )
-def test_a_gpu_admits_as_many_requests_as_graphs_are_captured_for(monkeypatch, changed, expected):
+def test_a_gpu_admits_as_many_requests_as_graphs_are_captured_for(changed, expected):
     """SGLang would admit thousands, for all of which start-up holds memory."""
     device, given, of_graphs, max_verify = (GPU | changed).values()
-    args, declared = server_args(device=device, max_running_requests=given), {"max_running_requests": given}
+    args = server_args(device=device, max_running_requests=given)
     args.cuda_graph_config = CudaGraphConfig(decode=PhaseConfig(max_bs=of_graphs))
-    monkeypatch.setattr(flags, "resolving_view", lambda args: args)
-    monkeypatch.setattr(flags, "declare_resolution", lambda args, source, **fields: declared.update(fields))
     flags.limit_requests(args, max_verify + 1)
-    assert (declared["max_running_requests"], args.max_running_requests) == (expected, given)
+    assert (overrides.resolving_view(args).max_running_requests, args.max_running_requests) == (expected, given)
 
 
 def test_the_limit_reaches_the_scheduler(reads, monkeypatch):

@@ -15,7 +15,6 @@ from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor, 
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.model_executor import pool_configurator
 from sglang.srt.model_executor.forward_context import get_forward_context
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import SpecAuxHiddenStateConfig

@@ -115,7 +115,6 @@ def test_a_narrow_window_changes_drafts_alone(whole):
 
 NAN = float("nan")
 VOCAB_SIZE = 256
-# Verifying a draft costs a tenth of a plain step, drafting another tenth.
 
 
 def served(loop, num_tokens=12):
