@@ -173,7 +173,6 @@ def test_running_requests_beside_prompts_are_no_prompts():
     ids=lambda asked: next(iter(asked)),
 )
 def test_what_only_a_prefill_does(asked):
-    assert part()._blocks(prompts(3)) is not None
     assert part().encode(prompts(3, **asked)) is None
 
 
@@ -230,7 +229,8 @@ def test_the_time_of_a_step_beside_prompts_is_none_of_a_step():
         return GenerationBatchResult()
 
     asked = prompts(3, input_ids=torch.arange(3), req_pool_indices=torch.tensor([1]))
-    vars(asked)[RIDERS] = partly(RunningBeside, blocks=found._blocks(asked), decode=decode)
+    running = batch(request(), has_grammar=False, multimodal_inputs=None)
+    vars(asked)[RIDERS] = partly(RunningBeside, blocks=found.blocks_beside(asked, running), decode=decode)
     assert found.encode(asked) is not None and forgotten == [True]
     assert found.counted()[0].values == {VERIFIED: 0, PREFILLED: 0, BESIDE: 1}
 
