@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported. Threads of several processes that wait for each other on the same cores wait long.
@@ -54,6 +55,16 @@ def no_advice_fails() -> Iterator[None]:
     FAILURES.clear()
     yield
     assert not FAILURES
+
+
+@pytest.fixture
+def unhooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have starts resolve their arguments only: SGLang stays unpatched in this process, and variables as they are."""
+    from sglang_dspark.engine import hooks
+
+    monkeypatch.setattr(hooks, "install", lambda *places: None)
+    with patch.dict(os.environ):
+        yield
 
 
 # How long an example takes says nothing here: servers of other tests run beside it.

@@ -1,6 +1,6 @@
-"""The documents say what the code does: options, keys, folders, commands and links.
+"""Tests that the documents say what the code does: options, keys, folders, commands and links.
 
-Every row of the documents that offers a feature names a test that uses it on a real server over HTTP.
+Every feature that they offer has a test that uses it on a real server.
 """
 
 import ast

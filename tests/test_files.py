@@ -1,10 +1,6 @@
-"""A file is there whole or not at all.
+"""Tests of files that are there whole or not at all, of lines, of checkpoints' names, and of the fence.
 
-JSON lines end at line feeds alone.
-
-A failing function that only advises costs its advice alone; that shows in the log once, and in a count.
-
-Checkpoints named as on the hub, from its cache; nothing is reached over a network.
+A failing function that only advises costs its advice, is logged once, and is counted.
 """
 
 import logging

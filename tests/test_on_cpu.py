@@ -1,7 +1,4 @@
-"""An environment that was switched for servers on a CPU: what its processes import, with and without a GPU's driver.
-
-The stand-in's layers with gated delta nets: as this project verifies them, whether a text comes at once or not.
-"""
+"""Tests of an environment that was switched for servers on a CPU, and of the stand-in's recurrent layers."""
 
 import subprocess
 import sys

@@ -1,14 +1,13 @@
-"""The fuzzer draws the same bodies from the same seed, of all keys, and knows a failure when it reads one.
+"""Tests of the fuzzer's bodies and of how it reads answers.
 
-`auto` is never far behind the best fixed length, whatever texts, heads and step times it meets.
+The policy `auto` stays near the best fixed length, whatever texts, heads and step times it meets.
 """
 
 import asyncio
 import json
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
+from fake_server import FakeServer
 from fuzz.bodies import CHAT, COMPLETIONS, GENERATE, PRESET_KEYS, SPECULATION, Body, Draw
 from fuzz.traffic import LEFT, Answer, _errors, is_determined, open_session, send, without_speculation
 from misled import CASES, ratio
@@ -52,22 +51,20 @@ def test_errors_inside_streams():
     assert list(_errors(stream)) == [503, 500]
 
 
+class LongLine(FakeServer):
+    def answer(self, path, headers, body):
+        return iter([b"x" * 2**21])
+
+
 def test_a_stream_is_dropped_within_a_long_line():
     """Hidden states of a prompt stand in one."""
 
-    async def streamed(request):
-        response = web.StreamResponse()
-        await response.prepare(request)
-        await response.write(b"x" * 2**21)
-        return response
+    async def dropped(url):
+        async with open_session() as session:
+            return await send(session, url, Body(GENERATE, {}, "dropped"))
 
-    async def dropped():
-        app = web.Application()
-        app.router.add_post(GENERATE, streamed)
-        async with TestServer(app) as server, open_session() as session:
-            return await send(session, str(server.make_url("/")), Body(GENERATE[1:], {}, "dropped"))
-
-    assert asyncio.run(dropped()).status == LEFT
+    with LongLine() as server:
+        assert asyncio.run(dropped(server.url)).status == LEFT
 
 
 def test_what_is_compared():

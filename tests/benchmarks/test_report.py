@@ -1,12 +1,6 @@
-"""The figure of a sweep, and the page about it.
+"""Tests of reports: figures, pages, paired ratios, the judge of texts in 16 bits, and tables of the documents.
 
-The judge of texts in 16 bits: it excuses what two plain batches do, and no leak of half a percent of the tokens.
-
-Paired ratios of a sweep.
-
-The documents hold the tables that the committed files give.
-
-Pairs of a shape: as large as the released ones, and served without weights.
+Pairs of a shape are as large as the released ones, and are served without weights.
 """
 
 import csv

@@ -1,8 +1,6 @@
-"""A whole sweep over servers without a model.
+"""Tests of whole sweeps and of their clients, over servers without a model.
 
-The clients against a small HTTP server in the same process.
-
-Rows of ``sweep.csv``, the request log and the provenance.
+They look at the rows of ``sweep.csv``, the log of requests, and the provenance.
 """
 
 import json
@@ -10,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ import psutil
 import pytest
 import sweep_concurrency
 from click.testing import CliRunner
-from fake_engine import FakeEngine, served
+from fake_server import FakeServer, NotOk
 from serving import profiles
 from serving import sweep as sweep_module
 from serving.client import Reply, ReplyError, Sampling, ask_all
@@ -35,7 +35,7 @@ from serving.schedule import Cell
 from sglang_dspark.tools import provenance
 
 
-class FakeServer:
+class SleepingServer:
     """A sleeping process group that stands for a server; the engine in this process answers for it."""
 
     url, log_path = "", "server.log"
@@ -86,24 +86,84 @@ class FakeServer:
         return "last words"
 
 
+class Echo(FakeServer):
+    """Streams every prompt back word by word.
+
+    Args:
+        together: requests of which none is answered before so many have come.
+    """
+
+    def __init__(self, together=1):
+        super().__init__()
+        self._together, self._begun, self._lock = together, threading.Event(), threading.Lock()
+        self.running, self.most_running, self.kept = 0, 0, [1, 2]
+
+    @property
+    def asked(self):
+        return [(path, body) for path, _, body in self.requests if path != "/flush_cache"]
+
+    def answer(self, path, headers, body):
+        if path == "/flush_cache":
+            return {}
+        chat = path == "/v1/chat/completions"
+        text = body["messages"][0]["content"] if chat else body["prompt"]
+        if text == "refused":
+            raise NotOk(400, "too long")
+        return self._streamed(chat, text, body)
+
+    def _streamed(self, chat, text, body):
+        with self._lock:
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+            if self.running == self._together:
+                self._begun.set()
+        assert self._begun.wait(60)
+        words = text.split()
+        for number, event in enumerate(events(chat, words)):
+            if body["stream_options"]["continuous_usage_stats"]:
+                event["usage"] = {"completion_tokens": number, "prompt_tokens": len(text)}
+            yield sent(event)
+            time.sleep(0.002)
+        if body["return_spec_tokens_details"]:
+            details = {"spec_tokens_details": {"spec_correct_drafts_histogram": self.kept}}
+            yield sent({"choices": [], "sglext": details})
+        yield sent({"choices": [], "usage": {"completion_tokens": len(words) + 1, "prompt_tokens": len(text)}})
+        with self._lock:
+            self.running -= 1
+        yield b"data: [DONE]\n\n"
+
+
+def sent(event):
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+def events(chat, words):
+    if chat:
+        yield {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
+        yield from ({"choices": [{"delta": {"content": word + " "}}]} for word in words)
+        yield {"choices": [{"delta": {"content": None}, "finish_reason": "stop"}]}
+    else:
+        yield from ({"choices": [{"text": word + " "}]} for word in words)
+        yield {"choices": [{"text": "", "finish_reason": "stop"}]}
+
+
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
     """Runs a sweep with the given options; returns click's result and the folder of results."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"prompt [{index}]"]}) + "\n" for index in range(9)))
-    monkeypatch.setattr(sweep_module, "LaunchedServer", FakeServer)
+    monkeypatch.setattr(sweep_module, "LaunchedServer", SleepingServer)
     monkeypatch.setattr(sweep_concurrency.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(FakeServer, "flags_seen", [])
-    monkeypatch.setattr(FakeServer, "pids", [])
-    monkeypatch.setattr(FakeServer, "policies", [])
+    for noted in (SleepingServer.flags_seen, SleepingServer.pids, SleepingServer.policies):
+        noted.clear()
 
     # Others may edit and commit while the tests run.
     monkeypatch.setattr(provenance, "changes_digest", lambda: "")
     monkeypatch.setattr(provenance, "commit", lambda: "this")
 
     def run(*options, engine=None):
-        with served(engine or FakeEngine()) as url:
-            monkeypatch.setattr(FakeServer, "url", url)
+        with engine or Echo() as answering:
+            SleepingServer.url = answering.url
             arguments = ["--target", "folder/target", "--prompts", str(prompts), "--output", str(tmp_path / "out")]
             return CliRunner().invoke(sweep_concurrency.main, [*arguments, *options]), tmp_path / "out"
 
@@ -132,7 +192,7 @@ def test_sweep_writes_every_cell(sweep):
     record = json.loads((output / "provenance.json").read_text())
     assert record["finished"] and (record["commit"], record["draft"]) == ("this", "draft")
     assert "static:3@bfloat16" in result.output and "output_tok_s: ratio" in result.output
-    assert len(FakeServer.pids) == 2 and not any(psutil.pid_exists(pid) for pid in FakeServer.pids)
+    assert len(SleepingServer.pids) == 2 and not any(psutil.pid_exists(pid) for pid in SleepingServer.pids)
 
 
 @pytest.mark.slow
@@ -140,25 +200,25 @@ def test_policies_share_a_server_and_are_switched_before_each_cell(sweep):
     configs = ("--config", "static:3", "--config", "threshold:0.5", "--config", "auto", "--config", "plain")
     result, _ = sweep(*configs, "--draft", "folder/draft", "--concurrency", "2", "--rounds", "1")
     assert result.exit_code == 0, result.output
-    assert len(FakeServer.pids) == 2
-    assert not any("schedule" in flag for flags in FakeServer.flags_seen for flag in flags)
+    assert len(SleepingServer.pids) == 2
+    assert not any("schedule" in flag for flags in SleepingServer.flags_seen for flag in flags)
     policies = {"policy": "static", "verify_len": 3}, {"policy": "threshold", "confidence_threshold": 0.5}
-    for switched in (FakeServer.policies[:3], FakeServer.policies[3:]):  # warm-up round, recorded round
+    for switched in (SleepingServer.policies[:3], SleepingServer.policies[3:]):  # warm-up round, recorded round
         assert sorted(map(str, switched)) == sorted(map(str, [*policies, {"policy": "auto"}]))
 
 
 @pytest.mark.slow
 def test_a_server_settles_on_answers_that_are_not_recorded(sweep):
     """Before every cell: one short answer per user, then an empty prefix cache."""
-    engine = FakeEngine()
+    engine = Echo()
     options = ("--config", "plain", "--concurrency", "1,2", "--rounds", "1", "--num-prompts", "2")
     result, output = sweep(*options, engine=engine)
     assert result.exit_code == 0, result.output
-    asked = [(body["messages"][0]["content"], body["max_tokens"]) for _, body in engine.bodies]
+    asked = [(body["messages"][0]["content"], body["max_tokens"]) for _, body in engine.asked]
     settled = [tokens for text, tokens in asked if text == sweep_module.SETTLE_PROMPT.text]
     assert settled == [16] * 6  # two rounds of 1 and 2 users, the first one of them to warm up
     assert asked[0][0] == asked[2][0] == sweep_module.SETTLE_PROMPT.text
-    assert engine.flushes == 4
+    assert len(engine.requests) - len(engine.asked) == 4  # flushes
     requests = (output / "requests.jsonl").read_text()
     assert sweep_module.SETTLE_PROMPT.text not in requests and len(requests.splitlines()) == 2 + 4
 
@@ -174,10 +234,10 @@ def test_servers_of_equal_rates_take_equal_steps_or_the_sweep_ends(sweep):
     assert result.exit_code == 0, result.output
     assert json.loads((output / "requests.jsonl").read_text().splitlines()[0])["kept"] == [1, 2]
 
-    class Drawing(FakeEngine):
-        async def complete(self, request):
-            self.kept = [1, len(self.bodies)]
-            return await super().complete(request)
+    class Drawing(Echo):
+        def answer(self, *asked):
+            self.kept = [1, len(self.requests)]
+            return super().answer(*asked)
 
     (output / "sweep.csv").unlink()
     result, _ = sweep(*whole, *numbers, engine=Drawing())
@@ -218,7 +278,7 @@ def test_interrupted_sweep_goes_on_where_it_stopped(sweep):
     everything, path = cells_of(output), output / "sweep.csv"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:4], lines[4][:30]]))  # three rows, and one that was being written
-    before, FakeServer.policies[:] = lines[1:4], []
+    before, SleepingServer.policies[:] = lines[1:4], []
     result, _ = sweep(*options)
     assert result.exit_code == 0, result.output
     assert "3 cells are measured already, 5 are left" in result.output
@@ -238,10 +298,10 @@ def test_other_terms_are_not_mixed(sweep):
     options = ("--config", "plain", "--num-prompts", "2", "--concurrency", "1", "--rounds", "1")
     _, output = sweep(*options)
     before = (output / "sweep.csv").read_text()
-    FakeServer.pids.clear()
+    SleepingServer.pids.clear()
     result, _ = sweep(*options, *change, "--rounds", "2")
     assert result.exit_code == 1 and named in result.output and "choose another folder" in result.output
-    assert (output / "sweep.csv").read_text() == before and FakeServer.pids == []
+    assert (output / "sweep.csv").read_text() == before and SleepingServer.pids == []
 
 
 PROMPTS = [Prompt(index, f"prompt {index}") for index in range(7)]
@@ -250,21 +310,20 @@ GREEDY = Sampling(max_tokens=9, temperature=0)
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_replies_come_in_the_order_of_the_prompts(raw):
-    engine = FakeEngine(together=3)
-    with served(engine) as url:
+    with Echo(together=3) as engine:
         sampling = Sampling(max_tokens=9, temperature=0.5, ignore_eos=True, raw=raw)
-        replies = ask_all(url, PROMPTS, sampling, users=3)
+        replies = ask_all(engine.url, PROMPTS, sampling, users=3)
     assert [reply.prompt_index for reply in replies] == list(range(7))
     assert [reply.text for reply in replies] == [f"prompt {index} " for index in range(7)]
     assert engine.most_running == 3
-    path, body = engine.bodies[0]
+    path, body = engine.asked[0]
     assert path == ("/v1/completions" if raw else "/v1/chat/completions")
     assert (body["max_tokens"], body["temperature"], body["ignore_eos"]) == (9, 0.5, True)
 
 
 def test_times_and_tokens_of_a_reply():
-    with served(FakeEngine()) as url:
-        (reply,) = ask_all(url, [Prompt(4, "one two three")], GREEDY, users=1)
+    with Echo() as engine:
+        (reply,) = ask_all(engine.url, [Prompt(4, "one two three")], GREEDY, users=1)
     assert reply.num_tokens == 4 and reply.num_prompt_tokens == len("one two three")
     assert len(reply.chunks_s) == 3 and len(reply.gaps_s) == 2  # neither the role nor the finish reason is text
     assert (reply.tokens, reply.kept) == ((1, 2, 3), (1, 2))
@@ -273,8 +332,8 @@ def test_times_and_tokens_of_a_reply():
 
 
 def test_refused_request_fails_the_round_with_the_message_of_the_server():
-    with served(FakeEngine()) as url, pytest.raises(ReplyError, match=r"HTTP 400.*too long"):
-        ask_all(url, [*PROMPTS, Prompt(9, "refused")], GREEDY, users=2)
+    with Echo() as engine, pytest.raises(ReplyError, match=r"HTTP 400.*too long"):
+        ask_all(engine.url, [*PROMPTS, Prompt(9, "refused")], GREEDY, users=2)
 
 
 CELL = Cell(Configuration("s3", "static", "3", "float32"), 2, 5, 1)

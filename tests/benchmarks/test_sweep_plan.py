@@ -1,8 +1,6 @@
-"""A sweep's servers, requests and their order.
+"""Tests of a sweep's servers, requests and their order, and of the CPU time that it records.
 
 Only the server under test runs, and none is left behind.
-
-CPU time of a server and of everything else on the machine.
 """
 
 import os

@@ -1,8 +1,6 @@
-"""Drafters with Gemma 4's layers: against transformers' own layers, and what their checkpoints say.
+"""Tests of the drafter's layers: Gemma 4's against those of transformers, and the fused route against the plain one.
 
-Against the literal drafter: test_draft_model.py, tests/worker/test_worker.py.
-
-The route that a frozen drafter takes on CUDA against the plain one.
+Against the literal drafter they stand in test_draft_model.py and tests/worker/test_worker.py.
 """
 
 import json

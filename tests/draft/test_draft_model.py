@@ -1,8 +1,6 @@
-"""The model against a literal float64 implementation, written row by row from the formulas, on random checkpoints.
+"""Tests of the drafter against a literal float64 implementation and against recorded vectors.
 
-Golden replay: it passes on the recorded vectors, and it fails when anything that matters is changed.
-
-Markov and confidence heads alone: teacher forcing equals stepping, the rnn's old-state rule, inputs and dtypes.
+Markov and confidence heads are also tested without the rest: teacher forcing equals stepping.
 """
 
 import dataclasses

@@ -1,8 +1,6 @@
-"""Loading and saving checkpoints: strictness, sharding, sharing with the target, round trips.
+"""Tests of checkpoints that are loaded and saved, among them files that trainers wrote themselves.
 
-Drafting from a part of the vocabulary: the same numbers for its tokens, and the target's distribution in the end.
-
-Files that trainers wrote themselves (benchmarks/trainers/compare.py at commit 0cd78b18).
+A drafter of a part of the vocabulary gives the same numbers for its tokens.
 """
 
 import json

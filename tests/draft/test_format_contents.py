@@ -36,7 +36,7 @@ def other_number_of_drafts(content):
     ],
 )
 def test_an_open_question_is_asked(export, change, overrides):
-    with pytest.raises(CheckpointError, match=r"does the slot of the anchor predict.*add the answer to the file"):
+    with pytest.raises(CheckpointError, match="sample_from_anchor"):
         read_export(export, change, **overrides)
     answered = read_export(export, lambda c: (change(c), c.update(sample_from_anchor=False)), **overrides)
     assert not answered.sample_from_anchor
@@ -77,54 +77,50 @@ def test_layers_of_speculators_have_the_defaults_of_their_class():
     config = read_content(content, origin="config.json").config
     assert (config.head_dim, config.num_key_value_heads, config.max_position_embeddings) == (16, 4, 2048)
     content["transformer_layer_config"] = {"model_type": "other"}
-    with pytest.raises(CheckpointError, match=r"key 'transformer_layer_config.hidden_size' is missing"):
+    with pytest.raises(CheckpointError, match=r"'transformer_layer_config.hidden_size'"):
         read_content(content, origin="config.json")
 
 
 REFUSED = {
     "speculators of another kind": (
         {"speculators_model_type": "xpress"},
-        "model_type='xpress' is not supported",
+        "model_type='xpress'",
     ),
-    "Qwen's keys for Gemma's layers": ({"architectures": ["Gemma4DSparkModel"]}, "key 'global_head_dim' is missing"),
-    "MiniMax": ({"architectures": ["DSparkMiniMaxDraftModel"]}, "DSparkMiniMaxDraftModel is not supported: its layers"),
-    "DFlash 2 without its shortlist": ({"markov_head_type": "selector"}, "selector_top_k=None contradicts"),
+    "Qwen's keys for Gemma's layers": ({"architectures": ["Gemma4DSparkModel"]}, "'global_head_dim'"),
+    "MiniMax": ({"architectures": ["DSparkMiniMaxDraftModel"]}, "DSparkMiniMaxDraftModel"),
+    "DFlash 2 without its shortlist": ({"markov_head_type": "selector"}, "selector_top_k=None"),
     "a shortlist of nothing": ({"markov_head_type": "selector", "selector_top_k": 0}, "selector_top_k=0"),
     "groups that divide nothing": (
         {"conv_kernel_size": 2, "conv_group_size": 7},
-        "conv_group_size=7 does not divide hidden_size=24",
+        "conv_group_size=7.*hidden_size=24",
     ),
-    "convolutions of no group": ({"conv_kernel_size": 2}, "conv_group_size=0 contradicts conv_kernel_size=2"),
-    "convolutions beyond the block": ({"conv_kernel_size": 9, "conv_group_size": 2}, "conv_kernel_size=9 exceeds"),
-    "a mask of its own": ({"mask_embedding": [0.5]}, r"mask_embedding=\[0.5\] is not supported"),
-    "states of another width": ({"dflash_config": {"target_hidden_size": 48}}, "target_hidden_size=48 differs from"),
+    "convolutions of no group": ({"conv_kernel_size": 2}, "conv_group_size=0.*conv_kernel_size=2"),
+    "convolutions beyond the block": ({"conv_kernel_size": 9, "conv_group_size": 2}, "conv_kernel_size=9"),
+    "a mask of its own": ({"mask_embedding": [0.5]}, r"mask_embedding=\[0.5\]"),
+    "states of another width": ({"dflash_config": {"target_hidden_size": 48}}, "target_hidden_size=48"),
     "MLA in SpecForge": (
         {"architectures": ["DSparkDraftModel"], "dflash_config": {"attention_mode": "mla", "projector_type": "dspark"}},
-        "attention_mode='mla' is not supported",
+        "attention_mode='mla'",
     ),
     "softcap of no size": ({"final_logit_softcapping": -1.0}, "final_logit_softcapping=-1.0"),
-    "softcap of scores": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
-    "contradiction": ({"dflash_config": {"block_size": 4}}, "block_size=5 contradicts dflash_config.block_size=4"),
+    "softcap of scores": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    "contradiction": ({"dflash_config": {"block_size": 4}}, "block_size=5.*dflash_config.block_size=4"),
     "no target's layer": ({"target_layer_ids": []}, "target_layer_ids="),
     "rnn in the layout of DFlash": (
         {"markov_head_type": "rnn", "sample_from_anchor": False},
-        "markov_head_type='rnn' with sample_from_anchor=false is not supported",
+        "markov_head_type='rnn'.*sample_from_anchor=false",
     ),
-    "no format at all": ({"architectures": ["Qwen3ForCausalLM"]}, "formats that load are DeepSpec"),
 }
 
 
 CLASSES = {
-    "architectures": (
-        {"architectures": ["FooDSparkModel"]},
-        "architectures: FooDSparkModel .*its layers may be its own",
-    ),
-    "an own class": ({"architectures": ["K3DSparkModel"]}, "architectures: K3DSparkModel .*its layers may be its own"),
-    "a target": ({"architectures": ["Qwen3ForCausalLM"]}, "architectures: Qwen3ForCausalLM .*a target, not a drafter"),
-    "auto_map": ({"auto_map": {"AutoModel": "org/other--foo.FooDFlashModel"}}, "auto_map: FooDFlashModel .*its own"),
+    "architectures": ({"architectures": ["FooDSparkModel"]}, "architectures: FooDSparkModel"),
+    "an own class": ({"architectures": ["K3DSparkModel"]}, "architectures: K3DSparkModel"),
+    "a target": ({"architectures": ["Qwen3ForCausalLM"]}, "architectures: Qwen3ForCausalLM .*a target"),
+    "auto_map": ({"auto_map": {"AutoModel": "org/other--foo.FooDFlashModel"}}, "auto_map: FooDFlashModel"),
     "an own class in auto_map": (
         {"auto_map": {"AutoModelForCausalLM": "laguna.DFlashLagunaForCausalLM"}},
-        "auto_map: DFlashLagunaForCausalLM .*its layers may be its own",
+        "auto_map: DFlashLagunaForCausalLM",
     ),
 }
 
@@ -142,7 +138,7 @@ def test_a_class_with_layers_of_its_own_is_refused_whatever_its_tensors_look_lik
 
 def test_a_class_of_another_name_is_read_if_its_author_says_that_it_is_one_of_these(write):
     content, tensors = content_of(exports.torchspec)
-    with pytest.raises(CheckpointError, match="name that class in architectures, such as DFlashDraftModel"):
+    with pytest.raises(CheckpointError, match="architectures, such as DFlashDraftModel"):
         read(write(content | CLASSES["auto_map"][0], tensors))
     answered = content | CLASSES["architectures"][0] | CLASSES["auto_map"][0]
     answered |= {"architectures": ["DFlashDraftModel"], "auto_map": None}
@@ -167,7 +163,7 @@ def test_windows_of_speculators_may_stand_beside_the_layers():
     assert read_content(derived, origin="").config == expected.config
     for key, other in (("sliding_window", 8), ("layer_types", ["full_attention"] * 2)):
         moved["transformer_layer_config"][key] = other
-        with pytest.raises(CheckpointError, match=f"transformer_layer_config.{key}=.* contradicts {key}="):
+        with pytest.raises(CheckpointError, match=f"transformer_layer_config.{key}=.* {key}="):
             read_content(moved, origin="")
         moved["transformer_layer_config"][key] = None
 
@@ -182,7 +178,7 @@ def test_windows_that_two_engines_would_read_differently():
     reading = read_content(content, origin="")
     assert reading.config == plain and [remark.doubtful for remark in reading.remarks] == [True]
     content["dflash_config"]["swa_window_size"] = 8
-    with pytest.raises(CheckpointError, match=r"dflash_config.swa_window_size=8 contradicts sliding_window=4"):
+    with pytest.raises(CheckpointError, match=r"dflash_config.swa_window_size=8.*sliding_window=4"):
         read_content(content, origin="")
     del content["sliding_window"]
     assert read_content(content, origin="").config.sliding_window == 8
@@ -197,7 +193,7 @@ def test_keys_of_a_drafter_in_a_section_of_eagle():
     [remark] = read_content(content, origin="").remarks
     assert remark.doubtful and remark.sentence.startswith("eagle_config.eagle_aux_hidden_state_layer_ids=[0, 1, 3]")
     content["eagle_config"] = {"use_aux_hidden_state": False}
-    with pytest.raises(CheckpointError, match=r"eagle_config.use_aux_hidden_state=False is not supported"):
+    with pytest.raises(CheckpointError, match=r"eagle_config.use_aux_hidden_state=False"):
         read_content(content, origin="")
 
 
@@ -210,7 +206,7 @@ def test_other_networks_are_refused_by_name(change, message):
 def test_an_embedding_of_the_mask_beside_the_tensors_is_not_passed_over(write):
     folder = write(*content_of(exports.dflash, **DFLASH))
     (folder / "mask_embedding.pt").touch()
-    with pytest.raises(CheckpointError, match=r"mask_embedding.pt: an embedding of the mask .* is not supported"):
+    with pytest.raises(CheckpointError, match=r"mask_embedding.pt"):
         read(folder)
 
 
@@ -225,7 +221,7 @@ def test_tensors_tell_networks_apart_that_config_json_does_not(write):
 def test_a_layer_that_fc_reads_beside_the_listed_ones_is_seen(write):
     content, tensors = content_of(exports.speculators)
     tensors["fc.weight"] = torch.zeros(24, 4 * 24)
-    with pytest.raises(CheckpointError, match="reads 4 layers of the target, but aux_hidden_state_layer_ids names 3"):
+    with pytest.raises(CheckpointError, match=r"4 layers .*aux_hidden_state_layer_ids names 3"):
         read(write(content, tensors))
 
 
@@ -237,22 +233,22 @@ def test_unread_keys_are_named():
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    "damage",
     [
-        (lambda t: t.pop("d2t"), r"no list of its tokens \(tensor d2t\)"),
-        (lambda t: t.update(d2t=t["d2t"].flip(0)), "should list the same 6 tokens"),
-        (lambda t: t.update(d2t=t["d2t"] + 13), "should list the same 6 tokens"),
-        (lambda t: t.update(d2t=t["d2t"][:5].clone()), r"d2t \[5\] and t2d \[19\] should list the same 6 tokens"),
-        (lambda t: t.update(t2d=~t["t2d"]), "should list the same 6 tokens"),
-        (lambda t: t.update(t2d=t["t2d"].roll(1)), "should list the same 6 tokens"),
-        (lambda t: t.update(t2d=t["t2d"][:-1].clone()), "should list the same 6 tokens"),
+        lambda t: t.pop("d2t"),
+        lambda t: t.update(d2t=t["d2t"].flip(0)),
+        lambda t: t.update(d2t=t["d2t"] + 13),
+        lambda t: t.update(d2t=t["d2t"][:5].clone()),
+        lambda t: t.update(t2d=~t["t2d"]),
+        lambda t: t.update(t2d=t["t2d"].roll(1)),
+        lambda t: t.update(t2d=t["t2d"][:-1].clone()),
     ],
 )
-def test_damaged_reduced_vocabularies_are_refused(write, damage, message):
+def test_damaged_reduced_vocabularies_are_refused(write, damage):
     content, tensors = content_of(exports.speculators, draft_vocab_size=6)
     tensors |= exports.reduced(proposed_tokens(6), 19)
     damage(tensors)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match="d2t"):
         load_draft_model(write(content, tensors), dtype=torch.float32, device="cpu")
 
 

@@ -1,6 +1,6 @@
-"""Formats: the same drafter written in each of them is the same drafter.
+"""Tests of formats: one drafter written in each of them is one drafter.
 
-Keys that trainers copy from the target: a drafter is read as it was trained, and what was made of a key is said.
+Keys that trainers copy from the target change nothing, and what was made of each is said.
 """
 
 import json

@@ -1,10 +1,6 @@
-"""Log-probabilities of a step on their way to SGLang.
+"""Tests of what answers hold: log-probabilities, ends of texts, and what a grammar allows, along several tokens.
 
 Requests that have ended are no reason to refuse new weights.
-
-A text ends as if the several tokens of a step had come one by one.
-
-Following a grammar along drafts: masks as if every row had been reached token by token, and the state left alone.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
-"""A step's result, from the worker's tensors to what SGLang and the statistics read.
+"""Tests of decode steps that are read from SGLang's batch, and of results that are handed back.
 
-A decode step out of SGLang's batch: where its tokens stand, and whose noise they are drawn with.
-
-Batches that steps are timed with, before the first request.
-
-The cache of a batch belongs to its requests, not to their names.
-
-SGLang's future map leaves some fields to CUDA graphs and writes the others.
+A cache of a batch belongs to its requests, not to their names.
 """
 
 import time
@@ -19,6 +13,7 @@ from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload, offer_fut
 from sglang.srt.managers.schedule_batch import set_mamba_track_indices_from_reqs
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_objects import batch, model_config, partly, request, table, worker
 
@@ -236,9 +231,10 @@ ROWS = torch.tensor([3, 1])
 
 
 @pytest.fixture
-def no_hidden_states(monkeypatch):
+def no_hidden_states():
     """SGLang asks the arguments of a server whether these are relayed."""
-    monkeypatch.setattr("sglang.srt.speculative.spec_utils.spec_need_hidden_states", lambda: False)
+    with get_context().override_server_args():
+        yield
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
-"""The table of checks: each refuses with flag, value and remedy, and lets what is served pass.
+"""Tests of the checks of a start: each refuses with flag, value and remedy, and lets what is served pass.
 
-Targets of families that are refused.
-
-Every family of targets in SGLang's own model: hidden states and greedy texts are what transformers says.
+Every family of targets gives in SGLang's model the hidden states and greedy texts of transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from sglang_dspark.draft.families import FAMILIES, UNSERVED, family_of, is_left_
 from sglang_dspark.draft.quantised import Storage
 from sglang_dspark.draft.weights import ResolvedDrafter
 from sglang_dspark.engine import checks
-from sglang_dspark.engine.checks import all_checks, refuse
+from sglang_dspark.engine.checks import all_checks
 from sglang_dspark.engine.feature import Check, Stage, flag_of
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 
@@ -44,63 +42,56 @@ LONGROPE = {"text": {"rope_parameters": {"rope_type": "longrope", "original_max_
 WINDOW, SINK_SIZE = "speculative_draft_window_size", "speculative_draft_sink_size"
 # By check: starts that it refuses, and what it says of each.
 REFUSED = {
-    "fallback of nodes": [
-        ({"nnodes": 2, "fallback": "target-only"}, "-fallback=target-only .* --nnodes=2: .*; drop the")
-    ],
-    "nodes of replicas": [({"nnodes": 2, "dp_size": 2}, "--dp-size=2 and --nnodes=2; start a server on each machine")],
+    "fallback of nodes": [({"nnodes": 2, "fallback": "target-only"}, "-fallback=target-only .*--nnodes=2.*; drop")],
+    "nodes of replicas": [({"nnodes": 2, "dp_size": 2}, "--dp-size=2 .*--nnodes=2; start a server")],
     "application of tokenizer workers": [
-        ({"tokenizer_worker_num": 2, "admin_api_key": "k"}, "^--admin-api-key cannot .*-worker-num=2: .*; drop one of"),
+        ({"tokenizer_worker_num": 2, "admin_api_key": "k"}, "--admin-api-key .*-worker-num=2.*; drop"),
     ],
     "drafter beside draft-free": [
-        ({"speculative_draft_model_path": "x", "draft_free": True}, "-model-path=x names .*-draft-free .*; drop one"),
+        ({"speculative_draft_model_path": "x", "draft_free": True}, "-model-path=x .*-draft-free .*; drop"),
     ],
     "window of the drafter": [
-        ({WINDOW: 0}, "--speculative-draft-window-size=0 leaves nothing of a context; pass 1 or more"),
-        ({WINDOW: 9, SINK_SIZE: -1}, "--speculative-draft-sink-size=-1 is no number of tokens; pass 0 or more"),
-        ({SINK_SIZE: 4}, "--speculative-draft-sink-size=4 needs --speculative-draft-window-size"),
-        ({WINDOW: 9, "draft_free": True}, "--speculative-draft-window-size=9 belongs to a drafter, and .*-draft-free"),
+        ({WINDOW: 0}, "-draft-window-size=0 .*; pass 1 or more"),
+        ({WINDOW: 9, SINK_SIZE: -1}, "-draft-sink-size=-1 .*; pass 0 or more"),
+        ({SINK_SIZE: 4}, "-draft-sink-size=4 .*--speculative-draft-window-size"),
+        ({WINDOW: 9, "draft_free": True}, "-draft-window-size=9 .*-draft-free"),
     ],
-    "form of draft weights": [
-        ({"speculative_draft_load_format": "pt"}, "-load-format=pt: .* safetensors or GGUF; drop .*, or pass dummy")
-    ],
+    "form of draft weights": [({"speculative_draft_load_format": "pt"}, "-load-format=pt: .*; drop .*, or pass dummy")],
     "storage of the drafter": [
-        ({METHOD: "fp8"}, f"{flag_of(METHOD)}=fp8, but the drafter's files are not quantised; drop the flag"),
-        ({METHOD: "fp8", "draft_free": True}, "=fp8, but the drafter's files are not quantised; drop"),
-        ({METHOD: "fp8", "drafter": INT4}, "=fp8, but the drafter's files are int4 of a library; drop"),
-        ({FORM: "gguf"}, f"{flag_of(FORM)}=gguf, but the drafter's files are not quantised; drop"),
-        ({FORM: "safetensors", "drafter": GGUF}, "=safetensors, but the drafter's files are GGUF; drop"),
+        ({METHOD: "fp8"}, f"{flag_of(METHOD)}=fp8, .*; drop the flag"),
+        ({METHOD: "fp8", "draft_free": True}, "=fp8, .*; drop"),
+        ({METHOD: "fp8", "drafter": INT4}, "=fp8, .* int4 of a library; drop"),
+        ({FORM: "gguf"}, f"{flag_of(FORM)}=gguf, .*; drop"),
+        ({FORM: "safetensors", "drafter": GGUF}, "=safetensors, .* GGUF; drop"),
     ],
     "device": [({"device": "npu"}, "--device=npu; pass cpu or cuda, or --speculative-dspark-engine builtin")],
     "target family": [
-        ({"target": {"architecture": "GPT2LMHeadModel"}}, "--model-path: target arch.*GPT2LMHeadModel.* is not served"),
+        ({"target": {"architecture": "GPT2LMHeadModel"}}, "--model-path: .*GPT2LMHeadModel"),
     ],
     "dimensions of the pair": [
-        (
-            {"target": {"text": {"hidden_size": 64}}},
-            "hidden_size=128, but the target has hidden_size=64; use the draft",
-        ),
+        ({"target": {"text": {"hidden_size": 64}}}, "hidden_size=128, .* hidden_size=64; use the draft"),
     ],
     "block size": [
-        ({"block_size": 24}, "--speculative-dspark-block-size=24 exceeds the 7 drafts .*; pass 23 or less"),
-        ({"schedule": "static", "verify_len": 8}, "-verify-len=8 exceeds the 7 drafts of a block; pass .* 0 to 7"),
+        ({"block_size": 24}, "--speculative-dspark-block-size=24 .*; pass 23 or less"),
+        ({"schedule": "static", "verify_len": 8}, "-verify-len=8 .*; pass .* 0 to 7"),
     ],
     "context of the target's RoPE": [
-        ({"target": LONGROPE}, "--context-length=8192: beyond 4096 tokens .*; pass --context-length 4088 or less"),
+        ({"target": LONGROPE}, "--context-length=8192.*; pass --context-length 4088 or less"),
     ],
     "rows of attention": [
-        ({"draft_free": True, "block_size": 256}, "block-size=256 needs 257 rows .* room for 128; pass 127 or less"),
+        ({"draft_free": True, "block_size": 256}, "block-size=256 .*; pass 127 or less"),
     ],
     "simulated acceptance": [
         (
             {"simulate_acceptance": (0.5,)},
-            "-acceptance=0.5,.* keeps drafts by chance.*; pass it with --load-format dummy",
+            "-acceptance=0.5,.*; pass it with --load-format dummy",
         ),
-        ({"load_format": "dummy", "simulate_acceptance": (0.5,) * 8}, "has 8 .*, and a block has 7 drafts; give 7 or"),
+        ({"load_format": "dummy", "simulate_acceptance": (0.5,) * 8}, "has 8 .*; give 7 or"),
     ],
     "confidence head": [
         (
             {"drafter": HEADLESS, **BOUNDED},
-            "=threshold needs a confidence head, and draft/config.json has none; pass auto",
+            "=threshold .* draft/config.json .*; pass auto",
         ),
     ],
     "temperatures": [({"confidence_sts_path": "no-such.json"}, "no-such.json")],
@@ -113,7 +104,7 @@ REFUSED = {
     "attention of prompts": [
         (
             {"prefill": "dual_chunk_flash_attn"},
-            "-backend=dual_chunk_flash_attn on cuda; pass --attention-backend fa3 or fa4 or flashinfer or triton",
+            "-backend=dual_chunk_flash_attn on cuda; pass --attention-backend fa3",
         ),
         ({"device": "cpu", "prefill": "triton"}, "--attention-backend=triton on cpu; pass .* torch_native"),
     ],
@@ -195,8 +186,8 @@ def test_a_machine_without_pinned_memory_is_told(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "rocm", "complaint"),
     [
-        ((7, 5), None, "--device=cuda: this GPU has compute capability 7.5, and the kernels of DSPARK need 8.0"),
-        ((9, 4), "6.2", "--device=cuda: this torch was built for ROCm"),
+        ((7, 5), None, "--device=cuda: .* 7.5, .* 8.0"),
+        ((9, 4), "6.2", "--device=cuda: .* ROCm"),
         ((8, 0), None, None),
     ],
 )
@@ -205,7 +196,7 @@ def test_gpus_without_kernels(monkeypatch, capability, rocm, complaint):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "hip", rocm)
     refusal = found_by("device", launch_context())
-    assert refusal is None if complaint is None else complaint in refusal
+    assert refusal is None if complaint is None else re.search(complaint, refusal)
 
 
 def raising(error):
@@ -219,26 +210,35 @@ def check(message, unserved=False):
     return Check(message, Stage.FLAGS, lambda context: message, unserved)
 
 
-def test_all_that_fails_is_said_at_once_and_once(monkeypatch):
+@pytest.fixture
+def refuse(monkeypatch):
+    """Refuses a start by these checks in place of ours."""
+
+    def refuse(*rows, stage=Stage.FLAGS):
+        monkeypatch.setattr(checks, "all_checks", lambda: rows)
+        checks.refuse(launch_context(), stage)
+
+    return refuse
+
+
+def test_all_that_fails_is_said_at_once_and_once(refuse):
     rows = (check("a"), Check("b", Stage.FLAGS, raising(ConfigError("b"))), check("b", unserved=True), check(None))
-    monkeypatch.setattr(checks, "all_checks", lambda: (*rows, Check("later", Stage.MODELS, lambda context: "later")))
+    rows = (*rows, Check("later", Stage.MODELS, lambda context: "later"))
     with pytest.raises(ConfigError) as caught:
-        refuse(launch_context(), Stage.FLAGS)
+        refuse(*rows)
     assert str(caught.value) == "a\nb" and not isinstance(caught.value, UnservedError)
-    refuse(launch_context(), Stage.OPTIONS)
+    refuse(*rows, stage=Stage.OPTIONS)
 
 
-def test_what_is_not_served_may_fall_back(monkeypatch):
+def test_what_is_not_served_may_fall_back(refuse):
     unusable = Check("drafter", Stage.FLAGS, raising(CheckpointError("unusable")), unserved=True)
-    monkeypatch.setattr(checks, "all_checks", lambda: (check("a"), unusable))
     with pytest.raises(UnservedError, match="a\nunusable"):
-        refuse(launch_context(), Stage.FLAGS)
+        refuse(check("a"), unusable)
 
 
-def test_a_failure_of_our_own_is_no_message(monkeypatch):
-    monkeypatch.setattr(checks, "all_checks", lambda: (Check("broken", Stage.FLAGS, raising(KeyError("x"))),))
+def test_a_failure_of_our_own_is_no_message(refuse):
     with pytest.raises(KeyError):
-        refuse(launch_context(), Stage.FLAGS)
+        refuse(Check("broken", Stage.FLAGS, raising(KeyError("x"))))
 
 
 @cache
@@ -259,7 +259,7 @@ def captures(architecture):
 
 
 def test_an_unknown_target_is_told_of_sglangs_own():
-    with pytest.raises(UnservedError, match="SGLang's own worker may serve it on a GPU"):
+    with pytest.raises(UnservedError, match="SGLang's own worker"):
         family_of(["NoSuchForCausalLM"])
     assert is_left_to_sglang(["NoSuchForCausalLM"]) and is_left_to_sglang(None)
     assert not is_left_to_sglang(["LlamaForCausalLM"])

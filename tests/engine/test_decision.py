@@ -11,7 +11,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang_objects import GOLDEN
 
-from sglang_dspark.engine import decision, hooks, support
+from sglang_dspark.engine import decision, support
 from sglang_dspark.engine import server as module
 from sglang_dspark.engine.decision import decide, given_texts
 from sglang_dspark.engine.server import DSparkServer, TargetOnly, attached, snapshot
@@ -34,13 +34,10 @@ BLOCK = ("--speculative-dspark-block-size", "3")
 
 
 @pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch):
+def on_a_cpu(monkeypatch, unhooked):
     """A machine without a GPU, on which SGLang finds the CPU unasked."""
     load_plugins()
-    monkeypatch.setattr(hooks, "install", lambda *places: None)
     monkeypatch.setattr(serving_hook, "get_device", lambda: "cpu")
-    for name in ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"):
-        monkeypatch.setenv(name, "0")  # or starting would leave it behind
 
 
 def decided(*flags):

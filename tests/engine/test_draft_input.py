@@ -1,8 +1,7 @@
-"""K/V slots of decode steps: enough of them, none twice, none lost; few reservations where there is room.
+"""Tests of the K/V slots of decode steps: there are enough of them, none is given twice, and none is lost.
 
-Prompts by ``trtllm_mha`` in pages, verification by slots: each reads what the other has written to SGLang's pool.
-
-SGLang's kernels, which are those of Blackwell, are given literally.
+Prompts by ``trtllm_mha`` in pages and verification by slots read what the other has written; SGLang's kernels of
+Blackwell are given literally.
 """
 
 from functools import partial
@@ -18,13 +17,13 @@ from sglang.srt.layers.attention import trtllm_mha_backend
 from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import UnquantizedKVCacheMethod
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache import allocation
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_context
 from sglang_objects import batch, forward, partly, request, table
 
 from sglang_dspark.engine import draft_input
@@ -121,9 +120,9 @@ class Server:
 
 
 @pytest.fixture
-def width(monkeypatch):
-    monkeypatch.setattr(draft_input, "tokens_per_step", lambda: WIDTH)
-    monkeypatch.setattr(allocation, "attention_backends", lambda: ("torch_native", "torch_native"))
+def width():
+    with get_context().override_server_args(speculative_num_draft_tokens=WIDTH, attention_backend="torch_native"):
+        yield
 
 
 @pytest.mark.usefixtures("width")

@@ -1,21 +1,17 @@
-"""A new name of SGLang is noticed: flag, request field, sampling parameter or route. What is not served is named.
+"""Tests that a new flag, request field, sampling parameter or route of SGLang is noticed.
 
-Command lines that work without DSPARK start with it, and SGLang chooses the same for both. GPUs are faked.
-
-The commands of docker/ are those of a server with DSPARK that starts.
+Command lines that work without DSPARK start with it, on GPUs that are faked, and those of docker/ start.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 from argparse import ArgumentParser
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -30,7 +26,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_objects import launch_context, server_args
 
 from sglang_dspark.config import DSparkConfig, flag_dest
-from sglang_dspark.engine import flags, hooks, http, requests
+from sglang_dspark.engine import flags, http, requests
 from sglang_dspark.engine.flags import PREFIXES, all_rules, broken
 from sglang_dspark.engine.start import LENGTHS, block_size_from_flags, flag_adjustments
 from sglang_dspark.errors import ConfigError
@@ -191,14 +187,6 @@ B200 = "B200"
 def pairs(tmp_path_factory):
     load_plugins()
     return Pairs(tmp_path_factory.mktemp("pairs"))
-
-
-@pytest.fixture
-def unhooked(monkeypatch):
-    """SGLang leaves variables behind, of states for instance, that later processes would read."""
-    monkeypatch.setattr(hooks, "install", lambda *places: None)
-    with patch.dict(os.environ):
-        yield
 
 
 def documented():

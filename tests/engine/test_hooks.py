@@ -1,6 +1,6 @@
-"""The table of patches: every row names functions that exist and that fit each other.
+"""Tests of the hooks on SGLang: every row names functions that exist and that fit each other.
 
-Hooks on functions that SGLang still has and no longer calls.
+A hook on a function that SGLang no longer calls is named.
 """
 
 import inspect

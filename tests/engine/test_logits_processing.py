@@ -1,10 +1,11 @@
-"""The slots of requests with adjustments: set up by prefills, kept through steps, taken back from the finished.
+"""Tests of requests whose logits are adjusted, through prefills, steps and their ends.
 
-NaN of the target: SGLang's switches do what they do on a plain server.
+Where a target gives NaN, SGLang's switches do what they do on a plain server.
 """
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,7 +53,6 @@ def adjuster() -> Adjustments:
 def test_batches_without_adjustments_are_left_alone(adjuster):
     plain, greedy = asking(), asking(temperature=0.0, stop=["x"], frequency_penalty=0.0)
     prefill(adjuster, plain, greedy)
-    assert len(adjuster._table) == 0
     assert adjuster.step_comes(batch(plain, greedy)) is None
     penalised = asking(presence_penalty=1.0)
     prefill(adjuster, plain, penalised)
@@ -105,7 +105,8 @@ def test_the_finished_are_forgotten_when_the_batch_changes(adjuster):
     assert adjuster.step_comes(batch(first, plain)) is not None
     first.finished_reason = "of some kind"
     assert adjuster.step_comes(batch(plain)) is None
-    assert adjuster._slots == {}
+    held, first = weakref.ref(first), None
+    assert held() is None
     assert torch.equal(step(adjuster, plain), torch.zeros(1, VOCAB))
 
 

@@ -1,12 +1,6 @@
-"""The ``speculation`` field from the front end's one check to what the scheduler reads.
+"""Tests of the ``speculation`` field from the body of an HTTP request to what the scheduler reads.
 
-The ``speculation`` field on its way from the body of an HTTP request to the requests that SGLang makes of it.
-
-Requests that DSPARK would answer otherwise than the target alone, or that would end the scheduler: HTTP 400.
-
-A process starts several tokenizer workers; tests/server/test_replicas.py has them at work.
-
-Replicas take turns: none begins before all are there, and they follow each other by number.
+What would end the scheduler or be answered otherwise is HTTP 400. Tokenizer workers and replicas take turns.
 """
 
 import asyncio

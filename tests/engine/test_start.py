@@ -1,10 +1,6 @@
-"""A start under DSPARK: the drafter is read once, and what the scheduler needs travels with SGLang's arguments.
+"""Tests of a start under DSPARK: what it reads, what travels with SGLang's arguments, and what it misses.
 
-SGLang's work before a server decodes, each part left undone once.
-
-Every option in a YAML file for SGLang's ``--config``, as it arrives behind SGLang's parser.
-
-The list of SGLang's fields that we touch holds on this release.
+Every option arrives from a YAML file for SGLang's ``--config``, and SGLang has the fields that we touch.
 """
 
 import ast
@@ -30,13 +26,14 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang_objects import GOLDEN, model_config, partly, runner, server_args, table
 
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft import weights
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
-from sglang_dspark.engine import decision, draft_input, feature, flags, hooks, scheduler, sglang_types, start
+from sglang_dspark.engine import decision, feature, flags, scheduler, sglang_types, start
 from sglang_dspark.engine.checks import VARIABLES
 from sglang_dspark.engine.scheduler import check_start
 from sglang_dspark.engine.server import attached
@@ -48,14 +45,11 @@ DRAFT = GOLDEN / "vanilla_g7"
 
 
 @pytest.fixture
-def reads(monkeypatch):
+def reads(monkeypatch, unhooked):
     """The checkpoints whose configuration was read."""
     found, whole = [], weights.read
     monkeypatch.setattr(weights, "read", lambda path: (found.append(str(path)), whole(path))[1])
     load_plugins()
-    monkeypatch.setattr(hooks, "install", lambda *places: None)
-    for name in ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"):
-        monkeypatch.setenv(name, "0")  # or starting would leave it behind
     return found
 
 
@@ -202,15 +196,13 @@ GPU = {"device": "cuda", "given": None, "of_graphs": 256, "max_verify": 7}
     ],
     ids=str,
 )
-def test_a_gpu_admits_as_many_requests_as_graphs_are_captured_for(monkeypatch, changed, expected):
+def test_a_gpu_admits_as_many_requests_as_graphs_are_captured_for(changed, expected):
     """SGLang would admit thousands, for all of which start-up holds memory."""
     device, given, of_graphs, max_verify = (GPU | changed).values()
-    args, declared = server_args(device=device, max_running_requests=given), {"max_running_requests": given}
+    args = server_args(device=device, max_running_requests=given)
     args.cuda_graph_config = CudaGraphConfig(decode=PhaseConfig(max_bs=of_graphs))
-    monkeypatch.setattr(flags, "resolving_view", lambda args: args)
-    monkeypatch.setattr(flags, "declare_resolution", lambda args, source, **fields: declared.update(fields))
     flags.limit_requests(args, max_verify + 1)
-    assert (declared["max_running_requests"], args.max_running_requests) == (expected, given)
+    assert (overrides.resolving_view(args).max_running_requests, args.max_running_requests) == (expected, given)
 
 
 def test_the_limit_reaches_the_scheduler(reads, monkeypatch):
@@ -237,12 +229,10 @@ def started_with(*, slots=64, free=64, columns=CONTEXT + 2 * WINDOW + 1, capture
 
 
 @pytest.fixture
-def resolved(monkeypatch):
-    """SGLang's tokens per step; the test may set others."""
-    found = {"tokens": WINDOW}
-    for module in (scheduler, draft_input):
-        monkeypatch.setattr(module, "tokens_per_step", lambda: found["tokens"])
-    return found
+def resolved():
+    """SGLang's settings with the tokens per step."""
+    with get_context().override_server_args(speculative_num_draft_tokens=WINDOW):
+        yield
 
 
 @pytest.mark.usefixtures("resolved")
@@ -251,10 +241,12 @@ def test_a_start_as_it_should_be():
     check_start(started_with(captures=False), WINDOW, captures=False)
 
 
-@pytest.mark.usefixtures("resolved")
-def test_a_reservation_by_raw_arguments_ends_the_start(resolved):
-    resolved["tokens"] = 1
-    with pytest.raises(EngineError, match="reserves for 1 tokens per request and step, and DSPARK verifies up to 8"):
+def test_a_reservation_by_raw_arguments_ends_the_start():
+    reserved = get_context().override_server_args(speculative_num_draft_tokens=1)
+    with (
+        reserved,
+        pytest.raises(EngineError, match=r"reserves for 1 tokens .* verifies up to 8"),
+    ):
         check_start(started_with(), WINDOW, captures=True)
 
 

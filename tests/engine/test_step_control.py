@@ -1,7 +1,4 @@
-"""Rank 0's values end up on every rank; one rank alone touches nothing.
-
-Features look at the outcome of a step.
-"""
+"""Tests that rank 0's values end up on every rank, and that features see the outcome of a step."""
 
 from __future__ import annotations
 

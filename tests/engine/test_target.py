@@ -1,6 +1,6 @@
-"""The drafter gets whole tensors of a target whose ranks hold parts of it.
+"""Tests of what is taken from a target: whole tensors of ranks that hold parts, and two backends of attention.
 
-One backend encodes prompts and another verifies; servers run without SGLang's graphs of prefill also.
+Servers also run without SGLang's graphs of prefill.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.layers.attention import hybrid_attn_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -25,8 +24,8 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
 from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import SpecAuxHiddenStateConfig
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
-from sglang.srt.runtime_context import get_parallel
-from sglang_objects import ONE_RANK, batch, forward, model_config, partly, request, runner, server_args
+from sglang.srt.runtime_context import get_context, get_parallel
+from sglang_objects import ONE_RANK, batch, forward, model_config, partly, request, runner
 from step_tables import schedule
 
 from sglang_dspark.draft.config import EMBEDDING_TAP, DraftConfig
@@ -175,7 +174,7 @@ class Spy(AttentionBackend):
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_prompts_go_to_one_backend_and_verification_to_the_other(mode, monkeypatch):
+def test_prompts_go_to_one_backend_and_verification_to_the_other(mode):
     """Whatever ``--speculative-attention-mode`` says, and no length is read back in a decode step."""
     stock, ours = Spy(), Spy()
     target = runner(
@@ -183,11 +182,10 @@ def test_prompts_go_to_one_backend_and_verification_to_the_other(mode, monkeypat
         attn_backend=stock,
         kv_cache_dtype=torch.float32,
         model_config=model_config(context_len=8),
-        server_args=server_args(speculative_attention_mode=mode),
         prefill_attention_backend_str="stock",
     )
-    monkeypatch.setattr(hybrid_attn_backend, "get_spec", lambda: target.server_args)
-    target.attn_backend = backend = PhasedBackend(target, stock, ours)
+    with get_context().override_server_args(speculative_attention_mode=mode):
+        target.attn_backend = backend = PhasedBackend(target, stock, ours)
     for forward_mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
         backend.init_forward_metadata(rows := forward(forward_mode))
         backend.forward(torch.zeros(1), None, None, None, rows)
@@ -280,7 +278,7 @@ def run(mode, output, rows, monkeypatch):
     monkeypatch.setattr(worker_base, "capturing_forward", lambda *given: rows)
     lens, slots = torch.tensor([2]), torch.tensor([7, 8])
     given = batch(request(top_k=1), forward_mode=mode, seq_lens=lens, req_pool_indices=lens, out_cache_loc=slots)
-    worker._run(given, lambda lens: None)
+    worker.forward_batch_generation(given)
     return seen, injected
 
 

@@ -1,8 +1,6 @@
-"""Captured verifications tell the target of their padding.
+"""Tests of verification by the target: its attention as a GPU server computes it, here in torch, and its padding.
 
-The target's attention over verification rows, as a GPU server computes it; here in torch.
-
-The needs of a drafter are noted at the place that this SGLang reads.
+The needs of a drafter are noted where this SGLang reads them.
 """
 
 import inspect
@@ -13,20 +11,19 @@ import torch
 from acceptance_cases import FP32_TOL, dense_attention
 from dspark_kernels import PagedWindows, RoundKeys, SamplingBatch, VerifyRows, window_attention_ref
 from sglang.srt.configs.model_config import AttentionArch
-from sglang.srt.layers.attention import hybrid_attn_backend
 from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.model_executor import pool_configurator
 from sglang.srt.model_executor.forward_context import get_forward_context
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import SpecAuxHiddenStateConfig
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, HybridSWAPoolConfigurator
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang_objects import GOLDEN, forward, model_config, partly, runner, server_args
+from sglang_objects import GOLDEN, forward, model_config, partly, runner, server_args, table
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.weights import ResolvedDrafter
@@ -170,11 +167,19 @@ def a_layer(scales=(None, None), keys_before=-1):
     return layer
 
 
+def backend_of(pool, slots_of_rows):
+    """The backend of a GPU, over this pool."""
+    requests = table(*slots_of_rows.shape)
+    requests.req_to_token = slots_of_rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        return CudaVerifyBackend(runner(token_to_kv_pool=pool, req_to_token_pool=requests, kv_cache_dtype=pool.dtype))
+
+
 def verify(dtype=torch.float32, scales=(None, None), keys_before=-1, sinks=None):
     """Attention of two requests with 3 and 2 rows, with the pool, the layout, and what the forward was given."""
     torch.manual_seed(1)
-    backend = CudaVerifyBackend.__new__(CudaVerifyBackend)
-    backend.token_to_kv_pool, backend.req_to_token = Pool(32, dtype), torch.randperm(30).view(3, 10).int() + 1
+    backend = backend_of(Pool(32, dtype), torch.randperm(30).view(3, 10).int() + 1)
     rows, lens, indptr = torch.tensor([2, 0]), torch.tensor([5, 1]), torch.tensor([0, 3, 5])
     q = torch.randn(5, HEADS * HEAD_DIM)
     k, v = (torch.randn(5, KV_HEADS * HEAD_DIM) for _ in range(2))
@@ -215,9 +220,8 @@ def test_a_layer_in_a_pool_of_windows(translated):
     torch.manual_seed(2)
     heads = {"head_num": 1, "head_dim": 16, "swa_head_num": KV_HEADS}
     heads |= {"swa_head_dim": HEAD_DIM, "swa_v_head_dim": HEAD_DIM}
-    backend = CudaVerifyBackend.__new__(CudaVerifyBackend)
-    backend.req_to_token = torch.randperm(30).view(3, 10).int() + 1
-    backend.token_to_kv_pool = pool = SWAKVPool(
+    slots_of_rows = torch.randperm(30).view(3, 10).int() + 1
+    pool = SWAKVPool(
         *(31, 12, 1, torch.float32),
         **heads,
         swa_attention_layer_ids=[0],
@@ -225,6 +229,7 @@ def test_a_layer_in_a_pool_of_windows(translated):
         device="cpu",
         enable_alt_stream=False,
     )
+    backend = backend_of(pool, slots_of_rows)
     for part in (pool.full_kv_pool, pool.swa_kv_pool):
         part.k_buffer[0].fill_(torch.nan)
         part.v_buffer[0].fill_(torch.nan)
@@ -251,14 +256,11 @@ def test_a_layer_in_a_pool_of_windows(translated):
 
 def test_dummy_forwards_of_sglang_are_attended(monkeypatch):
     """It tunes kernels of experts with them, in a layout that has equal windows and no rows of requests."""
-    backend = CudaVerifyBackend.__new__(CudaVerifyBackend)
-    backend.token_to_kv_pool, backend.req_to_token = Pool(8, torch.float32), torch.zeros(2, 16, dtype=torch.int32)
-    phased = PhasedBackend.__new__(PhasedBackend)
-    phased.decode_backend = backend
-    # What SGLang asks before it asks the backend of decoding.
-    settings = SimpleNamespace(dllm=SimpleNamespace(dllm_algorithm=None))
-    monkeypatch.setattr(hybrid_attn_backend, "get_exec", lambda: settings)
-    context = phased.get_cuda_graph_seq_len_fill_value()
+    backend = backend_of(Pool(8, torch.float32), torch.zeros(2, 16, dtype=torch.int32))
+    given = dict.fromkeys(("token_to_kv_pool", "req_to_token_pool", "kv_index_translator", "kv_cache_dtype"))
+    given |= {"prefill_attention_backend_str": "stock", "model_config": model_config()}
+    with get_context().override_server_args():
+        context = PhasedBackend(runner(**given), backend, backend).get_cuda_graph_seq_len_fill_value()
     batch = forward(
         spec_info=DFlashVerifyInput(draft_token=None, positions=None, draft_token_num=4),
         req_pool_indices=torch.zeros(3, dtype=torch.int64),
@@ -325,31 +327,25 @@ def of_layers_with_windows(configurator, monkeypatch):
 
 def of_layers_alike(configurator, monkeypatch):
     monkeypatch.setattr(DefaultPoolConfigurator, "_compute_cell_size", lambda self, configurator, layers: 1000)
-    monkeypatch.setattr(pool_configurator, "mambaish_config", lambda config: None)
-    monkeypatch.setattr(pool_configurator, "compute_page_shard_scratch_bytes", lambda *given, **named: 0)
     return DefaultPoolConfigurator(configurator)._cell_size
 
 
 @pytest.fixture
 def configurator(monkeypatch):
     """SGLang's, of a target with four layers, three of them with windows."""
-    for name, settings in (
-        ("get_parallel", {"attn_tp_size": 1, "attn_dcp_size": 1}),
-        ("get_schedule", {"swa_full_tokens_ratio": 0.5, "max_total_tokens": 100}),
-        ("get_memory", {"enable_unified_memory": False}),
-    ):
-        monkeypatch.setattr(pool_configurator, name, lambda settings=settings: SimpleNamespace(**settings))
-    monkeypatch.setattr(KVCacheConfigurator, "fused_entry_bytes", lambda self, kind: None)
     heads = {"head_dim": 32, "v_head_dim": 32, "swa_head_dim": 16, "swa_v_head_dim": 16}
     counts = {"get_num_kv_heads": lambda *ranks: 2, "get_swa_num_kv_heads": lambda *ranks: 4}
     layers = SimpleNamespace(full_attention_layer_ids=[3], swa_attention_layer_ids=[0, 1, 2], num_effective_layers=4)
     dtypes = {"model_dtype": torch.bfloat16, "kv_cache_dtype": torch.float8_e4m3fn, "kv_cache_dtype_str": "auto"}
-    made = partly(KVCacheConfigurator, **dtypes, is_draft_worker=False, page_size=1, sliding_window_size=8)
+    made = partly(KVCacheConfigurator, **dtypes, is_draft_worker=False, page_size=1, is_hybrid_swa=True)
+    made.sliding_window_size = 8
     made.model_config = model_config(attention_arch=AttentionArch.MHA, **counts, **heads)
     made.server_args, made.layer_info = server_args(), layers
     made.dflash_draft_cell_size_per_token, made.spec_aux_config = None, SpecAuxHiddenStateConfig()
     made.spec_algorithm = SpeculativeAlgorithm.DFLASH
-    return made
+    settings = get_context().override_server_args(swa_full_tokens_ratio=0.5, max_total_tokens=100)
+    with settings, get_parallel().override(attn_tp_size=1, attn_dcp_size=1):
+        yield made
 
 
 @pytest.mark.parametrize("token_size", [of_layers_alike, of_layers_with_windows])

@@ -224,7 +224,7 @@ LEAKS = {
         after(acceptance_reference, "_residual", lambda _, target, *rest: target), STATIC, {}
     ),
     "distribution_of_another_temperature": (proposed(of_another_temperature), STATIC, {}),
-    "rows_of_the_next_draft": (after(ToyLoop, "_verify", rows_of_the_next_draft), STATIC, {}),
+    "rows_of_the_next_draft": (after(ToyLoop, "verify", rows_of_the_next_draft), STATIC, {}),
     "unverified_drafts_kept": (
         instead(
             acceptance_reference,

@@ -14,6 +14,7 @@ from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.mem_pool import LoRAMemoryPool
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_context
 from sglang_objects import batch, forward, partly, worker
 
 from sglang_dspark.engine.verify import DSparkVerifyInput
@@ -59,8 +60,6 @@ def test_every_row_gets_the_adapter_of_its_request(name, slices, monkeypatch):
     device = torch.device("cuda" if torch.cuda.is_available() and name != "torch_native" else "cpu")
     tuned = "sglang.kernels.ops.lora.dense.lora_tuning_config.get_device_name"
     monkeypatch.setattr(tuned, lambda: "of no tuned sizes")
-    served = SimpleNamespace(max_lora_chunk_size=16)
-    monkeypatch.setattr("sglang.srt.lora.backend.chunked_backend.get_lora", lambda: served)
     noise = torch.Generator().manual_seed(1)
     rows, num = sum(LENGTHS) + PADDING, len(slices)
     x = torch.randn(rows, INPUTS, generator=noise)
@@ -68,7 +67,8 @@ def test_every_row_gets_the_adapter_of_its_request(name, slices, monkeypatch):
     b = torch.randn(PLACES, sum(slices), RANK, generator=noise)
     base = torch.randn(rows, sum(slices), generator=noise)
     buffers = [1, 2, 0, 2, 0, 1]
-    backend = get_backend_from_name(name)(PLACES, device, server_args=None)
+    with get_context().override_server_args(max_lora_chunk_size=16):
+        backend = get_backend_from_name(name)(PLACES, device, server_args=None)
     choice = AdapterChoice.empty(len(LENGTHS), PLACES, device)
     choice.fill((buffers, RANKS, SCALINGS))
     indptr = torch.tensor([0, *LENGTHS], device=device).cumsum(0)

@@ -1,6 +1,6 @@
-"""SGLang's own worker under our schedule, without a server: rows, steps, and what is refused at start-up.
+"""Tests of SGLang's own worker, under our schedule and as it comes, without a server.
 
-SGLang's own worker, as it comes, keeps the drafts that ours keeps. On servers: test_greedy.py.
+It keeps the drafts that ours keeps. On servers: test_greedy.py.
 """
 
 import os
@@ -179,12 +179,12 @@ def settled(monkeypatch):
     return settle
 
 
+@pytest.mark.usefixtures("unhooked")
 def test_how_much_is_verified_is_decided_once_and_told_to_the_worker(settled, monkeypatch):
     each, all_ = settled(None), settled("its layers")
     assert [(found.by_request, found.has_confidence_head) for found in (each, all_)] == [(True, True), (False, False)]
     assert each.reason.endswith("engine asks; each request verifies its own number of drafts")
     assert all_.reason.endswith("blocks are computed whole, and cut where the schedule ends them (its layers)")
-    monkeypatch.setattr(driver.hooks, "install", lambda *places: None)
     monkeypatch.setenv(MODE, "")
     for found, mode in ((each, "compact"), (all_, "static")):
         attach(args := ServerArgs(model_path="none"), found)

@@ -1,9 +1,4 @@
-"""Rules say what is looked up for each request of a batch, and where.
-
-Forced tokens, by engine of grammars: as many as are certain, and no more than a step can use.
-
-Answers by key: how much is kept of them, in which order, and for which requests.
-"""
+"""Tests of what is looked up for each request of a batch: rules, forced tokens of grammars, and kept answers."""
 
 from __future__ import annotations
 
@@ -33,7 +28,6 @@ from sglang_dspark.features.prompt_lookup.keys import answer_key
 from sglang_dspark.features.prompt_lookup.rules import MOST_TOKENS, AnswerCache, ForcedTokens, rules_of, with_forced
 from sglang_dspark.step.state import RequestLimits
 from sglang_dspark.worker.drafter import NoDrafter
-from sglang_dspark.worker.worker import DSparkWorker
 
 CPU, NEVER = torch.device("cpu"), MOST_MATCH + 1
 
@@ -380,17 +374,13 @@ def test_nothing_is_kept_without_room():
     ids=["key", "no key", "aborted"],
 )
 def test_answers_are_kept_of_requests_with_a_key_that_end_by_themselves(key, reason, kept):
-    worker = object.__new__(DSparkWorker)
     answers = AnswerCache(ROOM)
-    worker.candidates = PromptLookup(answers, ForcedTokens(None, 1, 1), torch.device("cpu"))
-    worker.parts = [worker.candidates]
+    part = PromptLookup(answers, ForcedTokens(None, 1, 1), torch.device("cpu"))
     req = settled({"cache": key} if key else {}, answer_cache=1)
     req.output_ids.extend([5, 6, 7])
     req.finished_reason = reason
-    worker.end_request(req)
+    part.request_ended(req)
     assert read(answers, key) == kept
-    worker.clear_cache_pool()
-    assert read(answers, key) == []
 
 
 @pytest.mark.parametrize("event", [PromptLookup.flushed, PromptLookup.weights_changed], ids=["flush", "new weights"])

@@ -1,10 +1,7 @@
-"""Counters of decode steps, and the figures that follow from their sums.
+"""Tests of counters of decode steps, and of figures that follow from their sums, by version of the weights.
 
-Accept length by version of the weights, and drafters that are judged by their first drafts.
-
-Drafters that do not fit are named after a few rounds; one that fits is not.
-
-The golden drafter predicts as well whatever it taps: wrong taps cannot be shown with it.
+Drafters that do not fit are named after a few rounds. The golden one predicts as well whatever it taps, so wrong taps
+cannot be shown with it.
 """
 
 import math
@@ -13,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 from dspark_kernels import ASKED_ROWS
-from golden_replay import lend_target, load_golden
-from stage_loop import DATA, DRAFT, StageLoop
-from transformers import AutoModelForCausalLM
+from golden_replay import load_golden
+from stage_loop import DRAFT, StageLoop, golden_network
 
-from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.features.reports.counters import (
     MOST,
     Counters,
@@ -246,22 +241,20 @@ def test_a_drafter_that_does_not_fit_is_named_in_the_log_once(caplog, accepted, 
 
 def randomise(tensors, seed):
     generator = torch.Generator().manual_seed(seed)
-    for tensor in tensors:
-        if tensor.ndim == 2:
-            tensor.data = torch.randn(tensor.shape, generator=generator) * tensor.data.std()
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.ndim == 2:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.std())
 
 
 def misfit_of(tokens, *, random_drafter=False, other_target=False, **options):
     """Return what is said of the golden pair, changed in one way, after some texts."""
-    model = load_draft_model(DRAFT, dtype=torch.float32, device="cpu")
-    network = AutoModelForCausalLM.from_pretrained(DATA / "target", dtype=torch.float32).eval()
-    if random_drafter:
-        randomise(model.parameters(), seed=1)
-    target = lend_target(network, model)
+    network, drafts = golden_network(), FirstDrafts()
     if other_target:  # with the same embedding and LM head, which the drafter reads
         randomise(network.model.layers.parameters(), seed=2)
-    loop, drafts = StageLoop.__new__(StageLoop), FirstDrafts()
-    loop._set_up(model, target, None, options or {"schedule": "static"})
+    loop = StageLoop(network=network, **(options or {"schedule": "static"}))
+    if random_drafter:
+        randomise(loop.drafter.model.parameters(), seed=1)
     learn = loop.schedule.observe
 
     def observe(record, running, accept_lens):

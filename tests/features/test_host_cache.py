@@ -1,7 +1,4 @@
-"""Prefixes from host memory: prompts wait for them, and drafts are looked up in their texts.
-
-The drafter's K/V as SGLang's features for draft pools see it.
-"""
+"""Tests of prefixes that come back from host memory, and of the drafter's K/V as SGLang moves it."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +8,8 @@ import torch
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.pool_host import common, mha
+from sglang.srt.mem_cache.pool_host import mha
+from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative import base_spec_worker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_objects import GOLDEN, batch, partly, request, table, worker
@@ -96,16 +94,13 @@ def test_a_cache_of_another_size_is_no_pool_of_these_slots(cache):
 
 
 @pytest.mark.parametrize("switched_on", [True, False])
-def test_sglang_plans_to_move_it_beside_the_target(cache, switched_on, monkeypatch):
-    memory = SimpleNamespace(enable_hierarchical_cache=switched_on, enable_unified_cache_external_linker=False)
-    monkeypatch.setattr(base_spec_worker, "get_memory", lambda: memory)
-    disaggregation = SimpleNamespace(disaggregation_decode_retraction_backup="cpu_tensor")
-    monkeypatch.setattr(base_spec_worker, "get_disagg", lambda: disaggregation)
+def test_sglang_plans_to_move_it_beside_the_target(cache, switched_on):
     face = SpecWorkerAdapter(worker(spec_algorithm=SpeculativeAlgorithm.NONE))
-    face.init_hicache_draft_plan()
-    assert face.hicache_draft_plan == base_spec_worker.HiCacheDraftPlan()  # of a server without a drafter
-    face.draft_pool = DraftPool(cache, SIZE, PAGE)
-    face.init_hicache_draft_plan()
+    with get_context().override_server_args(enable_hierarchical_cache=switched_on):
+        face.init_hicache_draft_plan()
+        assert face.hicache_draft_plan == base_spec_worker.HiCacheDraftPlan()  # of a server without a drafter
+        face.draft_pool = DraftPool(cache, SIZE, PAGE)
+        face.init_hicache_draft_plan()
     planned = face.hicache_draft_plan.mode, face.hicache_draft_plan.device_pools
     modes = base_spec_worker.HiCacheDraftMode
     assert planned == ((modes.SIDECAR, (face.draft_pool,)) if switched_on else (modes.NONE, ()))
@@ -134,14 +129,12 @@ def test_rows_come_back_from_host_memory_to_other_slots(cache, monkeypatch):
     def allocate(dims, dtype, device, **_how):
         return torch.full(dims, torch.nan, dtype=dtype, device=device)
 
-    flags = SimpleNamespace(hicache_mem_layout="layer_first", hicache_storage_backend=None)
-    for module in (hybrid_pool_assembler, common):
-        monkeypatch.setattr(module, "get_memory", lambda: flags)
     monkeypatch.setattr(mha, "transfer_kv_direct", transfer, raising=False)
     monkeypatch.setitem(mha.ALLOC_MEMORY_FUNCS, "cpu", allocate)
     monkeypatch.setattr("sglang.srt.mem_cache.pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
     pool = DraftPool(cache, SIZE, PAGE)
-    host = beside_target(pool, host_slots=2 * SIZE)
+    with get_context().override_server_args(hicache_mem_layout="layer_first"):
+        host = beside_target(pool, host_slots=2 * SIZE)
     assert host.size == 2 * SIZE
     before, on_host, after = torch.arange(4, 12), torch.arange(40, 48), torch.arange(16, 24)
     expected = cache.k[:, before].clone(), cache.v[:, before].clone()

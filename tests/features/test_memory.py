@@ -1,7 +1,4 @@
-"""A scheduler decodes nothing while its memory is away.
-
-The drafter's weights and K/V lie in SGLang's regions of memory that is given away.
-"""
+"""Tests of memory that is given away: nothing is decoded without it, and the drafter lies in SGLang's regions."""
 
 from __future__ import annotations
 
@@ -40,6 +37,10 @@ class Manager:
         self.offload_tags, self.idle = set(), True
         self.scheduler = SimpleNamespace(_engine_paused=paused, weight_updater=self)
 
+    @property
+    def paused(self):
+        return self.scheduler._engine_paused
+
     def is_fully_idle(self, ignore_waiting):
         return self.idle
 
@@ -69,21 +70,21 @@ def test_nothing_is_decoded_while_memory_is_away(paused):
     scheduler = manager.scheduler
     manager.release(["weights"])
     manager.release()
-    assert manager.offload_tags == {"weights", "kv_cache", "cuda_graph"} and scheduler._engine_paused
+    assert manager.offload_tags == {"weights", "kv_cache", "cuda_graph"} and manager.paused
     manager.release(["weights"])
     manager.resume(["weights", "kv_cache"])
-    assert scheduler._engine_paused
+    assert manager.paused
     manager.resume()
-    assert not manager.offload_tags and scheduler._engine_paused is paused
+    assert not manager.offload_tags and manager.paused is paused
     manager.resume()
     manager.release()
     scheduler._engine_paused = False
     go_on(lambda asked: None, scheduler, ContinueGenerationReqInput())
-    assert scheduler._engine_paused
+    assert manager.paused
     manager.resume()
-    assert not scheduler._engine_paused
+    assert not manager.paused
     go_on(lambda asked: None, scheduler, ContinueGenerationReqInput())
-    assert not scheduler._engine_paused
+    assert not manager.paused
 
 
 def test_memory_of_a_cpu_stays():
@@ -135,7 +136,7 @@ def test_running_requests_keep_the_memory():
     manager = Manager(paused=False)
     manager.idle = False
     assert refuses(manager.release())
-    assert not manager.offload_tags and not manager.scheduler._engine_paused
+    assert not manager.offload_tags and not manager.paused
 
 
 class Adapter(TorchMemorySaverAdapter):

@@ -1,7 +1,4 @@
-"""Chunks are cut by what earlier ones took, so that a step keeps the bound.
-
-Tokens of running requests in a mixed step count as a non-speculative step of theirs, and follow their grammars.
-"""
+"""Tests of chunks that are cut so that a step keeps its bound, and of running requests in mixed steps."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -188,9 +185,7 @@ def test_the_last_running_request_is_retracted_for_a_prompt_that_has_begun(runni
 
 
 def test_a_prefill_is_timed_on_the_host_of_a_cpu():
-    part = gaps(64)
-    part._limit = ChunkLimit(1e9)  # next to which all take nothing
-    part._limit.rows = 64
+    part = gaps(64, bound_ms=1e9)  # next to which all take nothing
     for rows, waited_for, found in ((64, False, 64), (64, True, 96), (3, True, 96), (96, True, 144)):
         part.prefill_comes(batch())
         part.waited_for = waited_for
@@ -241,8 +236,8 @@ class Others:
 @pytest.mark.parametrize("running", [2, 31, 32, 64, 200])
 @pytest.mark.parametrize("drafted", [False, True])
 def test_chunks_that_share_steps_with_drafts_grow_however_many_requests_run(running, drafted):
-    part = gaps(64)
-    part._limit, part.waited_for = ChunkLimit(1e9), True
+    part = gaps(64, bound_ms=1e9)
+    part.waited_for = True
     riders = Others(running, drafted)
     for _ in range(20):
         prompts = batch(extend_num_tokens=part.rows(running) - running)
@@ -254,9 +249,8 @@ def test_chunks_that_share_steps_with_drafts_grow_however_many_requests_run(runn
 
 def test_chunks_beside_requests_that_draft_nothing_shrink():
     """The machine has become slower. Of drafts, the schedule would leave some out."""
-    part, riders = gaps(800), Others(2, True)
-    part._limit, part.waited_for = ChunkLimit(1e-9), True
-    part._limit.rows = 800
+    part, riders = gaps(800, bound_ms=1e-9), Others(2, True)
+    part.waited_for = True
     for drafted, found in ((True, 800), (False, 10)):
         riders.drafted = drafted
         prompts = batch(extend_num_tokens=798)

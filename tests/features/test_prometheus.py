@@ -1,7 +1,4 @@
-"""Prometheus metrics: every figure, its labels, and the dashboard's queries.
-
-What requests are told of their drafts: traces, and counts of SGLang step by step in the meta_info of answers.
-"""
+"""Tests of Prometheus metrics and the dashboard's queries, and of what answers tell about their drafts."""
 
 import json
 import math

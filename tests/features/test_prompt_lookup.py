@@ -1,8 +1,6 @@
-"""Keys of prompt lookup: what is taken over, and that every refusal names its key and what would do.
+"""Tests of prompt lookup: its keys, OpenAI's field ``prediction``, and candidates in the served stages.
 
-Candidates from the requests' own texts in the served stages: they are learned, and change no text.
-
-OpenAI's field ``prediction``: on its way to the requests of a body, and the counts on their way to the usage.
+Refusals name key and remedy, and candidates change no text.
 """
 
 import asyncio
@@ -94,34 +92,33 @@ def test_values_that_ask_for_nothing(value):
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
-        ({"preset": "summary"}, "speculation.preset must be one of auto, none, summarization, .*, not 'summary'"),
-        ({"min_ngram": 3}, 'speculation.min_ngram belongs to the preset summarization, but speculation.preset is "a'),
-        ({"preset": "classification", "candidates": ["a"], "max_ngram": 4}, "speculation.max_ngram belongs to"),
-        ({"max_draft": 3}, "speculation.max_draft belongs to the preset summarization or classification, "),
-        ({"preset": "replay"}, "speculation.preset must be one of auto, none, summarization, classification, not "),
-        ({"prediction": content("a"), "preset": "none"}, "speculation.prediction belongs to the preset auto"),
+        ({"preset": "summary"}, "speculation.preset .* auto, none, summarization, .*'summary'"),
+        ({"min_ngram": 3}, 'speculation.min_ngram .* summarization, .*speculation.preset is "a'),
+        ({"preset": "classification", "candidates": ["a"], "max_ngram": 4}, "speculation.max_ngram "),
+        ({"max_draft": 3}, "speculation.max_draft .* summarization or classification, "),
+        ({"prediction": content("a"), "preset": "none"}, "speculation.prediction .* auto"),
         ({"prediction": content("a")}, "speculation.prediction needs a tokenizer"),
-        ({"prediction": content("ab\ud83d")}, "speculation.prediction must be text that UTF-8 can encode, not 'ab"),
-        ({"prediction": content("д" * 65537)}, "speculation.prediction has 131074 bytes; pass at most 131072"),
+        ({"prediction": content("ab\ud83d")}, "speculation.prediction .* UTF-8 .*'ab"),
+        ({"prediction": content("д" * 65537)}, "speculation.prediction .*131074 .*; pass at most 131072"),
         *(
-            ({"prediction": value}, 'speculation.prediction must be {"type": "content", "content": TEXT} with a string')
+            ({"prediction": value}, 'speculation.prediction .*{"type": "content", "content": TEXT}')
             for value in ("a", 7, [], {}, {"type": "content"}, content(None), content(7), content([7]), content(["a"]))
         ),
-        ({"prediction": content("a") | {"type": "text"}}, "speculation.prediction must be"),
-        ({"prediction": content([{"type": "image_url", "text": "a"}])}, "speculation.prediction must be"),
-        ({"preset": "summarization", "max_draft": 0}, "speculation.max_draft must be an integer from 1"),
-        ({"preset": "summarization", "min_ngram": 6}, "speculation.min_ngram=6 exceeds speculation.max_ngram=5"),
-        ({"preset": "summarization", "max_ngram": 9}, "speculation.max_ngram must be an integer from 1 to 8, not 9"),
-        ({"preset": "classification", "candidates": ["a" * 201]}, ".*must be strings of at most 200"),
-        ({"preset": "summarization", "candidates": ["a"]}, "speculation.candidates belongs to the preset class"),
-        ({"preset": "classification"}, "speculation.candidates is missing"),
-        ({"preset": "classification", "candidates": []}, "speculation.candidates must be a list of 1 to 1000 strings"),
-        ({"preset": "classification", "candidates": [" "]}, "speculation.candidates must be a list"),
-        ({"preset": "classification", "candidates": ["\ud800"]}, "speculation.candidates must be text that UTF-8"),
+        ({"prediction": content("a") | {"type": "text"}}, "speculation.prediction "),
+        ({"prediction": content([{"type": "image_url", "text": "a"}])}, "speculation.prediction "),
+        ({"preset": "summarization", "max_draft": 0}, "speculation.max_draft .* 1"),
+        ({"preset": "summarization", "min_ngram": 6}, "speculation.min_ngram=6 .*speculation.max_ngram=5"),
+        ({"preset": "summarization", "max_ngram": 9}, "speculation.max_ngram .* 1 to 8, not 9"),
+        ({"preset": "classification", "candidates": ["a" * 201]}, "speculation.candidates .*200"),
+        ({"preset": "summarization", "candidates": ["a"]}, "speculation.candidates .* class"),
+        ({"preset": "classification"}, "speculation.candidates "),
+        ({"preset": "classification", "candidates": []}, "speculation.candidates .* 1 to 1000"),
+        ({"preset": "classification", "candidates": [" "]}, "speculation.candidates "),
+        ({"preset": "classification", "candidates": ["\ud800"]}, "speculation.candidates .*UTF-8"),
         ({"preset": "classification", "candidates": ["a"]}, "speculation.candidates needs a tokenizer"),
-        *(({"cache": key}, "speculation.cache must be a string of 1 to 256") for key in ("", 7, "a" * 257, "\ud800")),
-        ({"cache": "a", "preset": "none"}, "speculation.cache belongs to the preset auto or summarization"),
-        ({"cache": "k"}, "speculation.cache='k' needs .* start this one with --speculative-dspark-answer-cache"),
+        *(({"cache": key}, "speculation.cache .* 1 to 256") for key in ("", 7, "a" * 257, "\ud800")),
+        ({"cache": "a", "preset": "none"}, "speculation.cache .* auto or summarization"),
+        ({"cache": "k"}, "speculation.cache='k' .*--speculative-dspark-answer-cache"),
     ],
 )  # fmt: skip
 def test_refused_keys(value, complaint):
@@ -165,9 +162,9 @@ def test_too_many_tokens_are_refused_by_name():
 @pytest.mark.parametrize(
     ("label", "named"),
     [
-        ("\N{ZERO WIDTH SPACE}", "which has no token; drop it"),
-        ("yes \N{CYRILLIC SMALL LETTER A}", "whose token 1072 the target does not have"),
-        (chr(256), "whose token 256 the target does not have .its ids lie below 256.; drop it"),
+        ("\N{ZERO WIDTH SPACE}", "no token; drop it"),
+        ("yes \N{CYRILLIC SMALL LETTER A}", "token 1072 "),
+        (chr(256), "token 256 .*; drop it"),
     ],
 )
 def test_labels_that_no_answer_can_hold_are_refused_by_name(label, named):
@@ -184,9 +181,7 @@ def test_labels_that_no_answer_can_hold_are_refused_by_name(label, named):
 
 @pytest.mark.parametrize("candidates", [["\N{GRINNING FACE}" * 51], [f"{place:0199d}" for place in range(200)]])
 def test_too_many_bytes_are_refused_before_they_are_tokenized(candidates):
-    with pytest.raises(
-        ValueError, match=r"speculation.candidates must be strings of at most 200 bytes, and 32768 in all"
-    ):
+    with pytest.raises(ValueError, match=r"speculation.candidates .* 200 bytes, and 32768"):
         with_labels(None, candidates)
 
 
@@ -203,7 +198,7 @@ def test_a_prediction_arrives_in_parts_that_the_target_can_write():
 
 def test_too_many_predicted_tokens_are_refused_by_name():
     assert len(predicted("a" * 32768)[0]) == 32768
-    with pytest.raises(ValueError, match=r"speculation.prediction has 32769 tokens; pass at most 32768"):
+    with pytest.raises(ValueError, match=r"speculation.prediction .*32769 .*; pass at most 32768"):
         predicted("a" * 32769)
 
 
@@ -257,10 +252,10 @@ def test_ids_of_pictures_are_never_copied(options):
     loop, prompt = StageLoop(**options, lookup=True), [7, 8, 9, 999, 999, 10, 7, 8, 9]
     loop.bounds = [(1, *USUAL[1:3], ASKED_ROWS)]
     loop.serve([prompt[:1]], 1)
-    slots = loop._table[0].long()
+    slots = loop.table[0].long()
     loop.drafter.remember(torch.tensor(prompt), slots[: len(prompt)])
     loop.texts = [prompt]
-    block = loop.drafter.propose(loop._batch(2), 4, False, loop.schedule.forecast.weights)
+    block = loop.drafter.propose(loop.batch(2), 4, False, loop.schedule.forecast.weights)
     assert block.tokens.max() < 256 and block.chains[0, 1] == 0, "nothing is copied behind the end of a passage"
 
 
@@ -269,7 +264,7 @@ def test_rules_are_those_of_the_requests_that_are_drafted():
     loop, behind = StageLoop(schedule="static", lookup=True), torch.tensor([[5, 6], [20, 22], [30, 31]])
     loop.serve([*PROMPTS, PROMPTS[0]], 2)
     loop.bounds = [NO_CHAINS, NO_CHAINS, (*NO_CHAINS[:2], 1, NO_CHAINS[3])]
-    step, ends = replace(loop._batch(9), rows_of=loop._rows), torch.full((3, 1), -1)
+    step, ends = replace(loop.batch(9), rows_of=loop.rows), torch.full((3, 1), -1)
     texts = torch.cat([ends, step.anchors[:, None], behind, ends], 1)
     needed = torch.tensor([[9, 1, 9, 9, 9]] * 3)
     rows = torch.tensor([ASKED_ROWS, CACHED_ROWS, ASKED_ROWS])  # of what competes, nothing is known yet

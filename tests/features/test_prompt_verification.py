@@ -1,7 +1,4 @@
-"""Prompts in the verification of running requests: each finds its own rows, and no prompt decides about a draft.
-
-Prompts are cut into blocks that a verification has room for, and nothing of them is lost or read twice.
-"""
+"""Tests of prompts that are verified: cut into blocks, next to running requests, none decides about a draft."""
 
 from __future__ import annotations
 
@@ -125,15 +122,15 @@ def test_texts_beside_prompts_have_the_targets_distribution(monkeypatch, options
         return outcome
 
     def verify(loop, step, plan):
-        target = StageLoop._verify(loop, step, plan)
+        target = StageLoop.verify(loop, step, plan)
         logits = target.logits_output.next_token_logits
         numbers = torch.arange(float(ROWS))[:, None]
         whole = torch.cat([logits, numbers.expand(-1, logits.shape[1])])
         states = torch.cat([target.captured, numbers.expand(-1, target.captured.shape[1])])
         return target._replace(logits_output=SimpleNamespace(next_token_logits=whole), captured=states)
 
-    monkeypatch.setattr(ToyLoop, "_run", run, raising=False)
-    monkeypatch.setattr(ToyLoop, "_verify", verify, raising=False)
+    monkeypatch.setattr(ToyLoop, "run", run, raising=False)
+    monkeypatch.setattr(ToyLoop, "verify", verify, raising=False)
     length = 2 if not how else 1
     assert distribution_error(monkeypatch, options, length, **how) < 1e-9
 

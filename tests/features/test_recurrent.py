@@ -1,9 +1,4 @@
-"""Flags that recurrent layers do not go with are adjusted, or refused with flag, value and remedy.
-
-The cache of states is chosen while SGLang resolves its arguments.
-
-States and windows of recurrent layers: after any number of rejected drafts they are those of plain decoding.
-"""
+"""Tests of recurrent layers: their flags, their cache, and their states after rejected drafts."""
 
 import re
 from pathlib import Path
@@ -27,6 +22,7 @@ from stage_loop import RecordedGraph
 
 from sglang_dspark.engine import hooks
 from sglang_dspark.engine.flags import MIN_REQUESTS
+from sglang_dspark.engine.hooks import install
 from sglang_dspark.engine.start import flag_adjustments
 from sglang_dspark.engine.verify import DSparkVerifyInput
 from sglang_dspark.errors import ConfigError
@@ -89,13 +85,10 @@ TOKENIZER = Path(__file__).parents[1] / "data" / "golden" / "target"
 
 
 @pytest.fixture
-def settled(monkeypatch, tmp_path):
-    """Resolves the arguments of a server on a CPU, of a target of this class."""
+def settled(unhooked, monkeypatch, tmp_path):
+    """Resolves the arguments of a server on a CPU, of a target of this class; its own hook is there."""
     load_plugins()
-    install = hooks.install
     monkeypatch.setattr(hooks, "install", lambda args, *places: install(args, *{"resolution"}.intersection(places)))
-    for name in ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"):
-        monkeypatch.setenv(name, "0")  # or starting would leave it behind
     drafter = random_drafter(tmp_path / "draft", "tiny")
 
     def settle(*flags, architecture="Qwen3_5ForCausalLM"):

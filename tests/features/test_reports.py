@@ -1,10 +1,6 @@
-"""SGLang reports accepted drafts over those that were verified.
+"""Tests of reports: accepted drafts in SGLang's log, questions to the scheduler, and the page.
 
-Questions to the scheduler: none hangs, fails or gets another one's answer, whatever callers and bodies do.
-
-Answers of several replicas: what one server would have counted, and each replica beside it.
-
-The page as it is put together: complete, and sufficient unto itself.
+No question hangs or gets another one's answer, and replicas are summed as one server.
 """
 
 import asyncio
@@ -20,13 +16,13 @@ import pytest
 from fastapi import FastAPI
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+from sglang.srt.runtime_context import get_context
 from sglang_objects import partly
 from starlette.testclient import TestClient
 
 from sglang_dspark.engine import http
 from sglang_dspark.engine.http import MAX_WAITING, Turns
 from sglang_dspark.errors import BusyError, ConfigError
-from sglang_dspark.features import reports
 from sglang_dspark.features.reports import Reports, report_verified, routes
 from sglang_dspark.features.reports.counters import Counters, Versions
 from sglang_dspark.features.reports.routes import KEY, REPLICA, Channel, in_common, page_document, stats, with_each
@@ -57,9 +53,8 @@ def add(reporter, verified, accepted):
 
 
 @pytest.fixture
-def said(monkeypatch):
+def said():
     """Return what a reporter says of steps [(verified, accepted), ...], reported after each; the last two are due."""
-    monkeypatch.setattr(reports, "tokens_per_step", lambda: BLOCK + 1)
     requests = [SimpleNamespace(output_ids=[7] * 9, finished_len=end) for end in (None, 8, 4)]
     part = partly(Reports, _taking=[(req, 5) for req in requests])  # the last one's end lies before the step
     scheduler = SimpleNamespace(draft_worker=partly(DSparkWorker, parts=[part]))
@@ -74,7 +69,8 @@ def said(monkeypatch):
                 report_verified(Reporter.report, reporter, is_due=number == len(steps), num_generated_tokens=generated)
         return reporter.said
 
-    return said
+    with get_context().override_server_args(speculative_num_draft_tokens=BLOCK + 1):
+        yield said
 
 
 def test_accepted_drafts_are_divided_by_the_verified_ones(said):
@@ -210,10 +206,12 @@ async def test_no_more_wait_than_can_be_answered():
 
 
 @pytest.fixture
-def client(monkeypatch):
-    manager = Manager()
+def client(request, monkeypatch):
+    """Of a server whose scheduler answers, unless the test says otherwise."""
+    answers = getattr(request, "param", True)
+    manager = Manager(answers=answers)
     monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
-    monkeypatch.setattr(routes, "TURNS", Turns())
+    monkeypatch.setattr(routes, "TURNS", Turns() if answers else Turns(0.05))
     app = FastAPI()
     routes.add(app, None)
     with TestClient(app, raise_server_exceptions=False) as client:
@@ -256,17 +254,12 @@ def test_a_figure_that_is_no_number_is_null(client):
 
 
 @pytest.mark.usefixtures("no_pause")
-def test_no_answer_is_service_unavailable(monkeypatch):
-    manager = Manager(answers=False)
-    monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
-    monkeypatch.setattr(routes, "TURNS", Turns(0.05))
-    app = FastAPI()
-    routes.add(app, None)
-    with TestClient(app) as client:
-        for path in ("/dspark/stats", "/dspark/capabilities"):
-            answer = client.get(path)
-            assert answer.status_code == 503
-            assert answer.json()["type"] == "ServiceUnavailableError"
+@pytest.mark.parametrize("client", [False], indirect=True)
+def test_no_answer_is_service_unavailable(client):
+    for path in ("/dspark/stats", "/dspark/capabilities"):
+        answer = client.get(path)
+        assert answer.status_code == 503
+        assert answer.json()["type"] == "ServiceUnavailableError"
 
 
 GAMMA = 3

@@ -1,7 +1,4 @@
-"""Prompts that are verified, and those that are not.
-
-Running requests beside prompts: which of them ride, and what SGLang is given of them.
-"""
+"""Tests of prompts that are verified, and of running requests that ride with them."""
 
 from __future__ import annotations
 
@@ -176,7 +173,6 @@ def test_running_requests_beside_prompts_are_no_prompts():
     ids=lambda asked: next(iter(asked)),
 )
 def test_what_only_a_prefill_does(asked):
-    assert part()._blocks(prompts(3)) is not None
     assert part().encode(prompts(3, **asked)) is None
 
 
@@ -233,7 +229,8 @@ def test_the_time_of_a_step_beside_prompts_is_none_of_a_step():
         return GenerationBatchResult()
 
     asked = prompts(3, input_ids=torch.arange(3), req_pool_indices=torch.tensor([1]))
-    vars(asked)[DECODED_WITH_PREFILL] = partly(RunningBeside, blocks=found._blocks(asked), decode=decode)
+    running = batch(request(), has_grammar=False, multimodal_inputs=None)
+    vars(asked)[DECODED_WITH_PREFILL] = partly(RunningBeside, blocks=found.blocks_beside(asked, running), decode=decode)
     assert found.encode(asked) is not None and forgotten == [True]
     assert found.counted()[0].values == {VERIFIED: 0, PREFILLED: 0, BESIDE: 1}
 

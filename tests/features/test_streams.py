@@ -1,8 +1,6 @@
-"""A stream of steps, cut into messages of one token.
+"""Tests of streams that steps of several tokens are cut into: together they are the text without a stream.
 
-Streams through SGLang's own detokenizer, in steps of several tokens: together they are the text without a stream.
-
-Every parser of SGLang reads a stream that was cut into tokens as it reads the plain server's.
+Every parser of SGLang reads them as it reads the plain server's.
 """
 
 import asyncio

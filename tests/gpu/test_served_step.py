@@ -1,10 +1,7 @@
-"""Decode steps of a real server on a GPU: CUDA graphs, no waits, nothing compiled late.
+"""Tests of decode steps of a real server on a GPU: CUDA graphs, no waits, nothing compiled late.
 
-Passed on an H200.
-
-Texts of a server whose streams fall behind each other at random, and whose buffers are overwritten behind each step.
-
-**Not yet run on a GPU.** Which launches of streams are in order, ``tests/server/test_step_graphs.py`` shows on a CPU.
+Passed on an H200, except for streams that fall behind at random with buffers that are overwritten: **not yet run on a
+GPU**. Which launches are in order, ``tests/server/test_step_graphs.py`` shows on a CPU.
 """
 
 from __future__ import annotations

@@ -1,22 +1,12 @@
-"""Targets as GPUs serve them: quantised, with eight-bit caches, in pages, on two GPUs.
+"""Tests of targets as GPUs serve them: all families in 16 bits, quantised, with adapters, windows, pages, two GPUs.
 
-Passed on an H200 so far: Qwen3-VL with images, recurrent layers, pages of 64 tokens, and without retractions caches and
-weights in eight bits.
-
-LoRA adapters of the target on a GPU, in captured steps. Passed on an H200 with csgmv.
-
-Every family of targets in SGLang's own model on a GPU, in 16 bits.
-
-What a CPU cannot show: SGLang's CUDA kernels of mixtures of experts with the rows of a verification, hidden states that
-its fused layers return, and verification through the kernel for CUDA. tests/engine/test_checks.py has the float32.
-GLM-4 MoE, gpt-oss, Gemma 4, Qwen2 MoE, Mistral 3 and Qwen3-VL have passed on an H200; the rest has not run with these
-bounds.
-
-A target with windows of the context and attention sinks behind a real server on a GPU.
-
-Verification is replayed from CUDA graphs there, beside SGLang's own attention of prompts, and both read one K/V pool.
-An H200 wrote no text as a plain server did, whose Triton attention leaves the oldest key of a window out when it
-decodes. So a plain server reads the texts as prompts here, in which its windows are whole. Not run on a GPU since.
+A CPU cannot show SGLang's CUDA kernels of experts with the rows of a verification, hidden states of fused layers, and
+verification from CUDA graphs next to SGLang's attention of prompts. tests/engine/test_checks.py has the float32.
+Passed on an H200: Qwen3-VL with images, recurrent layers, pages of 64 tokens, caches and weights in eight bits without
+retractions, LoRA adapters with csgmv, and of the families GLM-4 MoE, gpt-oss, Gemma 4, Qwen2 MoE, Mistral 3 and
+Qwen3-VL; the rest has not run with these bounds. With windows an H200 wrote other texts than a plain server, whose
+Triton attention leaves the oldest key out when it decodes: the plain server reads the texts as prompts here, which has
+not run on a GPU since.
 """
 
 from __future__ import annotations

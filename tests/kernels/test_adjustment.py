@@ -1,7 +1,4 @@
-"""The cut of top-k, top-p and min-p, row by row, against ``target_probs`` and against sums in float64.
-
-Penalties, minimum lengths and biases: every row against a literal loop over one request's tokens.
-"""
+"""Tests of the cut of top-k, top-p and min-p, and of penalties, minimum lengths and biases, row by row."""
 
 import random
 

@@ -1,8 +1,6 @@
-"""Attention of few query rows per request: the kernel, its torch form, and dense attention in float64.
+"""Tests of attention of few query rows per request, and of writing committed K/V.
 
-Writing committed K/V: the fused kernel against the torch form, and both against the draft model.
-
-Attention of ragged rows on the CPU, against dense attention in float64.
+Kernels, forms in torch and forms of a CPU are compared with dense attention in float64.
 """
 
 from dataclasses import replace
@@ -130,6 +128,12 @@ def test_kernel_equals_reference(window, sight, causal, splits, with_sinks, tile
     torch.testing.assert_close(found.float(), window_attention_ref(*exact, **how), **TOLERANCES[dtype])
 
 
+@pytest.fixture
+def a_tile_per_split(monkeypatch):
+    """Or contexts would have to be long."""
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
+
+
 def in_a_pool_of_its_own(case, device):
     """Return the case with the rows that are seen in smaller pools, scattered; all others are NaN, row 0 among them."""
     q, kv, pools, windows = case
@@ -149,13 +153,13 @@ def in_a_pool_of_its_own(case, device):
     return q, kv, moved, replace(windows, translation=translation)
 
 
+@pytest.mark.usefixtures("a_tile_per_split")
 @pytest.mark.parametrize(
     ("window", "sight", "splits", "is_stored", "form"),
     pairwise(list(WINDOWS), list(SIGHTS), [1, 2, 8], [False, True], [window_attention, window_attention_ref]),
 )
-def test_pools_that_number_their_rows_themselves(window, sight, splits, is_stored, form, device, monkeypatch):
+def test_pools_that_number_their_rows_themselves(window, sight, splits, is_stored, form, device):
     """Keys that no row sees need no place in the pool."""
-    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
     prefix_lens, query_lens, shape = WINDOWS[window]
     q, kv, pools, windows = window_case(prefix_lens, query_lens, shape, device)
     table = torch.nn.functional.pad(windows.req_to_token, (0, windows.width), value=len(pools[0]) - 1)
@@ -165,10 +169,10 @@ def test_pools_that_number_their_rows_themselves(window, sight, splits, is_store
     torch.testing.assert_close(form(*in_a_pool_of_its_own(case, device), **how), expected, **FP32_TOL)
 
 
+@pytest.mark.usefixtures("a_tile_per_split")
 @pytest.mark.parametrize("splits", [1, 4])
-def test_sinks_count_once_whatever_the_context_is_split_into(splits, device, monkeypatch):
+def test_sinks_count_once_whatever_the_context_is_split_into(splits, device):
     """Every head has its own, in 16 bits here."""
-    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
     case = window_case((150, 0), (3, 2), (10, 2, 24), device)
     sinks = torch.linspace(0, 8, 10, device=device).to(torch.float16)
     how = {"causal": True, "scale": 0.2, "sinks": sinks}
@@ -191,10 +195,10 @@ def test_requests_use_splits_by_their_own_contexts(splits, device, monkeypatch):
     assert torch.equal(out[rows], whole[rows])
 
 
+@pytest.mark.usefixtures("a_tile_per_split")
 @pytest.mark.parametrize("splits", [33, 100])
-def test_more_splits_than_are_combined_at_a_time(splits, device, monkeypatch):
+def test_more_splits_than_are_combined_at_a_time(splits, device):
     """A rank with one K/V head needs hundreds of them for one request."""
-    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
     case = window_case((64 * 70 + 3, 64 * 33, 64 * 20), (2, 1, 1), (2, 1, 16), device)
     how = {"causal": True, "scale": 0.5}
     found = window_attention(*case, splits=splits, **how)
@@ -246,13 +250,13 @@ def test_the_last_program_combines_whichever_it_is(splits, device, monkeypatch):
         assert not module._arrivals(expected.device).any()
 
 
+@pytest.mark.usefixtures("a_tile_per_split")
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "max_tile"), [(9, 3, 16 * 64), (14, 2, 16 * 64), (14, 2, 32 * 64), (5, 1, 64 * 64)]
 )
 def test_groups_of_heads_are_shared_out(heads, kv_heads, max_tile, device, monkeypatch):
     """Shares of one head up to all of a group, and a last share that is not full."""
     monkeypatch.setattr(module, "_MAX_TILE", max_tile)
-    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
     case = window_case((33, 0, 140), (4, 7, 1), (heads, kv_heads, 64), device)
     for causal, splits in ((True, 1), (False, 2)):
         out = window_attention(*case, causal=causal, scale=0.125, splits=splits)
@@ -260,13 +264,13 @@ def test_groups_of_heads_are_shared_out(heads, kv_heads, max_tile, device, monke
         torch.testing.assert_close(out[:12], expected[:12], **FP32_TOL)
 
 
+@pytest.mark.usefixtures("a_tile_per_split")
 @pytest.mark.parametrize(
     ("window", "splits", "dtype"),
     pairwise(list(WINDOWS), [1, 2], [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]),
 )
-def test_a_window_that_is_stored_is_read_from_the_pool(window, splits, dtype, device, monkeypatch):
+def test_a_window_that_is_stored_is_read_from_the_pool(window, splits, dtype, device):
     """K/V is stored in the pool's dtype, behind the contexts, as later steps will find it."""
-    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
     prefix_lens, query_lens, shape = WINDOWS[window]
     q, _, _, windows = window_case(prefix_lens, query_lens, shape, device)
     table = torch.nn.functional.pad(windows.req_to_token, (0, windows.width))
@@ -287,10 +291,10 @@ def test_a_window_that_is_stored_is_read_from_the_pool(window, splits, dtype, de
         torch.testing.assert_close(found, expected, **FP32_TOL)
 
 
+@pytest.mark.usefixtures("a_tile_per_split")
 @pytest.mark.parametrize(("padding", "splits"), [(1, 4), (9, 1), (40, 4)])
-def test_rows_of_no_request_are_zero(padding, splits, device, monkeypatch):
+def test_rows_of_no_request_are_zero(padding, splits, device):
     """Later layers compute with these rows, and quantise by the largest value that they see."""
-    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
     case = window_case((33, 0, 140), (4, 0, 1), (6, 2, 24), device, padding=padding)
     out = window_attention(*case, causal=True, scale=0.125, splits=splits)
     assert out[:5].isfinite().all() and out[:5].any()

@@ -1,8 +1,6 @@
-"""Inputs at the ends of their range, that lie apart in memory, or do not fit together.
+"""Tests of inputs at the ends of their range, that lie apart in memory, or that do not fit together.
 
-Pools of more than two thousand million elements: offsets in them are computed in 64 bits.
-
-Values that change from step to step compile no kernel again, by Triton's own rule.
+Large pools need offsets of 64 bits, and values that change from step to step compile no kernel again.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Draws at the probabilities and sizes of real servers, whose errors are too small for tests on a small vocabulary.
-
-Drafting and verification in torch against the literal rules, one request at a time, with the real heads.
-"""
+"""Tests of draws at the probabilities and sizes of real servers, and of real heads against the literal rules."""
 
 import itertools
 from dataclasses import dataclass, field, replace

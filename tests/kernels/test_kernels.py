@@ -1,18 +1,7 @@
-"""Properties of every function with kernels, at the sizes of its case: tests/support/kernel_cases.py.
+"""Tests of properties that every function with kernels has, at the sizes of tests/support/kernel_cases.py.
 
-Every kernel compiles to machine code for GPUs that are not here, and asks for no more than they have.
-
-Steps in torch read nothing back from an accelerator, and greedy ones pay for an argmax alone.
-
-Tensors of the device "meta" have no values, so any attempt to read one raises.
-
-Callers never know where a function runs.
-
-A kernel's reference and wrapper share one name, cases launch it, and callers never ask for the device.
-
-A file is a part of another one in its folder whose name it continues: ``walk_kernel.py`` belongs to ``walk.py``, and
-``cases_drafting.py`` launches what both hold. Device code that is never launched needs no case. The tests' own calls
-stand in tests/support/kernel_cases.py.
+Kernels compile for GPUs that are not here. Steps in torch read nothing back, which tensors of the device "meta" show:
+they have no values. A file whose name continues another one's is a part of it, and callers never ask for the device.
 """
 
 import ast

@@ -1,7 +1,4 @@
-"""Planning a verification: both forms against the scheduler's selection and a flattening request by request.
-
-Laying out a decode step: the kernel and its torch form against one request at a time.
-"""
+"""Tests of planning a verification and of laying out a decode step, against one request at a time."""
 
 from dataclasses import fields, replace
 

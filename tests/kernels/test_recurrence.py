@@ -1,12 +1,6 @@
-"""The gated delta rule over ragged rows, and a commit that replays what was accepted.
+"""Tests of the gated delta rule and the short convolution over ragged rows, and of commits of what was accepted.
 
-Values are compared with those of SGLang below.
-
-The short convolution over ragged rows, and a commit that moves windows on.
-
-Values are compared with those of SGLang below.
-
-Recurrent layers against SGLang's own kernels, with both under Triton's interpreter where there is no GPU.
+Values are compared with those of SGLang's own kernels.
 """
 
 import pytest

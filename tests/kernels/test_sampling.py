@@ -1,6 +1,6 @@
-"""The rule that each request follows, and what the host remembers about the batch.
+"""Tests of the sampling rule of each request, and of p_t against SGLang's own sampler in torch.
 
-p_t against SGLang's own pytorch sampler, and what SGLang leaves open: ties, width of the cut, batch mates.
+What SGLang leaves open is tested too: ties, the width of the cut, batch mates.
 """
 
 import ast

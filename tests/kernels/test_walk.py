@@ -1,7 +1,4 @@
-"""The kernels' walk against plain torch, and the distribution of what it draws.
-
-Candidates in the walk: both forms, slot by slot, and what is stored is what was drawn from.
-"""
+"""Tests of the walk of drafts, by kernels and in torch, with and without candidates."""
 
 from dataclasses import replace
 

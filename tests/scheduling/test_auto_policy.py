@@ -1,4 +1,4 @@
-"""The policy ``auto``: when it speculates, parks, resumes, probes and explores.
+"""Tests of the policy ``auto``: when it speculates, parks, resumes, probes and explores.
 
 A credit bounds what speculation may lose on a request that runs alone.
 """

@@ -1,9 +1,4 @@
-"""The best step: against a search over all depths and token counts that knows nothing of arrays.
-
-The value of a budget by earlier rounds: against a literal computation, and its shape.
-
-Acceptance by position follows the outcomes, and forgets old ones.
-"""
+"""Tests of forecasts: the best step, the value of a budget, and acceptance by position, against literal searches."""
 
 import numpy as np
 import pytest

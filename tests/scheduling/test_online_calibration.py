@@ -1,9 +1,4 @@
-"""Online recalibration: recovery, change, degenerate windows, and what is recorded.
-
-Copied candidates weigh nothing at first, then as much as those behind as many matched tokens were right.
-
-A drafter fits or not, by how many of its first drafts are accepted, beside chance and its own promise.
-"""
+"""Tests of online recalibration, of the weights of copied candidates, and of verdicts about drafters."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The schedule of a server: what can be had on it, and what it learns from rounds.
+"""Tests of the schedule of a server: what can be had on it, and what it learns from rounds.
 
 A request that runs alone is not drafted while it is beyond the drafter.
 """

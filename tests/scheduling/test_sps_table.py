@@ -1,7 +1,4 @@
-"""The table of step times: interpolation, what lies beyond the grid, and its file.
-
-Measuring the table, with a clock that only steps move.
-"""
+"""Tests of the table of step times: how it is measured, its interpolation, and its file."""
 
 import itertools
 import json

@@ -1,7 +1,4 @@
-"""The table corrected by real steps: what is learned, how fast, and what is not believed.
-
-Some steps update the step times, others do not.
-"""
+"""Tests of the table of step times as real steps correct it: which of them teach, what, and how fast."""
 
 import math
 from types import SimpleNamespace

@@ -1,7 +1,4 @@
-"""Sequential Temperature Scaling: what it finds, how it breaks ties, and the file that keeps it.
-
-ECE, AUC, Brier and reliability bins against literal loops and known answers.
-"""
+"""Tests of Sequential Temperature Scaling and its file, and of measures of calibration."""
 
 import json
 import math

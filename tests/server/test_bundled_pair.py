@@ -1,8 +1,6 @@
-"""The demo's pair: a Llama target of real size and the bundled drafter. Short form of ``benchmarks/identity.py``.
+"""Tests of the demo's pair on a real server: texts, ``evaluate``, statistics, capabilities and counts of answers.
 
-``evaluate`` on a real server against the server's own counters.
-
-Statistics and capabilities of a running server, and the counts of every answer.
+A short form of ``benchmarks/identity.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Clients and benchmarks: official packages on four routes, streams, tools, several turns, counts of drafts.
+"""Tests of official clients and benchmarks, next to a plain server: routes, streams, tools, turns, counts.
 
-Every text is that of the plain server.
-
-OpenAI's field ``prediction``: a text that the client expects, over HTTP and by OpenAI's client.
+OpenAI's client also sends a ``prediction``.
 """
 
 from __future__ import annotations

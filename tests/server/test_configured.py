@@ -1,6 +1,6 @@
-"""A server whose options stand in a YAML file, among them those that no other server of the tests has.
+"""Tests of a server whose options stand in a YAML file, some of which no other server of the tests has.
 
-Sessions, streams and errors are those of a plain server, though steps bring several tokens.
+Sessions, streams and errors are those of a plain server.
 """
 
 from __future__ import annotations

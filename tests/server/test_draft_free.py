@@ -1,6 +1,6 @@
-"""A server without a drafter: presets speculate, everything else decodes plainly, and the text is the target's.
+"""Tests of a server without a drafter: presets speculate, and everything else decodes plainly.
 
-A target whose texts have parts: streams through parsers, Ollama, and ends of a text, beside the plain server.
+Texts that have parts go through parsers, Ollama and ends of a text as on the plain server.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Greedy text through a real server: the golden traces, and identity with the target alone in every corner.
+"""Tests of greedy, sampled and seeded texts of real servers, our worker's and SGLang's own.
 
-Sampled and seeded requests through a real server: the distribution of the text, and its reproducibility.
-
-Servers of random weights that keep drafts by chance: ours, replayed as on a GPU, and SGLang's own worker.
-
-Regrets judge texts in 16 bits: right ones are not regretted, a wrong token is.
+Servers of random weights keep drafts by chance, and regrets judge texts in 16 bits.
 """
 
 from __future__ import annotations

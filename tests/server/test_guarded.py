@@ -1,6 +1,6 @@
-"""A server with keys and metrics: which routes need which key, and what Prometheus and OpenAI clients get.
+"""Tests of a server with keys and metrics, and of penalties, biases and grammars together.
 
-Penalties, biases and grammars together, against a literal decoder. Distributions: tests/exactness.
+Distributions are in tests/exactness.
 """
 
 from __future__ import annotations

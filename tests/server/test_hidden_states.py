@@ -1,9 +1,4 @@
-"""Hidden states behind pictures, of recurrent layers, of two ranks and of aborted requests are the plain server's.
-
-Experts of every token of an answer, beside a plain server.
-
-Budgets of thinking end it where they do in steps of one token, wherever a step of several ends.
-"""
+"""Tests of hidden states, experts and budgets of thinking, next to a plain server."""
 
 from __future__ import annotations
 

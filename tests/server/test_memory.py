@@ -1,10 +1,6 @@
-"""Memory that is given away and taken back while requests come.
+"""Tests of memory that is given away while requests come, and of a pool that is too small for them.
 
-A target whose layers keep recurrent states, as on a GPU: steps overlap or are replayed, and states of texts stay.
-
-Replayed steps are those of ``hybrid_graphs``: graphs as plain calls, and kernels that are interpreted.
-
-A pool too small for its requests, and a context that they grow out of: the text is still the target's.
+One target keeps recurrent states, and its steps are replayed: see ``hybrid_graphs``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`sglang.Engine` in a program of the user's: our options among its flags, those of a request in `custom_params`.
-
-A server that is told to end: it finishes what is under way.
-"""
+"""Tests of `sglang.Engine` in a program of the user's, and of a server that is told to end."""
 
 from __future__ import annotations
 

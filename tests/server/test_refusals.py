@@ -1,6 +1,6 @@
-"""Bad input: HTTP 400 that names the field, or an end at start-up that names the flag, and never a dropped option.
+"""Tests of bad input: HTTP 400 names the field, an end at start-up names the flag, and no option is dropped.
 
-Requests about which advice cannot be had are answered as on a plain server, beside others that notice nothing.
+Requests about which advice cannot be had are answered as on a plain server.
 """
 
 from __future__ import annotations
@@ -30,25 +30,21 @@ def refused(server, path, body):
         ("/generate", {"input_ids": [5, 256]}, "input_ids"),
         ("/generate", {"input_ids": [5], "lora_path": "x"}, "--enable-lora"),
         ("/generate", {"input_ids": [5], "session_params": {"id": 3}}, "session_params.id"),
-        (
-            "/generate",
-            {"text": "a", "speculation": {"max_verify": -1}},
-            "speculation.max_verify must be an integer from",
-        ),
+        ("/generate", {"text": "a", "speculation": {"max_verify": -1}}, "speculation.max_verify"),
         ("/generate", {"text": "a", "speculation": {"cache": "k"}}, "--speculative-dspark-answer-cache"),
         *(
-            (route, {**body, "speculation": {key: value}}, f"speculation.{key} must be a number from")
+            (route, {**body, "speculation": {key: value}}, f"speculation.{key}")
             for route, body in (
                 ("/generate", {"text": "a"}),
                 ("/v1/completions", {"model": "m", "prompt": "a"}),
             )
             for key, value in (("tpot_ms", "soon"), ("weight", True))
         ),
-        ("/dspark/policy", {"policy": "static", "verify_len": 8}, "verify-len=8 exceeds the 7 drafts"),
+        ("/dspark/policy", {"policy": "static", "verify_len": 8}, "verify-len=8"),
         ("/dspark/policy", [], "JSON object"),
         ("/pd_role_switch", {}, "/pd_role_switch"),
         ("/dspark/drafter", {"path": "/no/such/folder"}, "/no/such/folder"),
-        ("/dspark/drafter", {"path": 3}, "the body must be like"),
+        ("/dspark/drafter", {"path": 3}, "path"),
     ],
 )
 def test_what_is_refused_is_named_and_changes_nothing(dspark, path, body, named):
@@ -74,7 +70,7 @@ def test_hostile_custom_params(dspark):
     def asked(entry):
         return greedy([5, 6, 7], 4, {"custom_params": {"dspark": entry}})
 
-    for entry, named in ((1, "must be an object"), ('{"labels": [[5]]}', "speculation.labels is not a known option")):
+    for entry, named in ((1, "speculation"), ('{"labels": [[5]]}', "speculation.labels")):
         assert named in refused(dspark, "/generate", asked(entry))
     answer = dspark.post_json("/generate", asked(None))
     assert len(answer["output_ids"]) == 4
@@ -100,14 +96,14 @@ STARTUP = [
     (["--speculative-draft-model-path", ""], "--speculative-draft-model-path"),
     (["--speculative-draft-model-path", "./no-such-folder"], "no-such-folder"),
     (["--tp-size", "2", "--attn-cp-size", "2"], "--attn-cp-size=2"),
-    (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "dp-size=2; drop it or --enable-dp"),
+    (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "dp-size=2; drop"),
     (["--quantization", "fp8", "--speculative-draft-model-quantization", "fp8"], "-draft-model-quantization=fp8"),
     (["--grammar-backend", "outlines"], "--grammar-backend=outlines"),
     (["--speculative-dspark-verify-len", "two"], "--speculative-dspark-verify-len='two'"),
     (["--speculative-dspark-fallback", "target-only", "--tp-size", "2", "--attn-cp-size", "2"], "--attn-cp-size=2"),
 ]
 DRAFT_FREE = [
-    ([], "--speculative-dspark-draft-free to serve"),
+    ([], "--speculative-dspark-draft-free"),
     (["--speculative-dspark-draft-free", "--tp-size", "2", "--attn-cp-size", "2"], "--attn-cp-size=2"),
 ]
 

@@ -1,6 +1,4 @@
-"""Two replicas behind two tokenizer workers: whichever process gets a request, texts, counts and refusals are right.
-
-One server on two machines: the texts are the target's, and neither machine goes on without the other.
+"""Tests of two replicas behind two tokenizer workers, and of one server on two machines.
 
 The machines are two processes here that share no memory, and talk over the loopback device.
 """

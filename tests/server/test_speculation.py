@@ -1,6 +1,6 @@
-"""The ``speculation`` field through a real server: what its keys do, and that none of them changes the text.
+"""Tests of the ``speculation`` field through a real server: none of its keys changes the text.
 
-Parameters in and out of range: the DSPARK server accepts and refuses what the plain server does.
+Other parameters are accepted and refused as on the plain server.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Streams of letters of several tokens, in steps that end within them: together they are the text without a stream.
-
-Streaming sessions keep the K/V of their turns, and every turn's text is that of its whole prompt.
-"""
+"""Tests of streams within letters, and of streaming sessions, whose turns have the texts of their whole prompts."""
 
 from __future__ import annotations
 

@@ -1,15 +1,7 @@
-"""Targets of other families behind a real server: rounds and texts are those of transformers and of the reference.
+"""Tests of targets of other families, of quantised ones and of two ranks, behind real servers.
 
-Every family without a server: tests/engine/test_checks.py, which also asserts that no expert is chosen narrowly;
-beside a plain server: test_forms.py.
-
-Other checkpoints than the golden one through a real server.
-
-A quantised target whose activations share one scale per batch, through a real server with replayed steps.
-
-The method is one that only tests know (``int8_method``): those of SGLang need a GPU. Scales of rows: test_forms.py.
-
-Two ranks: rank 0 decides, the other follows, and the text is the single server's.
+Activations of the quantised one share a scale per batch (``int8_method``). Every family without a server:
+tests/engine/test_checks.py; next to a plain server: test_forms.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Tensors of a step are packed on the device and taken apart on the host, in memory that is used again.
-
-Times of a device, on one that tells its own time.
-"""
+"""Tests of tensors that are packed for their way to the host, and of the times of a device."""
 
 from types import SimpleNamespace
 

@@ -1,7 +1,4 @@
-"""A policy's decision within what single requests ask for, and the drafts that it selects.
-
-Flattening of the tokens to be verified.
-"""
+"""Tests of a policy's decision within what requests ask for, of the drafts that it selects, and of their order."""
 
 from contextlib import nullcontext
 

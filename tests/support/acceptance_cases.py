@@ -1,10 +1,6 @@
-"""Cases of one verification, and what their outcome has to be.
+"""Holds cases of verifications and of draft walks, what their outcome has to be, and tolerances.
 
-Batches of draft walks: real heads with random weights, random logits, requests that follow rules in turn.
-
-Comparing kernels that round to 16 bits where torch does.
-
-Attention in float64, without any shortcut.
+Attention is given in float64, without any shortcut.
 """
 
 import itertools

@@ -1,10 +1,7 @@
-"""Tiny targets of many families with random weights, and what transformers says of texts: no code of ours is in it.
+"""Makes tiny targets of many families with random weights, and says what transformers makes of texts.
 
-Weights are spread so widely that next to no two logits, and no two experts' scores, are close.
-
-Tiny targets that read pictures, with the processor of their family, and what transformers says of prompts.
-
-The golden target with other words for some tokens: those of a tool call, and marks of reasoning.
+No code of ours is in it. Weights are spread so widely that next to no two logits, and no two experts' scores, are
+close.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Texts in many scripts, and tokenizers of every kind whose tokens are pieces of their letters.
+"""Makes tokenizers of every kind whose tokens are pieces of letters, and texts in many scripts.
 
-A tokenizer of single bytes for the golden target, whose own knows some hundred words and no punctuation.
-
-Its ids mean other letters than the target was trained on; grammars, stop strings and chats need letters, not sense.
-
-SGLang's engines of grammars over the tokenizer of bytes.
+That of single bytes stands in for the golden target's, which knows some hundred words: grammars, stop strings and chats
+need letters, not sense.
 """
 
 from __future__ import annotations

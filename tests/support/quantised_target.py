@@ -1,8 +1,6 @@
-"""The golden target as published checkpoints of several quantisation methods hold one; its LM head stays as it is.
+"""Writes the golden target in several quantisation methods, and LoRA adapters of it.
 
-The golden target in int8, see ``server/patches/int8_method.py``.
-
-LoRA adapters of the golden target with random weights, large enough to change its texts.
+That in int8 is for ``server/patches/int8_method.py``; the adapters are large enough to change texts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The servers that tests ask for, by name: how each is started, and a few that stay up.
+"""Starts the servers that tests ask for by name, and keeps a few of them.
 
-Servers whose processes are forked from one that has imported SGLang: three imports are most of a server's start.
-
-That process, the nursery, is shared by all processes of a test run. What a server does is the same; but its processes
-inherit the modules of the one before where they otherwise import them again. Whatever crosses from process to process
-is tested by the servers that are started as users start them.
+They are forked from a process that has imported SGLang, which all processes of a test run share: three imports are most
+of a server's start. What crosses from process to process is tested by servers that are started as users do.
 """
 
 from __future__ import annotations

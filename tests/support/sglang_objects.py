@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -17,6 +18,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
@@ -24,7 +26,8 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.weights import ResolvedDrafter
 from sglang_dspark.engine.checks import all_checks
 from sglang_dspark.engine.feature import LaunchContext
-from sglang_dspark.engine.server import DSparkServer
+from sglang_dspark.engine.server import DSparkServer, attach
+from sglang_dspark.worker.worker import DSparkWorker
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 OPTIONS = {option.name for option in fields(DSparkConfig)}
@@ -76,6 +79,39 @@ def runner(**attributes: Any) -> Any:
 def worker(**attributes: Any) -> Any:
     """The worker of a target's runner with these attributes."""
     return partly(TpModelWorker, _model_runner=runner(**attributes))
+
+
+def decoder(loop: Any, **options: Any) -> DSparkWorker:
+    """Our worker on a CPU, ready to serve without features, with drafter and target of a :class:`StageLoop`.
+
+    The loop decodes by the worker's schedule and executor from now on.
+    """
+
+    class StepDriver(DSparkWorker):
+        def load_drafter(self) -> Any:
+            return loop.drafter
+
+    args = server_args(device="cpu", dtype="float32", speculative_num_draft_tokens=loop.gamma + 1)
+    attach(args, DSparkServer(DSparkConfig(**options), None, dummy_draft=False))
+    target = worker(
+        device="cpu",
+        forward_stream=None,
+        dtype=torch.float32,
+        kv_cache_dtype=torch.float32,
+        model_config=model_config(),
+        max_running_requests=8,
+        req_to_token_pool=table(8, 256),
+    )
+    for name, value in {"device": "cpu", "tokenizer": None, "random_seed": 1, "server_args": args}.items():
+        setattr(target, name, value)
+    with get_parallel().override(tp_group=ONE_RANK, dp_rank=None):
+        made = StepDriver(server_args=args, target_worker=target)
+        made.parts = made.logits_parts = ()
+        made.candidates = None
+        made.prepare_to_serve()
+    made.eager.forward = loop.eager.forward
+    loop.eager, loop.schedule = made.eager, made.schedule
+    return made
 
 
 def batch(*reqs: Any, **attributes: Any) -> Any:

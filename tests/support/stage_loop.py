@@ -1,8 +1,7 @@
-"""Decode steps without a server: the served executor on the golden pair, whose target is transformers' own.
+"""Decodes without a server: the served executors on the golden pair, whose target is transformers' own.
 
-Steps as on a GPU, without a server: staged into tiers, laid out in buffers, replayed by calling again.
-
-A CUDA graph without a GPU: what was launched is launched again, and no line of Python between the launches runs.
+Steps as on a GPU are staged into tiers and replayed by calling again. A recorded graph launches again what was
+launched, and runs no line of Python between.
 """
 
 from __future__ import annotations
@@ -114,9 +113,9 @@ class StageLoop:
         resolved = ResolvedDrafter.read(draft)
         model = load_draft_model(draft, dtype=torch.float32, device="cpu", reading=resolved.reading)
         self.network = network or golden_network()
-        self._set_up(model, lend_target(self.network, model), table, options, lookup, resolved)
+        self.set_up(model, lend_target(self.network, model), table, options, lookup, resolved)
 
-    def _set_up(
+    def set_up(
         self,
         model: DraftModel,
         target: Target,
@@ -142,7 +141,7 @@ class StageLoop:
             self.drafter = NoDrafter(config, model.config.vocab_size, CPU, candidates)
         self.schedule = Schedule(config, self.gamma, self.drafter.calibration(config, self.gamma), CPU)
         self.schedule.start(table)
-        self.eager = EagerExecutor(self.drafter, self.schedule, self._verify, Agreement(OneRank()))
+        self.eager = EagerExecutor(self.drafter, self.schedule, self.verify, Agreement(OneRank()))
         self.noise_seed, self.keys_of = 1, RoundKeys
         self.filters = (-1, 1.0, 0.0)
         self.adjustment: Adjustment | None = None
@@ -167,12 +166,12 @@ class StageLoop:
         """Output of every prompt: ``num_tokens`` each, or a few more."""
         bs = len(prompts)
         self.drafter.allocate(bs * COLUMNS + 1, torch.float32)
-        self._table = (1 + torch.arange(bs * COLUMNS)).view(bs, COLUMNS).int()
+        self.table = (1 + torch.arange(bs * COLUMNS)).view(bs, COLUMNS).int()
         self._parameters = [(temperature, *self.filters, seed) for seed in seeds or [None] * bs]
         self.texts, self.traces = [], [[] for _ in prompts]
         for request, prompt in enumerate(prompts):
             logits, features = self.target(prompt)
-            slots = self._table[request, : len(prompt)].long()
+            slots = self.table[request, : len(prompt)].long()
             self.drafter.inject(torch.tensor(prompt), features, torch.arange(len(prompt)), slots)
             self.drafter.remember(torch.tensor(prompt), slots)
             self.texts.append([*prompt, int(logits[-1].argmax())])
@@ -184,19 +183,19 @@ class StageLoop:
         number = 0
         while min(len(text) - len(prompt) for text, prompt in zip(self.texts, prompts, strict=True)) < num_tokens:
             number += 1
-            self._step(number)
+            self.step(number)
         return [text[len(prompt) :][:num_tokens] for text, prompt in zip(self.texts, prompts, strict=True)]
 
-    def _batch(self, number: int) -> DecodeBatch:
+    def batch(self, number: int) -> DecodeBatch:
         bs = len(self.texts)
         prefix_lens = torch.tensor([len(text) - 1 for text in self.texts])
         return DecodeBatch(
             anchors=torch.tensor([text[-1] for text in self.texts]),
             prefix_lens=prefix_lens,
             req_pool_indices=torch.arange(bs),
-            req_to_token=self._table,
-            rows=self._rows(range(bs)),
-            rows_of=self._rows,
+            req_to_token=self.table,
+            rows=self.rows(range(bs)),
+            rows_of=self.rows,
             rules=self._rules(bs),
             keys=self.keys_of(self.noise_seed, number, torch.arange(bs), prefix_lens + 1),
         )
@@ -206,12 +205,12 @@ class StageLoop:
             return None
         return ChainRules(torch.tensor([self.bounds[r % len(self.bounds)] for r in range(bs)]), self.second)
 
-    def _step(self, number: int) -> None:
-        bs, step = len(self.texts), self._batch(number)
+    def step(self, number: int) -> None:
+        bs, step = len(self.texts), self.batch(number)
         names = [f"r{request}" for request in range(bs)]
         context = float(step.prefix_lens.double().mean())
         decision = self.eager.agreement.share(self.schedule.choose(names, context))
-        outcome = self._run(step, decision, [self])
+        outcome = self.run(step, decision, [self])
         draft, plan, accepted = outcome.draft, outcome.plan, outcome.accepted
         if self._counts is not None:
             self._counts.count(self._counted, accepted.out_tokens)
@@ -228,7 +227,7 @@ class StageLoop:
             self.traces[request].append((len(text) - 1, text[-1], drafts, kept))
             text.extend(accepted.out_tokens[request, : kept + 1].tolist())
 
-    def _run(self, step: DecodeBatch, decision: StepDecision, parts: Sequence[StepPart]) -> StepOutcome:
+    def run(self, step: DecodeBatch, decision: StepDecision, parts: Sequence[StepPart]) -> StepOutcome:
         return self.eager.run(step, decision, parts)
 
     def before_verify(self, plan: VerifyPlan) -> None:
@@ -238,10 +237,10 @@ class StageLoop:
         if self._counts is not None:
             adjust(logits, self._counts, self._counted, plan.requests, plan.columns, plan.input_ids, plan.indptr)
 
-    def _rows(self, requests: Sequence[int]) -> SamplingBatch:
+    def rows(self, requests: Sequence[int]) -> SamplingBatch:
         return SamplingBatch.from_lists(*zip(*(self._parameters[request] for request in requests), strict=True))
 
-    def _verify(self, step, plan) -> TargetOutput:
+    def verify(self, step, plan) -> TargetOutput:
         """The target over every request's whole text: no K/V, so none can be wrong."""
         starts, ids = plan.indptr.tolist(), plan.input_ids.tolist()
         logits, features = [], []
@@ -276,10 +275,10 @@ class GraphLoop(StageLoop):
         self.schedule.choose = lambda ids, context, *_, **__: choose(ids, context, self.limits)
         self.executors = None
 
-    def _batch(self, number):
-        return replace(super()._batch(number), keeps_logits=self.keeps_logits)
+    def batch(self, number):
+        return replace(super().batch(number), keeps_logits=self.keeps_logits)
 
-    def _run(self, step, decision, hooks):
+    def run(self, step, decision, hooks):
         if self.executors is None:
             self.start_graphs()
         executor = self.executors.select(step, decision)
@@ -306,7 +305,7 @@ class GraphLoop(StageLoop):
             def run():
                 if int(plan.indptr[-1]) == 0:  # captured before there is a step
                     return TargetOutput(SimpleNamespace(next_token_logits=kept), captured, advance)
-                output = self._verify(step, plan)
+                output = self.verify(step, plan)
                 found = output.logits_output.next_token_logits
                 kept.fill_(torch.nan)  # what padding is, nobody may ask
                 kept[: len(found)], captured[: len(found)] = found, output.captured
@@ -317,7 +316,7 @@ class GraphLoop(StageLoop):
 
             return run
 
-        runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self._table), attn_backend=None)
+        runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self.table), attn_backend=None)
         self.num_tokens = len(self.target([1])[0][0])
         runner.model_config = SimpleNamespace(vocab_size=self.num_tokens)
         buffer = lambda runner, rows: torch.zeros(rows, runner.model_config.vocab_size)  # noqa: E731

@@ -1,10 +1,6 @@
-"""The exact distribution of a few sampled tokens of the golden target, by enumeration, and a test of samples.
+"""Enumerates distributions of short texts, of the golden target and of the toy pair, and tests samples.
 
-Short sampled texts of the golden target, many of them, to be tested against their distribution.
-
-Few combinations of many values: faults that take three of them to show are rare, and interpreted kernels slow.
-
-The distribution of the toy pair's served texts, summed over every outcome of the noise, beside the target's.
+Combinations of many values are few: faults that take three of them to show are rare.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class ToyLoop(StageLoop):
     """Serves the toy pair, with another drafter where one is given."""
 
     def __init__(self, table: SpsTable | None = None, drafter: DraftModel | None = None, **options) -> None:
-        self._set_up(drafter or _usual(), toy_target, table, options, lookup=True)
+        self.set_up(drafter or _usual(), toy_target, table, options, lookup=True)
 
 
 def target_distribution(

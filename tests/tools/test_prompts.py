@@ -1,16 +1,10 @@
-"""Prompt files in every form that is read, and what is said of the others.
-
-Requests of command line tools to a server.
-
-A drafter proposes the tokens of a list, made of the texts of its target's traffic.
-"""
+"""Tests of files of prompts, of a tool's requests, and of lists of tokens for a drafter."""
 
 import json
 import logging
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from fake_server import FakeServer, NotOk
 from golden_server import TARGET
 from letter_tokenizers import save_byte_tokenizer
 from transformers import AutoTokenizer
@@ -214,34 +208,24 @@ def test_what_assistants_say(tmp_path):
     assert read_answers(path) == ["1", "1"]
 
 
-@pytest.fixture
-def keys():
-    """The keys that a server was shown, whose first answer leads elsewhere, and its URL."""
-    shown = []
+class Redirecting(FakeServer):
+    """Leads elsewhere, and notes the keys that it is shown."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            shown.append(self.headers["Authorization"])
-            self.send_response(302 if self.path == "/first" else 200)
-            self.send_header("Location", "/elsewhere")
-            self.end_headers()
-            self.wfile.write(b"{}")
+    def __init__(self):
+        super().__init__()
+        self.keys = []
 
-        def log_message(self, *args):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        yield shown, f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    def answer(self, path, headers, body):
+        self.keys.append(headers["Authorization"])
+        if path == "/first":
+            raise NotOk(302, Location="/elsewhere")
+        return {}
 
 
-def test_a_key_does_not_follow_a_redirection(keys):
-    shown, url = keys
-    assert JsonClient("--url", url, "a", timeout_s=60, api_key="secret").request("/first") == {}
-    assert shown == ["Bearer secret", None]
+def test_a_key_does_not_follow_a_redirection():
+    with Redirecting() as server:
+        assert JsonClient("--url", server.url, "a", timeout_s=60, api_key="secret").request("/first") == {}
+    assert server.keys == ["Bearer secret", None]
 
 
 TOKENS = Tokens(20, special=frozenset({0, 19}), of_bytes=frozenset({12, 13}))

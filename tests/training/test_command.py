@@ -1,7 +1,4 @@
-"""``python -m sglang_dspark train`` on the golden target, given a chat template.
-
-Options and the configurations that they fill agree.
-"""
+"""Tests of ``python -m sglang_dspark train`` on the golden target, given a chat template, and of its options."""
 
 import io
 import json

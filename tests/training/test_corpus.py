@@ -1,15 +1,8 @@
-"""Conversations: every turn is answered by the target, after its own answers to the turns before.
-
-Prompts in files and data sets, as the target's token ids, and those that it invents with the golden tokenizer.
-
-Texts of the target in process, and of a stand-in for an SGLang server.
-"""
+"""Tests of conversations, prompts and texts: every turn is answered by the target, in process or by a server."""
 
 import json
 import shutil
-import threading
 from copy import deepcopy
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import datasets
@@ -22,6 +15,7 @@ from dspark_training.settings import TextPlan
 from dspark_training.target import Target
 from dspark_training.texts import Text
 from dspark_training.writers import InProcessWriter, ServerWriter
+from fake_server import FakeServer, NotOk
 from transformers import AutoTokenizer
 
 from sglang_dspark.errors import ConfigError, DSparkError
@@ -258,45 +252,22 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch):
         read_conversations("/nowhere/a.jsonl")
 
 
-class Server(ThreadingHTTPServer):
+class TokenServer(FakeServer):
     """Answers ``[7, 8, ..., STOP]``, one token per token of the prompt; `cut` leaves the stop token out."""
 
-    daemon_threads = True
+    cut, first_token = False, 7
 
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.requests = []
-        self.cut = False
-        self.first_token = 7
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append((self.path, self.headers["Authorization"], body))
+    def answer(self, path, headers, body):
         if body["input_ids"] == [9, 9]:
-            self.send_error(400, "no such luck")
-            return
-        output = [self.server.first_token + i for i in range(len(body["input_ids"]))]
-        output += [] if self.server.cut else [STOP]
-        answer = {"output_ids": output, "meta_info": {"finish_reason": {"type": "stop", "matched": STOP}}}
-        data = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
+            raise NotOk(400, "no such luck")
+        output = [self.first_token + i for i in range(len(body["input_ids"]))] + [STOP] * (not self.cut)
+        return {"output_ids": output, "meta_info": {"finish_reason": {"type": "stop", "matched": STOP}}}
 
 
 @pytest.fixture
 def server():
-    with Server() as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    with TokenServer() as server:
         yield server
-        server.shutdown()
 
 
 def write(server, prompts, temperatures, **options):
@@ -314,7 +285,10 @@ def test_token_ids_go_in_and_come_out_in_order(server, cut):
 
 def test_what_the_server_is_asked(server):
     write(server, [[3], [4]], [0.0, 0.7], api_key="secret")
-    asked = {body["input_ids"][0]: (path, key, body["sampling_params"]) for path, key, body in server.requests}
+    asked = {
+        body["input_ids"][0]: (path, sent["Authorization"], body["sampling_params"])
+        for path, sent, body in server.requests
+    }
     everything = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop_token_ids": [STOP], "max_new_tokens": 20}
     assert asked[3] == ("/generate", "Bearer secret", everything | {"temperature": 0.0})
     seed = asked[4][2].pop("sampling_seed")

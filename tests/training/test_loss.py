@@ -1,7 +1,4 @@
-"""The packed, chunked loss against one written out block by block, slot by slot, in float64.
-
-Batches of anchors, the states that they read, and the means that a run reports.
-"""
+"""Tests of the packed loss against a literal one in float64, of batches of anchors, and of reported means."""
 
 import math
 from dataclasses import replace

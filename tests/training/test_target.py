@@ -1,7 +1,4 @@
-"""Targets of other families, and what a drafter takes from its target.
-
-The weights that a run begins with: of a finished drafter, of any format and shape, or drawn.
-"""
+"""Tests of what a drafter takes from its target, and of the weights that a run begins with."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -98,19 +98,23 @@ def test_accumulated_gradients_are_the_mean_of_their_batches(make_trainer, confi
     assert halves._scheduler.last_epoch == halves.progress.step == 2
 
 
-def taus(values):
-    """Held-out accept lengths in this order, in place of the measured ones."""
-    measured = iter(values)
+@pytest.fixture
+def measured(monkeypatch):
+    """Puts held-out accept lengths in this order, and a loss, in place of the measured ones."""
 
-    def report(self, step, accelerator, *, held_out):
-        tau = next(measured) if held_out else 1.0
-        return StepReport(step, 1.0, 1.0, 1.0, 1.0, (0.5,) * 4, tau, held_out)
+    def measured(*taus, loss=1.0):
+        left = iter(taus)
 
-    return report
+        def report(self, step, accelerator, *, held_out):
+            return StepReport(step, loss, 1.0, 1.0, 1.0, (0.5,) * 4, next(left) if held_out else 1.0, held_out)
+
+        monkeypatch.setattr(Sums, "report", report)
+
+    return measured
 
 
-def test_the_checkpoint_with_the_longest_held_out_accept_length_stays(make_trainer, config, tmp_path, monkeypatch):
-    monkeypatch.setattr(Sums, "report", taus([1.5, 1.9, 1.9, 1.2]))
+def test_the_checkpoint_with_the_longest_held_out_accept_length_stays(make_trainer, config, tmp_path, measured):
+    measured(1.5, 1.9, 1.9, 1.2)
     config = replace(config, steps=8, checkpoint_every=2)
     make_trainer(config).run(until=4)
     best = (tmp_path / DRAFT_DIR / "model.safetensors").read_bytes()
@@ -121,8 +125,8 @@ def test_the_checkpoint_with_the_longest_held_out_accept_length_stays(make_train
     assert (tmp_path / DRAFT_DIR / "model.safetensors").read_bytes() == best
 
 
-def test_patience_ends_a_run(make_trainer, config, monkeypatch):
-    monkeypatch.setattr(Sums, "report", taus([1.5, 1.9, 1.8, 1.7, 1.6]))
+def test_patience_ends_a_run(make_trainer, config, measured):
+    measured(1.5, 1.9, 1.8, 1.7, 1.6)
     config = replace(config, steps=20, checkpoint_every=2, patience=2)
     trainer = make_trainer(config)
     trainer.run()
@@ -132,9 +136,8 @@ def test_patience_ends_a_run(make_trainer, config, monkeypatch):
     assert again.progress.step == 8
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run(make_trainer, monkeypatch):
-    nothing = StepReport(3, float("nan"), 1.0, 1.0, 1.0, (), 1.0, True)
-    monkeypatch.setattr(Sums, "report", lambda *arguments, **options: nothing)
+def test_a_loss_that_is_not_a_number_ends_the_run(make_trainer, measured):
+    measured(1.0, loss=float("nan"))
     with pytest.raises(ConfigError, match=r"--learning-rate 0\.005: training has diverged before step 3"):
         make_trainer().run()
 

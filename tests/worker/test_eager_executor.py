@@ -1,13 +1,9 @@
-"""The served stages without a server: what the golden pair drafts, accepts and writes, whatever fails in it.
+"""Tests of the served stages without a server: what the golden pair drafts, accepts and writes.
 
-Rows of non-speculative steps whose draft K/V is computed together: drafts behind them are those of steps that compute
-it.
-
-An exception in a step: the log names the stage, nothing is handed out, and SGLang gets the exception to end over.
+Non-speculative steps may hold their rows back. An exception names its stage in the log, and nothing is handed out.
 """
 
 import logging
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,24 +11,17 @@ import torch
 from dspark_kernels import AcceptResult, kernels_anywhere, plan_uniform
 from launches import counting, one
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang_objects import batch, request
-from sglang_objects import worker as target_worker
+from sglang_objects import batch, decoder, request
 from stage_loop import GraphLoop, StageLoop, prompts_of
 from step_tables import make_table
 from triton.runtime.interpreter import InterpretedFunction
 
 from sglang_dspark.draft.backbone import DraftWindow
-from sglang_dspark.engine.batch import CachedByBatch
-from sglang_dspark.engine.request_options import BatchOptions
 from sglang_dspark.engine.scheduler import failed_stage
-from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.step.decision import PLAIN, StepDecision
-from sglang_dspark.step.packed import DeviceTimer
 from sglang_dspark.step.selection import FixedLength
 from sglang_dspark.step.state import VerifyPlan
 from sglang_dspark.worker import drafter, eager
-from sglang_dspark.worker.graphs import ExecutorSelector
-from sglang_dspark.worker.worker import DSparkWorker
 
 NUM_TOKENS = 24
 # Verifying a draft costs a tenth of a non-speculative step, drafting another tenth.
@@ -126,7 +115,6 @@ def test_a_narrow_window_changes_drafts_alone(whole):
 
 NAN = float("nan")
 VOCAB_SIZE = 256
-# Verifying a draft costs a tenth of a non-speculative step, drafting another tenth.
 
 
 def served(loop, num_tokens=12):
@@ -156,7 +144,7 @@ def test_a_broken_drafter_costs_time_and_no_text(options, part):
 
 def test_nan_of_the_target_stays_with_its_request():
     loop = StageLoop(schedule="static")
-    verify = loop._verify
+    verify = loop.verify
 
     def broken(step, plan):
         output = verify(step, plan)
@@ -188,7 +176,7 @@ def decoded(loop, holds, plain):
     Args:
         plain: steps that draft nothing; all others draft whole blocks.
     """
-    numbers, held, run = iter(range(1000)), [], loop._run
+    numbers, held, run = iter(range(1000)), [], loop.run
     loop.schedule.choose = lambda *asked, **given: PLAIN if next(numbers) in plain else WHOLE
 
     def noted(step, decision, hooks):
@@ -200,7 +188,7 @@ def decoded(loop, holds, plain):
         held.append(loop.drafter.held)
         return run(step, decision, hooks)
 
-    loop._run = noted
+    loop.run = noted
     texts = loop.serve(prompts_of(loop), HELD_TOKENS)
     return texts, loop.traces, held
 
@@ -233,7 +221,7 @@ def test_prompts_may_have_the_slots_of_rows_that_are_held():
     loop = StageLoop(schedule="off")
     decoded(loop, True, range(1000))
     assert loop.drafter.held > 0
-    slots = loop._table[0, : len(loop.texts[0])].long()
+    slots = loop.table[0, : len(loop.texts[0])].long()
     features = loop.target(loop.texts[1])[1][: len(slots)]
     loop.drafter.inject(torch.tensor([0]), features, torch.arange(len(features)), slots[: len(features)])
     before = [pool.clone() for pool in pools(loop)]
@@ -247,7 +235,7 @@ def commit_launches(holds):
     loop.serve(prompts_of(loop), 1)
     if holds:
         loop.drafter.hold_rows()
-    step = loop._batch(1)
+    step = loop.batch(1)
     plan = VerifyPlan.of(plan_uniform(0, step.anchors[:, None][:, :0], step.requests, len(step)), 1)
     zeros = torch.zeros(len(step), dtype=torch.int64)
     accepted, captured = (
@@ -298,17 +286,10 @@ class WorkerLoop(StageLoop):
     def __init__(self):
         super().__init__(schedule="static")
         self.published = []
-        self.worker = worker = DSparkWorker.__new__(DSparkWorker)
-        worker.step, worker.timer, worker.relay = 0, DeviceTimer(torch.device("cpu")), None
-        worker._target_worker = target_worker()
-        worker.schedule = self.schedule
-        worker.executors = ExecutorSelector(self.eager)
-        worker.request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma))
-        worker.parts, worker.logits_parts, worker.drafter = [], [], self.drafter
-        worker.control = StepControl(self.schedule, self.eager.agreement, [], on_gpu=False)
-        worker.read = lambda batch, adjusted: self._batch(worker.step)
+        self.worker = decoder(self, schedule="static")
+        self.worker.read = lambda batch, adjusted: self.batch(self.worker.step)
 
-    def _step(self, number):
+    def step(self, number):
         reqs = [request(rid=f"r{place}") for place in range(len(self.texts))]
         running = batch(*reqs, forward_mode=ForwardMode.DECODE, is_extend_in_batch=False, has_grammar=False)
         running.spec_info = SimpleNamespace(room=None)
@@ -318,6 +299,7 @@ class WorkerLoop(StageLoop):
 def failed(stage, error, caplog, monkeypatch):
     """Return a loop in whose first step something below ``stage`` has raised ``error``."""
     loop = WorkerLoop()
+    caplog.clear()
 
     def fail(*args, **kwargs):
         raise error

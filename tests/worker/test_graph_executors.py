@@ -59,16 +59,17 @@ def test_greedy_text_of_replayed_steps(monkeypatch, options, slots):
 
 def test_weights_of_requests_reach_the_graph_that_plans_and_leave_it(monkeypatch):
     monkeypatch.setattr(graphs, "build_plan", None)
-    loop, run, found = GraphLoop(monkeypatch, [4]), GraphLoop._run, []
+    loop, found = GraphLoop(monkeypatch, [4]), []
+    run = loop.run
 
-    def planned(self, step, decision, hooks):
-        outcome = run(self, step, decision, hooks)
+    def planned(step, decision, hooks):
+        outcome = run(step, decision, hooks)
         found.append(
             (decision.selection.weights, outcome.draft.survival.clone(), outcome.plan.verify_lens[:3].tolist())
         )
         return outcome
 
-    monkeypatch.setattr(GraphLoop, "_run", planned)
+    loop.run = planned
     weights = cycle([(0.01, 1.0, 1.0), None, (1.0, 1.0, 0.02)])
     decision = StepDecision(7, TopK(7))
     loop.schedule.choose = lambda *asked: replace(decision, selection=TopK(7, weights=next(weights)))
@@ -164,7 +165,7 @@ def test_sampled_text_is_that_of_launched_steps(monkeypatch, seeds):
 
 def staged(loop, decision, number=99):
     """Stage a step behind the loop's texts; returns it and its executor."""
-    step = loop._batch(number)
+    step = loop.batch(number)
     executor = loop.executors.select(step, decision)
     assert executor.in_graphs
     executor.stage(step, decision)
@@ -304,7 +305,7 @@ def test_features_write_before_every_verification_what_it_reads(monkeypatch, kee
 
     loop = GraphLoop(monkeypatch, [4], schedule="static", verify_len=3)
     loop.parts = [Noted(), Part()]
-    loop.keeps_logits, verify = keeps_logits, loop._verify
-    loop._verify = lambda *given: done.append("verified") or verify(*given)
+    loop.keeps_logits, verify = keeps_logits, loop.verify
+    loop.verify = lambda *given: done.append("verified") or verify(*given)
     assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
     assert done == ["staged", "verified"] * len(loop.replayed)

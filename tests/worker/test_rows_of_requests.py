@@ -1,21 +1,14 @@
 """Rows whose draft K/V waits belong to the requests of a step: the worker follows who comes and goes."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import torch
-from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang_objects import batch, partly, request
+from sglang_objects import batch, decoder, partly, request
 from stage_loop import GraphLoop, prompts_of
 
-from sglang_dspark.engine.batch import CachedByBatch, SamplingReader, most_words
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.graphs import Relay
-from sglang_dspark.engine.request_options import BatchOptions
-from sglang_dspark.engine.step_control import StepControl
-from sglang_dspark.step.packed import DeviceTimer, PackedCopies
-from sglang_dspark.worker.worker import DSparkWorker
 
 CPU = torch.device("cpu")
 
@@ -23,7 +16,7 @@ CPU = torch.device("cpu")
 class WorkerLoop(GraphLoop):
     """Decodes greedy requests by the worker, on a server without features, and reads the results."""
 
-    def _step(self, number):
+    def step(self, number):
         if self.executors is None:
             self._start()
         worker, bs = self.worker, len(self.texts)
@@ -33,7 +26,7 @@ class WorkerLoop(GraphLoop):
             *self.reqs,
             seq_lens=torch.tensor([len(text) - 1 for text in self.texts]),
             req_pool_indices=torch.arange(bs),
-            req_to_token_pool=partly(ReqToTokenPool, req_to_token=self._table),
+            req_to_token_pool=partly(ReqToTokenPool, req_to_token=self.table),
             spec_info=partly(DSparkDraftInput, bonus_tokens=torch.tensor([text[-1] for text in self.texts])),
             return_logprob=False,
             has_grammar=False,
@@ -48,32 +41,20 @@ class WorkerLoop(GraphLoop):
             text.extend(tokens[:kept])
 
     def _start(self):
-        self.start_graphs()
+        self.worker = decoder(self, schedule="off")
+        self.executors = self.worker.executors
+        self.executors.add_graphs(self._captured())
         self.schedule.fixed_draft_shape = True  # as on a server with graphs
         self.reqs = [request(rid=f"r{place}", top_k=1) for place in range(len(self.texts))]
-        self.worker = worker = DSparkWorker.__new__(DSparkWorker)
-        worker.step, worker.timer, worker.candidates = 0, DeviceTimer(CPU), None
-        worker.logits_parts = []
-        worker.schedule, worker.executors, worker.drafter, worker.parts = (
-            self.schedule,
-            self.executors,
-            self.drafter,
-            [],
-        )
-        worker.request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma))
-        worker.sampling, worker._target_worker = SamplingReader(CPU), partly(TpModelWorker, random_seed=1)
-        worker.control = StepControl(self.schedule, self.eager.agreement, [], on_gpu=True)
-        worker.copies = PackedCopies(most_words(len(self.texts), self.gamma, self.gamma), CPU)
 
 
 def test_rows_of_requests_that_have_left_are_held_no_longer(monkeypatch):
     """Others may have their slots."""
     loop, found = WorkerLoop(monkeypatch, [3], relay=Relay(3, CPU), schedule="off"), []
     loop.serve(prompts_of(loop), 2)
-    loop.drafter.hold_rows()
     for number in range(4):
         if number == 2:
             loop.reqs[1] = request(rid="another", top_k=1)
-        loop._step(90 + number)
+        loop.step(90 + number)
         found.append(loop.drafter.held)
-    assert found == [3, 6, 3, 6]
+    assert found == [6, 9, 3, 6]

@@ -1,8 +1,6 @@
-"""A server keeps its step times, and starts if it cannot.
+"""Tests of start-up: the table of step times, the largest step, and the kernels that are compiled.
 
-The step that start-up takes to hold memory: the largest that can come, and what is said where it does not fit.
-
-The log names kernels that Triton compiles after start-up.
+A server starts even if it cannot keep its table.
 """
 
 import errno
@@ -19,7 +17,8 @@ import triton
 from dspark_kernels import is_crowded, num_splits
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang_objects import ONE_RANK, model_config, partly, runner, worker
+from sglang.srt.runtime_context import get_parallel
+from sglang_objects import ONE_RANK, model_config, partly, runner, server_args, worker
 from sglang_objects import table as request_table
 from sglang_objects import worker as target_worker
 from stage_loop import StageLoop
@@ -28,14 +27,12 @@ from transformers import PretrainedConfig
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine import measure_steps
 from sglang_dspark.engine.agreement import Agreement
-from sglang_dspark.engine.measure_steps import Stepper
+from sglang_dspark.engine.measure_steps import DummyBatch, Stepper, load_or_measure
 from sglang_dspark.engine.part import LogitsPart
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.state import TargetOutput
 from sglang_dspark.worker.buffers import Tiers, at_least
-from sglang_dspark.worker.eager import EagerExecutor
-from sglang_dspark.worker.graphs import ExecutorSelector
 from sglang_dspark.worker.warm_up import (
     MeasuredSteps,
     hold_largest_step,
@@ -65,25 +62,39 @@ SPOILT = {
 }
 
 
+@pytest.fixture
+def stepped(monkeypatch, tmp_path):
+    """The table of a server by its options: measured if need be, in a home of its own."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def stepped(max_verify=2, **options):
+        target = target_worker()
+        target.server_args = server_args()
+        measured = []
+        monkeypatch.setattr(measure_steps, "measure_steps", lambda stepper, key: measured.append(key) or table())
+        stepper = Stepper(target, Agreement(ONE_RANK), max_verify, of=None)
+        with get_parallel().override(dp_rank=None):
+            found = load_or_measure(stepper, DSparkConfig(**options), KEY)
+        return found is not None, bool(measured)
+
+    return stepped
+
+
 @pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
-def test_a_file_that_cannot_be_used_is_measured_anew_or_ends_the_start(tmp_path, caplog, spoil):
+def test_a_file_that_cannot_be_used_is_measured_anew_or_ends_the_start(tmp_path, caplog, spoil, stepped):
     path = tmp_path / "table.json"
-    assert measure_steps._load(path, KEY, named=True) is None
-    table().save(path)
-    assert (
-        measure_steps._load(path, KEY, named=False) is not None
-        and measure_steps._load(path, KEY, named=True) is not None
-    )
+    named = {"sps_table_path": str(path)}
+    assert [stepped(**named) for _ in range(2)] == [(True, True), (True, False)]
     spoil(path)
     with pytest.raises(ConfigError, match=r"--speculative-dspark-sps-table-path='.*table.json'.*or name another one"):
-        measure_steps._load(path, KEY, named=True)
+        stepped(**named)
+    assert [stepped() for _ in range(2)] == [(True, True), (True, False)]
+    [cached] = (tmp_path / ".cache").rglob("*.json")
+    spoil(cached)
     with caplog.at_level(logging.WARNING):
-        assert measure_steps._load(path, KEY, named=False) is None
+        assert [stepped() for _ in range(2)] == [(True, True), (True, False)]
     assert "step times are measured again" in caplog.text
-    assert str(path) in caplog.text
-    # And what is measured takes its place.
-    measure_steps._save(table(), path, named=False)
-    assert measure_steps._load(path, KEY, named=False) is not None
+    assert str(cached) in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -95,39 +106,33 @@ def test_a_file_that_cannot_be_used_is_measured_anew_or_ends_the_start(tmp_path,
         ({"schedule": "off", "max_gap_ms": 50.0}, 0, False),
     ],
 )
-def test_step_times_are_measured_for_policies_and_bounds_that_need_them(
-    options, max_verify, measured, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(measure_steps, "measure_steps", lambda stepper, key: table())
-    stepper = partly(Stepper, agreement=Agreement(ONE_RANK), max_verify=max_verify)
-    config = DSparkConfig(sps_table_path=str(tmp_path / "table.json"), **options)
-    assert (measure_steps._load_or_measure(stepper, config, KEY) is not None) == measured
+def test_step_times_are_measured_for_policies_and_bounds_that_need_them(options, max_verify, measured, stepped):
+    assert stepped(max_verify, **options) == (measured, measured)
 
 
-def test_a_user_without_a_home_has_no_cache(monkeypatch, caplog):
+def test_a_user_without_a_home_has_no_cache(monkeypatch, caplog, stepped):
     """Some containers are like that."""
     monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
     with caplog.at_level(logging.WARNING):
-        assert measure_steps._place_in_cache(KEY) is None
+        assert [stepped() for _ in range(2)] == [(True, True)] * 2
     assert "step times are not kept" in caplog.text
-    assert measure_steps._load(None, KEY, named=False) is None
-    measure_steps._save(table(), None, named=False)
 
 
-def test_drafts_are_timed_where_they_are_served(monkeypatch):
+def test_drafts_are_timed_where_they_are_served():
     """A budget fits into graphs where a whole block of every request does not: 129 blocks of 8 are 1032 rows."""
     tiers, chosen = Tiers.of([1, 64, 128, 160, 256], 7), []
 
-    def select(step, decision):
-        rows = at_least(tiers.tokens, len(step) + decision.max_drafts(len(step)))
-        chosen.append((decision.draft_lens(len(step)), rows is not None))
-        return partly(EagerExecutor, stage=lambda step, decision: None, draft=lambda step, decision: None)
+    class Executors:
+        """Notes what is drafted, and whether it fits into graphs."""
 
-    steps = MeasuredSteps.__new__(MeasuredSteps)
-    steps._executors = partly(ExecutorSelector, select=select)
+        def select(self, step, decision):
+            rows = at_least(tiers.tokens, len(step) + decision.max_drafts(len(step)))
+            chosen.append((decision.draft_lens(len(step)), rows is not None))
+            return SimpleNamespace(stage=lambda *step: None, draft=lambda *step: None)
+
     for requests in (1, 128, 129, 256):
-        steps._step = range(requests)
-        steps.draft(7)
+        with DummyBatch(largest_worker(requests), requests, 1, 8) as dummy:
+            MeasuredSteps(Executors(), dummy, 7).draft(7)
         assert chosen.pop() == ([7] * requests, True)
 
 
@@ -160,21 +165,22 @@ def test_step_times_are_those_of_the_target_as_it_is_served(key_of):
     assert key_of(config) == key_of(config, model_path="/other/target") != key_of(config, model_path="owner/other")
 
 
-def test_a_full_disk_leaves_the_table_before(tmp_path, monkeypatch, caplog):
-    path = tmp_path / "table.json"
-    table().save(path)
+def test_a_full_disk_leaves_the_table_before(tmp_path, monkeypatch, caplog, stepped):
+    assert stepped() == (True, True)
+    [path] = (tmp_path / ".cache").rglob("*.json")
+    table(device="gpu").save(path)
     before = path.read_bytes()
     monkeypatch.setattr(os, "fsync", full_disk)
     with caplog.at_level(logging.WARNING):
-        measure_steps._save(table(), path, named=False)
+        assert stepped() == (True, True)
     assert "cannot be kept" in caplog.text
     assert "No space left on device" in caplog.text
-    assert [*tmp_path.iterdir()] == [path]
+    assert [*path.parent.iterdir()] == [path]
     assert path.read_bytes() == before
     with pytest.raises(
         ConfigError, match=r"--speculative-dspark-sps-table-path='.*table.json' cannot be written: No sp"
     ):
-        measure_steps._save(table(), path, named=True)
+        stepped(sps_table_path=str(tmp_path / "table.json"))
 
 
 def full_disk(descriptor):
@@ -202,10 +208,10 @@ class Target:
         return TargetOutput(LogitsProcessorOutput(next_token_logits=logits), torch.zeros(rows, self._width))
 
 
-def largest_worker():
+def largest_worker(requests=REQUESTS):
     return target_worker(
-        max_running_requests=REQUESTS,
-        req_to_token_pool=request_table(9, 32),
+        max_running_requests=requests,
+        req_to_token_pool=request_table(requests, 32),
         token_to_kv_pool=partly(MHATokenToKVPool, size=SLOTS),
         device="cpu",
         model_config=model_config(vocab_size=VOCAB_SIZE),

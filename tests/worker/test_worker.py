@@ -1,11 +1,4 @@
-"""A rank that computes something else follows rank 0 all the same: the rows it verifies, and the text.
-
-Every switch of the network in the served stages: what is drafted is what the literal float64 drafter drafts.
-
-Shapes that decode steps are captured in.
-
-Attention of draft blocks over the paged cache, as a CPU and as a GPU compute it, against an explicit mask.
-"""
+"""Tests of ranks that follow rank 0, of every switch of the network, and of attention of draft blocks."""
 
 import json
 from collections import deque
@@ -122,7 +115,7 @@ class SwitchLoop(StageLoop):
 
     def __init__(self, folder):
         model = load_draft_model(folder, dtype=torch.float32, device="cpu")
-        self._set_up(model, target, None, {"schedule": "static"})
+        self.set_up(model, target, None, {"schedule": "static"})
 
 
 def written(folder, kind):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from trace_server import TraceServer
+from fake_server import TraceServer
 
-GOLDEN = Path(__file__).parents[2] / "data" / "golden"
+TESTS = Path(__file__).parents[2]
+GOLDEN = TESTS / "data" / "golden"
 
 Run = Callable[..., Result]
 
@@ -42,7 +44,7 @@ def stub_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     shutil.copyfile(Path(__file__).parent / "stub_server.py", package / "launch_server.py")
-    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), str(TESTS / "support")]))
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""`demo` against a stand-in for the server: what it asks, prints and concludes. The real servers run in `make demo`.
+"""Tests of `demo` against a fake server: what it asks, in which order, and what it makes of the answers.
 
-The order of a demo's questions, and what it makes of the answers.
+The real servers run in `make demo`.
 """
 
 import io

@@ -1,10 +1,6 @@
-"""`evaluate` against a stand-in whose rounds follow a known distribution, and in process on the golden pair.
+"""Tests of `evaluate` and `calibrate` against a fake server whose rounds follow a known distribution.
 
-`calibrate` against a stand-in for the server whose rounds follow a known distribution.
-
-The accept-length protocol on answers whose rounds are counted by hand.
-
-An evaluation as it is shown: tables that fit.
+`evaluate` also runs in process on the golden pair; rounds are counted by hand, and tables fit.
 """
 
 import io
@@ -15,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH
 from rich.console import Console
-from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH
 
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.errors import ConfigError

@@ -1,13 +1,4 @@
-"""Recorded blocks, on disk and drawn from.
-
-The times of simulated work, cell by cell.
-
-Prompts in simulated time: what they cost requests that run, by the flags of a server.
-
-SLOs in simulated time: what is feasible is met more often, and everything together stays as fast.
-
-The crossover model against its own definition.
-"""
+"""Tests of simulated work: recorded blocks, times of cells, prompts, SLOs, and the crossover model."""
 
 from collections import deque
 from dataclasses import replace

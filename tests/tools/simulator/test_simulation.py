@@ -1,7 +1,4 @@
-"""The simulated server against what can be computed by hand, and against what its policies promise.
-
-The page with sliders: what it holds, and what a browser makes of it.
-"""
+"""Tests of the simulated server against what its policies promise, and of the page with sliders."""
 
 import json
 import re
