@@ -110,7 +110,7 @@ class PlanNumbers(NamedTuple):
     forced: int = -1
 
 
-NOTHING = PlanNumbers()
+NO_PLAN = PlanNumbers()
 
 
 def prepare_ref(
@@ -118,7 +118,7 @@ def prepare_ref(
     gamma: int,
     mask_token_id: int,
     out: PreparedStep | None = None,
-    numbers: PlanNumbers = NOTHING,
+    numbers: PlanNumbers = NO_PLAN,
 ) -> PreparedStep:
     """Compute the same as :func:`prepare` in plain torch. No host sync."""
     bs, device = len(requests), requests.anchors.device
@@ -191,7 +191,7 @@ def prepare(
     gamma: int,
     mask_token_id: int,
     out: PreparedStep | None = None,
-    numbers: PlanNumbers = NOTHING,
+    numbers: PlanNumbers = NO_PLAN,
 ) -> PreparedStep:
     """Lay out the step. No host sync; safe under graph capture.
 

@@ -18,7 +18,7 @@ from sglang_dspark.draft.families import is_left_to_sglang
 from sglang_dspark.draft.stored import quantised_layers
 from sglang_dspark.draft.weights import own_tensors
 from sglang_dspark.engine.feature import Check, LaunchContext, Stage, all_features, flag_of
-from sglang_dspark.engine.flags import PREFILL_BACKENDS, broken
+from sglang_dspark.engine.flags import PREFILL_BACKENDS, broken_rules
 from sglang_dspark.engine.http import APP_OF_WORKERS
 from sglang_dspark.engine.support import DEVICES, gpu_refusal
 from sglang_dspark.errors import ConfigError, UnservedError
@@ -117,7 +117,7 @@ def kv_dtype(context: LaunchContext) -> str | None:
 
 def refused_flags(context: LaunchContext) -> str | None:
     """Refuse flags of SGLang that rules refuse."""
-    return "\n".join(rule.refusal(context.args) for rule in broken(context, adjusts=False)) or None
+    return "\n".join(rule.refusal(context.args) for rule in broken_rules(context, adjusts=False)) or None
 
 
 def variables(context: LaunchContext) -> str | None:

@@ -21,7 +21,14 @@ from sglang_dspark.engine.support import ALGORITHM
 
 OTHER_ALGORITHM = "it belongs to other speculative algorithms"
 PARTS_OF_STATES = "each rank would hold the hidden states of some tokens only, and a drafter reads all of them"
-PREFIXES = ("speculative_ngram_", "speculative_domino_", "speculative_dsa_", "uno_", "decoupled_spec_", "spec_trace_")
+OTHER_PREFIXES = (
+    "speculative_ngram_",
+    "speculative_domino_",
+    "speculative_dsa_",
+    "uno_",
+    "decoupled_spec_",
+    "spec_trace_",
+)
 """What the names of flags begin with that SGLang reads for other speculative algorithms alone."""
 
 PREFILL_BACKENDS: Mapping[str | None, tuple[str, ...]] = {
@@ -105,7 +112,7 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     *(
         FlagRule(name, (default,), OTHER_ALGORITHM, adjusts=True)
         for name, default in _DEFAULTS.items()
-        if name.startswith(PREFIXES) and name != "decoupled_spec_role"
+        if name.startswith(OTHER_PREFIXES) and name != "decoupled_spec_role"
     ),
     *map(_prefill_attention, ("attention_backend", "prefill_attention_backend")),
     FlagRule(
@@ -154,7 +161,7 @@ def all_rules() -> tuple[FlagRule, ...]:
     return (*FLAG_RULES, *(rule for feature in all_features() for rule in feature.flag_rules))
 
 
-def broken(context: LaunchContext, *, adjusts: bool) -> Iterator[FlagRule]:
+def broken_rules(context: LaunchContext, *, adjusts: bool) -> Iterator[FlagRule]:
     """Yield the rules of a kind that hold on a server and whose flags have other values than those that are served."""
     for rule in all_rules():
         if rule.adjusts is adjusts and not rule.serves(context.args) and rule.beside(context):
@@ -171,11 +178,11 @@ MAX_STEP_TOKENS = 2048
 DRAFT_SINKS = 4
 
 
-CHOICES = ("handle_model_specific_adjustments", "handle_attention_backend_compatibility")
+CHOOSING_STEPS = ("handle_model_specific_adjustments", "handle_attention_backend_compatibility")
 """Steps of SGLang's resolution that choose attention, pages and kernels for a target and a GPU."""
 
 
-def prepare(args: ServerArgs) -> None:
+def prepare_arguments(args: ServerArgs) -> None:
     """Decide what SGLang would decide otherwise when it resolves ``args``, if the operator has not."""
     # Whatever SGLang does with the path of a drafter begins with transformers, which does not know every format: no
     # process of SGLang knows it.
@@ -233,10 +240,10 @@ def limit_requests(args: ServerArgs, window: int) -> None:
     """
     if args.max_running_requests is None and args.device == "cuda":
         of_graphs = resolving_view(args).cuda_graph_config.decode.max_bs
-        admit(args, max(MIN_REQUESTS, min(of_graphs, MAX_STEP_TOKENS // window)))
+        limit_to(args, max(MIN_REQUESTS, min(of_graphs, MAX_STEP_TOKENS // window)))
 
 
-def admit(args: ServerArgs, requests: int) -> None:
+def limit_to(args: ServerArgs, requests: int) -> None:
     """Limit the requests at a time, and say so."""
     declare_resolution(args, "dspark", max_running_requests=requests)
     logger.info("DSPARK: limiting concurrent requests to %d; override with --max-running-requests", requests)

@@ -219,7 +219,7 @@ def expect_called(name: str, target: str, moment: Moment, function: Callable[...
     return noting
 
 
-def check(moment: Moment) -> None:
+def check_called(moment: Moment) -> None:
     """Refuse to go on if a hook that must have been called by ``moment`` has not been.
 
     Raises:

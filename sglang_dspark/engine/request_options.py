@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 KEY = "dspark"
 """Of ``custom_params``, which SGLang carries to the scheduler: JSON text with what a request asks for, by feature."""
-CORE = "core"
+CORE_KEYS = "core"
 """The name under which :class:`Speculation` travels next to the features'."""
 MOST_DRAFTS = 65535
 """Largest number of drafts that a request may name."""
@@ -65,7 +65,7 @@ class Speculation(Struct, frozen=True, omit_defaults=True):
         return max_verify if self.max_verify is None else min(self.max_verify, max_verify)
 
 
-def checked(value: Any, types: Mapping[str, Any]) -> dict[str, Any]:
+def checked_keys(value: Any, types: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that a decoded JSON value gives, each in its type.
 
     Args:
@@ -123,7 +123,7 @@ def asked_for(req: Req, name: str, kind: type[S]) -> S:
 @kept_by_request
 def request_options(req: Req) -> Speculation:
     """Return the options of a scheduler-side request."""
-    return asked_for(req, CORE, Speculation)
+    return asked_for(req, CORE_KEYS, Speculation)
 
 
 @dataclass(frozen=True)
@@ -207,21 +207,21 @@ def question_of(rid: str | None) -> tuple[str, dict[str, Scalar]] | None:
     return message["question"], message["fields"]
 
 
-def only_asking(asked: ReleaseMemoryOccupationReqInput) -> ReleaseMemoryOccupationReqInput:
+def asking_release(asked: ReleaseMemoryOccupationReqInput) -> ReleaseMemoryOccupationReqInput:
     """Return a request to release memory that only asks whether there are requests, by its id."""
     return msgspec.structs.replace(asked, rid=_ONLY_ASKS)
 
 
-def only_asks(asked: ReleaseMemoryOccupationReqInput) -> bool:
+def asks_release(asked: ReleaseMemoryOccupationReqInput) -> bool:
     """Return whether a request to release memory only asks."""
     return asked.rid == _ONLY_ASKS
 
 
-def refusing(answer: ReleaseMemoryOccupationReqOutput) -> ReleaseMemoryOccupationReqOutput:
+def refusing_release(answer: ReleaseMemoryOccupationReqOutput) -> ReleaseMemoryOccupationReqOutput:
     """Return a scheduler's answer that says by its id, which SGLang leaves empty, that it has not released memory."""
     return msgspec.structs.replace(answer, rid=_REFUSED)
 
 
-def refuses(answer: ReleaseMemoryOccupationReqOutput) -> bool:
+def refuses_release(answer: ReleaseMemoryOccupationReqOutput) -> bool:
     """Return whether a scheduler has not released memory."""
     return answer.rid == _REFUSED

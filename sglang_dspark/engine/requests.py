@@ -28,7 +28,7 @@ from sglang_dspark.declared import field_types, truncate
 from sglang_dspark.draft.families import family_of
 from sglang_dspark.engine.feature import RequestKeys, all_features
 from sglang_dspark.engine.hooks import Moment, hook
-from sglang_dspark.engine.request_options import CORE, KEY, Speculation, checked
+from sglang_dspark.engine.request_options import CORE_KEYS, KEY, Speculation, checked_keys
 from sglang_dspark.engine.server import DSparkServer, speculating
 from sglang_dspark.engine.sglang_types import ModelConfig, SamplingParams, TokenizerManager
 
@@ -83,7 +83,7 @@ def _read(given: Any) -> dict[str, Any]:
         if isinstance(given, str):
             with suppress(ValueError):  # another text of the client's own is no object either
                 given = json.loads(given)
-        return checked(given, known_keys())
+        return checked_keys(given, known_keys())
     except RecursionError:
         raise ValueError("speculation is nested too deeply; its values are scalars and one list of strings") from None
 
@@ -107,7 +107,7 @@ def _options(given: Mapping[str, Any], manager: TokenizerManager) -> dict[str, S
             "speculation.confidence_threshold needs a drafter with a confidence head, which this server does not have; "
             "use speculation.max_verify or drop the key"
         )
-    return asked if field == Speculation() else {CORE: field, **asked}
+    return asked if field == Speculation() else {CORE_KEYS: field, **asked}
 
 
 _OTHER_LOGPROBS = "rows of a verification have log-probabilities in the usual form alone"

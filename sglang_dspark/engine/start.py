@@ -27,12 +27,12 @@ from sglang_dspark.engine import hooks
 from sglang_dspark.engine.checks import refuse
 from sglang_dspark.engine.feature import LaunchContext, Stage, flag_of
 from sglang_dspark.engine.flags import (
-    CHOICES,
-    broken,
+    CHOOSING_STEPS,
+    broken_rules,
     choose_as_plain,
     draft_window,
     limit_requests,
-    prepare,
+    prepare_arguments,
     size_buffers,
 )
 from sglang_dspark.engine.hooks import Hook, Moment, all_hooks, hook
@@ -129,7 +129,7 @@ def _start_ours(server: DSparkServer, original: Callable[[ServerArgs], None], ar
     for adjustment in server.adjustments:
         setattr(args, adjustment.name, adjustment.value)
         logger.warning("DSPARK: %s", adjustment.said)
-    prepare(args)
+    prepare_arguments(args)
     hooks.install(args, "resolution")
     original(args)
 
@@ -214,7 +214,7 @@ def complete(args: ServerArgs) -> None:
 
 def flag_adjustments(context: LaunchContext) -> tuple[Adjustment, ...]:
     """Return the flags that rules of the core and of features adjust."""
-    return tuple(rule.adjustment(context.args) for rule in broken(context, adjusts=True))
+    return tuple(rule.adjustment(context.args) for rule in broken_rules(context, adjusts=True))
 
 
 def block_size_from_flags(
@@ -364,7 +364,7 @@ def register_algorithm(load_worker: Callable[[], type[StepDriver]]) -> None:
         validate_server_args=validate,
         spec_class=DSparkAlgorithm,
     )(create_worker_class)
-    for choice in CHOICES:
+    for choice in CHOOSING_STEPS:
         register_resolution_hook(choice)(choose_as_plain)
     hooks.register_flags()
 

@@ -23,7 +23,7 @@ from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.answers import Ends, Logprobs
 from sglang_dspark.engine.batch import DSparkBatchResult, SamplingReader, round_keys
 from sglang_dspark.engine.draft_input import DSparkDraftInput, forget_step
-from sglang_dspark.engine.hooks import Moment, check
+from sglang_dspark.engine.hooks import Moment, check_called
 from sglang_dspark.engine.logits_processing import Adjustments, NanCheck
 from sglang_dspark.engine.part import (
     CandidateSource,
@@ -160,7 +160,7 @@ class SpecWorkerBase(SpecWorkerAdapter):
         runner = self._target_worker.model_runner
         check_start(runner, self.max_verify + 1, captures=self.settled.drafter is not None)
         self.prepare_to_serve()
-        check(Moment.READY)
+        check_called(Moment.READY)
 
     def clear_cache_pool(self) -> None:
         """Tell the features; a draft K/V row is valid exactly as long as the target's row with the same slot."""
@@ -173,7 +173,7 @@ class SpecWorkerBase(SpecWorkerAdapter):
         Raises:
             EngineError: SGLang has not called a hook that every answered request needs.
         """
-        check(Moment.ANSWERED)
+        check_called(Moment.ANSWERED)
         if isinstance(result, DSparkBatchResult) and result.record is not None:
             forget_step(batch.reqs)
             self.control.observe(batch.reqs, result.record, result.accept_lens.tolist(), result.times_ms)

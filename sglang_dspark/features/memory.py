@@ -22,7 +22,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_dspark.engine import feature
 from sglang_dspark.engine.feature import Feature, FlagRule, off_gpu
 from sglang_dspark.engine.hooks import Moment, hook
-from sglang_dspark.engine.request_options import only_asking, only_asks, refuses, refusing
+from sglang_dspark.engine.request_options import asking_release, asks_release, refuses_release, refusing_release
 from sglang_dspark.engine.scheduler import answer_with
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ async def ask_to_release(manager: Any, asked: Any, request: object = None) -> No
         ValueError: one of them has requests, a tag is unknown, or the device has no such memory; SGLang answers HTTP
             400.
     """
-    _check(manager, asked.tags)
+    _check_tags(manager, asked.tags)
     manager.auto_create_handle_loop()
 
     async def refusals(one: Any) -> list[bool]:
-        return [refuses(answer) for answer in await manager.release_memory_occupation_communicator(one)]
+        return [refuses_release(answer) for answer in await manager.release_memory_occupation_communicator(one)]
 
     # Not before all are idle: what one of them has released is lost, whatever another one refuses then.
-    if any(await refusals(only_asking(asked))):
+    if any(await refusals(asking_release(asked))):
         which = "no memory is released"
     elif any(refused := await refusals(asked)):
         which = f"{refused.count(False)} of {len(refused)} replicas have released memory"
@@ -76,12 +76,12 @@ async def ask_to_resume(manager: Any, asked: Any, request: object = None) -> Non
     Raises:
         ValueError: a tag is unknown, or the device has no such memory; SGLang answers HTTP 400.
     """
-    _check(manager, asked.tags)
+    _check_tags(manager, asked.tags)
     manager.auto_create_handle_loop()
     await manager.resume_memory_occupation_communicator(asked)
 
 
-def _check(manager: Any, tags: list[str] | None) -> None:
+def _check_tags(manager: Any, tags: list[str] | None) -> None:
     if (device := manager.config_value("device")) not in feature.GPUS:
         raise ValueError(f"memory of the device {device} cannot be given away; serve on {' or '.join(feature.GPUS)}")
     if unknown := set(tags or ()) - set(GPU_MEMORY_ALL_TYPES):
@@ -119,8 +119,8 @@ def release(
     if not tags:
         return ReleaseMemoryOccupationReqOutput()
     if not manager.is_fully_idle(ignore_waiting=scheduler._engine_paused):
-        return refusing(ReleaseMemoryOccupationReqOutput())
-    if only_asks(asked):
+        return refusing_release(ReleaseMemoryOccupationReqOutput())
+    if asks_release(asked):
         return ReleaseMemoryOccupationReqOutput()
     if not manager.offload_tags:
         setattr(scheduler, _PAUSED, scheduler._engine_paused)

@@ -114,10 +114,10 @@ def join_nodes(worker: Worker) -> None:
     Raises:
         ConfigError: see :func:`check_alike`.
     """
-    join(get_parallel().tp_group, worker.server_args.nnodes, to_have_in_common(worker.settled), end_server)
+    watch_nodes(get_parallel().tp_group, worker.server_args.nnodes, to_have_in_common(worker.settled), end_server)
 
 
-def join(group: Any, nnodes: int, facts: Mapping[str, object], end: Callable[[], None]) -> None:
+def watch_nodes(group: Any, nnodes: int, facts: Mapping[str, object], end: Callable[[], None]) -> None:
     """Compare the nodes of a server, and notice from now on when one of them is gone. All ranks call it together.
 
     Args:

@@ -45,7 +45,7 @@ GRACE_S = 2.0
     reason="SGLang does not notice that a scheduler was killed: all requests after the next one for it would hang",
     by=Moment.SOME_TIME,  # called in the process that starts schedulers
 )
-def watch(controller: Any) -> None:
+def watch_replicas(controller: Any) -> None:
     """Watch the schedulers that SGLang's controller has started. A hook before it passes on the first request."""
     arguments = (controller.scheduler_procs, end_server)
     Thread(target=end_with_the_first, args=arguments, name="dspark-watch-replicas", daemon=True).start()

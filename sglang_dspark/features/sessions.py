@@ -60,7 +60,7 @@ def make_turn(
     reason="the server ends if one of the turns behind a replaced one has the name of another, or they are a thousand",
     by=Moment.SOME_TIME,
 )
-def clear(node: SessionReqNode, nodes: dict[str, SessionReqNode]) -> None:
+def end_turns_behind(node: SessionReqNode, nodes: dict[str, SessionReqNode]) -> None:
     """End a turn and all that came behind it, and take them out of their session, however long it is.
 
     A request may have the name of an earlier one, which ``nodes`` no longer has.

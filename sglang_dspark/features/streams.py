@@ -16,7 +16,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from transformers import PreTrainedTokenizerBase
 
 from sglang_dspark.engine.feature import Feature
-from sglang_dspark.engine.hooks import Moment, check, hook
+from sglang_dspark.engine.hooks import Moment, check_called, hook
 from sglang_dspark.engine.sglang_types import Answer, TokenizerManager
 
 # Token ids before a window of text: some tokenizers decode the first token of a text otherwise. SGLang's number.
@@ -75,7 +75,7 @@ async def look_at_answers(answers: AsyncIterator[Answer]) -> AsyncIterator[Answe
     async for answer in answers:
         reason = (answer.get("meta_info") or {}).get("finish_reason")
         if reason is not None and reason["type"] != "abort":
-            check(Moment.ANSWERED)
+            check_called(Moment.ANSWERED)
         yield answer
 
 

@@ -34,7 +34,7 @@ PREFIX = "draft."
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
-DRAFTER = "draft"
+DRAFTER_FORMAT = "draft"
 """The value of ``load_format`` that has ``/update_weights_from_disk`` load a drafter."""
 
 
@@ -186,10 +186,10 @@ def weights_of(driver: StepDriver) -> Weights:
 def answer_writes(result: None, scheduler: Any) -> None:
     """Have requests that write weights come to :func:`write`."""
     for kind in _WRITES:
-        answer_with(scheduler, kind, write, scheduler.weight_updater)
+        answer_with(scheduler, kind, write_weights, scheduler.weight_updater)
 
 
-def write(original: Callable[[Any], Any], manager: Any, request: Any) -> Any:
+def write_weights(original: Callable[[Any], Any], manager: Any, request: Any) -> Any:
     """Have SGLang write weights between two steps, or a drafter's checkpoint, and follow them.
 
     Of weights that come in parts, the last one is followed. If some do not fit, the request is at fault and not the
@@ -202,7 +202,7 @@ def write(original: Callable[[Any], Any], manager: Any, request: Any) -> Any:
     driver = driver_of(manager.scheduler)
     weights = weights_of(driver)
     weights.transient = name.startswith("UpdateWeightsFromIPC")
-    loads_drafter = isinstance(request, UpdateWeightFromDiskReqInput) and request.load_format == DRAFTER
+    loads_drafter = isinstance(request, UpdateWeightFromDiskReqInput) and request.load_format == DRAFTER_FORMAT
     torch.get_device_module(manager.tp_worker.device).synchronize()  # a step that was launched reads the old ones
     try:
         answer = _replace_drafter(driver, manager, request) if loads_drafter else original(request)
@@ -231,7 +231,7 @@ def write(original: Callable[[Any], Any], manager: Any, request: Any) -> Any:
     reason="SGLang's drafters have the names of their target's tensors, so it writes those into both",
     by=Moment.SOME_TIME,
 )
-def select(original: Callable[..., Any], manager: Any, selector: str = "all") -> Any:
+def select_runners(original: Callable[..., Any], manager: Any, selector: str = "all") -> Any:
     """Return the runners of the target, whatever else is asked for, or of the drafter if it alone is named.
 
     What is for both is told apart by its names.
@@ -248,7 +248,7 @@ def _replace_drafter(driver: StepDriver, manager: Any, request: Any) -> Any:
     try:
         put = weights_of(driver).load_drafter(request.model_path)
     except Exception as error:  # noqa: BLE001 - a damaged file, or a device whose memory is full
-        _log(error)
+        _log_failure(error)
         answer = UpdateWeightFromDiskReqOutput(success=False, message=f"{error}; the drafter that served serves on")
     answer = _agreed(answer, manager.tp_cpu_group)
     if not answer.success:
@@ -265,7 +265,7 @@ def _replace_drafter(driver: StepDriver, manager: Any, request: Any) -> Any:
 
 def _failed(request: str, error: Exception) -> Any:
     """Return what SGLang answers to a request of this class that failed."""
-    _log(error)
+    _log_failure(error)
     message = str(error)
     if not isinstance(error, DSparkError):
         message = (
@@ -275,7 +275,7 @@ def _failed(request: str, error: Exception) -> Any:
     return getattr(io_struct, request.replace("ReqInput", "ReqOutput"))(success=False, message=message)
 
 
-def _log(error: Exception) -> None:
+def _log_failure(error: Exception) -> None:
     """Write an error into the log: with its traceback, if it is not one of ours, which says all."""
     logger.error("DSPARK: weights that do not fit: %s", error, exc_info=not isinstance(error, DSparkError))
 
@@ -289,9 +289,9 @@ def _agreed(answer: Any, ranks: Any) -> Any:
     return next((one for one in answers if not one.success), answer)
 
 
-ROUTE = "/dspark/drafter"
+DRAFTER_ROUTE = "/dspark/drafter"
 _EXAMPLE = '{"path": "/models/drafter"}'
-_lock = asyncio.Lock()
+_one_load = asyncio.Lock()
 
 
 @hook(
@@ -303,7 +303,7 @@ _lock = asyncio.Lock()
 )
 async def one_at_a_time(original: Callable[..., Awaitable[Any]], manager: Any, request: Any) -> Any:
     """Have checkpoints that are to be loaded wait for each other."""
-    async with _lock:
+    async with _one_load:
         return await original(manager, request)
 
 
@@ -316,7 +316,7 @@ async def one_at_a_time(original: Callable[..., Awaitable[Any]], manager: Any, r
 )
 def keep_path(original: Callable[..., None], manager: Any, model_path: str, load_format: str) -> None:
     """Note the path of a new target, and leave that of a drafter to the scheduler."""
-    if load_format != DRAFTER:
+    if load_format != DRAFTER_FORMAT:
         original(manager, model_path, load_format)
 
 
@@ -325,7 +325,7 @@ def add_route(app: Any, target_only: str | None) -> None:
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     if target_only is None:
-        app.add_api_route(ROUTE, auth_level(AuthLevel.ADMIN_OPTIONAL)(replace_drafter), methods=["POST"])
+        app.add_api_route(DRAFTER_ROUTE, auth_level(AuthLevel.ADMIN_OPTIONAL)(replace_drafter), methods=["POST"])
 
 
 async def replace_drafter(request: Request) -> Response:
@@ -341,7 +341,7 @@ async def replace_drafter(request: Request) -> Response:
         return error_response(400, f"the body must be like {_EXAMPLE}, not {fields}", "path")
     manager = get_global_state().tokenizer_manager
     manager.auto_create_handle_loop()
-    asked = UpdateWeightFromDiskReqInput(model_path=path, load_format=DRAFTER)
+    asked = UpdateWeightFromDiskReqInput(model_path=path, load_format=DRAFTER_FORMAT)
     try:
         load = TURNS.begin(partial(manager._wait_for_model_update_from_disk, asked))
         success, message, _paused = await TURNS.result(load)

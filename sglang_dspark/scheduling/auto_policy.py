@@ -125,9 +125,9 @@ def worth_most_beside(
 # In non-speculative steps: what a request may lose at once, and what every step adds. Of 200 tokens it is 3 %. With a
 # stake of 3, a text that changes loses up to 4 % more in the ablation; with half the rate, drafts that pay by a fifth
 # on a costly target lose some 4 % more of their first 200 tokens, because more non-speculative steps follow bad luck.
-STAKE, RATE = 2.0, 0.02
+BUDGET_START, BUDGET_PER_STEP = 2.0, 0.02
 # What was gained is kept up to this: with no more than the stake, drafts that pay by a little are given up too often.
-MOST = 6.0
+BUDGET_MOST = 6.0
 
 
 class SingleRequestBudget:
@@ -139,7 +139,7 @@ class SingleRequestBudget:
 
     def __init__(self) -> None:
         self._request: Hashable = None
-        self._left = STAKE
+        self._left = BUDGET_START
 
     def can_spend(self, request: Hashable, cost: float, *, pays: bool) -> bool:
         """Return whether the credit is enough for the next step of ``request``, and take its cost if it is.
@@ -150,10 +150,10 @@ class SingleRequestBudget:
                 before it has left of its own.
         """
         if request != self._request:
-            self._request, self._left = request, STAKE if pays else min(STAKE, self._left)
-        cost = min(cost, STAKE)
+            self._request, self._left = request, BUDGET_START if pays else min(BUDGET_START, self._left)
+        cost = min(cost, BUDGET_START)
         can_spend = cost <= self._left
-        self._add(RATE - cost if can_spend else RATE)
+        self._add(BUDGET_PER_STEP - cost if can_spend else BUDGET_PER_STEP)
         return can_spend
 
     def earn(self, request: Hashable, accepted: int) -> None:
@@ -162,7 +162,7 @@ class SingleRequestBudget:
             self._add(accepted)
 
     def _add(self, steps: float) -> None:
-        self._left = min(MOST, self._left + steps)
+        self._left = min(BUDGET_MOST, self._left + steps)
 
 
 # One percent of the throughput: what speculation has to promise over non-speculative steps before a parked server

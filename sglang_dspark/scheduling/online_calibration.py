@@ -206,21 +206,21 @@ def _ece_by_position(predicted: Floats, outcomes: Bools, mask: Bools) -> list[fl
     return [ece(p[used], outcome[used]) if used.any() else None for p, outcome, used in columns]
 
 
-FEWEST = 64
+FIT_FEWEST = 64
 """First drafts before anything is said."""
-MOST = 4096
+FIT_MOST = 4096
 """First drafts after which the verdict stays."""
-CHANCE = 0.05
+FIT_CHANCE = 0.05
 """Acceptance of first drafts that a guess without a look at the text comes near: the target's commonest token."""
-NO_HEAD = 0.12
+FIT_WITHOUT_HEAD = 0.12
 """The same below which a drafter that promises nothing is named: 0.1 is what wrong taps reach."""
-PROMISE = 1 / 3
+FIT_PROMISE = 1 / 3
 """Share of what a drafter's confidence promises below which it is named."""
 _Z = 3.0
 """Standard deviations of the interval, which is looked at often."""
 
 
-class Verdict(StrEnum):
+class FitVerdict(StrEnum):
     """Name what is known of the fit of a drafter."""
 
     UNKNOWN = "unknown"
@@ -229,7 +229,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Fit:
+class DrafterFit:
     """Hold what is known of a drafter's first drafts, those at position 0 of a block.
 
     Attributes:
@@ -258,15 +258,15 @@ class Fit:
         return (share + z2 / (2 * n) + _Z * sqrt(share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> FitVerdict:
         """Return whether the drafter fits.
 
         A head that promises little on hard texts is believed, unless chance would do as well.
         """
-        if self.first_drafts < FEWEST:
-            return Verdict.UNKNOWN
-        least = NO_HEAD if self.promised is None else max(CHANCE, PROMISE * self.promised)
-        return Verdict.MISFIT if self.most < least else Verdict.FITS
+        if self.first_drafts < FIT_FEWEST:
+            return FitVerdict.UNKNOWN
+        least = FIT_WITHOUT_HEAD if self.promised is None else max(FIT_CHANCE, FIT_PROMISE * self.promised)
+        return FitVerdict.MISFIT if self.most < least else FitVerdict.FITS
 
     @property
     def sentence(self) -> str:
@@ -279,7 +279,7 @@ class Fit:
     @property
     def warning(self) -> str | None:
         """Return the warning about a drafter that does not fit; None if it fits."""
-        if self.verdict is not Verdict.MISFIT:
+        if self.verdict is not FitVerdict.MISFIT:
             return None
         return (
             f"the drafter hardly predicts this target: {self.sentence}. Usual causes: it was made for another target "
@@ -326,12 +326,12 @@ class PredictedSurvival:
         return self._sums
 
 
-WINDOW = 512
+CHAIN_WINDOW = 512
 """Candidates that a rate averages over, for each number of matched tokens."""
-WORTHY_RATE = 0.6
+CHAIN_WORTHY_RATE = 0.6
 """Share of right candidates from which they are drafted: about that of a drafter's tokens whose predecessors are kept.
 On texts of the bundled pair, 0.5 and 0.6 were alike, and 0.7 brought 2 % less."""
-BOOST = 64.0
+CHAIN_BOOST = 64.0
 """Nats: the drafter's own token is hardly ever drawn beside the candidate. Boosts that grow with the rate brought less:
 a drafter is often sure where it is wrong."""
 _SEEN, _RIGHT = 2.5, np.array([[0.25], [0.25], [2.0]])
@@ -374,7 +374,7 @@ class ChainWeights:
             behind = kinds[tested] * lengths + np.minimum(matched[tested] + place, lengths - 1)
             outcomes = [np.bincount(behind, weights, num_cells) for weights in (right[tested] > place, None)]
             counts += np.reshape(outcomes, counts.shape)
-        self._counts = self._counts * np.exp(-counts[1] / WINDOW) + counts
+        self._counts = self._counts * np.exp(-counts[1] / CHAIN_WINDOW) + counts
 
     def rates(self) -> Floats:
         """Return [kinds, most + 1] how likely a candidate is right behind so many matched tokens, by kind."""
@@ -388,8 +388,8 @@ class ChainWeights:
             scale, shift: [slots] of the calibration, which confidence logits go through.
         """
         rates = self.rates()[:, np.arange(KIND_ROWS)[:, None] + np.arange(len(scale))]
-        boosts = np.where(rates > WORTHY_RATE, BOOST, 0.0)
-        boosts[-1] = BOOST
+        boosts = np.where(rates > CHAIN_WORTHY_RATE, CHAIN_BOOST, 0.0)
+        boosts[-1] = CHAIN_BOOST
         boosts[:, 0] = 0.0
         least = np.where(boosts > 0, (np.log(rates / (1 - rates)) - shift) / scale, -np.inf)
         return np.stack([boosts, least]).reshape(2, NUM_ROWS, len(scale))

@@ -241,13 +241,13 @@ def has_usable_time(decision: StepDecision, requests: int) -> bool:
 
 
 # Tokens on time that every answer begins with, so that the luck of its first steps does not decide.
-HEAD_TOKENS = 8
+SLO_HEAD_TOKENS = 8
 # By the time taken over the time that the SLO allows: what a request counts. One that is early lends rows, and one that
 # is late, or nearly, gets them. Simulated, drafts move from the others to users with an SLO for the least tokens if all
 # of these count 2 to 3: weights from 0.25 to 4 met fewer SLOs, because rows moved among these users, too. One that is
 # too late is given up, because rows bring least on hard text; where that was at 1.1, luck decided. With the budget of
 # the most weighted tokens, in place of that of the most tokens, nothing differed.
-CURVE = ((0.8, 0.7), (0.95, 3.0), (1.5, 3.0), (1.8, 1.0))
+SLO_URGENCY = ((0.8, 0.7), (0.95, 3.0), (1.5, 3.0), (1.8, 1.0))
 
 
 @dataclass
@@ -281,7 +281,7 @@ class SloState:
         self.begin(now_ms, tokens)
         if self.tpot_ms is None or self.began_ms is None:
             return self.base_weight
-        head_ms = HEAD_TOKENS * self.tpot_ms
+        head_ms = SLO_HEAD_TOKENS * self.tpot_ms
         allowed_ms = (tokens - self.first_tokens) * self.tpot_ms
         return self.base_weight * _urgency((now_ms - self.began_ms + head_ms) / (allowed_ms + head_ms))
 
@@ -293,9 +293,9 @@ class SloState:
 
 
 def _urgency(taken: float) -> float:
-    if taken <= CURVE[0][0]:
-        return CURVE[0][1]
-    for (left, before), (right, after) in pairwise(CURVE):
+    if taken <= SLO_URGENCY[0][0]:
+        return SLO_URGENCY[0][1]
+    for (left, before), (right, after) in pairwise(SLO_URGENCY):
         if taken < right:
             return before + (after - before) * (taken - left) / (right - left)
-    return CURVE[-1][1]
+    return SLO_URGENCY[-1][1]

@@ -122,7 +122,7 @@ class StepDecision:
 PLAIN = StepDecision(0, FixedLength())
 
 
-FIRST = 2 * FORCED
+FORCED_RANK = 2 * FORCED
 """What given drafts rank by: before any other, so that their ranks change no other draft's place."""
 
 

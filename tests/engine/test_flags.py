@@ -27,7 +27,7 @@ from sglang_objects import launch_context, server_args
 
 from sglang_dspark.config import DSparkConfig, flag_dest
 from sglang_dspark.engine import flags, http, requests
-from sglang_dspark.engine.flags import PREFIXES, all_rules, broken
+from sglang_dspark.engine.flags import OTHER_PREFIXES, all_rules, broken_rules
 from sglang_dspark.engine.start import LENGTHS, block_size_from_flags, flag_adjustments
 from sglang_dspark.errors import ConfigError
 
@@ -108,7 +108,7 @@ def start(**given):
 
 @pytest.mark.parametrize("given", STARTS[:1] + STARTS[4:], ids=str)
 def test_defaults_are_served(given):
-    assert not [*broken(start(**given), adjusts=True), *broken(start(**given), adjusts=False)]
+    assert not [*broken_rules(start(**given), adjusts=True), *broken_rules(start(**given), adjusts=False)]
 
 
 @pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.name)
@@ -116,8 +116,8 @@ def test_other_values_are_adjusted_or_refused_by_name(rule):
     value = "megamoe" if rule.name == "moe_runner_backend" else "something"
     tried = [start(**given | {rule.name: value}) for given in STARTS]
     context = next(context for context in tried if rule.beside(context))
-    assert rule in broken(context, adjusts=rule.adjusts)
-    assert rule not in broken(context, adjusts=not rule.adjusts)
+    assert rule in broken_rules(context, adjusts=rule.adjusts)
+    assert rule not in broken_rules(context, adjusts=not rule.adjusts)
     flag = f"--{rule.name.replace('_', '-')}={value}"
     assert rule.refusal(context.args) == f"DSPARK cannot run with {flag}; {rule.reason}"
     if rule.adjusts:
@@ -129,7 +129,7 @@ def test_other_values_are_adjusted_or_refused_by_name(rule):
         assert rule.serves(context.args)
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("prefix", OTHER_PREFIXES)
 def test_what_other_algorithms_alone_read_exists(prefix):
     assert any(name.startswith(prefix) for name in NAMES["flags"])
 

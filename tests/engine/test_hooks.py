@@ -21,7 +21,7 @@ from sglang_objects import partly
 
 from sglang_dspark.engine import hooks
 from sglang_dspark.engine.feature import all_features
-from sglang_dspark.engine.hooks import Moment, Where, all_hooks, check, expect_called
+from sglang_dspark.engine.hooks import Moment, Where, all_hooks, check_called, expect_called
 from sglang_dspark.engine.worker_base import SpecWorkerBase
 from sglang_dspark.errors import EngineError
 from sglang_dspark.worker.worker import DSparkWorker
@@ -173,7 +173,7 @@ def test_a_hook_that_was_never_called_is_named():
     with pytest.raises(
         EngineError, match=r"had not called sglang\.dead when the scheduler was ready, so the hook dead"
     ):
-        check(Moment.READY)
+        check_called(Moment.READY)
 
 
 @pytest.mark.usefixtures("nothing_expected")
@@ -181,8 +181,8 @@ def test_hooks_that_were_called_pass():
     called = expect_called("called", "sglang.called", Moment.READY, lambda: None)
     expect_called("whenever", "sglang.whenever", Moment.SOME_TIME, lambda: None)
     called()
-    check(Moment.READY)
-    check(Moment.ANSWERED)
+    check_called(Moment.READY)
+    check_called(Moment.ANSWERED)
 
 
 @pytest.mark.usefixtures("nothing_expected")
@@ -191,13 +191,13 @@ def test_a_forked_process_waits_for_its_own_hooks_alone():
     child = os.fork()
     if child == 0:
         try:
-            check(Moment.READY)
+            check_called(Moment.READY)
         except EngineError:
             os._exit(1)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     with pytest.raises(EngineError):
-        check(Moment.READY)
+        check_called(Moment.READY)
 
 
 @pytest.mark.usefixtures("nothing_expected")

@@ -14,18 +14,18 @@ from golden_replay import load_golden
 from stage_loop import DRAFT, StageLoop, golden_network
 
 from sglang_dspark.features.reports.counters import (
-    MOST,
+    MOST_VERSIONS,
     Counters,
     FirstDrafts,
     Versions,
     fit_of,
     load_of,
-    report,
+    report_versions,
     requests_of,
 )
 from sglang_dspark.features.reports.counters import fit_of as judged
-from sglang_dspark.scheduling.online_calibration import MOST as MOST_DRAFTS
-from sglang_dspark.scheduling.online_calibration import PredictedSurvival, Verdict
+from sglang_dspark.scheduling.online_calibration import FIT_MOST as MOST_DRAFTS
+from sglang_dspark.scheduling.online_calibration import FitVerdict, PredictedSurvival
 from sglang_dspark.step.decision import StepDecision, StepRecord, TimedStep
 from sglang_dspark.step.selection import FixedLength
 from sglang_dspark.step.state import Confidence
@@ -170,9 +170,11 @@ def test_rounds_count_for_the_version_in_force():
             versions.change(key)
         versions.count(STEP, [1], [accepted])
     assert in_short(versions) == [(("v1", "a"), 1, 1), (("v1", "b"), 1, 4), (("default", "a"), 2, 5)]
-    for number in range(2 * MOST):
+    for number in range(2 * MOST_VERSIONS):
         versions.change((str(number), "a"))
-    assert [key for key, *_ in in_short(versions)] == [(str(number), "a") for number in range(MOST, 2 * MOST)]
+    assert [key for key, *_ in in_short(versions)] == [
+        (str(number), "a") for number in range(MOST_VERSIONS, 2 * MOST_VERSIONS)
+    ]
 
 
 def test_a_drafter_is_judged_anew_with_each_version():
@@ -180,9 +182,9 @@ def test_a_drafter_is_judged_anew_with_each_version():
     versions.first_drafts.counts |= {"verified": 80, "accepted": 0}
     versions.change(("2", "a"))
     versions.first_drafts.counts |= {"verified": 80, "accepted": 70}
-    assert [one["drafter_fit"] for one in report([versions.counts])] == ["misfit", "fits"]
+    assert [one["drafter_fit"] for one in report_versions([versions.counts])] == ["misfit", "fits"]
     versions.change(("2", "a"))  # under the same name
-    assert [one["drafter_fit"] for one in report([versions.counts])] == ["misfit", "unknown"]
+    assert [one["drafter_fit"] for one in report_versions([versions.counts])] == ["misfit", "unknown"]
 
 
 def test_versions_of_replicas_are_added_up():
@@ -190,7 +192,7 @@ def test_versions_of_replicas_are_added_up():
         first = FirstDrafts().counts | {"verified": verified}
         return {"key": [version, "a"], "rounds": rounds, "tokens": tokens, "first_drafts": first}
 
-    found = report([[counts("v", 2, 5, 40)], [counts("v", 1, 1, 40), counts("w", 0, 0)]])
+    found = report_versions([[counts("v", 2, 5, 40)], [counts("v", 1, 1, 40), counts("w", 0, 0)]])
     assert found == [
         {"weight_version": "v", "drafter": "a", "rounds": 3, "accept_length": 2.0, "drafter_fit": "misfit"},
         {"weight_version": "w", "drafter": "a", "rounds": 0, "accept_length": None, "drafter_fit": "unknown"},
@@ -274,7 +276,7 @@ ASKING = {"schedule": "threshold", "confidence_threshold": 0.0}
 @pytest.mark.parametrize("options", [{}, ASKING], ids=["head unheard", "head heard"])
 def test_the_golden_pair_fits(options):
     fit = misfit_of(48, **options)
-    assert fit.verdict is Verdict.FITS
+    assert fit.verdict is FitVerdict.FITS
     assert fit.share > 0.5
     assert (fit.promised is None) == (not options)
 
@@ -286,4 +288,4 @@ def test_the_golden_pair_fits(options):
 )
 def test_pairs_that_do_not_fit_are_named(changed, options):
     fit = misfit_of(10, **changed, **options)
-    assert fit.verdict is Verdict.MISFIT, fit.sentence
+    assert fit.verdict is FitVerdict.MISFIT, fit.sentence

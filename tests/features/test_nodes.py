@@ -19,7 +19,7 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.server import DSparkServer
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features import nodes
-from sglang_dspark.features.nodes import FEATURE, Nodes, check_alike, join, to_have_in_common
+from sglang_dspark.features.nodes import FEATURE, Nodes, check_alike, to_have_in_common, watch_nodes
 
 TWO_BY_TWO = Nodes(["left", "left", "right", "right"], per_node=2)
 
@@ -75,7 +75,7 @@ def serve(rank: int, told: dict[str, object], folder) -> None:
 
     group = partly(GroupCoordinator, ranks=[0, 1, 2, 3], rank_in_group=rank, all_gather_object=gathered)
     try:
-        join(group, 2, told, end=lambda: os._exit(3))
+        watch_nodes(group, 2, told, end=lambda: os._exit(3))
     except ConfigError as error:
         (folder / f"{rank}.log").write_text(str(error))
         os._exit(4)

@@ -18,7 +18,7 @@ from sglang_dspark.engine.part import Counted
 from sglang_dspark.features.reports import prometheus
 from sglang_dspark.features.reports.counters import Counters, Versions
 from sglang_dspark.features.reports.prometheus import Metrics
-from sglang_dspark.features.reports.traces import count_drafts, trace
+from sglang_dspark.features.reports.traces import count_drafts, trace_step
 from sglang_dspark.scheduling.online_calibration import PredictedSurvival
 from sglang_dspark.step.decision import StepDecision, StepRecord, TimedStep
 from sglang_dspark.step.selection import FixedLength
@@ -145,7 +145,7 @@ def test_a_trace_shows_no_draft_of_an_earlier_answer(row, shown):
         num_drawn=1,
     )
     req = request([1], custom_params={"dspark": '{"core": {"trace": true}}'})
-    trace([req], record, [0], [0])
+    trace_step([req], record, [0], [0])
     assert req.customized_info["dspark_trace"][-1]["draft"] == shown
 
 

@@ -21,7 +21,7 @@ from sglang_dspark.engine.batch import DSparkBatchResult
 from sglang_dspark.engine.requests import ASKED
 from sglang_dspark.engine.server import DSparkServer
 from sglang_dspark.features.builtin_worker import ScheduledServer
-from sglang_dspark.features.prompt_lookup import ROUTE, Predictions, keep_counts
+from sglang_dspark.features.prompt_lookup import CHAT_ROUTE, Predictions, keep_counts
 from sglang_dspark.features.prompt_lookup.keys import (
     COUNTS,
     MAX_LABEL_TOKENS,
@@ -280,7 +280,7 @@ def test_rules_are_those_of_the_requests_that_are_drafted():
 PREDICTION = {"type": "content", "content": "да"}
 
 
-def served(body, answers, sent, path=ROUTE, asked=None, kind=b"application/json"):
+def served(body, answers, sent, path=CHAT_ROUTE, asked=None, kind=b"application/json"):
     """Return what the application finds as ``speculation`` and as its body, and the ASGI messages of its answer.
 
     Args:

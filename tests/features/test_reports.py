@@ -25,7 +25,15 @@ from sglang_dspark.engine.http import MAX_WAITING, Turns
 from sglang_dspark.errors import BusyError, ConfigError
 from sglang_dspark.features.reports import Reports, report_verified, routes
 from sglang_dspark.features.reports.counters import Counters, Versions
-from sglang_dspark.features.reports.routes import KEY, REPLICA, Channel, in_common, page_document, stats, with_each
+from sglang_dspark.features.reports.routes import (
+    ANSWER_KEY,
+    REPLICA,
+    Channel,
+    in_common,
+    page_document,
+    stats_document,
+    with_each,
+)
 from sglang_dspark.scheduling.online_calibration import PredictedSurvival
 from sglang_dspark.step.decision import TimedStep
 from sglang_dspark.worker.worker import DSparkWorker
@@ -92,7 +100,7 @@ class Manager:
         pass
 
     def _send(self, request):
-        question = json.loads(request.rid)[KEY]
+        question = json.loads(request.rid)[ANSWER_KEY]
         self.asked.append(question)
         if self.answers:
             for replica in reversed(range(self.replicas)):
@@ -109,7 +117,7 @@ class Manager:
         self.give({"refusal": "no such policy"} if refused else {"answer": answer}, replica)
 
     def give(self, found, replica=0):
-        state = {KEY: found, REPLICA: replica}
+        state = {ANSWER_KEY: found, REPLICA: replica}
         self.get_internal_state_communicator.handle_recv(GetInternalStateReqOutput(internal_state=state))
 
 
@@ -213,7 +221,7 @@ def client(request, monkeypatch):
     monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
     monkeypatch.setattr(routes, "TURNS", Turns() if answers else Turns(0.05))
     app = FastAPI()
-    routes.add(app, None)
+    routes.add_routes(app, None)
     with TestClient(app, raise_server_exceptions=False) as client:
         client.manager = manager
         yield client
@@ -304,24 +312,24 @@ def test_figures_of_two_replicas_are_those_of_one_that_counts_both():
         replica.step(*step)
         both.step(*step)
     other.uptime_s = 3.0
-    expected = stats([both.answer()])
-    found = with_each(stats, [one.answer(), other.answer()])
-    assert found.pop("replicas") == [stats([replica.answer()]) for replica in (one, other)]
+    expected = stats_document([both.answer()])
+    found = with_each(stats_document, [one.answer(), other.answer()])
+    assert found.pop("replicas") == [stats_document([replica.answer()]) for replica in (one, other)]
     assert found.pop("failed_advice") == {"presets": 4}
     assert found.pop("slos") == {"met": 2, "missed": 4}
     assert found == {name: value for name, value in expected.items() if name not in ("failed_advice", "slos")}
 
 
 def test_a_state_is_told_if_all_have_it():
-    found = with_each(stats, [Replica(schedule={"probes": n}).answer() for n in (1, 2)])
+    found = with_each(stats_document, [Replica(schedule={"probes": n}).answer() for n in (1, 2)])
     assert found["policy"] == "auto" and "schedule" not in found
     assert [replica["schedule"] for replica in found["replicas"]] == [{"probes": 1}, {"probes": 2}]
     assert in_common([{"a": 1, "most": 8}, {"a": 1, "most": 9}]) == {"a": 1}
 
 
 def test_a_drafter_is_judged_by_the_drafts_of_all():
-    one = stats([Replica(bad=True).answer()])["drafter_fit"]
-    both = stats([Replica(bad=True).answer(), Replica(bad=True).answer()])["drafter_fit"]
+    one = stats_document([Replica(bad=True).answer()])["drafter_fit"]
+    both = stats_document([Replica(bad=True).answer(), Replica(bad=True).answer()])["drafter_fit"]
     assert (one["first_drafts"], both["first_drafts"]) == (80, 160)
     assert one["promised"] == both["promised"] == pytest.approx(0.8)
     assert both["verdict"] == "misfit"

@@ -11,8 +11,8 @@ from sglang.srt.session.session_controller import Session, SessionReqNode
 from sglang.srt.session.streaming_session import SessionSlot, StreamingSession
 
 from sglang_dspark.features.sessions import (
-    clear,
     encode_last_token_again,
+    end_turns_behind,
     finish_if_ended,
     forget_overshoot,
     make_turn,
@@ -51,7 +51,7 @@ def test_turns_are_replaced_however_many_there_are(rid):
     running = [node.req for node in session.req_nodes.values() if not node.req.finished()]
     make_turn(lambda *_: turn(session, []), session, Mock(session_params=SessionParams(rid=rid, replace=True)))
     if rid is not None:
-        clear(session.req_nodes[rid], session.req_nodes)
+        end_turns_behind(session.req_nodes[rid], session.req_nodes)
     assert session.req_nodes == {} and running
     assert all(isinstance(req.to_finish, FINISH_ABORT) for req in running)
 

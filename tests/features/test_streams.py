@@ -128,7 +128,7 @@ def test_the_server_and_the_request_decide(tokenizer, stream, parser, intervals,
 def test_hooks_are_looked_for_with_the_first_answer_that_was_decoded(reason, looked, monkeypatch):
     """One that was aborted while it waited has not been where the others are."""
     moments = []
-    monkeypatch.setattr(module, "check", moments.append)
+    monkeypatch.setattr(module, "check_called", moments.append)
 
     async def answers():
         yield {"meta_info": {"finish_reason": None}}

@@ -9,7 +9,7 @@ from sglang.srt.managers import io_struct
 from sglang_objects import worker
 
 from sglang_dspark.errors import CheckpointError
-from sglang_dspark.features.weights import Weights, write
+from sglang_dspark.features.weights import Weights, write_weights
 
 NEW_DRAFTER = io_struct.UpdateWeightFromDiskReqInput(model_path="other", load_format="draft", flush_cache=False)
 TENSORS = io_struct.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[])
@@ -26,7 +26,7 @@ TENSORS = io_struct.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[])
 )
 def test_nothing_is_written_into_memory_that_is_released(kind, given):
     manager = SimpleNamespace(offload_tags={"weights"})
-    answer = write(lambda *_: pytest.fail("written"), manager, getattr(io_struct, f"{kind}Input")(**given))
+    answer = write_weights(lambda *_: pytest.fail("written"), manager, getattr(io_struct, f"{kind}Input")(**given))
     assert isinstance(answer, getattr(io_struct, f"{kind}Output"))
     assert not answer.success and "POST /resume_memory_occupation" in answer.message
 
@@ -82,7 +82,7 @@ class Rank:
                 raise fails
             return type(self).answered(request, success=True)
 
-        return write(original, self.manager, request)
+        return write_weights(original, self.manager, request)
 
     @staticmethod
     def answered(request, **said):
@@ -128,7 +128,7 @@ def test_parts_are_followed_once_all_have_come(monkeypatch, parts):
         return Rank.answered(request, success=True)
 
     for _ in range(2):
-        assert write(end, rank.manager, io_struct.EndWeightUpdateReqInput()).success
+        assert write_weights(end, rank.manager, io_struct.EndWeightUpdateReqInput()).success
     assert rank.followed == [bool(parts), False]
 
 

@@ -11,13 +11,13 @@ import pytest
 from step_tables import GAMMA, compute_bound, costly_drafts, make_table, memory_bound
 
 from sglang_dspark.scheduling.auto_policy import (
+    BUDGET_MOST,
+    BUDGET_PER_STEP,
+    BUDGET_START,
     MARGIN,
     MIN_ROUNDS,
-    MOST,
     PARKED_PROBE_WEIGHT,
     PROBE_STEPS,
-    RATE,
-    STAKE,
     AutoPolicy,
     SingleRequestBudget,
     draft_depths,
@@ -327,20 +327,20 @@ def test_no_request_loses_more_than_its_stake_and_the_rate(seed):
     rng, credit = np.random.default_rng(seed), SingleRequestBudget()
     gained, behind = 0.0, [0, 0]
     for step in range(1, 2000):
-        cost, luck = rng.uniform(0, STAKE), rng.choice([0.0, 0.1, 0.5])
+        cost, luck = rng.uniform(0, BUDGET_START), rng.choice([0.0, 0.1, 0.5])
         if drafts := credit.can_spend("r", cost, pays=True):
             gained -= cost
         behind.append(int(drafts and rng.random() < luck))
         gained += behind[-1]
         credit.earn("r", behind.pop(0))
-        assert gained >= -STAKE - RATE * step
+        assert gained >= -BUDGET_START - BUDGET_PER_STEP * step
     assert gained < 100, "such drafts do not pay"
 
 
 def test_a_hard_text_is_given_up_after_the_stake_and_tried_again_at_the_rate():
     drafted = useless_steps(SingleRequestBudget(), 0.5, steps=100)
     assert drafted[:4] == [0, 1, 2, 3]
-    assert set(np.diff(drafted[4:])) == {0.5 / RATE}
+    assert set(np.diff(drafted[4:])) == {0.5 / BUDGET_PER_STEP}
 
 
 def test_what_was_gained_is_kept_up_to_a_limit():
@@ -348,7 +348,7 @@ def test_what_was_gained_is_kept_up_to_a_limit():
     for _ in range(50):
         assert credit.can_spend("r", 0.5, pays=True)
         credit.earn("r", 3)
-    assert len(useless_steps(credit, 0.5, steps=15)) == MOST / 0.5
+    assert len(useless_steps(credit, 0.5, steps=15)) == BUDGET_MOST / 0.5
     credit.earn("another", 3)
     assert useless_steps(credit, 0.5, steps=8) == []
 
@@ -364,8 +364,8 @@ def test_no_request_inherits_more_than_a_stake():
     credit = SingleRequestBudget()
     credit.can_spend("r", 0.0, pays=True)
     credit.earn("r", 9)
-    assert len(useless_steps(credit, 0.5, steps=20, request="next", pays=False)) == STAKE / 0.5
+    assert len(useless_steps(credit, 0.5, steps=20, request="next", pays=False)) == BUDGET_START / 0.5
 
 
 def test_a_step_is_tried_whatever_the_table_says_it_costs():
-    assert useless_steps(SingleRequestBudget(), 10 * STAKE, steps=50) == [0]
+    assert useless_steps(SingleRequestBudget(), 10 * BUDGET_START, steps=50) == [0]

@@ -9,18 +9,18 @@ from draft_heads import DISTORTIONS, GAMMA, draw_rounds, survival_eces
 from dspark_kernels import ASKED_ROWS, CACHED_ROWS, KIND_ROWS
 
 from sglang_dspark.scheduling.online_calibration import (
-    BOOST,
-    CHANCE,
-    FEWEST,
+    CHAIN_BOOST,
+    CHAIN_WINDOW,
     FIRST_REFIT_ROUNDS,
+    FIT_CHANCE,
+    FIT_FEWEST,
     REFIT_ROUNDS,
     REFIT_STEPS,
-    WINDOW,
     WINDOW_PAIRS,
     ChainWeights,
-    Fit,
+    DrafterFit,
+    FitVerdict,
     OnlineCalibration,
-    Verdict,
 )
 from sglang_dspark.scheduling.sts import SCALE_BOUNDS, SHIFT_BOUNDS, StsCalibration, sigmoid
 
@@ -219,7 +219,7 @@ def test_chains_teach_what_stands_behind_as_many_matched_tokens():
     assert (rates[3:6] > 0.95).all() and rates[6] < 0.02
     assert rates[7] == rates[2] == ChainWeights(MOST).rates()[0][7]
     boosts, _ = tables(weights)
-    assert boosts[3, 0] == boosts[3, 2] == BOOST
+    assert boosts[3, 0] == boosts[3, 2] == CHAIN_BOOST
     assert boosts[5, 0] == boosts[4, 1] == boosts[3, 2]
     assert boosts[6, 0] == boosts[5, 1] == boosts[4, 2] == 0
     assert not boosts[0].any()
@@ -242,9 +242,9 @@ def test_what_is_right_today_outweighs_what_was_right_before():
     weights = ChainWeights(MOST)
     for _ in range(20):
         observe(weights, *[(3, 4, 4)] * 100)
-    assert tables(weights)[0][3, 0] == BOOST
+    assert tables(weights)[0][3, 0] == CHAIN_BOOST
     for _ in range(20):
-        observe(weights, *[(3, 0, 4)] * (WINDOW // 10))
+        observe(weights, *[(3, 0, 4)] * (CHAIN_WINDOW // 10))
     assert tables(weights)[0][3, 0] == 0
 
 
@@ -265,55 +265,55 @@ def test_the_confidence_asked_for_is_the_rate_once_it_is_calibrated():
 def test_chains_of_earlier_answers_teach_their_own_kind():
     weights = ChainWeights(MOST)
     observe(weights, *[(CACHED_ROWS + 3, 4, 4)] * 50, *[(4, 0, 4)] * 50)
-    assert (tables(weights, CACHED_ROWS)[0][3:5] == BOOST).all() and not tables(weights)[0].any()
+    assert (tables(weights, CACHED_ROWS)[0][3:5] == CHAIN_BOOST).all() and not tables(weights)[0].any()
 
 
 def test_chains_that_were_asked_for_weigh_all_there_is_and_teach_their_own_kind():
     weights = ChainWeights(MOST)
     boosts, least = tables(weights, ASKED_ROWS)
-    assert (boosts[1:] == BOOST).all() and not boosts[0].any()
+    assert (boosts[1:] == CHAIN_BOOST).all() and not boosts[0].any()
     observe(weights, *[(ASKED_ROWS + 2, 0, 4)] * 200, *[(3, 4, 4)] * 200)
     boosts, after = tables(weights, ASKED_ROWS)
-    assert (boosts[1:] == BOOST).all()
+    assert (boosts[1:] == CHAIN_BOOST).all()
     assert after[2, 0] < least[2, 0] - 2 and (after[4:] == least[4:]).all()
-    assert tables(weights)[0][3, 0] == BOOST and tables(weights)[0][2, 0] == 0
+    assert tables(weights)[0][3, 0] == CHAIN_BOOST and tables(weights)[0][2, 0] == 0
 
 
 @pytest.mark.parametrize(
     ("case", "share", "promised", "verdict"),
     [
-        ("good", 0.7, 0.72, Verdict.FITS),
-        ("hard texts, and the head knows it", 0.15, 0.2, Verdict.FITS),
-        ("overconfident under a seed", 0.3, 0.75, Verdict.FITS),
-        ("weak, without a head", 0.2, None, Verdict.FITS),
-        ("random weights", 0.0, 0.5, Verdict.MISFIT),
-        ("random weights, and the head promises nothing", 0.0, 0.01, Verdict.MISFIT),
-        ("wrong taps", 0.08, 0.5, Verdict.MISFIT),
-        ("wrong taps, without a head", 0.08, None, Verdict.MISFIT),
+        ("good", 0.7, 0.72, FitVerdict.FITS),
+        ("hard texts, and the head knows it", 0.15, 0.2, FitVerdict.FITS),
+        ("overconfident under a seed", 0.3, 0.75, FitVerdict.FITS),
+        ("weak, without a head", 0.2, None, FitVerdict.FITS),
+        ("random weights", 0.0, 0.5, FitVerdict.MISFIT),
+        ("random weights, and the head promises nothing", 0.0, 0.01, FitVerdict.MISFIT),
+        ("wrong taps", 0.08, 0.5, FitVerdict.MISFIT),
+        ("wrong taps, without a head", 0.08, None, FitVerdict.MISFIT),
     ],
 )
 def test_verdicts(case, share, promised, verdict):
-    fit = Fit(1000, round(1000 * share), promised)
+    fit = DrafterFit(1000, round(1000 * share), promised)
     assert fit.verdict is verdict
-    assert (fit.warning is not None) == (verdict is Verdict.MISFIT)
+    assert (fit.warning is not None) == (verdict is FitVerdict.MISFIT)
 
 
 def test_nothing_is_said_of_few_drafts():
-    assert Fit().verdict is Verdict.UNKNOWN
-    assert Fit().report()["accepted"] is None
-    assert Fit(FEWEST - 1, 0, 0.9).verdict is Verdict.UNKNOWN
-    assert Fit(FEWEST, 0, 0.9).verdict is Verdict.MISFIT
+    assert DrafterFit().verdict is FitVerdict.UNKNOWN
+    assert DrafterFit().report()["accepted"] is None
+    assert DrafterFit(FIT_FEWEST - 1, 0, 0.9).verdict is FitVerdict.UNKNOWN
+    assert DrafterFit(FIT_FEWEST, 0, 0.9).verdict is FitVerdict.MISFIT
 
 
 def test_the_interval_holds():
     """One in a thousand drafters that are as good as chance looks worse than its interval allows."""
-    accepted = np.random.default_rng(0).binomial(200, CHANCE, size=20_000)
-    missed = np.mean([Fit(200, int(count)).most < CHANCE for count in accepted])
+    accepted = np.random.default_rng(0).binomial(200, FIT_CHANCE, size=20_000)
+    missed = np.mean([DrafterFit(200, int(count)).most < FIT_CHANCE for count in accepted])
     assert missed < 0.003
-    assert Fit(10_000, 500).most == pytest.approx(CHANCE, abs=0.008)
+    assert DrafterFit(10_000, 500).most == pytest.approx(FIT_CHANCE, abs=0.008)
 
 
 def test_the_warning_says_what_was_found():
-    warning = Fit(200, 4, 0.61).warning
+    warning = DrafterFit(200, 4, 0.61).warning
     assert "2.0% of 200 first drafts were accepted; its own confidence promised 61%" in warning
-    assert Fit(200, 4).sentence == "2.0% of 200 first drafts were accepted"
+    assert DrafterFit(200, 4).sentence == "2.0% of 200 first drafts were accepted"

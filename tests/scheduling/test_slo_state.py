@@ -9,7 +9,7 @@ from dspark_kernels import DraftBlock
 from step_tables import GAMMA, memory_bound
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.scheduling.schedule import HEAD_TOKENS, Schedule, SloState
+from sglang_dspark.scheduling.schedule import SLO_HEAD_TOKENS, Schedule, SloState
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold, TopK
 from sglang_dspark.step.state import Confidence, DraftOutput
@@ -33,9 +33,9 @@ def test_a_request_counts_by_the_share_of_its_slo_that_it_has_taken(taken, count
     assert state.weight(990.0, 0) == 0.5  # its first token is not known
     assert state.weight(1000.0, 3) == 0.5 * 3  # on time
     assert state.weight(1040.0, 4) == 0.5 * 3  # far behind, but only just begun
-    now, tokens = 1000 + (taken * (40 + HEAD_TOKENS) - HEAD_TOKENS) * 10, 43
+    now, tokens = 1000 + (taken * (40 + SLO_HEAD_TOKENS) - SLO_HEAD_TOKENS) * 10, 43
     assert state.weight(now, tokens) == pytest.approx(0.5 * counts)
-    assert state.late_ms(now, tokens) == pytest.approx((taken - 1) * (40 + HEAD_TOKENS) * 10)
+    assert state.late_ms(now, tokens) == pytest.approx((taken - 1) * (40 + SLO_HEAD_TOKENS) * 10)
     without = SloState(None, 0.5)
     assert (without.weight(now, tokens), without.late_ms(now, tokens)) == (0.5, 0.0)
 

@@ -27,7 +27,7 @@ from dspark_kernels.drafting.layers import in_its_dtype
 from dspark_kernels.drafting.walk_kernel import (
     DRAFT,
     FOLLOWED_AT,
-    LEAST,
+    LOWEST_TEMPERATURE,
     NO_COLUMN,
     candidates_at,
     or_copied,
@@ -244,7 +244,7 @@ def choose_listed_kernel(
         # A copy for each member, as of what is compared below.
         temperatures = tl.load(temperatures_ptr + request + members * 0)
         is_sampled = temperatures > 0
-        sharpness = 1.0 / tl.where(is_sampled, tl.maximum(temperatures, LEAST), 1.0)
+        sharpness = 1.0 / tl.where(is_sampled, tl.maximum(temperatures, LOWEST_TEMPERATURE), 1.0)
     if SEEDED:
         is_seeded = tl.load(is_seeded_ptr + request + members * 0) != 0
         is_sampled = is_sampled & ~is_seeded

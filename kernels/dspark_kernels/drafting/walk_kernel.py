@@ -28,7 +28,7 @@ _OUTRIGHT = tl.constexpr(OUTRIGHT)
 FOLLOWED_AT = tl.constexpr(FOLLOWED)
 _FIRST = tl.constexpr(FIRST)
 NO_COLUMN = tl.constexpr(0x7FFFFFFF)
-LEAST = tl.constexpr(LEAST_TEMPERATURE)
+LOWEST_TEMPERATURE = tl.constexpr(LEAST_TEMPERATURE)
 
 
 @triton.jit
@@ -306,7 +306,7 @@ def choose_kernel(
     if SAMPLED or SEEDED:
         temperatures = tl.load(temperatures_ptr + rows, mask=in_batch, other=0.0)
         is_sampled = temperatures > 0
-        sharpness = 1.0 / tl.where(is_sampled, tl.maximum(temperatures, LEAST), 1.0)
+        sharpness = 1.0 / tl.where(is_sampled, tl.maximum(temperatures, LOWEST_TEMPERATURE), 1.0)
     if SEEDED:
         is_seeded = in_batch & (tl.load(is_seeded_ptr + rows, mask=in_batch, other=0) != 0)
         is_sampled = is_sampled & ~is_seeded

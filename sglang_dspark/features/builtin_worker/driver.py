@@ -17,7 +17,7 @@ from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify
 from sglang_dspark.engine import hooks
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.batch import CachedByBatch, most_words
-from sglang_dspark.engine.hooks import Moment, check, hook
+from sglang_dspark.engine.hooks import Moment, check_called, hook
 from sglang_dspark.engine.measure_steps import DummyBatch, Stepper, load_or_measure, table_key
 from sglang_dspark.engine.part import parts_of
 from sglang_dspark.engine.request_options import BatchOptions, carry_counts
@@ -252,7 +252,7 @@ def start(result: None, worker: DSparkWorkerV2) -> None:
         driver = ScheduledWorker(worker)
         attach_driver(driver, worker, worker._proposer, worker._verify_planner)
         driver.start()
-    check(Moment.READY)
+    check_called(Moment.READY)
 
 
 @hook(
@@ -333,7 +333,7 @@ def copy_to_cpu(original: Callable[..., None], result: Any, *args: object, **kwa
 )
 def observe(original: Callable[..., Any], processor: Any, result: Any, batch: ScheduleBatch) -> Any:
     """Count what was verified, and learn from what SGLang reads of a result."""
-    check(Moment.ANSWERED)
+    check_called(Moment.ANSWERED)
     record = getattr(result, "dspark_record", None)
     if record is not None:
         _, *tensors, _ = result.dspark_copy.take()  # a later copy goes to the same place

@@ -160,7 +160,7 @@ class StagedRules:
         return ChainRules(self._bounds[:slots])
 
 
-FIELD, ROUTE = "prediction", "/v1/chat/completions"
+FIELD, CHAT_ROUTE = "prediction", "/v1/chat/completions"
 _DETAILS = "completion_tokens_details"
 
 Counts = dict[str, tuple[int, int]]
@@ -169,7 +169,7 @@ Counts = dict[str, tuple[int, int]]
 _COUNTS: ContextVar[Counts | None] = ContextVar("prediction", default=None)
 
 
-def add(app: FastAPI, target_only: str | None) -> None:
+def add_predictions(app: FastAPI, target_only: str | None) -> None:
     """Have SGLang's application read the field; a server whose target decodes alone has nothing to predict for."""
     app.user_middleware.append(Middleware(Predictions))
 
@@ -185,7 +185,7 @@ class Predictions:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or without_root(scope["path"], scope.get("root_path", "")) != ROUTE:
+        if scope["type"] != "http" or without_root(scope["path"], scope.get("root_path", "")) != CHAT_ROUTE:
             await self.app(scope, receive, send)
             return
         body = await read_body(scope, receive)
@@ -305,5 +305,5 @@ FEATURE = Feature(
     is_used=verifies_drafts,
     request_keys=LookupKeys,
     part=PromptLookup.of,
-    routes=add,
+    routes=add_predictions,
 )

@@ -14,7 +14,7 @@ from sglang.srt.utils import cpu_has_amx_support
 
 from sglang_dspark.draft.families import FAMILIES
 from sglang_dspark.engine.feature import Check, Feature, FlagRule, LaunchContext, Stage
-from sglang_dspark.engine.flags import MIN_REQUESTS, admit
+from sglang_dspark.engine.flags import MIN_REQUESTS, limit_to
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import Part, Worker
 from sglang_dspark.engine.server import DSparkServer, attached
@@ -78,7 +78,7 @@ def resolve_states(original: Callable[..., None], args: ServerArgs, hf_config: A
     if ours and resolving_view(args).device == "cpu":
         leave_snapshots_out(args)
         if args.max_running_requests is None:
-            admit(args, MIN_REQUESTS)
+            limit_to(args, MIN_REQUESTS)
     original(args, hf_config)
 
 

@@ -24,10 +24,18 @@ from sglang_dspark.engine.scheduler import StepDriver, driver_of
 from sglang_dspark.engine.server import tokens_per_step
 from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.errors import FAILURES, ConfigError, best_effort, nothing
-from sglang_dspark.features.reports.counters import Counters, Key, Versions
+from sglang_dspark.features.reports.counters import Counters, VersionKey, Versions
 from sglang_dspark.features.reports.prometheus import Metrics
-from sglang_dspark.features.reports.routes import KEY, REPLICA, Json, StatsAnswer, add, capabilities, in_one_line
-from sglang_dspark.features.reports.traces import trace
+from sglang_dspark.features.reports.routes import (
+    ANSWER_KEY,
+    REPLICA,
+    Json,
+    StatsAnswer,
+    add_routes,
+    capabilities,
+    in_one_line,
+)
+from sglang_dspark.features.reports.traces import trace_step
 from sglang_dspark.step.decision import StepRecord
 
 if TYPE_CHECKING:
@@ -61,7 +69,7 @@ class Reports(Part):
         self._versions = Versions(self._version())
         logger.info("DSPARK: %s", in_one_line(capabilities(self._driver)))
 
-    def _version(self) -> Key:
+    def _version(self) -> VersionKey:
         drafter = self._driver.decoding().drafter
         return str(get_serving().weight_version), "" if drafter is None else drafter["path"]
 
@@ -79,7 +87,7 @@ class Reports(Part):
     ) -> None:
         self._taking = [(reqs[request], len(reqs[request].output_ids)) for request in running]
         self._count(reqs, record, running, accepted)
-        trace(reqs, record, running, accepted)
+        trace_step(reqs, record, running, accepted)
 
     @best_effort("statistics of steps", instead=nothing)
     def _count(self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
@@ -188,7 +196,7 @@ def reports_of(scheduler: Scheduler) -> Reports:
     reason="the routes below /dspark reach the scheduler through SGLang's channel for looking at a running server",
     by=Moment.SOME_TIME,
 )
-def answer(
+def answer_question(
     original: Callable[..., GetInternalStateReqOutput], scheduler: Scheduler, recv_req: GetInternalStateReq
 ) -> GetInternalStateReqOutput:
     """Answer our questions at the scheduler's end of the channel; others go on to SGLang."""
@@ -198,7 +206,7 @@ def answer(
     if asked is None:
         return original(scheduler, recv_req)
     reply = reports_of(scheduler).reply(*asked)
-    return GetInternalStateReqOutput(internal_state={KEY: reply, REPLICA: get_parallel().dp_rank or 0})
+    return GetInternalStateReqOutput(internal_state={ANSWER_KEY: reply, REPLICA: get_parallel().dp_rank or 0})
 
 
 @hook(
@@ -269,5 +277,5 @@ FEATURE = Feature(
     is_used=lambda args: True,
     part=Reports,
     of_any_worker=True,
-    routes=add,
+    routes=add_routes,
 )

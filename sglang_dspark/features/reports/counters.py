@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglang_dspark.scheduling.online_calibration import MOST as MOST_DRAFTS
-from sglang_dspark.scheduling.online_calibration import Fit, PredictedSurvival
+from sglang_dspark.scheduling.online_calibration import FIT_MOST as MOST_DRAFTS
+from sglang_dspark.scheduling.online_calibration import DrafterFit, PredictedSurvival
 from sglang_dspark.step.decision import StepRecord, TimedStep
 
 STEPS, PLAIN_STEPS, PARKED_STEPS, DRAFTED, TIMED_STEPS, MEASURED_MS, PREDICTED_MS = range(7)
@@ -265,9 +265,9 @@ class Counters:
 
 logger = logging.getLogger(__name__)
 
-MOST = 8
+MOST_VERSIONS = 8
 """Versions that are kept, those that were in force last."""
-Key = tuple[str, str]
+VersionKey = tuple[str, str]
 """Version of the target's weights, and the drafter's folder."""
 _NAMES = ("verified", "accepted", "promises", "promised")
 
@@ -308,16 +308,16 @@ class FirstDrafts:
             logger.warning("DSPARK: %s", warning)
 
 
-def fit_of(*counts: Mapping[str, float]) -> Fit:
+def fit_of(*counts: Mapping[str, float]) -> DrafterFit:
     """Return whether the drafter fits, by :attr:`FirstDrafts.counts` of one scheduler or several."""
     verified, accepted, promises, promised = (sum(one[name] for one in counts) for name in _NAMES)
-    return Fit(int(verified), int(accepted), ratio(promised, promises))
+    return DrafterFit(int(verified), int(accepted), ratio(promised, promises))
 
 
 class Count(TypedDict):
     """Count what a version has come to, as JSON: rounds, committed tokens, and :attr:`FirstDrafts.counts`."""
 
-    key: Key
+    key: VersionKey
     rounds: int
     tokens: int
     first_drafts: Mapping[str, float]
@@ -337,16 +337,16 @@ class Versions:
     counts: Sequence[Count] = ()
     first_drafts: FirstDrafts
 
-    def __init__(self, key: Key) -> None:
+    def __init__(self, key: VersionKey) -> None:
         self.change(key)
 
-    def change(self, key: Key) -> None:
+    def change(self, key: VersionKey) -> None:
         """Count for another version from now on, and judge again whether the drafter fits."""
         self.first_drafts = FirstDrafts()
         known: Count = {"key": key, "rounds": 0, "tokens": 0, "first_drafts": {}}
         known = next((count for count in self.counts if count["key"] == key), known)
         others = [count for count in self.counts if count["key"] != key]
-        self.counts = [*others[1 - MOST :], {**known, "first_drafts": self.first_drafts.counts}]
+        self.counts = [*others[1 - MOST_VERSIONS :], {**known, "first_drafts": self.first_drafts.counts}]
 
     def count(self, record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
         """Count a step, as :meth:`FirstDrafts.count` takes it."""
@@ -355,9 +355,9 @@ class Versions:
         self.first_drafts.count(record, running, accepted)
 
 
-def report(counted: Iterable[Sequence[Count]]) -> list[dict[str, object]]:
+def report_versions(counted: Iterable[Sequence[Count]]) -> list[dict[str, object]]:
     """Return JSON of the counts of several schedulers, which have had the same versions."""
-    of_versions: dict[Key, list[Count]] = {}
+    of_versions: dict[VersionKey, list[Count]] = {}
     for counts in counted:
         for count in counts:
             version, drafter = count["key"]  # a list, as JSON brings it

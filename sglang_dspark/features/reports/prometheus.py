@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_dspark.engine.part import Counted
 from sglang_dspark.features.reports.counters import Counters, Sums, Versions, fit_of, requests_of
-from sglang_dspark.scheduling.online_calibration import Verdict
+from sglang_dspark.scheduling.online_calibration import FitVerdict
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -115,7 +115,7 @@ class Metrics:
             self._exported[series] = value
         verdict = fit_of(self._versions.counts[-1]["first_drafts"]).verdict
         # NaN is a gap in a graph.
-        misfit = float("nan") if verdict is Verdict.UNKNOWN else float(verdict is Verdict.MISFIT)
+        misfit = float("nan") if verdict is FitVerdict.UNKNOWN else float(verdict is FitVerdict.MISFIT)
         self._misfit.labels(**self._labels).set(misfit)
 
     def _counts(self, sums: Sums) -> Iterator[tuple[str, float, dict[str, str]]]:

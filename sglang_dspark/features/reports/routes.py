@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from sglang.srt.utils.auth import AuthDecision
 
 
-KEY = "dspark"
+ANSWER_KEY = "dspark"
 """Where our answer lies among the figures that the channel was made for."""
 REPLICA = "replica"
 """Where the number of the scheduler's replica lies beside it, from 0."""
@@ -101,7 +101,7 @@ class Channel:
         manager.auto_create_handle_loop()
         request = GetInternalStateReq(rid=id_of_question(question, fields))
         states = [output.internal_state for output in await manager.get_internal_state_communicator(request)]
-        return [state[KEY] for state in sorted(states, key=itemgetter(REPLICA))]
+        return [state[ANSWER_KEY] for state in sorted(states, key=itemgetter(REPLICA))]
 
 
 Json = dict[str, object]
@@ -124,7 +124,7 @@ def with_each(report: Callable[[Sequence[A]], Json], answers: Sequence[A]) -> Js
     return report(answers) | each
 
 
-def stats(answers: Sequence[StatsAnswer]) -> Json:
+def stats_document(answers: Sequence[StatsAnswer]) -> Json:
     """Return the JSON of ``GET /dspark/stats``: counts are added up, and figures made of the sums.
 
     Of the state of several schedulers it has what is the same in all of them.
@@ -132,7 +132,7 @@ def stats(answers: Sequence[StatsAnswer]) -> Json:
     return {
         "uptime_s": max(answer["uptime_s"] for answer in answers),
         **in_common([answer["state"] for answer in answers]),
-        "weight_versions": counters.report(answer["versions"] for answer in answers),
+        "weight_versions": counters.report_versions(answer["versions"] for answer in answers),
         "drafter_fit": counters.fit_of(*(answer["versions"][-1]["first_drafts"] for answer in answers)).report(),
         **Sums.of(answer["sums"] for answer in answers).report(),
         **{name: added(answer["counted"][name] for answer in answers) for name in answers[0]["counted"]},
@@ -158,7 +158,7 @@ Document = Callable[[Sequence[Any]], Json]
 """Makes JSON of the answers of all schedulers."""
 
 
-def add(app: FastAPI, target_only: str | None) -> None:
+def add_routes(app: FastAPI, target_only: str | None) -> None:
     """Add our routes to SGLang's application.
 
     Args:
@@ -184,7 +184,7 @@ def add(app: FastAPI, target_only: str | None) -> None:
         return Response(msgspec.json.encode(make(answers), enc_hook=_plain_number), media_type="application/json")
 
     async def stats() -> Response:
-        return await answered("stats", _stats)
+        return await answered("stats", _stats_with_failures)
 
     async def capabilities() -> Response:
         return await answered("capabilities", partial(with_each, in_common))
@@ -201,10 +201,10 @@ def add(app: FastAPI, target_only: str | None) -> None:
     app.add_api_route("/dspark/policy", policy, methods=["POST"])
 
 
-def _stats(answers: Sequence[StatsAnswer]) -> Json:
+def _stats_with_failures(answers: Sequence[StatsAnswer]) -> Json:
     """Return the statistics of the schedulers with what has failed in this process, too."""
     failed = added([*(answer["counted"]["failed_advice"] for answer in answers), FAILURES])
-    return with_each(stats, answers) | {"failed_advice": failed}
+    return with_each(stats_document, answers) | {"failed_advice": failed}
 
 
 def _plain_number(value: object) -> object:

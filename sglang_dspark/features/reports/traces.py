@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @best_effort("traces", instead=nothing)
-def trace(reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
+def trace_step(reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
     """Append a step to the trace of every request that asked for one.
 
     ``customized_info`` lists are parallel to a request's output tokens (SGLang slices them so when it streams): the

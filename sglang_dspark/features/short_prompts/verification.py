@@ -13,7 +13,7 @@ from dspark_kernels import RoundKeys, SamplingBatch
 
 from sglang_dspark.engine.batch import decode_batch
 from sglang_dspark.engine.sglang_types import ModelRunner, Req, ScheduleBatch
-from sglang_dspark.step.decision import FIRST, ForcedRows
+from sglang_dspark.step.decision import FORCED_RANK, ForcedRows
 from sglang_dspark.step.packed import host_floats, host_index
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
@@ -109,7 +109,7 @@ class PromptRows(ForcedRows):
         rows = batch.req_pool_indices.to(torch.int64)[owners]
         reqs = [batch.reqs[owner] for owner in blocks.owners]
         step = _step(worker.model_runner, ids[anchors], prefix_lens, rows, reqs, blocks.contexts)
-        ranks = FIRST * host_floats(blocks.ranks, device).view(len(blocks), width - 1)
+        ranks = FORCED_RANK * host_floats(blocks.ranks, device).view(len(blocks), width - 1)
         num_drafts = blocks.num_rows - len(blocks)
         tokens = ids[drafts].view(ranks.shape)
         context = fmean(blocks.contexts)
