@@ -283,7 +283,7 @@ def test_the_announcement_of_dflash_starts_with_dspark(pairs, monkeypatch, archi
     ("flags", "message"),
     [
         ("--pp-size 2", "--pp-size=2; pass 1"),
-        ("--enable-deterministic-inference", "requests with a seed are reproducible but for that"),
+        ("--enable-deterministic-inference", "except for that, requests with a seed are reproducible"),
         ("--attention-backend hpc_ops --enable-return-indexer-topk", "--enable-return-indexer-topk=True; drop"),
     ],
 )
