@@ -27,7 +27,7 @@ from sglang_dspark.files import atomic_write, atomic_write_text
 
 @dataclass(frozen=True)
 class ResolvedDrafter:
-    """A checked draft checkpoint except its tensors.
+    """A checked draft checkpoint, without its tensors.
 
     Attributes:
         path: its folder.

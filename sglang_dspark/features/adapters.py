@@ -58,9 +58,6 @@ def adapters_fit(args: ServerArgs) -> None:
     """Accept adapters, in place of SGLang's check whether they can run beside the algorithm: ours are made above."""
 
 
-CHECKS = (Check("memory of adapters", Stage.FLAGS, pinned_memory),)
-
-
 _SEGMENT = 16
 """Rows per segment at most: the smallest tile of SGLang's kernels, which any number of rows fits into."""
 
@@ -281,6 +278,6 @@ FEATURE = Feature(
         FlagRule("enable_lora_overlap_loading", (None, False), "adapters are served without it", adjusts=True),
         *map(_backend, BACKENDS),
     ),
-    checks=CHECKS,
+    checks=(Check("memory of adapters", Stage.FLAGS, pinned_memory),),
     part=Adapters.of,
 )

@@ -51,9 +51,6 @@ def bound_without_chunks(context: LaunchContext) -> str | None:
     )
 
 
-CHECKS = (Check("bound on gaps", Stage.FLAGS, bound_without_chunks),)
-
-
 class BoundedGaps(Part):
     """Time the steps that encode prompts, and say how many rows the next one may have.
 
@@ -282,6 +279,6 @@ def wait_for_grammars(
 FEATURE = Feature(
     __name__,
     is_used=lambda args: args.enable_mixed_chunk,
-    checks=CHECKS,
+    checks=(Check("bound on gaps", Stage.FLAGS, bound_without_chunks),),
     part=BoundedGaps.of,
 )

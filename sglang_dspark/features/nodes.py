@@ -42,9 +42,6 @@ def fallback_of_nodes(context: LaunchContext) -> str | None:
     )
 
 
-CHECKS = (Check("fallback of nodes", Stage.OPTIONS, fallback_of_nodes),)
-
-
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
@@ -176,6 +173,6 @@ def _drafter(settled: DSparkServer) -> str:
 FEATURE = Feature(
     __name__,
     is_used=lambda args: args.nnodes > 1,
-    checks=CHECKS,
+    checks=(Check("fallback of nodes", Stage.OPTIONS, fallback_of_nodes),),
     part=join_nodes,
 )

@@ -29,9 +29,6 @@ def nodes_of_replicas(context: LaunchContext) -> str | None:
     )
 
 
-CHECKS = (Check("nodes of replicas", Stage.OPTIONS, nodes_of_replicas),)
-
-
 logger = logging.getLogger(__name__)
 
 GRACE_S = 2.0
@@ -77,5 +74,5 @@ def end_with_the_first(schedulers: Sequence[BaseProcess], end: Callable[[], None
 FEATURE = Feature(
     __name__,
     is_used=lambda args: args.dp_size > 1,
-    checks=CHECKS,
+    checks=(Check("nodes of replicas", Stage.OPTIONS, nodes_of_replicas),),
 )

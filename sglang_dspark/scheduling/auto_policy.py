@@ -134,7 +134,7 @@ class SingleRequestBudget:
     """The non-speculative steps that drafting for a request that runs alone may still lose.
 
     A step with drafts takes what it costs beyond a non-speculative step before it runs, and each draft that is accepted
-    gives one back when the outcome is known. Only if the credit is enough for the whole cost are drafts made.
+    gives one back when the outcome is known. Only if the budget is enough for the whole cost are drafts made.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class SingleRequestBudget:
         self._left = BUDGET_START
 
     def can_spend(self, request: Hashable, cost: float, *, pays: bool) -> bool:
-        """Return whether the credit is enough for the next step of ``request``, and take its cost if it is.
+        """Return whether the budget is enough for the next step of ``request``, and take its cost if it is.
 
         Args:
             cost: time of the step beyond a plain one, in non-speculative steps.
@@ -190,7 +190,7 @@ class AutoPolicy(Policy):
 
     Attributes:
         times, survivals: what it knows; both are fed from outside.
-        credit: of the request that runs alone; its gains come from outside.
+        budget: of the request that runs alone; its gains come from outside.
         fixed_draft_shape: whether a step that drafts for one request drafts for all, as CUDA graphs do.
         uniform: whether all requests verify as many drafts.
         probing: whether the last decision is a trial, taken to learn something.
@@ -204,7 +204,7 @@ class AutoPolicy(Policy):
     needs_confidence: bool = True
     parked: bool = False
     probing: bool = False
-    credit: SingleRequestBudget = field(default_factory=SingleRequestBudget, init=False)
+    budget: SingleRequestBudget = field(default_factory=SingleRequestBudget, init=False)
     # By requests: the step at which they were made, and evaluations, which hold for as many steps as survivals do.
     _evaluations: dict[int, tuple[int, Evaluation]] = field(default_factory=dict, init=False)
     _steps: int = field(default=0, init=False)
@@ -255,7 +255,7 @@ class AutoPolicy(Policy):
             ms = steps.best.ms if is_best else self.times.single_ms(1, drafts, decision.draft_len, context)
             cost = ms / steps.plain.ms - 1
         pays = steps.best.tokens_per_ms > steps.plain.tokens_per_ms
-        return self.credit.can_spend(request, cost, pays=pays)
+        return self.budget.can_spend(request, cost, pays=pays)
 
     def _trial(self, best: Candidate, requests: int, context: float) -> StepDecision | None:
         """Return a step to learn about what is not done; None if none is due, or if the last one is not paid for yet.

@@ -216,7 +216,7 @@ class Schedule:
             self.forecast.observe_plain()
             return
         if self._auto is not None and len(record.requests) == 1:
-            self._auto.credit.earn(record.requests[0], accept_lens[0])
+            self._auto.budget.earn(record.requests[0], accept_lens[0])
         self.forecast.observe(StepFeedback(record, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
 
     def report(self) -> dict[str, Any]:

@@ -375,7 +375,7 @@ def log_remarks(path: str, reading: Reading) -> None:
 
 
 class NoDrafter:
-    """A server without a drafter: steps are plain except the candidates that requests name.
+    """A server without a drafter: steps draft only the candidates that requests name.
 
     There is no draft K/V, and nothing is read from the target's layers.
     """

@@ -1,6 +1,6 @@
 """Tests of the policy ``auto``: when it speculates, parks, resumes, probes and explores.
 
-A credit bounds what speculation may lose on a request that runs alone.
+A budget bounds what speculation may lose on a request that runs alone.
 """
 
 import math
@@ -316,23 +316,23 @@ def test_live_policies_draft_whole_blocks():
     assert decision.selection.step_ms == tuple(times.by_drafts(2, GAMMA, CONTEXT))
 
 
-def useless_steps(credit, cost, *, steps, request="r", pays=True):
+def useless_steps(budget, cost, *, steps, request="r", pays=True):
     """Return at which of the next steps drafts are made; none is accepted."""
-    return [step for step in range(steps) if credit.can_spend(request, cost, pays=pays)]
+    return [step for step in range(steps) if budget.can_spend(request, cost, pays=pays)]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_request_loses_more_than_its_stake_and_the_rate(seed):
     """Whatever its steps cost and bring, and however late that is known."""
-    rng, credit = np.random.default_rng(seed), SingleRequestBudget()
+    rng, budget = np.random.default_rng(seed), SingleRequestBudget()
     gained, behind = 0.0, [0, 0]
     for step in range(1, 2000):
         cost, luck = rng.uniform(0, BUDGET_START), rng.choice([0.0, 0.1, 0.5])
-        if drafts := credit.can_spend("r", cost, pays=True):
+        if drafts := budget.can_spend("r", cost, pays=True):
             gained -= cost
         behind.append(int(drafts and rng.random() < luck))
         gained += behind[-1]
-        credit.earn("r", behind.pop(0))
+        budget.earn("r", behind.pop(0))
         assert gained >= -BUDGET_START - BUDGET_PER_STEP * step
     assert gained < 100, "such drafts do not pay"
 
@@ -344,27 +344,27 @@ def test_a_hard_text_is_given_up_after_the_stake_and_tried_again_at_the_rate():
 
 
 def test_what_was_gained_is_kept_up_to_a_limit():
-    credit = SingleRequestBudget()
+    budget = SingleRequestBudget()
     for _ in range(50):
-        assert credit.can_spend("r", 0.5, pays=True)
-        credit.earn("r", 3)
-    assert len(useless_steps(credit, 0.5, steps=15)) == BUDGET_MOST / 0.5
-    credit.earn("another", 3)
-    assert useless_steps(credit, 0.5, steps=8) == []
+        assert budget.can_spend("r", 0.5, pays=True)
+        budget.earn("r", 3)
+    assert len(useless_steps(budget, 0.5, steps=15)) == BUDGET_MOST / 0.5
+    budget.earn("another", 3)
+    assert useless_steps(budget, 0.5, steps=8) == []
 
 
 @pytest.mark.parametrize(("pays", "trials"), [(True, 4), (False, 0)])
 def test_the_next_request_has_a_stake_if_drafts_are_expected_to_pay(pays, trials):
-    credit = SingleRequestBudget()
-    useless_steps(credit, 0.5, steps=10)
-    assert len(useless_steps(credit, 0.5, steps=8, request="next", pays=pays)) == trials
+    budget = SingleRequestBudget()
+    useless_steps(budget, 0.5, steps=10)
+    assert len(useless_steps(budget, 0.5, steps=8, request="next", pays=pays)) == trials
 
 
 def test_no_request_inherits_more_than_a_stake():
-    credit = SingleRequestBudget()
-    credit.can_spend("r", 0.0, pays=True)
-    credit.earn("r", 9)
-    assert len(useless_steps(credit, 0.5, steps=20, request="next", pays=False)) == BUDGET_START / 0.5
+    budget = SingleRequestBudget()
+    budget.can_spend("r", 0.0, pays=True)
+    budget.earn("r", 9)
+    assert len(useless_steps(budget, 0.5, steps=20, request="next", pays=False)) == BUDGET_START / 0.5
 
 
 def test_a_step_is_tried_whatever_the_table_says_it_costs():

@@ -45,7 +45,7 @@ def is_kept(logits, tokens, cut, last) -> tl.tensor:
 
 @triton.jit
 def _order_key(logits):
-    """int32 in the order of the float32 ``logits``; -0 and 0 are one value. Its own inverse except that."""
+    """int32 in the order of the float32 ``logits``; it is its own inverse, except that -0 and 0 are one value."""
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & _LARGEST_KEY)
 
