@@ -195,9 +195,13 @@ class DSparkBatchResult(GenerationBatchResult):
             return
         assert self.record is not None, "a step has a record"
         packed, self._copied = self._copied, None
-        self.next_token_ids, accept_lens, *tensors = packed.take()
+        self.unpack(self.record, packed.take())
+
+    def unpack(self, record: StepRecord, tensors: Sequence[torch.Tensor]) -> None:
+        """Put what was packed where it belongs."""
+        self.next_token_ids, accept_lens, *rest = tensors
         self.accept_lens = accept_lens + 1  # SGLang counts the bonus token too
-        self.record = self.record.of(tensors, self.next_token_ids.view(len(accept_lens), -1))
+        self.record = record.of(rest, self.next_token_ids.view(len(accept_lens), -1))
         carry_counts(self, self.record.verify_lens, self.record.from_drafter)
 
 

@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from sglang_dspark.engine.step_control import StepControl
 
 
-_DRIVER = "dspark_step_driver"
-
-
 @dataclass(frozen=True)
 class DecodeInfo:
     """Say how a server decodes.
@@ -92,26 +89,16 @@ class StepDriver(Protocol):
         """Return how the server decodes, once it is ready."""
 
 
-def attach_driver(driver: StepDriver, *parts: object) -> None:
-    """Put a step driver on SGLang's own worker, and on the parts of it that are hooked."""
-    for part in parts:
-        setattr(part, _DRIVER, driver)
-
-
-def attached_driver(part: Any) -> StepDriver:
-    """Return what :func:`attach_driver` put there, or ``part`` itself: our worker is a driver."""
-    return getattr(part, _DRIVER, part)
-
-
 def driver_of(scheduler: Scheduler) -> StepDriver:
     """Return what answers for SGLang's scheduler."""
-    return attached_driver(scheduler.draft_worker)
+    driver: StepDriver = scheduler.draft_worker
+    return driver
 
 
 @hook(
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
     HookType.AROUND,
-    where="scheduler",
+    where="any_worker",
     reason="the result of a step comes as one tensor, which is taken apart where SGLang reads its tokens; there "
     "counters, traces and features also learn what became of its drafts",
 )
@@ -140,18 +127,6 @@ def observe_results(
 def end_request(result: None, processor: SchedulerBatchResultProcessor, req: Req) -> None:
     """Show the worker a request whose text is complete."""
     processor.model_worker.end_request(req)
-
-
-@hook(
-    "sglang.srt.managers.scheduler.Scheduler.pause_generation",
-    HookType.AFTER,
-    where="any_worker",
-    reason="decoding may go on after a pause without a prefill: the pause is not the time of a step",
-    by=Moment.SOME_TIME,
-)
-def pause(result: None, scheduler: Scheduler, *args: object, **kwargs: object) -> None:
-    """Tell the worker that no step is under way."""
-    driver_of(scheduler).schedule.invalidate()
 
 
 @hook(

@@ -23,7 +23,7 @@ from sglang_dspark.engine import feature
 from sglang_dspark.engine.feature import Feature, FlagRule, off_gpu
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.request_options import asking_release, asks_release, refuses_release, refusing_release
-from sglang_dspark.engine.scheduler import answer_with
+from sglang_dspark.engine.scheduler import answer_with, driver_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -96,7 +96,7 @@ _PAUSED = "dspark_paused_before"
     HookType.AFTER,
     where="any_worker",
     reason="SGLang ends a server that gives memory away while it has requests, or takes back what is there, and "
-    "decodes requests while the memory is away",
+    "decodes requests while the memory is away; a pause of decoding is not the time of a step",
 )
 def answer_requests(result: None, scheduler: Scheduler) -> None:
     """Have requests about memory, and the end of a pause, come to the functions below."""
@@ -146,8 +146,12 @@ def resume(
 
 
 def go_on(original: Callable[..., None], scheduler: Scheduler, asked: ContinueGenerationReqInput) -> None:
-    """Decode nothing although an operator has ended a pause, until the memory is back."""
+    """Decode nothing although an operator has ended a pause, until the memory is back.
+
+    Decoding may go on without a prefill, and the pause is not the time of a step.
+    """
     original(asked)
+    driver_of(scheduler).schedule.invalidate()
     if scheduler.weight_updater.offload_tags:
         setattr(scheduler, _PAUSED, False)
         scheduler._engine_paused = True

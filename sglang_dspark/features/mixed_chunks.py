@@ -23,8 +23,9 @@ from sglang_dspark.engine.draft_input import forget_step, spare_slots
 from sglang_dspark.engine.feature import Check, Feature, LaunchContext, Stage
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import Part, Worker, part_of
-from sglang_dspark.engine.scheduler import attached_driver, driver_of
+from sglang_dspark.engine.scheduler import driver_of
 from sglang_dspark.engine.sglang_types import GenerationBatchResult, Req, ScheduleBatch
+from sglang_dspark.engine.worker_base import SpecWorkerBase
 from sglang_dspark.scheduling.policies import LEAST_ROWS, ChunkLimit, least_gap_ms
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import PLAIN, StepRecord
@@ -207,8 +208,8 @@ def count_running(
     processor: SchedulerBatchResultProcessor, batch: ScheduleBatch, result: GenerationBatchResult
 ) -> None:
     """Show the step to the worker, and count it for its running requests, before SGLang appends their tokens."""
-    prompts, worker = len(prompts_of(batch)), attached_driver(processor.model_worker)
-    if worker is processor.model_worker:  # ours
+    prompts, worker = len(prompts_of(batch)), processor.model_worker
+    if isinstance(worker, SpecWorkerBase):  # ours
         forget_step(batch.decoding_reqs or ())
     places = [prompts + place for place, req in enumerate(batch.decoding_reqs or ()) if is_running(req)]
     if not places:

@@ -11,10 +11,13 @@ from zlib import crc32
 import pytest
 import torch
 from dspark_kernels import simulated_accept
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 from sglang_objects import ONE_RANK, model_config, partly
 from step_tables import schedule
 
@@ -24,9 +27,11 @@ from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.server import DSparkServer, TargetOnly, attach
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features import builtin_worker
-from sglang_dspark.features.builtin_worker import FEATURE, MODE, ScheduledServer, driver, step
-from sglang_dspark.features.builtin_worker.step import Rows, ScheduledStep
-from sglang_dspark.step.decision import PLAIN, StepDecision
+from sglang_dspark.features.builtin_worker import FEATURE, MODE, ScheduledServer, step
+from sglang_dspark.features.builtin_worker.step import Rows, ScheduledStep, SimulatedWorker, simulated_acceptance
+from sglang_dspark.features.builtin_worker.worker import ScheduledResult, ScheduledWorker, choose_worker
+from sglang_dspark.step.decision import PLAIN, StepDecision, StepRecord
+from sglang_dspark.step.packed import Packed
 from sglang_dspark.step.selection import FixedLength, TopK
 from sglang_dspark.step.state import RequestLimits
 
@@ -128,6 +133,23 @@ def test_blocks_that_nothing_cuts_are_accepted_by_the_worker():
     assert step.verify_lens.tolist() == [7, 7, 7]
 
 
+def test_tokens_and_lengths_can_be_read_before_a_result_is_processed():
+    """SGLang reads them early for grammars. They stay when the memory is used again."""
+    record = StepRecord(["a", "b"], PLAIN, [2, 2], torch.tensor([2, 1]), None, None)
+    tokens, lens = torch.tensor([7, 8, 9, 4, -1, -1]), torch.tensor([3, 1], dtype=torch.int32)
+    pending = Packed.of([tokens, *record.tensors, lens])
+    output, done = LogitsProcessorOutput(next_token_logits=None), torch.cpu.Event()
+    result = ScheduledResult(logits_output=output, record=record, pending=pending, copy_done=done)
+    result.copy_to_cpu(return_logprob=False)
+    assert (result.next_token_ids.tolist(), result.accept_lens.tolist()) == (tokens.tolist(), lens.tolist())
+    result.read_copy()
+    pending.flat.fill_(-5)
+    result.read_copy()  # once more changes nothing
+    assert (result.next_token_ids.tolist(), result.accept_lens.tolist()) == (tokens.tolist(), lens.tolist())
+    assert (result.record.verified, result.cap_lens.tolist()) == ([2, 1], [3, 2])
+    assert result.block_accept_lens.tolist() == [2, 2]
+
+
 def resolved(args, **options):
     """Return the server of a start whose arguments SGLang resolves without any question."""
     asked = ScheduledServer(DSparkConfig(engine="scheduled", **options))
@@ -188,7 +210,7 @@ def test_how_much_is_verified_is_decided_once_and_told_to_the_worker(settled, mo
     monkeypatch.setenv(MODE, "")
     for found, mode in ((each, "compact"), (all_, "static")):
         attach(args := ServerArgs(model_path="none"), found)
-        driver.install_hooks(None, args)
+        assert choose_worker(DSparkWorkerV2, None, args) is ScheduledWorker
         assert os.environ[MODE] == mode
 
 
@@ -313,8 +335,7 @@ def worker(**found):
     )
 
 
-def batch(rows, prompts, *, idle=False):
-    mode = SimpleNamespace(is_idle=lambda: idle)
+def batch(mode, rows, prompts):
     reqs = [SimpleNamespace(origin_input_ids=prompt) for prompt in prompts]
     return SimpleNamespace(reqs=reqs, req_pool_indices=torch.tensor(rows, dtype=torch.int64), forward_mode=mode)
 
@@ -322,8 +343,7 @@ def batch(rows, prompts, *, idle=False):
 @pytest.fixture
 def started(monkeypatch):
     monkeypatch.setenv(VARIABLE, RATES)
-    step.start(None, made := worker())
-    return made
+    return partly(SimulatedWorker, simulated=simulated_acceptance(worker()))
 
 
 def test_lengths_are_replaced_by_those_of_the_draws(started):
@@ -331,12 +351,12 @@ def test_lengths_are_replaced_by_those_of_the_draws(started):
     lens = torch.tensor([30, 31, 500])
     drafts, bonus, cap = torch.arange(21).view(3, 7), torch.tensor([1, 2, 3]), object()
     for rows in ([3, 1, 8], [2, 5, 4]):
-        step.before_prefill(started, batch(rows, PROMPTS), None)
-        step.before_prefill(started, batch([], [], idle=True), None)
-        step.before_decode(started, batch(rows, PROMPTS), None)
+        started.batch_comes(batch(ForwardMode.EXTEND, rows, PROMPTS))
+        started.batch_comes(batch(ForwardMode.IDLE, [], []))
+        started.batch_comes(batch(ForwardMode.DECODE, rows, PROMPTS))
         given = {"prefix_lens": lens, "draft_tokens": drafts, "bonus": bonus, "cap_trim_lens": cap}
         told = step.accept(dict, correct_len=torch.zeros(3, dtype=torch.int32), **given)
-        draws = started.dspark_simulated.draws
+        draws = started.simulated.draws
         assert draws.keys[rows].tolist() == [crc32(array("q", prompt).tobytes()) for prompt in PROMPTS]
         expected = simulated_accept(draws, torch.tensor(rows), lens, drafts, bonus).accept_lens
         assert told.pop("correct_len").tolist() == expected.tolist() and told == given
@@ -356,7 +376,7 @@ def test_what_the_draws_do_not_reach_is_refused(found, variables, named, monkeyp
     for name, value in ({VARIABLE: RATES} | variables).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=named):
-        step.start(None, worker(**found))
+        simulated_acceptance(worker(**found))
 
 
 def test_hooks_are_there_where_the_variable_is_set(monkeypatch):
@@ -366,4 +386,4 @@ def test_hooks_are_there_where_the_variable_is_set(monkeypatch):
     assert step.accept not in registered
     monkeypatch.setenv(VARIABLE, RATES)
     hooks.register_flags()
-    assert {step.start, step.before_prefill, step.before_decode, step.accept} < {*registered}
+    assert {step.choose_worker, step.accept} < {*registered}

@@ -1,6 +1,6 @@
 """SGLang's own worker under our schedule, which decides what is verified, and whether anything is drafted.
 
-This module is its start, and what it cannot serve; ``driver.py`` decides and learns, ``step.py`` is one step.
+This module is its start, and what it cannot serve; ``worker.py`` decides and learns, ``step.py`` is one step.
 """
 
 from __future__ import annotations

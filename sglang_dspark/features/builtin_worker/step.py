@@ -8,7 +8,7 @@ same steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -16,21 +16,19 @@ from dspark_kernels import DraftBlock, simulated_accept
 from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.speculative.dspark_components.dspark_draft import DraftBlockResult, DraftProposal, resolve_greedy_mask
+from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, round_up_grid
 
 from sglang_dspark.config import ENV_PREFIX, DSparkConfig
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.hooks import hook
 from sglang_dspark.engine.server import variables_of_sglang
-from sglang_dspark.engine.sglang_types import ScheduleBatch
+from sglang_dspark.engine.sglang_types import ScheduleBatch, ServerArgs
 from sglang_dspark.engine.worker_base import SimulatedAcceptance
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.state import Confidence, DraftOutput
-
-if TYPE_CHECKING:
-    from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
 
 class Rows(NamedTuple):
@@ -150,25 +148,39 @@ class ScheduledStep:
         return DraftOutput(block, self.confidence, self.decision.draft_lens(bs))
 
 
-_ATTRIBUTE = "dspark_simulated"
 _step: dict[str, Any] = {}
 """The draws of the step under way and the rows of its requests, for a function that is told neither."""
 
 
-@hook(
-    "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2.init_cuda_graphs",
-    HookType.AFTER,
-    where="simulated",
-    reason="both workers shall keep the same drafts where their times are compared",
-)
-def start(result: None, worker: DSparkWorkerV2) -> None:
-    """Make the draws of a worker that is ready to serve.
+class SimulatedWorker(DSparkWorkerV2):
+    """SGLang's own worker, whose drafts are kept by chance: the same as ours keeps, where their times are compared."""
+
+    def init_cuda_graphs(self) -> None:
+        """Make the draws, once the worker is ready to serve."""
+        super().init_cuda_graphs()
+        self.simulated = simulated_acceptance(self)
+
+    def forward_batch_generation(self, batch: ScheduleBatch, *args: object, **kwargs: object) -> Any:
+        """Run one batch of the scheduler."""
+        self.batch_comes(batch)
+        return super().forward_batch_generation(batch, *args, **kwargs)
+
+    def batch_comes(self, batch: ScheduleBatch) -> None:
+        """Note the keys of requests, which follow from their prompts, or whose drafts are judged next."""
+        if batch.forward_mode.is_extend():
+            self.simulated.prefill_comes(batch)
+        else:
+            _step.update(draws=self.simulated.draws, rows=batch.req_pool_indices)
+
+
+def simulated_acceptance(worker: DSparkWorkerV2) -> SimulatedAcceptance:
+    """Return the draws of a worker that is ready to serve.
 
     Raises:
         ConfigError: the text would be spoilt, or the worker accepts where the draws do not reach.
     """
     rates = DSparkConfig.resolve({}, foreign=variables_of_sglang(ENV_PREFIX)).acceptance_profile(worker.gamma)
-    assert rates is not None, "these hooks are installed where acceptance is simulated"
+    assert rates is not None, "the worker is chosen where acceptance is simulated"
     for what, found in {
         "--load-format dummy, since the text has no meaning": worker.server_args.load_format == "dummy",
         "SGLANG_RAGGED_VERIFY_MODE=static": worker._verify_planner.mode_value == "static",
@@ -177,30 +189,18 @@ def start(result: None, worker: DSparkWorkerV2) -> None:
     }.items():
         if not found:
             raise ConfigError(f"{ENV_PREFIX}SIMULATE_ACCEPTANCE={rates[0]},... needs {what}; unset it, or start so")
-    setattr(worker, _ATTRIBUTE, SimulatedAcceptance(rates, worker.model_runner))
+    return SimulatedAcceptance(rates, worker.model_runner)
 
 
 @hook(
-    "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2._forward_prefill",
-    HookType.BEFORE,
+    "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
+    HookType.AFTER,
     where="simulated",
-    reason="which drafts are kept follows from the prompt",
+    reason="both workers shall keep the same drafts where their times are compared",
 )
-def before_prefill(worker: DSparkWorkerV2, batch: ScheduleBatch, *args: object, **kwargs: object) -> None:
-    """Note the keys of requests."""
-    if not batch.forward_mode.is_idle():
-        getattr(worker, _ATTRIBUTE).prefill_comes(batch)
-
-
-@hook(
-    "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2._forward_decode",
-    HookType.BEFORE,
-    where="simulated",
-    reason="acceptance is not told whose drafts it judges",
-)
-def before_decode(worker: DSparkWorkerV2, batch: ScheduleBatch, *args: object, **kwargs: object) -> None:
-    """Note whose drafts are judged next."""
-    _step.update(draws=getattr(worker, _ATTRIBUTE).draws, rows=batch.req_pool_indices)
+def choose_worker(chosen: type, algorithm: object, server_args: ServerArgs) -> type:
+    """Have SGLang's own worker keep drafts by the draws."""
+    return SimulatedWorker if chosen is DSparkWorkerV2 else chosen
 
 
 @hook(

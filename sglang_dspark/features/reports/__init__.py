@@ -77,9 +77,10 @@ class Reports(Part):
         """Count for the new version, and judge again whether the drafter fits."""
         self._versions.change(self._version())
 
-    def version_named(self) -> None:
+    def _follow_name(self) -> None:
         """Count for another version if that is what the operator has called the weights."""
-        if self._version() != self._versions.counts[-1]["key"]:
+        named, _ = self._versions.counts[-1]["key"]
+        if str(get_serving().weight_version) != named:
             self.weights_changed()
 
     def step_done(
@@ -95,6 +96,7 @@ class Reports(Part):
             self._counters.record_time(record.behind)
         if not running:
             return
+        self._follow_name()
         self._versions.count(record, running, accepted)
         lens = [record.from_drafter, record.verified]
         if record.has_chain:
@@ -132,6 +134,7 @@ class Reports(Part):
 
     def stats(self) -> StatsAnswer:
         """Return what ``GET /dspark/stats`` makes its figures of, as JSON."""
+        self._follow_name()
         state = self._driver.schedule.report()  # the schedule first: it learns from what it has only noted so far
         for part in self._driver.parts:
             state |= part.report()
@@ -207,18 +210,6 @@ def answer_question(
         return original(scheduler, recv_req)
     reply = reports_of(scheduler).reply(*asked)
     return GetInternalStateReqOutput(internal_state={ANSWER_KEY: reply, REPLICA: get_parallel().dp_rank or 0})
-
-
-@hook(
-    "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
-    HookType.AFTER,
-    where="any_worker",
-    reason="accept lengths are told apart by version of the weights",
-    by=Moment.SOME_TIME,
-)
-def name_version(result: None, scheduler: Scheduler, *args: object, **kwargs: object) -> None:
-    """Have steps count for what the operator calls the weights from now on."""
-    reports_of(scheduler).version_named()
 
 
 @hook(
