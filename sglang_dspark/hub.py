@@ -24,7 +24,7 @@ def drafter_in_target(target: str, *, revision: str | None = None, cache_dir: st
     """The folder ``dspark`` of a target, in which its drafter may lie; None where it has none.
 
     Args:
-        target: a folder, or the name of a repository, of which that folder alone is downloaded.
+        target: a folder, or the name of a repository, of which only that folder is downloaded.
         revision, cache_dir: as for :func:`local_folder`.
     """
     folder = Path(target).expanduser()

@@ -350,7 +350,7 @@ def seeded_argmax(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Ten
 
 
 def _seeded_scores(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Scores p / E [n, V] float64, with noise for the possible tokens alone if the host sees that they are few."""
+    """Scores p / E [n, V] float64, with noise only for the possible tokens if the host sees that they are few."""
     if not reads_are_free(probs):
         return probs / exponential(seeds, positions, probs.shape[-1])
     row, token = probs.nonzero(as_tuple=True)

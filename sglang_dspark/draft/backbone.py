@@ -187,7 +187,7 @@ class GatedMLP(nn.Module):
 
 
 class GemmaDecoderLayer(nn.Module):
-    """One block with a norm before and behind attention and MLP; parameter names are those of Gemma 4.
+    """One block with a norm before and after attention and MLP; parameter names are those of Gemma 4.
 
     Attributes:
         layer_scalar: [1] factor of the block's output.

@@ -91,7 +91,7 @@ class DraftConfig:
         target_layer_ids: 0-based target decoder layers whose *output* is tapped, ascending; -1 is the embedding output.
         num_target_layers: depth of the target; None if the checkpoint does not say.
         vocab_size: of the target.
-        draft_vocab_size: tokens that the drafter proposes; LM head and Markov biases have rows for them alone. None
+        draft_vocab_size: tokens that the drafter proposes; LM head and Markov biases have rows only for them. None
             stands for all.
         markov_rank: 0 means no Markov head, in which case ``markov_head_type`` is None.
         layer_types: attention of each layer; empty stands for full attention in all of them.
@@ -167,7 +167,7 @@ class DraftConfig:
         return 0 if self.sample_from_anchor else 1
 
     def drawn(self, gamma: int) -> int:
-        """Return how many of ``gamma`` drafts of a block the network proposes; those behind are copied."""
+        """Return how many of ``gamma`` drafts of a block the network proposes; later ones are copied."""
         return min(gamma, self.gamma)
 
     def num_slots(self, gamma: int) -> int:

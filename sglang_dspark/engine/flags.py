@@ -29,7 +29,7 @@ OTHER_PREFIXES = (
     "decoupled_spec_",
     "spec_trace_",
 )
-"""What the names of flags begin with that SGLang reads for other speculative algorithms alone."""
+"""What the names of flags begin with that SGLang reads only for other speculative algorithms."""
 
 PREFILL_BACKENDS: Mapping[str | None, tuple[str, ...]] = {
     "cpu": ("torch_native",),
@@ -59,7 +59,7 @@ _ADJUSTED = {
     "steps have graphs of their own": "debug_cuda_graph enable_profile_cuda_graph",
     "SGLang's scheduler follows every step of DSPARK": "num_continuous_decode_steps",
     "prompts and verifications are batches of their own": "enable_two_batch_overlap enable_pdmux",
-    "draft K/V lies beside SGLang's own pool of slots alone": (
+    "draft K/V lies only next to SGLang's own pool of slots": (
         "enable_lmcache enable_flexkv enable_unified_cache_external_linker enable_kv_cache_sharding "
         "enable_unified_memory enable_page_major_kv_layout radix_cache_backend"
     ),
@@ -71,7 +71,7 @@ _ADJUSTED = {
     "the drafter reads the target's weights before graphs are captured": "startup_weight_load_mode",
 }
 
-# By remedy: flags whose default alone is served.
+# By remedy: flags of which only the default is served.
 _REFUSED = {
     "drop the flag": (
         "prefill_only_disable_kv_cache enable_return_indexer_topk enable_return_aux_hidden_states enable_watermark "

@@ -82,7 +82,7 @@ class StepPart(Protocol):
         """Change the logits [N, V] of the rows, in place. No host sync."""
 
     def accepted(self, tokens: torch.Tensor) -> None:
-        """Look at the new output tokens [bs, w] int64, -1 behind them. No host sync."""
+        """Look at the new output tokens [bs, w] int64, -1 after them. No host sync."""
 
 
 class DrawnTokens(NamedTuple):
@@ -90,7 +90,7 @@ class DrawnTokens(NamedTuple):
 
     Attributes:
         indptr: [at least bs + 1] int64, first row of each request; its token i was drawn from its row i.
-        tokens: [bs] int64 of prompts; [bs, w] of a decode step, with -1 behind them.
+        tokens: [bs] int64 of prompts; [bs, w] of a decode step, with -1 after them.
         temperatures: [bs] float32, 1 of greedy requests.
     """
 
@@ -103,7 +103,7 @@ class Encoded(NamedTuple):
     """Prompts that the target has read.
 
     Attributes:
-        result: SGLang's, with logits [bs, V] behind each and the tapped states of all rows.
+        result: SGLang's, with logits [bs, V] after each and the tapped states of all rows.
         input_ids, positions: [n] int64 of the rows.
     """
 
@@ -163,7 +163,7 @@ class Part:
     def prefill_comes(self, batch: ScheduleBatch) -> None:
         """Prepare for SGLang's batch, whose prompts are about to be encoded. No host sync.
 
-        Requests that already run may be behind those with prompts, and get their next token as these get their first:
+        Requests that already run may come after those with prompts, and get their next token as these get their first:
         :func:`~.batch.prompts_of` tells them apart.
         """
 
@@ -233,7 +233,7 @@ class LogitsPart(Part):
         """Launch the kernels of a step on logits [N, V] of requests that do not exist: real ones shall compile none."""
 
     def held(self, requests: int) -> AbstractContextManager[object]:
-        """Hold what memory the feature takes beside the largest step, of so many requests."""
+        """Hold what memory the feature takes while the largest step runs, of so many requests."""
         return nullcontext()
 
 

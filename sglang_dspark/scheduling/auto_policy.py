@@ -93,10 +93,10 @@ def evaluate_steps(
     )
 
 
-def worth_most_beside(
+def worth_most_with(
     times: StepTimes, survivals: LaggedSurvivals, requests: int, context: float, beside: ExtraRows, worth: float
 ) -> Candidate:
-    """Return the step that commits the most tokens beyond what its time is worth, beside rows that take some of it.
+    """Return the step that commits the most tokens beyond what its time is worth, when other rows take some of it.
 
     A ratio of tokens to time would charge the drafts for those rows, and buy too many. Where no step keeps the bound,
     the shortest one is taken.
@@ -228,7 +228,7 @@ class AutoPolicy(Policy):
             if self.parked:
                 return decision
             worth = steps.best.tokens_per_ms
-            return _decision(worth_most_beside(self.times, self.survivals, requests, context, beside, worth), requests)
+            return _decision(worth_most_with(self.times, self.survivals, requests, context, beside, worth), requests)
         trial = self._trial(best, requests, context) or decision
         self.probing = trial != decision
         return trial

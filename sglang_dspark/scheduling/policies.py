@@ -109,7 +109,7 @@ class EarlyStopPolicy(Policy):
         return StepDecision(self.gamma, EarlyStop(tuple(step_ms.tolist())))
 
 
-# Rows of the shortest chunk beside running requests: fewer take hardly less time, and prompts would take for ever. The
+# Rows of the shortest chunk with running requests: fewer take hardly less time, and prompts would take for ever. The
 # first chunk is as short: nothing is known yet about the time of longer ones.
 LEAST_ROWS = 8
 # What a chunk is cut to, of the bound, and how much longer than the last one it may be. A row of the next chunk costs
@@ -126,7 +126,7 @@ class ChunkLimit:
 
     How long a row takes depends on the machine, the target and the context, so it follows from the steps that have been
     timed. At the rate of the last full chunk, as many rows as a time has room for take that time or less: what a step
-    takes beside its rows is counted as if it grew with them.
+    takes in addition to its rows is counted as if it grew with them.
 
     Args:
         bound_ms: of a step.
@@ -140,7 +140,7 @@ class ChunkLimit:
         self.rows = LEAST_ROWS
 
     def beside(self, running: int) -> int:
-        """Return the rows of a step beside so many requests, each of which has one of them."""
+        """Return the rows of a step with so many running requests, each of which has one of them."""
         return max(self.rows, running + LEAST_ROWS)
 
     def learn(self, rows: int, ms: float, *, drafted: bool = False) -> None:
@@ -158,7 +158,7 @@ class ChunkLimit:
 
 
 def least_gap_ms(times: StepTimes, rows: int) -> float:
-    """Return the milliseconds of a step that encodes so many rows beside one request, as fast as the machine is now."""
+    """Return the milliseconds of a step that encodes so many rows next to one request, at the machine's speed now."""
     table, step_rows = times.table, rows + 1
     requests = -(-step_rows // (table.gamma + 1))
     return table.step_ms(requests, step_rows, 0, 0.0) * times.common_factor

@@ -97,7 +97,7 @@ def build_plan(
 
     Args:
         tokens: [bs, depth] int64 the drafts.
-        into: buffers of a tier that has room for them; rows behind the last token are padding. By default the batch has
+        into: buffers of a tier that has room for them; rows after the last token are padding. By default the batch has
             exactly the rows that it needs.
     """
     rows = selected.rows(requests, tokens, into)
@@ -142,7 +142,7 @@ class Selection(ABC):
     weights: tuple[float, ...] | None = None
 
     def weighted(self, weights: tuple[float, ...]) -> Selection:
-        """Return the rule with these weights; the rule itself if it ranks no drafts by survivals alone."""
+        """Return the rule with these weights; the rule itself if it does not rank drafts by survivals."""
         return self
 
     @abstractmethod

@@ -171,7 +171,7 @@ class DSparkWorker(SpecWorkerBase):
         """Choose, draft, plan, verify, accept, publish, commit.
 
         Args:
-            beside: rows behind those of the verification; None if there are none.
+            beside: rows after those of the verification; None if there are none.
         """
         options = self.request_options.read(batch.reqs)
         if self.request_options.changed:  # slots of a request that has left may be others' from now on
@@ -203,7 +203,7 @@ class DSparkWorker(SpecWorkerBase):
         return result
 
     def verify(self, given: ForcedRows) -> bool:
-        """Run the target over given rows alone; return whether by a graph."""
+        """Run the target over given rows only; return whether by a graph."""
         draft, decision = drafted(given.tokens, given.ranks, given.num_drafts)
         executor = self.executors.select(given.step, decision)
         executor.stage(given.step, decision)

@@ -130,7 +130,7 @@ def test_other_values_are_adjusted_or_refused_by_name(rule):
 
 
 @pytest.mark.parametrize("prefix", OTHER_PREFIXES)
-def test_what_other_algorithms_alone_read_exists(prefix):
+def test_what_only_other_algorithms_read_exists(prefix):
     assert any(name.startswith(prefix) for name in NAMES["flags"])
 
 

@@ -107,7 +107,7 @@ def test_prompts_decide_about_no_draft(requests, depth):
     [({}, {}), ({}, {"requests": 2, "choose": half_of}), ({}, {"requests": 2, "choose": one_of_two})],
     ids=["auto", "half_of", "one_of_two"],
 )
-def test_texts_beside_prompts_have_the_targets_distribution(monkeypatch, options, how):
+def test_texts_next_to_prompts_have_the_targets_distribution(monkeypatch, options, how):
     """Prompts of other tokens in each run; what the target says of their rows is another number each time."""
 
     def run(loop, step, decision, hooks):

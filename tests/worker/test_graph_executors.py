@@ -164,7 +164,7 @@ def test_sampled_text_is_that_of_launched_steps(monkeypatch, seeds):
 
 
 def staged(loop, decision, number=99):
-    """Stage a step behind the loop's texts; returns it and its executor."""
+    """Stage a step after the loop's texts; returns it and its executor."""
     step = loop.batch(number)
     executor = loop.executors.select(step, decision)
     assert executor.in_graphs
@@ -202,7 +202,7 @@ def test_what_calibration_has_learned_reaches_replayed_steps(monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_candidates_compete_in_replayed_steps(monkeypatch, tmp_path, temperature):
-    """Beside a drafter that knows nothing, chains that weigh all spare steps where the text is in a loop."""
+    """With a drafter that knows nothing, chains that weigh all spare steps where the text is in a loop."""
     folder = random_drafter(tmp_path, "gated")
     options = {"schedule": "static", "draft": folder, "lookup": True}
     loops = GraphLoop(monkeypatch, [4], **options), StageLoop(**options)
@@ -219,7 +219,7 @@ def test_candidates_compete_in_replayed_steps(monkeypatch, tmp_path, temperature
     assert all(loops[0].replayed) and (steps[0] < steps[1] > steps[2] or temperature > 0)
 
 
-def test_labels_are_looked_up_beside_graphs(monkeypatch, tmp_path):
+def test_labels_are_looked_up_outside_graphs(monkeypatch, tmp_path):
     """Drafts with labels are launched, and verified in graphs; here the label is the answer."""
     folder = random_drafter(tmp_path, "gated")
     loop, case = GraphLoop(monkeypatch, [4], schedule="static", draft=folder, lookup=True), CASES[0]
@@ -242,8 +242,8 @@ def weigh_all(loop):
 @pytest.mark.parametrize("schedule", ["static", "threshold"])
 def test_simulated_acceptance_follows_from_key_and_position(monkeypatch, schedule):
     """Launched and replayed, and whatever was verified before; confidences are its probabilities."""
-    law = torch.linspace(0, 1, QUANTILES).expand(7, -1).contiguous()
-    draws = SimulatedDraws(torch.tensor([5, 77, 2**31]), law)
+    quantiles = torch.linspace(0, 1, QUANTILES).expand(7, -1).contiguous()
+    draws = SimulatedDraws(torch.tensor([5, 77, 2**31]), quantiles)
     rows, limit = torch.arange(3), 0.5
     options = {"schedule": schedule, **({"confidence_threshold": limit} if schedule == "threshold" else {})}
     for loop in (StageLoop(**options), GraphLoop(monkeypatch, [4], **options)):

@@ -47,7 +47,7 @@ def traces_of(loop):
 
 
 def by_folder(drafter, folder):
-    drafter.load_beside(str(folder))()
+    drafter.load_new(str(folder))()
 
 
 def by_names(drafter, folder):
@@ -93,7 +93,7 @@ def of_format(export, overrides):
 
 
 def with_lists(overrides):
-    """Have a file beside the drafter list what it proposes. Without ``draft_vocab_size`` no tensor says it."""
+    """Have a file next to the drafter list what it proposes. Without ``draft_vocab_size`` no tensor says it."""
 
     def write(seed, folder):
         tensors = exported(exports.deepspec, overrides, seed, folder)
@@ -137,7 +137,7 @@ DRAFTERS = {name: of_format(export, overrides) for name, (export, _, overrides) 
     "neighbouring channels": of_format(exports.neighbours, {}),
     "Gemma 4": of_format(exports.deepspec, GEMMA | {"hidden_act": None}),
     "an own embedding and LM head": own_embeddings,
-    "a list beside": with_lists(BY_FILE),
+    "a list in a file": with_lists(BY_FILE),
     "a list of some": with_lists({}),
     "an own LM head behind a list": with_heads("own"),
     "the target's LM head behind a list": with_heads("target's"),
@@ -233,7 +233,7 @@ def by_parts(drafter, named):
         drafter.write(part)
 
 
-FOLLOWING = ("DeepSpec", "speculators, reduced vocabulary", "a list beside", "a list of some")
+FOLLOWING = ("DeepSpec", "speculators, reduced vocabulary", "a list in a file", "a list of some")
 
 
 @pytest.mark.parametrize("eight_bits", [False, True])
@@ -278,7 +278,7 @@ def test_a_drafter_lies_at_home(network, tmp_path, monkeypatch):
 
 
 def test_an_operators_list_stays(network, tmp_path):
-    """Also where a list lies beside the new drafter."""
+    """Also where a list lies next to the new drafter."""
     save_token_ids(tmp_path / LIST, [3, 5, 8])
     with_lists({})(0, tmp_path / "new")
     drafter = StageLoop(schedule="static", network=network).drafter
@@ -382,7 +382,7 @@ def test_a_folder_that_does_not_fit_leaves_the_old_drafter(trained, tmp_path, te
     drafter = loop_of(DRAFT).drafter
     before = [parameter.clone() for parameter in drafter.model.parameters()]
     with pytest.raises(CheckpointError, match=named):
-        drafter.load_beside(str(folder))
+        drafter.load_new(str(folder))
     assert all(map(torch.equal, drafter.model.parameters(), before))
     assert drafter.describe()["path"] == str(DRAFT)
 

@@ -241,7 +241,7 @@ class HeldRows:
     Attributes:
         features: [capacity, w] that draft K/V is projected from.
         positions, slots: [capacity] int64 of these, as :func:`kv_inject` takes them.
-        end: [1] int64, rows that have come; the next one goes to this place, or as far behind the ring's beginning.
+        end: [1] int64, rows that have come; the next one goes to this place, or as far after the ring's beginning.
     """
 
     features: torch.Tensor

@@ -1,7 +1,7 @@
 """What a walk reads and makes: weights of the heads, candidates, the drafted block and its distribution.
 
 Candidates compete with the drafter's own tokens in the walk through a block. Slot k is drawn from softmax(score + b
-[token = a_k]) while the drafts before it are a_0 .. a_(k-1), and as the drafter says behind the first one that is not.
+[token = a_k]) while the drafts before it are a_0 .. a_(k-1), and as the drafter says after the first one that is not.
 b and a_k were fixed before the block was drawn, and whether they count at slot k before its own draft was. The
 distribution that is stored is the raised one, so verification is the same as without candidates.
 
@@ -179,10 +179,10 @@ USUAL = (LEAST_MATCH, MOST_MATCH, 1 << 30, 0)
 
 @dataclass(frozen=True)
 class SecondTexts:
-    """Hold texts in which the ends of requests' own are looked up as well, one text behind the other.
+    """Hold texts in which the ends of requests' own are looked up as well, one text after the other.
 
     Attributes:
-        tokens: [L] int64, -1 before each part of a text and behind the last.
+        tokens: [L] int64, -1 before each part of a text and after the last.
         needed: [L] int64, how many tokens have to match up to each place.
         rows: [L] int64, what is added to ``MATCHED`` of a chain from there: ``CACHED_ROWS`` or ``ASKED_ROWS``.
         requests: [L] int64, index of the request that has the place; past the last one for none.
@@ -216,7 +216,7 @@ class ChainRules:
     Attributes:
         bounds: [bs, 4] int64: tokens that have to match, tokens that are looked for (up to ``MOST_MATCH``),
             the most candidates, and what is added to a chain's ``MATCHED``: 0 or ``ASKED_ROWS``.
-        second: beside the requests' own texts; None if no request has one.
+        second: in addition to the requests' own texts; None if no request has one.
     """
 
     bounds: torch.Tensor
@@ -356,7 +356,7 @@ _NEVER = -30.0
 class DraftBlock:
     """A drafted block.
 
-    ``distribution`` and ``copied`` may have fewer slots, the first ``drawn`` of gamma: the tokens behind those were
+    ``distribution`` and ``copied`` may have fewer slots, the first ``drawn`` of gamma: the tokens after those were
     copied.
 
     Attributes:
@@ -419,7 +419,7 @@ class DraftBlock:
         return replace(self, copied=copied, chains=candidates.chains)
 
     def with_tail(self, candidates: Candidates, depth: int) -> DraftBlock:
-        """Return blocks of up to ``depth`` slots, whose slots behind this walk's are copied candidates.
+        """Return blocks of up to ``depth`` slots, whose slots after this walk's are copied candidates.
 
         They are sure only while the chain is alive: what the walk drew decides about them, their own tokens do not.
         """

@@ -3,12 +3,12 @@
 **Eight bits**: ``x @ (codes * scales).T + bias``, with a scale for each row of the weight.
 
 bfloat16 and float16 hold all codes, so the kernel multiplies codes as they are, in the dtype of x, and scales the sums:
-what is rounded is the weight alone, to within half a scale.
+only the weight is rounded, to within half a scale.
 
 A few rows cost what the weight's bytes cost: for 7 rows of a Qwen3-8B drafter's MLP (gate and up, 24,576 x 4,096) 101
 MB, where 16 bits have 201 MB. On an H200 (4.3 TB/s for copies) 24 us and 47 us are the floors. From 93 rows on,
 multiplications are the floor (794 TFLOP/s), and from 186 rows on eight bits save nothing: there torch multiplies by the
-same weight in its dtype, which is kept beside. The kernel has not run on a GPU yet.
+same weight in its dtype, which is kept as well. The kernel has not run on a GPU yet.
 
 **SwiGLU**: ``silu(gate) * up`` on the output of one GEMM that computes both. Bytes: 3 * T * I elements, two read and
 one written. On an H200 (4.3 TB/s for copies) the floor of 448 rows of a Qwen3-4B drafter (I 9728, bf16) is 6.1 us;
@@ -24,7 +24,7 @@ SGLang has kernels for these two as well. Ours know no engine, and run under Tri
 block, G channels to a group and K taps, ``y_j = sum_t (B[t] + D_j[t]) * x_{j - t}`` for t < K, where rows before the
 block are 0, ``B [K, d]`` is a weight, and ``D_j [K, d / G]`` is alike for all channels of a group. In torch that is
 four launches for two taps, and two more for each further tap; the kernel is one. A layer has four such convolutions: 4
-launches in place of 16, beside two projections.
+launches in place of 16, next to two projections.
 """
 
 from __future__ import annotations

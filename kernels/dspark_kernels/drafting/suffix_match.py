@@ -1,7 +1,7 @@
 """Find what followed the end of a request's text where that stood before: candidates for what comes next.
 
 The text is read where its K/V lies: token i of a request is that of the slot ``req_to_token[row, i]``. Of all places
-behind tokens that are those of the text's end, the one with the most of them is taken, as far as they count, and the
+after tokens that are those of the text's end, the one with the most of them is taken, as far as they count, and the
 latest of equals (prompt lookup: Saxena 2023). A passage that runs into the end of the text begins again: a text that
 has repeated itself is likely to go on.
 
@@ -110,7 +110,7 @@ def _matched(text: torch.Tensor, width: int, wanted: Callable[[int], torch.Tenso
     """Return how many tokens up to each place of texts are the ends of requests' own.
 
     Args:
-        text: [..., at least MOST_MATCH + width] int64, behind MOST_MATCH places that nothing equals.
+        text: [..., at least MOST_MATCH + width] int64, after MOST_MATCH places that nothing equals.
         width: places that are asked about.
         wanted: returns the token before the last ``back`` ones of the requests' texts, to be compared at every place.
 
@@ -150,7 +150,7 @@ def _find_kernel(
     req_pool_indices_ptr,
     req_to_token_ptr,
     bounds_ptr,  # [bs, 4] int64
-    best_ptr,  # [bs, programs] int64: matched tokens in the upper half, the place behind them in the lower one
+    best_ptr,  # [bs, programs] int64: matched tokens in the upper half, the place after them in the lower one
     table_stride,
     MOST: tl.constexpr,  # column of the bounds
     MOST_MATCH: tl.constexpr,
@@ -229,7 +229,7 @@ def suffix_match(
     num_candidates: int,
     rules: ChainRules | None = None,
 ) -> torch.Tensor:
-    """Find candidates for the tokens behind the anchors, in two launches.
+    """Find candidates for the tokens after the anchors, in two launches.
 
     Args:
         requests: their texts are the tokens of the slots before ``prefix_lens``, and the anchor.

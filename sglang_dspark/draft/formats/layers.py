@@ -238,9 +238,9 @@ WHOLE_HEAD, LEADING = "whole_head", "leading"
 here, or the first channels are paired up among each other, as Hugging Face's ``partial_rotary_factor`` has it."""
 
 PART_OF_HEAD = ("partial_rotary_factor", "rotary_dim", "rotary_pct")
-"""Keys beside the layers or among those of RoPE, also in files that say nothing about parts of a head otherwise.
+"""Keys next to the layers or among those of RoPE, also in files that say nothing about parts of a head otherwise.
 
-Trainers rotate whole heads; a part that is meant has ``rotary_pairs`` beside it."""
+Trainers rotate whole heads; a part that is meant has ``rotary_pairs`` next to it."""
 LEFT_OVER = (
     "mrope_section mrope_interleaved llama_4_scaling_beta apply_yarn_scaling finetuned long_factor short_factor "
     "long_mscale short_mscale"
@@ -323,7 +323,7 @@ class _RopeKeys:
         top = self.content.names[name] = self.content.section + name
         value = next(iter(found.values()), None)
         if found.get(top, value) != value:
-            raise self.content.refuse(top, f"contradicts {value!r} beside the other keys of RoPE")
+            raise self.content.refuse(top, f"contradicts {value!r} next to the other keys of RoPE")
         return value
 
 
@@ -375,7 +375,7 @@ def _of_type(content: Content, keys: _RopeKeys, rope_type: str, *, said: bool) -
             f"{content.origin}: rope_parameters={keys.inner!r} has unknown keys {sorted(unknown)}: {REMEDY}"
         )
     given = {name: keys.inner[name] for name in used if name in keys.inner}
-    original = "original_max_position_embeddings"  # some targets have it beside the layers
+    original = "original_max_position_embeddings"  # some targets have it next to the layers
     if original in used:
         given |= {} if (length := keys.agreed(original)) is None else {original: length}
     else:

@@ -45,7 +45,7 @@ def snapshots(context: LaunchContext) -> str | None:
     if args.mamba_track_interval >= least:
         return None
     return (
-        f"DSPARK cannot run with --mamba-track-interval={args.mamba_track_interval} beside a target with recurrent "
+        f"DSPARK cannot run with --mamba-track-interval={args.mamba_track_interval} with a target with recurrent "
         f"layers; pass {least} or more"
     )
 
@@ -191,11 +191,11 @@ FEATURE = Feature(
     is_used=lambda args: keeps_states(model_config_of(args).hf_config.architectures),
     flag_rules=(
         *(
-            FlagRule(name, served, "drop the flag: it is not served beside recurrent layers", beside=_beside)
+            FlagRule(name, served, "drop the flag: it is not served with recurrent layers", beside=_beside)
             for name, served in _REFUSED.items()
         ),
         _adjusted("enable_hierarchical_cache", (False,), "host memory holds no states"),
-        _adjusted("strip_thinking_cache", (False,), "a cached prompt would get the state behind the answer"),
+        _adjusted("strip_thinking_cache", (False,), "a cached prompt would get the state after the answer"),
         *(
             _adjusted(f"enable_{name}", (False,), "DSPARK runs accepted rows again from states")
             for name in (

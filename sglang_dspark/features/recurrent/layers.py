@@ -98,7 +98,7 @@ class Tracks:
     interval: int
 
     def lengths(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return [bs] int64: the rows behind which a state is stored; below 1 if the first ``rows`` [bs] pass none."""
+        """Return [bs] int64: the rows after which a state is stored; below 1 if the first ``rows`` [bs] pass none."""
         before = self.prefix_lens[: len(rows)]
         return (before + rows) // self.interval * self.interval - before
 
@@ -147,7 +147,7 @@ class VerifiedRows:
         return gated_delta(queries, _inputs(layer, recorded), gates, self.pools.states[index], self.rows)
 
     def __call__(self, lengths: torch.Tensor) -> None:
-        """Advance the states by the first rows of each request; requests behind those given have no rows.
+        """Advance the states by the first rows of each request; requests after those given have no rows.
 
         Args:
             lengths: [bs] int, the anchor and the accepted drafts.
@@ -212,7 +212,7 @@ class RecurrentBackend:
 
     @property
     def num_states(self) -> int:
-        """Return how many states there are, beside the first, which is padding."""
+        """Return how many states there are, not counting the first, which is padding."""
         return int(self.pools.states.shape[1]) - 1
 
     @property
@@ -304,7 +304,7 @@ class CapturedStates:
         """Copy where the radix cache wants the next states of SGLang's batch, for the next replay.
 
         Args:
-            batch: None in a step that is measured, whose requests have padding alone for states.
+            batch: None in a step that is measured, whose requests have only padding for states.
         """
         if self._backend.track_interval is not None and batch is not None:
             prepare_mamba_track_for_verify(batch)

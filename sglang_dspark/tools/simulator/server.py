@@ -222,7 +222,7 @@ class Result:
         record: of them; None of a prefill without any.
         accepted: drafts of each.
         chunk: prompts that were read.
-        prefilled: whether it was a prefill, beside which nothing is drafted.
+        prefilled: whether it was a prefill, during which nothing is drafted.
     """
 
     ms: float
@@ -236,7 +236,7 @@ class Result:
 class SimulatedServer:
     """Decides as a server does, and asks the costs how long it took.
 
-    What is simulated: the loop of SGLang's scheduler (prompts are read before the next decode step, or beside it), its
+    What is simulated: the loop of SGLang's scheduler (prompts are read before the next decode step, or with it), its
     overlap (the result of a batch is looked at after the next one has run, so that a request that ended takes part in
     one more step), and the schedule of the plugin itself, with its statistics, its calibration and its probes.
 
@@ -273,7 +273,7 @@ class SimulatedServer:
         self.schedule.start(costs.believed or costs.table, fixed_draft_shape=whole_blocks, uniform=uniform)
         self.prompts = Prompts(costs.table, options, mixed=mixed_chunk)
         self._workloads = 0
-        # The step behind, as the schedule is to learn of its time.
+        # The step before, as the schedule is to learn of its time.
         self._timed: tuple[StepKind, float] | None = None
 
     def serve(self, workload: Workload) -> Outcome:
@@ -283,7 +283,7 @@ class SimulatedServer:
         return _Episode(self, workload, np.random.default_rng(self._seed)).run()
 
     def run(self, requests: Sequence[Request], chunk: Chunk | None, now_ms: float) -> Result:
-        """Run the next batch at a moment: a chunk of prompts if there is one, and what may run beside it."""
+        """Run the next batch at a moment: a chunk of prompts if there is one, and what may run with it."""
         if chunk is None:
             return self.decode(requests, now_ms)
         beside = self.prompts.verified(chunk, len(requests)) if self.prompts.mixed and requests else None
@@ -294,7 +294,7 @@ class SimulatedServer:
         return result
 
     def interrupt(self) -> None:
-        """Forget the time of the step behind: something else runs before the next one."""
+        """Forget the time of the last step: something else runs before the next one."""
         self._timed = None
 
     def decode(self, requests: Sequence[Request], now_ms: float = 0.0, beside: ExtraRows | None = None) -> Result:

@@ -33,7 +33,7 @@ def emulate(module):
 
     def decode(self, batch, publish, beside=None, original=module.DSparkWorker.decode):
         forms.start_serving()
-        kind = "of" if beside is None else "beside prompts of"
+        kind = "of" if beside is None else "next to prompts of"
         with counting(f"a step {kind} {len(batch.reqs)} by {self.schedule.policy.name}"), watching():
             return original(self, batch, publish, beside)
 
