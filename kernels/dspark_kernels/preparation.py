@@ -279,7 +279,7 @@ class VerifyRows(Windows):
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """``tensor``, made on the CPU, on ``device``. A copy from pageable memory would wait for all work queued there."""
+    """Copy ``tensor`` from the CPU to ``device``. A copy from pageable memory would wait for all work queued there."""
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

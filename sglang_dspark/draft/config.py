@@ -54,13 +54,13 @@ class Visibility:
         return self.window if self.window is None or self.from_anchor else self.window - 1
 
     def sees_context(self, ages: Tensor, slots: Tensor) -> Tensor:
-        """Bool of the shape that ``ages`` (at least 1) and ``slots`` broadcast to."""
+        """Return a bool of the shape that ``ages`` (at least 1) and ``slots`` broadcast to."""
         if self.window is None:
             return ages + slots > 0
         return (ages <= self.window) & (slots >= 0) if self.from_anchor else ages + slots < self.window
 
     def sees_block(self, slots: Tensor) -> Tensor:
-        """``slots`` 0..n-1 of a block -> ``[n, n]`` bool, a row per query slot."""
+        """Return, for ``slots`` 0..n-1 of a block, ``[n, n]`` bool, a row per query slot."""
         ahead = slots - slots[:, None]
         seen = ahead <= (0 if self.causal else len(slots))
         return seen & (-ahead < (self.window or 0)) if self.slides else seen
@@ -216,7 +216,7 @@ class DraftConfig:
 
     @property
     def sinks(self) -> tuple[bool, ...]:
-        """``sink_layers``, one for each layer."""
+        """Return ``sink_layers``, one for each layer."""
         return self.sink_layers or (False,) * self.num_hidden_layers
 
     def to_dict(self) -> dict[str, Any]:

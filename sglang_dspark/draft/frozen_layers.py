@@ -26,7 +26,7 @@ class Int8Linear(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, rows: Tensor) -> Tensor:
-        """``[..., in] -> [..., out]``."""
+        """Map ``[..., in]`` to ``[..., out]``."""
         return linear(rows, self.weight, self.bias)
 
 

@@ -233,7 +233,7 @@ def size_buffers(args: ServerArgs, window: int) -> None:
 
 
 def limit_requests(args: ServerArgs, window: int) -> None:
-    """On a GPU, admit as many requests at a time as decode graphs are captured for, if the operator sets no limit.
+    """Admit on a GPU as many requests at a time as decode graphs are captured for, if the operator sets no limit.
 
     Start-up holds memory for all that may run, gigabytes for the thousands that SGLang would admit. So there are fewer
     if blocks are long, or if SGLang captures graphs for more, as it does on four GPUs.

@@ -265,7 +265,7 @@ def no_decode_graphs(*, model_runner: ModelRunner) -> GraphCapture:
 def prefill_graphs(
     original: Callable[..., object], *, model_runner: ModelRunner, eager_runner: object, **others: object
 ) -> object:
-    """Around SGLang's capture: go on without where it fails, or where it would lose the hidden states."""
+    """Let SGLang capture; go on without graphs of prefills where that fails, or where they lose the hidden states."""
     try:
         if not _lose_states():
             return original(model_runner=model_runner, eager_runner=eager_runner, **others)

@@ -81,7 +81,7 @@ class FixedPolicy(Policy):
 
 @dataclass
 class ThresholdPolicy(Policy):
-    """``threshold``: whole blocks are drafted, and verified up to the first draft of low confidence."""
+    """``threshold``: drafts whole blocks, and verifies them up to the first draft of low confidence."""
 
     gamma: int
     threshold: float
@@ -97,7 +97,7 @@ class ThresholdPolicy(Policy):
 
 @dataclass
 class EarlyStopPolicy(Policy):
-    """``early-stop``: whole blocks are drafted, and Algorithm 1 of DSpark selects by the drafts' confidences."""
+    """``early-stop``: drafts whole blocks, from which Algorithm 1 of DSpark selects by the drafts' confidences."""
 
     gamma: int
     times: StepTimes

@@ -173,7 +173,7 @@ class Selection(ABC):
 
 @dataclass(frozen=True)
 class FixedLength(Selection):
-    """Every request verifies its whole block."""
+    """Verifies the whole block of every request."""
 
     def max_drafts(self, drafts: int) -> int:
         return drafts
@@ -244,7 +244,7 @@ class _LiveRule(Selection):
 
 @dataclass(frozen=True)
 class EarlyStop(_LiveRule):
-    """Algorithm 1 of DSpark: drafts are admitted best first while the expected throughput grows.
+    """Admits drafts by Algorithm 1 of DSpark: best first while the expected throughput grows.
 
     Attributes:
         step_ms: [bs * draft_len + 1] predicted time of a step that verifies so many drafts.
@@ -261,7 +261,7 @@ class EarlyStop(_LiveRule):
 
 @dataclass(frozen=True)
 class Threshold(_LiveRule):
-    """Drafts are verified up to the first one whose raw confidence lies below ``confidence`` (DSpark, 4.4)."""
+    """Verifies drafts up to the first one whose raw confidence lies below ``confidence`` (DSpark, 4.4)."""
 
     confidence: float
 

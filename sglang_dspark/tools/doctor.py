@@ -38,7 +38,7 @@ class Finding:
 
 
 def one_line(error: BaseException) -> str:
-    """Kind and text of an exception without line breaks."""
+    """Return kind and text of an exception without line breaks."""
     return f"{type(error).__name__}: {error}".replace("\n", " ")
 
 

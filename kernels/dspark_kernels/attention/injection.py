@@ -41,7 +41,7 @@ class CommitRows:
     accept_lens: torch.Tensor
 
     def kept(self) -> torch.Tensor:
-        """[n] bool. No host sync."""
+        """Return which rows are kept, [n] bool. No host sync."""
         bs = self.accept_lens.shape[0]
         in_batch = (self.requests >= 0) & (self.requests < bs)
         return in_batch & (self.columns <= self.accept_lens[self.requests.clamp(0, bs - 1)])

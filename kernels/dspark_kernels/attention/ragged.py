@@ -219,7 +219,7 @@ def attend_groups(
     extra_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     sinks: torch.Tensor | None = None,  # [heads]
 ) -> torch.Tensor:
-    """Attention of one layer.
+    """Compute the attention of one layer.
 
     Args:
         extra_kv: keys and values next to the pool, [N, kv_heads, hd] row by row with the queries.
@@ -317,7 +317,7 @@ def block_attention_ref(
 def block_attention(
     requests: StepRequests, gamma: int, *, heads_per_kv: int, dtype: torch.dtype, scale: float
 ) -> BlockAttention:
-    """Attention of blocks whose rows see their context and all of the block (DSpark, Eq. 3).
+    """Compute the attention of blocks whose rows see their context and all of the block (DSpark, Eq. 3).
 
     Args:
         requests: of the step.

@@ -87,7 +87,7 @@ class DraftVocabulary:
         return columns
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """[n, v] -> [n, V], minus infinity for the tokens that are not proposed."""
+        """Spread [n, v] to [n, V], minus infinity for the tokens that are not proposed."""
         whole = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
         whole[:, self.token_ids] = logits
         return whole
@@ -132,7 +132,7 @@ class MarkovWalk:
             self._state = markov.head.initial_state(hidden.shape[0], hidden.device, hidden.dtype)
 
     def latent(self, previous: torch.Tensor) -> torch.Tensor:
-        """U [bs, r] of the next slot, after the tokens ``previous`` [bs] int64."""
+        """Return U [bs, r] of the next slot, after the tokens ``previous`` [bs] int64."""
         embedding = F.embedding(previous, self._markov.w1)
         slot, self._slot = self._slot, self._slot + 1
         if self._factors is not None:
@@ -377,12 +377,12 @@ class DraftBlock:
 
     @staticmethod
     def empty(bs: int, device: torch.device | str) -> DraftBlock:
-        """Blocks without drafts, as non-speculative steps have them."""
+        """Return blocks without drafts, as non-speculative steps have them."""
         return DraftBlock(torch.empty((bs, 0), dtype=torch.int64, device=device))
 
     @staticmethod
     def of_chains(chains: torch.Tensor, depth: int) -> DraftBlock:
-        """Blocks of nothing but the candidates that requests have asked for; confidence logits say if there are any."""
+        """Return blocks of only the candidates that requests have asked for; confidence logits say if there are any."""
         rows, _, candidates = Candidates.parts(chains)
         candidates = candidates[:, :depth]
         is_there = ((candidates >= 0) & (rows[:, None] >= ASKED_ROWS)).cumprod(1)

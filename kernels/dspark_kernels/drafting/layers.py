@@ -225,7 +225,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, size, BLOCK: tl.constexpr
 
 @on_kernels(silu_mul_ref)
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``gate_up [T, 2 * I]``, gate before up, float32, float16 or bfloat16 -> ``silu(gate) * up [T, I]``.
+    """Return ``silu(gate) * up [T, I]`` of ``gate_up [T, 2 * I]``, gate before up; float32, float16 or bfloat16.
 
     Rows may lie apart. No host sync; safe under graph capture.
 
