@@ -273,7 +273,7 @@ def _unit_52(high, low) -> tl.tensor:
 
 @triton.jit
 def unit_exponential_52(high, low) -> tl.tensor:
-    """Return E = -log(x), x = (bits + 0.5) * 2**-52, of the top 26 bits of two words: float32, relative error < 1e-6."""
+    """Return E = -log(x), x = (bits + 0.5) * 2**-52, of the top 26 bits of two words: float32, relative error <1e-6."""
     high = high >> 6
     low = low >> 6
     return _minus_log(_unit_52(high ^ _BITS_26, low ^ _BITS_26), _unit_52(high, low))

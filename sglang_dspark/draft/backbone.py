@@ -76,7 +76,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", self._as_tensor(None), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of integer ``positions [n]``, each ``[n, 1, head_dim / 2]`` float32; the 1 is for heads."""
+        """Return cos and sin of integer ``positions [n]``: ``[n, 1, head_dim / 2]`` float32 each, 1 for the heads."""
         angles = positions.to(torch.float32)[:, None] * self.inv_freq
         return angles.cos()[:, None], angles.sin()[:, None]
 

@@ -113,14 +113,14 @@ class FlagRule:
         served: values that are served; the first one takes the place of others if the rule ``adjusts``.
         reason: why others are not served, or what to do instead.
         adjusts: whether other values change only speed: the start goes on without them. Others end it.
-        beside: whether the rule holds on a server; asked of values that are not served.
+        applies: whether the rule holds on a server; asked of values that are not served.
     """
 
     name: str
     served: tuple[object, ...]
     reason: str = "drop the flag"
     adjusts: bool = False
-    beside: Callable[[LaunchContext], bool] = lambda context: True
+    applies: Callable[[LaunchContext], bool] = lambda context: True
 
     def serves(self, args: ServerArgs) -> bool:
         """Return whether ``args`` have a value that is served everywhere."""

@@ -19,6 +19,8 @@ from sglang_dspark.engine.feature import FlagRule, LaunchContext, all_features, 
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import ALGORITHM
 
+logger = logging.getLogger(__name__)
+
 OTHER_ALGORITHM = "it belongs to other speculative algorithms"
 PARTS_OF_STATES = "each rank would hold the hidden states of some tokens only, and a drafter reads all of them"
 OTHER_PREFIXES = (
@@ -102,7 +104,7 @@ def _prefill_attention(name: str) -> FlagRule:
         (None,),
         "verification reads the K/V of other attention",
         adjusts=True,
-        beside=lambda context: getattr(context.args, name) not in PREFILL_BACKENDS.get(context.args.device, ()),
+        applies=lambda context: getattr(context.args, name) not in PREFILL_BACKENDS.get(context.args.device, ()),
     )
 
 
@@ -120,7 +122,7 @@ FLAG_RULES: tuple[FlagRule, ...] = (
         (None, 1),
         "SGLang hands out pages with CUDA kernels",
         adjusts=True,
-        beside=off_gpu,
+        applies=off_gpu,
     ),
     FlagRule(
         "kv_cache_dtype",
@@ -137,7 +139,7 @@ FLAG_RULES: tuple[FlagRule, ...] = (
         ("auto",),
         PARTS_OF_STATES,
         adjusts=True,
-        beside=lambda context: context.args.moe_runner_backend in ("megamoe", "flashinfer_megamoe"),
+        applies=lambda context: context.args.moe_runner_backend in ("megamoe", "flashinfer_megamoe"),
     ),
     FlagRule("speculative_eagle_topk", (None, 1), "DSPARK drafts chains", adjusts=True),
     FlagRule(
@@ -164,11 +166,9 @@ def all_rules() -> tuple[FlagRule, ...]:
 def broken_rules(context: LaunchContext, *, adjusts: bool) -> Iterator[FlagRule]:
     """Yield the rules of a kind that hold on a server and whose flags have other values than those that are served."""
     for rule in all_rules():
-        if rule.adjusts is adjusts and not rule.serves(context.args) and rule.beside(context):
+        if rule.adjusts is adjusts and not rule.serves(context.args) and rule.applies(context):
             yield rule
 
-
-logger = logging.getLogger(__name__)
 
 # Requests at a time on a small GPU, where decode graphs are fewer: the default of SGLang's own speculative algorithms.
 MIN_REQUESTS = 48

@@ -52,6 +52,8 @@ from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.simulated_acceptance import acceptance_probabilities
 from sglang_dspark.step.packed import host_index
 
+logger = logging.getLogger(__name__)
+
 
 class SpecWorkerAdapter(BaseSpecWorker):
     """``BaseSpecWorker`` of an algorithm whose drafter SGLang does not know.
@@ -77,8 +79,6 @@ class SpecWorkerAdapter(BaseSpecWorker):
         # The base class plans by their K/V pools what moves to host memory next to the target's.
         return () if self.draft_pool is None else (SimpleNamespace(token_to_kv_pool=self.draft_pool),)
 
-
-logger = logging.getLogger(__name__)
 
 Publish = Callable[[torch.Tensor], None]
 

@@ -267,7 +267,7 @@ def _backend(device: str) -> FlagRule:
         BACKENDS[device],
         f"its kernels compute as many rows as each request verifies on {device}",
         adjusts=True,
-        beside=lambda context: context.args.device == device and asks_for_adapters(context.args),
+        applies=lambda context: context.args.device == device and asks_for_adapters(context.args),
     )
 
 

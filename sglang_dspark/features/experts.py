@@ -69,7 +69,7 @@ FEATURE = Feature(
             "enable_return_routed_experts",
             (False,),
             "drop the flag: SGLang keeps the experts of tokens in pinned memory, which PyTorch has only with a GPU",
-            beside=off_gpu,
+            applies=off_gpu,
         ),
     ),
     part=RoutedExperts,

@@ -138,7 +138,7 @@ class BoundedGaps(Part):
                 break
             self._timed.popleft()
             self._limit.learn(rows, ms, drafted=drafted)
-        return self._limit.beside(running)
+        return self._limit.rows_with(running)
 
 
 @hook(

@@ -29,6 +29,8 @@ from sglang_dspark.engine.part import Part, part_of
 from sglang_dspark.engine.scheduler import StepDriver, answer_with, driver_of
 from sglang_dspark.errors import BusyError, ConfigError, DSparkError
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "draft."
 """Of the names of a drafter's tensors among those of its target."""
 
@@ -150,8 +152,6 @@ class _Network(torch.nn.Module):
         super().__init__()
         self.load_weights = load
 
-
-logger = logging.getLogger(__name__)
 
 _WRITES = (
     io_struct.BeginWeightUpdateReqInput,

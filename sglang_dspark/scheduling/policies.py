@@ -48,11 +48,11 @@ class Policy(ABC):
     parked: bool = False
 
     @abstractmethod
-    def choose(self, requests: int, context: float, beside: ExtraRows | None = None) -> StepDecision:
+    def choose(self, requests: int, context: float, extra: ExtraRows | None = None) -> StepDecision:
         """Decide a step of ``requests`` requests with ``context`` tokens of context each on average.
 
         Args:
-            beside: further rows of its verification, whose time a policy may count.
+            extra: further rows of its verification, whose time a policy may count.
         """
 
     def report(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class FixedPolicy(Policy):
     name: str = "static"
     needs_confidence: bool = False
 
-    def choose(self, requests: int, context: float, beside: ExtraRows | None = None) -> StepDecision:
+    def choose(self, requests: int, context: float, extra: ExtraRows | None = None) -> StepDecision:
         return StepDecision(self.verify_len, FixedLength()) if self.verify_len else PLAIN
 
     def report(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class ThresholdPolicy(Policy):
     name: str = "threshold"
     needs_confidence: bool = True
 
-    def choose(self, requests: int, context: float, beside: ExtraRows | None = None) -> StepDecision:
+    def choose(self, requests: int, context: float, extra: ExtraRows | None = None) -> StepDecision:
         return StepDecision(self.gamma, Threshold(self.threshold))
 
     def report(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class EarlyStopPolicy(Policy):
     name: str = "early-stop"
     needs_confidence: bool = True
 
-    def choose(self, requests: int, context: float, beside: ExtraRows | None = None) -> StepDecision:
+    def choose(self, requests: int, context: float, extra: ExtraRows | None = None) -> StepDecision:
         step_ms = self.times.by_drafts(requests, self.gamma, context)
         return StepDecision(self.gamma, EarlyStop(tuple(step_ms.tolist())))
 
@@ -139,7 +139,7 @@ class ChunkLimit:
         self._target_ms = _SHARE * bound_ms
         self.rows = LEAST_ROWS
 
-    def beside(self, running: int) -> int:
+    def rows_with(self, running: int) -> int:
         """Return the rows of a step with so many running requests, each of which has one of them."""
         return max(self.rows, running + LEAST_ROWS)
 

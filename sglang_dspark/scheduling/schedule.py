@@ -156,7 +156,7 @@ class Schedule:
         context: float,
         limits: RequestLimits | None = None,
         weights: Sequence[float] | None = None,
-        beside: ExtraRows | None = None,
+        extra: ExtraRows | None = None,
         *,
         traced: bool = False,
         awaited: bool = False,
@@ -168,12 +168,12 @@ class Schedule:
             context: mean context tokens per request.
             limits: what the requests ask for themselves; None if no request asks for anything.
             weights: what a draft of each request counts compared with those of others; None if all count alike.
-            beside: further rows of the step's verification.
+            extra: further rows of the step's verification.
             traced: whether a request wants to be told the confidences.
             awaited: whether the host of a GPU has waited for the step before; see :meth:`StepClock.start_step`.
         """
         self._clock.start_step(self.times, awaited=awaited)
-        decision = self.policy.choose(len(requests), context, beside).within(limits).weighted(weights)
+        decision = self.policy.choose(len(requests), context, extra).within(limits).weighted(weights)
         if len(requests) == 1 and not self.policy.can_spend(requests[0], decision, context):
             decision = PLAIN
         self._clock.decided()

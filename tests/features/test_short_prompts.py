@@ -26,10 +26,10 @@ from sglang_dspark.features.short_prompts import (
     RidingResult,
     RunningBeside,
     ShortPrompts,
-    beside,
     decode_with_prefill,
     keep_apart,
     process_running,
+    running_with,
 )
 from sglang_dspark.scheduling.policies import verified_sooner
 from sglang_dspark.step.decision import PLAIN, StepRecord, drafted
@@ -225,7 +225,7 @@ def test_the_time_of_a_step_with_prompts_is_none_of_a_step():
     def decode(prompts, step):
         output = LogitsProcessorOutput(next_token_logits=torch.zeros(3, 9))
         plan = SimpleNamespace(indptr=torch.tensor([0]), positions=torch.arange(3))
-        step.keywords["beside"].read(plan, TargetOutput(output, torch.zeros(3, 1)), 0)
+        step.keywords["extra"].read(plan, TargetOutput(output, torch.zeros(3, 1)), 0)
         return GenerationBatchResult()
 
     asked = prompts(3, input_ids=torch.arange(3), req_pool_indices=torch.tensor([1]))
@@ -254,7 +254,7 @@ def met(blocks, *, found=True):
 @pytest.mark.parametrize(("blocks", "found"), [(None, True), (object(), False)])
 def test_others_are_mixed(blocks, found):
     prompts, running, mixed = met(blocks, found=found)
-    assert mixed == [(prompts, running)] and beside(prompts) is None
+    assert mixed == [(prompts, running)] and running_with(prompts) is None
     plan = NextBatchPlan(batch_to_run=prompts, running_batch=(empty := batch()))
     keep_apart(plan, object(), running)
     assert plan.running_batch is empty and prompts.decoding_reqs is running.reqs
@@ -267,7 +267,7 @@ def test_requests_next_to_prompts_stay_the_running_ones():
     keep_apart(plan, scheduler, running)
     assert plan.batch_to_run is prompts and plan.running_batch is running and running.batch_is_full
     assert prompts.decoding_reqs is None
-    found = beside(prompts)
+    found = running_with(prompts)
     assert (found.scheduler, found.batch, found.blocks) == (scheduler, running, blocks)
     keep_apart(NextBatchPlan(batch_to_run=None, running_batch=running), scheduler, running)
 

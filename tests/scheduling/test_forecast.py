@@ -53,16 +53,16 @@ def test_the_step_with_prompts_commits_the_most_beyond_what_its_time_is_worth(re
         times, survivals = knowledge(
             rng, random_table(rng, tiers=tiers, contexts=(64, 1024) if tiers else (64,)), depths
         )
-        beside, worth, table = ExtraRows(4, 20 + seed, 300.0), float(rng.uniform(0.05, 3)), times.table
+        extra, worth, table = ExtraRows(4, 20 + seed, 300.0), float(rng.uniform(0.05, 3)), times.table
 
-        def value(depth, drafts, times=times, survivals=survivals, beside=beside, worth=worth, table=table):
+        def value(depth, drafts, times=times, survivals=survivals, extra=extra, worth=worth, table=table):
             gain = survivals.gains(requests)[survivals.depths.index(depth), drafts] if depth else 0.0
-            rows = requests + drafts + beside.rows
+            rows = requests + drafts + extra.rows
             draft_ms = table.step_ms(requests, requests, depth, 64.0) - table.step_ms(requests, requests, 0, 64.0)
             mean = (requests * 64.0 + 4 * 300.0) / (requests + 4)
-            return requests + gain - worth * (table.step_ms(requests + beside.requests, rows, 0, mean) + draft_ms)
+            return requests + gain - worth * (table.step_ms(requests + extra.requests, rows, 0, mean) + draft_ms)
 
-        best = worth_most_with(times, survivals, requests, 64.0, beside, worth)
+        best = worth_most_with(times, survivals, requests, 64.0, extra, worth)
         drafts = best.num_tokens - requests
         assert 0 <= drafts <= requests * GAMMA
         values = [value(0, 0), *(value(d, n) for d in depths for n in range(requests * GAMMA + 1))]
@@ -70,9 +70,9 @@ def test_the_step_with_prompts_commits_the_most_beyond_what_its_time_is_worth(re
         assert best.committed - worth * best.ms == pytest.approx(max(values))
 
         mean = (requests * 64.0 + 4 * 300.0) / (requests + 4)
-        least_ms = table.step_ms(requests + 4, requests + beside.rows, 0, mean)
+        least_ms = table.step_ms(requests + 4, requests + extra.rows, 0, mean)
         for bound_ms in (0.0, (least_ms + best.ms) / 2, best.ms):
-            bound = beside._replace(bound_ms=bound_ms)
+            bound = extra._replace(bound_ms=bound_ms)
             bounded = worth_most_with(times, survivals, requests, 64.0, bound, worth)
             assert least_ms <= bounded.ms <= max(least_ms, bound_ms)
         assert bounded == best

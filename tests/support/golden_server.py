@@ -327,7 +327,7 @@ def assert_cut_at_the_limit(texts: list[list[int]], expected: list[list[int]]) -
 
 
 @contextmanager
-def beside(server: LaunchedServer, body: dict[str, Any]) -> Iterator[None]:
+def while_running(server: LaunchedServer, body: dict[str, Any]) -> Iterator[None]:
     """Have a request run all the while; it ends with the block, and must not before."""
     answers: list[dict[str, Any]] = []
     thread = in_background(lambda: answers.extend(generate(server, [body], 1)))

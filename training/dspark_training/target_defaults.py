@@ -17,7 +17,8 @@ _MAX_DRAFT_LAYERS = 5
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """Return up to five target layers, spread evenly from the second to the third from the end.
 
-    This is what DeepSpec's recipes for Qwen3 do. 36 layers give 1, 9, 17, 25, 33. A target with a single layer is tapped at its embedding (-1).
+    DeepSpec's recipes for Qwen3 do the same. 36 layers give 1, 9, 17, 25, 33. A target with a single layer is tapped at
+    its embedding (-1).
     """
     last = num_layers - 3
     if last < 1:
@@ -51,7 +52,7 @@ class MaskTokens:
         self._counts = counts
 
     def default(self) -> int:
-        """Return the tokenizer's mask token, else the first row without a token, else a special token that never occurs.
+        """Return the tokenizer's mask token, else the first row without a token, else a special token that never comes.
 
         DeepSpec's drafters use the second kind for Qwen3 (151669) and the first for Gemma.
 

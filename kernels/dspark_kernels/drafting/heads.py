@@ -171,7 +171,7 @@ OUTRIGHT = 2.0
 """Boost from which a candidate is copied that the drafter has no column for, as it cannot draw it at any odds."""
 MATCHED, FOLLOWED, FIRST = range(3)
 """Columns of chains: tokens of the text's end that were found again, drafts that follow the chain, and its tokens."""
-LEAST, MOST, LENGTH, ROW = range(4)
+LEAST_COLUMN, MOST_COLUMN, LENGTH_COLUMN, ROW_COLUMN = range(4)
 """Columns of :attr:`ChainRules.bounds`."""
 USUAL = (LEAST_MATCH, MOST_MATCH, 1 << 30, 0)
 """Bounds of a request that asks for nothing."""
@@ -202,7 +202,7 @@ class SecondTexts:
         renamed[index] = torch.arange(len(index), device=index.device)
         return replace(self, requests=renamed[self.requests])
 
-    def beside(self, other: SecondTexts | None) -> SecondTexts:
+    def joined(self, other: SecondTexts | None) -> SecondTexts:
         """Return these texts and others of the same requests."""
         if other is None:
             return self

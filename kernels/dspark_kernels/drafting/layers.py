@@ -39,14 +39,14 @@ import triton.language as tl
 
 from dspark_kernels.dispatch import num_processors, on_kernels
 
-_LARGEST = 127
-_QUANTISED_ROWS = 4096  # at a time: their float32 copies are gone before the next ones
-_MOST_ROWS = 128  # of x, for the kernel
-_MIN_DOT = 16  # smallest tile side of tl.dot
-_BLOCK = 64  # largest tile side for rows of either; three stages fit the shared memory of sm_89
-_BLOCK_K = {torch.float32: 32}  # products in full float32 keep their operands in registers
-_MAX_BLOCK_K = 128
-_RESIDENTS = 2  # programs of a processor
+_INT8_MAX = 127
+_INT8_ROWS_AT_ONCE = 4096  # that are quantised: their float32 copies are gone before the next ones
+_INT8_MAX_ROWS = 128  # of x, for the kernel
+_INT8_MIN_TILE = 16  # smallest tile side of tl.dot
+_INT8_TILE = 64  # largest tile side for rows of either; three stages fit the shared memory of sm_89
+_INT8_TILE_K = {torch.float32: 32}  # products in full float32 keep their operands in registers
+_INT8_MAX_TILE_K = 128
+_INT8_RESIDENTS = 2  # programs of a processor
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Int8Weight:
         """Round a weight: the largest number of a row becomes 127 or -127."""
         codes, rounded = torch.empty_like(weight, dtype=torch.int8), torch.empty_like(weight)
         scales = torch.empty(weight.shape[0], device=weight.device)
-        parts = (tensor.split(_QUANTISED_ROWS) for tensor in (weight, codes, scales, rounded))
+        parts = (tensor.split(_INT8_ROWS_AT_ONCE) for tensor in (weight, codes, scales, rounded))
         for rows, row_codes, row_scales, row_rounded in zip(*parts, strict=True):
             largest = rows.float().abs().amax(1)
-            row_scales.copy_(torch.where(largest > 0, largest, 1.0) / _LARGEST)
+            row_scales.copy_(torch.where(largest > 0, largest, 1.0) / _INT8_MAX)
             row_codes.copy_((rows.float() / row_scales[:, None]).round())
             row_rounded.copy_(row_codes * row_scales[:, None])
         return cls(codes, scales, rounded)
@@ -169,15 +169,17 @@ def int8_linear(x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None =
     if rows.shape[1] != size:
         raise ValueError(f"x {list(x.shape)} and weight {list(weight.shape)} do not fit: expected [..., in], [out, in]")
     num_rows = rows.shape[0]
-    if num_rows > _MOST_ROWS:
+    if num_rows > _INT8_MAX_ROWS:
         return F.linear(x, weight.rounded, bias)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device)
     if out.numel() > 0:
-        block_m = min(_BLOCK, max(_MIN_DOT, triton.next_power_of_2(num_rows)))
-        groups, block_n = triton.cdiv(num_rows, block_m), _BLOCK
+        block_m = min(_INT8_TILE, max(_INT8_MIN_TILE, triton.next_power_of_2(num_rows)))
+        groups, block_n = triton.cdiv(num_rows, block_m), _INT8_TILE
         # Few rows of the weight are shared out finely: it takes all processors to read as fast as memory is.
-        while block_n > _MIN_DOT and groups * triton.cdiv(num_out, block_n) < _RESIDENTS * num_processors(x.device):
+        while block_n > _INT8_MIN_TILE and groups * triton.cdiv(num_out, block_n) < _INT8_RESIDENTS * num_processors(
+            x.device
+        ):
             block_n //= 2
         _int8_linear_kernel[(groups, triton.cdiv(num_out, block_n))](
             rows,
@@ -192,7 +194,7 @@ def int8_linear(x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None =
             BIASED=bias is not None,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
-            BLOCK_K=_BLOCK_K.get(x.dtype, _MAX_BLOCK_K),
+            BLOCK_K=_INT8_TILE_K.get(x.dtype, _INT8_MAX_TILE_K),
             num_warps=4,
             num_stages=3,
         )

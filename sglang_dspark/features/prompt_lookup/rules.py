@@ -194,7 +194,7 @@ def with_forced(
         return rules
     if rules is None:
         return ChainRules(usual_bounds(device).repeat(len(reqs), 1), second)
-    return ChainRules(rules.bounds, second.beside(rules.second))
+    return ChainRules(rules.bounds, second.joined(rules.second))
 
 
 def _in_a_row(texts: Sequence[NDArray[np.int64]], device: torch.device) -> SecondTexts | None:

@@ -30,6 +30,8 @@ from sglang_dspark.engine.sglang_types import ForwardBatch, ModelRunner, Schedul
 from sglang_dspark.engine.target import row_bounds
 from sglang_dspark.step.state import VerifyPlan
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class StatePools:
@@ -172,9 +174,6 @@ def _gates(layers: Sequence[RadixLinearAttention]) -> DeltaGates:
     return DeltaGates(torch.stack([layer.A_log for layer in layers]), torch.stack([layer.dt_bias for layer in layers]))
 
 
-logger = logging.getLogger(__name__)
-
-
 class RecurrentBackend:
     """Encode prompts with SGLang's own backend of gated delta nets, and verify ragged rows.
 
@@ -198,7 +197,7 @@ class RecurrentBackend:
         return getattr(self.prompts, name)
 
     @classmethod
-    def beside(cls, prompts: MambaAttnBackendBase, runner: ModelRunner) -> RecurrentBackend:
+    def of(cls, prompts: MambaAttnBackendBase, runner: ModelRunner) -> RecurrentBackend:
         """Return ours of the target's runner, and log what its states take."""
         interval = int(mamba_track_grid(runner.page_size)) if get_exec().mamba.enable_mamba_extra_buffer else None
         backend = cls(prompts, runner.dtype, interval)

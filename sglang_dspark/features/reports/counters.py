@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglang_dspark.scheduling.online_calibration import FIT_MOST as MOST_DRAFTS
-from sglang_dspark.scheduling.online_calibration import DrafterFit, PredictedSurvival
+from sglang_dspark.scheduling.online_calibration import FIT_MOST, DrafterFit, PredictedSurvival
 from sglang_dspark.step.decision import StepRecord, TimedStep
+
+logger = logging.getLogger(__name__)
 
 STEPS, PLAIN_STEPS, PARKED_STEPS, DRAFTED, TIMED_STEPS, MEASURED_MS, PREDICTED_MS = range(7)
 COPIED, COPIED_ACCEPTED, COPYING_ROUNDS, COPYING_VERIFIED, COPYING_ACCEPTED = range(7, 12)
@@ -263,8 +264,6 @@ class Counters:
         return Sums(np.array(self._loads), self._predicted.sums())
 
 
-logger = logging.getLogger(__name__)
-
 MOST_VERSIONS = 8
 """Versions that are kept, those that were in force last."""
 VersionKey = tuple[str, str]
@@ -288,7 +287,7 @@ class FirstDrafts:
 
     def count(self, record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
         """Count a step, as :meth:`~sglang_dspark.engine.part.Part.step_done` has it."""
-        if self.counts["verified"] >= MOST_DRAFTS:
+        if self.counts["verified"] >= FIT_MOST:
             return
         seen = [
             place

@@ -113,7 +113,7 @@ class RidingResult(GenerationBatchResult):
         super().copy_to_cpu(*args, **kwargs)
 
 
-def beside(prompts: ScheduleBatch) -> RunningBeside | None:
+def running_with(prompts: ScheduleBatch) -> RunningBeside | None:
     """Return what is verified together with the prompts of SGLang's batch."""
     return cast("RunningBeside | None", decoded_with_prefill(prompts))
 
@@ -145,7 +145,7 @@ def decode_with_prefill(original: Callable[..., None], prompts: ScheduleBatch, r
 def keep_apart(plan: NextBatchPlan, scheduler: Scheduler, running_batch: object) -> None:
     """Have requests that are to run with the next batch of prompts stay the running ones."""
     prompts = plan.batch_to_run
-    found = None if prompts is None else beside(prompts)
+    found = None if prompts is None else running_with(prompts)
     if found is None:
         return
     found.scheduler, prompts.decoding_reqs = scheduler, None
@@ -222,7 +222,7 @@ class ShortPrompts(Encoder):
         return self._blocks(batch, len(running.reqs))
 
     def encode(self, batch: ScheduleBatch) -> Encoded | None:
-        running = beside(batch)
+        running = running_with(batch)
         blocks = self._blocks(batch) if running is None else running.blocks
         path = PREFILLED if blocks is None else VERIFIED if running is None else BESIDE
         self._prompts[path] += len(prompts_of(batch))
@@ -232,7 +232,7 @@ class ShortPrompts(Encoder):
         if running is None:
             result = GenerationBatchResult(can_run_cuda_graph=self._worker.verify(rows))
         else:
-            result = running.decode(batch, partial(self._worker.decode, beside=rows))
+            result = running.decode(batch, partial(self._worker.decode, extra=rows))
             self._worker.schedule.invalidate()  # the time of such a step says nothing about others
         output = rows.target.logits_output
         result.logits_output = replace(output, next_token_logits=rows.logits, hidden_states=rows.states)

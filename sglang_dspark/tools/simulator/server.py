@@ -75,7 +75,7 @@ class Costs:
         num_tokens: int,
         context: float,
         longest: int,
-        beside: ExtraRows | None = None,
+        extra: ExtraRows | None = None,
     ) -> float:
         """Return the milliseconds of one decode step, without noise.
 
@@ -86,14 +86,14 @@ class Costs:
             num_tokens: tokens in the verify forward, anchors included.
             context: mean context tokens per request.
             longest: drafts of the request that verifies most.
-            beside: further rows of the forward; None if there are none.
+            extra: further rows of the forward; None if there are none.
         """
-        beside = beside or ExtraRows(0, 0, 0.0)
+        extra = extra or ExtraRows(0, 0, 0.0)
         verified, joined_context = (
-            self.table.times(requests + beside.requests),
-            beside.joined_context(requests, context),
+            self.table.times(requests + extra.requests),
+            extra.joined_context(requests, context),
         )
-        ms = float(verified.at(joined_context, (0, verified.room_for(num_tokens + beside.rows))))
+        ms = float(verified.at(joined_context, (0, verified.room_for(num_tokens + extra.rows))))
         if not self.table.tiers:
             ms += _padding_ms(self.table.times(requests), num_tokens, requests * (1 + longest), context)
         drafted = requests if decision.draft_requests is None else len(decision.draft_requests)
@@ -286,10 +286,10 @@ class SimulatedServer:
         """Run the next batch at a moment: a chunk of prompts if there is one, and what may run with it."""
         if chunk is None:
             return self.decode(requests, now_ms)
-        beside = self.prompts.verified(chunk, len(requests)) if self.prompts.mixed and requests else None
-        if beside is None:
+        extra = self.prompts.verified(chunk, len(requests)) if self.prompts.mixed and requests else None
+        if extra is None:
             return self.prefill(chunk, requests if self.prompts.mixed else ())
-        result = replace(self.decode(requests, now_ms, beside), chunk=chunk)
+        result = replace(self.decode(requests, now_ms, extra), chunk=chunk)
         self.interrupt()
         return result
 
@@ -297,23 +297,23 @@ class SimulatedServer:
         """Forget the time of the last step: something else runs before the next one."""
         self._timed = None
 
-    def decode(self, requests: Sequence[Request], now_ms: float = 0.0, beside: ExtraRows | None = None) -> Result:
+    def decode(self, requests: Sequence[Request], now_ms: float = 0.0, extra: ExtraRows | None = None) -> Result:
         """Run one decode step at a moment.
 
         Args:
-            beside: rows of prompts in its verification.
+            extra: rows of prompts in its verification.
         """
         if self._timed is not None and self.schedule.times is not None:
             self.schedule.times.observe(*self._timed)
         bs, context = len(requests), sum(request.context for request in requests) / len(requests)
         ids = self._ids(requests)
         weights = [request.slo.weight(now_ms, request.known_tokens) for request in requests]
-        decision = self.schedule.choose(ids, context, weights=weights, beside=beside)
+        decision = self.schedule.choose(ids, context, weights=weights, extra=extra)
         logits, whole = self.blocks.draw([request.index for request in requests], self._rng)
         draft = self._draft(decision, bs, logits)
         lens = decision.select(draft).verify_lens
         num_tokens = bs + int(lens.sum())
-        ms = self.costs.step_ms(decision, bs, num_tokens, context, int(lens.max()), beside)
+        ms = self.costs.step_ms(decision, bs, num_tokens, context, int(lens.max()), extra)
         ms *= float(np.exp(self.costs.noise * self._rng.standard_normal()))
         kind = StepKind(bs, num_tokens, decision.draft_len, context)
         self._timed = (kind, ms) if has_usable_time(decision, bs) else None

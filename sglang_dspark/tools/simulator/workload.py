@@ -205,7 +205,7 @@ class Prompts:
         """Take the next chunk from the prompts that wait, while so many requests run; None without any."""
         left = CHUNK_TOKENS
         if self.mixed and running:
-            left = max(CHUNK_TOKENS if self.limit is None else self.limit.beside(running), running + 1) - running
+            left = max(CHUNK_TOKENS if self.limit is None else self.limit.rows_with(running), running + 1) - running
         pieces = []
         while waiting and left > 0:
             request = waiting[0]
