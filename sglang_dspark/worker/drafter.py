@@ -161,7 +161,7 @@ class Drafter:
         self.model.follow_target(embedding, lm_head)
         self.heads.follow()
 
-    def _head_behind_list(self) -> torch.Tensor | None:
+    def _whole_lm_head(self) -> torch.Tensor | None:
         """Return the target's whole LM head if the network reads rows of it that a list names; all ranks call it."""
         if self.model.token_ids is None or self.model.lm_head is not None:
             return None
@@ -179,7 +179,7 @@ class Drafter:
             CheckpointError: one does not fit; nothing was written.
         """
         self._check_writable()
-        head = self._head_behind_list()
+        head = self._whole_lm_head()
         rules, path = self._checkpoint.reading.rules, self._checkpoint.path
         self._write(fitted(self.model, rules, dict(named), path, head=head), head)
 
@@ -192,7 +192,7 @@ class Drafter:
             CheckpointError: it cannot be read, or is not of the serving drafter's form.
         """
         self._check_writable()
-        head = self._head_behind_list()  # before only one rank may fail
+        head = self._whole_lm_head()  # before only one rank may fail
         folder = Path(path).expanduser()
         other = self._checkpoint.with_its_list(ResolvedDrafter.read(folder))
         check_alike(self._checkpoint, other)

@@ -18,14 +18,22 @@ from dspark_kernels import (
 )
 from golden_server import CASES
 from random_drafter import random_drafter
-from stage_loop import NO_CHAINS, GraphLoop, StageLoop, prompts_of
+from sglang_objects import partly
+from sglang_objects import worker as target_worker
+from stage_loop import CPU, NO_CHAINS, GraphLoop, StageLoop, prompts_of
+from step_tables import schedule
 
+from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.graphs import Relay
 from sglang_dspark.engine.part import Part
+from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selection import FixedLength, Threshold, TopK, top_prefixes
 from sglang_dspark.step.state import DraftOutput, RequestLimits
 from sglang_dspark.worker import graphs
+from sglang_dspark.worker.drafter import NoDrafter
+from sglang_dspark.worker.graphs import ExecutorSelector
+from sglang_dspark.worker.worker import DSparkWorker
 
 NUM_TOKENS = 16
 
@@ -309,3 +317,22 @@ def test_features_write_before_every_verification_what_it_reads(monkeypatch, kee
     loop.verify = lambda *given: done.append("verified") or verify(*given)
     assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
     assert done == ["staged", "verified"] * len(loop.replayed)
+
+
+def test_graphs_do_not_outlive_weights_that_moved():
+    """They would go on reading where the old ones lie."""
+    model, selector = torch.nn.Linear(2, 2), ExecutorSelector(None)
+    worker = partly(
+        DSparkWorker,
+        _target_worker=target_worker(model=model),
+        drafter=NoDrafter(DSparkConfig(draft_free=True), 5, CPU),
+        control=StepControl(schedule(), None, (), on_gpu=True),
+        executors=selector,
+    )
+    worker.captured_at, selector.captured = worker.addresses(), "graphs"
+    model.weight.data.copy_(torch.ones(2, 2))
+    worker.weights_changed()
+    assert selector.captured == "graphs"
+    model.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    worker.weights_changed()
+    assert selector.captured is None
