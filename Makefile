@@ -48,7 +48,7 @@ PYTEST = $(RUN) -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reord
 unit: env ## the fast tests: no server, no interpreted kernel, nothing marked slow
 	$(PYTEST) --ignore tests/server -m "not slow and not thorough"
 
-test: env ## all tests that need no GPU, but for the long proofs of `make thorough`
+test: env ## all tests that need no GPU, except the long proofs of `make thorough`
 	$(PYTEST) -m "not thorough"
 
 # When each of them has last passed; CI runs none.

@@ -67,7 +67,7 @@ class Kind:
     """Servers of one kind.
 
     Attributes:
-        ours: flags of the server with DSPARK alone.
+        ours: flags only of the server with DSPARK.
         both: flags that the server without it has as well.
         env: variables of ours.
         unknown: tokens of the tokenizer that the target has not.
@@ -201,7 +201,7 @@ class Hunt:
         asked = failed + alone[: round(self._share * len(alone))]
         questions = iter([(number, without_speculation(self._bodies[number])) for number in asked])
         while True:
-            # Thoughts have masks, which SGLang applies on GPUs alone.
+            # Thoughts have masks, which SGLang applies only on GPUs.
             env = STAND_INS if self._kind.doors else {}
             with self._server((), env, "--disable-overlap-schedule") as server:
                 left = asyncio.run(self._compare(server.url, questions))

@@ -187,7 +187,7 @@ def start(setting: Setting) -> Commands:
 
 
 def identity(setting: Setting) -> Commands:
-    """Compare texts with the target's alone, and see what a served step launches and waits for."""
+    """Compare texts with those of the target alone, and see what a served step launches and waits for."""
     texts = ("--dtype", "bfloat16", "--num-prompts", "32", "--only", "user")  # the scenarios of one server
     return [
         setting.run("identity.py", *setting.pair, *texts, output="identity.json"),
@@ -227,7 +227,7 @@ def paths(setting: Setting) -> Commands:
 
 
 def prompts(setting: Setting) -> Commands:
-    """Measure short answers, so that prompts come often: encoded apart, verified, and verified beside drafts."""
+    """Measure short answers, so that prompts come often: encoded apart, verified, and verified next to drafts."""
     # A CPU verifies none unless a number says so.
     verified = "--speculative-dspark-prompt-rows 64" if setting.rehearses else f"{UNPROVEN} prompt-rows"
     configs = ("apart=auto {rates}", f"verified=auto {{rates}} {verified}")
@@ -246,7 +246,7 @@ def kernels(setting: Setting) -> Commands:
 
 
 def training(setting: Setting) -> Commands:
-    """Train drafters for the bundled pair's target on the same new texts, and measure them beside the bundled one."""
+    """Train drafters for the bundled pair's target on the same new texts, and measure them next to the bundled one."""
     folder, (templated, invented, recipe, asked) = setting.output, REHEARSED_RECIPE if setting.rehearses else RECIPE
     made, texts = ["--target", setting.target, "--output", str(folder / "prompts.jsonl")], str(folder / "corpus")
     commands = [[*_script(MAKE_PROMPTS, ""), *made, f"--templated={templated}", f"--invented={invented}"]]
@@ -273,7 +273,7 @@ PARTS: Mapping[str, Part] = {
     "long": Part("and with 4000 tokens of context?", 3, equal_draws("mixed", 4000, "8", 3)),
     "engines": Part("and the bundled pair, by three workers?", 3, engines),
     "paths": Part("is what no GPU has run slower than what it replaces?", 6, paths, unasked=False),
-    "prompts": Part("do verified prompts pay, and those beside drafts?", 5, prompts, unasked=False),
+    "prompts": Part("do verified prompts pay, and those next to drafts?", 5, prompts, unasked=False),
     "streams": Part("is the work of streams in order?", 3, streams, unasked=False),
     "sweep": Part("is the bundled pair faster at every load?", 5, sweep),
     "kernels": Part("are the kernels right?", 4, kernels),

@@ -2,7 +2,7 @@
 
     python benchmarks/report.py RESULTS
 
-Reads ``sweep.csv`` and ``provenance.json``. Writes ``report.md`` beside them, and a figure of the throughput.
+Reads ``sweep.csv`` and ``provenance.json``. Writes ``report.md`` next to them, and a figure of the throughput.
 """
 
 from __future__ import annotations

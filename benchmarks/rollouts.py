@@ -117,7 +117,7 @@ def _serve(pipe: Any, words: Sequence[str]) -> None:
 
 
 def sums(tokenizer: Any, number: int, draw: random.Random) -> list[tuple[list[int], int]]:
-    """Return questions behind answered ones, as token ids, with their results."""
+    """Return questions after answered ones, as token ids, with their results."""
     asked = []
     for _ in range(number):
         a, b = draw.randrange(1, 10), draw.randrange(1, 10)

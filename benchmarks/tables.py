@@ -2,7 +2,7 @@
 
     python benchmarks/tables.py
 
-A table stands between two comments, of which the first one names its function in :data:`TABLES`. Beside the table its
+A table stands between two comments, of which the first one names its function in :data:`TABLES`. Next to the table its
 function writes what was measured, and links the file. A test compares the documents with what this script writes.
 """
 
@@ -49,7 +49,7 @@ def speeds() -> str:
 
 
 def fixed_lengths() -> str:
-    """Return how fast ``auto`` is beside every fixed length, and how many drafts it verifies, by number of users."""
+    """Return how fast ``auto`` is next to every fixed length, and how many drafts it verifies, by number of users."""
     frame = read_sweep(RESULTS / "sweep" / "sweep.csv")
     (auto,) = frame.loc[frame["policy"] == "auto", "config"].unique()
     told = summarise(ratios_to_each(frame, "output_tok_s", auto)).set_index(["load", "baseline"])

@@ -278,7 +278,7 @@ class DSparkConfig:
 
         Args:
             checkpoint_gamma: drafts of a block of the checkpoint; None without a drafter.
-            tail: slots that a block may have behind those, for candidates from the text.
+            tail: slots that a block may have after those, for candidates from the text.
 
         Raises:
             ConfigError: ``block_size`` exceeds both together.

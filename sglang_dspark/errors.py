@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+logger = logging.getLogger(__name__)
+
 
 class DSparkError(Exception):
     """Base class of all errors raised by this package."""
@@ -40,8 +42,6 @@ class EngineError(DSparkError, RuntimeError):
 class LaunchError(DSparkError, RuntimeError):
     """A server that was started as a child process died or never answered."""
 
-
-logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")

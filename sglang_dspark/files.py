@@ -56,7 +56,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def _give_usual_mode(path: Path) -> None:
-    """Let others read what the process's umask lets them: safetensors makes files for their owner alone."""
+    """Let others read what the process's umask lets them: safetensors makes files only for their owner."""
     ordinary = path.with_name(f".{uuid.uuid4().hex}.mode")
     ordinary.touch()
     try:

@@ -21,10 +21,10 @@ def checkpoint_name(path: str | Path) -> str:
 
 
 def drafter_in_target(target: str, *, revision: str | None = None, cache_dir: str | None = None) -> str | None:
-    """The folder ``dspark`` of a target, in which its drafter may lie; None where it has none.
+    """Return the folder ``dspark`` of a target, in which its drafter may lie; None where it has none.
 
     Args:
-        target: a folder, or the name of a repository, of which that folder alone is downloaded.
+        target: a folder, or the name of a repository, of which only that folder is downloaded.
         revision, cache_dir: as for :func:`local_folder`.
     """
     folder = Path(target).expanduser()
@@ -46,7 +46,7 @@ def local_folder(
     revision: str | None = None,
     cache_dir: str | None = None,
 ) -> str:
-    """Folder of the checkpoint ``name``: a folder already, or the name of a repository, which is then downloaded.
+    """Return the folder of the checkpoint ``name``: a folder, or the name of a repository, which is then downloaded.
 
     A GGUF file is its own folder.
 

@@ -31,7 +31,7 @@ if not torch.cuda.is_available():
 
     triton.knobs.runtime.interpret = True
     interpreting.patch_once_per_launch()
-    # For this process alone: servers that tests start would inherit the variable.
+    # Only for this process: servers that tests start would inherit the variable.
     del os.environ["TRITON_INTERPRET"]
 
 
@@ -67,7 +67,7 @@ def unhooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-# How long an example takes says nothing here: servers of other tests run beside it.
+# How long an example takes says nothing here: servers of other tests run next to it.
 settings.register_profile("shared-machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
 
@@ -76,7 +76,7 @@ settings.load_profile("shared-machine")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests of interpreted kernels as slow, and group the tests of a file, which share its fixtures.
 
-    Files with slow tests come right behind those of servers: no process is left with one when others have nothing.
+    Files with slow tests come right after those of servers: no process is left with one when others have nothing.
     """
     slow, quick = set(), set()
     for item in items:

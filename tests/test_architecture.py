@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "step": set(),
     "draft": set(),
     "scheduling": set("config hub step".split()),
-    # Of features their list alone: see test_nothing_outside_a_feature_knows_it.
+    # Of features only their list: see test_nothing_outside_a_feature_knows_it.
     "engine": set("config draft features hub scheduling step".split()),
     "features": set("config draft engine gpu_paths hub scheduling step".split()),
     "worker": set("config draft engine gpu_paths hub scheduling step".split()),

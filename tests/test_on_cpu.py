@@ -194,7 +194,7 @@ def decoded(q, inputs, gates, states, rows):
 
 @pytest.mark.parametrize("lens", [[3, 1, 5], [2, 2, 1]])
 def test_prompts_at_once_are_their_tokens_one_by_one(made, lens):
-    """Also those that go on behind a prefix, and those shorter than a window."""
+    """Also those that go on after a prefix, and those shorter than a window."""
     total, rows = sum(lens), made.state_rows(lens, SLOTS, torch.int32)
     x, weight, bias = made.conv(total, CHANNELS)
     q, inputs, gates = made.delta(total, HEADS, DIMS)

@@ -1,4 +1,4 @@
-"""The wheel serves beside SGLang in an environment that knows nothing of this repository."""
+"""The wheel serves with SGLang in an environment that knows nothing of this repository."""
 
 from __future__ import annotations
 

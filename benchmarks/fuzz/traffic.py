@@ -1,4 +1,4 @@
-"""Users that send bodies to one server, beside a request that streams all the time and tells what holds others up."""
+"""Users that send bodies to one server, next to a request that streams all the time and tells what holds others up."""
 
 from __future__ import annotations
 
@@ -201,6 +201,6 @@ def without_speculation(body: Body) -> Body:
 
 
 def is_determined(body: Body) -> bool:
-    """Return whether the text of a body is the same on every server, but for near-ties."""
+    """Return whether the text of a body is the same on every server, except for near-ties."""
     asked = body.fields.get("sampling_params") if body.path == GENERATE else body.fields
     return body.mode == "whole" and isinstance(asked, dict) and asked.get("temperature") == 0

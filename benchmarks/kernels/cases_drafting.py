@@ -123,7 +123,7 @@ def _suffix_match(bs: int, context: int, device: torch.device) -> Case:
 
 
 def _layer(num_rows: int, device: torch.device) -> Iterator[Case]:
-    """Yield the activation of SwiGLU, a residual with the norm behind it, and a convolution along blocks."""
+    """Yield the activation of SwiGLU, a residual with the norm after it, and a convolution along blocks."""
     yield case(silu_mul, torch.randn(num_rows, 2 * _INTERMEDIATE, device=device).to(_DTYPE))
     hidden, update = (torch.randn(num_rows, _HIDDEN, device=device).to(_DTYPE) for _ in range(2))
     yield case(add_norm, hidden, update, torch.ones(_HIDDEN, dtype=_DTYPE, device=device), 1e-6)

@@ -165,7 +165,7 @@ def _usage(kernel: CompiledKernel) -> tuple[int, int]:
     help="Compute capability times ten, e.g. 90. Default: all of them.",
 )
 @click.option("--only", default="", help="Folders of kernels, separated by commas; all by default.")
-@click.option("--first-forms", is_flag=True, help="Compile the first form of every kernel alone.")
+@click.option("--first-forms", is_flag=True, help="Compile only the first form of every kernel.")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
 def main(capabilities: tuple[str, ...], only: str, *, first_forms: bool, output: Path | None) -> None:
     """Command line; see the module."""

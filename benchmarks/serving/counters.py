@@ -26,7 +26,7 @@ STAT_KEYS = {
 }
 """Column -> counter of ``GET /dspark/stats``."""
 BESIDE = "prompts_beside"
-"""Column of the prompts that were verified beside drafts."""
+"""Column of the prompts that were verified next to drafts."""
 
 
 def read_counters(server: LaunchedServer, configuration: Configuration) -> dict[str, int] | None:

@@ -67,7 +67,7 @@ class SweepRow:
     parked_steps: int | None  # steps while speculation rested because non-speculative steps are faster
     parked_share: float | None
     decode_tok_s: float | None  # generated tokens of all users per second, while all of them decode
-    prompts_beside: int | None  # verified beside drafts
+    prompts_beside: int | None  # verified next to drafts
 
 
 COLUMNS = tuple(field.name for field in fields(SweepRow))

@@ -65,7 +65,7 @@ class Sweep:
 
     def servers(self, labels: set[str]) -> dict[str, LaunchedServer]:
         """Return the servers of some configurations by label, not started yet."""
-        # Configurations that differ in their policy alone share a server.
+        # Configurations that differ only in their policy share a server.
         shared: dict[object, LaunchedServer] = {}
         by_label = {}
         for configuration in (c for c in self.configurations if c.label in labels):

@@ -49,7 +49,7 @@ def runs_kernels(tensor: torch.Tensor | None) -> bool:
 
 @contextmanager
 def kernels_anywhere() -> Iterator[None]:
-    """Inside, kernels run wherever tensors are: under Triton's interpreter, or compiled without being launched."""
+    """Run kernels in the block wherever tensors are: under Triton's interpreter, or compiled without being launched."""
     _anywhere.append(None)
     try:
         yield

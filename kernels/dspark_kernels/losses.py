@@ -142,7 +142,7 @@ def distribution_loss(
     ce_weight: float,
     tv_weight: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both losses of every row, and the gradient of their weighted sum.
+    """Return both losses of every row, and the gradient of their weighted sum.
 
     Args:
         logits: of the draft, contiguous, float32, float16 or bfloat16; on a GPU the gradient overwrites them.

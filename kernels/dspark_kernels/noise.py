@@ -88,7 +88,7 @@ def uniform(
     slots: Word,
     purpose: Word,
 ) -> torch.Tensor:
-    """Uniform float64 values in [0, 1), 53 random bits each.
+    """Return uniform float64 values in [0, 1), 53 random bits each.
 
     Args:
         seed: engine seed; its low 64 bits are used.
@@ -111,7 +111,7 @@ def uniform(
 
 
 def exponential(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Unit-rate exponential noise E for requests with their own seed.
+    """Return unit-rate exponential noise E for requests with their own seed.
 
     ``argmax(p / E)`` is distributed as p and equals ``argmax(log p + g)`` with the Gumbel noise ``g = -log E``, at half
     the logarithms.
@@ -168,11 +168,11 @@ class RoundKeys:
         return torch.full((), self.step, dtype=torch.int64, device=self.request_keys.device)
 
     def uniform(self, slots: Word, purpose: Word) -> torch.Tensor:
-        """Uniforms for one slot per request (``slots`` int or [bs]): [bs] float64; see ``uniform``."""
+        """Return uniforms for one slot per request (``slots`` int or [bs]): [bs] float64; see ``uniform``."""
         return uniform(self.seed, self.step, self.request_keys, slots, purpose)
 
     def block_uniform(self, num_slots: int, purpose: Purpose) -> torch.Tensor:
-        """Uniforms for slots 0..num_slots-1 of every request: [bs, num_slots] float64."""
+        """Return uniforms for slots 0..num_slots-1 of every request: [bs, num_slots] float64."""
         slots = torch.arange(num_slots, device=self.request_keys.device)
         return uniform(self.seed, self.step, self.request_keys[:, None], slots, purpose)
 
@@ -242,7 +242,7 @@ _UNIT_53 = tl.constexpr(2.0**-53)
 
 @triton.jit
 def uniforms(seed, step, key, slots, purpose) -> tl.tensor:
-    """``noise.uniform``: float64 of the shape of ``slots``, of one request (``key`` a scalar) or one for each slot."""
+    """Return ``noise.uniform``: float64 shaped as ``slots``, of one request (``key`` a scalar) or one for each slot."""
     zeros = (slots * 0).to(tl.uint32)
     high, low, _third, _fourth = tl.philox(
         seed,
@@ -273,7 +273,7 @@ def _unit_52(high, low) -> tl.tensor:
 
 @triton.jit
 def unit_exponential_52(high, low) -> tl.tensor:
-    """E = -log(x), x = (bits + 0.5) * 2**-52 with the top 26 bits of two words: float32, relative error below 1e-6."""
+    """Return E = -log(x), x = (bits + 0.5) * 2**-52, of the top 26 bits of two words: float32, relative error <1e-6."""
     high = high >> 6
     low = low >> 6
     return _minus_log(_unit_52(high ^ _BITS_26, low ^ _BITS_26), _unit_52(high, low))
@@ -281,7 +281,7 @@ def unit_exponential_52(high, low) -> tl.tensor:
 
 @triton.jit
 def seeded_noise(seed, position, pairs) -> tl.tensor:
-    """``noise.exponential`` [2 * P] of the tokens 2 * pairs, 2 * pairs + 1 (``pairs`` int32 [P]): the same words.
+    """Return ``noise.exponential`` [2 * P] of tokens 2 * pairs, 2 * pairs + 1 (``pairs`` int32 [P]): the same words.
 
     All 52 bits count, but E is float32 with a relative error below 1e-6 and not float64: float32 is as much as the
     reference has of the probabilities that E is held against, and float64 logarithms are slow on most GPUs.
@@ -299,7 +299,7 @@ def seeded_noise(seed, position, pairs) -> tl.tensor:
 
 @triton.jit
 def seeded_noise_at(seeds, positions, tokens) -> tl.tensor:
-    """``noise.exponential_at``, as precise as :func:`seeded_noise`: one generator call per value.
+    """Return ``noise.exponential_at``, as precise as :func:`seeded_noise`: one generator call per value.
 
     ``seeds`` and ``positions`` [B, 1] int64 of several requests with ``tokens`` [1, T] int32 give [B, T].
     """

@@ -1,7 +1,7 @@
 """Prepares a decode step on the device, in one launch: requests, draft blocks, positions, and the rows of each request.
 
 The outputs may be longer than the batch: a CUDA graph is captured for a number of request slots, and the step's
-requests are staged into its buffers. What stands behind them is padding that is safe to compute with: context length 0,
+requests are staged into its buffers. What stands after them is padding that is safe to compute with: context length 0,
 row 0 of the slot table, a block of masks.
 
 Bytes: per request slot 8 * (2 gamma + 3) written and 24 read. That is 0.04 MB for 256 requests with gamma 7: the launch
@@ -51,7 +51,7 @@ class PreparedStep:
     Attributes:
         block_ids: [S, gamma] int64, the anchor and masks after it.
         positions: [S, gamma] int64 of the block, prefix_lens + 0..gamma - 1.
-        anchors, prefix_lens, req_pool_indices: [S] int64; 0 behind the requests.
+        anchors, prefix_lens, req_pool_indices: [S] int64; 0 after the requests.
         num_requests: [1] int64, bs.
         numbers: [3] int64, what :func:`dspark_kernels.plan_staged` does.
     """
@@ -279,7 +279,7 @@ class VerifyRows(Windows):
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """``tensor``, made on the CPU, on ``device``. A copy from pageable memory would wait for all work queued there."""
+    """Copy ``tensor`` from the CPU to ``device``. A copy from pageable memory would wait for all work queued there."""
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -56,7 +56,7 @@ class FilterParams:
     any_min_p: bool
 
     def expand(self, row_index: torch.Tensor | slice) -> FilterParams:
-        """Parameters of the rows ``row_index`` [m] int64, repeats allowed. The host bounds stay as they are."""
+        """Return the parameters of rows ``row_index`` [m] int64, repeats allowed. The host bounds stay as they are."""
         return FilterParams(
             self.temperatures[row_index],
             self.top_ks[row_index],
@@ -239,7 +239,7 @@ _MAX_ELEMENTS = 1 << 24  # filtered at a time: some 300 MB while they are
 
 
 def target_probs(logits: torch.Tensor, params: FilterParams) -> torch.Tensor:
-    """Probabilities of the next token under each row's temperature and filters.
+    """Return probabilities of the next token under each row's temperature and filters.
 
     Args:
         logits: [n, V], any float dtype, not modified; -inf marks forbidden tokens.
@@ -350,7 +350,7 @@ def seeded_argmax(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Ten
 
 
 def _seeded_scores(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Scores p / E [n, V] float64, with noise for the possible tokens alone if the host sees that they are few."""
+    """Scores p / E [n, V] float64, with noise only for the possible tokens if the host sees that they are few."""
     if not reads_are_free(probs):
         return probs / exponential(seeds, positions, probs.shape[-1])
     row, token = probs.nonzero(as_tuple=True)
@@ -362,7 +362,7 @@ def _seeded_scores(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Te
 
 
 def draw(logits: torch.Tensor, rows: SamplingBatch, keys: RoundKeys) -> torch.Tensor:
-    """One token per request by its own rule: the first after the prompt, or a decode step without drafts.
+    """Draw one token per request by its own rule: the first after the prompt, or a decode step without drafts.
 
     Args:
         logits: [bs, V], any float dtype, not modified.

@@ -76,7 +76,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", self._as_tensor(None), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """``positions [n]`` (integer) -> ``(cos, sin)``, each ``[n, 1, head_dim / 2]`` float32; the 1 is for heads."""
+        """Return cos and sin of integer ``positions [n]``: ``[n, 1, head_dim / 2]`` float32 each, 1 for the heads."""
         angles = positions.to(torch.float32)[:, None] * self.inv_freq
         return angles.cos()[:, None], angles.sin()[:, None]
 
@@ -91,7 +91,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on ``x [..., n, heads, head_dim]`` with ``cos, sin [n, 1, head_dim / 2]``; float32 inside, x's dtype out."""
+    """Rotate ``x [..., n, heads, head_dim]`` by ``cos, sin [n, 1, head_dim / 2]``; float32 inside, x's dtype out."""
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
@@ -121,7 +121,7 @@ class DecoderLayer(nn.Module):
         self.mlp_conv = BlockConvolution(config) if config.conv_kernel_size else None
 
     def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend, width: int) -> Tensor:
-        """``hidden [T, d]`` of blocks of ``width`` rows, ``cos, sin [T, 1, hd / 2]`` -> ``[T, d]``."""
+        """Return ``[T, d]`` for ``hidden [T, d]`` of blocks of ``width`` rows and ``cos, sin [T, 1, hd / 2]``."""
 
         def attention(rows: Tensor) -> Tensor:
             return self.self_attn(layer, rows, cos, sin, attend)
@@ -157,7 +157,7 @@ class Attention(nn.Module):
         return self.k_proj, self.v_proj
 
     def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """``hidden [T, d]`` (normalised) -> ``[T, d]``."""
+        """Return ``[T, d]`` for normalised ``hidden [T, d]``."""
         heads = (-1, self.head_dim)
         q = rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, heads)), cos, sin)
         k = rotate(self.k_norm(self.k_proj(hidden).unflatten(-1, heads)), cos, sin)
@@ -165,7 +165,7 @@ class Attention(nn.Module):
         return self.output(attend(layer, q, k, v, self.attention_sink_bias))
 
     def output(self, attended: Tensor) -> Tensor:
-        """``[T, heads, hd]`` of the attention over unscaled values -> ``[T, d]``."""
+        """Project ``[T, heads, hd]`` of the attention over unscaled values to ``[T, d]``."""
         rows = attended.flatten(-2)
         # The attention is linear in the values, so their scale can wait: K/V of context and block need not know it.
         return self.o_proj(rows if self.value_scale == 1 else rows * self.value_scale)
@@ -182,12 +182,12 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[T, d] -> [T, d]``."""
+        """Map ``[T, d]`` to ``[T, d]``."""
         return self.down_proj(self._activation(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
 class GemmaDecoderLayer(nn.Module):
-    """One block with a norm before and behind attention and MLP; parameter names are those of Gemma 4.
+    """One block with a norm before and after attention and MLP; parameter names are those of Gemma 4.
 
     Attributes:
         layer_scalar: [1] factor of the block's output.
@@ -203,7 +203,7 @@ class GemmaDecoderLayer(nn.Module):
         self.layer_scalar = nn.Parameter(torch.ones(1))
 
     def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend, width: int) -> Tensor:
-        """``hidden [T, d]`` of blocks of ``width`` rows, ``cos, sin [T, 1, hd / 2]`` -> ``[T, d]``."""
+        """Return ``[T, d]`` for ``hidden [T, d]`` of blocks of ``width`` rows and ``cos, sin [T, 1, hd / 2]``."""
         attended = self.self_attn(layer, self.input_layernorm(hidden), cos, sin, attend)
         hidden = hidden + self.post_attention_layernorm(attended)
         hidden = hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
@@ -236,7 +236,7 @@ class GemmaAttention(nn.Module):
         return (self.k_proj,) if self.v_proj is None else (self.k_proj, self.v_proj)
 
     def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """``hidden [T, d]`` (normalised) -> ``[T, d]``."""
+        """Return ``[T, d]`` for normalised ``hidden [T, d]``."""
         heads = (-1, self.head_dim)
         projected = [projection(hidden).unflatten(-1, heads) for projection in self.context_projections]
         q = rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, heads)), cos, sin)

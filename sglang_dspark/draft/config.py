@@ -54,13 +54,13 @@ class Visibility:
         return self.window if self.window is None or self.from_anchor else self.window - 1
 
     def sees_context(self, ages: Tensor, slots: Tensor) -> Tensor:
-        """Bool of the shape that ``ages`` (at least 1) and ``slots`` broadcast to."""
+        """Return a bool of the shape that ``ages`` (at least 1) and ``slots`` broadcast to."""
         if self.window is None:
             return ages + slots > 0
         return (ages <= self.window) & (slots >= 0) if self.from_anchor else ages + slots < self.window
 
     def sees_block(self, slots: Tensor) -> Tensor:
-        """``slots`` 0..n-1 of a block -> ``[n, n]`` bool, a row per query slot."""
+        """Return, for ``slots`` 0..n-1 of a block, ``[n, n]`` bool, a row per query slot."""
         ahead = slots - slots[:, None]
         seen = ahead <= (0 if self.causal else len(slots))
         return seen & (-ahead < (self.window or 0)) if self.slides else seen
@@ -91,7 +91,7 @@ class DraftConfig:
         target_layer_ids: 0-based target decoder layers whose *output* is tapped, ascending; -1 is the embedding output.
         num_target_layers: depth of the target; None if the checkpoint does not say.
         vocab_size: of the target.
-        draft_vocab_size: tokens that the drafter proposes; LM head and Markov biases have rows for them alone. None
+        draft_vocab_size: tokens that the drafter proposes; LM head and Markov biases have rows only for them. None
             stands for all.
         markov_rank: 0 means no Markov head, in which case ``markov_head_type`` is None.
         layer_types: attention of each layer; empty stands for full attention in all of them.
@@ -167,7 +167,7 @@ class DraftConfig:
         return 0 if self.sample_from_anchor else 1
 
     def drawn(self, gamma: int) -> int:
-        """Return how many of ``gamma`` drafts of a block the network proposes; those behind are copied."""
+        """Return how many of ``gamma`` drafts of a block the network proposes; later ones are copied."""
         return min(gamma, self.gamma)
 
     def num_slots(self, gamma: int) -> int:
@@ -216,7 +216,7 @@ class DraftConfig:
 
     @property
     def sinks(self) -> tuple[bool, ...]:
-        """``sink_layers``, one for each layer."""
+        """Return ``sink_layers``, one for each layer."""
         return self.sink_layers or (False,) * self.num_hidden_layers
 
     def to_dict(self) -> dict[str, Any]:

@@ -26,12 +26,12 @@ class Int8Linear(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, rows: Tensor) -> Tensor:
-        """``[..., in] -> [..., out]``."""
+        """Map ``[..., in]`` to ``[..., out]``."""
         return linear(rows, self.weight, self.bias)
 
 
 def in_eight_bits(weight: Tensor) -> Weight:
-    """Return a copy of a weight ``[out, in]`` in eight bits; where no kernels run, in its dtype alone, but rounded."""
+    """Return a copy of a weight ``[out, in]`` in eight bits; where no kernels run, only in its dtype, but rounded."""
     stored = Int8Weight.of(weight.detach())
     return stored if runs_kernels(weight) else stored.rounded
 
@@ -87,7 +87,7 @@ class FusedLayer:
         kv_weight: ``[2 * kv_heads * hd, d]``, K before V; storage of the layer's own weights.
         kv_bias: ``[2 * kv_heads * hd]``, likewise; None without attention biases.
         gate_up_weight: ``[2 * I, d]``, gate before up; likewise.
-        next_norm: the norm behind this layer, of the next one or the last.
+        next_norm: the norm after this layer, of the next one or the last.
         eps: of all norms.
     """
 
@@ -128,7 +128,7 @@ class FusedLayer:
             width: rows of a block.
 
         Returns:
-            The residual stream behind the layer, and the same through ``next_norm``.
+            The residual stream after the layer, and the same through ``next_norm``.
         """
         attention, mlp = self.layer.self_attn, self.layer.mlp
         heads = (-1, attention.head_dim)

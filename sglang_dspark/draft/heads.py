@@ -41,7 +41,7 @@ class MarkovHead(nn.Module):
 
 
 class VanillaMarkovHead(MarkovHead):
-    """Eq. 4: the bias depends on the previous token alone."""
+    """Eq. 4: the bias depends only on the previous token."""
 
     def latent(self, w1_embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See :meth:`MarkovHead.latent`."""

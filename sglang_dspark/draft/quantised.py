@@ -1,6 +1,6 @@
 """Quantised drafters: codes, scales and zero points look like the one weight that they stand for.
 
-The configuration beside the tensors tells the scheme, so that the rest of the loader reads ordinary tensors by their
+The configuration next to the tensors tells the scheme, so that the rest of the loader reads ordinary tensors by their
 ordinary names, one at a time. Compressed-tensors and gguf, which sglang requires, compute their own forms.
 
 Schemes: compressed-tensors as the library of this name computes it (float8, int8, int4 and other widths, NVFP4, MXFP);
@@ -187,7 +187,7 @@ def times_scales(codes: Tensor, scales: Tensor, block: Block) -> Tensor:
 
 @dataclass
 class Scaled:
-    """Weights in float8 or float4, beside scales of the weight, of its rows or of blocks.
+    """Weights in float8 or float4, with scales of the weight, of its rows or of blocks.
 
     Scales in bytes are powers of two (E8M0). Codes of four bits share a byte, and have a scale of the scales in
     ``weight_scale_2``.
@@ -270,7 +270,7 @@ class CompressedTensors:
         if config.get("transform_config") or is_sparse:
             raise CheckpointError(
                 f"{origin}: quantization_config has a transform_config or sparsity_config, which is not implemented; "
-                "take an export with quantised weights alone"
+                "take an export with only quantised weights"
             )
         try:
             parsed = QuantizationConfig.model_validate(config)

@@ -2,13 +2,13 @@
 
 The product with the LM head is most of a small drafter's work, and most of its rows are tokens that hardly ever occur.
 Proposals may come from any set of tokens: verification is exact for every distribution the drafts are drawn from, and a
-token outside the set is simply never proposed. The set lies beside the checkpoint, in ``draft_vocabulary.json``, or
+token outside the set is simply never proposed. The set lies next to the checkpoint, in ``draft_vocabulary.json``, or
 where the operator says::
 
     {"version": 1, "token_ids": [0, 2, 3, ...]}
 
 The drafter may have heads for the whole vocabulary still: loaders that do not know the file then draft from all of it.
-Or it was trained for these tokens alone and has no other rows (``draft_vocab_size``).
+Or it was trained only for these tokens and has no other rows (``draft_vocab_size``).
 
 The command ``vocabulary`` chooses the tokens by what answers consist of.
 """
@@ -222,7 +222,7 @@ class Traffic:
     def choose(self, tokens: Tokens, size: int) -> list[int]:
         """Return ``size`` ids, ascending.
 
-        Special tokens come first, then those of answers, those of prompts alone, each by their number, single bytes,
+        Special tokens come first, then those of answers, those only of prompts, each by their number, single bytes,
         and the others in the tokenizer's order.
         """
         said, asked = _counted(self.answers), _counted(self.prompts)

@@ -1,6 +1,6 @@
 """Frequencies of the rotary position embedding and the ways in which they are stretched for long contexts.
 
-Every variant here changes the frequencies alone, YaRN a factor of the attention's scores as well. Keys are those of
+Every variant here changes only the frequencies, YaRN a factor of the attention's scores as well. Keys are those of
 Hugging Face's ``rope_parameters``, and transformers computes what they say.
 """
 
@@ -69,7 +69,7 @@ ALL_KEYS = tuple(field.name for field in fields(RopeScaling) if field.name not i
 
 
 def keys_of(rope_type: str) -> tuple[str, ...]:
-    """Return the keys that this type reads beside the base; those of every type if it is not known."""
+    """Return the keys that this type reads in addition to the base; those of every type if it is not known."""
     if rope_type in ("default", *_NEEDED):
         return (*_NEEDED.get(rope_type, ()), *_OPTIONS.get(rope_type, ()))
     return ALL_KEYS
@@ -113,7 +113,7 @@ def score_factor(scaling: RopeScaling | None) -> float:
 def _stretched(
     theta: float, head_dim: int, scaling: RopeScaling, partial_rotary_factor: float, longest: int
 ) -> tuple[list[float], float]:
-    """Return the frequencies by transformers, and its factor of cosines and sines, which ``scaling`` alone decides."""
+    """Return the frequencies by transformers, and its factor of cosines and sines, which only ``scaling`` decides."""
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

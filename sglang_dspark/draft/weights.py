@@ -53,10 +53,10 @@ class ResolvedDrafter:
         return cls(str(path), reading, load_token_ids(path, reading.config.vocab_size))
 
     def proposing(self, path: str | Path) -> Self:
-        """Return the drafter with the tokens that the file at ``path`` lists, in place of a list beside it.
+        """Return the drafter with the tokens that the file at ``path`` lists, in place of a list next to it.
 
         Raises:
-            CheckpointError: the file cannot be read, or the drafter has heads for some tokens alone.
+            CheckpointError: the file cannot be read, or the drafter has heads only for some tokens.
         """
         if (own := self.config.draft_vocab_size) is not None:
             raise CheckpointError(f"{self.path} has heads for the {own} tokens that it was trained for, and no others")
@@ -300,7 +300,7 @@ def check_alike(serving: ResolvedDrafter, other: ResolvedDrafter) -> None:
         different.append(f"proposed tokens ({FILE})={other.num_proposed}, serving {serving.num_proposed}")
     if different:
         raise CheckpointError(
-            f"{other.path}: differs from the drafter that serves: {'; '.join(different)}. Weights alone can be "
+            f"{other.path}: differs from the drafter that serves: {'; '.join(different)}. Only weights can be "
             "replaced: restart the server with this drafter, or train one of the same form"
         )
 

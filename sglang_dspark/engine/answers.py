@@ -3,7 +3,8 @@
 Log-probabilities of output tokens have the fields and the definition of SGLang's sampler: they are those of the
 adjusted logits at the request's temperature, before top-k, top-p and min-p; greedy requests count as temperature 1.
 With ``SGLANG_RETURN_ORIGINAL_LOGPROB`` the temperature is left out. Prompt tokens are SGLang's own. SGLang's function
-for speculative steps wants as many rows for every request, computes all of them at once, and copies every entry alone.
+for speculative steps wants as many rows for every request, computes all of them at once, and copies each entry
+separately.
 
 When a step brings several tokens of a request, the first of several ends finishes it.
 """
@@ -39,7 +40,7 @@ def with_logprobs(
     Args:
         output: its logits [N, V] are as they were when ``tokens`` were drawn. Not modified: a captured graph owns it.
         indptr: first row of each request; token i of a request was drawn from row i of its rows.
-        tokens: tokens committed, of a decode step with -1 behind them.
+        tokens: tokens committed, of a decode step with -1 after them.
         temperatures: 1 for greedy requests.
 
     Returns:
@@ -148,7 +149,7 @@ class Ends(Part):
         let_first_end_count(batch.reqs, tokens)
 
     def request_ended(self, req: Req) -> None:
-        """Take off the reasoning tokens that SGLang has counted behind the end, before it looked for it.
+        """Take off the reasoning tokens that SGLang has counted after the end, before it looked for it.
 
         Reasoning stands at the beginning of a text, so it has at most as many tokens as the text.
         """
@@ -160,7 +161,7 @@ def let_first_end_count(reqs: Sequence[Req], runs: Sequence[Sequence[int]]) -> N
 
     Call it before the tokens of a step are appended to their requests. SGLang finds the first stop token, and knows
     which end comes first among stop tokens, lengths and grammars. It looks for stop strings before all of these, also
-    for one behind a stop token, and for one string after the other. An aborted request would return all tokens of the
+    for one after a stop token, and for one string after the other. An aborted request would return all tokens of the
     step. Looking token by token costs too much for every request, so those that need it get another
     ``update_finish_state`` for this step.
 

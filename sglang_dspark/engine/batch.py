@@ -59,7 +59,7 @@ class CachedByBatch(Generic[T]):
 
 
 DECODED_WITH_PREFILL = "dspark_riders"
-"""Attribute of a batch of prompts that names what runs beside it in the same step."""
+"""Attribute of a batch of prompts that names what runs with it in the same step."""
 
 
 class SamplingReader(CachedByBatch[SamplingBatch]):
@@ -92,7 +92,7 @@ def round_keys(batch: ScheduleBatch, positions: torch.Tensor, *, seed: int, step
     None is used twice: ``step`` never repeats, and a request occupies its ``req_pool_indices`` row alone.
 
     Args:
-        positions: [bs] int64, position of the first token that the step draws; read of requests with a seed alone.
+        positions: [bs] int64, position of the first token that the step draws; read only of requests with a seed.
     """
     return RoundKeys(seed=seed, step=step, request_keys=batch.req_pool_indices.to(torch.int64), positions=positions)
 
@@ -247,7 +247,7 @@ def most_words(requests: int, max_verify: int, gamma: int) -> int:
 
 
 def prompts_of(batch: ScheduleBatch) -> Sequence[Req]:
-    """Return the requests whose prompts a prefill encodes; others, which get a token beside them, are behind these.
+    """Return the requests whose prompts a prefill encodes; others, which get a token in the same step, follow these.
 
     Of the others the host does not know the last tokens under overlap.
     """
@@ -267,12 +267,12 @@ class Riders(Protocol):
 
 
 def decoded_with_prefill(prompts: ScheduleBatch) -> Riders | None:
-    """Return the requests beside a batch of prompts; None if there are none, or they are in the batch."""
+    """Return the requests next to a batch of prompts; None if there are none, or they are in the batch."""
     return vars(prompts).get(DECODED_WITH_PREFILL)
 
 
 def batches_beside(result: object) -> Sequence[ScheduleBatch]:
-    """Return the batches whose requests get tokens by a result of SGLang's, beside that which it belongs to."""
+    """Return the batches whose requests get tokens by a result of SGLang's, in addition to that which it belongs to."""
     return getattr(result, "batches_beside", ())
 
 

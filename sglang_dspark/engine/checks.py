@@ -33,7 +33,7 @@ VARIABLES: Mapping[EnvField, str] = {
 DRAFT_FORMATS = (None, "auto", "safetensors", "gguf", "dummy")
 
 
-def drafter_beside_draft_free(context: LaunchContext) -> str | None:
+def drafter_with_draft_free(context: LaunchContext) -> str | None:
     """Refuse a drafter for a server that is to have none."""
     path = context.args.speculative_draft_model_path
     if path is None or not context.server.config.draft_free:
@@ -110,7 +110,7 @@ def kv_dtype(context: LaunchContext) -> str | None:
     if given not in ("bfloat16", "bf16") or dtype == torch.bfloat16:
         return None
     return (
-        f"DSPARK cannot run with --kv-cache-dtype={given} beside a target in {dtype}: it serves K/V in the target's "
+        f"DSPARK cannot run with --kv-cache-dtype={given} with a target in {dtype}: it serves K/V in the target's "
         "dtype or in eight bits; pass auto, or --dtype bfloat16"
     )
 
@@ -299,7 +299,7 @@ def all_checks() -> tuple[Check, ...]:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("drafter beside draft-free", Stage.OPTIONS, drafter_beside_draft_free),
+    Check("drafter with draft-free", Stage.OPTIONS, drafter_with_draft_free),
     Check("window of the drafter", Stage.OPTIONS, draft_window),
     Check("form of draft weights", Stage.OPTIONS, draft_load_format),
     Check("application of tokenizer workers", Stage.OPTIONS, application),

@@ -167,7 +167,7 @@ def add_cli_args(result: object, parser: ArgumentParser) -> None:
     reason="ServerArgs has no place for the texts of our flags",
 )
 def from_cli_args(original: Callable[..., ServerArgs], cls: type, namespace: Namespace) -> ServerArgs:
-    """Make a ``ServerArgs`` from the command line, with the texts of our flags beside it."""
+    """Make a ``ServerArgs`` from the command line, and attach the texts of our flags to it."""
     args = original(cls, namespace)
     setattr(args, _TEXTS, flag_texts(namespace))
     return args
@@ -183,7 +183,7 @@ def given_texts(args: ServerArgs) -> dict[str, str | None]:
     "sglang.srt.server_args.ServerArgs.resolve_once",
     HookType.AROUND,
     where="flags",
-    reason="what SGLang would decide otherwise is decided before, and undone where the target decodes alone",
+    reason="what SGLang would decide otherwise is decided before, and undone where the target decodes without drafts",
 )
 def resolve_once(original: Callable[..., None], args: ServerArgs) -> None:
     """Resolve a ``ServerArgs``, with DSPARK if it was asked of us, or for the target alone if DSPARK cannot serve.

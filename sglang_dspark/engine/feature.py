@@ -28,13 +28,13 @@ Where = Literal[
 ]
 """Where a hook is installed. ``flags``: in any process that reads SGLang's command line, of the core only.
 ``resolution``: in the one that resolves it for our worker. ``front_end``: in the one that
-tokenizes requests and serves HTTP. ``routes``: the same, also when the target decodes alone. ``children``: in all but
-the first, which are not told what they are: the one that makes text of tokens, the one that starts replicas, and
-schedulers. ``scheduler``: in that of our worker, on ``cuda`` or ``cpu`` as well. ``any_worker``: in that of whatever
-worker decodes. ``simulated``: in every one of a server whose environment simulates acceptance."""
+tokenizes requests and serves HTTP. ``routes``: the same, also when the target decodes without drafts. ``children``:
+all processes except the first, which are not told what they are: the one that detokenizes, the one that starts
+replicas, and schedulers. ``scheduler``: in that of our worker, on ``cuda`` or ``cpu`` as well. ``any_worker``: in that
+of whatever worker decodes. ``simulated``: in every one of a server whose environment simulates acceptance."""
 
 GPUS = ("cuda",)
-"""Devices that have SGLang's own kernels, and memory beside pinned memory of the host."""
+"""Devices that have SGLang's own kernels, and memory of their own next to the host's pinned memory."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Check:
         stage: when it can be made.
         find: returns what is wrong, with flag, value and remedy, or None. It may raise ``ConfigError`` or
             ``CheckpointError`` with such a message instead.
-        unserved: whether ``--speculative-dspark-fallback target-only`` serves the target alone then.
+        unserved: whether ``--speculative-dspark-fallback target-only`` serves the target without drafts then.
     """
 
     name: str
@@ -112,15 +112,15 @@ class FlagRule:
         name: the field of ``ServerArgs``.
         served: values that are served; the first one takes the place of others if the rule ``adjusts``.
         reason: why others are not served, or what to do instead.
-        adjusts: whether other values change speed alone: the start goes on without them. Others end it.
-        beside: whether the rule holds on a server; asked of values that are not served.
+        adjusts: whether other values change only speed: the start goes on without them. Others end it.
+        applies: whether the rule holds on a server; asked of values that are not served.
     """
 
     name: str
     served: tuple[object, ...]
     reason: str = "drop the flag"
     adjusts: bool = False
-    beside: Callable[[LaunchContext], bool] = lambda context: True
+    applies: Callable[[LaunchContext], bool] = lambda context: True
 
     def serves(self, args: ServerArgs) -> bool:
         """Return whether ``args`` have a value that is served everywhere."""
@@ -193,8 +193,8 @@ class Feature:
         of_any_worker: whether the part also serves another worker than ours, by ``ready``, ``step_done``,
             ``weights_changed`` and ``report`` only: ``part`` takes a :class:`~.scheduler.StepDriver` then.
         routes: adds routes and middleware to SGLang's application, on servers that use the feature. It takes the
-            application, inside what reads the field ``speculation``, and why the target decodes alone, None if it does
-            not.
+            application, inside what reads the field ``speculation``, and why the target decodes without drafts, None
+            if it does not.
         describe_target: takes SGLang's runner of a target, and returns what ``GET /dspark/capabilities`` says of it, by
             key; on every server, of either worker.
         other_server: its worker decodes in place of ours where it is asked for.

@@ -19,6 +19,8 @@ from sglang_dspark.engine.feature import FlagRule, LaunchContext, all_features, 
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import ALGORITHM
 
+logger = logging.getLogger(__name__)
+
 OTHER_ALGORITHM = "it belongs to other speculative algorithms"
 PARTS_OF_STATES = "each rank would hold the hidden states of some tokens only, and a drafter reads all of them"
 OTHER_PREFIXES = (
@@ -29,7 +31,7 @@ OTHER_PREFIXES = (
     "decoupled_spec_",
     "spec_trace_",
 )
-"""What the names of flags begin with that SGLang reads for other speculative algorithms alone."""
+"""What the names of flags begin with that SGLang reads only for other speculative algorithms."""
 
 PREFILL_BACKENDS: Mapping[str | None, tuple[str, ...]] = {
     "cpu": ("torch_native",),
@@ -59,7 +61,7 @@ _ADJUSTED = {
     "steps have graphs of their own": "debug_cuda_graph enable_profile_cuda_graph",
     "SGLang's scheduler follows every step of DSPARK": "num_continuous_decode_steps",
     "prompts and verifications are batches of their own": "enable_two_batch_overlap enable_pdmux",
-    "draft K/V lies beside SGLang's own pool of slots alone": (
+    "draft K/V lies only next to SGLang's own pool of slots": (
         "enable_lmcache enable_flexkv enable_unified_cache_external_linker enable_kv_cache_sharding "
         "enable_unified_memory enable_page_major_kv_layout radix_cache_backend"
     ),
@@ -71,7 +73,7 @@ _ADJUSTED = {
     "the drafter reads the target's weights before graphs are captured": "startup_weight_load_mode",
 }
 
-# By remedy: flags whose default alone is served.
+# By remedy: flags of which only the default is served.
 _REFUSED = {
     "drop the flag": (
         "prefill_only_disable_kv_cache enable_return_indexer_topk enable_return_aux_hidden_states enable_watermark "
@@ -102,7 +104,7 @@ def _prefill_attention(name: str) -> FlagRule:
         (None,),
         "verification reads the K/V of other attention",
         adjusts=True,
-        beside=lambda context: getattr(context.args, name) not in PREFILL_BACKENDS.get(context.args.device, ()),
+        applies=lambda context: getattr(context.args, name) not in PREFILL_BACKENDS.get(context.args.device, ()),
     )
 
 
@@ -120,7 +122,7 @@ FLAG_RULES: tuple[FlagRule, ...] = (
         (None, 1),
         "SGLang hands out pages with CUDA kernels",
         adjusts=True,
-        beside=off_gpu,
+        applies=off_gpu,
     ),
     FlagRule(
         "kv_cache_dtype",
@@ -137,7 +139,7 @@ FLAG_RULES: tuple[FlagRule, ...] = (
         ("auto",),
         PARTS_OF_STATES,
         adjusts=True,
-        beside=lambda context: context.args.moe_runner_backend in ("megamoe", "flashinfer_megamoe"),
+        applies=lambda context: context.args.moe_runner_backend in ("megamoe", "flashinfer_megamoe"),
     ),
     FlagRule("speculative_eagle_topk", (None, 1), "DSPARK drafts chains", adjusts=True),
     FlagRule(
@@ -164,11 +166,9 @@ def all_rules() -> tuple[FlagRule, ...]:
 def broken_rules(context: LaunchContext, *, adjusts: bool) -> Iterator[FlagRule]:
     """Yield the rules of a kind that hold on a server and whose flags have other values than those that are served."""
     for rule in all_rules():
-        if rule.adjusts is adjusts and not rule.serves(context.args) and rule.beside(context):
+        if rule.adjusts is adjusts and not rule.serves(context.args) and rule.applies(context):
             yield rule
 
-
-logger = logging.getLogger(__name__)
 
 # Requests at a time on a small GPU, where decode graphs are fewer: the default of SGLang's own speculative algorithms.
 MIN_REQUESTS = 48
@@ -233,7 +233,7 @@ def size_buffers(args: ServerArgs, window: int) -> None:
 
 
 def limit_requests(args: ServerArgs, window: int) -> None:
-    """On a GPU, admit as many requests at a time as decode graphs are captured for, if the operator sets no limit.
+    """Admit on a GPU as many requests at a time as decode graphs are captured for, if the operator sets no limit.
 
     Start-up holds memory for all that may run, gigabytes for the thousands that SGLang would admit. So there are fewer
     if blocks are long, or if SGLang captures graphs for more, as it does on four GPUs.

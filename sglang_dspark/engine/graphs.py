@@ -99,7 +99,7 @@ class Relay:
     Buffers that SGLang's future map adopts when it is made, after graphs were captured that write to them.
 
     A graph writes the outcome of its step after everything of that step has read the values before. The map then skips
-    its own writing of that outcome, and records its event behind the replay. Row 0 of the pool is no request's: padding
+    its own writing of that outcome, and records its event after the replay. Row 0 of the pool is no request's: padding
     is written there.
 
     Args:
@@ -235,7 +235,7 @@ def copy_logits(
 ) -> torch.Tensor:
     """Leave the copy of logits to float32 out inside :func:`_uncopied_logits`.
 
-    Logits that SGLang caps behind the copy are copied: in 16 bit, capped ones would be equal that were not.
+    Logits that SGLang caps after the copy are copied: in 16 bit, capped ones would be equal that were not.
     """
     if _uncopied.get() and not processor.final_logit_softcapping:
         return logits[:, : processor.vocab_size]
@@ -265,7 +265,7 @@ def no_decode_graphs(*, model_runner: ModelRunner) -> GraphCapture:
 def prefill_graphs(
     original: Callable[..., object], *, model_runner: ModelRunner, eager_runner: object, **others: object
 ) -> object:
-    """Around SGLang's capture: go on without where it fails, or where it would lose the hidden states."""
+    """Let SGLang capture; go on without graphs of prefills where that fails, or where they lose the hidden states."""
     try:
         if not _lose_states():
             return original(model_runner=model_runner, eager_runner=eager_runner, **others)

@@ -97,7 +97,7 @@ def _listen_to_failures(end: SignalHandler) -> None:
 def add_to(app: FastAPI, server_args: ServerArgs) -> None:
     """Add the routes of features, and the middleware for the ``speculation`` field, to SGLang's application.
 
-    If the target decodes alone, add only routes: requests are served as without the plugin.
+    If the target decodes without drafts, add only routes: requests are served as without the plugin.
     """
     server = attached(server_args)
     target_only = server.reason if isinstance(server, TargetOnly) else None

@@ -130,13 +130,13 @@ class Adjustments(LogitsPart):
         adjust(logits, table, no_slot, plan.requests, plan.columns, plan.input_ids, plan.indptr)
 
     def held(self, requests: int) -> AbstractContextManager[object]:
-        """Hold the table of all requests: once some have adjustments, it lies beside every step."""
+        """Hold the table of all requests: once some have adjustments, every step needs it."""
         slots = max(FIRST_SLOTS, 2 ** (requests - 1).bit_length())
         # It doubles, from one that is copied.
         return nullcontext(AdjustmentTable.empty(slots // 2, self._vocab_size, self._device).grown(slots))
 
     def count(self, reqs: Sequence[Req], tokens: torch.Tensor) -> None:
-        """Count new output tokens [bs, w] int64, -1 behind them. No host sync."""
+        """Count new output tokens [bs, w] int64, -1 after them. No host sync."""
         slots = self._slots_of(reqs)
         if slots is not None:
             self._table.count(slots, tokens)
@@ -205,7 +205,7 @@ class StepAdjuster:
             self._adjuster.mask(reqs, logits, self._windows)
 
     def accepted(self, tokens: torch.Tensor) -> None:
-        """Count new output tokens [bs, w] int64, -1 behind them. No host sync."""
+        """Count new output tokens [bs, w] int64, -1 after them. No host sync."""
         self._adjuster.count(self._batch.reqs, tokens)
 
 

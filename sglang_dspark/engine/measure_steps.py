@@ -32,6 +32,8 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.hub import checkpoint_name
 from sglang_dspark.scheduling.sps_table import SpsTable, SteppedLoad, geometric_grid, measure, timed_drafts
 
+logger = logging.getLogger(__name__)
+
 _FIRST_SLOT = 1  # slot 0 is padding
 # Tokens differ from request to request: a forward whose tokens all choose the same experts looks cheaper than it is.
 _FIRST_TOKEN, _STRIDE = 11, 7919
@@ -105,8 +107,6 @@ class DummyBatch:
         )
         return batch
 
-
-logger = logging.getLogger(__name__)
 
 LIMIT_S = {"cpu": 60.0, "cuda": 20.0}
 _CONTEXTS = (64, 1024)  # tokens per request, where pool and context limit have room for them

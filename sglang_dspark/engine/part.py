@@ -62,54 +62,18 @@ class Worker(Protocol):
         """Have the next forward wait for a load from host memory, layer by layer; for none if the index is -1."""
 
 
-class CapturedPart(Protocol):
-    """A feature's part of verifications that CUDA graphs replay."""
-
-    def prepare(self, plan: VerifyPlan, forward_batch: ForwardBatch) -> None:
-        """Launch what comes before a captured forward of the target, on buffers that stay there. No host sync."""
-
-    def stage(self, batch: ScheduleBatch | None) -> None:
-        """Write what the next replay reads of SGLang's batch; of None in a step that is measured, without requests."""
-
-
-class StepPart(Protocol):
-    """A feature's part of one decode step, around its logits. The methods are called in this order."""
-
-    def before_verify(self, plan: VerifyPlan) -> None:
-        """Read the rows, before the target's forward is launched: the host may wait here and nowhere else."""
-
-    def after_verify(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
-        """Change the logits [N, V] of the rows, in place. No host sync."""
-
-    def accepted(self, tokens: torch.Tensor) -> None:
-        """Look at the new output tokens [bs, w] int64, -1 behind them. No host sync."""
-
-
 class DrawnTokens(NamedTuple):
     """Tokens whose logits are still as they were when the tokens were drawn.
 
     Attributes:
         indptr: [at least bs + 1] int64, first row of each request; its token i was drawn from its row i.
-        tokens: [bs] int64 of prompts; [bs, w] of a decode step, with -1 behind them.
+        tokens: [bs] int64 of prompts; [bs, w] of a decode step, with -1 after them.
         temperatures: [bs] float32, 1 of greedy requests.
     """
 
     indptr: torch.Tensor
     tokens: torch.Tensor
     temperatures: torch.Tensor
-
-
-class Encoded(NamedTuple):
-    """Prompts that the target has read.
-
-    Attributes:
-        result: SGLang's, with logits [bs, V] behind each and the tapped states of all rows.
-        input_ids, positions: [n] int64 of the rows.
-    """
-
-    result: GenerationBatchResult
-    input_ids: torch.Tensor
-    positions: torch.Tensor
 
 
 class Counted(NamedTuple):
@@ -119,6 +83,16 @@ class Counted(NamedTuple):
     values: Mapping[str, float]
     label: str = ""
     text: str = ""
+
+
+class CapturedPart(Protocol):
+    """A feature's part of verifications that CUDA graphs replay."""
+
+    def prepare(self, plan: VerifyPlan, forward_batch: ForwardBatch) -> None:
+        """Launch what comes before a captured forward of the target, on buffers that stay there. No host sync."""
+
+    def stage(self, batch: ScheduleBatch | None) -> None:
+        """Write what the next replay reads of SGLang's batch; of None in a step that is measured, without requests."""
 
 
 class Part:
@@ -163,7 +137,7 @@ class Part:
     def prefill_comes(self, batch: ScheduleBatch) -> None:
         """Prepare for SGLang's batch, whose prompts are about to be encoded. No host sync.
 
-        Requests that already run may be behind those with prompts, and get their next token as these get their first:
+        Requests that already run may come after those with prompts, and get their next token as these get their first:
         :func:`~.batch.prompts_of` tells them apart.
         """
 
@@ -216,8 +190,28 @@ class Part:
         return {}
 
 
+class StepPart(Protocol):
+    """A feature's part of one decode step, around its logits. The methods are called in this order."""
+
+    def before_verify(self, plan: VerifyPlan) -> None:
+        """Read the rows, before the target's forward is launched: the host may wait here and nowhere else."""
+
+    def after_verify(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
+        """Change the logits [N, V] of the rows, in place. No host sync."""
+
+    def accepted(self, tokens: torch.Tensor) -> None:
+        """Look at the new output tokens [bs, w] int64, -1 after them. No host sync."""
+
+
 class LogitsPart(Part):
     """A part of the core that changes logits, or reads them."""
+
+    def warm_up(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
+        """Launch the kernels of a step on logits [N, V] of requests that do not exist: real ones shall compile none."""
+
+    def held(self, requests: int) -> AbstractContextManager[object]:
+        """Hold what memory the feature takes while the largest step runs, of so many requests."""
+        return nullcontext()
 
     def first_logits(self, batch: ScheduleBatch, logits: torch.Tensor) -> None:
         """Change the logits [bs, V], in place, that the first tokens of SGLang's batch of prompts are drawn from."""
@@ -229,12 +223,18 @@ class LogitsPart(Part):
         """Return the feature's part of the decode step ahead; None if it leaves the logits alone."""
         return None
 
-    def warm_up(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
-        """Launch the kernels of a step on logits [N, V] of requests that do not exist: real ones shall compile none."""
 
-    def held(self, requests: int) -> AbstractContextManager[object]:
-        """Hold what memory the feature takes beside the largest step, of so many requests."""
-        return nullcontext()
+class Encoded(NamedTuple):
+    """Prompts that the target has read.
+
+    Attributes:
+        result: SGLang's, with logits [bs, V] after each and the tapped states of all rows.
+        input_ids, positions: [n] int64 of the rows.
+    """
+
+    result: GenerationBatchResult
+    input_ids: torch.Tensor
+    positions: torch.Tensor
 
 
 class Encoder(Part, ABC):
@@ -243,14 +243,6 @@ class Encoder(Part, ABC):
     @abstractmethod
     def encode(self, batch: ScheduleBatch) -> Encoded | None:
         """Run the target over the prompts of SGLang's batch; None leaves that to SGLang. No host sync."""
-
-
-K = TypeVar("K", bound=Part)
-
-
-def part_of(parts: Sequence[Part], kind: type[K]) -> K | None:
-    """Return the part of a kind; None if no feature of the server has one."""
-    return next((part for part in parts if isinstance(part, kind)), None)
 
 
 class Weigher(Part, ABC):
@@ -262,21 +254,6 @@ class Weigher(Part, ABC):
 
         It may depend on what requests ask for, on the clock and on tokens that they have been sent. No host sync.
         """
-
-
-def parts_of(worker: Any, args: ServerArgs, *, ours: bool = True) -> Sequence[Part]:
-    """Return the parts of the features that a server uses; its target has been loaded.
-
-    Args:
-        worker: ours, or what drives another one.
-        ours: which of these it is.
-
-    Raises:
-        UnservedError, ConfigError: the server or its target cannot be served with a feature.
-    """
-    used = [feature for feature in all_features() if (ours or feature.of_any_worker) and feature.is_used(args)]
-    found = [feature.part(worker) for feature in used]
-    return [part for part in found if part is not None]
 
 
 class RulesBuffers(Protocol):
@@ -293,8 +270,8 @@ class CandidateSource(Part, ABC):
     """A part that finds candidates, which compete with the drafter's tokens or are drafted in their place."""
 
     @abstractmethod
-    def flushed(self) -> None:
-        """Drop what earlier requests have left: an operator has SGLang drop its prefixes."""
+    def buffers(self, slots: int) -> RulesBuffers:
+        """Return the rules of captured steps of up to so many requests."""
 
     @abstractmethod
     def rules(self, batch: ScheduleBatch) -> ChainRules | None:
@@ -316,5 +293,28 @@ class CandidateSource(Part, ABC):
         """
 
     @abstractmethod
-    def buffers(self, slots: int) -> RulesBuffers:
-        """Return the rules of captured steps of up to so many requests."""
+    def flushed(self) -> None:
+        """Drop what earlier requests have left: an operator has SGLang drop its prefixes."""
+
+
+K = TypeVar("K", bound=Part)
+
+
+def part_of(parts: Sequence[Part], kind: type[K]) -> K | None:
+    """Return the part of a kind; None if no feature of the server has one."""
+    return next((part for part in parts if isinstance(part, kind)), None)
+
+
+def parts_of(worker: Any, args: ServerArgs, *, ours: bool = True) -> Sequence[Part]:
+    """Return the parts of the features that a server uses; its target has been loaded.
+
+    Args:
+        worker: ours, or what drives another one.
+        ours: which of these it is.
+
+    Raises:
+        UnservedError, ConfigError: the server or its target cannot be served with a feature.
+    """
+    used = [feature for feature in all_features() if (ours or feature.of_any_worker) and feature.is_used(args)]
+    found = [feature.part(worker) for feature in used]
+    return [part for part in found if part is not None]

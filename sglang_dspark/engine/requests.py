@@ -110,7 +110,7 @@ def _options(given: Mapping[str, Any], manager: TokenizerManager) -> dict[str, S
     return asked if field == Speculation() else {CORE_KEYS: field, **asked}
 
 
-_OTHER_LOGPROBS = "rows of a verification have log-probabilities in the usual form alone"
+_OTHER_LOGPROBS = "rows of a verification have log-probabilities only in the usual form"
 _ONE_BY_ONE = "it looks at the tokens before each new one, and SGLang does not know drafts as such"
 REFUSED_FIELDS = {
     "custom_logit_processor": _ONE_BY_ONE,

@@ -121,7 +121,7 @@ def observe_results(
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_routed_experts",
     HookType.AFTER,
     where="scheduler",
-    reason="when a request has ended, its answer may be kept, and SGLang may have counted tokens behind its end",
+    reason="when a request has ended, its answer may be kept, and SGLang may have counted tokens after its end",
     by=Moment.SOME_TIME,
 )
 def end_request(result: None, processor: SchedulerBatchResultProcessor, req: Req) -> None:
@@ -133,15 +133,15 @@ def end_request(result: None, processor: SchedulerBatchResultProcessor, req: Req
     "sglang.srt.managers.scheduler.Scheduler.is_fully_idle",
     HookType.BEFORE,
     where="any_worker",
-    reason="a step runs beside the one in which a speculating server learns that a text has ended: right behind the "
-    "last answer, SGLang would refuse to flush its cache, to take new weights and to release memory",
+    reason="another step runs while a speculating server learns from the last one that a text has ended: right after "
+    "the last answer, SGLang would refuse to flush its cache, to take new weights and to release memory",
     by=Moment.SOME_TIME,
 )
 def take_out_ended(scheduler: Scheduler, *args: object, **kwargs: object) -> None:
     """Have the scheduler let go of requests that have ended, if there are no others.
 
-    Under overlap a step runs beside the one that ended them: until its result is looked at, also while decoding is
-    paused, they hold memory that new weights make useless and that a release gives away.
+    Under overlap another step runs while the one that ended them is looked at: until its own result is, also while
+    decoding is paused, they hold memory that new weights make useless and that a release gives away.
     """
     results = scheduler.result_queue if scheduler.enable_overlap else ()
     known = {req for batch, result in results for one in (batch, *batches_beside(result)) for req in one.reqs}

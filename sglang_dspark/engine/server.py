@@ -73,7 +73,7 @@ class DSparkServer:
 
     @property
     def timed(self) -> dict[str, str]:
-        """Return what step times depend on beside the drafter's configuration, by name."""
+        """Return what step times depend on besides the drafter's configuration, by name."""
         proposed = 0 if self.drafter is None else self.drafter.num_proposed
         return {
             "proposed": str(proposed),
@@ -167,7 +167,7 @@ Attached = DSparkServer | OtherServer | TargetOnly
 """What DSPARK attaches to SGLang's arguments."""
 
 
-# SGLang keeps attributes with an underscore beside the fields, also when it sends the object to another process.
+# SGLang keeps attributes with an underscore next to the fields, also when it sends the object to another process.
 _OURS, _START = "_dspark", "_dspark_start"
 
 
@@ -223,7 +223,7 @@ Snapshot = tuple[dict[str, object], dict[str, object]]
 
 
 def snapshot(args: ServerArgs) -> Snapshot:
-    """Return the fields of ``args``, and the attributes beside them, before SGLang resolves them."""
+    """Return the fields of ``args``, and the attributes next to them, before SGLang resolves them."""
     return {field.name: getattr(args, field.name) for field in record_fields(Record)}, dict(vars(args))
 
 

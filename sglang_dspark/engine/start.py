@@ -241,7 +241,7 @@ def block_size_from_flags(
         Adjustment(
             name,
             None,
-            f"{flag_of(name)}={value} becomes {flag_name('block_size')}={block}: a block is a chain of drafts behind "
+            f"{flag_of(name)}={value} becomes {flag_name('block_size')}={block}: a block is a chain of drafts after "
             "an anchor, at most as long as its drafter makes it",
         )
         for name, value in given.items()
@@ -282,7 +282,7 @@ def find_drafter(args: ServerArgs, config: DSparkConfig, *, dummy: bool) -> Reso
     if not path:
         raise ConfigError(
             f"DSPARK needs a drafter: pass {flag} with a drafter for your target, which has none in a folder "
-            f"{SUBFOLDER} of its own, or {flag_name('draft_free')} to serve requests with presets alone"
+            f"{SUBFOLDER} of its own, or {flag_name('draft_free')} to draft only by the presets of requests"
         )
     revision = args.speculative_draft_model_revision
     folder = local_folder(path, flag=flag, files=DRAFT_FILES, revision=revision, cache_dir=cache_dir)

@@ -35,13 +35,13 @@ class StepControl:
         """Return the part that weighs requests; None if there is none."""
         return part_of(self.parts, Weigher)
 
-    def choose(self, batch: ScheduleBatch, options: BatchOptions, beside: ExtraRows | None = None) -> StepDecision:
+    def choose(self, batch: ScheduleBatch, options: BatchOptions, extra: ExtraRows | None = None) -> StepDecision:
         """Return how deep to draft and how much to verify, by what is known by now of the steps before.
 
         All ranks of the server get rank 0's decision.
 
         Args:
-            beside: further rows of its verification.
+            extra: further rows of its verification.
         """
         # Grammars have made the host wait for the step before, and cost it time for each row.
         awaited = self.on_gpu and batch.has_grammar
@@ -49,7 +49,7 @@ class StepControl:
         context = sum(committed_lengths(batch.reqs)) / len(batch.reqs)
         weights = None if self.weigher is None else self.weigher.weights(batch)
         decision = self.schedule.choose(
-            options.ids, context, options.limits, weights, beside, traced=options.traced, awaited=awaited
+            options.ids, context, options.limits, weights, extra, traced=options.traced, awaited=awaited
         )
         return self.agreement.share(decision)
 

@@ -35,6 +35,8 @@ from sglang_dspark.errors import EngineError
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
+logger = logging.getLogger(__name__)
+
 
 def sliding_window(layer: RadixAttention) -> int | None:
     """Return the most keys that a row of this ``RadixAttention`` sees, its own among them; None if it sees all."""
@@ -138,9 +140,6 @@ def graph_context(runner: ModelRunner) -> Callable[..., AbstractContextManager[o
     if saver.enabled and envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH.get():
         return partial(saver.cuda_graph, tag=GPU_MEMORY_TYPE_CUDA_GRAPH, enable_cpu_backup=True)
     return torch.cuda.graph
-
-
-logger = logging.getLogger(__name__)
 
 
 def text_model(runner: ModelRunner) -> Any:

@@ -198,8 +198,8 @@ def as_without_dspark(runner: ModelRunner) -> AbstractContextManager[None]:
     )
 
 
-def verify_beside_prompts(runner: ModelRunner) -> None:
-    """Put our attention of verification beside the target's backend, before any graph is captured."""
+def verify_with_prompts(runner: ModelRunner) -> None:
+    """Put our attention of verification next to the target's backend, before any graph is captured."""
     verify = (CpuVerifyBackend if torch.device(runner.device).type == "cpu" else CudaVerifyBackend)(runner)
     runner.attn_backend = PhasedBackend(runner, runner.attn_backend, verify)
     runner.kv_index_translator.bind_and_verify_backends([runner.attn_backend])

@@ -47,10 +47,12 @@ from sglang_dspark.engine.sglang_types import (
 )
 from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.engine.target import capturing_forward, kv_region
-from sglang_dspark.engine.verify import as_without_dspark, verify_beside_prompts
+from sglang_dspark.engine.verify import as_without_dspark, verify_with_prompts
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.simulated_acceptance import acceptance_probabilities
 from sglang_dspark.step.packed import host_index
+
+logger = logging.getLogger(__name__)
 
 
 class SpecWorkerAdapter(BaseSpecWorker):
@@ -74,11 +76,9 @@ class SpecWorkerAdapter(BaseSpecWorker):
         return getattr(self._target_worker, name)
 
     def _draft_model_runners(self) -> tuple[SimpleNamespace, ...]:
-        # The base class plans by their K/V pools what moves to host memory beside the target's.
+        # The base class plans by their K/V pools what moves to host memory next to the target's.
         return () if self.draft_pool is None else (SimpleNamespace(token_to_kv_pool=self.draft_pool),)
 
-
-logger = logging.getLogger(__name__)
 
 Publish = Callable[[torch.Tensor], None]
 
@@ -150,8 +150,8 @@ class SpecWorkerBase(SpecWorkerAdapter):
             part.pools_made(allocator, cache)
 
     def init_attention_backends(self) -> None:
-        """Put our attention of verification beside the target's backend, before any graph is captured."""
-        verify_beside_prompts(self._target_worker.model_runner)
+        """Put our attention of verification next to the target's backend, before any graph is captured."""
+        verify_with_prompts(self._target_worker.model_runner)
         for part in self.parts:
             part.attention_made()
 

@@ -42,7 +42,7 @@ def pinned_memory(context: LaunchContext) -> str | None:
         asked = "--enable-lora" if args.enable_lora else "--lora-paths"
         return (
             f"DSPARK cannot run with {asked} on this machine: SGLang keeps adapters in pinned memory, which PyTorch "
-            "offers only beside a GPU; drop the flag"
+            "offers only with a GPU; drop the flag"
         )
     return None
 
@@ -51,11 +51,11 @@ def pinned_memory(context: LaunchContext) -> str | None:
     "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",
     HookType.REPLACE,
     where="front_end",
-    reason="SGLang refuses LoRA beside every speculative algorithm that it does not know by name",
+    reason="SGLang refuses LoRA with every speculative algorithm that it does not know by name",
     by=Moment.SOME_TIME,
 )
 def adapters_fit(args: ServerArgs) -> None:
-    """Accept adapters, in place of SGLang's check whether they can run beside the algorithm: ours are made above."""
+    """Accept adapters, in place of SGLang's check whether they can run with the algorithm: ours are made above."""
 
 
 _SEGMENT = 16
@@ -107,7 +107,7 @@ class AdapterChoice:
         )
 
     def fill(self, choice: HostChoice) -> None:
-        """Copy ``choice`` here; request slots behind its requests have no rows, so any adapter does for them."""
+        """Copy ``choice`` here; request slots after its requests have no rows, so any adapter does for them."""
         buffers, ranks, scalings = choice
         device = self.buffers.device
         self.buffers[: len(buffers)] = to_device(torch.tensor(buffers, dtype=torch.int32), device)
@@ -144,7 +144,7 @@ def lay_out(backend: BaseLoRABackend, choice: AdapterChoice, indptr: torch.Tenso
     num_segments = len(bounds) - 1
     buffers = choice.buffers[:, None].expand(-1, num_segments // len(choice.buffers)).reshape(-1)
     lengths = bounds.diff()
-    backend.reset_batch_state()  # of prompts, whose LM head sees their last rows alone, and of stock decode steps
+    backend.reset_batch_state()  # of prompts, whose LM head sees only their last rows, and of stock decode steps
     backend.batch_info = TorchNativeLoRABatchInfo(
         use_cuda_graph=False,  # of SGLang's own: the kernels would take another grid
         bs=num_segments,
@@ -235,8 +235,8 @@ class Adapters(Part):
     def __init__(self, manager: LoRAManager, device: str) -> None:
         if manager.lora_backend.is_moe_lora:
             raise UnservedError(
-                "DSPARK does not serve LoRA adapters of experts; pass --lora-target-modules with those of attention "
-                "alone (qkv_proj o_proj), or serve without DSPARK"
+                "DSPARK does not serve LoRA adapters of experts; pass --lora-target-modules with only those of "
+                "attention (qkv_proj o_proj), or serve without DSPARK"
             )
         self._manager, self._device = manager, device
 
@@ -267,7 +267,7 @@ def _backend(device: str) -> FlagRule:
         BACKENDS[device],
         f"its kernels compute as many rows as each request verifies on {device}",
         adjusts=True,
-        beside=lambda context: context.args.device == device and asks_for_adapters(context.args),
+        applies=lambda context: context.args.device == device and asks_for_adapters(context.args),
     )
 
 

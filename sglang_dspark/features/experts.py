@@ -52,7 +52,7 @@ class RoutedExperts(Part):
             self._capturer.device_cache = BaseDeviceCache(rows, *sizes, self._worker.device, cache.name)
 
     def step_launched(self, plan: VerifyPlan, result: GenerationBatchResult) -> None:
-        """Have the experts of the rows copied beside the tokens."""
+        """Have the experts of the rows copied with the tokens."""
         result.routed_experts_output = self._capturer.on_forward_end(
             forward_batch=_Rows(plan.slots),
             can_run_graph=False,
@@ -68,8 +68,8 @@ FEATURE = Feature(
         FlagRule(
             "enable_return_routed_experts",
             (False,),
-            "drop the flag: SGLang keeps the experts of tokens in pinned memory, which PyTorch has only beside a GPU",
-            beside=off_gpu,
+            "drop the flag: SGLang keeps the experts of tokens in pinned memory, which PyTorch has only with a GPU",
+            applies=off_gpu,
         ),
     ),
     part=RoutedExperts,

@@ -60,7 +60,7 @@ class HiddenStates(Part):
             return output
         states = output.last_hidden_states
         if drawn.tokens.ndim > 1:
-            # Token i of a request was drawn from its row i; SGLang does not read the rows behind the last token.
+            # Token i of a request was drawn from its row i; SGLang does not read the rows after the last token.
             slots = torch.arange(drawn.tokens.shape[1], device=states.device)
             rows = drawn.indptr[: len(batch.reqs), None] + slots
             states = states[rows.view(-1).clamp_max(len(states) - 1)]

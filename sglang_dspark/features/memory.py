@@ -169,7 +169,7 @@ FEATURE = Feature(
             "enable_memory_saver",
             (False,),
             "drop the flag: SGLang gives memory of GPUs away",
-            beside=off_gpu,
+            applies=off_gpu,
         ),
     ),
 )

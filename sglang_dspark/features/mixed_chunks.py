@@ -96,10 +96,10 @@ class BoundedGaps(Part):
         if least_ms is None:
             logger.info("DSPARK: %s: which gaps can be kept is not known without step times", flag)
         elif least_ms <= self._bound_ms:
-            logger.info("DSPARK: %s can be kept: the shortest step beside a prompt takes %.1f ms", flag, least_ms)
+            logger.info("DSPARK: %s can be kept: the shortest step with a prompt takes %.1f ms", flag, least_ms)
         else:
             logger.warning(
-                "DSPARK: %s cannot be kept on this machine: the shortest step beside a prompt, of %d of its tokens and "
+                "DSPARK: %s cannot be kept on this machine: the shortest step with a prompt, of %d of its tokens and "
                 "one running request, takes %.1f ms; chunks are that short, and %.1f is the least bound that is kept",
                 flag,
                 self._least_rows,
@@ -113,7 +113,7 @@ class BoundedGaps(Part):
         return {"gaps": {"max_gap_ms": self._bound_ms, "least_gap_ms": least_ms, "kept_gap_ms": kept_ms}}
 
     def _least_ms(self) -> float | None:
-        """Return the milliseconds of the shortest step beside a prompt; None if step times are not known."""
+        """Return the milliseconds of the shortest step next to a prompt; None if step times are not known."""
         times = self._schedule().times
         return None if times is None else least_gap_ms(times, self._least_rows)
 
@@ -131,7 +131,7 @@ class BoundedGaps(Part):
             self._timed.append((rows, riders is not None and riders.drafted, span, host_ms))
 
     def rows(self, running: int) -> int:
-        """Return how many rows the next step may have beside so many requests, theirs included."""
+        """Return how many rows the next step may have with so many running requests, theirs included."""
         while self._timed:
             rows, drafted, span, host_ms = self._timed[0]
             ms = self._agreement.share(span.ms if self._on_gpu else host_ms)
@@ -139,7 +139,7 @@ class BoundedGaps(Part):
                 break
             self._timed.popleft()
             self._limit.learn(rows, ms, drafted=drafted)
-        return self._limit.beside(running)
+        return self._limit.rows_with(running)
 
 
 @hook(
@@ -183,7 +183,7 @@ def bound_chunk(
 
 
 def _retract_last(scheduler: Scheduler, running_batch: RunningBatch) -> None:
-    """Retract the only request that runs if its next step does not fit beside a prompt that has begun.
+    """Retract the only request that runs if its next step does not fit next to a prompt that has begun.
 
     SGLang never retracts the last one: it would end it with an error, though the prompt's slots come free again.
     """
@@ -202,7 +202,7 @@ def _retract_last(scheduler: Scheduler, running_batch: RunningBatch) -> None:
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill",
     HookType.BEFORE,
     where="any_worker",
-    reason="SGLang counts a step for running requests in the results of decode steps alone",
+    reason="SGLang counts a step for running requests only in the results of decode steps",
 )
 def count_running(
     processor: SchedulerBatchResultProcessor, batch: ScheduleBatch, result: GenerationBatchResult

@@ -31,6 +31,8 @@ from sglang_dspark.engine.scheduler import end_server
 from sglang_dspark.engine.server import DSparkServer
 from sglang_dspark.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 
 def fallback_of_nodes(context: LaunchContext) -> str | None:
     """Refuse nodes of which some could fall back and others not."""
@@ -41,8 +43,6 @@ def fallback_of_nodes(context: LaunchContext) -> str | None:
         "nodes fall back, the server deadlocks; drop the flag"
     )
 
-
-logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 """Time that a node has to end by itself: the ranks of a server that is told to shut down end one after another."""

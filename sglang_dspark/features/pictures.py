@@ -1,4 +1,4 @@
-"""Targets that read pictures: rows of a verification stand behind those of their own request.
+"""Targets that read pictures: rows of a verification stand after those of their own request.
 
 Positions have three coordinates (mRoPE). After the pictures of a prompt all three coordinates of a token are its
 position and a delta, which belongs to the request. Prefill writes it to a table on the device, from which steps read

@@ -17,6 +17,8 @@ from sglang_dspark.engine.feature import Check, Feature, LaunchContext, Stage
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.scheduler import end_server
 
+logger = logging.getLogger(__name__)
+
 
 def nodes_of_replicas(context: LaunchContext) -> str | None:
     """Refuse replicas whose schedulers are on several nodes."""
@@ -28,8 +30,6 @@ def nodes_of_replicas(context: LaunchContext) -> str | None:
         "router in front of them"
     )
 
-
-logger = logging.getLogger(__name__)
 
 GRACE_S = 2.0
 """Time that a server has to end by itself: one that is told to end kills its processes one after another."""

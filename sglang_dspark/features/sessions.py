@@ -34,8 +34,8 @@ def make_turn(
     A turn that replaces all others ends them once it is made: SGLang would change its table of turns while it reads it,
     and before it looks at the turn.
 
-    SGLang would place the pictures of a refused turn behind a prompt that it has dropped, and end. In a streaming
-    session it takes the end of any turn for that of the one that runs, and lets the next turn in beside it.
+    SGLang would place the pictures of a refused turn after a prompt that it has dropped, and end. In a streaming
+    session it takes the end of any turn for that of the one that runs, and lets the next turn run at the same time.
     """
     forget_overshoot(session)
     assert turn.session_params is not None, "SGLang makes turns of requests that name a session"
@@ -57,11 +57,11 @@ def make_turn(
     "sglang.srt.session.session_controller.SessionReqNode.clear",
     HookType.REPLACE,
     where="any_worker",
-    reason="the server ends if one of the turns behind a replaced one has the name of another, or they are a thousand",
+    reason="the server ends if one of the turns after a replaced one has the name of another, or they are a thousand",
     by=Moment.SOME_TIME,
 )
-def end_turns_behind(node: SessionReqNode, nodes: dict[str, SessionReqNode]) -> None:
-    """End a turn and all that came behind it, and take them out of their session, however long it is.
+def end_turns_after(node: SessionReqNode, nodes: dict[str, SessionReqNode]) -> None:
+    """End a turn and all that came after it, and take them out of their session, however long it is.
 
     A request may have the name of an earlier one, which ``nodes`` no longer has.
     """
@@ -75,9 +75,9 @@ def end_turns_behind(node: SessionReqNode, nodes: dict[str, SessionReqNode]) -> 
 
 
 def forget_overshoot(session: Session) -> None:
-    """Drop the tokens behind the end of a session's requests before SGLang makes the next turn out of them.
+    """Drop the tokens after the end of a session's requests before SGLang makes the next turn out of them.
 
-    A step may commit tokens behind the one that ends a request. They are no part of its answer, and SGLang would put
+    A step may commit tokens after the one that ends a request. They are no part of its answer, and SGLang would put
     them into the next prompt.
     """
     for node in session.req_nodes.values():
@@ -90,11 +90,11 @@ def forget_overshoot(session: Session) -> None:
     "sglang.srt.session.session_controller.Session.finish_req",
     HookType.AROUND,
     where="any_worker",
-    reason="SGLang takes a retracted turn for one that has ended, and lets another one run beside it",
+    reason="SGLang takes a retracted turn for one that has ended, and lets another one run at the same time",
     by=Moment.SOME_TIME,
 )
 def finish_if_ended(finish: Callable[[Session, Req], None], session: Session, req: Req) -> None:
-    """Have a streaming session go on behind a turn once the turn has ended, and not if it was only retracted."""
+    """Have a streaming session go on after a turn once the turn has ended, and not if it was only retracted."""
     if req.finished():
         finish(session, req)
 

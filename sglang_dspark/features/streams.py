@@ -21,7 +21,7 @@ from sglang_dspark.engine.sglang_types import Answer, TokenizerManager
 
 # Token ids before a window of text: some tokenizers decode the first token of a text otherwise. SGLang's number.
 _CONTEXT = 5
-_WINDOW = 16  # token ids, behind which a new one is looked for
+_WINDOW = 16  # token ids, after which a new one is looked for
 _LETTER = 4  # bytes of UTF-8 at most
 # Of the meta_info: lists with an entry per token, as are all whose names begin so, counts of tokens, and what only the
 # end of an answer has.
@@ -103,7 +103,7 @@ class StreamCutter:
         """Yield the messages that take the place of `answer`, which is the last of them.
 
         Args:
-            every_token: cut behind every token; otherwise only once, as late in the last message as can be.
+            every_token: cut after every token; otherwise only once, as late in the last message as can be.
         """
         meta_info, text = answer.get("meta_info") or {}, answer.get("text")
         known, shown = len(self._ids), len(self._text)
@@ -126,7 +126,7 @@ class StreamCutter:
     def _cuts(self, known: int, shown: int) -> Iterator[tuple[int, int]]:
         """Yield (tokens, characters of their text) for every new token whose text can be told from what follows.
 
-        Windows of text begin at the last ends. Far behind these no text is made where a letter is cut: a whole text may
+        Windows of text begin at the last ends. Far past these no text is made where a letter is cut: a whole text may
         consist of such ends.
 
         Args:
@@ -181,7 +181,7 @@ class StreamCutter:
             for name in _COUNTS & meta_info.keys():
                 meta_info[name] = min(meta_info[name], end)
             if (states := meta_info.pop("hidden_states", None)) and isinstance(states[0], list):
-                meta_info["hidden_states"] = states[:end]  # of all tokens so far; else that of a later one alone
+                meta_info["hidden_states"] = states[:end]  # of all tokens so far; else only that of a later one
         ids = self._ids[slice(*tokens)]
         return answer | {"text": self._text[slice(*text)], "output_ids": ids, "meta_info": meta_info}
 
@@ -191,7 +191,7 @@ class StreamCutter:
     HookType.REPLACE,
     where="children",
     reason="SGLang shows text twice, or late, if messages after each other end within different letters, as steps may",
-    by=Moment.SOME_TIME,  # called in the detokenizer alone
+    by=Moment.SOME_TIME,  # called only in the detokenizer
 )
 def whole_letters(text: str) -> str:
     """Return the new text of a stream up to the letter within which it ends. A hook.

@@ -29,6 +29,8 @@ from sglang_dspark.engine.part import Part, part_of
 from sglang_dspark.engine.scheduler import StepDriver, answer_with, driver_of
 from sglang_dspark.errors import BusyError, ConfigError, DSparkError
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "draft."
 """Of the names of a drafter's tensors among those of its target."""
 
@@ -81,7 +83,7 @@ class Weights(Part):
         return drafted
 
     def write_drafter(self, named: Named) -> None:
-        """Write tensors of the drafter, beside those of the target that it reads; all ranks call it.
+        """Write tensors of the drafter, next to those of the target that it reads; all ranks call it.
 
         Raises:
             DSparkError: there is no drafter, or one does not fit; nothing was written.
@@ -91,12 +93,12 @@ class Weights(Part):
         self.new_drafter = True
 
     def load_drafter(self, path: str) -> Callable[[], None]:
-        """Load a checkpoint beside the drafter, and return what puts it in its place; all ranks call both.
+        """Load a checkpoint while the drafter serves, and return what puts it in its place; all ranks call both.
 
         Raises:
             DSparkError: there is no drafter, or the checkpoint does not fit.
         """
-        put = self.drafter.load_beside(path)
+        put = self.drafter.load_new(path)
 
         def replace() -> None:
             put()
@@ -120,7 +122,7 @@ class Weights(Part):
         if drafter is None or not drafter.num_drawn:
             raise ConfigError(
                 "this server has no drafter whose weights could be replaced: it was started without one, or SGLang's "
-                "own worker decodes. Send weights of the target alone, or restart it with a drafter"
+                "own worker decodes. Send only weights of the target, or restart it with a drafter"
             )
         return drafter
 
@@ -150,8 +152,6 @@ class _Network(torch.nn.Module):
         super().__init__()
         self.load_weights = load
 
-
-logger = logging.getLogger(__name__)
 
 _WRITES = (
     io_struct.BeginWeightUpdateReqInput,
@@ -232,7 +232,7 @@ def write_weights(original: Callable[[Any], Any], manager: Any, request: Any) ->
     by=Moment.SOME_TIME,
 )
 def select_runners(original: Callable[..., Any], manager: Any, selector: str = "all") -> Any:
-    """Return the runners of the target, whatever else is asked for, or of the drafter if it alone is named.
+    """Return the runners of the target, whatever else is asked for, or of the drafter if only it is named.
 
     What is for both is told apart by its names.
     """
@@ -281,7 +281,7 @@ def _log_failure(error: Exception) -> None:
 
 
 def _agreed(answer: Any, ranks: Any) -> Any:
-    """Return the answer of the first rank that failed; SGLang would answer for rank 0 alone."""
+    """Return the answer of the first rank that failed; SGLang would answer only for rank 0."""
     if torch.distributed.get_world_size(group=ranks) == 1:
         return answer
     answers: list[Any] = [None] * torch.distributed.get_world_size(group=ranks)
@@ -329,7 +329,7 @@ def add_route(app: Any, target_only: str | None) -> None:
 
 
 async def replace_drafter(request: Request) -> Response:
-    """Load another drafter between two steps, beside running requests: ``{"path": "/models/drafter"}``."""
+    """Load another drafter between two steps, while requests run: ``{"path": "/models/drafter"}``."""
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 

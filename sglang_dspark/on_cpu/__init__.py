@@ -27,7 +27,7 @@ VARIABLE = "SGLANG_USE_CPU_ENGINE"
 """Tells SGLang to serve on the CPU; a value that the user has set stays."""
 
 WAITING = "OMP_WAIT_POLICY"
-"""How the threads of one operation wait for each other. If they spin, as OpenMP has it, a step beside a busy program
+"""How the threads of one operation wait for each other. If they spin, as OpenMP has it, a step next to a busy program
 takes four to ten times as long: each thread waits for one whose core the program has."""
 
 REPLACED = {
@@ -95,7 +95,7 @@ def stands_in() -> bool:
 def _is_built_for_cpus() -> bool:
     """Return whether the installed kernel package was compiled for a CPU, from SGLang's sources.
 
-    It then has its operators beside its modules; the one for CUDA has them in a folder for each kind of GPU.
+    It then has its operators next to its modules; the one for CUDA has them in a folder for each kind of GPU.
     """
     spec = PathFinder.find_spec(KERNELS)
     folders = (spec and spec.submodule_search_locations) or ()

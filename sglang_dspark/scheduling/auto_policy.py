@@ -93,30 +93,30 @@ def evaluate_steps(
     )
 
 
-def worth_most_beside(
-    times: StepTimes, survivals: LaggedSurvivals, requests: int, context: float, beside: ExtraRows, worth: float
+def worth_most_with(
+    times: StepTimes, survivals: LaggedSurvivals, requests: int, context: float, extra: ExtraRows, worth: float
 ) -> Candidate:
-    """Return the step that commits the most tokens beyond what its time is worth, beside rows that take some of it.
+    """Return the step that commits the most tokens beyond what its time is worth, when other rows take some of it.
 
     A ratio of tokens to time would charge the drafts for those rows, and buy too many. Where no step keeps the bound,
     the shortest one is taken.
 
     Args:
-        beside: rows of its verification that are none of the requests'.
+        extra: rows of its verification that are none of the requests'.
         worth: tokens per millisecond of the best step without such rows.
     """
-    joined = times.load(requests + beside.requests)
-    first = int(joined.room_for(requests + beside.rows))
-    joined_context = beside.joined_context(requests, context)
-    verify_ms = times.step_ms(requests + beside.requests, joined_context)[0, first:]
+    joined = times.load(requests + extra.requests)
+    first = int(joined.room_for(requests + extra.rows))
+    joined_context = extra.joined_context(requests, context)
+    verify_ms = times.step_ms(requests + extra.requests, joined_context)[0, first:]
     alone_ms = times.step_ms(requests, context)[:, 0]
-    drafts = np.minimum(joined.num_tokens[first:] - beside.rows - requests, requests * times.table.gamma)
+    drafts = np.minimum(joined.num_tokens[first:] - extra.rows - requests, requests * times.table.gamma)
     # [1 + depths, n], the non-speculative step first.
     ms = verify_ms + np.append(0.0, alone_ms[list(survivals.depths)] - alone_ms[0])[:, None]
     gains = survivals.gains(requests)[:, drafts]
     committed = requests + np.concatenate([np.zeros((1, len(drafts))), gains])
     value = committed - worth * ms
-    late_ms = np.maximum(ms * times.common_factor, beside.bound_ms)
+    late_ms = np.maximum(ms * times.common_factor, extra.bound_ms)
     row, column = divmod(int(np.where(late_ms == late_ms.min(), value, -np.inf).argmax()), len(drafts))
     depth = 0 if row == 0 else survivals.depths[row - 1]
     return Candidate(depth, requests + int(drafts[column]), float(ms[row, column]), float(committed[row, column]))
@@ -216,19 +216,19 @@ class AutoPolicy(Policy):
     _trials: int = field(default=0, init=False)  # explorations and probes
     _last: Candidate | None = field(default=None, init=False)
 
-    def choose(self, requests: int, context: float, beside: ExtraRows | None = None) -> StepDecision:
+    def choose(self, requests: int, context: float, extra: ExtraRows | None = None) -> StepDecision:
         steps = self._evaluate(requests, context)
         if self.survivals.num_observed >= MIN_ROUNDS:
             lead = steps.best.tokens_per_ms / steps.plain.tokens_per_ms - 1
             self.parked = lead < (MARGIN if self.parked else 0.0)
         best = self._last = steps.plain if self.parked else steps.best
         decision = _decision(best, requests)
-        if beside is not None:  # such a step's time says nothing about others
+        if extra is not None:  # such a step's time says nothing about others
             self.probing = False
             if self.parked:
                 return decision
             worth = steps.best.tokens_per_ms
-            return _decision(worth_most_beside(self.times, self.survivals, requests, context, beside, worth), requests)
+            return _decision(worth_most_with(self.times, self.survivals, requests, context, extra, worth), requests)
         trial = self._trial(best, requests, context) or decision
         self.probing = trial != decision
         return trial

@@ -209,7 +209,7 @@ class Forecast:
             tensor so that one copy renews it.
         in_one_launch: whether a GPU computes survivals by our kernel, and not as torch does.
         positions: acceptance by position.
-        predicted: survivals as they were predicted, beside the outcomes.
+        predicted: survivals as they were predicted, of the same drafts as the outcomes.
         lagged: survivals of the last rounds, on which budgets are based; None until the schedule has step times.
     """
 
@@ -379,7 +379,7 @@ class Forecast:
     def renew(self) -> None:
         """Replace what was learned, and keep what was before: a forward that was launched may not have read it yet.
 
-        Behind one forward it is renewed twice if statistics are asked for just before a result is read.
+        After one forward it is renewed twice if statistics are asked for just before a result is read.
         """
         self._earlier.append(self.packed_coefficients)
         self.packed_coefficients = self._copy_coefficients()

@@ -332,8 +332,8 @@ CHAIN_WORTHY_RATE = 0.6
 """Share of right candidates from which they are drafted: about that of a drafter's tokens whose predecessors are kept.
 On texts of the bundled pair, 0.5 and 0.6 were alike, and 0.7 brought 2 % less."""
 CHAIN_BOOST = 64.0
-"""Nats: the drafter's own token is hardly ever drawn beside the candidate. Boosts that grow with the rate brought less:
-a drafter is often sure where it is wrong."""
+"""Nats: the drafter's own token is hardly ever drawn next to the candidate. Boosts that grow with the rate brought
+less: a drafter is often sure where it is wrong."""
 _SEEN, _RIGHT = 2.5, np.array([[0.25], [0.25], [2.0]])
 """Candidates, and right ones of each kind of chain, before any was seen: those that compete weigh nothing at the start,
 and those that were asked for are what their request says they are."""
@@ -342,7 +342,7 @@ and those that were asked for are what their request says they are."""
 class ChainWeights:
     """Count how often candidates of chains are the target's tokens, by the tokens that match before them.
 
-    A candidate in place j of a chain of n matched tokens stands behind n + j that match, if those before it in the
+    A candidate in place j of a chain of n matched tokens stands after n + j that match, if those before it in the
     chain were right: so chains of all lengths teach each other. Those of one kind do: in thousands of tokens of earlier
     answers short matches mean less, and without them requests draft as if there were none.
 
@@ -357,7 +357,7 @@ class ChainWeights:
     def observe(self, rows: Ints, right: Ints, seen: Ints) -> None:
         """Add rounds.
 
-        Whether a place is seen depends on the places before it alone, and the token there is drawn by the target's
+        Whether a place is seen depends only on the places before it, and the token there is drawn by the target's
         distribution, whatever was drafted: the sample is fair.
 
         Args:
@@ -377,7 +377,7 @@ class ChainWeights:
         self._counts = self._counts * np.exp(-counts[1] / CHAIN_WINDOW) + counts
 
     def rates(self) -> Floats:
-        """Return [kinds, most + 1] how likely a candidate is right behind so many matched tokens, by kind."""
+        """Return [kinds, most + 1] how likely a candidate is right after so many matched tokens, by kind."""
         right, seen = self._counts
         return (right + _RIGHT) / (seen + _SEEN)
 

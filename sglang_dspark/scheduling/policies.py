@@ -48,11 +48,11 @@ class Policy(ABC):
     parked: bool = False
 
     @abstractmethod
-    def choose(self, requests: int, context: float, beside: ExtraRows | None = None) -> StepDecision:
+    def choose(self, requests: int, context: float, extra: ExtraRows | None = None) -> StepDecision:
         """Decide a step of ``requests`` requests with ``context`` tokens of context each on average.
 
         Args:
-            beside: further rows of its verification, whose time a policy may count.
+            extra: further rows of its verification, whose time a policy may count.
         """
 
     def report(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class FixedPolicy(Policy):
     name: str = "static"
     needs_confidence: bool = False
 
-    def choose(self, requests: int, context: float, beside: ExtraRows | None = None) -> StepDecision:
+    def choose(self, requests: int, context: float, extra: ExtraRows | None = None) -> StepDecision:
         return StepDecision(self.verify_len, FixedLength()) if self.verify_len else PLAIN
 
     def report(self) -> dict[str, Any]:
@@ -81,14 +81,14 @@ class FixedPolicy(Policy):
 
 @dataclass
 class ThresholdPolicy(Policy):
-    """``threshold``: whole blocks are drafted, and verified up to the first draft of low confidence."""
+    """``threshold``: drafts whole blocks, and verifies them up to the first draft of low confidence."""
 
     gamma: int
     threshold: float
     name: str = "threshold"
     needs_confidence: bool = True
 
-    def choose(self, requests: int, context: float, beside: ExtraRows | None = None) -> StepDecision:
+    def choose(self, requests: int, context: float, extra: ExtraRows | None = None) -> StepDecision:
         return StepDecision(self.gamma, Threshold(self.threshold))
 
     def report(self) -> dict[str, Any]:
@@ -97,19 +97,19 @@ class ThresholdPolicy(Policy):
 
 @dataclass
 class EarlyStopPolicy(Policy):
-    """``early-stop``: whole blocks are drafted, and Algorithm 1 of DSpark selects by the drafts' confidences."""
+    """``early-stop``: drafts whole blocks, from which Algorithm 1 of DSpark selects by the drafts' confidences."""
 
     gamma: int
     times: StepTimes
     name: str = "early-stop"
     needs_confidence: bool = True
 
-    def choose(self, requests: int, context: float, beside: ExtraRows | None = None) -> StepDecision:
+    def choose(self, requests: int, context: float, extra: ExtraRows | None = None) -> StepDecision:
         step_ms = self.times.by_drafts(requests, self.gamma, context)
         return StepDecision(self.gamma, EarlyStop(tuple(step_ms.tolist())))
 
 
-# Rows of the shortest chunk beside running requests: fewer take hardly less time, and prompts would take for ever. The
+# Rows of the shortest chunk with running requests: fewer take hardly less time, and prompts would take for ever. The
 # first chunk is as short: nothing is known yet about the time of longer ones.
 LEAST_ROWS = 8
 # What a chunk is cut to, of the bound, and how much longer than the last one it may be. A row of the next chunk costs
@@ -126,7 +126,7 @@ class ChunkLimit:
 
     How long a row takes depends on the machine, the target and the context, so it follows from the steps that have been
     timed. At the rate of the last full chunk, as many rows as a time has room for take that time or less: what a step
-    takes beside its rows is counted as if it grew with them.
+    takes in addition to its rows is counted as if it grew with them.
 
     Args:
         bound_ms: of a step.
@@ -139,8 +139,8 @@ class ChunkLimit:
         self._target_ms = _SHARE * bound_ms
         self.rows = LEAST_ROWS
 
-    def beside(self, running: int) -> int:
-        """Return the rows of a step beside so many requests, each of which has one of them."""
+    def rows_with(self, running: int) -> int:
+        """Return the rows of a step with so many running requests, each of which has one of them."""
         return max(self.rows, running + LEAST_ROWS)
 
     def learn(self, rows: int, ms: float, *, drafted: bool = False) -> None:
@@ -158,7 +158,7 @@ class ChunkLimit:
 
 
 def least_gap_ms(times: StepTimes, rows: int) -> float:
-    """Return the milliseconds of a step that encodes so many rows beside one request, as fast as the machine is now."""
+    """Return the milliseconds of a step that encodes so many rows next to one request, at the machine's speed now."""
     table, step_rows = times.table, rows + 1
     requests = -(-step_rows // (table.gamma + 1))
     return table.step_ms(requests, step_rows, 0, 0.0) * times.common_factor

@@ -156,24 +156,24 @@ class Schedule:
         context: float,
         limits: RequestLimits | None = None,
         weights: Sequence[float] | None = None,
-        beside: ExtraRows | None = None,
+        extra: ExtraRows | None = None,
         *,
         traced: bool = False,
         awaited: bool = False,
     ) -> StepDecision:
-        """Decide the step ahead, and take the time of the one behind, which is in ``last_time`` then.
+        """Decide the step ahead, and take the time of the one before, which is in ``last_time`` then.
 
         Args:
             requests: ids of the requests.
             context: mean context tokens per request.
             limits: what the requests ask for themselves; None if no request asks for anything.
-            weights: what a draft of each request counts beside those of others; None if all count alike.
-            beside: further rows of the step's verification.
+            weights: what a draft of each request counts compared with those of others; None if all count alike.
+            extra: further rows of the step's verification.
             traced: whether a request wants to be told the confidences.
-            awaited: whether the host of a GPU has waited for the step behind; see :meth:`StepClock.start_step`.
+            awaited: whether the host of a GPU has waited for the step before; see :meth:`StepClock.start_step`.
         """
         self._clock.start_step(self.times, awaited=awaited)
-        decision = self.policy.choose(len(requests), context, beside).within(limits).weighted(weights)
+        decision = self.policy.choose(len(requests), context, extra).within(limits).weighted(weights)
         if len(requests) == 1 and not self.policy.can_spend(requests[0], decision, context):
             decision = PLAIN
         self._clock.decided()
@@ -206,7 +206,7 @@ class Schedule:
         self._clock.processed(device_ms, waited_ms)
 
     def invalidate(self) -> None:
-        """Forget the steps behind: something else runs, and the time until the next step is not a step's."""
+        """Forget earlier steps: something else runs, and the time until the next step is not a step's."""
         self._clock.invalidate()
 
     def observe(self, record: StepRecord, running: list[int], accept_lens: list[int]) -> None:

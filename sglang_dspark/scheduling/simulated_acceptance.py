@@ -35,11 +35,11 @@ def acceptance_probabilities(rates: Sequence[float]) -> NDArray[np.float32]:
     return _quantiles(means).astype(np.float32)
 
 
-def kept_rates(law: Rates) -> Rates:
+def kept_rates(quantiles: Rates) -> Rates:
     """Return [gamma] rates of keeping a draft, by slot, when all before it are kept: of whole blocks of a long text."""
-    gamma = len(law)
-    kept = (law + law.mean(axis=1, keepdims=True)).T / 2  # [QUANTILES, gamma], of a stretch's quantile
-    # From position to position: to the next slot if the draft is kept, else, or behind the bonus token, to the first.
+    gamma = len(quantiles)
+    kept = (quantiles + quantiles.mean(axis=1, keepdims=True)).T / 2  # [QUANTILES, gamma], of a stretch's quantile
+    # From position to position: to the next slot if the draft is kept, else, or after the bonus token, to the first.
     chain = np.zeros((QUANTILES, gamma + 1, gamma + 1))
     slots = np.arange(gamma)
     chain[:, slots, slots + 1] = kept
@@ -52,7 +52,7 @@ def kept_rates(law: Rates) -> Rates:
         reached += here[:, :gamma]
         here = np.einsum("qi,qij->qj", here, chain)
     total = reached.sum(axis=0)
-    return np.divide((reached * kept).sum(axis=0), total, out=law.mean(axis=1), where=total > 0)
+    return np.divide((reached * kept).sum(axis=0), total, out=quantiles.mean(axis=1), where=total > 0)
 
 
 def _quantiles(means: Rates) -> Rates:

@@ -21,7 +21,7 @@ from sglang_dspark.step.decision import TimedStep
 
 # Standard deviations of logarithms of measured over predicted time, at first and per update. The machine may be faster
 # or slower than when the table was measured (1.5 means that nothing is known), and a busy neighbour changes that within
-# a few steps. A table that was measured beside another program is wrong about a kind of step by some thirty percent,
+# a few steps. A table that was measured next to another program is wrong about a kind of step by some thirty percent,
 # and stays so: 0.0015 grow to 5 % in 1000 steps, after which the kind is worth another exploration.
 _SPEED, _SPEED_DRIFT = 1.5, 0.02
 _ERROR, _ERROR_DRIFT = 0.3, 0.0015
@@ -143,7 +143,7 @@ class StepTimes:
 
         Args:
             device_ms: time of the device, which is in the table.
-            host_ms: time of the host, between computations or beside them. All steps of as many requests are assumed to
+            host_ms: time of the host, between computations or during them. All steps of as many requests are assumed to
                 take the same. None if it is a part of ``device_ms``, because each row costs the host as well.
 
         Returns:
@@ -228,7 +228,7 @@ class StepTimeFilter:
         elsewhere = step - self._last_step - 1
         self._variances[0] = min(self._variances[0] + elsewhere * self._drift[0], _SPEED**2)
         self._last_step = step
-        # A step shows the speed, and the errors of the two whole numbers of drafts beside its own.
+        # A step shows the speed, and the errors of the two whole numbers of drafts next to its own.
         seen = np.concatenate([[1.0], np.maximum(1 - np.abs(self._grid - drafts), 0.0)])
         shared = self._covariance @ seen
         expected = float(seen @ self._mean)
@@ -282,12 +282,12 @@ class StepClock:
         return len(self._kinds) > 1
 
     def start_step(self, times: StepTimes | None, *, awaited: bool = False) -> None:
-        """Measure the step behind: the next one is about to be chosen.
+        """Measure the last step: the next one is about to be chosen.
 
         Args:
-            awaited: the host has waited for the result of the last step, although it works beside the device usually,
-                and has looked at each row of it. The time between two such choices is all of that step's time. Without
-                overlap it always waits, and this changes nothing.
+            awaited: the host has waited for the result of the last step, although it usually works in parallel with the
+                device, and has looked at each row of it. The time between two such choices is all of that step's time.
+                Without overlap it always waits, and this changes nothing.
         """
         awaited = awaited and self.overlapped
         if awaited != self._awaited:
@@ -333,5 +333,5 @@ class StepClock:
             self._device_ms = (time.perf_counter() - self._staging) * 1e3
 
     def invalidate(self) -> None:
-        """Forget the steps behind: something else runs, and the time until the next step is not a step's."""
+        """Forget earlier steps: something else runs, and the time until the next step is not a step's."""
         self._kinds.extend([None] * len(self._kinds))

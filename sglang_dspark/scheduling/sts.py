@@ -46,7 +46,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 def sigmoid(x: npt.ArrayLike) -> Floats:
-    """Logistic function of any shape, float64; by way of tanh, which does not overflow."""
+    """Return the logistic function of any shape, float64; by way of tanh, which does not overflow."""
     return 0.5 + 0.5 * np.tanh(0.5 * np.asarray(x, dtype=np.float64))
 
 
@@ -90,7 +90,7 @@ class LogisticMap:
     def refined(
         self, start_scale: Floats, logits: Floats, outcomes: Floats, filled: npt.NDArray[Any], steps: int
     ) -> LogisticMap:
-        """The map after some more steps towards the best fit to a window.
+        """Return the map after some more steps towards the best fit to a window.
 
         A step is Newton's with the curvature ``p (1 - p)`` of an outcome replaced by its upper bound ``tanh(|x| / 2) /
         (2 |x|)`` at ``x = scale z + shift`` (Jaakkola and Jordan 2000). The penalised likelihood is concave and grows

@@ -128,7 +128,7 @@ FORCED_RANK = 2 * FORCED
 
 @dataclass
 class ForcedRows(ABC):
-    """Requests of a verification, alone or behind those of a decode step.
+    """Requests of a verification, alone or after those of a decode step.
 
     Attributes:
         step: the requests.
@@ -146,11 +146,11 @@ class ForcedRows(ABC):
 
     @abstractmethod
     def joined(self, step: DecodeBatch) -> DecodeBatch:
-        """Return a step of the requests of ``step``, and of these behind them."""
+        """Return a step of the requests of ``step``, and of these after them."""
 
     @abstractmethod
     def read(self, plan: VerifyPlan, target: TargetOutput, before: int) -> None:
-        """Take what the target says of these rows, behind so many requests of ``plan``, before it is overwritten."""
+        """Take what the target says of these rows, after so many requests of ``plan``, before it is overwritten."""
 
 
 def drafted(tokens: torch.Tensor, ranks: torch.Tensor, num_drafts: int) -> tuple[DraftOutput, StepDecision]:
@@ -181,8 +181,8 @@ class StepRecord:
         confidence: as in :class:`~.state.DraftOutput`.
         traced: [bs, 2 + depth] int64: context length, anchor and drafts; None when no request wants a trace.
         chains: [bs, 2 + m] int64 of :class:`dspark_kernels.Candidates`; None without.
-        num_drawn: drafts of a block that the drafter proposes at most, those behind are copied; None if none ever is.
-        committed: [bs, width] int64 tokens that the step committed, -1 behind them; on the host from the start.
+        num_drawn: drafts of a block that the drafter proposes at most, later ones are copied; None if none ever is.
+        committed: [bs, width] int64 tokens that the step committed, -1 after them; on the host from the start.
         policy, parked: name of the policy that chose, and whether it let speculation rest.
         behind: the step before, as it was measured when this one was chosen; None if it could not be.
     """

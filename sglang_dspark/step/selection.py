@@ -97,7 +97,7 @@ def build_plan(
 
     Args:
         tokens: [bs, depth] int64 the drafts.
-        into: buffers of a tier that has room for them; rows behind the last token are padding. By default the batch has
+        into: buffers of a tier that has room for them; rows after the last token are padding. By default the batch has
             exactly the rows that it needs.
     """
     rows = selected.rows(requests, tokens, into)
@@ -142,7 +142,7 @@ class Selection(ABC):
     weights: tuple[float, ...] | None = None
 
     def weighted(self, weights: tuple[float, ...]) -> Selection:
-        """Return the rule with these weights; the rule itself if it ranks no drafts by survivals alone."""
+        """Return the rule with these weights; the rule itself if it does not rank drafts by survivals."""
         return self
 
     @abstractmethod
@@ -173,7 +173,7 @@ class Selection(ABC):
 
 @dataclass(frozen=True)
 class FixedLength(Selection):
-    """Every request verifies its whole block."""
+    """Verifies the whole block of every request."""
 
     def max_drafts(self, drafts: int) -> int:
         return drafts
@@ -244,7 +244,7 @@ class _LiveRule(Selection):
 
 @dataclass(frozen=True)
 class EarlyStop(_LiveRule):
-    """Algorithm 1 of DSpark: drafts are admitted best first while the expected throughput grows.
+    """Admits drafts by Algorithm 1 of DSpark: best first while the expected throughput grows.
 
     Attributes:
         step_ms: [bs * draft_len + 1] predicted time of a step that verifies so many drafts.
@@ -261,7 +261,7 @@ class EarlyStop(_LiveRule):
 
 @dataclass(frozen=True)
 class Threshold(_LiveRule):
-    """Drafts are verified up to the first one whose raw confidence lies below ``confidence`` (DSpark, 4.4)."""
+    """Verifies drafts up to the first one whose raw confidence lies below ``confidence`` (DSpark, 4.4)."""
 
     confidence: float
 

@@ -38,7 +38,7 @@ class Finding:
 
 
 def one_line(error: BaseException) -> str:
-    """Kind and text of an exception without line breaks."""
+    """Return kind and text of an exception without line breaks."""
     return f"{type(error).__name__}: {error}".replace("\n", " ")
 
 
@@ -135,7 +135,7 @@ def _check_cpu(known: str) -> Finding:
             "note", "device", found, "serve with SGLANG_USE_CPU_ENGINE=1 in the environment and --device cpu"
         )
     if not on_cpu.is_enabled():
-        found = f"{known}, and SGLang's kernel package is built for GPUs alone"
+        found = f"{known}, and SGLang's kernel package is built only for GPUs"
         return Finding("fail", "device", found, "run: sglang-dspark enable-cpu")
     return Finding("note", "device", f"{known}; a module of sglang-dspark stands in for SGLang's kernel package")
 

@@ -84,7 +84,7 @@ class TraceClient:
         size, drafter = int(served["block_size"]), served["drafter"]
         if drafter is not None and size > drafter["block_size"]:
             raise ConfigError(
-                f"--url {self.url}: a block has {size} drafts, and those behind the first {drafter['block_size']} are "
+                f"--url {self.url}: a block has {size} drafts, and those after the first {drafter['block_size']} are "
                 "copied, not the drafter's; start the server without --speculative-dspark-block-size"
             )
         return size

@@ -96,7 +96,7 @@ CUDA_FLAGS = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-prefill-cuda-graph"),
     *CUDA_MEMORY_FLAGS,
 )
-"""Flags for a small model on a part of a GPU, with backends that need no package beside SGLang; add ``--dtype``."""
+"""Flags for a small model on a part of a GPU, with backends that need no package besides SGLang; add ``--dtype``."""
 
 
 PLUGIN = ("--speculative-algorithm", "DSPARK")

@@ -26,6 +26,8 @@ from typing import Any
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import lines_of
 
+logger = logging.getLogger(__name__)
+
 Row = tuple[str, Any]
 """The place of a row, such as ``--prompts file:3``, and what it holds."""
 
@@ -82,8 +84,6 @@ def _decoded(line: str, where: str) -> Row:
             f"{where} is not JSON: {line[:60]!r}; write one object per line, or one array of objects"
         ) from error
 
-
-logger = logging.getLogger(__name__)
 
 Turns = tuple[str, ...]
 """The user's turns of a conversation, at least one."""

@@ -99,7 +99,7 @@ class StepBuffers:
         prepared: the staged step.
         coefficients: of the calibration of confidences.
         weights: of candidates.
-        request_weights: [slots] float32 that drafts rank by, beside their survivals.
+        request_weights: [slots] float32 that drafts rank by, in addition to their survivals.
         drafts: [slots, depth] int64.
         confidence: returns the confidences of so many requests; the next draft overwrites them.
         rows: of the plan.

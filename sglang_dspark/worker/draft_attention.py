@@ -21,7 +21,7 @@ from sglang_dspark.draft.model import DraftCache
 
 
 def block_attend(cache: DraftCache, requests: StepRequests, num_slots: int, config: DraftConfig) -> Attend:
-    """The callback of :meth:`DraftModel.forward_block` for these requests, whose blocks have ``num_slots`` rows."""
+    """Return the callback of :meth:`DraftModel.forward_block` for requests whose blocks have ``num_slots`` rows."""
     heads_per_kv, scale = config.num_attention_heads // config.num_key_value_heads, config.attention_scale
 
     def attention(visibility: Visibility) -> BlockAttention:
@@ -51,7 +51,7 @@ def partial_attention_ref(
     dtype: torch.dtype,
     scale: float,
 ) -> BlockAttention:
-    """The same as :func:`partial_attention` in plain torch. Reads lengths on the host."""
+    """Compute :func:`partial_attention` in plain torch. Reads lengths on the host."""
     near = requests if visibility.reach is None else DraftWindow(visibility.reach, sinks=0).of(requests)
     groups = block_groups(near, num_slots, heads_per_kv=heads_per_kv, dtype=dtype)
     if visibility.slides or visibility.causal:

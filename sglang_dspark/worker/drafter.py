@@ -53,12 +53,12 @@ _HELD, _STEP = 512, 64
 
 
 class Drafter:
-    """A draft network beside its target.
+    """A draft network next to its target.
 
     Attributes:
         model: in the target's dtype.
         heads: what proposes tokens from its hidden states.
-        gamma: drafts of a block; those behind the checkpoint's are candidates.
+        gamma: drafts of a block; those after the checkpoint's are candidates.
         num_drawn: drafts of a block that the network proposes; 0 without a network.
         num_slots: rows of a block in the network: these drafts, and the anchor where that does not predict.
         cache: K/V of the context; made by :meth:`allocate`.
@@ -101,7 +101,7 @@ class Drafter:
         window: DraftWindow | None,
         candidates: CandidateSource | None,
     ) -> Self:
-        """Load a checkpoint, or random weights of its shape, beside the target of ``model_runner``.
+        """Load a checkpoint, or random weights of its shape, next to the target of ``model_runner``.
 
         Raises:
             ConfigError: blocks are to be longer than the drafter's, and nothing finds candidates.
@@ -111,7 +111,7 @@ class Drafter:
         if candidates is None and gamma > config.gamma and options.max_verify(gamma):
             raise ConfigError(
                 f"{flag_name('block_size')}={gamma} exceeds the {config.gamma} drafts of a block of the draft "
-                f"checkpoint, and nothing finds candidates for what is behind it; pass {config.gamma} or less"
+                f"checkpoint, and nothing finds candidates for what is after it; pass {config.gamma} or less"
             )
         log_remarks(path, resolved.reading)
         target = Target(model_runner, config)
@@ -161,7 +161,7 @@ class Drafter:
         self.model.follow_target(embedding, lm_head)
         self.heads.follow()
 
-    def _head_behind_list(self) -> torch.Tensor | None:
+    def _whole_lm_head(self) -> torch.Tensor | None:
         """Return the target's whole LM head if the network reads rows of it that a list names; all ranks call it."""
         if self.model.token_ids is None or self.model.lm_head is not None:
             return None
@@ -179,12 +179,12 @@ class Drafter:
             CheckpointError: one does not fit; nothing was written.
         """
         self._check_writable()
-        head = self._head_behind_list()
+        head = self._whole_lm_head()
         rules, path = self._checkpoint.reading.rules, self._checkpoint.path
         self._write(fitted(self.model, rules, dict(named), path, head=head), head)
 
-    def load_beside(self, path: str) -> Callable[[], None]:
-        """Load another checkpoint beside the weights that serve, and return what puts it in their place.
+    def load_new(self, path: str) -> Callable[[], None]:
+        """Load another checkpoint next to the weights that serve, and return what puts it in their place.
 
         All ranks call it.
 
@@ -192,7 +192,7 @@ class Drafter:
             CheckpointError: it cannot be read, or is not of the serving drafter's form.
         """
         self._check_writable()
-        head = self._head_behind_list()  # before one rank alone may fail
+        head = self._whole_lm_head()  # before only one rank may fail
         folder = Path(path).expanduser()
         other = self._checkpoint.with_its_list(ResolvedDrafter.read(folder))
         check_alike(self._checkpoint, other)
@@ -264,7 +264,7 @@ class Drafter:
         # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
         drawn = self.config.drawn(depth)
         hidden = hidden[:, first : first + drawn].reshape(bs * drawn, -1)
-        # One more than slots: the token behind a block shows how good candidates are, too.
+        # One more than slots: the token after a block shows how good candidates are, too.
         candidates = None
         if self.candidates is not None:
             candidates = Candidates(self.candidates.find(step, self.cache.tokens, depth + 1), weights)
@@ -427,7 +427,7 @@ class NoDrafter:
         return self.candidates is not None and self.candidates.names_drafts(req)
 
     def commit(self, plan: VerifyPlan, accepted: AcceptResult, captured: torch.Tensor) -> None:
-        """Keep the tokens alone: the target's K/V is all there is."""
+        """Keep only the tokens: the target's K/V is all there is."""
         self._tokens[plan.slots] = plan.input_ids
 
     def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:

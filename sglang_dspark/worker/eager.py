@@ -123,7 +123,7 @@ class EagerExecutor:
         return replace(block, confidence_logits=logits)
 
     def use_external_draft(self, draft: DraftOutput) -> DraftOutput:
-        """Return a draft that was made elsewhere, in memory that the stages behind it read."""
+        """Return a draft that was made elsewhere, in memory that the stages after it read."""
         return draft
 
     def plan(self, step: DecodeBatch, draft: DraftOutput, decision: StepDecision) -> VerifyPlan:
@@ -164,7 +164,7 @@ class ExtraRowsExecutor(EagerExecutor):
     Args:
         own: what would run the step alone; it drafts.
         select: returns what verifies.
-        given: the rows behind those of the step.
+        given: the rows after those of the step.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class ExtraRowsExecutor(EagerExecutor):
 
 
 def _as_padding(plan: VerifyPlan, requests: int) -> VerifyPlan:
-    """Return the plan of its first requests, to which all rows behind theirs are padding."""
+    """Return the plan of its first requests, to which all rows after theirs are padding."""
     behind = torch.arange(len(plan.requests), device=plan.requests.device) >= plan.indptr[requests]
     return replace(
         plan,

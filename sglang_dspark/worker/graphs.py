@@ -139,7 +139,7 @@ class CapturedSteps:
             eager.commit(plan, accepted, target)
             if relay is not None:
                 relay.write(step.req_pool_indices, accepted)
-            # No part of the forward is read behind the commit, and what a graph returns keeps its memory.
+            # No part of the forward is read after the commit, and what a graph returns keeps its memory.
             target.logits_output.next_token_logits = target.logits_output.last_hidden_states = None
             nothing = target._replace(captured=self._logits.new_empty(0), advance=None)
             return StepOutcome(draft, plan, nothing, accepted)
@@ -250,7 +250,7 @@ class GraphExecutor(EagerExecutor):
         return replace(self._captured.drafts[slots, sampled].output.first(requests), tokens=self._drafts[:requests])
 
     def _first_requests(self, requests: int) -> VerifyPlan:
-        """Return the rows of the tier, of the first requests alone."""
+        """Return the rows of the tier, only of the first requests."""
         plan = self._plan
         return replace(plan, verify_lens=plan.verify_lens[:requests], indptr=plan.indptr[: requests + 1])
 

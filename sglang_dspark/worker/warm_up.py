@@ -47,7 +47,7 @@ from sglang_dspark.worker.graphs import ExecutorSelector
 logger = logging.getLogger(__name__)
 
 _CONTEXT = 16  # tokens per request; no kernel is compiled for a length
-_MAX_REQUESTS = 256  # of whole steps: more differ in their plans alone
+_MAX_REQUESTS = 256  # of whole steps: more differ only in their plans
 _MAX_SAMPLED_DRAFTS = 512  # the scores of so many, in float32, are 0.3 GB with 152k tokens
 
 # Temperature, top-k, top-p, min-p and seed, as SGLang's requests have them.
@@ -124,7 +124,7 @@ def on_stream_of_steps(runner: Any, *, overlap: bool) -> Iterator[None]:
 def hold_largest_step(
     executor: EagerExecutor, target_worker: Any, max_verify: int, parts: Sequence[LogitsPart] = ()
 ) -> None:
-    """Have torch's allocator hold what the largest step takes beside CUDA graphs, so that no request finds it gone.
+    """Have torch's allocator hold what the largest step takes outside of CUDA graphs, so that no request finds it gone.
 
     All requests that may run are sampled and have drafts of their own, and none fits into a graph.
 

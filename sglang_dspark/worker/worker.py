@@ -167,11 +167,11 @@ class DSparkWorker(SpecWorkerBase):
         return [weight.data_ptr() for weight in self.target_worker.model_runner.model.parameters()]
 
     @torch.no_grad()
-    def decode(self, batch: Any, publish: Publish, beside: ForcedRows | None = None) -> DSparkBatchResult:
+    def decode(self, batch: Any, publish: Publish, extra: ForcedRows | None = None) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit.
 
         Args:
-            beside: rows behind those of the verification; None if there are none.
+            extra: rows after those of the verification; None if there are none.
         """
         options = self.request_options.read(batch.reqs)
         if self.request_options.changed:  # slots of a request that has left may be others' from now on
@@ -179,15 +179,15 @@ class DSparkWorker(SpecWorkerBase):
         adjusting = [found for part in self.logits_parts if (found := part.step_comes(batch)) is not None]
         step = self.read(batch, adjusted=bool(adjusting))
         size = None
-        if beside is not None:
-            rows = len(beside.step) + beside.num_drafts
-            size = ExtraRows(len(beside.step), rows, beside.context, self.options.max_gap_ms or inf)
+        if extra is not None:
+            rows = len(extra.step) + extra.num_drafts
+            size = ExtraRows(len(extra.step), rows, extra.context, self.options.max_gap_ms or inf)
         room = batch.spec_info.room
         decision = self.control.choose(batch, options if room is None else options.within(room), size)
         span = self.timer.begin()
         executor = self.executors.select(step, decision)
-        if beside is not None:
-            executor = ExtraRowsExecutor(executor, self.executors.select, beside)
+        if extra is not None:
+            executor = ExtraRowsExecutor(executor, self.executors.select, extra)
         outcome = executor.run(step, decision, adjusting, publish)
         self.schedule.end_step(decision, len(step), len(outcome.plan.input_ids))
         tokens = outcome.accepted.out_tokens
@@ -203,7 +203,7 @@ class DSparkWorker(SpecWorkerBase):
         return result
 
     def verify(self, given: ForcedRows) -> bool:
-        """Run the target over given rows alone; return whether by a graph."""
+        """Run the target over given rows only; return whether by a graph."""
         draft, decision = drafted(given.tokens, given.ranks, given.num_drafts)
         executor = self.executors.select(given.step, decision)
         executor.stage(given.step, decision)

@@ -74,7 +74,7 @@ def test_a_distance_is_noticed_nine_times_of_ten():
     assert p_value(alike, one_for_many, 0) < ALPHA
 
 
-def test_laws_behind_every_prefix():
+def test_distributions_after_every_prefix():
     model, prompt, answers = tiny_model(), [1, 2, 3], [[4, 5, 6], [7, 8, 9]]
     with torch.no_grad():
         apart = [

@@ -68,7 +68,7 @@ def test_a_step_is_summed_by_kernel(tmp_path):
     assert summary["kernels"]["Memcpy DtoH (Device -> Pinned)"]["us"] == 3
     assert summary["gpu_us"] == GPU_US
     assert summary["own_share"] == pytest.approx(OWN_US / GPU_US)
-    assert summary["span_us"] == GPU_US + 16  # 1 us behind each activity
+    assert summary["span_us"] == GPU_US + 16  # 1 us after each activity
     assert summary["busy_share"] == pytest.approx(GPU_US / (GPU_US + 16))
 
 
@@ -84,7 +84,7 @@ def test_what_lies_outside_of_complete_steps_or_is_rare_does_not_count(tmp_path)
 
 
 def of_another_engine():
-    """A tape whose steps no kernel of ours begins, behind the end of one and around a prefill."""
+    """A tape whose steps no kernel of ours begins, after the end of one and around a prefill."""
     tape = recorded()
     for event in tape.events:
         event["name"] = {"_prepare_kernel": "assign_locations"}.get(event["name"], event["name"])

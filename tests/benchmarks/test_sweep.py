@@ -225,7 +225,7 @@ def test_a_server_settles_on_answers_that_are_not_recorded(sweep):
 
 @pytest.mark.slow
 def test_servers_of_equal_rates_take_equal_steps_or_the_sweep_ends(sweep):
-    """Whole blocks alone: other lengths, and other rates, take others."""
+    """Only whole blocks: other lengths, and other rates, take others."""
     rates = "SGLANG_DSPARK_SIMULATE_ACCEPTANCE=0.9,0.8,0.7"
     whole = ("--config", f"a=static:3 {rates}", "--config", f"b=builtin {rates}", "--device", "cuda")
     others = ("--config", f"c=static:2 {rates}", "--config", f"d=auto {rates}", "--config", f"e=static:3 {rates},0.6")

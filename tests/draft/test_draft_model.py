@@ -52,7 +52,7 @@ CASES = SWITCHES | {
     "sliding layers are causal unless told otherwise": SLIDING,
     "reduced vocabulary, rnn": {"draft_vocab_size": 6, "markov_head_type": "rnn"},
     "sinks in one layer, window from the slot": SLIDING | {"sink_layers": [False, True]},
-    "sinks beside YaRN's factor": rope(rope_type="yarn", factor=8.0, attention_factor=1.7)
+    "sinks with YaRN's factor": rope(rope_type="yarn", factor=8.0, attention_factor=1.7)
     | {"sink_layers": [True, False]},
     "softcap, reduced vocabulary": {"final_logit_softcapping": 0.7, "draft_vocab_size": 6},
     "value scale, biases, sinks": {"attention_value_scale": 2.5, "attention_bias": True, "sink_layers": [True, True]},

@@ -152,7 +152,7 @@ def windows_at_the_top(content):
     return content | {key: layers.pop(key) for key in keys} | {"max_window_layers": 2}
 
 
-def test_windows_of_speculators_may_stand_beside_the_layers():
+def test_windows_of_speculators_may_stand_next_to_the_layers():
     content, _ = content_of(exports.speculators, **WINDOW, causal_layers=[False, True])
     expected = read_content(content, origin="")
     assert expected.config.causal_layers == (False, True) and expected.config.sliding_window == 4
@@ -203,7 +203,7 @@ def test_other_networks_are_refused_by_name(change, message):
         read_content(config_json(**change), origin="config.json")
 
 
-def test_an_embedding_of_the_mask_beside_the_tensors_is_not_passed_over(write):
+def test_an_embedding_of_the_mask_next_to_the_tensors_is_not_passed_over(write):
     folder = write(*content_of(exports.dflash, **DFLASH))
     (folder / "mask_embedding.pt").touch()
     with pytest.raises(CheckpointError, match=r"mask_embedding.pt"):
@@ -218,7 +218,7 @@ def test_tensors_tell_networks_apart_that_config_json_does_not(write):
             check_draft_model(folder)
 
 
-def test_a_layer_that_fc_reads_beside_the_listed_ones_is_seen(write):
+def test_a_layer_that_fc_reads_besides_the_listed_ones_is_seen(write):
     content, tensors = content_of(exports.speculators)
     tensors["fc.weight"] = torch.zeros(24, 4 * 24)
     with pytest.raises(CheckpointError, match=r"4 layers .*aux_hidden_state_layer_ids names 3"):

@@ -211,7 +211,7 @@ def said(reading, *, doubtful):
 
 
 def assert_left_over(name, sentence, *changes):
-    """The keys change nothing but for one sentence."""
+    """The keys change nothing except one sentence."""
     plain, changed = UNCHANGED[name], reading_of(name, *changes)
     assert (changed.config, changed.rules, changed.unread_keys) == (plain.config, plain.rules, ())
     assert any(sentence in remark.sentence for remark in changed.remarks), changed.remarks
@@ -295,7 +295,7 @@ def test_a_stretch_without_a_type_is_doubtful(name):
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
-def test_an_original_length_beside_the_layers_counts_where_rope_reads_it():
+def test_an_original_length_next_to_the_layers_counts_where_rope_reads_it():
     beside = {"rope_type": "yarn", "factor": 4.0}
     reading = reading_of(
         "SpecForge", lambda c: rope(c).update(beside), lambda c: c.update(original_max_position_embeddings=128)
@@ -340,7 +340,7 @@ def test_a_tied_embedding_says_nothing_where_both_are_the_targets():
     shapes = {name: list(tensor.shape) for name, tensor in bare.items()}
     tied = FORMATS["DeepSpec"][0] | {"tie_word_embeddings": True}
     assert read_content(tied, origin="config.json", shapes=shapes).unread_keys == ()
-    with pytest.raises(CheckpointError, match=r"tie_word_embeddings=True beside an own embed_tokens.weight"):
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings=True next to an own embed_tokens.weight"):
         read_content(tied, origin="config.json", shapes=shapes | {"embed_tokens.weight": [19, 24]})
 
 

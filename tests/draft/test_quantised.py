@@ -56,7 +56,7 @@ def test_a_gguf_file_is_the_drafter_that_was_converted(plain, tmp_path, kind):
 
 def test_a_folder_with_one_gguf_file_is_that_file(plain, tmp_path):
     expected = gguf_drafter(plain, tmp_path / "draft.gguf")
-    (tmp_path / "config.json").write_text("{}")  # as repositories have it beside
+    (tmp_path / "config.json").write_text("{}")  # as repositories have one next to the weights
     assert_loads_to(tmp_path, expected)
     gguf_drafter(plain, tmp_path / "other.gguf")
     with pytest.raises(CheckpointError, match=r"several GGUF files, draft.gguf, other.gguf; give the path of one"):
@@ -178,7 +178,7 @@ def of_weights(**keys):
 
 UNFIT = {
     "no scale": ("fp8 by blocks", without("weight_scale_inv"), rf"missing {UP}.weight_scale or weight_scale_inv"),
-    "scale alone": ("fp8", without("weight"), rf"missing {UP}.weight\."),
+    "only a scale": ("fp8", without("weight"), rf"missing {UP}.weight\."),
     "other blocks": (
         "fp8 by blocks",
         configured(weight_block_size=[16, 16]),
@@ -216,7 +216,7 @@ UNFIT = {
         r"quant_method='modelopt' with quant_algo=W4A16_AWQ is not read",
     ),
     "scaled inputs": ("fp8", replaced("pre_quant_scale", lambda _: torch.ones(32)), rf"{UP}.pre_quant_scale scales"),
-    "weights beside scales": (
+    "weights next to scales": (
         "int-quantized",
         replaced("weight", torch.Tensor.float),
         rf"{UP}.weight has scales, and is not quantised itself",

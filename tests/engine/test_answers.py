@@ -104,7 +104,7 @@ def end_aborted(of_step, result):
         req.finished_reason, req.to_finish = req.finished_reason or req.to_finish, None
 
 
-def test_requests_that_ran_beside_prompts_are_known_to_end():
+def test_requests_that_ran_with_prompts_are_known_to_end():
     running = batch(made("aborted"), model_config=SimpleNamespace(is_encoder_decoder=False), batch_is_full=True)
     result = RidingResult(running=(batch(*running.reqs), "result"))
     scheduler = SimpleNamespace(
@@ -323,7 +323,7 @@ def test_a_grammar_without_a_say_masks_nothing(tokenizer, grammars):
 
 
 def test_thinking_is_not_masked(tokenizer, grammars):
-    """Before the end of its thoughts a reasoning model may write anything; the grammar begins behind them."""
+    """Before the end of its thoughts a reasoning model may write anything; the grammar begins after them."""
     drafts = [*tokenizer("zz").input_ids, THINK_END, *tokenizer("ax").input_ids]
     _, masks = grammar_masks([request(grammar=after(grammars["reasoner"], []))], [[9, *drafts]], VOCAB)
     assert (masks[:3] == -1).all()

@@ -111,7 +111,7 @@ def test_drafts_are_told_apart_by_the_chain_that_they_follow(row, kind):
     ids=["text", "cache", "preset"],
 )
 def test_places_that_were_copied_are_not_the_drafters(row, drawn):
-    """A block of 7 drafts has candidates behind it, and what a preset copies in its place."""
+    """A block of 7 drafts has candidates after it, and what a preset copies in its place."""
     chains = torch.tensor([[row, followed, *[7] * 16] for followed in (2, 3, 9)])
     rounds = StepRecord(["a", "b", "c"], PLAIN, [15, 3, 0], torch.tensor([15, 3, 0]), None, None, chains, 7)
     assert rounds.from_drafter == drawn
@@ -150,7 +150,7 @@ def test_greedy_batches_share_their_sampling_rows():
     assert (mixed.any_greedy, mixed.any_seeded, mixed.all_greedy) == (True, True, False)
 
 
-def test_the_first_token_of_a_step_stands_behind_the_anchor():
+def test_the_first_token_of_a_step_follows_the_anchor():
     """A seeded draw depends on its position: the prefill has drawn the anchor with that of the anchor."""
     prompt_len, rows = 5, SamplingBatch.from_lists([1.0], [-1], [1.0], [0.0], [7])
     lens = torch.tensor([prompt_len], dtype=torch.int32)

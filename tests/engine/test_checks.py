@@ -47,7 +47,7 @@ REFUSED = {
     "application of tokenizer workers": [
         ({"tokenizer_worker_num": 2, "admin_api_key": "k"}, "--admin-api-key .*-worker-num=2.*; drop"),
     ],
-    "drafter beside draft-free": [
+    "drafter with draft-free": [
         ({"speculative_draft_model_path": "x", "draft_free": True}, "-model-path=x .*-draft-free .*; drop"),
     ],
     "window of the drafter": [
@@ -98,7 +98,7 @@ REFUSED = {
     "dtype of K/V": [
         (
             {"kv_cache_dtype": "bfloat16", "target": {"dtype": torch.float16}},
-            "=bfloat16 beside .*float16: .*; pass auto, or",
+            "=bfloat16 with .*float16: .*; pass auto, or",
         ),
     ],
     "attention of prompts": [
@@ -243,7 +243,7 @@ def test_a_failure_of_our_own_is_no_message(refuse):
 
 @cache
 def models():
-    """Classes of SGLang's models by name: their parents and their text. Some import on a GPU alone."""
+    """Classes of SGLang's models by name: their parents and their text. Some import only on a GPU."""
     found = {}
     for file in Path(find_spec("sglang.srt.models").submodule_search_locations[0]).glob("*.py"):
         for text in re.split(r"^(?=class )", file.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:

@@ -99,7 +99,7 @@ def test_our_schedule_on_sglangs_worker_has_to_be_named(flags):
     ],
     ids=["target", "pair", "drafter", "no other worker shall"],
 )
-def test_the_target_decodes_alone(flags, reason):
+def test_the_target_decodes_without_drafts(flags, reason):
     found = decided(*PAIR, *FALLBACK, *flags)
     assert isinstance(found, TargetOnly)
     assert reason in found.reason

@@ -131,7 +131,7 @@ def width():
 def test_every_slot_has_one_owner_and_none_is_lost(data):
     """Whatever steps accept and whichever requests end, in pools with room for strides, in tight ones and in pages.
 
-    Prompts end anywhere in a page; positions of a page lie one behind the other in its slots.
+    Prompts end anywhere in a page; positions of a page lie one after the other in its slots.
     """
     page, requests = data.draw(st.sampled_from([1, 8, 16, 64, 128])), data.draw(st.integers(1, 5))
     server = Server(requests, 4096 if page > 1 else data.draw(st.sampled_from([5 * (16 + 100), 4000])), page)

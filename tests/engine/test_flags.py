@@ -115,7 +115,7 @@ def test_defaults_are_served(given):
 def test_other_values_are_adjusted_or_refused_by_name(rule):
     value = "megamoe" if rule.name == "moe_runner_backend" else "something"
     tried = [start(**given | {rule.name: value}) for given in STARTS]
-    context = next(context for context in tried if rule.beside(context))
+    context = next(context for context in tried if rule.applies(context))
     assert rule in broken_rules(context, adjusts=rule.adjusts)
     assert rule not in broken_rules(context, adjusts=not rule.adjusts)
     flag = f"--{rule.name.replace('_', '-')}={value}"
@@ -130,7 +130,7 @@ def test_other_values_are_adjusted_or_refused_by_name(rule):
 
 
 @pytest.mark.parametrize("prefix", OTHER_PREFIXES)
-def test_what_other_algorithms_alone_read_exists(prefix):
+def test_what_only_other_algorithms_read_exists(prefix):
     assert any(name.startswith(prefix) for name in NAMES["flags"])
 
 

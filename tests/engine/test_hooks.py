@@ -40,7 +40,7 @@ def test_names_and_targets_are_told_apart():
     assert {hook.where for hook in HOOKS} == set(get_args(Where))
 
 
-def test_several_hooks_on_one_target_stand_before_or_behind_it():
+def test_several_hooks_on_one_target_stand_before_or_after_it():
     """SGLang warns of several that stand around one, and of several that replace it the last one counts."""
     placed = Counter((hook.target, hook.where) for hook in HOOKS)
     several = [hook for hook in HOOKS if placed[hook.target, hook.where] > 1]
@@ -186,7 +186,7 @@ def test_hooks_that_were_called_pass():
 
 
 @pytest.mark.usefixtures("nothing_expected")
-def test_a_forked_process_waits_for_its_own_hooks_alone():
+def test_a_forked_process_waits_only_for_its_own_hooks():
     expect_called("of the parent", "sglang.dead", Moment.READY, lambda: None)
     child = os.fork()
     if child == 0:

@@ -73,7 +73,7 @@ def test_counts_follow_the_request_through_changing_batches(adjuster):
     assert torch.equal(step(adjuster, *shuffled), expected)
 
 
-def test_a_running_request_keeps_the_counts_of_the_device_beside_a_prompt(adjuster):
+def test_a_running_request_keeps_the_counts_of_the_device_next_to_a_prompt(adjuster):
     """Under overlap its last tokens are not on the host yet."""
     running, prompt = asking(frequency_penalty=1.0), asking([7], frequency_penalty=2.0)
     prefill(adjuster, running)

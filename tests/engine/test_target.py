@@ -129,7 +129,7 @@ def test_a_head_that_is_quantised_is_not_read(head):
 
 
 def test_each_layer_is_decided_by_itself():
-    """A quantised embedding beside a head that is not, and one that is both."""
+    """A quantised embedding next to a head that is not, and one that is both."""
     codes = UNREADABLE["codes"]
     drafter, shared = share(codes, PLAIN, own=True)
     assert shared == () and drafter.embed_weight is drafter.embed_tokens.weight
@@ -139,7 +139,7 @@ def test_each_layer_is_decided_by_itself():
 
 
 def test_the_drafter_reads_layers_below_their_adapters():
-    """Whose forms are known of them alone; an adapter's embedding is laid out for the rows of a forward."""
+    """Whose forms are known only of them; an adapter's embedding is laid out for the rows of a forward."""
 
     def adapted(below):
         return layer(weight=below.weight, base_layer=below)

@@ -57,7 +57,7 @@ def buffers():
 
 @pytest.mark.parametrize(("buffered", "cap"), [(True, None), (False, None), (False, 30.0)])
 def test_without_a_buffer_logits_keep_their_dtype(buffered, cap):
-    """But for those that are capped. Padding of the vocabulary is cut off, and other forwards get float32 as before."""
+    """Except those that are capped. Padding of the vocabulary is cut off, and other forwards get float32 as before."""
     logits = torch.randn(ROWS, 6).bfloat16()
     processor = partly(LogitsProcessor, vocab_size=5, final_logit_softcapping=cap)
 
@@ -98,7 +98,7 @@ def test_every_replay_translates_its_slots():
 
 
 def test_the_number_of_real_rows_is_known_on_the_device():
-    """A replay reads it again: routing of experts, for one, leaves out the rows behind it."""
+    """A replay reads it again: routing of experts, for one, leaves out the rows after it."""
     seen = []
 
     def forward(input_ids, positions, batch):

@@ -91,22 +91,22 @@ def cases():
             {"block_size": GAMMA + 1},
         )
         for policy in ("auto", "static"):
-            # One draft is drawn, and up to two behind it are copied.
+            # One draft is drawn, and up to two after it are copied.
             options = POLICIES[policy] | {"block_size": 3}
-            yield f"candidates {kind}, behind the block, {policy}", options, 3, {"bounds": [bounds]}, ONE_DRAFT
-    RARE.update(("candidates compete, behind the block, static", "candidates copy, behind the block, auto"))
+            yield f"candidates {kind}, after the block, {policy}", options, 3, {"bounds": [bounds]}, ONE_DRAFT
+    RARE.update(("candidates compete, after the block, static", "candidates copy, after the block, auto"))
     RARE.add("candidates compete, longer blocks")
     both = {"requests": 2, "bounds": [COMPETING, COPYING]}
     # One draft of two is verified, and its chain speaks for it.
     yield "two requests with candidates", {}, 1, both | {"choose": half_of}, None
     # The request whose chain is alive there has its tail verified.
-    yield "two requests, behind their blocks", {"block_size": 2}, 1, both | {"choose": half_of_all}, ONE_DRAFT
+    yield "two requests, after their blocks", {"block_size": 2}, 1, both | {"choose": half_of_all}, ONE_DRAFT
     for rows in (CACHED_ROWS, ASKED_ROWS):
         # It goes on where the text ends with 0, or with 2 and 1; what it was asked for is copied in any case.
         parts = [-1, 0, 2, -1, 2, 1, 1, -1], [9, 1, 9, 9, 1, 2, 9, 9], [rows] * 8, [0] * 8
         second = SecondTexts(*torch.tensor(parts))
         yield f"a second text, {rows}", STATIC, 2, {"bounds": [COMPETING], "second": second}, None
-    RARE.update((f"a second text, {CACHED_ROWS}", "two rounds, early-stop", "two requests, behind their blocks"))
+    RARE.update((f"a second text, {CACHED_ROWS}", "two rounds, early-stop", "two requests, after their blocks"))
     for length in (1, 2):
         # One candidate or two, or none.
         yield f"no drafter, {length}", {"draft_free": True}, 2, {"bounds": [(2, 3, length, COPYING[3])]}, None

@@ -224,7 +224,7 @@ def test_a_variable_that_asks_for_another_verification_is_refused(settled, monke
             settled(why)
 
 
-def test_the_hooks_are_those_of_this_worker_alone(settled):
+def test_the_hooks_are_only_those_of_this_worker(settled):
     args, used = ServerArgs(model_path="none"), []
     for decided in (DSparkServer(DSparkConfig(), None, dummy_draft=False), TargetOnly("no drafter"), settled(None)):
         attach(args, decided)
@@ -323,7 +323,7 @@ PROMPTS = [[5, 6, 7], [70000, 1], [5, 6]]
 
 
 def worker(**found):
-    """A worker that is served, but for what is found."""
+    """A worker that is served, except what is found."""
     found = {"load_format": "dummy", "mode": "static", "epilogue": None} | found
     pool = SimpleNamespace(req_to_token=torch.zeros(9, 30, dtype=torch.int32))
     return SimpleNamespace(

@@ -205,7 +205,7 @@ def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
     [("", ""), ("r", "ed shoes-"), ("re", "d shoes-"), ("blue sho", "es-"), ("red shoes-", ""), ("red shoes-x", "")],
 )
 def test_forced_tokens_follow_the_last_one(backends, committed, forced):
-    """The last token of a forced text may go on behind it, so it is no candidate."""
+    """The last token of a forced text may go on after it, so it is no candidate."""
     tokenizer, grammar = backends.tokenizer, backends.xgrammar.dispatch_regex(FORCED)
     ids = tokenizer(f"x{committed}").input_ids
     req = request(ids, grammar=after(grammar, ids[1:]))
@@ -260,7 +260,7 @@ def test_forced_texts_end_before_the_letter_that_forks(backends, regex, before, 
 
 
 def test_nothing_is_forced_within_a_letter(backends):
-    """A token of one byte may end within a letter; what is forced behind it does not begin with one."""
+    """A token of one byte may end within a letter; what is forced after it does not begin with one."""
     tokenizer, grammar = backends.tokenizer, backends.xgrammar.dispatch_regex("да!")
     req = forced_by(tokenizer, grammar, "")
     grammar = after(grammar, tokenizer("д").input_ids[:1])
@@ -296,7 +296,7 @@ def test_forced_tokens_end_before_one_that_the_target_does_not_have(backends):
 
 
 def forced_by(tokenizer: Any, grammar: Any, text: str) -> Any:
-    """A request whose text so far this is, behind another token."""
+    """A request whose text so far this is, after another token."""
     ids = tokenizer(text).input_ids
     return request([9, *ids], grammar=after(grammar, ids))
 

@@ -24,8 +24,7 @@ from sglang_dspark.features.reports.counters import (
     requests_of,
 )
 from sglang_dspark.features.reports.counters import fit_of as judged
-from sglang_dspark.scheduling.online_calibration import FIT_MOST as MOST_DRAFTS
-from sglang_dspark.scheduling.online_calibration import FitVerdict, PredictedSurvival
+from sglang_dspark.scheduling.online_calibration import FIT_MOST, FitVerdict, PredictedSurvival
 from sglang_dspark.step.decision import StepDecision, StepRecord, TimedStep
 from sglang_dspark.step.selection import FixedLength
 from sglang_dspark.step.state import Confidence
@@ -226,7 +225,7 @@ def test_the_promise_is_that_of_the_raw_head_on_the_same_drafts():
 
 def test_the_verdict_on_the_first_drafts_stays():
     drafts = FirstDrafts()
-    for _ in range(MOST_DRAFTS // 64):
+    for _ in range(FIT_MOST // 64):
         drafts.count(version_record([1] * 64), list(range(64)), [1] * 64)
     fit = fit_of(drafts.counts)
     drafts.count(version_record([1] * 64), list(range(64)), [0] * 64)

@@ -62,7 +62,7 @@ def test_there_is_room_for_the_rows_of_the_largest_step(step, capturer):
 
 
 def test_rows_that_were_accepted_are_what_is_read(step, capturer):
-    """A slot of a rejected draft is the next step's; and a graph's rows behind the requests' have slot 0."""
+    """A slot of a rejected draft is the next step's; and a graph's rows after the requests' have slot 0."""
     steps = [step([4, 5, 6, 7], [1, 2, 3, 4]), step([6, 7, 0, 0], [8, 9, 7, 7])]
     for output in steps:
         output.finalize()

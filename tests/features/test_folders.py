@@ -52,7 +52,7 @@ def without(names: list[str], folder: Path) -> Path:
 
 
 def run(tree: Path, *words: str) -> str:
-    """Return what Python prints that finds the package in ``tree`` alone."""
+    """Return what Python prints that finds the package only in ``tree``."""
     paths = os.pathsep.join(str(tree / name) for name in ("", "kernels", "training"))
     env = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "2"}
     env = {name: value for name, value in env.items() if not name.startswith("PYTEST_")}

@@ -18,7 +18,7 @@ STEP = (None, [0, 2, 3, 6], torch.tensor([[7, 8, -1], [9, -1, -1], [7, 8, 9]]))
     [
         (PROMPTS, True, [0, 1, 2, 3, 4, 5]),
         (PROMPTS, False, [1, 4, 5]),
-        # Three rows for each request; those behind its tokens mean nothing, the last request has as many as there are.
+        # Three rows for each request; those after its tokens mean nothing, the last request has as many as there are.
         (STEP, True, [0, 1, None, 2, None, None, 3, 4, 5]),
         (STEP, False, [0, 1, None, 2, None, None, 3, 4, 5]),
     ],

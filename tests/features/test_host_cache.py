@@ -32,7 +32,7 @@ def test_a_prompt_waits_for_what_comes_back():
 
 
 def test_prefixes_that_may_have_come_back_are_remembered():
-    """Their slots held other texts before. That of a request which gets a token beside them is known.
+    """Their slots held other texts before. That of a request which gets a token with them is known.
 
     Its last tokens are not on the host yet.
     """
@@ -94,7 +94,7 @@ def test_a_cache_of_another_size_is_no_pool_of_these_slots(cache):
 
 
 @pytest.mark.parametrize("switched_on", [True, False])
-def test_sglang_plans_to_move_it_beside_the_target(cache, switched_on):
+def test_sglang_plans_to_move_it_with_the_target(cache, switched_on):
     face = SpecWorkerAdapter(worker(spec_algorithm=SpeculativeAlgorithm.NONE))
     with get_context().override_server_args(enable_hierarchical_cache=switched_on):
         face.init_hicache_draft_plan()
@@ -107,7 +107,7 @@ def test_sglang_plans_to_move_it_beside_the_target(cache, switched_on):
 
 
 def beside_target(pool, host_slots):
-    """SGLang's own host memory for ``pool``, beside that of a target with so many slots there."""
+    """SGLang's own host memory for ``pool``, next to that of a target with so many slots there."""
     target = SimpleNamespace(logical_size=host_slots)
     controller = SimpleNamespace(mem_pool_host=target, page_size=PAGE, transfer_layer_id_max=LAYERS)
     [spec], [entry] = hybrid_pool_assembler.build_hicache_draft_sidecars(

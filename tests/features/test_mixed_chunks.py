@@ -37,15 +37,15 @@ def steps(limit, ms_of, number):
 
 
 @pytest.mark.parametrize(
-    ("law", "fitting"),
+    ("step_ms", "fitting"),
     [
         (lambda rows: 8 + 0.1 * rows, 320),
         (lambda rows: 0.5 * rows, 80),
         (lambda rows: 1 + 0.01 * rows + 1e-5 * rows**2, 1537),
     ],
 )
-def test_chunks_grow_until_the_bound_is_reached_and_keep_it(law, fitting):
-    found = steps(ChunkLimit(BOUND_MS), law, 24)
+def test_chunks_grow_until_the_bound_is_reached_and_keep_it(step_ms, fitting):
+    found = steps(ChunkLimit(BOUND_MS), step_ms, 24)
     assert max(ms for _, ms in found) <= BOUND_MS
     assert found[-1][0] >= 0.95 * fitting
 
@@ -83,7 +83,7 @@ def test_short_prompts_say_nothing_and_hiccups_are_forgotten():
     assert steps(limit, lambda rows: 8 + 0.1 * rows, 24)[-1][0] >= 0.95 * settled
 
 
-def test_beside_drafts_chunks_grow_and_do_not_shrink():
+def test_next_to_drafts_chunks_grow_and_do_not_shrink():
     """Drafts that take too long say nothing about rows; and where prompts never come alone, they do not stay short."""
     limit = ChunkLimit(BOUND_MS)
     limit.rows = 64
@@ -224,7 +224,7 @@ def test_nobody_knows_which_gap_is_kept_without_step_times():
 
 
 class Others:
-    """Requests beside prompts that are not in their batch."""
+    """Requests in the step of prompts that are not in their batch."""
 
     def __init__(self, number, drafted):
         self.number, self.drafted = number, drafted
@@ -247,7 +247,7 @@ def test_chunks_that_share_steps_with_drafts_grow_however_many_requests_run(runn
     assert part.rows(running) > 1000
 
 
-def test_chunks_beside_requests_that_draft_nothing_shrink():
+def test_chunks_next_to_requests_that_draft_nothing_shrink():
     """The machine has become slower. Of drafts, the schedule would leave some out."""
     part, riders = gaps(800, bound_ms=1e-9), Others(2, True)
     part.waited_for = True
@@ -269,7 +269,7 @@ def test_chunks_beside_requests_that_draft_nothing_shrink():
         ({"max_gap_ms": 50.0, "enable_mixed_chunk": True, "chunked_prefill_size": -1}, True),
     ],
 )
-def test_a_bound_needs_chunks_beside_running_requests(given, refused):
+def test_a_bound_needs_chunks_next_to_running_requests(given, refused):
     said = found_by("bound on gaps", launch_context(**given))
     assert (said is not None) == refused
     assert not refused or "--enable-mixed-chunk" in said
@@ -346,7 +346,7 @@ def test_the_anchor_of_a_request_that_ends_is_committed(processor):
 
 
 @pytest.mark.parametrize("running", [None, []])
-def test_prompts_alone_are_no_step(looking, processor, running):
+def test_only_prompts_are_no_step(looking, processor, running):
     count_running(processor, batch(request(), decoding_reqs=running), None)
     assert looking.seen == []
 

@@ -114,7 +114,7 @@ def test_the_end_of_a_machine_ends_the_others(tmp_path, victim, log, named, monk
         ranks[victim].kill()
         ranks[log].join(120)
         assert ranks[log].exitcode == 3
-        assert ranks[1].is_alive()  # beside rank 0 SGLang's own front end watches
+        assert ranks[1].is_alive()  # next to rank 0 SGLang's own front end watches
     told = (tmp_path / f"{log}.log").read_text()
     assert f"DSPARK: {named} (" in told and f"its rank {victim} has closed the connection" in told
 

@@ -1,4 +1,4 @@
-"""Rows of a verification stand behind the pictures of their own request."""
+"""Rows of a verification stand after the pictures of their own request."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def positions_with_slots(slots):
 
 
 def prefill(positions, deltas):
-    """Encode prompts by request slot; those of text alone have no delta."""
+    """Encode prompts by request slot; those of text only have no delta."""
     inputs = [
         None if delta is None else partly(MultimodalInputs, mrope_position_delta=torch.tensor([[delta]]))
         for delta in deltas.values()

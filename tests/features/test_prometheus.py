@@ -133,7 +133,7 @@ def test_metrics_outlive_a_full_disk(exporter, monkeypatch, caplog):
 
 @pytest.mark.parametrize(("row", "shown"), [(CACHED_ROWS, [4, None, None]), (0, [4, 8, 9]), (ASKED_ROWS, [4, 8, 9])])
 def test_a_trace_shows_no_draft_of_an_earlier_answer(row, shown):
-    """The last two of three stand behind the drafter's block, and are the chain's, which the block has not followed."""
+    """The last two of three stand after the drafter's block, and are the chain's, which the block has not followed."""
     record = StepRecord(
         requests=["r"],
         decision=StepDecision(3, FixedLength()),

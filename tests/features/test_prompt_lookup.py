@@ -238,7 +238,7 @@ def test_seeded_text_is_the_same_whatever_competes_with_the_drafter(temperature)
     assert texts[0] == texts[1]
 
 
-def test_a_text_that_repeats_itself_is_copied_behind_the_drafters_block():
+def test_a_text_that_repeats_itself_is_copied_after_the_drafters_block():
     loop = StageLoop(block_size=15, schedule="static", lookup=True)
     loop.bounds = [(*USUAL[:3], ASKED_ROWS)]
     for _ in range(2):
@@ -248,7 +248,7 @@ def test_a_text_that_repeats_itself_is_copied_behind_the_drafters_block():
 
 @pytest.mark.parametrize("options", [{"schedule": "static"}, {"draft_free": True}], ids=["drafter", "draft-free"])
 def test_ids_of_pictures_are_never_copied(options):
-    """They are past every vocabulary, and the text behind them goes on with them where it repeats itself."""
+    """They are past every vocabulary, and the text after them goes on with them where it repeats itself."""
     loop, prompt = StageLoop(**options, lookup=True), [7, 8, 9, 999, 999, 10, 7, 8, 9]
     loop.bounds = [(1, *USUAL[1:3], ASKED_ROWS)]
     loop.serve([prompt[:1]], 1)
@@ -256,7 +256,7 @@ def test_ids_of_pictures_are_never_copied(options):
     loop.drafter.remember(torch.tensor(prompt), slots[: len(prompt)])
     loop.texts = [prompt]
     block = loop.drafter.propose(loop.batch(2), 4, False, loop.schedule.forecast.weights)
-    assert block.tokens.max() < 256 and block.chains[0, 1] == 0, "nothing is copied behind the end of a passage"
+    assert block.tokens.max() < 256 and block.chains[0, 1] == 0, "nothing is copied after the end of a passage"
 
 
 def test_rules_are_those_of_the_requests_that_are_drafted():
@@ -396,7 +396,7 @@ def test_the_usage_of_a_stream_has_the_counts():
 def test_each_token_knows_what_was_owed_to_the_prediction_up_to_there():
     """Two output tokens were there before the prompt was encoded again; the second step has nothing predicted.
 
-    The last token comes beside another prompt, and is on the host later than that prompt is launched.
+    The last token comes with another prompt, and is on the host later than that prompt is launched.
     """
     reqs = [settled(None), settled({"prediction": PREDICTION}, LetterTokenizer())]
     for req in reqs:

@@ -34,7 +34,7 @@ def worker_of(eager: EagerExecutor, requests: int = 8, columns: int = 60) -> Sim
     return SimpleNamespace(model_runner=made, device=CPU, executors=ExecutorSelector(eager))
 
 
-def prompts_beside(worker: SimpleNamespace, width: int, first_id: int = 1000) -> PromptRows:
+def rows_of_prompts(worker: SimpleNamespace, width: int, first_id: int = 1000) -> PromptRows:
     blocks = Blocks.of(LENGTHS, CONTEXTS, width)
     batch = SimpleNamespace(
         input_ids=first_id + torch.arange(ROWS), req_pool_indices=torch.tensor([5, 6, 7]), reqs=[request()] * 3
@@ -87,7 +87,7 @@ def test_prompts_decide_about_no_draft(requests, depth):
             draft = DraftOutput.nothing(requests, CPU)
         alone = eager.plan(step, draft, decision)
         worker = worker_of(eager)
-        executor = ExtraRowsExecutor(eager, worker.executors.select, prompts_beside(worker, 5))
+        executor = ExtraRowsExecutor(eager, worker.executors.select, rows_of_prompts(worker, 5))
         plan = executor.plan(step, draft, decision)
         own = len(alone.input_ids)
         assert plan.verify_lens.tolist() == alone.verify_lens.tolist() and plan.indptr.tolist() == alone.indptr.tolist()
@@ -107,12 +107,12 @@ def test_prompts_decide_about_no_draft(requests, depth):
     [({}, {}), ({}, {"requests": 2, "choose": half_of}), ({}, {"requests": 2, "choose": one_of_two})],
     ids=["auto", "half_of", "one_of_two"],
 )
-def test_texts_beside_prompts_have_the_targets_distribution(monkeypatch, options, how):
+def test_texts_next_to_prompts_have_the_targets_distribution(monkeypatch, options, how):
     """Prompts of other tokens in each run; what the target says of their rows is another number each time."""
 
     def run(loop, step, decision, hooks):
         worker = worker_of(loop.eager, columns=300)
-        rows = prompts_beside(worker, GAMMA + 1, first_id=sum(map(len, loop.texts)))
+        rows = rows_of_prompts(worker, GAMMA + 1, first_id=sum(map(len, loop.texts)))
         batch = SimpleNamespace(reqs=[request()] * len(step), seq_lens_cpu=step.prefix_lens)
         outcome = ExtraRowsExecutor(loop.eager, worker.executors.select, rows).run(
             replace(step, batch=batch), decision, hooks

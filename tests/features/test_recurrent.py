@@ -42,7 +42,7 @@ def found(**given):
 
 
 def test_snapshots_follow_each_other_no_faster_than_steps_under_overlap():
-    assert re.search("--mamba-track-interval=15 beside .*; pass 16 or more", found(mamba_track_interval=15))
+    assert re.search("--mamba-track-interval=15 with .*; pass 16 or more", found(mamba_track_interval=15))
     assert found(mamba_track_interval=16) is None
     assert found(mamba_track_interval=1, mamba_radix_cache_strategy="no_buffer") is None
     assert found(mamba_track_interval=1, target={}) is None
@@ -60,7 +60,7 @@ def test_snapshots_follow_each_other_no_faster_than_steps_under_overlap():
     ],
     ids=str,
 )
-def test_flags_that_change_speed_alone(given, becomes):
+def test_flags_that_change_only_speed(given, becomes):
     def adjusted(**more):
         context = launch_context(**{"prefill": None, "decode": None} | CHOSEN | given | more)
         return {one.name: one.value for one in flag_adjustments(context)}
@@ -318,7 +318,7 @@ def found_tracked(steps, request, before, now, after):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_states_and_windows_after_rejected_drafts(dtype):
-    """Bit for bit: every row is computed alone, so that it does not matter what was verified beside it."""
+    """Bit for bit: every row is computed alone, so that it does not matter what was verified next to it."""
     assert not check(Steps(dtype), dtype)
 
 

@@ -12,7 +12,7 @@ from sglang.srt.session.streaming_session import SessionSlot, StreamingSession
 
 from sglang_dspark.features.sessions import (
     encode_last_token_again,
-    end_turns_behind,
+    end_turns_after,
     finish_if_ended,
     forget_overshoot,
     make_turn,
@@ -31,8 +31,8 @@ def turn(session, output, finished_len=None):
     return req
 
 
-def test_a_session_goes_on_behind_what_was_sent():
-    """The tokens that a step committed behind the end are no part of the next prompt."""
+def test_a_session_goes_on_after_what_was_sent():
+    """The tokens that a step committed after the end are no part of the next prompt."""
     session = Session(1000)
     ended, running = turn(session, [1, 7, 2, 3], finished_len=2), turn(session, [4, 5])
     session.req_nodes = {"ended": SessionReqNode(ended), "running": SessionReqNode(running)}
@@ -51,7 +51,7 @@ def test_turns_are_replaced_however_many_there_are(rid):
     running = [node.req for node in session.req_nodes.values() if not node.req.finished()]
     make_turn(lambda *_: turn(session, []), session, Mock(session_params=SessionParams(rid=rid, replace=True)))
     if rid is not None:
-        end_turns_behind(session.req_nodes[rid], session.req_nodes)
+        end_turns_after(session.req_nodes[rid], session.req_nodes)
     assert session.req_nodes == {} and running
     assert all(isinstance(req.to_finish, FINISH_ABORT) for req in running)
 
@@ -74,7 +74,7 @@ def test_the_last_token_of_a_turn_is_encoded_with_the_next_one(output, committed
     ("streaming", "refused", "stays"), [(True, True, False), (True, False, True), (False, True, True)]
 )
 def test_a_refused_turn_is_none_of_its_session(streaming, refused, stays):
-    """Its end would let another turn in beside the one that runs, and its pictures have no place in its prompt."""
+    """Its end would let another turn in while one runs, and its pictures have no place in its prompt."""
     session = Session(1000, "s", streaming=streaming)
     req, asked = turn(session, []), Mock(mm_inputs="pictures", session_params=SessionParams(replace=True))
     session.req_nodes = before = {"ended": SessionReqNode(turn(session, [1], finished_len=1))}

@@ -26,10 +26,10 @@ from sglang_dspark.features.short_prompts import (
     RidingResult,
     RunningBeside,
     ShortPrompts,
-    beside,
     decode_with_prefill,
     keep_apart,
     process_running,
+    running_with,
 )
 from sglang_dspark.scheduling.policies import verified_sooner
 from sglang_dspark.step.decision import PLAIN, StepRecord, drafted
@@ -146,15 +146,15 @@ def test_prompts_that_graphs_have_room_for(given, asked, verified):
         ({"asked": 3}, [4], 1, False),
     ],
 )
-def test_prompts_that_graphs_have_room_for_beside_whole_blocks(given, asked, running, rides):
+def test_prompts_that_graphs_have_room_for_next_to_whole_blocks(given, asked, running, rides):
     found = part(**given)
     for changes in ({}, {"has_grammar": True}, {"multimodal_inputs": [SimpleNamespace()]}):
         decoding = batch(*[request()] * running, **({"has_grammar": False, "multimodal_inputs": None} | changes))
-        blocks = found.blocks_beside(prompts(*asked), decoding)
+        blocks = found.blocks_with(prompts(*asked), decoding)
         assert (blocks is not None) == (rides and not changes)
 
 
-def test_running_requests_beside_prompts_are_no_prompts():
+def test_running_requests_next_to_prompts_are_no_prompts():
     found = part(asked=1)
     found.encode(prompts(5, 1, 1, running=2))
     assert found.counted()[0].values == {VERIFIED: 0, PREFILLED: 1, BESIDE: 0}
@@ -188,7 +188,7 @@ def test_plain_graphs_have_a_row_for_each_request():
 
 
 def test_a_verification_of_prompts():
-    """Of a prompt behind a prefix, and a request that has ended beside it: only SGLang's batch knows its row."""
+    """Of a prompt after a prefix, and a request that has ended in its step: only SGLang's batch knows its row."""
     given = []
 
     def verify(rows):
@@ -217,7 +217,7 @@ def test_a_verification_of_prompts():
     assert encoded.input_ids is ids and encoded.positions.tolist() == list(range(10))
 
 
-def test_the_time_of_a_step_beside_prompts_is_none_of_a_step():
+def test_the_time_of_a_step_with_prompts_is_none_of_a_step():
     found, forgotten = part(), []
     vars(found._worker).update(decode=print)
     vars(found._worker.schedule).update(invalidate=lambda: forgotten.append(True))
@@ -225,12 +225,12 @@ def test_the_time_of_a_step_beside_prompts_is_none_of_a_step():
     def decode(prompts, step):
         output = LogitsProcessorOutput(next_token_logits=torch.zeros(3, 9))
         plan = SimpleNamespace(indptr=torch.tensor([0]), positions=torch.arange(3))
-        step.keywords["beside"].read(plan, TargetOutput(output, torch.zeros(3, 1)), 0)
+        step.keywords["extra"].read(plan, TargetOutput(output, torch.zeros(3, 1)), 0)
         return GenerationBatchResult()
 
     asked = prompts(3, input_ids=torch.arange(3), req_pool_indices=torch.tensor([1]))
     running = batch(request(), has_grammar=False, multimodal_inputs=None)
-    vars(asked)[DECODED_WITH_PREFILL] = partly(RunningBeside, blocks=found.blocks_beside(asked, running), decode=decode)
+    vars(asked)[DECODED_WITH_PREFILL] = partly(RunningBeside, blocks=found.blocks_with(asked, running), decode=decode)
     assert found.encode(asked) is not None and forgotten == [True]
     assert found.counted()[0].values == {VERIFIED: 0, PREFILLED: 0, BESIDE: 1}
 
@@ -243,7 +243,7 @@ def met(blocks, *, found=True):
     """A batch of prompts and a running one that SGLang is about to mix, and whether it has."""
     pool, mixed = Pool(), []
     if found:
-        setattr(pool, PART, SimpleNamespace(blocks_beside=lambda prompts, running: blocks))
+        setattr(pool, PART, SimpleNamespace(blocks_with=lambda prompts, running: blocks))
     prompts = batch(request(rid="p"), req_to_token_pool=pool)
     running = batch(request(rid="a"), request(rid="b"), batch_is_full=False)
     decode_with_prefill(lambda *given: mixed.append(given), prompts, running)
@@ -254,26 +254,26 @@ def met(blocks, *, found=True):
 @pytest.mark.parametrize(("blocks", "found"), [(None, True), (object(), False)])
 def test_others_are_mixed(blocks, found):
     prompts, running, mixed = met(blocks, found=found)
-    assert mixed == [(prompts, running)] and beside(prompts) is None
+    assert mixed == [(prompts, running)] and running_with(prompts) is None
     plan = NextBatchPlan(batch_to_run=prompts, running_batch=(empty := batch()))
     keep_apart(plan, object(), running)
     assert plan.running_batch is empty and prompts.decoding_reqs is running.reqs
 
 
-def test_requests_beside_prompts_stay_the_running_ones():
+def test_requests_next_to_prompts_stay_the_running_ones():
     prompts, running, mixed = met(blocks := object())
     assert mixed == []
     scheduler, plan = object(), NextBatchPlan(batch_to_run=prompts, running_batch=batch(batch_is_full=True))
     keep_apart(plan, scheduler, running)
     assert plan.batch_to_run is prompts and plan.running_batch is running and running.batch_is_full
     assert prompts.decoding_reqs is None
-    found = beside(prompts)
+    found = running_with(prompts)
     assert (found.scheduler, found.batch, found.blocks) == (scheduler, running, blocks)
     keep_apart(NextBatchPlan(batch_to_run=None, running_batch=running), scheduler, running)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_the_step_beside_prompts_is_run_as_sglang_runs_one(monkeypatch, overlap):
+def test_the_step_with_prompts_is_run_as_sglang_runs_one(monkeypatch, overlap):
     """It begins with what the one before has left, leaves the same to the next one, and is timed as the prompts are."""
     done, rows, before, behind = [], torch.tensor([3, 1]), torch.tensor([7, 9]), torch.tensor([9, 12])
     running = batch(request(), request(), req_pool_indices=rows, seq_lens=before, seq_lens_cpu=before)
@@ -313,7 +313,7 @@ def test_the_step_beside_prompts_is_run_as_sglang_runs_one(monkeypatch, overlap)
         assert running.seq_lens is behind and running.seq_lens_cpu.tolist() == [9, 12]
 
 
-def test_the_step_beside_prompts_is_processed_too_and_counted():
+def test_the_step_with_prompts_is_processed_too_and_counted():
     pool, processed = Pool(), []
     part = partly(ShortPrompts, _prompts={}, _drafts={"verified": 0, "accepted": 0})
     setattr(pool, PART, part)

@@ -71,7 +71,7 @@ def test_each_token_of_one_step_has_a_message_and_what_belongs_to_it(tokenizer, 
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_without_a_parser_the_last_token_alone_is_apart(tokenizer, incremental):
+def test_without_a_parser_only_the_last_token_is_apart(tokenizer, incremental):
     ids = tokenizer("abcdefgh", add_special_tokens=False)["input_ids"]
     found = cut(tokenizer, messages(tokenizer, ids, [1, 4, 8], incremental), incremental, every_token=False)
     assert found == list(messages(tokenizer, ids, [1, 4, 7, 8], incremental))
@@ -172,7 +172,7 @@ def test_a_run_of_half_letters_is_read_as_often_as_other_text(run, step):
     assert [message["text"][-2:] for message in found[-2:]] == ["\ufffdx", "xz"]
 
 
-def test_the_hidden_state_of_the_last_token_is_in_its_message_alone(tokenizer):
+def test_the_hidden_state_of_the_last_token_is_only_in_its_message(tokenizer):
     ids = tokenizer("abc", add_special_tokens=False)["input_ids"]
     given = list(messages(tokenizer, ids, [1, 3], False))
     for number, message in enumerate(given):
@@ -222,7 +222,7 @@ def pieces(decode, manager, prompt, ids, ends, reason):
 
 
 def streams(kind, number, most, seed=0):
-    """Random answers, and where their messages end, in steps of up to so many tokens, behind five of a prompt.
+    """Random answers, and where their messages end, in steps of up to so many tokens, after five of a prompt.
 
     Some end within a letter, or at a stop string of ideographs; with bytes for what a tokenizer does not know, a letter
     that is never complete changes what is before it, with and without speculation.

@@ -45,7 +45,7 @@ class Rank:
             num_drawn=7,
             follow_target=lambda: None,
             write=self.drafted.extend,
-            load_beside=lambda path: partial(self.drafted.append, path),
+            load_new=lambda path: partial(self.drafted.append, path),
         )
         decoder = SimpleNamespace(
             drafter=drafter,
@@ -138,6 +138,6 @@ def test_a_drafter_that_does_not_fit_leaves_the_temperatures(monkeypatch):
     def refuse(path):
         raise CheckpointError("of another form")
 
-    rank.weights.drafter.load_beside = refuse
+    rank.weights.drafter.load_new = refuse
     assert not rank.write(NEW_DRAFTER).success
     assert rank.followed == [False] and rank.drafted == []

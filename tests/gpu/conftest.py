@@ -16,7 +16,7 @@ def served(changed: str, folder: Path) -> LaunchedServer:
     """Serve in bfloat16: SGLang's kernels for CUDA have no float32 form. Letters are tokens, as grammars need.
 
     Args:
-        changed: folder beside this file whose ``sitecustomize`` changes the server.
+        changed: folder next to this file whose ``sitecustomize`` changes the server.
     """
     letters = ("--tokenizer-path", str(save_byte_tokenizer(folder)))
     env = {"HF_HUB_OFFLINE": "1", **sitecustomized(HERE / changed)}

@@ -43,7 +43,7 @@ def server(request) -> Iterator[LaunchedServer]:
 
 
 def test_a_prefix_from_host_memory_keeps_its_drafts(server):
-    """A draft row that was not copied, or is read before it has come, costs nearly all drafts behind it."""
+    """A draft row that was not copied, or is read before it has come, costs nearly all drafts after it."""
     prompt = (CASES[1]["prompt_ids"] * 20)[:320]
     noise = random.Random(3)
     with policy(server, "static"):

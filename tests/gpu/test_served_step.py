@@ -145,5 +145,5 @@ def test_texts_of_lone_requests_do_not_change(server, delayed, name, parameters)
 
 
 def test_drafts_of_requests_that_come_and_go_are_accepted(delayed):
-    """Their texts depend on the requests beside them, by the rounding of 16 bits."""
+    """Their texts depend on the requests next to them, by the rounding of 16 bits."""
     assert relative_acceptance(delayed) > 0.5

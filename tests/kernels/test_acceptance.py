@@ -52,7 +52,7 @@ def test_copied_tokens_are_one_hot_proposals(device, reduced):
     # A copied token needs no column.
     case.drafts[:, 1] = torch.where(case.copied[:, 1], 22, case.drafts[:, 1])
     assert_same(case.accept(), reference(case))
-    # Tokens behind those that were drawn are copied ones.
+    # Tokens after those that were drawn are copied ones.
     case.copied[:, 2:] = True
     part = DraftDistribution(
         case.distribution.scores[:, :2].contiguous(), case.distribution.log_norms[:, :2], case.distribution.columns
@@ -200,7 +200,7 @@ KINDS = {
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_verification_follows_the_rule_of_each_request(device, kind, shape, dtype):
-    """Rows behind the last one are no number."""
+    """Rows after the last one are no number."""
     (bs, gamma, vocab_size), rules = shape, KINDS[kind]
     how = {"dtype": dtype, "reduced": vocab_size == 23, "slots": 2 if kind == "all" else 0}
     case = rules_case(device, [rules[r % len(rules)] for r in range(bs)], gamma, vocab_size, **how)

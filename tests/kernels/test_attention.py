@@ -184,7 +184,7 @@ def test_sinks_count_once_whatever_the_context_is_split_into(splits, device):
 
 @pytest.mark.parametrize("splits", [3, 32])
 def test_requests_use_splits_by_their_own_contexts(splits, device, monkeypatch):
-    """Beside long contexts a short one gets the rows of a launch without splits and of equal programs, to the bit."""
+    """Next to long contexts a short one gets the rows of a launch without splits and of equal programs, to the bit."""
     monkeypatch.setattr(module, "is_crowded", lambda *batch: False)
     prefix_lens, query_lens = (700, 5, 256, 0, 2049, 257), (3, 2, 1, 4, 1, 0)
     case = window_case(prefix_lens, query_lens, (4, 2, 16), device)
@@ -270,7 +270,7 @@ def test_groups_of_heads_are_shared_out(heads, kv_heads, max_tile, device, monke
     pairwise(list(WINDOWS), [1, 2], [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]),
 )
 def test_a_window_that_is_stored_is_read_from_the_pool(window, splits, dtype, device):
-    """K/V is stored in the pool's dtype, behind the contexts, as later steps will find it."""
+    """K/V is stored in the pool's dtype, after the contexts, as later steps will find it."""
     prefix_lens, query_lens, shape = WINDOWS[window]
     q, _, _, windows = window_case(prefix_lens, query_lens, shape, device)
     table = torch.nn.functional.pad(windows.req_to_token, (0, windows.width))
@@ -368,7 +368,7 @@ def test_only_committed_rows_are_written(index_dtype, device):
 
 
 def test_what_is_computed_is_narrowed_where_the_host_may_read(device):
-    """On a CPU to the kept rows; with kernels not at all, for their number is known on the device alone."""
+    """On a CPU to the kept rows; with kernels not at all, for their number is known only on the device."""
     columns, requests = torch.tensor([0, 1, 0, 1], device=device), torch.tensor([0, 0, 1, 1], device=device)
     rows = CommitRows(columns, requests, torch.tensor([0, 1], device=device))
     assert rows.narrowed() == (slice(None), rows)

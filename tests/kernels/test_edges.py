@@ -329,6 +329,6 @@ def test_neither_depth_nor_seed_compiles_the_walk_of_a_selector(launched, device
 
 @pytest.mark.parametrize("v", [12288, 12292, 12296])
 def test_no_depth_compiles_the_verdict_anew(v, launched, device):
-    """But for the widths of windows, which are rounded up to powers of two."""
+    """Except the widths of windows, which are rounded up to powers of two."""
     counts = distinct(launched, judge, *({"device": device, "v": v, "depth": depth} for depth in (4, 5, 6, 7)))
     assert counts["judge_kernel"] == counts["mass_kernel"] == 1

@@ -48,7 +48,7 @@ def one_draft(target, draft, tokens, copied=None):
 
 
 def test_a_copied_draft_is_kept_with_the_targets_probability():
-    """Beside drafts of the drafter, whose distribution holds another value at the copied token."""
+    """Next to drafts of the drafter, whose distribution holds another value at the copied token."""
     num = 20_000
     target, draft = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.9, 0.05, 0.05])
     copied = torch.arange(num) % 2 == 0

@@ -39,7 +39,7 @@ def made(device, content):
 
 @pytest.mark.parametrize("content", [{"num_hidden_layers": 3, "layer_types": ...}, {"attention_bias": True}, GEMMA])
 def test_a_drafter_in_eight_bits_drafts_as_the_rounded_one(device, content):
-    """Without kernels its weights are rounded where they are, but for those that it shares with the target."""
+    """Without kernels its weights are rounded where they are, except those that it shares with the target."""
     model, rounded = made(device, content), made("cpu", content)
     shared = rounded.lm_head_weight.clone()
     with patch.object(dispatch, "_anywhere", []):

@@ -83,7 +83,7 @@ def assert_same(plan, expected):
 
 
 def check_top(survival, budget, requests, num_tokens, num_real):
-    """Both forms against the selection of the scheduler, and with the order of the real requests alone."""
+    """Both forms against the selection of the scheduler, and with the order of the real requests only."""
     bs, depth = survival.shape
     drafts = drafts_of(bs, depth, survival.device)
     fitting = min(int(budget), num_tokens - num_real)
@@ -111,7 +111,7 @@ def padded_slots(rows, spare):
 @pytest.mark.parametrize(("bs", "depth"), [(1, 1), (3, 5), (17, 5), (130, 16)])
 @pytest.mark.parametrize("spare", [0, 1, 300])
 def test_a_staged_plan_does_what_its_numbers_say(bs, depth, spare, device):
-    """Lengths by rank, by rank behind one request, or equal for all, as the scheduler selects, and as is launched.
+    """Lengths by rank, by rank after one request, or equal for all, as the scheduler selects, and as is launched.
 
     A draft ranks by its survival times the weight of its request, to the bit.
     """

@@ -7,7 +7,7 @@ from dspark_kernels import QUANTILES, SPAN, SimulatedDraws, mask_tokens, simulat
 
 from sglang_dspark.scheduling.simulated_acceptance import acceptance_probabilities, kept_rates
 
-# Acceptance by position, given all before (DSpark, Fig. 2, Qwen3-4B); the largest and the least that the law allows.
+# Acceptance by position, given all before (DSpark, Fig. 2, Qwen3-4B); the largest and the least that can be kept.
 CHAT = (0.735, 0.738, 0.740, 0.744, 0.758, 0.766, 0.761)
 MATHEMATICS = (0.905, 0.890, 0.888, 0.885, 0.887, 0.891, 0.882)
 MIXED = (0.842, 0.833, 0.829, 0.83, 0.834, 0.839, 0.831)
@@ -35,15 +35,15 @@ class Texts:
         probabilities: [n, TOKENS, gamma] by which they are kept.
     """
 
-    def __init__(self, law, keys):
-        gamma, places = len(law), np.arange(1, TOKENS + len(law) + 1)
+    def __init__(self, quantiles, keys):
+        gamma, places = len(quantiles), np.arange(1, TOKENS + len(quantiles) + 1)
         keys = np.asarray(keys)[:, None]
         own, choice, luck, _ = philox(keys, (5 << 16, places, 0, 0))
         shared, *_ = philox(keys, (5 << 16, places // SPAN, 1, 0))
         quantile = (np.where(choice >= 2**31, shared, own) * QUANTILES >> np.uint64(32)).astype(int)
         luck = (luck >> np.uint64(8)) / 2**24
         behind = np.arange(TOKENS)[:, None] + np.arange(gamma)
-        self.probabilities = law[np.arange(gamma), quantile[:, behind]]
+        self.probabilities = quantiles[np.arange(gamma), quantile[:, behind]]
         kept = luck[:, behind] < self.probabilities
         whole = kept.cumprod(axis=2).sum(axis=2)
         self.lens, anchor = np.full(whole.shape, -1), np.zeros(len(keys), int)
@@ -52,22 +52,22 @@ class Texts:
             anchor[running] += found + 1
 
 
-def outcome(form, law, keys, anchors, drafts, lens=None):
+def outcome(form, quantiles, keys, anchors, drafts, lens=None):
     """Return what ``form`` keeps of ``drafts`` whose anchors stand there."""
     rows = torch.arange(len(keys), device=drafts.device).flip(0)
-    draws = SimulatedDraws(torch.tensor(keys[::-1].copy(), device=drafts.device), law.to(drafts.device))
+    draws = SimulatedDraws(torch.tensor(keys[::-1].copy(), device=drafts.device), quantiles.to(drafts.device))
     return form(draws, rows, anchors.to(drafts.device), drafts, torch.full_like(rows, 7), lens)
 
 
 @BOTH
 @pytest.mark.parametrize("rates", [CHAT, FIXED])
 def test_what_is_kept_is_what_numpy_says(form, rates, device):
-    law, keys = torch.from_numpy(acceptance_probabilities(rates)), np.arange(40) * 10**8 + 3
-    texts = Texts(law.numpy(), keys)
+    quantiles, keys = torch.from_numpy(acceptance_probabilities(rates)), np.arange(40) * 10**8 + 3
+    texts = Texts(quantiles.numpy(), keys)
     blocks = texts.lens[:, :200] >= 0
     anchors = torch.tensor([int(np.flatnonzero(row)[-1]) for row in blocks])
     drafts = torch.arange(280, device=device).view(40, 7) + 50
-    found = outcome(form, law, keys, anchors, drafts)
+    found = outcome(form, quantiles, keys, anchors, drafts)
     expected = texts.lens[np.arange(40), anchors]
     assert found.accept_lens.tolist() == expected.tolist()
     assert found.new_seq_lens.tolist() == (anchors + expected + 1).tolist()
@@ -75,17 +75,17 @@ def test_what_is_kept_is_what_numpy_says(form, rates, device):
         assert tokens == [*block[:length], 7, *[-1] * (7 - length)]
     # What is not verified is not kept, and what is, is kept as before.
     lens = torch.arange(40, device=device) % 8
-    cut = outcome(form, law, keys, anchors, drafts, lens)
+    cut = outcome(form, quantiles, keys, anchors, drafts, lens)
     assert cut.accept_lens.tolist() == np.minimum(expected, lens.cpu()).tolist()
 
 
 @pytest.mark.parametrize("form", [simulated_confidence, simulated_confidence.reference], ids=["kernel", "torch"])
 def test_confidences_are_the_probabilities(form, device):
-    law, keys = torch.from_numpy(acceptance_probabilities(CHAT)), np.arange(9) * 77
-    draws = SimulatedDraws(torch.tensor(keys, device=device), law.to(device))
+    quantiles, keys = torch.from_numpy(acceptance_probabilities(CHAT)), np.arange(9) * 77
+    draws = SimulatedDraws(torch.tensor(keys, device=device), quantiles.to(device))
     rows = torch.arange(9, device=device)
     found = form(draws, rows, torch.full_like(rows, 100), 7).sigmoid().cpu()
-    expected = Texts(law.numpy(), keys).probabilities[:, 100]
+    expected = Texts(quantiles.numpy(), keys).probabilities[:, 100]
     torch.testing.assert_close(found, torch.tensor(expected).clamp(1e-4, 1 - 1e-4), atol=1e-5, rtol=0)
 
 
@@ -100,9 +100,9 @@ def auc(scores, kept):
 @pytest.mark.parametrize("rates", [CHAT, MIXED, MATHEMATICS], ids=["chat", "mixed", "mathematics"])
 def test_rates_are_kept_and_confidences_know_something(rates):
     """Rates within three standard errors; trained heads have an AUC of 0.81 to 0.91."""
-    law = acceptance_probabilities(rates)
-    np.testing.assert_allclose(kept_rates(law.astype(float)), rates, atol=1e-6)
-    texts = Texts(law, np.random.default_rng(0).integers(0, 2**32, 300))
+    quantiles = acceptance_probabilities(rates)
+    np.testing.assert_allclose(kept_rates(quantiles.astype(float)), rates, atol=1e-6)
+    texts = Texts(quantiles, np.random.default_rng(0).integers(0, 2**32, 300))
     lens, probabilities = texts.lens[texts.lens >= 0], texts.probabilities[texts.lens >= 0]
     for slot, rate in enumerate(rates):
         reached = lens >= slot
@@ -115,8 +115,8 @@ def test_rates_are_kept_and_confidences_know_something(rates):
 
 
 def test_extreme_rates_are_kept_to_the_letter():
-    law = acceptance_probabilities(FIXED)
-    assert (law[:3] == 1).all() and (law[3:] == 0).all()
+    quantiles = acceptance_probabilities(FIXED)
+    assert (quantiles[:3] == 1).all() and (quantiles[3:] == 0).all()
     assert kept_rates(acceptance_probabilities((1.0, 0.5, 0.75)).astype(float)) == pytest.approx(
         (1.0, 0.5, 0.75), abs=1e-6
     )

@@ -113,7 +113,7 @@ def test_labels_go_on_where_a_text_ends_with_their_beginning(device, ending, mat
 
 
 def literal_of_both(text, answers, num_candidates, bounds):
-    """Matched tokens and candidates of a text beside answers, by the definition."""
+    """Matched tokens and candidates of a text next to answers, by the definition."""
     own = literal(text, num_candidates, bounds)
     for matched in range(MOST_MATCH, max(own[0], LEAST_MATCH - 1), -1):
         suffix = text[-matched:]
@@ -138,7 +138,7 @@ def test_second_texts_of_some_requests_are_theirs(device):
 
 
 def up_to_the_first_that_is_none(chains):
-    """Chains with nothing behind their first -1, which no draft follows."""
+    """Chains with nothing after their first -1, which no draft follows."""
     return [[*chain, -1][: [*chain, -1].index(-1)] for chain in chains]
 
 
@@ -176,7 +176,7 @@ def test_answers_go_on_where_they_match_farther_than_the_own_text(device, monkey
         ([1, 2, 3, -1, 4, 1, 2, 3], [3, 0, -1, 4, 1]),
         ([-1, 2, 3, 6, 4, -1, 2, 3], [0, 0, -1, -1, -1]),
     ],
-    ids=["nothing", "copy", "latest", "longest", "period", "one token", "picture", "behind pictures"],
+    ids=["nothing", "copy", "latest", "longest", "period", "one token", "picture", "after pictures"],
 )
 def test_by_hand(device, form, text, expected):
     assert form(*case_of([text], device), 3).tolist() == [expected]

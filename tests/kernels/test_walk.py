@@ -260,7 +260,7 @@ def test_kernels_draft_what_the_reference_drafts(device, head_type, reduced, rul
 
 
 def test_a_boost_multiplies_the_odds_of_the_candidate_while_its_chain_is_alive(device):
-    """Boosts are nats at the request's temperature; behind the first other draft the drafter's distribution holds."""
+    """Boosts are nats at the request's temperature; after the first other draft the drafter's distribution holds."""
     case = Case(device, [Request(0.7)], head_type=None)
     for form in (draft_block, draft_block_ref):
         plain, found = case.walk(form, None), case.walk(form, case.chains)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from step_tables import GAMMA, compute_bound, random_table
 
-from sglang_dspark.scheduling.auto_policy import evaluate_steps, worth_most_beside
+from sglang_dspark.scheduling.auto_policy import evaluate_steps, worth_most_with
 from sglang_dspark.scheduling.forecast import WINDOW_ROUNDS, LaggedSurvivals, PositionAcceptance
 from sglang_dspark.scheduling.policies import ExtraRows
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
@@ -46,23 +46,23 @@ def test_the_best_step_is_the_best_of_all(requests, tiers):
 
 @pytest.mark.parametrize("requests", [1, 3, 8])
 @pytest.mark.parametrize("tiers", [(), (8, 12, 16, 24, 32, 64, 128, 256, 512)])
-def test_the_step_beside_prompts_commits_the_most_beyond_what_its_time_is_worth(requests, tiers):
+def test_the_step_with_prompts_commits_the_most_beyond_what_its_time_is_worth(requests, tiers):
     for seed in range(10):
         rng = np.random.default_rng(seed)
         depths = ALL_DEPTHS if seed % 2 else (GAMMA,)
         times, survivals = knowledge(
             rng, random_table(rng, tiers=tiers, contexts=(64, 1024) if tiers else (64,)), depths
         )
-        beside, worth, table = ExtraRows(4, 20 + seed, 300.0), float(rng.uniform(0.05, 3)), times.table
+        extra, worth, table = ExtraRows(4, 20 + seed, 300.0), float(rng.uniform(0.05, 3)), times.table
 
-        def value(depth, drafts, times=times, survivals=survivals, beside=beside, worth=worth, table=table):
+        def value(depth, drafts, times=times, survivals=survivals, extra=extra, worth=worth, table=table):
             gain = survivals.gains(requests)[survivals.depths.index(depth), drafts] if depth else 0.0
-            rows = requests + drafts + beside.rows
+            rows = requests + drafts + extra.rows
             draft_ms = table.step_ms(requests, requests, depth, 64.0) - table.step_ms(requests, requests, 0, 64.0)
             mean = (requests * 64.0 + 4 * 300.0) / (requests + 4)
-            return requests + gain - worth * (table.step_ms(requests + beside.requests, rows, 0, mean) + draft_ms)
+            return requests + gain - worth * (table.step_ms(requests + extra.requests, rows, 0, mean) + draft_ms)
 
-        best = worth_most_beside(times, survivals, requests, 64.0, beside, worth)
+        best = worth_most_with(times, survivals, requests, 64.0, extra, worth)
         drafts = best.num_tokens - requests
         assert 0 <= drafts <= requests * GAMMA
         values = [value(0, 0), *(value(d, n) for d in depths for n in range(requests * GAMMA + 1))]
@@ -70,10 +70,10 @@ def test_the_step_beside_prompts_commits_the_most_beyond_what_its_time_is_worth(
         assert best.committed - worth * best.ms == pytest.approx(max(values))
 
         mean = (requests * 64.0 + 4 * 300.0) / (requests + 4)
-        least_ms = table.step_ms(requests + 4, requests + beside.rows, 0, mean)
+        least_ms = table.step_ms(requests + 4, requests + extra.rows, 0, mean)
         for bound_ms in (0.0, (least_ms + best.ms) / 2, best.ms):
-            bound = beside._replace(bound_ms=bound_ms)
-            bounded = worth_most_beside(times, survivals, requests, 64.0, bound, worth)
+            bound = extra._replace(bound_ms=bound_ms)
+            bounded = worth_most_with(times, survivals, requests, 64.0, bound, worth)
             assert least_ms <= bounded.ms <= max(least_ms, bound_ms)
         assert bounded == best
 
@@ -121,7 +121,7 @@ def test_what_was_learned_about_a_step_counts():
 
 
 def test_nothing_is_trimmed_where_the_host_is_slower():
-    """Beside a host that takes longer than any step of the device, drafts cost nothing; without, they do."""
+    """With a host that takes longer than any step of the device, drafts cost nothing; without, they do."""
     rng = np.random.default_rng(0)
     for host_ms, verifies_all in ((0.0, False), (1e4, True)):
         _, survivals = knowledge(rng, compute_bound())

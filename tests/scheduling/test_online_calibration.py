@@ -111,8 +111,8 @@ def test_degenerate_windows_stay_finite_and_bounded(name, spread):
         assert calibration.scale[0] == SCALE_BOUNDS[0]
 
 
-def test_copied_drafts_behind_the_head_teach_nothing(tmp_path):
-    """A file for the drafter's own block serves blocks with copied drafts behind it."""
+def test_copied_drafts_after_those_of_the_head_teach_nothing(tmp_path):
+    """A file for the drafter's own block serves blocks with copied drafts after it."""
     StsCalibration((2.0, 0.5)).save(tmp_path / "sts.json")
     calibration = OnlineCalibration.from_file(str(tmp_path / "sts.json"), 2, max_verify=4)
     assert calibration.scale.tolist() == [0.5, 2.0, 1.0, 1.0]
@@ -211,8 +211,8 @@ def test_nothing_weighs_anything_until_it_was_seen():
     assert not tables(weights)[0].any()
 
 
-def test_chains_teach_what_stands_behind_as_many_matched_tokens():
-    """A chain of 3 that is right three times is right behind 3, 4 and 5 tokens; another fails behind 6."""
+def test_chains_teach_what_follows_as_many_matched_tokens():
+    """A chain of 3 that is right three times is right after 3, 4 and 5 tokens; another fails after 6."""
     weights = ChainWeights(MOST)
     observe(weights, *[(3, 3, 4)] * 100, *[(6, 0, 4)] * 100)
     rates, *_ = weights.rates()

@@ -349,7 +349,7 @@ def test_a_draft_without_a_confidence_is_not_believed_later_either(forecast, mon
 
 @pytest.mark.parametrize("with_head", [True, False])
 def test_a_schedule_that_forgets_is_as_new(with_head):
-    """But for the times of steps; a server that parked drafts again, and gives a worthless drafter up as a new one."""
+    """Except the times of steps; a server that parked drafts again, and gives a worthless drafter up as a new one."""
     made, new = schedule(with_head=with_head), schedule(with_head=with_head)
     logits, survival = torch.zeros(4, BLOCK) if with_head else None, torch.full((4, BLOCK), 0.5)
     step = record(StepDecision(BLOCK, TopK(4 * BLOCK)), [BLOCK] * 4, [BLOCK] * 4, logits, survival)

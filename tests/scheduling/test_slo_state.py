@@ -78,8 +78,8 @@ def test_more_weight_never_means_fewer_drafts():
 TARGET, DRAFT = (0.7, 0.3), (0.5, 0.5)
 
 
-def law(weights_of):
-    """Return the law of the first of two requests' next tokens, of which one draft is verified.
+def distribution(weights_of):
+    """Return the distribution of the first of two requests' next tokens, of which one draft is verified.
 
     A rejected draft is drawn again from what is left of the target; a token without a draft from the target.
 
@@ -99,10 +99,10 @@ def law(weights_of):
     return found
 
 
-def test_weights_by_the_clock_keep_the_law_and_weights_by_a_draft_do_not():
+def test_weights_by_the_clock_keep_the_distribution_and_weights_by_a_draft_do_not():
     def by_the_clock(clock, drafts):
         return [SloState(1.0, began_ms=0.0).weight(7.0 + place * clock, 8) for place in (0, 1)]
 
     assert {tuple(by_the_clock(clock, ())) for clock in range(4)} != {(1.0, 1.0)}
-    assert law(by_the_clock) == pytest.approx(TARGET, abs=1e-12)
-    assert abs(law(lambda clock, drafts: (1.0 if drafts[0] == 0 else 0.3, 0.9))[0] - 0.7) > 0.02
+    assert distribution(by_the_clock) == pytest.approx(TARGET, abs=1e-12)
+    assert abs(distribution(lambda clock, drafts: (1.0 if drafts[0] == 0 else 0.3, 0.9))[0] - 0.7) > 0.02

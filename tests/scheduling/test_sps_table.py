@@ -54,7 +54,7 @@ def test_all_steps_of_a_load_agree_with_single_steps():
         (1, [8], [7]),  # the first tier holds the whole block
         (5, [8, 16, 24, 40], [3, 11, 19, 35]),
         (16, [16, 24, 40, 100, 200], [0, 8, 24, 84, 112]),  # the last one has more room than there are drafts
-        # The largest tier has less room: what was measured eagerly comes behind it.
+        # The largest tier has less room: what was measured eagerly comes after it.
         (50, [100, 200, 250, 300, 350, 400], [50, 150, 200, 250, 300, 350]),
         (300, [300, 600, 900, 1200, 1500, 1800, 2100, 2400], [0, 300, 600, 900, 1200, 1500, 1800, 2100]),  # no tier
     ],
@@ -339,7 +339,7 @@ def test_of_long_blocks_some_numbers_of_drafts_are_measured(monkeypatch):
 
 
 def test_short_steps_share_one_wait(monkeypatch):
-    """If the device works on alone, the wait behind a step would count as its time."""
+    """If the device works on alone, the wait after a step would count as its time."""
     machine = Machine(monkeypatch, scale_s=1e-4, queue_s=60e-6)
     expected = machine.expected_ms(REQUESTS, "verify")
     assert machine.measure().verify_ms == pytest.approx(expected + 60e-3 / 4)

@@ -271,7 +271,7 @@ def test_long_steps_all_teach(now):
     [(False, [False, True, True, False, True, True]), (True, [False, False, True, False, False, True])],
 )
 def test_a_pause_is_no_part_of_any_step(now, overlapped, timed):
-    """Nor is a prompt: with a lag, no step that ended before it is timed behind it."""
+    """Nor is a prompt: with a lag, no step that ended before it is timed after it."""
     seen, expected = run(now, [PLAIN] * 6, LONG_S, overlapped=overlapped, paused_after=(2,))
     assert [ms is not None for ms in expected] == timed
     for _, _, host_ms in seen:

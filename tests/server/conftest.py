@@ -1,6 +1,6 @@
 """Servers for the end-to-end tests: real SGLang processes, each a fixture of its own.
 
-A test names the servers that it asks. Tests that share one, but for the target alone, run in the same process one after
+A test names the servers that it asks. Tests that share one, except the target alone, run in the same process one after
 another, so that every server is started once. All know one more policy, ``random``, see ``random_lengths``.
 """
 
@@ -182,8 +182,8 @@ SERVERS: dict[str, Recipe] = {
     "configured": Recipe((_configured, "--max-running-requests 2"), env=OF_A_SERVICE),
     "target_only": Recipe((_drafter(damaged_drafter), "--speculative-dspark-fallback target-only")),
     "guarded": Recipe(GUARDED),
-    # Blocks longer than the drafter's, whose last slots are copied; prompts beside running requests, under overlap. The
-    # tokenizer knows a token more than the target.
+    # Blocks longer than the drafter's, whose last slots are copied; prompts next to running requests, under overlap.
+    # The tokenizer knows a token more than the target.
     "letters": Recipe(
         (
             *DSPARK,

@@ -39,7 +39,7 @@ def test_one_batch_of_several_adapters(adapters, plain_adapters):
             assert [answer["output_ids"] for answer in answers] == expected
 
 
-def test_an_adapter_behind_the_name_of_the_model(adapters, plain_adapters):
+def test_an_adapter_in_the_name_of_the_model(adapters, plain_adapters):
     asked = {"prompt": CASES[1]["prompt_ids"], "max_tokens": 24, "temperature": 0}
 
     def texts(server):
@@ -105,7 +105,7 @@ def test_retracted_requests_keep_their_adapters(adapters, plain_adapters):
 
 @pytest.mark.thorough
 def test_two_ranks(parallel_adapters, plain_adapters):
-    """Each adds its share of every adapter; rank 0 alone knows which requests share a step with which."""
+    """Each adds its share of every adapter; only rank 0 knows which requests share a step with which."""
     bodies = with_adapters(mixed_bodies(15, seed=33))
     expected = output_ids(plain_adapters, bodies)
     for name in ("random", "static", "off"):

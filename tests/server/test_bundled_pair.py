@@ -74,7 +74,7 @@ def test_a_drafter_in_four_bits(smollm2, smollm2_int4):
     """The text is the same, and about as many drafts are accepted as before the drafter was quantised."""
     texts, lengths = [], []
     for server in (smollm2, smollm2_int4):
-        found = answers(server, 3 * MAX_TOKENS, speculation={"preset": "none"})  # the drafter's drafts alone
+        found = answers(server, 3 * MAX_TOKENS, speculation={"preset": "none"})  # only the drafter's drafts
         texts.append([answer["output_ids"] for answer in found])
         counts = [answer["meta_info"] for answer in found]
         steps = sum(count["spec_verify_ct"] for count in counts)
@@ -219,7 +219,7 @@ def test_capabilities(dspark):
     assert line and "block size 7" in line[0] and "policy auto" in line[0]
 
 
-def test_a_damaged_drafter_with_a_fallback_is_the_target_alone(target_only, plain):
+def test_a_damaged_drafter_with_a_fallback_serves_without_drafts(target_only, plain):
     server = target_only
     found = server.get_json("/dspark/capabilities")
     assert found["effective_decode_path"] == "target-only"

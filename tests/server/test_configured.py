@@ -78,7 +78,7 @@ def test_the_drafter_proposes_what_the_list_has(configured):
     assert {token for answer in answers for entry in rounds_of(answer) for token in entry["draft"]} <= {*PROPOSED}
     counted = configured.get_json("/dspark/stats")["unproposed_tokens"] - before
     missing = [token for answer in answers for token in answer["output_ids"][1:] if token not in PROPOSED]
-    # A step may commit a token behind the end of its text.
+    # A step may commit a token after the end of its text.
     assert 0 < len(missing) <= counted <= len(missing) + 4
 
 
@@ -137,7 +137,7 @@ def turns(server, stops):
 
 
 def test_a_session_continues_what_was_shown(plain, dspark):
-    """Each turn ends at a token in the middle of a text, with drafts behind it accepted already."""
+    """Each turn ends at a token in the middle of a text, with drafts after it accepted already."""
     stops = [case["output_ids"][10] for case in CASES[:2]] + [1, 1, 1]
     expected = turns(plain, stops)
     assert len(expected[0]) < 24  # the stop counted

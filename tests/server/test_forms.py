@@ -51,7 +51,7 @@ class Form:
         architecture: of a tiny target with random weights; the golden target without one.
         page: slots of K/V per page.
         flags: more of them.
-        speculative: flags of the server with DSPARK alone.
+        speculative: flags only of the server with DSPARK.
         flat: temperature at which drafter and target agree often, though they may know nothing of each other.
         pool: slots of K/V, too few for what is asked at once.
         env: of both servers.

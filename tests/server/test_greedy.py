@@ -57,16 +57,16 @@ def test_golden_traces(dspark):
     assert_golden_traces(dspark)
 
 
-def drafts_behind(server, ids, number):
-    """Return the first rounds behind a prompt under ``static``, and how many of its tokens were cached."""
+def rounds_after(server, ids, number):
+    """Return the first rounds after a prompt under ``static``, and how many of its tokens were cached."""
     with policy(server, "static"):
         [answer] = generate(server, [endless(ids, 8 * number, speculation=DRAFTER_ALONE)], 1)
     rounds = [(entry["start"], entry["draft"], entry["accepted"]) for entry in rounds_of(answer)]
     return rounds[:number], answer["meta_info"]["cached_tokens"]
 
 
-def test_drafts_behind_plain_steps(dspark):
-    """Of a text while which the policy changes, and behind a cached one: those behind a prompt of the same tokens."""
+def test_drafts_after_plain_steps(dspark):
+    """Of a text while which the policy changes, and after a cached one: those after a prompt of the same tokens."""
     answers: list[dict[str, Any]] = []
     body = endless(CASES[0]["prompt_ids"], 300, speculation=DRAFTER_ALONE)
     with policy(dspark, "off", pace_ms=PACE_MS):
@@ -80,12 +80,12 @@ def test_drafts_behind_plain_steps(dspark):
     start = behind[0]["start"]
     assert start >= len(CASES[0]["prompt_ids"]) + 20
     dspark.flush_cache()
-    expected, _ = drafts_behind(dspark, text[:start], 6)
+    expected, _ = rounds_after(dspark, text[:start], 6)
     assert [(entry["start"], entry["draft"], entry["accepted"]) for entry in behind] == expected
     dspark.flush_cache()
     with policy(dspark, "off"):
         generate(dspark, [endless(CASES[0]["prompt_ids"], start - len(CASES[0]["prompt_ids"]))], 1)
-    found, cached = drafts_behind(dspark, text[:start], 6)
+    found, cached = rounds_after(dspark, text[:start], 6)
     assert found == expected and cached >= start - 2
 
 
@@ -273,10 +273,10 @@ def test_both_workers_take_the_same_steps(simulated, simulated_builtin):
 def test_drafts_are_kept_by_key_and_position(simulated, name, fields, most):
     with policy(simulated, name, **fields):
         found = answers(simulated, speculation={"trace": True})
-    law = torch.from_numpy(acceptance_probabilities(RATES))
+    quantiles = torch.from_numpy(acceptance_probabilities(RATES))
     for prompt, answer in zip(PROMPTS, found, strict=True):
         ids, trace = answer["output_ids"], answer["meta_info"]["dspark_trace"]
-        draws = SimulatedDraws(torch.tensor([crc32(array("q", prompt).tobytes())]), law)
+        draws = SimulatedDraws(torch.tensor([crc32(array("q", prompt).tobytes())]), quantiles)
         starts = [place for place, entry in enumerate(trace) if entry is not None]
         assert len(ids) == 40 and len(starts) > 4
         # The last round may run past the tokens that were asked for.

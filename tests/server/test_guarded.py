@@ -31,7 +31,7 @@ GRAFANA = Path(__file__).parents[2] / "docker" / "grafana" / "dspark.json"
 def eventually(read, right):
     """Return what is read as soon as it is right, or after a minute: metrics are brought up to date once in a second.
 
-    And the scheduler writes to its log behind an answer.
+    And the scheduler writes to its log after an answer.
     """
     deadline = time.monotonic() + 60
     while not right(found := read()) and time.monotonic() < deadline:
@@ -64,7 +64,7 @@ def test_keys_of_every_route(guarded):
         assert call(guarded, "/dspark/policy", "admin-key", {"policy": "auto"})[0] == 200
 
 
-def test_the_dashboard_alone_needs_no_key(guarded):
+def test_only_the_dashboard_needs_no_key(guarded):
     status, page = call(guarded, "/dspark")
     assert status == 200
     assert 'data-needs-key="yes"' in page

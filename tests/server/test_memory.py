@@ -111,7 +111,7 @@ def test_running_requests_keep_the_memory(dspark):
         assert status == 400 and "tags=['hope']" in said and "kv_cache, weights, cuda_graph" in said
 
 
-def test_memory_is_released_right_behind_requests(dspark):
+def test_memory_is_released_right_after_requests(dspark):
     """Requests that were aborted end in the step that is under way."""
     with policy(dspark, "static", pace_ms=PACE_MS):
         for _ in range(4):
@@ -150,7 +150,7 @@ def texts_of(model, bodies):
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_texts(hybrid_graphs, model, name, fields):
-    """One graph writes the text; so do two with the commit launched behind them. Three requests are launched."""
+    """One graph writes the text; so do two with the commit launched after them. Three requests are launched."""
     bodies = [endless(prompt, NUM_TOKENS - i, **fields) for i, prompt in enumerate(random_prompts(2, 17, 30, seed=11))]
     with policy(hybrid_graphs, name), counting(hybrid_graphs) as grown:
         for concurrency in (2, 3):

@@ -1,4 +1,4 @@
-"""Prompts that are encoded beside running requests: no text changes, and each token is counted."""
+"""Prompts that are encoded next to running requests: no text changes, and each token is counted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from golden_server import (
     PACE_MS,
     VOCAB,
     assert_pool_is_whole,
-    beside,
     counting,
     endless,
     generate,
@@ -21,6 +20,7 @@ from golden_server import (
     in_background,
     output_ids,
     policy,
+    while_running,
 )
 
 from sglang_dspark.tools.launch import LaunchedServer
@@ -37,7 +37,7 @@ PACED = {"pace_ms": PACE_MS / 4}
 
 
 @contextmanager
-def drafting_beside_prompts(server: LaunchedServer, prompts: int) -> Iterator[None]:
+def drafting_with_prompts(server: LaunchedServer, prompts: int) -> Iterator[None]:
     """Assert that at least so many prompts and chunks share a verification with drafts, and that some are kept."""
     before = server.get_json("/dspark/stats")
     yield
@@ -59,7 +59,7 @@ def bodies() -> list[dict[str, Any]]:
     ]
 
 
-def test_texts_beside_prompts_of_every_length(letters, plain_letters):
+def test_texts_next_to_prompts_of_every_length(letters, plain_letters):
     asked = bodies()
     expected = output_ids(plain_letters, asked)
     seeded = [i for i, body in enumerate(asked) if "sampling_seed" in body["sampling_params"]]
@@ -68,24 +68,27 @@ def test_texts_beside_prompts_of_every_length(letters, plain_letters):
     forced = greedy([5, 6, 7], 900, {**KINDS[2], "min_new_tokens": 900}, speculation={"max_verify": 1})
     with policy(letters, "static", **PACED):  # only mixed steps draft nothing
         letters.flush_cache()
-        with beside(letters, RUNNING):
+        with while_running(letters, RUNNING):
             answers = generate(letters, asked, 8)
         free = [i for i, body in enumerate(asked) if "regex" not in body["sampling_params"]]
-        with drafting_beside_prompts(letters, len(free)), beside(letters, RUNNING):  # while a grammar runs, none is
+        with (
+            drafting_with_prompts(letters, len(free)),
+            while_running(letters, RUNNING),
+        ):  # while a grammar runs, none is
             assert output_ids(letters, [asked[i] for i in free], 1) == [expected[i] for i in free]
-        with counting(letters) as grown, beside(letters, forced):
+        with counting(letters) as grown, while_running(letters, forced):
             assert output_ids(letters, asked[:2]) == expected[:2]
     assert [answer["output_ids"] for answer in answers] == expected
-    assert grown["plain_steps"] > 0  # beside a request with a grammar
+    assert grown["plain_steps"] > 0  # next to a request with a grammar
     for counts in (answer["meta_info"] for answer in answers):
         committed = counts["dspark"]["rounds"] + counts["dspark"]["accepted_tokens"]
         assert 0 <= committed - (counts["completion_tokens"] - 1) <= 15  # the last round may go beyond the end
 
 
-def test_clients_that_go_away_beside_prompts(corner, plain):
+def test_clients_that_go_away_during_prompts(corner, plain):
     asked, texts = bodies()[::4], []
     expected = output_ids(plain, asked)
-    with policy(corner, "static", **PACED), drafting_beside_prompts(corner, 4), beside(corner, RUNNING):
+    with policy(corner, "static", **PACED), drafting_with_prompts(corner, 4), while_running(corner, RUNNING):
         thread = in_background(lambda: texts.extend(output_ids(corner, asked, 4)))
         for _ in range(4):
             connection = http.client.HTTPConnection(corner.url.removeprefix("http://"), timeout=60)
@@ -106,7 +109,7 @@ def test_chunks_within_a_bound(parallel):
     with policy(parallel, "static", **PACED):
         parallel.flush_cache()
         # Four requests have room for one that runs and three blocks of four rows of a prompt.
-        with drafting_beside_prompts(parallel, (90 + 130) // 8), beside(parallel, RUNNING):
+        with drafting_with_prompts(parallel, (90 + 130) // 8), while_running(parallel, RUNNING):
             assert output_ids(parallel, asked[:2], 2) + output_ids(parallel, asked[2:], 1) == expected
 
 
@@ -131,7 +134,7 @@ def test_every_prompt_is_cut_to_the_bound(parallel):
         return sum(parallel.get_json("/dspark/stats")["prompts"].values())
 
     parallel.flush_cache()  # drops grammars, too
-    with policy(parallel, "static", **PACED), beside(parallel, RUNNING):
+    with policy(parallel, "static", **PACED), while_running(parallel, RUNNING):
         for way, parameters in ENTERING.items():
             before = chunks()
             generate(parallel, [greedy(draw.choices(VOCAB, k=90), 1, parameters)], 1)

@@ -1,4 +1,4 @@
-"""Prompts with pictures behind a real server: texts are those of transformers, whose processor and weights it has."""
+"""Prompts with pictures on a real server: texts are those of transformers, whose processor and weights it has."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def assert_pictures_are_read(server, then, *, cached=True):
     assert_pool_is_whole(server)
 
 
-def test_texts_behind_pictures(pictures):
+def test_texts_after_pictures(pictures):
     """Prompts come in chunks that end within pictures."""
     assert_pictures_are_read(pictures, "random")
 
@@ -131,7 +131,7 @@ def test_a_turn_that_is_refused_with_its_pictures(pictures, streaming):
 def test_pictures_without_a_drafter(server_pool, tmp_path):
     """The placeholder of a picture is never copied: it is no token of the model.
 
-    A bias has the answer say the mark behind which the pictures of the prompt begin.
+    A bias has the answer say the mark after which the pictures of the prompt begin.
     """
     architecture = "Qwen3VLForConditionalGeneration"
     recipe = Recipe(

@@ -1,7 +1,7 @@
-"""A target whose layers keep recurrent states behind a server, as users start it: texts are those of the plain server.
+"""A target whose layers keep recurrent states on a server, as users start it: texts are those of the plain server.
 
 The windows of its convolutions have 16 bits, though the model has 32. With 32 in both, and retracted: test_forms.py;
-beside transformers: tests/engine/test_checks.py; what a verification leaves in the states themselves:
+compared with transformers: tests/engine/test_checks.py; what a verification leaves in the states themselves:
 tests/features/test_recurrent.py.
 """
 
@@ -90,7 +90,7 @@ def test_turns_begin_where_others_ended(hybrid, plain_hybrid, mixed):
 
 
 def prompts_of_other_texts(count, seed):
-    """Return requests of one token each, whose prompts are encoded beside whatever runs."""
+    """Return requests of one token each, whose prompts are encoded with whatever runs."""
     draw = random.Random(seed)
     return [greedy(draw.choices(VOCAB, k=40), 1) for _ in range(count)]
 

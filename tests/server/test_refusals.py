@@ -53,7 +53,7 @@ def test_what_is_refused_is_named_and_changes_nothing(dspark, path, body, named)
     assert dspark.get_json("/dspark/stats")["policy"] == "auto"
 
 
-def test_a_number_beside_no_log_probabilities_counts_for_no_one(dspark):
+def test_a_number_without_log_probabilities_counts_for_no_one(dspark):
     """SGLang takes the largest one of a prefill: 257 of 256 tokens would end the server, a plain one too."""
     fields = {"return_logprob": [False, True], "top_logprobs_num": [257, 2], "logprob_start_len": [-1, 0]}
     alone, other = dspark.post_json("/generate", {"input_ids": [[5, 6, 7]] * 2, **fields})
@@ -219,7 +219,7 @@ def asking_for_advice():
 
 @pytest.mark.thorough
 def test_advice_that_fails_costs_nothing_but_itself(planted, advised, plain_letters):
-    """Two of three calls of every function that advises raise, half of them behind their work."""
+    """Two of three calls of every function that advises raise, half of them after their work."""
     bodies = asking_for_advice()
     expected = output_ids(plain_letters, [body | {"speculation": None} for body in bodies], 16)
     for server in (advised, planted):

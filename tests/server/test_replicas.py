@@ -45,7 +45,7 @@ COUNTS = ("rounds", "drafted_tokens", "verified_tokens", "accepted_tokens")
 
 @contextmanager
 def counting_each(server) -> Iterator[list[dict[str, int]]]:
-    """Yield a list that gets, when the block ends, what each replica has counted in it, behind what all have."""
+    """Yield a list that gets, when the block ends, what each replica has counted in it, after what all have."""
     before = server.get_json("/dspark/stats")
     grown: list[dict[str, int]] = []
     yield grown
@@ -197,5 +197,5 @@ def test_a_machine_that_dies_ends_the_other_and_is_named(pair):
         rank.kill()
         assert isinstance(request.exception(60), OSError | HTTPException)
     statuses = [front.wait(60) for front in fronts]
-    assert statuses[0] != 0  # how the front end beside the dead rank ends is SGLang's
+    assert statuses[0] != 0  # how the front end next to the dead rank ends is SGLang's
     assert "DSPARK: node 1 (" in pair.leader.log_path.read_text()

@@ -189,7 +189,7 @@ def test_streams_say_the_same_and_count_their_tokens(letters, plain_letters):
 
 
 def test_hidden_states_of_prompts_and_streams(letters, plain_letters):
-    """Of all tokens that were encoded, of those behind a cached prefix, and as SGLang does, of the last chunk alone."""
+    """Of all tokens that were encoded, of those after a cached prefix, and as SGLang does, of the last chunk only."""
     noise = random.Random("states")
     prompt = noise.choices(range(3, 60), k=50)
     encoded = []
@@ -205,7 +205,7 @@ def test_hidden_states_of_prompts_and_streams(letters, plain_letters):
 
 
 WORDS = {"type": "array", "items": {"enum": ["да", "дом", "日本", "日木", "نعم"]}, "minItems": 4, "maxItems": 9}
-# Sampling parameters. Grammars may end behind the fewest tokens that another axis asks for.
+# Sampling parameters. Grammars may end after the fewest tokens that another axis asks for.
 GRAMMARS: list[dict[str, Any]] = [
     {},
     {"regex": "(да|дом|한국|한글|[a-z ]){24,60}"},
@@ -213,7 +213,7 @@ GRAMMARS: list[dict[str, Any]] = [
     {"ebnf": 'root ::= item+\nitem ::= "да" | "дом" | "😀" | "😁" | [a-z0-9]'},
     {"structural_tag": json.dumps({"type": "structural_tag", **TAGS})},
 ]
-# One at a time: SGLang keeps the kinds in a set, so that what is added comes before or behind what is multiplied as it
+# One at a time: SGLang keeps the kinds in a set, so that what is added comes before or after what is multiplied as it
 # happens in a process.
 PENALTIES: list[dict[str, Any]] = [
     {},
@@ -328,7 +328,7 @@ def test_what_a_grammar_forces_is_drafted(letters):
     assert steps[0] <= 6 < 15 <= steps[1]
 
 
-def test_a_key_beside_what_a_grammar_forces(letters):
+def test_a_key_with_what_a_grammar_forces(letters):
     """Two requests share their steps: one has a grammar that forces its text, and one copies an answer."""
     forced = greedy(PROMPTS[0], 40, {"regex": "[xy]abcdefghijklmnopqrstuvwxyz"}, speculation={"trace": True})
     kept = greedy(PROMPTS[1], 40, speculation={"cache": "letters", "trace": True})
@@ -338,7 +338,7 @@ def test_a_key_beside_what_a_grammar_forces(letters):
     assert [answer["output_ids"] for answer in beside] == [answer["output_ids"] for answer in alone]
     copied, followed = ([rounds_of(answer) for answer in answers] for answers in (alone, beside))
     assert any(entry["from_cache"] for entry in followed[1]) and not any(entry["from_cache"] for entry in copied[1])
-    # Not the same drafts: beside the other prompt, a letter comes without any.
+    # Not the same drafts: with the other prompt, a letter comes without any.
     assert all(any(entry["copied"] for entry in rounds[0]) for rounds in (copied, followed))
     assert not any(entry["copied"] for entry in followed[1])
 
@@ -354,7 +354,7 @@ def test_prompt_up_to_the_context_limit(letters, plain_letters):
 
 
 def test_a_grammar_ends_a_text_that_ignores_its_end(letters, plain_letters):
-    """A plain server draws one more token behind the end of a grammar of xgrammar's."""
+    """A plain server draws one more token after the end of a grammar of xgrammar's."""
     asked = greedy(PROMPTS[0], 10, {"regex": "[a-c]{3}", "ignore_eos": True})
     ours, theirs = (server.post_json("/generate", asked)["output_ids"] for server in (letters, plain_letters))
     assert (len(ours), len(theirs), theirs[:4]) == (4, 5, ours)

@@ -77,7 +77,7 @@ def continuation(text, min_ngram, max_ngram, most):
 
 @pytest.mark.parametrize("name", ["auto", "static", "threshold"])
 def test_summarization_copies_what_followed(dspark, name):
-    """The golden target falls into a loop, so that what is copied is right most of the time; behind it drafts go on.
+    """The golden target falls into a loop, so that what is copied is right most of the time; after it drafts go on.
 
     Steps of ``auto`` are plain on a machine on which these are the fastest.
     """
@@ -132,7 +132,7 @@ def test_slos_are_weighed_counted_and_answered(dspark):
 
 
 @pytest.mark.parametrize("name", ["auto", "static", "early-stop", "threshold"])
-def test_blocks_go_on_behind_the_drafters(letters, name):
+def test_blocks_go_on_after_the_drafters(letters, name):
     """Seven drafts of a block are the drafter's; eight more are copied where they follow a chain, whatever its source.
 
     What the first texts show of their chains is learned. Where step times have a say, as in ``auto`` and
@@ -187,8 +187,8 @@ def test_a_predicted_answer_is_verified_without_a_drafter(draft_free):
     assert others[-2]["accepted"] == 7
 
 
-def test_answers_are_copied_under_their_key_alone(dflash):
-    """Beside a drafter that knows nothing; few texts repeat themselves, but seeds write all of them again."""
+def test_answers_are_copied_only_under_their_key(dflash):
+    """With a drafter that knows nothing; few texts repeat themselves, but seeds write all of them again."""
     rng, texts, rounds = random.Random(9), {}, {}
     hot = {"temperature": 1.5, "max_new_tokens": 32, "ignore_eos": True}
     bodies = [{"input_ids": rng.choices(VOCAB, k=12), "sampling_params": {**hot, "sampling_seed": i}} for i in range(3)]
@@ -219,7 +219,7 @@ def test_answers_are_copied_under_their_key_alone(dflash):
 
 
 def test_samples_of_one_prompt_copy_without_a_key(dflash):
-    """The server takes the prompt for it, unless a request wants the drafter alone."""
+    """The server takes the prompt for it, unless a request wants only the drafter."""
     sampling = {"temperature": 1.5, "max_new_tokens": 32, "ignore_eos": True, "sampling_seed": 4}
     body = {"input_ids": random.Random(8).choices(VOCAB, k=12), "sampling_params": sampling}
     other = body | {"input_ids": body["input_ids"][1:]}

@@ -89,7 +89,7 @@ def test_long_contexts_are_split(graphs, plain):
 
 
 @pytest.mark.thorough
-def test_blocks_go_on_behind_the_drafters(graphs):
+def test_blocks_go_on_after_the_drafters(graphs):
     with policy(graphs, "static"):
         body = greedy(CASES[0]["prompt_ids"], 40, speculation={"preset": "summarization", "trace": True})
         [answer] = generate(graphs, [body], 1)
@@ -126,7 +126,7 @@ def test_log_probabilities_and_hidden_states_are_those_of_eager_steps(graphs):
 
 @pytest.mark.thorough
 def test_every_step_draws_with_noise_of_its_own(graphs):
-    """Requests that follow each other in few rows draft more blocks behind one anchor than there are rows."""
+    """Requests that follow each other in few rows draft more blocks after one anchor than there are rows."""
     rows = graphs.get_json("/server_info")["max_running_requests"]
     # Half of them or more have the same anchor.
     parameters = {"temperature": 2.0, "top_k": 2, "max_new_tokens": 2, "ignore_eos": True}
@@ -176,8 +176,8 @@ def test_nothing_is_compiled_in_a_request(graphs):
 
 
 def test_a_step_is_launched_in_few_pieces(graphs):
-    """The host submits few graphs and kernels for greedy requests, and torch launches little beside them."""
-    # Beside the graphs the step is staged and the result is packed; in some steps that draft, coefficients of the
+    """The host submits few graphs and kernels for greedy requests, and torch launches little else."""
+    # Next to the graphs the step is staged and the result is packed; in some steps that draft, coefficients of the
     # calibration are renewed.
     most = {"static": (2, 1, 2), "auto": (2, 1, 2), "off": (1, 1, 1)}
     for name, bounds in most.items():
@@ -190,7 +190,7 @@ def test_a_step_is_launched_in_few_pieces(graphs):
         assert len(steps) > 1
         last = steps[0][0]
         for requests, *counts, what in steps:
-            # Behind non-speculative steps, draft K/V of a request that has left is written first.
+            # After non-speculative steps, draft K/V of a request that has left is written first.
             few = all(int(count) <= bound for count, bound in zip(counts, bounds, strict=True))
             assert few or (name != "static" and requests != last), what
             last = requests
@@ -198,7 +198,7 @@ def test_a_step_is_launched_in_few_pieces(graphs):
 
 
 def test_short_prompts_are_replayed(graphs, plain):
-    """Up to two blocks of twelve rows, behind prefixes of any length; nothing else of their prefill but its end."""
+    """Up to two blocks of twelve rows, after prefixes of any length; nothing else of their prefill but its end."""
     draw = random.Random(5)
     known, *new = (draw.choices(VOCAB, k=length) for length in (40, 1, 13, 24, 25))
     asked = [greedy(prompt, 2) for prompt in (known, *new, *(known + prompt for prompt in new[1:3]))]
@@ -220,7 +220,7 @@ def test_short_prompts_are_replayed(graphs, plain):
     assert [line for line in log.splitlines() if "reads values" in line or "compiled while serving" in line] == []
 
 
-def test_drafts_are_verified_beside_prompts(graphs, plain):
+def test_drafts_are_verified_next_to_prompts(graphs, plain):
     """A block of a prompt and one of drafts fill the largest graph."""
     draw = random.Random(6)
     running = endless(draw.choices(VOCAB, k=9), 48)
@@ -231,9 +231,9 @@ def test_drafts_are_verified_beside_prompts(graphs, plain):
     with policy(graphs, "static", pace_ms=10 * PACE_MS):  # its few tokens take few steps
         thread = in_background(lambda: found.extend(output_ids(graphs, [running], 1)))
         wait_for_running(graphs, 1)
-        found_beside = output_ids(graphs, asked, 1)
+        found_with = output_ids(graphs, asked, 1)
     thread.join()
-    assert found + found_beside == texts
+    assert found + found_with == texts
     after, log = graphs.get_json("/dspark/stats"), graphs.log_path.read_text()[began:]
     assert after["prompts"]["beside"] - before["prompts"]["beside"] == 2
     assert after["drafts_beside_prompts"]["verified"] - before["drafts_beside_prompts"]["verified"] == 2 * 11
@@ -245,7 +245,7 @@ ORDERS = json.loads((DRAFT / "golden.json").read_text())["cases"][:4]
 
 @pytest.mark.thorough
 def test_streams_of_a_server_are_in_order(ordered):
-    """Under overlap: requests that come, end and are sampled beside others, with and without drafts, beside prompts."""
+    """Under overlap: requests that come, end and are sampled with others, with and without drafts, next to prompts."""
     for name in ("auto", "static", "off"):
         with policy(ordered, name):
             bodies = [
@@ -261,7 +261,7 @@ def test_streams_of_a_server_are_in_order(ordered):
         generate(ordered, [greedy(case["prompt_ids"][3:8], 2) for case in ORDERS], 1)
     running.join()
     log = ordered.log_path.read_text()
-    assert "streams are watched" in log and "launched by a step beside prompts of 1 by" in log
+    assert "streams are watched" in log and "launched by a step next to prompts of 1 by" in log
     assert [line for line in log.splitlines() if "in no order" in line] == []
 
 
@@ -291,7 +291,7 @@ def two_writes(order: Any, one: Any, other: Any, memory: torch.Tensor) -> None:
     write(order, other, memory)
 
 
-def a_write_behind_a_read(order: Any, one: Any, other: Any, memory: torch.Tensor) -> None:
+def a_write_after_a_read(order: Any, one: Any, other: Any, memory: torch.Tensor) -> None:
     read(order, one, memory)
     write(order, other, memory[2:])
 
@@ -357,7 +357,7 @@ def memory_given_back_behind_a_wait(order: Any, one: Any, other: Any, memory: to
 @pytest.mark.parametrize(
     ("told", "in_order"),
     [
-        *((told, False) for told in (two_writes, a_write_behind_a_read, an_event_too_early, a_host_that_does_not_wait)),
+        *((told, False) for told in (two_writes, a_write_after_a_read, an_event_too_early, a_host_that_does_not_wait)),
         *((told, True) for told in (two_reads, two_halves, a_wait, a_host_that_waits)),
         (memory_given_back, False),
         *((told, True) for told in (memory_recorded, memory_given_back_behind_a_wait)),

@@ -157,7 +157,7 @@ def test_turns_have_the_texts_of_their_whole_prompts(name, plain, request):
     server.flush_cache()  # nothing of a session is left
 
 
-def test_turns_beside_a_running_one_are_refused(corner, plain):
+def test_turns_during_a_running_one_are_refused(corner, plain):
     prompt = CASES[0]["prompt_ids"]
     with opened(corner) as session:
         answers = []

@@ -1,4 +1,4 @@
-"""Tests of targets of other families, of quantised ones and of two ranks, behind real servers.
+"""Tests of targets of other families, of quantised ones and of two ranks, on real servers.
 
 Activations of the quantised one share a scale per batch (``int8_method``). Every family without a server:
 tests/engine/test_checks.py; next to a plain server: test_forms.py.
@@ -196,7 +196,7 @@ def test_plain_steps_where_a_batch_has_one_scale(int8_batch, plain_int8_batch):
 def test_padding_does_not_spoil_the_scale_of_a_batch(int8_batch, plain_int8_batch):
     """Three of eight rows are no request's and take part in it: NaN or a huge number there would spoil the others.
 
-    Drafts beside a token take part as well, so that texts may differ, but not from the beginning.
+    Drafts next to a token take part as well, so that texts may differ, but not from the beginning.
     """
     with policy(int8_batch, "static", verify_len=4):
         found = output_ids(int8_batch, few(), 1)
@@ -250,7 +250,7 @@ def test_statistics_come_from_the_deciding_rank(parallel):
     assert stats["policy"] == "auto"
     assert stats["schedule"]["step_time"] is not None
     with policy(parallel, "static", verify_len=2), counting(parallel) as counts:
-        output_ids(parallel, [greedy(prompt, 24) for prompt in prompts(4, seed=3)], 1)  # none beside a prompt
+        output_ids(parallel, [greedy(prompt, 24) for prompt in prompts(4, seed=3)], 1)  # none with a prompt
         assert parallel.get_json("/dspark/stats")["policy"] == "static"
     assert counts["verified_tokens"] == 2 * counts["rounds"] > 0
 

@@ -254,7 +254,7 @@ def test_a_request_that_an_update_meets(request, folders, name, how):
 
 @torch.no_grad()
 def goes_on(ids, count, models):
-    """Return whether a text is greedy behind so many tokens, if one target has encoded all but the last of them."""
+    """Return whether a text is greedy after so many tokens, if one target has encoded all but the last of them."""
     text = torch.tensor([[*PROMPT, *ids]])
     encoded = len(PROMPT) + count - 1
     known = models[0](text[:, :encoded]).past_key_values
@@ -334,7 +334,7 @@ def test_a_drafter_that_an_update_leaves_behind_is_named(request, name, ranks, t
     assert log.count("hardly predicts this target") == ranks
 
 
-def test_a_drafter_is_replaced_beside_a_request(dspark, folders):
+def test_a_drafter_is_replaced_while_a_request_runs(dspark, folders):
     """Its text goes on as it would have, and nothing waits for its end."""
     answers: list[dict[str, Any]] = []
     body = endless(PROMPT, 800)
@@ -361,7 +361,7 @@ def test_half_of_a_letter_is_refused(dspark, route, key, more):
 
 
 def test_drafters_wait_as_other_calls_do(dspark):
-    """So many, and beside those of other routes; the rest are told."""
+    """So many, and next to those of other routes; the rest are told."""
     asked = [(DRAFTER, {"path": str(DRAFT)}), ("/dspark/policy", {"policy": "auto"})] * 24
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = list(pool.map(lambda one: call(dspark, one[0], body=one[1]), asked))
@@ -385,7 +385,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
 
 
 def test_weights_that_do_not_fit_end_no_server(dspark):
-    """SGLang alone would end: it reads and writes them without a fence."""
+    """Plain SGLang would end: it reads and writes them without a fence."""
     before = call(dspark, "/update_weights_from_tensor", body={"serialized_named_tensors": []})
     assert before[0] == 400 and "begin_weight_update()" in before[1]
     answered(dspark, "/begin_weight_update", {})

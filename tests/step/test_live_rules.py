@@ -70,7 +70,7 @@ def test_early_stop_is_algorithm_1(shape):
     assert stopped_early > 500
 
 
-def test_early_stop_does_not_look_behind_a_cliff():
+def test_early_stop_does_not_look_past_a_cliff():
     """That is its price for being exact on live values: at the second step of the stairs it is too late."""
     survival, step_ms = np.array([[0.9, 0.9, 0.9]]), np.array([1.0, 2.0, 2.0, 2.0])
     assert early_stop(survival, step_ms) == [0]

@@ -23,7 +23,7 @@ def numbers(dtype, shape, seed):
 
 @given(st.lists(shapes, max_size=4), st.lists(shapes, max_size=4))
 def test_every_tensor_comes_out_as_it_went_in(wide, narrow):
-    """Odd numbers of narrow ones included, of which a wide one could not start behind."""
+    """Odd numbers of narrow ones included, after which a wide one could not start."""
     tensors = [numbers(torch.int64, shape, 1) for shape in [[3], *wide]]
     tensors += [numbers(torch.float32, shape, 2) for shape in narrow]
     for before, after in zip(tensors, Packed.of(tensors).read(), strict=True):

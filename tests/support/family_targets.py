@@ -277,7 +277,7 @@ def data_url(image: Image.Image) -> str:
 def continued_after_pictures(
     model: Any, processor: Any, text: str, images: Sequence[Image.Image], num_tokens: int
 ) -> list[int]:
-    """Return the greedy continuation of a prompt, which goes on behind the mark of an end."""
+    """Return the greedy continuation of a prompt, which goes on after the mark of an end."""
     inputs = processor(text=[text], images=list(images) or None, return_tensors="pt")
     length = inputs["input_ids"].shape[1]
     whole = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False)
@@ -314,7 +314,7 @@ SPOKEN_CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def spoken_target(folder: Path) -> Path:
-    """Write it, with a chat template that is the content alone; returns its folder."""
+    """Write it, with a chat template that is only the content; returns its folder."""
     path = folder / "target"
     shutil.copytree(TARGET, path, dirs_exist_ok=True)
     tokenizer = json.loads((path / "tokenizer.json").read_text())

@@ -67,7 +67,7 @@ def without_embeddings(tensors: Tensors) -> Tensors:
 
 
 def completed(content: Config, trainer: str, drafter: str = "dspark") -> Config:
-    """The content with what the trainer writes beside it: the keys of a real file that it lacks, in all sections."""
+    """The content with what the trainer writes next to it: the keys of a real file that it lacks, in all sections."""
     real = REAL[trainer, drafter]["config"]
     nested = {key: value | content[key] for key, value in real.items() if isinstance(content.get(key), dict)}
     return real | content | nested

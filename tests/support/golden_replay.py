@@ -91,7 +91,7 @@ def load_golden(folder: Path) -> Golden:
 
 @torch.no_grad()
 def replay(target_dir: Path, draft_dir: Path) -> GoldenReport:
-    """Run target and draft over the golden data beside the draft, in float32 on the CPU, and compare.
+    """Run target and draft over the golden data next to the draft, in float32 on the CPU, and compare.
 
     Anchors, drafts and accept counts must be equal, tensors within :data:`TENSOR_ATOL`.
     """

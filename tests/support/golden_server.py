@@ -1,4 +1,4 @@
-"""The golden pair behind a real server: paths, flags, and requests to it.
+"""The golden pair on a real server: paths, flags, and requests to it.
 
 Requests as the front end settles them, in the form that the scheduler reads.
 """
@@ -84,7 +84,7 @@ def emulated_graphs() -> dict[str, str]:
 
 BUILTIN_WORKER = ("SGLANGS_OWN_ON_A_CPU", "SGLANG_DSPARK_ENGINE", "SGLANG_RAGGED_VERIFY_MODE")
 """Variables of :func:`builtin_worker`."""
-# SGLang has its schedule wait for a forward's reads on a GPU alone.
+# SGLang has its schedule wait for a forward's reads only on a GPU.
 CHECKS_ORDER = {"CHECK_ORDER": "1", "SGLANG_ENABLE_WAR_BARRIER": "1"}
 PLANTED_FAULTS = {"PLANTED_FAULTS": "1"}
 """Has whatever only advises fail on a server, see ``patching.plant_faults``."""
@@ -251,7 +251,7 @@ def greedy(
 
 
 def endless(input_ids: list[int], max_new_tokens: int, **fields: Any) -> dict[str, Any]:
-    """Return the body of a greedy request that stops for its length alone."""
+    """Return the body of a greedy request that stops only for its length."""
     parameters = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
     return {"input_ids": input_ids, "sampling_params": parameters, **fields}
 
@@ -327,7 +327,7 @@ def assert_cut_at_the_limit(texts: list[list[int]], expected: list[list[int]]) -
 
 
 @contextmanager
-def beside(server: LaunchedServer, body: dict[str, Any]) -> Iterator[None]:
+def while_running(server: LaunchedServer, body: dict[str, Any]) -> Iterator[None]:
     """Have a request run all the while; it ends with the block, and must not before."""
     answers: list[dict[str, Any]] = []
     thread = in_background(lambda: answers.extend(generate(server, [body], 1)))

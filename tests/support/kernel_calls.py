@@ -1,4 +1,4 @@
-"""Makes arguments of functions that have kernels, with padding behind what is real, and lists the calls."""
+"""Makes arguments of functions that have kernels, with padding after what is real, and lists the calls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Made(Rows):
 
     @staticmethod
     def room(rows):
-        """Return how many rows a call has beside so many real ones: none is padding where there are none."""
+        """Return how many rows a call has next to so many real ones: none is padding where there are none."""
         return rows + 2 if rows else 0
 
     def numbers(self, *shape, most, real=None):
@@ -61,7 +61,7 @@ class Case:
         call: ``call(form, made, *size)``.
         sizes: the first one is called with spoilt padding, and all of them by both forms.
         dtypes: of what is random.
-        tolerance: by dtype; others are equal but for rounding.
+        tolerance: by dtype; others are equal except for rounding.
         in_place: whether some of what is given is written to.
     """
 

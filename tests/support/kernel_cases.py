@@ -1,4 +1,4 @@
-"""A call of every function that has kernels, at several sizes, with padding behind what is real.
+"""A call of every function that has kernels, at several sizes, with padding after what is real.
 
 A case takes the form to be called and a :class:`Made`, and returns what real rows get. Captured steps have room for
 more requests and rows than a step has, and models may write anything there.
@@ -85,7 +85,7 @@ def frequencies(made, head_dim):
     dtypes=DTYPES,
 )
 def kv_inject(form, made, rows, layers, heads, head_dim):
-    """Rows of a wider matrix are written, but for every third one, a rejected draft, and the padding behind them."""
+    """Rows of a wider matrix are written, except every third one, a rejected draft, and the padding after them."""
     width, slots, room = layers * 2 * heads * head_dim, rows + 12, made.room(rows)
     projected = made.rand(room, width + 5, real=rows)[:, :width]
     if made.fill is not None:
@@ -104,7 +104,7 @@ def kv_inject(form, made, rows, layers, heads, head_dim):
 
 @case((3, 20), (1, 1), (7, 2500), (12, 40), (0, 24), dtypes=DTYPES)
 def hold_rows(form, made, rows, width):
-    """Twice, behind rows that have come, over the end of a ring; rows may lie apart."""
+    """Twice, after rows that have come, over the end of a ring; rows may lie apart."""
     held = HeldRows.empty(12, width, made.dtype, made.device)
     held.end.fill_(8)
     for _ in range(2):
@@ -216,7 +216,7 @@ def block_convolution(form, made, blocks, width, taps, size, group):
 
 @case()
 def accept(form, made):
-    """Greedy, sampled, filtered and seeded requests; request slots without one, and rows behind the last."""
+    """Greedy, sampled, filtered and seeded requests; request slots without one, and rows after the last."""
     found = make_case(made.device, [0.0, 1.0, 0.7, 0.9, 0.0], 4, 111, slots=2)
     block, windows, logits, prefix_lens = found.given
     rules = [[0.0, 1.0, 0.7, 0.9, 0.0, 1.0, 1.0], [-1, -1, 20, -1, -1, -1, -1], [1.0, 1.0, 0.9, *[1.0] * 4], [0.0] * 7]
@@ -233,9 +233,9 @@ def accept(form, made):
 
 def draws_of(made, gamma):
     """Draws, and five requests of these, two of them padding."""
-    law = torch.rand(gamma, QUANTILES, generator=torch.Generator().manual_seed(2)).sort(dim=1).values
+    quantiles = torch.rand(gamma, QUANTILES, generator=torch.Generator().manual_seed(2)).sort(dim=1).values
     keys = [2**32 - 1, 0, 77, 2**31, 5]
-    draws = SimulatedDraws(made.ints(keys), law.to(made.device))
+    draws = SimulatedDraws(made.ints(keys), quantiles.to(made.device))
     return draws, made.numbers(5, most=5), made.spoilt(made.ints([0, 15, 2**31, 900, 31]), 3)
 
 

@@ -32,7 +32,7 @@ def save_byte_tokenizer(
 
     Args:
         marks: special tokens at the end of the vocabulary.
-        beyond: tokens behind the vocabulary, which a model has no embedding for.
+        beyond: tokens after the vocabulary, which a model has no embedding for.
     """
     common = [letter.replace(" ", "Ġ") for letter in COMMON]
     others = sorted(
@@ -157,7 +157,7 @@ class Backends:
         self.llguidance = GuidanceBackend(self.tokenizer, n_vocab=VOCAB)
 
     def reasoner(self, regex: str) -> Any:
-        """A grammar that begins behind the end of thoughts."""
+        """A grammar that begins after the end of thoughts."""
         mark = self.tokenizer.convert_ids_to_tokens(THINK_END)
         parser = SimpleNamespace(detector=BaseReasoningFormatDetector(mark, mark))
         compiling, _ = ReasonerGrammarBackend(self.xgrammar, parser, self.tokenizer).get_cached_or_future_value(
@@ -167,7 +167,7 @@ class Backends:
 
 
 def after(grammar: Any, tokens: list[int]) -> Any:
-    """A copy of a grammar at its start, behind these tokens."""
+    """A copy of a grammar at its start, after these tokens."""
     advanced = grammar.copy()
     for token in tokens:
         advanced.accept_token(token)

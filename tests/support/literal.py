@@ -205,7 +205,7 @@ class LiteralDraft:
         return row + (self.rms_norm(out, p + "post_attention_layernorm.weight") if self.is_gemma else out)
 
     def convolved(self, rows, inputs, name, side):
-        """Rows of a block, by kernels of which a part follows from the inputs of the sublayer; DFlash 2's alone."""
+        """Rows of a block, by kernels of which a part follows from the inputs of the sublayer; only DFlash 2's."""
         taps = self.config.get("conv_kernel_size", 0)
         if not taps:
             return rows
@@ -221,7 +221,7 @@ class LiteralDraft:
         return out
 
     def with_mlp(self, rows, p):
-        """The rows behind the second half of a layer."""
+        """The rows after the second half of a layer."""
         before = "pre_feedforward" if self.is_gemma else "post_attention"
         inputs = [self.rms_norm(row, f"{p}{before}_layernorm.weight") for row in rows]
         outs = [self.mlp(x, p) for x in self.convolved(inputs, inputs, p + "mlp_conv", 0)]

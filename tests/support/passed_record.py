@@ -24,7 +24,7 @@ class PassedRecord:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note how a test, its set-up or its clean-up went."""
         if "thorough" in report.keywords:
-            test = report.nodeid.rpartition("@")[0] or report.nodeid  # behind it stands xdist's group
+            test = report.nodeid.rpartition("@")[0] or report.nodeid  # after it stands xdist's group
             self._ran.setdefault(test, False)
             if report.when == "call" or report.failed:
                 self._ran[test] = report.passed

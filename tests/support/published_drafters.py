@@ -22,7 +22,7 @@ from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.server_args import ServerArgs
 
 FORMS: Mapping[str, format_exports.Export] = {
-    "speculators": format_exports.speculators,  # without a model_type, and auto_map names the configuration alone
+    "speculators": format_exports.speculators,  # without a model_type, and auto_map names only the configuration
     "ModelOpt": format_exports.modelopt,
 }
 """DeepSpec's form is the golden drafter's own, and ``random_drafter`` has DFlash's and DFlash 2's."""

@@ -80,7 +80,7 @@ def random_drafter(folder: Path, variant: str, seed: int = 3) -> Path:
             # Spread out, so that no two logits are close; the Markov bias weighs as much as the base logits.
             parameter.normal_(std=1.0 if "markov" in name else 0.5 if parameter.ndim == 1 else 0.15)
             if model.markov_head is None and ("q_norm" in name or "k_norm" in name):
-                parameter.mul_(8)  # slots differ by what they see alone, so they have to look at something
+                parameter.mul_(8)  # slots differ only by what they see, so they have to look at something
         if model.token_ids is not None:
             model.token_ids.copy_(2 * torch.arange(len(model.token_ids)) + 1)
     save_draft_model(model, folder, include_embeddings=False)

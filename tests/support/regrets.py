@@ -14,7 +14,7 @@ def regrets(
 ) -> list[list[float]]:
     """Return for every token of ``texts`` the logit of the best token at its place less its own.
 
-    The server reads prompt and text as one prompt, so what it writes itself does not matter. Behind a near-tie two
+    The server reads prompt and text as one prompt, so what it writes itself does not matter. After a near-tie two
     texts have nothing in common, but each of their tokens remains the best one, or nearly so, after those before it.
     """
     bodies = [

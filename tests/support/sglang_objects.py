@@ -61,7 +61,7 @@ def request(
 
 
 def partly(cls: type, **attributes: Any) -> Any:
-    """An object of a class that takes a server to make, with these attributes alone."""
+    """An object of a class that takes a server to make, with only these attributes."""
     made = object.__new__(cls)
     for name, value in attributes.items():
         object.__setattr__(made, name, value)  # also of frozen ones, of those with slots, and of modules of torch

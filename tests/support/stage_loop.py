@@ -215,7 +215,7 @@ class StageLoop:
         if self._counts is not None:
             self._counts.count(self._counted, accepted.out_tokens)
         self.schedule.end_step(decision, bs, len(plan.input_ids))
-        lens = plan.verify_lens[:bs]  # behind them the padding of a graph
+        lens = plan.verify_lens[:bs]  # after them the padding of a graph
         # The next replay writes to where this step's chains are.
         chains = None if draft.block.chains is None else draft.block.chains.clone()
         learned = {"chains": chains, "committed": accepted.out_tokens.clone()}

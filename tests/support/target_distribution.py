@@ -255,7 +255,7 @@ def paced(loop: ToyLoop, decision: StepDecision) -> StepDecision:
 
 
 def half_of_all(loop: ToyLoop, decision: StepDecision) -> StepDecision:
-    """The better half of all drafts is verified, which may be one request's alone."""
+    """The better half of all drafts is verified, which may be only one request's."""
     return StepDecision(loop.gamma, TopK(len(loop.texts) * loop.gamma // 2))
 
 

@@ -85,7 +85,7 @@ class _Loaded:
         from sglang_dspark.draft.families import family_of
         from sglang_dspark.draft.formats import read_content
         from sglang_dspark.engine.target import Target, slot_translation
-        from sglang_dspark.engine.verify import verify_beside_prompts
+        from sglang_dspark.engine.verify import verify_with_prompts
         from sglang_dspark.features.pictures import Positions, place_rows
         from sglang_dspark.features.recurrent import States
 
@@ -126,7 +126,7 @@ class _Loaded:
         }
         self.target = Target(self.runner, read_content(content, origin="probe").config)
         self.runner.model.set_dflash_layers_to_capture([tap for tap in TAPS if tap >= 0])
-        verify_beside_prompts(self.runner)
+        verify_with_prompts(self.runner)
         self.worker = SimpleNamespace(
             model_runner=self.runner,
             forward_batch_generation=lambda batch, forward_batch, **_: self.runner.forward(forward_batch),
@@ -193,7 +193,7 @@ class _Loaded:
         output = self.runner.forward(forward).logits_output
         features = self.target.features(forward.input_ids, output.hidden_states)
         lens = [text.prompt_len for text in texts]
-        # Slots of what comes: rows beyond a prompt, which this batch alone uses.
+        # Slots of what comes: rows beyond a prompt, which only this batch uses.
         table, pool = self.runner.req_to_token_pool.req_to_token, self.runner.token_to_kv_pool_allocator
         for row, length in zip(batch.req_pool_indices.tolist(), lens, strict=True):
             table[row, length:COLUMNS] = pool.alloc(COLUMNS - length).int()

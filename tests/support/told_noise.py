@@ -24,7 +24,7 @@ class Run:
     """One run: the choices that it repeats, and those that it found.
 
     Attributes:
-        script: pieces to take, by decision; behind its end the first one is taken.
+        script: pieces to take, by decision; after its end the first one is taken.
         found: pieces that each decision had.
         weight: probability of the run.
     """
@@ -93,7 +93,7 @@ class ToldKeys(RoundKeys):
     def drawn(self, weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         cumulative = weights.double().cumsum(-1)
         rows = zip(uniforms.tolist(), (cumulative / cumulative[:, -1:]).tolist(), strict=True)
-        # The last breakpoint is 1: no number lies behind it.
+        # The last breakpoint is 1: no number lies above it.
         return torch.tensor([self.told.run.decide(number, points[:-1]) for number, points in rows])
 
     def kept(self, draft_mass: torch.Tensor, target_mass: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ class ToldKeys(RoundKeys):
             for slot, (number, draft, target) in enumerate(zip(*slots, strict=True)):
                 ratio = target / draft if draft > 0 else 1.0
                 if ratio <= 0 or self.told.run.decide(number, [ratio]) > 0:
-                    break  # what is behind a rejected draft is not looked at
+                    break  # what is after a rejected draft is not looked at
                 kept[row, slot] = True
         return kept
 

@@ -38,7 +38,7 @@ FORMS = [
     (SHAREGPT, ("One?", "Two?")),
     (MESSAGES, ("One?",)),
     (ROLES, ("One?", "Two?")),
-    # The first turn of a conversation may stand beside it, as in HuggingFaceH4/ultrachat_200k.
+    # The first turn of a conversation may stand next to it, as in HuggingFaceH4/ultrachat_200k.
     ({"prompt": "One?"} | ROLES, ("One?", "Two?")),
     ({"prompt": "One?", "messages": ROLES["conversations"]}, ("One?", "Two?")),
     ({"prompt": "One?", "messages": None, "conversations": []}, ("One?",)),

@@ -16,7 +16,7 @@ from sglang_dspark.draft.model import DraftModel
 
 # Float32 sums in another order.
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}
-# Odd in every respect, and unused anchors behind the used ones of the second text.
+# Odd in every respect, and unused anchors after the used ones of the second text.
 ANCHORS = torch.tensor([[1, 6, 7, 10, 12], [2, 3, 9, 0, 0]])
 CTX_LEN, SLOTS, LAYERS = 13, 5, 2
 KINDS = ["biases", "window from the anchor", "window from the slot", "causal block", "sinks", "everything"]

@@ -224,7 +224,7 @@ def test_a_target_that_is_not_there_or_has_no_chat_template(train_here):
 
 @pytest.mark.slow
 def test_a_file_gets_a_line_now_and_then_and_a_terminal_none(monkeypatch):
-    """A bar is drawn on terminals alone; hours without a word look like a program that hangs."""
+    """A bar is drawn only on terminals; hours without a word look like a program that hangs."""
     clock = iter([0.0, 1.0, 29.0, 31.0, 32.0])
     monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
     console = Console(file=io.StringIO(), width=200)

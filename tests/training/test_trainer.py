@@ -82,7 +82,7 @@ def test_a_drafter_whose_training_state_is_gone_is_not_trained_over(make_trainer
     make_trainer().run()
     before = (tmp_path / DRAFT_DIR / "model.safetensors").read_bytes()
     (tmp_path / "state-6").rename(tmp_path / "gone")
-    with pytest.raises(ConfigError, match=r"draft holds a drafter, and the folder state-N beside it is gone"):
+    with pytest.raises(ConfigError, match=r"draft holds a drafter, and the folder state-N next to it is gone"):
         make_trainer()
     assert (tmp_path / DRAFT_DIR / "model.safetensors").read_bytes() == before
 

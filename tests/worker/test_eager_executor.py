@@ -107,7 +107,7 @@ def test_a_window_of_the_whole_context_changes_nothing(whole):
     assert served_within(DraftWindow(500, 4)) == whole
 
 
-def test_a_narrow_window_changes_drafts_alone(whole):
+def test_a_narrow_window_changes_only_drafts(whole):
     texts, traces = served_within(DraftWindow(3, 1))
     assert texts == whole[0]
     assert traces != whole[1]
@@ -200,8 +200,8 @@ def pools(loop):
 @pytest.mark.usefixtures("small_ring")
 @pytest.mark.parametrize("plain", [range(9), {*range(3, 6), *range(7, 10)}], ids=["first", "between"])
 @pytest.mark.parametrize("replays", [False, True], ids=["launched", "replayed"])
-def test_drafts_behind_plain_steps(monkeypatch, replays, plain):
-    """Also where more steps are plain than a ring holds, and where a row of padding is held beside three real ones."""
+def test_drafts_after_plain_steps(monkeypatch, replays, plain):
+    """Also where more steps are plain than a ring holds, and where a row of padding is held next to three real ones."""
 
     def made():
         return GraphLoop(monkeypatch, [4], schedule="static") if replays else StageLoop(schedule="static")
@@ -256,7 +256,7 @@ def commit_launches(holds):
 
 @pytest.mark.usefixtures("small_ring")
 def test_a_row_that_is_held_costs_two_launches():
-    """Beside the one that keeps its token: nothing is projected."""
+    """Next to the one that keeps its token: nothing is projected."""
     projected, held = commit_launches(False), commit_launches(True)
     assert projected["aten.mm.default"] == 2 and projected["kernel"] == 1
     assert held == {"aten.index_put_.default": 1, "kernel": 1, "aten.add_.Tensor": 1}

@@ -18,14 +18,22 @@ from dspark_kernels import (
 )
 from golden_server import CASES
 from random_drafter import random_drafter
-from stage_loop import NO_CHAINS, GraphLoop, StageLoop, prompts_of
+from sglang_objects import partly
+from sglang_objects import worker as target_worker
+from stage_loop import CPU, NO_CHAINS, GraphLoop, StageLoop, prompts_of
+from step_tables import schedule
 
+from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.graphs import Relay
 from sglang_dspark.engine.part import Part
+from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selection import FixedLength, Threshold, TopK, top_prefixes
 from sglang_dspark.step.state import DraftOutput, RequestLimits
 from sglang_dspark.worker import graphs
+from sglang_dspark.worker.drafter import NoDrafter
+from sglang_dspark.worker.graphs import ExecutorSelector
+from sglang_dspark.worker.worker import DSparkWorker
 
 NUM_TOKENS = 16
 
@@ -164,7 +172,7 @@ def test_sampled_text_is_that_of_launched_steps(monkeypatch, seeds):
 
 
 def staged(loop, decision, number=99):
-    """Stage a step behind the loop's texts; returns it and its executor."""
+    """Stage a step after the loop's texts; returns it and its executor."""
     step = loop.batch(number)
     executor = loop.executors.select(step, decision)
     assert executor.in_graphs
@@ -202,7 +210,7 @@ def test_what_calibration_has_learned_reaches_replayed_steps(monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_candidates_compete_in_replayed_steps(monkeypatch, tmp_path, temperature):
-    """Beside a drafter that knows nothing, chains that weigh all spare steps where the text is in a loop."""
+    """With a drafter that knows nothing, chains that weigh all spare steps where the text is in a loop."""
     folder = random_drafter(tmp_path, "gated")
     options = {"schedule": "static", "draft": folder, "lookup": True}
     loops = GraphLoop(monkeypatch, [4], **options), StageLoop(**options)
@@ -219,7 +227,7 @@ def test_candidates_compete_in_replayed_steps(monkeypatch, tmp_path, temperature
     assert all(loops[0].replayed) and (steps[0] < steps[1] > steps[2] or temperature > 0)
 
 
-def test_labels_are_looked_up_beside_graphs(monkeypatch, tmp_path):
+def test_labels_are_looked_up_outside_graphs(monkeypatch, tmp_path):
     """Drafts with labels are launched, and verified in graphs; here the label is the answer."""
     folder = random_drafter(tmp_path, "gated")
     loop, case = GraphLoop(monkeypatch, [4], schedule="static", draft=folder, lookup=True), CASES[0]
@@ -242,8 +250,8 @@ def weigh_all(loop):
 @pytest.mark.parametrize("schedule", ["static", "threshold"])
 def test_simulated_acceptance_follows_from_key_and_position(monkeypatch, schedule):
     """Launched and replayed, and whatever was verified before; confidences are its probabilities."""
-    law = torch.linspace(0, 1, QUANTILES).expand(7, -1).contiguous()
-    draws = SimulatedDraws(torch.tensor([5, 77, 2**31]), law)
+    quantiles = torch.linspace(0, 1, QUANTILES).expand(7, -1).contiguous()
+    draws = SimulatedDraws(torch.tensor([5, 77, 2**31]), quantiles)
     rows, limit = torch.arange(3), 0.5
     options = {"schedule": schedule, **({"confidence_threshold": limit} if schedule == "threshold" else {})}
     for loop in (StageLoop(**options), GraphLoop(monkeypatch, [4], **options)):
@@ -309,3 +317,22 @@ def test_features_write_before_every_verification_what_it_reads(monkeypatch, kee
     loop.verify = lambda *given: done.append("verified") or verify(*given)
     assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
     assert done == ["staged", "verified"] * len(loop.replayed)
+
+
+def test_graphs_do_not_outlive_weights_that_moved():
+    """They would go on reading where the old ones lie."""
+    model, selector = torch.nn.Linear(2, 2), ExecutorSelector(None)
+    worker = partly(
+        DSparkWorker,
+        _target_worker=target_worker(model=model),
+        drafter=NoDrafter(DSparkConfig(draft_free=True), 5, CPU),
+        control=StepControl(schedule(), None, (), on_gpu=True),
+        executors=selector,
+    )
+    worker.captured_at, selector.captured = worker.addresses(), "graphs"
+    model.weight.data.copy_(torch.ones(2, 2))
+    worker.weights_changed()
+    assert selector.captured == "graphs"
+    model.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    worker.weights_changed()
+    assert selector.captured is None

@@ -12,21 +12,14 @@ from canonical_drafter import GEMMA, random_tensors
 from golden_replay import FILE, trained_drafter
 from quantised_drafter import gguf_drafter, quantised_drafter
 from safetensors.torch import load_file, save_file
-from sglang_objects import partly
-from sglang_objects import worker as target_worker
-from stage_loop import CPU, DATA, DRAFT, StageLoop, golden_network
-from step_tables import schedule
+from stage_loop import DATA, DRAFT, StageLoop, golden_network
 
-from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.frozen_layers import in_eight_bits
 from sglang_dspark.draft.reduced_vocabulary import FILE as LIST
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, save_token_ids
 from sglang_dspark.draft.weights import EMBEDDING, LM_HEAD, load_draft_model
-from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.errors import CheckpointError
-from sglang_dspark.worker.drafter import Drafter, NoDrafter
-from sglang_dspark.worker.graphs import ExecutorSelector
-from sglang_dspark.worker.worker import DSparkWorker
+from sglang_dspark.worker.drafter import Drafter
 
 NUM_TOKENS = 16
 
@@ -47,7 +40,7 @@ def traces_of(loop):
 
 
 def by_folder(drafter, folder):
-    drafter.load_beside(str(folder))()
+    drafter.load_new(str(folder))()
 
 
 def by_names(drafter, folder):
@@ -93,7 +86,7 @@ def of_format(export, overrides):
 
 
 def with_lists(overrides):
-    """Have a file beside the drafter list what it proposes. Without ``draft_vocab_size`` no tensor says it."""
+    """Have a file next to the drafter list what it proposes. Without ``draft_vocab_size`` no tensor says it."""
 
     def write(seed, folder):
         tensors = exported(exports.deepspec, overrides, seed, folder)
@@ -137,10 +130,10 @@ DRAFTERS = {name: of_format(export, overrides) for name, (export, _, overrides) 
     "neighbouring channels": of_format(exports.neighbours, {}),
     "Gemma 4": of_format(exports.deepspec, GEMMA | {"hidden_act": None}),
     "an own embedding and LM head": own_embeddings,
-    "a list beside": with_lists(BY_FILE),
+    "a list in a file": with_lists(BY_FILE),
     "a list of some": with_lists({}),
-    "an own LM head behind a list": with_heads("own"),
-    "the target's LM head behind a list": with_heads("target's"),
+    "an own LM head with a list": with_heads("own"),
+    "the target's LM head with a list": with_heads("target's"),
     "fp8": quantised("fp8 by row"),
     "four bits": quantised("pack-quantized"),
     "GGUF": quantised("GGUF"),
@@ -233,7 +226,7 @@ def by_parts(drafter, named):
         drafter.write(part)
 
 
-FOLLOWING = ("DeepSpec", "speculators, reduced vocabulary", "a list beside", "a list of some")
+FOLLOWING = ("DeepSpec", "speculators, reduced vocabulary", "a list in a file", "a list of some")
 
 
 @pytest.mark.parametrize("eight_bits", [False, True])
@@ -278,7 +271,7 @@ def test_a_drafter_lies_at_home(network, tmp_path, monkeypatch):
 
 
 def test_an_operators_list_stays(network, tmp_path):
-    """Also where a list lies beside the new drafter."""
+    """Also where a list lies next to the new drafter."""
     save_token_ids(tmp_path / LIST, [3, 5, 8])
     with_lists({})(0, tmp_path / "new")
     drafter = StageLoop(schedule="static", network=network).drafter
@@ -382,7 +375,7 @@ def test_a_folder_that_does_not_fit_leaves_the_old_drafter(trained, tmp_path, te
     drafter = loop_of(DRAFT).drafter
     before = [parameter.clone() for parameter in drafter.model.parameters()]
     with pytest.raises(CheckpointError, match=named):
-        drafter.load_beside(str(folder))
+        drafter.load_new(str(folder))
     assert all(map(torch.equal, drafter.model.parameters(), before))
     assert drafter.describe()["path"] == str(DRAFT)
 
@@ -436,22 +429,3 @@ def test_an_lm_head_that_belongs_to_another_list_is_refused(network, tmp_path):
     drafter = StageLoop(draft=tmp_path / "0", schedule="static", network=network).drafter
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is not the target's"):
         drafter.write({**exports.reduced(tokens_of(1), 256), LM_HEAD: HEAD[tokens_of(0)]}.items())
-
-
-def test_graphs_do_not_outlive_weights_that_moved():
-    """They would go on reading where the old ones lie."""
-    model, selector = torch.nn.Linear(2, 2), ExecutorSelector(None)
-    worker = partly(
-        DSparkWorker,
-        _target_worker=target_worker(model=model),
-        drafter=NoDrafter(DSparkConfig(draft_free=True), 5, CPU),
-        control=StepControl(schedule(), None, (), on_gpu=True),
-        executors=selector,
-    )
-    worker.captured_at, selector.captured = worker.addresses(), "graphs"
-    model.weight.data.copy_(torch.ones(2, 2))
-    worker.weights_changed()
-    assert selector.captured == "graphs"
-    model.weight = torch.nn.Parameter(torch.zeros(2, 2))
-    worker.weights_changed()
-    assert selector.captured is None

@@ -227,7 +227,7 @@ def test_every_request_is_sampled_and_has_all_drafts():
     assert not table.model_runner.req_to_token_pool.req_to_token.any()
 
 
-def test_what_features_hold_lies_beside_the_step():
+def test_what_features_hold_lies_next_to_the_step():
     """Or the step would take memory that the allocator has not handed out yet."""
     loop, seen = StageLoop(schedule="static"), []
     target = Target(loop)

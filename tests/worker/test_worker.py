@@ -111,7 +111,7 @@ def target(ids):
 
 
 class SwitchLoop(StageLoop):
-    """Serves a random drafter beside that target."""
+    """Serves a random drafter next to that target."""
 
     def __init__(self, folder):
         model = load_draft_model(folder, dtype=torch.float32, device="cpu")

@@ -31,17 +31,17 @@ class AnchorBatch:
 
     @property
     def prev_ids(self) -> Tensor:
-        """Teacher-forced previous tokens ``[bs, A, gamma]``: the anchor, then the labels up to the last but one."""
+        """Return the teacher-forced previous tokens ``[bs, A, gamma]``: the anchor, then all labels except the last."""
         return torch.cat([self.anchor_ids[..., None], self.labels[..., :-1]], dim=-1)
 
 
 def candidate_anchors(row_len: int, prompt_len: int) -> range:
-    """Positions t with t and t+1 both in the answer; so the last prompt token is never an anchor."""
+    """Return positions t with t and t+1 both in the answer; so the last prompt token is never an anchor."""
     return range(prompt_len, row_len - 1)
 
 
 def sample_anchors(row: Text, num_anchors: int, generator: torch.Generator) -> Tensor:
-    """At most `num_anchors` candidate anchors of `row`, uniform without replacement, ascending: ``[n]``."""
+    """Return at most `num_anchors` candidate anchors of `row`, uniform without replacement, ascending: ``[n]``."""
     candidates = candidate_anchors(len(row.input_ids), row.prompt_len)
     chosen = torch.randperm(len(candidates), generator=generator)[:num_anchors]
     return chosen.sort().values + candidates.start

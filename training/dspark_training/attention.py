@@ -29,7 +29,7 @@ class ChunkedAttention:
         self,
         k_ctx: Tensor,  # [L, bs, S, kv_heads, head_dim]
         v_ctx: Tensor,  # [L, bs, S, kv_heads, head_dim]
-        anchors: Tensor,  # [bs, A], ascending in a row but for unused ones at its end, which are 0
+        anchors: Tensor,  # [bs, A], ascending in a row except for unused ones at its end, which are 0
         config: DraftConfig,
     ) -> None:
         self._k_ctx = k_ctx.permute(0, 1, 3, 2, 4)  # [L, bs, kv_heads, S, head_dim]

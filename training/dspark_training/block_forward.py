@@ -24,7 +24,7 @@ def block_hidden(
     anchors: Tensor,  # [bs, A]
     anchor_ids: Tensor,  # [bs, A]
 ) -> Tensor:
-    """Hidden states after the final norm of the blocks at `anchors`: ``[bs, A, gamma, d]``."""
+    """Return the hidden states after the final norm of the blocks at `anchors`: ``[bs, A, gamma, d]``."""
     config = model.config
     ids = torch.full((*anchors.shape, config.block_size), config.mask_token_id, device=anchors.device)
     ids[..., 0] = anchor_ids
@@ -34,7 +34,7 @@ def block_hidden(
 
 
 def block_latents(model: DraftModel, prev_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Teacher-forced Markov latents of whole blocks, whose product with ``markov_w2`` is the bias.
+    """Return the teacher-forced Markov latents of whole blocks, whose product with ``markov_w2`` is the bias.
 
     Args:
         prev_ids: ``[B, gamma]``.

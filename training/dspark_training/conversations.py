@@ -13,7 +13,7 @@ def read_conversations(source: str) -> list[Turns]:
     """Return the conversations of a file, of a folder of files, or of a data set of the hub.
 
     Args:
-        source: a path, or the name of a data set, with ``:SPLIT`` or ``:CONFIG:SPLIT`` behind it if it is not the split
+        source: a path, or the name of a data set, with ``:SPLIT`` or ``:CONFIG:SPLIT`` after it if it is not the split
             ``train`` of its only configuration.
 
     Raises:

@@ -125,7 +125,7 @@ class Objective(nn.Module):
 class _DistributionLoss(torch.autograd.Function):
     """``ce * L_ce + l1 * L_tv`` with its gradient, computed chunk by chunk so that no ``[slots, v]`` tensor is kept.
 
-    Returns ``(L_ce [n], L_tv [n], weighted sum)``; only the weighted sum is differentiable, and it alone has the loss
+    Returns ``(L_ce [n], L_tv [n], weighted sum)``; only the weighted sum is differentiable, and only it has the loss
     of a selector's base logits. The gradient of the logits is ``p - onehot(y)`` for the first term and ``p * (s -
     sum(p * s))``, s = sign(p - q), for the second; on a GPU one Triton kernel computes it.
     """

@@ -28,11 +28,11 @@ class VocabularySlice:
     index: Tensor | None  # [V] int64 position of each token in `ids`, -1 = not in the slice; None = identity
 
     def rows(self, weight: Tensor) -> Tensor:
-        """The slice's rows ``[v, ...]`` of a per-token tensor ``[V, ...]``."""
+        """Return the slice's rows ``[v, ...]`` of a per-token tensor ``[V, ...]``."""
         return weight if self.ids is None else weight[self.ids]
 
     def locate(self, tokens: Tensor) -> Tensor:
-        """Positions of `tokens` in the slice, -1 where absent."""
+        """Return the positions of `tokens` in the slice, -1 where absent."""
         return tokens if self.index is None else self.index[tokens]
 
 
@@ -60,7 +60,7 @@ class LossVocabulary:
             self._vocab_size = vocab_size
 
     def draw(self, generator: torch.Generator, device: torch.device) -> VocabularySlice:
-        """The slice of the next step, on `device`; `generator` lives on the CPU."""
+        """Draw the slice of the next step, on `device`; `generator` lives on the CPU."""
         if self._kept is None:
             return VocabularySlice(None, None, None)
         chosen = torch.randperm(len(self._others), generator=generator)[: self._num_sampled]

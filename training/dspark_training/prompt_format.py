@@ -37,20 +37,20 @@ class PromptFormat:
     def from_pretrained(
         cls, path: str | Path, *, raw: bool = False, template_kwargs: Mapping[str, Any] | None = None
     ) -> PromptFormat:
-        """With the tokenizer of a local checkpoint directory or a model of the Hugging Face hub."""
+        """Load the format with the tokenizer of a local checkpoint directory or a model of the Hugging Face hub."""
         from transformers import AutoTokenizer
 
         return cls(AutoTokenizer.from_pretrained(path), raw=raw, template_kwargs=template_kwargs)
 
     def encode(self, prompt: str) -> list[int]:
-        """Token ids of a user's words: the chat template, open at the assistant's answer, or plain text."""
+        """Return token ids of a user's words: the chat template, open at the assistant's answer, or plain text."""
         if not self.raw:
             return self.encode_conversation([prompt], [])
         ids: list[int] = self.tokenizer(prompt)["input_ids"]
         return ids
 
     def encode_conversation(self, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
-        """Token ids of a conversation, open at the answer to the last of `turns`; one answer less than turns."""
+        """Return token ids of a conversation, open at the answer to the last of `turns`; one answer less than turns."""
         messages = [{"role": "user", "content": turns[0]}]
         for answer, turn in zip(answers, turns[1:], strict=True):
             messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
@@ -65,7 +65,7 @@ class PromptFormat:
         return text
 
     def open_user_turn(self, opening: str = "") -> list[int]:
-        """Token ids of the chat template up to the user's words, followed by `opening`.
+        """Return token ids of the chat template up to the user's words, followed by `opening`.
 
         Raises:
             ConfigError: there is no template, or it begins with the user's words.

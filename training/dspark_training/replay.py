@@ -44,12 +44,12 @@ class AcceptanceReport:
 
     @property
     def conditional(self) -> tuple[float, ...]:
-        """Acceptance at each position given that all before it were accepted."""
+        """Return the acceptance at each position given that all before it were accepted."""
         before = (1.0, *self.survival[:-1])
         return tuple(now / then if then else 0.0 for now, then in zip(self.survival, before, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready content, accept length and conditional acceptance included."""
+        """Return JSON-ready content, accept length and conditional acceptance included."""
         return vars(self) | {"accept_length": self.accept_length, "conditional": self.conditional}
 
 

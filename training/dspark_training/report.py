@@ -46,7 +46,7 @@ class Sums:
         """Count a batch. Does not wait for the device."""
         terms = torch.stack([getattr(output, name).detach() for name in TERMS]) * output.weight
         accepted = output.acceptance
-        # Slots that are not supervised end a block and have an acceptance of 0, and so do the products behind them.
+        # Slots that are not supervised end a block and have an acceptance of 0, and so do the products after them.
         slots = (x.sum((0, 1)) for x in (accepted, batch.supervised, accepted.cumprod(-1)))
         self._values += torch.cat([part.double() for part in (output.weight[None], terms, *slots)])
 

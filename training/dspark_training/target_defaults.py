@@ -15,9 +15,10 @@ _MAX_DRAFT_LAYERS = 5
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Up to five target layers, spread evenly from the second to the third from the end, as DeepSpec's Qwen3 recipes.
+    """Return up to five target layers, spread evenly from the second to the third from the end.
 
-    36 layers give 1, 9, 17, 25, 33. A target with a single layer is tapped at its embedding (-1).
+    DeepSpec's recipes for Qwen3 do the same. 36 layers give 1, 9, 17, 25, 33. A target with a single layer is tapped at
+    its embedding (-1).
     """
     last = num_layers - 3
     if last < 1:
@@ -27,7 +28,7 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def default_depth(num_layers: int) -> int:
-    """Layers of the drafter: a seventh of the target's, 1 to 5."""
+    """Return the layers of the drafter: a seventh of the target's, 1 to 5."""
     return min(max(round(num_layers / _LAYERS_PER_DRAFT_LAYER), 1), _MAX_DRAFT_LAYERS)
 
 
@@ -51,7 +52,7 @@ class MaskTokens:
         self._counts = counts
 
     def default(self) -> int:
-        """The tokenizer's mask token; else the first row that no token uses; else a special token that never occurs.
+        """Return the tokenizer's mask token, else the first row without a token, else a special token that never comes.
 
         DeepSpec's drafters use the second kind for Qwen3 (151669) and the first for Gemma.
 

@@ -214,7 +214,7 @@ class Trainer:
         self._sums.add(output, batch)
 
     def _collate(self, drawn: _Drawn) -> AnchorBatch:
-        """Put the target's states beside texts and anchors."""
+        """Put the target's states next to texts and anchors."""
         texts, anchors = drawn
         states = states_of(self._target, texts)
         device, dtype = self._accelerator.device, self.config.compute_torch_dtype
@@ -280,7 +280,7 @@ def refuse_finished(out_dir: Path) -> None:
     draft = out_dir / DRAFT_DIR
     if (draft / "config.json").exists() and not _states(out_dir):
         raise ConfigError(
-            f"{draft} holds a drafter, and the folder state-N beside it is gone, without which training would begin "
+            f"{draft} holds a drafter, and the folder state-N next to it is gone, without which training would begin "
             f"anew and write over it; give another --output, or remove {draft}"
         )
 

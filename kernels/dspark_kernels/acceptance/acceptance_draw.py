@@ -308,7 +308,7 @@ def seeded_kernel(
     """Grid (bs, gamma + 1, tiles): the fastest kept token of a tile, and its speed exp((logit - max) / T) / E.
 
     Speeds are float32 with a relative error of some 1e-6: the winner is the reference's, except in closer ties. They
-    depend on the row and its noise alone. A tile without a kept token, or whose row is no distribution,
+    depend only on the row and its noise. A tile without a kept token, or whose row is no distribution,
     has the speed -1.
     """
     request = tl.program_id(0).to(tl.int64)

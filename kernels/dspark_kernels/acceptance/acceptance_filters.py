@@ -219,7 +219,7 @@ def _bisect(
     values = tl.load(candidates_ptr + indices, mask=known, other=0.0)
     keys = _order_key(values)
     weights = tl.where(known, tl.exp((values - largest) / temperature), 0.0)
-    # Min-p is a bound like others; below, top-k and top-p alone decide.
+    # Min-p is a bound like others; below, only top-k and top-p decide.
     lowest = tl.min(tl.where(known & (weights >= min_p), keys, _LARGEST_KEY), 0).to(tl.int64)
     low = tl.maximum(low, tl.minimum(lowest, high))
     while low < high:

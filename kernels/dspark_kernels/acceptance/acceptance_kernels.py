@@ -71,7 +71,7 @@ def row_stats_kernel(
 def target_mass(
     logits, base, temperature, log_mass, tokens, cut_ptr, last_ptr, rows, mask, HAS_FILTER: tl.constexpr
 ) -> tl.tensor:
-    """p_t of tokens [n] in rows that have these logits there."""
+    """Return p_t of tokens [n] in rows that have these logits there."""
     mass = tl.exp((logits - base) / temperature - log_mass)
     if HAS_FILTER:
         cut = tl.load(cut_ptr + rows, mask=mask, other=0.0)

@@ -158,7 +158,7 @@ def _keep_by_ratio(
     verify_lens: torch.Tensor,  # [m]
     probs: torch.Tensor,  # [R, V] p_t
     grid: torch.Tensor,  # [m, gamma + 1] rows of probs
-    distribution: DraftDistribution | None,  # of the whole batch: p_d, 1 of the drafts behind
+    distribution: DraftDistribution | None,  # of the whole batch: p_d; 1 for later drafts
     copied: torch.Tensor | None,  # [m, drawn]
     requests: torch.Tensor,  # [m] in the batch
     keys: RoundKeys,  # of the m requests

@@ -26,7 +26,7 @@ from dspark_kernels.noise import Purpose, philox4x32
 SPAN = 16
 """Positions of a text that may share their difficulty."""
 QUANTILES = 256
-"""Entries of a law for each slot of a block: probabilities at evenly spaced quantiles."""
+"""Entries of the distribution for each slot of a block: probabilities at evenly spaced quantiles."""
 
 _EDGE = 1e-4  # probabilities of 0 and 1 have no logit
 _WORD = int(Purpose.SIMULATED) << 16
@@ -39,11 +39,11 @@ class SimulatedDraws:
 
     Attributes:
         keys: [rows] int64 in [0, 2**32), of the running requests by their rows of ``req_to_token``.
-        law: [gamma, QUANTILES] float32 probabilities by slot, ascending.
+        quantiles: [gamma, QUANTILES] float32 probabilities by slot, ascending.
     """
 
     keys: torch.Tensor
-    law: torch.Tensor
+    quantiles: torch.Tensor
 
 
 def _drawn(
@@ -55,7 +55,7 @@ def _drawn(
     own, choice, luck, _ = philox4x32((_WORD, positions & _MASK32, 0, 0), (keys, 0))
     shared, *_ = philox4x32((_WORD, positions // SPAN, 1, 0), (keys, 0))
     quantiles = torch.where(choice >> 31 == 1, shared, own)
-    probabilities = draws.law[slots, quantiles * QUANTILES >> 32]
+    probabilities = draws.quantiles[slots, quantiles * QUANTILES >> 32]
     return probabilities, (luck >> 8).float() * 2.0**-24 < probabilities
 
 
@@ -89,7 +89,7 @@ def simulated_accept_ref(
 
 @triton.jit
 def _draw(
-    keys_ptr, law_ptr, row, prefix_len, slots, gamma, SPAN: tl.constexpr, QUANTILES: tl.constexpr, WORD
+    keys_ptr, quantiles_ptr, row, prefix_len, slots, gamma, SPAN: tl.constexpr, QUANTILES: tl.constexpr, WORD
 ) -> tuple[tl.tensor, tl.tensor]:
     """``_drawn`` of one request; nothing is kept from ``gamma`` on."""
     key = tl.load(keys_ptr + row)
@@ -98,14 +98,14 @@ def _draw(
     own, choice, luck, _ = tl.philox(key, zeros + WORD, positions.to(tl.uint32), zeros, zeros)
     shared, _a, _b, _c = tl.philox(key, zeros + WORD, (positions // SPAN).to(tl.uint32), zeros + 1, zeros)
     quantiles = tl.where((choice >> 31) == 1, shared, own).to(tl.int64) * QUANTILES >> 32
-    probabilities = tl.load(law_ptr + slots * QUANTILES + quantiles, mask=slots < gamma, other=0.0)
+    probabilities = tl.load(quantiles_ptr + slots * QUANTILES + quantiles, mask=slots < gamma, other=0.0)
     return probabilities, (luck >> 8).to(tl.float32) * (2.0**-24) < probabilities
 
 
 @triton.jit(do_not_specialize=["gamma"])
 def _simulated_confidence_kernel(
     keys_ptr,
-    law_ptr,
+    quantiles_ptr,
     rows_ptr,
     prefix_lens_ptr,
     out_ptr,
@@ -118,7 +118,7 @@ def _simulated_confidence_kernel(
 ):
     request, slots = tl.program_id(0), tl.arange(0, SLOTS)
     row, prefix_len = tl.load(rows_ptr + request).to(tl.int64), tl.load(prefix_lens_ptr + request).to(tl.int64)
-    probabilities, _kept = _draw(keys_ptr, law_ptr, row, prefix_len, slots, gamma, SPAN, QUANTILES, WORD)
+    probabilities, _kept = _draw(keys_ptr, quantiles_ptr, row, prefix_len, slots, gamma, SPAN, QUANTILES, WORD)
     inside = tl.minimum(tl.maximum(probabilities, EDGE), 1.0 - EDGE)
     tl.store(out_ptr + request * gamma + slots, tl.log(inside) - tl.log(1.0 - inside), mask=slots < gamma)
 
@@ -126,7 +126,7 @@ def _simulated_confidence_kernel(
 @triton.jit(do_not_specialize=["gamma", "drafts_stride"])
 def _simulated_accept_kernel(
     keys_ptr,
-    law_ptr,
+    quantiles_ptr,
     rows_ptr,
     prefix_lens_ptr,
     drafts_ptr,
@@ -145,7 +145,7 @@ def _simulated_accept_kernel(
 ):
     request, slots = tl.program_id(0), tl.arange(0, SLOTS)
     row, prefix_len = tl.load(rows_ptr + request).to(tl.int64), tl.load(prefix_lens_ptr + request).to(tl.int64)
-    _probabilities, kept = _draw(keys_ptr, law_ptr, row, prefix_len, slots, gamma, SPAN, QUANTILES, WORD)
+    _probabilities, kept = _draw(keys_ptr, quantiles_ptr, row, prefix_len, slots, gamma, SPAN, QUANTILES, WORD)
     if verify_lens_ptr is not None:
         kept = kept & (slots < tl.load(verify_lens_ptr + request))
     length = tl.min(tl.where(kept, SLOTS, slots), axis=0).to(tl.int64)
@@ -166,12 +166,12 @@ def simulated_confidence(
 
     Args:
         rows: [bs] int, of the requests' keys.
-        prefix_lens: [bs] int, position of the anchor; the drafts stand behind it.
+        prefix_lens: [bs] int, position of the anchor; the drafts follow it.
         gamma: drafts of a block.
     """
     out = torch.empty((len(rows), gamma), dtype=torch.float32, device=rows.device)
     _simulated_confidence_kernel[(len(rows),)](
-        draws.keys, draws.law, rows, prefix_lens, out, gamma, SPAN, QUANTILES, _WORD, _EDGE, _slots(draws)
+        draws.keys, draws.quantiles, rows, prefix_lens, out, gamma, SPAN, QUANTILES, _WORD, _EDGE, _slots(draws)
     )
     return out
 
@@ -198,7 +198,7 @@ def simulated_accept(
     out_tokens = torch.empty((bs, gamma + 1), dtype=torch.int64, device=rows.device)
     _simulated_accept_kernel[(bs,)](
         draws.keys,
-        draws.law,
+        draws.quantiles,
         rows,
         prefix_lens,
         draft_tokens,
@@ -220,4 +220,4 @@ def simulated_accept(
 
 def _slots(draws: SimulatedDraws) -> int:
     """Return slots of a program, the same for shorter drafts: no depth compiles another kernel."""
-    return triton.next_power_of_2(len(draws.law) + 1)
+    return triton.next_power_of_2(len(draws.quantiles) + 1)

@@ -41,7 +41,7 @@ class CommitRows:
     accept_lens: torch.Tensor
 
     def kept(self) -> torch.Tensor:
-        """[n] bool. No host sync."""
+        """Return which rows are kept, [n] bool. No host sync."""
         bs = self.accept_lens.shape[0]
         in_batch = (self.requests >= 0) & (self.requests < bs)
         return in_batch & (self.columns <= self.accept_lens[self.requests.clamp(0, bs - 1)])
@@ -241,7 +241,7 @@ class HeldRows:
     Attributes:
         features: [capacity, w] that draft K/V is projected from.
         positions, slots: [capacity] int64 of these, as :func:`kv_inject` takes them.
-        end: [1] int64, rows that have come; the next one goes to this place, or as far behind the ring's beginning.
+        end: [1] int64, rows that have come; the next one goes to this place, or as far after the ring's beginning.
     """
 
     features: torch.Tensor

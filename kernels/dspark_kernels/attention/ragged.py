@@ -121,7 +121,7 @@ def group_contexts(
         visible: which of these keys a query sees.
         heads_per_kv: query heads that share a K/V head.
         dtype: of queries; pools may have another one.
-        extra_keys: keys per request beside the pool, which all its queries see.
+        extra_keys: keys per request next to the pool, which all its queries see.
     """
     starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
     firsts = [visible.first_seen(*lens) for lens in zip(key_lens, query_lens, strict=True)]
@@ -155,7 +155,7 @@ def group_contexts(
                     n,
                     visible.translation,
                 ),
-                # The lengths are the host's, and so is what follows from them alone.
+                # The lengths are the host's, and so is what follows only from them.
                 queries=_on(device, rows_of_queries if padded else None),
                 kept=_on(device, kept),
                 rows=_on(device, rows_of_queries[kept] if kept is not None and len(members) < len(rows) else None),
@@ -219,10 +219,10 @@ def attend_groups(
     extra_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     sinks: torch.Tensor | None = None,  # [heads]
 ) -> torch.Tensor:
-    """Attention of one layer.
+    """Compute the attention of one layer.
 
     Args:
-        extra_kv: keys and values beside the pool, [N, kv_heads, hd] row by row with the queries.
+        extra_kv: keys and values next to the pool, [N, kv_heads, hd] row by row with the queries.
         sinks: added to the sum of each head's weights as one more score, which ``scale`` does not touch.
 
     Returns:
@@ -317,7 +317,7 @@ def block_attention_ref(
 def block_attention(
     requests: StepRequests, gamma: int, *, heads_per_kv: int, dtype: torch.dtype, scale: float
 ) -> BlockAttention:
-    """Attention of blocks whose rows see their context and all of the block (DSpark, Eq. 3).
+    """Compute the attention of blocks whose rows see their context and all of the block (DSpark, Eq. 3).
 
     Args:
         requests: of the step.

@@ -1,9 +1,9 @@
 """Attention of a few query rows per request: over its paged context, and over the window of the rows themselves.
 
 Both forwards of a decode step have this shape. In the draft block every row sees the whole window (Eq. 3), in the
-target's verification a row sees the window up to itself. K/V of the window are handed in beside the pool, since those
+target's verification a row sees the window up to itself. K/V of the window are handed in next to the pool, since those
 of a draft block are never stored there, or are read back from it, where what is stored has been rounded. Layers of some
-drafters see the last rows of the context alone, or have sinks: a score for each head that only makes its weights
+drafters see only the last rows of the context, or have sinks: a score for each head that only makes its weights
 smaller.
 
 Slots are read from SGLang's ``req_to_token`` table, and lengths from the device: the kernel needs no index list built
@@ -35,7 +35,7 @@ from dspark_kernels.dispatch import num_processors, on_kernels
 
 
 def with_whole_rows(x: torch.Tensor) -> torch.Tensor:
-    """``x`` [n, heads, hd] with the heads of a row side by side, as kernels read them; rows may lie apart."""
+    """Return ``x`` [n, heads, hd] with the heads of a row side by side, as kernels read them; rows may lie apart."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -158,7 +158,7 @@ def window_attention(
     Args:
         q, kv: rows of the windows, request by request, normalised and rotated; float32, float16 or bfloat16. Rows may
             lie apart, as they do in the output of a fused projection. None for K and V where the pool holds the windows
-            too, behind their contexts: rows then see what later steps will read of them.
+            too, after their contexts: rows then see what later steps will read of them.
         pool: K and V of the contexts in this layer, contiguous; any float dtype, float8_e4m3fn among them.
         windows: whose rows they are, and where the contexts lie.
         causal: a row sees the window up to itself, not all of it.
@@ -249,7 +249,7 @@ def _tiles_of_keys(block_m: int, block_d: int, head_bytes: int, *, crowded: bool
     """Return the keys of a tile, the warps that compute it, and the tiles at hand or under way.
 
     K, V and the queries share what a program has, 99 KiB on an L4 or an RTX 4090: wider heads have fewer keys, and
-    beside the largest tiles of queries, K and V of no second tile are under way.
+    next to the largest tiles of queries, K and V of no second tile are under way.
     """
     keys = max(_MIN_DOT, 64 * _WIDE_HEAD // max(_WIDE_HEAD, triton.next_power_of_2(head_bytes)))
     stages = 3 if 2 * block_m * head_bytes <= _MAX_TILE else 2

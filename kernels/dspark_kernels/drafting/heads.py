@@ -1,7 +1,7 @@
 """What a walk reads and makes: weights of the heads, candidates, the drafted block and its distribution.
 
 Candidates compete with the drafter's own tokens in the walk through a block. Slot k is drawn from softmax(score + b
-[token = a_k]) while the drafts before it are a_0 .. a_(k-1), and as the drafter says behind the first one that is not.
+[token = a_k]) while the drafts before it are a_0 .. a_(k-1), and as the drafter says after the first one that is not.
 b and a_k were fixed before the block was drawn, and whether they count at slot k before its own draft was. The
 distribution that is stored is the raised one, so verification is the same as without candidates.
 
@@ -87,7 +87,7 @@ class DraftVocabulary:
         return columns
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """[n, v] -> [n, V], minus infinity for the tokens that are not proposed."""
+        """Spread [n, v] to [n, V], minus infinity for the tokens that are not proposed."""
         whole = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
         whole[:, self.token_ids] = logits
         return whole
@@ -132,7 +132,7 @@ class MarkovWalk:
             self._state = markov.head.initial_state(hidden.shape[0], hidden.device, hidden.dtype)
 
     def latent(self, previous: torch.Tensor) -> torch.Tensor:
-        """U [bs, r] of the next slot, after the tokens ``previous`` [bs] int64."""
+        """Return U [bs, r] of the next slot, after the tokens ``previous`` [bs] int64."""
         embedding = F.embedding(previous, self._markov.w1)
         slot, self._slot = self._slot, self._slot + 1
         if self._factors is not None:
@@ -171,7 +171,7 @@ OUTRIGHT = 2.0
 """Boost from which a candidate is copied that the drafter has no column for, as it cannot draw it at any odds."""
 MATCHED, FOLLOWED, FIRST = range(3)
 """Columns of chains: tokens of the text's end that were found again, drafts that follow the chain, and its tokens."""
-LEAST, MOST, LENGTH, ROW = range(4)
+LEAST_COLUMN, MOST_COLUMN, LENGTH_COLUMN, ROW_COLUMN = range(4)
 """Columns of :attr:`ChainRules.bounds`."""
 USUAL = (LEAST_MATCH, MOST_MATCH, 1 << 30, 0)
 """Bounds of a request that asks for nothing."""
@@ -179,10 +179,10 @@ USUAL = (LEAST_MATCH, MOST_MATCH, 1 << 30, 0)
 
 @dataclass(frozen=True)
 class SecondTexts:
-    """Hold texts in which the ends of requests' own are looked up as well, one text behind the other.
+    """Hold texts in which the ends of requests' own are looked up as well, one text after the other.
 
     Attributes:
-        tokens: [L] int64, -1 before each part of a text and behind the last.
+        tokens: [L] int64, -1 before each part of a text and after the last.
         needed: [L] int64, how many tokens have to match up to each place.
         rows: [L] int64, what is added to ``MATCHED`` of a chain from there: ``CACHED_ROWS`` or ``ASKED_ROWS``.
         requests: [L] int64, index of the request that has the place; past the last one for none.
@@ -202,7 +202,7 @@ class SecondTexts:
         renamed[index] = torch.arange(len(index), device=index.device)
         return replace(self, requests=renamed[self.requests])
 
-    def beside(self, other: SecondTexts | None) -> SecondTexts:
+    def joined(self, other: SecondTexts | None) -> SecondTexts:
         """Return these texts and others of the same requests."""
         if other is None:
             return self
@@ -216,7 +216,7 @@ class ChainRules:
     Attributes:
         bounds: [bs, 4] int64: tokens that have to match, tokens that are looked for (up to ``MOST_MATCH``),
             the most candidates, and what is added to a chain's ``MATCHED``: 0 or ``ASKED_ROWS``.
-        second: beside the requests' own texts; None if no request has one.
+        second: in addition to the requests' own texts; None if no request has one.
     """
 
     bounds: torch.Tensor
@@ -356,7 +356,7 @@ _NEVER = -30.0
 class DraftBlock:
     """A drafted block.
 
-    ``distribution`` and ``copied`` may have fewer slots, the first ``drawn`` of gamma: the tokens behind those were
+    ``distribution`` and ``copied`` may have fewer slots, the first ``drawn`` of gamma: the tokens after those were
     copied.
 
     Attributes:
@@ -377,12 +377,12 @@ class DraftBlock:
 
     @staticmethod
     def empty(bs: int, device: torch.device | str) -> DraftBlock:
-        """Blocks without drafts, as non-speculative steps have them."""
+        """Return blocks without drafts, as non-speculative steps have them."""
         return DraftBlock(torch.empty((bs, 0), dtype=torch.int64, device=device))
 
     @staticmethod
     def of_chains(chains: torch.Tensor, depth: int) -> DraftBlock:
-        """Blocks of nothing but the candidates that requests have asked for; confidence logits say if there are any."""
+        """Return blocks of only the candidates that requests have asked for; confidence logits say if there are any."""
         rows, _, candidates = Candidates.parts(chains)
         candidates = candidates[:, :depth]
         is_there = ((candidates >= 0) & (rows[:, None] >= ASKED_ROWS)).cumprod(1)
@@ -419,7 +419,7 @@ class DraftBlock:
         return replace(self, copied=copied, chains=candidates.chains)
 
     def with_tail(self, candidates: Candidates, depth: int) -> DraftBlock:
-        """Return blocks of up to ``depth`` slots, whose slots behind this walk's are copied candidates.
+        """Return blocks of up to ``depth`` slots, whose slots after this walk's are copied candidates.
 
         They are sure only while the chain is alive: what the walk drew decides about them, their own tokens do not.
         """

@@ -3,12 +3,12 @@
 **Eight bits**: ``x @ (codes * scales).T + bias``, with a scale for each row of the weight.
 
 bfloat16 and float16 hold all codes, so the kernel multiplies codes as they are, in the dtype of x, and scales the sums:
-what is rounded is the weight alone, to within half a scale.
+only the weight is rounded, to within half a scale.
 
 A few rows cost what the weight's bytes cost: for 7 rows of a Qwen3-8B drafter's MLP (gate and up, 24,576 x 4,096) 101
 MB, where 16 bits have 201 MB. On an H200 (4.3 TB/s for copies) 24 us and 47 us are the floors. From 93 rows on,
 multiplications are the floor (794 TFLOP/s), and from 186 rows on eight bits save nothing: there torch multiplies by the
-same weight in its dtype, which is kept beside. The kernel has not run on a GPU yet.
+same weight in its dtype, which is kept as well. The kernel has not run on a GPU yet.
 
 **SwiGLU**: ``silu(gate) * up`` on the output of one GEMM that computes both. Bytes: 3 * T * I elements, two read and
 one written. On an H200 (4.3 TB/s for copies) the floor of 448 rows of a Qwen3-4B drafter (I 9728, bf16) is 6.1 us;
@@ -24,7 +24,7 @@ SGLang has kernels for these two as well. Ours know no engine, and run under Tri
 block, G channels to a group and K taps, ``y_j = sum_t (B[t] + D_j[t]) * x_{j - t}`` for t < K, where rows before the
 block are 0, ``B [K, d]`` is a weight, and ``D_j [K, d / G]`` is alike for all channels of a group. In torch that is
 four launches for two taps, and two more for each further tap; the kernel is one. A layer has four such convolutions: 4
-launches in place of 16, beside two projections.
+launches in place of 16, next to two projections.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ import triton.language as tl
 
 from dspark_kernels.dispatch import num_processors, on_kernels
 
-_LARGEST = 127
-_QUANTISED_ROWS = 4096  # at a time: their float32 copies are gone before the next ones
-_MOST_ROWS = 128  # of x, for the kernel
-_MIN_DOT = 16  # smallest tile side of tl.dot
-_BLOCK = 64  # largest tile side for rows of either; three stages fit the shared memory of sm_89
-_BLOCK_K = {torch.float32: 32}  # products in full float32 keep their operands in registers
-_MAX_BLOCK_K = 128
-_RESIDENTS = 2  # programs of a processor
+_INT8_MAX = 127
+_INT8_ROWS_AT_ONCE = 4096  # that are quantised: their float32 copies are gone before the next ones
+_INT8_MAX_ROWS = 128  # of x, for the kernel
+_INT8_MIN_TILE = 16  # smallest tile side of tl.dot
+_INT8_TILE = 64  # largest tile side for rows of either; three stages fit the shared memory of sm_89
+_INT8_TILE_K = {torch.float32: 32}  # products in full float32 keep their operands in registers
+_INT8_MAX_TILE_K = 128
+_INT8_RESIDENTS = 2  # programs of a processor
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Int8Weight:
         """Round a weight: the largest number of a row becomes 127 or -127."""
         codes, rounded = torch.empty_like(weight, dtype=torch.int8), torch.empty_like(weight)
         scales = torch.empty(weight.shape[0], device=weight.device)
-        parts = (tensor.split(_QUANTISED_ROWS) for tensor in (weight, codes, scales, rounded))
+        parts = (tensor.split(_INT8_ROWS_AT_ONCE) for tensor in (weight, codes, scales, rounded))
         for rows, row_codes, row_scales, row_rounded in zip(*parts, strict=True):
             largest = rows.float().abs().amax(1)
-            row_scales.copy_(torch.where(largest > 0, largest, 1.0) / _LARGEST)
+            row_scales.copy_(torch.where(largest > 0, largest, 1.0) / _INT8_MAX)
             row_codes.copy_((rows.float() / row_scales[:, None]).round())
             row_rounded.copy_(row_codes * row_scales[:, None])
         return cls(codes, scales, rounded)
@@ -169,15 +169,17 @@ def int8_linear(x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None =
     if rows.shape[1] != size:
         raise ValueError(f"x {list(x.shape)} and weight {list(weight.shape)} do not fit: expected [..., in], [out, in]")
     num_rows = rows.shape[0]
-    if num_rows > _MOST_ROWS:
+    if num_rows > _INT8_MAX_ROWS:
         return F.linear(x, weight.rounded, bias)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device)
     if out.numel() > 0:
-        block_m = min(_BLOCK, max(_MIN_DOT, triton.next_power_of_2(num_rows)))
-        groups, block_n = triton.cdiv(num_rows, block_m), _BLOCK
+        block_m = min(_INT8_TILE, max(_INT8_MIN_TILE, triton.next_power_of_2(num_rows)))
+        groups, block_n = triton.cdiv(num_rows, block_m), _INT8_TILE
         # Few rows of the weight are shared out finely: it takes all processors to read as fast as memory is.
-        while block_n > _MIN_DOT and groups * triton.cdiv(num_out, block_n) < _RESIDENTS * num_processors(x.device):
+        while block_n > _INT8_MIN_TILE and groups * triton.cdiv(num_out, block_n) < _INT8_RESIDENTS * num_processors(
+            x.device
+        ):
             block_n //= 2
         _int8_linear_kernel[(groups, triton.cdiv(num_out, block_n))](
             rows,
@@ -192,7 +194,7 @@ def int8_linear(x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None =
             BIASED=bias is not None,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
-            BLOCK_K=_BLOCK_K.get(x.dtype, _MAX_BLOCK_K),
+            BLOCK_K=_INT8_TILE_K.get(x.dtype, _INT8_MAX_TILE_K),
             num_warps=4,
             num_stages=3,
         )
@@ -225,7 +227,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, size, BLOCK: tl.constexpr
 
 @on_kernels(silu_mul_ref)
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``gate_up [T, 2 * I]``, gate before up, float32, float16 or bfloat16 -> ``silu(gate) * up [T, I]``.
+    """Return ``silu(gate) * up [T, I]`` of ``gate_up [T, 2 * I]``, gate before up; float32, float16 or bfloat16.
 
     Rows may lie apart. No host sync; safe under graph capture.
 

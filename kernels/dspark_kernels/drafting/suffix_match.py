@@ -1,7 +1,7 @@
 """Find what followed the end of a request's text where that stood before: candidates for what comes next.
 
 The text is read where its K/V lies: token i of a request is that of the slot ``req_to_token[row, i]``. Of all places
-behind tokens that are those of the text's end, the one with the most of them is taken, as far as they count, and the
+after tokens that are those of the text's end, the one with the most of them is taken, as far as they count, and the
 latest of equals (prompt lookup: Saxena 2023). A passage that runs into the end of the text begins again: a text that
 has repeated itself is likely to go on.
 
@@ -20,11 +20,11 @@ from dspark_kernels.dispatch import num_processors, on_kernels
 from dspark_kernels.drafting.heads import (
     CACHED_ROWS,
     FIRST,
-    LEAST,
-    LENGTH,
-    MOST,
+    LEAST_COLUMN,
+    LENGTH_COLUMN,
+    MOST_COLUMN,
     MOST_MATCH,
-    ROW,
+    ROW_COLUMN,
     ChainRules,
     usual_bounds,
 )
@@ -64,9 +64,10 @@ def find_chains(
     matched, place = best // size, size - 1 - best % size
     is_found = (best >= 0) & (matched - CACHED_ROWS > chains[:, :1])
     places = torch.arange(num_candidates, device=device)
-    behind = text[MOST_MATCH + place + 1 + places]
-    is_there = (places < rules.bounds[:, LENGTH, None]) & ((behind >= 0).cumprod(1) > 0)  # the next text is another's
-    found = torch.cat([matched, torch.zeros_like(matched), behind.where(is_there, -1)], 1)
+    following = text[MOST_MATCH + place + 1 + places]
+    # The text after a -1 is another one's.
+    is_there = (places < rules.bounds[:, LENGTH_COLUMN, None]) & ((following >= 0).cumprod(1) > 0)
+    found = torch.cat([matched, torch.zeros_like(matched), following.where(is_there, -1)], 1)
     return torch.where(is_found, found, chains)
 
 
@@ -86,15 +87,15 @@ def suffix_match_ref(
     bounds, suffix = _bounds(requests, rules), _suffix(requests, slot_tokens)
     ends = torch.arange(width, device=text.device)
     lengths = _matched(text, width, lambda back: suffix[:, back, None]).where(ends < last, 0)
-    lengths = torch.minimum(lengths, bounds[:, MOST, None])
+    lengths = torch.minimum(lengths, bounds[:, MOST_COLUMN, None])
     best = (lengths * width + ends).argmax(1, keepdim=True)
     matched = lengths.gather(1, best)
-    matched = matched.where(matched >= bounds[:, LEAST, None], 0)
+    matched = matched.where(matched >= bounds[:, LEAST_COLUMN, None], 0)
     lanes = torch.arange(num_candidates, device=text.device)
-    behind = MOST_MATCH + best + 1 + lanes % (last - best).clamp_min(1)
-    tokens = text.gather(1, behind.clamp_max(MOST_MATCH + width))
-    tokens = tokens.where((matched > 0) & (lanes < bounds[:, LENGTH, None]), -1)
-    return torch.cat([matched + bounds[:, ROW, None] * (matched > 0), torch.zeros_like(matched), tokens], 1)
+    following = MOST_MATCH + best + 1 + lanes % (last - best).clamp_min(1)
+    tokens = text.gather(1, following.clamp_max(MOST_MATCH + width))
+    tokens = tokens.where((matched > 0) & (lanes < bounds[:, LENGTH_COLUMN, None]), -1)
+    return torch.cat([matched + bounds[:, ROW_COLUMN, None] * (matched > 0), torch.zeros_like(matched), tokens], 1)
 
 
 def _suffix(requests: StepRequests, slot_tokens: torch.Tensor) -> torch.Tensor:
@@ -110,7 +111,7 @@ def _matched(text: torch.Tensor, width: int, wanted: Callable[[int], torch.Tenso
     """Return how many tokens up to each place of texts are the ends of requests' own.
 
     Args:
-        text: [..., at least MOST_MATCH + width] int64, behind MOST_MATCH places that nothing equals.
+        text: [..., at least MOST_MATCH + width] int64, after MOST_MATCH places that nothing equals.
         width: places that are asked about.
         wanted: returns the token before the last ``back`` ones of the requests' texts, to be compared at every place.
 
@@ -150,9 +151,9 @@ def _find_kernel(
     req_pool_indices_ptr,
     req_to_token_ptr,
     bounds_ptr,  # [bs, 4] int64
-    best_ptr,  # [bs, programs] int64: matched tokens in the upper half, the place behind them in the lower one
+    best_ptr,  # [bs, programs] int64: matched tokens in the upper half, the place after them in the lower one
     table_stride,
-    MOST: tl.constexpr,  # column of the bounds
+    MOST_COLUMN: tl.constexpr,  # column of the bounds
     MOST_MATCH: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -160,7 +161,7 @@ def _find_kernel(
     last = tl.load(prefix_lens_ptr + request).to(tl.int64)
     table_ptr = req_to_token_ptr + tl.load(req_pool_indices_ptr + request).to(tl.int64) * table_stride
     anchor = tl.load(anchors_ptr + request).to(tl.int64)
-    most = tl.load(bounds_ptr + 4 * request + MOST)
+    most = tl.load(bounds_ptr + 4 * request + MOST_COLUMN)
     best = tl.zeros([TILE], tl.int64)
     for tile in range(program, tl.cdiv(last, TILE), num_programs):
         ends = tile * TILE + tl.arange(0, TILE).to(tl.int64)
@@ -193,9 +194,9 @@ def _copy_kernel(
     table_stride,
     num_programs,
     num_candidates,
-    LEAST: tl.constexpr,  # columns of the bounds
-    LENGTH: tl.constexpr,
-    ROW: tl.constexpr,
+    LEAST_COLUMN: tl.constexpr,  # columns of the bounds
+    LENGTH_COLUMN: tl.constexpr,
+    ROW_COLUMN: tl.constexpr,
     FIRST: tl.constexpr,
     BLOCK_P: tl.constexpr,  # >= num_programs
     BLOCK_C: tl.constexpr,  # >= num_candidates
@@ -208,16 +209,16 @@ def _copy_kernel(
     best = tl.max(found, 0)
     matched = best >> 32
     bounds = bounds_ptr + 4 * request
-    is_found = (matched > 0) & (matched >= tl.load(bounds + LEAST))
+    is_found = (matched > 0) & (matched >= tl.load(bounds + LEAST_COLUMN))
     begin = best & 0x7FFFFFFF
     lanes = tl.arange(0, BLOCK_C)
-    there = is_found & (lanes < num_candidates) & (lanes < tl.load(bounds + LENGTH))
+    there = is_found & (lanes < num_candidates) & (lanes < tl.load(bounds + LENGTH_COLUMN))
     positions = begin + lanes % tl.maximum(last + 1 - begin, 1)
     tokens = _token(tokens_ptr, table_ptr, positions, there & (positions < last))
     anchor = tl.load(anchors_ptr + request).to(tl.int64)
     tokens = tl.where(there & (positions == last), anchor, tokens)
     row = chains_ptr + request.to(tl.int64) * (FIRST + num_candidates)
-    tl.store(row, tl.where(is_found, matched + tl.load(bounds + ROW), 0))
+    tl.store(row, tl.where(is_found, matched + tl.load(bounds + ROW_COLUMN), 0))
     tl.store(row + 1, tl.zeros_like(matched))
     tl.store(row + FIRST + lanes, tokens, mask=lanes < num_candidates)
 
@@ -229,7 +230,7 @@ def suffix_match(
     num_candidates: int,
     rules: ChainRules | None = None,
 ) -> torch.Tensor:
-    """Find candidates for the tokens behind the anchors, in two launches.
+    """Find candidates for the tokens after the anchors, in two launches.
 
     Args:
         requests: their texts are the tokens of the slots before ``prefix_lens``, and the anchor.
@@ -248,16 +249,16 @@ def suffix_match(
     chains = torch.empty((bs, FIRST + num_candidates), dtype=torch.int64, device=device)
     text = (slot_tokens, requests.anchors, requests.prefix_lens, requests.req_pool_indices, requests.req_to_token)
     read, stride = (*text, _bounds(requests, rules), best), requests.req_to_token.stride(0)
-    _find_kernel[bs, programs](*read, stride, MOST=MOST, MOST_MATCH=MOST_MATCH, TILE=_TILE)
+    _find_kernel[bs, programs](*read, stride, MOST_COLUMN=MOST_COLUMN, MOST_MATCH=MOST_MATCH, TILE=_TILE)
     _copy_kernel[(bs,)](
         *read,
         chains,
         stride,
         programs,
         num_candidates,
-        LEAST=LEAST,
-        LENGTH=LENGTH,
-        ROW=ROW,
+        LEAST_COLUMN=LEAST_COLUMN,
+        LENGTH_COLUMN=LENGTH_COLUMN,
+        ROW_COLUMN=ROW_COLUMN,
         FIRST=FIRST,
         BLOCK_P=_MOST_PROGRAMS,
         BLOCK_C=triton.next_power_of_2(num_candidates),

@@ -2,7 +2,7 @@
 
 Per slot, logits = U_k + W2 u in float32, with u = W1[x_{k-1}] or what the head makes of it; x_k is argmax(logits) for a
 greedy request, argmax(logits / T - log E_k) with the noise of its own seed for a seeded one, and where the cumulative
-distribution crosses a random number for a sampled one. Their distribution is softmax(logits / T): temperature alone, no
+distribution crosses a random number for a sampled one. Their distribution is softmax(logits / T): only temperature, no
 top-k, top-p or min-p, for a filter needs the whole row before the first token can be drawn. Verification is exact for
 every distribution that the drafts were really drawn from, so the price is some acceptance if the target's filters are
 narrow.
@@ -191,7 +191,7 @@ def draft_block(
     """Draft a block, drawing each token from the logits that its predecessor corrects.
 
     On a GPU one launch per slot, one to clear counters and one for the confidence logits; a gated or rnn head adds its
-    own torch operations to every slot. A selector's block is one launch, behind what finds its shortlists.
+    own torch operations to every slot. A selector's block is one launch, after what finds its shortlists.
 
     Args:
         base_logits: the draft backbone's logits, not modified; float32, float16 or bfloat16, contiguous.

@@ -33,7 +33,7 @@ LOWEST_TEMPERATURE = tl.constexpr(LEAST_TEMPERATURE)
 
 @triton.jit
 def or_copied(tokens, candidates, candidate_columns, boosts, alive) -> tl.tensor:
-    """Tokens that were drawn, or candidates of live chains that weigh enough and cannot be."""
+    """Return tokens that were drawn, or candidates of live chains that weigh enough and cannot be."""
     copied = alive & (candidates >= 0) & (candidate_columns < 0) & (boosts >= _OUTRIGHT)
     return tl.where(copied, candidates, tokens)
 
@@ -173,7 +173,7 @@ def candidates_at(
     alive,
     REDUCED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Requests' candidates for a slot, their columns (-1 for none), and their boosts where their chains are alive."""
+    """Load candidates for a slot, their columns (-1 for none), and their boosts where their chains are alive."""
     matched = tl.load(chains, mask=in_batch, other=0)
     tokens = tl.load(chains + _FIRST + slot, mask=in_batch, other=-1)
     boosts = tl.load(weights_ptr + matched * weights_stride + slot, mask=alive, other=0.0)

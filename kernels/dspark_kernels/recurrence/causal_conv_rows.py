@@ -9,7 +9,7 @@ rounded is what SGLang's decode rounds: an earlier row to the dtype of the windo
 from, and a product to the dtype of its factors if they share one; sums and SiLU are float32.
 
 Bytes: 2 * N * C elements, read once and written once, and a window of C * (W - 1) for each request; the commit reads
-and writes windows alone. No time was measured yet.
+and writes only windows. No time was measured yet.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _causal_conv_rows_kernel(
     WIDTH: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # One program per request and block of channels; one more for the rows behind the last request.
+    # One program per request and block of channels; one more for the rows after the last request.
     request = tl.program_id(1)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channels < num_channels
@@ -193,7 +193,7 @@ def _store_window(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Write the window behind ``length`` rows, which begin at ``x_ptr``."""
+    """Write the window after ``length`` rows, which begin at ``x_ptr``."""
     taps = tl.arange(0, BLOCK_W)
     mask = mask[:, None] & (taps < WIDTH - 1)[None, :]
     source = (length - (WIDTH - 1) + taps)[None, :]

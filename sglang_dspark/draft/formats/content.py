@@ -160,7 +160,7 @@ SELECTOR = {
 """Names of the tensors of DFlash 2's selector."""
 
 _PREFIXES = {"model.": "", "logit_head.": "", "midlayer.": "layers.0."}
-# What trainers store of the target beside the drafter.
+# What trainers store of the target next to the drafter.
 _DROPPED = ("verifier_lm_head.", "verifier_norm.", DRAFT_TO_TARGET, IS_DRAFTED)
 
 
@@ -228,7 +228,7 @@ class TensorRules:
 
 
 def rotary_order(head_dim: int, rotated: int, *, neighbours: bool, span_head: bool) -> tuple[int, ...]:
-    """Return an order of the channels in which i rotates with i + head_dim / 2, the first pairs alone.
+    """Return an order of the channels in which i rotates with i + head_dim / 2, only the first pairs.
 
     Args:
         head_dim: channels of a head.

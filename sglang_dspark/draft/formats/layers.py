@@ -91,8 +91,8 @@ def attention(content: Content) -> None:
     Engines look for these keys among those of the layers and at the top level.
     """
     num_layers, listed = content.values.get("num_hidden_layers"), _listed_types(content)
-    window, sliding = (content.find(*_beside(content, key)) for key in ("sliding_window", "use_sliding_window"))
-    first = content.find(*_beside(content, "max_window_layers"), default=_MAX_WINDOW_LAYERS)
+    window, sliding = (content.find(*_places(content, key)) for key in ("sliding_window", "use_sliding_window"))
+    first = content.find(*_places(content, "max_window_layers"), default=_MAX_WINDOW_LAYERS)
     everywhere = content.find("dflash_config.use_swa") is True
     content.names |= {key: _written(content, key) for key in ("layer_types", "sliding_window")}
     if type(num_layers) is not int:
@@ -103,13 +103,13 @@ def attention(content: Content) -> None:
     elif types is None and sliding is True and window is not None and type(first) is int:
         types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     if types is None or types == [FULL] * num_layers:
-        for name in (*_beside(content, "sliding_window"), *_beside(content, "use_sliding_window")):
+        for name in (*_places(content, "sliding_window"), *_places(content, "use_sliding_window")):
             content.ignore(name, "no layer of the drafter slides")
         content.ignore("dflash_config.swa_window_size", "dflash_config.use_swa is not set")
         return
     if not isinstance(types, list):
         raise content.refuse(content.names["layer_types"], "should be a list of kinds of attention, one for each layer")
-    window = content.find("dflash_config.swa_window_size", *_beside(content, "sliding_window"))
+    window = content.find("dflash_config.swa_window_size", *_places(content, "sliding_window"))
     content.values |= {"layer_types": tuple(types), "sliding_window": window}
     if sliding is False and types is listed:
         words = "contradicts the sliding layers of layer_types, which are used: ask the authors of the drafter"
@@ -120,7 +120,7 @@ def attention(content: Content) -> None:
 
 
 def _listed_types(content: Content) -> Any:
-    return content.find(*_beside(content, "layer_types"))
+    return content.find(*_places(content, "layer_types"))
 
 
 def _names_windows(types: Any) -> bool:
@@ -190,19 +190,19 @@ def _switched_on(content: Content, key: str) -> bool | None:
     return None if value is None else bool(value)
 
 
-def _beside(content: Content, key: str) -> tuple[str, ...]:
+def _places(content: Content, key: str) -> tuple[str, ...]:
     """Return the key among those of the layers and at the top level, which may be the same."""
     return tuple(dict.fromkeys((content.section + key, key)))
 
 
 def _written(content: Content, key: str) -> str:
     """Return the one of these places that has a value, or else the first."""
-    names = _beside(content, key)
+    names = _places(content, key)
     return next((name for name in names if content.find(name) is not None), names[0])
 
 
 def _spellings(content: Content, key: str) -> tuple[str, ...]:
-    return (*_beside(content, key), f"dflash_config.{key}", f"eagle_config.{key}")
+    return (*_places(content, key), f"dflash_config.{key}", f"eagle_config.{key}")
 
 
 _NEUTRAL: Mapping[str, Any] = {
@@ -238,9 +238,9 @@ WHOLE_HEAD, LEADING = "whole_head", "leading"
 here, or the first channels are paired up among each other, as Hugging Face's ``partial_rotary_factor`` has it."""
 
 PART_OF_HEAD = ("partial_rotary_factor", "rotary_dim", "rotary_pct")
-"""Keys beside the layers or among those of RoPE, also in files that say nothing about parts of a head otherwise.
+"""Keys next to the layers or among those of RoPE, also in files that say nothing about parts of a head otherwise.
 
-Trainers rotate whole heads; a part that is meant has ``rotary_pairs`` beside it."""
+Trainers rotate whole heads; a part that is meant has ``rotary_pairs`` next to it."""
 LEFT_OVER = (
     "mrope_section mrope_interleaved llama_4_scaling_beta apply_yarn_scaling finetuned long_factor short_factor "
     "long_mscale short_mscale"
@@ -323,7 +323,7 @@ class _RopeKeys:
         top = self.content.names[name] = self.content.section + name
         value = next(iter(found.values()), None)
         if found.get(top, value) != value:
-            raise self.content.refuse(top, f"contradicts {value!r} beside the other keys of RoPE")
+            raise self.content.refuse(top, f"contradicts {value!r} next to the other keys of RoPE")
         return value
 
 
@@ -375,7 +375,7 @@ def _of_type(content: Content, keys: _RopeKeys, rope_type: str, *, said: bool) -
             f"{content.origin}: rope_parameters={keys.inner!r} has unknown keys {sorted(unknown)}: {REMEDY}"
         )
     given = {name: keys.inner[name] for name in used if name in keys.inner}
-    original = "original_max_position_embeddings"  # some targets have it beside the layers
+    original = "original_max_position_embeddings"  # some targets have it next to the layers
     if original in used:
         given |= {} if (length := keys.agreed(original)) is None else {original: length}
     else:

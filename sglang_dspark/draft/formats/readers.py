@@ -99,7 +99,7 @@ def own_embedding(content: Content) -> None:
     names = {name.removeprefix("model.") for name in content.shapes}
     if tied is not False and "embed_tokens.weight" in names and "lm_head.weight" not in names:
         raise content.refuse(
-            "tie_word_embeddings", "beside an own embed_tokens.weight is not supported; store lm_head.weight as well"
+            "tie_word_embeddings", "next to an own embed_tokens.weight is not supported; store lm_head.weight as well"
         )
 
 
@@ -139,7 +139,7 @@ def finish(name: FormatName, content: Content, rules: TensorRules, *, span_head:
 
 
 def _compare_taps(content: Content, taps: tuple[int, ...], first_layer: int) -> None:
-    """Note keys beside the format's own that name other taps."""
+    """Note keys next to the format's own that name other taps."""
     own = content.names["target_layer_ids"]
     for key, first in _TAPS.items():
         for section in ("", *(f"{section}." for section in SECTIONS)):
@@ -377,7 +377,7 @@ def read_speculators(content: Content) -> Reading:
 
 
 def _class_defaults(content: Content) -> dict[str, Any]:
-    """Return the sizes of the layers' class in transformers: what differs from its defaults is stored alone."""
+    """Return the sizes of the layers' class in transformers: only what differs from its defaults is stored."""
     from transformers import CONFIG_MAPPING
 
     name = content.find(f"{_LAYERS}model_type", default="qwen3")

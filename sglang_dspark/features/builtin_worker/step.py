@@ -63,7 +63,7 @@ class ScheduledStep:
         decision: of the step.
         requests: of the step.
         rows: that the worker's forwards may have.
-        fillers: [bs, gamma] int64 tokens to verify instead of drafts; None drafts, or verifies anchors alone.
+        fillers: [bs, gamma] int64 tokens to verify instead of drafts; None drafts, or verifies only anchors.
 
     Attributes:
         verify_lens: [bs] int64 drafts verified per request.
@@ -218,7 +218,7 @@ def accept(
     bonus: torch.Tensor,
     **given: Any,
 ) -> Any:
-    """Keep drafts by the draws, behind the token that SGLang's acceptance has drawn."""
+    """Keep drafts by the draws, after the token that SGLang's acceptance has drawn."""
     kept = simulated_accept(_step["draws"], _step["rows"], prefix_lens, draft_tokens, bonus)
     return original(
         correct_len=kept.accept_lens.to(correct_len.dtype),

@@ -77,7 +77,7 @@ class PromptLookup(CandidateSource):
 
     @best_effort("counts of predictions", instead=nothing)
     def prefill_done(self, batch: ScheduleBatch) -> None:
-        """Give the token behind a prompt its counts: SGLang streams such lists from their first place on."""
+        """Give the token after a prompt its counts: SGLang streams such lists from their first place on."""
         prompts = prompts_of(batch)
         for place in self._predicted.read(prompts):
             _counts(prompts[place], 1)
@@ -92,7 +92,7 @@ class PromptLookup(CandidateSource):
     def step_done(
         self, reqs: Sequence[Req], record: StepRecord, running: Sequence[int], accepted: Sequence[int]
     ) -> None:
-        """Give a token that came beside a prompt its counts; those of other steps have theirs."""
+        """Give a token that came with a prompt its counts; those of other steps have theirs."""
         for place in self._predicted.read(reqs):
             if place in running:
                 _counts(reqs[place], 1)
@@ -170,7 +170,7 @@ _COUNTS: ContextVar[Counts | None] = ContextVar("prediction", default=None)
 
 
 def add_predictions(app: FastAPI, target_only: str | None) -> None:
-    """Have SGLang's application read the field; a server whose target decodes alone has nothing to predict for."""
+    """Have SGLang's application read the field; a server without drafts has nothing to predict for."""
     app.user_middleware.append(Middleware(Predictions))
 
 

@@ -103,8 +103,8 @@ class LookupKeys(RequestKeys, frozen=True, omit_defaults=True):
     """Say where candidates of a request come from.
 
     Attributes:
-        preset: where drafts come from: the drafter, beside which candidates from the text compete (auto); the drafter
-            alone (none); or, where there are candidates, the text itself (summarization), or the labels of
+        preset: where drafts come from: the drafter, with which candidates from the text compete (auto); only the
+            drafter (none); or, where there are candidates, the text itself (summarization), or the labels of
             ``candidates`` (classification).
         min_ngram, max_ngram: lengths of the suffix that summarization looks up, the longest first.
         max_draft: most candidates that are drafted per step; None leaves it to the server.
@@ -262,7 +262,7 @@ def _predicted_tokens(tokenizer: PreTrainedTokenizerBase, text: str, vocab_size:
 
 
 def _spellings(label: str) -> list[str]:
-    """Return a label as it stands, and after a space, as it is tokenised behind other text."""
+    """Return a label as it stands, and after a space, as it is tokenised after other text."""
     return [label] if label[0].isspace() else [label, f" {label}"]
 
 

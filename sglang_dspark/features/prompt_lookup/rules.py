@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 _FORCED_TEXTS = 1024  # whose tokens are kept
-_BEFORE = "\n"  # behind which tokenizers encode a text as inside of a longer one
+_BEFORE = "\n"  # after which tokenizers encode a text as inside of a longer one
 _LETTERS = 16  # of a token, at most of most
 _LONGEST_READ = 4096  # letters or tokens; the grammar computes all that it forces, in 0.3 ms
 _FORCES_TOO_MUCH = "dspark_forces_too_much"
@@ -69,7 +69,7 @@ class ForcedTokens:
 
     @best_effort("tokens that grammars force", instead=lambda self, req: ())
     def of(self, req: Req) -> tuple[int, ...]:
-        """Return a request's last token and those that its grammar forces behind it; nothing if it forces none."""
+        """Return a request's last token and those that its grammar forces after it; nothing if it forces none."""
         grammar = req.grammar
         if grammar is None or grammar.finished or grammar.is_terminated() or hasattr(req, _FORCES_TOO_MUCH):
             return ()
@@ -85,12 +85,12 @@ class ForcedTokens:
         try:
             return grammar.try_jump_forward(self._tokenizer) or ((), "")
         except UnicodeDecodeError as error:
-            # xgrammar forces bytes, which may end within a letter, or begin within one behind a token that did.
+            # xgrammar forces bytes, which may end within a letter, or begin within one after a token that did.
             return (), error.object[: error.start].decode()
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """Return the tokens of a forced text except the last one, which may go on behind it."""
+    """Return the tokens of a forced text except the last one, which may go on after it."""
     before, whole = (tokenizer.encode(part, add_special_tokens=False) for part in (_BEFORE, _BEFORE + text))
     return tuple(whole[len(before) : -1]) if whole[: len(before)] == before else ()
 
@@ -183,7 +183,7 @@ def with_forced(
 
     Args:
         rules: of :func:`rules_of`.
-        forced: the last token of each request and those that its grammar forces behind it, which are a label of this
+        forced: the last token of each request and those that its grammar forces after it, which are a label of this
             step; none for most requests.
     """
     allowed = [
@@ -194,7 +194,7 @@ def with_forced(
         return rules
     if rules is None:
         return ChainRules(usual_bounds(device).repeat(len(reqs), 1), second)
-    return ChainRules(rules.bounds, second.beside(rules.second))
+    return ChainRules(rules.bounds, second.joined(rules.second))
 
 
 def _in_a_row(texts: Sequence[NDArray[np.int64]], device: torch.device) -> SecondTexts | None:
@@ -249,7 +249,7 @@ def _answered(text: NDArray[np.int32]) -> NDArray[np.int64]:
 def _laid_out(labels: tuple[Tokens, ...], most: int) -> NDArray[np.int64]:
     """Return [3, n] of labels.
 
-    All tokens from the beginning of a label to its place have to match, or the last ``most`` of them; and behind its
+    All tokens from the beginning of a label to its place have to match, or the last ``most`` of them; and after its
     last token there is nothing to be found.
     """
     if not labels:

@@ -45,7 +45,7 @@ def snapshots(context: LaunchContext) -> str | None:
     if args.mamba_track_interval >= least:
         return None
     return (
-        f"DSPARK cannot run with --mamba-track-interval={args.mamba_track_interval} beside a target with recurrent "
+        f"DSPARK cannot run with --mamba-track-interval={args.mamba_track_interval} with a target with recurrent "
         f"layers; pass {least} or more"
     )
 
@@ -118,7 +118,7 @@ class States(Part):
         phased = runner.attn_backend
         both = phased.prefill_backend
         both.full_attn_backend = PhasedBackend(runner, both.full_attn_backend, phased.decode_backend)
-        both.linear_attn_backend = self._backend = RecurrentBackend.beside(both.linear_attn_backend, runner)
+        both.linear_attn_backend = self._backend = RecurrentBackend.of(both.linear_attn_backend, runner)
         both.attn_backend_list = [both.full_attn_backend, both.linear_attn_backend]
         both.needs_cpu_seq_lens = False
         both.decode_attention_backend_str = phased.decode_attention_backend_str
@@ -178,12 +178,12 @@ def recurrence(runner: ModelRunner) -> dict[str, str | None]:
 _REFUSED = {"enable_lora": (None, False), "lora_paths": (None, []), "enable_streaming_session": (False,)}
 
 
-def _beside(context: LaunchContext) -> bool:
+def _keeps_states(context: LaunchContext) -> bool:
     return keeps_states(context.target.hf_config.architectures)
 
 
 def _adjusted(name: str, served: tuple[object, ...], reason: str) -> FlagRule:
-    return FlagRule(name, served, f"{reason} of recurrent layers", adjusts=True, beside=_beside)
+    return FlagRule(name, served, f"{reason} of recurrent layers", adjusts=True, applies=_keeps_states)
 
 
 FEATURE = Feature(
@@ -191,11 +191,11 @@ FEATURE = Feature(
     is_used=lambda args: keeps_states(model_config_of(args).hf_config.architectures),
     flag_rules=(
         *(
-            FlagRule(name, served, "drop the flag: it is not served beside recurrent layers", beside=_beside)
+            FlagRule(name, served, "drop the flag: it is not served with recurrent layers", applies=_keeps_states)
             for name, served in _REFUSED.items()
         ),
         _adjusted("enable_hierarchical_cache", (False,), "host memory holds no states"),
-        _adjusted("strip_thinking_cache", (False,), "a cached prompt would get the state behind the answer"),
+        _adjusted("strip_thinking_cache", (False,), "a cached prompt would get the state after the answer"),
         *(
             _adjusted(f"enable_{name}", (False,), "DSPARK runs accepted rows again from states")
             for name in (

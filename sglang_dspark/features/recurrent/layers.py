@@ -30,6 +30,8 @@ from sglang_dspark.engine.sglang_types import ForwardBatch, ModelRunner, Schedul
 from sglang_dspark.engine.target import row_bounds
 from sglang_dspark.step.state import VerifyPlan
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class StatePools:
@@ -98,7 +100,7 @@ class Tracks:
     interval: int
 
     def lengths(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return [bs] int64: the rows behind which a state is stored; below 1 if the first ``rows`` [bs] pass none."""
+        """Return [bs] int64: the rows after which a state is stored; below 1 if the first ``rows`` [bs] pass none."""
         before = self.prefix_lens[: len(rows)]
         return (before + rows) // self.interval * self.interval - before
 
@@ -147,7 +149,7 @@ class VerifiedRows:
         return gated_delta(queries, _inputs(layer, recorded), gates, self.pools.states[index], self.rows)
 
     def __call__(self, lengths: torch.Tensor) -> None:
-        """Advance the states by the first rows of each request; requests behind those given have no rows.
+        """Advance the states by the first rows of each request; requests after those given have no rows.
 
         Args:
             lengths: [bs] int, the anchor and the accepted drafts.
@@ -170,9 +172,6 @@ def _inputs(layer: RadixLinearAttention, recorded: RecordedRows) -> DeltaInputs:
 def _gates(layers: Sequence[RadixLinearAttention]) -> DeltaGates:
     """Return the weights of all layers' decays."""
     return DeltaGates(torch.stack([layer.A_log for layer in layers]), torch.stack([layer.dt_bias for layer in layers]))
-
-
-logger = logging.getLogger(__name__)
 
 
 class RecurrentBackend:
@@ -198,7 +197,7 @@ class RecurrentBackend:
         return getattr(self.prompts, name)
 
     @classmethod
-    def beside(cls, prompts: MambaAttnBackendBase, runner: ModelRunner) -> RecurrentBackend:
+    def of(cls, prompts: MambaAttnBackendBase, runner: ModelRunner) -> RecurrentBackend:
         """Return ours of the target's runner, and log what its states take."""
         interval = int(mamba_track_grid(runner.page_size)) if get_exec().mamba.enable_mamba_extra_buffer else None
         backend = cls(prompts, runner.dtype, interval)
@@ -212,7 +211,7 @@ class RecurrentBackend:
 
     @property
     def num_states(self) -> int:
-        """Return how many states there are, beside the first, which is padding."""
+        """Return how many states there are, not counting the first, which is padding."""
         return int(self.pools.states.shape[1]) - 1
 
     @property
@@ -304,7 +303,7 @@ class CapturedStates:
         """Copy where the radix cache wants the next states of SGLang's batch, for the next replay.
 
         Args:
-            batch: None in a step that is measured, whose requests have padding alone for states.
+            batch: None in a step that is measured, whose requests have only padding for states.
         """
         if self._backend.track_interval is not None and batch is not None:
             prepare_mamba_track_for_verify(batch)

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglang_dspark.scheduling.online_calibration import FIT_MOST as MOST_DRAFTS
-from sglang_dspark.scheduling.online_calibration import DrafterFit, PredictedSurvival
+from sglang_dspark.scheduling.online_calibration import FIT_MOST, DrafterFit, PredictedSurvival
 from sglang_dspark.step.decision import StepRecord, TimedStep
+
+logger = logging.getLogger(__name__)
 
 STEPS, PLAIN_STEPS, PARKED_STEPS, DRAFTED, TIMED_STEPS, MEASURED_MS, PREDICTED_MS = range(7)
 COPIED, COPIED_ACCEPTED, COPYING_ROUNDS, COPYING_VERIFIED, COPYING_ACCEPTED = range(7, 12)
@@ -31,7 +32,7 @@ SumsLists = dict[str, list[list[float]]]
 
 
 def load_of(requests: int) -> int:
-    """Row of :attr:`Sums.loads` for a step of so many requests: 1, 2, 3-4, 5-8, 9-16 and so on."""
+    """Return the row of :attr:`Sums.loads` for a step of so many requests: 1, 2, 3-4, 5-8, 9-16 and so on."""
     return min((requests - 1).bit_length(), NUM_LOADS - 1)
 
 
@@ -66,7 +67,7 @@ class Sums:
         return {"loads": self.loads.tolist(), "predicted": self.predicted.tolist()}
 
     def total(self) -> Figures:
-        """Over all loads."""
+        """Return the sums over all loads."""
         return Figures(self.loads.sum(0), self.predicted)
 
     def by_load(self) -> Iterator[tuple[int, Figures]]:
@@ -76,7 +77,7 @@ class Sums:
                 yield load, Figures(row)
 
     def report(self) -> dict[str, object]:
-        """JSON: counts, means, figures by position and by number of requests."""
+        """Return as JSON counts, means, figures by position and by number of requests."""
         total = self.total()
         by_load = [
             {"requests": list(requests_of(load)), **figures.counts(), **figures.means()}
@@ -106,7 +107,7 @@ class Figures:
         self.measured_ms, self.predicted_ms = row[[MEASURED_MS, PREDICTED_MS]].tolist()
 
     def counts(self) -> dict[str, int]:
-        """JSON: numbers of steps, rounds and tokens."""
+        """Return as JSON the numbers of steps, rounds and tokens."""
         return {
             "steps": self.steps,
             "plain_steps": int(self._row[PLAIN_STEPS]),
@@ -129,7 +130,7 @@ class Figures:
         }
 
     def means(self) -> dict[str, float | None]:
-        """JSON: ratios of the counts, and mean step times; None if nothing was counted.
+        """Return as JSON ratios of the counts, and mean step times; None if nothing was counted.
 
         ``wasted_verify_fraction`` is (k - (tau - 1)) / k with k drafts verified per round and accept length tau.
         """
@@ -156,7 +157,7 @@ class Figures:
         return np.stack([verified, accepted + self._rejected[:-1], accepted])
 
     def by_position(self) -> dict[str, list[float | None]]:
-        """JSON of the figures by position that docs/statistics.md describes, position 0 first."""
+        """Return as JSON the figures by position that docs/statistics.md describes, position 0 first."""
         assert self._predicted is not None
         verified, tested, accepted = self.positions().tolist()
         drafts, predicted, survived = self._predicted.tolist()
@@ -263,8 +264,6 @@ class Counters:
         return Sums(np.array(self._loads), self._predicted.sums())
 
 
-logger = logging.getLogger(__name__)
-
 MOST_VERSIONS = 8
 """Versions that are kept, those that were in force last."""
 VersionKey = tuple[str, str]
@@ -288,7 +287,7 @@ class FirstDrafts:
 
     def count(self, record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
         """Count a step, as :meth:`~sglang_dspark.engine.part.Part.step_done` has it."""
-        if self.counts["verified"] >= MOST_DRAFTS:
+        if self.counts["verified"] >= FIT_MOST:
             return
         seen = [
             place

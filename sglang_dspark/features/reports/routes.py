@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 ANSWER_KEY = "dspark"
 """Where our answer lies among the figures that the channel was made for."""
 REPLICA = "replica"
-"""Where the number of the scheduler's replica lies beside it, from 0."""
+"""Where the number of the scheduler's replica lies next to it, from 0."""
 READ_ONLY = ("stats", "capabilities")
 Replies = list[dict[str, Any]]
 Question = tuple[str, frozenset[tuple[str, Scalar]]]
@@ -162,7 +162,7 @@ def add_routes(app: FastAPI, target_only: str | None) -> None:
     """Add our routes to SGLang's application.
 
     Args:
-        target_only: why the target decodes alone, which is all that there is to say then; None if it does not.
+        target_only: why the target decodes without drafts, which is all that there is to say then; None if it does not.
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 

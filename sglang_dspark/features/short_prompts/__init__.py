@@ -45,7 +45,7 @@ PART = "dspark_short_prompts"
 
 @dataclass
 class RunningBeside:
-    """The requests that run beside the prompts of a batch.
+    """The requests that run with the prompts of a batch in one step.
 
     Attributes:
         batch: SGLang's, prepared for a decode step.
@@ -65,7 +65,7 @@ class RunningBeside:
     def decode(
         self, prompts: ScheduleBatch, step: Callable[[ScheduleBatch, Publish], DSparkBatchResult]
     ) -> RidingResult:
-        """Do around the step what SGLang's ``run_batch`` does around one of decoding alone.
+        """Do around the step what SGLang's ``run_batch`` does around one that only decodes.
 
         Returns:
             A result for prompts, without any of their own yet.
@@ -96,13 +96,13 @@ class RunningBeside:
 
 @dataclass(kw_only=True)
 class RidingResult(GenerationBatchResult):
-    """The result of prompts, and that of the requests that ran beside them, with their batch."""
+    """The result of prompts, and that of the requests that ran in the same step, with their batch."""
 
     running: tuple[Any, DSparkBatchResult]
 
     @property
     def batches_beside(self) -> Sequence[Any]:
-        """Return the batches whose requests get tokens by this result, beside that of the prompts."""
+        """Return the batches whose requests get tokens by this result, in addition to that of the prompts."""
         return [self.running[0]]
 
     def copy_to_cpu(self, *args: object, **kwargs: object) -> None:
@@ -113,8 +113,8 @@ class RidingResult(GenerationBatchResult):
         super().copy_to_cpu(*args, **kwargs)
 
 
-def beside(prompts: ScheduleBatch) -> RunningBeside | None:
-    """Return what runs beside the prompts of SGLang's batch in the same verification."""
+def running_with(prompts: ScheduleBatch) -> RunningBeside | None:
+    """Return what is verified together with the prompts of SGLang's batch."""
     return cast("RunningBeside | None", decoded_with_prefill(prompts))
 
 
@@ -122,13 +122,13 @@ def beside(prompts: ScheduleBatch) -> RunningBeside | None:
     "sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running",
     HookType.AROUND,
     where="scheduler",
-    reason="beside a prompt SGLang gives running requests one token; drafts of these fit into its verification",
+    reason="in the step of a prompt SGLang gives running requests one token; their drafts fit into its verification",
     by=Moment.SOME_TIME,  # with mixed chunks
 )
 def decode_with_prefill(original: Callable[..., None], prompts: ScheduleBatch, running: ScheduleBatch) -> None:
-    """Note requests that draft beside prompts, or have SGLang give each one token."""
+    """Note requests that draft in the step of prompts, or have SGLang give each one token."""
     part = getattr(prompts.req_to_token_pool, PART, None)
-    blocks = None if part is None else part.blocks_beside(prompts, running)
+    blocks = None if part is None else part.blocks_with(prompts, running)
     if blocks is None:
         original(prompts, running)
     else:
@@ -139,13 +139,13 @@ def decode_with_prefill(original: Callable[..., None], prompts: ScheduleBatch, r
     "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
     HookType.AFTER,
     where="scheduler",
-    reason="running requests that are verified beside prompts stay a batch of their own",
+    reason="running requests that are verified together with prompts stay a batch of their own",
     by=Moment.SOME_TIME,
 )
 def keep_apart(plan: NextBatchPlan, scheduler: Scheduler, running_batch: object) -> None:
-    """Have requests that are to run beside the next batch of prompts stay the running ones."""
+    """Have requests that are to run with the next batch of prompts stay the running ones."""
     prompts = plan.batch_to_run
-    found = None if prompts is None else beside(prompts)
+    found = None if prompts is None else running_with(prompts)
     if found is None:
         return
     found.scheduler, prompts.decoding_reqs = scheduler, None
@@ -156,10 +156,10 @@ def keep_apart(plan: NextBatchPlan, scheduler: Scheduler, running_batch: object)
     "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
     HookType.AFTER,
     where="scheduler",
-    reason="a step beside prompts has a result of its own behind theirs",
+    reason="a step with prompts has a result of its own after theirs",
 )
 def process_running(processed: None, scheduler: Scheduler, batch: object, result: object) -> None:
-    """Process what became of the requests beside prompts."""
+    """Process what became of the requests that ran with prompts."""
     if isinstance(result, RidingResult):
         running, outcome = result.running
         scheduler.process_batch_result(running, outcome)
@@ -211,8 +211,8 @@ class ShortPrompts(Encoder):
         elif captured is not None:
             self._most_rows = (captured.tiers.tokens or captured.tiers.requests)[-1]
 
-    def blocks_beside(self, batch: ScheduleBatch, running: ScheduleBatch) -> Blocks | None:
-        """Return how prompts are verified beside a step of ``running``; None if they are not.
+    def blocks_with(self, batch: ScheduleBatch, running: ScheduleBatch) -> Blocks | None:
+        """Return how prompts are verified together with a step of ``running``; None if they are not.
 
         Grammars and pictures of running requests have SGLang prepare a step in other ways. Without a drafter there may
         be nothing to draft.
@@ -222,7 +222,7 @@ class ShortPrompts(Encoder):
         return self._blocks(batch, len(running.reqs))
 
     def encode(self, batch: ScheduleBatch) -> Encoded | None:
-        running = beside(batch)
+        running = running_with(batch)
         blocks = self._blocks(batch) if running is None else running.blocks
         path = PREFILLED if blocks is None else VERIFIED if running is None else BESIDE
         self._prompts[path] += len(prompts_of(batch))
@@ -232,14 +232,14 @@ class ShortPrompts(Encoder):
         if running is None:
             result = GenerationBatchResult(can_run_cuda_graph=self._worker.verify(rows))
         else:
-            result = running.decode(batch, partial(self._worker.decode, beside=rows))
+            result = running.decode(batch, partial(self._worker.decode, extra=rows))
             self._worker.schedule.invalidate()  # the time of such a step says nothing about others
         output = rows.target.logits_output
         result.logits_output = replace(output, next_token_logits=rows.logits, hidden_states=rows.states)
         return Encoded(result, batch.input_ids, rows.positions)
 
     def _blocks(self, batch: ScheduleBatch, running: int = 0) -> Blocks | None:
-        """Return how the prompts of a batch are verified beside so many requests; None if they are not."""
+        """Return how the prompts of a batch are verified together with so many requests; None if they are not."""
         if batch.extend_num_tokens > self._most_rows or _needs_prefill(batch):
             return None
         blocks = Blocks.of(batch.extend_lens, batch.prefix_lens, self._width)
@@ -258,7 +258,7 @@ class ShortPrompts(Encoder):
         return requests <= tiers.requests[-1] and rows <= (tiers.tokens or tiers.requests)[-1]
 
     def count(self, result: DSparkBatchResult) -> None:
-        """Count the drafts of a step that ran beside prompts; its result has been read."""
+        """Count the drafts of a step that ran with prompts; its result has been read."""
         verified, committed = result.cap_lens, result.accept_lens
         assert verified is not None, "read_copy fills them"
         assert committed is not None, "read_copy fills them"

@@ -20,7 +20,7 @@ from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
 @dataclass(frozen=True)
 class Blocks:
-    """The rows of prompts, cut into blocks: the first row of each is an anchor, those behind are its drafts.
+    """The rows of prompts, cut into blocks: the first row of each is an anchor, later ones are its drafts.
 
     A layer stores the K/V of all rows before any of them attends, so the rows of a block see those of the blocks
     before, as the context that they continue.
@@ -29,7 +29,7 @@ class Blocks:
         owners: prompt of each block.
         contexts: tokens before each block.
         anchors: its first row among all rows.
-        drafts: the width - 1 rows behind the anchor of each block in turn; behind its last one stands that one again.
+        drafts: the width - 1 rows after the anchor of each block in turn; after its last one stands that one again.
         ranks: what these rank by: 1, or -1 where they do not count.
         lasts: last row of each prompt.
     """
@@ -43,7 +43,7 @@ class Blocks:
 
     @classmethod
     def of(cls, lengths: Sequence[int], contexts: Sequence[int], width: int) -> Blocks:
-        """Cut prompts of these lengths, each of which goes on behind so many tokens of ``contexts``.
+        """Cut prompts of these lengths, each of which goes on after so many tokens of ``contexts``.
 
         Args:
             width: the most rows of a block.
@@ -81,7 +81,7 @@ class PromptRows(ForcedRows):
         runner: of the target.
         num_rows: of all prompts.
         lasts: [prompts] int64 last row of each.
-        logits, states, positions: [prompts, V], [rows, taps * d] and [rows] int64: what the target has said behind each
+        logits, states, positions: [prompts, V], [rows, taps * d] and [rows] int64: what the target has said after each
             prompt, the tapped states and the positions, in memory of their own.
         target: its output.
     """
@@ -105,7 +105,7 @@ class PromptRows(ForcedRows):
         device, ids = worker.device, batch.input_ids
         numbers = [blocks.contexts, blocks.owners, blocks.anchors, blocks.drafts, blocks.lasts]
         prefix_lens, owners, anchors, drafts, lasts = _copied(numbers, device)
-        # Not by way of requests: one that has ended beside the prompts has no row any more.
+        # Not by way of requests: one that has ended while the prompts ran has no row any more.
         rows = batch.req_pool_indices.to(torch.int64)[owners]
         reqs = [batch.reqs[owner] for owner in blocks.owners]
         step = _step(worker.model_runner, ids[anchors], prefix_lens, rows, reqs, blocks.contexts)

@@ -41,7 +41,7 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
     head_dim: int,
     num_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the same, of queries whose heads have a gate each behind them, and the gates."""
+    """Return the same, of queries whose heads have a gate each after them, and the gates."""
     q, gate = q_gate.view(len(q_gate), num_heads, 2 * head_dim).chunk(2, dim=-1)
     gate = gate.reshape(-1, head_dim).contiguous()  # SGLang views it in another shape
     return *fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim), gate
@@ -66,7 +66,7 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
 def assign_req_to_token_pool_cpu(
     rows: Any, req_to_token: Any, begins: Any, ends: Any, slots: Any, num_columns: int
 ) -> None:
-    """Write ``slots`` [n] to the columns ``begins[i]..ends[i]-1`` of row ``rows[i]``, one request behind the other."""
+    """Write ``slots`` [n] to the columns ``begins[i]..ends[i]-1`` of row ``rows[i]``, one request after the other."""
     lengths = (ends - begins).tolist()
     for row, begin, part in zip(rows.tolist(), begins.tolist(), slots.split(lengths), strict=True):
         req_to_token[row, begin : begin + len(part)] = part

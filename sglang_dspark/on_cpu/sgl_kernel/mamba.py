@@ -26,7 +26,7 @@ def causal_conv1d_fn_cpu(
     query_start_loc: torch.Tensor,
     **_: Any,
 ) -> torch.Tensor:
-    """Return [channels, tokens] of prompts, one behind the other, and keep the last inputs of each."""
+    """Return [channels, tokens] of prompts, one after the other, and keep the last inputs of each."""
     out = torch.empty_like(x)
     slots, begun = cache_indices.tolist(), has_initial_state.tolist()
     for (begin, end), slot, continues in zip(pairwise(query_start_loc.tolist()), slots, begun, strict=True):
@@ -85,7 +85,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     b: torch.Tensor,
     **states: Any,
 ) -> torch.Tensor:
-    """Return [1, tokens, value heads, value size], and keep the state behind each request."""
+    """Return [1, tokens, value heads, value size], and keep the state after each request."""
     g, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
     states["initial_state"] = states.pop("initial_state_source")
     return chunk_gated_delta_rule_cpu(q, k, v, g, beta, **states)[0]
@@ -103,7 +103,7 @@ def chunk_gated_delta_rule_cpu(
     cu_seqlens: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
-    """Return [1, tokens, value heads, value size] of gates that are known, and keep the state behind each request.
+    """Return [1, tokens, value heads, value size] of gates that are known, and keep the state after each request.
 
     The third result has the states [1, chunks, value heads, value size, key size] before each chunk of each request.
     """

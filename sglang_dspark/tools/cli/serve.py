@@ -27,7 +27,7 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[bold red]fa
 def doctor(target: Path | None, draft: Path | None, hooks: bool, flags: tuple[str, ...]) -> None:
     """Say whether this installation can serve, and whether a drafter fits a target.
 
-    With FLAGS of sglang.launch_server behind "--", also what DSPARK changes of them. Ends with exit status 1 when
+    With FLAGS of sglang.launch_server after "--", also what DSPARK changes of them. Ends with exit status 1 when
     something stands in the way.
     """
     if (target is None) != (draft is None):
@@ -158,7 +158,7 @@ def demo(
 def enable_cpu(*, undo: bool) -> None:
     """Let SGLang serve on this machine's CPU if there is no GPU.
 
-    SGLang's kernel package is built for CUDA alone. This puts a file into the environment by which, whenever no NVIDIA
+    SGLang's kernel package is built only for CUDA. This puts a file into the environment by which, whenever no NVIDIA
     driver is found, a small module stands in for that package and SGLang serves on the CPU. With that driver nothing
     changes.
     """

@@ -35,7 +35,7 @@ _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at m
     type=Numbers(_SHARE),
     help="Acceptance by position instead: 0.9,0.88,0.86. The last number counts for the rest of a block.",
 )
-@click.option("--policies", help="Policies, e.g. static:3,threshold:0.6,auto, beside off.  [default: static,auto]")
+@click.option("--policies", help="Policies, e.g. static:3,threshold:0.6,auto, next to off.  [default: static,auto]")
 @click.option(
     "--users",
     type=Numbers(Annotated[int, int_range(1)]),
@@ -101,7 +101,7 @@ def _refuse_all_but(ctx: click.Context, *taken: str) -> None:
     for param in ctx.command.params:
         given = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
         if given and param.name not in taken:
-            raise click.UsageError(f"without --table there is the crossover model alone; drop {param.opts[0]}")
+            raise click.UsageError(f"without --table there is only the crossover model; drop {param.opts[0]}")
 
 
 def _model(console: Console, options: dict[str, Any]) -> None:

@@ -75,7 +75,7 @@ class Costs:
         num_tokens: int,
         context: float,
         longest: int,
-        beside: ExtraRows | None = None,
+        extra: ExtraRows | None = None,
     ) -> float:
         """Return the milliseconds of one decode step, without noise.
 
@@ -86,14 +86,14 @@ class Costs:
             num_tokens: tokens in the verify forward, anchors included.
             context: mean context tokens per request.
             longest: drafts of the request that verifies most.
-            beside: further rows of the forward; None if there are none.
+            extra: further rows of the forward; None if there are none.
         """
-        beside = beside or ExtraRows(0, 0, 0.0)
+        extra = extra or ExtraRows(0, 0, 0.0)
         verified, joined_context = (
-            self.table.times(requests + beside.requests),
-            beside.joined_context(requests, context),
+            self.table.times(requests + extra.requests),
+            extra.joined_context(requests, context),
         )
-        ms = float(verified.at(joined_context, (0, verified.room_for(num_tokens + beside.rows))))
+        ms = float(verified.at(joined_context, (0, verified.room_for(num_tokens + extra.rows))))
         if not self.table.tiers:
             ms += _padding_ms(self.table.times(requests), num_tokens, requests * (1 + longest), context)
         drafted = requests if decision.draft_requests is None else len(decision.draft_requests)
@@ -222,7 +222,7 @@ class Result:
         record: of them; None of a prefill without any.
         accepted: drafts of each.
         chunk: prompts that were read.
-        prefilled: whether it was a prefill, beside which nothing is drafted.
+        prefilled: whether it was a prefill, during which nothing is drafted.
     """
 
     ms: float
@@ -236,7 +236,7 @@ class Result:
 class SimulatedServer:
     """Decides as a server does, and asks the costs how long it took.
 
-    What is simulated: the loop of SGLang's scheduler (prompts are read before the next decode step, or beside it), its
+    What is simulated: the loop of SGLang's scheduler (prompts are read before the next decode step, or with it), its
     overlap (the result of a batch is looked at after the next one has run, so that a request that ended takes part in
     one more step), and the schedule of the plugin itself, with its statistics, its calibration and its probes.
 
@@ -273,7 +273,7 @@ class SimulatedServer:
         self.schedule.start(costs.believed or costs.table, fixed_draft_shape=whole_blocks, uniform=uniform)
         self.prompts = Prompts(costs.table, options, mixed=mixed_chunk)
         self._workloads = 0
-        # The step behind, as the schedule is to learn of its time.
+        # The step before, as the schedule is to learn of its time.
         self._timed: tuple[StepKind, float] | None = None
 
     def serve(self, workload: Workload) -> Outcome:
@@ -283,37 +283,37 @@ class SimulatedServer:
         return _Episode(self, workload, np.random.default_rng(self._seed)).run()
 
     def run(self, requests: Sequence[Request], chunk: Chunk | None, now_ms: float) -> Result:
-        """Run the next batch at a moment: a chunk of prompts if there is one, and what may run beside it."""
+        """Run the next batch at a moment: a chunk of prompts if there is one, and what may run with it."""
         if chunk is None:
             return self.decode(requests, now_ms)
-        beside = self.prompts.verified(chunk, len(requests)) if self.prompts.mixed and requests else None
-        if beside is None:
+        extra = self.prompts.verified(chunk, len(requests)) if self.prompts.mixed and requests else None
+        if extra is None:
             return self.prefill(chunk, requests if self.prompts.mixed else ())
-        result = replace(self.decode(requests, now_ms, beside), chunk=chunk)
+        result = replace(self.decode(requests, now_ms, extra), chunk=chunk)
         self.interrupt()
         return result
 
     def interrupt(self) -> None:
-        """Forget the time of the step behind: something else runs before the next one."""
+        """Forget the time of the last step: something else runs before the next one."""
         self._timed = None
 
-    def decode(self, requests: Sequence[Request], now_ms: float = 0.0, beside: ExtraRows | None = None) -> Result:
+    def decode(self, requests: Sequence[Request], now_ms: float = 0.0, extra: ExtraRows | None = None) -> Result:
         """Run one decode step at a moment.
 
         Args:
-            beside: rows of prompts in its verification.
+            extra: rows of prompts in its verification.
         """
         if self._timed is not None and self.schedule.times is not None:
             self.schedule.times.observe(*self._timed)
         bs, context = len(requests), sum(request.context for request in requests) / len(requests)
         ids = self._ids(requests)
         weights = [request.slo.weight(now_ms, request.known_tokens) for request in requests]
-        decision = self.schedule.choose(ids, context, weights=weights, beside=beside)
+        decision = self.schedule.choose(ids, context, weights=weights, extra=extra)
         logits, whole = self.blocks.draw([request.index for request in requests], self._rng)
         draft = self._draft(decision, bs, logits)
         lens = decision.select(draft).verify_lens
         num_tokens = bs + int(lens.sum())
-        ms = self.costs.step_ms(decision, bs, num_tokens, context, int(lens.max()), beside)
+        ms = self.costs.step_ms(decision, bs, num_tokens, context, int(lens.max()), extra)
         ms *= float(np.exp(self.costs.noise * self._rng.standard_normal()))
         kind = StepKind(bs, num_tokens, decision.draft_len, context)
         self._timed = (kind, ms) if has_usable_time(decision, bs) else None

@@ -150,7 +150,7 @@ CHUNK_TOKENS = 8192
 
 
 class Piece(NamedTuple):
-    """The tokens of a prompt that a step reads: ``tokens`` of them, behind ``context`` tokens."""
+    """The tokens of a prompt that a step reads: ``tokens`` of them, after ``context`` tokens."""
 
     request: Request
     context: int
@@ -184,10 +184,10 @@ class Prompts:
     Args:
         table: of step times.
         options: of the server; ``prompt_rows`` and ``max_gap_ms`` count.
-        mixed: whether running requests get tokens beside prompts, as with ``--enable-mixed-chunk``.
+        mixed: whether running requests get tokens with prompts, as with ``--enable-mixed-chunk``.
 
     Attributes:
-        limit: of a chunk's rows beside requests that run; None without a bound on gaps.
+        limit: of a chunk's rows while requests run; None without a bound on gaps.
     """
 
     def __init__(self, table: SpsTable, options: DSparkConfig, *, mixed: bool) -> None:
@@ -202,10 +202,10 @@ class Prompts:
         self._table, self._asked, self._bound_ms = table, options.prompt_rows, options.max_gap_ms or inf
 
     def next_chunk(self, waiting: deque[Request], running: int) -> Chunk | None:
-        """Take the next chunk from the prompts that wait, beside so many requests; None without any."""
+        """Take the next chunk from the prompts that wait, while so many requests run; None without any."""
         left = CHUNK_TOKENS
         if self.mixed and running:
-            left = max(CHUNK_TOKENS if self.limit is None else self.limit.beside(running), running + 1) - running
+            left = max(CHUNK_TOKENS if self.limit is None else self.limit.rows_with(running), running + 1) - running
         pieces = []
         while waiting and left > 0:
             request = waiting[0]
@@ -218,7 +218,7 @@ class Prompts:
         return Chunk(pieces) if pieces else None
 
     def verified(self, chunk: Chunk, running: int = 0) -> ExtraRows | None:
-        """Return how a chunk is verified, beside so many requests; None if it is prefilled."""
+        """Return how a chunk is verified, together with so many requests; None if it is prefilled."""
         table, rows = self._table, chunk.tokens
         requests = sum(-(-piece.tokens // self._width) for piece in chunk.pieces)
         if table.tiers and (requests + running > table.requests[-1] or rows + running * self._width > table.tiers[-1]):

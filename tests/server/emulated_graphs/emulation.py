@@ -31,11 +31,11 @@ def emulate(module):
     from sglang_dspark.engine import verify
     from sglang_dspark.worker import graphs
 
-    def decode(self, batch, publish, beside=None, original=module.DSparkWorker.decode):
+    def decode(self, batch, publish, extra=None, original=module.DSparkWorker.decode):
         forms.start_serving()
-        kind = "of" if beside is None else "beside prompts of"
+        kind = "of" if extra is None else "next to prompts of"
         with counting(f"a step {kind} {len(batch.reqs)} by {self.schedule.policy.name}"), watching():
-            return original(self, batch, publish, beside)
+            return original(self, batch, publish, extra)
 
     @contextmanager
     def capturing(runner):

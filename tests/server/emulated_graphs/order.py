@@ -29,7 +29,7 @@ _state = {"current": None, "inside": False, "watching": False}
 
 
 class Stream:
-    """Runs work in order, behind all that it was told to wait for."""
+    """Runs work in order, after all that it was told to wait for."""
 
     def __init__(self, *_, **__):
         self.number = next(_numbers)
@@ -113,7 +113,7 @@ class Touched:
     """The last reads and writes of one memory.
 
     Attributes:
-        touches: (first byte, byte behind the last one, stream, its time) by whether it was a write, and the place.
+        touches: (first byte, byte after the last one, stream, its time) by whether it was a write, and the place.
         owner: stream that it was allocated on; None if that is not known.
         recorded: numbers of streams that the allocator waits for, by ``record_stream``.
     """
@@ -132,7 +132,7 @@ class Touched:
                 if stream.clock[number] < time:
                     report(earlier, KINDS[kind], KINDS[writes], stream, where)
                 elif writes and low <= first and last <= high:
-                    del self.touches[kind][key]  # whatever comes later is behind the new write or unordered with it
+                    del self.touches[kind][key]  # whatever comes later is after the new write or unordered with it
         self.touches[writes][low, high, stream.number] = (low, high, stream.number, stream.clock[stream.number], where)
 
     def free(self):
@@ -166,7 +166,7 @@ def record_stream(tensor, stream):
 
 
 def span_of(tensor):
-    """Return the first byte of a tensor in its memory, and the one behind its last."""
+    """Return the first byte of a tensor in its memory, and the one after its last."""
     first = tensor.storage_offset()
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return first * tensor.element_size(), last * tensor.element_size()
@@ -264,13 +264,13 @@ def kernel(arguments):
 
 
 def read_by_host(tensor):
-    """Note that the host reads a value: of a GPU's memory, behind all that its current stream was given."""
+    """Note that the host reads a value: of a GPU's memory, after all that its current stream was given."""
     join(HOST.clock, current_stream().clock)
     touch(tensor, False, HOST)
 
 
 def watch(worker):
-    """Replace the empty streams of a CPU, and watch what a worker of this class launches behind its start."""
+    """Replace the empty streams of a CPU, and watch what a worker of this class launches after its start."""
     for name, value in {
         "Stream": Stream,
         "Event": Event,

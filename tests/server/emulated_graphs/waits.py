@@ -32,7 +32,7 @@ EMULATED = {
     ("ragged.py", None),
     ("window.py", "window_attention_ref"),
 }
-# Branches that are a CPU's alone, and tensors that are the host's.
+# Branches that are only a CPU's, and tensors that are the host's.
 ON_THE_HOST = {
     ("verify.py", "_context_groups"),
     ("verify.py", "run_verify"),  # lengths as SGLang's scheduler knows them

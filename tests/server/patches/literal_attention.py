@@ -1,4 +1,4 @@
-"""Attention on a CPU with what SGLang has there with AMX alone: literal, in float64.
+"""Attention on a CPU with what SGLang has there only with AMX: literal, in float64.
 
 Sinks; windows whose K/V have a pool of their own; layers that read the K/V of an earlier one.
 """

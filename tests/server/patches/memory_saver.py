@@ -1,4 +1,4 @@
-"""A stand-in for torch_memory_saver, which knows CUDA alone, on a server with ``--enable-memory-saver``.
+"""A stand-in for torch_memory_saver, which knows only CUDA, on a server with ``--enable-memory-saver``.
 
 What a region allocates is overwritten at a pause, as memory is that was away. With a copy on the host it comes back.
 """

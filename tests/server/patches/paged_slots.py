@@ -1,4 +1,4 @@
-"""SGLang's allocator of pages, whose kernels run on GPUs alone, in plain Python."""
+"""SGLang's allocator of pages, whose kernels run only on GPUs, in plain Python."""
 
 
 class Launched:

@@ -72,7 +72,7 @@ def offer_random_lengths():
 
 
 def offer_a_pace():
-    """Let ``POST /dspark/policy`` take ``pace_ms`` beside any policy: milliseconds that pass before each step.
+    """Let ``POST /dspark/policy`` take ``pace_ms`` with any policy: milliseconds that pass before each step.
 
     So requests run for as long as a test needs, on machines of all speeds.
     """
@@ -100,7 +100,7 @@ def offer_a_pace():
 
 
 def plant_faults():
-    """Have whatever only advises fail on servers with ``PLANTED_FAULTS``: two calls of three, one behind its work."""
+    """Have whatever only advises fail on servers with ``PLANTED_FAULTS``: two calls of three, one after its work."""
 
     def plant(module):
         def best_effort(what, instead, original=module.best_effort):
@@ -156,7 +156,7 @@ def interpret_adapters():
 def attend_literally():
     """Let a server on a CPU serve targets whose attention SGLang lacks there, see ``literal_attention``.
 
-    Targets without a processor of images serve text alone.
+    Targets without a processor of images serve only text.
     """
 
     def offer(module):
@@ -205,7 +205,7 @@ def complete_cpu():
         module.GPUS = ("cpu", "cuda")
 
     def mask(module):
-        """SGLang masks the tokens of thoughts that no grammar follows on GPUs alone."""
+        """SGLang masks the tokens of thoughts that no grammar follows only on GPUs."""
         by_grammar = module.XGrammarGrammar.apply_vocab_mask
         module.XGrammarGrammarBackend.apply_vocab_mask = staticmethod(functools.partial(by_grammar, None))
 
@@ -267,7 +267,7 @@ class Bindings:
 
 
 def late(module, function):
-    """Return a patch that is defined in a module beside this one, which is imported no earlier than it is applied."""
+    """Return a patch that is defined in a module next to this one, which is imported no earlier than it is applied."""
 
     def patch(patched):
         getattr(importlib.import_module(module), function)(patched)

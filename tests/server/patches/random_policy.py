@@ -17,7 +17,7 @@ class RandomPolicy(Policy):
     def __init__(self, most):
         self._most, self._rng = most, np.random.default_rng(0)
 
-    def choose(self, requests, context, beside=None):
+    def choose(self, requests, context, extra=None):
         lens = self._rng.integers(0, self._most + 1, size=requests).tolist()
         return StepDecision(self._most, FixedLength()).within(RequestLimits(tuple(lens)))
 

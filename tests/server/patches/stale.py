@@ -7,7 +7,7 @@ GARBAGE = 1 << 30  # no token, row, slot or length
 
 
 def spoil(module):
-    """Have the worker's steps overwrite buffers of graphs behind themselves, and copies that the host has read."""
+    """Have the worker's steps overwrite buffers of graphs once they are done, and copies that the host has read."""
 
     def decode(*given, original=module.DSparkWorker.decode, **named):
         result = original(*given, **named)

@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class OnGpu:
-    """The arguments of a server, but for the device."""
+    """The arguments of a server, except the device."""
 
     device = "cuda"
 
@@ -39,7 +39,7 @@ def accept_a_cpu(module):
 
 
 def verify_with_torch(module):
-    """Give the attention backend of a CPU verification: rows behind texts that lie in the cache."""
+    """Give the attention backend of a CPU verification: rows after texts that lie in the cache."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.radix_attention import AttentionType
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -51,7 +51,7 @@ def verify_with_torch(module):
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
         pool = self.token_to_kv_pool
         stored = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        # Rows behind the last are padding, and nothing reads what becomes of them.
+        # Rows after the last are padding, and nothing reads what becomes of them.
         queries, attended = q.view(-1, layer.tp_q_head_num, layer.head_dim), torch.zeros_like(q)
         out = attended.view(-1, layer.tp_q_head_num, layer.v_head_dim)
         begin = 0

@@ -1,4 +1,4 @@
-"""Ordinary memory where SGLang wants pinned memory for adapters, which PyTorch has only beside a GPU."""
+"""Ordinary memory where SGLang wants pinned memory for adapters, which PyTorch has only with a GPU."""
 
 import functools
 

@@ -115,7 +115,7 @@ def test_a_step_is_what_the_table_says():
     assert costs.step_ms(StepDecision(GAMMA, TopK(9)), 4, 13, 64, GAMMA) == pytest.approx(10 + 13 + 0.064 + 2 + 2)
 
 
-def test_drafting_for_some_is_paid_for_them_alone():
+def test_drafting_for_some_is_paid_only_for_them():
     decision = StepDecision(GAMMA, TopK(GAMMA), draft_requests=(2,))
     ms = Costs(table(), NO_PREFILL).step_ms(decision, 8, 8 + GAMMA, 64, GAMMA)
     assert ms == pytest.approx(10 + 8 + GAMMA + 0.064 + 2 + 0.5)
@@ -177,8 +177,8 @@ TIERED = make_table(lambda r, d, c: 10.0 + 0 * r, lambda r, d, c: 2.0 + 0 * r, t
         (True, None, 12, GAMMA + 1),
     ],
 )
-def test_a_prompt_beside_a_request_that_runs(mixed, rows, gap_ms, tokens_beside):
-    """Blocks are always accepted. The first request's tokens are looked at when the batch behind them has run."""
+def test_a_prompt_next_to_a_request_that_runs(mixed, rows, gap_ms, tokens_beside):
+    """Blocks are always accepted. The first request's tokens are looked at when the batch after them has run."""
     options = DSparkConfig(schedule="static", prompt_rows=rows)
     blocks = ConditionalAcceptance((1.0,) * GAMMA, concentration=np.inf)
     server = SimulatedServer(Costs(TIERED, Prefill(20.0, 0.5)), blocks, options, mixed_chunk=mixed)
@@ -207,8 +207,8 @@ def test_chunks_have_room_for_a_row_of_each_running_request():
     assert Prompts(replace(TIERED, tiers=()), DSparkConfig(), mixed=True).verified(beside) is None
 
 
-def test_gaps_behind_a_long_prompt_are_bounded():
-    """Whatever is read beside them: with drafts as long as they fit, and else with a token each."""
+def test_gaps_after_a_long_prompt_are_bounded():
+    """Whatever is read next to them: with drafts as long as they fit, and else with a token each."""
     found = {}
     for bound in (None, 30.0):
         costs = Costs(h200_table("one_budget/sps.json"), Prefill(6.5, 0.02, 7.5e-7))
@@ -220,7 +220,7 @@ def test_gaps_behind_a_long_prompt_are_bounded():
     assert 0.6 * 30 < found[30.0].gap_max_ms <= 30 < 150 < found[None].gap_max_ms
 
 
-def test_a_bound_needs_chunks_beside_running_requests():
+def test_a_bound_needs_chunks_next_to_running_requests():
     with pytest.raises(ConfigError, match="--max-gap-ms 50"):
         Prompts(TIERED, DSparkConfig(max_gap_ms=50.0), mixed=False)
 
