@@ -106,7 +106,8 @@ def cases():
         parts = [-1, 0, 2, -1, 2, 1, 1, -1], [9, 1, 9, 9, 1, 2, 9, 9], [rows] * 8, [0] * 8
         second = SecondTexts(*torch.tensor(parts))
         yield f"a second text, {rows}", STATIC, 2, {"bounds": [COMPETING], "second": second}, None
-    RARE.update((f"a second text, {CACHED_ROWS}", "two rounds, early-stop", "two requests, after their blocks"))
+    RARE.update(f"two rounds, {policy}" for policy in ("early-stop", "static", "threshold"))
+    RARE.update((f"a second text, {CACHED_ROWS}", "two requests, after their blocks"))
     for length in (1, 2):
         # One candidate or two, or none.
         yield f"no drafter, {length}", {"draft_free": True}, 2, {"bounds": [(2, 3, length, COPYING[3])]}, None

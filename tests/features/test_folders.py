@@ -69,6 +69,7 @@ def imports_and_decodes(tree: Path, left: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_core_is_complete_without_any_feature(tmp_path):
     imports_and_decodes(without(list(FEATURES), tmp_path), [])
 

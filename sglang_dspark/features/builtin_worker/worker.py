@@ -49,6 +49,9 @@ class ScheduledWorker(DSparkWorkerV2):
     """
 
     drafter = None
+    server_args: Any  # resolved
+    _proposer: Any
+    _verify_planner: Any
 
     @torch.no_grad()
     def init_cuda_graphs(self) -> None:
@@ -150,6 +153,7 @@ class ScheduledWorker(DSparkWorkerV2):
     def observe(self, result: ScheduledResult, batch: ScheduleBatch) -> None:
         """Learn from a result whose tensors have reached the host; SGLang has taken its tokens."""
         check_called(Moment.ANSWERED)
+        assert result.record is not None, "every step has a record"
         self.control.observe(batch.reqs, result.record, result.accept_lens.tolist(), result.times_ms)
 
     def weights_changed(self, *, new_drafter: bool = False) -> None:
