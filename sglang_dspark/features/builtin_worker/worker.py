@@ -110,7 +110,7 @@ class ScheduledWorker(DSparkWorkerV2):
     def forward_batch_generation(self, batch: ScheduleBatch, *args: object, **kwargs: object) -> GenerationBatchResult:
         """Run one batch of the scheduler; a decode step as the schedule decides, before anything of it is drafted.
 
-        None is idle without attention data parallelism.
+        No batch is idle: SGLang makes idle ones for attention data parallelism, which is refused.
         """
         run = partial(super().forward_batch_generation, batch, *args, **kwargs)
         if batch.forward_mode.is_extend():
