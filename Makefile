@@ -26,12 +26,16 @@ env: ## create .venv with everything that demo, tests and benchmarks need
 		$(MAKE) --silent --no-print-directory $(VENV)/.installed
 
 # The stamp is newer than what the environment is made from, so this runs once, and again when they change. Python compiles
-# what it imports; to compile all that is installed takes as long as to install it.
+# what it imports; to compile all that is installed takes as long as to install it. uv installs in half of pip's time, but
+# it does not read pip's configuration, which may name the only index that can be reached.
+INSTALL = install --constraint constraints.txt --editable ".[demo,train,test,bench,dev]"
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "1 of 3: a new environment in $(VENV)"
 	$(or $(PYTHON),$(error Python 3.11 is needed: make env PYTHON=/path/to/python3.11)) -m venv $(VENV)
 	@echo "2 of 3: SGLang, torch and what tests and benchmarks need: 11 GB, which takes minutes"
-	$(RUN) -m pip install --no-compile --constraint constraints.txt --editable ".[demo,train,test,bench,dev]"
+	$(RUN) -m pip install --quiet --no-compile --constraint constraints.txt uv
+	$(RUN) -m uv pip $(INSTALL) --python $(RUN) \
+		|| { echo "uv cannot install them, see above; pip tries, which takes longer"; $(RUN) -m pip $(INSTALL) --no-compile; }
 	@echo "3 of 3: servers without a GPU"
 	$(RUN) -m sglang_dspark enable-cpu
 	@touch $@
