@@ -71,7 +71,7 @@ class SloKeys(RequestKeys, frozen=True, omit_defaults=True):
     reason="SGLang has a place for what a scheduler says of each token, and none for what it says of an answer",
     by=Moment.SOME_TIME,
 )
-@best_effort("SLOs", instead=nothing)
+@best_effort("messages about SLOs", instead=nothing)
 def tell_once(result: None, manager: TokenizerManager, meta_info: dict[str, Any], state: Any, *args: object) -> None:
     """Leave only what became of an SLO in ``meta_info``, without a null for every token before it."""
     if entries := state.customized_info_accumulated.pop(TOLD, None):
