@@ -18,6 +18,7 @@ from sglang_dspark.engine.batch import (
     most_words,
     read_decode_batch,
 )
+from sglang_dspark.engine.cpu_linear import replace_linear
 from sglang_dspark.engine.graphs import Relay, graph_request_slots
 from sglang_dspark.engine.logits_processing import NanCheck
 from sglang_dspark.engine.measure_steps import Stepper, load_or_measure, table_key
@@ -29,6 +30,7 @@ from sglang_dspark.engine.target import weights_region
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SimulatedAcceptance, SpecWorkerBase
 from sglang_dspark.gpu_paths import is_on
+from sglang_dspark.on_cpu import stands_in
 from sglang_dspark.scheduling.policies import ExtraRows
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -97,6 +99,8 @@ class DSparkWorker(SpecWorkerBase):
         self.schedule.forecast.in_one_launch = takes("survivals")
         if self.draft_pool is None and takes("held-rows"):  # SGLang may copy draft K/V of a pool at any time
             self.drafter.hold_rows()
+        # A kernel package that was built for CPUs has products of its own.
+        self.linear_layers = replace_linear(runner, self.agreement) if stands_in() else None
         words = most_words(int(runner.req_to_token_pool.size), self.max_verify, self.drafter.gamma)
         self.copies = PackedCopies(words, self.device)
         if self.on_gpu:
@@ -254,6 +258,8 @@ class DSparkWorker(SpecWorkerBase):
     def weights_changed(self, *, new_drafter: bool = False) -> None:
         """Renew what was copied of the target's weights, and forget what was learned of those before."""
         self.drafter.follow_target()
+        if self.linear_layers is not None:
+            self.linear_layers.follow()
         if self.executors.captured is not None and self.addresses() != self.captured_at:
             logger.warning(
                 "DSPARK: SGLang has put new weights of this target elsewhere, where CUDA graphs do not read them: "

@@ -1,0 +1,196 @@
+"""Compute a target's linear layers on a CPU in the way that is fastest there for so many rows.
+
+A decode step reads every weight once, for one row or for all rows of a verification, so more rows should cost little.
+What PyTorch chooses can be far from that: on some CPUs MKL, which it calls for float32, takes twice as long for 2 rows
+as for one. oneDNN, which PyTorch brings as well, is faster there, and faster still if it may lay out a copy of the
+weights for itself. Which way is best differs by CPU, dtype and number of rows, so a server times them when it starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from enum import StrEnum
+from math import inf
+from time import perf_counter
+from typing import Any
+
+import psutil
+import torch
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from torch.nn.functional import linear
+
+from sglang_dspark.engine.agreement import Agreement
+from sglang_dspark.engine.sglang_types import ModelRunner
+from sglang_dspark.engine.target import text_model
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of rows that are timed. Others take the way of the next larger one, and PyTorch's choice above the last."""
+
+LEAST_BYTES = 32 << 20
+"""Weights of less in all stay in the caches of a CPU, where there is nothing to gain."""
+
+_TIMED_BYTES = 64 << 20
+"""Of the weights so much is timed: more than most caches hold, and read in a moment."""
+
+_ROUNDS = 3
+
+_GAIN = 0.95
+"""A way replaces a simpler one if it takes at most this part of its time."""
+
+_SHARE_OF_MEMORY = 1 / 16
+"""Copies are made if they take at most this part of the machine's memory."""
+
+
+class Way(StrEnum):
+    """Name the ways to compute a product, the simplest one first."""
+
+    PYTORCH = "PyTorch's choice"
+    ONEDNN = "oneDNN"
+    COPY = "oneDNN with a copy of the weights"
+
+
+class LinearLayers:
+    """Compute the linear layers of one target, its LM head included, that are not quantised.
+
+    Attributes:
+        ways: of 0, 1, 2, ... rows.
+    """
+
+    def __init__(self, layers: Sequence[torch.nn.Module], ways: Sequence[Way]) -> None:
+        self.ways = ways
+        self._copies = dict.fromkeys(layers, torch.empty(0)) if Way.COPY in ways else {}
+        self.follow()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Renew the copies of weights, which have changed."""
+        for layer in self._copies:
+            self._copies[layer] = copy_for_onednn(layer.weight)
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return [..., out] ``x @ layer.weight.T + bias`` of x [..., in] and bias [out]."""
+        rows = x.numel() // x.shape[-1]
+        way = self.ways[rows] if rows < len(self.ways) else Way.PYTORCH
+        if way is Way.PYTORCH or x.dtype != layer.weight.dtype:
+            return linear(x, layer.weight, bias)
+        return onednn_linear(x, self._copies[layer] if way is Way.COPY else layer.weight, bias)
+
+
+class LinearMethod(UnquantizedLinearMethod):
+    """Have :class:`LinearLayers` compute a layer of SGLang's."""
+
+    def __init__(self, layers: LinearLayers) -> None:
+        self._layers = layers
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self._layers.apply(layer, x, bias)
+
+
+class HeadMethod(UnquantizedEmbeddingMethod):
+    """Have :class:`LinearLayers` compute an LM head of SGLang's, which asks only classes that it does not know."""
+
+    def __init__(self, layers: LinearLayers) -> None:
+        self._layers = layers
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self._layers.apply(layer, x.to(layer.weight.dtype), bias)
+
+
+def replace_linear(runner: ModelRunner, agreement: Agreement) -> LinearLayers | None:
+    """Have a target's linear layers computed in the fastest ways; None if SGLang's are, or if there is little to gain.
+
+    All ranks call it, and take rank 0's ways: one product in two ways would differ in its last bits.
+    """
+    begin, methods = perf_counter(), _methods(runner)
+    weights = [layer.weight for layer in methods]
+    size = sum(weight.nbytes for weight in weights)
+    if size < LEAST_BYTES or len({weight.dtype for weight in weights}) > 1:
+        return None
+    may_copy = size <= psutil.virtual_memory().total * _SHARE_OF_MEMORY
+    ways = agreement.share(fastest_ways(weights, may_copy=may_copy))
+    logger.info("DSPARK: linear layers on this CPU: %s; %.1f s", _described(ways, size), perf_counter() - begin)
+    if set(ways) == {Way.PYTORCH}:
+        return None
+    layers = LinearLayers(list(methods), ways)
+    for layer, method in methods.items():
+        layer.quant_method = method(layers)
+    return layers
+
+
+def _methods(runner: ModelRunner) -> dict[torch.nn.Module, type[LinearMethod | HeadMethod]]:
+    """Return the linear layers of a target that SGLang hands to PyTorch, and what replaces their method."""
+    model = text_model(runner)
+    found: dict[torch.nn.Module, type[LinearMethod | HeadMethod]] = {
+        layer: LinearMethod for layer in model.modules() if _is_computed_by(layer, UnquantizedLinearMethod)
+    }
+    head = getattr(model, "lm_head", None)  # the embedding, if its weights are tied
+    in_its_dtype = not getattr(getattr(model, "logits_processor", None), "use_fp32_lm_head", False)
+    if _is_computed_by(head, UnquantizedEmbeddingMethod) and in_its_dtype:
+        found[head] = HeadMethod
+    return found
+
+
+def _is_computed_by(layer: Any, method: type) -> bool:
+    return type(getattr(layer, "quant_method", None)) is method
+
+
+@torch.no_grad()
+def fastest_ways(weights: Sequence[torch.Tensor], *, may_copy: bool) -> list[Way]:
+    """Return the fastest way to multiply by weights [out, in], for 0, 1, 2, ... rows up to the last of :data:`ROWS`."""
+    timed: list[torch.Tensor] = []
+    for weight in weights:
+        if sum(other.nbytes for other in timed) >= _TIMED_BYTES:
+            break
+        timed.append(weight.detach())
+    stored = {Way.PYTORCH: timed}
+    try:
+        onednn_linear(timed[0].new_zeros(1, timed[0].shape[1]), timed[0], None)
+        stored[Way.ONEDNN] = timed
+        if may_copy:
+            stored[Way.COPY] = [copy_for_onednn(weight) for weight in timed]
+    except RuntimeError:  # in 16 bits on a CPU without instructions for them
+        logger.debug("DSPARK: oneDNN does not compute %s on this CPU", timed[0].dtype)
+    chosen = {rows: _fastest(stored, rows) for rows in ROWS}
+    return [chosen[next(timed_rows for timed_rows in ROWS if timed_rows >= rows)] for rows in range(ROWS[-1] + 1)]
+
+
+def _fastest(stored: dict[Way, list[torch.Tensor]], rows: int) -> Way:
+    """Return the way that computes so many rows fastest, by the least time of a few rounds in turns."""
+    weights = stored[Way.PYTORCH]
+    inputs = [weight.new_ones(rows, weight.shape[1]) for weight in weights]
+    least = dict.fromkeys(stored, inf)
+    for _ in range(_ROUNDS):
+        for way, forms in stored.items():
+            product, begin = linear if way is Way.PYTORCH else onednn_linear, perf_counter()
+            for x, weight in zip(inputs, forms, strict=True):
+                product(x, weight, None)
+            least[way] = min(least[way], perf_counter() - begin)
+    best = Way.PYTORCH
+    for way, seconds in least.items():
+        best = way if seconds <= _GAIN * least[best] else best
+    return best
+
+
+def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return [..., out] ``x @ weight.T + bias``, of a weight [out, in] as it is or from :func:`copy_for_onednn`."""
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
+
+
+def copy_for_onednn(weight: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a weight [out, in] in the layout that oneDNN likes best for a few rows."""
+    copy: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
+    return copy
+
+
+def _described(ways: Sequence[Way], size: int) -> str:
+    """Return which numbers of rows are computed in which way."""
+    spans, begin = [], 1
+    for rows in range(1, len(ways)):
+        if rows + 1 == len(ways) or ways[rows + 1] is not ways[rows]:
+            spans.append(f"{ways[rows]} for {begin} to {rows} rows")
+            begin = rows + 1
+    return f"{', '.join(spans)}, {size / 2**20:.0f} MiB"
