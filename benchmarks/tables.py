@@ -56,9 +56,9 @@ def fixed_lengths() -> str:
     lengths = sorted(label for label in frame["config"].unique() if label.startswith("static:"))
     rows = []
     for users, cells in frame.groupby("concurrency"):
-        beside = (ratio_text(told.loc[cells["load"].iloc[0], label]) for label in lengths)
+        ratios = (ratio_text(told.loc[cells["load"].iloc[0], label]) for label in lengths)
         drafts = over_rounds(cells[cells["config"] == auto], "mean_verify_len")
-        rows.append([str(users), *beside, f"{drafts:.1f}"])
+        rows.append([str(users), *ratios, f"{drafts:.1f}"])
     header = ["users", *(f"`{config_name(frame, label)}`" for label in lengths), "drafts that `auto` verifies"]
     return section(header, rows, _origin("Throughput of `auto` in multiples of each fixed length", frame))
 

@@ -229,9 +229,9 @@ def snapshot(args: ServerArgs) -> Snapshot:
 
 def restore(args: ServerArgs, written: Snapshot) -> None:
     """Make ``args`` what they were, not resolved."""
-    values, beside = written
+    values, attributes = written
     vars(args).clear()
-    vars(args).update(beside)
+    vars(args).update(attributes)
     for name, value in values.items():
         setattr(args, name, value)
 

@@ -337,10 +337,10 @@ class DSparkAlgorithm(CustomSpecAlgo):
     def need_topk(self) -> bool:
         return False
 
-    def create_future_map(self, device: Any, req_to_token_pool: Any, **wishes: object) -> Any:
+    def create_future_map(self, device: Any, req_to_token_pool: Any, **kwargs: Any) -> Any:
         from sglang.srt.managers.overlap_utils import FutureMap
 
-        return FutureMap(device, self, req_to_token_pool, **wishes)
+        return FutureMap(device, self, req_to_token_pool, **kwargs)
 
 
 def register_algorithm(load_worker: Callable[[], type[StepDriver]]) -> None:

@@ -267,7 +267,7 @@ def geometric_grid(last: int) -> list[int]:
     return sorted({1, last, *(2**power for power in range((last - 1).bit_length()))})
 
 
-# The median of three passes survives one hiccup of the machine, that of five survives two.
+# The median of three passes survives one outlier, that of five survives two.
 MIN_PASSES = 3
 MAX_PASSES = 5
 # To launch a step into an empty queue, and to wait for it, takes tens of microseconds that no served step takes: less

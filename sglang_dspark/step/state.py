@@ -80,7 +80,7 @@ class DraftOutput:
     Attributes:
         block: the drafts, [bs, depth]; of depth 0 in a non-speculative step.
         confidence: how sure the drafter is of its drafts; None if neither policy nor request asked.
-        draft_lens: drafts proposed per request; rows of requests without any hold fillers.
+        draft_lens: drafts proposed per request; rows of requests without any hold padding.
         planned: whether the graph that drafted has laid out the rows of the verification as well.
     """
 

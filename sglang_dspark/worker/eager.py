@@ -155,7 +155,7 @@ class EagerExecutor:
             target.advance(accepted.accept_lens + 1)
 
 
-_NEVER = -1.0  # what fillers rank by
+_NEVER = -1.0  # the rank of padding
 
 
 class ExtraRowsExecutor(EagerExecutor):

@@ -63,7 +63,7 @@ def accept(
     """Judge the drafts of every request.
 
     Args:
-        block: the proposals; from slot ``verify_lens`` on any filler will do. A depth of 0 is a plain decode step. Its
+        block: the proposals; from slot ``verify_lens`` on any token will do. A depth of 0 is a plain decode step. Its
             distribution is read for sampled requests only, and may be missing if all their drafts are copied.
         windows: rows of the requests. A slot of the batch without a request has no rows, or one row of anything; it
             keeps 0 drafts and gets some valid token.

@@ -337,7 +337,7 @@ class DraftDistribution:
         return proposed[..., self.columns.clamp_min(0).long()].masked_fill_(self.columns < 0, 0.0)
 
     def spread(self, index: torch.Tensor, bs: int) -> DraftDistribution:
-        """Return these rows as the requests ``index`` [m] int64 of a batch of ``bs``; the others get fillers."""
+        """Return these rows as the requests ``index`` [m] int64 of a batch of ``bs``; the others are padding."""
         scores, log_norms = (
             part.new_zeros((bs, *part.shape[1:])).index_copy_(0, index, part) for part in (self.scores, self.log_norms)
         )
@@ -391,7 +391,7 @@ class DraftBlock:
         return DraftBlock(candidates.clamp_min(0), 60.0 * is_there - 30.0, copied=copied, chains=chains)
 
     def spread(self, index: torch.Tensor, bs: int) -> DraftBlock:
-        """Return a batch of ``bs`` requests in which ``index`` [m] int64 have these blocks, the others fillers."""
+        """Return a batch of ``bs`` requests in which ``index`` [m] int64 have these blocks; the others are padding."""
 
         def scatter(part: torch.Tensor | None) -> torch.Tensor | None:
             return None if part is None else part.new_zeros((bs, *part.shape[1:])).index_copy_(0, index, part)
