@@ -176,15 +176,12 @@ def weights_of(driver: StepDriver) -> Weights:
     return weights
 
 
-@hook(
-    "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
-    HookType.AFTER,
-    where="any_worker",
-    reason="what the drafter reads of the target follows, what was learned is forgotten, and weights that do not fit "
-    "are refused, where SGLang would end the server",
-)
-def answer_writes(result: None, scheduler: Any) -> None:
-    """Have requests that write weights come to :func:`write`."""
+def answer_writes(scheduler: Any) -> None:
+    """Have requests that write weights come to :func:`write_weights`.
+
+    What the drafter reads of the target follows, and what was learned is forgotten. Weights that do not fit are
+    refused, where SGLang would end the server.
+    """
     for kind in _WRITES:
         answer_with(scheduler, kind, write_weights, scheduler.weight_updater)
 
@@ -356,4 +353,5 @@ FEATURE = Feature(
     part=Weights,
     of_any_worker=True,
     routes=add_route,
+    answers=answer_writes,
 )
