@@ -272,7 +272,7 @@ def decoded_with_prefill(prompts: ScheduleBatch) -> DecodedWithPrefill | None:
 
 
 def additional_batches(result: object) -> Sequence[ScheduleBatch]:
-    """Return the batches whose requests get tokens by a result of SGLang's, in addition to that which it belongs to."""
+    """Return the batches whose requests get tokens from a result of SGLang's, next to the batch that it belongs to."""
     return getattr(result, "additional_batches", ())
 
 

@@ -80,7 +80,7 @@ def simulated_acceptance(context: LaunchContext) -> str | None:
     if profile is None or context.args.load_format == "dummy":
         return None
     return (
-        f"{flag_name('simulate_acceptance')}={profile[0]},... keeps drafts by chance, so the text has no meaning; pass "
+        f"{flag_name('simulate_acceptance')}={profile[0]},... keeps drafts at random, so the text has no meaning; pass "
         "it with --load-format dummy to measure step times, or drop it"
     )
 

@@ -109,7 +109,7 @@ class DSparkServer:
 
 
 class OtherServer(Protocol):
-    """A server that decodes with another worker than ours, by our schedule.
+    """A server that decodes with another worker than ours, with our schedule.
 
     Attributes:
         engine: value of ``--speculative-dspark-engine`` that asks for the worker.

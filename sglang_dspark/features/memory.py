@@ -161,7 +161,7 @@ FEATURE = Feature(
         FlagRule(
             "enable_memory_saver",
             (False,),
-            "drop the flag: SGLang gives memory of GPUs away",
+            "drop the flag: SGLang can release only memory of GPUs",
             applies=off_gpu,
         ),
     ),

@@ -1,4 +1,4 @@
-"""Weights that change while the server runs: the target's and the drafter's, by SGLang's routes and its engine.
+"""Weights that change while the server runs: the target's and the drafter's, through SGLang's routes and its engine.
 
 A scheduler writes weights, and follows what SGLang writes. The process that serves HTTP has a route for a new drafter.
 """
@@ -246,7 +246,7 @@ def _replace_drafter(driver: StepDriver, manager: Any, request: Any) -> Any:
         put = weights_of(driver).load_drafter(request.model_path)
     except Exception as error:  # noqa: BLE001 - a damaged file, or a device whose memory is full
         _log_failure(error)
-        answer = UpdateWeightFromDiskReqOutput(success=False, message=f"{error}; the drafter that served serves on")
+        answer = UpdateWeightFromDiskReqOutput(success=False, message=f"{error}; the previous drafter stays in use")
     answer = _agreed(answer, manager.tp_cpu_group)
     if not answer.success:
         return answer
@@ -254,7 +254,7 @@ def _replace_drafter(driver: StepDriver, manager: Any, request: Any) -> Any:
     manager.record_weight_version_after_update(request.weight_version)
     if request.flush_cache and not manager.flush_cache(empty_cache=request.torch_empty_cache):
         answer.message += (
-            " Requests are running, so K/V of the old one stays in the cache, with which drafts are worse: call "
+            " Requests are running, so K/V of the old drafter stays in the cache and makes drafts worse: call "
             "/flush_cache when the server is idle."
         )
     return answer

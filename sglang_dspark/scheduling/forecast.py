@@ -1,6 +1,6 @@
 """Predicts which drafts survive verification, from what earlier steps have shown.
 
-The budget of a step has to be fixed before its drafts are drawn, or it would depend on them. So it is chosen by the
+The budget of a step has to be fixed before its drafts are drawn, or it would depend on them. So it is chosen from the
 survivals of earlier rounds: the last rounds are dealt into imagined batches of the present size, and a budget of K
 drafts is worth the mean, over these batches, of the sum of their K largest survivals. (DSpark, 5.2)
 """

@@ -41,7 +41,7 @@ class SpsTable:
         verify_ms: [requests, drafts, contexts] milliseconds to verify and commit with that many drafts per request; the
             column of 0 drafts is the non-speculative step.
         tiers: token counts that the verify forward was captured with, ascending; empty if any count is run as it is.
-            What is larger than all of them is launched kernel by kernel, and known by the grid of drafts.
+            What is larger than all of them is launched kernel by kernel, and its time comes from the grid of drafts.
     """
 
     key: Mapping[str, str]

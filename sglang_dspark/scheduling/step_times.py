@@ -66,7 +66,7 @@ class StepTimes:
         self.measured_ms = self.predicted_ms = self._weight = 0.0
 
     def load(self, requests: int) -> LoadTimes:
-        """Return the times of every step that ``requests`` requests can take, by the table."""
+        """Return the times of every step that ``requests`` requests can take, according to the table."""
         return self.table.times(requests)
 
     def step_ms(self, requests: int, context: float) -> NDArray[np.float64]:
@@ -85,7 +85,7 @@ class StepTimes:
         return float(self._corrected(table_ms, requests, float(times.drafts[column])))
 
     def _table_ms(self, times: LoadTimes, context: float, step: tuple[int, int] | slice) -> NDArray[np.float64]:
-        """Return the milliseconds of steps that verify the likeliest drafts of all requests, by the table."""
+        """Return the milliseconds of steps that verify the likeliest drafts of all requests, from the table."""
         table_ms = times.at(context, step)
         return table_ms + context * times.padding_ms[step] if self._padded else table_ms
 

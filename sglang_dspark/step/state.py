@@ -57,7 +57,7 @@ class DecodeBatch:
         return StepRequests(self.anchors, self.prefix_lens, self.req_pool_indices, self.req_to_token)
 
     def drafting(self, requests: Sequence[int]) -> tuple[DecodeBatch, torch.Tensor]:
-        """Return the step of ``requests`` alone, and their indices, [m] int64."""
+        """Return the step of only ``requests``, and their indices, [m] int64."""
         assert self.rows_of is not None, "a step that drafts for some requests knows their sampling parameters"
         index = host_index(requests, self.anchors.device)
         part = DecodeBatch(

@@ -123,7 +123,7 @@ def verify_drafts(
     rules: Rules,
     keys: RoundKeys,
 ) -> AcceptResult:
-    """Run :func:`accept` by rules that are tensors, so that a CUDA graph of the launches serves any batch of a kind."""
+    """Run :func:`accept` with rules that are tensors, so that one CUDA graph serves any batch of a kind."""
     launches = _Launches(block, windows, target_logits, rules, keys)
     launches.read_rows()
     if rules.filters is not None:

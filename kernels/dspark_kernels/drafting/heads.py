@@ -81,7 +81,7 @@ class DraftVocabulary:
 
     @cached_property
     def columns(self) -> torch.Tensor:
-        """[V] int32: the column of every token, -1 where it has none. Read it once before capturing a CUDA graph."""
+        """Return [V] int32: the column of every token, -1 if it has none. Read it once before capturing a CUDA graph."""
         columns = self.token_ids.new_full((self.vocab_size,), -1, dtype=torch.int32)
         columns[self.token_ids] = torch.arange(len(self.token_ids), dtype=torch.int32, device=columns.device)
         return columns
@@ -112,7 +112,7 @@ class DraftHeads:
 
     @property
     def w1(self) -> torch.Tensor | None:
-        """[V, r] Markov embeddings."""
+        """Return [V, r] Markov embeddings."""
         return None if self.markov is None else self.markov.w1
 
 
@@ -327,7 +327,7 @@ class DraftDistribution:
         return self._written(self.scores[requests, slots], self.log_norms[requests, slots])
 
     def probs(self) -> torch.Tensor:
-        """[bs, gamma, V] float32: the distribution written out. For tests; no host sync."""
+        """Return [bs, gamma, V] float32: the distribution written out. For tests; no host sync."""
         return self._written(self.scores, self.log_norms)
 
     def _written(self, scores: torch.Tensor, log_norms: torch.Tensor) -> torch.Tensor:

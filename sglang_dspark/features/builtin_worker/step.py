@@ -57,7 +57,7 @@ class Rows(NamedTuple):
 
 
 class ScheduledStep:
-    """A step by a decision, which the worker asks for its proposal and for the rows of its verification, in turn.
+    """A step that follows a decision. The worker asks it for its proposal, then for the rows of its verification.
 
     Args:
         decision: of the step.
@@ -155,7 +155,7 @@ _step: dict[str, Any] = {}
 
 
 class SimulatedWorker(DSparkWorkerV2):
-    """SGLang's own worker, whose drafts are kept by chance: the same as ours keeps, where their times are compared."""
+    """SGLang's own worker, whose drafts are kept at random: the same as ours keeps, where their times are compared."""
 
     def init_cuda_graphs(self) -> None:
         """Make the draws, once the worker is ready to serve."""
@@ -190,7 +190,9 @@ def simulated_acceptance(worker: DSparkWorkerV2) -> SimulatedAcceptance:
         "a verification that accepts outside of its graph": worker._verify_epilogue is None,
     }.items():
         if not found:
-            raise ConfigError(f"{ENV_PREFIX}SIMULATE_ACCEPTANCE={rates[0]},... needs {what}; unset it, or start so")
+            raise ConfigError(
+                f"{ENV_PREFIX}SIMULATE_ACCEPTANCE={rates[0]},... needs {what}; unset it, or start the server that way"
+            )
     return SimulatedAcceptance(rates, worker.model_runner)
 
 
@@ -201,7 +203,7 @@ def simulated_acceptance(worker: DSparkWorkerV2) -> SimulatedAcceptance:
     reason="both workers shall keep the same drafts where their times are compared",
 )
 def choose_worker(chosen: type, algorithm: object, server_args: ServerArgs) -> type:
-    """Have SGLang's own worker keep drafts by the draws."""
+    """Have SGLang's own worker keep drafts as the draws say."""
     return SimulatedWorker if chosen is DSparkWorkerV2 else chosen
 
 
@@ -220,7 +222,7 @@ def accept(
     bonus: torch.Tensor,
     **given: Any,
 ) -> Any:
-    """Keep drafts by the draws, after the token that SGLang's acceptance has drawn."""
+    """Keep drafts as the draws say, after the token that SGLang's acceptance has drawn."""
     kept = simulated_accept(_step["draws"], _step["rows"], prefix_lens, draft_tokens, bonus)
     return original(
         correct_len=kept.accept_lens.to(correct_len.dtype),

@@ -1,4 +1,4 @@
-"""Short prompts: their tokens are verified like drafts, by the CUDA graphs of decode steps, in place of a prefill.
+"""Short prompts: their tokens are verified like drafts, with the CUDA graphs of decode steps, in place of a prefill.
 
 A prefill is launched kernel by kernel, and requests that run wait for it. A verification of few rows is one CUDA graph,
 and a prompt is a text all of whose drafts are known and accepted.
@@ -87,7 +87,7 @@ class RunningWithPrefill:
             batch.seq_lens = result.new_seq_lens
             if batch.seq_lens_cpu is not None:
                 batch.seq_lens_cpu = result.new_seq_lens.cpu()
-        for name in ("forward_iter", "launch_ts", "after_idle_gap"):  # by which SGLang times steps
+        for name in ("forward_iter", "launch_ts", "after_idle_gap"):  # from which SGLang times steps
             setattr(batch, name, getattr(prompts, name))
         return PrefillAndDecodeResult(
             running=(batch.copy(), result), extra_keep_alive_refs=kept, can_run_cuda_graph=result.can_run_cuda_graph
@@ -102,7 +102,7 @@ class PrefillAndDecodeResult(GenerationBatchResult):
 
     @property
     def additional_batches(self) -> Sequence[Any]:
-        """Return the batches whose requests get tokens by this result, in addition to that of the prompts."""
+        """Return the batches whose requests get tokens from this result, in addition to that of the prompts."""
         return [self.running[0]]
 
     def copy_to_cpu(self, *args: object, **kwargs: object) -> None:
