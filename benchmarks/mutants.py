@@ -49,7 +49,7 @@ class Place:
 
     @property
     def address(self) -> str:
-        """Return it as ``sglang_dspark.worker.graphs:GraphExecutor.run``; packages are named without their ``__init__``."""
+        """Return a name like ``sglang_dspark.worker.graphs:GraphExecutor.run``; packages have no ``__init__``."""
         module = self.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         return f"{module}:{self.name}" if self.name else module
 

@@ -81,7 +81,7 @@ class DraftVocabulary:
 
     @cached_property
     def columns(self) -> torch.Tensor:
-        """Return [V] int32: the column of every token, -1 if it has none. Read it once before capturing a CUDA graph."""
+        """Return [V] int32: the column of each token, -1 if it has none. Read it before capturing a CUDA graph."""
         columns = self.token_ids.new_full((self.vocab_size,), -1, dtype=torch.int32)
         columns[self.token_ids] = torch.arange(len(self.token_ids), dtype=torch.int32, device=columns.device)
         return columns
