@@ -12,7 +12,7 @@ DSPARK configurations with equal flags share one server, which is told its polic
 started once, one after the other, or ``--together``. All configurations run one after another on the same prompts
 before the next number of users and then the next round, so that drift of the machine meets all of them alike; idle
 servers are suspended. A user waits for the answer before the next prompt: the load follows the server. For arrivals at
-fixed rates, and goodput, there is SGLang's own benchmark.
+a given rate, and goodput, there is SGLang's own benchmark.
 
 RESULTS gets ``sweep.csv`` (one row per configuration, load and round), ``requests.jsonl`` (every answer with its times)
 and ``provenance.json``, with ``--trace-steps`` also traces. Servers that keep drafts at the same rates and verify whole
