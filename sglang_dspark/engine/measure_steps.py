@@ -267,7 +267,7 @@ def _load(path: Path | None, key: dict[str, str], *, named: bool) -> SpsTable | 
     except ConfigError as error:
         if named:
             raise ConfigError(
-                f"{_FLAG}={str(path)!r}: {error}; remove the file, and step times are measured again, or name another"
+                f"{_FLAG}={str(path)!r}: {error}; remove it to have step times measured again, or name another one"
             ) from error
         logger.warning("DSPARK: step times are measured again: %s", error)
         return None

@@ -46,7 +46,7 @@ class DecodeInfo:
     """Say how a server decodes.
 
     Attributes:
-        reason: why by this path.
+        reason: why this path was chosen.
         gamma: drafts of a block.
         cuda_graphs: whether steps are replayed from CUDA graphs.
         drafter: what is known of its checkpoint, as JSON; None if none is served.

@@ -231,7 +231,7 @@ def write_weights(original: Callable[[Any], Any], manager: Any, request: Any) ->
 def select_runners(original: Callable[..., Any], manager: Any, selector: str = "all") -> Any:
     """Return the runners of the target, whatever else is asked for, or of the drafter if only it is named.
 
-    What is for both is told apart by its names.
+    What is for both is told apart from its names.
     """
     if selector != "draft":
         return original(manager, "target" if selector == "all" else selector)

@@ -207,7 +207,7 @@ class Forecast:
     Attributes:
         packed_coefficients: [2 + 2 * NUM_ROWS, max_verify] float32, what :func:`split_coefficients` takes apart, in one
             tensor so that one copy renews it.
-        in_one_launch: whether a GPU computes survivals by our kernel, and not as torch does.
+        in_one_launch: whether a GPU computes survivals with our kernel, and not as torch does.
         positions: acceptance by position.
         predicted: survivals as they were predicted, of the same drafts as the outcomes.
         lagged: survivals of the last rounds, on which budgets are based; None until the schedule has step times.

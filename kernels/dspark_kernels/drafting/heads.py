@@ -98,7 +98,7 @@ class DraftHeads:
     """The weights that turn base logits into a block of tokens; each part is None if the drafter has none.
 
     Attributes:
-        markov: corrects the logits of a slot by the token before it.
+        markov: corrects the logits of a slot for the token before it.
         confidence: says how likely a draft is accepted.
         vocabulary: the tokens that the columns of the draft logits stand for; None = all, in order.
         shortlist: number of tokens that compete for a slot, the best of the base logits; None = all. The Markov head,

@@ -326,7 +326,7 @@ def commit_conv_windows(
     windows: torch.Tensor,  # [L, pool, C, W - 1]
     rows: ReplayedRows,
 ) -> None:
-    """Move the windows of all layers on by the accepted rows, in place; with tracks, store them a second time.
+    """Move the windows of all layers on over the accepted rows, in place; with tracks, store them a second time.
 
     Two requests may not share a slot; what a shared padding slot then holds is undefined. No host sync; safe under
     graph capture.

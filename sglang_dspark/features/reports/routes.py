@@ -339,7 +339,7 @@ def in_one_line(found: dict[str, Any]) -> str:
 
 
 def _named_paths(server_args: ServerArgs, server: DSparkServer | OtherServer) -> list[str]:
-    """Return the paths of a GPU that the operator has turned on, by our options or by SGLang's."""
+    """Return the paths of a GPU that the operator has turned on, with our options or SGLang's."""
     config = server.config
     asked: dict[str, bool] = {
         "scheduled": server.engine == "scheduled",
