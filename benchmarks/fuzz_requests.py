@@ -260,7 +260,7 @@ def _shown(number: int, body: Body) -> dict[str, Any]:
     return {"number": number, "mode": body.mode, "path": body.path, "fields": ascii(body.text)[1 : SHOWN + 1]}
 
 
-@click.command()
+@click.command(help=__doc__)
 @click.option("--bodies", default=10_000, show_default=True, help="Of all kinds of servers together.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--kind", "kinds", type=click.Choice(list(KINDS)), multiple=True, help="Default: all.")
@@ -270,7 +270,7 @@ def _shown(number: int, body: Body) -> dict[str, Any]:
 @click.option("--minutes", default=20.0, show_default=True, help="Of traffic to servers of a kind, at most.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(bodies: int, seed: int, kinds: tuple[str, ...], skip: str, output: Path, **limits: Any) -> None:
-    """Command line; see the module."""
+    """Run the command line; see the module."""
     console, chosen = Console(), kinds or tuple(KINDS)
     drawn = {number: Draw(seed, number).body() for number in range(bodies)}
     sent = {number: body for number, body in drawn.items() if not re.search(skip, body.text)}

@@ -11,10 +11,10 @@ paths that no GPU has run (``sglang_dspark/gpu_paths.py``), and which defaults w
 is not run again with the same code and arguments; a sweep that was stopped goes on. Of other code or arguments, choose
 another folder.
 
-Plain servers run as SGLang configures itself. SGLang's own worker runs as it comes, and of the bundled pair also by our
-schedule; of the random pair it keeps the drafts that ours keeps, and where both verify whole blocks, the sweep ends if
-they take other steps. With ``--rehearse`` the parts of quarters but ``streams`` run on a CPU with a tiny pair, to see
-that they do; SGLang's own worker then needs what the tests give it there.
+Plain servers run as SGLang configures itself. SGLang's own worker runs unmodified, and with the bundled pair also
+under our schedule; of the random pair it keeps the drafts that ours keeps, and where both verify whole blocks, the
+sweep ends if they take other steps. With ``--rehearse`` the parts of quarters but ``streams`` run on a CPU with a tiny
+pair, to see that they do; SGLang's own worker then needs what the tests give it there.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Setting:
         return [*_script("shape_pair.py"), *words], [*named, "--prompts", str(pair / f"context_{context}.jsonl")]
 
     def drawn(self, kind: str, context: int, configs: Sequence[str], users: str, **numbers: float) -> Commands:
-        """Return the sweep of a random pair whose drafts are kept by the rates of a kind of text, with traces.
+        """Return the sweep of a random pair whose drafts are kept at the rates of a kind of text, with traces.
 
         Args:
             kind: see :data:`shape_pair.ACCEPTANCE`.
@@ -202,7 +202,7 @@ def sweep(setting: Setting) -> Commands:
 
 
 def engines(setting: Setting) -> Commands:
-    """Measure the bundled pair by our worker, by SGLang's own as it comes, and by SGLang's own by our schedule."""
+    """Measure the bundled pair with our worker, with SGLang's own, and with SGLang's own under our schedule."""
     making, what = ([], setting.pair) if not setting.rehearses else setting.made(100)
     configs, numbers = (
         ("plain", "auto=auto", "builtin=builtin", *NAMED),
@@ -213,7 +213,7 @@ def engines(setting: Setting) -> Commands:
 
 
 def equal_draws(kind: str, context: int, users: str, rounds: int) -> Callable[[Setting], Commands]:
-    """Return the part that measures a shape whose drafts are kept by the same draws, whichever worker decodes."""
+    """Return the part that measures a shape whose drafts are kept with the same draws, whichever worker decodes."""
     configs = ("plain", "static7=static:7 {rates}", "auto=auto {rates}", "builtin=builtin {rates}")
     return lambda setting: setting.drawn(kind, context, configs, users, num_prompts=2, max_tokens=512, rounds=rounds)
 
@@ -344,7 +344,7 @@ def _named(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--only", "names", callback=_named, metavar="PART,...", help=f"Of {', '.join(PARTS)}.")
 @click.option("--rehearse", "rehearses", is_flag=True, help="On a CPU, with tiny models: quarters without streams.")
 def main(target: str, draft: str, prompts: tuple[str, ...], output: Path, names: list[str], rehearses: bool) -> None:
-    """Command line; see the module."""
+    """Run the command line; see the module."""
     console = Console(highlight=False, soft_wrap=True)
     # Python ends on SIGTERM without unwinding, which would leave the servers of a part behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

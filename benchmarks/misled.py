@@ -154,7 +154,7 @@ CASES = dict(_cases())
 
 
 class Drafts:
-    """Blocks by a mean acceptance of each request.
+    """Blocks drawn from a mean acceptance of each request.
 
     Attributes:
         survival: [n, gamma] probability that a draft of the last blocks is accepted.
@@ -184,7 +184,7 @@ def ratio(machine: str, case: Case, seed: int) -> float:
     # Of every fixed number of drafts.
     fixed_tokens = np.zeros(GAMMA + 1)
     fixed_ms = np.array([_fixed_ms(costs, case.users, drafts) for drafts in range(GAMMA + 1)])
-    tokens, ms, behind, ids = 0.0, 0.0, deque(), list[int]()
+    tokens, ms, pending, ids = 0.0, 0.0, deque(), list[int]()
     for step in range(case.steps):
         text = server.blocks = texts[step * len(texts) // case.steps]
         before, ids = ids, case.requests(step)
@@ -196,9 +196,9 @@ def ratio(machine: str, case: Case, seed: int) -> float:
         tokens += float(expected[range(len(ids)), result.record.verify_lens].sum())
         ms += result.ms
         fixed_tokens += expected.sum(0)
-        behind.append((result, ids))
-        if len(behind) > LAG:  # what it shows of requests that are still running
-            earlier, then = behind.popleft()
+        pending.append((result, ids))
+        if len(pending) > LAG:  # what it shows of requests that are still running
+            earlier, then = pending.popleft()
             running = [place for place, index in enumerate(then) if index in ids]
             server.schedule.observe(earlier.record, running, earlier.accepted[running].tolist())
     return tokens / ms / float((fixed_tokens / (fixed_ms * case.steps)).max())

@@ -49,12 +49,12 @@ class Place:
 
     @property
     def address(self) -> str:
-        """As ``sglang_dspark.worker.graphs:GraphExecutor.run``; a package is named without its ``__init__``."""
+        """Return a name like ``sglang_dspark.worker.graphs:GraphExecutor.run``; packages have no ``__init__``."""
         module = self.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         return f"{module}:{self.name}" if self.name else module
 
     def is_called(self, text: str) -> bool:
-        """Whether this is its name; a module, and what comes before a colon, may be the end of a dotted path."""
+        """Return whether this is its name; a module, and what comes before a colon, may be the end of a dotted path."""
         if ":" in text or not self.name:
             return f".{self.address}".endswith(f".{text}")
         return self.name == text

@@ -151,12 +151,12 @@ def _interval(logs: np.ndarray) -> tuple[float, float]:
     return float(np.exp(logs.mean() - margin)), float(np.exp(logs.mean() + margin))
 
 
-@click.command(help="Ratios of each configuration of a sweep to its baseline, paired by load and round.")
+@click.command(help="Print the ratios of each configuration of a sweep to its baseline, paired by load and round.")
 @click.argument("sweep", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--metric", default="output_tok_s", show_default=True, help="A numeric column of the sweep.")
 @click.option("--of", "label", help="Label to compare with each of the others. Default: with off, or off with plain.")
 def main(sweep: Path, metric: str, label: str | None) -> None:
-    """Command line; see the module."""
+    """Run the command line; see the module."""
     try:
         frame = read_sweep(sweep)
         baselines = frame_baselines(frame)

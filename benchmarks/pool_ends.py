@@ -257,7 +257,7 @@ def compare(kind: Kind, numbers: Mapping[str, int], seed: int, folder: Path, sec
     return {name: one.report() for name, one in found.items()} | {"lost_slots": leaks}
 
 
-@click.command()
+@click.command(help=__doc__)
 @click.option("--lone", default=1000, show_default=True, help="Of each kind.")
 @click.option("--crowded", default=1000, show_default=True, help="Of each kind.")
 @click.option("--kind", "kinds", type=click.Choice(list(KINDS)), multiple=True, help="Default: all.")
@@ -265,7 +265,7 @@ def compare(kind: Kind, numbers: Mapping[str, int], seed: int, folder: Path, sec
 @click.option("--minutes", default=20.0, show_default=True, help="Of a kind, at most.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(kinds: tuple[str, ...], seed: int, minutes: float, output: Path, **numbers: int) -> None:
-    """Command line; see the module."""
+    """Run the command line; see the module."""
     console, reports = Console(), {}
     prepare_servers()
     for name in kinds or KINDS:

@@ -25,7 +25,7 @@ from sglang_dspark.errors import ConfigError, DSparkError
 
 FIGURE = "throughput_vs_concurrency.png"
 STEP_TIMES = (
-    "Step-time results: weights are random and drafts were kept by chance, the same ones by every worker. Times and "
+    "Step-time results: weights are random and drafts were kept at random, the same ones by every worker. Times and "
     "loads are those of the shape; texts mean nothing."
 )
 NO_OFF = "`off` was not measured, so speculation and the plugin's own step cannot be told apart."
@@ -183,7 +183,7 @@ def _section(title: str, note: str, header: Sequence[str], rows: Sequence[Sequen
 @click.command(help="Write a page about a sweep: its tables, and where the numbers come from.")
 @click.argument("results", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def main(results: Path) -> None:
-    """Command line; see the module."""
+    """Run the command line; see the module."""
     path = results / "report.md"
     try:
         path.write_text(render(results), encoding="utf-8")

@@ -1,10 +1,10 @@
-"""Reinforcement learning on a CPU, by SGLang's engine: rollouts with DSPARK, a reward, an update, new weights.
+"""Reinforcement learning on a CPU, with SGLang's engine: rollouts with DSPARK, a reward, an update, new weights.
 
     python benchmarks/rollouts.py --target T --draft D --output rollouts.json
 
 The target learns to answer sums: it samples a group of answers to each at temperature 1, an answer with the right
 number at its end earns 1, and a policy gradient follows what beats its group. The drafter stays as it is. An engine
-without DSPARK gets the same weights and the same sums, before the one with it or after it by turns. Each round reports
+without DSPARK gets the same weights and sums, alternately before the one with it and after it. Each round reports
 reward, accept length, tokens per second of both engines and their ratio, by version of the weights. After the last one,
 tokens that both sample are tested against the target's distribution, and against each other.
 """

@@ -6,7 +6,7 @@ r"""A target and a drafter of a production shape without weights, to measure how
         --config "auto=auto SGLANG_DSPARK_SIMULATE_ACCEPTANCE=0.842,0.833,0.829,0.83,0.834,0.839,0.831" ...
 
 PAIR holds configurations and a tokenizer, some megabytes; SGLang gives both models random weights (``--load-format
-dummy``), and drafts are kept by chance, the same ones by our worker and by SGLang's own. Times and loads are then those
+dummy``), and drafts are kept at random, the same ones by our worker and by SGLang's own. Times and loads are then those
 of the shape, and texts are noise. Results are step-time results. The tokenizer takes a text as its bytes, about four
 times as many tokens as Qwen3's own.
 """
@@ -144,14 +144,14 @@ def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     return fast
 
 
-@click.command(help="A target and a drafter of a production shape without weights, to measure their step times.")
+@click.command(help="Make a target and a drafter of a production shape without weights, to measure their step times.")
 @click.option("--shape", required=True, type=click.Choice(sorted(SHAPES)))
 @click.option(
     "--context", "contexts", multiple=True, type=click.IntRange(1), help="Write prompts of so many tokens, too."
 )
 @click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder of the pair.")
 def main(**options: Any) -> None:
-    """Command line; see the module."""
+    """Run the command line; see the module."""
     write_pair(SHAPES[options["shape"]], options["output"])
     for length in options["contexts"]:
         write_prompts(options["output"] / f"context_{length}.jsonl", length)

@@ -124,7 +124,7 @@ def _text(summary: dict[str, Any]) -> str:
 @click.argument("results", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--first-kernel", metavar="NAME", help=f"It begins a step.  [default: of {', '.join(FIRST_KERNELS)}]")
 def main(results: Path, first_kernel: str | None) -> None:
-    """Command line; see the module."""
+    """Run the command line; see the module."""
     traces = sorted(results.rglob("*.trace.json.gz"))
     if not traces:
         raise click.ClickException(f"{results} has no *.trace.json.gz; record some steps first")

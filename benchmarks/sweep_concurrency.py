@@ -11,11 +11,11 @@ NGRAM"``. The same one under two names (``--config plain --config again=plain``)
 DSPARK configurations with equal flags share one server, which is told its policy before each cell. Every server is
 started once, one after the other, or ``--together``. All configurations run one after another on the same prompts
 before the next number of users and then the next round, so that drift of the machine meets all of them alike; idle
-servers are suspended. A user waits for the answer before the next prompt: the load follows the server. For arrivals by
-the clock, and goodput, there is SGLang's own benchmark.
+servers are suspended. A user waits for the answer before the next prompt: the load follows the server. For arrivals at
+a given rate, and goodput, there is SGLang's own benchmark.
 
 RESULTS gets ``sweep.csv`` (one row per configuration, load and round), ``requests.jsonl`` (every answer with its times)
-and ``provenance.json``, with ``--trace-steps`` also traces. Servers that keep drafts by the same rates and verify whole
+and ``provenance.json``, with ``--trace-steps`` also traces. Servers that keep drafts at the same rates and verify whole
 blocks take the same steps for every request; if they do not, the sweep ends. Run again after an interruption, it goes
 on where it stopped. Read the results with paired_ratio.py and report.py.
 """
@@ -73,7 +73,7 @@ from sglang_dspark.errors import DSparkError
 )
 @click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
 def main(configs: tuple[str, ...], dtype: str, server_flags: str, output: Path, **options: Any) -> None:
-    """Command line; see the module."""
+    """Run the command line; see the module."""
     # Texts and labels may look like markup.
     console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
     # Python ends on SIGTERM without unwinding, which would leave suspended servers behind.

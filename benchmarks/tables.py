@@ -56,9 +56,9 @@ def fixed_lengths() -> str:
     lengths = sorted(label for label in frame["config"].unique() if label.startswith("static:"))
     rows = []
     for users, cells in frame.groupby("concurrency"):
-        beside = (ratio_text(told.loc[cells["load"].iloc[0], label]) for label in lengths)
+        ratios = (ratio_text(told.loc[cells["load"].iloc[0], label]) for label in lengths)
         drafts = over_rounds(cells[cells["config"] == auto], "mean_verify_len")
-        rows.append([str(users), *beside, f"{drafts:.1f}"])
+        rows.append([str(users), *ratios, f"{drafts:.1f}"])
     header = ["users", *(f"`{config_name(frame, label)}`" for label in lengths), "drafts that `auto` verifies"]
     return section(header, rows, _origin("Throughput of `auto` in multiples of each fixed length", frame))
 
@@ -99,7 +99,7 @@ EQUAL_DRAWS += ("`static:7` / its DSPARK", "`auto` / its DSPARK", "the same, who
 
 
 def equal_draws(results: Path = RESULTS) -> str:
-    """Return the speeds of both workers by the same draws, of parts of gpu.py."""
+    """Return the speeds of both workers with the same draws, of parts of gpu.py."""
     rows, measured = [], {}
     for part, text, prompt in (("chat", "chat", 100), ("mathematics", "mathematics", 100), ("long", "mixed", 4000)):
         path = results / "h200" / part / "sweep.csv"
@@ -150,7 +150,7 @@ OPEN_PATHS: Mapping[str, tuple[str, str, str, str]] = {
 
 
 def gpu_paths() -> str:
-    """Return what a server does on a GPU, by which file that is known, and how it is turned on."""
+    """Return what a server does on a GPU, which file shows that, and how it is turned on."""
     rows = []
     for name, path in GPU_PATHS.items():
         shown = f"[{path.shown_by}]({path.shown_by})" if path.shown_by else "**open**"
@@ -214,9 +214,9 @@ def written(document: Path) -> str:
     return MARKED.sub(renew, document.read_text(encoding="utf-8"))
 
 
-@click.command(help="Writes the tables of measured figures into the documents.")
+@click.command(help="Write the tables of measured figures into the documents.")
 def main() -> None:
-    """Command line; see the module."""
+    """Run the command line; see the module."""
     for document in DOCUMENTS:
         document.write_text(written(document), encoding="utf-8")
 

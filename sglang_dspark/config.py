@@ -100,7 +100,7 @@ class DSparkConfig:
         "Calibration temperatures of the confidence head, written by `python -m sglang_dspark calibrate`."
     )
     online_calibration: Switch = _option(
-        "`on` or `off`: keep the confidence head calibrated by what verification observes.",
+        "`on` or `off`: keep the confidence head calibrated from what verification observes.",
         default=True,
         read=_on_or_off,
     )
@@ -156,14 +156,14 @@ class DSparkConfig:
         nargs="+",
     )
     answer_cache_key: Literal["request", "prompt"] = _option(
-        "What answers are kept by if a request names no `cache` key: `prompt` takes its prompt, so that samples of one "
-        "prompt copy from each other; `request` keeps no such answer.",
+        "Key that answers are kept under if a request names no `cache` key: `prompt` takes its prompt, so that samples "
+        "of one prompt copy from each other; `request` keeps no such answer.",
         default="request",
     )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(
-        "Whose worker decodes for `--speculative-algorithm DSPARK`: `plugin` is this one; `builtin` is SGLang's own as "
-        "it comes, without the other flags of this group; `auto` is the first of these that serves the target; "
-        "`scheduled` is SGLang's own, on a GPU, by our policies.",
+        "Whose worker decodes for `--speculative-algorithm DSPARK`: `plugin` is this one; `builtin` is SGLang's own, "
+        "unmodified, without the other flags of this group; `auto` is the first of these that serves the target; "
+        "`scheduled` is SGLang's own, on a GPU, with the plugin's policies.",
         default="auto",
     )
     untested_sglang: Switch = _option(

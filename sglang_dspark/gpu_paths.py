@@ -1,4 +1,4 @@
-"""What a server does on a GPU in a way of its own, and by which file it is known that a GPU ran it and was not slower.
+"""What a server does on a GPU in a way of its own, and which file shows that a GPU ran it and was not slower.
 
 A path without such a file is off on a GPU unless the operator names it. A CPU, where tests run all of them, has its own
 defaults. docs/performance.md has this table, and benchmarks/gpu.py measures the paths that are open.

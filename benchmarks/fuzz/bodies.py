@@ -52,7 +52,7 @@ class Body:
 
     @property
     def text(self) -> str:
-        """Its fields as JSON in which letters stand for themselves, as far as they are whole."""
+        """Return its fields as JSON in which letters stand for themselves, as far as they are whole."""
         return json.dumps(self.fields, ensure_ascii=False)
 
 

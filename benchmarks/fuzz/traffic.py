@@ -164,10 +164,10 @@ class Traffic:
             await asyncio.gather(*users)
             if probe.done():
                 self._fall()
-            beside = [probe, turns] if turns else [probe]
-            for task in beside:
+            tasks = [probe, turns] if turns else [probe]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         return not self._over
 
     async def _renew_sessions(self, session: aiohttp.ClientSession) -> None:

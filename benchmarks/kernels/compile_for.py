@@ -126,7 +126,7 @@ def _compiling_only(
 
 
 def compile_cases(cases: list[Case], capability: int, *, first_forms: bool) -> list[Compiled]:
-    """Every form of every kernel that the cases launch, or only the first one of each kernel."""
+    """Compile every form of every kernel that the cases launch, or only the first one of each kernel."""
     by_form: dict[tuple[str, str], tuple[CompiledKernel, list[str]]] = {}
     firsts: dict[str, CompiledKernel] | None = {} if first_forms else None
     for case in cases:
@@ -168,7 +168,7 @@ def _usage(kernel: CompiledKernel) -> tuple[int, int]:
 @click.option("--first-forms", is_flag=True, help="Compile only the first form of every kernel.")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
 def main(capabilities: tuple[str, ...], only: str, *, first_forms: bool, output: Path | None) -> None:
-    """Command line; see the module."""
+    """Run the command line; see the module."""
     with torch.inference_mode():
         cases = list(all_cases(torch.device("meta"), only))
         kernels = [

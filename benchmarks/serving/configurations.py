@@ -16,7 +16,7 @@ PLAIN, BUILTIN, OFF = "plain", "builtin", "off"
 POLICIES = (PLAIN, BUILTIN, *POLICY_NAMES)
 DTYPES = ("float32", "bfloat16", "float16")
 SIMULATED = "SGLANG_DSPARK_SIMULATE_ACCEPTANCE"
-"""Variable by which our worker and SGLang's own keep drafts by chance, and both the same ones."""
+"""Variable with which our worker and SGLang's own keep drafts at random, and both the same ones."""
 GRAMMAR = "[NAME=]POLICY[:ARGUMENT][@DTYPE] [VARIABLE=VALUE ...] [SERVER FLAGS]"
 
 _HEAD = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<policy>[a-z-]+)(?::(?P<argument>[^@\s]+))?(?:@(?P<dtype>\w+))?")

@@ -311,7 +311,7 @@ def plan_staged(
     requests: StepRequests,
     out: VerifyRows,
 ) -> VerifyRows:
-    """Plan by numbers that lie on the device: captured once, and told before each replay what to do.
+    """Plan with numbers that lie on the device: captured once, and told before each replay what to do.
 
     Args:
         weights: above 0 and at most 1: what ranks is a survival times that of its request.

@@ -178,13 +178,13 @@ class SamplingBatch:
 
     @cached_property
     def draw_temperatures(self) -> torch.Tensor:
-        """[bs] float32: the temperature of every request, 0 for greedy ones."""
+        """Return [bs] float32: the temperature of every request, 0 for greedy ones."""
         temperatures = self.filter_params.temperatures
         return temperatures.index_fill(0, self.greedy_index, 0.0) if self.any_greedy else temperatures
 
     @cached_property
     def is_seeded(self) -> torch.Tensor:
-        """[bs] bool: whether a request draws with its own seed."""
+        """Return [bs] bool: whether a request draws with its own seed."""
         return torch.zeros_like(self.seeds, dtype=torch.bool).index_fill_(0, self.seeded_index, True)
 
     @cached_property
@@ -362,7 +362,7 @@ def _seeded_scores(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Te
 
 
 def draw(logits: torch.Tensor, rows: SamplingBatch, keys: RoundKeys) -> torch.Tensor:
-    """Draw one token per request by its own rule: the first after the prompt, or a decode step without drafts.
+    """Draw one token per request with its own rule: the first after the prompt, or a decode step without drafts.
 
     Args:
         logits: [bs, V], any float dtype, not modified.

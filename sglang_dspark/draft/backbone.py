@@ -44,10 +44,10 @@ class BlockConvolution(nn.Module):
     def around(self, sublayer: Sublayer, rows: Tensor, width: int) -> Tensor:
         """Return what the sublayer makes of ``rows [T, d]``, whose blocks have ``width`` rows each."""
         shape = (2, self.base_kernel.shape[1], self.groups)
-        before, behind = self.kernel_projection(rows).unflatten(-1, shape).unbind(1)
+        before, after = self.kernel_projection(rows).unflatten(-1, shape).unbind(1)
         convolve = block_convolution.reference if torch.is_grad_enabled() else block_convolution
         convolved = convolve(rows, self.base_kernel[0], before, width)
-        return convolve(sublayer(convolved), self.base_kernel[1], behind, width)
+        return convolve(sublayer(convolved), self.base_kernel[1], after, width)
 
 
 def around(convolution: BlockConvolution | None, sublayer: Sublayer, rows: Tensor, width: int) -> Tensor:

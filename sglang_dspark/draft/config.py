@@ -176,12 +176,12 @@ class DraftConfig:
 
     @property
     def num_taps(self) -> int:
-        """m, the number of tapped target layers."""
+        """Return m, the number of tapped target layers."""
         return len(self.target_layer_ids)
 
     @property
     def predicts_acceptance(self) -> bool:
-        """Return whether the drafter says how likely its drafts are accepted: by a confidence head, or its selector."""
+        """Return whether the drafter says how likely its drafts are accepted: with a confidence head or a selector."""
         return self.enable_confidence_head or self.selector_top_k is not None
 
     @property

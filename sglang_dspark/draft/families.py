@@ -86,7 +86,7 @@ UNSERVED: Mapping[str, str] = {
 
 _UNKNOWN = (
     "this plugin does not know it. SGLang's own worker may serve it on a GPU, with a drafter for it: "
-    "--speculative-dspark-engine auto leaves it to that one, scheduled has our policies decide there"
+    "--speculative-dspark-engine auto leaves it to that one, scheduled has the plugin's policies decide there"
 )
 
 

@@ -19,7 +19,7 @@ from sglang_dspark.draft.backbone import Attend, DecoderLayer, around
 
 
 class Int8Linear(nn.Module):
-    """A linear layer by a weight in eight bits."""
+    """A linear layer with a weight in eight bits."""
 
     def __init__(self, weight: Int8Weight, bias: nn.Parameter | None) -> None:
         super().__init__()

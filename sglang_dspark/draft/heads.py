@@ -37,7 +37,7 @@ class MarkovHead(nn.Module):
 
     @abstractmethod
     def latent(self, w1_embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return ``(u [..., r], new state)`` by ``w1_embedding [..., r], hidden [..., d]``; bias = ``markov_w2(u)``."""
+        """Return ``(u [..., r], new state)`` of ``w1_embedding [..., r], hidden [..., d]``; bias = ``markov_w2(u)``."""
 
 
 class VanillaMarkovHead(MarkovHead):

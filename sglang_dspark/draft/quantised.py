@@ -230,7 +230,7 @@ class Scaled:
         return times_scales(codes, scales.reshape(grid(codes.shape, block)), block)
 
     def _block(self, shape: Sequence[int], scale: Sequence[int]) -> Block | None:
-        """Return the block that a scale belongs to, by the shape of the scales; None if no block fits."""
+        """Return the block that a scale belongs to, from the shape of the scales; None if no block fits."""
         rows, columns = shape
         sizes = list(scale[::2] if len(scale) == 4 else scale)  # Model Optimizer keeps dimensions of length 1
         if prod(sizes) == 1:
@@ -250,7 +250,7 @@ _UNTOLD = ("dense", "mixed-precision", "fakequant")
 
 
 class CompressedTensors:
-    """Weights that ``quantization_config`` covers by groups, each with its form; for the attributes see Storage."""
+    """Weights that ``quantization_config`` covers in groups, each with its form; for the attributes see Storage."""
 
     methods = frozenset({"compressed-tensors"})
 

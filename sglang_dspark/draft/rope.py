@@ -113,7 +113,7 @@ def score_factor(scaling: RopeScaling | None) -> float:
 def _stretched(
     theta: float, head_dim: int, scaling: RopeScaling, partial_rotary_factor: float, longest: int
 ) -> tuple[list[float], float]:
-    """Return the frequencies by transformers, and its factor of cosines and sines, which only ``scaling`` decides."""
+    """Return the frequencies from transformers, and its factor of cosines and sines, which only ``scaling`` decides."""
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

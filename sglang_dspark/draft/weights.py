@@ -111,7 +111,7 @@ def load_draft_model(
 
 
 def listed_tokens(stored: Mapping[str, Tensor], config: DraftConfig, origin: str) -> Tensor | None:
-    """Return the ids of the proposed tokens of a reduced vocabulary by its tensors, ascending, on the CPU.
+    """Return the ids of the proposed tokens of a reduced vocabulary from its tensors, ascending, on the CPU.
 
     Args:
         stored: tensors by their names in the file.

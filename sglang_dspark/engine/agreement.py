@@ -42,7 +42,7 @@ class Agreement:
         return bool(self._group.rank_in_group == 0)
 
     def share(self, value: T) -> T:
-        """Return rank 0's ``value``, any picklable object, by way of the host. Does not touch the device."""
+        """Return rank 0's ``value``, any picklable object, through the host. Does not touch the device."""
         return self._group.broadcast_object(value)
 
     def broadcast_from_rank0(self, *tensors: torch.Tensor | None) -> None:

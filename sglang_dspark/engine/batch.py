@@ -58,7 +58,7 @@ class CachedByBatch(Generic[T]):
         self._last = None
 
 
-DECODED_WITH_PREFILL = "dspark_riders"
+DECODED_WITH_PREFILL = "dspark_decoded_with_prefill"
 """Attribute of a batch of prompts that names what runs with it in the same step."""
 
 
@@ -254,7 +254,7 @@ def prompts_of(batch: ScheduleBatch) -> Sequence[Req]:
     return batch.reqs[: len(batch.reqs) - len(batch.decoding_reqs or ())]
 
 
-class Riders(Protocol):
+class DecodedWithPrefill(Protocol):
     """Requests that are not in a batch of prompts, and have rows in its step.
 
     Attributes:
@@ -266,14 +266,14 @@ class Riders(Protocol):
     def __len__(self) -> int: ...
 
 
-def decoded_with_prefill(prompts: ScheduleBatch) -> Riders | None:
+def decoded_with_prefill(prompts: ScheduleBatch) -> DecodedWithPrefill | None:
     """Return the requests next to a batch of prompts; None if there are none, or they are in the batch."""
     return vars(prompts).get(DECODED_WITH_PREFILL)
 
 
-def batches_beside(result: object) -> Sequence[ScheduleBatch]:
-    """Return the batches whose requests get tokens by a result of SGLang's, in addition to that which it belongs to."""
-    return getattr(result, "batches_beside", ())
+def additional_batches(result: object) -> Sequence[ScheduleBatch]:
+    """Return the batches whose requests get tokens from a result of SGLang's, next to the batch that it belongs to."""
+    return getattr(result, "additional_batches", ())
 
 
 def is_running(req: Req) -> bool:

@@ -80,7 +80,7 @@ def simulated_acceptance(context: LaunchContext) -> str | None:
     if profile is None or context.args.load_format == "dummy":
         return None
     return (
-        f"{flag_name('simulate_acceptance')}={profile[0]},... keeps drafts by chance, so the text has no meaning; pass "
+        f"{flag_name('simulate_acceptance')}={profile[0]},... keeps drafts at random, so the text has no meaning; pass "
         "it with --load-format dummy to measure step times, or drop it"
     )
 
@@ -146,14 +146,16 @@ def application(context: LaunchContext) -> str | None:
     args, variable = context.args, envs.SGLANG_HTTP_SERVER_APP_PATH
     if args.tokenizer_worker_num == 1:
         return None
-    beside = f"cannot be combined with --tokenizer-worker-num={args.tokenizer_worker_num}"
+    conflict = f"cannot be combined with --tokenizer-worker-num={args.tokenizer_worker_num}"
     if given := [flag_of(name) for name in ("api_key", "admin_api_key") if getattr(args, name)]:
         return (
-            f"{' and '.join(given)} {beside}: SGLang asks for keys in a single worker only; drop one of the flags, and "
-            "have a proxy ask for keys"
+            f"{' and '.join(given)} {conflict}: SGLang asks for keys in a single worker only; drop one of the flags, "
+            "and have a proxy ask for keys"
         )
     if variable.get() not in (variable.default, APP_OF_WORKERS):
-        return f"{variable.name}={variable.get()} in the environment {beside}, whose application is DSPARK's; unset it"
+        return (
+            f"{variable.name}={variable.get()} in the environment {conflict}, whose application is DSPARK's; unset it"
+        )
     return None
 
 

@@ -91,7 +91,7 @@ def _asked_for(config: DSparkConfig) -> OtherServer:
 
 
 def _left_to_sglang(args: ServerArgs, config: DSparkConfig, texts: Mapping[str, str | None]) -> LeftToSGLang | None:
-    """Return the start with SGLang's own worker, as it comes, of what ours leaves to it; None if ours decodes.
+    """Return the start with SGLang's own worker, unmodified, of what ours leaves to it; None if ours decodes.
 
     Raises:
         ConfigError: an option would have no effect there.
@@ -109,7 +109,7 @@ def _left_to_sglang(args: ServerArgs, config: DSparkConfig, texts: Mapping[str, 
         if value != option.default and not known:
             raise ConfigError(
                 f"{flag_name(name)}={value} belongs to the plugin's worker, which does not serve {why}, and SGLang's "
-                f"own decodes as it comes; drop it, or pass {flag_name('engine')} scheduled to have our policies decide"
+                f"own decodes unmodified; drop it, or pass {flag_name('engine')} scheduled to have its policies decide"
             )
     # The drafter is not looked at: what is said of options may not hold for it.
     refusals = [message for message, unserved in failures(context, Stage.MODELS).items() if unserved]
@@ -219,7 +219,7 @@ def resolve(command: Sequence[str]) -> LaunchContext | str:
             args = prepare_server_args(list(command))
     except SystemExit as ended:
         # The parser prints the usage of all flags, and then what is wrong.
-        raise ConfigError(f"SGLang ends the start: {said.getvalue().rpartition('error: ')[2].strip()}") from ended
+        raise ConfigError(f"SGLang refuses the flags: {said.getvalue().rpartition('error: ')[2].strip()}") from ended
     found = decide(args, given_texts(args))
     args.resolve_once()
     if isinstance(found, LeftToSGLang):

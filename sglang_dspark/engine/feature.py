@@ -22,6 +22,7 @@ from sglang_dspark.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from sglang.srt.managers.scheduler import Scheduler
 
 Where = Literal[
     "flags", "resolution", "front_end", "routes", "children", "any_worker", "scheduler", "cuda", "cpu", "simulated"
@@ -198,6 +199,8 @@ class Feature:
         describe_target: takes SGLang's runner of a target, and returns what ``GET /dspark/capabilities`` says of it, by
             key; on every server, of either worker.
         other_server: its worker decodes in place of ours where it is asked for.
+        answers: takes SGLang's scheduler, which begins to listen, and calls :func:`~.scheduler.answer_with` for the
+            requests that the feature answers; on servers that use the feature, of either worker.
     """
 
     package: str
@@ -210,6 +213,7 @@ class Feature:
     routes: Callable[[FastAPI, str | None], None] = lambda app, target_only: None
     describe_target: Callable[[ModelRunner], Mapping[str, object]] = lambda runner: {}
     other_server: type[OtherServer] | None = None
+    answers: Callable[[Scheduler], None] = lambda scheduler: None
 
     @property
     def name(self) -> str:

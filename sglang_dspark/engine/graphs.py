@@ -272,7 +272,7 @@ def prefill_graphs(
     except Exception as error:
         if get_parallel().tp_size > 1:  # ranks capture in step: the others wait for this one
             raise
-        logger.warning("DSPARK: prefill without CUDA graphs: they cannot be captured here: %s", error)
+        logger.warning("DSPARK: prefill runs without CUDA graphs, which cannot be captured here: %s", error)
     return _nothing_captured(eager_runner, "prefill")
 
 
@@ -280,7 +280,7 @@ def _lose_states() -> bool:
     """Return whether the graphs of prefill that SGLang has chosen return no hidden states; says so."""
     if any(check_cuda_graph_backend(Phase.PREFILL, backend) for backend in (Backend.DISABLED, Backend.BREAKABLE)):
         return False
-    logger.warning("DSPARK: prefill without CUDA graphs: those that SGLang has chosen return no hidden states")
+    logger.warning("DSPARK: prefill runs without CUDA graphs: those that SGLang has chosen return no hidden states")
     return True
 
 

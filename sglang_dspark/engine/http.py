@@ -194,7 +194,7 @@ class Turns:
         except TimeoutError:
             raise BusyError(
                 f"the scheduler has not answered for {self.limit_s:g} s; it may be in a long step or loading weights, "
-                "and what was asked for may still take effect: look again later"
+                "and what was asked for may still take effect: check again later"
             ) from None
 
     async def _in_turn(self, call: Callable[[], Awaitable[T]]) -> T:

@@ -234,7 +234,7 @@ def _place_in_cache(key: dict[str, str]) -> Path | None:
     try:
         return CACHE.expanduser() / f"{digest}.json"
     except RuntimeError:
-        logger.warning("DSPARK: this user has no home; step times are not kept unless %s names a file", _FLAG)
+        logger.warning("DSPARK: this user has no home directory; step times are not kept unless %s names a file", _FLAG)
         return None
 
 
@@ -267,7 +267,7 @@ def _load(path: Path | None, key: dict[str, str], *, named: bool) -> SpsTable | 
     except ConfigError as error:
         if named:
             raise ConfigError(
-                f"{_FLAG}={str(path)!r}: {error}; remove the file, and it is measured again, or name another one"
+                f"{_FLAG}={str(path)!r}: {error}; remove it to have step times measured again, or name another one"
             ) from error
         logger.warning("DSPARK: step times are measured again: %s", error)
         return None
@@ -313,7 +313,7 @@ _TIMED_ARGUMENTS = (
     *("enable_mscclpp", "enable_fused_moe_sum_all_reduce"),
     *("speculative_draft_window_size", "speculative_draft_sink_size"),
 )
-# Of a configuration: where it was read from, by which release of transformers, and what SGLang adds to it.
+# Of a configuration: where it was read from, with which release of transformers, and what SGLang adds to it.
 _NOT_OF_THE_SHAPE = ("_name_or_path", "transformers_version", "context_len", "encoder_only", "language_only")
 _METHOD = "3"  # of measuring; another one makes tables of before useless
 
@@ -350,7 +350,7 @@ def table_key(
 
 
 def _identity(model_path: str, content: bytes) -> str:
-    """Name a checkpoint by its name and what its shape follows from, without the place where it lies."""
+    """Describe a checkpoint: its name and what its shape follows from, without the place where it lies."""
     return f"{checkpoint_name(model_path)}:{hashlib.sha256(content).hexdigest()[:12]}"
 
 

@@ -89,7 +89,7 @@ def _read(given: Any) -> dict[str, Any]:
 
 
 def _options(given: Mapping[str, Any], manager: TokenizerManager) -> dict[str, Struct]:
-    """Return what the scheduler reads of these keys, by the feature; nothing of those that ask for nothing.
+    """Return what the scheduler reads of these keys, by feature; nothing of those that ask for nothing.
 
     Raises:
         ValueError: keys do not go together, or the server does not serve one.

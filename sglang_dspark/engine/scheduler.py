@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 from sglang.srt.managers.schedule_batch import Req as Request
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.batch import DSparkBatchResult, batches_beside
+from sglang_dspark.engine.batch import DSparkBatchResult, additional_batches
 from sglang_dspark.engine.draft_input import most_rows
+from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import Part
 from sglang_dspark.engine.server import tokens_per_step
@@ -44,7 +46,7 @@ class DecodeInfo:
     """Say how a server decodes.
 
     Attributes:
-        reason: why by this path.
+        reason: why this path was chosen.
         gamma: drafts of a block.
         cuda_graphs: whether steps are replayed from CUDA graphs.
         drafter: what is known of its checkpoint, as JSON; None if none is served.
@@ -144,7 +146,7 @@ def take_out_ended(scheduler: Scheduler, *args: object, **kwargs: object) -> Non
     decoding is paused, they hold memory that new weights make useless and that a release gives away.
     """
     results = scheduler.result_queue if scheduler.enable_overlap else ()
-    known = {req for batch, result in results for one in (batch, *batches_beside(result)) for req in one.reqs}
+    known = {req for batch, result in results for one in (batch, *additional_batches(result)) for req in one.reqs}
     running, last = scheduler.running_batch, scheduler.last_batch
     left = {*running.reqs, *(last.reqs if last else ())}
     if scheduler.chunked_req or not all(req.finished() or (req.to_finish and req in known) for req in left):
@@ -167,6 +169,27 @@ def take_out_ended(scheduler: Scheduler, *args: object, **kwargs: object) -> Non
 def no_kv_copy_kernel(pool: MHATokenToKVPool) -> None:
     """Leave out the kernel that copies K/V between slots."""
     pool._kv_copy_config = None
+
+
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
+    HookType.AFTER,
+    where="any_worker",
+    reason="a pause of decoding is not the time of a step; features answer requests that write weights, which the "
+    "drafter follows, and that give memory away, over which SGLang may end the server",
+)
+def answer_requests(result: None, scheduler: Scheduler) -> None:
+    """Have the end of a pause come to :func:`continue_generation`, and requests that features answer to these."""
+    answer_with(scheduler, ContinueGenerationReqInput, continue_generation, scheduler)
+    for feature in all_features():
+        if feature.is_used(scheduler.server_args):
+            feature.answers(scheduler)
+
+
+def continue_generation(original: Callable[..., None], scheduler: Scheduler, asked: ContinueGenerationReqInput) -> None:
+    """Decode again. It may go on without a prefill, and the pause is not the time of a step."""
+    original(asked)
+    driver_of(scheduler).schedule.invalidate()
 
 
 def answer_with(scheduler: Any, kind: type, ours: Callable[..., Any], owner: object) -> None:

@@ -109,7 +109,7 @@ class DSparkServer:
 
 
 class OtherServer(Protocol):
-    """A server that decodes with another worker than ours, by our schedule.
+    """A server that decodes with another worker than ours, with our schedule.
 
     Attributes:
         engine: value of ``--speculative-dspark-engine`` that asks for the worker.
@@ -229,9 +229,9 @@ def snapshot(args: ServerArgs) -> Snapshot:
 
 def restore(args: ServerArgs, written: Snapshot) -> None:
     """Make ``args`` what they were, not resolved."""
-    values, beside = written
+    values, attributes = written
     vars(args).clear()
-    vars(args).update(beside)
+    vars(args).update(attributes)
     for name, value in values.items():
         setattr(args, name, value)
 

@@ -100,8 +100,8 @@ class LeftToSGLang:
     def reason(self) -> str:
         """Return whose worker decodes, and why."""
         return (
-            f"SGLang's own worker decodes as it comes: the plugin's does not serve {self.why}. It has no routes of "
-            f"DSPARK; {flag_name('engine')} scheduled has our policies decide what it verifies"
+            f"SGLang's own worker decodes, unmodified: the plugin's does not serve {self.why}. It has no routes of "
+            f"DSPARK; {flag_name('engine')} scheduled has the plugin's policies decide what it verifies"
         )
 
 
@@ -146,7 +146,7 @@ def _start_target(server: TargetOnly, original: Callable[[ServerArgs], None], ar
 
 
 def _start_other(server: OtherServer, original: Callable[[ServerArgs], None], args: ServerArgs) -> None:
-    """Resolve for another worker than ours, by our schedule."""
+    """Resolve for another worker than ours, with our schedule."""
     args.speculative_algorithm = COMMON_NAME
     server.prepare(args)
     original(args)
@@ -281,8 +281,8 @@ def find_drafter(args: ServerArgs, config: DSparkConfig, *, dummy: bool) -> Reso
     )
     if not path:
         raise ConfigError(
-            f"DSPARK needs a drafter: pass {flag} with a drafter for your target, which has none in a folder "
-            f"{SUBFOLDER} of its own, or {flag_name('draft_free')} to draft only by the presets of requests"
+            f"DSPARK needs a drafter: pass {flag} with a drafter for your target, whose folder has none in its "
+            f"subfolder {SUBFOLDER}, or {flag_name('draft_free')} to draft only by the presets of requests"
         )
     revision = args.speculative_draft_model_revision
     folder = local_folder(path, flag=flag, files=DRAFT_FILES, revision=revision, cache_dir=cache_dir)
@@ -319,7 +319,7 @@ class DSparkAlgorithm(CustomSpecAlgo):
     def is_dflash_family(self) -> bool:
         # SGLang's DFLASH call sites are the ones we need: K/V reservation by our own draft input, pool sizing with
         # draft layers, graphs for verification. Until the worker exists the answer is no, because the target's
-        # ModelRunner would otherwise read the draft's config by DFLASH rules (which know no tap -1).
+        # ModelRunner would otherwise read the draft's config with DFLASH rules (which know no tap -1).
         return self._drafter_attached
 
     def supports_target_verify_for_draft(self) -> bool:
@@ -337,10 +337,10 @@ class DSparkAlgorithm(CustomSpecAlgo):
     def need_topk(self) -> bool:
         return False
 
-    def create_future_map(self, device: Any, req_to_token_pool: Any, **wishes: object) -> Any:
+    def create_future_map(self, device: Any, req_to_token_pool: Any, **kwargs: Any) -> Any:
         from sglang.srt.managers.overlap_utils import FutureMap
 
-        return FutureMap(device, self, req_to_token_pool, **wishes)
+        return FutureMap(device, self, req_to_token_pool, **kwargs)
 
 
 def register_algorithm(load_worker: Callable[[], type[StepDriver]]) -> None:

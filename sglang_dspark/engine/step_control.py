@@ -36,7 +36,7 @@ class StepControl:
         return part_of(self.parts, Weigher)
 
     def choose(self, batch: ScheduleBatch, options: BatchOptions, extra: ExtraRows | None = None) -> StepDecision:
-        """Return how deep to draft and how much to verify, by what is known by now of the steps before.
+        """Return how deep to draft and how much to verify, from what is known by now of the steps before.
 
         All ranks of the server get rank 0's decision.
 

@@ -89,11 +89,11 @@ def request_capture(runner: ModelRunner, layers: Sequence[int]) -> None:
     """Have the target's forwards return the outputs of these layers, 0-based.
 
     Raises:
-        EngineError: this SGLang reads such wishes elsewhere.
+        EngineError: this SGLang reads such settings elsewhere.
     """
-    wishes = getattr(runner, _RECORD, None)
-    _set_required(wishes, "dflash_use_aux_hidden_state", True)
-    _set_required(wishes, "dflash_target_layer_ids", list(layers))
+    config = getattr(runner, _RECORD, None)
+    _set_required(config, "dflash_use_aux_hidden_state", True)
+    _set_required(config, "dflash_target_layer_ids", list(layers))
 
 
 @hook(
@@ -109,7 +109,7 @@ def make_room(configurator: KVCacheConfigurator, *, pre_model_load_memory: int) 
     Every slot has a row there, whole on every rank, whatever layers of the target have a pool of their own.
 
     Raises:
-        EngineError: this SGLang reads such wishes elsewhere.
+        EngineError: this SGLang reads such settings elsewhere.
     """
     drafter = attached_to_ours(configurator.server_args).drafter
     if drafter is not None:

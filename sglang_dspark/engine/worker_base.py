@@ -76,7 +76,7 @@ class SpecWorkerAdapter(BaseSpecWorker):
         return getattr(self._target_worker, name)
 
     def _draft_model_runners(self) -> tuple[SimpleNamespace, ...]:
-        # The base class plans by their K/V pools what moves to host memory next to the target's.
+        # The base class plans from their K/V pools what moves to host memory next to the target's.
         return () if self.draft_pool is None else (SimpleNamespace(token_to_kv_pool=self.draft_pool),)
 
 
@@ -273,14 +273,14 @@ class SpecWorkerBase(SpecWorkerAdapter):
 
 
 class SimulatedAcceptance(Part):
-    """The draws of a server whose drafts are kept by chance.
+    """The draws of a server whose drafts are kept at random.
 
     Args:
         rates: of keeping a draft, by slot, when all before it are kept.
     """
 
     def __init__(self, rates: Sequence[float], runner: ModelRunner) -> None:
-        logger.warning("DSPARK: acceptance is simulated (%s): texts mean nothing, step times do", rates)
+        logger.warning("DSPARK: acceptance is simulated (%s): texts have no meaning, only step times count", rates)
         self._device = torch.device(runner.device)
         rows = len(runner.req_to_token_pool.req_to_token)
         keys = torch.zeros(rows, dtype=torch.int64, device=self._device)

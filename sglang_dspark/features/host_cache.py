@@ -120,7 +120,7 @@ FEATURE = Feature(
         FlagRule(
             "enable_hierarchical_cache",
             (False,),
-            "it is not tried with two K/V pools; --disable-hybrid-swa-memory gives one if all heads are alike",
+            "it has not been tried with two K/V pools; --disable-hybrid-swa-memory makes one if all heads are alike",
             adjusts=True,
             applies=lambda context: context.target.is_hybrid_swa,
         ),

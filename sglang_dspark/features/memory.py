@@ -23,7 +23,7 @@ from sglang_dspark.engine import feature
 from sglang_dspark.engine.feature import Feature, FlagRule, off_gpu
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.request_options import asking_release, asks_release, refuses_release, refusing_release
-from sglang_dspark.engine.scheduler import answer_with, driver_of
+from sglang_dspark.engine.scheduler import answer_with
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -91,18 +91,15 @@ def _check_tags(manager: Any, tags: list[str] | None) -> None:
 _PAUSED = "dspark_paused_before"
 
 
-@hook(
-    "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
-    HookType.AFTER,
-    where="any_worker",
-    reason="SGLang ends a server that gives memory away while it has requests, or takes back what is there, and "
-    "decodes requests while the memory is away; a pause of decoding is not the time of a step",
-)
-def answer_requests(result: None, scheduler: Scheduler) -> None:
-    """Have requests about memory, and the end of a pause, come to the functions below."""
+def answer_requests(scheduler: Scheduler) -> None:
+    """Have requests about memory, and the end of a pause, come to the functions below.
+
+    SGLang ends a server that gives memory away while it has requests, or takes back what is there, and decodes requests
+    while the memory is away.
+    """
     answer_with(scheduler, ReleaseMemoryOccupationReqInput, release, scheduler.weight_updater)
     answer_with(scheduler, ResumeMemoryOccupationReqInput, resume, scheduler.weight_updater)
-    answer_with(scheduler, ContinueGenerationReqInput, go_on, scheduler)
+    answer_with(scheduler, ContinueGenerationReqInput, stay_paused, scheduler)
 
 
 def release(
@@ -145,13 +142,9 @@ def resume(
     return answer
 
 
-def go_on(original: Callable[..., None], scheduler: Scheduler, asked: ContinueGenerationReqInput) -> None:
-    """Decode nothing although an operator has ended a pause, until the memory is back.
-
-    Decoding may go on without a prefill, and the pause is not the time of a step.
-    """
+def stay_paused(original: Callable[..., None], scheduler: Scheduler, asked: ContinueGenerationReqInput) -> None:
+    """Decode nothing although an operator has ended a pause, until the memory is back."""
     original(asked)
-    driver_of(scheduler).schedule.invalidate()
     if scheduler.weight_updater.offload_tags:
         setattr(scheduler, _PAUSED, False)
         scheduler._engine_paused = True
@@ -168,8 +161,9 @@ FEATURE = Feature(
         FlagRule(
             "enable_memory_saver",
             (False,),
-            "drop the flag: SGLang gives memory of GPUs away",
+            "drop the flag: SGLang can release only memory of GPUs",
             applies=off_gpu,
         ),
     ),
+    answers=answer_requests,
 )

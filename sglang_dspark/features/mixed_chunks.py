@@ -124,11 +124,11 @@ class BoundedGaps(Part):
         assert self._began is not None, "a prefill comes before it is done"
         span, began = self._began
         span.end()
-        host_ms, riders = (time.perf_counter() - began) * 1e3, decoded_with_prefill(batch)
-        rows = batch.extend_num_tokens + (0 if riders is None else len(riders))
+        host_ms, decoded = (time.perf_counter() - began) * 1e3, decoded_with_prefill(batch)
+        rows = batch.extend_num_tokens + (0 if decoded is None else len(decoded))
         # No bound holds for a chunk that no request waits for, and the next one may have a longer context.
         if self.waited_for:
-            self._timed.append((rows, riders is not None and riders.drafted, span, host_ms))
+            self._timed.append((rows, decoded is not None and decoded.drafted, span, host_ms))
 
     def rows(self, running: int) -> int:
         """Return how many rows the next step may have with so many running requests, theirs included."""

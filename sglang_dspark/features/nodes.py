@@ -157,12 +157,12 @@ def to_have_in_common(settled: DSparkServer) -> dict[str, object]:
 
 
 def _temperatures(path: str | None) -> str:
-    """Return a file by its content."""
+    """Return what identifies the content of a file."""
     return "none" if path is None else f"a file of content {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
 
 
 def _drafter(settled: DSparkServer) -> str:
-    """Return the drafter by what it is, for nodes may keep it in different folders."""
+    """Return what identifies the drafter, for nodes may keep it in different folders."""
     drafter = settled.drafter
     if drafter is None:
         return "none"

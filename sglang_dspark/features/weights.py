@@ -1,4 +1,4 @@
-"""Weights that change while the server runs: the target's and the drafter's, by SGLang's routes and its engine.
+"""Weights that change while the server runs: the target's and the drafter's, through SGLang's routes and its engine.
 
 A scheduler writes weights, and follows what SGLang writes. The process that serves HTTP has a route for a new drafter.
 """
@@ -176,15 +176,12 @@ def weights_of(driver: StepDriver) -> Weights:
     return weights
 
 
-@hook(
-    "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
-    HookType.AFTER,
-    where="any_worker",
-    reason="what the drafter reads of the target follows, what was learned is forgotten, and weights that do not fit "
-    "are refused, where SGLang would end the server",
-)
-def answer_writes(result: None, scheduler: Any) -> None:
-    """Have requests that write weights come to :func:`write`."""
+def answer_writes(scheduler: Any) -> None:
+    """Have requests that write weights come to :func:`write_weights`.
+
+    What the drafter reads of the target follows, and what was learned is forgotten. Weights that do not fit are
+    refused, where SGLang would end the server.
+    """
     for kind in _WRITES:
         answer_with(scheduler, kind, write_weights, scheduler.weight_updater)
 
@@ -234,7 +231,7 @@ def write_weights(original: Callable[[Any], Any], manager: Any, request: Any) ->
 def select_runners(original: Callable[..., Any], manager: Any, selector: str = "all") -> Any:
     """Return the runners of the target, whatever else is asked for, or of the drafter if only it is named.
 
-    What is for both is told apart by its names.
+    What is for both is told apart from its names.
     """
     if selector != "draft":
         return original(manager, "target" if selector == "all" else selector)
@@ -249,7 +246,7 @@ def _replace_drafter(driver: StepDriver, manager: Any, request: Any) -> Any:
         put = weights_of(driver).load_drafter(request.model_path)
     except Exception as error:  # noqa: BLE001 - a damaged file, or a device whose memory is full
         _log_failure(error)
-        answer = UpdateWeightFromDiskReqOutput(success=False, message=f"{error}; the drafter that served serves on")
+        answer = UpdateWeightFromDiskReqOutput(success=False, message=f"{error}; the previous drafter stays in use")
     answer = _agreed(answer, manager.tp_cpu_group)
     if not answer.success:
         return answer
@@ -257,7 +254,7 @@ def _replace_drafter(driver: StepDriver, manager: Any, request: Any) -> Any:
     manager.record_weight_version_after_update(request.weight_version)
     if request.flush_cache and not manager.flush_cache(empty_cache=request.torch_empty_cache):
         answer.message += (
-            " Requests are running, so K/V of the old one stays in the cache, with which drafts are worse: call "
+            " Requests are running, so K/V of the old drafter stays in the cache and makes drafts worse: call "
             "/flush_cache when the server is idle."
         )
     return answer
@@ -356,4 +353,5 @@ FEATURE = Feature(
     part=Weights,
     of_any_worker=True,
     routes=add_route,
+    answers=answer_writes,
 )

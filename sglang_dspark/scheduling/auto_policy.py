@@ -186,7 +186,7 @@ OPTIMISM = 1.5
 
 @dataclass
 class AutoPolicy(Policy):
-    """``auto``: the fastest step by measured times and earlier survivals, non-speculative ones included.
+    """``auto``: the fastest step according to measured times and earlier survivals, non-speculative ones included.
 
     Attributes:
         times, survivals: what it knows; both are fed from outside.
@@ -325,7 +325,7 @@ class AutoPolicy(Policy):
         self._steps_since_trial, self._trial_cost = 0, cost
 
     def _alternative(self, best: Candidate, requests: int, context: float) -> Candidate | None:
-        """Return the fastest step by optimistic times; None if that is the best one."""
+        """Return the fastest step according to optimistic times; None if that is the best one."""
         gamma = self.times.table.gamma
 
         def drafts(step: Candidate) -> int:
@@ -365,7 +365,7 @@ def _num_drafts(decision: StepDecision, requests: int) -> int:
 
 
 def draft_depths(draft_ms: NDArray[np.float64]) -> tuple[int, ...]:
-    """Return the block depths worth telling apart, all or only gamma, by [requests, drafts, contexts] draft times."""
+    """Return the block depths worth telling apart, all or only gamma, from [requests, drafts, contexts] draft times."""
     gamma = draft_ms.shape[1] - 1
     totals = draft_ms.sum((0, 2))  # over the grid: a single cell is cheaper by chance
     shallow_is_cheaper = bool((totals[1:-1] < 0.95 * totals[-1]).any())

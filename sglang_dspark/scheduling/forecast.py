@@ -1,6 +1,6 @@
 """Predicts which drafts survive verification, from what earlier steps have shown.
 
-The budget of a step has to be fixed before its drafts are drawn, or it would depend on them. So it is chosen by the
+The budget of a step has to be fixed before its drafts are drawn, or it would depend on them. So it is chosen from the
 survivals of earlier rounds: the last rounds are dealt into imagined batches of the present size, and a budget of K
 drafts is worth the mean, over these batches, of the sum of their K largest survivals. (DSpark, 5.2)
 """
@@ -207,7 +207,7 @@ class Forecast:
     Attributes:
         packed_coefficients: [2 + 2 * NUM_ROWS, max_verify] float32, what :func:`split_coefficients` takes apart, in one
             tensor so that one copy renews it.
-        in_one_launch: whether a GPU computes survivals by our kernel, and not as torch does.
+        in_one_launch: whether a GPU computes survivals with our kernel, and not as torch does.
         positions: acceptance by position.
         predicted: survivals as they were predicted, of the same drafts as the outcomes.
         lagged: survivals of the last rounds, on which budgets are based; None until the schedule has step times.

@@ -1,7 +1,7 @@
 """Calibration that follows the running server: predicted survivals against what verification observed, by position.
 
-Copied candidates are weighed by what verification has shown of others that matched as well. Whether a drafter fits its
-target is judged by its first drafts, next to what its own confidence promises, and chance.
+Copied candidates are weighed according to what verification has shown of others that matched as well. Whether a drafter
+fits its target is judged from its first drafts, next to what its own confidence promises, and chance.
 """
 
 from collections.abc import Sequence
@@ -322,7 +322,7 @@ class PredictedSurvival:
         )
 
     def sums(self) -> NDArray[np.float64]:
-        """[3, gamma] number of drafts, sum of the predictions, drafts that survived; never written to again."""
+        """Return [3, gamma] number of drafts, sum of the predictions, drafts that survived; never written to again."""
         return self._sums
 
 
@@ -357,7 +357,7 @@ class ChainWeights:
     def observe(self, rows: Ints, right: Ints, seen: Ints) -> None:
         """Add rounds.
 
-        Whether a place is seen depends only on the places before it, and the token there is drawn by the target's
+        Whether a place is seen depends only on the places before it, and the token there is drawn from the target's
         distribution, whatever was drafted: the sample is fair.
 
         Args:
@@ -371,8 +371,8 @@ class ChainWeights:
         num_cells = counts[0].size
         for place in range(int(seen.max(initial=0))):
             tested = has_chain & (place < seen) & (place <= right)
-            behind = kinds[tested] * lengths + np.minimum(matched[tested] + place, lengths - 1)
-            outcomes = [np.bincount(behind, weights, num_cells) for weights in (right[tested] > place, None)]
+            cells = kinds[tested] * lengths + np.minimum(matched[tested] + place, lengths - 1)
+            outcomes = [np.bincount(cells, weights, num_cells) for weights in (right[tested] > place, None)]
             counts += np.reshape(outcomes, counts.shape)
         self._counts = self._counts * np.exp(-counts[1] / CHAIN_WINDOW) + counts
 

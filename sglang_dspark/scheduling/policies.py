@@ -97,7 +97,7 @@ class ThresholdPolicy(Policy):
 
 @dataclass
 class EarlyStopPolicy(Policy):
-    """``early-stop``: drafts whole blocks, from which Algorithm 1 of DSpark selects by the drafts' confidences."""
+    """``early-stop``: drafts whole blocks, from which Algorithm 1 of DSpark selects according to the confidences."""
 
     gamma: int
     times: StepTimes

@@ -1,4 +1,4 @@
-"""The schedule of a server: decides each step by its policy, and learns from the outcomes.
+"""The schedule of a server: decides each step with its policy, and learns from the outcomes.
 
 The weight of a request's drafts depends on how well the request has kept its SLO so far.
 """
@@ -194,9 +194,9 @@ class Schedule:
         """End the step: all stages were called. Its time counts unless it drafts or verifies for some requests only.
 
         Args:
-            num_tokens: rows of the verify forward, padding included: the cost of a tier is known by its size.
+            num_tokens: rows of the verify forward, padding included: the cost of a tier is known from its size.
         """
-        # A non-speculative step is known by its requests, however many rows they are padded to.
+        # A non-speculative step is identified by its requests, however many rows they are padded to.
         num_tokens = num_tokens if decision.draft_len else requests
         known = has_usable_time(decision, requests)
         self._clock.end_step(StepKind(requests, num_tokens, decision.draft_len, decision.context) if known else None)
@@ -233,8 +233,8 @@ class Schedule:
 def has_usable_time(decision: StepDecision, requests: int) -> bool:
     """Return whether the time of a step says how long others like it take.
 
-    It does not if only some requests are drafted. By its rows, a parked server's probe of several requests is nearly a
-    non-speculative step; by its time it is not.
+    It does not if only some requests are drafted. A parked server's probe of several requests has nearly the rows of a
+    non-speculative step, but not its time.
     """
     probe = decision.weight > 1 and requests > 1
     return decision.draft_requests is None and not probe

@@ -1,4 +1,4 @@
-"""Makes probabilities of simulated acceptance, which differ from draft to draft, by given rates.
+"""Makes probabilities of simulated acceptance, which differ from draft to draft, from given rates.
 
 The probability of a draft is a quantile of a beta distribution of its slot. Half of the
 drafts have a quantile of their own; the others share that of a stretch of the text

@@ -41,7 +41,7 @@ class SpsTable:
         verify_ms: [requests, drafts, contexts] milliseconds to verify and commit with that many drafts per request; the
             column of 0 drafts is the non-speculative step.
         tiers: token counts that the verify forward was captured with, ascending; empty if any count is run as it is.
-            What is larger than all of them is launched kernel by kernel, and known by the grid of drafts.
+            What is larger than all of them is launched kernel by kernel, and its time comes from the grid of drafts.
     """
 
     key: Mapping[str, str]
@@ -267,7 +267,7 @@ def geometric_grid(last: int) -> list[int]:
     return sorted({1, last, *(2**power for power in range((last - 1).bit_length()))})
 
 
-# The median of three passes survives one hiccup of the machine, that of five survives two.
+# The median of three passes survives one outlier, that of five survives two.
 MIN_PASSES = 3
 MAX_PASSES = 5
 # To launch a step into an empty queue, and to wait for it, takes tens of microseconds that no served step takes: less

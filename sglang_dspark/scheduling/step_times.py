@@ -26,7 +26,7 @@ from sglang_dspark.step.decision import TimedStep
 _SPEED, _SPEED_DRIFT = 1.5, 0.02
 _ERROR, _ERROR_DRIFT = 0.3, 0.0015
 _NOISE = 0.1  # of one step on a shared machine; a quiet one has 0.03
-# Standard deviations beyond which a step is a hiccup of the machine, and counts as that.
+# Standard deviations at which a measured step time is clipped: beyond them it is an outlier.
 _MAX_DEVIATION = 2.5
 _MAX_ERROR = math.log(4)  # keeps a filter that has gone wrong within what a measurement can be
 # Weight of a step's host time in its running mean, which follows within twenty steps, and the most that one step may
@@ -66,7 +66,7 @@ class StepTimes:
         self.measured_ms = self.predicted_ms = self._weight = 0.0
 
     def load(self, requests: int) -> LoadTimes:
-        """Return the times of every step that ``requests`` requests can take, by the table."""
+        """Return the times of every step that ``requests`` requests can take, according to the table."""
         return self.table.times(requests)
 
     def step_ms(self, requests: int, context: float) -> NDArray[np.float64]:
@@ -85,7 +85,7 @@ class StepTimes:
         return float(self._corrected(table_ms, requests, float(times.drafts[column])))
 
     def _table_ms(self, times: LoadTimes, context: float, step: tuple[int, int] | slice) -> NDArray[np.float64]:
-        """Return the milliseconds of steps that verify the likeliest drafts of all requests, by the table."""
+        """Return the milliseconds of steps that verify the likeliest drafts of all requests, from the table."""
         table_ms = times.at(context, step)
         return table_ms + context * times.padding_ms[step] if self._padded else table_ms
 
@@ -233,7 +233,7 @@ class StepTimeFilter:
         shared = self._covariance @ seen
         expected = float(seen @ self._mean)
         variance = float(seen @ shared) + _NOISE**2
-        # No hiccup makes a step faster: what is too fast shows that the table is wrong, by as much as it may be.
+        # Outliers are slow steps: one that is too fast shows that the table is wrong, by as much as it may be.
         surprise = min(max(log_ratio - expected, -_MAX_DEVIATION * math.sqrt(variance)), _MAX_DEVIATION * _NOISE)
         gain = shared / variance
         self._mean += gain * surprise

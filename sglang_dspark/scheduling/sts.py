@@ -46,7 +46,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 def sigmoid(x: npt.ArrayLike) -> Floats:
-    """Return the logistic function of any shape, float64; by way of tanh, which does not overflow."""
+    """Return the logistic function of any shape, float64; through tanh, which does not overflow."""
     return 0.5 + 0.5 * np.tanh(0.5 * np.asarray(x, dtype=np.float64))
 
 
@@ -84,7 +84,7 @@ class LogisticMap:
     shift: Floats
 
     def __call__(self, logits: Floats) -> Floats:
-        """Logits [..., gamma] -> logits of the conditional acceptance, the same shape."""
+        """Return the logits of the conditional acceptance for logits [..., gamma], in the same shape."""
         return self.scale * logits + self.shift
 
     def refined(
@@ -168,7 +168,7 @@ def brier(predicted: Floats, observed: Bools) -> float:
 
 
 def auc(predicted: Floats, observed: Bools) -> float | None:
-    """Return the area under the ROC curve of predictions [n], by a histogram of 1000 bins, ties with half credit.
+    """Return the area under the ROC curve of predictions [n], from a histogram of 1000 bins, ties with half credit.
 
     That is the probability that an event that happened was given more than one that did not. None when all or none
     happened.
@@ -265,7 +265,7 @@ class StsCalibration(
                 partial.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
         except OSError as error:
             raise ConfigError(
-                f"{path}: cannot be written ({error.strerror}); name a file in a folder of yours"
+                f"{path}: cannot be written ({error.strerror}); name a file in a folder that you may write to"
             ) from error
 
     @classmethod

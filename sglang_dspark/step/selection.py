@@ -60,7 +60,7 @@ class TopDrafts:
 
     @classmethod
     def of_lengths(cls, lens: torch.Tensor, depth: int) -> TopDrafts:
-        """Return the first ``lens`` [bs] of ``depth`` drafts of each request, by a rule over live confidences."""
+        """Return the first ``lens`` [bs] of ``depth`` drafts of each request, for a rule over live confidences."""
         order = torch.where(torch.arange(depth, device=lens.device) < lens[:, None], 1.0, -1.0)
         return cls(order, order.numel(), row_count_known=False)
 
@@ -112,7 +112,7 @@ def top_prefixes(survival: torch.Tensor, budget: int) -> torch.Tensor:
 
     Ties go to the smaller position, then to the smaller request: otherwise a draft could be admitted without its
     predecessor, or by its own value. Whether draft (r, j) is admitted depends on no later draft of its block, because
-    these rank behind it, and the budget was fixed before the block was drawn.
+    these rank after it, and the budget was fixed before the block was drawn.
 
     Args:
         survival: [bs, depth], non-increasing along a row; entries above 1 are admitted first, negative ones never.
@@ -244,7 +244,7 @@ class _LiveRule(Selection):
 
 @dataclass(frozen=True)
 class EarlyStop(_LiveRule):
-    """Admits drafts by Algorithm 1 of DSpark: best first while the expected throughput grows.
+    """Admits drafts with Algorithm 1 of DSpark: best first while the expected throughput grows.
 
     Attributes:
         step_ms: [bs * draft_len + 1] predicted time of a step that verifies so many drafts.
@@ -272,7 +272,7 @@ class Threshold(_LiveRule):
 
 
 def _most(limits: RequestLimits, draft: DraftOutput) -> torch.Tensor:
-    """Return [bs] int64 leading drafts of a block that may be verified by ``limits`` cut to what the step drafts."""
+    """Return [bs] int64 leading drafts of a block that ``limits`` let be verified, cut to what the step drafts."""
     most = host_index(limits.max_verify, draft.device)
     if limits.thresholds is None:
         return most
@@ -289,7 +289,7 @@ def _up_to(most: torch.Tensor | None, survival: torch.Tensor) -> torch.Tensor:
 
 
 def early_stop(survival: NDArray[np.float64], step_ms: NDArray[np.float64]) -> list[int]:
-    """Return verify lengths by Algorithm 1 of DSpark (3.2.2): admit drafts best first while expected throughput grows.
+    """Return verify lengths, as DSpark's Algorithm 1 (3.2.2): admit drafts best first while expected throughput grows.
 
     Stopping at the first candidate that does not improve is what keeps the output exact: a search over all lengths
     would let a draft's own value decide about it (DSpark, Appendix A).

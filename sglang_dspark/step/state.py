@@ -57,7 +57,7 @@ class DecodeBatch:
         return StepRequests(self.anchors, self.prefix_lens, self.req_pool_indices, self.req_to_token)
 
     def drafting(self, requests: Sequence[int]) -> tuple[DecodeBatch, torch.Tensor]:
-        """Return the step of ``requests`` alone, and their indices, [m] int64."""
+        """Return the step of only ``requests``, and their indices, [m] int64."""
         assert self.rows_of is not None, "a step that drafts for some requests knows their sampling parameters"
         index = host_index(requests, self.anchors.device)
         part = DecodeBatch(
@@ -80,7 +80,7 @@ class DraftOutput:
     Attributes:
         block: the drafts, [bs, depth]; of depth 0 in a non-speculative step.
         confidence: how sure the drafter is of its drafts; None if neither policy nor request asked.
-        draft_lens: drafts proposed per request; rows of requests without any hold fillers.
+        draft_lens: drafts proposed per request; rows of requests without any hold padding.
         planned: whether the graph that drafted has laid out the rows of the verification as well.
     """
 

@@ -124,8 +124,8 @@ class Drafter:
         shared = target.share_with(model)
         if options.draft_quantization == "int8":
             model.store_in_eight_bits()
-            where = "also in" if runs_kernels(model.norm.weight) else "rounded as by"
-            logger.info("DSPARK drafter %s: weights of layers and heads %s 8 bits", path, where)
+            where = "also in" if runs_kernels(model.norm.weight) else "rounded as in"
+            logger.info("DSPARK drafter %s: weights of layers and heads are %s 8 bits", path, where)
         heads = ProposalHeads(model, resolved.token_ids)
         logger.info(
             "DSPARK drafter %s (%s format) loaded%s: %s; read from the target: %s",
@@ -290,7 +290,7 @@ class Drafter:
 
     def hold_rows(self) -> None:
         """Hold rows of non-speculative steps from now on. Only drafts read the K/V, after :meth:`settle`."""
-        logger.info("DSPARK draft K/V: that of steps which draft nothing waits, for up to %d rows", _HELD)
+        logger.info("DSPARK draft K/V: steps that draft nothing leave theirs to the next draft, up to %d rows", _HELD)
         width = self.config.num_taps * self.config.hidden_size
         self._held = HeldRows.empty(_HELD, width, self._target.dtype, self._device)
 

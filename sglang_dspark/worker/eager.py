@@ -155,7 +155,7 @@ class EagerExecutor:
             target.advance(accepted.accept_lens + 1)
 
 
-_NEVER = -1.0  # what fillers rank by
+_NEVER = -1.0  # the rank of padding
 
 
 class ExtraRowsExecutor(EagerExecutor):
@@ -202,13 +202,13 @@ class ExtraRowsExecutor(EagerExecutor):
 
 def _as_padding(plan: VerifyPlan, requests: int) -> VerifyPlan:
     """Return the plan of its first requests, to which all rows after theirs are padding."""
-    behind = torch.arange(len(plan.requests), device=plan.requests.device) >= plan.indptr[requests]
+    beyond = torch.arange(len(plan.requests), device=plan.requests.device) >= plan.indptr[requests]
     return replace(
         plan,
         verify_lens=plan.verify_lens[:requests],
         indptr=plan.indptr[: requests + 1],
-        requests=plan.requests.masked_fill(behind, 0),
-        columns=plan.columns.masked_fill(behind, plan.width),
+        requests=plan.requests.masked_fill(beyond, 0),
+        columns=plan.columns.masked_fill(beyond, plan.width),
     )
 
 

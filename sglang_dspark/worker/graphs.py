@@ -315,7 +315,7 @@ class ExecutorSelector:
         self._fused: dict[Tier, GraphExecutor] = {}
 
     def add_graphs(self, captured: CapturedSteps) -> None:
-        """Run steps by these graphs from now on, if they fit into them."""
+        """Run steps with these graphs from now on, if they fit into them."""
         self.captured = captured
         self._graphs = {tier: GraphExecutor(captured, tier) for tier in captured.plans}
         self._fused = {tier: FusedExecutor(captured, tier) for tier in captured.fused}

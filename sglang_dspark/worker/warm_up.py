@@ -104,7 +104,7 @@ def warm_up(
             _WarmUpSteps(executor, batch, max_verify).accept(parts)
     # Graphs allocate from a pool of their own, which cannot use what lies cached here.
     torch.cuda.empty_cache()
-    logger.info("DSPARK: every kernel compiled or loaded, in %.1f s", time.monotonic() - began)
+    logger.info("DSPARK: compiled or loaded every kernel in %.1f s", time.monotonic() - began)
 
 
 @contextmanager
@@ -220,7 +220,7 @@ def _lay_out(
 
 
 class _WarmUpSteps:
-    """Decode steps of a dummy batch, by the server's own eager executor."""
+    """Decode steps of a dummy batch, run with the server's own eager executor."""
 
     def __init__(self, executor: EagerExecutor, dummy: DummyBatch, max_verify: int) -> None:
         self._executor, self._dummy, self._most = executor, dummy, max_verify
@@ -253,7 +253,7 @@ class _WarmUpSteps:
         self._executor.finish(step, StepDecision(depth, FixedLength()), draft)
 
     def _step(self, decision: StepDecision, mixes: Sequence[_Mix]) -> tuple[VerifyPlan, TargetOutput]:
-        """Draft and accept by each of ``mixes``; plan and verify once: the target knows nothing of them."""
+        """Draft and accept with each of ``mixes``; plan and verify once: the target knows nothing of them."""
         executor, step = self._executor, self._batch(mixes[0])
         draft = executor.draft(step, decision)
         plan = executor.plan(step, draft, decision)

@@ -25,7 +25,7 @@ from sglang_dspark.engine.batch import DSparkBatchResult
 from sglang_dspark.engine.logits_processing import grammar_masks
 from sglang_dspark.engine.part import DrawnTokens, Part
 from sglang_dspark.engine.scheduler import observe_results, take_out_ended
-from sglang_dspark.features.short_prompts import RidingResult
+from sglang_dspark.features.short_prompts import PrefillAndDecodeResult
 from sglang_dspark.worker.worker import DSparkWorker
 
 TOKENS, WIDTH = 11, 8
@@ -106,13 +106,13 @@ def end_aborted(of_step, result):
 
 def test_requests_that_ran_with_prompts_are_known_to_end():
     running = batch(made("aborted"), model_config=SimpleNamespace(is_encoder_decoder=False), batch_is_full=True)
-    result = RidingResult(running=(batch(*running.reqs), "result"))
+    result = PrefillAndDecodeResult(running=(batch(*running.reqs), "result"))
     scheduler = SimpleNamespace(
         running_batch=running,
         last_batch=None,
         enable_overlap=True,
         chunked_req=None,
-        process_batch_result=lambda of_prompts, riding: end_aborted(*riding.running),
+        process_batch_result=lambda of_prompts, result: end_aborted(*result.running),
         result_queue=deque([(batch(), result)]),
     )
     take_out_ended(scheduler)

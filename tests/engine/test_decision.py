@@ -69,7 +69,7 @@ def test_what_ours_does_not_serve_is_left_to_sglangs_worker(flags, why, refusal)
     found = decided(*PAIR, *flags)
     assert isinstance(found, LeftToSGLang)
     assert why in found.why and refusal in found.refusal and found.falls_back == (FALLBACK[1] in flags)
-    assert f"as it comes: the plugin's does not serve {found.why}" in found.reason
+    assert f"unmodified: the plugin's does not serve {found.why}" in found.reason
     assert f"{ENGINE} scheduled" in found.reason
 
 
@@ -236,4 +236,4 @@ def test_sglangs_worker_is_left_untouched_on_a_gpu(monkeypatch):
             assert attached(args) is None
         said = decision.resolve(command)
     assert found[0] == found[1] and found[0]["speculative_algorithm"] == "DSPARK"
-    assert "as it comes: the plugin's does not serve BaichuanForCausalLM" in said
+    assert "unmodified: the plugin's does not serve BaichuanForCausalLM" in said

@@ -306,16 +306,16 @@ def test_a_cache_that_cannot_be_read_is_refused():
         check_pool(torch.uint8, (9, 0))
 
 
-def test_wishes_reach_the_one_place_that_is_read():
+def test_settings_reach_the_one_place_that_is_read():
     functions = [inspect.unwrap(function) for _, function in inspect.getmembers(ModelRunner, inspect.isfunction)]
     assert any("spec_aux_config" in function.__code__.co_names for function in functions)
-    wishing = runner(spec_aux_config=(wishes := SpecAuxHiddenStateConfig()))
-    target.request_capture(wishing, (1, 2))
-    assert (wishes.dflash_use_aux_hidden_state, wishes.dflash_target_layer_ids) == (True, [1, 2])
+    with_config = runner(spec_aux_config=(config := SpecAuxHiddenStateConfig()))
+    target.request_capture(with_config, (1, 2))
+    assert (config.dflash_use_aux_hidden_state, config.dflash_target_layer_ids) == (True, [1, 2])
 
 
 @pytest.mark.parametrize("attributes", [{}, {"spec_aux_config": object()}])
-def test_wishes_that_nobody_reads_end_the_start(attributes):
+def test_settings_that_nobody_reads_end_the_start(attributes):
     with pytest.raises(EngineError, match=r"has no dflash_use_aux_hidden_state in its"):
         target.request_capture(runner(**attributes), (1, 2))
 

@@ -1,4 +1,4 @@
-"""Tests of SGLang's own worker, under our schedule and as it comes, without a server.
+"""Tests of SGLang's own worker, under our schedule and unmodified, without a server.
 
 It keeps the drafts that ours keeps. On servers: test_greedy.py.
 """
@@ -175,7 +175,7 @@ def test_options_of_our_own_worker_are_refused(options, named):
 
 def test_experts_that_steps_do_not_hand_on_are_refused():
     args = ServerArgs(model_path="none", enable_return_routed_experts=True)
-    with pytest.raises(ConfigError, match="--enable-return-routed-experts needs our own worker"):
+    with pytest.raises(ConfigError, match="--enable-return-routed-experts needs the plugin's worker"):
         resolved(args)
 
 

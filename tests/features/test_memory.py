@@ -20,14 +20,13 @@ from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from sglang_objects import ONE_RANK, model_config, partly, runner
-from step_tables import schedule
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.weights import ResolvedDrafter
 from sglang_dspark.engine.request_options import refuses_release
 from sglang_dspark.engine.target import graph_context
 from sglang_dspark.features import memory
-from sglang_dspark.features.memory import go_on, release, resume
+from sglang_dspark.features.memory import release, resume, stay_paused
 from sglang_dspark.worker.worker import DSparkWorker
 
 
@@ -35,9 +34,8 @@ class Manager:
     """SGLang's, as far as memory goes: it ends over what it does not expect."""
 
     def __init__(self, *, paused):
-        self.offload_tags, self.idle, self.schedule = set(), True, schedule()
-        worker = partly(DSparkWorker, schedule=self.schedule)
-        self.scheduler = SimpleNamespace(_engine_paused=paused, weight_updater=self, draft_worker=worker)
+        self.offload_tags, self.idle = set(), True
+        self.scheduler = SimpleNamespace(_engine_paused=paused, weight_updater=self)
 
     @property
     def paused(self):
@@ -81,23 +79,12 @@ def test_nothing_is_decoded_while_memory_is_away(paused):
     manager.resume()
     manager.release()
     scheduler._engine_paused = False
-    go_on(lambda asked: None, scheduler, ContinueGenerationReqInput())
+    stay_paused(lambda asked: None, scheduler, ContinueGenerationReqInput())
     assert manager.paused
     manager.resume()
     assert not manager.paused
-    go_on(lambda asked: None, scheduler, ContinueGenerationReqInput())
+    stay_paused(lambda asked: None, scheduler, ContinueGenerationReqInput())
     assert not manager.paused
-
-
-def test_a_pause_is_not_the_time_of_a_step():
-    manager, timed = Manager(paused=True), []
-    for paused in (False, False, True, False):
-        if paused:
-            go_on(lambda asked: None, manager.scheduler, ContinueGenerationReqInput())
-        decision = manager.schedule.choose(["r0"], 100.0)
-        timed.append(manager.schedule.last_time is not None)
-        manager.schedule.end_step(decision, 1, 1)
-    assert timed == [False, True, False, True]
 
 
 def test_memory_of_a_cpu_stays():

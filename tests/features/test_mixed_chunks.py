@@ -70,7 +70,7 @@ def test_the_bound_has_room_for_rows_that_become_dearer_along_a_context():
     assert 0.8 * BOUND_MS < worst < BOUND_MS
 
 
-def test_short_prompts_say_nothing_and_hiccups_are_forgotten():
+def test_short_prompts_say_nothing_and_outliers_are_forgotten():
     limit = ChunkLimit(BOUND_MS)
     steps(limit, lambda rows: 8 + 0.1 * rows, 24)
     settled = limit.rows
@@ -238,10 +238,10 @@ class Others:
 def test_chunks_that_share_steps_with_drafts_grow_however_many_requests_run(running, drafted):
     part = gaps(64, bound_ms=1e9)
     part.waited_for = True
-    riders = Others(running, drafted)
+    decoded = Others(running, drafted)
     for _ in range(20):
         prompts = batch(extend_num_tokens=part.rows(running) - running)
-        vars(prompts)[DECODED_WITH_PREFILL] = riders
+        vars(prompts)[DECODED_WITH_PREFILL] = decoded
         part.prefill_comes(prompts)
         part.prefill_done(prompts)
     assert part.rows(running) > 1000
@@ -249,12 +249,12 @@ def test_chunks_that_share_steps_with_drafts_grow_however_many_requests_run(runn
 
 def test_chunks_next_to_requests_that_draft_nothing_shrink():
     """The machine has become slower. Of drafts, the schedule would leave some out."""
-    part, riders = gaps(800, bound_ms=1e-9), Others(2, True)
+    part, decoded = gaps(800, bound_ms=1e-9), Others(2, True)
     part.waited_for = True
     for drafted, found in ((True, 800), (False, 10)):
-        riders.drafted = drafted
+        decoded.drafted = drafted
         prompts = batch(extend_num_tokens=798)
-        vars(prompts)[DECODED_WITH_PREFILL] = riders
+        vars(prompts)[DECODED_WITH_PREFILL] = decoded
         part.prefill_comes(prompts)
         part.prefill_done(prompts)
         assert part.rows(2) == found

@@ -23,8 +23,8 @@ from sglang_dspark.features.short_prompts import (
     PART,
     PREFILLED,
     VERIFIED,
-    RidingResult,
-    RunningBeside,
+    PrefillAndDecodeResult,
+    RunningWithPrefill,
     ShortPrompts,
     decode_with_prefill,
     keep_apart,
@@ -230,7 +230,9 @@ def test_the_time_of_a_step_with_prompts_is_none_of_a_step():
 
     asked = prompts(3, input_ids=torch.arange(3), req_pool_indices=torch.tensor([1]))
     running = batch(request(), has_grammar=False, multimodal_inputs=None)
-    vars(asked)[DECODED_WITH_PREFILL] = partly(RunningBeside, blocks=found.blocks_with(asked, running), decode=decode)
+    vars(asked)[DECODED_WITH_PREFILL] = partly(
+        RunningWithPrefill, blocks=found.blocks_with(asked, running), decode=decode
+    )
     assert found.encode(asked) is not None and forgotten == [True]
     assert found.counted()[0].values == {VERIFIED: 0, PREFILLED: 0, BESIDE: 1}
 
@@ -291,7 +293,7 @@ def test_the_step_with_prompts_is_run_as_sglang_runs_one(monkeypatch, overlap):
         done.append("step")
         return outcome
 
-    found = RunningBeside(running, object())
+    found = RunningWithPrefill(running, object())
     found.scheduler = SimpleNamespace(
         enable_overlap=overlap,
         future_map=future_map,
@@ -300,10 +302,10 @@ def test_the_step_with_prompts_is_run_as_sglang_runs_one(monkeypatch, overlap):
     )
     timed = {"forward_iter": 5, "launch_ts": 1.5, "after_idle_gap": True}
     result = found.decode(batch(**timed), step)
-    beside_it, processed = result.running
-    assert processed is outcome and beside_it is not running and not found.drafted
+    decoded, processed = result.running
+    assert processed is outcome and decoded is not running and not found.drafted
     assert running.spec_info is outcome.next_draft_input
-    assert {name: getattr(beside_it, name) for name in timed} == timed
+    assert {name: getattr(decoded, name) for name in timed} == timed
     assert any(kept is before for kept in result.extra_keep_alive_refs)
     if overlap:
         assert done == ["lengths", "inputs", (rows, behind), "step", "relayed"]
@@ -320,7 +322,7 @@ def test_the_step_with_prompts_is_processed_too_and_counted():
     running = batch(req_to_token_pool=pool)
     outcome = DSparkBatchResult(accept_lens=torch.tensor([3, 1]), cap_lens=torch.tensor([5, 3]))
     scheduler = SimpleNamespace(process_batch_result=lambda *given: processed.append(given))
-    process_running(None, scheduler, batch(), RidingResult(running=(running, outcome)))
+    process_running(None, scheduler, batch(), PrefillAndDecodeResult(running=(running, outcome)))
     assert processed == [(running, outcome)]
     assert part.counted()[1].values == {"verified": 6, "accepted": 2}
     process_running(None, scheduler, batch(), outcome)
@@ -330,7 +332,7 @@ def test_the_step_with_prompts_is_processed_too_and_counted():
 def test_both_results_are_copied():
     outcome = DSparkBatchResult(next_token_ids=torch.tensor([1]))
     running = batch(return_logprob=False, return_hidden_states=False)
-    result = RidingResult(next_token_ids=torch.tensor([2]), running=(running, outcome))
+    result = PrefillAndDecodeResult(next_token_ids=torch.tensor([2]), running=(running, outcome))
     result.copy_done = torch.get_device_module("cpu").Event()
     result.copy_to_cpu(return_logprob=False, return_hidden_states=False)
     outcome.copy_done.synchronize()
@@ -340,7 +342,7 @@ def test_what_running_requests_ask_for_is_copied(monkeypatch):
     asked = []
     monkeypatch.setattr(DSparkBatchResult, "copy_to_cpu", lambda result, **what: asked.append(what))
     running = batch(return_logprob=True, return_hidden_states=True)
-    result = RidingResult(next_token_ids=torch.tensor([2]), running=(running, DSparkBatchResult()))
+    result = PrefillAndDecodeResult(next_token_ids=torch.tensor([2]), running=(running, DSparkBatchResult()))
     result.copy_done = torch.get_device_module("cpu").Event()
     result.copy_to_cpu(return_logprob=False, return_hidden_states=False)
     assert asked == [{"return_logprob": True, "return_hidden_states": True}]

@@ -120,7 +120,7 @@ def test_other_loads_are_not_touched():
     assert correction(times, 0, requests=2 * R) == correction(times, 0, requests=1) == 1
 
 
-def test_one_hiccup_does_not_rule_a_step_out():
+def test_one_outlier_does_not_rule_a_step_out():
     times = StepTimes(compute_bound())
     learn(times, {3: 1.0}, 100)
     times.observe(kind(0), 100 * table_ms(times, kind(0)))

@@ -1,7 +1,7 @@
 """SGLang's own worker under our schedule: its worker, whole, on a CPU with stand-ins for what it lacks there.
 
 ``scheduled`` verifies another number of drafts of every request. ``whole_blocks`` computes all drafts, and cuts what is
-accepted; our worker refuses its target, as that of ``builtin``, which ``auto`` leaves to SGLang's worker as it comes.
+accepted; our worker refuses its target, as that of ``builtin``, which ``auto`` leaves to SGLang's worker, unmodified.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_what_ours_does_not_serve_is_left_as_it_comes(builtin):
     assert output_ids(builtin, GOLDEN, 1) == output_ids(builtin, GOLDEN, 6) == TEXTS
     assert call(builtin, "/dspark/stats")[0] == 404
     log = builtin.log_path.read_text()
-    assert "decodes as it comes: the plugin's does not serve OfSglangAloneForCausalLM" in log
+    assert "decodes, unmodified: the plugin's does not serve OfSglangAloneForCausalLM" in log
     assert "drives this scheduler" not in log and "measuring step times" not in log
 
 

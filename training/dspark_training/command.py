@@ -102,7 +102,7 @@ def train(ctx: click.Context, /, **options: Any) -> None:
 
 
 def _accelerator(device: str | None, log_with: str | None, options: dict[str, Any]) -> Accelerator:
-    """Make accelerate's context, and settle the dtype by the device that it has found."""
+    """Make accelerate's context, and settle the dtype from the device that it has found."""
     import torch
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs, set_seed

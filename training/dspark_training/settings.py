@@ -43,7 +43,7 @@ class TextPlan:
 
     prompts: tuple[str, ...] = ()  # files, folders and data sets of the hub, see conversations.py
     max_prompts: (
-        Annotated[int, int_range(1), Flag("Use only so many of them, drawn by the seed.  [default: all]")] | None
+        Annotated[int, int_range(1), Flag("Use only so many of them, drawn with the seed.  [default: all]")] | None
     ) = None
     max_turns: (
         Annotated[int, int_range(1), Flag("Turns of a conversation that are answered.  [default: all]")] | None

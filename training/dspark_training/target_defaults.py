@@ -1,4 +1,4 @@
-"""Choose taps, depth and mask token of a drafter by its target."""
+"""Choose taps, depth and mask token of a drafter from its target."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def accept(
     """Judge the drafts of every request.
 
     Args:
-        block: the proposals; from slot ``verify_lens`` on any filler will do. A depth of 0 is a plain decode step. Its
+        block: the proposals; from slot ``verify_lens`` on any token will do. A depth of 0 is a plain decode step. Its
             distribution is read for sampled requests only, and may be missing if all their drafts are copied.
         windows: rows of the requests. A slot of the batch without a request has no rows, or one row of anything; it
             keeps 0 drafts and gets some valid token.
@@ -123,7 +123,7 @@ def verify_drafts(
     rules: Rules,
     keys: RoundKeys,
 ) -> AcceptResult:
-    """Run :func:`accept` by rules that are tensors, so that a CUDA graph of the launches serves any batch of a kind."""
+    """Run :func:`accept` with rules that are tensors, so that one CUDA graph serves any batch of a kind."""
     launches = _Launches(block, windows, target_logits, rules, keys)
     launches.read_rows()
     if rules.filters is not None:

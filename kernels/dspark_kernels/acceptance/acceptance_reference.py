@@ -165,7 +165,7 @@ def _keep_by_ratio(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the lengths and next tokens [m] of sampled requests."""
     gamma = draft_tokens.shape[1]
-    tokens = draft_tokens.clamp_min(0)  # fillers must be valid indices
+    tokens = draft_tokens.clamp_min(0)  # padding must hold valid indices
     target_mass = probs[grid[:, :-1], tokens].double()
     draft_mass = torch.ones_like(target_mass)
     drawn = 0 if distribution is None else distribution.scores.shape[1]

@@ -142,16 +142,16 @@ def adjust_ref(
     is_row = torch.arange(logits.shape[0], device=logits.device) < indptr[bs]
     row_slots = torch.where(is_row, slots[requests.clamp_max(bs - 1)], -1)
     rows = (row_slots >= 0).nonzero().squeeze(1)
-    owners, behind = row_slots[rows], columns[rows]
+    owners, offsets = row_slots[rows], columns[rows]
     counts = table.counts[owners]
-    for i in range(int(behind.max()) if rows.shape[0] else 0):
-        has_draft = i < behind
+    for i in range(int(offsets.max()) if rows.shape[0] else 0):
+        has_draft = i < offsets
         drafts = input_ids[(rows - i).clamp_min(0)] * has_draft
         counts.scatter_add_(1, drafts[:, None], has_draft[:, None].to(counts.dtype))
     parameters = table.parameters[owners].T[..., None]  # [4, rows, 1]
     occurs = counts > 0
     adjusted = logits[rows].float() - (parameters[_FREQUENCY] * counts + parameters[_PRESENCE] * occurs)
-    too_short = table.num_outputs[owners] + behind < table.parameters[owners, _MIN_NEW_TOKENS]
+    too_short = table.num_outputs[owners] + offsets < table.parameters[owners, _MIN_NEW_TOKENS]
     adjusted.masked_fill_(table.stops[owners] & too_short[:, None], -torch.inf)
     scale = torch.where(occurs, parameters[_REPETITION].expand(-1, vocab_size), 1.0)
     adjusted = torch.where(adjusted < 0, adjusted * scale, adjusted / scale) + table.bias[owners]

@@ -1,6 +1,6 @@
-"""Acceptance by chance: what verification would keep of a drafter that this one stands in for.
+"""Random acceptance: what verification would keep of a drafter that this one stands in for.
 
-A model with random weights has the step times of its shape, and its drafts are never accepted. Here a draft is kept by
+A model with random weights has the step times of its shape, and its drafts are never accepted. Here a draft is kept as
 a number that follows from the key of its request and its position in the text, whichever engine asks and whatever it
 verified before. So engines that verify whole blocks commit the same tokens in the same steps, and a draft that was not
 verified finds the same luck when it is drafted again.
@@ -185,7 +185,7 @@ def simulated_accept(
     bonus_tokens: torch.Tensor,
     verify_lens: torch.Tensor | None = None,
 ) -> AcceptResult:
-    """Keep drafts by chance, in place of what was judged. Safe under graph capture, no host sync.
+    """Keep drafts at random, in place of what was judged. Safe under graph capture, no host sync.
 
     Args:
         rows, prefix_lens: see :func:`simulated_confidence`.

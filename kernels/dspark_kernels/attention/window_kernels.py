@@ -168,7 +168,7 @@ def _combine(
     return out, total
 
 
-# What changes from step to step must not cause compilations, by its value or by the place of a tensor in memory.
+# What changes from step to step must not cause compilations, through its value or the place of a tensor in memory.
 _STEP_POINTERS = ["req_pool_indices_ptr", "prefix_lens_ptr", "indptr_ptr"]
 
 

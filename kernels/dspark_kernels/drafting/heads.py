@@ -81,7 +81,7 @@ class DraftVocabulary:
 
     @cached_property
     def columns(self) -> torch.Tensor:
-        """[V] int32: the column of every token, -1 where it has none. Read it once before capturing a CUDA graph."""
+        """Return [V] int32: the column of each token, -1 if it has none. Read it before capturing a CUDA graph."""
         columns = self.token_ids.new_full((self.vocab_size,), -1, dtype=torch.int32)
         columns[self.token_ids] = torch.arange(len(self.token_ids), dtype=torch.int32, device=columns.device)
         return columns
@@ -98,7 +98,7 @@ class DraftHeads:
     """The weights that turn base logits into a block of tokens; each part is None if the drafter has none.
 
     Attributes:
-        markov: corrects the logits of a slot by the token before it.
+        markov: corrects the logits of a slot for the token before it.
         confidence: says how likely a draft is accepted.
         vocabulary: the tokens that the columns of the draft logits stand for; None = all, in order.
         shortlist: number of tokens that compete for a slot, the best of the base logits; None = all. The Markov head,
@@ -112,7 +112,7 @@ class DraftHeads:
 
     @property
     def w1(self) -> torch.Tensor | None:
-        """[V, r] Markov embeddings."""
+        """Return [V, r] Markov embeddings."""
         return None if self.markov is None else self.markov.w1
 
 
@@ -327,7 +327,7 @@ class DraftDistribution:
         return self._written(self.scores[requests, slots], self.log_norms[requests, slots])
 
     def probs(self) -> torch.Tensor:
-        """[bs, gamma, V] float32: the distribution written out. For tests; no host sync."""
+        """Return [bs, gamma, V] float32: the distribution written out. For tests; no host sync."""
         return self._written(self.scores, self.log_norms)
 
     def _written(self, scores: torch.Tensor, log_norms: torch.Tensor) -> torch.Tensor:
@@ -337,7 +337,7 @@ class DraftDistribution:
         return proposed[..., self.columns.clamp_min(0).long()].masked_fill_(self.columns < 0, 0.0)
 
     def spread(self, index: torch.Tensor, bs: int) -> DraftDistribution:
-        """Return these rows as the requests ``index`` [m] int64 of a batch of ``bs``; the others get fillers."""
+        """Return these rows as the requests ``index`` [m] int64 of a batch of ``bs``; the others are padding."""
         scores, log_norms = (
             part.new_zeros((bs, *part.shape[1:])).index_copy_(0, index, part) for part in (self.scores, self.log_norms)
         )
@@ -391,7 +391,7 @@ class DraftBlock:
         return DraftBlock(candidates.clamp_min(0), 60.0 * is_there - 30.0, copied=copied, chains=chains)
 
     def spread(self, index: torch.Tensor, bs: int) -> DraftBlock:
-        """Return a batch of ``bs`` requests in which ``index`` [m] int64 have these blocks, the others fillers."""
+        """Return a batch of ``bs`` requests in which ``index`` [m] int64 have these blocks; the others are padding."""
 
         def scatter(part: torch.Tensor | None) -> torch.Tensor | None:
             return None if part is None else part.new_zeros((bs, *part.shape[1:])).index_copy_(0, index, part)

@@ -61,7 +61,7 @@ def competing_columns(
 
 
 def log_odds(scores: torch.Tensor, competing: torch.Tensor, heads: DraftHeads) -> torch.Tensor:
-    """Return [bs] float32 log odds of a slot's likeliest token by ``scores`` [bs, v] of its shortlist, temperature 1.
+    """Return [bs] float32 log odds of a slot's likeliest token from ``scores`` [bs, v] of its shortlist, temperature 1.
 
     Of a greedy request that is the draft. Of a sampled one it must not be: what decides whether a draft is verified may
     depend on the drafts before it, and not on the draft.
@@ -152,7 +152,7 @@ def _bias_of(columns, competes, factors, embedding, w2_ptr, RANK: tl.constexpr, 
 
 @triton.jit
 def _log_odds(logits, members, TOP_K: tl.constexpr) -> tl.tensor:
-    """Log odds of the likeliest of the shortlist by the logits [BLOCK_K] of members."""
+    """Log odds of the likeliest of the shortlist from the logits [BLOCK_K] of members."""
     logits = tl.where(members < TOP_K, logits, float("-inf"))
     best = tl.max(logits, 0)
     others = tl.where(members == tl.argmax(logits, 0), 0.0, tl.exp(logits - best))
@@ -192,7 +192,7 @@ def _own_race(scores, seeds, positions, token_ids_ptr, columns, competes, REDUCE
     return scores - tl.log(seeded_noise_at(seeds, positions, tokens))
 
 
-# No depth, seed or stride may cause a compilation of its own, by its value or where its pointers lie.
+# No depth, seed or stride may cause a compilation of its own, through its value or where its pointers lie.
 @triton.jit(
     do_not_specialize=["depth", "anchors_stride", "seed", "chains_stride", "weights_stride"],
     do_not_specialize_on_alignment=_SMALL_POINTERS,

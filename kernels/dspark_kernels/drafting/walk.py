@@ -90,7 +90,7 @@ def draft_block_ref(
 
 
 class _Draws:
-    """Draw the tokens of a block slot by slot, each request by its own rule, and keep what they were drawn from."""
+    """Draw the tokens of a block slot by slot, each request with its own rule, and keep what they were drawn from."""
 
     def __init__(self, rows: SamplingBatch, keys: RoundKeys, vocabulary: DraftVocabulary | None, depth: int) -> None:
         self._rows, self._keys, self._vocabulary = rows, keys, vocabulary

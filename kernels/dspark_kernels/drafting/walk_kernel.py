@@ -231,7 +231,7 @@ _SMALL_POINTERS = [
 _SMALL_STRIDES = ["log_norms_stride", "tokens_stride", "chains_stride", "weights_stride"]
 
 
-# No slot, depth, seed or batch size may cause a compilation of its own, by its value or where its pointers lie.
+# No slot, depth, seed or batch size may cause a compilation of its own, through its value or where its pointers lie.
 @triton.jit(
     do_not_specialize=["bs", "depth", "prev_stride", "seed", "slot", *_SMALL_STRIDES],
     do_not_specialize_on_alignment=[*_SMALL_POINTERS, "counters_ptr"],

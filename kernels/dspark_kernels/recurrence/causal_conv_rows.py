@@ -89,7 +89,7 @@ def causal_conv_rows_ref(
     for first, end, slot in rows.with_rows():
         window = windows[slot].T if slot >= 0 else torch.zeros_like(windows[0].T)
         before = torch.cat([window, x[first:end].to(windows.dtype)])
-        # One by one: torch rounds by the size of its tensors, and a replay has to give the same bits.
+        # One by one: how torch rounds depends on the size of its tensors, and a replay has to give the same bits.
         for row in range(first, end):
             total = torch.zeros_like(x[row], dtype=torch.float32) if bias is None else bias.float()
             for tap in range(num_before):
@@ -108,11 +108,11 @@ def commit_conv_windows_ref(
     num_before = windows.shape[3]
     for first, length, slot, tracked in rows.replays():
         inputs = x[:, first : first + length].to(windows.dtype).mT
-        behind = torch.cat([windows[:, slot], inputs], dim=2)
+        extended = torch.cat([windows[:, slot], inputs], dim=2)
         for after, track_slot in tracked.items():
             if 0 < after <= length:
-                windows[:, track_slot] = behind[:, :, after : after + num_before]
-        windows[:, slot] = behind[:, :, length:]
+                windows[:, track_slot] = extended[:, :, after : after + num_before]
+        windows[:, slot] = extended[:, :, length:]
 
 
 # Parts of buffers of a captured step: no alignment may cause a compilation of its own.
@@ -326,7 +326,7 @@ def commit_conv_windows(
     windows: torch.Tensor,  # [L, pool, C, W - 1]
     rows: ReplayedRows,
 ) -> None:
-    """Move the windows of all layers on by the accepted rows, in place; with tracks, store them a second time.
+    """Move the windows of all layers on over the accepted rows, in place; with tracks, store them a second time.
 
     Two requests may not share a slot; what a shared padding slot then holds is undefined. No host sync; safe under
     graph capture.

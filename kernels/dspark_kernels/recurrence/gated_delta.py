@@ -151,7 +151,7 @@ def commit_gated_delta_ref(
 def _after_row(state: torch.Tensor, inputs: DeltaInputs, gates: DeltaGates, row: int) -> torch.Tensor:
     """Return the float32 state [HV, V, K] that a row of one layer makes of the one before it.
 
-    Rows are computed one by one: torch's elementwise functions round by the size of their tensors, and a replay has to
+    Rows are computed one by one: how torch rounds depends on the size of its tensors, and a replay has to
     give the same bits whatever else is in the batch.
     """
     x = inputs.a[row].float() + gates.dt_bias.float()
@@ -244,7 +244,7 @@ def commit_gated_delta(
     states: torch.Tensor,  # [L, pool, HV, V, K]
     rows: ReplayedRows,
 ) -> None:
-    """Advance the states of all layers by the accepted rows, in place; with tracks, store them a second time.
+    """Advance the states of all layers over the accepted rows, in place; with tracks, store them a second time.
 
     Two requests may not share a slot; what a shared padding slot then holds is undefined. No host sync; safe under
     graph capture.

@@ -59,7 +59,7 @@ class Reading:
 
 
 def heads(content: Content, tensors: Shapes, defaults: Mapping[str, Any]) -> None:
-    """Fill in what the file does not say about the heads: by its tensors, or by the format's defaults without any.
+    """Fill in what the file does not say about the heads: from its tensors, or from the format's defaults without any.
 
     Args:
         tensors: shapes by the network's names.
@@ -85,7 +85,7 @@ def heads(content: Content, tensors: Shapes, defaults: Mapping[str, Any]) -> Non
 
 
 def reduced_vocabulary(content: Content, default: int | None = None) -> None:
-    """Set ``draft_vocab_size`` by the tensors, or by the format's default without any, if no key says it."""
+    """Set ``draft_vocab_size`` from the tensors, or from the format's default without any, if no key says it."""
     values, shapes = content.values, content.shapes
     size = values.get("draft_vocab_size")
     if size is None:
@@ -155,7 +155,7 @@ def _compare_taps(content: Content, taps: tuple[int, ...], first_layer: int) -> 
 
 
 def _check_columns(content: Content, num_taps: int) -> None:
-    """Refuse a drafter that reads a layer which its list of taps does not name, by the shape of its projection."""
+    """Refuse a drafter that reads a layer which its list of taps does not name; its projection's shape tells."""
     hidden_size, shapes = content.values.get("hidden_size"), content.shapes.items()
     columns = next((shape[1] for name, shape in shapes if name.endswith("fc.weight") and len(shape) == 2), None)
     if type(hidden_size) is int and columns == (num_taps + 1) * hidden_size:

@@ -43,7 +43,7 @@ _IGNORED = (("min_p", 0.0), ("sampling_seed", None))
 
 @dataclass(frozen=True)
 class ScheduledServer:
-    """A server that decodes with SGLang's own worker, by our schedule.
+    """A server that decodes with SGLang's own worker, with our schedule.
 
     Attributes:
         config: our options.
@@ -64,7 +64,7 @@ class ScheduledServer:
         how = "each request verifies its own number of drafts"
         if not self.by_request:
             how = f"blocks are computed whole, and cut where the schedule ends them ({self.why_whole})"
-        return f"SGLang's own worker decodes by our schedule, as {flag_name('engine')} asks; {how}"
+        return f"SGLang's own worker decodes with the plugin's schedule, as {flag_name('engine')} asks; {how}"
 
     @property
     def has_confidence_head(self) -> bool:
@@ -81,19 +81,19 @@ class ScheduledServer:
             value = getattr(self.config, option.name)
             if option.name not in _SERVED and value != option.default:
                 raise ConfigError(
-                    f"{flag_name(option.name)}={value} belongs to our own worker, and {flag_name('engine')} scheduled "
-                    "takes SGLang's; drop one of them"
+                    f"{flag_name(option.name)}={value} belongs to the plugin's worker, and {flag_name('engine')} "
+                    "scheduled takes SGLang's; drop one of them"
                 )
         if args.enable_return_routed_experts:
             raise ConfigError(
-                "--enable-return-routed-experts needs our own worker: SGLang's hands on no experts of decode steps, "
-                "and answers would have those of other tokens; drop it"
+                "--enable-return-routed-experts needs the plugin's worker: SGLang's returns no experts of decode "
+                "steps, and answers would have those of other tokens; drop it"
             )
         for name in ("sps_table_path", "confidence_sts_path"):  # SGLang would read them in forms of its own
             setattr(args, flag_dest(name), None)
 
     def settled(self, args: ServerArgs) -> ScheduledServer:
-        """Return the server with how much a step verifies, by the arguments that SGLang has resolved.
+        """Return the server with how much a step verifies, from the arguments that SGLang has resolved.
 
         Raises:
             ConfigError: the worker would verify wrongly, or has no confidence head for an option.
@@ -138,7 +138,7 @@ def scheduled(args: ServerArgs) -> ScheduledServer:
 
 
 def why_whole_blocks(args: ServerArgs) -> str | None:
-    """Return why requests cannot verify different numbers of rows, by resolved arguments; None if they can."""
+    """Return why requests cannot verify different numbers of rows, from resolved arguments; None if they can."""
     return next(_reasons(resolved_view(args), model_config_of(args)), None)
 
 
@@ -178,7 +178,7 @@ def _has_head(args: ServerArgs) -> bool:
 
 
 def _unserved(args: ServerArgs, *, whole: bool) -> dict[str, bool]:
-    """Return what the worker would verify wrongly by our schedule, and whether it is asked for.
+    """Return what the worker would verify wrongly under our schedule, and whether it is asked for.
 
     With whole blocks, what a step hands to the next one is lost where that drafts nothing.
     """

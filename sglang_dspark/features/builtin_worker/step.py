@@ -57,13 +57,13 @@ class Rows(NamedTuple):
 
 
 class ScheduledStep:
-    """A step by a decision, which the worker asks for its proposal and for the rows of its verification, in turn.
+    """A step that follows a decision. The worker asks it for its proposal, then for the rows of its verification.
 
     Args:
         decision: of the step.
         requests: of the step.
         rows: that the worker's forwards may have.
-        fillers: [bs, gamma] int64 tokens to verify instead of drafts; None drafts, or verifies only anchors.
+        fixed_tokens: [bs, gamma] int64 tokens to verify instead of drafts; None drafts, or verifies only anchors.
 
     Attributes:
         verify_lens: [bs] int64 drafts verified per request.
@@ -72,13 +72,15 @@ class ScheduledStep:
         anchors, drafts: [bs] and [bs, gamma] int64, once it has proposed.
     """
 
-    def __init__(self, decision: StepDecision, requests: int, rows: Rows, fillers: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, decision: StepDecision, requests: int, rows: Rows, fixed_tokens: torch.Tensor | None = None
+    ) -> None:
         self.decision, self.rows = decision, rows
         self.verify_lens: torch.Tensor | None = None
         self.num_rows = requests * rows.window
         self.confidence: Confidence | None = None
         self.anchors = self.drafts = torch.empty(0)
-        self._requests, self._fillers = requests, fillers
+        self._requests, self._fixed_tokens = requests, fixed_tokens
         self._is_whole = decision.is_fixed(requests) and decision.draft_len + 1 == rows.window
         self._logits: torch.Tensor | None = None
 
@@ -92,7 +94,7 @@ class ScheduledStep:
             anchors: [bs] int64, the last token of every request.
             sampling: SGLang's ``SamplingBatchInfo``; None if all requests are greedy.
         """
-        if self.decision.draft_len == 0 or self._fillers is not None:
+        if self.decision.draft_len == 0 or self._fixed_tokens is not None:
             proposal = self._nothing(anchors, sampling)
         else:
             proposal = draft()
@@ -108,7 +110,7 @@ class ScheduledStep:
     def _nothing(self, anchors: torch.Tensor, sampling: Any) -> DraftProposal:
         """Return tokens that nothing has drawn. Fixed beforehand, they are one-hot drafts, and exact if verified."""
         bs, gamma, device = self._requests, self.rows.window - 1, anchors.device
-        tokens = self._fillers
+        tokens = self._fixed_tokens
         if tokens is None:
             tokens = torch.zeros((bs, gamma), dtype=torch.int64, device=device)
         block = DraftBlockResult(
@@ -142,7 +144,7 @@ class ScheduledStep:
         """Return the drafts as our selections take them."""
         bs, depth = self._requests, self.decision.draft_len
         logits = None if self._logits is None else self._logits[:, :depth]
-        if depth and self.decision.with_confidence and self._fillers is None:
+        if depth and self.decision.with_confidence and self._fixed_tokens is None:
             self.confidence = forecast.predict(logits, bs, depth)
         block = DraftBlock(self.drafts[:, :depth], confidence_logits=logits)
         return DraftOutput(block, self.confidence, self.decision.draft_lens(bs))
@@ -153,7 +155,7 @@ _step: dict[str, Any] = {}
 
 
 class SimulatedWorker(DSparkWorkerV2):
-    """SGLang's own worker, whose drafts are kept by chance: the same as ours keeps, where their times are compared."""
+    """SGLang's own worker, whose drafts are kept at random: the same as ours keeps, where their times are compared."""
 
     def init_cuda_graphs(self) -> None:
         """Make the draws, once the worker is ready to serve."""
@@ -188,7 +190,9 @@ def simulated_acceptance(worker: DSparkWorkerV2) -> SimulatedAcceptance:
         "a verification that accepts outside of its graph": worker._verify_epilogue is None,
     }.items():
         if not found:
-            raise ConfigError(f"{ENV_PREFIX}SIMULATE_ACCEPTANCE={rates[0]},... needs {what}; unset it, or start so")
+            raise ConfigError(
+                f"{ENV_PREFIX}SIMULATE_ACCEPTANCE={rates[0]},... needs {what}; unset it, or start the server that way"
+            )
     return SimulatedAcceptance(rates, worker.model_runner)
 
 
@@ -199,7 +203,7 @@ def simulated_acceptance(worker: DSparkWorkerV2) -> SimulatedAcceptance:
     reason="both workers shall keep the same drafts where their times are compared",
 )
 def choose_worker(chosen: type, algorithm: object, server_args: ServerArgs) -> type:
-    """Have SGLang's own worker keep drafts by the draws."""
+    """Have SGLang's own worker keep drafts as the draws say."""
     return SimulatedWorker if chosen is DSparkWorkerV2 else chosen
 
 
@@ -218,7 +222,7 @@ def accept(
     bonus: torch.Tensor,
     **given: Any,
 ) -> Any:
-    """Keep drafts by the draws, after the token that SGLang's acceptance has drawn."""
+    """Keep drafts as the draws say, after the token that SGLang's acceptance has drawn."""
     kept = simulated_accept(_step["draws"], _step["rows"], prefix_lens, draft_tokens, bonus)
     return original(
         correct_len=kept.accept_lens.to(correct_len.dtype),

@@ -98,7 +98,7 @@ def leave_snapshots_out(args: ServerArgs) -> None:
 
 
 class States(Part):
-    """Have states advance by what a step commits, and by nothing else.
+    """Have states advance over what a step commits, and over nothing else.
 
     Args:
         worker: ours.

@@ -149,7 +149,7 @@ class VerifiedRows:
         return gated_delta(queries, _inputs(layer, recorded), gates, self.pools.states[index], self.rows)
 
     def __call__(self, lengths: torch.Tensor) -> None:
-        """Advance the states by the first rows of each request; requests after those given have no rows.
+        """Advance the states over the first rows of each request; requests after those given have no rows.
 
         Args:
             lengths: [bs] int, the anchor and the accepted drafts.

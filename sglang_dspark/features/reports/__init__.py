@@ -150,14 +150,14 @@ class Reports(Part):
         return [counted for part in self._driver.parts for counted in part.counted()]
 
     def counted(self) -> Sequence[Counted]:
-        failed = "Failed calls of functions that only advise; the requests went on without."
+        failed = "Failed calls of functions that only advise; the requests went on without them."
         return (
             Counted("steps_by_policy", self._counters.steps_by_policy),
             Counted("failed_advice", FAILURES, "advice", failed),
         )
 
     def switch_policy(self, fields: dict[str, Scalar]) -> Json:
-        """Verify by another policy from the next step on; return what ``POST /dspark/policy`` answers, as JSON.
+        """Verify with another policy from the next step on; return what ``POST /dspark/policy`` answers, as JSON.
 
         Raises:
             ConfigError: this server cannot run the policy.

@@ -150,7 +150,7 @@ class Figures:
         }
 
     def positions(self) -> NDArray[np.float64]:
-        """[3, gamma] the drafter's drafts by position: verified, with all before them accepted, accepted."""
+        """Return [3, gamma] the drafter's drafts by position: verified, with all before them accepted, accepted."""
         verified = self._verified[:0:-1].cumsum()[::-1]
         accepted = self._accepted[:0:-1].cumsum()[::-1]
         # A draft was put to the test if those before it were accepted: at the first rejected one, the test was lost.
@@ -308,7 +308,7 @@ class FirstDrafts:
 
 
 def fit_of(*counts: Mapping[str, float]) -> DrafterFit:
-    """Return whether the drafter fits, by :attr:`FirstDrafts.counts` of one scheduler or several."""
+    """Return whether the drafter fits, from :attr:`FirstDrafts.counts` of one scheduler or several."""
     verified, accepted, promises, promised = (sum(one[name] for one in counts) for name in _NAMES)
     return DrafterFit(int(verified), int(accepted), ratio(promised, promises))
 

@@ -28,7 +28,7 @@ LOAD_COUNTERS = {
     "parked_steps_total": "Decode steps while speculation rested because non-speculative steps are faster.",
     "request_steps_total": "Requests, summed over the decode steps.",
     "drafted_tokens_total": "Draft tokens that the drafter proposed, without copied ones.",
-    "copied_tokens_total": "Draft tokens from texts that requests name; verified and accepted, but not drafted ones.",
+    "copied_tokens_total": "Draft tokens from texts that requests name; they count as verified and accepted only.",
     "verified_tokens_total": "Draft tokens that went through the target.",
     "accepted_tokens_total": "Draft tokens that the target kept.",
     "committed_tokens_total": "Tokens gained: accepted drafts and one correction or bonus token per request and step.",
@@ -41,7 +41,7 @@ POSITION_COUNTERS = {
     "position_verified_total": "Draft tokens that went through the target.",
     "position_accepted_total": "Draft tokens that the target kept.",
     "position_predicted_total": "Verified draft tokens whose survival was predicted.",
-    "position_predicted_survival_total": "The sum of these predictions.",
+    "position_predicted_survival_total": "Sum of the predicted survivals of verified draft tokens.",
     "position_predicted_survivors_total": "Draft tokens with a predicted survival that survived.",
 }
 """By label ``position``: index in the block, 0 first."""

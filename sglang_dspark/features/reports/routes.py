@@ -259,7 +259,7 @@ def _server_args() -> ServerArgs:
     by=Moment.SOME_TIME,
 )
 def page_needs_no_key(decision: object, *, method: str, path: str, **credentials: object) -> AuthDecision | None:
-    """Hook after SGLang's decision on a request: the page, which holds no data and asks for the key, is free.
+    """Have SGLang let requests for the page through without a key: it holds no data, and asks for the key itself.
 
     A browser cannot be told to send a header with the address that somebody types.
     """
@@ -339,7 +339,7 @@ def in_one_line(found: dict[str, Any]) -> str:
 
 
 def _named_paths(server_args: ServerArgs, server: DSparkServer | OtherServer) -> list[str]:
-    """Return the paths of a GPU that the operator has turned on, by our options or by SGLang's."""
+    """Return the paths of a GPU that the operator has turned on, with our options or SGLang's."""
     config = server.config
     asked: dict[str, bool] = {
         "scheduled": server.engine == "scheduled",

@@ -1,4 +1,4 @@
-"""Short prompts: their tokens are verified like drafts, by the CUDA graphs of decode steps, in place of a prefill.
+"""Short prompts: their tokens are verified like drafts, with the CUDA graphs of decode steps, in place of a prefill.
 
 A prefill is launched kernel by kernel, and requests that run wait for it. A verification of few rows is one CUDA graph,
 and a prompt is a text all of whose drafts are known and accepted.
@@ -44,7 +44,7 @@ PART = "dspark_short_prompts"
 
 
 @dataclass
-class RunningBeside:
+class RunningWithPrefill:
     """The requests that run with the prompts of a batch in one step.
 
     Attributes:
@@ -64,7 +64,7 @@ class RunningBeside:
 
     def decode(
         self, prompts: ScheduleBatch, step: Callable[[ScheduleBatch, Publish], DSparkBatchResult]
-    ) -> RidingResult:
+    ) -> PrefillAndDecodeResult:
         """Do around the step what SGLang's ``run_batch`` does around one that only decodes.
 
         Returns:
@@ -87,22 +87,22 @@ class RunningBeside:
             batch.seq_lens = result.new_seq_lens
             if batch.seq_lens_cpu is not None:
                 batch.seq_lens_cpu = result.new_seq_lens.cpu()
-        for name in ("forward_iter", "launch_ts", "after_idle_gap"):  # by which SGLang times steps
+        for name in ("forward_iter", "launch_ts", "after_idle_gap"):  # from which SGLang times steps
             setattr(batch, name, getattr(prompts, name))
-        return RidingResult(
+        return PrefillAndDecodeResult(
             running=(batch.copy(), result), extra_keep_alive_refs=kept, can_run_cuda_graph=result.can_run_cuda_graph
         )
 
 
 @dataclass(kw_only=True)
-class RidingResult(GenerationBatchResult):
+class PrefillAndDecodeResult(GenerationBatchResult):
     """The result of prompts, and that of the requests that ran in the same step, with their batch."""
 
     running: tuple[Any, DSparkBatchResult]
 
     @property
-    def batches_beside(self) -> Sequence[Any]:
-        """Return the batches whose requests get tokens by this result, in addition to that of the prompts."""
+    def additional_batches(self) -> Sequence[Any]:
+        """Return the batches whose requests get tokens from this result, in addition to that of the prompts."""
         return [self.running[0]]
 
     def copy_to_cpu(self, *args: object, **kwargs: object) -> None:
@@ -113,9 +113,9 @@ class RidingResult(GenerationBatchResult):
         super().copy_to_cpu(*args, **kwargs)
 
 
-def running_with(prompts: ScheduleBatch) -> RunningBeside | None:
+def running_with(prompts: ScheduleBatch) -> RunningWithPrefill | None:
     """Return what is verified together with the prompts of SGLang's batch."""
-    return cast("RunningBeside | None", decoded_with_prefill(prompts))
+    return cast("RunningWithPrefill | None", decoded_with_prefill(prompts))
 
 
 @hook(
@@ -132,7 +132,7 @@ def decode_with_prefill(original: Callable[..., None], prompts: ScheduleBatch, r
     if blocks is None:
         original(prompts, running)
     else:
-        vars(prompts)[DECODED_WITH_PREFILL] = RunningBeside(running, blocks)
+        vars(prompts)[DECODED_WITH_PREFILL] = RunningWithPrefill(running, blocks)
 
 
 @hook(
@@ -160,7 +160,7 @@ def keep_apart(plan: NextBatchPlan, scheduler: Scheduler, running_batch: object)
 )
 def process_running(processed: None, scheduler: Scheduler, batch: object, result: object) -> None:
     """Process what became of the requests that ran with prompts."""
-    if isinstance(result, RidingResult):
+    if isinstance(result, PrefillAndDecodeResult):
         running, outcome = result.running
         scheduler.process_batch_result(running, outcome)
         getattr(running.req_to_token_pool, PART).count(outcome)

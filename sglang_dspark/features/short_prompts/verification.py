@@ -105,7 +105,7 @@ class PromptRows(ForcedRows):
         device, ids = worker.device, batch.input_ids
         numbers = [blocks.contexts, blocks.owners, blocks.anchors, blocks.drafts, blocks.lasts]
         prefix_lens, owners, anchors, drafts, lasts = _copied(numbers, device)
-        # Not by way of requests: one that has ended while the prompts ran has no row any more.
+        # Not through requests: one that has ended while the prompts ran has no row any more.
         rows = batch.req_pool_indices.to(torch.int64)[owners]
         reqs = [batch.reqs[owner] for owner in blocks.owners]
         step = _step(worker.model_runner, ids[anchors], prefix_lens, rows, reqs, blocks.contexts)
@@ -165,7 +165,7 @@ def _greedy(requests: int, device: torch.device) -> SamplingBatch:
 
 
 def _copied(parts: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
-    """Return int64 of each part on ``device``, by one copy; each begins where kernels expect a tensor to."""
+    """Return int64 of each part on ``device``, in one copy; each begins where kernels expect a tensor to."""
     numbers: list[int] = []
     begins = []
     for part in parts:

@@ -274,7 +274,7 @@ def _table(temperatures: Floats, pairs: list[int], before: list[Errors], after: 
     return table
 
 
-@click.command(short_help="Choose the tokens that a drafter proposes, by the traffic of its target.")
+@click.command(short_help="Choose the tokens that a drafter proposes, from the traffic of its target.")
 @click.option("--target", type=Checkpoint(), required=True, help="The target model.")
 @click.option(
     "--prompts",
@@ -290,7 +290,7 @@ def _table(temperatures: Floats, pairs: list[int], before: list[Errors], after: 
 @click.option("--size", type=click.IntRange(min=1), default=32_768, show_default=True, help="Tokens to propose.")
 @click.option("--output", type=OutputFile(), required=True, help="JSON file of the tokens.")
 def vocabulary(target: Path, files: tuple[Path, ...], size: int, output: Path, **options: Any) -> None:
-    """Choose the tokens that a drafter proposes, by the traffic of its target.
+    """Choose the tokens that a drafter proposes, from the traffic of its target.
 
     Answers are what assistants say in the conversations, and with --url what the server answers. Their tokens come
     first, then those of the users' texts. The chat template's tokens are always proposed, and what is left is filled up

@@ -1,4 +1,4 @@
-"""A server made of measured times: steps by a measured table, prefills by a line."""
+"""A server made of measured times: steps from a measured table, prefills from a line."""
 
 from __future__ import annotations
 
@@ -362,14 +362,14 @@ class _Episode:
             self._send_next(user)
 
     def run(self) -> Outcome:
-        behind: Result | None = None
+        pending: Result | None = None
         while True:
             result = self._run_batch()
-            if behind is not None:
-                self._deliver(behind)
+            if pending is not None:
+                self._deliver(pending)
             if result is None and not self._waiting:
                 return self._outcome
-            behind = result
+            pending = result
 
     def _run_batch(self) -> Result | None:
         chunk = self._server.prompts.next_chunk(self._waiting, len(self._running))

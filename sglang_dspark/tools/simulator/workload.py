@@ -265,7 +265,7 @@ class BlockSource(Protocol):
 
 @dataclass(frozen=True)
 class ConditionalAcceptance:
-    """Blocks by a conditional acceptance per position.
+    """Blocks drawn from a conditional acceptance per position.
 
     The acceptance of every single draft varies around its position's mean (a beta distribution), and the confidence
     head knows it exactly.
