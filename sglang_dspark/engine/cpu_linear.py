@@ -36,6 +36,8 @@ _TIMED_BYTES = 64 << 20
 """Of the weights so much is timed: more than most caches hold, and read in a moment."""
 
 _ROUNDS = 3
+_SECONDS = 0.2
+"""Ways take turns at least so often, and so long: other programs spoil single turns."""
 
 _GAIN = 0.95
 """A way replaces a simpler one if it takes at most this part of its time."""
@@ -158,11 +160,13 @@ def fastest_ways(weights: Sequence[torch.Tensor], *, may_copy: bool) -> list[Way
 
 
 def _fastest(stored: dict[Way, list[torch.Tensor]], rows: int) -> Way:
-    """Return the way that computes so many rows fastest, by the least time of a few rounds in turns."""
+    """Return the way that computes so many rows fastest, from the least time of several rounds."""
     weights = stored[Way.PYTORCH]
     inputs = [weight.new_ones(rows, weight.shape[1]) for weight in weights]
     least = dict.fromkeys(stored, inf)
-    for _ in range(_ROUNDS):
+    rounds, end = 0, perf_counter() + _SECONDS
+    while rounds < _ROUNDS or perf_counter() < end:
+        rounds += 1
         for way, forms in stored.items():
             product, begin = linear if way is Way.PYTORCH else onednn_linear, perf_counter()
             for x, weight in zip(inputs, forms, strict=True):

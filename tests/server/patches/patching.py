@@ -99,6 +99,19 @@ def offer_a_pace():
     patch_when_imported("sglang_dspark.features.reports", offer)
 
 
+def compute_from_copies():
+    """Have servers compute linear layers from oneDNN's copies of their weights, however small and fast these are."""
+
+    def patch(module):
+        def ways(weights, *, may_copy, original=module.fastest_ways):
+            copies = may_copy and str(weights[0].dtype) == "torch.float32"
+            return [module.Way.COPY] * 33 if copies else original(weights, may_copy=may_copy)
+
+        module.LEAST_BYTES, module.fastest_ways = 0, ways
+
+    patch_when_imported("sglang_dspark.engine.cpu_linear", patch)
+
+
 def plant_faults():
     """Have whatever only advises fail on servers with ``PLANTED_FAULTS``: two calls of three, one after its work."""
 

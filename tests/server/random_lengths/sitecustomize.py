@@ -11,6 +11,7 @@ import os
 from patching import (
     attend_literally,
     complete_cpu,
+    compute_from_copies,
     keep_states_of_texts,
     offer_a_pace,
     offer_random_lengths,
@@ -21,6 +22,7 @@ from patching import (
 plant_faults()
 offer_random_lengths()
 offer_a_pace()
+compute_from_copies()
 complete_cpu()
 if "SGLANG_USE_CPU_ENGINE" in os.environ:
     serve_sglangs_own()
