@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from math import inf
 from time import perf_counter
-from typing import Any
+from typing import TypeGuard
 
 import psutil
 import torch
@@ -21,7 +21,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, U
 from torch.nn.functional import linear
 
 from sglang_dspark.engine.agreement import Agreement
-from sglang_dspark.engine.sglang_types import ModelRunner
+from sglang_dspark.engine.sglang_types import LinearLayer, ModelRunner
 from sglang_dspark.engine.target import text_model
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class LinearLayers:
         ways: of 0, 1, 2, ... rows.
     """
 
-    def __init__(self, layers: Sequence[torch.nn.Module], ways: Sequence[Way]) -> None:
+    def __init__(self, layers: Sequence[LinearLayer], ways: Sequence[Way]) -> None:
         self.ways = ways
         self._copies = dict.fromkeys(layers, torch.empty(0)) if Way.COPY in ways else {}
         self.follow()
@@ -72,7 +72,7 @@ class LinearLayers:
         for layer in self._copies:
             self._copies[layer] = copy_for_onednn(layer.weight)
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, layer: LinearLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return [..., out] ``x @ layer.weight.T + bias`` of x [..., in] and bias [out]."""
         rows = x.numel() // x.shape[-1]
         way = self.ways[rows] if rows < len(self.ways) else Way.PYTORCH
@@ -87,7 +87,7 @@ class LinearMethod(UnquantizedLinearMethod):
     def __init__(self, layers: LinearLayers) -> None:
         self._layers = layers
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: LinearLayer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self._layers.apply(layer, x, bias)
 
 
@@ -97,7 +97,7 @@ class HeadMethod(UnquantizedEmbeddingMethod):
     def __init__(self, layers: LinearLayers) -> None:
         self._layers = layers
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: LinearLayer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self._layers.apply(layer, x.to(layer.weight.dtype), bias)
 
 
@@ -122,10 +122,10 @@ def replace_linear(runner: ModelRunner, agreement: Agreement) -> LinearLayers | 
     return layers
 
 
-def _methods(runner: ModelRunner) -> dict[torch.nn.Module, type[LinearMethod | HeadMethod]]:
+def _methods(runner: ModelRunner) -> dict[LinearLayer, type[LinearMethod | HeadMethod]]:
     """Return the linear layers of a target that SGLang hands to PyTorch, and what replaces their method."""
     model = text_model(runner)
-    found: dict[torch.nn.Module, type[LinearMethod | HeadMethod]] = {
+    found: dict[LinearLayer, type[LinearMethod | HeadMethod]] = {
         layer: LinearMethod for layer in model.modules() if _is_computed_by(layer, UnquantizedLinearMethod)
     }
     head = getattr(model, "lm_head", None)  # the embedding, if its weights are tied
@@ -135,8 +135,10 @@ def _methods(runner: ModelRunner) -> dict[torch.nn.Module, type[LinearMethod | H
     return found
 
 
-def _is_computed_by(layer: Any, method: type) -> bool:
-    return type(getattr(layer, "quant_method", None)) is method
+def _is_computed_by(layer: object, method: type) -> TypeGuard[LinearLayer]:
+    """Return whether SGLang's method hands the weight as it is to PyTorch: a kernel package for CPUs packs it."""
+    packed = getattr(layer, "use_intel_amx_backend", False)
+    return type(getattr(layer, "quant_method", None)) is method and not packed
 
 
 @torch.no_grad()

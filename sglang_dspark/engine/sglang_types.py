@@ -153,6 +153,13 @@ class ModelRunner(Protocol):
         """Make the backend of attention that the arguments name."""
 
 
+class LinearLayer(Protocol):
+    """``sglang.srt.layers.linear.LinearBase`` or ``ParallelLMHead`` without quantisation."""
+
+    weight: torch.Tensor
+    quant_method: object
+
+
 class TpModelWorker(Protocol):
     """``sglang.srt.managers.tp_worker.TpModelWorker``: runs the target."""
 

@@ -30,7 +30,6 @@ from sglang_dspark.engine.target import weights_region
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SimulatedAcceptance, SpecWorkerBase
 from sglang_dspark.gpu_paths import is_on
-from sglang_dspark.on_cpu import stands_in
 from sglang_dspark.scheduling.policies import ExtraRows
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -99,8 +98,7 @@ class DSparkWorker(SpecWorkerBase):
         self.schedule.forecast.in_one_launch = takes("survivals")
         if self.draft_pool is None and takes("held-rows"):  # SGLang may copy draft K/V of a pool at any time
             self.drafter.hold_rows()
-        # A kernel package that was built for CPUs has products of its own.
-        self.linear_layers = replace_linear(runner, self.agreement) if stands_in() else None
+        self.linear_layers = None if self.on_gpu else replace_linear(runner, self.agreement)
         words = most_words(int(runner.req_to_token_pool.size), self.max_verify, self.drafter.gamma)
         self.copies = PackedCopies(words, self.device)
         if self.on_gpu:
