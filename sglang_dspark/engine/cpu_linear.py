@@ -149,34 +149,45 @@ def fastest_ways(weights: Sequence[torch.Tensor], *, may_copy: bool) -> list[Way
         if sum(other.nbytes for other in timed) >= _TIMED_BYTES:
             break
         timed.append(weight.detach())
-    stored = {Way.PYTORCH: timed}
-    try:
-        onednn_linear(timed[0].new_zeros(1, timed[0].shape[1]), timed[0], None)
-        stored[Way.ONEDNN] = timed
-        if may_copy:
-            stored[Way.COPY] = [copy_for_onednn(weight) for weight in timed]
-    except RuntimeError:  # in 16 bits on a CPU without instructions for them
-        logger.debug("DSPARK: oneDNN does not compute %s on this CPU", timed[0].dtype)
-    chosen = {rows: _fastest(stored, rows) for rows in ROWS}
+    forms = forms_of(timed, may_copy=may_copy)
+    chosen = {rows: _simple_and_fast(least_seconds(forms, rows)) for rows in ROWS}
     return [chosen[next(timed_rows for timed_rows in ROWS if timed_rows >= rows)] for rows in range(ROWS[-1] + 1)]
 
 
-def _fastest(stored: dict[Way, list[torch.Tensor]], rows: int) -> Way:
-    """Return the way that computes so many rows fastest, from the least time of several rounds."""
-    weights = stored[Way.PYTORCH]
+def forms_of(weights: Sequence[torch.Tensor], *, may_copy: bool) -> dict[Way, Sequence[torch.Tensor]]:
+    """Return what each way that this CPU has for their dtype reads of weights [out, in]."""
+    forms = {Way.PYTORCH: weights}
+    try:
+        onednn_linear(weights[0].new_zeros(1, weights[0].shape[1]), weights[0], None)
+        forms[Way.ONEDNN] = weights
+        if may_copy:
+            forms[Way.COPY] = [copy_for_onednn(weight) for weight in weights]
+    except RuntimeError:  # in 16 bits on a CPU without instructions for them
+        logger.debug("DSPARK: oneDNN does not compute %s on this CPU", weights[0].dtype)
+    return forms
+
+
+def least_seconds(forms: dict[Way, Sequence[torch.Tensor]], rows: int) -> dict[Way, float]:
+    """Return the least time of each way to multiply so many rows by all weights once; the ways take turns."""
+    weights = forms[Way.PYTORCH]
     inputs = [weight.new_ones(rows, weight.shape[1]) for weight in weights]
-    least = dict.fromkeys(stored, inf)
+    least = dict.fromkeys(forms, inf)
     rounds, end = 0, perf_counter() + _SECONDS
     while rounds < _ROUNDS or perf_counter() < end:
         rounds += 1
-        for way, forms in stored.items():
+        for way, stored in forms.items():
             product, begin = linear if way is Way.PYTORCH else onednn_linear, perf_counter()
-            for x, weight in zip(inputs, forms, strict=True):
+            for x, weight in zip(inputs, stored, strict=True):
                 product(x, weight, None)
             least[way] = min(least[way], perf_counter() - begin)
+    return least
+
+
+def _simple_and_fast(seconds: dict[Way, float]) -> Way:
+    """Return the fastest way, or a simpler one that takes hardly longer."""
     best = Way.PYTORCH
-    for way, seconds in least.items():
-        best = way if seconds <= _GAIN * least[best] else best
+    for way, taken in seconds.items():
+        best = way if taken <= _GAIN * seconds[best] else best
     return best
 
 
