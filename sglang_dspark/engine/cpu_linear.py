@@ -136,9 +136,12 @@ def _methods(runner: ModelRunner) -> dict[LinearLayer, type[LinearMethod | HeadM
 
 
 def _is_computed_by(layer: object, method: type) -> TypeGuard[LinearLayer]:
-    """Return whether SGLang's method hands the weight as it is to PyTorch: a kernel package for CPUs packs it."""
+    """Return whether SGLang's method hands the weight as it is to PyTorch, as a matrix.
+
+    A kernel package for CPUs packs it, and the weight of a convolution is in the same kind of layer.
+    """
     packed = getattr(layer, "use_intel_amx_backend", False)
-    return type(getattr(layer, "quant_method", None)) is method and not packed
+    return type(getattr(layer, "quant_method", None)) is method and not packed and layer.weight.dim() == 2  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from sglang_dspark.engine.batch import (
     most_words,
     read_decode_batch,
 )
-from sglang_dspark.engine.cpu_linear import replace_linear
+from sglang_dspark.engine.cpu_linear import LinearLayers, replace_linear
 from sglang_dspark.engine.graphs import Relay, graph_request_slots
 from sglang_dspark.engine.logits_processing import NanCheck
 from sglang_dspark.engine.measure_steps import Stepper, load_or_measure, table_key
@@ -68,6 +68,7 @@ class DSparkWorker(SpecWorkerBase):
         self.request_options = CachedByBatch(asked)
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
+        self.linear_layers: LinearLayers | None = None
 
     def load_drafter(self) -> Drafter | NoDrafter:
         """Return the drafter that the options name."""
@@ -98,7 +99,8 @@ class DSparkWorker(SpecWorkerBase):
         self.schedule.forecast.in_one_launch = takes("survivals")
         if self.draft_pool is None and takes("held-rows"):  # SGLang may copy draft K/V of a pool at any time
             self.drafter.hold_rows()
-        self.linear_layers = None if self.on_gpu else replace_linear(runner, self.agreement)
+        if not self.on_gpu:
+            self.linear_layers = replace_linear(runner, self.agreement)
         words = most_words(int(runner.req_to_token_pool.size), self.max_verify, self.drafter.gamma)
         self.copies = PackedCopies(words, self.device)
         if self.on_gpu:

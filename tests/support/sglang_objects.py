@@ -72,8 +72,8 @@ ONE_RANK = partly(GroupCoordinator, world_size=1, rank_in_group=0)
 
 
 def runner(**attributes: Any) -> Any:
-    """A target's runner."""
-    return partly(ModelRunner, **attributes)
+    """A target's runner; its model has no layers unless one is given."""
+    return partly(ModelRunner, **{"model": torch.nn.Module(), **attributes})
 
 
 def worker(**attributes: Any) -> Any:
