@@ -136,9 +136,14 @@ def _methods(runner: ModelRunner) -> dict[LinearLayer, type[LinearMethod | HeadM
 
 
 def _is_computed_by(layer: object, method: type) -> TypeGuard[LinearLayer]:
-    """Return whether SGLang's method hands the weight as it is to PyTorch: a kernel package for CPUs packs it."""
-    packed = getattr(layer, "use_intel_amx_backend", False)
-    return type(getattr(layer, "quant_method", None)) is method and not packed
+    """Return whether SGLang's method hands the weight as it is to PyTorch: a kernel package for CPUs packs it.
+
+    The convolutions of gated delta nets are such layers by their class, but their weights have three dimensions.
+    """
+    if type(getattr(layer, "quant_method", None)) is not method:
+        return False
+    weight: torch.Tensor = layer.weight  # type: ignore[attr-defined]
+    return weight.dim() == 2 and not getattr(layer, "use_intel_amx_backend", False)
 
 
 @torch.no_grad()

@@ -89,9 +89,11 @@ def test_what_onednn_cannot_compute_is_left_to_pytorch():
 
 @pytest.fixture
 def model():
-    """A target whose embedding is its LM head, with a layer that is quantised."""
+    """A target whose embedding is its LM head, with a layer that is quantised and the convolution of a delta net."""
     model = torch.nn.Module()
     model.embed_tokens = Layer(50, 8, UnquantizedEmbeddingMethod())
+    model.conv1d = Layer(8, 4)
+    model.conv1d.weight.data = model.conv1d.weight.data.unsqueeze(1)
     model.proj, model.quantised = Layer(8, 8), Layer(8, 8, object())
     model.lm_head = model.embed_tokens
     model.logits_processor = SimpleNamespace(use_fp32_lm_head=False)
@@ -117,6 +119,7 @@ def test_layers_and_head_of_a_target_are_replaced(model, monkeypatch, full_preci
     expected = [linear(x, layer.weight) for layer in (model.proj, model.lm_head)]
     assert replace_linear(runner_of(model), OneRank()) is not None
     assert type(model.proj.quant_method) is LinearMethod and model.quantised.quant_method is quantised
+    assert type(model.conv1d.quant_method) is UnquantizedLinearMethod
     head = model.lm_head.quant_method
     assert type(head) is (UnquantizedEmbeddingMethod if full_precision_head else HeadMethod)
     got = model.proj.quant_method.apply(model.proj, x), head.apply(model.lm_head, x)
