@@ -96,7 +96,7 @@ class Demo:
     ) -> None:
         self._console, self._target, self._draft, self._log_dir = console, target, draft, log_dir
         self._prompts, self._max_tokens, self._rounds = prompts or PROMPTS, max_tokens, rounds
-        self._on_gpu = torch.cuda.is_available()
+        self._on_gpu, self._dtype = torch.cuda.is_available(), dtype
         self._chat = has_chat_template(target)
         self._flags = (*(GPU_FLAGS if self._on_gpu else CPU_FLAGS), *ONE_AT_A_TIME, "--dtype", dtype)
         device = torch.cuda.get_device_name() if self._on_gpu else f"CPU, {torch.get_num_threads()} threads"
@@ -121,6 +121,7 @@ class Demo:
             self._console.out(answer.text.strip())
         self._print_speeds(answers)
         self._print_prompts(answers)
+        self._print_conclusion(answers)
 
     def _serve(self, stack: ExitStack, name: str, flags: Sequence[str]) -> LaunchedServer:
         log_path = self._log_dir / f"demo-{name}.log"
@@ -206,6 +207,22 @@ class Demo:
                 "[green]yes[/]" if len(set(texts)) == 1 else "[yellow]no[/]",
             )
         self._console.print(table)
+
+    def _print_conclusion(self, answers: dict[str, Answers]) -> None:
+        """Say what it means for a user, and what to try next."""
+        ratio = geometric_mean(_ratios(answers[AUTO], answers[OFF]))
+        gain = f"{ratio:.2f} times as fast with speculation" if ratio > 1 else "no faster with speculation than without"
+        here = () if self._on_gpu else ("--device", "cpu")
+        command = ("python -m sglang.launch_server --model-path", self._target, *dspark_flags(self._draft), *here)
+        lines = (
+            f"\nOn this machine, answers to one user come {gain}. Serve this pair:",
+            "  " + " ".join(map(str, (*command, "--dtype", self._dtype))),
+            'Measure your own prompts, one or several users at a time (a line {"turns": ["text"]} per prompt):',
+            "  make sweep PROMPTS=prompts.jsonl",
+            "Drafters for other targets: docs/drafters.md",
+        )
+        for line in lines:
+            self._console.print(line, soft_wrap=True, markup=False)
 
 
 def has_chat_template(target_dir: Path) -> bool:

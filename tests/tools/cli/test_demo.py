@@ -30,7 +30,7 @@ def rows(output):
     return [words for line in output.splitlines() if len(words := line.split()) > 1]
 
 
-def test_three_ways_to_decode_are_compared(run_demo, tmp_path):
+def test_three_ways_to_decode_are_compared(run_demo, draft, tmp_path):
     result = run_demo("--prompt", "same", "--prompt", "these differ", "--rounds", "2")
     assert result.exit_code == 0, result.output
     assert result.output.count("\none two three four\n") == 1
@@ -49,6 +49,8 @@ def test_three_ways_to_decode_are_compared(run_demo, tmp_path):
         ("same", "1.50", "yes"),
         ("these", "1.50", "no"),
     ]
+    assert "answers to one user come" in result.output
+    assert f"--speculative-draft-model-path {draft} --device cpu --dtype float32" in result.output
     assert (tmp_path / "c" / "demo-dspark.log").exists()
     assert (tmp_path / "c" / "demo-plain.log").exists()
 
@@ -104,6 +106,17 @@ def test_a_ratio_pairs_the_same_prompt_in_the_same_round():
     speeds = [[10, 5], [20, 10]], [[20, 10], [40, 20]]
     plain, auto = ([[Answer("text", s, 10, 25) for s in rounds] for rounds in way] for way in speeds)
     assert demo._ratios(auto, plain) == pytest.approx([2] * 2)
+
+
+@pytest.mark.parametrize(
+    ("speed", "gain"), [(15.0, "1.50 times as fast with speculation. Serve"), (9.0, "no faster with")]
+)
+def test_the_last_lines_say_what_it_means(speed, gain):
+    output = io.StringIO()
+    options = {"prompts": ["a"], "max_tokens": 8, "rounds": 1, "dtype": "float32", "log_dir": Path()}
+    finished = Demo(Console(file=output), Path(), Path(), **options)
+    finished._print_conclusion({OFF: [[Answer("a", 10.0, 8, 8)]], AUTO: [[Answer("a", speed, 5, 8)]]})
+    assert f"answers to one user come {gain}" in output.getvalue()
 
 
 def test_the_interval_is_that_of_the_geometric_mean_over_prompts():
