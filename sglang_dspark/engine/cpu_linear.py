@@ -43,7 +43,7 @@ _GAIN = 0.95
 """A way replaces a simpler one if it takes at most this part of its time."""
 
 _SHARE_OF_MEMORY = 1 / 16
-"""Copies are made if they take at most this part of the machine's memory."""
+"""Copies are made if those of all ranks and replicas take at most this part of the machine's memory."""
 
 
 class Way(StrEnum):
@@ -111,7 +111,9 @@ def replace_linear(runner: ModelRunner, agreement: Agreement) -> LinearLayers | 
     size = sum(weight.nbytes for weight in weights)
     if size < LEAST_BYTES or len({weight.dtype for weight in weights}) > 1:
         return None
-    may_copy = size <= psutil.virtual_memory().total * _SHARE_OF_MEMORY
+    args = runner.server_args
+    copied = size * args.tp_size * args.dp_size  # by ranks and replicas, as if all of them were on this machine
+    may_copy = copied <= psutil.virtual_memory().total * _SHARE_OF_MEMORY
     ways = agreement.share(fastest_ways(weights, may_copy=may_copy))
     logger.info("DSPARK: linear layers on this CPU: %s; %.1f s", _described(ways, size), perf_counter() - begin)
     if set(ways) == {Way.PYTORCH}:

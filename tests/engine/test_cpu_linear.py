@@ -100,9 +100,10 @@ def model():
     return model
 
 
-def runner_of(model):
+def runner_of(model, *, ranks=1, replicas=1):
     config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]))
-    return SimpleNamespace(model=model, model_config=config)
+    args = SimpleNamespace(tp_size=ranks, dp_size=replicas)
+    return SimpleNamespace(model=model, model_config=config, server_args=args)
 
 
 def test_a_small_target_stays_as_it_is(model):
@@ -126,6 +127,20 @@ def test_layers_and_head_of_a_target_are_replaced(model, monkeypatch, full_preci
     torch.testing.assert_close(list(got), expected)
     tokens = torch.tensor([3, 49])
     assert torch.equal(head.embedding(model.lm_head, tokens), model.lm_head.weight[tokens])
+
+
+@pytest.mark.parametrize("processes", [{}, {"ranks": 2}, {"replicas": 2}])
+def test_copies_of_all_ranks_and_replicas_fit_into_their_share(model, monkeypatch, processes):
+    weights = (model.proj.weight, model.lm_head.weight)
+    room = SimpleNamespace(total=16 * sum(weight.nbytes for weight in weights))
+    allowed = []
+    monkeypatch.setattr(cpu_linear, "LEAST_BYTES", 0)
+    monkeypatch.setattr(cpu_linear.psutil, "virtual_memory", lambda: room)
+    monkeypatch.setattr(
+        cpu_linear, "fastest_ways", lambda weights, may_copy: allowed.append(may_copy) or [Way.PYTORCH] * 9
+    )
+    replace_linear(runner_of(model, **processes), OneRank())
+    assert allowed == [not processes]
 
 
 def test_ways_that_gain_nothing_change_nothing(model, monkeypatch):
