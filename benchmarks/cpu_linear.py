@@ -1,6 +1,7 @@
 """Time a target's linear layers and LM head on this CPU: each way that servers choose from, by the number of rows.
 
-A verification of N drafts for one request has N + 1 rows. Run it on an idle machine.
+A verification of N drafts for one request has N + 1 rows. Layers are timed as the checkpoint has them; SGLang joins
+some of them, such as those of queries, keys and values. Run it on an idle machine.
 """
 
 import argparse
@@ -19,7 +20,7 @@ def weights_of(folder: Path, dtype: torch.dtype) -> list[torch.Tensor]:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             tensors |= {name: opened.get_tensor(name).to(dtype) for name in opened.keys()}  # noqa: SIM118
-    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    head = tensors["lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"]
     layers = [tensor for name, tensor in tensors.items() if name.endswith("_proj.weight")]
     return [*layers, head]
 

@@ -213,12 +213,12 @@ class Hunt:
         async with open_session() as session:
             for number, body in questions:
                 answer = await send(session, url, body)
-                self._judge(number, body, answer)
+                self._judge(number, answer)
                 if answer.status in (ENDED, HUNG):
                     return number
         return None
 
-    def _judge(self, number: int, body: Body, plain: Answer) -> None:
+    def _judge(self, number: int, plain: Answer) -> None:
         ours, found = self.found.answers[number], self.found
         found.compared += 1
         case = {"ours": ours.status, "plain": plain.status, "body": _shown(number, self._bodies[number])}

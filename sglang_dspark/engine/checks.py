@@ -199,7 +199,7 @@ def dimensions(context: LaunchContext) -> None:
 def own_layers(context: LaunchContext) -> str | None:
     """Refuse a drafter that would read a quantised layer of its target.
 
-    What only shows once the target is loaded, its handle refuses then.
+    What only shows once the target is loaded, ``target.Target`` refuses then.
     """
     drafter, target = context.server.drafter, context.target
     if drafter is None or target.quantization is None:

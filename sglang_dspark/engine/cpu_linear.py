@@ -42,8 +42,11 @@ _SECONDS = 0.2
 _GAIN = 0.95
 """A way replaces a simpler one if it takes at most this part of its time."""
 
+_ENCODERS = ("visual", "vision", "audio")
+"""Parts of the names of modules that do not read text."""
+
 _SHARE_OF_MEMORY = 1 / 16
-"""Copies are made if they take at most this part of the machine's memory."""
+"""Copies are made if those of all ranks and replicas take at most this part of the machine's memory."""
 
 
 class Way(StrEnum):
@@ -65,6 +68,11 @@ class LinearLayers:
         self.ways = ways
         self._copies = dict.fromkeys(layers, torch.empty(0)) if Way.COPY in ways else {}
         self.follow()
+
+    @property
+    def copies(self) -> bool:
+        """Return whether there are copies of the weights."""
+        return bool(self._copies)
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -108,12 +116,13 @@ def replace_linear(runner: ModelRunner, agreement: Agreement) -> LinearLayers | 
     """
     begin, methods = perf_counter(), _methods(runner)
     weights = [layer.weight for layer in methods]
-    size = sum(weight.nbytes for weight in weights)
-    if size < LEAST_BYTES or len({weight.dtype for weight in weights}) > 1:
-        return None
-    may_copy = size <= psutil.virtual_memory().total * _SHARE_OF_MEMORY
-    ways = agreement.share(fastest_ways(weights, may_copy=may_copy))
-    logger.info("DSPARK: linear layers on this CPU: %s; %.1f s", _described(ways, size), perf_counter() - begin)
+    size, args = sum(weight.nbytes for weight in weights), runner.server_args
+    copied = size * args.tp_size * args.dp_size  # by ranks and replicas, as if all of them were on this machine
+    may_copy = copied <= psutil.virtual_memory().total * _SHARE_OF_MEMORY
+    enough = size >= LEAST_BYTES
+    ways = agreement.share(fastest_ways(weights, may_copy=may_copy) if enough else [Way.PYTORCH])
+    if enough:
+        logger.info("DSPARK: linear layers on this CPU: %s; %.1f s", _described(ways, size), perf_counter() - begin)
     if set(ways) == {Way.PYTORCH}:
         return None
     layers = LinearLayers(list(methods), ways)
@@ -123,25 +132,33 @@ def replace_linear(runner: ModelRunner, agreement: Agreement) -> LinearLayers | 
 
 
 def _methods(runner: ModelRunner) -> dict[LinearLayer, type[LinearMethod | HeadMethod]]:
-    """Return the linear layers of a target that SGLang hands to PyTorch, and what replaces their method."""
-    model = text_model(runner)
+    """Return the linear layers of a target that SGLang hands to PyTorch, and what replaces their method.
+
+    What encodes pictures and sounds is left out: it sees hundreds of rows at once.
+    """
+    model, dtype = text_model(runner), runner.dtype
     found: dict[LinearLayer, type[LinearMethod | HeadMethod]] = {
-        layer: LinearMethod for layer in model.modules() if _is_computed_by(layer, UnquantizedLinearMethod)
+        layer: LinearMethod
+        for name, layer in model.named_modules()
+        if _is_computed_by(layer, UnquantizedLinearMethod, dtype) and not any(part in name for part in _ENCODERS)
     }
     head = getattr(model, "lm_head", None)  # the embedding, if its weights are tied
     in_its_dtype = not getattr(getattr(model, "logits_processor", None), "use_fp32_lm_head", False)
-    if _is_computed_by(head, UnquantizedEmbeddingMethod) and in_its_dtype:
+    if _is_computed_by(head, UnquantizedEmbeddingMethod, dtype) and in_its_dtype:
         found[head] = HeadMethod
     return found
 
 
-def _is_computed_by(layer: object, method: type) -> TypeGuard[LinearLayer]:
-    """Return whether SGLang's method hands the weight as it is to PyTorch, as a matrix.
+def _is_computed_by(layer: object, method: type, dtype: torch.dtype) -> TypeGuard[LinearLayer]:
+    """Return whether SGLang's method hands the weight as it is to PyTorch: a kernel package for CPUs packs it.
 
-    A kernel package for CPUs packs it, and the weight of a convolution is in the same kind of layer.
+    The convolutions of gated delta nets are such layers by their class, but their weights have three dimensions.
     """
+    if type(getattr(layer, "quant_method", None)) is not method:
+        return False
+    weight: torch.Tensor = layer.weight  # type: ignore[attr-defined]
     packed = getattr(layer, "use_intel_amx_backend", False)
-    return type(getattr(layer, "quant_method", None)) is method and not packed and layer.weight.dim() == 2  # type: ignore[attr-defined]
+    return weight.dim() == 2 and weight.dtype == dtype and not packed
 
 
 @torch.no_grad()

@@ -200,7 +200,7 @@ def prepare_arguments(args: ServerArgs) -> None:
 
 
 def choose_as_plain(args: ServerArgs, choose: Callable[[ServerArgs], None]) -> None:
-    """Have SGLang choose as it does for a plain server, in one of :data:`CHOICES`.
+    """Have SGLang choose as it does for a plain server, in one of the :data:`CHOOSING_STEPS`.
 
     For speculation it chooses other attention of prompts on Blackwell, as if they were verified by it.
     """

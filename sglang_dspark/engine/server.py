@@ -212,7 +212,7 @@ def looked_up(args: ServerArgs) -> ServerArgs:
     """
     looked: Any = copy.copy(args)
     vars(looked).update(vars(args))
-    looked.speculative_draft_model_path = None  # see flags.prepare
+    looked.speculative_draft_model_path = None  # see flags.prepare_arguments
     looked._resolved_overrides = list(getattr(args, "_resolved_overrides", ()))
     handle_model_source_paths(looked)
     handle_missing_default_values(looked)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers.schedule_batch import BaseFinishReason, MultimodalInputs, ReqKvInfo
-    from sglang.srt.managers.tokenizer_manager import ReqState
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
@@ -141,16 +140,12 @@ class ModelRunner(Protocol):
     prefill_cuda_graph_runner: BaseCudaGraphRunner
     eager_runner: BaseRunner
     graph_shared_output: GraphSharedOutput
-    capture_tail_hooks: list[Callable[..., object]]
     prefill_attention_backend_str: str
     lora_manager: LoRAManager
     weight_updater: WeightUpdater
     memory_saver_adapter: TorchMemorySaverAdapter
     ngram_embedding_manager: NgramEmbeddingManager
     mrope_deltas: torch.Tensor  # ours
-
-    def _get_attention_backend(self, init_new_workspace: bool = False) -> AttentionBackend:
-        """Make the backend of attention that the arguments name."""
 
 
 class LinearLayer(Protocol):
@@ -227,8 +222,6 @@ class Req(Protocol):
     seqlen: int
     full_untruncated_fill_ids: Sequence[int]
     prefix_len: int
-    num_matched_prefix_tokens: int
-    last_node: object
     extend_end: int | None
     priority: int | None
     time_stats: SchedulerReqTimeStats
@@ -321,7 +314,6 @@ class TokenizerManager(Protocol):
     model_config: ModelConfig
     tokenizer: PreTrainedTokenizerBase
     incremental_streaming_output: bool
-    rid_to_state: Mapping[str, ReqState]
 
     def auto_create_handle_loop(self) -> None:
         """Start to read answers of the scheduler, if nothing reads them yet."""

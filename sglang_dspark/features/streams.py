@@ -70,7 +70,7 @@ async def look_at_answers(answers: AsyncIterator[Answer]) -> AsyncIterator[Answe
     A request that is aborted while it waits ends without most of what SGLang does with an answer.
 
     Raises:
-        EngineError: see :func:`~sglang_dspark.engine.hooks.check`.
+        EngineError: see :func:`~sglang_dspark.engine.hooks.check_called`.
     """
     async for answer in answers:
         reason = (answer.get("meta_info") or {}).get("finish_reason")

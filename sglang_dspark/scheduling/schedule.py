@@ -97,7 +97,7 @@ class Schedule:
         self.policy = self._make_policy(self.options)
 
     def switch(self, fields: dict[str, Any]) -> None:
-        """Take another policy from the next step on; the fields, and errors, are those of :meth:`with_policy`."""
+        """Take another policy from the next step on; fields and errors: see :meth:`DSparkConfig.with_policy`."""
         options = self.options.with_policy(fields)
         self.policy = self._make_policy(options)
         self.options = options

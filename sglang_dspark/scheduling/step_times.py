@@ -113,16 +113,6 @@ class StepTimes:
         """Return what the machine takes now in multiples of its times when it measured the table."""
         return math.exp(self._speed)
 
-    @property
-    def row_ms(self) -> float:
-        """Return the milliseconds of a row among as many as the table knows: what a row of a long prompt takes, about.
-
-        Attention to a long context comes on top.
-        """
-        requests = self.table.requests[-1]
-        rows = requests * (self.table.gamma + 1)
-        return self.table.step_ms(requests, rows, 0, 0.0) / rows
-
     def by_drafts(self, requests: int, depth: int, context: float) -> NDArray[np.float64]:
         """Return [requests * depth + 1] milliseconds of steps that draft to ``depth``, by drafts verified."""
         times = self.table.times(requests)

@@ -133,7 +133,7 @@ class ForcedRows(ABC):
     Attributes:
         step: the requests.
         tokens: [requests, depth] int64 their drafts.
-        ranks: [requests, depth] float32, :data:`FIRST`, or below 0 for padding.
+        ranks: [requests, depth] float32, :data:`FORCED_RANK`, or below 0 for padding.
         num_drafts: those that are not padding.
         context: mean tokens before each request.
     """

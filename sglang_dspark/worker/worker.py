@@ -141,6 +141,8 @@ class DSparkWorker(SpecWorkerBase):
             max_verify=self.max_verify,
             cuda_graphs="none" if tiers is None else tiers.digest,
         )
+        if not self.on_gpu:
+            key["copied_weights"] = str(self.linear_layers is not None and self.linear_layers.copies)
         for timed in (self.settled.timed, *(part.timed for part in self.parts)):
             key |= timed
         return load_or_measure(stepper, self.options, key)

@@ -89,20 +89,23 @@ def test_what_onednn_cannot_compute_is_left_to_pytorch():
 
 @pytest.fixture
 def model():
-    """A target whose embedding is its LM head, with a layer that is quantised and one that is a convolution."""
+    """A target whose embedding is its LM head, and layers that are left to SGLang."""
     model = torch.nn.Module()
     model.embed_tokens = Layer(50, 8, UnquantizedEmbeddingMethod())
+    model.conv1d = Layer(8, 4)
+    model.conv1d.weight.data = model.conv1d.weight.data.unsqueeze(1)
     model.proj, model.quantised = Layer(8, 8), Layer(8, 8, object())
-    model.convolution = Layer(8, 4)
-    model.convolution.weight.data = torch.randn(8, 1, 4)
+    model.router = Layer(8, 8).double()
+    model.visual = torch.nn.ModuleList([Layer(8, 8)])
     model.lm_head = model.embed_tokens
     model.logits_processor = SimpleNamespace(use_fp32_lm_head=False)
     return model
 
 
-def runner_of(model):
+def runner_of(model, *, ranks=1, replicas=1):
     config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]))
-    return SimpleNamespace(model=model, model_config=config)
+    args = SimpleNamespace(tp_size=ranks, dp_size=replicas)
+    return SimpleNamespace(model=model, model_config=config, server_args=args, dtype=torch.float32)
 
 
 def test_a_small_target_stays_as_it_is(model):
@@ -119,13 +122,28 @@ def test_layers_and_head_of_a_target_are_replaced(model, monkeypatch, full_preci
     expected = [linear(x, layer.weight) for layer in (model.proj, model.lm_head)]
     assert replace_linear(runner_of(model), OneRank()) is not None
     assert type(model.proj.quant_method) is LinearMethod and model.quantised.quant_method is quantised
-    assert type(model.convolution.quant_method) is UnquantizedLinearMethod
+    for left in (model.conv1d, model.visual[0], model.router):
+        assert type(left.quant_method) is UnquantizedLinearMethod
     head = model.lm_head.quant_method
     assert type(head) is (UnquantizedEmbeddingMethod if full_precision_head else HeadMethod)
     got = model.proj.quant_method.apply(model.proj, x), head.apply(model.lm_head, x)
     torch.testing.assert_close(list(got), expected)
     tokens = torch.tensor([3, 49])
     assert torch.equal(head.embedding(model.lm_head, tokens), model.lm_head.weight[tokens])
+
+
+@pytest.mark.parametrize("processes", [{}, {"ranks": 2}, {"replicas": 2}])
+def test_copies_of_all_ranks_and_replicas_fit_into_their_share(model, monkeypatch, processes):
+    weights = (model.proj.weight, model.lm_head.weight)
+    room = SimpleNamespace(total=16 * sum(weight.nbytes for weight in weights))
+    allowed = []
+    monkeypatch.setattr(cpu_linear, "LEAST_BYTES", 0)
+    monkeypatch.setattr(cpu_linear.psutil, "virtual_memory", lambda: room)
+    monkeypatch.setattr(
+        cpu_linear, "fastest_ways", lambda weights, may_copy: allowed.append(may_copy) or [Way.PYTORCH] * 9
+    )
+    replace_linear(runner_of(model, **processes), OneRank())
+    assert allowed == [not processes]
 
 
 def test_ways_that_gain_nothing_change_nothing(model, monkeypatch):

@@ -139,7 +139,7 @@ def test_another_vocabulary_is_refused(device):
             form(distribution=narrow)
 
 
-NOISE_RTOL = 1e-6  # what device_noise promises
+NOISE_RTOL = 1e-6  # what seeded_noise promises
 
 # temperature, top_k, top_p, min_p, seed
 GREEDY = (0.0, -1, 1.0, 0.0, None)

@@ -328,6 +328,7 @@ def test_graphs_do_not_outlive_weights_that_moved():
         drafter=NoDrafter(DSparkConfig(draft_free=True), 5, CPU),
         control=StepControl(schedule(), None, (), on_gpu=True),
         executors=selector,
+        linear_layers=None,
     )
     worker.captured_at, selector.captured = worker.addresses(), "graphs"
     model.weight.data.copy_(torch.ones(2, 2))

@@ -33,12 +33,6 @@ def loop_of(draft):
     return StageLoop(draft=draft, schedule="static")
 
 
-def traces_of(loop):
-    prompts = [case.prompt_ids for case in loop.golden.cases[:2]]
-    loop.serve(prompts, NUM_TOKENS)
-    return loop.traces
-
-
 def by_folder(drafter, folder):
     drafter.load_new(str(folder))()
 
