@@ -114,21 +114,25 @@ def replace_linear(runner: ModelRunner, agreement: Agreement) -> LinearLayers | 
 
     All ranks call it, and take rank 0's ways: one product in two ways would differ in its last bits.
     """
-    begin, methods = perf_counter(), _methods(runner)
+    methods = _methods(runner)
     weights = [layer.weight for layer in methods]
-    size, args = sum(weight.nbytes for weight in weights), runner.server_args
-    copied = size * args.tp_size * args.dp_size  # by ranks and replicas, as if all of them were on this machine
-    may_copy = copied <= psutil.virtual_memory().total * _SHARE_OF_MEMORY
-    enough = size >= LEAST_BYTES
-    ways = agreement.share(fastest_ways(weights, may_copy=may_copy) if enough else [Way.PYTORCH])
-    if enough:
-        logger.info("DSPARK: linear layers on this CPU: %s; %.1f s", _described(ways, size), perf_counter() - begin)
+    enough = sum(weight.nbytes for weight in weights) >= LEAST_BYTES
+    ways = agreement.share(_choose(runner, weights) if enough else [Way.PYTORCH])
     if set(ways) == {Way.PYTORCH}:
         return None
     layers = LinearLayers(list(methods), ways)
     for layer, method in methods.items():
         layer.quant_method = method(layers)
     return layers
+
+
+def _choose(runner: ModelRunner, weights: Sequence[torch.Tensor]) -> list[Way]:
+    """Return the fastest ways, without copies if these would take too much memory, and log them."""
+    begin, size, args = perf_counter(), sum(weight.nbytes for weight in weights), runner.server_args
+    copied = size * args.tp_size * args.dp_size  # by ranks and replicas, as if all of them were on this machine
+    ways = fastest_ways(weights, may_copy=copied <= psutil.virtual_memory().total * _SHARE_OF_MEMORY)
+    logger.info("DSPARK: linear layers on this CPU: %s; %.1f s", _described(ways, size), perf_counter() - begin)
+    return ways
 
 
 def _methods(runner: ModelRunner) -> dict[LinearLayer, type[LinearMethod | HeadMethod]]:
