@@ -3,14 +3,17 @@
 A decode step reads every weight once, for one row or for all rows of a verification, so more rows should cost little.
 What PyTorch chooses can be far from that: on some CPUs MKL, which it calls for float32, takes twice as long for 2 rows
 as for one. oneDNN, which PyTorch brings as well, is faster there, and faster still if it may lay out a copy of the
-weights for itself. Which way is best differs by CPU, dtype and number of rows, so a server times them when it starts.
+weights for itself. For 16 bits, a CPU without instructions for them takes each row's time anew: there the copy has
+float32. Which way is best differs by CPU, dtype and number of rows, so a server times them when it starts.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import StrEnum
+from functools import cache
 from math import inf
 from time import perf_counter
 from typing import TypeGuard
@@ -129,7 +132,8 @@ def replace_linear(runner: ModelRunner, agreement: Agreement) -> LinearLayers | 
 def _choose(runner: ModelRunner, weights: Sequence[torch.Tensor]) -> list[Way]:
     """Return the fastest ways, without copies if these would take too much memory, and log them."""
     begin, size, args = perf_counter(), sum(weight.nbytes for weight in weights), runner.server_args
-    copied = size * args.tp_size * args.dp_size  # by ranks and replicas, as if all of them were on this machine
+    copied = sum(weight.numel() for weight in weights) * (dtype_of_copies(runner.dtype) or runner.dtype).itemsize
+    copied *= args.tp_size * args.dp_size  # ranks and replicas, as if all of them were on this machine
     ways = fastest_ways(weights, may_copy=copied <= psutil.virtual_memory().total * _SHARE_OF_MEMORY)
     logger.info("DSPARK: linear layers on this CPU: %s; %.1f s", _described(ways, size), perf_counter() - begin)
     return ways
@@ -180,15 +184,24 @@ def fastest_ways(weights: Sequence[torch.Tensor], *, may_copy: bool) -> list[Way
 
 def forms_of(weights: Sequence[torch.Tensor], *, may_copy: bool) -> dict[Way, Sequence[torch.Tensor]]:
     """Return what each way that this CPU has for their dtype reads of weights [out, in]."""
-    forms = {Way.PYTORCH: weights}
-    try:
-        onednn_linear(weights[0].new_zeros(1, weights[0].shape[1]), weights[0], None)
+    forms, dtype = {Way.PYTORCH: weights}, weights[0].dtype
+    computed = dtype_of_copies(dtype)
+    if computed == dtype:
         forms[Way.ONEDNN] = weights
-        if may_copy:
-            forms[Way.COPY] = [copy_for_onednn(weight) for weight in weights]
-    except RuntimeError:  # in 16 bits on a CPU without instructions for them
-        logger.debug("DSPARK: oneDNN does not compute %s on this CPU", weights[0].dtype)
+    if computed is not None and may_copy:
+        forms[Way.COPY] = [copy_for_onednn(weight) for weight in weights]
     return forms
+
+
+@cache
+def dtype_of_copies(dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype in which oneDNN computes layers of this one here; None if it does not."""
+    tried = (dtype, torch.float32) if dtype.itemsize == 2 else (dtype,)
+    for candidate in tried:
+        with suppress(RuntimeError):  # this CPU has no instructions for it
+            onednn_linear(torch.zeros(1, 8, dtype=candidate), torch.zeros(8, 8, dtype=candidate), None)
+            return candidate
+    return None
 
 
 def least_seconds(forms: dict[Way, Sequence[torch.Tensor]], rows: int) -> dict[Way, float]:
@@ -216,14 +229,22 @@ def _simple_and_fast(seconds: dict[Way, float]) -> Way:
 
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return [..., out] ``x @ weight.T + bias``, of a weight [out, in] as it is or from :func:`copy_for_onednn`."""
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return product
+    """Return [..., out] ``x @ weight.T + bias`` in the dtype of x, computed in that of the weight.
+
+    Args:
+        weight: [out, in], as it is or from :func:`copy_for_onednn`.
+        bias: [out], in the dtype of x.
+    """
+    given = None if bias is None else bias.to(weight.dtype)
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x.to(weight.dtype), weight, given, "none", [], "")
+    return product.to(x.dtype)
 
 
 def copy_for_onednn(weight: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a weight [out, in] in the layout that oneDNN likes best for a few rows."""
-    copy: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
+    """Return a copy of a weight [out, in] in the layout and dtype that oneDNN likes best for a few rows."""
+    rows = 8  # any few
+    copied = weight.detach().to(dtype_of_copies(weight.dtype))
+    copy: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(copied, rows)
     return copy
 
 

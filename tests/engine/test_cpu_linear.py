@@ -50,6 +50,17 @@ def test_onednn_computes_the_product(stored, shape, rows):
         torch.testing.assert_close(onednn_linear(x, stored(weight), bias).double(), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_copies_of_16_bits(dtype):
+    """Where the CPU has no instructions for the dtype, copies have float32; the result has the dtype of the rows."""
+    torch.manual_seed(0)
+    weight, x, bias = (torch.randn(shape).to(dtype) for shape in ((65, 33), (5, 33), (65,)))
+    product = onednn_linear(x, copy_for_onednn(weight), bias)
+    expected = linear(x.double(), weight.double(), bias.double())
+    assert product.dtype == dtype
+    torch.testing.assert_close(product.double(), expected, rtol=torch.finfo(dtype).eps, atol=0.05)
+
+
 def test_the_number_of_rows_decides_on_the_way(monkeypatch):
     layer, seen = Layer(5, 4), []
     monkeypatch.setattr(cpu_linear, "onednn_linear", lambda x, weight, bias: seen.append((len(x), weight)))
