@@ -186,7 +186,7 @@ class Demo:
             ratios = _with_interval(_ratios(given, answers[base])) if name else ""
             table.add_row(way, _with_range([answer.tokens_per_s for answer in chain(*given)]), name, ratios)
         self._console.print(table)
-        own = "own steps" if self._on_gpu else "own CPU attention"
+        own = "own steps" if self._on_gpu else "own attention and linear layers on a CPU"
         self._console.print(
             f"off / plain is the plugin's {own}, without a drafter; auto / off is speculation: "
             f"{_accept_length(answers[AUTO]):.2f} tokens per step.\nMedians of {self._rounds * len(self._prompts)} "

@@ -41,7 +41,7 @@ def test_three_ways_to_decode_are_compared(run_demo, draft, tmp_path):
     auto = next(row for row in table if row[:2] == ["plugin,", "auto"])
     assert " ".join(off[6:9]) == "off / plain"
     assert " ".join(auto[6:9]) == "auto / off"
-    assert "off / plain is the plugin's own CPU attention, without a drafter" in result.output
+    assert "off / plain is the plugin's own attention and linear layers on a CPU, without" in result.output
     assert "auto / off is speculation: 1.50 tokens per step." in result.output
     assert "auto / plain" not in result.output
     assert "Medians of 4 answers each (prompts: 2, rounds: 2)" in result.output
