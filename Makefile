@@ -25,10 +25,12 @@ env: ## create .venv with everything that demo, tests and benchmarks need
 	@exec 9<Makefile; flock --nonblock 9 || { echo "another make is making $(VENV); waiting for it"; flock 9; }; \
 		$(MAKE) --silent --no-print-directory $(VENV)/.installed
 
-# The stamp is newer than what the environment is made from, so this runs once, and again when they change. Python compiles
-# what it imports; to compile all that is installed takes as long as to install it. uv installs in half of pip's time, but
-# it does not read pip's configuration, which may name the only index that can be reached.
+# uv needs less than half of pip's time, but it does not read pip's configuration, which may name the only index that can
+# be reached.
 INSTALL = install --constraint constraints.txt --editable ".[demo,train,test,bench,dev]"
+
+# The stamp is newer than what the environment is made from, so this runs once, and again when they change. Python compiles
+# what it imports; to compile all that is installed takes as long as to install it.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "1 of 3: a new environment in $(VENV)"
 	$(or $(PYTHON),$(error Python 3.11 is needed: make env PYTHON=/path/to/python3.11)) -m venv $(VENV)

@@ -4,14 +4,17 @@ A verification of N drafts for one request has N + 1 rows. Layers are timed as t
 some of them, such as those of queries, keys and values. Run it on an idle machine.
 """
 
-import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import torch
 from safetensors import safe_open
 
 from sglang_dspark.engine.cpu_linear import ROWS, forms_of, least_seconds
 from sglang_dspark.tools import provenance
+
+DTYPES = ("float32", "bfloat16")
 
 
 def weights_of(folder: Path, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -25,16 +28,19 @@ def weights_of(folder: Path, dtype: torch.dtype) -> list[torch.Tensor]:
     return [*layers, head]
 
 
-def main() -> None:
+@click.command(help=__doc__)
+@click.option(
+    "--target", type=click.Path(exists=True, path_type=Path), required=True, help="Folder with safetensors files."
+)
+@click.option(
+    "--dtype", "dtypes", multiple=True, default=DTYPES, show_default=True, type=click.Choice([*DTYPES, "float16"])
+)
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file of milliseconds, by dtype, way and rows.")
+def main(target: Path, dtypes: Sequence[str], output: Path | None) -> None:
     """Print a table for each dtype, and write the file if one is named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, required=True, help="folder with safetensors files")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--output", type=Path, help="JSON file of milliseconds, by dtype, way and number of rows")
-    options = parser.parse_args()
     milliseconds: dict[str, dict[str, dict[str, float]]] = {}
-    for dtype in options.dtype:
-        forms = forms_of(weights_of(options.target, getattr(torch, dtype)), may_copy=True)
+    for dtype in dtypes:
+        forms = forms_of(weights_of(target, getattr(torch, dtype)), may_copy=True)
         columns: dict[str, dict[str, float]] = {way.value: {} for way in forms}
         print(f"{dtype}, ms by rows", *columns, sep=" | ")
         for rows in ROWS:
@@ -43,8 +49,8 @@ def main() -> None:
                 columns[way.value][str(rows)] = round(taken * 1e3, 2)
             print(rows, *(f"{taken * 1e3:.1f}" for taken in seconds.values()), sep=" | ", flush=True)
         milliseconds[dtype] = columns
-    if options.output:
-        provenance.write_json(options.output, {**provenance.record(), "milliseconds": milliseconds})
+    if output:
+        provenance.write_json(output, {**provenance.record(), "milliseconds": milliseconds})
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 A decode step reads every weight once, for one row or for all rows of a verification, so more rows should cost little.
 What PyTorch chooses can be far from that: on some CPUs MKL, which it calls for float32, takes twice as long for 2 rows
 as for one. oneDNN, which PyTorch brings as well, is faster there, and faster still if it may lay out a copy of the
-weights for itself. For 16 bits, a CPU without instructions for them takes each row's time anew: there the copy has
-float32. Which way is best differs by CPU, dtype and number of rows, so a server times them when it starts.
+weights for itself. A CPU without instructions for 16 bits takes as long for each further row as for the first one:
+there the copy has float32. Which way is best differs by CPU, dtype and number of rows, so a server times them when it
+starts.
 """
 
 from __future__ import annotations
@@ -242,7 +243,7 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 def copy_for_onednn(weight: torch.Tensor) -> torch.Tensor:
     """Return a copy of a weight [out, in] in the layout and dtype that oneDNN likes best for a few rows."""
-    rows = 8  # any few
+    rows = 8  # for which oneDNN chooses the layout
     copied = weight.detach().to(dtype_of_copies(weight.dtype))
     copy: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(copied, rows)
     return copy

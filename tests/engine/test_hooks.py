@@ -40,11 +40,19 @@ def test_names_and_targets_are_told_apart():
     assert {hook.where for hook in HOOKS} == set(get_args(Where))
 
 
-def test_several_hooks_on_one_target_stand_before_or_after_it():
+def in_each_others_way(hooks):
+    """Hooks on one target that are not all before or after it."""
+    placed = Counter((hook.target, hook.where) for hook in hooks)
+    several = [hook for hook in hooks if placed[hook.target, hook.where] > 1]
+    return [hook for hook in several if hook.kind not in (HookType.BEFORE, HookType.AFTER)]
+
+
+@pytest.mark.parametrize("kind", HookType)
+def test_several_hooks_on_one_target_stand_before_or_after_it(kind):
     """SGLang warns of several that stand around one, and of several that replace it the last one counts."""
-    placed = Counter((hook.target, hook.where) for hook in HOOKS)
-    several = [hook for hook in HOOKS if placed[hook.target, hook.where] > 1]  # none at present
-    assert {hook.kind for hook in several} <= {HookType.BEFORE, HookType.AFTER}
+    assert in_each_others_way(HOOKS) == []
+    twice = [replace(HOOKS[0], kind=kind)] * 2
+    assert bool(in_each_others_way([*twice, *HOOKS[1:]])) == (kind not in (HookType.BEFORE, HookType.AFTER))
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.name)
