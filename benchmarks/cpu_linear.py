@@ -11,7 +11,7 @@ import click
 import torch
 from safetensors import safe_open
 
-from sglang_dspark.engine.cpu_linear import ROWS, forms_of, least_seconds
+from sglang_dspark.engine.cpu_linear import ROWS, forms_of, median_seconds
 from sglang_dspark.tools import provenance
 
 DTYPES = ("float32", "bfloat16")
@@ -44,7 +44,7 @@ def main(target: Path, dtypes: Sequence[str], output: Path | None) -> None:
         columns: dict[str, dict[str, float]] = {way.value: {} for way in forms}
         print(f"{dtype}, ms by rows", *columns, sep=" | ")
         for rows in ROWS:
-            seconds = least_seconds(forms, rows)
+            seconds = median_seconds(forms, rows)
             for way, taken in seconds.items():
                 columns[way.value][str(rows)] = round(taken * 1e3, 2)
             print(rows, *(f"{taken * 1e3:.1f}" for taken in seconds.values()), sep=" | ", flush=True)

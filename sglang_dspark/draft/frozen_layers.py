@@ -30,6 +30,15 @@ class Int8Linear(nn.Module):
         return linear(rows, self.weight, self.bias)
 
 
+def linear_layer(weight: Weight) -> nn.Linear | Int8Linear:
+    """Return a layer without a bias that reads a weight ``[out, in]`` where it is."""
+    if isinstance(weight, Int8Weight):
+        return Int8Linear(weight, None)
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
 def in_eight_bits(weight: Tensor) -> Weight:
     """Return a copy of a weight ``[out, in]`` in eight bits; where no kernels run, only in its dtype, but rounded."""
     stored = Int8Weight.of(weight.detach())

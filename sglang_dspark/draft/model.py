@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from dspark_kernels import CommitRows, Dispatched, Int8Weight, Weight, kv_inject, linear
+from dspark_kernels import CommitRows, Dispatched, Weight, kv_inject, linear
 from torch import Tensor, nn
 
 from sglang_dspark.draft.backbone import (
@@ -24,15 +24,21 @@ from sglang_dspark.draft.backbone import (
     with_normed_values,
 )
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.frozen_layers import FusedLayer, read_from, store_in_eight_bits, weights_below_each_other
+from sglang_dspark.draft.frozen_layers import (
+    FusedLayer,
+    Int8Linear,
+    read_from,
+    store_in_eight_bits,
+    weights_below_each_other,
+)
 from sglang_dspark.draft.heads import ConfidenceHead, MarkovHead, build_markov_head
 from sglang_dspark.errors import CheckpointError
 
 
-def base_logits(hidden: Tensor, lm_head: Weight, config: DraftConfig) -> Tensor:
-    """Return logits ``[T, v]`` of ``hidden [T, d]``, in the dtype of ``lm_head [v, d]`` unless that has eight bits."""
-    rows = hidden if isinstance(lm_head, Int8Weight) else hidden.to(lm_head.dtype)
-    logits, cap = linear(rows, lm_head), config.final_logit_softcapping
+def base_logits(hidden: Tensor, lm_head: nn.Linear | Int8Linear, config: DraftConfig) -> Tensor:
+    """Return logits ``[T, v]`` of ``hidden [T, d]``, in the dtype of the LM head unless that has eight bits."""
+    rows = hidden.to(lm_head.weight.dtype) if isinstance(lm_head, nn.Linear) else hidden
+    logits, cap = lm_head(rows), config.final_logit_softcapping
     if config.output_multiplier != 1:
         logits = logits * config.output_multiplier
     return logits if cap is None else torch.tanh(logits / cap) * cap

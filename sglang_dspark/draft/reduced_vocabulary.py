@@ -31,7 +31,7 @@ from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, Marko
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglang_dspark.draft.frozen_layers import in_eight_bits, overwrite
+from sglang_dspark.draft.frozen_layers import in_eight_bits, linear_layer, overwrite
 from sglang_dspark.draft.heads import MarkovHead, SelectorMarkovHead, VanillaMarkovHead
 from sglang_dspark.draft.model import DraftModel, base_logits
 from sglang_dspark.errors import CheckpointError
@@ -82,6 +82,7 @@ class ProposalHeads:
 
     Attributes:
         weights: all but the LM head.
+        lm_head: rows of the proposed tokens.
         proposed: [V + 1] whether a token is proposed, and True, for the -1 after a request's tokens; None for all.
     """
 
@@ -104,7 +105,7 @@ class ProposalHeads:
         if ids is not None:
             self.proposed = np.zeros(model.config.vocab_size + 1, bool)
         markov = _markov_weights(model.markov_head, self._stored)
-        self._rows = self._stored(model.lm_head_weight)
+        self.lm_head = linear_layer(self._stored(model.lm_head_weight))
         head = model.confidence_head
         confidence = None if head is None else ConfidenceWeights(head.proj.weight[0], head.proj.bias)
         self.weights = DraftHeads(markov, confidence, vocabulary, model.config.selector_top_k)
@@ -115,7 +116,7 @@ class ProposalHeads:
         self._follow_list()
         if self._chosen is None and not self._model.eight_bits:
             return
-        overwrite(self._rows, self._stored(self._model.lm_head_weight))
+        overwrite(self.lm_head.weight, self._stored(self._model.lm_head_weight))
         if self.weights.markov is not None and self._model.markov_head is not None:
             overwrite(self.weights.markov.w2, self._stored(self._model.markov_head.markov_w2.weight))
 
@@ -143,7 +144,7 @@ class ProposalHeads:
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[T, v]`` of ``hidden [T, d]`` (post-norm) before the Markov bias, in the LM head's dtype."""
-        return base_logits(hidden, self._rows, self._model.config)
+        return base_logits(hidden, self.lm_head, self._model.config)
 
 
 def _markov_weights(head: MarkovHead | None, stored: Callable[[Tensor], Weight]) -> MarkovWeights | None:

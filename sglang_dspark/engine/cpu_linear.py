@@ -1,4 +1,4 @@
-"""Compute a target's linear layers on a CPU in the way that is fastest there for so many rows.
+"""Compute the linear layers of a target and its drafter on a CPU in the way that is fastest there for so many rows.
 
 A decode step reads every weight once, for one row or for all rows of a verification, so more rows should cost little.
 What PyTorch chooses can be far from that: on some CPUs MKL, which it calls for float32, takes twice as long for 2 rows
@@ -14,14 +14,15 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
-from functools import cache
-from math import inf
+from functools import cache, partial
+from statistics import median
 from time import perf_counter
 from typing import TypeGuard
 
 import psutil
 import torch
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from torch import nn
 from torch.nn.functional import linear
 
 from sglang_dspark.engine.agreement import Agreement
@@ -61,14 +62,18 @@ class Way(StrEnum):
     COPY = "oneDNN with a copy of the weights"
 
 
+Layer = LinearLayer | nn.Linear
+"""A layer of a target, or of a drafter."""
+
+
 class LinearLayers:
-    """Compute the linear layers of one target, its LM head included, that are not quantised.
+    """Compute the linear layers of one target and its drafter, LM heads included, that are not quantised.
 
     Attributes:
         ways: of 0, 1, 2, ... rows.
     """
 
-    def __init__(self, layers: Sequence[LinearLayer], ways: Sequence[Way]) -> None:
+    def __init__(self, layers: Sequence[Layer], ways: Sequence[Way]) -> None:
         self.ways = ways
         self._copies = dict.fromkeys(layers, torch.empty(0)) if Way.COPY in ways else {}
         self.follow()
@@ -84,13 +89,17 @@ class LinearLayers:
         for layer in self._copies:
             self._copies[layer] = copy_for_onednn(layer.weight)
 
-    def apply(self, layer: LinearLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return [..., out] ``x @ layer.weight.T + bias`` of x [..., in] and bias [out]."""
         rows = x.numel() // x.shape[-1]
         way = self.ways[rows] if rows < len(self.ways) else Way.PYTORCH
         if way is Way.PYTORCH or x.dtype != layer.weight.dtype:
             return linear(x, layer.weight, bias)
         return onednn_linear(x, self._copies[layer] if way is Way.COPY else layer.weight, bias)
+
+    def forward(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., out] what a layer of the drafter makes of x [..., in]."""
+        return self.apply(layer, x, layer.bias)
 
 
 class LinearMethod(UnquantizedLinearMethod):
@@ -113,21 +122,27 @@ class HeadMethod(UnquantizedEmbeddingMethod):
         return self._layers.apply(layer, x.to(layer.weight.dtype), bias)
 
 
-def replace_linear(runner: ModelRunner, agreement: Agreement) -> LinearLayers | None:
-    """Have a target's linear layers computed in the fastest ways; None if SGLang's are, or if there is little to gain.
+def replace_linear(runner: ModelRunner, drafter: Sequence[nn.Linear], agreement: Agreement) -> LinearLayers | None:
+    """Have linear layers computed in the fastest ways; None if PyTorch's choices are, or if there is little to gain.
 
     All ranks call it, and take rank 0's ways: one product in two ways would differ in its last bits.
+
+    Args:
+        drafter: its layers, which are computed as the target's are: their dtype is the same.
     """
     methods = _methods(runner)
-    weights = [layer.weight for layer in methods]
+    layers: list[Layer] = [*methods, *drafter]
+    weights = [layer.weight for layer in layers]
     enough = sum(weight.nbytes for weight in weights) >= LEAST_BYTES
     ways = agreement.share(_choose(runner, weights) if enough else [Way.PYTORCH])
     if set(ways) == {Way.PYTORCH}:
         return None
-    layers = LinearLayers(list(methods), ways)
+    found = LinearLayers(layers, ways)
     for layer, method in methods.items():
-        layer.quant_method = method(layers)
-    return layers
+        layer.quant_method = method(found)
+    for drafting in drafter:
+        drafting.forward = partial(found.forward, drafting)  # type: ignore[method-assign]
+    return found
 
 
 def _choose(runner: ModelRunner, weights: Sequence[torch.Tensor]) -> list[Way]:
@@ -179,7 +194,7 @@ def fastest_ways(weights: Sequence[torch.Tensor], *, may_copy: bool) -> list[Way
             break
         timed.append(weight.detach())
     forms = forms_of(timed, may_copy=may_copy)
-    chosen = {rows: _simple_and_fast(least_seconds(forms, rows)) for rows in ROWS}
+    chosen = {rows: _simple_and_fast(median_seconds(forms, rows)) for rows in ROWS}
     return [chosen[next(timed_rows for timed_rows in ROWS if timed_rows >= rows)] for rows in range(ROWS[-1] + 1)]
 
 
@@ -205,11 +220,11 @@ def dtype_of_copies(dtype: torch.dtype) -> torch.dtype | None:
     return None
 
 
-def least_seconds(forms: dict[Way, Sequence[torch.Tensor]], rows: int) -> dict[Way, float]:
-    """Return the least time of each way to multiply so many rows by all weights once; the ways take turns."""
+def median_seconds(forms: dict[Way, Sequence[torch.Tensor]], rows: int) -> dict[Way, float]:
+    """Return the median time of each way to multiply so many rows by all weights once; the ways take turns."""
     weights = forms[Way.PYTORCH]
     inputs = [weight.new_ones(rows, weight.shape[1]) for weight in weights]
-    least = dict.fromkeys(forms, inf)
+    seconds: dict[Way, list[float]] = {way: [] for way in forms}
     rounds, end = 0, perf_counter() + _SECONDS
     while rounds < _ROUNDS or perf_counter() < end:
         rounds += 1
@@ -217,8 +232,8 @@ def least_seconds(forms: dict[Way, Sequence[torch.Tensor]], rows: int) -> dict[W
             product, begin = linear if way is Way.PYTORCH else onednn_linear, perf_counter()
             for x, weight in zip(inputs, stored, strict=True):
                 product(x, weight, None)
-            least[way] = min(least[way], perf_counter() - begin)
-    return least
+            seconds[way].append(perf_counter() - begin)
+    return {way: median(taken) for way, taken in seconds.items()}
 
 
 def _simple_and_fast(seconds: dict[Way, float]) -> Way:

@@ -22,6 +22,7 @@ from dspark_kernels import (
     runs_kernels,
 )
 from numpy.typing import NDArray
+from torch import nn
 
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.backbone import DraftWindow
@@ -207,6 +208,11 @@ class Drafter:
             self._checkpoint, self.config, self.model.config = other, other.config, other.config
 
         return replace
+
+    def linear_layers(self) -> list[nn.Linear]:
+        """Return the layers that multiply by a weight that is not quantised, LM head included."""
+        modules = (*self.model.fc.modules(), *self.model.layers.modules(), self.heads.lm_head)
+        return [module for module in modules if isinstance(module, nn.Linear)]
 
     def _check_writable(self) -> None:
         if self.model.eight_bits:
@@ -398,6 +404,10 @@ class NoDrafter:
 
     def follow_target(self) -> None:
         """Do nothing: nothing is read from the target."""
+
+    def linear_layers(self) -> list[nn.Linear]:
+        """Return no layers."""
+        return []
 
     def settle(self) -> None:
         """Do nothing: no row is held."""

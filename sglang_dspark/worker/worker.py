@@ -100,7 +100,7 @@ class DSparkWorker(SpecWorkerBase):
         if self.draft_pool is None and takes("held-rows"):  # SGLang may copy draft K/V of a pool at any time
             self.drafter.hold_rows()
         if not self.on_gpu:
-            self.linear_layers = replace_linear(runner, self.agreement)
+            self.linear_layers = replace_linear(runner, self.drafter.linear_layers(), self.agreement)
         words = most_words(int(runner.req_to_token_pool.size), self.max_verify, self.drafter.gamma)
         self.copies = PackedCopies(words, self.device)
         if self.on_gpu:
@@ -258,7 +258,7 @@ class DSparkWorker(SpecWorkerBase):
         self.drafter.remember(tokens, slots)
 
     def weights_changed(self, *, new_drafter: bool = False) -> None:
-        """Renew what was copied of the target's weights, and forget what was learned of those before."""
+        """Renew what was copied of weights, and forget what was learned of those before."""
         self.drafter.follow_target()
         if self.linear_layers is not None:
             self.linear_layers.follow()

@@ -120,7 +120,7 @@ def runner_of(model, *, ranks=1, replicas=1):
 
 
 def test_a_small_target_stays_as_it_is(model):
-    assert replace_linear(runner_of(model), OneRank()) is None
+    assert replace_linear(runner_of(model), [], OneRank()) is None
     assert type(model.proj.quant_method) is UnquantizedLinearMethod
 
 
@@ -131,7 +131,7 @@ def test_layers_and_head_of_a_target_are_replaced(model, monkeypatch, full_preci
     model.logits_processor.use_fp32_lm_head = full_precision_head
     quantised, x = model.quantised.quant_method, torch.randn(3, 8)
     expected = [linear(x, layer.weight) for layer in (model.proj, model.lm_head)]
-    assert replace_linear(runner_of(model), OneRank()) is not None
+    assert replace_linear(runner_of(model), [], OneRank()) is not None
     assert type(model.proj.quant_method) is LinearMethod and model.quantised.quant_method is quantised
     for left in (model.conv1d, model.visual[0], model.router):
         assert type(left.quant_method) is UnquantizedLinearMethod
@@ -141,6 +141,18 @@ def test_layers_and_head_of_a_target_are_replaced(model, monkeypatch, full_preci
     torch.testing.assert_close(list(got), expected)
     tokens = torch.tensor([3, 49])
     assert torch.equal(head.embedding(model.lm_head, tokens), model.lm_head.weight[tokens])
+
+
+def test_layers_of_a_drafter_are_computed_likewise(model, monkeypatch):
+    monkeypatch.setattr(cpu_linear, "LEAST_BYTES", 0)
+    monkeypatch.setattr(cpu_linear, "fastest_ways", lambda weights, may_copy: [Way.COPY] * 9)
+    layer, x = torch.nn.Linear(8, 5), torch.randn(2, 3, 8)
+    expected = layer(x)
+    layers = replace_linear(runner_of(model), [layer], OneRank())
+    torch.testing.assert_close(layer(x), expected)
+    layer.weight.data.mul_(2)
+    layers.follow()
+    torch.testing.assert_close(layer(x), 2 * expected - layer.bias)
 
 
 @pytest.mark.parametrize("processes", [{}, {"ranks": 2}, {"replicas": 2}])
@@ -153,12 +165,12 @@ def test_copies_of_all_ranks_and_replicas_fit_into_their_share(model, monkeypatc
     monkeypatch.setattr(
         cpu_linear, "fastest_ways", lambda weights, may_copy: allowed.append(may_copy) or [Way.PYTORCH] * 9
     )
-    replace_linear(runner_of(model, **processes), OneRank())
+    replace_linear(runner_of(model, **processes), [], OneRank())
     assert allowed == [not processes]
 
 
 def test_ways_that_gain_nothing_change_nothing(model, monkeypatch):
     monkeypatch.setattr(cpu_linear, "LEAST_BYTES", 0)
     monkeypatch.setattr(cpu_linear, "fastest_ways", lambda weights, may_copy: [Way.PYTORCH] * 9)
-    assert replace_linear(runner_of(model), OneRank()) is None
+    assert replace_linear(runner_of(model), [], OneRank()) is None
     assert type(model.proj.quant_method) is UnquantizedLinearMethod

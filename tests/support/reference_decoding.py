@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sglang_dspark.draft.config import Visibility
+from sglang_dspark.draft.frozen_layers import linear_layer
 from sglang_dspark.draft.heads import MarkovHead
 from sglang_dspark.draft.model import DraftModel, base_logits
 
@@ -109,7 +110,7 @@ def draft_block(
     """
     config, device = model.config, context.k.device
     hidden = _block_hidden(model, context, anchor)
-    logits_of_slots = base_logits(hidden, model.lm_head_weight, config)
+    logits_of_slots = base_logits(hidden, linear_layer(model.lm_head_weight), config)
     if config.selector_top_k is not None:
         least = logits_of_slots.topk(min(config.selector_top_k, config.num_proposed)).values[:, -1:]
         logits_of_slots = logits_of_slots.where(logits_of_slots >= least, float("-inf"))

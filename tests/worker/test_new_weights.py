@@ -283,7 +283,7 @@ def test_either_tensor_says_what_is_proposed(network, tmp_path, names):
     drafter = StageLoop(draft=tmp_path / "0", schedule="static", network=network).drafter
     drafter.write([(name, tensors[1][name.removeprefix("model.")]) for name in names])
     assert drafter.model.token_ids.tolist() == tokens_of(1)
-    assert drafter.heads._rows.equal(network.get_output_embeddings().weight[tokens_of(1)])
+    assert drafter.heads.lm_head.weight.equal(network.get_output_embeddings().weight[tokens_of(1)])
 
 
 def test_ten_updates_take_no_memory(trained):
@@ -308,12 +308,12 @@ def test_what_was_copied_of_a_reduced_vocabulary_follows(trained, eight_bits):
         other.store_in_eight_bits()
     ids = [3, 5, 8]
     heads, expected = ProposalHeads(model, ids), ProposalHeads(other, ids)
-    head, rows = torch.randn(model.config.vocab_size, model.config.hidden_size), heads._rows
+    head, rows = torch.randn(model.config.vocab_size, model.config.hidden_size), heads.lm_head.weight
     for own, new in zip(model.parameters(), other.parameters(), strict=True):
         own.copy_(new)
     model.lm_head.weight.copy_(head)
     heads.follow()
-    assert heads._rows is rows and rows.equal(in_eight_bits(head[ids]) if eight_bits else head[ids])
+    assert heads.lm_head.weight is rows and rows.equal(in_eight_bits(head[ids]) if eight_bits else head[ids])
     assert heads.weights.markov.w2.equal(expected.weights.markov.w2)
 
 
