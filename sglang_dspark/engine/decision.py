@@ -26,6 +26,8 @@ from sglang_dspark.engine.server import (
     OtherServer,
     TargetOnly,
     looked_up,
+    restore,
+    snapshot,
     speculating,
     variables_of_sglang,
 )
@@ -147,6 +149,7 @@ def _algorithm(args: ServerArgs) -> str:
 
 
 _TEXTS = "_dspark_flags"  # texts of our flags, on the way from the command line to the resolution
+_ASKED = "_dspark_asked"  # this module was asked whose worker decodes
 
 
 @hook(
@@ -196,10 +199,41 @@ def resolve_once(original: Callable[..., None], args: ServerArgs) -> None:
         original(args)
         if speculating(args) is not None:
             hooks.install(args, "children")
-    elif (server := decide(args, given_texts(args))) is None:
+        return
+    setattr(args, _ASKED, True)
+    if (server := decide(args, given_texts(args))) is None:
         original(args)
     else:
         start(server, original, args)
+
+
+@hook(
+    "sglang.srt.server_args.ServerArgs.check_server_args",
+    HookType.AROUND,
+    where="flags",
+    reason="a launcher that was not started by SGLang resolves its arguments before it loads plugins",
+)
+def check_server_args(original: Callable[..., None], args: ServerArgs) -> None:
+    """Check arguments; those that were resolved before the plugin was loaded are resolved again, if they ask for us.
+
+    Frameworks make a ``ServerArgs`` themselves. SGLang resolves it for its own DSPARK then, and loads plugins only
+    right before it asks for this check. Of a record, fields hold what was asked for, so a new one can be made of them.
+
+    Raises:
+        ConfigError: somebody has written to the fields since.
+    """
+    if not hasattr(args, _ASKED) and _is_ours(args, given_texts(args)):
+        asked = {field.name: getattr(args, field.name) for field in record_fields(Record)}
+        if asked != getattr(args, "_raw_input", None):
+            raise ConfigError(
+                "SGLang resolved its arguments before it loaded plugins, so its own DSPARK would decode, and they were "
+                "changed since: call sglang.srt.plugins.load_plugins() before they are resolved, or choose SGLang's "
+                f"own DSPARK with {ENV_PREFIX}ENGINE=builtin"
+            )
+        again = Record(**asked)
+        again.resolve_once()
+        restore(args, snapshot(again))
+    original(args)
 
 
 def resolve(command: Sequence[str]) -> LaunchContext | str:

@@ -237,3 +237,58 @@ def test_sglangs_worker_is_left_untouched_on_a_gpu(monkeypatch):
         said = decision.resolve(command)
     assert found[0] == found[1] and found[0]["speculative_algorithm"] == "DSPARK"
     assert "unmodified: the plugin's does not serve BaichuanForCausalLM" in said
+
+
+FIELDS = {
+    "model_path": TARGET[1], "random_seed": 1,
+    "speculative_algorithm": "DSPARK", "speculative_draft_model_path": DRAFTER[-1],
+}  # fmt: skip
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(serving_hook, "get_device", lambda: "cuda")
+    with machine("Hopper"):
+        yield
+
+
+def resolved_before_plugins(**fields):
+    """Return arguments that a framework has made in a process without plugins."""
+    args = ServerArgs(**FIELDS | fields)
+    ServerArgs.resolve_once.__wrapped__(args)
+    return args
+
+
+def decisions(args):
+    view = resolving_view(args)
+    return {field.name: getattr(view, field.name) for field in record_fields(ServerArgs)}
+
+
+def test_arguments_that_were_resolved_before_the_plugin_was_there_are_resolved_again(on_a_gpu):
+    args, expected = resolved_before_plugins(), ServerArgs(**FIELDS)
+    assert decisions(args)["speculative_algorithm"] == "DSPARK"
+    expected.resolve_once()
+    args.check_server_args()
+    there = pickle.loads(pickle.dumps(args))
+    assert isinstance(attached(there), DSparkServer)
+    assert decisions(there) == decisions(expected)
+    assert decisions(there)["speculative_algorithm"] == "DSPARK_PLUGIN"
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"), [({}, BY_VARIABLE), ({"speculative_algorithm": None}, {})], ids=["builtin", "plain"]
+)
+def test_arguments_that_ask_for_others_stay_as_they_were_resolved(on_a_gpu, monkeypatch, fields, variables):
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    args = resolved_before_plugins(**fields)
+    before = decisions(args)
+    args.check_server_args()
+    assert decisions(args) == before and attached(args) is None
+
+
+def test_arguments_that_were_changed_after_they_were_resolved_end_the_start(on_a_gpu):
+    args = resolved_before_plugins()
+    args.max_running_requests = 3
+    with pytest.raises(ConfigError, match=r"call sglang\.srt\.plugins\.load_plugins\(\) before they are resolved"):
+        args.check_server_args()

@@ -95,7 +95,7 @@ def cases():
             options = POLICIES[policy] | {"block_size": 3}
             yield f"candidates {kind}, after the block, {policy}", options, 3, {"bounds": [bounds]}, ONE_DRAFT
     RARE.update(("candidates compete, after the block, static", "candidates copy, after the block, auto"))
-    RARE.add("candidates compete, longer blocks")
+    RARE.update(f"candidates {kind}, longer blocks" for kind in ("compete", "copy"))
     both = {"requests": 2, "bounds": [COMPETING, COPYING]}
     # One draft of two is verified, and its chain speaks for it.
     yield "two requests with candidates", {}, 1, both | {"choose": half_of}, None

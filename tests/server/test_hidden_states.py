@@ -55,7 +55,11 @@ def behind_pictures():
 
 KINDS = [
     pytest.param("hybrid", "plain_hybrid", repeating, id="recurrent"),
-    pytest.param("parallel", "plain", lambda: [endless(case["prompt_ids"], 24) for case in CASES[:3]], id="ranks"),
+    pytest.param(
+        *("parallel", "plain", lambda: [endless(case["prompt_ids"], 24) for case in CASES[:3]]),
+        id="ranks",
+        marks=pytest.mark.thorough,
+    ),
     pytest.param("mistral3", "plain_mistral3", behind_pictures, id="pictures", marks=pytest.mark.thorough),
 ]
 

@@ -296,7 +296,7 @@ def test_lone_requests_at_the_end_of_a_pool_are_answered(small_pool, plain):
     assert_pool_is_whole(small_pool)
 
 
-@pytest.mark.parametrize("name", ["static", "off"])
+@pytest.mark.parametrize("name", ["static", pytest.param("off", marks=pytest.mark.thorough)])
 def test_requests_that_fill_a_pool_together_are_answered(small_pool, plain, name):
     """Some are retracted when a step without drafts no longer fits: what others keep for drafts ends none of them."""
     bodies = bodies_near_the_end([(90, 100), (120, 130), (100, 90), (30, 60), (70, 200), (110, 120)], seed=7)

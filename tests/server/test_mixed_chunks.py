@@ -124,6 +124,7 @@ ENTERING: dict[str, dict[str, Any]] = {
 """Parameters by which a prompt enters SGLang's queue in another way; a new grammar is compiled before."""
 
 
+@pytest.mark.thorough
 def test_every_prompt_is_cut_to_the_bound(parallel):
     """A millisecond has room for no row: prompts of 90 tokens are read by 8 at a time, however they come."""
     draw, read, gaps = random.Random(8), {}, parallel.get_json("/dspark/capabilities")["gaps"]

@@ -15,7 +15,7 @@ from reference_decoding import decode_greedy
 from server_pool import ROOMY_CPU_FLAGS
 
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
+from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, free_port
 
 PROGRAM = """
 import json, sys
@@ -78,6 +78,49 @@ def test_options_and_weights_of_the_engine(server_pool, tmp_path):
     assert back == trained == list(case["output_ids"])
     accepted = [json.loads(text)["meta_info"]["dspark"]["accept_length"] for text in updated]
     assert accepted[2] != accepted[1]
+
+
+FRAMEWORK = """
+import json, multiprocessing, sys, time, urllib.error, urllib.request
+
+from sglang.srt.entrypoints.http_server import launch_server
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils import kill_process_tree
+
+def get(path):
+    with urllib.request.urlopen(args.url() + path) as answer:
+        return answer.read().decode()
+
+if __name__ == "__main__":
+    case = json.loads(sys.argv[1])
+    args = ServerArgs(**case["fields"])
+    if case["resolves"]:
+        args.resolve_once()
+    server = multiprocessing.Process(target=launch_server, args=(args,))
+    server.start()
+    while server.is_alive():
+        try:
+            get("/health")
+            break
+        except urllib.error.URLError:
+            time.sleep(0.2)
+    print(json.dumps(get("/dspark/capabilities")), flush=True)
+    kill_process_tree(server.pid)
+"""
+
+
+@pytest.mark.parametrize("resolves", [True, False], ids=["verl", "slime"])
+def test_a_framework_that_makes_the_arguments_gets_our_worker(server_pool, resolves):
+    """Its processes have loaded no plugin when SGLang resolves the arguments, in their parent or in the server's."""
+    fields = {
+        "model_path": str(TARGET), "device": "cpu", "disable_cuda_graph": True, "attention_backend": "torch_native",
+        "speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(DRAFT), "dtype": "float32",
+        "max_total_tokens": 2048, "max_running_requests": 2, "sleep_on_idle": True, "port": free_port(),
+    }  # fmt: skip
+    # SGLang refuses its own DSPARK on a CPU, which it resolves first.
+    [said] = server_pool.printed_by(FRAMEWORK, {"fields": fields, "resolves": resolves}, SGLANGS_OWN_ON_A_CPU="1")
+    found = json.loads(said)
+    assert found["engine"] == "plugin"
 
 
 NUM_TOKENS = 800

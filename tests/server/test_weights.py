@@ -209,7 +209,7 @@ HALTED: dict[str, tuple[dict[str, str] | None, dict[str, bool]]] = {
     "continued": ({"mode": "in_place"}, {"flush_cache": False}),
 }
 """What becomes of a request that an update meets: the pause before the update, and fields of the update."""
-OFTEN = {("dspark", "encoded again"), ("dspark", "continued")}
+OFTEN = {("dspark", "encoded again")}
 
 
 @pytest.mark.parametrize(

@@ -309,13 +309,14 @@ class ServerPool:
         finally:
             server.stop()
 
-    def printed_by(self, script: str, argument: Any) -> list[Any]:
+    def printed_by(self, script: str, argument: Any, **env: str) -> list[Any]:
         """Return the JSON strings that a script prints, one to a line, in a process of its own on a CPU.
 
         Args:
             argument: what it finds in ``sys.argv[1]``, as JSON.
+            env: more variables of the process.
         """
-        printed = run_script(script, argument, CPU_ENV, self._folder / "script.log")
+        printed = run_script(script, argument, {**CPU_ENV, **env}, self._folder / "script.log")
         return [json.loads(line) for line in printed.splitlines() if line.startswith('"')]
 
     def close(self) -> None:
