@@ -217,20 +217,14 @@ def check_server_args(original: Callable[..., None], args: ServerArgs) -> None:
     """Check arguments; those that were resolved before the plugin was loaded are resolved again, if they ask for us.
 
     Frameworks make a ``ServerArgs`` themselves. SGLang resolves it for its own DSPARK then, and loads plugins only
-    right before it asks for this check. Of a record, fields hold what was asked for, so a new one can be made of them.
+    right before it asks for this check. Of a record, fields hold what was asked for, which cannot be changed any more,
+    so a new one is made of them.
 
     Raises:
-        ConfigError: somebody has written to the fields since.
+        ConfigError, CheckpointError, EngineError: as :func:`resolve_once`.
     """
     if not hasattr(args, _ASKED) and _is_ours(args, given_texts(args)):
-        asked = {field.name: getattr(args, field.name) for field in record_fields(Record)}
-        if asked != getattr(args, "_raw_input", None):
-            raise ConfigError(
-                "SGLang resolved its arguments before it loaded plugins, so its own DSPARK would decode, and they were "
-                "changed since: call sglang.srt.plugins.load_plugins() before they are resolved, or choose SGLang's "
-                f"own DSPARK with {ENV_PREFIX}ENGINE=builtin"
-            )
-        again = Record(**asked)
+        again = Record(**{field.name: getattr(args, field.name) for field in record_fields(Record)})
         again.resolve_once()
         restore(args, snapshot(again))
     original(args)

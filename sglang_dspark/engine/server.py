@@ -223,17 +223,17 @@ Snapshot = tuple[dict[str, object], dict[str, object]]
 
 
 def snapshot(args: ServerArgs) -> Snapshot:
-    """Return the fields of ``args``, and the attributes next to them, before SGLang resolves them."""
+    """Return the fields of ``args``, and the attributes next to them."""
     return {field.name: getattr(args, field.name) for field in record_fields(Record)}, dict(vars(args))
 
 
 def restore(args: ServerArgs, written: Snapshot) -> None:
-    """Make ``args`` what they were, not resolved."""
+    """Make ``args`` what others were, or they themselves."""
     values, attributes = written
-    vars(args).clear()
-    vars(args).update(attributes)
+    vars(args).clear()  # one of the attributes seals the fields
     for name, value in values.items():
         setattr(args, name, value)
+    vars(args).update(attributes)
 
 
 def variables_of_sglang(prefix: str) -> frozenset[str]:

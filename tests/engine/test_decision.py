@@ -240,14 +240,13 @@ def test_sglangs_worker_is_left_untouched_on_a_gpu(monkeypatch):
 
 
 FIELDS = {
-    "model_path": TARGET[1], "random_seed": 1,
+    "model_path": TARGET[1], "device": "cuda", "random_seed": 1,
     "speculative_algorithm": "DSPARK", "speculative_draft_model_path": DRAFTER[-1],
 }  # fmt: skip
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(serving_hook, "get_device", lambda: "cuda")
+def on_a_gpu():
     with machine("Hopper"):
         yield
 
@@ -285,10 +284,3 @@ def test_arguments_that_ask_for_others_stay_as_they_were_resolved(on_a_gpu, monk
     before = decisions(args)
     args.check_server_args()
     assert decisions(args) == before and attached(args) is None
-
-
-def test_arguments_that_were_changed_after_they_were_resolved_end_the_start(on_a_gpu):
-    args = resolved_before_plugins()
-    args.max_running_requests = 3
-    with pytest.raises(ConfigError, match=r"call sglang\.srt\.plugins\.load_plugins\(\) before they are resolved"):
-        args.check_server_args()
