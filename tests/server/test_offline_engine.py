@@ -98,14 +98,16 @@ if __name__ == "__main__":
         args.resolve_once()
     server = multiprocessing.Process(target=launch_server, args=(args,))
     server.start()
-    while server.is_alive():
-        try:
-            get("/health")
-            break
-        except urllib.error.URLError:
-            time.sleep(0.2)
-    print(json.dumps(get("/dspark/capabilities")), flush=True)
-    kill_process_tree(server.pid)
+    try:
+        while server.is_alive():
+            try:
+                get("/health")
+                break
+            except urllib.error.URLError:
+                time.sleep(0.2)
+        print(json.dumps(get("/dspark/capabilities")), flush=True)
+    finally:
+        kill_process_tree(server.pid)
 """
 
 
