@@ -13,12 +13,13 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import pandas as pd
-from paired_ratio import frame_baselines, paired_ratios, ratio_text, ratios_to_each, summarise
+from paired_ratio import MIN_ROUNDS, frame_baselines, paired_ratios, ratio_text, ratios_to_each, summarise
 from report import figure_text, markdown_table, prompt_names
 from serving.results import config_name, over_rounds, read_sweep
 
@@ -31,12 +32,16 @@ MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.D
 WIDTH = 140
 
 
-# ---- the committed sweep of the bundled pair
+# ---- the committed sweeps of the bundled pair
 
 
-def speeds() -> str:
-    """Return the speeds of plain serving, ``off`` and ``auto``, and the ratios between them, by number of users."""
-    frame = read_sweep(RESULTS / "sweep" / "sweep.csv")
+def speeds(sweep: str = "sweep") -> str:
+    """Return the speeds of plain serving, ``off`` and ``auto``, and the ratios between them, by number of users.
+
+    Args:
+        sweep: folder of the sweep.
+    """
+    frame = read_sweep(RESULTS / sweep / "sweep.csv")
     told = summarise(paired_ratios(frame, "output_tok_s", frame_baselines(frame))).set_index(["load", "config"])
     rows = []
     for users, cells in frame.groupby("concurrency"):
@@ -45,12 +50,16 @@ def speeds() -> str:
         ratios = (ratio_text(told.loc[part["load"].iloc[0], part["config"].iloc[0]]) for part in (off, auto))
         rows.append([str(users), *measured, *ratios, f"{over_rounds(auto, 'accept_length'):.2f}"])
     header = ("users", "plain SGLang", "plugin, `off`", "plugin, `auto`", "off / plain", "auto / off", "accept length")
-    return section(header, rows, _origin("Output tokens per second of all users together", frame))
+    return section(header, rows, _origin("Output tokens per second of all users together", frame, sweep))
 
 
-def fixed_lengths() -> str:
-    """Return how fast ``auto`` is next to every fixed length, and how many drafts it verifies, by number of users."""
-    frame = read_sweep(RESULTS / "sweep" / "sweep.csv")
+def fixed_lengths(sweep: str = "sweep") -> str:
+    """Return how fast ``auto`` is next to every fixed length, and how many drafts it verifies, by number of users.
+
+    Args:
+        sweep: folder of the sweep.
+    """
+    frame = read_sweep(RESULTS / sweep / "sweep.csv")
     (auto,) = frame.loc[frame["policy"] == "auto", "config"].unique()
     told = summarise(ratios_to_each(frame, "output_tok_s", auto)).set_index(["load", "baseline"])
     lengths = sorted(label for label in frame["config"].unique() if label.startswith("static:"))
@@ -60,17 +69,18 @@ def fixed_lengths() -> str:
         drafts = over_rounds(cells[cells["config"] == auto], "mean_verify_len")
         rows.append([str(users), *ratios, f"{drafts:.1f}"])
     header = ["users", *(f"`{config_name(frame, label)}`" for label in lengths), "drafts that `auto` verifies"]
-    return section(header, rows, _origin("Throughput of `auto` in multiples of each fixed length", frame))
+    return section(header, rows, _origin("Throughput of `auto` in multiples of each fixed length", frame, sweep))
 
 
-def _origin(what: str, frame: pd.DataFrame) -> str:
+def _origin(what: str, frame: pd.DataFrame, sweep: str) -> str:
     """Return a sentence on what the sweep measured, where, and how often."""
-    record, rounds = content_of("sweep/provenance.json"), frame["round"].nunique()
+    record, rounds = content_of(f"{sweep}/provenance.json"), frame["round"].nunique()
+    spread = "95 % intervals" if rounds >= MIN_ROUNDS else "the range of the rounds"
     return (
         f"{what}: {record['target']}, {frame['dtype'].iloc[0]}, {record['hardware']['cpu']}, SGLang "
         f"{record['versions']['sglang']}; prompts of {prompt_names(record)}, "
         f"{round(frame['num_tokens'].sum() / frame['num_requests'].sum())} tokens per answer; medians of {rounds} "
-        f"rounds, ratios as geometric means with 95 % intervals ([sweep.csv](sweep/sweep.csv), commit "
+        f"rounds, ratios as geometric means with {spread} ([sweep.csv]({sweep}/sweep.csv), commit "
         f"{record['commit'][:7]})."
     )
 
@@ -196,6 +206,8 @@ def section(header: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> 
 TABLES: dict[str, Callable[[], str]] = {
     "sweep": speeds,
     "fixed_lengths": fixed_lengths,
+    "sweep_float32": partial(speeds, "sweep_float32"),
+    "fixed_lengths_float32": partial(fixed_lengths, "sweep_float32"),
     "adversarial": adversarial,
     "equal_draws": equal_draws,
     "gpu_paths": gpu_paths,
