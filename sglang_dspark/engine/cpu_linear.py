@@ -11,7 +11,7 @@ starts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import cache, partial
@@ -85,9 +85,10 @@ class LinearLayers:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Renew the copies of weights, which have changed."""
-        for layer in self._copies:
-            self._copies[layer] = copy_for_onednn(layer.weight)
+        """Renew the copies of weights, which have changed; layers that share a weight share its copy."""
+        self._copies = dict.fromkeys(self._copies, torch.empty(0))  # the old ones go before new ones are made
+        copies = {place: copy_for_onednn(weight) for place, weight in _distinct(self._copies).items()}
+        self._copies = {layer: copies[_place(layer.weight)] for layer in self._copies}
 
     def apply(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return [..., out] ``x @ layer.weight.T + bias`` of x [..., in] and bias [out]."""
@@ -132,7 +133,7 @@ def replace_linear(runner: ModelRunner, drafter: Sequence[nn.Linear], agreement:
     """
     methods = _methods(runner)
     layers: list[Layer] = [*methods, *drafter]
-    weights = [layer.weight for layer in layers]
+    weights = list(_distinct(layers).values())
     enough = sum(weight.nbytes for weight in weights) >= LEAST_BYTES
     ways = agreement.share(_choose(runner, weights) if enough else [Way.PYTORCH])
     if set(ways) == {Way.PYTORCH}:
@@ -143,6 +144,16 @@ def replace_linear(runner: ModelRunner, drafter: Sequence[nn.Linear], agreement:
     for drafting in drafter:
         drafting.forward = partial(found.forward, drafting)  # type: ignore[method-assign]
     return found
+
+
+def _place(weight: torch.Tensor) -> tuple[int, torch.Size]:
+    """Return what no other weight has."""
+    return weight.data_ptr(), weight.shape
+
+
+def _distinct(layers: Iterable[Layer]) -> dict[tuple[int, torch.Size], torch.Tensor]:
+    """Return the weights of layers by their places: a drafter may have the target's LM head."""
+    return {_place(layer.weight): layer.weight for layer in layers}
 
 
 def _choose(runner: ModelRunner, weights: Sequence[torch.Tensor]) -> list[Way]:

@@ -211,7 +211,7 @@ def resolve_once(original: Callable[..., None], args: ServerArgs) -> None:
     "sglang.srt.server_args.ServerArgs.check_server_args",
     HookType.AROUND,
     where="flags",
-    reason="a launcher that was not started by SGLang resolves its arguments before it loads plugins",
+    reason="of a program that makes its arguments itself, SGLang resolves them before it loads plugins",
 )
 def check_server_args(original: Callable[..., None], args: ServerArgs) -> None:
     """Check arguments; those that were resolved before the plugin was loaded are resolved again, if they ask for us.

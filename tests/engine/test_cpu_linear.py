@@ -88,6 +88,16 @@ def test_copies_follow_the_weights():
     torch.testing.assert_close(layers.apply(layer, x, None), before * 2)
 
 
+def test_a_weight_of_two_layers_is_copied_once(monkeypatch):
+    head, other, made = Layer(6, 4), torch.nn.Linear(4, 6, bias=False), []
+    other.weight = head.weight
+    copy = cpu_linear.copy_for_onednn
+    monkeypatch.setattr(cpu_linear, "copy_for_onednn", lambda weight: made.append(weight) or copy(weight))
+    layers, x = LinearLayers([head, other], [Way.COPY] * 9), torch.randn(3, 4)
+    assert len(made) == 1
+    assert torch.equal(layers.apply(head, x, None), layers.apply(other, x, None))
+
+
 def test_ways_are_known_for_every_number_of_rows():
     ways = fastest_ways([torch.randn(64, 48) for _ in range(3)], may_copy=True)
     assert len(ways) == ROWS[-1] + 1 and set(ways) <= set(Way)
