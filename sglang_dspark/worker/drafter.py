@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -209,6 +209,7 @@ class Drafter:
 
         return replace
 
+    @property
     def linear_layers(self) -> list[nn.Linear]:
         """Return the layers that multiply by a weight that is not quantised, LM head included."""
         modules = (*self.model.fc.modules(), *self.model.layers.modules(), self.heads.lm_head)
@@ -388,6 +389,7 @@ class NoDrafter:
 
     num_drawn = held = 0
     proposed = None
+    linear_layers: Sequence[nn.Linear] = ()
     mask_token_id = 0  # of staged blocks that are not read
 
     def __init__(
@@ -404,10 +406,6 @@ class NoDrafter:
 
     def follow_target(self) -> None:
         """Do nothing: nothing is read from the target."""
-
-    def linear_layers(self) -> list[nn.Linear]:
-        """Return no layers."""
-        return []
 
     def settle(self) -> None:
         """Do nothing: no row is held."""

@@ -100,7 +100,7 @@ class DSparkWorker(SpecWorkerBase):
         if self.draft_pool is None and takes("held-rows"):  # SGLang may copy draft K/V of a pool at any time
             self.drafter.hold_rows()
         if not self.on_gpu:
-            self.linear_layers = replace_linear(runner, self.drafter.linear_layers(), self.agreement)
+            self.linear_layers = replace_linear(runner, self.drafter.linear_layers, self.agreement)
         words = most_words(int(runner.req_to_token_pool.size), self.max_verify, self.drafter.gamma)
         self.copies = PackedCopies(words, self.device)
         if self.on_gpu:
