@@ -228,7 +228,7 @@ def snapshot(args: ServerArgs) -> Snapshot:
 
 
 def restore(args: ServerArgs, written: Snapshot) -> None:
-    """Make ``args`` what others were, or they themselves."""
+    """Give ``args`` the fields and attributes of a snapshot, of their own or of other arguments."""
     values, attributes = written
     vars(args).clear()  # one of the attributes seals the fields
     for name, value in values.items():

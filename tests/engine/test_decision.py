@@ -223,6 +223,12 @@ def test_sglang_looks_up_no_files_of_the_drafter(monkeypatch):
     assert looked and set(looked) == {None}
 
 
+def decisions(args):
+    """Return what SGLang has decided, by field."""
+    view = resolving_view(args)
+    return {field.name: getattr(view, field.name) for field in record_fields(ServerArgs)}
+
+
 def test_sglangs_worker_is_left_untouched_on_a_gpu(monkeypatch):
     """The arguments are those of a start with ``builtin``, and nothing of ours travels with them; `doctor` says so."""
     monkeypatch.setattr(serving_hook, "get_device", lambda: "cuda")
@@ -231,8 +237,7 @@ def test_sglangs_worker_is_left_untouched_on_a_gpu(monkeypatch):
         for engine in ("auto", "builtin"):
             args = prepare_server_args([*command, ENGINE, engine])
             args.resolve_once()
-            view = resolving_view(args)
-            found.append({field.name: getattr(view, field.name) for field in record_fields(ServerArgs)})
+            found.append(decisions(args))
             assert attached(args) is None
         said = decision.resolve(command)
     assert found[0] == found[1] and found[0]["speculative_algorithm"] == "DSPARK"
@@ -256,11 +261,6 @@ def resolved_before_plugins(**fields):
     args = ServerArgs(**FIELDS | fields)
     ServerArgs.resolve_once.__wrapped__(args)
     return args
-
-
-def decisions(args):
-    view = resolving_view(args)
-    return {field.name: getattr(view, field.name) for field in record_fields(ServerArgs)}
 
 
 def test_arguments_that_were_resolved_before_the_plugin_was_there_are_resolved_again(on_a_gpu):

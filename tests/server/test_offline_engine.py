@@ -121,8 +121,7 @@ def test_a_framework_that_makes_the_arguments_gets_our_worker(server_pool, resol
     }  # fmt: skip
     # SGLang refuses its own DSPARK on a CPU, which it resolves first.
     [said] = server_pool.printed_by(FRAMEWORK, {"fields": fields, "resolves": resolves}, SGLANGS_OWN_ON_A_CPU="1")
-    found = json.loads(said)
-    assert found["engine"] == "plugin"
+    assert json.loads(said)["engine"] == "plugin"
 
 
 NUM_TOKENS = 800
