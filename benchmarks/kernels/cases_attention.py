@@ -48,7 +48,7 @@ _DTYPE = torch.bfloat16
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    """Yield draft blocks and verified windows, also wide, short and sliding ones, then rotations and commits of K/V."""
+    """Yield draft blocks and verified windows (also wide, short, sliding, fixed ones), rotations and commits of K/V."""
     attend = partial(_attention, device)
     for name, (causal, pool_dtype), bs in product(
         _SHAPES, ((False, None), (True, None), (True, torch.float8_e4m3fn)), (1, 8, 64, 256)
@@ -63,6 +63,10 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield attend("Qwen3-4B", bs, _GAMMA, causal=False, sight=sight)
     for (name, (_, sight)), bs in product(_WITH_WINDOWS.items(), (1, 64)):
         yield attend(name, bs, _GAMMA + 1, causal=True, sight=sight)
+    for name, dtype in product([*_SHAPES, *_WITH_WINDOWS], (torch.bfloat16, torch.float32)):
+        sight = _WITH_WINDOWS.get(name, (None, ""))[1]
+        note = f", fixed tiles in {8 * dtype.itemsize} bits"
+        yield attend(name, 8, _GAMMA + 1, causal=True, dtype=dtype, sight=sight, note=note, fixed_split=512)
     for bs in (1, 8, 64, 256):
         yield _rotation(bs * _GAMMA, device)
     yield from _injections(device)
@@ -80,6 +84,7 @@ def _attention(
     sight: str = "",
     context: int = _CONTEXT,
     note: str = "",
+    fixed_split: int | None = None,
 ) -> Case:
     heads, kv_heads, head_dim = _SHAPES[model] if model in _SHAPES else _WITH_WINDOWS[model][0]
     num_rows, num_slots = bs * width, 1 + bs * context
@@ -95,17 +100,18 @@ def _attention(
     windows = PagedWindows(table, torch.arange(bs, device=device), lens, indptr, width, *_SIGHTS.get(sight, ()))
     if "pool of its own" in sight:
         windows = replace(windows, translation=torch.randperm(num_slots, device=device))
-    is_stored = pool_dtype != dtype
+    windows = replace(windows, fixed_split=fixed_split)
+    is_rounded = pool_dtype != dtype
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     return case(
         window_attention,
-        *(q, None if is_stored else (k, v), (k_pool, v_pool), windows),
-        splits=num_splits(bs, kv_heads, processors),
+        *(q, None if is_rounded or fixed_split else (k, v), (k_pool, v_pool), windows),
+        splits=-(-(context + width) // fixed_split) if fixed_split else num_splits(bs, kv_heads, processors),
         causal=causal,
         scale=head_dim**-0.5,
         sinks=torch.zeros(heads, dtype=dtype, device=device) if "sinks" in sight else None,
-        name=f"window_attention {'verify' if causal else 'block'}{', 8 bits' if is_stored else sight}{note}, {model}",
-        capability=89 if is_stored else 80,
+        name=f"window_attention {'verify' if causal else 'block'}{', 8 bits' if is_rounded else sight}{note}, {model}",
+        capability=89 if is_rounded else 80,
     )
 
 

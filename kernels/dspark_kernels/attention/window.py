@@ -16,6 +16,9 @@ several programs, the last of which combines their parts (flash-decoding). The h
 length, says how many splits there may be. How many a request uses follows from its own context: if that is short, one
 program writes its rows, its other programs end at once, and there is nothing to combine.
 
+All this depends on what is computed together, and so does rounding. Where a row must get the same bits in every batch,
+a split is a fixed number of keys (``fixed_split``), and tiles depend only on heads and dtypes.
+
 Bytes moved: 2 * kv_heads * hd * (context + rows) of K and V, and twice the queries; the floor is that over the memory
 bandwidth. Where S > 1 splits are used, 8 * S bytes per query element come on top.
 """
@@ -42,7 +45,8 @@ def with_whole_rows(x: torch.Tensor) -> torch.Tensor:
 _MIN_DOT = 16  # smallest tile side of tl.dot
 _FAN = 16  # parts that are combined at a time
 _MAX_SPLITS = _FAN**2
-_SPLIT_TILES = 16_384  # of queries at most, where contexts are split
+WINDOW_ROWS = 16  # of a request at most, with `fixed_split`
+SPLIT_TILES = 16_384  # of queries at most, where contexts are split
 _TILES_PER_SPLIT = 2  # tiles of keys below which another program costs more than it saves; the first one, thrice that
 _MAX_TILE = 32_768  # bytes of a program's queries, beyond which registers and shared memory do not suffice
 _FOUR_WARPS_TILE = 4096  # elements that four warps hold in their registers
@@ -68,6 +72,10 @@ class PagedWindows:
             and the window.
         translation: [slots] int64, row of the pool for each slot; None if they are the same. Only slots of what is seen
             need one.
+        fixed_split: keys of a split, a multiple of those of a tile (64 at most). On a GPU, the bits of a row's output
+            then depend on its query, its position and its keys and values only: not on the rows, requests and splits
+            that are computed with it. Needs causal rows whose keys the pool holds, at most ``WINDOW_ROWS`` of a
+            request, not seen from the anchor. Layers with a sliding window are not split. None: what is fastest.
     """
 
     req_to_token: torch.Tensor
@@ -78,6 +86,7 @@ class PagedWindows:
     sliding_window: int | None = None
     from_anchor: bool = False
     translation: torch.Tensor | None = None
+    fixed_split: int | None = None
 
     def first_seen(self, prefix: int) -> int:
         """Return the first position that a row of a request with such a context sees."""
@@ -97,7 +106,7 @@ def window_attention_ref(
     sinks: torch.Tensor | None = None,  # [heads]
     splits: int | None = None,
 ) -> torch.Tensor:
-    """Compute the same as :func:`window_attention` in plain torch. Syncs with the host."""
+    """Compute the same as :func:`window_attention` in plain torch, whose rounding is its own. Syncs with the host."""
     out = torch.zeros_like(q)
     for request, (start, end) in enumerate(itertools.pairwise(windows.indptr.tolist())):
         if start == end:
@@ -165,13 +174,13 @@ def window_attention(
         scale: of the scores.
         sinks: one more score of each head, without a value, that ``scale`` does not touch; any float dtype.
         splits: programs that may share a context, at most 256; None = what fills the GPU, see :func:`num_splits`.
+            With ``fixed_split`` as many as the longest context and its window need: with fewer, other bits come out.
 
     Returns:
-        [N, heads, hd] in q's dtype, 0 in rows of no request; softmax and sums in float32. No host sync; safe under
-        graph capture.
+        [N, heads, hd] in q's dtype, 0 in rows of no request; sums in float32. No host sync; safe under graph capture.
 
     Raises:
-        ValueError: the pool rows are not contiguous.
+        ValueError: the pool rows are not contiguous, or something does not go with ``fixed_split``.
     """
     if not (pool[0].is_contiguous() and pool[1].is_contiguous()):
         raise ValueError("k_pool and v_pool must be contiguous; pass one layer of a [L, slots, kv_heads, hd] pool")
@@ -181,24 +190,24 @@ def window_attention(
     num_kv_heads = pool[0].shape[1]
     group, block_d = num_heads // num_kv_heads, _block_d(head_dim)
     head_bytes = block_d * q.element_size()
-    share = _heads_per_program(group, windows.width, head_bytes)
-    blocks = _blocks_of_rows(windows.width, share)
+    blocks = _blocks_of_rows(windows, group, head_bytes)
     # Captured forwards have a slot for every request that might come; so many requests at least have rows.
     batch = triton.cdiv(num_rows, windows.width), num_kv_heads, num_processors(q.device)
-    requests, programs = len(windows.prefix_lens), num_kv_heads * triton.cdiv(group, share)
-    splits = _splits(splits, requests * programs, batch)
-    tiles = _tiles_of_keys(blocks["BLOCK_M"], block_d, head_bytes, crowded=splits == 1 and is_crowded(*batch))
+    requests, programs = len(windows.prefix_lens), num_kv_heads * triton.cdiv(group, blocks["SHARE"])
+    splits, has_parts = _splits(splits, windows, requests * programs, batch)
+    crowded, is_fixed = splits == 1 and is_crowded(*batch), windows.fixed_split is not None
+    tiles = _tiles_of_keys(blocks["BLOCK_M"], block_d, head_bytes, crowded=crowded, is_fixed=is_fixed)
+    _check_fixed(windows, tiles["BLOCK_N"], causal=causal, is_stored=kv is None)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     window_attention_kernel[requests, programs, splits](
         *(q, k, v, out),
-        *((None, None, None) if splits == 1 else (*_parts(splits, q), _arrivals(q.device))),
+        *((*_parts(splits, q), _arrivals(q.device)) if has_parts else (None, None, None)),
         *pool,
         *(windows.req_to_token, windows.req_pool_indices, windows.prefix_lens, windows.indptr, windows.translation),
         sinks,
         q.stride(0),
         *(0 if x is None else x.stride(0) for x in (k, v)),
-        windows.req_to_token.stride(0),
-        *(num_rows, scale),
+        *(windows.req_to_token.stride(0), num_rows, scale),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -206,7 +215,7 @@ def window_attention(
         SLIDING_WINDOW=windows.sliding_window or 0,
         FROM_ANCHOR=windows.from_anchor,
         TILES_PER_SPLIT=_TILES_PER_SPLIT,
-        SHARE=share,
+        FIXED_SPLIT=windows.fixed_split or 0,
         BLOCK_D=block_d,
         FAN=_FAN,
         **(blocks | tiles),
@@ -214,20 +223,45 @@ def window_attention(
     return out
 
 
-def _blocks_of_rows(width: int, share: int) -> dict[str, int]:
-    """Return the blocks of a program: its rows times heads, its heads, and the rows of a window."""
+def _blocks_of_rows(windows: PagedWindows, group: int, head_bytes: int) -> dict[str, int]:
+    """Return the heads of a program, and its blocks: its rows times heads, its heads, and the rows of a window."""
+    width = windows.width if windows.fixed_split is None else WINDOW_ROWS
+    share = _heads_per_program(group, width, head_bytes)
     return {
+        "SHARE": share,
         "BLOCK_M": max(_MIN_DOT, triton.next_power_of_2(width * share)),
         "BLOCK_H": triton.next_power_of_2(share),
         "BLOCK_W": max(_MIN_DOT, triton.next_power_of_2(width)),
     }
 
 
-def _splits(asked: int | None, tiles: int, batch: tuple[int, int, int]) -> int:
-    """Return how many programs share a context: one where there are no counters for more."""
-    if tiles > _SPLIT_TILES:
-        return 1
-    return num_splits(*batch) if asked is None else asked
+def _splits(asked: int | None, windows: PagedWindows, tiles: int, batch: tuple[int, int, int]) -> tuple[int, bool]:
+    """Return how many programs share a context, and whether they leave parts."""
+    if windows.fixed_split is None:
+        # One where there are no counters for more.
+        splits = 1 if tiles > SPLIT_TILES else num_splits(*batch) if asked is None else asked
+        return splits, splits > 1
+    if windows.sliding_window is not None:
+        return 1, False
+    if asked is None or not 1 <= asked <= _MAX_SPLITS:
+        raise ValueError(f"splits={asked}; with fixed_split, pass 1 to {_MAX_SPLITS}, enough for the longest context")
+    if tiles > SPLIT_TILES:
+        raise ValueError(f"fixed_split takes {SPLIT_TILES} requests times programs at a time, not {tiles}; pass fewer")
+    # Parts also for one split: a layer has one kernel, for the compiler may round otherwise in another one.
+    return asked, True
+
+
+def _check_fixed(windows: PagedWindows, tile: int, *, causal: bool, is_stored: bool) -> None:
+    if windows.fixed_split is None:
+        return
+    if not causal or windows.from_anchor:
+        raise ValueError("fixed_split needs rows that see up to themselves; pass causal=True, and from_anchor=False")
+    if not is_stored:
+        raise ValueError("fixed_split needs windows that the pool holds; store them, and pass kv=None")
+    if windows.width > WINDOW_ROWS:
+        raise ValueError(f"fixed_split takes {WINDOW_ROWS} rows per request, not {windows.width}; cut longer windows")
+    if windows.fixed_split <= 0 or windows.fixed_split % tile:
+        raise ValueError(f"fixed_split={windows.fixed_split}; pass a multiple of the {tile} keys of a tile")
 
 
 def _parts(splits: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,20 +276,21 @@ def _arrivals(device: torch.device) -> torch.Tensor:
 
     Launches follow each other on one stream. The first one on a device must not be captured.
     """
-    return torch.zeros(_SPLIT_TILES * (_FAN + 1), dtype=torch.int32, device=device)
+    return torch.zeros(SPLIT_TILES * (_FAN + 1), dtype=torch.int32, device=device)
 
 
-def _tiles_of_keys(block_m: int, block_d: int, head_bytes: int, *, crowded: bool) -> dict[str, int]:
+def _tiles_of_keys(block_m: int, block_d: int, head_bytes: int, *, crowded: bool, is_fixed: bool) -> dict[str, int]:
     """Return the keys of a tile, the warps that compute it, and the tiles at hand or under way.
 
     K, V and the queries share what a program has, 99 KiB on an L4 or an RTX 4090: wider heads have fewer keys, and
-    next to the largest tiles of queries, K and V of no second tile are under way.
+    next to the largest tiles of queries, K and V of no second tile are under way. With fixed tiles a batch changes
+    nothing, and those of float32 always get eight warps: 16 rows of three heads have no room in the registers of four.
     """
     keys = max(_MIN_DOT, 64 * _WIDE_HEAD // max(_WIDE_HEAD, triton.next_power_of_2(head_bytes)))
     stages = 3 if 2 * block_m * head_bytes <= _MAX_TILE else 2
-    if block_m * block_d > _FOUR_WARPS_TILE:
+    if block_m * block_d > _FOUR_WARPS_TILE or (is_fixed and head_bytes > 2 * block_d):
         return {"BLOCK_N": keys, "num_warps": 8, "num_stages": stages}
-    if crowded:
+    if crowded and not is_fixed:
         return {"BLOCK_N": max(_MIN_DOT, keys // 2), "num_warps": 2, "num_stages": stages}
     return {"BLOCK_N": keys, "num_warps": 4, "num_stages": stages}
 

@@ -3,6 +3,11 @@
 Programs that share a context leave their parts in memory. The last of a group to arrive combines those of the group,
 and the last of the groups combines what these have left: with 256 programs none reads more than 32 parts. Parts are
 summed in their own order, whichever program is the last one.
+
+With FIXED_SPLIT, tiles and splits begin at multiples of their sizes, counted from the request's first position, and
+hold the window too. A row then meets the same keys in the same tiles whatever is computed with it. Tiles in which it
+sees nothing, before its own or after them, change no bit of what it has, and neither do parts of nothing: their weights
+are exp(-inf) = 0, and that of a single part is exp(0) = 1.
 """
 
 from __future__ import annotations
@@ -45,23 +50,28 @@ def _attend_context(
     first,
     last,
     oldest,  # [M] position from which on a row sees, with SLIDES
+    newest,  # [M] last position that a row sees, WITH_WINDOW
+    stored_from,  # the first position of which something is read, WITH_WINDOW
     dims,
     row_max,
     row_sum,
     acc,
     scale,
+    WITH_WINDOW: tl.constexpr,
     SLIDES: tl.constexpr,
     SLOT_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Continue the online softmax over the context's positions ``first..last-1``.
+    """Continue the online softmax over positions ``first..last-1``: of the context, WITH_WINDOW of the rows too.
 
     Slots are read one tile ahead. Where a tile reads its own, Triton 3.6 starts its copies of K and V only after the
     tile before it is computed, and nothing overlaps.
     """
     positions = first + tl.arange(0, BLOCK_N)
-    slots = _pool_rows(table + positions, translation_ptr, positions < last)
+    # What no row sees may have lost its place in the pool: the first key that one sees stands in for it.
+    readable = tl.maximum(positions, stored_from) if WITH_WINDOW else positions
+    slots = _pool_rows(table + readable, translation_ptr, positions < last)
     for begin in range(first, last, BLOCK_N):
         positions = begin + tl.arange(0, BLOCK_N)
         visible = positions < last
@@ -74,6 +84,8 @@ def _attend_context(
         seen = visible[None, :]
         if SLIDES:
             seen = seen & (positions[None, :] >= oldest[:, None])
+        if WITH_WINDOW:
+            seen = seen & (positions[None, :] <= newest[:, None])
         row_max, row_sum, acc = _attend_tile(q, k, v, seen, row_max, row_sum, acc, scale)
     return row_max, row_sum, acc
 
@@ -168,6 +180,16 @@ def _combine(
     return out, total
 
 
+@triton.jit
+def _used_splits(tiles, num_keys, TILES_PER_SPLIT: tl.constexpr, FIXED_SPLIT: tl.constexpr):
+    """Return how many splits a request uses."""
+    if FIXED_SPLIT > 0:
+        return tl.minimum(tl.cdiv(num_keys, FIXED_SPLIT), tl.num_programs(2))
+    most = tl.minimum(tiles // TILES_PER_SPLIT, tl.num_programs(2))
+    # Whole tiles per split, so that only the last one is ragged.
+    return tl.where(tiles < 3 * TILES_PER_SPLIT, 1, tl.cdiv(tiles, tl.cdiv(tiles, tl.maximum(most, 1))))
+
+
 # What changes from step to step must not cause compilations, through its value or the place of a tensor in memory.
 _STEP_POINTERS = ["req_pool_indices_ptr", "prefix_lens_ptr", "indptr_ptr"]
 
@@ -202,6 +224,7 @@ def window_attention_kernel(
     SLIDING_WINDOW: tl.constexpr,  # 0: everything is seen
     FROM_ANCHOR: tl.constexpr,  # the sliding window is that of the anchor for all rows
     TILES_PER_SPLIT: tl.constexpr,  # of the context, at least; of fewer than three times as many, there is one split
+    FIXED_SPLIT: tl.constexpr,  # keys of a split, tiles of BLOCK_N; 0: as many as suit the context
     SHARE: tl.constexpr,  # heads of a group that a program takes
     BLOCK_H: tl.constexpr,  # >= SHARE
     BLOCK_M: tl.constexpr,  # >= SHARE times the most rows of a request
@@ -212,8 +235,8 @@ def window_attention_kernel(
 ) -> None:
     """Grid (bs, K/V heads times shares of their groups, splits): a program's query rows are all of the request's.
 
-    A request uses as many splits as its context has work for. If that is one, it writes its rows; else the last of its
-    programs to arrive does.
+    A request uses as many splits as its context has work for, or FIXED_SPLIT cuts it into. If that is one, it writes
+    its rows; else the last of its programs to arrive does.
     """
     shares: tl.constexpr = (GROUP + SHARE - 1) // SHARE
     request = tl.program_id(0)
@@ -237,9 +260,7 @@ def window_attention_kernel(
     tiles = tl.cdiv(prefix - begin, BLOCK_N)
     used = tl.full([], 1, tl.int32)
     if parts_ptr is not None:
-        most = tl.minimum(tiles // TILES_PER_SPLIT, tl.num_programs(2))
-        # Whole tiles per split, so that only the last one is ragged.
-        used = tl.where(tiles < 3 * TILES_PER_SPLIT, 1, tl.cdiv(tiles, tl.cdiv(tiles, tl.maximum(most, 1))))
+        used = _used_splits(tiles, prefix + length, TILES_PER_SPLIT, FIXED_SPLIT)
     if (length > 0) & (split < used):
         dims = tl.arange(0, BLOCK_D)
         in_head = dims < HEAD_DIM
@@ -269,6 +290,9 @@ def window_attention_kernel(
         per_split = tl.cdiv(tiles, used) * BLOCK_N
         first = begin + split * per_split
         last = tl.minimum(first + per_split, prefix)
+        if FIXED_SPLIT > 0:
+            first = begin // BLOCK_N * BLOCK_N + split * FIXED_SPLIT
+            last = tl.where(split < used - 1, first + FIXED_SPLIT, prefix + length)
 
         table = req_to_token_ptr + tl.load(req_pool_indices_ptr + request).to(tl.int64) * table_stride
         slot_size: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
@@ -283,17 +307,20 @@ def window_attention_kernel(
             first,
             last,
             oldest,
+            prefix + index,
+            begin,
             dims,
             row_max,
             row_sum,
             acc,
             scale,
+            FIXED_SPLIT > 0,
             slides,
             slot_size,
             HEAD_DIM,
             BLOCK_N,
         )
-        if split == 0:
+        if FIXED_SPLIT == 0 and split == 0:
             columns = tl.arange(0, BLOCK_W)
             if k_ptr is None:
                 slots = _pool_rows(table + prefix + columns, translation_ptr, columns < length)
