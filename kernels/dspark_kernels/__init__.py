@@ -18,19 +18,20 @@ from dspark_kernels.acceptance.simulation import (
     simulated_confidence_ref,
 )
 from dspark_kernels.attention.injection import CommitRows, HeldRows, hold_rows, hold_rows_ref, kv_inject, kv_inject_ref
+from dspark_kernels.attention.prompts import PromptWindows, attend_prompts, cut_prompts, fixed_split_for
 from dspark_kernels.attention.ragged import (
     BlockAttention,
     ContextGroup,
-    VisibleKeys,
     attend_groups,
     block_attention,
     block_attention_ref,
     block_groups,
     block_windows,
-    group_contexts,
 )
 from dspark_kernels.attention.rotation import qk_norm_rope, qk_norm_rope_ref
+from dspark_kernels.attention.tiles import VisibleKeys, tile_contexts
 from dspark_kernels.attention.window import (
+    WINDOW_ROWS,
     PagedWindows,
     is_crowded,
     num_splits,
@@ -127,6 +128,7 @@ __all__ = [
     "QUANTILES",
     "SPAN",
     "USUAL",
+    "WINDOW_ROWS",
     "AcceptResult",
     "Adjustment",
     "AdjustmentTable",
@@ -152,6 +154,7 @@ __all__ = [
     "PagedWindows",
     "PlanNumbers",
     "PreparedStep",
+    "PromptWindows",
     "Purpose",
     "ReplayedRows",
     "RoundKeys",
@@ -171,6 +174,7 @@ __all__ = [
     "adjust",
     "adjust_ref",
     "attend_groups",
+    "attend_prompts",
     "block_attention",
     "block_attention_ref",
     "block_confidence",
@@ -187,6 +191,7 @@ __all__ = [
     "commit_gated_delta",
     "commit_gated_delta_ref",
     "competing_columns",
+    "cut_prompts",
     "distribution_loss",
     "distribution_loss_ref",
     "draft_block",
@@ -195,9 +200,9 @@ __all__ = [
     "exponential",
     "exponential_at",
     "find_chains",
+    "fixed_split_for",
     "gated_delta",
     "gated_delta_ref",
-    "group_contexts",
     "hold_rows",
     "hold_rows_ref",
     "int8_linear",
@@ -234,6 +239,7 @@ __all__ = [
     "suffix_match",
     "suffix_match_ref",
     "target_probs",
+    "tile_contexts",
     "to_device",
     "uniform",
     "usual_bounds",

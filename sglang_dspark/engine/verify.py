@@ -1,16 +1,28 @@
 """Run the target over the rows to be verified, with attention of their own next to SGLang's attention of prompts."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import torch
-from dspark_kernels import ContextGroup, PagedWindows, VisibleKeys, attend_groups, group_contexts, window_attention
+from dspark_kernels import (
+    ContextGroup,
+    PagedWindows,
+    PromptWindows,
+    VisibleKeys,
+    attend_groups,
+    attend_prompts,
+    cut_prompts,
+    fixed_split_for,
+    tile_contexts,
+    window_attention,
+)
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
@@ -27,6 +39,9 @@ _READS_E4M3 = (8, 9)
 
 KV = tuple[torch.Tensor, torch.Tensor]
 """Keys and values."""
+
+Tiles = Callable[[VisibleKeys, int, torch.dtype], list[ContextGroup]]
+"""The layout of a forward on a CPU for layers of a kind: their keys, query heads per K/V head, and dtype."""
 
 
 class LayerRows(NamedTuple):
@@ -52,7 +67,7 @@ class LayerRows(NamedTuple):
 
 
 class PhasedBackend(HybridAttnBackend):
-    """Encode prompts with SGLang's own choice, as a server without DSPARK does, and verify with ``verify``.
+    """Encode prompts with ``prefill``, SGLang's own choice on a GPU, and verify with ``verify``.
 
     Unlike the base class it does not ask ``--speculative-attention-mode``: every decode forward is a verification.
     """
@@ -61,7 +76,8 @@ class PhasedBackend(HybridAttnBackend):
         super().__init__(model_runner, prefill_backend=prefill, decode_backend=verify)
         # SGLang would copy the lengths of every decode step to the host; prompts bring their own.
         self.needs_cpu_seq_lens = False
-        self.prefill_attention_backend_str = model_runner.prefill_attention_backend_str
+        of_sglang = model_runner.prefill_attention_backend_str
+        self.prefill_attention_backend_str = verify.decode_attention_backend_str if prefill is verify else of_sglang
         self.decode_attention_backend_str = verify.decode_attention_backend_str
         self.use_captured_forward_metadata_for_breakable_cuda_graph = (
             prefill.use_captured_forward_metadata_for_breakable_cuda_graph
@@ -131,39 +147,95 @@ class VerifyBackend(AttentionBackend):
         attended = self._attend(rows, forward_batch)
         return (attended if v_scale is None else attended * v_scale).reshape(q.shape)
 
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Lay out the rows of prompts, if they come here; a verification brings its layout."""
+        verifies = forward_batch.forward_mode.is_target_verify()
+        self._lay_out_prompts(forward_batch, None if verifies else forward_batch.extend_seq_lens_cpu)
+
+    @abstractmethod
+    def takes_prompts_of(self, stock: AttentionBackend) -> bool:
+        """Return whether this backend encodes prompts in place of SGLang's."""
+
+    @abstractmethod
+    def _lay_out_prompts(self, forward_batch: ForwardBatch, lens: list[int] | None) -> None:
+        """Prepare the attention of so many rows of each prompt, for all layers; None forgets the last prompts."""
+
     @abstractmethod
     def _attend(self, rows: LayerRows, forward_batch: ForwardBatch) -> torch.Tensor:
         """Return [rows, heads, head_dim]."""
 
 
-class CpuVerifyBackend(VerifyBackend):
-    """Verification on a CPU; unlike ``torch_native``'s extension its cost is linear in the context."""
+class CpuBackend(VerifyBackend):
+    """Attention on a CPU, of prompts as of verification: the bits of a row are the same in both, and in every batch."""
 
-    decode_attention_backend_str = "grouped SDPA"
+    decode_attention_backend_str = "sdpa_tiles"
+    _prompts: Tiles | None
+
+    def takes_prompts_of(self, stock: AttentionBackend) -> bool:
+        """Return whether SGLang's backend does the same for every layer, and more slowly."""
+        return isinstance(stock, TorchNativeAttnBackend)
+
+    def _lay_out_prompts(self, forward_batch: ForwardBatch, lens: list[int] | None) -> None:
+        self._prompts = None
+        if lens is not None:
+            requests, prefixes = forward_batch.req_pool_indices.tolist(), forward_batch.extend_prefix_lens_cpu
+            self._prompts = tiles_of(self.req_to_token, requests, prefixes, lens)
 
     def _attend(self, rows: LayerRows, forward_batch: ForwardBatch) -> torch.Tensor:
+        tiles = forward_batch.spec_info.tiles if forward_batch.forward_mode.is_target_verify() else self._prompts
         heads_per_kv = rows.queries.shape[1] // rows.pools[0].shape[1]
-        groups = forward_batch.spec_info.groups(rows.window, rows.translation, heads_per_kv=heads_per_kv)
+        assert tiles is not None, "rows are laid out before a forward"
+        groups = tiles(VisibleKeys(rows.window, rows.translation), heads_per_kv, rows.queries.dtype)
         return attend_groups(rows.queries, *rows.pools, groups, rows.scale, sinks=rows.sinks)
 
 
 class CudaVerifyBackend(VerifyBackend):
     """Verification on a GPU, with the pools of all backends that ``PREFILL_BACKENDS`` names.
 
-    Queries keep their dtype if the pool has eight bits.
+    Queries keep their dtype if the pool has eight bits. With ``--enable-deterministic-inference`` keys are summed in
+    tiles at fixed positions, those of prompts too.
     """
 
     decode_attention_backend_str = "window_attention"
+    _prompts: PromptWindows | None
+    _fixed_split: int | None = None
+    _splits: int | None = None
 
     def __init__(self, model_runner: ModelRunner) -> None:
         check_pool(model_runner.kv_cache_dtype, torch.cuda.get_device_capability())
         super().__init__(model_runner)
+        if model_runner.server_args.enable_deterministic_inference:
+            longest = self.req_to_token.shape[1]
+            self._fixed_split = fixed_split_for(longest)
+            self._splits = -(-longest // self._fixed_split)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the context of requests in SGLang's dummy forwards."""
         return 1
 
+    def takes_prompts_of(self, stock: AttentionBackend) -> bool:
+        """Return whether prompts are summed in the tiles of verification."""
+        return self._fixed_split is not None
+
+    def _lay_out_prompts(self, forward_batch: ForwardBatch, lens: list[int] | None) -> None:
+        self._prompts = None
+        if lens is not None and self._fixed_split is not None:
+            prefixes = forward_batch.extend_prefix_lens_cpu
+            self._prompts = cut_prompts(self.req_to_token, forward_batch.req_pool_indices, prefixes, lens)
+
     def _attend(self, rows: LayerRows, forward_batch: ForwardBatch) -> torch.Tensor:
+        if not forward_batch.forward_mode.is_target_verify() and self._fixed_split is not None:
+            assert self._prompts is not None, "prompts are laid out before a forward"
+            return attend_prompts(
+                rows.queries,
+                rows.pools,
+                self._prompts,
+                scale=rows.scale,
+                fixed_split=self._fixed_split,
+                sinks=rows.sinks,
+                sliding_window=rows.window,
+                translation=rows.translation,
+            )
         windows = PagedWindows(
             self.req_to_token,
             forward_batch.req_pool_indices,
@@ -172,9 +244,15 @@ class CudaVerifyBackend(VerifyBackend):
             forward_batch.spec_info.draft_token_num,
             sliding_window=rows.window,
             translation=rows.translation,
+            fixed_split=self._fixed_split,
         )
+        kv = rows.kv if self._fixed_split is None else None
         return window_attention(
-            rows.queries, rows.kv, rows.pools, windows, causal=True, scale=rows.scale, sinks=rows.sinks
+            *(rows.queries, kv, rows.pools, windows),
+            causal=True,
+            scale=rows.scale,
+            sinks=rows.sinks,
+            splits=self._splits,
         )
 
 
@@ -200,9 +278,20 @@ def as_without_dspark(runner: ModelRunner) -> AbstractContextManager[None]:
 
 def verify_with_prompts(runner: ModelRunner) -> None:
     """Put our attention of verification next to the target's backend, before any graph is captured."""
-    verify = (CpuVerifyBackend if torch.device(runner.device).type == "cpu" else CudaVerifyBackend)(runner)
-    runner.attn_backend = PhasedBackend(runner, runner.attn_backend, verify)
+    ours = (CpuBackend if torch.device(runner.device).type == "cpu" else CudaVerifyBackend)(runner)
+    runner.attn_backend = phased(runner, runner.attn_backend, ours)
     runner.kv_index_translator.bind_and_verify_backends([runner.attn_backend])
+
+
+def phased(runner: ModelRunner, stock: AttentionBackend, ours: VerifyBackend) -> PhasedBackend:
+    """Return what verifies with our backend, and encodes prompts with SGLang's or with ours."""
+    return PhasedBackend(runner, ours if ours.takes_prompts_of(stock) else stock, ours)
+
+
+def encodes_prompts(runner: ModelRunner) -> bool:
+    """Return whether all layers of a target attend over prompts as over rows of a verification."""
+    backend = runner.attn_backend
+    return isinstance(backend, PhasedBackend) and backend.prefill_backend is backend.decode_backend
 
 
 def check_pool(dtype: torch.dtype, capability: tuple[int, int]) -> None:
@@ -228,14 +317,14 @@ class DSparkVerifyInput(DFlashVerifyInput):
     Attributes:
         indptr: [bs + 1] int64, first row of each request; what :class:`CudaVerifyBackend` reads.
         requests: [N] int64, request of each row.
-        groups: what :class:`CpuVerifyBackend` reads: the layout for layers of a kind.
+        tiles: what :class:`CpuBackend` reads.
         slots_of_windows: [N] int64, where the rows' K/V lie in the pool of layers with a window; None if there is none.
         advance: what becomes :attr:`TargetOutput.advance`; set by backends of layers that keep something of the rows.
     """
 
     indptr: torch.Tensor | None = None
     requests: torch.Tensor | None = None
-    groups: Callable[..., list[ContextGroup]] | None = None
+    tiles: Tiles | None = None
     slots_of_windows: torch.Tensor | None = None
     advance: Callable[[torch.Tensor], None] | None = None
 
@@ -259,7 +348,12 @@ def run_verify(target_worker: TpModelWorker, decode: DecodeBatch, plan: VerifyPl
         requests=plan.requests,
     )
     if plan.verify_lens.device.type == "cpu":
-        verify_input.groups = _context_groups(target_worker.model_runner, decode, plan.verify_lens.tolist())
+        verify_input.tiles = tiles_of(
+            target_worker.model_runner.req_to_token_pool.req_to_token,
+            decode.req_pool_indices.tolist(),
+            decode.prefix_lens.tolist(),
+            [verify_len + 1 for verify_len in plan.verify_lens.tolist()],
+        )
     batch.out_cache_loc = plan.slots
     # Backends that plan on the host need a bound of context plus window. SGLang restores the batch's fields afterwards.
     if batch.seq_lens_cpu is not None:
@@ -276,24 +370,16 @@ def run_verify(target_worker: TpModelWorker, decode: DecodeBatch, plan: VerifyPl
     return TargetOutput(output, captured, verify_input.advance)
 
 
-def _context_groups(
-    runner: ModelRunner, decode: DecodeBatch, verify_lens: list[int]
-) -> Callable[..., list[ContextGroup]]:
-    """Return the layout of a step, made once for each kind of layer."""
-    query_lens = [verify_len + 1 for verify_len in verify_lens]
+def tiles_of(
+    req_to_token: torch.Tensor, requests: Sequence[int], prefix_lens: Sequence[int], query_lens: Sequence[int]
+) -> Tiles:
+    """Return the layout of rows after prefixes, made once for each kind of layer."""
+    key_lens = [prefix + queries for prefix, queries in zip(prefix_lens, query_lens, strict=True)]
 
     @cache
-    def groups(
-        sliding_window: int | None, translation: torch.Tensor | None, *, heads_per_kv: int
-    ) -> list[ContextGroup]:
-        return group_contexts(
-            runner.req_to_token_pool.req_to_token,
-            decode.req_pool_indices.tolist(),
-            [prefix + num for prefix, num in zip(decode.prefix_lens.tolist(), query_lens, strict=True)],
-            query_lens,
-            VisibleKeys(causal=True, sliding_window=sliding_window, translation=translation),
-            heads_per_kv=heads_per_kv,
-            dtype=runner.dtype,
+    def tiles(visible: VisibleKeys, heads_per_kv: int, dtype: torch.dtype) -> list[ContextGroup]:
+        return tile_contexts(
+            req_to_token, requests, key_lens, query_lens, visible, heads_per_kv=heads_per_kv, dtype=dtype
         )
 
-    return groups
+    return tiles

@@ -90,9 +90,9 @@ def _masked(
     """The group with a mask of what each slot sees."""
     members = slice(None) if group.queries is None else group.queries[::num_slots] // num_slots
     slots = torch.arange(num_slots)
-    ages = (lens[members][:, None] - torch.arange(group.num_keys))[:, None]  # [R, 1, n]
+    ages = (lens[members][:, None] - torch.arange(group.keys.num_keys))[:, None]  # [R, 1, n]
     context = (ages > 0) & visibility.sees_context(ages, slots[:, None])
     block = visibility.sees_block(slots).expand(len(context), -1, -1)
     seen = torch.cat((context, block), dim=2)
     mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
-    return replace(group, mask=mask.repeat(1, heads_per_kv, 1)[:, None])
+    return replace(group, mask=mask.repeat_interleave(heads_per_kv, dim=1)[:, None])

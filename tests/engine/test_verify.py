@@ -10,11 +10,13 @@ import pytest
 import torch
 from acceptance_cases import FP32_TOL, dense_attention
 from dspark_kernels import PagedWindows, RoundKeys, SamplingBatch, VerifyRows, window_attention_ref
+from dspark_kernels.attention import prompts
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import get_forward_context
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import SpecAuxHiddenStateConfig
@@ -167,13 +169,15 @@ def a_layer(scales=(None, None), keys_before=-1):
     return layer
 
 
-def backend_of(pool, slots_of_rows):
+def backend_of(pool, slots_of_rows, *, deterministic=False):
     """The backend of a GPU, over this pool."""
     requests = table(*slots_of_rows.shape)
     requests.req_to_token = slots_of_rows
+    args = SimpleNamespace(enable_deterministic_inference=deterministic)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-        return CudaVerifyBackend(runner(token_to_kv_pool=pool, req_to_token_pool=requests, kv_cache_dtype=pool.dtype))
+        pools = {"token_to_kv_pool": pool, "req_to_token_pool": requests, "kv_cache_dtype": pool.dtype}
+        return CudaVerifyBackend(runner(**pools, server_args=args))
 
 
 def verify(dtype=torch.float32, scales=(None, None), keys_before=-1, sinks=None):
@@ -252,6 +256,35 @@ def test_a_layer_in_a_pool_of_windows(translated):
     for attended in (found, again):
         torch.testing.assert_close(attended.view(3, -1, HEAD_DIM).double(), expected, **FP32_TOL)
     assert pool.full_kv_pool.k_buffer[0].isnan().all()
+
+
+@pytest.mark.parametrize("keys_before", [-1, 6])
+def test_prompts_are_attended_in_the_tiles_of_verification(keys_before, monkeypatch):
+    """With --enable-deterministic-inference on a GPU; without it they stay with SGLang's backend."""
+    torch.manual_seed(2)
+    slots, seen, attention = torch.randperm(60).view(2, 30).int() + 1, [], module.window_attention
+    backend = backend_of(Pool(64, torch.float32), slots, deterministic=True)
+    for user in (module, prompts):
+        monkeypatch.setattr(user, "window_attention", lambda *a, **k: seen.append((a, k)) or attention(*a, **k))
+    q, k, v = (torch.randn(45, heads * HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    requests, stored = torch.tensor([1, 0]), torch.cat([slots[1, 5:30], slots[0, :20]]).long()
+    known = {"req_pool_indices": requests, "extend_prefix_lens_cpu": [5, 0], "extend_seq_lens_cpu": [25, 20]}
+    batch = forward(ForwardMode.EXTEND, out_cache_loc=stored, **known)
+    backend.init_forward_metadata(batch)
+    whole = backend.forward_extend(q.clone(), k.clone(), v.clone(), a_layer((None, None), keys_before), batch)
+    layout, rows = (
+        partly(DSparkVerifyInput, indptr=torch.tensor([0, 3, 7]), draft_token_num=4),
+        [20, 21, 22, 25, 26, 27, 28],
+    )
+    some = forward(
+        spec_info=layout, req_pool_indices=requests, seq_lens=torch.tensor([25, 0]), out_cache_loc=stored[rows]
+    )
+    verified = backend.forward_extend(q[rows], k[rows], v[rows], a_layer((None, None), keys_before), some)
+    torch.testing.assert_close(verified, whole[rows])
+    assert len(seen) == 2
+    for (_, kv, _, windows), how in seen:
+        assert kv is None and windows.fixed_split == 512 and how["splits"] == 1
+    assert backend.takes_prompts_of(None) and not backend_of(Pool(64, torch.float32), slots).takes_prompts_of(None)
 
 
 def test_dummy_forwards_of_sglang_are_attended(monkeypatch):

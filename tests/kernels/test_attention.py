@@ -3,6 +3,7 @@
 Kernels, forms in torch and forms of a CPU are compared with dense attention in float64.
 """
 
+import random
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -11,20 +12,25 @@ import torch
 from acceptance_cases import DTYPES, FP32_TOL, assert_equal_but_for_rounding, dense_attention
 from canonical_drafter import config_json
 from dspark_kernels import (
+    WINDOW_ROWS,
     CommitRows,
     PagedWindows,
     VisibleKeys,
     attend_groups,
+    attend_prompts,
+    cut_prompts,
     dispatch,
-    group_contexts,
+    fixed_split_for,
     is_crowded,
     kv_inject,
     kv_inject_ref,
     num_splits,
+    tile_contexts,
     widest_window,
     window_attention,
     window_attention_ref,
 )
+from dspark_kernels.attention import prompts as prompts_module
 from dspark_kernels.attention import window as module
 from target_distribution import pairwise
 from triton import next_power_of_2
@@ -344,6 +350,192 @@ def test_no_tile_of_a_window_that_start_up_lets_through_is_too_large(head_dim, d
     assert next_power_of_2(widest + 1) * head_bytes > module._MAX_TILE
 
 
+class Texts:
+    """Requests whose rows all have queries, keys and values, from which windows are put together."""
+
+    def __init__(self, lens, shape, device, dtype):
+        heads, kv_heads, head_dim = shape
+        generator = torch.Generator().manual_seed(sum(lens))
+        slots = 1 + torch.randperm(len(lens) * max(lens), generator=generator)
+        self.lens, self.device, self.table = lens, device, slots.int().view(len(lens), -1).to(device)
+        self.q = [torch.randn(length, heads, head_dim, generator=generator).to(device, dtype) for length in lens]
+        size = len(slots) + 1, kv_heads, head_dim
+        self.pools = tuple(torch.randn(size, generator=generator).to(device, dtype) for _ in range(2))
+
+    def prompts(self):
+        indices = torch.arange(len(self.lens), device=self.device)
+        return torch.cat(self.q), cut_prompts(self.table, indices, [0] * len(self.lens), self.lens)
+
+    def case(self, spans, padding=0):
+        """Return arguments of ``window_attention`` for windows (request, first row, rows)."""
+        requests, firsts, lengths = torch.tensor(spans).T.contiguous().to(self.device)
+        indptr = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        q = torch.cat([self.q[request][first : first + length] for request, first, length in spans])
+        q = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, padding))
+        windows = PagedWindows(self.table, requests, firsts, indptr, max(length for *_, length in spans))
+        return q, None, self.pools, windows
+
+    def span(self, length, border, rng):
+        """Return a window of so many rows, in two of three cases one that meets a multiple of ``border``."""
+        request = rng.choice([request for request, rows in enumerate(self.lens) if rows >= length])
+        most = self.lens[request] - length
+        at = border * rng.randrange(1, 1 + max(1, most // border)) - rng.randrange(length + 1)
+        return request, min(at, most) if rng.random() < 2 / 3 else rng.randrange(most + 1), length
+
+
+@pytest.fixture
+def products_by_rows(monkeypatch):
+    """On a CPU a matrix product may round a row by its place, which the instructions of a GPU do not; and bfloat16."""
+
+    def numbers(x):
+        return (x.data.astype("uint32") << 16).view("float32") if x.dtype.scalar.is_bf16() else x.data.astype("float32")
+
+    def dot(a, b, total, *_):
+        summed = sum(column[:, None] * row for column, row in zip(numbers(a).T, numbers(b), strict=True))
+        return type(total)(summed + total.data, total.dtype.scalar)
+
+    monkeypatch.setattr(interpreter_builder, "create_dot", dot)
+
+
+FIXED = {  # keys of a tile, tiles of a split, parts that are combined at a time
+    "usual tiles": (None, 64, 16),
+    "small tiles": (16, 32, 4),
+}
+
+
+@pytest.mark.usefixtures("products_by_rows")
+@pytest.mark.parametrize(
+    ("sliding_window", "with_sinks", "shape", "dtype", "tiles", "translated"),
+    pairwise(
+        *([None, 6, 64], [False, True], [(6, 2, 16), (4, 1, 24), (2, 2, 32)], [torch.float32, torch.bfloat16]),
+        *(list(FIXED), [False, True]),
+    ),
+)
+def test_windows_have_the_same_bits_in_every_batch(
+    sliding_window, with_sinks, shape, dtype, tiles, translated, device, monkeypatch
+):
+    """As rows of whole prompts in windows of every length, with other requests, in other orders, with more splits.
+
+    Contexts cross several borders of splits. Prompts take several calls. Keys that no row sees are NaN.
+    """
+    keys, fixed_split, fan = FIXED[tiles]
+    if keys is not None:
+        usual = module._tiles_of_keys
+        monkeypatch.setattr(module, "_tiles_of_keys", lambda *args, **how: usual(*args, **how) | {"BLOCK_N": keys})
+    monkeypatch.setattr(module, "_FAN", fan)
+    heads, _, head_dim = shape
+    monkeypatch.setattr(prompts_module, "_PARTS_BYTES", 8 * WINDOW_ROWS * heads * head_dim * 4)
+    texts, rng = Texts((132, 21, 40), shape, device, dtype), random.Random(repr((sliding_window, shape, tiles)))
+    sinks = torch.linspace(-2, 3, heads, device=device) if with_sinks else None
+    how = {"scale": head_dim**-0.5, "sinks": sinks}
+    sight = {"sliding_window": sliding_window, "fixed_split": fixed_split}
+    q, prompts = texts.prompts()
+    whole = attend_prompts(q, texts.pools, prompts, **sight, **how)
+    exact = q.float(), None, tuple(pool.float() for pool in texts.pools)
+    windows = replace(prompts.windows, **sight)
+    expected = window_attention_ref(*exact, windows, causal=True, **how)
+    tolerance = FP32_TOL if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    torch.testing.assert_close(whole.float(), expected, **tolerance)
+    whole = whole.split(texts.lens)
+
+    lengths = rng.sample(range(1, WINDOW_ROWS + 1), WINDOW_ROWS)
+    while lengths:
+        spans = [texts.span(lengths.pop(), keys or 64, rng) for _ in range(min(len(lengths), rng.randint(1, 5)))]
+        q, kv, pools, windows = texts.case(spans, padding=rng.randrange(3))
+        case = q, kv, pools, replace(windows, **sight)
+        splits = -(-max(first + length for _, first, length in spans) // fixed_split) + rng.randrange(3)
+        case = in_a_pool_of_its_own(case, device) if translated else case
+        found = window_attention(*case, causal=True, splits=splits, **how)
+        known = [whole[request][first : first + length] for request, first, length in spans]
+        assert torch.equal(found[: windows.indptr[-1]], torch.cat(known)), spans
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_fixed_tiles_follow_heads_and_dtypes_only(group, device):
+    """A GPU rounds by the forms of its instructions, which the interpreter does not have."""
+    *_, windows = window_case((5,), (1,), (group, 1, 64), device)
+    made = [
+        (blocks, module._tiles_of_keys(blocks["BLOCK_M"], 64, 128, crowded=crowded, is_fixed=True))
+        for width, crowded in ((1, False), (1, True), (7, True), (16, False))
+        for blocks in [module._blocks_of_rows(replace(windows, width=width, fixed_split=64), group, 128)]
+    ]
+    assert made == made[:1] * len(made)
+
+
+def test_too_few_splits_lose_no_keys(device):
+    """Or counters would stay above zero for all that follows, and rows unwritten."""
+    texts = Texts((300,), (2, 1, 16), device, torch.float32)
+    *case, windows = texts.case([(0, 290, 10)])
+    case, how = (*case, replace(windows, fixed_split=64)), {"causal": True, "scale": 0.25}
+    for splits in (1, 3):
+        out = window_attention(*case, splits=splits, **how)
+        torch.testing.assert_close(out, window_attention_ref(*case, **how), **FP32_TOL)
+        assert not module._arrivals(out.device).any()
+
+
+@pytest.mark.parametrize(
+    ("error", "of_windows", "options"),
+    [
+        ("see up to themselves", {}, {"causal": False}),
+        ("see up to themselves", {"sliding_window": 3, "from_anchor": True}, {}),
+        ("that the pool holds", {}, {"kv": True}),
+        ("16 rows per request, not 17", {"width": 17}, {}),
+        ("multiple of the 64 keys", {"fixed_split": 96}, {}),
+        ("multiple of the 64 keys", {"fixed_split": 0}, {}),
+        ("splits=None", {}, {"splits": None}),
+        ("splits=257", {}, {"splits": 257}),
+        ("splits=0", {}, {"splits": 0}),
+        ("not 16386", {"prefix_lens": torch.zeros(8193)}, {}),
+    ],
+)
+def test_fixed_splits_say_what_they_need(error, of_windows, options, device):
+    q, kv, pools, windows = window_case((5, 9), (2, 3), (4, 2, 16), device)
+    how = {"causal": True, "scale": 0.25, "splits": 1} | options
+    case = q, kv if how.pop("kv", False) else None, pools, replace(windows, **{"fixed_split": 64} | of_windows)
+    with pytest.raises(ValueError, match=error):
+        window_attention(*case, **how)
+
+
+def test_splits_suffice_for_the_longest_context():
+    lengths = 1, 512 * 32, 512 * 32 + 1, 1 << 20
+    assert [fixed_split_for(length) for length in lengths] == [512, 512, 1024, 32768]
+
+
+def test_prompts_are_cut_into_windows(device, monkeypatch):
+    """So many share a call as there are counters and memory for; all have a call, in order."""
+    table = torch.zeros(9, 4, dtype=torch.int32, device=device)
+    prompts = cut_prompts(table, torch.tensor([7, 3, 5], device=device), [100, 0, 9], [17, 0, 32])
+    windows = prompts.windows
+    assert windows.req_pool_indices.tolist() == [7, 7, 5, 5]
+    assert windows.prefix_lens.tolist() == [100, 116, 9, 25]
+    assert windows.indptr.tolist() == list(prompts.first_rows) == [0, 16, 17, 33, 49]
+    assert (windows.width, prompts.key_lens) == (WINDOW_ROWS, [116, 117, 25, 41])
+    with pytest.raises(ValueError, match="2 prefix_lens for 1 extend_lens"):
+        cut_prompts(table, windows.req_pool_indices, [1, 2], [3])
+
+    def calls(*, is_split=True, fixed_split=64):
+        return list(prompts_module._calls(prompts, fixed_split, 4, 16, is_split=is_split))
+
+    assert calls() == [(0, 4, 2)]
+    monkeypatch.setattr(prompts_module, "_PARTS_BYTES", 2 * 17 * 4 * 16 * 4)
+    assert calls() == [(0, 2, 2), (2, 4, 1)]
+    assert calls(is_split=False) == [(0, 4, 2)]
+    monkeypatch.setattr(prompts_module, "_PARTS_BYTES", 1)
+    assert calls() == [(0, 1, 2), (1, 2, 2), (2, 3, 1), (3, 4, 1)]
+    monkeypatch.setattr(prompts_module, "_PARTS_BYTES", 1 << 30)
+    monkeypatch.setattr(prompts_module, "SPLIT_TILES", 12)
+    assert calls() == [(0, 3, 2), (3, 4, 1)]
+
+
+def test_rows_of_no_prompt_are_zero(device):
+    texts = Texts((5, 3), (2, 1, 16), device, torch.float32)
+    q, prompts = texts.prompts()
+    out = attend_prompts(torch.cat([q, q]), texts.pools, prompts, scale=0.25, fixed_split=512)
+    assert out[:8].any(dim=2).all() and not out[8:].any()
+    nothing = cut_prompts(texts.table, prompts.windows.req_pool_indices[:1], [4], [0])
+    assert not attend_prompts(q, texts.pools, nothing, scale=0.25, fixed_split=512).any()
+
+
 EPS = 1e-6
 
 
@@ -408,6 +600,7 @@ RAGGED = {
     "uniform": ([50, 50, 50], [3, 3, 3]),
     "one padded group": ([50, 45, 40], [1, 6, 3]),
     "several groups": ([3, 200, 64, 4, 190, 60], [2, 1, 6, 4, 3, 1]),
+    "prompts": ([200, 64, 8], [200, 33, 8]),
 }
 
 
@@ -424,7 +617,7 @@ def test_ragged_attention_is_causal_from_the_right(ragged, window, with_sinks, t
     table = torch.stack([1 + torch.randperm(299, generator=generator)[:210] for _ in range(9)]).int()
     rows = torch.randperm(9, generator=generator)[: len(key_lens)].tolist()
     spans = list(zip(rows, key_lens, query_lens, strict=True))
-    visible, read = VisibleKeys(causal=True, sliding_window=window), pools
+    visible, read = VisibleKeys(sliding_window=window), pools
     if translated:
         firsts = [0 if window is None else max(0, keys - queries - window + 1) for _, keys, queries in spans]
         parts = [table[row, first:keys] for (row, keys, _), first in zip(spans, firsts, strict=True)]
@@ -434,7 +627,7 @@ def test_ragged_attention_is_causal_from_the_right(ragged, window, with_sinks, t
         visible, read = visible._replace(translation=translation), [torch.full((301, 2, 32), torch.nan) for _ in pools]
         for pool, of_its_own in zip(pools, read, strict=True):
             of_its_own[own] = pool[seen]
-    groups = group_contexts(table, rows, key_lens, query_lens, visible, heads_per_kv=3, dtype=torch.float32)
+    groups = tile_contexts(table, rows, key_lens, query_lens, visible, heads_per_kv=3, dtype=torch.float32)
     out = attend_groups(q, *read, groups, 32**-0.5, sinks=sinks)
     start = 0
     for row, num_keys, num_queries in spans:
@@ -445,3 +638,49 @@ def test_ragged_attention_is_causal_from_the_right(ragged, window, with_sinks, t
         part = slice(start, start + num_queries)
         torch.testing.assert_close(out[part].double(), dense_attention(q[part], k, v, mask, sinks), **FP32_TOL)
         start += num_queries
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "head_dim", "window", "with_sinks"),
+    [
+        (torch.float32, (9, 3), 64, None, False),
+        (torch.bfloat16, (9, 3), 64, None, False),
+        (torch.float32, (2, 2), 80, 33, False),
+        (torch.bfloat16, (8, 1), 128, 70, True),
+        (torch.float32, (14, 2), 256, None, True),
+        (torch.float16, (4, 1), 96, None, False),
+    ],
+)
+def test_rows_have_the_same_bits_in_every_batch(dtype, heads, head_dim, window, with_sinks):
+    """Alone, in a verification of any length and place, in a prompt or a part of one, next to any other requests."""
+    chosen, lens = random.Random(0), [2100 if heads == (9, 3) else 700, 90, 33, 512, 6, *[70] * 12]
+    generator = torch.Generator().manual_seed(0)
+    num_heads, kv_heads = heads
+    pools = [torch.randn(1 + sum(lens), kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2)]
+    slots = (1 + torch.randperm(sum(lens), generator=generator)).split(lens)
+    table = torch.zeros(len(lens), max(lens), dtype=torch.int32)
+    for row, own in enumerate(slots):
+        table[row, : len(own)] = own
+    queries = [torch.randn(length, num_heads, head_dim, generator=generator).to(dtype) for length in lens]
+    sinks = torch.linspace(-1, 2, num_heads) if with_sinks else None
+
+    def attended(parts):
+        rows, _, lasts = zip(*parts, strict=True)
+        num_queries = [last - first for _, first, last in parts]
+        visible, per_kv = VisibleKeys(sliding_window=window), num_heads // kv_heads
+        groups = tile_contexts(table, rows, lasts, num_queries, visible, heads_per_kv=per_kv, dtype=dtype)
+        q = torch.cat([queries[row][first:last] for row, first, last in parts])
+        return attend_groups(q, *pools, groups, head_dim**-0.5, sinks=sinks).split(num_queries)
+
+    whole = [attended([(row, 0, length)])[0] for row, length in enumerate(lens)]
+    for border in range(64, lens[0], 64):  # of tiles
+        [out] = attended([(0, border - 2, border + 4)])
+        assert torch.equal(out, whole[0][border - 2 : border + 4])
+    for _ in range(60):
+        parts = []
+        for row in chosen.sample(range(len(lens)), chosen.choice([1, 2, 5, len(lens)])):
+            num = min(lens[row], chosen.choice([1, 1, 2, 3, 6, 17, 40]))
+            first = chosen.randint(0, lens[row] - num)
+            parts.append((row, first, first + num))
+        for (row, first, last), out in zip(parts, attended(parts), strict=True):
+            assert torch.equal(out, whole[row][first:last]), (row, first, last, len(parts))

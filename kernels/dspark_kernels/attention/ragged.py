@@ -1,8 +1,8 @@
-"""Attention in torch of a few query rows per request over paged contexts: what a CPU drafts and verifies with.
+"""Attention in torch of blocks of query rows over paged contexts: what a CPU drafts, verifies and encodes prompts with.
 
-SGLang's CPU backend pads the queries of an extend to the full context, which makes eight verify rows cost as much as a
-whole prefill, and it calls the attention once per request, which costs more than the attention itself. Here requests of
-similar length share a call, and everything that is the same for all layers is laid out once per step.
+SGLang's CPU backend calls the attention once per request, which costs more than the attention itself. Here requests of
+similar length share a call, and everything that is the same for all layers is laid out once per step. ``tiles.py`` lays
+out rows of the target, this module blocks of a drafter.
 """
 
 from __future__ import annotations
@@ -23,30 +23,21 @@ _MIN_FILL = 0.7
 
 
 @dataclass(frozen=True)
-class ContextGroup:
-    """Requests that are attended in one call, their queries and keys padded to the longest.
+class PagedKeys:
+    """Keys and values that lie in a pool and are attended side by side.
 
     Attributes:
-        num_requests, num_queries, num_keys: R, m and n after padding; n counts keys from the pool that a query sees.
-        slots: [R * n] int64 pool rows of the keys.
-        queries: [R * m] int64 query rows, padding repeats a row; None if the group is the whole batch unpadded.
-        kept: int64 indices among R * m whose outputs are no padding; None with ``queries``.
-        rows: int64 query rows of these indices; None if the group is the whole batch, whose rows are in order.
-        mask: [R, 1, heads per K/V head * m, n + extra] added to the scores; None if every query sees every key.
+        num_contexts, num_keys: C and n.
+        slots: [C * n] int64 pool rows.
     """
 
-    num_requests: int
-    num_queries: int
+    num_contexts: int
     num_keys: int
     slots: torch.Tensor
-    queries: torch.Tensor | None
-    kept: torch.Tensor | None
-    rows: torch.Tensor | None
-    mask: torch.Tensor | None
     _gathered: dict[tuple[int, int, torch.dtype], _Gathered] = field(default_factory=dict, repr=False, compare=False)
 
     def gathered(self, k_pool: torch.Tensor, v_pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V [R, n, kv_heads, hd] of one layer, in memory that the next layer of that form uses again.
+        """Return K and V [C, n, kv_heads, hd] of one layer, in memory that the next layer of that form uses again.
 
         An allocation of their size may be handed back to the system when it is freed, and then every layer would pay
         for its pages again: up to twice the time of the whole attention.
@@ -55,7 +46,7 @@ class ContextGroup:
         width = k_pool.shape[1] * k_pool.shape[2]
         if form not in self._gathered:
             assert v_pool.shape == k_pool.shape, "keys and values are gathered alike"
-            shape = (self.num_requests, self.num_keys, *k_pool.shape[1:])
+            shape = (self.num_contexts, self.num_keys, *k_pool.shape[1:])
             rows = [_bits(pool).new_empty(len(self.slots), width) for pool in (k_pool, v_pool)]
             self._gathered[form] = _Gathered(*rows, *(x.view(k_pool.dtype).view(shape) for x in rows))
         out = self._gathered[form]
@@ -66,7 +57,7 @@ class ContextGroup:
 
 
 class _Gathered(NamedTuple):
-    """One memory in two forms: rows of numbers that torch can gather, and [R, n, kv_heads, hd] in the pool's dtype.
+    """One memory in two forms: rows of numbers that torch can gather, and [C, n, kv_heads, hd] in the pool's dtype.
 
     The forms are made once: new views for every layer would take as long as its attention if the context is short.
     """
@@ -82,132 +73,88 @@ def _bits(pool: torch.Tensor) -> torch.Tensor:
     return pool.view(torch.uint8) if pool.element_size() == 1 else pool
 
 
-class VisibleKeys(NamedTuple):
-    """The keys of the pool that a query sees.
+@dataclass(frozen=True)
+class ContextGroup:
+    """Blocks of query rows that are attended in one call, each padded to the same numbers of queries and keys.
 
     Attributes:
-        causal: queries are the last positions among the keys and see no later key; otherwise all see all.
-        sliding_window: the most keys that a query sees, its own among them, with ``causal``; None for all of them.
-        translation: [slots] int64, row of the pool for each slot of a key that is seen; None if they are the same.
+        num_blocks, num_queries: R and m.
+        keys: of one context for each block, or of one that all blocks see.
+        span: which of these keys are attended.
+        queries: [R * m] int64 query rows, padding repeats a row; None if the group is the whole batch unpadded.
+        kept: int64 indices among R * m whose outputs are no padding; None if all are.
+        rows: int64 query rows of these outputs; None if the group is the whole batch, whose rows are in order.
+        mask: [R or 1, 1, m * heads per K/V head, span + extra] added to the scores; None if every query sees every key.
     """
 
-    causal: bool
-    sliding_window: int | None = None
-    translation: torch.Tensor | None = None
+    num_blocks: int
+    num_queries: int
+    keys: PagedKeys
+    span: slice
+    queries: torch.Tensor | None
+    kept: torch.Tensor | None
+    rows: torch.Tensor | None
+    mask: torch.Tensor | None
+    _places: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
-    def first_seen(self, keys: int, queries: int) -> int:
-        """Return the oldest of ``keys`` keys that the first of the last ``queries`` ones sees."""
-        return 0 if self.sliding_window is None else max(0, keys - queries - self.sliding_window + 1)
+    def places(self, num_kv_heads: int, heads_per_kv: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where queries are read and outputs are written, the same for all layers with so many heads.
+
+        The heads that share a K/V head are query rows of one call: K and V are then read once and never expanded.
+
+        Returns:
+            [R * kv_heads * m] int64 among queries [N * kv_heads], each of all heads of a K/V head; and
+            [rows * heads] int64 among outputs [R * m * heads per K/V head * kv_heads].
+        """
+        if (num_kv_heads, heads_per_kv) not in self._places:
+            kv_heads, shared = (torch.arange(num, device=device) for num in (num_kv_heads, heads_per_kv))
+            every = torch.arange(self.num_blocks * self.num_queries, device=device)
+            rows = (every if self.queries is None else self.queries).view(self.num_blocks, 1, -1)
+            kept = (every if self.kept is None else self.kept)[:, None, None]
+            self._places[num_kv_heads, heads_per_kv] = (
+                (rows * num_kv_heads + kv_heads[:, None]).view(-1),
+                ((kept * heads_per_kv + shared) * num_kv_heads + kv_heads[:, None]).view(-1),
+            )
+        return self._places[num_kv_heads, heads_per_kv]
 
 
-def group_contexts(
-    req_to_token: torch.Tensor,  # [rows, columns] int
-    rows: Sequence[int],
-    key_lens: Sequence[int],
-    query_lens: Sequence[int],
-    visible: VisibleKeys,
-    *,
-    heads_per_kv: int,
-    dtype: torch.dtype,
-    extra_keys: int = 0,
-) -> list[ContextGroup]:
-    """Lay out the attention of a step, for all layers of a kind.
+def block_groups(requests: StepRequests, rows: int, *, heads_per_kv: int, dtype: torch.dtype) -> list[ContextGroup]:
+    """Lay out the attention of blocks of so many rows, which see all of their context and block, for all layers.
+
+    Reads lengths on the host.
 
     Args:
-        req_to_token: pool row of every position of every request.
-        rows: row of each request in that table.
-        key_lens: keys of each request in the pool: its first positions; 0 is allowed.
-        query_lens: query rows of each request, back to back in the batch.
-        visible: which of these keys a query sees.
+        requests: of the step; a context may be empty.
+        rows: of a block, whose own keys come next to those of the pool.
         heads_per_kv: query heads that share a K/V head.
         dtype: of queries; pools may have another one.
-        extra_keys: keys per request next to the pool, which all its queries see.
     """
-    starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
-    firsts = [visible.first_seen(*lens) for lens in zip(key_lens, query_lens, strict=True)]
-    key_lens = [keys - first for keys, first in zip(key_lens, firsts, strict=True)]
-    by_length = sorted(range(len(rows)), key=lambda request: -key_lens[request])
-    groups, device = [], req_to_token.device
+    lens, device = requests.prefix_lens.tolist(), requests.prefix_lens.device
+    by_length = sorted(range(len(lens)), key=lambda request: -lens[request])
+    groups = []
     while by_length:
-        longest = key_lens[by_length[0]]
-        size = sum(key_lens[request] >= _MIN_FILL * longest for request in by_length)
+        n = lens[by_length[0]]
+        size = sum(lens[request] >= _MIN_FILL * n for request in by_length)
         # In batch order, so that a group of the whole batch needs no gathering.
-        members = sorted(by_length[:size])
+        members = torch.tensor(sorted(by_length[:size]), device=device)
         by_length = by_length[size:]
-        keys = torch.tensor([key_lens[request] for request in members])
-        queries = torch.tensor([query_lens[request] for request in members])
-        n, m = int(keys.max()), int(queries.max())
-        steps = torch.arange(m)
-        padded = len(members) < len(rows) or bool((queries < m).any())
-        first = torch.tensor([starts[request] for request in members])
-        rows_of_queries = (first[:, None] + torch.minimum(steps, queries[:, None] - 1)).view(-1)
-        kept = (steps < queries[:, None]).view(-1).nonzero().squeeze(1) if padded else None
-        groups.append(
-            ContextGroup(
-                num_requests=len(members),
-                num_queries=m,
-                num_keys=n,
-                slots=_slots(
-                    req_to_token,
-                    torch.tensor([rows[request] for request in members]),
-                    torch.tensor([firsts[request] for request in members]),
-                    keys,
-                    n,
-                    visible.translation,
-                ),
-                # The lengths are the host's, and so is what follows only from them.
-                queries=_on(device, rows_of_queries if padded else None),
-                kept=_on(device, kept),
-                rows=_on(device, rows_of_queries[kept] if kept is not None and len(members) < len(rows) else None),
-                mask=_on(device, _mask(keys, queries, n, m, visible, heads_per_kv, extra_keys, dtype)),
-            )
-        )
+        # Past a request's keys comes its first one, for no weight makes a foreign NaN vanish.
+        steps = torch.arange(n, device=device)
+        is_key = steps < requests.prefix_lens[members][:, None]
+        slots = requests.req_to_token[requests.req_pool_indices[members][:, None], torch.where(is_key, steps, 0)]
+        mask = None
+        if not is_key.all():
+            hidden = ~F.pad(is_key, (0, rows), value=True)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+            mask = mask[:, None].repeat(1, heads_per_kv * rows, 1)[:, None]
+        queries = None
+        if len(members) < len(lens):
+            queries = (members[:, None] * rows + torch.arange(rows, device=device)).view(-1)
+        keys = PagedKeys(len(members), n, slots.to(torch.int64).view(-1))
+        groups.append(ContextGroup(len(members), rows, keys, slice(0, n), queries, None, queries, mask))
     return groups
-
-
-def _on(device: torch.device, part: torch.Tensor | None) -> torch.Tensor | None:
-    return None if part is None else part.to(device)
-
-
-def _slots(
-    req_to_token: torch.Tensor,
-    rows: torch.Tensor,  # [R]
-    firsts: torch.Tensor,  # [R] position of the first key
-    keys: torch.Tensor,  # [R]
-    n: int,
-    translation: torch.Tensor | None,
-) -> torch.Tensor:
-    """[R * n] pool rows; past a request's keys its first one, for no weight makes a foreign NaN vanish."""
-    steps = torch.arange(n)
-    positions = firsts[:, None] + torch.where(steps < keys[:, None], steps, 0)
-    slots = req_to_token[rows[:, None], positions].to(torch.int64).view(-1)
-    return slots if translation is None else translation[slots]
-
-
-def _mask(
-    keys: torch.Tensor,  # [R]
-    queries: torch.Tensor,  # [R]
-    n: int,
-    m: int,
-    visible: VisibleKeys,
-    heads_per_kv: int,
-    extra_keys: int,
-    dtype: torch.dtype,
-) -> torch.Tensor | None:
-    causal, sliding_window, _ = visible
-    # Of a single row, the keys are those of its window.
-    if bool((keys == n).all()) and (m == 1 or not causal):
-        return None
-    # Query i of a request with k keys and q queries stands at position k - q + i. Padded queries see all its keys.
-    last = keys[:, None] - 1
-    if causal:
-        last = torch.minimum(last, (keys - queries)[:, None] + torch.arange(m))
-    hidden = torch.arange(n) > last[..., None]  # [R, m or 1, n]
-    if sliding_window is not None:
-        hidden |= torch.arange(n) <= last[..., None] - sliding_window
-    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-    mask = F.pad(mask, (0, extra_keys)).expand(-1, m, -1)
-    return mask.repeat(1, heads_per_kv, 1)[:, None]
 
 
 def attend_groups(
@@ -228,17 +175,20 @@ def attend_groups(
     Returns:
         [N, heads, hd] in q's dtype.
     """
-    out = torch.empty_like(q) if len(groups) > 1 else q
+    out = q if groups[0].rows is None else torch.empty_like(q)
+    keys, k_all, v_all = None, q, q
     for group in groups:
-        picked = q if group.queries is None else q.index_select(0, group.queries)
-        k, v = (cached.to(q.dtype) for cached in group.gathered(k_pool, v_pool))
+        if group.keys is not keys:
+            keys = group.keys
+            k_all, v_all = (cached.to(q.dtype) for cached in keys.gathered(k_pool, v_pool))
+        k, v = k_all, v_all
+        if group.span != slice(0, group.keys.num_keys) or group.num_blocks != group.keys.num_contexts:
+            k, v = (x[:, group.span].expand(group.num_blocks, -1, -1, -1) for x in (k, v))
         if extra_kv is not None:
             extra_k, extra_v = (x if group.queries is None else x.index_select(0, group.queries) for x in extra_kv)
-            shape = (group.num_requests, group.num_queries, *k.shape[2:])
+            shape = (group.num_blocks, group.num_queries, *k.shape[2:])
             k, v = torch.cat([k, extra_k.view(shape)], dim=1), torch.cat([v, extra_v.view(shape)], dim=1)
-        attended = _attend(picked, k, v, group, scale, sinks)
-        if group.kept is not None:
-            attended = attended.index_select(0, group.kept)
+        attended = _attend(q, k, v, group, scale, sinks)
         if group.rows is None:
             return attended
         out.index_copy_(0, group.rows, attended)
@@ -248,28 +198,22 @@ def attend_groups(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: ContextGroup, scale: float, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """[R * m, heads, hd] of one group: k and v are [R, keys, kv_heads, hd]."""
-    _, num_heads, head_dim = q.shape
+    """[rows, heads, hd] of one group, for q [N, heads, hd] and k and v [R, keys, kv_heads, hd]."""
+    num_rows, num_heads, head_dim = q.shape
     num_kv_heads, mask = k.shape[2], group.mask
-    # The heads that share a K/V head become extra query rows: K and V are then read once and never expanded.
-    by_kv_head = (group.num_requests, num_kv_heads, -1, head_dim)
-    if group.num_queries == 1:
-        rows = q.view(by_kv_head)
-    else:
-        grouped = q.view(group.num_requests, group.num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
-        rows = grouped.reshape(by_kv_head)
+    heads_per_kv = num_heads // num_kv_heads
+    read, written = group.places(num_kv_heads, heads_per_kv, q.device)
+    rows = q.reshape(num_rows * num_kv_heads, heads_per_kv * head_dim).index_select(0, read)
+    rows = rows.view(group.num_blocks, num_kv_heads, -1, head_dim)
     if sinks is not None:
         # A key and a value of zeros, whose score the mask gives.
         k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
-        scores = sinks.to(q.dtype).view(num_kv_heads, -1).repeat_interleave(group.num_queries, dim=1)[..., None]
+        scores = sinks.to(q.dtype).view(num_kv_heads, 1, -1).repeat(1, group.num_queries, 1).view(num_kv_heads, -1, 1)
         shape = (*rows.shape[:3], -1)
         mask = rows.new_zeros(1, 1, 1, k.shape[1] - 1) if mask is None else mask
         mask = torch.cat([mask.expand(shape), scores.expand(shape)], dim=3)
     out = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
-    if group.num_queries == 1:
-        return out.reshape(-1, num_heads, head_dim)
-    out = out.view(group.num_requests, num_kv_heads, -1, group.num_queries, head_dim)
-    return out.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)
+    return out.transpose(1, 2).reshape(-1, head_dim).index_select(0, written).view(-1, num_heads, head_dim)
 
 
 Pool = tuple[torch.Tensor, torch.Tensor]
@@ -277,23 +221,6 @@ Pool = tuple[torch.Tensor, torch.Tensor]
 BlockAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Pool, torch.Tensor | None], torch.Tensor]
 """[bs * gamma, heads, hd] of one layer, given q, k and v of the blocks' rows, the layer's context K and V, and its
 attention sinks [heads] where it has any."""
-
-
-def block_groups(requests: StepRequests, rows: int, *, heads_per_kv: int, dtype: torch.dtype) -> list[ContextGroup]:
-    """Return the layout of ``attend_groups`` for blocks of so many rows, which see all of their context and block.
-
-    Reads lengths on the host.
-    """
-    return group_contexts(
-        requests.req_to_token,
-        requests.req_pool_indices.tolist(),
-        requests.prefix_lens.tolist(),
-        [rows] * len(requests),
-        VisibleKeys(causal=False),
-        heads_per_kv=heads_per_kv,
-        dtype=dtype,
-        extra_keys=rows,
-    )
 
 
 def block_windows(

@@ -19,7 +19,7 @@ from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import Part, Worker
 from sglang_dspark.engine.server import DSparkServer, attached
 from sglang_dspark.engine.sglang_types import ModelRunner, ServerArgs
-from sglang_dspark.engine.verify import PhasedBackend
+from sglang_dspark.engine.verify import phased
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features.recurrent.layers import CapturedStates, RecurrentBackend
 
@@ -115,13 +115,12 @@ class States(Part):
             ConfigError: there are too few states for the requests that the operator asks for.
         """
         runner = self._runner
-        phased = runner.attn_backend
-        both = phased.prefill_backend
-        both.full_attn_backend = PhasedBackend(runner, both.full_attn_backend, phased.decode_backend)
+        ours, both = runner.attn_backend.decode_backend, runner.attn_backend.prefill_backend
+        both.full_attn_backend = phased(runner, both.full_attn_backend, ours)
         both.linear_attn_backend = self._backend = RecurrentBackend.of(both.linear_attn_backend, runner)
         both.attn_backend_list = [both.full_attn_backend, both.linear_attn_backend]
         both.needs_cpu_seq_lens = False
-        both.decode_attention_backend_str = phased.decode_attention_backend_str
+        both.decode_attention_backend_str = ours.decode_attention_backend_str
         runner.attn_backend = both
         runner.kv_index_translator.bind_and_verify_backends([both])
         check_room(self._backend, runner)
