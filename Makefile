@@ -101,7 +101,7 @@ gpu: env ## with an NVIDIA GPU: its checks and sweeps in half an hour; GPU_FLAGS
 	$(RUN) benchmarks/gpu.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu $(GPU_FLAGS)
 
 QUARTER = paths,prompts,engines
-gpu15: ## in a quarter of an hour on an NVIDIA GPU: what none has run; then QUARTER=chat,long,streams, and mathematics,training
+gpu15: ## in a quarter of an hour on an NVIDIA GPU: what none has run; then QUARTER=chat,long,streams, then mathematics,training, then bits
 	$(MAKE) gpu RESULTS=$(RESULTS) GPU_FLAGS="--only $(QUARTER) $(GPU_FLAGS)"
 
 lock: env ## write constraints.txt from the environment as it is

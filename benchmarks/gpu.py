@@ -235,6 +235,17 @@ def prompts(setting: Setting) -> Commands:
     return setting.drawn("chat", 100, configs, "1,16,64", num_prompts=8, max_tokens=128, rounds=2)
 
 
+def bits(setting: Setting) -> Commands:
+    """Compare the bits of answers in many scenarios, and the speed with SGLang's deterministic mode without drafts."""
+    asked, words = "--enable-deterministic-inference", ("--dtype", "bfloat16", "--num-prompts", "40")
+    numbers = {"num_prompts": 4, "max_tokens": 128, "rounds": 2}
+    return [
+        setting.run("same_bits.py", *setting.pair, *words, f"--server-flags={asked}", output="same_bits.json"),
+        setting.sweep(setting.pair, ("plain", "off", "auto"), "1,16,64", f"{SMALL} {asked}", **numbers),
+        setting.report,
+    ]
+
+
 def streams(setting: Setting) -> Commands:
     """Test whether texts stay the same while streams are delayed at random and what was read is overwritten."""
     return [_module("pytest", "-q", "tests/gpu/test_served_step.py")]
@@ -275,6 +286,7 @@ PARTS: Mapping[str, Part] = {
     "paths": Part("is what no GPU has run slower than what it replaces?", 6, paths, unasked=False),
     "prompts": Part("do verified prompts pay, and those next to drafts?", 5, prompts, unasked=False),
     "streams": Part("is the work of streams in order?", 3, streams, unasked=False),
+    "bits": Part("are a request's bits the same, and at what speed?", 12, bits, unasked=False),
     "sweep": Part("is the bundled pair faster at every load?", 5, sweep),
     "kernels": Part("are the kernels right?", 4, kernels),
     "mathematics": Part("and on mathematics?", 4, equal_draws("math", 100, "64,128", 1), unasked=False),
@@ -283,7 +295,7 @@ PARTS: Mapping[str, Part] = {
 }
 
 
-QUARTERS = (("paths", "prompts", "engines"), ("chat", "long", "streams"), ("mathematics", "training"))
+QUARTERS = (("paths", "prompts", "engines"), ("chat", "long", "streams"), ("mathematics", "training"), ("bits",))
 """Parts for a GPU that is lent for 15 minutes, one time after another; see the target ``gpu15`` of make."""
 
 

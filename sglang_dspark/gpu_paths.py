@@ -65,6 +65,9 @@ GPU_PATHS: Mapping[str, GpuPath] = {
         named_by="--speculative-dspark-engine scheduled",
     ),
     "mixed-chunks": GpuPath("prompts share steps with running requests", named_by="--enable-mixed-chunk"),
+    "same-bits": GpuPath(
+        "keys are summed in tiles at fixed positions, those of prompts too", named_by="--enable-deterministic-inference"
+    ),
     "memory-graphs": GpuPath("CUDA graphs give their memory away, too", named_by="SGLANG_MEMORY_SAVER_CUDA_GRAPH=1"),
     "one-launch-attention": GpuPath("the last program of a split context combines its parts; no older form is left"),
     "inverted-draws": GpuPath(

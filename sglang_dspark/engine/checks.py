@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from dspark_kernels import widest_window
+from dspark_kernels import WINDOW_ROWS, widest_window
 from sglang.srt.arg_groups.overrides import attention_backends_of
 from sglang.srt.environ import EnvField, envs
 
@@ -275,6 +275,29 @@ def attention_rows(context: LaunchContext) -> str | None:
     return None
 
 
+def same_bits(context: LaunchContext) -> str | None:
+    """Refuse on a GPU what would give a row other bits in another batch; on a CPU ``engine.same_bits`` does."""
+    args, server = context.args, context.server
+    if not server.same_bits or args.device != "cuda":
+        return None
+    refused = "DSPARK cannot run with --enable-deterministic-inference=True"
+    if server.window > WINDOW_ROWS:
+        return (
+            f"{refused} and {server.window} rows of attention per request; pass {flag_name('block_size')} "
+            f"{WINDOW_ROWS - 1} or less"
+        )
+    if args.enable_mixed_chunk or server.config.prompt_rows or "prompt-rows" in server.config.unproven:
+        mixed = f"--enable-mixed-chunk, {flag_name('prompt_rows')} and {flag_name('unproven')} prompt-rows"
+        return f"{refused} and prompts next to drafts; drop {mixed}"
+    if context.family.recurrent:
+        return f"{refused}: layers with a state sum a prompt in another order than drafts; drop the flag"
+    if context.family.reads_images:
+        return f"{refused}: attention over pictures is that of SGLang's backends; drop the flag"
+    if args.enable_lora:
+        return f"{refused} and adapters, which are computed for all of their rows together; drop one"
+    return None
+
+
 def refuse(context: LaunchContext, *stages: Stage) -> None:
     """Make all checks of these stages, and raise the messages of those that fail, one a line.
 
@@ -320,4 +343,5 @@ CHECKS: tuple[Check, ...] = (
     Check("flags of SGLang", Stage.FLAGS, refused_flags),
     Check("variables of SGLang", Stage.FLAGS, variables),
     Check("attention of prompts", Stage.FLAGS, prefill_attention),
+    Check("the same bits", Stage.FLAGS, same_bits),
 )

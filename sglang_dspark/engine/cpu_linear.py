@@ -6,6 +6,9 @@ as for one. oneDNN, which PyTorch brings as well, is faster there, and faster st
 weights for itself. A CPU without instructions for 16 bits takes as long for each further row as for the first one:
 there the copy has float32. Which way is best differs by CPU, dtype and number of rows, so a server times them when it
 starts.
+
+A sum's last bits depend on its order, which most ways choose by the number of rows. One that does not gives a row the
+same bits in every batch: it computes all numbers of rows if that costs next to nothing, or if the operator asks for it.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import cache, partial
-from statistics import median
+from itertools import accumulate
+from statistics import mean, median
 from time import perf_counter
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import psutil
 import torch
@@ -31,8 +35,14 @@ from sglang_dspark.engine.target import text_model
 
 logger = logging.getLogger(__name__)
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of rows that are timed. Others take the way of the next larger one, and PyTorch's choice above the last."""
+ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
+"""Numbers of rows that are timed. Others take the way of the next larger one, and more those of the last."""
+
+COMPARED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 17, 24, 32, 33, 64, 96, 256, 600)
+"""Numbers of rows whose bits are compared, as far as :data:`_PRODUCTS` allows."""
+
+_PRODUCTS = 1 << 31
+"""About so many products of two numbers are computed to time a number of rows, or to compare those of a shape."""
 
 LEAST_BYTES = 32 << 20
 """Weights of less in all stay in the caches of a CPU, where there is nothing to gain."""
@@ -47,7 +57,10 @@ _SECONDS = 0.2
 _GAIN = 0.95
 """A way replaces a simpler one if it takes at most this part of its time."""
 
-_ENCODERS = ("visual", "vision", "audio")
+_COST_OF_SAME_BITS = 1.03
+"""A way with the same bits for all numbers of rows may take so much longer without being asked for, on average."""
+
+ENCODERS = ("visual", "vision", "audio")
 """Parts of the names of modules that do not read text."""
 
 _SHARE_OF_MEMORY = 1 / 16
@@ -66,22 +79,33 @@ Layer = LinearLayer | nn.Linear
 """A layer of a target, or of a drafter."""
 
 
+class Ways(NamedTuple):
+    """How numbers of rows are computed.
+
+    Attributes:
+        by_rows: of 0, 1, 2, ... rows; of more, the last.
+        same_bits: whether the bits of a row do not depend on how many are computed together.
+    """
+
+    by_rows: list[Way]
+    same_bits: bool
+
+
+_UNCHANGED = Ways([Way.PYTORCH], same_bits=False)
+
+
 class LinearLayers:
     """Compute the linear layers of one target and its drafter, LM heads included, that are not quantised.
 
     Attributes:
-        ways: of 0, 1, 2, ... rows.
+        layers: the target's and the drafter's.
+        ways: of numbers of rows.
     """
 
-    def __init__(self, layers: Sequence[Layer], ways: Sequence[Way]) -> None:
-        self.ways = ways
-        self._copies = dict.fromkeys(layers, torch.empty(0)) if Way.COPY in ways else {}
+    def __init__(self, layers: Sequence[Layer], ways: Ways) -> None:
+        self.layers, self.ways = frozenset(layers), ways
+        self._copies = dict.fromkeys(layers, torch.empty(0)) if Way.COPY in ways.by_rows else {}
         self.follow()
-
-    @property
-    def copies(self) -> bool:
-        """Return whether there are copies of the weights."""
-        return bool(self._copies)
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -92,8 +116,7 @@ class LinearLayers:
 
     def apply(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return [..., out] ``x @ layer.weight.T + bias`` of x [..., in] and bias [out]."""
-        rows = x.numel() // x.shape[-1]
-        way = self.ways[rows] if rows < len(self.ways) else Way.PYTORCH
+        way = self.ways.by_rows[min(x.numel() // x.shape[-1], len(self.ways.by_rows) - 1)]
         if way is Way.PYTORCH or x.dtype != layer.weight.dtype:
             return linear(x, layer.weight, bias)
         return onednn_linear(x, self._copies[layer] if way is Way.COPY else layer.weight, bias)
@@ -123,20 +146,23 @@ class HeadMethod(UnquantizedEmbeddingMethod):
         return self._layers.apply(layer, x.to(layer.weight.dtype), bias)
 
 
-def replace_linear(runner: ModelRunner, drafter: Sequence[nn.Linear], agreement: Agreement) -> LinearLayers | None:
+def replace_linear(
+    runner: ModelRunner, drafter: Sequence[nn.Linear], agreement: Agreement, *, same_bits: bool
+) -> LinearLayers | None:
     """Have linear layers computed in the fastest ways; None if PyTorch's choices are, or if there is little to gain.
 
     All ranks call it, and take rank 0's ways: one product in two ways would differ in its last bits.
 
     Args:
         drafter: its layers, which are computed as the target's are: their dtype is the same.
+        same_bits: whether only one way shall do whose bits do not depend on the number of rows, if there is one.
     """
     methods = _methods(runner)
     layers: list[Layer] = [*methods, *drafter]
     weights = list(_distinct(layers).values())
-    enough = sum(weight.nbytes for weight in weights) >= LEAST_BYTES
-    ways = agreement.share(_choose(runner, weights) if enough else [Way.PYTORCH])
-    if set(ways) == {Way.PYTORCH}:
+    enough = bool(weights) and (same_bits or sum(weight.nbytes for weight in weights) >= LEAST_BYTES)
+    ways = agreement.share(_choose(runner, weights, same_bits=same_bits) if enough else _UNCHANGED)
+    if ways == _UNCHANGED:
         return None
     found = LinearLayers(layers, ways)
     for layer, method in methods.items():
@@ -156,12 +182,13 @@ def _distinct(layers: Iterable[Layer]) -> dict[tuple[int, torch.Size], torch.Ten
     return {_place(layer.weight): layer.weight for layer in layers}
 
 
-def _choose(runner: ModelRunner, weights: Sequence[torch.Tensor]) -> list[Way]:
+def _choose(runner: ModelRunner, weights: Sequence[torch.Tensor], *, same_bits: bool) -> Ways:
     """Return the fastest ways, without copies if these would take too much memory, and log them."""
     begin, size, args = perf_counter(), sum(weight.nbytes for weight in weights), runner.server_args
     copied = sum(weight.numel() for weight in weights) * (dtype_of_copies(runner.dtype) or runner.dtype).itemsize
     copied *= args.tp_size * args.dp_size  # ranks and replicas, as if all of them were on this machine
-    ways = fastest_ways(weights, may_copy=copied <= psutil.virtual_memory().total * _SHARE_OF_MEMORY)
+    may_copy = copied <= psutil.virtual_memory().total * _SHARE_OF_MEMORY
+    ways = fastest_ways(weights, may_copy=may_copy, same_bits=same_bits)
     logger.info("DSPARK: linear layers on this CPU: %s; %.1f s", _described(ways, size), perf_counter() - begin)
     return ways
 
@@ -175,7 +202,7 @@ def _methods(runner: ModelRunner) -> dict[LinearLayer, type[LinearMethod | HeadM
     found: dict[LinearLayer, type[LinearMethod | HeadMethod]] = {
         layer: LinearMethod
         for name, layer in model.named_modules()
-        if _is_computed_by(layer, UnquantizedLinearMethod, dtype) and not any(part in name for part in _ENCODERS)
+        if _is_computed_by(layer, UnquantizedLinearMethod, dtype) and not any(part in name for part in ENCODERS)
     }
     head = getattr(model, "lm_head", None)  # the embedding, if its weights are tied
     in_its_dtype = not getattr(getattr(model, "logits_processor", None), "use_fp32_lm_head", False)
@@ -197,16 +224,63 @@ def _is_computed_by(layer: object, method: type, dtype: torch.dtype) -> TypeGuar
 
 
 @torch.no_grad()
-def fastest_ways(weights: Sequence[torch.Tensor], *, may_copy: bool) -> list[Way]:
-    """Return the fastest way to multiply by weights [out, in], for 0, 1, 2, ... rows up to the last of :data:`ROWS`."""
+def fastest_ways(weights: Sequence[torch.Tensor], *, may_copy: bool, same_bits: bool) -> Ways:
+    """Return the fastest ways to multiply by weights [out, in].
+
+    Args:
+        may_copy: whether there is memory for copies.
+        same_bits: one way for all numbers of rows, with the same bits, if there is one, whatever it costs; the same one
+            at every start. Otherwise such a way is taken if it costs little.
+    """
+    if same_bits:
+        for way in reversed(Way):
+            if way in forms_of(weights[:1], may_copy=may_copy) and _keeps_bits(weights, way):
+                return Ways([way], same_bits=True)
     timed: list[torch.Tensor] = []
     for weight in weights:
         if sum(other.nbytes for other in timed) >= _TIMED_BYTES:
             break
         timed.append(weight.detach())
     forms = forms_of(timed, may_copy=may_copy)
-    chosen = {rows: _simple_and_fast(median_seconds(forms, rows)) for rows in ROWS}
-    return [chosen[next(timed_rows for timed_rows in ROWS if timed_rows >= rows)] for rows in range(ROWS[-1] + 1)]
+    seconds = {rows: median_seconds(_part_of(forms, rows), rows) for rows in ROWS}
+    ratios = {way: mean(taken[way] / min(taken.values()) for taken in seconds.values()) for way in forms}
+    for way in sorted(forms, key=lambda way: ratios[way]):
+        if ratios[way] <= _COST_OF_SAME_BITS and _keeps_bits(weights, way):
+            return Ways([way], same_bits=True)
+    chosen = {rows: _simple_and_fast(seconds[rows]) for rows in ROWS}
+    by_rows = [chosen[next(timed_rows for timed_rows in ROWS if timed_rows >= rows)] for rows in range(ROWS[-1] + 1)]
+    return _UNCHANGED if set(by_rows) == {Way.PYTORCH} else Ways(by_rows, same_bits=False)
+
+
+def _part_of(forms: dict[Way, Sequence[torch.Tensor]], rows: int) -> dict[Way, Sequence[torch.Tensor]]:
+    """Return the first weights: many rows take their time also where weights stay in the caches."""
+    sizes = list(accumulate(weight.numel() * rows for weight in forms[Way.PYTORCH]))
+    part = 1 + sum(size <= _PRODUCTS for size in sizes[:-1])
+    return {way: stored[:part] for way, stored in forms.items()}
+
+
+def _keeps_bits(weights: Sequence[torch.Tensor], way: Way) -> bool:
+    """Return whether rows times weights [out, in] have the same bits, however many are computed together."""
+    of_shapes = {weight.shape: weight.detach() for weight in weights}
+    return all(_row_keeps_bits(weight, way) for weight in of_shapes.values())
+
+
+def _row_keeps_bits(weight: torch.Tensor, way: Way) -> bool:
+    product, stored = (linear, weight) if way is Way.PYTORCH else (onednn_linear, weight)
+    if way is Way.COPY:
+        stored = copy_for_onednn(weight)
+    most = max(COMPARED_ROWS[6], _PRODUCTS // weight.numel())
+    numbers = [rows for rows in COMPARED_ROWS if rows <= most]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(numbers[-1], weight.shape[1], generator=generator).to(weight.dtype)
+    return all(
+        torch.equal(product(part, stored, bias), whole[place])
+        for bias in (None, weight[:, 0].contiguous())
+        for whole in [product(x, stored, bias)]
+        for rows in numbers
+        for place in (slice(rows), slice(len(x) - rows, None))
+        for part in [x[place]]
+    )
 
 
 def forms_of(weights: Sequence[torch.Tensor], *, may_copy: bool) -> dict[Way, Sequence[torch.Tensor]]:
@@ -275,11 +349,13 @@ def copy_for_onednn(weight: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def _described(ways: Sequence[Way], size: int) -> str:
+def _described(ways: Ways, size: int) -> str:
     """Return which numbers of rows are computed in which way."""
+    if ways.same_bits:
+        return f"{ways.by_rows[0]} with the same bits for all numbers of rows, {size / 2**20:.0f} MiB"
     spans, begin = [], 1
-    for rows in range(1, len(ways)):
-        if rows + 1 == len(ways) or ways[rows + 1] is not ways[rows]:
-            spans.append(f"{ways[rows]} for {begin} to {rows} rows")
+    for rows, way in enumerate(ways.by_rows[1:], 1):
+        if rows + 1 == len(ways.by_rows) or ways.by_rows[rows + 1] is not way:
+            spans.append(f"{way} for {begin} to {rows} rows")
             begin = rows + 1
     return f"{', '.join(spans)}, {size / 2**20:.0f} MiB"

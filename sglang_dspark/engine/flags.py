@@ -86,9 +86,8 @@ _REFUSED = {
     "drop the flag: draft K/V is not handed on between servers": "disaggregation_mode",
     "drop the flag: requests are checked on their way through HTTP": "grpc_mode smg_grpc_mode",
     "drop the flag, and unset SGLANG_GRPC_PORT: requests are checked on their way through HTTP": "grpc_port",
-    "drop the flag: keys are summed in tiles that begin where a request's drafts do, so that its logits are rounded by "
-    "how many came before; except for that, requests with a seed are reproducible": (
-        "enable_deterministic_inference rl_on_policy_target"
+    "drop the flag: it rounds as one trainer does, and DSPARK's attention was not compared with that": (
+        "rl_on_policy_target"
     ),
     "drop the flag and score items with a server without DSPARK": "enable_mis",
     "drop the flag; --cpu-offload-gb is served": "offload_group_size",
@@ -191,10 +190,17 @@ def prepare_arguments(args: ServerArgs) -> None:
     args.speculative_draft_window_size = args.speculative_draft_sink_size = None
     if args.speculative_draft_model_quantization is None:
         args.speculative_draft_model_quantization = "unquant"  # SGLang would take the target's for the drafter's
-    if not (args.attention_backend or args.prefill_attention_backend):
-        device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if device == "cpu":
+    if (args.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu":
+        # SGLang has kernels for a GPU there, which it would put in the place of PyTorch's on a CPU; start.find_server
+        # has read the flag.
+        args.enable_deterministic_inference = False
+        if not (args.attention_backend or args.prefill_attention_backend):
             args.attention_backend = "torch_native"  # the only one that serves; on a GPU SGLang's choice does
+    elif args.enable_deterministic_inference:
+        # Prompts have the attention of verification, which SGLang does not capture.
+        args.cuda_graph_backend_prefill = "disabled"
+        if not (args.attention_backend or args.prefill_attention_backend):
+            args.attention_backend = "triton"  # for another one SGLang turns its prefix cache off
     # Verification has kernels of its own: SGLang shall make one backend, that of prompts.
     args.decode_attention_backend = args.prefill_attention_backend
 

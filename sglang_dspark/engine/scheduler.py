@@ -51,6 +51,7 @@ class DecodeInfo:
         cuda_graphs: whether steps are replayed from CUDA graphs.
         drafter: what is known of its checkpoint, as JSON; None if none is served.
         proposed: [V + 1] whether it proposes a token, and True; None if it proposes all.
+        same_bits: whether the tokens and log-probabilities of a request are the same bits whatever else is served.
     """
 
     reason: str
@@ -58,6 +59,7 @@ class DecodeInfo:
     cuda_graphs: bool
     drafter: dict[str, Any] | None
     proposed: NDArray[np.bool_] | None = None
+    same_bits: bool = False
 
 
 class StepDriver(Protocol):

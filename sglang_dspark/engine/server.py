@@ -49,6 +49,7 @@ class DSparkServer:
         drafter: None if none is served.
         dummy_draft: whether its weights are random.
         draft_window: of the context, that the drafter sees; None for all that its layers see.
+        same_bits: whether the operator passes ``--enable-deterministic-inference``.
         adjustments: flags that the start has changed.
     """
 
@@ -56,6 +57,7 @@ class DSparkServer:
     drafter: ResolvedDrafter | None
     dummy_draft: bool
     draft_window: DraftWindow | None = None
+    same_bits: bool = False
     adjustments: tuple[Adjustment, ...] = ()
 
     engine: ClassVar[str] = "plugin"

@@ -60,6 +60,9 @@ class ServerArgs(Protocol):
     max_running_requests: int | None
     min_free_slots_delay: int | None
     enable_hierarchical_cache: bool
+    cuda_graph_backend_prefill: str | None
+    enable_deterministic_inference: bool
+    enable_dp_attention: bool
     enable_lora: bool | None
     enable_memory_saver: bool
     enable_mixed_chunk: bool
@@ -291,6 +294,8 @@ class ForwardBatch(Protocol):
     out_cache_loc: torch.Tensor
     spec_info: SpecInput
     mm_input_embeds: torch.Tensor | None
+    extend_prefix_lens_cpu: list[int]
+    extend_seq_lens_cpu: list[int] | None  # of prompts
     mamba_track_indices: torch.Tensor | None
     lora_ids: list[str | None]
     dp_padding_mode: DpPaddingMode

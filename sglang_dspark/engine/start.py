@@ -78,7 +78,7 @@ def find_server(args: ServerArgs, config: DSparkConfig) -> DSparkServer:
     dummy = (args.speculative_draft_load_format or args.load_format) == "dummy"
     drafter = find_drafter(args, config, dummy=dummy)
     config, found = block_size_from_flags(args, config, None if drafter is None else drafter.config.gamma)
-    server = DSparkServer(config, drafter, dummy, draft_window(args))
+    server = DSparkServer(config, drafter, dummy, draft_window(args), args.enable_deterministic_inference)
     return replace(server, adjustments=(*found, *flag_adjustments(LaunchContext(looked_up(args), server))))
 
 

@@ -24,6 +24,7 @@ from sglang_dspark.engine.logits_processing import NanCheck
 from sglang_dspark.engine.measure_steps import Stepper, load_or_measure, table_key
 from sglang_dspark.engine.part import DrawnTokens, part_of
 from sglang_dspark.engine.request_options import BatchOptions
+from sglang_dspark.engine.same_bits import same_bits
 from sglang_dspark.engine.scheduler import DecodeInfo
 from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.engine.target import weights_region
@@ -69,6 +70,7 @@ class DSparkWorker(SpecWorkerBase):
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
         self.linear_layers: LinearLayers | None = None
+        self.same_bits = False
 
     def load_drafter(self) -> Drafter | NoDrafter:
         """Return the drafter that the options name."""
@@ -99,8 +101,10 @@ class DSparkWorker(SpecWorkerBase):
         self.schedule.forecast.in_one_launch = takes("survivals")
         if self.draft_pool is None and takes("held-rows"):  # SGLang may copy draft K/V of a pool at any time
             self.drafter.hold_rows()
+        self.same_bits = asked = self.settled.same_bits
         if not self.on_gpu:
-            self.linear_layers = replace_linear(runner, self.drafter.linear_layers, self.agreement)
+            self.linear_layers = replace_linear(runner, self.drafter.linear_layers, self.agreement, same_bits=asked)
+            self.same_bits = same_bits(runner, self.linear_layers, asked=asked)
         words = most_words(int(runner.req_to_token_pool.size), self.max_verify, self.drafter.gamma)
         self.copies = PackedCopies(words, self.device)
         if self.on_gpu:
@@ -142,7 +146,8 @@ class DSparkWorker(SpecWorkerBase):
             cuda_graphs="none" if tiers is None else tiers.digest,
         )
         if not self.on_gpu:
-            key["copied_weights"] = str(self.linear_layers is not None and self.linear_layers.copies)
+            ways = () if self.linear_layers is None else self.linear_layers.ways.by_rows
+            key["linear_layers"] = ", ".join(dict.fromkeys(ways))
         for timed in (self.settled.timed, *(part.timed for part in self.parts)):
             key |= timed
         return load_or_measure(stepper, self.options, key)
@@ -280,4 +285,5 @@ class DSparkWorker(SpecWorkerBase):
             cuda_graphs=self.executors.captured is not None,
             drafter=drafter,
             proposed=self.drafter.proposed,
+            same_bits=self.same_bits,
         )

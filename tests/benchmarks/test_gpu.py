@@ -83,7 +83,8 @@ def test_quarters_measure_what_no_gpu_has_run(tmp_path):
     """Every path that has two settings, with it and without."""
     open_ones = {name for name, path in GPU_PATHS.items() if not path.shown_by}
     # No pair of the shape has a DFlash 2 drafter; drawing by inversion is measured by the kernels' own benchmark.
-    assert open_ones - set(OPEN_PATHS) == {"inverted-draws", "shortlist-walk"}
+    # The part `bits` compares servers with the same bits.
+    assert open_ones - set(OPEN_PATHS) == {"inverted-draws", "shortlist-walk", "same-bits"}
     assert open_ones >= set(OPEN_PATHS)
     for path, (part, _, one, other) in OPEN_PATHS.items():
         assert part in (*QUARTERS[0], *QUARTERS[1])

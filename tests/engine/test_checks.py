@@ -39,6 +39,7 @@ INT4, GGUF = (
 )
 BOUNDED = {"schedule": "threshold", "confidence_threshold": 0.5}
 LONGROPE = {"text": {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}}
+SAME_BITS = {"enable_deterministic_inference": True}
 WINDOW, SINK_SIZE = "speculative_draft_window_size", "speculative_draft_sink_size"
 # By check: starts that it refuses, and what it says of each.
 REFUSED = {
@@ -108,6 +109,18 @@ REFUSED = {
         ),
         ({"device": "cpu", "prefill": "triton"}, "--attention-backend=triton on cpu; pass .* torch_native"),
     ],
+    "the same bits": [
+        ({**SAME_BITS, "draft_free": True, "block_size": 16}, "17 rows .*; pass .*-block-size 15 or less"),
+        ({**SAME_BITS, "enable_mixed_chunk": True}, "prompts next to drafts; drop --enable-mixed-chunk"),
+        ({**SAME_BITS, "prompt_rows": 8}, "prompts next to drafts; drop"),
+        ({**SAME_BITS, "unproven": ("prompt-rows",)}, "prompts next to drafts; drop"),
+        ({**SAME_BITS, "target": {"architecture": "Qwen3_5ForCausalLM"}}, "layers with a state .*; drop the flag"),
+        (
+            {**SAME_BITS, "target": {"architecture": "Gemma4ForConditionalGeneration"}},
+            "over pictures .*; drop the flag",
+        ),
+        ({**SAME_BITS, "enable_lora": True}, "adapters, .*; drop one"),
+    ],
 }
 ROWS = [(name, *row) for name, rows in REFUSED.items() for row in rows]
 SERVED = [
@@ -125,6 +138,9 @@ SERVED = [
     {METHOD: "compressed-tensors", FORM: "safetensors", "drafter": INT4},
     {METHOD: "gguf", FORM: "gguf", "drafter": GGUF},
     {METHOD: "unquant", "drafter": GGUF},
+    SAME_BITS,
+    {**SAME_BITS, "draft_free": True, "block_size": 15, "prompt_rows": 0},
+    {**SAME_BITS, "device": "cpu", "prefill": "torch_native", "prompt_rows": 8},
 ]
 ELSEWHERE = {  # and the file that tests it
     "flags of SGLang": "test_flags.py",

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: every way computes the product, ways go by rows, copies follow the weights."""
+"""Linear layers on a CPU: every way computes the product, ways go by rows, copies follow the weights; the same bits."""
 
 from __future__ import annotations
 
@@ -6,21 +6,31 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dspark_kernels.attention import tiles
+from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.layers.radix_attention import RadixAttention
 from torch.nn.functional import linear
 
-from sglang_dspark.engine import cpu_linear
+from sglang_dspark.engine import cpu_linear, same_bits
 from sglang_dspark.engine.cpu_linear import (
     ROWS,
     HeadMethod,
     LinearLayers,
     LinearMethod,
     Way,
+    Ways,
     copy_for_onednn,
     fastest_ways,
     onednn_linear,
     replace_linear,
 )
+from sglang_dspark.errors import ConfigError
+
+COPIES = Ways([Way.COPY], same_bits=True)
+UNCHANGED = Ways([Way.PYTORCH], same_bits=False)
 
 
 class Layer(torch.nn.Module):
@@ -64,23 +74,23 @@ def test_copies_of_16_bits(dtype):
 def test_the_number_of_rows_decides_on_the_way(monkeypatch):
     layer, seen = Layer(5, 4), []
     monkeypatch.setattr(cpu_linear, "onednn_linear", lambda x, weight, bias: seen.append((len(x), weight)))
-    layers = LinearLayers([layer], [Way.PYTORCH, Way.PYTORCH, Way.ONEDNN, Way.COPY])
+    layers = LinearLayers([layer], Ways([Way.PYTORCH, Way.PYTORCH, Way.ONEDNN, Way.COPY], same_bits=False))
     for rows in (1, 2, 3, 4):
         layers.apply(layer, torch.randn(rows, 4), None)
-    assert [rows for rows, _ in seen] == [2, 3]
-    assert seen[0][1] is layer.weight and seen[1][1].is_mkldnn
+    assert [rows for rows, _ in seen] == [2, 3, 4]
+    assert seen[0][1] is layer.weight and seen[1][1].is_mkldnn and seen[2][1].is_mkldnn
 
 
 def test_another_dtype_is_left_to_pytorch():
     layer = Layer(5, 4)
-    layers = LinearLayers([layer], [Way.COPY] * 9)
+    layers = LinearLayers([layer], COPIES)
     with pytest.raises(RuntimeError, match="dtype"):  # PyTorch's own words
         layers.apply(layer, torch.randn(2, 4, dtype=torch.float64), None)
 
 
 def test_copies_follow_the_weights():
     layer, x = Layer(6, 4), torch.randn(3, 4)
-    layers = LinearLayers([layer], [Way.COPY] * 9)
+    layers = LinearLayers([layer], COPIES)
     before = layers.apply(layer, x, None)
     layer.weight.data.copy_(layer.weight * 2)
     torch.testing.assert_close(layers.apply(layer, x, None), before)
@@ -93,19 +103,21 @@ def test_a_weight_of_two_layers_is_copied_once(monkeypatch):
     other.weight = head.weight
     copy = cpu_linear.copy_for_onednn
     monkeypatch.setattr(cpu_linear, "copy_for_onednn", lambda weight: made.append(weight) or copy(weight))
-    layers, x = LinearLayers([head, other], [Way.COPY] * 9), torch.randn(3, 4)
+    layers, x = LinearLayers([head, other], COPIES), torch.randn(3, 4)
     assert len(made) == 1
     assert torch.equal(layers.apply(head, x, None), layers.apply(other, x, None))
 
 
 def test_ways_are_known_for_every_number_of_rows():
-    ways = fastest_ways([torch.randn(64, 48) for _ in range(3)], may_copy=True)
-    assert len(ways) == ROWS[-1] + 1 and set(ways) <= set(Way)
-    assert Way.COPY not in fastest_ways([torch.randn(64, 48)], may_copy=False)
+    weights = [torch.randn(64, 48) for _ in range(3)]
+    ways = fastest_ways(weights, may_copy=True, same_bits=False)
+    assert len(ways.by_rows) in (1, ROWS[-1] + 1) and set(ways.by_rows) <= set(Way)
+    assert Way.COPY not in fastest_ways(weights, may_copy=False, same_bits=False).by_rows
 
 
 def test_what_onednn_cannot_compute_is_left_to_pytorch():
-    assert set(fastest_ways([torch.randn(8, 4, dtype=torch.float64)], may_copy=True)) == {Way.PYTORCH}
+    ways = fastest_ways([torch.randn(8, 4, dtype=torch.float64)], may_copy=True, same_bits=False)
+    assert set(ways.by_rows) == {Way.PYTORCH}
 
 
 @pytest.fixture
@@ -125,23 +137,23 @@ def model():
 
 def runner_of(model, *, ranks=1, replicas=1):
     config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]))
-    args = SimpleNamespace(tp_size=ranks, dp_size=replicas)
+    args = SimpleNamespace(tp_size=ranks, dp_size=replicas, enable_dp_attention=False, enable_lora=False)
     return SimpleNamespace(model=model, model_config=config, server_args=args, dtype=torch.float32)
 
 
 def test_a_small_target_stays_as_it_is(model):
-    assert replace_linear(runner_of(model), [], OneRank()) is None
+    assert replace_linear(runner_of(model), [], OneRank(), same_bits=False) is None
     assert type(model.proj.quant_method) is UnquantizedLinearMethod
 
 
 @pytest.mark.parametrize("full_precision_head", [False, True])
 def test_layers_and_head_of_a_target_are_replaced(model, monkeypatch, full_precision_head):
     monkeypatch.setattr(cpu_linear, "LEAST_BYTES", 0)
-    monkeypatch.setattr(cpu_linear, "fastest_ways", lambda weights, may_copy: [Way.COPY] * 9)
+    monkeypatch.setattr(cpu_linear, "fastest_ways", lambda weights, **asked: COPIES)
     model.logits_processor.use_fp32_lm_head = full_precision_head
     quantised, x = model.quantised.quant_method, torch.randn(3, 8)
     expected = [linear(x, layer.weight) for layer in (model.proj, model.lm_head)]
-    assert replace_linear(runner_of(model), [], OneRank()) is not None
+    assert replace_linear(runner_of(model), [], OneRank(), same_bits=False) is not None
     assert type(model.proj.quant_method) is LinearMethod and model.quantised.quant_method is quantised
     for left in (model.conv1d, model.visual[0], model.router):
         assert type(left.quant_method) is UnquantizedLinearMethod
@@ -155,10 +167,10 @@ def test_layers_and_head_of_a_target_are_replaced(model, monkeypatch, full_preci
 
 def test_layers_of_a_drafter_are_computed_likewise(model, monkeypatch):
     monkeypatch.setattr(cpu_linear, "LEAST_BYTES", 0)
-    monkeypatch.setattr(cpu_linear, "fastest_ways", lambda weights, may_copy: [Way.COPY] * 9)
+    monkeypatch.setattr(cpu_linear, "fastest_ways", lambda weights, **asked: COPIES)
     layer, x = torch.nn.Linear(8, 5), torch.randn(2, 3, 8)
     expected = layer(x)
-    layers = replace_linear(runner_of(model), [layer], OneRank())
+    layers = replace_linear(runner_of(model), [layer], OneRank(), same_bits=False)
     torch.testing.assert_close(layer(x), expected)
     layer.weight.data.mul_(2)
     layers.follow()
@@ -173,14 +185,123 @@ def test_copies_of_all_ranks_and_replicas_fit_into_their_share(model, monkeypatc
     monkeypatch.setattr(cpu_linear, "LEAST_BYTES", 0)
     monkeypatch.setattr(cpu_linear.psutil, "virtual_memory", lambda: room)
     monkeypatch.setattr(
-        cpu_linear, "fastest_ways", lambda weights, may_copy: allowed.append(may_copy) or [Way.PYTORCH] * 9
+        cpu_linear, "fastest_ways", lambda weights, may_copy, same_bits: allowed.append(may_copy) or UNCHANGED
     )
-    replace_linear(runner_of(model, **processes), [], OneRank())
+    replace_linear(runner_of(model, **processes), [], OneRank(), same_bits=False)
     assert allowed == [not processes]
 
 
 def test_ways_that_gain_nothing_change_nothing(model, monkeypatch):
     monkeypatch.setattr(cpu_linear, "LEAST_BYTES", 0)
-    monkeypatch.setattr(cpu_linear, "fastest_ways", lambda weights, may_copy: [Way.PYTORCH] * 9)
-    assert replace_linear(runner_of(model), [], OneRank()) is None
+    monkeypatch.setattr(cpu_linear, "fastest_ways", lambda weights, **asked: UNCHANGED)
+    assert replace_linear(runner_of(model), [], OneRank(), same_bits=False) is None
     assert type(model.proj.quant_method) is UnquantizedLinearMethod
+
+
+def by_rows(original):
+    """Return a product whose last bits depend on how many rows there are, as MKL's do."""
+    return lambda x, weight, bias=None: original(x, weight, bias) + (len(x) == 3) * 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_way_with_the_same_bits_is_found(dtype):
+    torch.manual_seed(0)
+    weights = [torch.randn(shape).to(dtype) for shape in ((96, 64), (64, 192), (300, 64))]
+    ways = fastest_ways(weights, may_copy=True, same_bits=True)
+    layer = Layer(96, 64)
+    assert ways.same_bits and len(ways.by_rows) == 1
+    layer.weight.data = weights[0]
+    layers, x = LinearLayers([layer], ways), torch.randn(500, 64).to(dtype)
+    whole = layers.apply(layer, x, None)
+    for rows in (1, 2, 3, 5, 8, 13, 100):
+        assert torch.equal(layers.apply(layer, x[-rows:], None), whole[-rows:])
+
+
+def test_a_way_whose_bits_depend_on_the_rows_is_found_out(monkeypatch):
+    monkeypatch.setattr(cpu_linear, "onednn_linear", by_rows(onednn_linear))
+    monkeypatch.setattr(cpu_linear, "linear", by_rows(linear))
+    for asked in (False, True):
+        assert not fastest_ways([torch.randn(64, 48)], may_copy=True, same_bits=asked).same_bits
+
+
+def test_a_way_with_the_same_bits_may_cost_little(monkeypatch):
+    """Unless the operator asks for it, in which case it may cost whatever it does."""
+    seconds = {Way.PYTORCH: 1.0, Way.ONEDNN: 1.02, Way.COPY: 1.5}
+    monkeypatch.setattr(cpu_linear, "median_seconds", lambda forms, rows: {way: seconds[way] for way in forms})
+    monkeypatch.setattr(cpu_linear, "_keeps_bits", lambda weights, way: way is Way.ONEDNN)
+    weights = [torch.randn(8, 4)]
+    assert fastest_ways(weights, may_copy=True, same_bits=False) == Ways([Way.ONEDNN], same_bits=True)
+    seconds[Way.ONEDNN] = 1.2
+    assert fastest_ways(weights, may_copy=True, same_bits=False) == UNCHANGED
+    assert fastest_ways(weights, may_copy=True, same_bits=True) == Ways([Way.ONEDNN], same_bits=True)
+
+
+def module_of(kind):
+    module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    return module
+
+
+@pytest.fixture
+def covered(model, monkeypatch):
+    """A server all of whose layers give rows the same bits, and these layers."""
+    monkeypatch.setattr(same_bits, "encodes_prompts", lambda runner: True)
+    monkeypatch.setattr(cpu_linear, "fastest_ways", lambda weights, **asked: COPIES)
+    runner = runner_of(model)
+    return runner, replace_linear(runner, [], OneRank(), same_bits=True)
+
+
+def test_a_server_says_that_its_bits_are_the_same(covered):
+    for asked in (False, True):
+        assert same_bits.same_bits(*covered, asked=asked)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (lambda runner, layers: setattr(layers, "ways", UNCHANGED), "no way to compute linear layers"),
+        (lambda runner, layers: setattr(runner.model, "experts", module_of(FusedMoE)), "computes experts,"),
+        (lambda runner, layers: setattr(runner.model, "added", module_of(LinearBase)), "computes added,"),
+        (lambda runner, layers: setattr(layers, "layers", layers.layers - {runner.model.lm_head}), "computes lm_head,"),
+        (lambda runner, layers: setattr(runner.server_args, "tp_size", 3), "more than 2 ranks"),
+        (lambda runner, layers: setattr(runner.server_args, "enable_dp_attention", True), "more than 2 ranks"),
+        (lambda runner, layers: setattr(runner.server_args, "enable_lora", True), "adapters"),
+    ],
+)
+def test_what_may_give_other_bits_is_named(covered, fault, said):
+    fault(*covered)
+    assert not same_bits.same_bits(*covered, asked=False)
+    with pytest.raises(ConfigError, match=f"--enable-deterministic-inference=True: .*{said}.*drop the flag"):
+        same_bits.same_bits(*covered, asked=True)
+
+
+def test_a_state_and_layers_of_pytorch_are_named(covered, monkeypatch):
+    runner, layers = covered
+    with pytest.raises(ConfigError, match="no way to compute linear layers"):
+        same_bits.same_bits(runner, None, asked=True)
+    monkeypatch.setattr(same_bits, "encodes_prompts", lambda runner: False)
+    with pytest.raises(ConfigError, match="layers with a state"):
+        same_bits.same_bits(runner, layers, asked=True)
+
+
+@pytest.mark.parametrize("function", [SiluAndMul, GeluAndMul])
+def test_an_activation_whose_threads_share_rows_is_found_out(covered, function, monkeypatch):
+    """As some numbers of threads do that this machine may not have."""
+    runner, layers = covered
+    runner.model.activation = function()
+    assert same_bits.same_bits(runner, layers, asked=True)
+    monkeypatch.setattr(runner.model.activation, "_forward_method", lambda x: x + (len(x) == 3) * 1e-6)
+    with pytest.raises(ConfigError, match="number of threads"):
+        same_bits.same_bits(runner, layers, asked=True)
+
+
+def test_attention_that_sums_in_another_order_is_found_out(covered, monkeypatch):
+    """Keys that are padded by the length of a request, and not by the place of a tile."""
+    runner, layers = covered
+    attention = RadixAttention(6, 16, 16**-0.5, num_kv_heads=2, layer_id=0)
+    runner.model.attention = attention
+    assert same_bits.same_bits(runner, layers, asked=True)
+    monkeypatch.setattr(tiles, "_MULTIPLE", 1)
+    attention.tp_q_head_num = attention.tp_k_head_num
+    with pytest.raises(ConfigError, match="PyTorch's attention"):
+        same_bits.same_bits(runner, layers, asked=True)

@@ -283,13 +283,22 @@ def test_the_announcement_of_dflash_starts_with_dspark(pairs, monkeypatch, archi
     ("flags", "message"),
     [
         ("--pp-size 2", "--pp-size=2; pass 1"),
-        ("--enable-deterministic-inference", "except for that, requests with a seed are reproducible"),
+        ("--rl-on-policy-target fsdp", "it rounds as one trainer does"),
         ("--attention-backend hpc_ops --enable-return-indexer-topk", "--enable-return-indexer-topk=True; drop"),
     ],
 )
 def test_what_would_be_wrong_is_refused(pairs, flags, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         pairs.resolve("Hopper", "Qwen3MoeForCausalLM", *flags.split())
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_the_same_bits_are_served_on_a_gpu(pairs):
+    """With the prefix cache, and prompts outside of SGLang's graphs."""
+    found, server = pairs.view("Hopper", "Qwen3ForCausalLM", "--enable-deterministic-inference")
+    assert (found.attention_backend, found.page_size, server.same_bits) == ("triton", 1, True)
+    assert found.enable_deterministic_inference and not found.disable_radix_cache
+    assert found.cuda_graph_config.prefill.backend == "disabled"
 
 
 DOCKER = Path(__file__).parents[2] / "docker"

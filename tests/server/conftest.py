@@ -117,6 +117,7 @@ OF_A_SERVICE = {"SGLANG_DSPARK_SERVICE_PORT_HTTP": "30000", "SGLANG_DSPARK_PORT_
 CHUNKS, MIXED = "--chunked-prefill-size", "--enable-mixed-chunk"
 PROMPT_ROWS = "--speculative-dspark-prompt-rows"
 UNPROVEN = "--speculative-dspark-unproven held-rows,survivals"  # of an emulated GPU, where they are off by default
+FIXED_TILES = {"FIXED_TILES": "1"}  # of attention, as with --enable-deterministic-inference on a GPU
 # A pool that cannot hold the running requests.
 CROWDED = "--schedule-conservativeness 0.01 --max-total-tokens"
 # Of texts, the radix cache gets states from their middle, and steps overlap, as on a GPU.
@@ -171,6 +172,7 @@ SERVERS: dict[str, Recipe] = {
             _published("speculators"),
             f"--context-length 128 {CROWDED} 600 {CHUNKS} 64 {MIXED} {SESSIONS} {PROMPT_ROWS} 64",
             STATES_SHOWN,
+            "--enable-deterministic-inference",
         )
     ),
     # Random weights: it knows nothing.
@@ -244,7 +246,7 @@ SERVERS: dict[str, Recipe] = {
     ),
     # Memory that a pause overwrites.
     "saving": Recipe((*DSPARK, SAVES_MEMORY)),
-    "graphs_saving": Recipe((*DSPARK, f"{FOUR} {UNPROVEN}", SAVES_MEMORY), env=emulated_graphs()),
+    "graphs_saving": Recipe((*DSPARK, f"{FOUR} {UNPROVEN}", SAVES_MEMORY), env=emulated_graphs() | FIXED_TILES),
     # A quantised target of which a row's result depends on the whole batch.
     "plain_int8_batch": Recipe(model=OF_BATCHES),
     "int8_batch": Recipe((*DSPARK, FOUR), model=OF_BATCHES, env=emulated_graphs()),

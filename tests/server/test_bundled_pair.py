@@ -212,8 +212,8 @@ def test_capabilities(dspark):
     assert {name for name, policy in found["policies"].items() if policy["available"]} == set(found["policies"])
     assert "trace" in found["features"]["speculation_fields"]
     on_cpu = found["device"] == "cpu"
-    assert (found["features"]["prefill_attention"] == "torch_native") == on_cpu
-    assert found["features"]["decode_attention"] == ("grouped SDPA" if on_cpu else "window_attention")
+    assert (found["features"]["prefill_attention"] == "sdpa_tiles") == on_cpu
+    assert found["features"]["decode_attention"] == ("sdpa_tiles" if on_cpu else "window_attention")
     assert not (on_cpu and found["features"]["prefill_cuda_graphs"])
     line = re.search(r"DSPARK: effective decode path dspark .*", dspark.log_path.read_text())
     assert line and "block size 7" in line[0] and "policy auto" in line[0]

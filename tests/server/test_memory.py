@@ -246,6 +246,27 @@ def test_retraction_and_context_limit(tight, plain):
     assert_pool_is_whole(tight)
 
 
+def test_bits_do_not_depend_on_other_requests(tight):
+    """Tokens and log-probabilities, greedy and sampled: alone without drafts, and in a crowd that is retracted."""
+    bodies = []
+    for i, prompt in enumerate(prompts(16, seed=21)):
+        sampled = {"temperature": 0.9, "top_p": 0.95, "sampling_seed": i, "frequency_penalty": 0.2} if i % 2 else {}
+        bodies.append(greedy(prompt[:60], 60, sampled, return_logprob=True))
+    tight.flush_cache()
+    with policy(tight, "off"):
+        alone = [generate(tight, [body], 1)[0] for body in bodies]
+    with policy(tight, "random"):
+        cached = generate(tight, bodies, 3)
+        tight.flush_cache()
+        crowded = together(tight, bodies)
+    assert sum(answer["meta_info"]["num_retractions"] for answer in crowded) > 0
+    assert sum(answer["meta_info"]["cached_tokens"] for answer in cached) > 0
+    expected = [answer["meta_info"]["output_token_logprobs"] for answer in alone]
+    for answers in (cached, crowded):
+        assert [answer["meta_info"]["output_token_logprobs"] for answer in answers] == expected
+    assert tight.get_json("/dspark/capabilities")["features"]["same_bits"]
+
+
 def test_retracted_requests_keep_their_counts_grammars_and_hidden_states(tight):
     """Counts of penalties and states of grammars come back with the second prefill, and every token has its state."""
     bodies = []

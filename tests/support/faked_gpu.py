@@ -56,6 +56,11 @@ class Pairs:
 
     def resolve(self, gpu: str, architecture: str, *flags: str, with_dspark: bool = True) -> Resolved:
         """Resolve a command line for a target of a class."""
+        view, server = self.view(gpu, architecture, *flags, with_dspark=with_dspark)
+        return Resolved(*attention_backends_of(view), view.page_size, getattr(server, "adjusted", ()))
+
+    def view(self, gpu: str, architecture: str, *flags: str, with_dspark: bool = True) -> tuple[Any, Any]:
+        """Return everything that SGLang has decided about a command line, and the server with DSPARK."""
         target = self._folder / architecture
         if not target.exists():
             written_target(architecture, target)
@@ -64,5 +69,4 @@ class Pairs:
         with machine(gpu):
             args = prepare_server_args(command)
             args.resolve_once()
-            view, server = resolved_view(args), speculating(args)
-        return Resolved(*attention_backends_of(view), view.page_size, getattr(server, "adjusted", ()))
+            return resolved_view(args), speculating(args)

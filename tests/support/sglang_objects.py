@@ -142,7 +142,8 @@ def launch_context(*, drafter=None, target=None, prefill="fa3", decode="fa3", **
     backends = {"prefill_attention_backend": prefill, "decode_attention_backend": decode}
     found = model_config(**{"head_dim": 128, "context_len": 8192} | (target or {}))
     args = server_args(found, **{"device": "cuda"} | backends | given)
-    return LaunchContext(args, DSparkServer(config, drafter, dummy_draft=False))
+    same_bits = args.enable_deterministic_inference
+    return LaunchContext(args, DSparkServer(config, drafter, dummy_draft=False, same_bits=same_bits))
 
 
 def found_by(name: str, context: LaunchContext) -> str | None:

@@ -320,6 +320,7 @@ def capabilities(driver: StepDriver) -> dict[str, Any]:
             "prefill_attention": model_runner.attn_backend.prefill_attention_backend_str,
             "prefill_cuda_graphs": has_prefill_graphs(model_runner),
             "decode_attention": model_runner.attn_backend.decode_attention_backend_str,
+            "same_bits": decoding.same_bits,
             "tensor_parallel_size": server_args.tp_size,
             "data_parallel_size": server_args.dp_size,
             "online_calibration": has_head and options.online_calibration,
@@ -344,6 +345,7 @@ def _named_paths(server_args: ServerArgs, server: DSparkServer | OtherServer) ->
     asked: dict[str, bool] = {
         "scheduled": server.engine == "scheduled",
         "mixed-chunks": bool(server_args.enable_mixed_chunk),
+        "same-bits": bool(server_args.enable_deterministic_inference),
         "memory-graphs": bool(server_args.enable_memory_saver) and envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH.get(),
         **{name: bool(getattr(config, path.option)) for name, path in GPU_PATHS.items() if path.option},
     }

@@ -65,7 +65,18 @@ def emulate(module):
     module.graph_request_slots, module.DSparkWorker._prefill = lambda runner: REQUEST_SLOTS, prefill
     module.DSparkWorker.step_times = step_times
     verify.window_attention = noted_attention
-    verify.CpuVerifyBackend._attend = verify.CudaVerifyBackend._attend
+    verify.CpuBackend._fixed_split, verify.CpuBackend._splits = (64, 8) if "FIXED_TILES" in os.environ else (None, None)
+    verify.CpuBackend._attend = verifying(verify.CudaVerifyBackend._attend, verify.CpuBackend._attend)
+
+
+def verifying(as_on_a_gpu, of_prompts):
+    """Return attention of verification as on a GPU; prompts have SGLang's own there."""
+
+    def attend(self, rows, forward_batch):
+        verifies = forward_batch.forward_mode.is_target_verify()
+        return (as_on_a_gpu if verifies else of_prompts)(self, rows, forward_batch)
+
+    return attend
 
 
 def prefill(self, batch, publish):

@@ -103,9 +103,10 @@ def compute_from_copies():
     """Have servers compute linear layers from oneDNN's copies of their weights, however small and fast these are."""
 
     def patch(module):
-        def ways(weights, *, may_copy, original=module.fastest_ways):
-            copies = may_copy and str(weights[0].dtype) == "torch.float32"
-            return [module.Way.COPY] * 33 if copies else original(weights, may_copy=may_copy)
+        def ways(weights, *, may_copy, same_bits, original=module.fastest_ways):
+            if may_copy and not same_bits and str(weights[0].dtype) == "torch.float32":
+                return module.Ways([module.Way.COPY], same_bits=False)
+            return original(weights, may_copy=may_copy, same_bits=same_bits)
 
         module.LEAST_BYTES, module.fastest_ways = 0, ways
 
