@@ -91,6 +91,12 @@ evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/identity.json
 	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --only user --dtype bfloat16 \
 		--output $(RESULTS)/identity_bfloat16.json
+	@mkdir -p $(RESULTS)/same_bits
+	$(RUN) benchmarks/same_bits.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/same_bits/float32.json
+	$(RUN) benchmarks/same_bits.py $(PAIR) $(PROMPTS:%=--prompts %) --dtype bfloat16 \
+		--output $(RESULTS)/same_bits/bfloat16.json
+	$(RUN) benchmarks/same_bits.py $(PAIR) $(PROMPTS:%=--prompts %) --dtype bfloat16 \
+		--server-flags --enable-deterministic-inference --output $(RESULTS)/same_bits/bfloat16_deterministic.json
 	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/sweep \
 		--config plain --config off --config auto --config static:5 --config static:4 --config static:3 \
 		--config static:2 --config static:1 --concurrency 1,2,4,8,16 --max-tokens 96 --ignore-eos --rounds 8 $(SWEEP_FLAGS)
