@@ -233,8 +233,8 @@ def fastest_ways(weights: Sequence[torch.Tensor], *, may_copy: bool, same_bits: 
             at every start. Otherwise such a way is taken if it costs little.
     """
     if same_bits:
-        for way in reversed(Way):
-            if way in forms_of(weights[:1], may_copy=may_copy) and _keeps_bits(weights, way):
+        for way in reversed(forms_of(weights[:1], may_copy=may_copy)):
+            if _keeps_bits(weights, way):
                 return Ways([way], same_bits=True)
     timed: list[torch.Tensor] = []
     for weight in weights:

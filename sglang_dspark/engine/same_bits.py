@@ -107,7 +107,9 @@ def _activations(runner: ModelRunner, layers: LinearLayers) -> Iterator[tuple[nn
     """Yield activations of a target, one of each class, with each width that they may have."""
     model = text_model(runner)
     of_a_class = {type(module): module for module in model.modules() if type(module).__module__ == activation.__name__}
-    widths = {layer.weight.shape[0] for layer in layers.layers if layer is not model.lm_head}
+    # Those that multiply two halves take an even width only. The layers of PyTorch's class are the drafter's.
+    of_target = (layer for layer in layers.layers if layer is not model.lm_head and not isinstance(layer, nn.Linear))
+    widths = {layer.weight.shape[0] // 2 * 2 for layer in of_target}
     yield from itertools.product(of_a_class.values(), widths)
 
 

@@ -288,7 +288,7 @@ def test_a_state_and_layers_of_pytorch_are_named(covered, monkeypatch):
 def test_an_activation_whose_threads_share_rows_is_found_out(covered, function, monkeypatch):
     """As some numbers of threads do that this machine may not have."""
     runner, layers = covered
-    runner.model.activation = function()
+    runner.model.activation, runner.model.proj.weight.data = function(), torch.randn(5, 8)  # an odd width
     assert same_bits.same_bits(runner, layers, asked=True)
     monkeypatch.setattr(runner.model.activation, "_forward_method", lambda x: x + (len(x) == 3) * 1e-6)
     with pytest.raises(ConfigError, match="number of threads"):
