@@ -167,8 +167,8 @@ def gpu_paths() -> str:
         named = f"`{path.named_by}`" if path.named_by else ""
         rows.append([f"`{name}`", path.what, shown, named])
     note = (
-        "A file shows that a GPU has run a path and was not slower. What is open is off unless it is named, except for "
-        "paths that have no older form; `gpu_paths` in `GET /dspark/capabilities` says what a server does."
+        "A file shows that a GPU has run a path and was not slower. An open path is off unless its flag is given, "
+        "except for paths that have no older form. `gpu_paths` in `GET /dspark/capabilities` says what a server does."
     )
     return section(("path", "on a GPU", "shown by", "turned on by"), rows, note)
 

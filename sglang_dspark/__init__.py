@@ -4,4 +4,4 @@ This module stays free of imports: SGLang loads plugins in every one of its proc
 torch nor the worker.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

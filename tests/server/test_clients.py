@@ -1,12 +1,16 @@
 """Tests of official clients and benchmarks, next to a plain server: routes, streams, tools, turns, counts.
 
-OpenAI's client also sends a ``prediction``.
+OpenAI's client also sends a ``prediction``. The programs in ``examples`` are clients, too.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -15,9 +19,10 @@ import httpx2
 import openai
 import pytest
 from family_targets import TOOL_CALL
-from golden_server import call, counting, greedy, policy
+from golden_replay import tuned
+from golden_server import DRAFT, TARGET, call, counting, greedy, policy
 
-from sglang_dspark.tools.launch import LaunchedServer
+from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, free_port
 
 pytestmark = pytest.mark.slow
 
@@ -311,3 +316,58 @@ def test_tokens_that_the_target_does_not_have_are_left_out(letters):
         found = letters.post_json("/v1/chat/completions", body | {"prediction": predicted})
     assert found["choices"][0]["message"]["content"] == plain
     assert found["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run_example(name: str, *arguments: Any, folder: Path = EXAMPLES) -> None:
+    """Run an example, and compare its lines with those of its committed output: what they name, and what they promise."""
+    command = [sys.executable] if name.endswith(".py") else ["bash"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, **CPU_ENV, "PATH": path, "NO_PROXY": "*", "PORT": str(free_port()), "STEPS": "4", "PROMPTS": "4"}
+    command += [str(EXAMPLES / name), *map(str, arguments)]
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = (EXAMPLES / "output" / name).with_suffix(".txt").read_text()
+    assert shown(done.stdout) == shown(expected)
+
+
+def shown(text: str) -> list[str]:
+    """Return what the lines name, with the value if it is a promise; lines of quoted tokens name nothing."""
+    found = [line.partition(": ") for line in text.splitlines() if not line.startswith(("'", '"'))]
+    return [name + (value if value in ("0", "True") else "") for name, colon, value in found if colon]
+
+
+@pytest.mark.parametrize(
+    "name", ["speculation_per_request.py", "json_and_tools.py", "log_probabilities.py", "several_turns.py"]
+)
+def test_an_example_runs(letters, name):
+    run_example(name, letters.url)
+
+
+def test_the_example_next_to_a_plain_server_runs(letters, plain_letters):
+    run_example("compare_with_plain.py", letters.url, plain_letters.url)
+
+
+def test_the_example_of_new_weights_runs(letters, tmp_path):
+    try:
+        run_example("new_weights.py", tuned(tmp_path / "target"), letters.url)
+    finally:
+        letters.post_json("/update_weights_from_disk", {"model_path": str(TARGET)})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["start_and_ask.sh", "engine.py", "two_replicas.sh"])
+def test_an_example_that_starts_servers_runs(tmp_path, name):
+    run_example(name, TARGET, DRAFT, *CPU_FLAGS, "--dtype", "float32", "--chat-template", "chatml", folder=tmp_path)
+
+
+@pytest.mark.thorough
+def test_a_service_changes_its_worker_and_back_without_losing_an_answer(tmp_path):
+    run_example("change_worker.sh", TARGET, DRAFT, "", *CPU_FLAGS, "--dtype", "float32", "--chat-template", "chatml", folder=tmp_path)
+
+
+@pytest.mark.thorough
+def test_the_example_of_a_drafter_of_ones_own_runs(tmp_path):
+    run_example("own_drafter.sh", TARGET, tmp_path / "output", folder=tmp_path)
