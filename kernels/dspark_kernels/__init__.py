@@ -20,8 +20,8 @@ from dspark_kernels.acceptance.simulation import (
 from dspark_kernels.attention.injection import CommitRows, HeldRows, hold_rows, hold_rows_ref, kv_inject, kv_inject_ref
 from dspark_kernels.attention.prompts import PromptWindows, attend_prompts, cut_prompts, fixed_split_for
 from dspark_kernels.attention.ragged import (
+    AttentionLayout,
     BlockAttention,
-    ContextGroup,
     attend_groups,
     block_attention,
     block_attention_ref,
@@ -132,12 +132,12 @@ __all__ = [
     "AcceptResult",
     "Adjustment",
     "AdjustmentTable",
+    "AttentionLayout",
     "BlockAttention",
     "Candidates",
     "ChainRules",
     "CommitRows",
     "ConfidenceWeights",
-    "ContextGroup",
     "DeltaGates",
     "DeltaInputs",
     "Dispatched",

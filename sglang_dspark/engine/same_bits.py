@@ -137,12 +137,12 @@ def attention_keeps_bits(form: Form) -> bool:
     table, visible = torch.arange(_TRIED_ROWS)[None], VisibleKeys(form.sliding_window)
 
     def attended(*spans: tuple[int, int]) -> torch.Tensor:
-        groups = tile_contexts(
+        layout = tile_contexts(
             *(table, [0] * len(spans), [last for _, last in spans], [last - first for first, last in spans], visible),
             heads_per_kv=form.heads // form.kv_heads,
             dtype=form.dtype,
         )
-        return attend_groups(_cut(queries, spans), k_pool, v_pool, groups, form.head_dim**-0.5)
+        return attend_groups(_cut(queries, spans), k_pool, v_pool, layout, form.head_dim**-0.5)
 
     whole = attended((0, _TRIED_ROWS))
     tried = (*((span,) for span in _TRIED_SPANS), _TRIED_SPANS * _TOGETHER)

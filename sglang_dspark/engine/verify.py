@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from dspark_kernels import (
-    ContextGroup,
+    AttentionLayout,
     PagedWindows,
     PromptWindows,
     VisibleKeys,
@@ -40,7 +40,7 @@ _READS_E4M3 = (8, 9)
 KV = tuple[torch.Tensor, torch.Tensor]
 """Keys and values."""
 
-Tiles = Callable[[VisibleKeys, int, torch.dtype], list[ContextGroup]]
+Tiles = Callable[[VisibleKeys, int, torch.dtype], AttentionLayout]
 """The layout of a forward on a CPU for layers of a kind: their keys, query heads per K/V head, and dtype."""
 
 
@@ -185,8 +185,8 @@ class CpuBackend(VerifyBackend):
         tiles = forward_batch.spec_info.tiles if forward_batch.forward_mode.is_target_verify() else self._prompts
         heads_per_kv = rows.queries.shape[1] // rows.pools[0].shape[1]
         assert tiles is not None, "rows are laid out before a forward"
-        groups = tiles(VisibleKeys(rows.window, rows.translation), heads_per_kv, rows.queries.dtype)
-        return attend_groups(rows.queries, *rows.pools, groups, rows.scale, sinks=rows.sinks)
+        layout = tiles(VisibleKeys(rows.window, rows.translation), heads_per_kv, rows.queries.dtype)
+        return attend_groups(rows.queries, *rows.pools, layout, rows.scale, sinks=rows.sinks)
 
 
 class CudaVerifyBackend(VerifyBackend):
@@ -377,7 +377,7 @@ def tiles_of(
     key_lens = [prefix + queries for prefix, queries in zip(prefix_lens, query_lens, strict=True)]
 
     @cache
-    def tiles(visible: VisibleKeys, heads_per_kv: int, dtype: torch.dtype) -> list[ContextGroup]:
+    def tiles(visible: VisibleKeys, heads_per_kv: int, dtype: torch.dtype) -> AttentionLayout:
         return tile_contexts(
             req_to_token, requests, key_lens, query_lens, visible, heads_per_kv=heads_per_kv, dtype=dtype
         )

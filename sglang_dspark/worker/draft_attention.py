@@ -1,11 +1,8 @@
 """Attention callbacks of the draft backbone over the paged draft cache."""
 
-from dataclasses import replace
-
 import torch
 from dspark_kernels import (
     BlockAttention,
-    ContextGroup,
     StepRequests,
     attend_groups,
     block_attention,
@@ -53,10 +50,16 @@ def partial_attention_ref(
 ) -> BlockAttention:
     """Compute :func:`partial_attention` in plain torch. Reads lengths on the host."""
     near = requests if visibility.reach is None else DraftWindow(visibility.reach, sinks=0).of(requests)
-    groups = block_groups(near, num_slots, heads_per_kv=heads_per_kv, dtype=dtype)
-    if visibility.slides or visibility.causal:
-        groups = [_masked(group, visibility, near.prefix_lens, num_slots, heads_per_kv, dtype) for group in groups]
-    return lambda q, k, v, pool, sinks: attend_groups(q, *pool, groups, scale, extra_kv=(k, v), sinks=sinks)
+
+    def sees(lens: torch.Tensor, num_keys: int) -> torch.Tensor:
+        slots = torch.arange(num_slots)
+        ages = (lens[:, None] - torch.arange(num_keys))[:, None]  # [R, 1, n]
+        context = (ages > 0) & visibility.sees_context(ages, slots[:, None])
+        block = visibility.sees_block(slots).expand(len(context), -1, -1)
+        return torch.cat((context, block), dim=2)
+
+    layout = block_groups(near, num_slots, heads_per_kv=heads_per_kv, dtype=dtype, sees=sees)
+    return lambda q, k, v, pool, sinks: attend_groups(q, *pool, layout, scale, extra_kv=(k, v), sinks=sinks)
 
 
 @on_kernels(partial_attention_ref)
@@ -77,22 +80,3 @@ def partial_attention(
     return lambda q, k, v, pool, sinks: window_attention(
         q, (k, v), pool, windows, causal=visibility.causal, scale=scale, sinks=sinks
     )
-
-
-def _masked(
-    group: ContextGroup,
-    visibility: Visibility,
-    lens: torch.Tensor,  # [bs]
-    num_slots: int,
-    heads_per_kv: int,
-    dtype: torch.dtype,
-) -> ContextGroup:
-    """The group with a mask of what each slot sees."""
-    members = slice(None) if group.queries is None else group.queries[::num_slots] // num_slots
-    slots = torch.arange(num_slots)
-    ages = (lens[members][:, None] - torch.arange(group.keys.num_keys))[:, None]  # [R, 1, n]
-    context = (ages > 0) & visibility.sees_context(ages, slots[:, None])
-    block = visibility.sees_block(slots).expand(len(context), -1, -1)
-    seen = torch.cat((context, block), dim=2)
-    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
-    return replace(group, mask=mask.repeat_interleave(heads_per_kv, dim=1)[:, None])

@@ -627,8 +627,8 @@ def test_ragged_attention_is_causal_from_the_right(ragged, window, with_sinks, t
         visible, read = visible._replace(translation=translation), [torch.full((301, 2, 32), torch.nan) for _ in pools]
         for pool, of_its_own in zip(pools, read, strict=True):
             of_its_own[own] = pool[seen]
-    groups = tile_contexts(table, rows, key_lens, query_lens, visible, heads_per_kv=3, dtype=torch.float32)
-    out = attend_groups(q, *read, groups, 32**-0.5, sinks=sinks)
+    layout = tile_contexts(table, rows, key_lens, query_lens, visible, heads_per_kv=3, dtype=torch.float32)
+    out = attend_groups(q, *read, layout, 32**-0.5, sinks=sinks)
     start = 0
     for row, num_keys, num_queries in spans:
         k, v = (pool[table[row, :num_keys].long()] for pool in pools)
@@ -668,9 +668,9 @@ def test_rows_have_the_same_bits_in_every_batch(dtype, heads, head_dim, window, 
         rows, _, lasts = zip(*parts, strict=True)
         num_queries = [last - first for _, first, last in parts]
         visible, per_kv = VisibleKeys(sliding_window=window), num_heads // kv_heads
-        groups = tile_contexts(table, rows, lasts, num_queries, visible, heads_per_kv=per_kv, dtype=dtype)
+        layout = tile_contexts(table, rows, lasts, num_queries, visible, heads_per_kv=per_kv, dtype=dtype)
         q = torch.cat([queries[row][first:last] for row, first, last in parts])
-        return attend_groups(q, *pools, groups, head_dim**-0.5, sinks=sinks).split(num_queries)
+        return attend_groups(q, *pools, layout, head_dim**-0.5, sinks=sinks).split(num_queries)
 
     whole = [attended([(row, 0, length)])[0] for row, length in enumerate(lens)]
     for border in range(64, lens[0], 64):  # of tiles

@@ -12,15 +12,14 @@ prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import accumulate
 from math import gcd
 from typing import NamedTuple
 
 import torch
 
-from dspark_kernels.attention.ragged import ContextGroup, PagedKeys
+from dspark_kernels.attention.ragged import AttentionLayout, ContextGroup, LayoutBuilder
 
 TILE_ROWS = 64
 """Positions of a tile, which begins at a multiple of that."""
@@ -103,7 +102,7 @@ def tile_contexts(
     *,
     heads_per_kv: int,
     dtype: torch.dtype,
-) -> list[ContextGroup]:
+) -> AttentionLayout:
     """Lay out the attention of a verification or of prompts, for all layers of a kind.
 
     Args:
@@ -119,8 +118,7 @@ def tile_contexts(
         What ``attend_groups`` computes.
     """
     masks = _masks(max(key_lens), heads_per_kv, visible.sliding_window, dtype)
-    groups: list[ContextGroup] = []
-    single: dict[int, list[tuple[_Request, _Part]]] = {}
+    builder, single = LayoutBuilder(), dict[int, list[tuple[_Request, _Part]]]()
     starts = accumulate(query_lens, initial=0)
     for row, keys, queries, start in zip(requests, key_lens, query_lens, starts, strict=False):
         if queries == 0:
@@ -130,45 +128,46 @@ def tile_contexts(
         if len(parts) == 1:
             single.setdefault(parts[0].num_keys, []).append((request, parts[0]))
         else:
-            groups.extend(_groups_of_one(req_to_token, request, parts, visible, masks))
-    groups.extend(_group_of_many(req_to_token, members, visible, masks) for members in single.values())
-    if len(groups) == len(single) == 1:
-        return [replace(groups[0], rows=None)]  # the whole batch, in order
-    return groups
+            _add_one(builder, req_to_token, request, parts, visible, masks)
+    for members in single.values():
+        _add_many(builder, req_to_token, members, visible, masks)
+    return builder.layout()
 
 
-def _groups_of_one(
-    req_to_token: torch.Tensor, request: _Request, parts: Sequence[_Part], visible: VisibleKeys, masks: _Masks
-) -> Iterator[ContextGroup]:
-    """Return the calls for a request whose rows are in several tiles; its keys are gathered once."""
+def _add_one(
+    builder: LayoutBuilder,
+    req_to_token: torch.Tensor,
+    request: _Request,
+    parts: Sequence[_Part],
+    visible: VisibleKeys,
+    masks: _Masks,
+) -> None:
+    """Add the calls for a request whose rows are in several tiles; its keys are gathered once."""
     first, last = parts[0].first, max(part.first + part.num_keys for part in parts)
-    keys = PagedKeys(1, last - first, _slots(req_to_token, request, first, last - first, visible))
+    gathered = builder.keys(_slots(req_to_token, request, first, last - first, visible))
     alike: dict[tuple[int, ...], list[_Part]] = {}
     for part in reversed(parts):
         alike.setdefault((part.first, part.num_keys, part.rows, part.end - part.begin), []).append(part)
-    for members in alike.values():
-        queries, real = request.rows_of(members)
-        begin = members[0].first - first
-        span = slice(begin, begin + members[0].num_keys)
-        kept = None if real.all() else real.nonzero().squeeze(1)
-        outputs = queries if kept is None else queries[kept]
-        mask = masks.of(members)
-        yield ContextGroup(len(members), members[0].rows, keys, span, queries, kept, outputs, mask)
+    for (begin, num_keys, rows, _), members in alike.items():
+        group = ContextGroup(len(members), rows, gathered + begin - first, 1, num_keys, masks.of(members))
+        builder.call(group, *request.rows_of(members))
 
 
-def _group_of_many(
-    req_to_token: torch.Tensor, members: Sequence[tuple[_Request, _Part]], visible: VisibleKeys, masks: _Masks
-) -> ContextGroup:
-    """Return the call for requests with as many keys, each of which has rows in one tile."""
+def _add_many(
+    builder: LayoutBuilder,
+    req_to_token: torch.Tensor,
+    members: Sequence[tuple[_Request, _Part]],
+    visible: VisibleKeys,
+    masks: _Masks,
+) -> None:
+    """Add the call for requests with as many keys, each of which has rows in one tile."""
     num_keys, rows = members[0][1].num_keys, max(part.rows for _, part in members)
     members = [(request, part._replace(begin=min(part.begin, part.end - rows), rows=rows)) for request, part in members]
     slots = [_slots(req_to_token, request, part.first, num_keys, visible) for request, part in members]
     queries, real = map(torch.cat, zip(*(request.rows_of([part]) for request, part in members), strict=True))
-    kept = None if real.all() else real.nonzero().squeeze(1)
-    keys = PagedKeys(len(members), num_keys, torch.cat(slots))
     mask = torch.cat([masks.of([part]) for _, part in members])
-    outputs = queries if kept is None else queries[kept]
-    return ContextGroup(len(members), rows, keys, slice(0, num_keys), queries, kept, outputs, mask)
+    group = ContextGroup(len(members), rows, builder.keys(torch.cat(slots)), len(members), num_keys, mask)
+    builder.call(group, queries, real)
 
 
 def _slots(
