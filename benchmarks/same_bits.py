@@ -9,7 +9,8 @@ with `off`, one user and an empty prefix cache. Every scenario sends the same re
 tokens, and whose tokens and log-probabilities, equal the expected ones in every bit. Where the capabilities of the
 server say `same_bits`, one that differs makes the exit status 1.
 
-With `--identifiers`, greedy requests list random identifiers and ask for one of them, and wrong copies are counted.
+With `--identifiers`, greedy requests copy a list of random identifiers from somewhere in it on, and wrong copies are
+counted.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ SCENARIOS = (
 )
 
 
-LISTED = 60
-"""Identifiers of a prompt."""
+LISTED, COPIED = 60, 4
+"""Identifiers of a prompt, and of its answer."""
 
 Answer = list[Sequence[float]]
 """[log-probability, token] of every token."""
@@ -93,15 +94,15 @@ class Requests:
 
     @classmethod
     def of_identifiers(cls, number: int, tokenizer: PreTrainedTokenizerBase) -> Requests:
-        """Return requests that list identifiers and ask for one of them."""
+        """Return requests that list identifiers, and the beginning of the same list, which the answer goes on with."""
         rng, prompts, copies = random.Random(0), [], []
         for _ in range(number):
             listed = ["".join(rng.choices("abcdefghjkmnpqrstuvwxyz23456789", k=8)) for _ in range(LISTED)]
-            asked = rng.randrange(LISTED)
-            lines = [f"item {place}: {identifier}" for place, identifier in enumerate(listed)]
-            prompts.append(tokenizer.encode("\n".join([*lines, "", f"item {asked}:"])))
-            copies.append(listed[asked])
-        return cls(prompts, 16, copies)
+            begin = rng.randrange(LISTED - COPIED)
+            lines = ["A list:", *listed, "", "The same list again:", *listed[:begin], ""]
+            prompts.append(tokenizer.encode("\n".join(lines)))
+            copies.append("\n".join(listed[begin : begin + COPIED]))
+        return cls(prompts, 16 * COPIED, copies)
 
     def body(self, index: int) -> dict[str, Any]:
         """Return the body of a request."""
@@ -162,7 +163,7 @@ def wrong_copies(found: Sequence[Answer], requests: Requests, tokenizer: PreTrai
 @click.option("--target", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--draft", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--prompts", "files", type=click.Path(path_type=Path, exists=True), multiple=True)
-@click.option("--identifiers", default=0, help="Ask so many times for one of many identifiers, and for nothing else.")
+@click.option("--identifiers", default=0, help="Have so many lists of identifiers copied, and ask nothing else.")
 @click.option("--num-prompts", default=200, show_default=True)
 @click.option("--max-tokens", default=64, show_default=True)
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
