@@ -378,9 +378,8 @@ def log_remarks(path: str, reading: Reading) -> None:
         level = logging.WARNING if remark.doubtful else logging.INFO
         logger.log(level, "DSPARK drafter %s: %s", path, remark.sentence)
     if reading.unread_keys:
-        logger.info(
-            "DSPARK drafter %s: these keys of config.json are not read: %s", path, ", ".join(reading.unread_keys)
-        )
+        unread = ", ".join(reading.unread_keys)
+        logger.info("DSPARK drafter %s: these keys of config.json are not read: %s", path, unread)
 
 
 class NoDrafter:
