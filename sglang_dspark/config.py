@@ -87,7 +87,8 @@ class DSparkConfig:
         read=_policy,
     )
     block_size: Annotated[int, int_range(1)] | None = _option(
-        "Drafts per request and step (gamma); up to 16 after a block of the draft checkpoint are copied candidates.",
+        "Drafts per request and step (gamma). With a confidence head, up to 16 more than the drafter's block has; "
+        "these are copied from the text.",
         read=int,
     )
     verify_len: Annotated[int, int_range(0)] | None = _option(
@@ -97,24 +98,24 @@ class DSparkConfig:
         "Policy `threshold`: verify the drafts before the first one whose raw confidence is below this.", read=float
     )
     confidence_sts_path: str | None = _option(
-        "Calibration temperatures of the confidence head, written by `python -m sglang_dspark calibrate`."
+        "File of temperatures that calibrate the confidence head, written by `sglang-dspark calibrate`."
     )
     online_calibration: Switch = _option(
-        "`on` or `off`: keep the confidence head calibrated from what verification observes.",
+        "`on` or `off`: keep calibrating the confidence head from what verification accepts.",
         default=True,
         read=_on_or_off,
     )
     sps_table_path: str | None = _option(
-        "Table of step times, for `auto`, `early-stop` and bounds on gaps: loaded if the file exists, else measured at "
-        "start-up and written there. Without the flag it is kept below ~/.cache/sglang-dspark.",
+        "File of step times, for `auto`, `early-stop` and bounds on gaps: read if it exists, else measured at start-up "
+        "and written there. Without the flag it is kept below ~/.cache/sglang-dspark.",
     )
     draft_vocabulary: str | None = _option(
         "File of the tokens that the drafter proposes, written by `sglang-dspark vocabulary`; it replaces the "
         "drafter's own `draft_vocabulary.json`.",
     )
     draft_quantization: Literal["int8"] | None = _option(
-        "`int8`: the drafter's layers and heads also in 8 bits, which a GPU reads in small steps (not run on one yet); "
-        "a CPU only rounds.",
+        "`int8`: also keep the drafter's layers and heads in 8 bits, which a GPU reads in steps of few rows (not run "
+        "on a GPU yet); a CPU only rounds the weights.",
     )
     draft_free: Switch = _option(
         "Serve without a drafter: requests with a preset or a prediction speculate, others decode plainly. A value, "
@@ -129,12 +130,12 @@ class DSparkConfig:
         read=int,
     )
     tpot_ms: Annotated[float, Meta(ge=0.1, le=10_000, description="must lie in [0.1, 10000]")] | None = _option(
-        "SLO of answers whose requests name none: milliseconds per token after the first.",
+        "SLO of requests that name none: milliseconds per token after the first.",
         read=float,
     )
     min_tpot_ms: Annotated[float, Meta(ge=0.1, description="must be a number from 0.1, or inf")] = _option(
-        "Least milliseconds per token that a request may name as its SLO: HTTP 400 answers those that name less. `inf` "
-        "lets requests name none.",
+        "Least milliseconds per token that a request may name as its SLO; a request that names less gets HTTP 400. "
+        "`inf` lets requests name none.",
         default=0.1,
         read=float,
     )
@@ -144,12 +145,12 @@ class DSparkConfig:
         read=float,
     )
     prompt_rows: Annotated[int, int_range(0)] | None = _option(
-        "Verify up to so many tokens of prompts at a time like drafts, without a prefill (not run on a GPU yet); 0 "
+        "Most tokens of prompts that a step verifies like drafts, in place of a prefill (not run on a GPU yet); 0 "
         "turns this off.",
         read=int,
     )
     unproven: Paths = _option(
-        f"On a GPU, also take these paths, which no run on one has shown to be no slower: some of "
+        "On a GPU, also take these code paths, of which no run on a GPU has shown that they are not slower: some of "
         f"{', '.join(get_args(UnprovenPath))}. `gpu_paths` in `GET /dspark/capabilities` says what is on.",
         default=(),
         read=_names,
@@ -180,9 +181,9 @@ class DSparkConfig:
         default="refuse",
     )
     simulate_acceptance: Profile | None = _option(
-        "With `--load-format dummy` only: keep drafts at random, as prompt and position decide. Rates by position, "
-        "given that all drafts before are kept, e.g. `0.8,0.75,0.7`; the last one counts for the rest of the block. "
-        "The engine `builtin` reads only the variable.",
+        "With `--load-format dummy` only: accept drafts at random, the same ones for the same prompt and position. "
+        "Rates by position, given that all drafts before are accepted, e.g. `0.8,0.75,0.7`; the last one counts for "
+        "the rest of the block. The engine `builtin` reads only the environment variable.",
         read=_numbers,
         nargs="+",
     )
@@ -286,7 +287,7 @@ class DSparkConfig:
         if self.block_size is None:
             return DRAFT_FREE_BLOCK_SIZE if checkpoint_gamma is None else checkpoint_gamma
         if checkpoint_gamma is not None and self.block_size > checkpoint_gamma + tail:
-            copied = f" and {tail} copied ones" if tail else ", whose drafter has no confidence head to copy more by"
+            copied = f" and {tail} copied ones" if tail else ", and a drafter without a confidence head has no others"
             raise ConfigError(
                 f"{flag_name('block_size')}={self.block_size} exceeds the {checkpoint_gamma} drafts of a block of the "
                 f"draft checkpoint{copied}; pass {checkpoint_gamma + tail} or less"

@@ -96,6 +96,6 @@ def described(named: Collection[str]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, path in GPU_PATHS.items():
         shown = f"benchmarks/results/{path.shown_by}" if path.shown_by else "no GPU run shows that it is not slower"
-        by = f"{'named' if name in named else 'not named'} by {path.named_by}; " if path.named_by else ""
+        by = f"{'turned on by' if name in named else 'off without'} {path.named_by}; " if path.named_by else ""
         found[name] = {"on": name in named or not path.named_by, "why": f"{by}{shown}"}
     return found

@@ -110,7 +110,7 @@ def test_values_beyond_the_checkpoint():
         resolve("--speculative-dspark-block-size", "24").gamma(7)
     longest = resolve("--speculative-dspark-block-size", "23")
     assert longest.gamma(7) == 23
-    with pytest.raises(ConfigError, match="no confidence head to copy more by; pass 7 or less"):
+    with pytest.raises(ConfigError, match="without a confidence head has no others; pass 7 or less"):
         longest.gamma(7, tail=0)
     with pytest.raises(ConfigError, match="--speculative-dspark-verify-len=6 exceeds the 5 drafts"):
         resolve(*STATIC, "--speculative-dspark-verify-len", "6").max_verify(5)

@@ -62,7 +62,7 @@ def test_what_is_on_is_said_with_the_reason():
     told = described(["int8"])
     assert told["int8"] == {
         "on": True,
-        "why": "named by --speculative-dspark-draft-quantization int8; no GPU run shows that it is not slower",
+        "why": "turned on by --speculative-dspark-draft-quantization int8; no GPU run shows that it is not slower",
     }
-    assert told["held-rows"]["on"] is False and "not named by" in told["held-rows"]["why"]
+    assert told["held-rows"]["on"] is False and "off without" in told["held-rows"]["why"]
     assert told["walk"] == {"on": True, "why": "benchmarks/results/h200/kernels.json"}

@@ -25,9 +25,10 @@ from sglang_dspark.errors import ConfigError, UnservedError
 from sglang_dspark.scheduling.sts import StsCalibration
 
 VARIABLES: Mapping[EnvField, str] = {
-    envs.SGLANG_RUST_SERVER: "requests are checked on their way through the Python server",
-    envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: "the drafter's K/V pool has the size that the target's has at first",
-    envs.SGLANG_USE_HND_KVCACHE: "verification reads a K/V pool whose slots lie one after the other",
+    envs.SGLANG_RUST_SERVER: "DSPARK checks requests in SGLang's Python server",
+    envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: "SGLang would resize the target's K/V pool after DSPARK has made the "
+    "drafter's in the same size",
+    envs.SGLANG_USE_HND_KVCACHE: "DSPARK's attention kernels read the K/V pool in the NHD layout only",
 }
 """Switches in the environment that are served off, and why."""
 DRAFT_FORMATS = (None, "auto", "safetensors", "gguf", "dummy")
@@ -54,12 +55,13 @@ def draft_window(context: LaunchContext) -> str | None:
         return f"{given} belongs to a drafter, and {flag_name('draft_free')} serves without one; drop one of the flags"
     if size is None:
         return (
-            f"{given} needs --speculative-draft-window-size: without a window the drafter sees the first tokens anyway"
+            f"{given} has no effect without --speculative-draft-window-size, because the drafter then sees the whole "
+            "context; pass both flags or neither"
         )
     if size < 1:
-        return f"{given} leaves nothing of a context; pass 1 or more, or drop the flag"
+        return f"{given} lets the drafter see no token of a context; pass 1 or more, or drop the flag"
     if sinks is not None and sinks < 0:
-        return f"--speculative-draft-sink-size={sinks} is no number of tokens; pass 0 or more, or drop the flag"
+        return f"--speculative-draft-sink-size={sinks} is negative; pass 0 or more, or drop the flag"
     return None
 
 
@@ -110,8 +112,8 @@ def kv_dtype(context: LaunchContext) -> str | None:
     if given not in ("bfloat16", "bf16") or dtype == torch.bfloat16:
         return None
     return (
-        f"DSPARK cannot run with --kv-cache-dtype={given} with a target in {dtype}: it serves K/V in the target's "
-        "dtype or in eight bits; pass auto, or --dtype bfloat16"
+        f"DSPARK cannot run with --kv-cache-dtype={given} and a target in {dtype}: it serves K/V in the target's "
+        "dtype or in 8 bits; pass --kv-cache-dtype auto, or --dtype bfloat16"
     )
 
 
@@ -149,12 +151,13 @@ def application(context: LaunchContext) -> str | None:
     conflict = f"cannot be combined with --tokenizer-worker-num={args.tokenizer_worker_num}"
     if given := [flag_of(name) for name in ("api_key", "admin_api_key") if getattr(args, name)]:
         return (
-            f"{' and '.join(given)} {conflict}: SGLang asks for keys in a single worker only; drop one of the flags, "
-            "and have a proxy ask for keys"
+            f"{' and '.join(given)} {conflict}: SGLang checks API keys only with one tokenizer worker; drop "
+            "--tokenizer-worker-num, or have a proxy check keys"
         )
     if variable.get() not in (variable.default, APP_OF_WORKERS):
         return (
-            f"{variable.name}={variable.get()} in the environment {conflict}, whose application is DSPARK's; unset it"
+            f"{variable.name}={variable.get()} in the environment {conflict}: DSPARK puts an application of its own "
+            "there, which checks requests; unset the variable"
         )
     return None
 
@@ -179,14 +182,14 @@ def family(context: LaunchContext) -> None:
 
 
 def why_not_ours(context: LaunchContext) -> str | None:
-    """Return why our worker leaves a device or target to SGLang's own, which may serve it.
+    """Say why our worker leaves a device or target to SGLang's own, which may serve it.
 
     Returns:
         None if ours serves both, or neither worker does.
     """
     architectures = context.target.hf_config.architectures
     if is_left_to_sglang(architectures):
-        return ", ".join(architectures or ["a target without an architecture"])
+        return f"the plugin's worker does not serve {', '.join(architectures or ['a target without an architecture'])}"
     return device(context)
 
 
@@ -226,8 +229,7 @@ def draft_storage(context: LaunchContext) -> str | None:
     else:
         return None
     return (
-        f"{given}, but the drafter's files are {found}; drop the flag: the files say how they are stored, and "
-        f"{flag_name('draft_quantization')} what is made of them"
+        f"{given}, but the drafter's files are {found}; drop the flag: DSPARK reads from the files how they are stored"
     )
 
 
@@ -269,8 +271,9 @@ def attention_rows(context: LaunchContext) -> str | None:
     for head_dim, width in windows.items():
         if width > (room := widest_window(head_dim, dtype)):
             return (
-                f"{flag_name('block_size')}={server.gamma} needs {width} rows of attention per request, and heads of "
-                f"{head_dim} in {dtype} leave room for {room}; pass {server.gamma - width + room} or less"
+                f"{flag_name('block_size')}={server.gamma} needs {width} rows per request in the attention kernel, "
+                f"which has room for {room} with a head_dim of {head_dim} in {dtype}; pass "
+                f"{server.gamma - width + room} or less"
             )
     return None
 
@@ -283,18 +286,18 @@ def same_bits(context: LaunchContext) -> str | None:
     refused = "DSPARK cannot run with --enable-deterministic-inference=True"
     if server.window > WINDOW_ROWS:
         return (
-            f"{refused} and {server.window} rows of attention per request; pass {flag_name('block_size')} "
+            f"{refused} and a step that verifies {server.window} rows per request; pass {flag_name('block_size')} "
             f"{WINDOW_ROWS - 1} or less"
         )
     if args.enable_mixed_chunk or server.config.prompt_rows or "prompt-rows" in server.config.unproven:
         mixed = f"--enable-mixed-chunk, {flag_name('prompt_rows')} and {flag_name('unproven')} prompt-rows"
-        return f"{refused} and prompts next to drafts; drop {mixed}"
+        return f"{refused} and prompts in the same forward pass as drafts; drop {mixed}"
     if context.family.recurrent:
-        return f"{refused}: layers with a state sum a prompt in another order than drafts; drop the flag"
+        return f"{refused}: recurrent layers sum a prompt in another order than drafts; drop the flag"
     if context.family.reads_images:
-        return f"{refused}: attention over pictures is that of SGLang's backends; drop the flag"
+        return f"{refused}: SGLang's backends compute the attention over pictures; drop the flag"
     if args.enable_lora:
-        return f"{refused} and adapters, which are computed for all of their rows together; drop one"
+        return f"{refused} and --enable-lora: an adapter is computed for all of its rows together; drop one of them"
     return None
 
 

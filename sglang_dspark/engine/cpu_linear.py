@@ -189,7 +189,8 @@ def _choose(runner: ModelRunner, weights: Sequence[torch.Tensor], *, same_bits: 
     copied *= args.tp_size * args.dp_size  # ranks and replicas, as if all of them were on this machine
     may_copy = copied <= psutil.virtual_memory().total * _SHARE_OF_MEMORY
     ways = fastest_ways(weights, may_copy=may_copy, same_bits=same_bits)
-    logger.info("DSPARK: linear layers on this CPU: %s; %.1f s", _described(ways, size), perf_counter() - begin)
+    taken = perf_counter() - begin
+    logger.info("DSPARK: linear layers on this CPU: %s; chosen in %.1f s", _described(ways, size), taken)
     return ways
 
 
@@ -352,10 +353,10 @@ def copy_for_onednn(weight: torch.Tensor) -> torch.Tensor:
 def _described(ways: Ways, size: int) -> str:
     """Return which numbers of rows are computed in which way."""
     if ways.same_bits:
-        return f"{ways.by_rows[0]} with the same bits for all numbers of rows, {size / 2**20:.0f} MiB"
+        return f"{ways.by_rows[0]} with the same bits for all numbers of rows; {size / 2**20:.0f} MiB of weights"
     spans, begin = [], 1
     for rows, way in enumerate(ways.by_rows[1:], 1):
         if rows + 1 == len(ways.by_rows) or ways.by_rows[rows + 1] is not way:
             spans.append(f"{way} for {begin} to {rows} rows")
             begin = rows + 1
-    return f"{', '.join(spans)}, {size / 2**20:.0f} MiB"
+    return f"{', '.join(spans)}; {size / 2**20:.0f} MiB of weights"

@@ -110,8 +110,8 @@ def _left_to_sglang(args: ServerArgs, config: DSparkConfig, texts: Mapping[str, 
         known = name in _OF_ANY_START or (name in SHARED and texts.get(name) is not None)
         if value != option.default and not known:
             raise ConfigError(
-                f"{flag_name(name)}={value} belongs to the plugin's worker, which does not serve {why}, and SGLang's "
-                f"own decodes unmodified; drop it, or pass {flag_name('engine')} scheduled to have its policies decide"
+                f"{flag_name(name)}={value} belongs to the plugin's worker, and SGLang's own decodes here: {why}; drop "
+                f"the flag, or pass {flag_name('engine')} scheduled to have the plugin's policies decide"
             )
     # The drafter is not looked at: what is said of options may not hold for it.
     refusals = [message for message, unserved in failures(context, Stage.MODELS).items() if unserved]
@@ -247,7 +247,10 @@ def resolve(command: Sequence[str]) -> LaunchContext | str:
             args = prepare_server_args(list(command))
     except SystemExit as ended:
         # The parser prints the usage of all flags, and then what is wrong.
-        raise ConfigError(f"SGLang refuses the flags: {said.getvalue().rpartition('error: ')[2].strip()}") from ended
+        wrong = said.getvalue().rpartition("error: ")[2].strip()
+        raise ConfigError(
+            f"sglang.launch_server does not take these flags: {wrong}; its --help lists those that it takes"
+        ) from ended
     found = decide(args, given_texts(args))
     args.resolve_once()
     if isinstance(found, LeftToSGLang):

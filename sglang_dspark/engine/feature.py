@@ -85,7 +85,7 @@ class Check:
     """One thing that a start can be refused for.
 
     Attributes:
-        name: of the check, for the report of `doctor`.
+        name: of the check.
         stage: when it can be made.
         find: returns what is wrong, with flag, value and remedy, or None. It may raise ``ConfigError`` or
             ``CheckpointError`` with such a message instead.
@@ -130,7 +130,8 @@ class FlagRule:
     def adjustment(self, args: ServerArgs) -> Adjustment:
         """Return what becomes of the value that ``args`` have."""
         given, value = getattr(args, self.name), self.served[0]
-        return Adjustment(self.name, value, f"{flag_of(self.name)}={given} becomes {value}: {self.reason}")
+        instead = "is dropped" if value in (None, False) else f"becomes {value}"
+        return Adjustment(self.name, value, f"{flag_of(self.name)}={given} {instead}: {self.reason}")
 
     def refusal(self, args: ServerArgs) -> str:
         """Return why a start with the value that ``args`` have ends."""

@@ -22,6 +22,7 @@ from sglang_dspark.engine.support import ALGORITHM
 logger = logging.getLogger(__name__)
 
 OTHER_ALGORITHM = "it belongs to other speculative algorithms"
+OWN_GRAPHS = "DSPARK captures CUDA graphs of its own"
 PARTS_OF_STATES = "each rank would hold the hidden states of some tokens only, and a drafter reads all of them"
 OTHER_PREFIXES = (
     "speculative_ngram_",
@@ -57,17 +58,17 @@ _ADJUSTED = {
     f"{flag_name('draft_vocabulary')} lists what a drafter of DSPARK proposes": "speculative_token_map",
     "DSPARK reads the drafter's own config.json": "decrypted_draft_config_file",
     "verification has kernels of its own": "decode_attention_backend enable_nvidia_megakernel",
-    "steps of DSPARK are not compiled": "enable_torch_compile",
-    "steps have graphs of their own": "debug_cuda_graph enable_profile_cuda_graph",
-    "SGLang's scheduler follows every step of DSPARK": "num_continuous_decode_steps",
-    "prompts and verifications are batches of their own": "enable_two_batch_overlap enable_pdmux",
-    "draft K/V lies only next to SGLang's own pool of slots": (
+    "DSPARK does not compile its steps with torch.compile": "enable_torch_compile",
+    OWN_GRAPHS: "debug_cuda_graph enable_profile_cuda_graph",
+    "DSPARK returns to SGLang's scheduler after every step": "num_continuous_decode_steps",
+    "DSPARK runs one batch at a time": "enable_two_batch_overlap enable_pdmux",
+    "DSPARK keeps draft K/V only for SGLang's own K/V pool and prefix cache": (
         "enable_lmcache enable_flexkv enable_unified_cache_external_linker enable_kv_cache_sharding "
         "enable_unified_memory enable_page_major_kv_layout radix_cache_backend"
     ),
-    "it does not know the rows that DSPARK verifies": "kv_canary",
+    "it does not know which rows DSPARK verifies": "kv_canary",
     PARTS_OF_STATES: "moe_a2a_backend moe_dense_tp_size enable_layernorm_sp enable_waterfill",
-    "it makes sums of several ranks coarser in verification, and not in the steps of a plain server": (
+    "it would round sums over ranks in a verification, and does not round them in a plain server's decode steps": (
         "enable_quant_communications"
     ),
     "the drafter reads the target's weights before graphs are captured": "startup_weight_load_mode",
@@ -81,18 +82,20 @@ _REFUSED = {
     ),
     "pass 1": "dwdp_size attn_cp_size dcp_size pp_size",
     # SGLang makes it of --enable-dp-attention.
-    "drop it or --enable-dp-attention: ranks choose their rows when SGLang has had them tell each other how many they "
-    "have": "attn_dp_size",
-    "drop the flag: draft K/V is not handed on between servers": "disaggregation_mode",
-    "drop the flag: requests are checked on their way through HTTP": "grpc_mode smg_grpc_mode",
-    "drop the flag, and unset SGLANG_GRPC_PORT: requests are checked on their way through HTTP": "grpc_port",
+    "drop it or --enable-dp-attention: SGLang's ranks tell each other their numbers of rows before DSPARK has chosen "
+    "them": "attn_dp_size",
+    "drop the flag: DSPARK does not transfer draft K/V to another server": "disaggregation_mode",
+    "drop the flag: DSPARK checks requests in SGLang's HTTP server": "grpc_mode smg_grpc_mode",
+    "drop the flag, and unset SGLANG_GRPC_PORT: DSPARK checks requests in SGLang's HTTP server": "grpc_port",
     "drop the flag: it rounds as one trainer does, and DSPARK's attention was not compared with that": (
         "rl_on_policy_target"
     ),
     "drop the flag and score items with a server without DSPARK": "enable_mis",
     "drop the flag; --cpu-offload-gb is served": "offload_group_size",
-    "drop the flag: SGLang's Ray actors load no plugins; an engine in an actor of yours needs none": "use_ray",
-    "drop the flag: the server serves requests": "decoupled_spec_role",
+    "drop the flag: SGLang's Ray actors load no plugins; to use Ray, start sglang.Engine in an actor of your own": (
+        "use_ray"
+    ),
+    "drop the flag: DSPARK runs drafter and target in one server": "decoupled_spec_role",
     PARTS_OF_STATES: "moe_a2a_backend",  # as SGLang itself may choose
 }
 
@@ -101,7 +104,7 @@ def _prefill_attention(name: str) -> FlagRule:
     return FlagRule(
         name,
         (None,),
-        "verification reads the K/V of other attention",
+        "DSPARK's verification does not read the K/V of this backend",
         adjusts=True,
         applies=lambda context: getattr(context.args, name) not in PREFILL_BACKENDS.get(context.args.device, ()),
     )
@@ -119,7 +122,7 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule(
         "page_size",
         (None, 1),
-        "SGLang hands out pages with CUDA kernels",
+        "SGLang's allocator of pages needs a GPU",
         adjusts=True,
         applies=off_gpu,
     ),
@@ -131,7 +134,7 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule(
         "grammar_backend",
         ("xgrammar", "llguidance", "none", None),
-        "pass xgrammar, llguidance or none: drafts are tried out on a grammar that can go back",
+        "pass xgrammar, llguidance or none: DSPARK needs grammars that it can roll back after rejected drafts",
     ),
     FlagRule(
         "moe_runner_backend",
@@ -140,18 +143,18 @@ FLAG_RULES: tuple[FlagRule, ...] = (
         adjusts=True,
         applies=lambda context: context.args.moe_runner_backend in ("megamoe", "flashinfer_megamoe"),
     ),
-    FlagRule("speculative_eagle_topk", (None, 1), "DSPARK drafts chains", adjusts=True),
+    FlagRule("speculative_eagle_topk", (None, 1), "DSPARK drafts a chain, not a tree", adjusts=True),
     FlagRule(
         "sampling_backend",
         (None, "pytorch"),
-        "all tokens are drawn from the distribution of the pytorch backend",
+        "DSPARK samples from the distribution of the pytorch backend",
         adjusts=True,
     ),
-    FlagRule("cuda_graph_backend_decode", ("full", "disabled", None), "steps have graphs of their own", adjusts=True),
+    FlagRule("cuda_graph_backend_decode", ("full", "disabled", None), OWN_GRAPHS, adjusts=True),
     FlagRule(
         "cuda_graph_backend_prefill",
         ("breakable", "disabled", None),
-        "graphs of other kinds lose the hidden states that a drafter reads",
+        "only breakable graphs return the hidden states that a drafter reads",
         adjusts=True,
     ),
 )

@@ -27,7 +27,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 from sglang_dspark.config import option_text
 from sglang_dspark.engine.feature import Feature, Where, all_features
 from sglang_dspark.engine.sglang_types import ServerArgs
-from sglang_dspark.engine.support import installed_sglang
+from sglang_dspark.engine.support import OTHER_RELEASE, installed_sglang
 from sglang_dspark.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -228,5 +228,5 @@ def check_called(moment: Moment) -> None:
     for name, target in _expected[os.getpid(), moment].items():
         raise EngineError(
             f"sglang {installed_sglang()} had not called {target} {moment.value}, so the hook {name} has no effect; "
-            "sglang-dspark cannot serve on this release as it is"
+            f"{OTHER_RELEASE}"
         )

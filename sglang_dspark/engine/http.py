@@ -138,7 +138,7 @@ def error_response(status: int, message: str, param: str | None) -> JSONResponse
 async def flat_object(request: Request, param: str, example: str) -> dict[str, Scalar] | JSONResponse:
     """Return what an operator's request holds, or the error that answers it, with an example of a body."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        return error_response(415, "the header must say Content-Type: application/json", "Content-Type")
+        return error_response(415, "the request needs the header Content-Type: application/json", "Content-Type")
     body = b""
     async for chunk in request.stream():
         body += chunk

@@ -110,16 +110,16 @@ def _options(given: Mapping[str, Any], manager: TokenizerManager) -> dict[str, S
     return asked if field == Speculation() else {CORE_KEYS: field, **asked}
 
 
-_OTHER_LOGPROBS = "rows of a verification have log-probabilities only in the usual form"
-_ONE_BY_ONE = "it looks at the tokens before each new one, and SGLang does not know drafts as such"
+_OTHER_LOGPROBS = "DSPARK returns log-probabilities only in the usual form"
+_ONE_BY_ONE = "it reads the tokens before each new one, and SGLang does not show it the drafts among them"
 REFUSED_FIELDS = {
     "custom_logit_processor": _ONE_BY_ONE,
-    "input_embeds": "a drafter reads the token ids of a prompt",
-    "positional_embed_overrides": "a drafter reads the token ids of a prompt",
-    "return_indexer_topk": "a verification has rows of drafts that are rejected, and SGLang would return theirs too",
+    "input_embeds": "the drafter needs the token ids of a prompt",
+    "positional_embed_overrides": "the drafter needs the token ids of a prompt",
+    "return_indexer_topk": "SGLang would return those of rejected drafts, too",
     "multi_item_delimiter_indices": "it scores a prompt, which a server without DSPARK does as fast",
     "watermark": _ONE_BY_ONE,
-    "return_sampling_mask": "tokens are drawn without a mask that could be returned",
+    "return_sampling_mask": "DSPARK samples without a mask that it could return",
     "token_indices_to_pool": "it scores a prompt, which a server without DSPARK does as fast",
     "sampling_logprobs_mode": _OTHER_LOGPROBS,
     "return_flat_raw_top_logprobs": _OTHER_LOGPROBS,
@@ -185,7 +185,7 @@ def _not_served(request: GenerateReqInput, parameters: SamplingParams, target: M
             yield f"DSPARK does not serve sampling_params.{name}={truncate(value)}: {why}; drop it"
     for name in _UNTRIED_MEDIA if family_of(target.hf_config.architectures).reads_images else ():
         if getattr(request, name, None):
-            yield f"DSPARK serves text and images of this target, and not {name} yet; use a server without DSPARK"
+            yield f"DSPARK does not serve {name} yet, only text and images; use a server without DSPARK"
 
 
 def check_types(tokenized: TokenizedGenerateReqInput) -> None:

@@ -71,18 +71,18 @@ def _why_not(runner: ModelRunner, layers: LinearLayers | None) -> str | None:
     if layers is None or not layers.ways.same_bits:
         return "on this CPU no way to compute linear layers gives a row the same bits in every batch"
     if not encodes_prompts(runner):
-        return "layers with a state sum a prompt in another order than drafts"
+        return "recurrent layers sum a prompt in another order than drafts"
     args = runner.server_args
     if args.tp_size > _MOST_RANKS or args.enable_dp_attention:
-        return f"the order of sums over more than {_MOST_RANKS} ranks depends on how many rows there are"
+        return f"with more than {_MOST_RANKS} ranks the order of a row's sums depends on how many rows there are"
     if args.enable_lora:
-        return "adapters are computed for all of their rows together"
+        return "an adapter is computed for all of its rows together"
     if (other := _computed_otherwise(runner, layers)) is not None:
         return f"SGLang computes {other}, in a way that may depend on the number of rows"
     if not all(activation_keeps_bits(*found, runner.dtype) for found in _activations(runner, layers)):
-        return "with this number of threads PyTorch computes activations of a row otherwise with other rows"
+        return "with this number of threads PyTorch gives a row's activations other bits in other batches"
     if not all(map(attention_keeps_bits, set(_forms(runner)))):
-        return "on this CPU PyTorch's attention gives a row other bits with other rows"
+        return "on this CPU PyTorch's attention gives a row other bits in other batches"
     return None
 
 

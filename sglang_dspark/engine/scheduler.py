@@ -28,7 +28,7 @@ from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import Part
 from sglang_dspark.engine.server import tokens_per_step
 from sglang_dspark.engine.sglang_types import ModelRunner, Req, ScheduleBatch, ServerArgs, TpModelWorker
-from sglang_dspark.engine.support import installed_sglang
+from sglang_dspark.engine.support import OTHER_RELEASE, installed_sglang
 from sglang_dspark.engine.target import text_model
 from sglang_dspark.errors import EngineError
 from sglang_dspark.scheduling.schedule import Schedule
@@ -254,7 +254,7 @@ def check_start(runner: ModelRunner, window: int, *, captures: bool) -> None:
         EngineError: names the first thing that SGLang did not do.
     """
     for problem in _problems(runner, window, captures):
-        raise EngineError(f"{problem}; sglang-dspark cannot serve on sglang {installed_sglang()} as it is")
+        raise EngineError(f"sglang {installed_sglang()} is not as expected: {problem}; {OTHER_RELEASE}")
 
 
 def _problems(runner: ModelRunner, window: int, captures: bool) -> Iterator[str]:

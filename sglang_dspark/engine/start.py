@@ -49,7 +49,7 @@ from sglang_dspark.engine.server import (
     snapshot,
 )
 from sglang_dspark.engine.sglang_types import ServerArgs
-from sglang_dspark.engine.support import ALGORITHM, COMMON_NAME, installed_sglang
+from sglang_dspark.engine.support import ALGORITHM, COMMON_NAME, OTHER_RELEASE, installed_sglang
 from sglang_dspark.errors import CheckpointError, ConfigError, EngineError, UnservedError
 from sglang_dspark.hub import DRAFT_FILES, SUBFOLDER, drafter_in_target, local_folder
 
@@ -100,8 +100,8 @@ class LeftToSGLang:
     def reason(self) -> str:
         """Return whose worker decodes, and why."""
         return (
-            f"SGLang's own worker decodes, unmodified: the plugin's does not serve {self.why}. It has no routes of "
-            f"DSPARK; {flag_name('engine')} scheduled has the plugin's policies decide what it verifies"
+            f"SGLang's own worker decodes, unmodified: {self.why}. The routes below /dspark are missing; with "
+            f"{flag_name('engine')} scheduled the plugin's policies decide how many drafts it verifies"
         )
 
 
@@ -181,7 +181,7 @@ def started(args: ServerArgs) -> DSparkServer:
     if not isinstance(server, DSparkServer):
         raise EngineError(
             f"sglang {installed_sglang()} resolved its arguments and did not call ServerArgs.resolve_once, so "
-            "options of DSPARK would be dropped; sglang-dspark cannot serve on this release as it is"
+            f"options of DSPARK would be dropped; {OTHER_RELEASE}"
         )
     return server
 
@@ -241,8 +241,8 @@ def block_size_from_flags(
         Adjustment(
             name,
             None,
-            f"{flag_of(name)}={value} becomes {flag_name('block_size')}={block}: a block is a chain of drafts after "
-            "an anchor, at most as long as its drafter makes it",
+            f"{flag_of(name)}={value} becomes {flag_name('block_size')}={block}: DSPARK drafts a chain, at most as "
+            "long as a block of the drafter",
         )
         for name, value in given.items()
     )
@@ -281,8 +281,8 @@ def find_drafter(args: ServerArgs, config: DSparkConfig, *, dummy: bool) -> Reso
     )
     if not path:
         raise ConfigError(
-            f"DSPARK needs a drafter: pass {flag} with a drafter for your target, whose folder has none in its "
-            f"subfolder {SUBFOLDER}, or {flag_name('draft_free')} to draft only by the presets of requests"
+            f"DSPARK needs a drafter, and the target's folder has none in its subfolder {SUBFOLDER}; pass {flag} with "
+            f"a drafter of this target, or {flag_name('draft_free')} to serve without a drafter"
         )
     revision = args.speculative_draft_model_revision
     folder = local_folder(path, flag=flag, files=DRAFT_FILES, revision=revision, cache_dir=cache_dir)

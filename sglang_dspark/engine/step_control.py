@@ -79,11 +79,11 @@ class StepControl:
         for part in self.parts:
             part.step_done(reqs, record, running, accepted)
 
-    @best_effort("lessons of step times", instead=nothing)
+    @best_effort("updates of step times", instead=nothing)
     def _learn_time(self, times_ms: tuple[float, float] | None) -> None:
         if times_ms is not None:
             self.schedule.processed(*times_ms)
 
-    @best_effort("lessons of outcomes", instead=nothing)
+    @best_effort("updates of acceptance", instead=nothing)
     def _learn(self, record: StepRecord, running: list[int], accepted: list[int]) -> None:
         self.schedule.observe(record, running, accepted)

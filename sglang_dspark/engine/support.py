@@ -14,6 +14,9 @@ SERVED_SGLANG = ">=0.5.23,<0.5.24"
 INSTALL_SGLANG = f'pip install "sglang{SERVED_SGLANG}"'
 """The remedy for a release that is not served."""
 
+OTHER_RELEASE = f"sglang-dspark cannot serve on it; run: {INSTALL_SGLANG}"
+"""The end of a message about an SGLang that the plugin cannot drive."""
+
 MIN_CAPABILITY = (8, 0)
 """Oldest compute capability of a GPU that the kernels are compiled for."""
 
@@ -64,7 +67,7 @@ def check_sglang_version(sglang_version: str, *, untested: bool = False) -> None
     """
     if not untested and sglang_version not in SpecifierSet(SERVED_SGLANG):
         raise EngineError(
-            f"sglang {sglang_version} is installed; sglang-dspark drives sglang {SERVED_SGLANG}: "
+            f"sglang {sglang_version} is installed, and sglang-dspark serves on sglang {SERVED_SGLANG}; run: "
             f"{INSTALL_SGLANG}, or try this one with {flag_name('untested_sglang')}"
         )
 

@@ -29,7 +29,7 @@ from sglang_dspark.draft.model import DraftModel, bytes_per_token
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.server import attached_to_ours
 from sglang_dspark.engine.sglang_types import ModelRunner, ScheduleBatch
-from sglang_dspark.engine.support import installed_sglang
+from sglang_dspark.engine.support import OTHER_RELEASE, installed_sglang
 from sglang_dspark.errors import EngineError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _set_required(owner: object, name: str, value: object) -> None:
     if not hasattr(owner, name):
         raise EngineError(
             f"sglang {installed_sglang()} has no {name} in its {type(owner).__name__}, where a drafter asks "
-            "for hidden states and for memory; sglang-dspark cannot serve on this release as it is"
+            f"for hidden states and for memory; {OTHER_RELEASE}"
         )
     setattr(owner, name, value)
 

@@ -265,7 +265,7 @@ def _backend(device: str) -> FlagRule:
     return FlagRule(
         "lora_backend",
         BACKENDS[device],
-        f"its kernels compute as many rows as each request verifies on {device}",
+        f"DSPARK needs a backend whose kernels take another number of rows from each request on {device}",
         adjusts=True,
         applies=lambda context: context.args.device == device and asks_for_adapters(context.args),
     )
@@ -275,7 +275,7 @@ FEATURE = Feature(
     __name__,
     is_used=asks_for_adapters,
     flag_rules=(
-        FlagRule("enable_lora_overlap_loading", (None, False), "adapters are served without it", adjusts=True),
+        FlagRule("enable_lora_overlap_loading", (None, False), "DSPARK serves adapters only without it", adjusts=True),
         *map(_backend, BACKENDS),
     ),
     checks=(Check("memory of adapters", Stage.FLAGS, pinned_memory),),

@@ -61,8 +61,8 @@ def check_layers(draft_pool: DraftPool, target_pool: KVCache) -> None:
     """
     if draft_pool.layer_num > target_pool.layer_num:
         raise UnservedError(
-            f"DSPARK cannot run with --enable-hierarchical-cache and a drafter of {draft_pool.layer_num} layers for a "
-            f"target of {target_pool.layer_num}; drop the flag"
+            f"DSPARK cannot run with --enable-hierarchical-cache and a drafter of {draft_pool.layer_num} layers, more "
+            f"than the {target_pool.layer_num} of the target; drop the flag"
         )
 
 
@@ -107,7 +107,7 @@ FEATURE = Feature(
         FlagRule(
             "hicache_storage_backend",
             (None,),
-            "prefixes can move to host memory, but not beyond it",
+            "DSPARK keeps prefixes in host memory, and not in a storage backend",
             adjusts=True,
         ),
         FlagRule(
@@ -120,7 +120,8 @@ FEATURE = Feature(
         FlagRule(
             "enable_hierarchical_cache",
             (False,),
-            "it has not been tried with two K/V pools; --disable-hybrid-swa-memory makes one if all heads are alike",
+            "DSPARK has not been tried with it and two K/V pools; --disable-hybrid-swa-memory gives the target a "
+            "single pool if all heads have the same size",
             adjusts=True,
             applies=lambda context: context.target.is_hybrid_swa,
         ),

@@ -55,11 +55,11 @@ async def ask_to_release(manager: Any, asked: Any, request: object = None) -> No
         which = "no memory is released"
     elif any(refused := await refusals(asked)):
         which = f"{refused.count(False)} of {len(refused)} replicas have released memory"
-        which += ", whose requests wait until it is back"
+        which += ", and their requests wait until it is resumed"
     else:
         return
     raise ValueError(
-        f"{which}: requests are running; await or abort them, or pause with mode retract, and release again"
+        f"{which}: requests are running; wait for them, abort them, or pause with mode retract, and release again"
     )
 
 
@@ -83,7 +83,7 @@ async def ask_to_resume(manager: Any, asked: Any, request: object = None) -> Non
 
 def _check_tags(manager: Any, tags: list[str] | None) -> None:
     if (device := manager.config_value("device")) not in feature.GPUS:
-        raise ValueError(f"memory of the device {device} cannot be given away; serve on {' or '.join(feature.GPUS)}")
+        raise ValueError(f"this server runs on {device}, and only memory of a GPU can be released or resumed")
     if unknown := set(tags or ()) - set(GPU_MEMORY_ALL_TYPES):
         raise ValueError(f"tags={sorted(unknown)} is unknown; pass {', '.join(GPU_MEMORY_ALL_TYPES)}, or no tags")
 

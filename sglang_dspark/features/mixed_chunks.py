@@ -47,7 +47,7 @@ def bound_without_chunks(context: LaunchContext) -> str | None:
     if bound is None or (args.enable_mixed_chunk and args.chunked_prefill_size > 0):
         return None
     return (
-        f"{flag_name('max_gap_ms')}={bound} cuts chunks of prompts that running requests wait for; pass "
+        f"{flag_name('max_gap_ms')}={bound} cuts the chunks of prompts that run together with decode steps; pass "
         "--enable-mixed-chunk, and no --chunked-prefill-size of 0 or less"
     )
 
@@ -94,13 +94,14 @@ class BoundedGaps(Part):
         """Say in the log which gaps can be kept."""
         flag, least_ms = f"{flag_name('max_gap_ms')}={self._bound_ms:g}", self._least_ms()
         if least_ms is None:
-            logger.info("DSPARK: %s: which gaps can be kept is not known without step times", flag)
+            logger.info("DSPARK: %s: without step times it is not known whether this machine can keep it", flag)
         elif least_ms <= self._bound_ms:
             logger.info("DSPARK: %s can be kept: the shortest step with a prompt takes %.1f ms", flag, least_ms)
         else:
             logger.warning(
-                "DSPARK: %s cannot be kept on this machine: the shortest step with a prompt, of %d of its tokens and "
-                "one running request, takes %.1f ms; chunks are that short, and %.1f is the least bound that is kept",
+                "DSPARK: %s cannot be kept on this machine: the shortest chunk of a prompt has %d tokens, and a step "
+                "with it and one running request takes %.1f ms. Chunks are that short now, and %.1f ms is the least "
+                "bound that can be kept",
                 flag,
                 self._least_rows,
                 least_ms,

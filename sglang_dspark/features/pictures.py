@@ -92,7 +92,7 @@ def keep_embeddings(
         forward_batch.mm_input_embeds = embeddings.clone()
 
 
-_ENCODED_HERE = "drop the flag: pictures are encoded by the server itself"
+_ENCODED_HERE = "drop the flag: a server with DSPARK encodes pictures itself"
 
 
 def _reads_pictures(args: ServerArgs) -> bool:

@@ -122,7 +122,7 @@ class Weights(Part):
         if drafter is None or not drafter.num_drawn:
             raise ConfigError(
                 "this server has no drafter whose weights could be replaced: it was started without one, or SGLang's "
-                "own worker decodes. Send only weights of the target, or restart it with a drafter"
+                "own worker decodes. Send only weights of the target, or restart the server with a drafter"
             )
         return drafter
 
@@ -266,15 +266,15 @@ def _failed(request: str, error: Exception) -> Any:
     message = str(error)
     if not isinstance(error, DSparkError):
         message = (
-            f"new weights could not be written ({type(error).__name__}: {error}). The server goes on with what it has, "
-            "which may be new in part: send weights that fit this model, all of them"
+            f"new weights could not be written ({type(error).__name__}: {error}). Some weights may be new and others "
+            "old: send all weights again, in the shapes of this model"
         )
     return getattr(io_struct, request.replace("ReqInput", "ReqOutput"))(success=False, message=message)
 
 
 def _log_failure(error: Exception) -> None:
     """Write an error into the log: with its traceback, if it is not one of ours, which says all."""
-    logger.error("DSPARK: weights that do not fit: %s", error, exc_info=not isinstance(error, DSparkError))
+    logger.error("DSPARK: new weights were refused: %s", error, exc_info=not isinstance(error, DSparkError))
 
 
 def _agreed(answer: Any, ranks: Any) -> Any:

@@ -217,7 +217,7 @@ def fit_sts(logits: Floats, accepted: Ints) -> Floats:
     if not len(logits):
         raise ConfigError("logits=[]: no round to fit temperatures to; collect rounds whose whole block was verified")
     if not np.isfinite(logits).all():
-        raise ConfigError("logits hold NaN or infinite values; check the drafter with python -m sglang_dspark doctor")
+        raise ConfigError("logits hold NaN or infinite values; check the drafter with sglang-dspark doctor")
     outcomes = survived(accepted, logits.shape[1])
     grid = _grid()
     survival = np.ones(len(logits))
@@ -284,11 +284,11 @@ class StsCalibration(
             document = msgspec.json.decode(path.read_bytes())
             calibration = msgspec.convert(document, cls)
         except (OSError, msgspec.MsgspecError) as error:
-            raise ConfigError(f"{path}: {error}; make one with python -m sglang_dspark calibrate") from error
+            raise ConfigError(f"{path}: {error}; make one with sglang-dspark calibrate") from error
         if "version" not in document:
             raise ConfigError(
-                f"{path} has no version, as files for SGLang's own worker; calibrate for this one with python -m "
-                "sglang_dspark calibrate"
+                f"{path} has no version, as files for SGLang's own worker; make one for the plugin's worker with "
+                "sglang-dspark calibrate"
             )
         if (count := len(calibration.temperatures)) != gamma:
             raise ConfigError(

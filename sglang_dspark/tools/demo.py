@@ -186,13 +186,14 @@ class Demo:
             ratios = _with_interval(_ratios(given, answers[base])) if name else ""
             table.add_row(way, _with_range([answer.tokens_per_s for answer in chain(*given)]), name, ratios)
         self._console.print(table)
-        own = "own steps" if self._on_gpu else "own attention and linear layers on a CPU"
+        own = "steps" if self._on_gpu else "attention and linear layers on a CPU"
         self._console.print(
-            f"off / plain is the plugin's {own}, without a drafter; auto / off is speculation: "
-            f"{_accept_length(answers[AUTO]):.2f} tokens per step.\nMedians of {self._rounds * len(self._prompts)} "
-            f"answers each (prompts: {len(self._prompts)}, rounds: {self._rounds}), in brackets their range. One "
-            "greedy request at a time. A ratio pairs answers to the same prompt in the same round: geometric mean with "
-            "its 95 % interval over the prompts. Servers take turns in shuffled order; busy programs spread ratios."
+            f"off / plain shows what the plugin's own {own} gain without drafts. auto / off shows what speculation "
+            f"gains, with {_accept_length(answers[AUTO]):.2f} tokens per step.\nTokens per second are medians of "
+            f"{self._rounds * len(self._prompts)} answers (prompts: {len(self._prompts)}, rounds: {self._rounds}), "
+            "with their range in brackets. Requests are greedy, one at a time, to the servers in shuffled order. A "
+            "ratio compares answers to the same prompt in the same round: the geometric mean, with its 95 % interval "
+            "over the prompts. Other busy programs on this machine widen the interval."
         )
 
     def _print_prompts(self, answers: dict[str, Answers]) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from sglang_dspark import __version__, on_cpu
-from sglang_dspark.config import flag_name
 from sglang_dspark.engine import support
 from sglang_dspark.errors import CheckpointError, DSparkError, EngineError
 
@@ -54,7 +53,7 @@ def check_versions() -> Iterator[Finding]:
     try:
         sglang_version = support.installed_sglang()
         support.check_sglang_version(sglang_version)
-        yield Finding("ok", "sglang", sglang_version)
+        yield Finding("ok", "sglang", f"{sglang_version}, a release that the plugin serves on")
     except EngineError as error:
         yield Finding("fail", "sglang", str(error))
     for name in PACKAGES:
@@ -68,16 +67,16 @@ def check_plugin() -> Iterator[Finding]:
     """Check that the entry point is found and loads, and that DSPARK is registered in this process."""
     found = [point for point in entry_points(group=PLUGIN_GROUP) if point.value == PLUGIN_VALUE]
     if not found:
-        yield Finding(
-            "fail", "entry point", f"{PLUGIN_GROUP} does not list {PLUGIN_VALUE}", "pip install . in the repository"
-        )
+        missing = f"SGLang does not find the plugin: the entry points {PLUGIN_GROUP} do not list {PLUGIN_VALUE}"
+        yield Finding("fail", "entry point", missing, "run pip install --no-deps . in the repository of sglang-dspark")
         return
-    yield Finding("ok", "entry point", f"{PLUGIN_GROUP}: {found[0].name} = {found[0].value}")
+    yield Finding("ok", "entry point", f"SGLang finds the plugin: {found[0].name} = {found[0].value}")
     try:
         with warnings.catch_warnings(action="ignore"):  # SGLang warns on import of what this machine does not have
             registration = _register(found[0])
     except Exception as error:  # noqa: BLE001 - whatever a foreign SGLang raises on import is the finding
-        registration = Finding("fail", "registration", one_line(error), "install the sglang release named above")
+        said = f"SGLang cannot load the plugin: {one_line(error)}"
+        registration = Finding("fail", "registration", said, f"run: {support.INSTALL_SGLANG}")
     yield registration
 
 
@@ -88,10 +87,10 @@ def _register(entry_point: EntryPoint) -> Finding:
 
     allowed = start.plugin_filter()
     if allowed is not None and entry_point.name not in [name.strip() for name in allowed.split(",")]:
-        remedy = f"add {entry_point.name} to it or unset it"
+        remedy = f"add {entry_point.name} to SGLANG_PLUGINS, or unset it"
         return Finding("fail", "registration", f"SGLANG_PLUGINS={allowed} keeps the plugin out", remedy)
-    known = f"{support.COMMON_NAME} and its flags are known to SGLang in this process"
-    return Finding("ok", "registration", known, f"{flag_name('engine')} builtin asks for SGLang's own worker")
+    known = f"the plugin has loaded, and SGLang knows {support.COMMON_NAME} and its flags"
+    return Finding("ok", "registration", known)
 
 
 def check_hooks() -> Iterator[Finding]:
@@ -102,7 +101,8 @@ def check_hooks() -> Iterator[Finding]:
         for hook, problem in start.known_hooks():
             subject = f"hook {hook.name}"
             if problem is None:
-                yield Finding("ok", subject, f"{hook.where}, {hook.kind.value} {hook.target}: {hook.reason}")
+                found = f"{hook.target} is there; it is patched ({hook.kind.value}, {hook.where}): {hook.reason}"
+                yield Finding("ok", subject, found)
             else:
                 yield Finding("fail", subject, problem, support.INSTALL_SGLANG)
 
@@ -123,21 +123,21 @@ def check_device() -> Iterator[Finding]:
             known = f"{properties.name}, {memory_gib:.0f} GiB, sm_{properties.major}{properties.minor}"
             yield Finding("fail" if refusal else "ok", f"cuda:{index}", known, refusal or "")
         if on_cpu.is_enabled():
-            yield Finding("ok", "enable-cpu", "without effect here: SGLang's own kernels serve the GPU")
+            yield Finding("ok", "enable-cpu", "has no effect here: SGLang's own kernels serve the GPU")
         return
-    yield _check_cpu(f"CPU with {torch.get_num_threads()} threads; no CUDA GPU is visible")
+    yield _check_cpu(f"no CUDA GPU is visible; threads of the CPU: {torch.get_num_threads()}")
 
 
 def _check_cpu(known: str) -> Finding:
     if not on_cpu.stands_in():
-        found = f"{known}; {on_cpu.KERNELS} is the installed one"
-        return Finding(
-            "note", "device", found, "serve with SGLANG_USE_CPU_ENGINE=1 in the environment and --device cpu"
-        )
+        found = f"{known}; SGLang loads the installed {on_cpu.KERNELS}"
+        remedy = f"to serve on the CPU, set {on_cpu.VARIABLE}=1 in the environment and pass --device cpu"
+        return Finding("note", "device", found, remedy)
     if not on_cpu.is_enabled():
-        found = f"{known}, and SGLang's kernel package is built only for GPUs"
-        return Finding("fail", "device", found, "run: sglang-dspark enable-cpu")
-    return Finding("note", "device", f"{known}; a module of sglang-dspark stands in for SGLang's kernel package")
+        found = f"{known}; SGLang's kernel package is built only for GPUs"
+        return Finding("fail", "device", found, "to serve on the CPU, run: sglang-dspark enable-cpu")
+    found = f"{known}; SGLang serves on the CPU, with a module of sglang-dspark in place of its kernel package"
+    return Finding("note", "device", found)
 
 
 def check_pair(target_dir: Path, draft_dir: Path, command: Sequence[str]) -> Iterator[Finding]:
@@ -158,14 +158,14 @@ def check_pair(target_dir: Path, draft_dir: Path, command: Sequence[str]) -> Ite
         swapped = f"--target={target_dir} is a drafter; give the model that it was trained for"
         yield Finding("fail", "start", said, swapped if _drafter_in(target_dir) else "")
         return
-    yield Finding("ok", "start", "SGLang takes the arguments of the command below")
+    yield Finding("ok", "start", "a server of this pair passes all checks that come before weights are loaded")
     if isinstance(found, str):
-        yield Finding("note", "engine", found, "SGLang's own worker looks at the drafter when it loads it")
+        yield Finding("note", "engine", found, "doctor checks a drafter only for the plugin's worker")
         return
     try:
         yield from _check_models(found, draft_dir)
     except DSparkError as error:
-        yield Finding("fail", "pair", str(error))
+        yield Finding("fail", "tensors", str(error))
 
 
 def _check_models(start: LaunchContext, draft_dir: Path) -> Iterator[Finding]:
@@ -174,18 +174,19 @@ def _check_models(start: LaunchContext, draft_dir: Path) -> Iterator[Finding]:
 
     architectures, text = ", ".join(start.target.hf_config.architectures), start.text_config
     sizes = f"hidden size {text.hidden_size}, vocabulary {text.vocab_size}, {text.num_hidden_layers} layers"
-    yield Finding("ok", "engine", "plugin: our worker serves the target")
+    yield Finding("ok", "engine", "the plugin's worker decodes")
     for said in start.server.adjusted:
         yield Finding("note", "flags", said)
-    yield Finding("ok", "target", f"{architectures}: {sizes}, as the drafter expects")
+    yield Finding("ok", "target", f"{architectures} is served, and the drafter fits it: {sizes}")
     model = load_draft_model(draft_dir, dtype=start.target.dtype, device="cpu")
     _check_finite(model)
-    tensors = f"{sum(1 for _ in model.parameters())} tensors, all expected, all finite"
-    yield Finding("ok", "tensors", f"{tensors}; {_describe_memory(model)}")
+    tensors = f"the drafter's {sum(1 for _ in model.parameters())} tensors are complete and finite"
+    yield Finding("ok", "tensors", f"{tensors}: {_describe_memory(model)}")
     drafter = start.server.drafter
     if drafter is None:
         return
-    yield Finding("ok", "vocabulary", f"{drafter.num_proposed:,} of {drafter.config.vocab_size:,} tokens are proposed")
+    proposed = f"the drafter proposes {drafter.num_proposed:,} of the target's {drafter.config.vocab_size:,} tokens"
+    yield Finding("ok", "vocabulary", proposed)
     if drafter.reading.storage is not None:
         yield Finding("ok", "quantised", drafter.reading.storage.dequantised(model.parameters()))
 
@@ -209,8 +210,8 @@ def _describe_drafter(drafter: ResolvedDrafter) -> Iterator[Finding]:
         yield Finding("note" if remark.doubtful else "ok", "drafter", remark.sentence)
     if reading.unread_keys:
         unread = ", ".join(reading.unread_keys)
-        remedy = "harmless unless one of them changes the network; then drafts are poor, and the text is still right"
-        yield Finding("note", "drafter", f"keys of config.json not read: {unread}", remedy)
+        remedy = "if one of them changes the network, fewer drafts are accepted; texts are right all the same"
+        yield Finding("note", "drafter", f"these keys of config.json are not read: {unread}", remedy)
 
 
 def _describe_memory(model: DraftModel) -> str:

@@ -125,8 +125,8 @@ class Drafter:
         shared = target.share_with(model)
         if options.draft_quantization == "int8":
             model.store_in_eight_bits()
-            where = "also in" if runs_kernels(model.norm.weight) else "rounded as in"
-            logger.info("DSPARK drafter %s: weights of layers and heads are %s 8 bits", path, where)
+            how = "also kept in" if runs_kernels(model.norm.weight) else "rounded to"
+            logger.info("DSPARK drafter %s: weights of layers and heads are %s 8 bits", path, how)
         heads = ProposalHeads(model, resolved.token_ids)
         logger.info(
             "DSPARK drafter %s (%s format) loaded%s: %s; read from the target: %s",
@@ -378,7 +378,8 @@ def log_remarks(path: str, reading: Reading) -> None:
         level = logging.WARNING if remark.doubtful else logging.INFO
         logger.log(level, "DSPARK drafter %s: %s", path, remark.sentence)
     if reading.unread_keys:
-        logger.info("DSPARK drafter %s: keys of config.json not read: %s", path, ", ".join(reading.unread_keys))
+        unread = ", ".join(reading.unread_keys)
+        logger.info("DSPARK drafter %s: these keys of config.json are not read: %s", path, unread)
 
 
 class NoDrafter:
@@ -402,7 +403,7 @@ class NoDrafter:
         self.candidates = candidates
         self.gamma = self.num_slots = options.gamma(None)
         self._vocab_size, self._device = vocab_size, device
-        logger.info("DSPARK: no drafter; requests that name a text speculate")
+        logger.info("DSPARK: no drafter; requests with a preset or prediction speculate")
 
     def follow_target(self) -> None:
         """Do nothing: nothing is read from the target."""

@@ -278,7 +278,9 @@ class DSparkWorker(SpecWorkerBase):
     def decoding(self) -> DecodeInfo:
         """Return how the server decodes."""
         drafter = self.drafter.describe()
-        drafting = "requests that name a text speculate" if drafter is None else "the drafter fits the target"
+        drafting = (
+            "requests with a preset or prediction speculate" if drafter is None else "the drafter fits the target"
+        )
         return DecodeInfo(
             f"selected by --speculative-algorithm, and {drafting}",
             self.drafter.gamma,

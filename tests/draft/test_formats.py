@@ -257,7 +257,7 @@ IGNORED = [
     ("factor=4 is ignored", rope, {"rope_type": "default", "factor": 4}),
     ("original_max_position_embeddings=64 is ignored", layers, {"original_max_position_embeddings": 64}),
     ("sliding_window=4 is ignored: ", layers, {"sliding_window": 4}),
-    ("use_sliding_window=True is ignored: no layer of the drafter slides", layers, SLIDES),
+    ("use_sliding_window=True is ignored: no layer of the drafter has a sliding window", layers, SLIDES),
     ("attention_bias=True is ignored: ", layers, {"attention_bias": True}),
     ("attention_sink_bias=True is ignored: ", top, {"attention_sink_bias": True}),
     ("add_full_attention_sink_bias=True is ignored: ", top, {"add_full_attention_sink_bias": True}),
@@ -397,7 +397,7 @@ def test_log_and_doctor_say_what_was_ignored(copied, caplog):
     with caplog.at_level(logging.INFO):
         log_remarks(str(folder), read(folder))
     logged = {record.getMessage().partition(": ")[2]: record.levelno for record in caplog.records}
-    unread = "keys of config.json not read: attn_output_gate, full_attention_interval, linear_num_key_heads"
+    unread = "these keys of config.json are not read: attn_output_gate, full_attention_interval, linear_num_key_heads"
     assert [status for said, status in found.items() if said.startswith(unread)] == ["note"]
     assert any(unread in record.getMessage() for record in caplog.records)
     for sentence, doubtful in sentences.items():

@@ -99,7 +99,7 @@ REFUSED = {
     "dtype of K/V": [
         (
             {"kv_cache_dtype": "bfloat16", "target": {"dtype": torch.float16}},
-            "=bfloat16 with .*float16: .*; pass auto, or",
+            "=bfloat16 and .*float16: .*; pass --kv-cache-dtype auto, or",
         ),
     ],
     "attention of prompts": [
@@ -111,15 +111,15 @@ REFUSED = {
     ],
     "the same bits": [
         ({**SAME_BITS, "draft_free": True, "block_size": 16}, "17 rows .*; pass .*-block-size 15 or less"),
-        ({**SAME_BITS, "enable_mixed_chunk": True}, "prompts next to drafts; drop --enable-mixed-chunk"),
-        ({**SAME_BITS, "prompt_rows": 8}, "prompts next to drafts; drop"),
-        ({**SAME_BITS, "unproven": ("prompt-rows",)}, "prompts next to drafts; drop"),
-        ({**SAME_BITS, "target": {"architecture": "Qwen3_5ForCausalLM"}}, "layers with a state .*; drop the flag"),
+        ({**SAME_BITS, "enable_mixed_chunk": True}, "forward pass as drafts; drop --enable-mixed-chunk"),
+        ({**SAME_BITS, "prompt_rows": 8}, "forward pass as drafts; drop"),
+        ({**SAME_BITS, "unproven": ("prompt-rows",)}, "forward pass as drafts; drop"),
+        ({**SAME_BITS, "target": {"architecture": "Qwen3_5ForCausalLM"}}, "recurrent layers .*; drop the flag"),
         (
             {**SAME_BITS, "target": {"architecture": "Gemma4ForConditionalGeneration"}},
-            "over pictures .*; drop the flag",
+            "over pictures; drop the flag",
         ),
-        ({**SAME_BITS, "enable_lora": True}, "adapters, .*; drop one"),
+        ({**SAME_BITS, "enable_lora": True}, "and --enable-lora: .*; drop one"),
     ],
 }
 ROWS = [(name, *row) for name, rows in REFUSED.items() for row in rows]
@@ -175,7 +175,7 @@ def test_another_application_of_tokenizer_workers_is_refused(monkeypatch):
     monkeypatch.setenv("SGLANG_HTTP_SERVER_APP_PATH", "mine:app")
     found = [found_by("application of tokenizer workers", launch_context(tokenizer_worker_num=n)) for n in (1, 2)]
     assert found[0] is None
-    assert "SGLANG_HTTP_SERVER_APP_PATH=mine:app" in found[1] and found[1].endswith("unset it")
+    assert "SGLANG_HTTP_SERVER_APP_PATH=mine:app" in found[1] and found[1].endswith("unset the variable")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -265,7 +265,7 @@ def test_a_server_says_that_its_bits_are_the_same(covered):
         (lambda runner, layers: setattr(layers, "layers", layers.layers - {runner.model.lm_head}), "computes lm_head,"),
         (lambda runner, layers: setattr(runner.server_args, "tp_size", 3), "more than 2 ranks"),
         (lambda runner, layers: setattr(runner.server_args, "enable_dp_attention", True), "more than 2 ranks"),
-        (lambda runner, layers: setattr(runner.server_args, "enable_lora", True), "adapters"),
+        (lambda runner, layers: setattr(runner.server_args, "enable_lora", True), "an adapter"),
     ],
 )
 def test_what_may_give_other_bits_is_named(covered, fault, said):
@@ -280,7 +280,7 @@ def test_a_state_and_layers_of_pytorch_are_named(covered, monkeypatch):
     with pytest.raises(ConfigError, match="no way to compute linear layers"):
         same_bits.same_bits(runner, None, asked=True)
     monkeypatch.setattr(same_bits, "encodes_prompts", lambda runner: False)
-    with pytest.raises(ConfigError, match="layers with a state"):
+    with pytest.raises(ConfigError, match="recurrent layers"):
         same_bits.same_bits(runner, layers, asked=True)
 
 

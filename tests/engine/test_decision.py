@@ -69,7 +69,7 @@ def test_what_ours_does_not_serve_is_left_to_sglangs_worker(flags, why, refusal)
     found = decided(*PAIR, *flags)
     assert isinstance(found, LeftToSGLang)
     assert why in found.why and refusal in found.refusal and found.falls_back == (FALLBACK[1] in flags)
-    assert f"unmodified: the plugin's does not serve {found.why}" in found.reason
+    assert f"unmodified: {found.why}." in found.reason
     assert f"{ENGINE} scheduled" in found.reason
 
 
@@ -113,7 +113,7 @@ WHY = "DSpark speculative decoding only supports CUDA"
 SERVED, OF_SGLANG = "plugin: 8 tokens, auto, cpu", f"ValueError: {WHY}"
 REFUSED = "--model-path: target architecture ['BaichuanForCausalLM'] is not served with DSPARK: this plugin does "
 SERVED_BY = f"UnservedError: {REFUSED}"
-OTHER_RELEASE = "EngineError: sglang 0.5.99 is installed; sglang-dspark drives"
+OTHER_RELEASE = "EngineError: sglang 0.5.99 is installed, and sglang-dspark"
 # Arguments made by a program, in place of flags.
 OFFLINE = {
     "model_path": TARGET[1], "device": "cpu", "disable_cuda_graph": True, "attention_backend": "torch_native",
@@ -241,7 +241,7 @@ def test_sglangs_worker_is_left_untouched_on_a_gpu(monkeypatch):
             assert attached(args) is None
         said = decision.resolve(command)
     assert found[0] == found[1] and found[0]["speculative_algorithm"] == "DSPARK"
-    assert "unmodified: the plugin's does not serve BaichuanForCausalLM" in said
+    assert "unmodified: the plugin's worker does not serve BaichuanForCausalLM" in said
 
 
 FIELDS = {

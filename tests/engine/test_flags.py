@@ -124,7 +124,8 @@ def test_other_values_are_adjusted_or_refused_by_name(rule):
         [found] = [
             found for found in flag_adjustments(context) if (found.name, found.value) == (rule.name, rule.served[0])
         ][:1]
-        assert found.said == f"{flag} becomes {rule.served[0]}: {rule.reason}"
+        instead = "is dropped" if rule.served[0] in (None, False) else f"becomes {rule.served[0]}"
+        assert found.said == f"{flag} {instead}: {rule.reason}"
         setattr(context.args, found.name, found.value)
         assert rule.serves(context.args)
 
@@ -163,7 +164,7 @@ def test_how_long_flags_of_other_algorithms_make_a_block(given, ours, most, draf
     assert {one.name for one in found} == named and all(one.value is None for one in found)
     for one in found:
         length = drafts or "the drafter's"
-        assert f"={given[one.name]} becomes --speculative-dspark-block-size={length}: a block" in one.said
+        assert f"={given[one.name]} becomes --speculative-dspark-block-size={length}: DSPARK" in one.said
 
 
 ROOT = Path(__file__).parents[2]

@@ -352,7 +352,7 @@ def test_what_is_refused_is_named(asked, said):
 @pytest.mark.parametrize("field", ["video_data", "audio_data"])
 @pytest.mark.parametrize("architecture", [PICTURES, "Mistral3ForConditionalGeneration"])
 def test_media_that_are_not_tried(field, architecture):
-    with pytest.raises(ValueError, match=f"serves text and images of this target, and not {field} yet"):
+    with pytest.raises(ValueError, match=f"does not serve {field} yet, only text and images"):
         checked(request={field: ["x.mp4"]}, architecture=architecture)
 
 

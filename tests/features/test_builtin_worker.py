@@ -206,7 +206,7 @@ def test_how_much_is_verified_is_decided_once_and_told_to_the_worker(settled, mo
     each, all_ = settled(None), settled("its layers")
     assert [(found.by_request, found.has_confidence_head) for found in (each, all_)] == [(True, True), (False, False)]
     assert each.reason.endswith("engine asks; each request verifies its own number of drafts")
-    assert all_.reason.endswith("blocks are computed whole, and cut where the schedule ends them (its layers)")
+    assert all_.reason.endswith("a whole block, of which the policy decides what counts (its layers)")
     monkeypatch.setenv(MODE, "")
     for found, mode in ((each, "compact"), (all_, "static")):
         attach(args := ServerArgs(model_path="none"), found)
@@ -220,7 +220,7 @@ def test_a_variable_that_asks_for_another_verification_is_refused(settled, monke
         assert settled(why).mode == mode
     for mode, why in (("static", None), ("compact", "its layers"), ("cap-accept", None)):
         monkeypatch.setenv(MODE, mode)
-        with pytest.raises(ConfigError, match=f"{MODE}={mode} asks for another verification: .*; unset it"):
+        with pytest.raises(ConfigError, match=f"{MODE}={mode} in the environment .*; unset it: .*own worker"):
             settled(why)
 
 
@@ -269,7 +269,7 @@ BY_REQUEST = {
         ({"recurrent": object(), "kda": object()}, None),
         ({"sparse": True}, "sparse attention"),
         ({"engram": (3,)}, "n-gram"),
-        ({"mrope": True}, "three coordinates"),
+        ({"mrope": True}, "M-RoPE"),
         ({"enable_lora": True}, "adapter"),
         ({"head": False}, "no confidence head"),
     ],

@@ -42,7 +42,7 @@ def found(**given):
 
 
 def test_snapshots_follow_each_other_no_faster_than_steps_under_overlap():
-    assert re.search("--mamba-track-interval=15 with .*; pass 16 or more", found(mamba_track_interval=15))
+    assert re.search("--mamba-track-interval=15 and .*; pass 16 or more", found(mamba_track_interval=15))
     assert found(mamba_track_interval=16) is None
     assert found(mamba_track_interval=1, mamba_radix_cache_strategy="no_buffer") is None
     assert found(mamba_track_interval=1, target={}) is None

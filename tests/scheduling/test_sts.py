@@ -104,7 +104,7 @@ GOOD = {"version": 1, "temperatures": [1.0, 2.0]}
 @pytest.mark.parametrize(
     ("document", "says"),
     [
-        ({**GOOD, "version": 2}, ": Invalid value 2 - at `$.version`; make one with python -m sglang_dspark calibrate"),
+        ({**GOOD, "version": 2}, ": Invalid value 2 - at `$.version`; make one with sglang-dspark calibrate"),
         ({"temperatures": [1.0, 2.0]}, " has no version, as files for SGLang's own worker"),
         ({**GOOD, "temperatures": [1.0]}, ": 1 temperatures for blocks of 2 drafts"),
         ({"version": 1}, ": Object missing required field `temperatures`"),

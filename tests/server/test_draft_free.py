@@ -75,7 +75,7 @@ def test_what_needs_a_drafter_is_refused(draft_free, path, body, named):
 def test_capabilities_without_a_drafter(draft_free):
     found = draft_free.get_json("/dspark/capabilities")
     assert (found["effective_decode_path"], found["drafter"]) == ("dspark", None)
-    assert "requests that name a text speculate" in found["reason"]
+    assert "requests with a preset or prediction speculate" in found["reason"]
     available = {name for name, policy in found["policies"].items() if policy["available"]}
     assert available == {"auto", "off"}
     served = set(found["features"]["speculation_fields"])

@@ -154,7 +154,7 @@ for load in (load_plugins, register):
 """
     found, elsewhere = server_pool.printed_by(script, ["--speculative-algorithm", "DSPARK"])
     assert found == "sglang-dspark cannot start: ZeroDivisionError: division by zero"
-    assert elsewhere.startswith("sglang-dspark cannot start: sglang 0.5.99 is installed; sglang-dspark drives")
+    assert elsewhere.startswith("sglang-dspark cannot start: sglang 0.5.99 is installed, and sglang-dspark")
     assert elsewhere.endswith("(ZeroDivisionError: division by zero)")
 
 

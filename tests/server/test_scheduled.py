@@ -35,7 +35,7 @@ def test_what_ours_does_not_serve_is_left_as_it_comes(builtin):
     assert output_ids(builtin, GOLDEN, 1) == output_ids(builtin, GOLDEN, 6) == TEXTS
     assert call(builtin, "/dspark/stats")[0] == 404
     log = builtin.log_path.read_text()
-    assert "decodes, unmodified: the plugin's does not serve OfSglangAloneForCausalLM" in log
+    assert "decodes, unmodified: the plugin's worker does not serve OfSglangAloneForCausalLM" in log
     assert "drives this scheduler" not in log and "measuring step times" not in log
 
 
@@ -148,7 +148,7 @@ def test_why_blocks_are_whole(whole_blocks):
     """The log and the capabilities say it in one line."""
     found = whole_blocks.get_json("/dspark/capabilities")
     assert found["engine"] == "scheduled"
-    assert "cut where the schedule ends them (its attention backend, torch_native, takes" in found["reason"]
+    assert "of which the policy decides what counts (its attention backend, torch_native, takes" in found["reason"]
     assert found["reason"] in whole_blocks.log_path.read_text()
     available = {name for name, known in found["policies"].items() if known["available"]}
     assert available == {"auto", "static", "off"}

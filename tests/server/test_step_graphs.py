@@ -57,7 +57,7 @@ def test_what_no_gpu_has_run_is_off_unless_it_is_named(graphs):
     """Of other servers it is named: test_targets.py."""
     paths = graphs.get_json("/dspark/capabilities")["gpu_paths"]
     assert {name for name in ("prompt-rows", "held-rows", "survivals", "int8") if paths[name]["on"]} == {"prompt-rows"}
-    assert paths["fused-graphs"]["on"] and "not named by --speculative-dspark-unproven" in paths["held-rows"]["why"]
+    assert paths["fused-graphs"]["on"] and "off without --speculative-dspark-unproven" in paths["held-rows"]["why"]
     assert "draft K/V: steps that draft nothing leave theirs" not in graphs.log_path.read_text()
 
 

@@ -32,11 +32,13 @@ _TOLD_EVERY_S = 30.0  # in a file
 _PATIENCE = timedelta(days=30)
 
 
-@click.command(cls=SectionedCommand, short_help="Make a drafter for a target, on text that the target writes itself.")
+@click.command(cls=SectionedCommand, short_help="Train a drafter for a target, on text that the target writes itself.")
 @click.option("--target", required=True, help="Folder of the target model, or its name on the Hugging Face hub.")
 @click.option("--output", type=_FOLDER, required=True, help="Folder of all results; the drafter is in OUTPUT/draft.")
 @click.option("--init", help="Drafter to start from, folder or name on the hub; it also gives the shape.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if there is a GPU, else cpu]")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), help="Where to train.  [default: cuda if there is a GPU, else cpu]"
+)
 @click.option("--log-with", help="Tracker of accelerate, e.g. tensorboard or wandb; has to be installed.")
 @click.option(
     "--prompts",
@@ -46,13 +48,13 @@ _PATIENCE = timedelta(days=30)
 @click.option(
     "--invent",
     type=click.IntRange(min=0),
-    help=f"Prompts that the target invents.  [default: {_DEFAULT_INVENTED}, with --prompts 0]",
+    help=f"Prompts that the target invents.  [default: {_DEFAULT_INVENTED}; 0 with --prompts]",
 )
 @chat_template_kwargs_option
 @click.option("--corpus", type=_FOLDER, help="Folder of the texts; may be another run's.  [default: OUTPUT/corpus]")
 @click.option(
     "--server",
-    help="URL of an SGLang server of the target that writes the texts.  [default: one of its own, on a CPU none]",
+    help="URL of an SGLang server of the target that writes the texts.  [default: the command starts one on a GPU]",
 )
 @click.option("--api-key", help="The server's --api-key.")
 @click.option(
@@ -60,18 +62,21 @@ _PATIENCE = timedelta(days=30)
 )
 @click.option("--store-states", is_flag=True, help="Run the target over the texts once and keep its states in memory.")
 @click.option("--layers", type=_COUNT, help="Layers of the drafter.  [default: a seventh of the target's, 1 to 5]")
-@click.option("--taps", type=Numbers(int), help="Target layers it reads, e.g. 1,9,17.  [default: up to 5, evenly]")
-@click.option("--mask-token-id", type=click.IntRange(min=0), help="Token that is never written.  [default: found]")
+@click.option("--taps", type=Numbers(int), help="Target layers that it reads, e.g. 1,9,17.  [default: up to 5, evenly]")
+@click.option(
+    "--mask-token-id", type=click.IntRange(min=0), help="Token in slots to be filled.  [default: an unused one]"
+)
 @settings_options(TextPlan, "Texts")
 @settings_options(TrainConfig, "Drafter and training")
 @settings_options(LossWeights, "Loss")
 @click.pass_context
 def train(ctx: click.Context, /, **options: Any) -> None:
-    """Make a drafter for a target, on text that the target writes itself.
+    """Train a drafter for a target, on text that the target writes itself.
 
     The target answers prompts from files, and prompts that it invents when its chat template is opened at the user
-    turn. Then the drafter is trained and measured on texts it has not seen. Interrupted, the same command goes on where
-    it stopped. Started by accelerate launch or torchrun, several processes train together.
+    turn. Then the drafter is trained on these texts, and measured on some that are held out. After an interruption,
+    the same command goes on where it stopped. Started with accelerate launch or torchrun, several processes train
+    together.
     """
     missing = [name for name in ("accelerate", "datasets") if find_spec(name) is None]
     if missing:
@@ -98,7 +103,8 @@ def train(ctx: click.Context, /, **options: Any) -> None:
     )
     if Path(job.target).is_dir():
         draft = job.output / "draft"
-        console.print(f"python -m sglang_dspark doctor --target {job.target} --draft {draft}", soft_wrap=True)
+        console.print("Check whether it can be served here:")
+        console.print(f"sglang-dspark doctor --target {job.target} --draft {draft}", soft_wrap=True)
 
 
 def _accelerator(device: str | None, log_with: str | None, options: dict[str, Any]) -> Accelerator:

@@ -43,7 +43,7 @@ class TextPlan:
 
     prompts: tuple[str, ...] = ()  # files, folders and data sets of the hub, see conversations.py
     max_prompts: (
-        Annotated[int, int_range(1), Flag("Use only so many of them, drawn with the seed.  [default: all]")] | None
+        Annotated[int, int_range(1), Flag("Use only so many prompts, drawn with the seed.  [default: all]")] | None
     ) = None
     max_turns: (
         Annotated[int, int_range(1), Flag("Turns of a conversation that are answered.  [default: all]")] | None
@@ -77,7 +77,7 @@ class LossWeights:
     ce: Annotated[float, _NOT_NEGATIVE, Flag("Weight of cross-entropy.", "ce-weight")] = 0.1
     l1: Annotated[float, _NOT_NEGATIVE, Flag("Weight of total variation.", "tv-weight")] = 0.9
     confidence: Annotated[float, _NOT_NEGATIVE, Flag("Weight of the confidence head.", "confidence-weight")] = 1.0
-    position_decay: Annotated[float, _POSITIVE, Flag("Slots in which the weight of a slot falls to 1/e.")] = 4.0
+    position_decay: Annotated[float, _POSITIVE, Flag("Slots after which a slot's weight has fallen to 1/e.")] = 4.0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -104,7 +104,7 @@ class TrainConfig:
     selector_top_k: Annotated[int, int_range(1), Flag("Tokens of a slot that a selector chooses from.")] = 16
     conv_kernel_size: Annotated[int, int_range(0), Flag("Taps of convolutions along a block; 0: none.")] = 0
     conv_group_size: Annotated[int, int_range(1), Flag("Channels that share a dynamic kernel.")] = 16
-    confidence_head: Annotated[bool, Flag("Whether it has a confidence head.")] = True
+    confidence_head: Annotated[bool, Flag("Whether the drafter has a confidence head.")] = True
     confidence_head_with_markov: bool = True
     draft_vocabulary: Annotated[int, int_range(0), Flag("Propose only so many frequent tokens; 0: all.")] = 0
     own_embeddings: Annotated[bool, Flag("Copy the target's embedding and head into the checkpoint.")] = False
@@ -112,7 +112,7 @@ class TrainConfig:
     # Data of one step: batch_rows x gradient_accumulation x processes texts with anchors_per_row blocks each.
     steps: Annotated[int, int_range(1), Flag("Training steps.")] = 3000
     batch_rows: Annotated[int, int_range(1), Flag("Texts that a process reads at a time.")] = 16
-    gradient_accumulation: Annotated[int, int_range(1), Flag("Times that it reads so many in a step.")] = 1
+    gradient_accumulation: Annotated[int, int_range(1), Flag("How often it reads so many in a step.")] = 1
     anchors_per_row: Annotated[int, int_range(1), Flag("Blocks per text and step.", "anchors")] = 32
     loss_vocab: Annotated[int, int_range(0), Flag("Only so many frequent tokens in the loss; 0: all.")] = 0
     loss_vocab_sampled: int = 1024  # tokens drawn per step to stand for the others, see loss_vocabulary.py
@@ -120,7 +120,7 @@ class TrainConfig:
 
     # Optimizer.
     learning_rate: Annotated[float, _POSITIVE, Flag("Highest learning rate.")] = 6e-4
-    markov_lr_scale: Annotated[float, _NOT_NEGATIVE, Flag("Factor on it for the seldom updated Markov head.")] = 10.0
+    markov_lr_scale: Annotated[float, _NOT_NEGATIVE, Flag("Factor on that rate, for the Markov head.")] = 10.0
     schedule: Annotated[
         Literal["cosine", "linear", "constant_with_warmup"], Flag("Course of the learning rate after the warm-up.")
     ] = "cosine"
@@ -137,7 +137,8 @@ class TrainConfig:
 
     # Parameters and optimizer are float32; matrix products run in compute_dtype.
     compute_dtype: Annotated[
-        Literal["float32", "bfloat16"], Flag("[default: bfloat16 on cuda, else float32]", "dtype", decided=True)
+        Literal["float32", "bfloat16"],
+        Flag("Dtype of products.  [default: bfloat16 on cuda, else float32]", "dtype", decided=True),
     ] = "float32"
     # Held-out acceptance is measured at every checkpoint.
     checkpoint_every: Annotated[int, int_range(1), Flag("Steps between checkpoints.")] = 200

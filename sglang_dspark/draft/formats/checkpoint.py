@@ -182,7 +182,7 @@ def describe(config: DraftConfig) -> str:
         markov = f"{config.markov_head_type} Markov head of rank {config.markov_rank}"
     if config.selector_top_k is not None:
         markov = f"selector of rank {config.markov_rank} among {config.selector_top_k} tokens"
-        confidence = "confidence by the selector"
+        confidence = "confidence from the selector"
     if config.enable_confidence_head:
         confidence = f"confidence head {'with' if config.confidence_head_with_markov else 'without'} Markov features"
     depth = "" if config.num_target_layers is None else f" of {config.num_target_layers}"

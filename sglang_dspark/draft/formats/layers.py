@@ -104,7 +104,7 @@ def attention(content: Content) -> None:
         types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     if types is None or types == [FULL] * num_layers:
         for name in (*_places(content, "sliding_window"), *_places(content, "use_sliding_window")):
-            content.ignore(name, "no layer of the drafter slides")
+            content.ignore(name, "no layer of the drafter has a sliding window")
         content.ignore("dflash_config.swa_window_size", "dflash_config.use_swa is not set")
         return
     if not isinstance(types, list):

@@ -63,8 +63,8 @@ class ScheduledServer:
         """Return why the worker decodes, and how."""
         how = "each request verifies its own number of drafts"
         if not self.by_request:
-            how = f"blocks are computed whole, and cut where the schedule ends them ({self.why_whole})"
-        return f"SGLang's own worker decodes with the plugin's schedule, as {flag_name('engine')} asks; {how}"
+            how = f"every request verifies a whole block, of which the policy decides what counts ({self.why_whole})"
+        return f"SGLang's own worker decodes with the plugin's policies, as {flag_name('engine')} asks; {how}"
 
     @property
     def has_confidence_head(self) -> bool:
@@ -82,12 +82,12 @@ class ScheduledServer:
             if option.name not in _SERVED and value != option.default:
                 raise ConfigError(
                     f"{flag_name(option.name)}={value} belongs to the plugin's worker, and {flag_name('engine')} "
-                    "scheduled takes SGLang's; drop one of them"
+                    "scheduled asks for SGLang's own; drop one of them"
                 )
         if args.enable_return_routed_experts:
             raise ConfigError(
-                "--enable-return-routed-experts needs the plugin's worker: SGLang's returns no experts of decode "
-                "steps, and answers would have those of other tokens; drop it"
+                "--enable-return-routed-experts needs the plugin's worker: SGLang's own returns no experts of decode "
+                f"steps; drop the flag, or pass {flag_name('engine')} plugin if that serves the target"
             )
         for name in ("sps_table_path", "confidence_sts_path"):  # SGLang would read them in forms of its own
             setattr(args, flag_dest(name), None)
@@ -101,17 +101,18 @@ class ScheduledServer:
         why = why_whole_blocks(args)
         server = replace(self, by_request=why is None, why_whole=why or "")
         if (asked := os.environ.get(MODE, server.mode)) != server.mode:
-            raise ConfigError(f"{MODE}={asked} asks for another verification: {server.reason}; unset it")
+            raise ConfigError(f"{MODE}={asked} in the environment does not fit; unset it: {server.reason}")
         for what, found in _unserved(resolved_view(args), whole=why is not None).items():
             if found:
                 raise ConfigError(
-                    f"{flag_name('engine')} scheduled does not serve {what}; drop it, or {flag_name('engine')} builtin"
+                    f"{flag_name('engine')} scheduled does not serve {what}; drop that, or pass {flag_name('engine')} "
+                    "builtin"
                 )
         path = self.config.confidence_sts_path
         if why is not None and path is not None:
             raise ConfigError(
-                f"{flag_name('confidence_sts_path')}={path} calibrates a confidence head, and the worker has none "
-                f"where it verifies whole blocks ({why}); drop the flag"
+                f"{flag_name('confidence_sts_path')}={path} calibrates a confidence head, which SGLang's own worker "
+                f"does not use where it verifies whole blocks ({why}); drop the flag"
             )
         return server
 
@@ -151,7 +152,7 @@ def _reasons(args: ServerArgs, target: ModelConfig) -> Iterator[str]:
     if not ragged and not (backend == "trtllm_mha" and get_platform().is_sm100):
         yield f"its attention backend, {backend}, {takes}"
     if args.cuda_graph_config.decode.backend == Backend.DISABLED:
-        yield "without CUDA graphs of decoding, the host would wait for the numbers in every step"
+        yield "CUDA graphs of decoding are off, and without them the host would wait for the GPU in every step"
     if mambaish_config(target) is not None and hybrid_kda_config(target) is None:
         yield f"a recurrent layer {takes}"
     if is_minimax_sparse(target.hf_config):
@@ -159,7 +160,7 @@ def _reasons(args: ServerArgs, target: ModelConfig) -> Iterator[str]:
     if getattr(target.hf_text_config, "engram_layer_ids", ()):
         yield f"its n-gram embedding {takes}"
     if target.model_is_mrope:
-        yield "its positions have three coordinates"
+        yield "the target uses M-RoPE"
     if args.enable_lora:
         yield f"an adapter {takes}"
     if not _has_head(args):

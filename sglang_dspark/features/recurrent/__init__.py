@@ -45,7 +45,7 @@ def snapshots(context: LaunchContext) -> str | None:
     if args.mamba_track_interval >= least:
         return None
     return (
-        f"DSPARK cannot run with --mamba-track-interval={args.mamba_track_interval} with a target with recurrent "
+        f"DSPARK cannot run with --mamba-track-interval={args.mamba_track_interval} and a target with recurrent "
         f"layers; pass {least} or more"
     )
 
@@ -91,8 +91,8 @@ def leave_snapshots_out(args: ServerArgs) -> None:
     strategy = args.mamba_radix_cache_strategy
     if strategy not in ("auto", "no_buffer"):
         raise ConfigError(
-            f"DSPARK cannot run with --mamba-radix-cache-strategy={strategy} on cpu: SGLang takes snapshots of "
-            "recurrent states with kernels of a GPU; drop the flag"
+            f"DSPARK cannot run with --mamba-radix-cache-strategy={strategy} on cpu: SGLang's snapshots of recurrent "
+            "states need a GPU; drop the flag"
         )
     declare_resolution(args, "dspark", mamba_radix_cache_strategy="no_buffer", disable_overlap_schedule=True)
 
@@ -182,7 +182,7 @@ def _keeps_states(context: LaunchContext) -> bool:
 
 
 def _adjusted(name: str, served: tuple[object, ...], reason: str) -> FlagRule:
-    return FlagRule(name, served, f"{reason} of recurrent layers", adjusts=True, applies=_keeps_states)
+    return FlagRule(name, served, f"with recurrent layers {reason}", adjusts=True, applies=_keeps_states)
 
 
 FEATURE = Feature(
@@ -193,10 +193,10 @@ FEATURE = Feature(
             FlagRule(name, served, "drop the flag: it is not served with recurrent layers", applies=_keeps_states)
             for name, served in _REFUSED.items()
         ),
-        _adjusted("enable_hierarchical_cache", (False,), "host memory holds no states"),
+        _adjusted("enable_hierarchical_cache", (False,), "DSPARK keeps no states in host memory"),
         _adjusted("strip_thinking_cache", (False,), "a cached prompt would get the state after the answer"),
         *(
-            _adjusted(f"enable_{name}", (False,), "DSPARK runs accepted rows again from states")
+            _adjusted(f"enable_{name}", (False,), "DSPARK keeps states in a form of its own")
             for name in (
                 "int8_mamba_checkpoint",
                 "linear_replayssm",
@@ -204,12 +204,14 @@ FEATURE = Feature(
                 "mamba_cache_stochastic_rounding",
             )
         ),
-        _adjusted("linear_attn_backend", ("triton",), "DSPARK knows Triton's states"),
-        _adjusted("linear_attn_prefill_backend", ("triton", None), "DSPARK knows Triton's states"),
+        _adjusted("linear_attn_backend", ("triton",), "DSPARK reads only the states of SGLang's Triton kernels"),
+        _adjusted(
+            "linear_attn_prefill_backend", ("triton", None), "DSPARK reads only the states of SGLang's Triton kernels"
+        ),
         _adjusted(
             "mamba_radix_cache_strategy",
             ("extra_buffer", "no_buffer", "auto"),
-            "snapshots are taken at once",
+            "DSPARK does not delay snapshots of states",
         ),
     ),
     checks=CHECKS,

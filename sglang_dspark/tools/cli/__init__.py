@@ -44,4 +44,4 @@ class CommandGroup(click.Group):
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="sglang-dspark")
 def main() -> None:
-    """DSPARK speculative decoding for SGLang."""
+    """Check, measure and simulate servers with DSPARK speculative decoding for SGLang, and train drafters."""

@@ -35,31 +35,35 @@ _TITLE = "accept length: tokens committed per round, the bonus token included"
 _BY_POSITION = ("survival", "given all before")
 
 
-@click.command(short_help="Measure accept length, acceptance by position and calibration of a drafter.")
+@click.command(short_help="Measure how well a drafter guesses on your prompts, on a running server or without one.")
 @click.option("--url", help=f"A running DSPARK server.  [default: {DEFAULT_URL}]")
-@click.option("--target", type=Checkpoint(), help="Measure in this process instead: the target.")
-@click.option("--draft", type=Checkpoint(), help="Its drafter, which is measured without its Markov head as well.")
+@click.option("--target", type=Checkpoint(), help="Measure without a server: the target.")
+@click.option("--draft", type=Checkpoint(), help="With --target: its drafter, measured with and without Markov head.")
 @click.option(
-    "--draft-vocabulary", type=click.Path(path_type=Path), help="In process: a list in place of the drafter's own."
+    "--draft-vocabulary",
+    type=click.Path(path_type=Path),
+    help="With --target: file of the tokens that the drafter proposes, from the command vocabulary.",
 )
-@click.option("--draft-quantization", type=click.Choice(["int8"]), help="In process: as the server's flag, too.")
+@click.option(
+    "--draft-quantization", type=click.Choice(["int8"]), help="With --target: the drafter in 8 bits, as on a server."
+)
 @click.option(
     "--prompts", "files", type=click.Path(path_type=Path), multiple=True, required=True, help="Prompt file; repeatable."
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Ask only the first so many prompts of each set.")
-@click.option("--shuffle-seed", type=click.IntRange(min=0), help="With --limit: choose them at random by this seed.")
+@click.option("--limit", type=click.IntRange(min=1), help="Ask only so many prompts of each file.")
+@click.option("--shuffle-seed", type=click.IntRange(min=0), help="With --limit: choose the prompts with this seed.")
 @asking_options
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of sampling, in process only."
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="With --target: seed of sampling."
 )
-@click.option("--output", type=OutputFile(), help="JSON file of all results.")
-@click.option("--blocks", "blocks_file", type=OutputFile(), help="File of the rounds, for simulate --blocks.")
+@click.option("--output", type=OutputFile(), help="Write all results to this JSON file.")
+@click.option("--blocks", "blocks_file", type=OutputFile(), help="Write rounds to this file, for simulate --blocks.")
 def evaluate(files: tuple[Path, ...], **options: Any) -> None:
-    """Measure accept length, acceptance by position and calibration of a drafter on sets of prompts.
+    """Measure how well a drafter guesses on your prompts, on a running server or without one.
 
-    Figures are counted as DeepSpec counts them. The server has to verify whole blocks (--speculative-dspark-schedule
-    static). A set is a file of prompts or conversations, of which the first turn is asked; docs/evaluation.md says
-    where to find the usual ones, and how DeepSpec asks.
+    Prints accept length, acceptance by position, and how well the confidence head predicts it, as DeepSpec counts
+    them. The server has to verify whole blocks (--speculative-dspark-schedule static). A set is a file of prompts or
+    conversations, of which the first turn is asked. docs/evaluation.md explains the figures and DeepSpec's protocol.
     """
     _refuse(options)
 
@@ -71,7 +75,7 @@ def evaluate(files: tuple[Path, ...], **options: Any) -> None:
     console = Console(highlight=False)
     sets = {path.stem: read_prompts(path, options["limit"], options["shuffle_seed"]) for path in files}
     if len(sets) < len(files):
-        raise click.UsageError("two files of --prompts have the same name, which names their set; rename one")
+        raise click.UsageError("two files of --prompts have the same name, by which results name their set; rename one")
     about = {
         **provenance.record(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -100,7 +104,9 @@ def _refuse(options: Mapping[str, Any]) -> None:
     if in_process and (options["url"] or options["blocks_file"]):
         raise click.UsageError("--url and --blocks are for a server; --target and --draft measure without one")
     if in_process and options["temperature"] not in (0, 1):
-        raise click.UsageError(f"--temperature {options['temperature']:g}: in process it is 0 or 1; ask a server")
+        raise click.UsageError(
+            f"--temperature {options['temperature']:g}: with --target it is 0 or 1; pass one of them, or ask a server"
+        )
     refuse_without_template(options)
 
 
@@ -190,20 +196,20 @@ def _head_errors(row: Mapping[str, Any]) -> tuple[str, ...]:
 _SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
 
 
-@click.command(short_help="Fit the temperatures of a drafter's confidence head to a running server.")
+@click.command(short_help="Calibrate a drafter's confidence head on a running server, for its next start.")
 @click.option("--url", default=DEFAULT_URL, show_default=True, help="The running DSPARK server.")
 @click.option("--prompts", type=click.Path(path_type=Path), required=True, help="Prompt file.")
-@click.option("--limit", type=click.IntRange(min=2), help="Ask only the first so many prompts.")
+@click.option("--limit", type=click.IntRange(min=2), help="Ask only so many prompts of the file.")
 @asking_options
 @click.option("--held-out", type=_SHARE, default=0.3, show_default=True, help="Share of the prompts to test on.")
-@click.option("--output", type=OutputFile(), required=True, help="JSON file of the temperatures.")
+@click.option("--output", type=OutputFile(), required=True, help="Write the temperatures to this JSON file.")
 def calibrate(prompts: Path, held_out: float, output: Path, **options: Any) -> None:
-    """Fit the temperatures of a drafter's confidence head to a running server (Sequential Temperature Scaling).
+    """Calibrate a drafter's confidence head on a running server, for its next start.
 
     The command asks the server the prompts, compares how often each draft survived verification with what the head
-    predicted, and writes a file for --speculative-dspark-confidence-sts-path. Rounds have to verify the whole block:
-    the server has to run with --speculative-dspark-schedule static. Errors are measured on prompts that were not
-    fitted.
+    predicted, and fits a temperature for each position (Sequential Temperature Scaling). It writes a file for
+    --speculative-dspark-confidence-sts-path. The server has to verify whole blocks (--speculative-dspark-schedule
+    static). Errors are measured on prompts that were not fitted.
     """
     refuse_without_template(options)
 
@@ -222,8 +228,8 @@ def calibrate(prompts: Path, held_out: float, output: Path, **options: Any) -> N
     rounds = MeasuredSet.from_answers(prompts.name, answers, gamma)
     if rounds.logits is None:
         raise ConfigError(
-            f"--url {client.url}: the drafter has no confidence head, so there is nothing to calibrate; serve one that "
-            "has (python -m sglang_dspark doctor says what a drafter has)"
+            f"--url {client.url}: the drafter has no confidence head, so there is nothing to calibrate; serve a "
+            "drafter with one (sglang-dspark doctor says what a drafter has)"
         )
     test = rounds.held_out(held_out)
     fit_logits, fit_accepted = rounds.logits[~test], rounds.accepted[~test]
@@ -233,10 +239,10 @@ def calibrate(prompts: Path, held_out: float, output: Path, **options: Any) -> N
     before, after = (_errors(z, outcomes) for z in (logits, logits / temperatures))
     pairs = [len(outcomes), *outcomes.sum(axis=0)[:-1].tolist()]
     console.print(_table(temperatures, pairs, before, after))
-    fitted = f"fitted to {len(fit_logits)} rounds, measured on {len(logits)} rounds of other prompts"
     console.print(
-        f"Prefix survival, {fitted}. pairs: rounds that tested the draft; noise: about the ECE of perfect predictions "
-        "on as many rounds."
+        f"Errors of the predicted survival of each draft. The temperatures T are fitted to {len(fit_logits)} rounds, "
+        f"and errors are measured on {len(logits)} rounds of other prompts. pairs: rounds that tested the draft. "
+        "noise: about the ECE of perfect predictions on as many rounds."
     )
     StsCalibration(
         tuple(temperatures.tolist()),
@@ -274,7 +280,7 @@ def _table(temperatures: Floats, pairs: list[int], before: list[Errors], after: 
     return table
 
 
-@click.command(short_help="Choose the tokens that a drafter proposes, from the traffic of its target.")
+@click.command(short_help="Make drafting cheaper: choose the tokens that a drafter proposes, from your traffic.")
 @click.option("--target", type=Checkpoint(), required=True, help="The target model.")
 @click.option(
     "--prompts",
@@ -284,20 +290,20 @@ def _table(temperatures: Floats, pairs: list[int], before: list[Errors], after: 
     required=True,
     help="File of conversations or prompts; repeatable.",
 )
-@click.option("--url", help="A running DSPARK server of the target, which is asked the first prompts of all rows.")
+@click.option("--url", help="Also ask this running DSPARK server of the target the first prompt of each row.")
 @click.option("--limit", type=click.IntRange(min=1), help="With --url: ask only so many prompts of each file.")
 @asking_options
-@click.option("--size", type=click.IntRange(min=1), default=32_768, show_default=True, help="Tokens to propose.")
-@click.option("--output", type=OutputFile(), required=True, help="JSON file of the tokens.")
+@click.option("--size", type=click.IntRange(min=1), default=32_768, show_default=True, help="Number of tokens.")
+@click.option("--output", type=OutputFile(), required=True, help="Write the tokens to this JSON file.")
 def vocabulary(target: Path, files: tuple[Path, ...], size: int, output: Path, **options: Any) -> None:
-    """Choose the tokens that a drafter proposes, from the traffic of its target.
+    """Make drafting cheaper: choose the tokens that a drafter proposes, from your traffic.
 
-    Answers are what assistants say in the conversations, and with --url what the server answers. Their tokens come
-    first, then those of the users' texts. The chat template's tokens are always proposed, and what is left is filled up
-    with single bytes and the tokenizer's first tokens.
+    The list has, in this order: special tokens; the most frequent tokens of answers; those of the users' texts; single
+    bytes; the tokenizer's first tokens. Answers are what assistants say in the conversations, and with --url what the
+    server answers.
 
-    The file is for --speculative-dspark-draft-vocabulary. A shorter list makes drafting cheaper, and ends a draft
-    wherever the target says something else; texts are the same.
+    The file is for --speculative-dspark-draft-vocabulary. A shorter list makes drafting cheaper, but a block of drafts
+    ends where the target writes a token that is not listed. Texts are the same with any list.
     """
     refuse_without_template(options)
 
@@ -313,8 +319,8 @@ def vocabulary(target: Path, files: tuple[Path, ...], size: int, output: Path, *
     tokens = Tokens.of(tokenizer, target)
     if not len(tokens.special) < size <= tokens.number:
         raise ConfigError(
-            f"--size {size}: the target has {tokens.number} tokens, {len(tokens.special)} of them special; give more "
-            f"than {len(tokens.special)} and at most {tokens.number}"
+            f"--size {size}: the target has {tokens.number} tokens, {len(tokens.special)} of them special, which are "
+            f"always listed; give more than {len(tokens.special)} and at most {tokens.number}"
         )
 
     def ids_of(texts: list[str]) -> list[list[int]]:
@@ -331,10 +337,13 @@ def vocabulary(target: Path, files: tuple[Path, ...], size: int, output: Path, *
     chosen = traffic.choose(tokens, size)
     save_token_ids(output, chosen)
     of_all, of_others = coverage(chosen, answers), traffic.held_out_coverage(tokens, size)
-    says = f"{size:,} of {tokens.number:,} tokens, from {len(answers):,} answers and {len(asked):,} texts of users."
-    if of_all is not None:
-        says += f" They are {of_all:.2%} of the answers' tokens."
+    says = f"The list has {size:,} of {tokens.number:,} tokens; it was chosen from {len(answers):,} answers and "
+    says += f"{len(asked):,} texts of users."
+    if of_all is None:
+        says += " Without answers the list may miss what the target writes: give conversations with answers, or --url."
+    else:
+        says += f" It covers {of_all:.2%} of the tokens of these answers."
     if of_others is not None:
-        says += f" A list from nine tenths of the answers has {of_others:.2%} of the tokens of the others."
+        says += f" Chosen in the same way from nine tenths of them, it covers {of_others:.2%} of the other tenth."
     console.print(says)
     console.print(f"\n--speculative-dspark-draft-vocabulary {output}", soft_wrap=True)

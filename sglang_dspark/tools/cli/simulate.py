@@ -25,17 +25,20 @@ if TYPE_CHECKING:
 _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at most 1")]
 
 
-@click.command(short_help="Simulate a server under a load: measured step times, acceptance, real policies.")
-@click.option("--table", type=click.Path(path_type=Path), help="SPS table of a machine.")
+@click.command(short_help="Estimate, without a server, from how many users on speculation stops to pay.")
+@click.option("--table", type=click.Path(path_type=Path), help="SPS table of a server, which has its step times.")
 @click.option(
-    "--blocks", "blocks_file", type=click.Path(path_type=Path), help="Blocks of the drafter, from evaluate --blocks."
+    "--blocks",
+    "blocks_file",
+    type=click.Path(path_type=Path),
+    help="With --table: recorded rounds of the drafter, from evaluate --blocks.",
 )
 @click.option(
     "--conditional",
     type=Numbers(_SHARE),
-    help="Acceptance by position instead: 0.9,0.88,0.86. The last number counts for the rest of a block.",
+    help="In place of --blocks: acceptance by position, e.g. 0.9,0.88,0.86. The last number counts for the rest.",
 )
-@click.option("--policies", help="Policies, e.g. static:3,threshold:0.6,auto, next to off.  [default: static,auto]")
+@click.option("--policies", help="Policies besides off, e.g. static:3,threshold:0.6,auto.  [default: static,auto]")
 @click.option(
     "--users",
     type=Numbers(Annotated[int, int_range(1)]),
@@ -51,40 +54,43 @@ _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at m
 @click.option(
     "--slo",
     type=click.FloatRange(min=0, min_open=True),
-    help="Give every second user an SLO of this share of the mean time per token under auto, and say how many are met.",
+    help="Give every second user an SLO of this share of the mean time per token under auto, and count those met.",
 )
 @click.option(
     "--requests",
     "num_requests",
     type=click.IntRange(min=1),
-    help="Requests of a point.  [default: four of each user, six with --slo]",
+    help="Requests to simulate for each number of users.  [default: four of each user, six with --slo]",
 )
-@click.option("--mixed-chunk", is_flag=True, help="As with the server's --enable-mixed-chunk.")
+@click.option("--mixed-chunk", is_flag=True, help="As the server's flag --enable-mixed-chunk.")
 @click.option(
     "--prompt-rows",
     type=click.IntRange(min=0),
-    help="As the server's flag of this name. Default: as with --speculative-dspark-unproven prompt-rows on a GPU.",
+    help="As the server's flag --speculative-dspark-prompt-rows.  [default: as many as step times allow]",
 )
-@click.option("--max-gap-ms", type=click.FloatRange(min=1), help="As the server's flag of this name.")
+@click.option(
+    "--max-gap-ms", type=click.FloatRange(min=1), help="As the server's flag --speculative-dspark-max-gap-ms."
+)
 @click.option(
     "--long-prompt",
     type=click.IntRange(min=1),
-    help="Length of the prompts that one user more sends until the others are served.",
+    help="Add a user who sends prompts of this length until the others are served.",
 )
 @click.option(
     "--prefill",
     type=Numbers(Annotated[float, Meta(ge=0, description="must be at least 0")]),
-    help="Milliseconds of a prefill, of each of its tokens, and of these for each token before: 6.5,0.02,1e-6.  "
-    "[default: by --table]",
+    help="Milliseconds of a prefill, of each of its tokens, and of each pair of a token and one before it, e.g. "
+    "6.5,0.02,1e-6.  [default: estimated from --table]",
 )
-@click.option("--csv", "csv_file", type=OutputFile(), help="CSV file of the figures.")
-@click.option("--html", type=OutputFile(), help="HTML file of a page with sliders.")
+@click.option("--csv", "csv_file", type=OutputFile(), help="Write the figures to this CSV file.")
+@click.option("--html", type=OutputFile(), help="Write a page with sliders to this HTML file.")
 @click.pass_context
 def simulate(ctx: click.Context, /, **options: Any) -> None:
-    """Simulate a server under a load, from its step times and its drafter's acceptance.
+    """Estimate, without a server, from how many users on speculation stops to pay.
 
-    The scheduler's own code decides every step, in simulated time: closed-loop users, prefills, overlap scheduling.
-    Without --table a small model shows where speculation stops paying. docs/simulation.md explains.
+    With --table, a server is simulated from measured step times and its drafter's acceptance. The scheduler's own code
+    decides every step; each user sends the next request when the last answer is complete. Without --table, a small
+    model shows the principle. docs/simulation.md explains both.
     """
     from rich.console import Console
 
@@ -101,14 +107,15 @@ def _refuse_all_but(ctx: click.Context, *taken: str) -> None:
     for param in ctx.command.params:
         given = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
         if given and param.name not in taken:
-            raise click.UsageError(f"without --table there is only the crossover model; drop {param.opts[0]}")
+            raise click.UsageError(f"{param.opts[0]} needs --table; give both, or drop {param.opts[0]}")
 
 
 def _model(console: Console, options: dict[str, Any]) -> None:
     from sglang_dspark.tools.simulator.sweep import MODEL_USERS, POLICIES, CrossoverModel, crossover_page
 
     model = CrossoverModel()
-    table = new_table("policy", "users", "one user", "to plain", "accept length", "verify", "wasted", left=["policy"])
+    headings = ("policy", "users", "one user's\nspeed", "times\nplain", "accept\nlength", "verified\ndrafts", "wasted")
+    table = new_table(*headings, left=["policy"])
     for policy in POLICIES:
         for users in options["users"] or MODEL_USERS:
             point, plain = model.point(policy, users), model.point("plain", users)
@@ -118,8 +125,10 @@ def _model(console: Console, options: dict[str, Any]) -> None:
         table.add_section()
     console.print(table)
     console.print(
-        f"Blocks of {model.block} with a first acceptance of {model.first:g}, decay {model.decay:g}, on a machine for "
-        f"{model.capacity} tokens per step: whole blocks lose to plain decoding from {model.crossover:.0f} users on."
+        f"A model: blocks of {model.block} drafts, of which the first is accepted with probability {model.first:g} and "
+        f"each next one {model.decay:g} times as likely, on a machine that computes {model.capacity} tokens per step "
+        f"at no extra cost. From {model.crossover:.0f} users on, whole blocks (fixed) are slower than plain decoding. "
+        "To simulate a server of yours, give --table."
     )
     if options["html"]:
         options["html"].write_text(crossover_page(), encoding="utf-8")
@@ -135,7 +144,7 @@ def _simulate(console: Console, options: dict[str, Any]) -> None:
     table = SpsTable.load(options["table"])
     blocks = _blocks(options, table.gamma)
     if options["prefill"] and len(options["prefill"]) > 3:
-        raise click.UsageError("--prefill has three numbers at most; see --help")
+        raise click.UsageError("--prefill takes at most three numbers: of a prefill, of a token, of a pair of tokens")
     prefill = Prefill(*options["prefill"]) if options["prefill"] else Prefill.from_table(table)
     conditions = Conditions(
         Costs(table, prefill),
@@ -173,15 +182,20 @@ def _simulate_slo(console: Console, options: dict[str, Any], conditions: Conditi
 
     for name in ("policies", "html"):
         if options[name]:
-            raise click.UsageError(f"--slo compares the policy auto with itself; drop --{name}")
+            raise click.UsageError(f"--slo compares auto with and without SLOs, in a table only; drop --{name}")
     points = [simulate_slo(conditions, count, options["slo"]) for count in users]
-    headings = ("SLO\nms", "met", "before", "tok/s\nto before", "others\nms", "before")
+    headings = ("SLO\nms", "met", "met\nwithout", "tok/s\ntimes", "others'\nTPOT", "TPOT\nwithout")
     table = new_table("users", *headings)
     for point in points:
         times = (f"{point.other_tpot_ms:.1f}", f"{point.other_tpot_before_ms:.1f}")
         met = (f"{point.met:.0%}", f"{point.met_before:.0%}")
         table.add_row(str(point.users), f"{point.tpot_ms:.1f}", *met, f"{point.speed:.2f}", *times)
     console.print(table)
+    console.print(
+        "Every second user has the SLO. met: share of their answers that keep it. without: the same figure if no user "
+        "has an SLO. tok/s times: tokens per second of all users, compared with that. others' TPOT: milliseconds per "
+        "token of the users without an SLO."
+    )
     if options["csv_file"]:
         write_csv(options["csv_file"], [asdict(point) for point in points])
         console.print(options["csv_file"], soft_wrap=True)
@@ -191,7 +205,7 @@ def _blocks(options: dict[str, Any], gamma: int) -> BlockSource:
     from sglang_dspark.tools.simulator.workload import ConditionalAcceptance, RecordedBlocks
 
     if options["blocks_file"] and options["conditional"]:
-        raise click.UsageError("--blocks and --conditional say the same thing; give one of them")
+        raise click.UsageError("--blocks and --conditional both give the acceptance; give only one of them")
     if options["blocks_file"]:
         return RecordedBlocks.load(options["blocks_file"])
     if options["conditional"]:
@@ -204,14 +218,24 @@ def _blocks(options: dict[str, Any], gamma: int) -> BlockSource:
 def _print_points(console: Console, points: Sequence[Point]) -> None:
     headings = ("tok/s", "one\nuser", "TTFT\nms", "TPOT\nms", "max\ngap", "accept\nlen.", "verify", "wasted", "parked")
     table = new_table("policy", "users", *headings, left=["policy"])
+    table.padding = 0  # to fit into 80 columns
     for point in points:
         f = point.figures
         if point.users == points[0].users:
             table.add_section()
-        times = (f"{f.ttft_ms:.0f}", f"{f.tpot_ms:.1f}", f"{f.gap_max_ms:.1f}")
+        shown = map(_short, (f.output_tok_s, f.user_tok_s, f.ttft_ms, f.tpot_ms, f.gap_max_ms))
         drafts = (f"{f.accept_length:.2f}", f"{f.verify_len:.2f}", f"{f.wasted:.0%}", f"{f.parked:.0%}")
-        table.add_row(point.policy, str(point.users), f"{f.output_tok_s:.1f}", f"{f.user_tok_s:.1f}", *times, *drafts)
+        table.add_row(point.policy, str(point.users), *shown, *drafts)
     console.print(table)
+    console.print(
+        "tok/s: of all users. one user: tokens per second of each. max gap: longest wait for a token, in ms. accept "
+        "len.: tokens per request and step. verify: drafts verified per request and step; wasted: share of these that "
+        "was rejected. parked: share of the steps without drafts."
+    )
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _verdict(points: Sequence[Point]) -> str:
@@ -221,6 +245,6 @@ def _verdict(points: Sequence[Point]) -> str:
     return "\n".join(
         f"{policy} is slower than off from {math.ceil(users)} users on."
         if users
-        else f"{policy} is not slower than off with up to {points[-1].users} users."
+        else f"{policy} is not slower than off with {points[-1].users} users, the most that were simulated."
         for policy, users in found
     )

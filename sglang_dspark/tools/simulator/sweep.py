@@ -51,7 +51,7 @@ def parse_policy(text: str) -> DSparkConfig:
     try:
         value = int(argument) if name == "static" else float(argument)
     except ValueError as error:
-        raise ConfigError(f"--policies: {argument!r} in {text!r} is no number") from error
+        raise ConfigError(f"--policies: {argument!r} in {text!r} is no number; write {name}:N") from error
     return DSparkConfig().with_policy({**fields_, known[name]: value})
 
 
@@ -338,8 +338,8 @@ def simulate_slo(conditions: Conditions, users: int, share: float) -> SloPoint:
     others_before, ours_before = _tpots(before, users)
     if not others_before or not ours_before:
         raise ConfigError(
-            "--slo is about every second user, and tokens after the first; give two --users or more, as many "
-            "--requests, and longer --output-tokens"
+            "--slo compares every second user with the others, by tokens after the first; give --users of 2 or more, "
+            "at least as many --requests, and longer --output-tokens"
         )
     slo_ms = share * fmean(others_before + ours_before)
     after = _serve(conditions, users, slo_ms)

@@ -193,7 +193,7 @@ class Prompts:
     def __init__(self, table: SpsTable, options: DSparkConfig, *, mixed: bool) -> None:
         if options.max_gap_ms is not None and not mixed:
             raise ConfigError(
-                f"--max-gap-ms {options.max_gap_ms:g} cuts chunks that running requests have a row of; pass "
+                f"--max-gap-ms {options.max_gap_ms:g} cuts the chunks of prompts that run with decode steps; pass "
                 "--mixed-chunk, or drop it"
             )
         self.mixed = mixed
@@ -380,9 +380,7 @@ class RecordedBlocks:
         try:
             return cls._parse(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ConfigError(
-                f"--blocks {path}: {error!r}; give a file of python -m sglang_dspark evaluate --blocks"
-            ) from error
+            raise ConfigError(f"--blocks {path}: {error!r}; give a file of sglang-dspark evaluate --blocks") from error
 
     @classmethod
     def _parse(cls, text: str) -> Self:

@@ -21,7 +21,6 @@ from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.engine import start, support
 from sglang_dspark.engine.hooks import all_hooks
 from sglang_dspark.tools import doctor
-from sglang_dspark.tools.doctor import Finding
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def edit_tensors(folder: Path, edit) -> None:
 def test_flags_that_a_start_changes_are_said(run, target, draft):
     result = run("doctor", "--target", target, "--draft", draft, "--", "--enable-pdmux", "--skip-server-warmup")
     said = " ".join(result.output.split())
-    assert "note flags --enable-pdmux=True becomes False: prompts and verifications are" in said
+    assert "note flags --enable-pdmux=True is dropped: DSPARK runs one batch at a time" in said
     assert "--skip-server-warmup=" not in said
 
 
@@ -66,13 +65,13 @@ def test_a_good_installation_and_the_golden_pair(run, target, draft, tmp_path):
     result = run("doctor", "--target", target, "--draft", draft, "--", *listed)
     assert result.exit_code == 0, result.output
     said = (
-        "40 of 256 tokens are proposed",
+        "the drafter proposes 40 of the target's 256 tokens",
         f"sglang         {support.installed_sglang()}",
-        "DSPARK and its flags are known to SGLang in this process",
+        "the plugin has loaded, and SGLang knows DSPARK and its flags",
         "DeepSpec format: 7 drafts per block, 2 layers, taps [0, 2, 4] of 6, vanilla Markov head of rank 32",
-        "Qwen3ForCausalLM: hidden size 128, vocabulary 256, 6 layers",
-        "plugin: our worker serves the target",
-        "SGLang takes the arguments of the command below",
+        "Qwen3ForCausalLM is served, and the drafter fits it: hidden size 128, vocabulary 256, 6 layers",
+        "the plugin's worker decodes",
+        "a server of this pair passes all checks that come before weights are loaded",
         f"DSPARK --speculative-draft-model-path {draft}",
     )
     assert [words for words in said if words not in result.output] == []
@@ -82,7 +81,8 @@ def test_a_good_installation_and_the_golden_pair(run, target, draft, tmp_path):
 def test_flags_that_sglang_does_not_know_are_named_in_one_line(run, target, draft, monkeypatch, capfd):
     monkeypatch.setenv("COLUMNS", "400")
     result = run("doctor", "--target", target, "--draft", draft, "--", "--no-such-flag")
-    assert result.exit_code == 1 and "unrecognized arguments: --no-such-flag" in result.output
+    assert result.exit_code == 1
+    assert "sglang.launch_server does not take these flags: unrecognized arguments: --no-such-flag" in result.output
     assert "usage" not in result.output + "".join(capfd.readouterr())
 
 
@@ -127,7 +127,7 @@ def test_a_cpu_without_the_stand_in(run, monkeypatch):
     result = run("doctor")
     assert result.exit_code == 1 and "run: sglang-dspark enable-cpu" in result.output
     monkeypatch.setattr(doctor.on_cpu, "is_enabled", lambda: True)
-    assert "stands in for SGLang's kernel package" in " ".join(run("doctor").output.split())
+    assert "in place of its kernel package" in " ".join(run("doctor").output.split())
 
 
 @pytest.mark.usefixtures("without_sglang")
@@ -224,7 +224,8 @@ def test_a_target_that_reads_images(run, tmp_path):
     """Its text has a configuration of its own, and tensors with other names."""
     target = written_target("Mistral3ForConditionalGeneration", tmp_path / "target")
     result = run("doctor", "--target", target, "--draft", random_drafter(tmp_path / "draft", "tiny"))
-    assert "Mistral3ForConditionalGeneration: hidden size 64, vocabulary 256, 5 layers" in result.output
+    said = " ".join(result.output.split())
+    assert "Mistral3ForConditionalGeneration is served" in said and "hidden size 64, vocabulary 256, 5 layers" in said
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_a_target_that_reads_images(run, tmp_path):
     [
         (
             "0.5.22",
-            ("sglang 0.5.22 is installed", 'drives sglang >=0.5.23,<0.5.24: pip install "sglang>=0.5.23,<0.5.24"'),
+            ("sglang 0.5.22 is installed", 'sglang >=0.5.23,<0.5.24; run: pip install "sglang>=0.5.23,<0.5.24"'),
         ),
         ("0.5.24", ("sglang 0.5.24 is installed", "or try this one with --speculative-dspark-untested-sglang")),
         (None, ('sglang is not installed; run: pip install "sglang>=0.5.23,<0.5.24"', "torch")),
@@ -252,9 +253,10 @@ def test_another_sglang_or_none(run, monkeypatch, version, says):
 
 def test_the_entry_point_is_gone(monkeypatch):
     monkeypatch.setattr(doctor, "entry_points", lambda group: [])
-    missing = "sglang.srt.plugins does not list sglang_dspark.plugin:register"
-    expected = Finding("fail", "entry point", missing, "pip install . in the repository")
-    assert list(doctor.check_plugin()) == [expected]
+    [finding] = doctor.check_plugin()
+    assert (finding.status, finding.subject) == ("fail", "entry point")
+    assert "sglang.srt.plugins do not list sglang_dspark.plugin:register" in finding.found
+    assert "pip install --no-deps . in the repository" in finding.remedy
 
 
 def test_the_user_lets_sglang_load_other_plugins_only(monkeypatch):
@@ -271,6 +273,11 @@ def test_a_target_alone_is_refused(run, target):
     assert "give both or neither" in result.output
 
 
+def test_flags_without_a_pair_are_refused(run):
+    result = run("doctor", "--", "--enable-pdmux")
+    assert (result.exit_code, "FLAGS (--enable-pdmux) are checked with a pair" in result.output) == (2, True)
+
+
 @pytest.mark.usefixtures("without_sglang")
 def test_every_patch_of_sglang_is_listed_with_its_reason(run, monkeypatch):
     [first, *_, last] = all_hooks()
@@ -280,7 +287,7 @@ def test_every_patch_of_sglang_is_listed_with_its_reason(run, monkeypatch):
     result = run("doctor", "--hooks")
     assert result.exit_code == 1
     assert f"hook {first.name}" in result.output
-    assert f"{first.where}, after {first.target}: {first.reason}" in result.output
+    assert f"{first.target} is there; it is patched (after, {first.where}): {first.reason}" in result.output
     assert f"has no attribute '{gone.target.rpartition('.')[2]}'" in result.output
 
 

@@ -313,7 +313,7 @@ function drawFacts() {
   const { drafter, features, versions, target, policies } = capabilities;
   const devices = features.tensor_parallel_size * features.data_parallel_size;
   const inGraphs = (yes) => (yes ? ", in CUDA graphs" : "");
-  facts("facts-drafter", drafter === null ? [["none", "requests that name a text speculate"]] : [
+  facts("facts-drafter", drafter === null ? [["none", "requests with a preset or prediction speculate"]] : [
     ["path", drafter.path],
     ["block size", `${capabilities.block_size}; of the checkpoint ${drafter.block_size}`],
     ["Markov head", drafter.markov_head_type ? `${drafter.markov_head_type}, rank ${drafter.markov_rank}` : "none"],
@@ -379,7 +379,7 @@ async function poll() {
     document.title = `DSPARK ${$("model").textContent.split("/").pop()}`;
   }
   if (capabilities.effective_decode_path !== "dspark") {
-    state("target-only", `This server decodes with the target alone. ${capabilities.reason}`, true);
+    state("target-only", `This server decodes with the target only. ${capabilities.reason}`, true);
     showChips([["target only", "wait"]]);
     return false;
   }
