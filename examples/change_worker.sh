@@ -51,4 +51,5 @@ serve $((PORT + 2)) $other "${@:4}"
 remove $((PORT + 1))
 serve $((PORT + 3)) $plugin "${@:4}"
 remove $((PORT + 2))
-echo "answers by HTTP status:" $(sort "$answers" | uniq --count)
+echo "answers: $(wc --lines <"$answers")"
+echo "answers that failed: $(grep --count --invert-match 200 "$answers" || true)"

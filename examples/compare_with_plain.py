@@ -13,7 +13,11 @@ from openai import OpenAI
 
 URLS = dict(zip(("DSPARK", "plain"), ["http://localhost:30000", "http://localhost:30001"], strict=True))
 URLS |= dict(zip(URLS, sys.argv[1:], strict=False))
-QUESTIONS = ("Why is the sky blue?", "Write a Python function that reverses a string.", "Wie heißt die Hauptstadt von Italien?")
+QUESTIONS = (
+    "Why is the sky blue?",
+    "Write a function that reverses a string.",
+    "Wie heißt die Hauptstadt von Italien?",
+)
 
 texts: dict[str, list[str]] = {}
 for name, url in URLS.items():

@@ -1,6 +1,6 @@
 """Use SGLang's engine in a program, without HTTP.
 
-    python examples/engine.py TARGET DRAFT [FLAGS OF SGLANG ...]
+python examples/engine.py TARGET DRAFT [FLAGS OF SGLANG ...]
 """
 
 import sys

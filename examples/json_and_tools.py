@@ -1,6 +1,7 @@
 """Ask for JSON of a schema and for a call of a tool; the tokens that the grammar forces are drafted.
 
-The server needs a parser of tool calls, for instance --tool-call-parser qwen25.
+The server needs --tool-call-parser, for instance qwen25. With --constrained-json-disable-any-whitespace, small models
+cannot fill the answer with whitespace, and twice as many tokens are forced.
 
     python examples/json_and_tools.py [URL]
 """

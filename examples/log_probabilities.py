@@ -1,6 +1,6 @@
 """Get the log-probability of every token, and see that speculation does not change it.
 
-    python examples/log_probabilities.py [URL]
+python examples/log_probabilities.py [URL]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Hold a conversation: the K/V of earlier turns comes from the prefix cache, that of the drafter too.
 
-    python examples/several_turns.py [URL]
+python examples/several_turns.py [URL]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Choose for each request how much it speculates: the text stays the same, the number of steps changes.
 
-    python examples/speculation_per_request.py [URL]
+python examples/speculation_per_request.py [URL]
 """
 
 import sys
@@ -28,6 +28,7 @@ for name, speculation in WAYS.items():
     )
     [choice] = answer.choices
     counts = choice.meta_info["dspark"]
-    print(f"{name}: {counts['rounds']} steps, {counts['verified_tokens']} drafts verified, {counts['accepted_tokens']} kept")
+    steps, verified, kept = counts["rounds"], counts["verified_tokens"], counts["accepted_tokens"]
+    print(f"{name}: {steps} steps, {verified} drafts verified, {kept} kept")
     texts.add(choice.message.content)
 print("texts that differ:", len(texts) - 1)

@@ -13,9 +13,11 @@ for port in "${ports[@]:1}"; do
 done
 python -m sglang_router.launch_router --port "$PORT" --worker-urls "http://127.0.0.1:${ports[1]}" \
     "http://127.0.0.1:${ports[2]}" --policy round_robin >router.log 2>&1 &
-until curl --silent --fail --output /dev/null "http://127.0.0.1:$PORT/readiness"; do
-    sleep 1
-    [ "$(jobs -rp | wc -l)" = 3 ] || { tail ./*.log; exit 1; }
+for address in "${ports[1]}/health" "${ports[2]}/health" "$PORT/readiness"; do
+    until curl --silent --fail --output /dev/null "http://127.0.0.1:$address"; do
+        sleep 1
+        [ "$(jobs -rp | wc -l)" = 3 ] || { tail ./*.log; exit 1; }
+    done
 done
 
 # The router drops the field "speculation" of chats; the header arrives.
@@ -26,5 +28,5 @@ for question in "Name a river." "Name a mountain." "Name a sea." "Name a desert.
 done
 for port in "${ports[@]:1}"; do
     echo "replica: $(curl --silent "http://127.0.0.1:$port/dspark/stats" |
-        python -c 'import json, sys; print(json.load(sys.stdin)["accept_length"])') tokens per step"
+        python -c 'import json, sys; print(round(json.load(sys.stdin)["accept_length"], 2))') tokens per step"
 done

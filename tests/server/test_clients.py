@@ -322,10 +322,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run_example(name: str, *arguments: Any, folder: Path = EXAMPLES) -> None:
-    """Run an example, and compare its lines with those of its committed output: what they name, and what they promise."""
+    """Run an example; its lines name and promise what those of its committed output do."""
     command = [sys.executable] if name.endswith(".py") else ["bash"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, **CPU_ENV, "PATH": path, "NO_PROXY": "*", "PORT": str(free_port()), "STEPS": "4", "PROMPTS": "4"}
+    env = {**os.environ, **CPU_ENV, "PATH": path, "NO_PROXY": "*"}
+    env |= {"PORT": str(free_port()), "STEPS": "4", "PROMPTS": "4", "DRAIN": "2"}
     command += [str(EXAMPLES / name), *map(str, arguments)]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -357,15 +358,18 @@ def test_the_example_of_new_weights_runs(letters, tmp_path):
         letters.post_json("/update_weights_from_disk", {"model_path": str(TARGET)})
 
 
+OWN_SERVERS = (*CPU_FLAGS, "--dtype", "float32", "--chat-template", "chatml")
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["start_and_ask.sh", "engine.py", "two_replicas.sh"])
 def test_an_example_that_starts_servers_runs(tmp_path, name):
-    run_example(name, TARGET, DRAFT, *CPU_FLAGS, "--dtype", "float32", "--chat-template", "chatml", folder=tmp_path)
+    run_example(name, TARGET, DRAFT, *OWN_SERVERS, folder=tmp_path)
 
 
 @pytest.mark.thorough
 def test_a_service_changes_its_worker_and_back_without_losing_an_answer(tmp_path):
-    run_example("change_worker.sh", TARGET, DRAFT, "", *CPU_FLAGS, "--dtype", "float32", "--chat-template", "chatml", folder=tmp_path)
+    run_example("change_worker.sh", TARGET, DRAFT, "", *OWN_SERVERS, folder=tmp_path)
 
 
 @pytest.mark.thorough
