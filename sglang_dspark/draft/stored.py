@@ -122,3 +122,35 @@ def _is_quantised(stored: StoredTensors, prefix: str) -> bool:
         return False
     weight = f"{prefix}weight"
     return weight not in stored.shapes or stored.dtype(weight) not in FLOATS
+
+
+def check_replacement(folder: Path, served: Path, *, tied: bool) -> None:
+    """Check that a checkpoint has the tensors of the target that is served, in their shapes.
+
+    SGLang leaves missing tensors as they were, and on a CPU it cuts or pads some that have another shape. Checkpoints
+    that are no folders of safetensors, or whose tensors all have other names, are left to SGLang.
+
+    Args:
+        folder: the new checkpoint.
+        served: the one that was loaded before.
+        tied: the LM head is the embedding, so it may be missing.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape, or files are damaged or incomplete.
+    """
+    if not (has_tensors(folder) and has_tensors(served)):
+        return
+    with ExitStack() as stack:
+        shapes, expected = (StoredTensors(path, stack).shapes for path in (folder, served))
+    if shapes.keys().isdisjoint(expected):
+        return
+    for name, shape in expected.items():
+        if shapes.get(name, shape) != shape:
+            found = f"{name} has the shape {shapes[name]}, and {shape} in {served}"
+        elif name not in shapes and not (tied and name.startswith(_PREFIXES["lm_head"])):
+            found = f"{name} is missing, which is in {served}"
+        else:
+            continue
+        raise CheckpointError(
+            f"{folder}: {found}. No weight was changed; pass a checkpoint of the model that is served"
+        )

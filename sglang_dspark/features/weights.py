@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +21,10 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightFromDiskReqOutput
 from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_model
 from sglang.srt.utils.weight_checker import WeightChecker
 
+from sglang_dspark.draft.stored import check_replacement
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.http import TURNS, error_response, flat_object
@@ -202,6 +205,9 @@ def write_weights(original: Callable[[Any], Any], manager: Any, request: Any) ->
     loads_drafter = isinstance(request, UpdateWeightFromDiskReqInput) and request.load_format == DRAFTER_FORMAT
     torch.get_device_module(manager.tp_worker.device).synchronize()  # a step that was launched reads the old ones
     try:
+        if isinstance(request, UpdateWeightFromDiskReqInput) and not loads_drafter:
+            tied = driver.target_worker.model_runner.model_config.hf_text_config.tie_word_embeddings
+            check_replacement(Path(request.model_path), Path(get_model().model_path), tied=tied)
         answer = _replace_drafter(driver, manager, request) if loads_drafter else original(request)
     except Exception as error:  # noqa: BLE001 - SGLang's loaders raise whatever they meet
         answer = _failed(name, error)

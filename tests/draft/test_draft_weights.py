@@ -4,6 +4,7 @@ A drafter of a part of the vocabulary gives the same numbers for its tokens.
 """
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang_dspark.draft.formats import read, read_config, read_content
 from sglang_dspark.draft.reduced_vocabulary import FILE, ProposalHeads, load_token_ids, save_token_ids
+from sglang_dspark.draft.stored import check_replacement
 from sglang_dspark.draft.weights import (
     ResolvedDrafter,
     check_draft_model,
@@ -334,3 +336,27 @@ def test_drafters_of_trainers_draft_here_as_they_do_there():
                 assert max(case["worst_difference"].values()) < 1e-4, (trainer, drafter)
                 assert (case["equal_blocks"], case["questions"]) == ("5 of 5", []), (trainer, drafter)
     assert refused == [("speculators", "dspark, anchor does not predict, rnn")]
+
+
+SERVED = {"model.embed_tokens.weight": (6, 4), "model.layers.0.mlp.weight": (4, 3), "lm_head.weight": (6, 4)}
+REPLACEMENTS: dict[str, tuple[dict[str, tuple[int, ...] | None], bool, str]] = {
+    "the same": ({}, False, ""),
+    "a missing layer": ({"model.layers.0.mlp.weight": None}, True, r"model\.layers\.0\.mlp\.weight is missing"),
+    "another shape": ({"model.layers.0.mlp.weight": (4, 2)}, False, r"\[4, 2\], and \[4, 3\]"),
+    "a missing head": ({"lm_head.weight": None}, False, r"lm_head\.weight is missing"),
+    "a missing head that is the embedding": ({"lm_head.weight": None}, True, ""),
+    "a tensor more": ({"model.layers.0.scale": (1,)}, False, ""),
+    "other names": (dict.fromkeys(SERVED) | {"layers.0.w2": (4, 3)}, False, ""),
+}
+
+
+@pytest.mark.parametrize("kind", REPLACEMENTS)
+def test_a_replacement_has_the_tensors_of_the_served_checkpoint(tmp_path, kind):
+    changes, tied, refused = REPLACEMENTS[kind]
+    for folder, shapes in (("served", SERVED), ("new", SERVED | changes)):
+        (tmp_path / folder).mkdir()
+        tensors = {name: torch.zeros(shape) for name, shape in shapes.items() if shape is not None}
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=refused) if refused else nullcontext():
+        check_replacement(tmp_path / "new", tmp_path / "served", tied=tied)
+    check_replacement(tmp_path / "new", tmp_path / "nowhere", tied=tied)

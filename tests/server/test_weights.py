@@ -42,7 +42,7 @@ from golden_server import (
     wait_for_running,
 )
 from reference_decoding import decode_greedy
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from server_pool import Recipe
 from transformers import AutoModelForCausalLM
 
@@ -382,6 +382,30 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "of no drafter": ("all", {"draft.no.weight": torch.zeros(3)}, "unexpected no.weight"),
     "NaN": ("draft", {"norm.weight": torch.full((128,), torch.nan)}, "no finite numbers"),
 }
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+DAMAGED: dict[str, Any] = {
+    "is missing": {DOWN: None},
+    "has the shape": {DOWN: lambda weight: weight[:, :100].contiguous()},
+}
+
+
+@pytest.mark.parametrize("named", DAMAGED)
+def test_a_checkpoint_that_lacks_a_weight_is_refused_before_any_is_written(dspark, tmp_path, named):
+    """SGLang alone would keep the old weight, or pad the new one."""
+    damaged = tuned(tmp_path / "target")
+    tensors = load_file(damaged / FILE)
+    for name, change in DAMAGED[named].items():
+        weight = tensors.pop(name)
+        tensors |= {} if change is None else {name: change(weight)}
+    save_file(tensors, damaged / FILE, metadata={"format": "pt"})
+    status, text = call(dspark, "/update_weights_from_disk", body={"model_path": str(damaged)})
+    message = json.loads(text)["message"]
+    assert status == 400 and f"{DOWN} {named}" in message and "No weight was changed" in message
+    assert dspark.get_json("/dspark/stats")["weights"]["failure"] == message
+    assert_golden_traces(dspark, CASES[:1])
+    from_disk(dspark, TARGET)
 
 
 def test_weights_that_do_not_fit_end_no_server(dspark):
