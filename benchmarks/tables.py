@@ -27,7 +27,7 @@ from sglang_dspark.gpu_paths import GPU_PATHS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "docs" / "performance.md")
+DOCUMENTS = (ROOT / "benchmarks" / "README.md", ROOT / "docs" / "performance.md")
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 WIDTH = 140
 
@@ -75,12 +75,12 @@ def fixed_lengths(sweep: str = "sweep") -> str:
 def _origin(what: str, frame: pd.DataFrame, sweep: str) -> str:
     """Return a sentence on what the sweep measured, where, and how often."""
     record, rounds = content_of(f"{sweep}/provenance.json"), frame["round"].nunique()
-    spread = "95 % intervals" if rounds >= MIN_ROUNDS else "the range of the rounds"
+    spread = "95 % intervals" if rounds >= MIN_ROUNDS else "their range"
     return (
         f"{what}: {record['target']}, {frame['dtype'].iloc[0]}, {record['hardware']['cpu']}, SGLang "
         f"{record['versions']['sglang']}; prompts of {prompt_names(record)}, "
         f"{round(frame['num_tokens'].sum() / frame['num_requests'].sum())} tokens per answer; medians of {rounds} "
-        f"rounds, ratios as geometric means with {spread} ([sweep.csv]({sweep}/sweep.csv), commit "
+        f"repetitions, ratios as geometric means with {spread} ([sweep.csv]({sweep}/sweep.csv), commit "
         f"{record['commit'][:7]})."
     )
 
@@ -130,7 +130,7 @@ def equal_draws(results: Path = RESULTS) -> str:
         "Output tokens per second of all users together, while all of them decode; the last column counts prompts. "
         f"Qwen3-8B's shape with random weights, {record['hardware']['gpu']}, SGLang {record['versions']['sglang']}, "
         f"answers of {record['sampling']['max_tokens']} tokens; medians, ratios as geometric means with the range of "
-        f"the rounds ({files}, commit {record['commit'][:7]})."
+        f"the repetitions ({files}, commit {record['commit'][:7]})."
     )
     return section(EQUAL_DRAWS, rows, note)
 
@@ -168,7 +168,7 @@ def gpu_paths() -> str:
         rows.append([f"`{name}`", path.what, shown, named])
     note = (
         "A file shows that a GPU has run a path and was not slower. An open path is off unless its flag is given, "
-        "except for paths that have no older form. `gpu_paths` in `GET /dspark/capabilities` says what a server does."
+        "except for those that are always on. `gpu_paths` in `GET /dspark/capabilities` says what a server does."
     )
     return section(("path", "on a GPU", "shown by", "turned on by"), rows, note)
 
@@ -185,7 +185,10 @@ def open_paths(results: Path = RESULTS / "h200") -> str:
             ratios = "; ".join(f"{row.load}: {ratio_text(row)}" for row in told.itertuples()) or "not measured"
             default = "" if told.empty else "on" if bool((told["ratio"] >= 1).all()) else "stays"
         rows.append([f"`{name}`", part, f"`{one}` / `{other}`", ratios, default])
-    note = "A default becomes `on` where no load is slower. Ratios are geometric means with the range of the rounds."
+    note = (
+        "A default becomes `on` where no load is slower. Ratios are geometric means with their range over the "
+        "repetitions."
+    )
     return section(("path", "part of `gpu.py`", "ratio of speeds", "by load", "its default"), rows, note)
 
 

@@ -69,11 +69,16 @@ GPU_PATHS: Mapping[str, GpuPath] = {
         "keys are summed in tiles at fixed positions, those of prompts too", named_by="--enable-deterministic-inference"
     ),
     "memory-graphs": GpuPath("CUDA graphs give their memory away, too", named_by="SGLANG_MEMORY_SAVER_CUDA_GRAPH=1"),
-    "one-launch-attention": GpuPath("the last program of a split context combines its parts; no older form is left"),
-    "inverted-draws": GpuPath(
-        "sampled drafts and tokens are drawn by inverting the cumulative distribution; no older form is left"
+    "one-launch-attention": GpuPath(
+        "the last program of a split context combines its parts; always on, because the code that it replaced is gone"
     ),
-    "shortlist-walk": GpuPath("blocks of a DFlash 2 drafter are drawn in one launch; no older form is left"),
+    "inverted-draws": GpuPath(
+        "sampled drafts and tokens are drawn by inverting the cumulative distribution; always on, because the code "
+        "that it replaced is gone"
+    ),
+    "shortlist-walk": GpuPath(
+        "blocks of a DFlash 2 drafter are drawn in one launch; always on, because the code that it replaced is gone"
+    ),
 }
 """By name. Those without a file are open."""
 

@@ -32,7 +32,7 @@ def test_what_is_open_has_to_be_named():
         assert not flag.startswith("--speculative-dspark-") or flag in options
         assert not path.option or not getattr(default, path.option)
         if not path.shown_by and not path.named_by:
-            assert "no older form is left" in path.what, name
+            assert "the code that it replaced is gone" in path.what, name
     assert {name for name, found in described(()).items() if found["on"]} == {
         *("graphs", "fused-graphs", "fused-layers", "walk", "auto"),
         *("one-launch-attention", "inverted-draws", "shortlist-walk"),

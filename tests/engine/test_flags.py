@@ -260,7 +260,9 @@ def test_the_committed_counts_are_these():
     assert [(row["source"], row["flags"], row["now"]["starts"]) for row in result["command_lines"]] == [
         (line.source, line.flags, not line.refused) for line in LINES
     ]
-    said = "[{lines} published command lines]({file}), {start_now} start; before such flags were adjusted, {start_before} "
+    said = (
+        "[{lines} published command lines]({file}), {start_now} start; before such flags were adjusted, {start_before} "
+    )
     said += "did"
     assert said.format(file="../benchmarks/results/command_lines.json", **result) in WORDS
 
