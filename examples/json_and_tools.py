@@ -22,7 +22,8 @@ CITY = {
     "required": ["country", "continent", "millions_of_people"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "function": {"name": "describe_city", "description": "Shows a city", "parameters": CITY}}
+# Without "strict", only the name of the tool follows from the grammar.
+FUNCTION = {"name": "describe_city", "description": "Shows a city", "parameters": CITY, "strict": True}
 
 client = OpenAI(base_url=f"{URL}/v1", api_key="unused")
 request = {
@@ -37,6 +38,8 @@ schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY,
 print("JSON:", json.loads(choice.message.content))
 print("tokens per step:", round(choice.meta_info["dspark"]["accept_length"], 2))
 
-[choice] = client.chat.completions.create(**request, tools=[TOOL], tool_choice="required").choices
+[choice] = client.chat.completions.create(
+    **request, tools=[{"type": "function", "function": FUNCTION}], tool_choice="required"
+).choices
 [call] = choice.message.tool_calls
 print("call:", call.function.name, json.loads(call.function.arguments))

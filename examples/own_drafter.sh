@@ -6,8 +6,8 @@
 set -euo pipefail
 
 target=$1 output=$2
-sglang-dspark train --target "$target" --output "$output" --invent "${PROMPTS:-48}" --held-out 8 --max-tokens 64 \
-    --layers 1 --block-size 4 --steps "${STEPS:-60}" --batch-rows 4
+sglang-dspark train --target "$target" --output "$output" --invent "${PROMPTS:-36}" --held-out 4 --max-tokens 64 \
+    --layers 1 --block-size 4 --steps "${STEPS:-40}" --batch-rows 4
 sglang-dspark doctor --target "$target" --draft "$output/draft"
 echo "serve it: python -m sglang.launch_server --model-path $target --speculative-algorithm DSPARK" \
     "--speculative-draft-model-path $output/draft"

@@ -24,13 +24,17 @@ from sglang_dspark.errors import ConfigError
 
 _MOST_RANKS = 2  # a sum of two does not depend on its order
 _TRIED_ROWS = 1100
-_TRIED_SPANS = ((0, 1), (3, 9), (62, 66), (100, 101), (120, 160), (300, 316), (510, 514), (1023, 1025), (1099, 1100))
+_TRIED_SPANS = (
+    *((0, 1), (3, 9), (62, 66), (100, 101), (120, 160), (300, 316), (510, 514), (1023, 1025), (1099, 1100)),
+    # In 16 bits another order of sums changes few results, so many have to be compared.
+    *((first, first + 1) for first in range(11, _TRIED_ROWS, 17)),
+)
 """Positions of a prompt that are computed one by one, and together."""
 
 _TRIED_NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 33, 64, 257)
 """Of rows of activations."""
 
-_TOGETHER = 4
+_TOGETHER = 2
 """Times that they are computed together."""
 
 
