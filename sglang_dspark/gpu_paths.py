@@ -54,7 +54,7 @@ GPU_PATHS: Mapping[str, GpuPath] = {
         "draft K/V of steps that draft nothing waits, for up to 512 rows",
         named_by=f"{_UNPROVEN} held-rows",
     ),
-    "survivals": GpuPath("survivals of blocks are one launch, where torch has six", named_by=f"{_UNPROVEN} survivals"),
+    "survivals": GpuPath("one launch computes the survivals of all blocks; PyTorch needs six", named_by=f"{_UNPROVEN} survivals"),
     "int8": GpuPath(
         "layers and heads of the drafter are read in 8 bits",
         named_by="--speculative-dspark-draft-quantization int8",
