@@ -150,8 +150,9 @@ class DSparkConfig:
         read=int,
     )
     unproven: Paths = _option(
-        "On a GPU, also take these code paths, of which no run on a GPU has shown that they are not slower: some of "
-        f"{', '.join(get_args(UnprovenPath))}. `gpu_paths` in `GET /dspark/capabilities` says what is on.",
+        "On a GPU, also take these code paths, which are off by default because their speed has not been measured on a "
+        f"GPU yet: one or more of {', '.join(get_args(UnprovenPath))}. `gpu_paths` in `GET /dspark/capabilities` says "
+        "what is on.",
         default=(),
         read=_names,
         nargs="+",

@@ -37,7 +37,7 @@ GPU_PATHS: Mapping[str, GpuPath] = {
     "graphs": GpuPath("steps are replayed from CUDA graphs, the draft with its plan", "h200/equal_work/sweep.csv"),
     "fused-graphs": GpuPath("greedy steps are one graph from the forward to the commit", "h200/equal_work/sweep.csv"),
     "fused-layers": GpuPath("a layer of the drafter is a dozen launches", "h200/equal_work/sweep.csv"),
-    "walk": GpuPath("a slot of a block is one launch", "h200/kernels.json"),
+    "walk": GpuPath("each slot of a block is drafted in one kernel launch", "h200/kernels.json"),
     "auto": GpuPath("measured step times decide how much is verified", "h200/sweep/sweep.csv"),
     "draft-vocabulary": GpuPath(
         "the drafter proposes the tokens of a list",
@@ -54,7 +54,9 @@ GPU_PATHS: Mapping[str, GpuPath] = {
         "draft K/V of steps that draft nothing waits, for up to 512 rows",
         named_by=f"{_UNPROVEN} held-rows",
     ),
-    "survivals": GpuPath("one launch computes the survivals of all blocks; PyTorch needs six", named_by=f"{_UNPROVEN} survivals"),
+    "survivals": GpuPath(
+        "one launch computes the survivals of all blocks; PyTorch needs six", named_by=f"{_UNPROVEN} survivals"
+    ),
     "int8": GpuPath(
         "layers and heads of the drafter are read in 8 bits",
         named_by="--speculative-dspark-draft-quantization int8",
@@ -68,7 +70,9 @@ GPU_PATHS: Mapping[str, GpuPath] = {
     "same-bits": GpuPath(
         "keys are summed in tiles at fixed positions, those of prompts too", named_by="--enable-deterministic-inference"
     ),
-    "memory-graphs": GpuPath("CUDA graphs give their memory away, too", named_by="SGLANG_MEMORY_SAVER_CUDA_GRAPH=1"),
+    "memory-graphs": GpuPath(
+        "a release of memory also frees that of CUDA graphs", named_by="SGLANG_MEMORY_SAVER_CUDA_GRAPH=1"
+    ),
     "one-launch-attention": GpuPath(
         "the last program of a split context combines its parts; always on, because the code that it replaced is gone"
     ),
