@@ -127,18 +127,18 @@ def _is_quantised(stored: StoredTensors, prefix: str) -> bool:
 def check_replacement(folder: Path, served: Path, *, tied: bool) -> None:
     """Check that a checkpoint has the tensors of the target that is served, in their shapes.
 
-    SGLang leaves missing tensors as they were, and on a CPU it cuts or pads some that have another shape. Checkpoints
-    that are no folders of safetensors, or whose tensors all have other names, are left to SGLang.
+    SGLang leaves missing tensors as they were, and on a CPU it cuts or pads some that have another shape. A checkpoint
+    whose tensors all have other names is left to SGLang, and so is all if the served one is no folder of safetensors.
 
     Args:
-        folder: the new checkpoint.
+        folder: the new checkpoint, a folder of safetensors.
         served: the one that was loaded before.
         tied: the LM head is the embedding, so it may be missing.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape, or files are damaged or incomplete.
     """
-    if not (has_tensors(folder) and has_tensors(served)):
+    if not has_tensors(served):
         return
     with ExitStack() as stack:
         shapes, expected = (StoredTensors(path, stack).shapes for path in (folder, served))

@@ -24,7 +24,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_model
 from sglang.srt.utils.weight_checker import WeightChecker
 
-from sglang_dspark.draft.stored import check_replacement
+from sglang_dspark.draft.stored import check_replacement, has_tensors
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.http import TURNS, error_response, flat_object
@@ -205,7 +205,8 @@ def write_weights(original: Callable[[Any], Any], manager: Any, request: Any) ->
     loads_drafter = isinstance(request, UpdateWeightFromDiskReqInput) and request.load_format == DRAFTER_FORMAT
     torch.get_device_module(manager.tp_worker.device).synchronize()  # a step that was launched reads the old ones
     try:
-        if isinstance(request, UpdateWeightFromDiskReqInput) and not loads_drafter:
+        from_disk = isinstance(request, UpdateWeightFromDiskReqInput) and not loads_drafter
+        if from_disk and has_tensors(Path(request.model_path)):
             tied = driver.target_worker.model_runner.model_config.hf_text_config.tie_word_embeddings
             check_replacement(Path(request.model_path), Path(get_model().model_path), tied=tied)
         answer = _replace_drafter(driver, manager, request) if loads_drafter else original(request)

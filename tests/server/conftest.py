@@ -304,7 +304,7 @@ SERVERS: dict[str, Recipe] = {
         model=_target(written_target, "Qwen3_5ForCausalLM"),
     ),
     "hybrid_pictures": _reading("Qwen3_5ForConditionalGeneration", STATES, env=WHOLE_WINDOWS),
-    "smollm2": Recipe((*dspark_flags(BUNDLED), STATIC, FOUR), model=_smollm2),
+    "smollm2": Recipe((*dspark_flags(BUNDLED), STATIC, FOUR, "--tool-call-parser qwen25"), model=_smollm2),
     "smollm2_int4": Recipe((_quantised(BUNDLED, "pack-quantized"), INT4, STATIC, FOUR), model=_smollm2),
 }
 

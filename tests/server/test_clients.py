@@ -340,11 +340,13 @@ def shown(text: str) -> list[str]:
     return [name + (value if value in ("0", "True") else "") for name, colon, value in found if colon]
 
 
-@pytest.mark.parametrize(
-    "name", ["speculation_per_request.py", "json_and_tools.py", "log_probabilities.py", "several_turns.py"]
-)
+@pytest.mark.parametrize("name", ["speculation_per_request.py", "log_probabilities.py", "several_turns.py"])
 def test_an_example_runs(letters, name):
     run_example(name, letters.url)
+
+
+def test_the_example_with_json_and_tools_runs(smollm2):
+    run_example("json_and_tools.py", smollm2.url)
 
 
 def test_the_example_next_to_a_plain_server_runs(letters, plain_letters):

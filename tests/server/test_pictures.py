@@ -112,7 +112,7 @@ def test_a_chat_with_a_picture(pictures):
     same = {**bodies_of(pictures)[0], "text": text, "image_data": [data_url(WIDE)]}
     assert answer["choices"][0]["message"]["content"] == pictures.post_json("/generate", same)["text"]
     status, message = call(pictures, "/generate", body={"text": "x", "video_data": ["x.mp4"]})
-    assert status == 400 and "and not video_data yet" in message
+    assert status == 400 and "does not serve video_data yet" in message
 
 
 @pytest.mark.parametrize("streaming", [False, True])
