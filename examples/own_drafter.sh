@@ -9,5 +9,3 @@ target=$1 output=$2
 sglang-dspark train --target "$target" --output "$output" --invent "${PROMPTS:-36}" --held-out 4 --max-tokens 64 \
     --layers 1 --block-size 4 --steps "${STEPS:-40}" --batch-rows 4
 sglang-dspark doctor --target "$target" --draft "$output/draft"
-echo "serve it: python -m sglang.launch_server --model-path $target --speculative-algorithm DSPARK" \
-    "--speculative-draft-model-path $output/draft"

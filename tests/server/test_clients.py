@@ -18,7 +18,7 @@ import httpx
 import httpx2
 import openai
 import pytest
-from family_targets import TOOL_CALL
+from family_targets import TOOL_CALL, spoken_target
 from golden_replay import tuned
 from golden_server import DRAFT, TARGET, call, counting, greedy, policy
 
@@ -321,17 +321,22 @@ def test_tokens_that_the_target_does_not_have_are_left_out(letters):
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run_example(name: str, *arguments: Any, folder: Path = EXAMPLES) -> None:
-    """Run an example; its lines name and promise what those of its committed output do."""
+def output_of(name: str, *arguments: Any, folder: Path = EXAMPLES) -> str:
+    """Run an example, and return what it prints."""
     command = [sys.executable] if name.endswith(".py") else ["bash"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, **CPU_ENV, "PATH": path, "NO_PROXY": "*"}
-    env |= {"PORT": str(free_port()), "STEPS": "4", "PROMPTS": "4", "DRAIN": "2"}
+    env |= {"PORT": str(free_port()), "STEPS": "4", "PROMPTS": "8", "DRAIN": "2"}
     command += [str(EXAMPLES / name), *map(str, arguments)]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_example(name: str, *arguments: Any, **options: Any) -> None:
+    """Run an example; its lines name and promise what those of its committed output do."""
     expected = (EXAMPLES / "output" / name).with_suffix(".txt").read_text()
-    assert shown(done.stdout) == shown(expected)
+    assert shown(output_of(name, *arguments, **options)) == shown(expected)
 
 
 def shown(text: str) -> list[str]:
@@ -376,4 +381,7 @@ def test_a_service_changes_its_worker_and_back_without_losing_an_answer(tmp_path
 
 @pytest.mark.thorough
 def test_the_example_of_a_drafter_of_ones_own_runs(tmp_path):
-    run_example("own_drafter.sh", TARGET, tmp_path / "output", folder=tmp_path)
+    target = spoken_target(tmp_path)
+    template = target / "chat_template.jinja"
+    template.write_text("the dog " + template.read_text())  # what comes before a user's words has the target invent them
+    assert "Ready." in output_of("own_drafter.sh", target, tmp_path / "output", folder=tmp_path)
