@@ -19,7 +19,7 @@ from selenium import webdriver
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
 
 USERS, SECONDS = 4, 75  # the page shows the last minute
-WIDTH, HEIGHT = 1100, 760
+WIDTH, HEIGHT = 1320, 720
 
 
 @click.command(help=__doc__)

@@ -383,5 +383,5 @@ def test_a_service_changes_its_worker_and_back_without_losing_an_answer(tmp_path
 def test_the_example_of_a_drafter_of_ones_own_runs(tmp_path):
     target = spoken_target(tmp_path)
     template = target / "chat_template.jinja"
-    template.write_text("the dog " + template.read_text())  # what comes before a user's words has the target invent them
+    template.write_text("the dog " + template.read_text())  # the target invents what follows
     assert "Ready." in output_of("own_drafter.sh", target, tmp_path / "output", folder=tmp_path)
