@@ -205,10 +205,8 @@ def write_weights(original: Callable[[Any], Any], manager: Any, request: Any) ->
     loads_drafter = isinstance(request, UpdateWeightFromDiskReqInput) and request.load_format == DRAFTER_FORMAT
     torch.get_device_module(manager.tp_worker.device).synchronize()  # a step that was launched reads the old ones
     try:
-        from_disk = isinstance(request, UpdateWeightFromDiskReqInput) and not loads_drafter
-        if from_disk and has_tensors(Path(request.model_path)):
-            tied = driver.target_worker.model_runner.model_config.hf_text_config.tie_word_embeddings
-            check_replacement(Path(request.model_path), Path(get_model().model_path), tied=tied)
+        if isinstance(request, UpdateWeightFromDiskReqInput) and not loads_drafter:
+            _check_target(driver, Path(request.model_path))
         answer = _replace_drafter(driver, manager, request) if loads_drafter else original(request)
     except Exception as error:  # noqa: BLE001 - SGLang's loaders raise whatever they meet
         answer = _failed(name, error)
@@ -244,6 +242,15 @@ def select_runners(original: Callable[..., Any], manager: Any, selector: str = "
         return original(manager, "target" if selector == "all" else selector)
     driver = driver_of(manager.scheduler)
     return weights_of(driver).runners if driver.drafter is not None else original(manager, selector)
+
+
+def _check_target(driver: StepDriver, path: Path) -> None:
+    """Check that a target's checkpoint has the tensors of the served one, as far as their files say."""
+    if has_tensors(path):
+        model = driver.target_worker.model_runner.model_config
+        configs = model.hf_config, model.hf_text_config  # of a model with pictures, either may say it
+        tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
+        check_replacement(path, Path(get_model().model_path), tied=tied)
 
 
 def _replace_drafter(driver: StepDriver, manager: Any, request: Any) -> Any:
