@@ -287,14 +287,15 @@ def _least_rows_of(out: int, width: int, dtype: torch.dtype, way: Way) -> int | 
     product, stored = (linear, weight) if way is Way.PYTORCH else (onednn_linear, weight)
     if way is Way.COPY:
         stored = copy_for_onednn(weight)
-    differ = 0
-    for bias in (None, weight[:, -1].contiguous()):
-        whole = product(x, stored, bias)
-        for rows in numbers:
-            for place in (slice(rows), slice(len(x) - rows, None)):
-                if not torch.equal(product(x[place], stored, bias), whole[place]):
-                    differ = max(differ, rows)
-    return next((least for least in LEAST_ROWS if least > differ), None)
+    differ = [
+        rows
+        for bias in (None, weight[:, -1].contiguous())
+        for whole in [product(x, stored, bias)]
+        for rows in numbers
+        for place in (slice(rows), slice(len(x) - rows, None))
+        if not torch.equal(product(x[place], stored, bias), whole[place])
+    ]
+    return next((least for least in LEAST_ROWS if least > max(differ, default=0)), None)
 
 
 def _cancelling(rows: int, out: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -385,14 +386,13 @@ def copy_for_onednn(weight: torch.Tensor) -> torch.Tensor:
 
 def _described(ways: Ways, size: int) -> str:
     """Return which numbers of rows are computed in which way."""
+    weights = f"{size / 2**20:.0f} MiB of weights"
     if ways.same_bits:
         padded = "" if ways.least_rows == 1 else f", of which there are at least {ways.least_rows}"
-        return (
-            f"{ways.by_rows[0]} with the same bits for all numbers of rows{padded}; {size / 2**20:.0f} MiB of weights"
-        )
+        return f"{ways.by_rows[0]} with the same bits for all numbers of rows{padded}; {weights}"
     spans, begin = [], 1
     for rows, way in enumerate(ways.by_rows[1:], 1):
         if rows + 1 == len(ways.by_rows) or ways.by_rows[rows + 1] is not way:
             spans.append(f"{way} for {begin} to {rows} rows")
             begin = rows + 1
-    return f"{', '.join(spans)}; {size / 2**20:.0f} MiB of weights"
+    return f"{', '.join(spans)}; {weights}"

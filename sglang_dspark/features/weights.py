@@ -202,10 +202,11 @@ def write_weights(original: Callable[[Any], Any], manager: Any, request: Any) ->
     driver = driver_of(manager.scheduler)
     weights = weights_of(driver)
     weights.transient = name.startswith("UpdateWeightsFromIPC")
-    loads_drafter = isinstance(request, UpdateWeightFromDiskReqInput) and request.load_format == DRAFTER_FORMAT
+    from_disk = isinstance(request, UpdateWeightFromDiskReqInput)
+    loads_drafter = from_disk and request.load_format == DRAFTER_FORMAT
     torch.get_device_module(manager.tp_worker.device).synchronize()  # a step that was launched reads the old ones
     try:
-        if isinstance(request, UpdateWeightFromDiskReqInput) and not loads_drafter:
+        if from_disk and not loads_drafter:
             _check_target(driver, Path(request.model_path))
         answer = _replace_drafter(driver, manager, request) if loads_drafter else original(request)
     except Exception as error:  # noqa: BLE001 - SGLang's loaders raise whatever they meet

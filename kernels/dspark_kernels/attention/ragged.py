@@ -100,20 +100,20 @@ class AttentionLayout:
         to the system when it is freed, and then every layer would pay for its pages again: up to twice the time of the
         whole attention. New views for every layer would take as long as the attention if the context is short.
         """
-        _, num_kv_heads, head_dim = pools[0].shape
-        form = num_kv_heads, head_dim, pools[0].dtype
+        (_, num_kv_heads, head_dim), stored = pools[0].shape, pools[0].dtype
+        form = num_kv_heads, head_dim, stored
         if form not in self._gathered:
             assert pools[0].shape == pools[1].shape, "keys and values are gathered alike"
             rows = [_bits(pool).new_empty(len(self.slots), num_kv_heads * head_dim) for pool in pools]
-            kv = [x.view(form[2]).view(-1, num_kv_heads, head_dim) for x in rows]
+            kv = [x.view(stored).view(-1, num_kv_heads, head_dim) for x in rows]
             self._gathered[form] = _Gathered(rows, self._contexts(kv))
         gathered = self._gathered[form]
         for pool, out in zip(pools, gathered.rows, strict=True):
             # Whole pool rows; indexing [slots, kv_heads, hd] directly takes ten times as long.
             torch.index_select(_bits(pool).view(len(pool), -1), 0, self.slots, out=out)
-        if form[2] == dtype:
+        if stored == dtype:
             return gathered.contexts
-        return self._contexts([x.view(form[2]).to(dtype).view(-1, num_kv_heads, head_dim) for x in gathered.rows])
+        return self._contexts([x.view(stored).to(dtype).view(-1, num_kv_heads, head_dim) for x in gathered.rows])
 
     def _contexts(self, kv: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return views of K and V [keys, kv_heads, hd], for each group."""
