@@ -240,8 +240,9 @@ def test_a_retracted_turn_stays_in_its_session(tight, plain):
                 retracted += answer["meta_info"]["num_retractions"]
         return retracted
 
-    others = [endless(random.Random(seed).choices(VOCAB, k=20), 60) for seed in range(64)]
-    with ThreadPoolExecutor(3) as pool:
-        crowd = in_background(lambda: generate(tight, others, 8))
+    others = [greedy(random.Random(seed).choices(VOCAB, k=4), 110) for seed in range(36)]
+    with ThreadPoolExecutor(3) as pool, policy(tight, "random", pace_ms=PACE_MS / 4):
+        crowd = in_background(lambda: generate(tight, others, 12))
+        wait_for_running(tight, 3)
         assert sum(pool.map(turns, range(6))) > 0
         crowd.join()
