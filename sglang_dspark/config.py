@@ -157,6 +157,15 @@ class DSparkConfig:
         read=_names,
         nargs="+",
     )
+    self_check: Switch = _option(
+        "On a GPU, compare each kernel with plain PyTorch and CUDA graphs with eager steps during the start, which takes "
+        "about 5 seconds the first time; what is wrong ends the start. Off by default because no GPU has run the check "
+        "yet. A value, `on` or `off`, may be left out.",
+        default=False,
+        read=_on_or_off,
+        nargs="?",
+        const="on",
+    )
     answer_cache_key: Literal["request", "prompt"] = _option(
         "Key that answers are kept under if a request names no `cache` key: `prompt` takes its prompt, so that samples "
         "of one prompt copy from each other; `request` keeps no such answer.",
@@ -353,6 +362,7 @@ _DEFAULTS_IN_WORDS = {
     "draft_free": "off",
     "sps_table_path": "in the cache",
     "untested_sglang": "off",
+    "self_check": "off",
     "prompt_rows": "0",
     "unproven": "none",
 }

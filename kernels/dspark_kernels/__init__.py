@@ -39,7 +39,7 @@ from dspark_kernels.attention.window import (
     window_attention,
     window_attention_ref,
 )
-from dspark_kernels.dispatch import Dispatched, kernels_anywhere, num_processors, on_kernels, runs_kernels
+from dspark_kernels.dispatch import Dispatched, kernels_anywhere, num_processors, observed, on_kernels, runs_kernels
 from dspark_kernels.drafting.confidence import block_confidence, block_confidence_ref, block_survival
 from dspark_kernels.drafting.heads import (
     ASKED_ROWS,
@@ -216,6 +216,7 @@ __all__ = [
     "mask_tokens",
     "num_processors",
     "num_splits",
+    "observed",
     "on_kernels",
     "philox4x32",
     "plan_staged",

@@ -17,6 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _anywhere: list[None] = []  # one entry per `kernels_anywhere` that is entered
+_observers: list[Callable[[Dispatched[Any, Any], tuple[Any, ...], dict[str, Any]], None]] = []
 
 
 class Dispatched(Generic[P, R]):
@@ -33,8 +34,11 @@ class Dispatched(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the form that the arguments' device calls for."""
-        form = self.kernel if runs_kernels(_first_tensor((*args, *kwargs.values()))) else self.reference
-        return form(*args, **kwargs)
+        if not runs_kernels(_first_tensor((*args, *kwargs.values()))):
+            return self.reference(*args, **kwargs)
+        for observe in tuple(_observers):
+            observe(self, args, kwargs)
+        return self.kernel(*args, **kwargs)
 
 
 def on_kernels(reference: Callable[P, R]) -> Callable[[Callable[P, R]], Dispatched[P, R]]:
@@ -55,6 +59,17 @@ def kernels_anywhere() -> Iterator[None]:
         yield
     finally:
         _anywhere.pop()
+
+
+@contextmanager
+def observed(observe: Callable[[Dispatched[Any, Any], tuple[Any, ...], dict[str, Any]], None] | None) -> Iterator[None]:
+    """Show ``observe`` every call in the block that goes to kernels, before they run; None shows it to nobody."""
+    before = tuple(_observers)
+    _observers[:] = [] if observe is None else [observe]
+    try:
+        yield
+    finally:
+        _observers[:] = before
 
 
 def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:

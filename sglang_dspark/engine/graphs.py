@@ -58,6 +58,10 @@ class Captured(Generic[T]):
         self._graph.replay()
         return self.output
 
+    def launched(self) -> T:
+        """Run the captured function itself on the same input tensors, without the graph."""
+        return self._run()
+
 
 class Capture:
     """Captures functions into one memory pool, see :func:`capturing`."""

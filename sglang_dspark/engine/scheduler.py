@@ -52,6 +52,7 @@ class DecodeInfo:
         drafter: what is known of its checkpoint, as JSON; None if none is served.
         proposed: [V + 1] whether it proposes a token, and True; None if it proposes all.
         same_bits: whether the tokens and log-probabilities of a request are the same bits whatever else is served.
+        self_check: what was compared on this GPU at the start, as JSON; None if nothing was.
     """
 
     reason: str
@@ -60,6 +61,7 @@ class DecodeInfo:
     drafter: dict[str, Any] | None
     proposed: NDArray[np.bool_] | None = None
     same_bits: bool = False
+    self_check: dict[str, Any] | None = None
 
 
 class StepDriver(Protocol):

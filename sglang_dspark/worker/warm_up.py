@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from dspark_kernels import (
 from triton.runtime.jit import KernelInterface
 
 from sglang_dspark.engine.batch import read_decode_batch
+from sglang_dspark.engine.graphs import Captured
 from sglang_dspark.engine.measure_steps import DummyBatch, most_running
 from sglang_dspark.engine.part import LogitsPart
 from sglang_dspark.engine.target import kv_heads_of_layers
@@ -43,6 +44,7 @@ from sglang_dspark.step.state import DecodeBatch, DraftOutput, TargetOutput, Ver
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.eager import EagerExecutor
 from sglang_dspark.worker.graphs import ExecutorSelector
+from sglang_dspark.worker.self_check import Results, SelfCheck, tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,28 +72,34 @@ def warm_up(
     max_verify: int,
     request_slots: Sequence[int],
     parts: Sequence[LogitsPart] = (),
+    check: SelfCheck | None = None,
 ) -> None:
     """Compile what the steps of a server need, or load it from Triton's cache; takes seconds then.
 
     Args:
         max_verify: most drafts that a step verifies per request.
         request_slots: batch sizes that are captured as CUDA graphs, none where these are off.
+        check: compares each form of a kernel with its reference; None compares nothing.
+
+    Raises:
+        EngineError: a kernel and its reference differ.
     """
     began = time.monotonic()
     runner = target_worker.model_runner
     most = most_running(runner)
-    window = max_verify + 1
-    context = max(1, min(_CONTEXT, min(runner.model_config.context_len, runner.token_to_kv_pool.size) - window))
+    window, context = max_verify + 1, _context(runner, max_verify)
 
     def dummy(requests: int) -> DummyBatch:
         return DummyBatch(target_worker, requests, context, window)
 
-    with torch.no_grad():
+    with torch.no_grad(), nullcontext() if check is None else check.looking_on():
         req_to_token = runner.req_to_token_pool.req_to_token
         _lay_out(executor.drafter, req_to_token, max_verify, sizes(most), on_device=False)
         _lay_out(executor.drafter, req_to_token, max_verify, sizes(max(request_slots, default=0)), on_device=True)
         of_whole_steps = sizes(min(most, _MAX_REQUESTS))
         for requests in of_whole_steps:
+            if check is not None:
+                _fill_contexts(executor, target_worker, requests, context)
             with dummy(requests) as batch:
                 _WarmUpSteps(executor, batch, max_verify).run()
         processors, kv_heads = num_processors(req_to_token.device), kv_heads_of_layers(runner.model)
@@ -105,6 +113,19 @@ def warm_up(
     # Graphs allocate from a pool of their own, which cannot use what lies cached here.
     torch.cuda.empty_cache()
     logger.info("DSPARK: compiled or loaded every kernel in %.1f s", time.monotonic() - began)
+
+
+def _context(runner: Any, max_verify: int) -> int:
+    """Return the committed tokens of a dummy request."""
+    room = min(runner.model_config.context_len, runner.token_to_kv_pool.size) - max_verify - 1
+    return max(1, min(_CONTEXT, room))
+
+
+def _fill_contexts(executor: EagerExecutor, target_worker: Any, requests: int, context: int) -> None:
+    """Write K/V of dummy requests at positions 1 to ``context``: on zeros, every kind of attention gives zeros."""
+    for length in range(1, context):
+        with DummyBatch(target_worker, requests, length, 1) as batch:
+            _WarmUpSteps(executor, batch, 0).fill_context()
 
 
 @contextmanager
@@ -144,6 +165,50 @@ def hold_largest_step(
             "the memory that weights, K/V pool and CUDA graphs leave free; lower --max-running-requests or "
             f"--mem-fraction-static ({error})"
         ) from error
+
+
+def check_graphs(
+    executors: ExecutorSelector, target_worker: Any, max_verify: int, check: SelfCheck
+) -> None:
+    """Replay graphs of the smallest and the largest batch, and compare them with what they were captured from.
+
+    Raises:
+        EngineError: a graph gives something else.
+    """
+    captured = executors.captured
+    if captured is None:
+        return
+    runner = target_worker.model_runner
+    eps, context = torch.finfo(runner.dtype).eps, _context(runner, max_verify)
+
+    def both(drafts: int, requests: int, attempt: int) -> Results:
+        length = max(1, context - attempt)
+        with torch.no_grad(), DummyBatch(target_worker, requests, length, max_verify + 1) as dummy:
+            graphs = MeasuredSteps(executors, dummy, max_verify).graphs(drafts)
+            replayed = [tensor.clone() for graph in graphs for tensor in tensors_of(graph.replay())]
+            launched = [tensor for graph in graphs for tensor in tensors_of(graph.launched())]
+        return Results(replayed, launched, eps, requests)
+
+    for requests in sorted({captured.tiers.requests[0], captured.tiers.requests[-1]}):
+        for drafts in sorted({0, max_verify}):
+            check.check_graph(partial(both, drafts, requests))
+
+
+def log_rows_against_steps(executor: EagerExecutor, target_worker: Any, max_verify: int) -> None:
+    """Log by how much logits of rows that are verified together differ from those of single steps."""
+    runner = target_worker.model_runner
+    context, tokens, found = _context(runner, max_verify), None, []
+    with torch.no_grad():
+        for first, rows in [(0, max_verify + 1), *((row, 1) for row in range(max_verify + 1))]:
+            with DummyBatch(target_worker, 1, context + first, rows) as dummy:
+                tokens = dummy.tokens(rows) if tokens is None else tokens
+                found.append(_WarmUpSteps(executor, dummy, rows - 1).logits(tokens[:, first : first + rows]))
+    together, alone = found[0], torch.cat(found[1:])
+    logger.info(
+        "DSPARK: logits of %d rows that are verified together differ from those of single steps by at most %.3g; the "
+        "largest logit is %.3g",
+        *(len(alone), (together - alone).abs().max().item(), alone.abs().max().item()),
+    )
 
 
 def report_late_kernels() -> None:
@@ -205,16 +270,18 @@ def _lay_out(
     """
     device = req_to_token.device
     for num in requests:
-        zeros = torch.zeros(num, dtype=torch.int64, device=device)
-        given = StepRequests(zeros, zeros, zeros, req_to_token, zeros[:1] if on_device else None)
-        plan_uniform(0, zeros[:, None][:, :0], given, num)
+        ids = torch.arange(num, dtype=torch.int64, device=device)
+        rows = ids % len(req_to_token)
+        given = StepRequests(ids, ids % 2, rows, req_to_token, ids[-1:] + 1 if on_device else None)
+        plan_uniform(0, ids[:, None][:, :0], given, num)
         for depth in sizes(most):
-            drafts = torch.zeros((num, depth), dtype=torch.int64, device=device)
+            drafts = ids[:, None] + torch.arange(depth, device=device)
+            survival = (1 / (2 + drafts)).cumprod(1)
             plan_uniform(depth, drafts, given, num * (depth + 1))
-            plan_top(torch.zeros((num, depth), device=device), 0, drafts, given, num)
+            plan_top(survival, num * depth // 2, drafts, given, num * (depth + 1))
         if on_device and most:
-            out, survival = VerifyRows.empty(num, num * (most + 1), device), torch.zeros((num, most), device=device)
-            plan_staged(survival, survival.new_ones(num), zeros.new_tensor([0, -1, -1]), drafts, given, out)
+            out = VerifyRows.empty(num, num * (most + 1), device)
+            plan_staged(survival, survival.new_ones(num), ids.new_tensor([num * most // 2, -1, -1]), drafts, given, out)
         if not on_device:
             prepare(given, drafter.num_slots, drafter.mask_token_id)
 
@@ -245,6 +312,24 @@ class _WarmUpSteps:
     def fill(self) -> None:
         """Run the largest step: sampled, with as many drafts as may be verified."""
         self._step(StepDecision(self._most, FixedLength()) if self._most else PLAIN, ((_SAMPLED,),))
+
+    def fill_context(self) -> None:
+        """Run a non-speculative step, and write the draft K/V of its rows."""
+        plan, target = self._step(PLAIN, ((_GREEDY,),))
+        self._executor.drafter.inject(plan.input_ids, target.captured, plan.positions, plan.slots)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the target's logits [rows, V] float32 of the window ``tokens`` [1, rows] of one request."""
+        executor, step = self._executor, replace(self._batch((_GREEDY,)), anchors=tokens[:, 0].clone())
+        depth = tokens.shape[1] - 1
+        decision = StepDecision(depth, FixedLength()) if depth else PLAIN
+        draft = DraftOutput(DraftBlock(tokens[:, 1:].clone()), None, [depth])
+        plan = executor.plan(step, draft, decision)
+        target = executor.verify(step, plan)
+        logits: torch.Tensor = target.logits_output.next_token_logits.float().clone()
+        if not depth and target.advance is not None:
+            target.advance(torch.ones_like(step.prefix_lens))
+        return logits
 
     def verify(self, depth: int) -> None:
         """Verify made-up drafts. Attention has kernels for a width, and for few requests and many."""
@@ -298,6 +383,22 @@ class MeasuredSteps:
         executor = self._executors.select(self._step, decision)
         executor.stage(self._step, decision)
         executor.draft(self._step, decision)
+
+    def graphs(self, drafts: int) -> list[Captured[Any]]:
+        """Stage a step that verifies so many drafts per request, and return the graphs that it replays."""
+        step, decision, captured = self._step, StepDecision(drafts, FixedLength()), self._executors.captured
+        tier = None if captured is None else captured.tier(step, decision)
+        if captured is None or tier is None:
+            return []
+        self.draft(drafts)
+        self.verify(drafts)
+        found: list[Captured[Any]] = [captured.forwards[tier]]
+        # A second commit would have the states of recurrent layers advance twice.
+        if tier in captured.fused and captured.forwards[tier].output.advance is None:
+            found.append(captured.fused[tier])
+        if drafts and (slots := captured.draft_slots(step)) is not None:
+            found.insert(0, captured.drafts[slots, False])
+        return found
 
     def verify(self, drafts: int) -> None:
         """Plan, verify, accept and commit so many drafts per request."""

@@ -40,9 +40,12 @@ from sglang_dspark.step.state import DecodeBatch, StepOutcome
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.eager import EagerExecutor, ExtraRowsExecutor
 from sglang_dspark.worker.graphs import CapturedSteps, ExecutorSelector
+from sglang_dspark.worker.self_check import SelfCheck
 from sglang_dspark.worker.warm_up import (
     MeasuredSteps,
+    check_graphs,
     hold_largest_step,
+    log_rows_against_steps,
     on_stream_of_steps,
     report_late_kernels,
     warm_up,
@@ -71,6 +74,7 @@ class DSparkWorker(SpecWorkerBase):
         self.relay: Relay | None = None
         self.linear_layers: LinearLayers | None = None
         self.same_bits = False
+        self.self_check: dict[str, Any] | None = None
 
     def load_drafter(self) -> Drafter | NoDrafter:
         """Return the drafter that the options name."""
@@ -109,11 +113,14 @@ class DSparkWorker(SpecWorkerBase):
         self.copies = PackedCopies(words, self.device)
         if self.on_gpu:
             slots = graph_request_slots(runner)
-            warm_up(self.eager, self.target_worker, self.max_verify, slots, self.logits_parts)
+            check = SelfCheck(self.device) if self.options.self_check else None
+            warm_up(self.eager, self.target_worker, self.max_verify, slots, self.logits_parts, check)
             # Without overlap SGLang hands a step's outcome to the next one, and knows no future map.
             if not self.server_args.disable_overlap_schedule:
                 self.relay = Relay(len(runner.req_to_token_pool.req_to_token), self.device)
             self.capture_graphs(slots)
+            if check is not None:
+                self.check_steps(check)
         table = None
         with on_stream_of_steps(runner, overlap=not self.server_args.disable_overlap_schedule):
             if self.on_gpu:
@@ -172,6 +179,13 @@ class DSparkWorker(SpecWorkerBase):
         captured.capture()
         self.executors.add_graphs(captured)
         self.captured_at = self.addresses()
+
+    def check_steps(self, check: SelfCheck) -> None:
+        """Compare CUDA graphs with what they were captured from, and rows with single steps; say what agreed."""
+        check_graphs(self.executors, self.target_worker, self.max_verify, check)
+        log_rows_against_steps(self.eager, self.target_worker, self.max_verify)
+        check.finish()
+        self.self_check = check.describe()
 
     def addresses(self) -> list[int]:
         """Return where the target's weights lie."""
@@ -288,4 +302,5 @@ class DSparkWorker(SpecWorkerBase):
             drafter=drafter,
             proposed=self.drafter.proposed,
             same_bits=self.same_bits,
+            self_check=self.self_check,
         )

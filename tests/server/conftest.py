@@ -238,7 +238,7 @@ SERVERS: dict[str, Recipe] = {
     ),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
     "graphs": Recipe(
-        (*DSPARK, FOUR, MIXED, f"--speculative-dspark-block-size 11 {PROMPT_ROWS} 24", STATES_SHOWN),
+        (*DSPARK, FOUR, MIXED, f"--speculative-dspark-block-size 11 {PROMPT_ROWS} 24", STATES_SHOWN, "--speculative-dspark-self-check"),
         env=emulated_graphs(),
     ),
     "ordered": Recipe(

@@ -312,6 +312,7 @@ def capabilities(driver: StepDriver) -> dict[str, Any]:
         },
         **{key: said for part in driver.parts for key, said in part.describe().items()},
         "gpu_paths": described(_named_paths(server_args, server)) if driver.control.on_gpu else {},
+        "self_check": decoding.self_check,
         "adjusted_flags": list(server.adjusted) if isinstance(server, DSparkServer) else [],
         "features": {
             "speculation_fields": _speculation_fields(server),

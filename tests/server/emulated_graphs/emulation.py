@@ -4,6 +4,7 @@ What is exercised is real: staging into tiers, padding, plans laid out on the de
 What is not: capture itself.
 """
 
+import functools
 import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -54,6 +55,7 @@ def emulate(module):
     walk._MIN_DOT = plans._MIN_BLOCK_R = plans._MIN_BLOCK_J = 1
     interpreting.patch_once_per_launch()
     forms.watch()
+    forms.compute_what_is_checked()
     FOREVER.enter_context(kernels_anywhere())
     note_draft_kernels()
     note_state_kernels()
@@ -139,7 +141,7 @@ def note_draft_kernels():
     )
 
     def drafted(*args, on_gpu=draft_block.kernel, **kwargs):
-        if forms.serving():
+        if forms.serving() or forms.checking():
             return on_gpu(*args, **kwargs)
         # Zeros, because gated heads and selectors look tokens up that no kernel has written.
         with forms.noted_only(), patch.object(torch, "empty", torch.zeros):
@@ -149,16 +151,20 @@ def note_draft_kernels():
         launch = function.kernel
 
         def note(*args, **kwargs):
+            if forms.checking():
+                return launch(*args, **kwargs)
             with forms.noted_only():
                 launch(*args, **kwargs)
             return function.reference(*args, **kwargs)
 
-        function.kernel = note
+        function.kernel = functools.update_wrapper(note, launch)
 
     def laid_out(*args, on_gpu=block_attention.kernel, **kwargs):
         launch, attend = on_gpu(*args, **kwargs), block_attention.reference(*args, **kwargs)
 
         def note(*rows):
+            if forms.checking():
+                return launch(*rows)
             with forms.noted_only():
                 launch(*rows)
             return attend(*rows)
@@ -167,7 +173,8 @@ def note_draft_kernels():
 
     for function in (kv_inject, qk_norm_rope, silu_mul, add_norm, block_convolution):
         noted(function)
-    block_attention.kernel, draft_block.kernel = laid_out, drafted
+    block_attention.kernel = functools.update_wrapper(laid_out, block_attention.kernel)
+    draft_block.kernel = functools.update_wrapper(drafted, draft_block.kernel)
 
 
 def note_state_kernels():
@@ -179,13 +186,13 @@ def note_state_kernels():
         on_gpu = function.kernel
 
         def run(*args):
-            if forms.serving():
+            if forms.serving() or forms.checking():
                 return on_gpu(*args)
             with forms.noted_only():
                 on_gpu(*args)
             return function.reference(*args)
 
-        function.kernel = run
+        function.kernel = functools.update_wrapper(run, on_gpu)
 
     for function in (causal_conv_rows, commit_conv_windows, commit_gated_delta, gated_delta):
         noted(function)
