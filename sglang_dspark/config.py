@@ -158,8 +158,8 @@ class DSparkConfig:
         nargs="+",
     )
     self_check: Switch = _option(
-        "On a GPU, compare each kernel with plain PyTorch and CUDA graphs with eager steps during the start, which takes "
-        "about 5 seconds the first time; what is wrong ends the start. Off by default because no GPU has run the check "
+        "On a GPU, compare kernels with plain PyTorch, and CUDA graphs with eager steps, during the start. The first "
+        "start takes about 5 seconds longer, and a fault ends it. The check is off by default because no GPU has run it "
         "yet. A value, `on` or `off`, may be left out.",
         default=False,
         read=_on_or_off,

@@ -67,6 +67,11 @@ GPU_PATHS: Mapping[str, GpuPath] = {
         named_by="--speculative-dspark-engine scheduled",
     ),
     "mixed-chunks": GpuPath("prompts share steps with running requests", named_by="--enable-mixed-chunk"),
+    "self-check": GpuPath(
+        "kernels are compared with plain PyTorch, and CUDA graphs with eager steps, at the start",
+        named_by="--speculative-dspark-self-check",
+        option="self_check",
+    ),
     "same-bits": GpuPath(
         "keys are summed in tiles at fixed positions, those of prompts too", named_by="--enable-deterministic-inference"
     ),

@@ -1,10 +1,11 @@
 """Compares what runs on this GPU with plain PyTorch before a server answers: kernels, CUDA graphs, windows of rows.
 
-The warm-up calls every kernel in the forms that steps will launch: dtypes, heads, block, vocabulary, numbers of rows. The
-check looks on. Before a form runs for the first time, kernel and reference compute it on the same device. Logits are
-made up where tokens are drawn: between the likely tokens of a flat distribution, rounding decides.
+The warm-up calls every kernel in the forms that steps will launch: dtypes, heads, block, vocabulary, numbers of rows.
+The check looks on. Before a form runs for the first time, the kernel and its reference compute it on the same device.
+Where tokens are drawn, logits are made up: between the likely tokens of a flat distribution, rounding decides.
 
-Forms that agreed are remembered for the same GPU and software. A start checks for a few seconds, and the next one goes on.
+Forms that agreed are remembered for the same GPU and software. A start checks for a few seconds, and the next start
+checks what is left.
 """
 
 import hashlib
@@ -33,37 +34,38 @@ LIMIT_S = 5.0
 """Seconds after which a start checks no further kernel."""
 
 ATTEMPTS = 3
-"""How often a result may differ before it counts, each time with other numbers: a draw may fall between two roundings."""
+"""How often results may differ before it counts, with other numbers each time: a draw may lie between two roundings."""
 
 _FEW = 20  # of so many requests, one may be drawn otherwise
 _ULPS_OF_INPUT, _ULPS_OF_RESULT = 4.0, 2.0
+_EPS_OF_SUMS = 2.0**-17  # of float32, for sums of thousands of products in another order
 _LARGE = 2**16  # sizes from there on are those of pools, which differ from start to start
 _REMEDIES = {
     "block_survival": "drop survivals from --speculative-dspark-unproven",
     "hold_rows": "drop held-rows from --speculative-dspark-unproven",
     "int8_linear": "drop --speculative-dspark-draft-quantization",
-    "CUDA graph": "pass --disable-cuda-graph",
+    "a CUDA graph": "pass --disable-cuda-graph",
 }
 """How to do without a part. Without any other part there is only SGLang's own worker."""
 
 
 class Region(NamedTuple):
-    """Memory that a function writes: rows ``index`` of dimension ``dim``, or all of the tensor."""
+    """Memory that a function writes: the ``slots`` of dimension ``dim``, or all of the tensor."""
 
     tensor: torch.Tensor
-    index: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
     dim: int = 0
 
     def read(self) -> torch.Tensor:
         """Return a copy of it."""
-        return self.tensor.clone() if self.index is None else self.tensor.index_select(self.dim, self.index)
+        return self.tensor.clone() if self.slots is None else self.tensor.index_select(self.dim, self.slots)
 
     def write(self, values: torch.Tensor) -> None:
         """Write what :meth:`read` returned."""
-        if self.index is None:
+        if self.slots is None:
             self.tensor.copy_(values)
         else:
-            self.tensor.index_copy_(self.dim, self.index, values)
+            self.tensor.index_copy_(self.dim, self.slots, values)
 
 
 class SelfCheck:
@@ -82,7 +84,7 @@ class SelfCheck:
         self._graphs, self._left, self._seconds = 0, 0, 0.0
 
     def describe(self) -> dict[str, Any]:
-        """Return as JSON what agreed, now or at an earlier start, how much time left over, and what cannot be checked."""
+        """Return as JSON what agreed, now or at an earlier start, and what was not checked."""
         return {
             "kernels": len(self._seen),
             "forms": sum(map(len, self._seen.values())),
@@ -121,7 +123,7 @@ class SelfCheck:
         Raises:
             EngineError: kernel and reference differ.
         """
-        name, given = function.__name__, signature(function.kernel).bind(*args, **kwargs).arguments
+        name, given = function.kernel.__name__, signature(function.kernel).bind(*args, **kwargs).arguments
         form = hashlib.sha256(repr((name, form_of(given))).encode()).hexdigest()[:16]
         if form in self._seen.get(name, ()):
             return
@@ -132,7 +134,7 @@ class SelfCheck:
             began = time.monotonic()
             try:
                 compare(name, lambda attempt: _both_forms(function, given, attempt))
-            except _Unchecked as error:
+            except _UncheckedError as error:
                 self._unchecked[name] = str(error)
                 return
             finally:
@@ -147,7 +149,7 @@ class SelfCheck:
             EngineError: they differ.
         """
         began = time.monotonic()
-        compare("CUDA graph", both)
+        compare("a CUDA graph", both)
         self._graphs += 1
         self._seconds += time.monotonic() - began
 
@@ -183,8 +185,8 @@ def compare(name: str, both: Callable[[int], Results]) -> None:
     remedy = _REMEDIES.get(name, "pass --speculative-dspark-engine builtin to decode with SGLang's own worker")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "this device"
     raise EngineError(
-        f"the self-check found that {name} is wrong on {device}: {said}; {remedy}, and please report this with the "
-        "flags of the server"
+        f"the self-check found a fault in {name} on {device}: {said}; {remedy}, and please report this with the flags "
+        "of the server"
     )
 
 
@@ -233,13 +235,13 @@ def _named(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-class _Unchecked(Exception):
+class _UncheckedError(Exception):
     """A form cannot be checked."""
 
 
 def _both_forms(function: Dispatched[Any, Any], given: Mapping[str, Any], attempt: int) -> Results:
     """Run kernel and reference on the same memory, which is left as it was."""
-    name, given = function.__name__, dict(given)
+    name, given = function.kernel.__name__, dict(given)
     if name == "draft_block":
         given["base_logits"] = _made_logits(given["base_logits"], attempt)
     elif name == "accept":
@@ -259,12 +261,13 @@ def _both_forms(function: Dispatched[Any, Any], given: Mapping[str, Any], attemp
         try:
             expected = result_of(function.reference)
         except torch.OutOfMemoryError:
-            raise _Unchecked("the reference needs more memory than is free") from None
-        except Exception as error:  # noqa: BLE001 - what cannot be compared is no finding
-            raise _Unchecked(f"its reference raises {type(error).__name__}: {error}") from error
+            raise _UncheckedError("the reference needs more memory than is free") from None
+        except Exception as error:
+            raise _UncheckedError(f"its reference raises {type(error).__name__}: {error}") from error
     floats = [tensor for tensor in (*tensors_of(given), *expected) if tensor.is_floating_point()]
     # Numbers of eight bits are exact where they are read; where they are written, their own rounding counts.
     eps = max((torch.finfo(tensor.dtype).eps for tensor in floats if tensor.element_size() > 1), default=0.0)
+    eps = max(eps, _EPS_OF_SUMS)
     drawn = {"draft_block": "anchors", "accept": "prefix_lens"}.get(name)
     return Results(found, expected, eps, 0 if drawn is None else len(given[drawn]))
 
@@ -282,7 +285,7 @@ def _compared(name: str, result: Any, given: Mapping[str, Any]) -> Iterator[torc
 
 
 def _written(name: str, given: Mapping[str, Any]) -> Iterator[Region]:
-    """Yield the arguments that a function writes. Of pools, only what one row is written to: order decides on others."""
+    """Yield the arguments that a function writes. Of a pool, these are the slots to which one row is written."""
     if name == "kv_inject":
         slots, rows = given["slots"].long(), given.get("rows")
         index = _once(slots if rows is None else slots[rows.kept()], least=1)  # slot 0 is padding
@@ -366,7 +369,8 @@ def _place(device: torch.device) -> Path | None:
     """Return the file of this GPU and software; None for a user without a home directory."""
     about = [str(device.type), __version__, torch.__version__, *map(version, ("sglang", "triton"))]
     if device.type == "cuda":
-        about += [torch.cuda.get_device_name(device), str(torch._C._cuda_getDriverVersion())]
+        driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # noqa: SLF001
+        about += [torch.cuda.get_device_name(device), str(driver)]
     digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     try:
         return CACHE.expanduser() / f"{digest}.json"

@@ -167,9 +167,7 @@ def hold_largest_step(
         ) from error
 
 
-def check_graphs(
-    executors: ExecutorSelector, target_worker: Any, max_verify: int, check: SelfCheck
-) -> None:
+def check_graphs(executors: ExecutorSelector, target_worker: Any, max_verify: int, check: SelfCheck) -> None:
     """Replay graphs of the smallest and the largest batch, and compare them with what they were captured from.
 
     Raises:

@@ -119,6 +119,7 @@ PROMPT_ROWS = "--speculative-dspark-prompt-rows"
 UNPROVEN = "--speculative-dspark-unproven held-rows,survivals"  # of an emulated GPU, where they are off by default
 FIXED_TILES = {"FIXED_TILES": "1"}  # of attention, as with --enable-deterministic-inference on a GPU
 # A pool that cannot hold the running requests.
+SELF_CHECK = "--speculative-dspark-self-check"
 CROWDED = "--schedule-conservativeness 0.01 --max-total-tokens"
 # Of texts, the radix cache gets states from their middle, and steps overlap, as on a GPU.
 SNAPSHOTS = {"SNAPSHOTS_ON_A_CPU": "1", **WHOLE_WINDOWS}
@@ -238,7 +239,7 @@ SERVERS: dict[str, Recipe] = {
     ),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
     "graphs": Recipe(
-        (*DSPARK, FOUR, MIXED, f"--speculative-dspark-block-size 11 {PROMPT_ROWS} 24", STATES_SHOWN, "--speculative-dspark-self-check"),
+        (*DSPARK, FOUR, MIXED, f"--speculative-dspark-block-size 11 {PROMPT_ROWS} 24", STATES_SHOWN, SELF_CHECK),
         env=emulated_graphs(),
     ),
     "ordered": Recipe(

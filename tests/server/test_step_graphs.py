@@ -21,6 +21,7 @@ from golden_server import (
     EMULATION,
     PACE_MS,
     TARGET,
+    TOL,
     VOCAB,
     endless,
     generate,
@@ -59,6 +60,15 @@ def test_what_no_gpu_has_run_is_off_unless_it_is_named(graphs):
     assert {name for name in ("prompt-rows", "held-rows", "survivals", "int8") if paths[name]["on"]} == {"prompt-rows"}
     assert paths["fused-graphs"]["on"] and "off without --speculative-dspark-unproven" in paths["held-rows"]["why"]
     assert "draft K/V: steps that draft nothing leave theirs" not in graphs.log_path.read_text()
+
+
+def test_the_start_has_checked_its_kernels_and_graphs(graphs):
+    """As far as it comes in its seconds: interpreted, a kernel takes as long as a hundred do on a GPU."""
+    found = graphs.get_json("/dspark/capabilities")
+    assert found["gpu_paths"]["self-check"]["on"] and not found["self_check"]["unchecked"]
+    assert found["self_check"]["kernels"] > 8 and found["self_check"]["graphs"] >= 2
+    [said] = re.findall(r"logits of 12 rows .* by at most ([\d.e-]+); the", graphs.log_path.read_text())
+    assert float(said) < TOL
 
 
 def test_golden_traces_of_replayed_steps(graphs):

@@ -55,7 +55,6 @@ def emulate(module):
     walk._MIN_DOT = plans._MIN_BLOCK_R = plans._MIN_BLOCK_J = 1
     interpreting.patch_once_per_launch()
     forms.watch()
-    forms.compute_what_is_checked()
     FOREVER.enter_context(kernels_anywhere())
     note_draft_kernels()
     note_state_kernels()

@@ -35,6 +35,7 @@ def watch():
                 launch(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     InterpretedFunction.run = run
+    compute_what_is_checked()
 
 
 def bind(function, args, kwargs):
