@@ -89,15 +89,14 @@ class DSparkConfig:
     )
     block_size: Annotated[int, int_range(1)] | None = _option(
         "Drafts per request and step (gamma). With a confidence head, this may be up to 16 more than the drafter's "
-        "own block; the additional drafts are copied from the text.",
+        "own block; the further drafts are copied from the text.",
         read=int,
     )
     verify_len: Annotated[int, int_range(0)] | None = _option(
         "With the policy `static`: number of drafts verified per request and step, from 0 to the block size.", read=int
     )
     confidence_threshold: Probability | None = _option(
-        "With the policy `threshold`: the drafts before the first one whose raw confidence is below this value are "
-        "verified.",
+        "With the policy `threshold`: verify the drafts before the first one whose raw confidence is below this value.",
         read=float,
     )
     confidence_sts_path: str | None = _option(
@@ -118,7 +117,7 @@ class DSparkConfig:
         "replaces the drafter's own `draft_vocabulary.json`.",
     )
     draft_quantization: Literal["int8"] | None = _option(
-        "`int8`: a GPU also keeps the drafter's layers and heads in 8 bits, and reads these in steps of few rows "
+        "`int8`: a GPU also keeps a copy of the drafter's layers and heads in 8 bits, and uses it in steps of few rows "
         "(not run on a GPU yet). A CPU only rounds the weights to 8 bits, which saves no time.",
     )
     draft_free: Switch = _option(
@@ -149,22 +148,21 @@ class DSparkConfig:
         read=float,
     )
     prompt_rows: Annotated[int, int_range(0)] | None = _option(
-        "Most prompt tokens that one step processes together with drafts instead of in a prefill (not run on a GPU "
-        "yet). 0 turns this off.",
+        "Most prompt tokens that a step verifies together with drafts, in place of a prefill (not run on a GPU yet). "
+        "The value 0 turns this off.",
         read=int,
     )
     unproven: Paths = _option(
         "On a GPU, turn on code paths that are off by default, because their speed has not been measured on a GPU "
-        f"yet. One or more of {', '.join(get_args(UnprovenPath))}. `gpu_paths` in `GET /dspark/capabilities` says which "
-        "paths are on.",
+        f"yet. One or more of {', '.join(get_args(UnprovenPath))}. `gpu_paths` in `GET /dspark/capabilities` says "
+        "which paths are on.",
         default=(),
         read=_names,
         nargs="+",
     )
     answer_cache_key: Literal["request", "prompt"] = _option(
-        "Key of the answer cache for requests that name no `cache` key. With `prompt`, the prompt is the key, so "
-        "that answers to the same prompt copy from each other. With `request`, only answers of requests that name a "
-        "key are kept.",
+        "Key that answers are kept under if a request names no `cache` key. With `prompt`, the prompt is the key, so "
+        "that answers to one prompt copy from each other. With `request`, such answers are not kept.",
         default="request",
     )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(
@@ -183,7 +181,7 @@ class DSparkConfig:
         const="on",
     )
     fallback: Literal["refuse", "target-only"] = _option(
-        "What to do if the drafter is unusable, or the target or the device is not served. `refuse` ends the start. "
+        "What to do if the drafter is unusable, or target or device is not served. `refuse` ends the start. "
         "`target-only` serves the target without speculation, and says why in the log and in `GET "
         "/dspark/capabilities`.",
         default="refuse",

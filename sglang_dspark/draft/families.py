@@ -81,8 +81,8 @@ UNSERVED: Mapping[str, str] = {
     "Gemma4ForConditionalGeneration",
     **dict.fromkeys(
         ("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
-        "three of four layers attend only to one chunk of the context, but verification would let them attend to all of "
-        "it",
+        "three of four layers attend only to one chunk of the context, but verification would let them attend to all "
+        "of it",
     ),
 }
 """Architectures that no DSPARK serves, SGLang's own neither, and why."""
