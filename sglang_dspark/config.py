@@ -108,21 +108,21 @@ class DSparkConfig:
         read=_on_or_off,
     )
     sps_table_path: str | None = _option(
-        "File of step times, for `auto`, `early-stop` and `--speculative-dspark-max-gap-ms`. If the file exists, it "
-        "is read; otherwise the start measures step times and writes them there. Without the flag, step times are "
-        "kept below ~/.cache/sglang-dspark.",
+        "File of step times, for `auto`, `early-stop` and `--speculative-dspark-max-gap-ms`. If the file of step times "
+        "exists, it is used; otherwise the start measures and writes it. Without the flag, step times are kept below "
+        "~/.cache/sglang-dspark.",
     )
     draft_vocabulary: str | None = _option(
-        "File that lists the tokens that the drafter may propose, written by `sglang-dspark vocabulary`. It "
+        "File that lists the tokens that the drafter may propose, written by `sglang-dspark vocabulary`. This list "
         "replaces the drafter's own `draft_vocabulary.json`.",
     )
     draft_quantization: Literal["int8"] | None = _option(
         "`int8`: a GPU also keeps a copy of the drafter's layers and heads in 8 bits, and uses it in steps of few rows "
-        "(not run on a GPU yet). A CPU only rounds the weights to 8 bits, which saves no time.",
+        "(not run on a GPU yet). On a CPU, `int8` only rounds the weights, which saves no time.",
     )
     draft_free: Switch = _option(
-        "Serve without a drafter: requests with a preset or a prediction speculate, others decode one token per "
-        "step. The flag without a value means `on`.",
+        "Serve without a drafter: requests with a preset or a prediction speculate, others decode one token per step. "
+        "`--speculative-dspark-draft-free` without a value means `on`.",
         default=False,
         read=_on_or_off,
         nargs="?",
@@ -144,37 +144,37 @@ class DSparkConfig:
     )
     max_gap_ms: Annotated[float, Meta(ge=1, le=60_000, description="must lie in 1 to 60000")] | None = _option(
         "With `--enable-mixed-chunk`: how many milliseconds running requests may wait for a chunk of a prompt. "
-        "Chunks that would take longer are cut.",
+        "Prompt chunks that would take longer than this are cut.",
         read=float,
     )
     prompt_rows: Annotated[int, int_range(0)] | None = _option(
         "Most prompt tokens that a step verifies together with drafts, in place of a prefill (not run on a GPU yet). "
-        "The value 0 turns this off.",
+        "With 0, all prompts get a prefill.",
         read=int,
     )
     unproven: Paths = _option(
         "On a GPU, turn on code paths that are off by default, because their speed has not been measured on a GPU "
-        f"yet. One or more of {', '.join(get_args(UnprovenPath))}. `gpu_paths` in `GET /dspark/capabilities` says "
+        f"yet. Pass one or more of {', '.join(get_args(UnprovenPath))}. `gpu_paths` in `GET /dspark/capabilities` says "
         "which paths are on.",
         default=(),
         read=_names,
         nargs="+",
     )
     answer_cache_key: Literal["request", "prompt"] = _option(
-        "Key that answers are kept under if a request names no `cache` key. With `prompt`, the prompt is the key, so "
-        "that answers to one prompt copy from each other. With `request`, such answers are not kept.",
+        "Key for the answers to requests that name no `cache` key. With `prompt`, the prompt is the key, so "
+        "that answers to one prompt copy from each other. With `request`, their answers are not kept.",
         default="request",
     )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(
         "Worker that decodes for `--speculative-algorithm DSPARK`. `plugin` is the plugin's worker. `builtin` is "
-        "SGLang's own worker, unmodified, without the plugin's other flags. `auto` is the plugin's worker if "
+        "SGLang's own worker, unmodified, without the plugin's other flags. `auto` takes the plugin's worker if "
         "it serves target and device, else SGLang's own worker. `scheduled` is SGLang's own worker, on a GPU, with "
         "the plugin's policies.",
         default="auto",
     )
     untested_sglang: Switch = _option(
-        "Serve on a release of SGLang on which the plugin's tests have not passed. The flag without a value means "
-        "`on`.",
+        "Serve on a release of SGLang on which the plugin's tests have not passed. "
+        "`--speculative-dspark-untested-sglang` without a value means `on`.",
         default=False,
         read=_on_or_off,
         nargs="?",
@@ -188,9 +188,9 @@ class DSparkConfig:
     )
     simulate_acceptance: Profile | None = _option(
         "Only with `--load-format dummy`: accept drafts at random, the same ones for the same prompt and position. "
-        "The value is the acceptance rate at each position if all drafts before it are accepted, e.g. "
-        "`0.8,0.75,0.7`; the last rate counts for the rest of the block. The engine `builtin` reads this option "
-        "only from its environment variable.",
+        "The value has the acceptance rate of each position if all drafts before it are accepted, such as "
+        "`0.8,0.75,0.7`; the last rate counts for the rest of the block. With the engine `builtin`, only the "
+        "environment variable has an effect, not the flag.",
         read=_numbers,
         nargs="+",
     )

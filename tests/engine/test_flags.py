@@ -269,7 +269,7 @@ def test_the_committed_counts_are_these():
 def test_the_document_counts_flags():
     found = counted()
     said = "Of SGLang's {flags} flags, {served} work unchanged, {adjusted} are **adjusted**, {refused} are **refused** "
-    said += "with some of their values, and `--moe-a2a-backend` is either."
+    said += "with some of their values, and `--moe-a2a-backend` is adjusted or refused."
     assert said.format(**found) in WORDS
     assert found["either"] == 1
     assert found["flags"] == sum(found[kind] for kind in ("served", "adjusted", "refused", "either"))
