@@ -148,8 +148,8 @@ class DSparkConfig:
         read=float,
     )
     prompt_rows: Annotated[int, int_range(0)] | None = _option(
-        "Most prompt tokens that a step verifies together with drafts, in place of a prefill (not run on a GPU yet). "
-        "With 0, all prompts get a prefill.",
+        "Largest number of prompt tokens that a step verifies together with drafts, in place of a prefill (not run on "
+        "a GPU yet). With the value 0, all prompts get a prefill.",
         read=int,
     )
     unproven: Paths = _option(
@@ -162,7 +162,8 @@ class DSparkConfig:
     )
     answer_cache_key: Literal["request", "prompt"] = _option(
         "Key for the answers to requests that name no `cache` key. With `prompt`, the prompt is the key, so "
-        "that answers to one prompt copy from each other. With `request`, their answers are not kept.",
+        "that answers to one prompt copy from each other. With `request`, answers to requests without a "
+        "`cache` key are not kept.",
         default="request",
     )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(
