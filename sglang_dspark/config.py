@@ -144,7 +144,7 @@ class DSparkConfig:
     )
     max_gap_ms: Annotated[float, Meta(ge=1, le=60_000, description="must lie in 1 to 60000")] | None = _option(
         "With `--enable-mixed-chunk`: how many milliseconds running requests may wait for a chunk of a prompt. "
-        "Prompt chunks that would take longer than this are cut.",
+        "Prompt chunks that would take longer than this bound are cut.",
         read=float,
     )
     prompt_rows: Annotated[int, int_range(0)] | None = _option(
