@@ -80,79 +80,82 @@ class DSparkConfig:
     """Hold the resolved options of one server; :func:`default_text` says what None means."""
 
     schedule: PolicyName = _option(
-        "Verify policy. `auto` follows measured step times and the drafter's confidence, and does not speculate while "
-        "that would be slower; `early-stop` is Algorithm 1 of the DSpark paper; `static` verifies the same number of "
-        "drafts in every step; `threshold` verifies up to the first draft of low confidence; `off` drafts nothing.",
+        "Policy that decides how many drafts are verified. `auto` decides by measured step times and the drafter's "
+        "confidence, and does not speculate while that would be slower. `early-stop` is Algorithm 1 of the DSpark "
+        "paper. `static` verifies the same number of drafts in every step. `threshold` verifies the drafts before "
+        "the first one of low confidence. `off` drafts nothing.",
         default="auto",
         read=_policy,
     )
     block_size: Annotated[int, int_range(1)] | None = _option(
-        "Drafts per request and step (gamma). With a confidence head, up to 16 more than the drafter's block has; "
-        "these are copied from the text.",
+        "Drafts per request and step (gamma). With a confidence head, this may be up to 16 more than the drafter's "
+        "own block; the further drafts are copied from the text.",
         read=int,
     )
     verify_len: Annotated[int, int_range(0)] | None = _option(
-        "Policy `static`: drafts verified per request and step, 0 to the block size.", read=int
+        "With the policy `static`: number of drafts verified per request and step, from 0 to the block size.", read=int
     )
     confidence_threshold: Probability | None = _option(
-        "Policy `threshold`: verify the drafts before the first one whose raw confidence is below this.", read=float
+        "With the policy `threshold`: verify the drafts before the first one whose raw confidence is below this value.",
+        read=float,
     )
     confidence_sts_path: str | None = _option(
         "File of temperatures that calibrate the confidence head, written by `sglang-dspark calibrate`."
     )
     online_calibration: Switch = _option(
-        "`on` or `off`: keep calibrating the confidence head from what verification accepts.",
+        "`on` or `off`: whether the server keeps calibrating the confidence head with what verification accepts.",
         default=True,
         read=_on_or_off,
     )
     sps_table_path: str | None = _option(
-        "File of step times, for `auto`, `early-stop` and bounds on gaps: read if it exists, else measured at start-up "
-        "and written there. Without the flag it is kept below ~/.cache/sglang-dspark.",
+        "File of step times, for `auto`, `early-stop` and `--speculative-dspark-max-gap-ms`. If the file of step times "
+        "exists, it is used; otherwise the start measures and writes it. Without the flag, step times are kept below "
+        "~/.cache/sglang-dspark.",
     )
     draft_vocabulary: str | None = _option(
-        "File of the tokens that the drafter proposes, written by `sglang-dspark vocabulary`; it replaces the "
-        "drafter's own `draft_vocabulary.json`.",
+        "File that lists the tokens that the drafter may propose, written by `sglang-dspark vocabulary`. This list "
+        "replaces the drafter's own `draft_vocabulary.json`.",
     )
     draft_quantization: Literal["int8"] | None = _option(
-        "`int8`: also keep the drafter's layers and heads in 8 bits, which a GPU reads in steps of few rows (not run "
-        "on a GPU yet); a CPU only rounds the weights.",
+        "`int8`: a GPU also keeps a copy of the drafter's layers and heads in 8 bits, and uses it in steps of few rows "
+        "(not run on a GPU yet). On a CPU, `int8` only rounds the weights, which saves no time.",
     )
     draft_free: Switch = _option(
-        "Serve without a drafter: requests with a preset or a prediction speculate, others decode plainly. A value, "
-        "`on` or `off`, may be left out.",
+        "Serve without a drafter: requests with a preset or a prediction speculate, others decode one token per step. "
+        "`--speculative-dspark-draft-free` without a value means `on`.",
         default=False,
         read=_on_or_off,
         nargs="?",
         const="on",
     )
     answer_cache: Annotated[int, int_range(1)] | None = _option(
-        "Megabytes of host memory for finished answers, which later requests with the same key copy from.",
+        "Megabytes of host memory for finished answers, from which later requests with the same key copy drafts.",
         read=int,
     )
     tpot_ms: Annotated[float, Meta(ge=0.1, le=10_000, description="must lie in [0.1, 10000]")] | None = _option(
-        "SLO of requests that name none: milliseconds per token after the first.",
+        "SLO of requests that name none, in milliseconds per token after the first token.",
         read=float,
     )
     min_tpot_ms: Annotated[float, Meta(ge=0.1, description="must be a number from 0.1, or inf")] = _option(
-        "Least milliseconds per token that a request may name as its SLO; a request that names less gets HTTP 400. "
-        "`inf` lets requests name none.",
+        "Smallest SLO that a request may name, in milliseconds per token; a request that names a smaller one gets "
+        "HTTP 400. With `inf`, requests may name no SLO.",
         default=0.1,
         read=float,
     )
     max_gap_ms: Annotated[float, Meta(ge=1, le=60_000, description="must lie in 1 to 60000")] | None = _option(
-        "With `--enable-mixed-chunk`: how long running requests may wait for a chunk of a prompt, in milliseconds; "
-        "longer chunks are cut.",
+        "With `--enable-mixed-chunk`: how many milliseconds running requests may wait for a chunk of a prompt. "
+        "Prompt chunks that would take longer than this bound are cut.",
         read=float,
     )
     prompt_rows: Annotated[int, int_range(0)] | None = _option(
-        "Most tokens of prompts that a step verifies like drafts, in place of a prefill (not run on a GPU yet); 0 "
-        "turns this off.",
+        "Largest number of prompt tokens that a step verifies together with drafts, in place of a prefill (not run on "
+        "a GPU yet). With the value 0, all prompts get a prefill.",
         read=int,
     )
     unproven: Paths = _option(
-        "On a GPU, also take these code paths, which are off by default because their speed has not been measured on a "
-        f"GPU yet: one or more of {', '.join(get_args(UnprovenPath))}. `gpu_paths` in `GET /dspark/capabilities` says "
-        "what is on.",
+        "On a GPU, turn on code paths that are off by default, because their speed has not been measured on a GPU "
+        f"yet. Pass one or more of {', '.join(get_args(UnprovenPath))}. `gpu_paths` in `GET /dspark/capabilities` says "
+        "which paths are on.",
         default=(),
         read=_names,
         nargs="+",
@@ -167,33 +170,37 @@ class DSparkConfig:
         const="on",
     )
     answer_cache_key: Literal["request", "prompt"] = _option(
-        "Key that answers are kept under if a request names no `cache` key: `prompt` takes its prompt, so that samples "
-        "of one prompt copy from each other; `request` keeps no such answer.",
+        "Key for the answers to requests that name no `cache` key. With `prompt`, the prompt is the key, so "
+        "that answers to one prompt copy from each other. With `request`, answers to requests without a "
+        "`cache` key are not kept.",
         default="request",
     )
     engine: Literal["auto", "plugin", "scheduled", "builtin"] = _option(
-        "Whose worker decodes for `--speculative-algorithm DSPARK`: `plugin` is this one; `builtin` is SGLang's own, "
-        "unmodified, without the other flags of this group; `auto` is the first of these that serves the target; "
-        "`scheduled` is SGLang's own, on a GPU, with the plugin's policies.",
+        "Worker that decodes for `--speculative-algorithm DSPARK`. `plugin` is the plugin's worker. `builtin` is "
+        "SGLang's own worker, unmodified, without the plugin's other flags. `auto` takes the plugin's worker if "
+        "it serves target and device, else SGLang's own worker. `scheduled` is SGLang's own worker, on a GPU, with "
+        "the plugin's policies.",
         default="auto",
     )
     untested_sglang: Switch = _option(
-        "Serve on a release of SGLang that the plugin's tests have not passed on. A value, `on` or `off`, may be left "
-        "out.",
+        "Serve on a release of SGLang on which the plugin's tests have not passed. "
+        "`--speculative-dspark-untested-sglang` without a value means `on`.",
         default=False,
         read=_on_or_off,
         nargs="?",
         const="on",
     )
     fallback: Literal["refuse", "target-only"] = _option(
-        "When the drafter is unusable, or target or device are not served: `refuse` ends the start, `target-only` "
-        "serves the target without speculation and says why in the log and in `GET /dspark/capabilities`.",
+        "What to do if the drafter is unusable, or target or device is not served. `refuse` ends the start. "
+        "`target-only` serves the target without speculation, and says why in the log and in `GET "
+        "/dspark/capabilities`.",
         default="refuse",
     )
     simulate_acceptance: Profile | None = _option(
-        "With `--load-format dummy` only: accept drafts at random, the same ones for the same prompt and position. "
-        "Rates by position, given that all drafts before are accepted, e.g. `0.8,0.75,0.7`; the last one counts for "
-        "the rest of the block. The engine `builtin` reads only the environment variable.",
+        "Only with `--load-format dummy`: accept drafts at random, the same ones for the same prompt and position. "
+        "The value has the acceptance rate of each position if all drafts before it are accepted, such as "
+        "`0.8,0.75,0.7`; the last rate counts for the rest of the block. With the engine `builtin`, only the "
+        "environment variable has an effect, not the flag.",
         read=_numbers,
         nargs="+",
     )

@@ -60,8 +60,8 @@ FAMILIES: tuple[Family, ...] = (
 )
 """The classes; docs/compatibility.md has published models of each, and how it was tried."""
 
-_RECURRENT = "its layers keep a recurrent state of a kind that is not served"
-_LATENT = "its attention is latent (MLA)"
+_RECURRENT = "the target's layers keep a recurrent state of a kind that DSPARK does not serve"
+_LATENT = "the target's attention is latent (MLA)"
 
 UNSERVED: Mapping[str, str] = {
     "FalconH1ForCausalLM": _RECURRENT,
@@ -74,12 +74,15 @@ UNSERVED: Mapping[str, str] = {
     "MiniCPM3ForCausalLM": _LATENT,
     **dict.fromkeys(
         ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-        "SGLang returns states of its layers that are not summed up, from which drafts would hardly ever be right",
+        "SGLang returns the hidden states of this target's layers without the residual, so hardly any draft would be "
+        "right",
     ),
-    "Gemma4ForCausalLM": "SGLang does not read the sizes of its heads; serve it as Gemma4ForConditionalGeneration",
+    "Gemma4ForCausalLM": "SGLang does not read the sizes of this class's attention heads; serve the model as "
+    "Gemma4ForConditionalGeneration",
     **dict.fromkeys(
         ("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
-        "three of every four layers see only a chunk of the context, and verification would show them all of it",
+        "three of four layers attend only to one chunk of the context, but verification would let them attend to all "
+        "of it",
     ),
 }
 """Architectures that no DSPARK serves, SGLang's own neither, and why."""

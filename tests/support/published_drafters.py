@@ -68,7 +68,7 @@ LINES = [Line(**line) for line in tomllib.loads(DATA.read_text(encoding="utf-8")
 
 
 def counted() -> dict[str, int]:
-    """Return how many flags SGLang has, and how many have values that are adjusted or refused."""
+    """Return how many flags SGLang has, and how many have values that are adjusted, refused, or one and the other."""
     from sglang_dspark.engine.flags import all_rules
     from sglang_dspark.engine.start import LENGTHS
 
@@ -79,6 +79,7 @@ def counted() -> dict[str, int]:
     return {
         "flags": len(names),
         "served": len(names - adjusted - refused),
-        "adjusted": len(adjusted),
-        "refused": len(refused),
+        "adjusted": len(adjusted - refused),
+        "refused": len(refused - adjusted),
+        "either": len(adjusted & refused),
     }
