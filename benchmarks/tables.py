@@ -50,7 +50,7 @@ def speeds(sweep: str = "sweep") -> str:
         ratios = (ratio_text(told.loc[part["load"].iloc[0], part["config"].iloc[0]]) for part in (off, auto))
         rows.append([str(users), *measured, *ratios, f"{over_rounds(auto, 'accept_length'):.2f}"])
     header = ("users", "plain SGLang", "plugin, `off`", "plugin, `auto`", "off / plain", "auto / off", "accept length")
-    return section(header, rows, _origin("Output tokens per second of all users together", frame, sweep))
+    return section(header, rows, _origin("the output tokens per second of all users together", frame, sweep))
 
 
 def fixed_lengths(sweep: str = "sweep") -> str:
@@ -69,7 +69,7 @@ def fixed_lengths(sweep: str = "sweep") -> str:
         drafts = over_rounds(cells[cells["config"] == auto], "mean_verify_len")
         rows.append([str(users), *ratios, f"{drafts:.1f}"])
     header = ["users", *(f"`{config_name(frame, label)}`" for label in lengths), "drafts that `auto` verifies"]
-    return section(header, rows, _origin("Throughput of `auto` in multiples of each fixed length", frame, sweep))
+    return section(header, rows, _origin("the throughput of `auto` divided by that of each fixed length", frame, sweep))
 
 
 def _origin(what: str, frame: pd.DataFrame, sweep: str) -> str:
@@ -77,11 +77,11 @@ def _origin(what: str, frame: pd.DataFrame, sweep: str) -> str:
     record, rounds = content_of(f"{sweep}/provenance.json"), frame["round"].nunique()
     spread = "95 % intervals" if rounds >= MIN_ROUNDS else "their range"
     return (
-        f"{what}: {record['target']}, {frame['dtype'].iloc[0]}, {record['hardware']['cpu']}, SGLang "
-        f"{record['versions']['sglang']}; prompts of {prompt_names(record)}, "
-        f"{round(frame['num_tokens'].sum() / frame['num_requests'].sum())} tokens per answer; medians of {rounds} "
-        f"repetitions, ratios as geometric means with {spread} ([sweep.csv]({sweep}/sweep.csv), commit "
-        f"{record['commit'][:7]})."
+        f"The table has {what} ([sweep.csv]({sweep}/sweep.csv), commit {record['commit'][:7]}). The target is "
+        f"{record['target']} in {frame['dtype'].iloc[0]} on {record['hardware']['cpu']}, with SGLang "
+        f"{record['versions']['sglang']}. Prompts are from {prompt_names(record)}, and answers have "
+        f"{round(frame['num_tokens'].sum() / frame['num_requests'].sum())} tokens. Speeds are medians of {rounds} "
+        f"repetitions, and ratios are geometric means with {spread}."
     )
 
 
@@ -167,8 +167,9 @@ def gpu_paths() -> str:
         named = f"`{path.named_by}`" if path.named_by else ""
         rows.append([f"`{name}`", path.what, shown, named])
     note = (
-        "A file shows that a GPU has run a path and was not slower. An open path is off unless its flag is given, "
-        "except for those that are always on. `gpu_paths` in `GET /dspark/capabilities` says what a server does."
+        "Where a file is named, it shows that a GPU has run the path and was not slower with it. A path marked *open* "
+        "is off unless its flag is given, or cannot be turned off. `gpu_paths` in `GET /dspark/capabilities` says which "
+        "paths a server takes."
     )
     return section(("path", "on a GPU", "shown by", "turned on by"), rows, note)
 

@@ -162,8 +162,8 @@ class DSparkConfig:
     )
     self_check: Switch = _option(
         "On a GPU, compare kernels with plain PyTorch, and CUDA graphs with eager steps, during the start. The first "
-        "start takes about 5 seconds longer, and a fault ends it. The check is off by default because no GPU has run it "
-        "yet. A value, `on` or `off`, may be left out.",
+        "start takes about 5 seconds longer. A fault ends the start. The check is off by default because it has not "
+        "run on a GPU yet. `--speculative-dspark-self-check` without a value means `on`.",
         default=False,
         read=_on_or_off,
         nargs="?",

@@ -34,59 +34,75 @@ class GpuPath:
 _UNPROVEN = "--speculative-dspark-unproven"
 
 GPU_PATHS: Mapping[str, GpuPath] = {
-    "graphs": GpuPath("steps are replayed from CUDA graphs, the draft with its plan", "h200/equal_work/sweep.csv"),
-    "fused-graphs": GpuPath("greedy steps are one graph from the forward to the commit", "h200/equal_work/sweep.csv"),
-    "fused-layers": GpuPath("a layer of the drafter is a dozen launches", "h200/equal_work/sweep.csv"),
-    "walk": GpuPath("each slot of a block is drafted in one kernel launch", "h200/kernels.json"),
-    "auto": GpuPath("measured step times decide how much is verified", "h200/sweep/sweep.csv"),
+    "graphs": GpuPath(
+        "each step replays CUDA graphs; one of them drafts and chooses which drafts to verify",
+        "h200/equal_work/sweep.csv",
+    ),
+    "fused-graphs": GpuPath(
+        "in greedy steps, one CUDA graph runs the target, the acceptance and the commit", "h200/equal_work/sweep.csv"
+    ),
+    "fused-layers": GpuPath(
+        "each layer of the drafter takes about twelve kernel launches", "h200/equal_work/sweep.csv"
+    ),
+    "walk": GpuPath("one kernel launch drafts one position of the blocks of all requests", "h200/kernels.json"),
+    "auto": GpuPath(
+        "the policy `auto` chooses from measured step times how many drafts to verify", "h200/sweep/sweep.csv"
+    ),
     "draft-vocabulary": GpuPath(
-        "the drafter proposes the tokens of a list",
+        "the drafter proposes only the tokens of a given list",
         "h200/equal_work/sweep.csv",
         "--speculative-dspark-draft-vocabulary",
         "draft_vocabulary",
     ),
     "prompt-rows": GpuPath(
-        "short prompts are verified in place of a prefill, as many rows as step times allow",
+        "short prompts run with the verification in place of a prefill, where step times say that it is faster",
         named_by=f"{_UNPROVEN} prompt-rows",
         option="prompt_rows",
     ),
     "held-rows": GpuPath(
-        "draft K/V of steps that draft nothing waits, for up to 512 rows",
+        "steps without drafts leave the drafter's K/V of up to 512 tokens to the next step with drafts",
         named_by=f"{_UNPROVEN} held-rows",
     ),
     "survivals": GpuPath(
-        "one launch computes the survivals of all blocks; PyTorch needs six", named_by=f"{_UNPROVEN} survivals"
+        "one kernel launch computes the survival probabilities of all drafts; PyTorch needs six launches",
+        named_by=f"{_UNPROVEN} survivals",
     ),
     "int8": GpuPath(
-        "layers and heads of the drafter are read in 8 bits",
+        "the GPU reads the weights of the drafter's layers and heads in 8 bits",
         named_by="--speculative-dspark-draft-quantization int8",
         option="draft_quantization",
     ),
     "scheduled": GpuPath(
-        "our policies decide on SGLang's own worker; at 1 and 16 users slower than without, in an older form",
+        "SGLang's own DSPARK worker follows the plugin's policies; an older version was slower with them at 1 and 16 "
+        "users",
         named_by="--speculative-dspark-engine scheduled",
     ),
-    "mixed-chunks": GpuPath("prompts share steps with running requests", named_by="--enable-mixed-chunk"),
+    "mixed-chunks": GpuPath(
+        "chunks of prompts share forward passes with running requests", named_by="--enable-mixed-chunk"
+    ),
     "self-check": GpuPath(
         "kernels are compared with plain PyTorch, and CUDA graphs with eager steps, at the start",
         named_by="--speculative-dspark-self-check",
         option="self_check",
     ),
     "same-bits": GpuPath(
-        "keys are summed in tiles at fixed positions, those of prompts too", named_by="--enable-deterministic-inference"
+        "attention sums over keys in tiles that begin at fixed positions, in prefills too",
+        named_by="--enable-deterministic-inference",
     ),
     "memory-graphs": GpuPath(
-        "a release of memory also frees that of CUDA graphs", named_by="SGLANG_MEMORY_SAVER_CUDA_GRAPH=1"
+        "`/release_memory_occupation` also releases the memory of CUDA graphs",
+        named_by="SGLANG_MEMORY_SAVER_CUDA_GRAPH=1",
     ),
     "one-launch-attention": GpuPath(
-        "the last program of a split context combines its parts; always on, because the code that it replaced is gone"
+        "where attention splits a context, one launch computes and combines the parts; always on, because the code that "
+        "it replaced is gone"
     ),
     "inverted-draws": GpuPath(
         "sampled drafts and tokens are drawn by inverting the cumulative distribution; always on, because the code "
         "that it replaced is gone"
     ),
     "shortlist-walk": GpuPath(
-        "blocks of a DFlash 2 drafter are drawn in one launch; always on, because the code that it replaced is gone"
+        "one kernel launch draws the blocks of a DFlash 2 drafter; always on, because the code that it replaced is gone"
     ),
 }
 """By name. Those without a file are open."""

@@ -296,6 +296,7 @@ WRITTEN = {
     "max_gap_ms": {"50": 50.0},
     "prompt_rows": {"64": 64},
     "unproven": {"survivals": ("survivals",), "[held-rows, prompt-rows]": ("held-rows", "prompt-rows")},
+    "self_check": {"on": True, "off": False},
     "answer_cache_key": {"prompt": "prompt"},
     "engine": {"plugin": "plugin"},
     "untested_sglang": {"yes": True, "off": False},
