@@ -168,8 +168,8 @@ def gpu_paths() -> str:
         rows.append([f"`{name}`", path.what, shown, named])
     note = (
         "Where a file is named, it shows that a GPU has run the path and was not slower with it. A path marked *open* "
-        "is off unless its flag is given, or cannot be turned off. `gpu_paths` in `GET /dspark/capabilities` says which "
-        "paths a server takes."
+        "is off unless its flag is given, or cannot be turned off. `gpu_paths` in `GET /dspark/capabilities` says "
+        "which paths a server takes."
     )
     return section(("path", "on a GPU", "shown by", "turned on by"), rows, note)
 

@@ -94,8 +94,8 @@ GPU_PATHS: Mapping[str, GpuPath] = {
         named_by="SGLANG_MEMORY_SAVER_CUDA_GRAPH=1",
     ),
     "one-launch-attention": GpuPath(
-        "where attention splits a context, one launch computes and combines the parts; always on, because the code that "
-        "it replaced is gone"
+        "where attention splits a context, one launch computes and combines the parts; always on, because the code "
+        "that it replaced is gone"
     ),
     "inverted-draws": GpuPath(
         "sampled drafts and tokens are drawn by inverting the cumulative distribution; always on, because the code "
