@@ -15,14 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from faults import GRAPH, VARIABLE
 from golden_server import (
     DRAFT,
     DRAFTER_ALONE,
+    DSPARK,
     EMULATION,
     PACE_MS,
     TARGET,
     TOL,
     VOCAB,
+    emulated_graphs,
     endless,
     generate,
     greedy,
@@ -34,6 +37,9 @@ from golden_server import (
     wait_for_running,
 )
 from safetensors.torch import load_file
+from server_pool import Recipe
+
+from sglang_dspark.errors import LaunchError
 
 CASES = json.loads((DRAFT / "golden.json").read_text())["cases"][:3]
 GAMMA = 7  # of the drafter
@@ -69,6 +75,22 @@ def test_the_start_has_checked_its_kernels_and_graphs(graphs):
     assert found["self_check"]["kernels"] > 8 and found["self_check"]["graphs"] >= 2
     [said] = re.findall(r"logits of 12 rows .* by at most ([\d.e-]+); the", graphs.log_path.read_text())
     assert float(said) < TOL
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("add_norm", "qk_norm_rope", "kv_inject", "window_attention", "draft_block", "accept", "prepare"),
+        *("plan_top", "plan_staged", GRAPH),
+    ],
+)
+def test_a_start_ends_with_the_name_of_what_is_wrong(name, server_pool, tmp_path):
+    flags = (*DSPARK, "--max-running-requests 4", "--speculative-dspark-self-check")
+    env = {**emulated_graphs(), VARIABLE: name, "HOME": str(tmp_path)}  # where nothing was checked before
+    named = pytest.raises(LaunchError, match=f"the self-check found a fault in {name} on")
+    with named, server_pool.lent(Recipe(flags, env), tmp_path):
+        pass
 
 
 def test_golden_traces_of_replayed_steps(graphs):

@@ -7,12 +7,12 @@ import dspark_kernels
 import pytest
 import torch
 from dspark_kernels import kernels_anywhere, silu_mul
+from faults import GRAPH, VARIABLE, faulty
 from random_start import RandomStart
-from replays import Emulated
 
 from sglang_dspark.errors import EngineError
 from sglang_dspark.worker import self_check
-from sglang_dspark.worker.self_check import SelfCheck, form_of, tensors_of
+from sglang_dspark.worker.self_check import SelfCheck, form_of
 
 CPU = torch.device("cpu")
 REMEDY = "--speculative-dspark-engine builtin"
@@ -35,25 +35,6 @@ def test_random_forms_agree(monkeypatch, tmp_path, seed):
     found = started(monkeypatch, tmp_path, seed)
     assert found["kernels"] >= 12 and found["forms"] > 50 and found["graphs"] >= 2
     assert (found["unchecked"], found["left_for_next_start"]) == ({}, 0)
-
-
-def wrong_in(tensors):
-    """Change one number that a kernel gave; a token becomes another one, and a length is longer."""
-    first = next(tensor for tensor in tensors if tensor.numel())
-    last = first.view(-1)[-1:]
-    last.add_(1 if not first.is_floating_point() else 0.1 * first.abs().max())
-
-
-def faulty(function):
-    """Return the kernels of a function with a fault in their last number."""
-
-    @functools.wraps(function.kernel)
-    def run(*args, original=function.kernel, **kwargs):
-        result = original(*args, **kwargs)
-        wrong_in(tensors_of(result))
-        return result
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -84,13 +65,8 @@ def test_a_kernel_that_writes_the_wrong_slot_ends_the_start(monkeypatch, tmp_pat
 
 def test_a_wrong_graph_ends_the_start(monkeypatch, tmp_path):
     """A replay that leaves its output as it was."""
-
-    def stale(graph):
-        graph._run()
-        return graph.output
-
-    monkeypatch.setattr(Emulated, "replay", stale)
-    with pytest.raises(EngineError, match=r"found a fault in a CUDA graph on .*--disable-cuda-graph"):
+    monkeypatch.setenv(VARIABLE, GRAPH)
+    with pytest.raises(EngineError, match=f"found a fault in {GRAPH} on .*--disable-cuda-graph"):
         started(monkeypatch, tmp_path, 3, warms_up=False)
 
 

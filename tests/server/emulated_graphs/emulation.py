@@ -184,12 +184,12 @@ def note_state_kernels():
     def noted(function):
         on_gpu = function.kernel
 
-        def run(*args):
+        def run(*args, **kwargs):
             if forms.serving() or forms.checking():
-                return on_gpu(*args)
+                return on_gpu(*args, **kwargs)
             with forms.noted_only():
-                on_gpu(*args)
-            return function.reference(*args)
+                on_gpu(*args, **kwargs)
+            return function.reference(*args, **kwargs)
 
         function.kernel = functools.update_wrapper(run, on_gpu)
 

@@ -6,6 +6,7 @@ A form that comes up after ``worker.warm_up`` would have been compiled while a r
 import logging
 from contextlib import contextmanager
 
+import faults
 import launches
 import order
 from triton.backends.compiler import GPUTarget
@@ -71,12 +72,14 @@ def compute_what_is_checked():
     """Have the self-check run the kernels themselves, whatever takes their places in a warm-up."""
     from sglang_dspark.worker import self_check
 
-    def both_forms(*args, original=self_check._both_forms):
-        _state["checking"] = True
+    def both_forms(function, *args, original=self_check._both_forms):
+        _state["checking"], kernel = True, function.kernel
         try:
-            return original(*args)
+            if faults.planted(kernel.__name__):
+                function.kernel = faults.faulty(function)
+            return original(function, *args)
         finally:
-            _state["checking"] = False
+            _state["checking"], function.kernel = False, kernel
 
     self_check._both_forms = both_forms
 

@@ -1,5 +1,6 @@
 """Functions that are called again where a GPU would replay a graph: results go to where the first ones lie."""
 
+import faults
 import torch
 from launches import one
 
@@ -12,7 +13,9 @@ class Emulated:
 
     def replay(self):
         with one("graph"):
-            overwrite(self.output, self._run())
+            new = self._run()
+            if not faults.planted(faults.GRAPH):
+                overwrite(self.output, new)
         return self.output
 
     def launched(self):
