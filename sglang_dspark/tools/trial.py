@@ -118,8 +118,8 @@ class Trial:
                 self._console.print(f"[dim]{escape(said)}[/]", soft_wrap=True)
                 yield server
         except (LaunchError, OSError) as error:
-            # SGLang prints all of its arguments in one line.
-            log = [line for line in server.log_tail().splitlines() if "ServerArgs(" not in line]
+            # SGLang prints all of its arguments in one line, keys and names too.
+            log = [line for line in server.log_tail().splitlines() if "server_args=" not in line]
             refused = [] if isinstance(error, LaunchError) else [str(error)]
             self.report["error"] = {"server": name, "lines": [*refused, *log]}
             if isinstance(error, LaunchError):

@@ -65,7 +65,7 @@ class Stub(FakeServer):
 
 def main():
     if BEHAVIOUR == "die":
-        sys.exit("no such model")
+        sys.exit("server_args={'served_model_name': 'secret'}\nno such model")
     if BEHAVIOUR in ("hang", "orphan"):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         sys.stdout.write(f"child {child.pid}\n")
