@@ -12,6 +12,7 @@ from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.error import HTTPError
 
 import torch
 from rich.console import Console
@@ -76,7 +77,6 @@ class Trial:
             *(() if pair else ("--skip-tokenizer-init",)),
             *(word for group in groups if not group[0].startswith("--speculative-") for word in group),
         ]
-        self._near_tie = 0.0
         self.report: dict[str, Any] = {
             "report": KIND,
             "commit": provenance.commit(),
@@ -84,7 +84,7 @@ class Trial:
             "hardware": provenance.hardware(),
             "pair": "named" if pair else "tiny, random weights",
             "flags": [provenance.shown_flag(group) for group in groups],
-            **dict.fromkeys(("server", "texts", "step_ms", "users", "error")),
+            **dict.fromkeys(("server", "texts", "users", "error")),
         }
 
     def run(self) -> bool:
@@ -120,11 +120,12 @@ class Trial:
         except (LaunchError, OSError) as error:
             # SGLang prints all of its arguments in one line, keys and names too.
             log = [line for line in server.log_tail().splitlines() if "server_args=" not in line]
-            refused = [] if isinstance(error, LaunchError) else [str(error)]
+            said = f"{error}: {error.read().decode(errors='replace')}" if isinstance(error, HTTPError) else str(error)
+            refused = [] if isinstance(error, LaunchError) else [said]
             self.report["error"] = {"server": name, "lines": [*refused, *log]}
             if isinstance(error, LaunchError):
                 raise
-            raise DSparkError(f"the {name} server did not answer: {error}; its log is in {log_path}") from error
+            raise DSparkError(f"the {name} server did not answer: {said}; its log is in {log_path}") from error
 
     def _compare(
         self, server: LaunchedServer, prompts: Sequence[Sequence[int]], expected: Sequence[Answer]
@@ -135,7 +136,7 @@ class Trial:
             raise DSparkError(f"the target decodes without drafts: {capabilities['reason']}")
         capabilities["target"].pop("name")
         self.report["server"] = {key: value for key, value in capabilities.items() if key != "policies"}
-        self._near_tie = 0.0 if capabilities["dtype"] == "float32" else NEAR_TIE
+        near_tie = 0.0 if capabilities["dtype"] == "float32" else NEAR_TIE
         table = new_table("policy", "equal", "near-tie", "different", "drafts\nverified", "kept", "tokens\nper step")
         conditional: list[float] = []
         self.report["texts"] = {}
@@ -146,8 +147,7 @@ class Trial:
             texts = [answer["output_ids"] for answer in ask(server, prompts)]
             after = server.get_json("/dspark/stats")
             counts = {key: after[key] - before[key] for key in _COUNTS}
-            found = {**judged(expected, texts, self._near_tie), **counts}
-            self.report["texts"][policy] = found
+            found = self.report["texts"][policy] = {**judged(expected, texts, near_tie), **counts}
             lengths = f"{counts['committed_tokens'] / max(counts['rounds'], 1):.2f}"
             shown = (found[key] for key in ("equal", "near_tie", "different", "verified_tokens", "accepted_tokens"))
             table.add_row(policy, *map(str, shown), lengths)
@@ -156,6 +156,8 @@ class Trial:
         self._console.print(table)
         if check := capabilities.get("self_check"):
             self._console.print(f"kernels checked: {check['kernels']} in {check['forms']} forms")
+        if not any(found["verified_tokens"] for found in self.report["texts"].values()):
+            raise DSparkError("no draft was verified, so nothing was tried; drop --speculative-dspark-schedule off")
         return conditional
 
     def _forecast(self, table: SpsTable, conditional: Sequence[float]) -> None:
@@ -168,27 +170,22 @@ class Trial:
         with self._console.status("simulating users"):
             off, auto = (sweep(conditions, [policy], reached) for policy in ("off", "auto"))
         most = table.gamma
-        headings = (
-            "users",
-            "step ms\n0 drafts",
-            f"step ms\n{most} drafts",
-            "drafts\nby auto",
-            "tok/s each\noff",
-            "auto",
-        )
-        shown = new_table(*headings, "times")
-        self.report["step_ms"], self.report["users"] = [], []
+        headings = ("step ms\n0 drafts", f"step ms\n{most} drafts", "drafts\nby auto", "tok/s each\noff", "auto")
+        shown = new_table("users", *headings, "times")
+        self.report["users"] = []
         for plain, point in zip(off, auto, strict=True):
-            users, f = point.users, point.figures
-            ms = [table.step_ms(users, users * (1 + n), n, table.contexts[0]) for n in (0, most)]
-            speeds = plain.figures.user_tok_s, f.user_tok_s
-            self.report["step_ms"] += [
-                {"requests": users, "drafts": n, "ms": round(one, 3)} for n, one in zip((0, most), ms, strict=True)
-            ]
-            figures = {"off_tok_s": speeds[0], "auto_tok_s": speeds[1], "verify_length": f.verify_len}
+            users = point.users
+            plain_ms, whole_ms = (table.step_ms(users, users * (1 + n), n, table.contexts[0]) for n in (0, most))
+            off_tok_s, auto_tok_s = plain.figures.user_tok_s, point.figures.user_tok_s
+            figures = {
+                "plain_step_ms": plain_ms,
+                "whole_blocks_step_ms": whole_ms,
+                "verify_length": point.figures.verify_len,
+                "off_tok_s": off_tok_s,
+                "auto_tok_s": auto_tok_s,
+            }
             self.report["users"].append({"users": users, **{name: round(x, 2) for name, x in figures.items()}})
-            cells = (f"{x:.1f}" for x in (*ms, f.verify_len, *speeds))
-            shown.add_row(str(users), *cells, f"{speeds[1] / speeds[0]:.2f}")
+            shown.add_row(str(users), *(f"{x:.1f}" for x in figures.values()), f"{auto_tok_s / off_tok_s:.2f}")
         self._console.print(shown)
         self._console.print(
             f"Step times were measured with {table.contexts[0]} tokens of context. Speeds are simulated from them and "
@@ -209,11 +206,12 @@ def try_here(
     Raises:
         DSparkError: as :meth:`Trial.run`.
     """
+    pair = pair and (pair[0].absolute(), pair[1].absolute())  # so that no name in a text is taken for one of them
     trial = Trial(console, pair, flags, log_dir=log_dir)
     try:
         return trial.run()
     finally:
-        names = dict(zip(map(str, pair), ("TARGET", "DRAFT"), strict=True)) if pair else {}
+        names = {str(pair[0]): "TARGET", str(pair[1]): "DRAFT"} if pair else {}
         provenance.write_json(report_path, provenance.without_names(trial.report, names))
         console.print(
             f"Report, without paths, prompts and names of machines: {report_path}", soft_wrap=True, markup=False

@@ -1,7 +1,8 @@
 """Stands in for ``sglang.launch_server``: answers what demo, trial and LaunchedServer ask, without a model.
 
 Run with ``--port``; the model path says how to behave: ``.../die`` prints and exits, ``.../hang`` never gets healthy,
-``.../orphan`` dies and leaves a child behind, ``.../differs`` writes another text with DSPARK, everything else serves.
+``.../orphan`` dies and leaves a child behind, ``.../differs`` writes another text with DSPARK, ``.../plain`` verifies
+no draft, everything else serves.
 """
 
 import os
@@ -58,7 +59,7 @@ class Stub(FakeServer):
     def _generated(self, body):
         """Four tokens; with DSPARK, ``.../differs`` ends with one that is not nearly tied."""
         ids = [7, 8, 9, 6 if SPECULATIVE and BEHAVIOUR == "differs" else 5]
-        self._stats["verified_tokens"] += 9
+        self._stats["verified_tokens"] += 0 if BEHAVIOUR == "plain" else 9
         top = [[[-0.1, token, None], [-3.0, 6, None]] for token in ids]
         return {"output_ids": ids, "meta_info": {"output_top_logprobs": top} if body.get("return_logprob") else {}}
 
