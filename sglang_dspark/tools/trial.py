@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from sglang_dspark import __version__
 from sglang_dspark.errors import ConfigError, DSparkError, LaunchError
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.tools import provenance
@@ -80,7 +81,7 @@ class Trial:
         self.report: dict[str, Any] = {
             "report": KIND,
             "commit": provenance.commit(),
-            "versions": provenance.versions(),
+            "versions": provenance.versions() | {"sglang-dspark": __version__},
             "hardware": provenance.hardware(),
             "pair": "named" if pair else "tiny, random weights",
             "flags": [provenance.shown_flag(group) for group in groups],
