@@ -194,8 +194,8 @@ class Trial:
         )
         if beyond := [str(users) for users in USERS if users not in reached]:
             self._console.print(
-                f"Nothing is said about {' and '.join(beyond)} users: step times reach to {table.requests[-1]} "
-                "requests (--max-running-requests)."
+                f"Nothing is said about {' and '.join(beyond)} users: steps were timed with up to {table.requests[-1]} "
+                f"requests, and --max-running-requests is {self.report['server']['max_running_requests']}."
             )
 
 

@@ -205,11 +205,11 @@ def test_the_tiny_pair_on_this_machine(run_try, tmp_path):
     found = report["texts"]["static"]
     assert 1.5 < found["committed_tokens"] / found["rounds"] < 7
     assert found["accepted_tokens"] < found["verified_tokens"]
-    reached = [users for users in trial.USERS if users <= report["server"]["max_running_requests"]]
-    assert [point["users"] for point in report["users"]] == reached
+    reached = [point["users"] for point in report["users"]]  # on a slow machine, large steps are not timed
+    assert reached == list(trial.USERS[: len(reached)])
+    assert reached[-1] <= report["server"]["max_running_requests"]
     assert all(math.isfinite(figure) and figure > 0 for point in report["users"] for figure in point.values())
-    for users in set(trial.USERS).difference(reached):
-        assert f"Nothing is said about {users} users" in result.output
+    assert (len(reached) < len(trial.USERS)) == ("Nothing is said about" in result.output)
     written = (tmp_path / "report.json").read_text()
     assert [name for name in (str(tmp_path), "/tmp", str(Path.home()), platform.node()) if name in written] == []
     assert "input_ids" not in written
