@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -84,6 +85,40 @@ def portable(text: str) -> str:
         return text
     path = Path(text)
     return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else path.name
+
+
+_PATH = re.compile(r"(?<![\w/.:~-])(?:~|\.{1,2})?(?:/[^\s/'\",:;()\[\]{}<>=]+)+/?")
+
+
+def without_names(value: Any, names: Mapping[str, str]) -> Any:
+    """Return JSON of which no text names a folder of this machine, or the machine itself.
+
+    Args:
+        names: texts to put in the place of others, for instance of a model's folder. Of any other absolute path only
+            its last part is left.
+    """
+    if isinstance(value, dict):
+        return {key: without_names(entry, names) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [without_names(entry, names) for entry in value]
+    if not isinstance(value, str):
+        return value
+    for name, instead in {**names, platform.node(): "HOST"}.items():
+        value = value.replace(name, instead) if name else value
+    return _PATH.sub(lambda match: Path(match[0]).name, value)
+
+
+# Of flags whose value may be a secret, or name a machine, a file or a model.
+_PRIVATE = re.compile("key|pass|host|addr|url|path|dir|file|name|config|endpoint|tokenizer|template|model|revision")
+
+
+def shown_flag(words: Sequence[str]) -> str:
+    """Return a flag and its values as a report shows it: with ``...`` in the place of what may be private."""
+    flag, _, value = words[0].partition("=")
+    values = [*filter(None, [value]), *words[1:]]
+    if _PRIVATE.search(flag):
+        return " ".join([flag, *["..." for _ in values]])
+    return " ".join([flag, *[value if re.fullmatch(r"[\w.,+-]+", value) else "..." for value in values]])
 
 
 def file_digest(path: Path) -> str:

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sglang_dspark.tools.cli.options import Checkpoint
+from sglang_dspark.tools.cli.options import Checkpoint, OutputFile
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from sglang_dspark.tools.doctor import Finding
 
 
+_CACHE = Path.home() / ".cache" / "sglang-dspark"
+_REPORT = "dspark-report.json"
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[bold red]fail[/]"}
 
 
@@ -23,17 +27,32 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[bold red]fa
 @click.option("--target", type=Checkpoint(), help="The target model.")
 @click.option("--draft", type=Checkpoint(), help="Its drafter.")
 @click.option("--hooks", is_flag=True, help="Also check and explain every function of SGLang that the plugin patches.")
+@click.option("--try", "tries", is_flag=True, help="Also start servers of the pair, or of a tiny one, and compare.")
+@click.option("--report", type=OutputFile(), help=f"With --try: file for what was found.  [default: {_REPORT}]")
 @click.argument("flags", nargs=-1, metavar="[-- FLAGS]")
-def doctor(target: Path | None, draft: Path | None, hooks: bool, flags: tuple[str, ...]) -> None:
+def doctor(
+    target: Path | None,
+    draft: Path | None,
+    hooks: bool,
+    tries: bool,
+    report: Path | None,
+    flags: tuple[str, ...],
+) -> None:
     """Check, before a start, whether this installation can serve and a drafter fits a target.
 
     With a pair, FLAGS of sglang.launch_server may follow after "--"; the report says which of them DSPARK changes or
     refuses. The exit status is 1 if a server would not start.
+
+    With --try, a plain server and one with the pair write twenty texts, which are compared. This takes about two
+    minutes. The report can be attached to an issue: it has versions, hardware, flags and results, and no paths,
+    prompts or names of machines. The exit status is 1 if a text is different, too.
     """
     if (target is None) != (draft is None):
         raise click.UsageError("--target and --draft belong together: give both or neither")
-    if flags and target is None:
+    if flags and target is None and not tries:
         raise click.UsageError(f"FLAGS ({' '.join(flags)}) are checked with a pair: give --target and --draft")
+    if report is not None and not tries:
+        raise click.UsageError(f"--report {report} is written by a trial: give --try, too")
 
     from rich.console import Console
     from rich.table import Table
@@ -49,11 +68,23 @@ def doctor(target: Path | None, draft: Path | None, hooks: bool, flags: tuple[st
     if num_failed := sum(finding.status == "fail" for finding in findings):
         console.print(f"\n[bold red]{num_failed} of {len(findings)} checks failed.[/]")
         raise SystemExit(1)
-    if target is None or draft is None:
+    if tries:
+        _try(console, None if target is None or draft is None else (target, draft), flags, report or Path(_REPORT))
+    elif target is None or draft is None:
         console.print("\n[green]Ready.[/] With --target and --draft, doctor checks a pair, too.")
     else:
         console.print("\n[green]Ready.[/] This command starts the server:")
         console.print(_command(_flags(target, draft, flags)), soft_wrap=True)
+
+
+def _try(console: Console, pair: tuple[Path, Path] | None, flags: tuple[str, ...], report: Path) -> None:
+    from sglang_dspark.tools.trial import try_here
+
+    _CACHE.mkdir(parents=True, exist_ok=True)
+    if not try_here(console, pair, flags, report_path=report, log_dir=_CACHE):
+        console.print("\n[bold red]Texts are different.[/] Please report it, with this file.")
+        raise SystemExit(1)
+    console.print("\n[green]No text is different.[/]")
 
 
 def _flags(target: Path, draft: Path, others: tuple[str, ...]) -> list[str]:
@@ -100,7 +131,6 @@ def _text(finding: Finding) -> str:
     return escape(finding.found) + remedy
 
 
-_CACHE = Path.home() / ".cache" / "sglang-dspark"
 _BUNDLED_DRAFTER = Path(__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
 
 
