@@ -36,7 +36,7 @@ Answer = dict[str, Any]
 KIND = "sglang-dspark doctor --try"
 """First entry of a report."""
 GPU_FLAGS = ("--max-running-requests", "64", "--max-total-tokens", "65536")
-SELF_CHECK: tuple[str, ...] = ()
+SELF_CHECK = ("--speculative-dspark-self-check",)
 """Flags that have a server on a GPU check its kernels."""
 POLICIES = ("static", "auto")
 """The first one verifies whole blocks, whatever that costs here."""
@@ -156,7 +156,10 @@ class Trial:
         self._console.print(f"\n{len(prompts)} texts on {escape(capabilities['device'])}, {capabilities['dtype']}:")
         self._console.print(table)
         if check := capabilities.get("self_check"):
-            self._console.print(f"kernels checked: {check['kernels']} in {check['forms']} forms")
+            self._console.print(
+                f"{check['kernels']} kernels agree with PyTorch in {check['forms']} forms, and {check['graphs']} CUDA "
+                "graphs with eager steps"
+            )
         if not any(found["verified_tokens"] for found in self.report["texts"].values()):
             raise DSparkError("no draft was verified, so nothing was tried; drop --speculative-dspark-schedule off")
         return conditional

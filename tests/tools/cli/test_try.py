@@ -141,7 +141,7 @@ def test_equal_texts(run_try, stand_in):
     result, report = run_try()
     assert result.exit_code == 0, result.output
     assert "No text is different." in result.output
-    assert "kernels checked: 12 in 34 forms" in result.output
+    assert "12 kernels agree with PyTorch in 34 forms, and 5 CUDA graphs with eager steps" in result.output
     assert report["report"] == trial.KIND
     assert {policy: found["equal"] for policy, found in report["texts"].items()} == {"static": 20, "auto": 20}
     assert report["texts"]["auto"]["verified_tokens"] == 20 * 9
