@@ -23,8 +23,15 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[bold red]fa
 @click.option("--target", type=Checkpoint(), help="The target model.")
 @click.option("--draft", type=Checkpoint(), help="Its drafter.")
 @click.option("--hooks", is_flag=True, help="Also check and explain every function of SGLang that the plugin patches.")
+@click.option(
+    "--sglang",
+    metavar="[FOLDER]",
+    is_flag=False,
+    flag_value="",
+    help="Also check every name of SGLang that the plugin uses: in the installed release, or in an unpacked one.",
+)
 @click.argument("flags", nargs=-1, metavar="[-- FLAGS]")
-def doctor(target: Path | None, draft: Path | None, hooks: bool, flags: tuple[str, ...]) -> None:
+def doctor(target: Path | None, draft: Path | None, hooks: bool, sglang: str | None, flags: tuple[str, ...]) -> None:
     """Check, before a start, whether this installation can serve and a drafter fits a target.
 
     With a pair, FLAGS of sglang.launch_server may follow after "--"; the report says which of them DSPARK changes or
@@ -42,7 +49,7 @@ def doctor(target: Path | None, draft: Path | None, hooks: bool, flags: tuple[st
     table = Table.grid(padding=(0, 2))
     findings = []
     with console.status("importing SGLang and running the checks"):
-        for finding in _diagnose(target, draft, flags, hooks=hooks):
+        for finding in _diagnose(target, draft, flags, hooks=hooks, sglang=sglang):
             findings.append(finding)
             table.add_row(_MARKS[finding.status], finding.subject, _text(finding))
     console.print(table)
@@ -74,9 +81,11 @@ def _command(flags: list[str]) -> str:
     return f"{variable}python -m sglang.launch_server {' '.join(flags)}"
 
 
-def _diagnose(target: Path | None, draft: Path | None, flags: tuple[str, ...], *, hooks: bool) -> Iterator[Finding]:
+def _diagnose(
+    target: Path | None, draft: Path | None, flags: tuple[str, ...], *, hooks: bool, sglang: str | None
+) -> Iterator[Finding]:
     from sglang_dspark.on_cpu import VARIABLE
-    from sglang_dspark.tools.doctor import check_device, check_hooks, check_plugin, check_versions
+    from sglang_dspark.tools.doctor import check_device, check_hooks, check_plugin, check_sglang, check_versions
 
     if target is not None and draft is not None:
         with suppress(ImportError):  # of torch, which check_device reports
@@ -84,6 +93,8 @@ def _diagnose(target: Path | None, draft: Path | None, flags: tuple[str, ...], *
                 os.environ.setdefault(VARIABLE, "1")  # as in the command; SGLang reads it once
     yield from check_versions()
     yield from check_plugin()
+    if sglang is not None:
+        yield from check_sglang(Path(sglang) if sglang else None)
     if hooks:
         yield from check_hooks()
     yield from check_device()
