@@ -47,6 +47,8 @@ def doctor(target: Path | None, draft: Path | None, hooks: bool, sglang: str | N
 
     console = Console(highlight=False)
     table = Table.grid(padding=(0, 2))
+    for _ in range(3):
+        table.add_column(overflow="fold")  # names of SGLang are long, and are to be copied
     findings = []
     with console.status("importing SGLang and running the checks"):
         for finding in _diagnose(target, draft, flags, hooks=hooks, sglang=sglang):
