@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -94,9 +95,14 @@ def summary(report: Path) -> dict[str, Any]:
 
 
 def first_line(text: str) -> str:
-    """Return the first line of the error in pytest's output, without folders of this machine."""
+    """Return the first line of the error in pytest's output, without folders of this machine.
+
+    Of a server that did not start, it is the error in its log.
+    """
     lines = text.splitlines() or [""]
     marked = [line.removeprefix("E ").strip() for line in lines if line.startswith("E  ")]
+    if marked and "LaunchError: " in marked[0]:
+        marked = [line for line in marked[1:] if re.match(r"[\w.]+Error: ", line)] or marked
     return (marked or lines)[0].replace(sys.prefix, "VENV").replace(str(ROOT), ".")
 
 

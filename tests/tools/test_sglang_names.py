@@ -90,7 +90,7 @@ def prepared(prepare, batch, size, *, pad):
 
 
 @hook("sglang.srt.backend.run", HookType.BEFORE, where="scheduler", reason="")
-def before(first, *others, **given): ...
+def before(first, *others, third=None, **given): ...
 
 
 class Ours(Backend):
@@ -129,7 +129,7 @@ class Batch:
     def prepare(self, size, *, pad=False):
         self.late = 1
 
-def run(first, second, third=None): ...
+def run(first, second, *, third=None): ...
 
 class Base:
     def finish(self): ...
@@ -208,17 +208,30 @@ CHANGES = {
         {"backend.Batch.prepare": "(self, size, rows=..., *, pad=...)"},
         {},
     ),
+    "a hook's target has another order": (
+        "first, second",
+        "second, first",
+        {"backend.run": "(second, first, *, third=...)"},
+        {},
+    ),
+    "a hook's target needs what was optional": (
+        "pad=False",
+        "pad",
+        {},
+        {"backend.Batch.prepare": "(self, size, *, pad)"},
+    ),
     "a hook's target is asynchronous": (
         "def run",
         "async def run",
-        {"backend.run": "async (first, second, third=...)"},
+        {"backend.run": "async (first, second, *, third=...)"},
         {},
     ),
+    "what a hook reads is gone": ("*, third=None", "", {"backend.run": "(first, second)"}, {}),
     "a hook takes whatever else comes": (
         "third=None",
         "third, fourth=1",
         {},
-        {"backend.run": "(first, second, third, fourth=...)"},
+        {"backend.run": "(first, second, *, third, fourth=...)"},
     ),
     "a field is gone": (
         "rows: int",
@@ -308,11 +321,15 @@ def test_modules_that_import_each_other_whole_end(tmp_path):
 
 
 def test_doctor_says_what_changed(tmp_path, planted):
-    planted(one=("third=None", "fourth=None"), two=("def finish", "def end"))
+    planted(one=("second, *", "second, more=None, *"), two=("def finish", "def end"))
     *changes, summary = check_sglang(tmp_path / "next")
     assert [(change.status, change.subject, change.found.partition("; used in")[0]) for change in changes] == [
         ("fail", "override", "sglang.srt.backend.Backend.finish is gone; it was (self)"),
-        ("note", "hook", "sglang.srt.backend.run was (first, second, third=...) and is (first, second, fourth=...)"),
+        (
+            "note",
+            "hook",
+            "sglang.srt.backend.run was (first, second, *, third=...) and is (first, second, more=..., *, third=...)",
+        ),
     ]
     assert re.search(r"; used in sglang_dspark/plugin.py:\d+$", changes[0].found)
     assert summary.status == "note"
