@@ -15,7 +15,7 @@ SWEEP ?= $(RESULTS)/quick_sweep
 SWEEP_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo doctor unit test thorough check format sweep evidence gpu gpu15 lock clean
+.PHONY: help env demo doctor unit test thorough check format sweep evidence gpu gpu15 lock next clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -114,5 +114,18 @@ lock: env ## write constraints.txt from the environment as it is
 	@{ sed -n '/^#/p' constraints.txt; $(RUN) -m pip freeze --exclude-editable; } > constraints.new
 	@mv constraints.new constraints.txt
 
+# Another release keeps all other versions that it can work with. NEXT_INSTALL has more options of uv, such as --override
+# with a file of requirements.
+NEXT := .venv-next
+NEXT_TESTS ?= tests/engine tests/server
+next: ## try another SGLang, e.g. PRE=0.5.24rc1, in an environment of its own; $(RESULTS)/next_PRE.json says what broke
+	$(if $(PRE),,$(error name the release of SGLang to try: make next PRE=0.5.24rc1))
+	@$(MAKE) --no-print-directory env VENV=$(NEXT)
+	$(NEXT)/bin/python -m uv pip install --python $(NEXT)/bin/python pytest-timeout sglang==$(PRE) $(NEXT_INSTALL) \
+		|| $(NEXT)/bin/python -m pip install pytest-timeout sglang==$(PRE)
+	-$(NEXT)/bin/python -m sglang_dspark doctor --sglang --hooks
+	@mkdir -p $(RESULTS)
+	$(NEXT)/bin/python benchmarks/next_sglang.py --output $(RESULTS)/next_$(PRE).json $(NEXT_TESTS)
+
 clean: ## remove the environment and caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEXT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

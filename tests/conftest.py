@@ -19,8 +19,10 @@ from sglang_dspark.errors import FAILURES
 
 on_cpu.watch_imports()  # the stand-in of this working tree, whichever one the environment was switched by
 
+KEPT = "SGLANG_DSPARK_UNTESTED_SGLANG"  # of benchmarks/next_sglang.py, which tries another release
 for name in [name for name in os.environ if name.startswith("SGLANG_DSPARK_") or name == "SGLANG_PLUGINS"]:
-    del os.environ[name]
+    if name != KEPT:
+        del os.environ[name]
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 if not torch.cuda.is_available():

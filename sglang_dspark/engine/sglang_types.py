@@ -151,6 +151,23 @@ class ModelRunner(Protocol):
     mrope_deltas: torch.Tensor  # ours
 
 
+class SpecAuxConfig(Protocol):
+    """``sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state.SpecAuxHiddenStateConfig``."""
+
+    dflash_use_aux_hidden_state: bool
+    dflash_target_layer_ids: list[int]
+    dflash_draft_num_layers: int
+
+
+class KVCacheConfigurator(Protocol):
+    """``sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator``: sizes the pools of K/V."""
+
+    server_args: ServerArgs
+    model_dtype: torch.dtype
+    spec_aux_config: SpecAuxConfig
+    dflash_draft_cell_size_per_token: int
+
+
 class LinearLayer(Protocol):
     """``sglang.srt.layers.linear.LinearBase`` or ``ParallelLMHead`` without quantisation."""
 

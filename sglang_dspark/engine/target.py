@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_CUDA_GRAPH, GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
@@ -28,12 +28,9 @@ from sglang_dspark.draft.families import family_of
 from sglang_dspark.draft.model import DraftModel, bytes_per_token
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.server import attached_to_ours
-from sglang_dspark.engine.sglang_types import ModelRunner, ScheduleBatch
+from sglang_dspark.engine.sglang_types import KVCacheConfigurator, ModelRunner, ScheduleBatch
 from sglang_dspark.engine.support import OTHER_RELEASE, installed_sglang
 from sglang_dspark.errors import EngineError
-
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
 logger = logging.getLogger(__name__)
 

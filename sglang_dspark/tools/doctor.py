@@ -96,8 +96,11 @@ def _register(entry_point: EntryPoint) -> Finding:
 def check_hooks() -> Iterator[Finding]:
     """Check the functions of SGLang that are patched. Imports the whole engine, which takes a while."""
     with warnings.catch_warnings(action="ignore"):
-        from sglang_dspark.engine import start
-
+        try:
+            from sglang_dspark.engine import start
+        except Exception as error:  # noqa: BLE001 - as above
+            yield Finding("fail", "hooks", f"the plugin cannot be imported: {one_line(error)}", support.INSTALL_SGLANG)
+            return
         for hook, problem in start.known_hooks():
             subject = f"hook {hook.name}"
             if problem is None:
@@ -105,6 +108,34 @@ def check_hooks() -> Iterator[Finding]:
                 yield Finding("ok", subject, found)
             else:
                 yield Finding("fail", subject, problem, support.INSTALL_SGLANG)
+
+
+def check_sglang(folder: Path | None) -> Iterator[Finding]:
+    """Compare every name of SGLang that the plugin uses with the release that is served. Imports nothing of SGLang.
+
+    Args:
+        folder: an unpacked wheel, or ``python/`` of a checkout; None for the installed SGLang.
+    """
+    from sglang_dspark.tools import sglang_names
+
+    try:
+        found = sglang_names.drifts(folder or sglang_names.installed())
+    except EngineError as error:
+        yield Finding("fail", "sglang names", str(error))
+        return
+    for drift in found:
+        change = f"is gone; it was {drift.served}" if drift.form is None else f"was {drift.served} and is {drift.form}"
+        places = ", ".join(drift.places[:3]) + (f" and {len(drift.places) - 3} more" if drift.places[3:] else "")
+        said = f"{drift.name} {change}; used in {places}"
+        yield Finding("fail" if drift.breaks else "note", "/".join(sorted(drift.kinds)), said)
+    known = sglang_names.served().values()
+    num_read, num_broken = sum(form is not None for form in known), sum(drift.breaks for drift in found)
+    counts = (
+        f"of {len(known)} names of SGLang that the plugin uses, {num_read - len(found)} are as in the release that is "
+        f"served, {num_broken} break the plugin, {len(found) - num_broken} changed harmlessly, and "
+        f"{len(known) - num_read} cannot be read"
+    )
+    yield Finding("note" if num_broken else "ok", "sglang names", counts)
 
 
 def check_device() -> Iterator[Finding]:

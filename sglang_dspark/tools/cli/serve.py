@@ -27,6 +27,13 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[bold red]fa
 @click.option("--target", type=Checkpoint(), help="The target model.")
 @click.option("--draft", type=Checkpoint(), help="Its drafter.")
 @click.option("--hooks", is_flag=True, help="Also check and explain every function of SGLang that the plugin patches.")
+@click.option(
+    "--sglang",
+    metavar="[FOLDER]",
+    is_flag=False,
+    flag_value="",
+    help="Also check every name of SGLang that the plugin uses: in the installed release, or in an unpacked one.",
+)
 @click.option("--try", "tries", is_flag=True, help="Also start servers of the pair, or of a tiny one, and compare.")
 @click.option("--report", type=OutputFile(), help=f"With --try: file for what was found.  [default: {_REPORT}]")
 @click.argument("flags", nargs=-1, metavar="[-- FLAGS]")
@@ -34,6 +41,7 @@ def doctor(
     target: Path | None,
     draft: Path | None,
     hooks: bool,
+    sglang: str | None,
     tries: bool,
     report: Path | None,
     flags: tuple[str, ...],
@@ -59,9 +67,11 @@ def doctor(
 
     console = Console(highlight=False)
     table = Table.grid(padding=(0, 2))
+    for _ in range(3):
+        table.add_column(overflow="fold")  # names of SGLang are long, and are to be copied
     findings = []
     with console.status("importing SGLang and running the checks"):
-        for finding in _diagnose(target, draft, flags, hooks=hooks):
+        for finding in _diagnose(target, draft, flags, hooks=hooks, sglang=sglang):
             findings.append(finding)
             table.add_row(_MARKS[finding.status], finding.subject, _text(finding))
     console.print(table)
@@ -105,9 +115,11 @@ def _command(flags: list[str]) -> str:
     return f"{variable}python -m sglang.launch_server {' '.join(flags)}"
 
 
-def _diagnose(target: Path | None, draft: Path | None, flags: tuple[str, ...], *, hooks: bool) -> Iterator[Finding]:
+def _diagnose(
+    target: Path | None, draft: Path | None, flags: tuple[str, ...], *, hooks: bool, sglang: str | None
+) -> Iterator[Finding]:
     from sglang_dspark.on_cpu import VARIABLE
-    from sglang_dspark.tools.doctor import check_device, check_hooks, check_plugin, check_versions
+    from sglang_dspark.tools.doctor import check_device, check_hooks, check_plugin, check_sglang, check_versions
 
     if target is not None and draft is not None:
         with suppress(ImportError):  # of torch, which check_device reports
@@ -115,6 +127,8 @@ def _diagnose(target: Path | None, draft: Path | None, flags: tuple[str, ...], *
                 os.environ.setdefault(VARIABLE, "1")  # as in the command; SGLang reads it once
     yield from check_versions()
     yield from check_plugin()
+    if sglang is not None:
+        yield from check_sglang(Path(sglang) if sglang else None)
     if hooks:
         yield from check_hooks()
     yield from check_device()

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -56,6 +57,32 @@ def test_flags_that_a_start_changes_are_said(run, target, draft):
     said = " ".join(result.output.split())
     assert "note flags --enable-pdmux=True is dropped: DSPARK runs one batch at a time" in said
     assert "--skip-server-warmup=" not in said
+
+
+@pytest.mark.usefixtures("without_sglang")
+def test_another_sglang_is_read(run, tmp_path):
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    result = run("doctor", "--sglang", tmp_path)
+    said = " ".join(result.output.split())
+    assert result.exit_code == 1
+    for hook in all_hooks():
+        assert f"{hook.target} is gone; it was (" in said or f"{hook.target} is gone; it was async (" in said
+    assert "0 are as in the release that is served" in said
+    assert "name the folder of an unpacked wheel" in run("doctor", "--sglang", tmp_path / "sglang").output
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_sglang")
+def test_the_served_sglang_is_read(run):
+    assert "0 break the plugin, 0 changed harmlessly, and 2 cannot be read" in run("doctor", "--sglang").output
+
+
+@pytest.mark.usefixtures("without_sglang")
+def test_hooks_of_a_plugin_that_cannot_be_imported(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sglang_dspark.engine.start", None)
+    monkeypatch.delattr("sglang_dspark.engine.start")
+    result = run("doctor", "--hooks")
+    assert result.exit_code == 1 and "the plugin cannot be imported: ModuleNotFoundError" in result.output
 
 
 @pytest.mark.slow
