@@ -138,7 +138,7 @@ class DSparkConfig:
     )
     min_tpot_ms: Annotated[float, Meta(ge=0.1, description="must be a number from 0.1, or inf")] = _option(
         "Smallest SLO that a request may name, in milliseconds per token; a request that names a smaller one gets "
-        "HTTP 400. With `inf`, requests may name no SLO.",
+        "HTTP 400. With `inf`, a request that names any SLO gets HTTP 400.",
         default=0.1,
         read=float,
     )
