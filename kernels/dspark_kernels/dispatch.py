@@ -36,9 +36,10 @@ class Dispatched(Generic[P, R]):
         """Run the form that the arguments' device calls for."""
         if not runs_kernels(_first_tensor((*args, *kwargs.values()))):
             return self.reference(*args, **kwargs)
+        result = self.kernel(*args, **kwargs)
         for observe in tuple(_observers):
             observe(self, args, kwargs)
-        return self.kernel(*args, **kwargs)
+        return result
 
 
 def on_kernels(reference: Callable[P, R]) -> Callable[[Callable[P, R]], Dispatched[P, R]]:
@@ -63,7 +64,7 @@ def kernels_anywhere() -> Iterator[None]:
 
 @contextmanager
 def observed(observe: Callable[[Dispatched[Any, Any], tuple[Any, ...], dict[str, Any]], None] | None) -> Iterator[None]:
-    """Show ``observe`` every call in the block that goes to kernels, before they run; None shows it to nobody."""
+    """Show ``observe`` every call in the block that has launched kernels; None shows it to nobody."""
     before = tuple(_observers)
     _observers[:] = [] if observe is None else [observe]
     try:

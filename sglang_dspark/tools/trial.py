@@ -158,7 +158,7 @@ class Trial:
         if check := capabilities.get("self_check"):
             self._console.print(
                 f"{check['kernels']} kernels agree with PyTorch in {check['forms']} forms, and {check['graphs']} CUDA "
-                "graphs with eager steps"
+                f"graphs with eager steps; calls left for the next start: {check['left_for_next_start']}"
             )
         if not any(found["verified_tokens"] for found in self.report["texts"].values()):
             raise DSparkError("no draft was verified, so nothing was tried; drop --speculative-dspark-schedule off")

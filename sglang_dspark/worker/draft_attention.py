@@ -52,8 +52,8 @@ def partial_attention_ref(
     near = requests if visibility.reach is None else DraftWindow(visibility.reach, sinks=0).of(requests)
 
     def sees(lens: torch.Tensor, num_keys: int) -> torch.Tensor:
-        slots = torch.arange(num_slots)
-        ages = (lens[:, None] - torch.arange(num_keys))[:, None]  # [R, 1, n]
+        slots = torch.arange(num_slots, device=lens.device)
+        ages = (lens[:, None] - torch.arange(num_keys, device=lens.device))[:, None]  # [R, 1, n]
         context = (ages > 0) & visibility.sees_context(ages, slots[:, None])
         block = visibility.sees_block(slots).expand(len(context), -1, -1)
         return torch.cat((context, block), dim=2)

@@ -1,7 +1,7 @@
 """Compares what runs on this GPU with plain PyTorch before a server answers: kernels, CUDA graphs, windows of rows.
 
 The warm-up calls every kernel in the forms that steps will launch: dtypes, heads, block, vocabulary, numbers of rows.
-The check looks on. Before a form runs for the first time, the kernel and its reference compute it on the same device.
+The check looks on. After a form has run for the first time, the kernel and its reference compute it on the same device.
 Where tokens are drawn, logits are made up: between the likely tokens of a flat distribution, rounding decides.
 
 Forms that agreed are remembered for the same GPU and software. A start checks for a few seconds, and the next start
@@ -12,20 +12,29 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import fields, is_dataclass
 from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import dspark_kernels
 import torch
-from dspark_kernels import Dispatched, DraftBlock, RoundKeys, observed
+import triton
+from dspark_kernels import Dispatched, observed
 
 from sglang_dspark import __version__
 from sglang_dspark.errors import EngineError
 from sglang_dspark.files import atomic_write_text
+from sglang_dspark.worker.kernel_comparison import (
+    PER_REQUEST,
+    Results,
+    UncheckedError,
+    both_forms,
+    form_of,
+    in_long_contexts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +46,11 @@ ATTEMPTS = 3
 """How often results may differ before it counts, with other numbers each time: a draw may lie between two roundings."""
 
 _FEW = 20  # of so many requests, one may be drawn otherwise
+_FEW_REQUESTS = 8  # references that go from request to request are slow
+_MADE_OF_OTHERS = ("block_attention", "partial_attention", "forward_block_fused")
+"""Functions that only call others, which are checked themselves."""
+
 _ULPS_OF_INPUT, _ULPS_OF_RESULT = 4.0, 2.0
-_EPS_OF_SUMS = 2.0**-17  # of float32, for sums of thousands of products in another order
-_LARGE = 2**16  # sizes from there on are those of pools, which differ from start to start
 _REMEDIES = {
     "block_survival": "drop survivals from --speculative-dspark-unproven",
     "hold_rows": "drop held-rows from --speculative-dspark-unproven",
@@ -47,25 +58,6 @@ _REMEDIES = {
     "a CUDA graph": "pass --disable-cuda-graph",
 }
 """How to do without a part. Without any other part there is only SGLang's own worker."""
-
-
-class Region(NamedTuple):
-    """Memory that a function writes: the ``slots`` of dimension ``dim``, or all of the tensor."""
-
-    tensor: torch.Tensor
-    slots: torch.Tensor | None = None
-    dim: int = 0
-
-    def read(self) -> torch.Tensor:
-        """Return a copy of it."""
-        return self.tensor.clone() if self.slots is None else self.tensor.index_select(self.dim, self.slots)
-
-    def write(self, values: torch.Tensor) -> None:
-        """Write what :meth:`read` returned."""
-        if self.slots is None:
-            self.tensor.copy_(values)
-        else:
-            self.tensor.index_copy_(self.dim, self.slots, values)
 
 
 class SelfCheck:
@@ -124,6 +116,8 @@ class SelfCheck:
             EngineError: kernel and reference differ.
         """
         name, given = function.kernel.__name__, signature(function.kernel).bind(*args, **kwargs).arguments
+        if name in _MADE_OF_OTHERS or (name in PER_REQUEST and len(given["rows"].slots) > _FEW_REQUESTS):
+            return
         form = hashlib.sha256(repr((name, form_of(given))).encode()).hexdigest()[:16]
         if form in self._seen.get(name, ()):
             return
@@ -132,41 +126,36 @@ class SelfCheck:
                 self._left += 1
                 return
             began = time.monotonic()
-            try:
-                compare(name, lambda attempt: _both_forms(function, given, attempt))
-            except _UncheckedError as error:
-                self._unchecked[name] = str(error)
+            checked = self._checked(name, lambda attempt: both_forms(function, given, attempt))
+            if name == "window_attention" and len(given["windows"].prefix_lens) <= _FEW_REQUESTS:
+                long = given | {"windows": in_long_contexts(given["windows"])}
+                checked = checked and self._checked(name, lambda attempt: both_forms(function, long, attempt))
+            self._seconds += time.monotonic() - began
+            if not checked:
                 return
-            finally:
-                self._seconds += time.monotonic() - began
             self._agreed.add(form)
         self._seen.setdefault(name, set()).add(form)
 
-    def check_graph(self, both: Callable[[int], "Results"]) -> None:
+    def _checked(self, name: str, both: Callable[[int], Results]) -> bool:
+        """Compare two results; return False, and note why, if that cannot be done."""
+        try:
+            compare(name, both)
+        except UncheckedError as error:
+            self._unchecked[name] = str(error)
+            return False
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            self._unchecked[name] = "the comparison needs more memory than is free"
+            return False
+        return True
+
+    def check_graph(self, both: Callable[[int], Results]) -> None:
         """Compare what a CUDA graph gave with the same functions, launched one by one.
 
         Raises:
             EngineError: they differ.
         """
-        began = time.monotonic()
-        compare("a CUDA graph", both)
-        self._graphs += 1
-        self._seconds += time.monotonic() - began
-
-
-class Results(NamedTuple):
-    """Two results of the same thing.
-
-    Attributes:
-        found, expected: their tensors.
-        eps: the unit in the last place, relative, of the coarsest numbers that they were computed from.
-        requests: how many requests drew tokens, one per row of each tensor; 0 if nothing was drawn.
-    """
-
-    found: Sequence[torch.Tensor]
-    expected: Sequence[torch.Tensor]
-    eps: float
-    requests: int = 0
+        self._graphs += self._checked("a CUDA graph", both)
 
 
 def compare(name: str, both: Callable[[int], Results]) -> None:
@@ -178,10 +167,12 @@ def compare(name: str, both: Callable[[int], Results]) -> None:
     Raises:
         EngineError: they never agree; the message has the largest difference, and how to do without that part.
     """
-    for attempt in range(ATTEMPTS):
-        said = _difference(both(attempt))
-        if said is None:
+    attempt, said = 0, ""
+    while attempt < ATTEMPTS:
+        results = both(attempt)
+        if (difference := _difference(results)) is None:
             return
+        said, attempt = difference, attempt + 1 if results.requests else ATTEMPTS  # what is not drawn stays the same
     remedy = _REMEDIES.get(name, "pass --speculative-dspark-engine builtin to decode with SGLang's own worker")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "this device"
     raise EngineError(
@@ -197,7 +188,7 @@ def _difference(results: Results) -> str | None:
         if found.shape != expected.shape or found.dtype != expected.dtype:
             return f"result {place} is {_named(found)} and should be {_named(expected)}"
         wrong, excess = _wrong(found, expected, results.eps)
-        if wrong.any() and results.requests and len(wrong) == results.requests:
+        if wrong.any() and results.requests and wrong.dim() and len(wrong) == results.requests:
             drawn_otherwise |= wrong.flatten(1).any(1).cpu() if wrong.dim() > 1 else wrong.cpu()
         elif wrong.any():
             return _said(place, found, expected, wrong, excess)
@@ -235,139 +226,10 @@ def _named(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-class _UncheckedError(Exception):
-    """A form cannot be checked."""
-
-
-def _both_forms(function: Dispatched[Any, Any], given: Mapping[str, Any], attempt: int) -> Results:
-    """Run kernel and reference on the same memory, which is left as it was."""
-    name, given = function.kernel.__name__, dict(given)
-    if name == "draft_block":
-        given["base_logits"] = _made_logits(given["base_logits"], attempt)
-    elif name == "accept":
-        given["target_logits"] = _logits_that_accept(given["target_logits"], given["block"], given["windows"], attempt)
-    written = list(_written(name, given))
-    before = [region.read() for region in written]
-
-    def result_of(form: Callable[..., Any]) -> list[torch.Tensor]:
-        result = [tensor.clone() for tensor in _compared(name, form(**given), given)]
-        result += [region.read() for region in written]
-        for region, values in zip(written, before, strict=True):
-            region.write(values)
-        return result
-
-    with observed(None):
-        found = result_of(function.kernel)
-        try:
-            expected = result_of(function.reference)
-        except torch.OutOfMemoryError:
-            raise _UncheckedError("the reference needs more memory than is free") from None
-        except Exception as error:
-            raise _UncheckedError(f"its reference raises {type(error).__name__}: {error}") from error
-    floats = [tensor for tensor in (*tensors_of(given), *expected) if tensor.is_floating_point()]
-    # Numbers of eight bits are exact where they are read; where they are written, their own rounding counts.
-    eps = max((torch.finfo(tensor.dtype).eps for tensor in floats if tensor.element_size() > 1), default=0.0)
-    eps = max(eps, _EPS_OF_SUMS)
-    drawn = {"draft_block": "anchors", "accept": "prefix_lens"}.get(name)
-    return Results(found, expected, eps, 0 if drawn is None else len(given[drawn]))
-
-
-def _compared(name: str, result: Any, given: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield what is compared of a result."""
-    if name == "draft_block" and result.distribution is not None:
-        # Of requests that are not sampled, it says nothing.
-        probs = torch.zeros_like(result.distribution.probs())
-        sampled = given["rows"].sampled_index
-        probs[sampled] = result.distribution.probs()[sampled]
-        yield probs
-        result = DraftBlock(result.tokens, result.confidence_logits, None, result.copied, result.chains)
-    yield from tensors_of(result)
-
-
-def _written(name: str, given: Mapping[str, Any]) -> Iterator[Region]:
-    """Yield the arguments that a function writes. Of a pool, these are the slots to which one row is written."""
-    if name == "kv_inject":
-        slots, rows = given["slots"].long(), given.get("rows")
-        index = _once(slots if rows is None else slots[rows.kept()], least=1)  # slot 0 is padding
-        yield from (Region(pool, index, 1) for pool in given["pool"])
-    elif name in ("commit_gated_delta", "commit_conv_windows"):
-        rows = given["rows"]
-        slots = [part for part in (rows.slots, rows.track_slots) if part is not None]
-        yield Region(given["states" if "states" in given else "windows"], _once(torch.cat(slots).long(), least=0), 1)
-    elif name == "hold_rows":
-        yield from map(Region, tensors_of(given["held"]))
-    elif name == "adjust":
-        yield Region(given["logits"])
-    yield from map(Region, tensors_of(given.get("out")))
-
-
-def _once(slots: torch.Tensor, *, least: int) -> torch.Tensor:
-    """Return the slots from ``least`` on that occur once."""
-    found, counts = slots.unique(return_counts=True)
-    return found[(counts == 1) & (found >= least)]
-
-
-def _made_logits(like: torch.Tensor, attempt: int) -> torch.Tensor:
-    """Return logits of the same shape, in which eight tokens of a row are likely, some more than others."""
-    generator = torch.Generator(like.device).manual_seed(attempt)
-    shape = *like.shape[:-1], min(8, like.shape[-1])
-    columns = torch.rand(shape, generator=generator, device=like.device).mul(like.shape[-1]).long()
-    values = torch.rand(shape, generator=generator, device=like.device).argsort(-1) * 0.7
-    return torch.full_like(like, -30.0).scatter_(-1, columns, values.to(like.dtype))
-
-
-def _logits_that_accept(like: torch.Tensor, block: DraftBlock, windows: Any, attempt: int) -> torch.Tensor:
-    """Return made-up logits in which drafts are about as likely as other tokens."""
-    logits, drafts = _made_logits(like, attempt), block.tokens
-    slots = torch.arange(drafts.shape[1], device=like.device)
-    rows = windows.indptr[: len(drafts), None] + slots
-    is_verified = slots < windows.verify_lens[: len(drafts), None]
-    logits[rows[is_verified], drafts[is_verified]] = 3.0
-    return logits
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value: of sequences, mappings, dataclasses and modules."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    for part in _parts(value):
-        yield from tensors_of(part)
-
-
-def form_of(value: Any) -> Any:
-    """Return what kernels may tell arguments apart by: dtypes, shapes, strides, alignment, numbers, what is None."""
-    if isinstance(value, torch.Tensor):
-        sizes = tuple(map(_size, (*value.shape, *value.stride())))
-        return str(value.dtype), sizes, value.data_ptr() % 16 == 0
-    if isinstance(value, RoundKeys):  # the seed is a number like any other
-        return form_of((value.step, value.request_keys, value.positions))
-    if isinstance(value, int) and not isinstance(value, bool):
-        return _size(value)
-    parts = list(_parts(value))
-    if parts or value is None or isinstance(value, bool | float | str | torch.dtype):
-        return (type(value).__name__, *(map(form_of, parts))) if parts else repr(value)
-    return type(value).__name__
-
-
-def _size(number: int) -> Any:
-    return number if abs(number) < _LARGE else (number.bit_length(), number % 16 == 0)
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, torch.nn.Module):
-        yield from value.parameters()
-    elif is_dataclass(value):
-        yield from (getattr(value, field.name) for field in fields(value))
-    elif isinstance(value, Mapping):
-        yield from value.values()
-    elif isinstance(value, tuple | list):
-        yield from value
-
-
 def _place(device: torch.device) -> Path | None:
     """Return the file of this GPU and software; None for a user without a home directory."""
-    about = [str(device.type), __version__, torch.__version__, *map(version, ("sglang", "triton"))]
+    about = [str(device.type), __version__, torch.__version__, triton.__version__, version("sglang")]
+    about += [file.read_text(encoding="utf-8") for file in sorted(Path(dspark_kernels.__file__).parent.rglob("*.py"))]
     if device.type == "cuda":
         driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # noqa: SLF001
         about += [torch.cuda.get_device_name(device), str(driver)]

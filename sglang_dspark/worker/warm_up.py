@@ -44,7 +44,8 @@ from sglang_dspark.step.state import DecodeBatch, DraftOutput, TargetOutput, Ver
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.eager import EagerExecutor
 from sglang_dspark.worker.graphs import ExecutorSelector
-from sglang_dspark.worker.self_check import Results, SelfCheck, tensors_of
+from sglang_dspark.worker.kernel_comparison import Results, tensors_of
+from sglang_dspark.worker.self_check import SelfCheck
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ def warm_up(
         of_whole_steps = sizes(min(most, _MAX_REQUESTS))
         for requests in of_whole_steps:
             if check is not None:
-                _fill_contexts(executor, target_worker, requests, context)
+                _fill_contexts(executor, target_worker, max_verify, requests)
             with dummy(requests) as batch:
                 _WarmUpSteps(executor, batch, max_verify).run()
         processors, kv_heads = num_processors(req_to_token.device), kv_heads_of_layers(runner.model)
@@ -121,11 +122,11 @@ def _context(runner: Any, max_verify: int) -> int:
     return max(1, min(_CONTEXT, room))
 
 
-def _fill_contexts(executor: EagerExecutor, target_worker: Any, requests: int, context: int) -> None:
-    """Write K/V of dummy requests at positions 1 to ``context``: on zeros, every kind of attention gives zeros."""
-    for length in range(1, context):
-        with DummyBatch(target_worker, requests, length, 1) as batch:
-            _WarmUpSteps(executor, batch, 0).fill_context()
+def _fill_contexts(executor: EagerExecutor, target_worker: Any, max_verify: int, requests: int) -> None:
+    """Write K/V of dummy requests from position 1 on: of zeros, every kind of attention would give zeros."""
+    for length in range(1, _context(target_worker.model_runner, max_verify), max_verify + 1):
+        with DummyBatch(target_worker, requests, length, max_verify + 1) as batch:
+            _WarmUpSteps(executor, batch, max_verify).fill_context()
 
 
 @contextmanager
@@ -174,7 +175,8 @@ def check_graphs(executors: ExecutorSelector, target_worker: Any, max_verify: in
         EngineError: a graph gives something else.
     """
     captured = executors.captured
-    if captured is None:
+    # Ranks would have to agree on each comparison before the next one.
+    if captured is None or captured.eager.agreement.needed:
         return
     runner = target_worker.model_runner
     eps, context = torch.finfo(runner.dtype).eps, _context(runner, max_verify)
@@ -183,13 +185,24 @@ def check_graphs(executors: ExecutorSelector, target_worker: Any, max_verify: in
         length = max(1, context - attempt)
         with torch.no_grad(), DummyBatch(target_worker, requests, length, max_verify + 1) as dummy:
             graphs = MeasuredSteps(executors, dummy, max_verify).graphs(drafts)
-            replayed = [tensor.clone() for graph in graphs for tensor in tensors_of(graph.replay())]
-            launched = [tensor for graph in graphs for tensor in tensors_of(graph.launched())]
+            replayed = [tensor.clone() for graph in graphs for tensor in _compared(graph.replay())]
+            with check.looking_on():  # the forms of captured steps
+                launched = [tensor for graph in graphs for tensor in _compared(graph.launched())]
         return Results(replayed, launched, eps, requests)
 
-    for requests in sorted({captured.tiers.requests[0], captured.tiers.requests[-1]}):
-        for drafts in sorted({0, max_verify}):
+    for drafts in sorted({0, max_verify}):
+        most = (captured.tiers.tokens if drafts else captured.tiers.requests)[-1]
+        sizes = [size for size in captured.tiers.requests if size * (1 + drafts) <= most]
+        for requests in sorted({*sizes[:1], *sizes[-1:]}):
             check.check_graph(partial(both, drafts, requests))
+
+
+def _compared(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of what a graph returns: of a forward not those that only commits read, nor padding."""
+    if not isinstance(output, TargetOutput):
+        yield from tensors_of(output)
+        return
+    yield from tensors_of(output._replace(advance=None))
 
 
 def log_rows_against_steps(executor: EagerExecutor, target_worker: Any, max_verify: int) -> None:
@@ -312,8 +325,8 @@ class _WarmUpSteps:
         self._step(StepDecision(self._most, FixedLength()) if self._most else PLAIN, ((_SAMPLED,),))
 
     def fill_context(self) -> None:
-        """Run a non-speculative step, and write the draft K/V of its rows."""
-        plan, target = self._step(PLAIN, ((_GREEDY,),))
+        """Verify as much as a step may, and write the draft K/V of all rows."""
+        plan, target = self._step(StepDecision(self._most, FixedLength()) if self._most else PLAIN, ((_GREEDY,),))
         self._executor.drafter.inject(plan.input_ids, target.captured, plan.positions, plan.slots)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:

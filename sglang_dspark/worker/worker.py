@@ -185,6 +185,7 @@ class DSparkWorker(SpecWorkerBase):
         check_graphs(self.executors, self.target_worker, self.max_verify, check)
         log_rows_against_steps(self.eager, self.target_worker, self.max_verify)
         check.finish()
+        torch.cuda.empty_cache()  # references take more memory than steps
         self.self_check = check.describe()
 
     def addresses(self) -> list[int]:

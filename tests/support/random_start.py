@@ -88,10 +88,11 @@ class RandomStart(GraphLoop):
         check = SelfCheck(torch.device("cpu"))
 
         def looked_at(function: Dispatched[Any, Any], *args: Any, **kwargs: Any) -> Any:
+            form = function.kernel if function.kernel.__name__ in CALL_OTHERS else function.reference
+            result = form(*args, **kwargs)
             for observe in tuple(dispatch._observers):
                 observe(function, args, kwargs)
-            form = function.kernel if function.kernel.__name__ in CALL_OTHERS else function.reference
-            return form(*args, **kwargs)
+            return result
 
         with kernels_anywhere(), torch.no_grad(), patch.object(Dispatched, "__call__", looked_at):
             if warms_up:

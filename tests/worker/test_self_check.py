@@ -12,7 +12,8 @@ from random_start import RandomStart
 
 from sglang_dspark.errors import EngineError
 from sglang_dspark.worker import self_check
-from sglang_dspark.worker.self_check import SelfCheck, form_of
+from sglang_dspark.worker.kernel_comparison import form_of
+from sglang_dspark.worker.self_check import SelfCheck
 
 CPU = torch.device("cpu")
 REMEDY = "--speculative-dspark-engine builtin"

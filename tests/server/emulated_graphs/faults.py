@@ -21,7 +21,7 @@ def faulty(function, ran=None):
     Args:
         ran: gets the function's name when they run.
     """
-    from sglang_dspark.worker.self_check import tensors_of
+    from sglang_dspark.worker.kernel_comparison import tensors_of
 
     @functools.wraps(function.kernel)
     def run(*args, original=function.kernel, **given):

@@ -72,7 +72,7 @@ def compute_what_is_checked():
     """Have the self-check run the kernels themselves, whatever takes their places in a warm-up."""
     from sglang_dspark.worker import self_check
 
-    def both_forms(function, *args, original=self_check._both_forms):
+    def both_forms(function, *args, original=self_check.both_forms):
         _state["checking"], kernel = True, function.kernel
         try:
             if faults.planted(kernel.__name__):
@@ -81,7 +81,7 @@ def compute_what_is_checked():
         finally:
             _state["checking"], function.kernel = False, kernel
 
-    self_check._both_forms = both_forms
+    self_check.both_forms = both_forms
 
 
 def checking():

@@ -21,7 +21,7 @@ from sglang_dspark.tools.trial import Trial, grouped, judged, named_prompts
 def run_try(run, monkeypatch, tmp_path):
     """``run_try(*arguments)`` tries without the checks before, and returns the command's result and the report."""
     monkeypatch.setattr(command, "_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(command, "_diagnose", lambda *pair, hooks: iter(()))
+    monkeypatch.setattr(command, "_diagnose", lambda *pair, **asked: iter(()))
 
     def run_it(*arguments):
         result = run("doctor", "--try", "--report", tmp_path / "report.json", *arguments)
@@ -177,7 +177,7 @@ def test_a_server_that_does_not_start_is_reported(run_try, stand_in, tmp_path):
 
 def test_nothing_is_tried_where_a_check_fails(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "_diagnose", lambda *pair, hooks: iter([Finding("fail", "device", "none")]))
+    monkeypatch.setattr(command, "_diagnose", lambda *pair, **asked: iter([Finding("fail", "device", "none")]))
     result = run("doctor", "--try")
     assert (result.exit_code, list(tmp_path.iterdir())) == (1, [])
 
