@@ -115,6 +115,10 @@ def _compared(name: str, result: Any, given: Mapping[str, Any]) -> Iterator[torc
         probs[sampled] = result.distribution.probs()[sampled]
         yield probs
         result = DraftBlock(result.tokens, result.confidence_logits, None, result.copied, result.chains)
+    if name == "accept":  # slots of the batch without a request get any token
+        is_empty = given["windows"].indptr.diff() == 0
+        yield from (part.masked_fill(is_empty.view(-1, *[1] * (part.dim() - 1)), 0) for part in tensors_of(result))
+        return
     yield from tensors_of(result)
 
 
