@@ -17,9 +17,9 @@ from dspark_kernels import (
     PagedWindows,
     ReplayedRows,
     RoundKeys,
+    in_its_dtype,
     observed,
 )
-from dspark_kernels.drafting.layers import in_its_dtype
 
 PER_REQUEST = ("commit_gated_delta", "commit_conv_windows")
 """Functions whose references go from request to request."""
