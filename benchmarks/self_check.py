@@ -14,6 +14,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -88,9 +90,12 @@ def main(starts: int, faults: int, output: Path) -> None:
         raise click.UsageError("kernels are to be interpreted: set TRITON_INTERPRET=1 in the environment")
     torch.set_num_threads(1)
     began = time.monotonic()
-    sound = [start(seed) for seed in track(range(starts), "starts without a fault")]
+    names = (*KERNELS, GRAPH)
+    with Pool() as pool:
+        sound = list(track(pool.imap(start, range(starts)), "starts without a fault", total=starts))
+        found = track(pool.imap(partial(starts_with, number=faults), names), "starts with a fault", total=len(names))
+        with_faults = dict(zip(names, found, strict=True))
     passed = [found for found in sound if "alarm" not in found]
-    with_faults = {name: starts_with(name, faults) for name in track((*KERNELS, GRAPH), "starts with a fault")}
     provenance.write_json(
         output,
         {
