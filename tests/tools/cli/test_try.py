@@ -193,6 +193,7 @@ def test_words_belong_to_the_flag_before_them():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_tiny_pair_on_this_machine(run_try, tmp_path):
     """Drafts are kept and rejected, and texts are equal, on a CPU exactly."""
     result, report = run_try("--", "--mem-fraction-static", "0.9")
