@@ -46,7 +46,6 @@ KERNELS = (
 def planted(name: str) -> Iterator[list[str]]:
     """Have this kernel, or every graph, be wrong inside the block. Yields a list with an entry for each that runs."""
     ran: list[str] = []
-
     if name == GRAPH:
         ran.append(name)
         with patch.dict(os.environ, {VARIABLE: name}):

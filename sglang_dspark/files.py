@@ -1,6 +1,8 @@
-"""Writes files and folders atomically, and splits files into lines."""
+"""Writes files and folders atomically, names cached files, and splits files into lines."""
 
 import errno
+import hashlib
+import json
 import os
 import shutil
 import stat
@@ -8,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -45,6 +48,20 @@ def atomic_write_text(path: str | Path, text: str) -> None:
     """Write a text as :func:`atomic_write` does."""
     with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def cached_file(folder: Path, key: Any) -> Path | None:
+    """Return the file of a folder in the user's home that is kept for ``key``; None for a user without a home.
+
+    Args:
+        folder: begins with ``~``.
+        key: what the file is valid for, as JSON.
+    """
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    try:
+        return folder.expanduser() / f"{digest}.json"
+    except RuntimeError:
+        return None
 
 
 def lines_of(text: str) -> list[str]:

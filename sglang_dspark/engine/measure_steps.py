@@ -29,6 +29,7 @@ from sglang_dspark.engine.server import name_of_start
 from sglang_dspark.engine.sglang_types import ModelRunner, ScheduleBatch, ServerArgs, TpModelWorker
 from sglang_dspark.engine.target import slot_translation
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.files import cached_file
 from sglang_dspark.hub import checkpoint_name
 from sglang_dspark.scheduling.sps_table import SpsTable, SteppedLoad, geometric_grid, measure, timed_drafts
 
@@ -230,12 +231,9 @@ def _load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str
 
 def _place_in_cache(key: dict[str, str]) -> Path | None:
     """Return where a table is kept; None for a user without a home, as in some containers."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    try:
-        return CACHE.expanduser() / f"{digest}.json"
-    except RuntimeError:
+    if (path := cached_file(CACHE, key)) is None:
         logger.warning("DSPARK: this user has no home directory; step times are not kept unless %s names a file", _FLAG)
-        return None
+    return path
 
 
 def _save(table: SpsTable, path: Path | None, *, named: bool) -> None:

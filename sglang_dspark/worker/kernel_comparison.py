@@ -75,7 +75,7 @@ def both_forms(function: Dispatched[Any, Any], given: Mapping[str, Any], attempt
     elif name == "accept":
         given["target_logits"] = _logits_that_accept(given["target_logits"], given["block"], given["windows"], attempt)
     elif name in PER_REQUEST:
-        given["rows"] = _in_slots_of_their_own(given["rows"], given["states" if "states" in given else "windows"])
+        given["rows"] = _in_slots_of_their_own(given["rows"], _pool(given))
     written = list(_written(name, given))
     before = [region.read() for region in written]
 
@@ -110,11 +110,9 @@ def _compared(name: str, result: Any, given: Mapping[str, Any]) -> Iterator[torc
     """Yield what is compared of a result."""
     if name == "draft_block" and result.distribution is not None:
         # Of requests that are not sampled, it says nothing.
-        probs = torch.zeros_like(result.distribution.probs())
-        sampled = given["rows"].sampled_index
-        probs[sampled] = result.distribution.probs()[sampled]
-        yield probs
-        result = DraftBlock(result.tokens, result.confidence_logits, None, result.copied, result.chains)
+        probs, sampled = result.distribution.probs(), given["rows"].sampled_index
+        yield torch.zeros_like(probs).index_copy_(0, sampled, probs[sampled])
+        result = replace(result, distribution=None)
     if name == "accept":  # slots of the batch without a request get any token
         is_empty = given["windows"].indptr.diff() == 0
         yield from (part.masked_fill(is_empty.view(-1, *[1] * (part.dim() - 1)), 0) for part in tensors_of(result))
@@ -128,10 +126,10 @@ def _written(name: str, given: Mapping[str, Any]) -> Iterator[Region]:
         slots, rows = given["slots"].long(), given.get("rows")
         index = _once(slots if rows is None else slots[rows.kept()], least=1)  # slot 0 is padding
         yield from (Region(pool, index, 1) for pool in given["pool"])
-    elif name in ("commit_gated_delta", "commit_conv_windows"):
+    elif name in PER_REQUEST:
         rows = given["rows"]
         slots = [part for part in (rows.slots, rows.track_slots) if part is not None]
-        yield Region(given["states" if "states" in given else "windows"], _once(torch.cat(slots).long(), least=0), 1)
+        yield Region(_pool(given), _once(torch.cat(slots).long(), least=0), 1)
     elif name == "hold_rows":
         yield from map(Region, tensors_of(given["held"]))
     elif name == "adjust":
@@ -139,6 +137,12 @@ def _written(name: str, given: Mapping[str, Any]) -> Iterator[Region]:
     elif name == "draft_block" and given.get("candidates") is not None:
         yield Region(given["candidates"].chains)
     yield from map(Region, tensors_of(given.get("out")))
+
+
+def _pool(given: Mapping[str, Any]) -> torch.Tensor:
+    """Return the pool [L, slots, ...] of recurrent layers that a commit writes."""
+    pool: torch.Tensor = given["states" if "states" in given else "windows"]
+    return pool
 
 
 def _once(slots: torch.Tensor, *, least: int) -> torch.Tensor:

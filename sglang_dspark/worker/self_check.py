@@ -26,7 +26,7 @@ from dspark_kernels import Dispatched, observed
 
 from sglang_dspark import __version__
 from sglang_dspark.errors import EngineError
-from sglang_dspark.files import atomic_write_text
+from sglang_dspark.files import atomic_write_text, cached_file
 from sglang_dspark.worker.kernel_comparison import (
     PER_REQUEST,
     Results,
@@ -167,12 +167,12 @@ def compare(name: str, both: Callable[[int], Results]) -> None:
     Raises:
         EngineError: they never agree; the message has the largest difference, and how to do without that part.
     """
-    attempt, said = 0, ""
-    while attempt < ATTEMPTS:
+    for attempt in range(ATTEMPTS):
         results = both(attempt)
-        if (difference := _difference(results)) is None:
+        if (said := _difference(results)) is None:
             return
-        said, attempt = difference, attempt + 1 if results.requests else ATTEMPTS  # what is not drawn stays the same
+        if not results.requests:  # what is not drawn stays the same
+            break
     remedy = _REMEDIES.get(name, "pass --speculative-dspark-engine builtin to decode with SGLang's own worker")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "this device"
     raise EngineError(
@@ -233,11 +233,7 @@ def _place(device: torch.device) -> Path | None:
     if device.type == "cuda":
         driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # noqa: SLF001
         about += [torch.cuda.get_device_name(device), str(driver)]
-    digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-    try:
-        return CACHE.expanduser() / f"{digest}.json"
-    except RuntimeError:
-        return None
+    return cached_file(CACHE, about)
 
 
 def _read(path: Path | None) -> set[str]:

@@ -198,11 +198,8 @@ def check_graphs(executors: ExecutorSelector, target_worker: Any, max_verify: in
 
 
 def _compared(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of what a graph returns: of a forward not those that only commits read, nor padding."""
-    if not isinstance(output, TargetOutput):
-        yield from tensors_of(output)
-        return
-    yield from tensors_of(output._replace(advance=None))
+    """Yield the tensors of what a graph returns; of a forward not the pools of states that only commits read."""
+    yield from tensors_of(output._replace(advance=None) if isinstance(output, TargetOutput) else output)
 
 
 def log_rows_against_steps(executor: EagerExecutor, target_worker: Any, max_verify: int) -> None:
