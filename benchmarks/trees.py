@@ -104,6 +104,8 @@ class Drafting:
         labels = text.input_ids[anchor + 1 : anchor + 1 + gamma]
         hidden = block_hidden(self._model, k, v, torch.tensor([[anchor]]), first[None])[:, 0]
         base = self._heads.base_logits(hidden)
+        assert self._heads.weights.markov is not None, "siblings come from the Markov head"
+        assert self._heads.weights.confidence is not None, "nodes are ranked by the confidence head"
         walk = MarkovWalk(self._heads.weights.markov, hidden)
 
         def law(token: torch.Tensor, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -282,7 +284,7 @@ class Decoding:
     def _best(
         self, blocks: Sequence[int], times: StepTimes, *, trees: bool
     ) -> tuple[float, float, list[list[tuple[int, ...]]]]:
-        """Return the most tokens per ms that nodes of one kind are expected to bring, the step's ms, and these nodes."""
+        """Return the most tokens per ms that one kind of nodes is expected to bring, the step's ms, and these nodes."""
         ranked, users = [self._ranked[trees][block] for block in blocks], len(blocks)
         keys = np.array([key for mine in ranked for key, _ in mine])
         owners = np.repeat(np.arange(users), [len(mine) for mine in ranked])
