@@ -74,12 +74,16 @@ def test_what_the_user_said_of_the_engine_stays(environment):
     assert environment.imports(SGLANG_USE_CPU_ENGINE="0") == ("0", str(environment.kernels / "__init__.py"))
 
 
-def test_threads_wait_without_a_core_unless_the_user_says_otherwise(environment, driver):
-    report = ("-c", "import sglang, os; print(os.environ.get('OMP_WAIT_POLICY'))")
-    assert environment.run(*report) == "PASSIVE\n"
-    assert environment.run(*report, OMP_WAIT_POLICY="ACTIVE") == "ACTIVE\n"
-    assert environment.run(*report, SGLANG_USE_CPU_ENGINE="0") == "None\n"
-    assert environment.run(*report, LD_LIBRARY_PATH=driver) == "None\n"
+def test_threads_spin_briefly_unless_the_user_says_otherwise(environment, driver):
+    report = (
+        "-c",
+        "import sglang, os; print([os.environ.get(name) for name in ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT')])",
+    )
+    assert environment.run(*report) == f"{list(on_cpu.WAITING.values())}\n"
+    assert environment.run(*report, OMP_WAIT_POLICY="ACTIVE") == "['ACTIVE', None]\n"
+    assert environment.run(*report, GOMP_SPINCOUNT="7") == "[None, '7']\n"
+    assert environment.run(*report, SGLANG_USE_CPU_ENGINE="0") == "[None, None]\n"
+    assert environment.run(*report, LD_LIBRARY_PATH=driver) == "[None, None]\n"
 
 
 def test_a_kernel_package_for_cpus_is_left_alone(environment):

@@ -26,9 +26,12 @@ STAND_IN = os.path.join(os.path.dirname(__file__), KERNELS, "__init__.py")  # no
 VARIABLE = "SGLANG_USE_CPU_ENGINE"
 """Tells SGLang to serve on the CPU; a value that the user has set stays."""
 
-WAITING = "OMP_WAIT_POLICY"
-"""How the threads of one operation wait for each other. If they spin, as OpenMP has it, a step next to a busy program
-takes four to ten times as long: each thread waits for one whose core the program has."""
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+"""How the threads of one operation wait for each other: they spin for about a tenth of a millisecond, then they sleep.
+
+OpenMP's default spins for milliseconds: next to a busy program a step takes four to ten times as long, because each
+thread waits for one whose core the program has. If threads sleep at once, waking them slows down each operation.
+"""
 
 REPLACED = {
     "sglang.kernels.ops.attention.fla.layernorm_gated": ("layernorm_fn", "layernorm_fn"),
@@ -47,7 +50,7 @@ class Finder:
         if name == "sglang" and not has_driver():
             os.environ.setdefault(VARIABLE, "1")
             if stands_in():
-                os.environ.setdefault(WAITING, "PASSIVE")
+                os.environ.update(WAITING if not WAITING.keys() & os.environ.keys() else {})
         if name == KERNELS and stands_in():
             from importlib.util import spec_from_file_location
 
